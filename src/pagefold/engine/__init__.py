@@ -1,0 +1,1 @@
+"""The loop: requests in, steps run, deltas out. Sees the scheduler and the ``Runner`` protocol."""

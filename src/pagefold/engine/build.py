@@ -1,0 +1,120 @@
+"""From a config to an engine: resolve the model, plan the memory, and only then load weights."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pagefold.capacity import Capacity, plan_capacity
+from pagefold.config import available_memory_bytes, cache_dir
+from pagefold.engine.engine import Engine, ModelLimits
+from pagefold.events import Emit, ignore
+from pagefold.kv import KVCore, KVGeometry, Namespace, make_policy
+from pagefold.scheduler import Scheduler, SchedulerLimits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from pagefold.config import EngineConfig
+    from pagefold.hub.progress import Progress
+    from pagefold.runner.models import ModelSpec
+
+__all__ = ["Blueprint", "build_engine", "plan_engine"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """All that is decided before weights are loaded.
+
+    Attributes:
+        config: what was asked.
+        spec: the model.
+        geometry: of its KV.
+        capacity: what fits.
+        dtype: of weights, activations and KV.
+    """
+
+    config: EngineConfig
+    spec: ModelSpec
+    geometry: KVGeometry
+    capacity: Capacity
+    dtype: torch.dtype
+
+
+def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Blueprint:
+    """Resolve the model, read its config and headers, and decide what fits. Loads no weights.
+
+    Raises:
+        ModelNotFoundError, UnsupportedModelError, ConfigError, BudgetTooSmallError: with what was wrong and what to do.
+    """
+    from pagefold.hub.catalog import resolve  # noqa: PLC0415 - heavy rooms are entered when they are needed
+    from pagefold.hub.progress import silent  # noqa: PLC0415
+
+    folder = resolve(config.model, cache_dir(), progress=progress or silent)
+    import torch  # noqa: PLC0415
+
+    from pagefold.runner.attention import choose_backend  # noqa: PLC0415
+    from pagefold.runner.models import inspect_model  # noqa: PLC0415
+
+    spec = inspect_model(folder)
+    dtype: torch.dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
+    geometry = KVGeometry(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype.itemsize, config.block_size)
+    capacity = plan_capacity(
+        geometry=geometry,
+        weight_bytes=spec.num_parameters * dtype.itemsize,
+        model_max_len=spec.max_positions,
+        max_model_len=config.max_model_len,
+        kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+        max_num_seqs=config.max_num_seqs,
+        available_bytes=available_memory_bytes(),
+    )
+    choose_backend(config.attention_backend, dtype, block_size=config.block_size, head_dim=spec.head_dim)
+    return Blueprint(config, spec, geometry, capacity, dtype)
+
+
+def build_engine(blueprint: Blueprint, *, emit: Emit = ignore, say: Callable[[str], None] = _log.info) -> Engine:
+    """Load weights, allocate blocks, warm up, and return an engine that is ready.
+
+    Raises:
+        UnsupportedModelError: the model calls its attention in a way that would be computed wrongly.
+    """
+    from pagefold.runner.attention import choose_backend  # noqa: PLC0415 - heavy rooms are entered when they are needed
+    from pagefold.runner.loader import load_model  # noqa: PLC0415
+    from pagefold.runner.slab import LAYOUT, Slab  # noqa: PLC0415
+    from pagefold.runner.torch_runner import TorchRunner  # noqa: PLC0415
+    from pagefold.tokenizer import Tokenizer  # noqa: PLC0415
+
+    config, spec, geometry, capacity = blueprint.config, blueprint.spec, blueprint.geometry, blueprint.capacity
+    for line in capacity.lines():
+        say(line)
+    attention = choose_backend(
+        config.attention_backend, blueprint.dtype, block_size=config.block_size, head_dim=spec.head_dim
+    )
+    tokenizer = Tokenizer(spec.folder) if (spec.folder / "tokenizer_config.json").is_file() else None
+    model = load_model(spec.folder, blueprint.dtype)
+    slab = Slab(geometry, capacity.num_blocks, blueprint.dtype)
+    runner = TorchRunner(model, geometry, slab, attention)
+    runner.warm_up()
+    core = KVCore(
+        capacity.num_blocks,
+        block_size=config.block_size,
+        policy=make_policy(config.eviction_policy),
+        enable_prefix_caching=config.enable_prefix_caching,
+        emit=emit,
+    )
+    scheduler = Scheduler(core, SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens), emit=emit)
+    namespace = Namespace(model=spec.fingerprint, layout=f"{LAYOUT}/{geometry.block_size}", dtype=str(blueprint.dtype))
+    return Engine(
+        scheduler=scheduler,
+        runner=runner,
+        tokenizer=tokenizer,
+        limits=ModelLimits(spec.vocab_size, spec.eos_token_ids, namespace),
+        capacity=capacity,
+        seed=config.seed,
+        emit=emit,
+    )

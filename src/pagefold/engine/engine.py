@@ -1,0 +1,219 @@
+"""Engine: the loop around scheduler and runner. One thread calls it; nothing in it waits.
+
+::
+
+    plan = scheduler.schedule(now)
+    result = runner.run(plan)
+    scheduler.apply(result)            or scheduler.abandon(error)
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pagefold.engine.outputs import OutputDelta, OutputText
+from pagefold.errors import InvalidRequestError
+from pagefold.events import Emit, FirstToken, ignore
+from pagefold.kv import Namespace, audit
+from pagefold.request import Request, SamplingParams, StopRule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pagefold.capacity import Capacity
+    from pagefold.request import FinishReason
+    from pagefold.scheduler import Scheduler
+    from pagefold.steps import Runner
+    from pagefold.tokenizer import Tokenizer
+
+__all__ = ["Engine", "ModelLimits"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What the engine must know of the model to judge a request.
+
+    Attributes:
+        vocab_size: token ids are in [0, vocab_size).
+        eos_token_ids: each of them ends a sequence, unless ``ignore_eos``.
+        namespace: model, layout and dtype of its blocks; tenant and salt are the request's.
+    """
+
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    namespace: Namespace
+
+
+class Engine:
+    """Requests in, deltas out, one step at a time.
+
+    Args:
+        scheduler: with its core.
+        runner: carries out plans.
+        tokenizer: for text and stop strings; None works in tokens only.
+        limits: of the model.
+        capacity: what fits.
+        seed: of requests that bring none; the n-th such request draws the same in every run.
+        emit: where events go.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(  # noqa: PLR0913 - the parts that it holds together
+        self,
+        *,
+        scheduler: Scheduler,
+        runner: Runner,
+        tokenizer: Tokenizer | None,
+        limits: ModelLimits,
+        capacity: Capacity,
+        seed: int = 0,
+        emit: Emit = ignore,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.tokenizer = tokenizer
+        self.limits = limits
+        self.capacity = capacity
+        self._seed = seed
+        self._emit = emit
+        self._clock = clock
+        self._texts: dict[str, OutputText] = {}
+        self._num_requests = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return self.scheduler.has_work
+
+    def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
+        """Refuse what can never be served. Reads nothing that changes, so any thread may call it.
+
+        Raises:
+            InvalidRequestError: with the field at fault.
+        """
+        num_tokens = len(prompt_token_ids)
+        max_len = self.capacity.max_model_len
+        if not num_tokens:
+            msg = "The prompt is empty."
+            raise InvalidRequestError(msg, param="prompt", remedy="Send at least one token.")
+        if num_tokens >= max_len:
+            msg = f"The prompt has {num_tokens} tokens; max_model_len is {max_len}, and one must be left to generate."
+            raise InvalidRequestError(msg, param="prompt", remedy=f"Send at most {max_len - 1} tokens.")
+        for token_ids, param in ((prompt_token_ids, "prompt"), (sampling.stop_token_ids, "stop_token_ids")):
+            lowest, highest = min(token_ids, default=0), max(token_ids, default=0)
+            if lowest < 0 or highest >= self.limits.vocab_size:
+                bad = lowest if lowest < 0 else highest
+                msg = f"Token id {bad} is not in the model's vocabulary."
+                raise InvalidRequestError(msg, param=param, remedy=f"Ids go from 0 to {self.limits.vocab_size - 1}.")
+        if sampling.stop and self.tokenizer is None:
+            msg = "Stop strings need a tokenizer, and this engine works in tokens only."
+            raise InvalidRequestError(msg, param="stop", remedy="Use stop_token_ids.")
+
+    def add(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        tenant: str = "",
+        cache_salt: str = "",
+    ) -> None:
+        """Queue a request.
+
+        Raises:
+            InvalidRequestError: see :meth:`check`; or the id is in use.
+        """
+        self.check(prompt_token_ids, sampling)
+        if self.scheduler.get(request_id) is not None:
+            msg = f"Request id {request_id!r} is in use."
+            raise InvalidRequestError(msg, param="request_id", remedy="Use another id.")
+        base = self.limits.namespace
+        namespace = Namespace(base.model, base.layout, base.dtype, base.adapter, tenant, cache_salt)
+        max_total = self.capacity.max_model_len
+        if sampling.max_tokens is not None:
+            max_total = min(max_total, len(prompt_token_ids) + sampling.max_tokens)
+        stop_ids = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            stop_ids |= frozenset(self.limits.eos_token_ids)
+        seed = sampling.seed if sampling.seed is not None else hash((self._seed, self._num_requests))
+        self._num_requests += 1
+        request = Request(
+            request_id,
+            prompt_token_ids,
+            sampling,
+            stop=StopRule(stop_ids, max_total),
+            namespace=namespace.key(),
+            seed=seed,
+            arrival_s=self._clock(),
+        )
+        detokenizer = None if self.tokenizer is None else self.tokenizer.detokenizer(prompt_token_ids)
+        self._texts[request_id] = OutputText(detokenizer, sampling.stop)
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request whose caller has gone. False when it has ended already."""
+        self._texts.pop(request_id, None)
+        return self.scheduler.finish(request_id, "abort") is not None
+
+    def step(self) -> list[OutputDelta]:
+        """Run one step and return what it added, request by request.
+
+        A step that fails is taken back, and its requests run again; one that keeps failing ends with ``error``.
+        """
+        plan = self.scheduler.schedule(self._clock())
+        if not plan.num_rows:
+            return []
+        try:
+            result = self.runner.run(plan)
+        except Exception as error:  # noqa: BLE001 - whatever a step dies of, its requests must not be lost
+            _log.exception("step %d failed with %d requests", plan.step_id, plan.num_rows)
+            ended = self.scheduler.abandon(f"{type(error).__name__}: {error}")
+            return [self._failed(request, error) for request in ended if request.request_id in self._texts]
+        now = self._clock()
+        return [self._delta(request, now) for request in self.scheduler.apply(result)]
+
+    def audit(self) -> None:
+        """Check every invariant of the core; for moments without work.
+
+        Raises:
+            AuditError: a bug of ours.
+        """
+        audit(self.scheduler.core)
+
+    def _delta(self, request: Request, now: float) -> OutputDelta:
+        """Turn the token that ``request`` just got into text, and end the request if that completes a stop string."""
+        token_id = request.token_ids[-1]
+        if request.num_output_tokens == 1:
+            self._emit(FirstToken(request.request_id, now - request.arrival_s))
+        text = self._texts[request.request_id]
+        reason: FinishReason | None = request.finish_reason
+        is_stop_token = reason == "stop"
+        piece = "" if is_stop_token else text.push(token_id)
+        if text.stopped and reason != "stop":
+            if reason is None:
+                self.scheduler.finish(request.request_id, "stop")
+            reason = "stop"
+        elif reason is not None:
+            piece += text.flush()
+            if text.stopped:
+                reason = "stop"
+        if reason is not None:
+            del self._texts[request.request_id]
+        return OutputDelta(request.request_id, piece, (token_id,), request.num_cached_tokens, reason)
+
+    def _failed(self, request: Request, error: Exception) -> OutputDelta:
+        text = self._texts.pop(request.request_id)
+        return OutputDelta(
+            request.request_id,
+            text.flush(),
+            (),
+            max(0, request.num_cached_tokens),
+            request.finish_reason,
+            f"The step failed {request.num_failed_steps} times: {type(error).__name__}: {error}",
+        )

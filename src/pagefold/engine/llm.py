@@ -1,0 +1,141 @@
+"""LLM: the offline face. vLLM's names and meaning."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pagefold.config import EngineConfig
+from pagefold.engine.build import build_engine, plan_engine
+from pagefold.engine.outputs import CompletionOutput, RequestOutput
+from pagefold.errors import ConfigError, InvalidRequestError
+from pagefold.request import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import TypeAlias
+
+    Prompt: TypeAlias = str | Mapping[str, Any]
+
+__all__ = ["LLM"]
+
+
+class LLM:
+    """A model with a paged, shared KV cache, in this process.
+
+    Args:
+        model: a built-in name such as ``smollm2-135m``, a local folder, or a hub id.
+        settings: fields of :class:`~pagefold.config.EngineConfig`: ``dtype``, ``block_size``,
+            ``kv_cache_memory_bytes``, ``max_model_len``, ``max_num_seqs``, ``max_num_batched_tokens``,
+            ``enable_prefix_caching``, ``seed``, ...
+
+    Raises:
+        ConfigError: an unknown setting, or one that cannot work; before weights are loaded.
+    """
+
+    def __init__(self, model: str, **settings: Any) -> None:  # noqa: ANN401 - checked by EngineConfig
+        try:
+            config = EngineConfig(model=str(model), **settings)
+        except TypeError:
+            known = sorted(EngineConfig.__dataclass_fields__)
+            unknown = sorted(set(settings) - set(known))
+            msg = f"LLM() has no setting {', '.join(unknown)}."
+            raise ConfigError(msg, remedy=f"It has {', '.join(known)}.") from None
+        self.config = config
+        self.engine = build_engine(plan_engine(config))
+        self._num_requests = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete ``prompts`` together; results are in their order.
+
+        Args:
+            prompts: a text, ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``, or several of them.
+            sampling_params: for all, or one for each prompt.
+            use_tqdm: whether to show a progress bar on stderr.
+
+        Raises:
+            InvalidRequestError: a prompt can never be served; nothing has been started then.
+        """
+        many: list[Prompt] = [prompts] if not isinstance(prompts, (list, tuple)) else list(prompts)  # type: ignore[list-item]
+        params = self._params(sampling_params, len(many))
+        results = [self._result(prompt) for prompt in many]
+        for result, how in zip(results, params, strict=True):
+            self.engine.check(result.prompt_token_ids, how)
+        by_id = {result.request_id: result for result in results}
+        for result, how in zip(results, params, strict=True):
+            self.engine.add(result.request_id, result.prompt_token_ids, how)
+        try:
+            self._run(by_id, use_tqdm=use_tqdm)
+        except BaseException:  # interrupted: give every block back
+            for request_id in by_id:
+                self.engine.abort(request_id)
+            raise
+        return results
+
+    def _run(self, by_id: dict[str, RequestOutput], *, use_tqdm: bool) -> None:
+        from rich.console import Console  # noqa: PLC0415
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[speed]}"),
+        )
+        with Progress(*columns, console=Console(stderr=True), disable=not use_tqdm, transient=True) as bar:
+            task = bar.add_task("generating", total=len(by_id), speed="")
+            num_tokens = 0
+            while self.engine.has_work:
+                for delta in self.engine.step():
+                    by_id[delta.request_id].add(delta)
+                    num_tokens += len(delta.token_ids)
+                    if delta.finish_reason is not None:
+                        bar.advance(task)
+                elapsed = bar.tasks[0].elapsed or 0.0
+                bar.update(task, speed=f"{num_tokens / elapsed:.0f} tokens/s" if elapsed else "")
+
+    def _params(
+        self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    ) -> list[SamplingParams]:
+        if sampling_params is None:
+            return [SamplingParams()] * num_prompts
+        if isinstance(sampling_params, SamplingParams):
+            return [sampling_params] * num_prompts
+        if len(sampling_params) != num_prompts:
+            msg = f"{len(sampling_params)} sampling_params for {num_prompts} prompts."
+            raise InvalidRequestError(msg, param="sampling_params", remedy="Give one, or one for each prompt.")
+        return list(sampling_params)
+
+    def _result(self, prompt: Prompt) -> RequestOutput:
+        """Tokenize one prompt into a result that waits for its output."""
+        text: object = prompt
+        token_ids: object = None
+        if not isinstance(prompt, str):
+            if not hasattr(prompt, "get"):
+                msg = f"A prompt is a {type(prompt).__name__}."
+                raise InvalidRequestError(msg, param="prompt", remedy="Give a text or {'prompt_token_ids': [...]}.")
+            text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if token_ids is None:
+            if not isinstance(text, str):
+                msg = "A prompt has neither text nor prompt_token_ids."
+                raise InvalidRequestError(msg, param="prompt", remedy="Give a text or {'prompt_token_ids': [...]}.")
+            if self.engine.tokenizer is None:
+                msg = "This model's folder has no tokenizer."
+                raise InvalidRequestError(msg, param="prompt", remedy="Give {'prompt_token_ids': [...]}.")
+            token_ids = self.engine.tokenizer.encode(text)
+        if not isinstance(token_ids, (list, tuple)) or any(type(token_id) is not int for token_id in token_ids):
+            msg = "prompt_token_ids is not a list of ints."
+            raise InvalidRequestError(msg, param="prompt_token_ids", remedy="Give the token ids as ints.")
+        self._num_requests += 1
+        return RequestOutput(
+            request_id=f"llm-{self._num_requests}",
+            prompt=text if isinstance(text, str) else None,
+            prompt_token_ids=list(token_ids),
+            outputs=[CompletionOutput(index=0)],
+        )

@@ -1,0 +1,128 @@
+"""What comes out: deltas for streams, results for batches, and the text of an output with its stop strings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pagefold.request import FinishReason
+    from pagefold.tokenizer import Detokenizer
+
+__all__ = ["CompletionOutput", "OutputDelta", "OutputText", "RequestOutput"]
+
+
+@dataclass(frozen=True, slots=True)
+class OutputDelta:
+    """What one step added to one request.
+
+    Attributes:
+        request_id: whose.
+        text: text that is certain now: it ends at a character, and no stop string can still begin in it.
+        token_ids: tokens sampled in the step.
+        num_cached_tokens: how much of the prompt was a prefix hit.
+        finish_reason: why it ended, in the last delta.
+        error: what went wrong, when ``finish_reason`` is ``error``.
+    """
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    num_cached_tokens: int
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One output of a request; vLLM's names.
+
+    Attributes:
+        index: which of the request's outputs.
+        text: its text, without stop string.
+        token_ids: its tokens, those of a stop string and a stop token included.
+        finish_reason: ``stop``, ``length``, ``abort`` or ``error``; None while it runs.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The result of one prompt; vLLM's names.
+
+    Attributes:
+        request_id: made by the engine.
+        prompt: its text, when text was given.
+        prompt_token_ids: its tokens.
+        outputs: one today.
+        num_cached_tokens: how much of the prompt was a prefix hit.
+        error: what went wrong, when an output's ``finish_reason`` is ``error``.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int = 0
+    error: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether all outputs have ended."""
+        return all(output.finish_reason is not None for output in self.outputs)
+
+    def add(self, delta: OutputDelta) -> None:
+        """Append what a step added."""
+        output = self.outputs[0]
+        output.text += delta.text
+        output.token_ids.extend(delta.token_ids)
+        output.finish_reason = delta.finish_reason
+        self.num_cached_tokens = delta.num_cached_tokens
+        self.error = delta.error
+
+
+class OutputText:
+    """The text of one output, token by token, until a stop string.
+
+    Text that could be the beginning of a stop string is held back until it is certain.
+
+    Args:
+        detokenizer: for this output; None when text is not wanted.
+        stop: the stop strings.
+    """
+
+    def __init__(self, detokenizer: Detokenizer | None, stop: tuple[str, ...]) -> None:
+        self._detokenizer = detokenizer
+        self._stop = stop
+        self._num_held_back = max((len(text) for text in stop), default=1) - 1
+        self._held = ""
+        self.stopped = False
+
+    def push(self, token_id: int) -> str:
+        """Take a token; return the text that is certain now. Sets ``stopped`` when a stop string is complete."""
+        if self._detokenizer is None or self.stopped:
+            return ""
+        return self._take(self._detokenizer.push(token_id), self._num_held_back)
+
+    def flush(self) -> str:
+        """The output ended: return what was held back, up to a stop string if that completes one."""
+        if self._detokenizer is None or self.stopped:
+            return ""
+        return self._take(self._detokenizer.flush(), 0)
+
+    def _take(self, piece: str, num_held_back: int) -> str:
+        self._held += piece
+        first = min((at for at in (self._held.find(text) for text in self._stop) if at >= 0), default=-1)
+        if first >= 0:
+            self.stopped = True
+            certain, self._held = self._held[:first], ""
+            return certain
+        cut = len(self._held) - num_held_back
+        if cut <= 0:
+            return ""
+        certain, self._held = self._held[:cut], self._held[cut:]
+        return certain

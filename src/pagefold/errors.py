@@ -1,0 +1,68 @@
+"""Errors for users: each says what was wrong, which value it was, and what to do about it.
+
+``assert`` is for our own bugs; everything that a user can cause is one of these types. The server maps them to an HTTP
+status and OpenAI's error format (``server/errors.py``), the command line to one line and an exit code.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BudgetTooSmallError",
+    "ConfigError",
+    "EngineStoppedError",
+    "InvalidRequestError",
+    "ModelNotFoundError",
+    "PagefoldError",
+    "StepFailedError",
+    "UnsupportedModelError",
+]
+
+
+class PagefoldError(Exception):
+    """Base of every error meant for a user.
+
+    Args:
+        message: what was wrong, with the value.
+        remedy: what the user can do about it; appended to the message.
+    """
+
+    def __init__(self, message: str, *, remedy: str = "") -> None:
+        self.message = message
+        self.remedy = remedy
+        super().__init__(f"{message} {remedy}".strip())
+
+
+class ConfigError(PagefoldError):
+    """A setting, or a combination of settings, that cannot work. Raised before weights are loaded."""
+
+
+class BudgetTooSmallError(ConfigError):
+    """The KV budget holds less than one request of ``max_model_len`` tokens."""
+
+
+class ModelNotFoundError(PagefoldError):
+    """A model name that is neither a built-in name, a folder with weights, nor a hub id that can be fetched."""
+
+
+class UnsupportedModelError(PagefoldError):
+    """A model whose attention Pagefold would compute wrongly, or not at all: refused by name."""
+
+
+class InvalidRequestError(PagefoldError):
+    """A request that can never be served as it was sent.
+
+    Args:
+        param: the request field at fault, in OpenAI's spelling.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy)
+        self.param = param
+
+
+class StepFailedError(PagefoldError):
+    """The runner failed while this request was in the batch, more often than is retried."""
+
+
+class EngineStoppedError(PagefoldError):
+    """The engine is draining or has stopped, and takes no more requests."""

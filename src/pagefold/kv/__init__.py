@@ -1,0 +1,30 @@
+"""THE CENTRE: paged blocks and shared prefixes. Standard library only: no torch, no numpy, no I/O, no clock."""
+
+from pagefold.kv.audit import AuditError, audit
+from pagefold.kv.block import Block, BlockId, BlockState
+from pagefold.kv.core import KVCore, Promise
+from pagefold.kv.eviction import EvictionPolicy, KeyPolicy, make_policy
+from pagefold.kv.geometry import CacheGroup, KVGeometry
+from pagefold.kv.namespace import Namespace
+from pagefold.kv.plans import CopyOp
+from pagefold.kv.table import BlockTable
+from pagefold.kv.tree import PrefixHit
+
+__all__ = [
+    "AuditError",
+    "Block",
+    "BlockId",
+    "BlockState",
+    "BlockTable",
+    "CacheGroup",
+    "CopyOp",
+    "EvictionPolicy",
+    "KVCore",
+    "KVGeometry",
+    "KeyPolicy",
+    "Namespace",
+    "PrefixHit",
+    "Promise",
+    "audit",
+    "make_policy",
+]

@@ -1,0 +1,141 @@
+"""What always holds, as code. Called after every operation in tests, and by an idle engine.
+
+Conservation: free + loading + active + cached = total. References: a block's counts are what tables and transfers hold.
+Structure: the tree, the tables and the policy agree about every block.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from pagefold.kv.block import BlockState
+from pagefold.kv.tree import TOKEN_BYTES
+
+if TYPE_CHECKING:
+    from pagefold.kv.core import KVCore
+    from pagefold.kv.tree import Node
+
+__all__ = ["AuditError", "audit"]
+
+
+class AuditError(AssertionError):
+    """An invariant does not hold: a bug of ours. Names what and where."""
+
+
+def audit(core: KVCore) -> None:
+    """Check every invariant of ``core``. O(blocks + table entries). Changes nothing.
+
+    Raises:
+        AuditError: with the first invariant that does not hold.
+    """
+    _audit_conservation(core)
+    _audit_references(core)
+    published = _audit_tree(core)
+    for block in core.pool.blocks:
+        _check(
+            block.node is None or published.get(block.block_id) is block.node, f"{block}: its node is not in the tree"
+        )
+    _audit_tables(core)
+    _audit_policy(core)
+
+
+def _check(holds: bool, what: str) -> None:  # noqa: FBT001 - the one thing it is about
+    if not holds:
+        raise AuditError(what)
+
+
+def _audit_conservation(core: KVCore) -> None:
+    pool = core.pool
+    count = Counter(block.state for block in pool.blocks)
+    _check([block.block_id for block in pool.blocks] == list(range(pool.num_blocks)), "a block is not at its place")
+    _check(count[BlockState.CACHED] == pool.num_cached, f"{pool.num_cached=} but {count[BlockState.CACHED]} are")
+    _check(len(set(pool.free_ids)) == len(pool.free_ids), "a block is in the free list twice")
+    free = {block.block_id for block in pool.blocks if block.state == BlockState.FREE}
+    _check(set(pool.free_ids) == free, f"free list and FREE states differ: {set(pool.free_ids) ^ free}")
+
+
+def _audit_references(core: KVCore) -> None:
+    tables = Counter(block_id for table in core.tables for block_id in table.block_ids)
+    transfers = Counter(
+        block_id for copy in (*core.pending_copies, *core.copies_in_flight) for block_id in (copy.src, copy.dst)
+    )
+    for block in core.pool.blocks:
+        _check(block.num_table_refs == tables[block.block_id], f"{block}: {tables[block.block_id]} tables hold it")
+        _check(block.num_io_refs == transfers[block.block_id], f"{block}: {transfers[block.block_id]} transfers use it")
+        held = bool(block.num_table_refs or block.num_io_refs)
+        if block.state == BlockState.FREE:
+            _check(not held and block.node is None, f"{block}: free but held")
+        elif block.state == BlockState.ACTIVE:
+            _check(held, f"{block}: active but nobody holds it")
+        elif block.state == BlockState.CACHED:
+            _check(not block.num_table_refs and block.node is not None, f"{block}: cached but held or not published")
+    for copy in core.pending_copies:
+        _check(core.pool.blocks[copy.dst].num_table_refs > 0, f"{copy}: for a block that no table holds")
+
+
+def _audit_tree(core: KVCore) -> dict[int, Node]:
+    published: dict[int, Node] = {}
+    promised = _promised(core)
+    for key, root in core.tree.roots.items():
+        _check(root.key == key and root.parent is None and root.block is None, "a root is no root")
+        _check(bool(root.children) and root.attached, "a root without children stays in the tree")
+    for node in core.tree.nodes():
+        block, parent = node.block, node.parent
+        _check(block is not None and parent is not None, "a node without block or parent")
+        assert block is not None
+        assert parent is not None
+        _check(parent.children.get(node.key) is node, f"{block}: its parent does not know it")
+        _check(len(node.key) == core.block_size * TOKEN_BYTES, f"{block}: a key of {len(node.key)} bytes")
+        _check(node.depth == parent.depth + 1, f"{block}: depth {node.depth} under {parent.depth}")
+        _check(node.attached, f"{block}: in the tree but not attached")
+        _check(block.node is node, f"{block}: published by two nodes, or not told")
+        _check(block.block_id not in published, f"{block}: published twice")
+        published[block.block_id] = node
+        if block.num_table_refs and parent.block is not None:
+            _check(parent.block.num_table_refs > 0, f"{block}: held, but not the block before it")
+        _check(node.committed != (node in promised), f"{block}: committed is {node.committed}, against what is promised")
+        evictable = block.state == BlockState.CACHED and not node.children and not block.num_io_refs
+        _check(node.evictable == evictable, f"{block}: evictable is {node.evictable}")
+    return published
+
+
+def _promised(core: KVCore) -> set[Node]:
+    """Return the nodes that open promises hold out."""
+    promised: set[Node] = set()
+    for table in core.tables:
+        if table.promise is None:
+            continue
+        _check(table.promise.table is table, "a table has another table's promise")
+        node = table.tail
+        while node is not None and node is not table.promise.tail:
+            promised.add(node)
+            node = node.parent
+    return promised
+
+
+def _audit_tables(core: KVCore) -> None:
+    for table in core.tables:
+        ids = table.block_ids
+        _check(len(set(ids)) == len(ids), f"a table holds a block twice: {ids}")
+        _check(table.capacity == len(ids) * core.block_size, f"capacity {table.capacity} of {len(ids)} blocks")
+        _check(table.num_published <= len(ids), "more published than held")
+        path: list[int] = []
+        node = table.tail
+        while node is not None and node.block is not None:
+            _check(node.attached, f"a table's path leads through block {node.block.block_id}, which left the tree")
+            path.append(node.block.block_id)
+            node = node.parent
+        _check(path[::-1] == ids[: table.num_published], f"path {path[::-1]} is not the table {ids}")
+        for block_id in ids[table.num_published :]:
+            _check(
+                core.pool.blocks[block_id].node is None, f"block {block_id} is published but not by its table's path"
+            )
+
+
+def _audit_policy(core: KVCore) -> None:
+    candidates = {id(node) for node in core.policy.candidates()}
+    evictable = {id(node) for node in core.tree.nodes() if node.evictable}
+    _check(candidates == evictable, f"policy offers {len(candidates)} nodes, {len(evictable)} are evictable")
+    victim = core.policy.victim()
+    _check((victim is None) == (not candidates), "the policy finds no victim among its candidates")

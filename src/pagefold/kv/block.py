@@ -1,0 +1,94 @@
+r"""The block, its states, and the one table of legal moves. No other file assigns a block's state.
+
+::
+
+              allocate                      release (published)
+        FREE ----------> ACTIVE  <------------------------------> CACHED
+         ^ \               | release (private)     acquire          |
+         |  \--> LOADING --+---> CACHED                             |
+         +------------------+-------------------- evict -------------+
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING, NewType
+
+if TYPE_CHECKING:
+    from pagefold.kv.tree import Node
+
+__all__ = ["LEGAL_MOVES", "Block", "BlockId", "BlockState", "IllegalMoveError"]
+
+BlockId = NewType("BlockId", int)
+
+
+class BlockState(IntEnum):
+    """Where a block is in its life. Which tier holds a copy of it is not a state."""
+
+    FREE = 0
+    """In the free list; its bytes mean nothing."""
+    LOADING = 1
+    """Being filled from a tier; not readable yet."""
+    ACTIVE = 2
+    """Some table holds it, or a transfer that outlived its last table still does."""
+    CACHED = 3
+    """In the prefix tree, held by no table: readable, and evictable when it is a leaf that no transfer reads."""
+
+
+LEGAL_MOVES: dict[BlockState, frozenset[BlockState]] = {
+    BlockState.FREE: frozenset({BlockState.LOADING, BlockState.ACTIVE}),
+    BlockState.LOADING: frozenset({BlockState.ACTIVE, BlockState.CACHED, BlockState.FREE}),
+    BlockState.ACTIVE: frozenset({BlockState.CACHED, BlockState.FREE}),
+    BlockState.CACHED: frozenset({BlockState.ACTIVE, BlockState.FREE}),
+}
+
+_IS_LEGAL = tuple(tuple(new in LEGAL_MOVES[old] for new in BlockState) for old in BlockState)
+"""``LEGAL_MOVES`` as ``[old][new]``: the hot path looks moves up by index instead of hashing."""
+
+
+class IllegalMoveError(AssertionError):
+    """A block was asked to make a move that its lifecycle does not have: a bug of ours, never a user's."""
+
+
+class Block:
+    """One block of KV memory: every block of a pool has the same number of bytes.
+
+    Attributes:
+        block_id: its place in the slab.
+        state: where it is in its life; set only by :meth:`to`.
+        num_table_refs: how many block tables hold it.
+        num_io_refs: how many transfers (copies, loads, stores) still read or write it.
+        node: the node of the prefix tree that publishes it; None while it is private or free.
+    """
+
+    __slots__ = ("block_id", "node", "num_io_refs", "num_table_refs", "state")
+
+    def __init__(self, block_id: BlockId) -> None:
+        self.block_id = block_id
+        self.state = BlockState.FREE
+        self.num_table_refs = 0
+        self.num_io_refs = 0
+        self.node: Node | None = None
+
+    def to(self, state: BlockState) -> None:
+        """Move to ``state``.
+
+        Raises:
+            IllegalMoveError: the lifecycle has no such move, or the block would become free while somebody holds it.
+        """
+        if not _IS_LEGAL[self.state][state]:
+            msg = f"block {self.block_id}: {self.state.name} -> {state.name} is not a legal move"
+            raise IllegalMoveError(msg)
+        if state == 0 and (self.num_table_refs or self.num_io_refs or self.node is not None):
+            msg = (
+                f"block {self.block_id} cannot be freed: {self.num_table_refs} tables, "
+                f"{self.num_io_refs} transfers, published: {self.node is not None}"
+            )
+            raise IllegalMoveError(msg)
+        self.state = state
+
+    def __repr__(self) -> str:
+        return (
+            f"Block({self.block_id}, {self.state.name}, tables={self.num_table_refs}, io={self.num_io_refs}, "
+            f"published={self.node is not None})"
+        )

@@ -1,0 +1,482 @@
+"""KVCore: the centre. Which blocks a sequence holds, which prefixes are known, what goes when memory is short.
+
+It decides and never acts: no tensors, no I/O, no clock. Copies that a decision needs are collected as
+:class:`~pagefold.kv.plans.CopyOp` for the step that is being planned.
+
+The life of a sequence here::
+
+    hit = core.match(namespace, packed, max_tokens)     reads only
+    table = core.acquire(hit)                           pins what was found
+    core.extend(table, start, end)                      blocks for positions [start, end), or False
+    promise = core.promise(table, packed, end)          the step will write them: others may lean on them
+    core.commit(promise)  |  core.abandon(promise)      the step ran                    |  it failed
+    core.release(table)                                 published blocks stay cached, private ones become free
+
+And of the copies of a step::
+
+    copies = core.take_copies()                         when all of it is planned, before it runs
+    core.copies_done(copies)  |  core.copies_failed(copies)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pagefold.events import BlockEvicted, Emit, ignore
+from pagefold.kv.block import Block, BlockState
+from pagefold.kv.eviction import EvictionPolicy, make_policy
+from pagefold.kv.plans import CopyOp
+from pagefold.kv.pool import BlockPool
+from pagefold.kv.table import BlockTable, num_blocks_for
+from pagefold.kv.tree import TOKEN_BYTES, Node, PrefixHit, PrefixTree
+
+if TYPE_CHECKING:
+    from typing import Literal
+
+__all__ = ["KVCore", "Promise"]
+
+
+class Promise:
+    """Blocks of one table that the step being planned will fill: published before they are written.
+
+    Attributes:
+        table: whose blocks.
+        packed: the sequence's packed tokens.
+        num_blocks: how many whole blocks the table will have written when the step has run.
+        first: ``table.num_published`` before the promise.
+        tail: ``table.tail`` before the promise.
+    """
+
+    __slots__ = ("first", "num_blocks", "packed", "table", "tail")
+
+    def __init__(self, table: BlockTable, packed: bytes, num_blocks: int, tail: Node) -> None:
+        self.table = table
+        self.packed = packed
+        self.num_blocks = num_blocks
+        self.first = table.num_published
+        self.tail = tail
+
+
+class KVCore:
+    """Paged blocks with prefix sharing.
+
+    Args:
+        num_blocks: blocks of the slab.
+        block_size: tokens a block.
+        policy: who is evicted first; LRU by default.
+        enable_prefix_caching: False publishes nothing, so nothing is ever matched.
+        emit: where events go.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        block_size: int = 16,
+        policy: EvictionPolicy | None = None,
+        enable_prefix_caching: bool = True,
+        emit: Emit = ignore,
+    ) -> None:
+        self.block_size = block_size
+        self.pool = BlockPool(num_blocks)
+        self.tree = PrefixTree(block_size)
+        self.policy: EvictionPolicy = make_policy("lru") if policy is None else policy
+        self.tables: set[BlockTable] = set()
+        self.copies_in_flight: list[CopyOp] = []
+        self._copies: list[CopyOp] = []
+        self._publishes = enable_prefix_caching
+        self._emit = emit
+        self._stride = block_size * TOKEN_BYTES
+        self._tick = 0  # logical time: one for every acquire and release, so recency has no ties between tables
+
+    # What there is.
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that an allocation could get: the free ones and the cached ones."""
+        return self.pool.num_free + self.pool.num_cached
+
+    @property
+    def num_active(self) -> int:
+        """Blocks held by sequences or transfers."""
+        return self.pool.num_blocks - self.num_available
+
+    @property
+    def usage(self) -> float:
+        """Share of blocks held by sequences or transfers, 0 to 1."""
+        return self.num_active / self.pool.num_blocks
+
+    def match(self, namespace: bytes, packed: bytes, max_tokens: int) -> PrefixHit:
+        """Find the longest known prefix of ``packed``, of at most ``max_tokens`` tokens. Writes nothing, pins nothing.
+
+        Args:
+            namespace: :meth:`Namespace.key`.
+            packed: the tokens, 4 bytes each.
+            max_tokens: a bound; a request passes its length less one, since its last token must be computed to
+                know the next.
+        """
+        return self.tree.match(namespace, packed, max_tokens)
+
+    # Tables.
+
+    def acquire(self, hit: PrefixHit) -> tuple[BlockTable, int]:
+        """Make a table that starts with what ``hit`` found, and pin it. Return it and the number of tokens it holds.
+
+        A hit is a value and may be stale: what has left the tree since is cut off. A partial block is taken over by
+        copying it, if a block can be had for the copy.
+        """
+        self._tick = tick = self._tick + 1
+        nodes = hit.nodes
+        num_nodes = len(nodes)
+        while num_nodes and not nodes[num_nodes - 1].attached:  # leaves leave first: attached nodes have attached parents
+            num_nodes -= 1
+        if num_nodes < len(nodes):
+            nodes = nodes[:num_nodes]
+        table = BlockTable((nodes[-1] if nodes else self.tree.root(hit.namespace)) if self._publishes else None)
+        self.tables.add(table)
+        acquire = self.pool.acquire
+        append = table.block_ids.append
+        for node in nodes:
+            block = node.block
+            assert block is not None
+            acquire(block)
+            append(block.block_id)
+            node.last_used = tick
+            node.num_hits += 1
+        if nodes:
+            self._update_evictable(nodes[-1])
+            self.policy.on_hit(nodes)
+        table.num_published = len(nodes)
+        num_tokens = len(nodes) * self.block_size
+        if hit.partial is not None and hit.partial.attached and len(nodes) == len(hit.nodes):
+            num_tokens += self._acquire_partial(table, hit.partial, hit.num_partial_tokens)
+        table.capacity = len(table.block_ids) * self.block_size
+        return table, num_tokens
+
+    def extend(self, table: BlockTable, start: int, end: int) -> bool:
+        """Make room for writing positions [start, end), evicting cached blocks if need be.
+
+        Blocks that a fork shares are replaced first (copy-on-write), so that a write never reaches another sequence.
+        False, with nothing changed that matters, when memory is short.
+        """
+        if table.may_share_tail and not self._unshare(table, start):
+            return False
+        if end <= table.capacity:
+            return True
+        num_new = num_blocks_for(end, self.block_size) - len(table.block_ids)
+        if num_new > self.num_available:
+            return False
+        new: list[Block] = []
+        for _ in range(num_new):
+            block = self._allocate()
+            if block is None:  # cached blocks that a transfer reads cannot go
+                for taken in reversed(new):
+                    self.pool.release(taken)
+                return False
+            new.append(block)
+        table.block_ids.extend(block.block_id for block in new)
+        table.capacity = len(table.block_ids) * self.block_size
+        return True
+
+    def fork(self, table: BlockTable) -> BlockTable:
+        """Make a second table on the same blocks. Whoever writes into a shared block first gets a copy of it.
+
+        Both go on from the same position: what lies before it in the shared block is what the copy is for.
+        """
+        assert table.promise is None, "a table forks between steps"
+        twin = BlockTable(table.tail)
+        twin.block_ids = list(table.block_ids)
+        twin.capacity = table.capacity
+        twin.num_published = table.num_published
+        twin.may_share_tail = table.may_share_tail = True
+        for block_id in twin.block_ids:
+            self.pool.acquire(self.pool.blocks[block_id])
+        self.tables.add(twin)
+        return twin
+
+    def release(self, table: BlockTable) -> None:
+        """Let go of all blocks of ``table``: published ones become cached, private ones free.
+
+        Tails go first, so that of one prefix the tail is always evicted before the head.
+        """
+        assert table.promise is None, "commit or abandon a promise before releasing its table"
+        self._tick = tick = self._tick + 1
+        self.tables.remove(table)
+        blocks = self.pool.blocks
+        release = self.pool.release
+        for block_id in reversed(table.block_ids):
+            block = blocks[block_id]
+            node = block.node
+            if node is not None:
+                node.last_used = tick
+            if release(block) and node is not None and not node.children:
+                if self.policy.admit(node):
+                    self._update_evictable(node)
+                else:
+                    self._evict(node, "not_admitted")
+        table.block_ids = []
+        table.capacity = table.num_published = 0
+        table.tail = None
+        if self._copies:
+            self._drop_copies()
+
+    # Promises.
+
+    def promise(self, table: BlockTable, packed: bytes, num_tokens: int) -> Promise | None:
+        """Publish the whole blocks among the first ``num_tokens`` that the step being planned will complete.
+
+        Until :meth:`commit` they are promised: requests planned later in the same step may lean on them, since each
+        layer writes K and V before it attends. None when there is nothing to publish.
+        """
+        tail = table.tail
+        index = table.num_published
+        num_blocks = num_tokens // self.block_size
+        if num_blocks <= index or tail is None:
+            return None
+        if tail.parent is None:
+            tail = self.tree.root(tail.key)  # the namespace's root may have left and come back since
+        promise = Promise(table, packed, num_blocks, tail)
+        table.promise = promise
+        stride = self._stride
+        tick = self._tick
+        blocks = self.pool.blocks
+        block_ids = table.block_ids
+        insert = self.tree.insert
+        on_insert = self.policy.on_insert
+        while index < num_blocks:
+            key = packed[index * stride : (index + 1) * stride]
+            if key in tail.children:
+                break  # somebody else's: commit() joins it once ours and theirs are both written
+            block = blocks[block_ids[index]]
+            if block.num_table_refs > 1:
+                break  # a fork holds it too, off the tree: published, it would not be of that table's path
+            node = insert(tail, key, block, tick)
+            block.node = node
+            on_insert(node)
+            tail = node
+            index += 1
+        table.tail = tail
+        table.num_published = index
+        return promise
+
+    def commit(self, promise: Promise) -> None:
+        """The step ran: what was promised is written and stays.
+
+        Where another table had published the same tokens first, this table joins those blocks and gives its own back,
+        so that a published path is always the path of the table itself.
+        """
+        table = promise.table
+        table.promise = None
+        tail = table.tail
+        if tail is None:  # the cache was reset while the step ran
+            return
+        node = tail
+        while node is not promise.tail:
+            node.committed = True
+            assert node.parent is not None
+            node = node.parent
+        if tail.parent is None:
+            tail = self.tree.root(tail.key)
+        index = table.num_published
+        while index < promise.num_blocks:
+            key = promise.packed[index * self._stride : (index + 1) * self._stride]
+            own = self.pool.blocks[table.block_ids[index]]
+            child = tail.children.get(key)
+            if child is None:
+                if own.num_table_refs > 1:  # as in promise()
+                    break
+                child = self.tree.insert(tail, key, own, self._tick)
+                own.node = child
+                child.committed = True
+                self.policy.on_insert(child)
+            elif child.committed:
+                assert child.block is not None
+                self.pool.acquire(child.block)
+                self._update_evictable(child)
+                table.block_ids[index] = child.block.block_id
+                self.pool.release(own)
+            else:  # theirs is still being written by a step in flight: try again when this table grows
+                break
+            child.last_used = self._tick
+            tail = child
+            index += 1
+        table.tail = tail
+        table.num_published = index
+
+    def abandon(self, promise: Promise) -> None:
+        """The step failed: take back what was promised. Newest promise first.
+
+        Tables that lean on it (acquired after the promise was made) must be released by the caller, after all promises
+        of the step are abandoned: their blocks hold nothing.
+        """
+        table = promise.table
+        table.promise = None
+        node = table.tail
+        if node is None:
+            return
+        while node is not promise.tail:
+            parent = node.parent
+            assert parent is not None
+            assert node.block is not None
+            self.tree.remove(node)
+            self.policy.on_evict(node)
+            self.pool.withdraw(node.block)
+            node = parent
+        table.tail = promise.tail
+        table.num_published = promise.first
+
+    # Memory.
+
+    def take_copies(self) -> list[CopyOp]:
+        """Hand over the copies that the step being planned must make before its first write."""
+        copies, self._copies = self._copies, []
+        self.copies_in_flight.extend(copies)
+        return copies
+
+    def copies_done(self, copies: list[CopyOp]) -> None:
+        """The copies were made: their blocks are pinned no more."""
+        for copy in copies:
+            self.copies_in_flight.remove(copy)
+            self._unpin_copy(copy)
+
+    def copies_failed(self, copies: list[CopyOp]) -> None:
+        """The step failed, perhaps before its copies were made: the next step makes them, again or at last.
+
+        A table that had been running before the step still waits for its copy; a copy that no table waits for is
+        dropped, here or when its table is released.
+        """
+        for copy in copies:
+            self.copies_in_flight.remove(copy)
+        self._copies[:0] = copies
+        self._drop_copies()
+
+    @property
+    def pending_copies(self) -> list[CopyOp]:
+        """Copies decided and not handed over yet."""
+        return self._copies
+
+    def reclaim(self, num_blocks: int) -> int:
+        """Evict up to ``num_blocks`` cached blocks into the free list. Return how many went."""
+        num_evicted = 0
+        while num_evicted < num_blocks:
+            node = self.policy.victim()
+            if node is None:
+                break
+            self._evict(node, "allocation")
+            num_evicted += 1
+        return num_evicted
+
+    def reset(self) -> int:
+        """Forget every prefix: cached blocks become free, and what running tables hold is never published again.
+
+        Return how many cached blocks were freed.
+        """
+        num_cached = self.pool.num_cached
+        for node in reversed(list(self.tree.nodes())):
+            assert node.block is not None
+            self._withdraw(node, "reset")
+        self.tree = PrefixTree(self.block_size)
+        for table in self.tables:
+            table.tail = None
+            table.num_published = 0
+        return num_cached
+
+    # Inside.
+
+    def _allocate(self) -> Block | None:
+        block = self.pool.allocate()
+        if block is None and self.reclaim(1):
+            block = self.pool.allocate()
+        return block
+
+    def _acquire_partial(self, table: BlockTable, node: Node, num_tokens: int) -> int:
+        src = node.block
+        assert src is not None
+        self.pool.pin_io(src)  # before allocating, which might evict it
+        self._update_evictable(node)
+        dst = self._allocate()
+        if dst is None:
+            self.pool.unpin_io(src)
+            self._update_evictable(node)
+            return 0
+        node.last_used = self._tick
+        node.num_hits += 1
+        self.pool.pin_io(dst)
+        self._copies.append(CopyOp(src.block_id, dst.block_id, num_tokens))
+        table.block_ids.append(dst.block_id)
+        return num_tokens
+
+    def _drop_copies(self) -> None:
+        """Forget the copies into blocks that no table holds any more, so that they are pinned no longer."""
+        copies, self._copies = self._copies, []
+        for copy in copies:
+            if self.pool.blocks[copy.dst].num_table_refs:
+                self._copies.append(copy)
+            else:
+                self._unpin_copy(copy)
+
+    def _unpin_copy(self, copy: CopyOp) -> None:
+        for block_id in (copy.dst, copy.src):
+            block = self.pool.blocks[block_id]
+            self.pool.unpin_io(block)
+            if block.node is not None:
+                self._update_evictable(block.node)
+
+    def _unshare(self, table: BlockTable, start: int) -> bool:
+        """Give ``table`` blocks of its own from position ``start`` on; False when memory is short."""
+        first = start // self.block_size
+        for index in range(first, len(table.block_ids)):
+            src = self.pool.blocks[table.block_ids[index]]
+            if src.num_table_refs == 1:
+                continue
+            dst = self._allocate()
+            if dst is None:
+                return False  # blocks replaced so far stay replaced: the next try goes on from there
+            num_tokens = start % self.block_size if index == first else 0
+            if num_tokens:
+                self._copy_tail(src, dst, num_tokens)
+            table.block_ids[index] = dst.block_id
+            self.pool.release(src)
+        table.may_share_tail = False
+        return True
+
+    def _copy_tail(self, src: Block, dst: Block, num_tokens: int) -> None:
+        for copy in self._copies:  # src may wait for a copy itself, after a failed step: no copy leans on another
+            if copy.dst == src.block_id:
+                src = self.pool.blocks[copy.src]
+                break
+        self.pool.pin_io(src)
+        self.pool.pin_io(dst)
+        self._copies.append(CopyOp(src.block_id, dst.block_id, num_tokens))
+
+    def _update_evictable(self, node: Node) -> None:
+        """Tell the policy if ``node`` became evictable or ceased to be."""
+        block = node.block
+        if block is None:  # a root
+            return
+        evictable = block.state == BlockState.CACHED and not node.children and not block.num_io_refs
+        if evictable != node.evictable:
+            node.evictable = evictable
+            if evictable:
+                self.policy.on_idle(node)
+            else:
+                self.policy.on_busy(node)
+
+    def _evict(self, node: Node, cause: Literal["allocation", "not_admitted"]) -> None:
+        self.tree.remove(node)
+        self._withdraw(node, cause)
+        assert node.parent is not None
+        self._update_evictable(node.parent)
+
+    def _withdraw(self, node: Node, cause: Literal["allocation", "reset", "not_admitted"]) -> None:
+        """Undo the publication of ``node``: its block is free if nobody holds it, else private."""
+        assert node.block is not None
+        if node.evictable:
+            node.evictable = False
+            self.policy.on_busy(node)
+        was_cached = node.block.state == BlockState.CACHED
+        node.attached = False
+        self.policy.on_evict(node)
+        self.pool.withdraw(node.block)
+        if was_cached:
+            self._emit(BlockEvicted(node.block.block_id, node.depth, cause))

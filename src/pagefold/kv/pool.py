@@ -1,0 +1,99 @@
+"""BlockPool: who holds which block. Equal blocks, one free list."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pagefold.kv.block import Block, BlockId, BlockState
+
+if TYPE_CHECKING:
+    from pagefold.kv.tree import Node
+
+__all__ = ["BlockPool"]
+
+
+class BlockPool:
+    """All blocks of one slab, and the free list.
+
+    The free list is a stack: the block freed last is handed out first, while its bytes may still be in a CPU cache.
+    The pool counts references and moves states; what to evict is the tree's and the policy's business.
+
+    Args:
+        num_blocks: how many blocks the slab has.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.blocks: list[Block] = [Block(BlockId(i)) for i in range(num_blocks)]
+        self.free_ids: list[BlockId] = [BlockId(i) for i in reversed(range(num_blocks))]
+        self.num_cached = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks there are in all."""
+        return len(self.blocks)
+
+    @property
+    def num_free(self) -> int:
+        """How many blocks are in the free list."""
+        return len(self.free_ids)
+
+    def allocate(self) -> Block | None:
+        """Take a free block for one table: FREE -> ACTIVE. None when the free list is empty."""
+        if not self.free_ids:
+            return None
+        block = self.blocks[self.free_ids.pop()]
+        block.to(BlockState.ACTIVE)
+        block.num_table_refs = 1
+        return block
+
+    def acquire(self, block: Block) -> None:
+        """Count one more table that holds ``block``, waking it up if it was only cached."""
+        if block.state == BlockState.CACHED:
+            block.to(BlockState.ACTIVE)
+            self.num_cached -= 1
+        block.num_table_refs += 1
+
+    def release(self, block: Block) -> bool:
+        """Count one table less. Return True when that was the last one.
+
+        A published block is then CACHED; a private one is FREE, or stays ACTIVE until its last transfer lets go.
+        """
+        block.num_table_refs -= 1
+        if block.num_table_refs:
+            return False
+        if block.node is not None:
+            block.to(BlockState.CACHED)
+            self.num_cached += 1
+        elif not block.num_io_refs:
+            self._free(block)
+        return True
+
+    def pin_io(self, block: Block) -> None:
+        """Count a transfer that reads or writes ``block``: it cannot become free until :meth:`unpin_io`."""
+        block.num_io_refs += 1
+
+    def unpin_io(self, block: Block) -> None:
+        """Count a transfer less; a private block that no table holds any more becomes free."""
+        block.num_io_refs -= 1
+        if not block.num_io_refs and not block.num_table_refs and block.node is None:
+            self._free(block)
+
+    def publish(self, block: Block, node: Node) -> None:
+        """Record that ``node`` of the prefix tree publishes ``block``."""
+        block.node = node
+
+    def withdraw(self, block: Block) -> None:
+        """Record that no node publishes ``block`` any more; free it if nobody else holds it."""
+        block.node = None
+        if block.num_table_refs:
+            return
+        if block.state == BlockState.CACHED:
+            self.num_cached -= 1
+            if block.num_io_refs:  # a transfer still reads it: in use, though no table holds it
+                block.to(BlockState.ACTIVE)
+        if not block.num_io_refs:
+            self._free(block)
+
+    def _free(self, block: Block) -> None:
+        block.to(BlockState.FREE)
+        self.free_ids.append(block.block_id)

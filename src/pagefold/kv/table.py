@@ -1,0 +1,49 @@
+"""BlockTable: which blocks hold a sequence's tokens, and where in them a position lies."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pagefold.kv.block import BlockId
+    from pagefold.kv.core import Promise
+    from pagefold.kv.tree import Node
+
+__all__ = ["BlockTable", "num_blocks_for", "slot_of"]
+
+
+class BlockTable:
+    """The blocks of one sequence, in order of position.
+
+    Attributes:
+        block_ids: position ``p`` lies in block ``block_ids[p // block_size]``, at ``p % block_size``.
+        capacity: how many tokens the blocks can hold: ``len(block_ids) * block_size``.
+        num_published: the first so many blocks are those of the tree path that ends in ``tail``.
+        tail: the deepest node of that path; the namespace's root when nothing is published; None when this table
+            publishes nothing, because caching is off or the cache was reset.
+        may_share_tail: a fork may hold the last block too, so a write must look first.
+        promise: what the step being planned or run will add, if anything.
+
+    Always: ``num_published <= len(block_ids)``, and the path from the root to ``tail`` publishes exactly
+    ``block_ids[:num_published]``.
+    """
+
+    __slots__ = ("block_ids", "capacity", "may_share_tail", "num_published", "promise", "tail")
+
+    def __init__(self, tail: Node | None) -> None:
+        self.block_ids: list[BlockId] = []
+        self.capacity = 0
+        self.num_published = 0
+        self.tail = tail
+        self.may_share_tail = False
+        self.promise: Promise | None = None
+
+
+def num_blocks_for(num_tokens: int, block_size: int) -> int:
+    """Return how many blocks ``num_tokens`` need: a ceiling division."""
+    return -(-num_tokens // block_size)
+
+
+def slot_of(block_ids: list[BlockId], position: int, block_size: int) -> int:
+    """Return the slot of ``position`` in the slab: ``block_id * block_size + offset``."""
+    return block_ids[position // block_size] * block_size + position % block_size

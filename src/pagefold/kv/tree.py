@@ -1,0 +1,173 @@
+"""PrefixTree: which blocks hold which tokens. One node a block, children keyed by their exact packed tokens.
+
+Keys are the tokens themselves (4 bytes each, in the machine's order), not a hash of them: two texts cannot collide.
+Each namespace has a root of its own.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pagefold.kv.block import Block
+
+__all__ = ["TOKEN_BYTES", "Node", "PrefixHit", "PrefixTree"]
+
+TOKEN_BYTES = 4
+"""Bytes of one packed token: ``array("i", token_ids).tobytes()``."""
+
+_MAX_SIBLINGS_SCANNED = 32
+"""A partial match looks at the newest so many siblings: a bounded search, since a popular prefix may have thousands."""
+
+
+class Node:
+    """One published block.
+
+    Attributes:
+        key: packed tokens of the block; of a root, the namespace's key.
+        parent: the node of the block before it; None for a root.
+        block: the block; None for a root.
+        depth: how many blocks lie above it: 0 for the first block of a prefix.
+        committed: its bytes have been written. Until then the node is promised: a request of the same step may lean
+            on it, and :meth:`KVCore.abandon` takes it back.
+        attached: the node is in the tree. Once removed a node never comes back.
+        evictable: cached, without children, read by no transfer: the policy may choose it.
+        created_at, last_used: ticks of the core's logical clock.
+        num_hits: how often an acquire went through it.
+        order: where the policy keeps it; the policy's own.
+    """
+
+    __slots__ = (
+        "attached",
+        "block",
+        "children",
+        "committed",
+        "created_at",
+        "depth",
+        "evictable",
+        "key",
+        "last_used",
+        "num_hits",
+        "order",
+        "parent",
+    )
+
+    def __init__(self, key: bytes, parent: Node | None, block: Block | None, tick: int) -> None:
+        self.key = key
+        self.parent = parent
+        self.block = block
+        self.depth: int = -1 if parent is None else parent.depth + 1
+        self.children: dict[bytes, Node] = {}
+        self.committed = False
+        self.attached = True
+        self.evictable = False
+        self.created_at = tick
+        self.last_used = tick
+        self.num_hits = 0
+        self.order = 0
+
+
+class PrefixHit(NamedTuple):
+    """What :meth:`PrefixTree.match` found; a value, which pins nothing.
+
+    Attributes:
+        namespace: the key of the namespace that was searched.
+        nodes: the nodes of the whole blocks that match, from the first block on.
+        partial: a further node that agrees on its first ``num_partial_tokens`` tokens, to be copied and gone on from.
+    """
+
+    namespace: bytes
+    nodes: list[Node]
+    partial: Node | None
+    num_partial_tokens: int
+
+
+class PrefixTree:
+    """The published blocks of all namespaces.
+
+    Args:
+        block_size: tokens a block.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.roots: dict[bytes, Node] = {}
+
+    def match(self, namespace: bytes, packed: bytes, max_tokens: int) -> PrefixHit:
+        """Find the longest published prefix of ``packed``, of at most ``max_tokens`` tokens. Writes nothing."""
+        nodes: list[Node] = []
+        node = self.roots.get(namespace)
+        if node is None:
+            return PrefixHit(namespace, nodes, None, 0)
+        stride = self.block_size * TOKEN_BYTES
+        last = min(len(packed), max_tokens * TOKEN_BYTES) - stride
+        offset = 0
+        append = nodes.append
+        while offset <= last:
+            child = node.children.get(packed[offset : offset + stride])
+            if child is None:
+                break
+            append(child)
+            node = child
+            offset += stride
+        rest = packed[offset : min(offset + stride, max_tokens * TOKEN_BYTES)]
+        partial, num_partial_tokens = _best_partial(node, rest) if rest and node.children else (None, 0)
+        return PrefixHit(namespace, nodes, partial, num_partial_tokens)
+
+    def root(self, namespace: bytes) -> Node:
+        """Return the root of ``namespace``; a new one is not in the tree until something is inserted under it."""
+        root = self.roots.get(namespace)
+        return Node(namespace, None, None, 0) if root is None else root
+
+    def insert(self, parent: Node, key: bytes, block: Block, tick: int) -> Node:
+        """Publish ``block`` under ``parent``, uncommitted.
+
+        ``parent`` is in the tree, or is what :meth:`root` just returned.
+        """
+        if parent.parent is None and not parent.children:
+            parent.attached = True
+            self.roots[parent.key] = parent
+        node = Node(key, parent, block, tick)
+        parent.children[key] = node
+        return node
+
+    def remove(self, node: Node) -> None:
+        """Take a leaf out of the tree, and its root with it if that was the last child."""
+        assert not node.children, "only leaves leave the tree"
+        parent = node.parent
+        assert parent is not None, "a root leaves with its last child"
+        del parent.children[node.key]
+        node.attached = False
+        if parent.parent is None and not parent.children:
+            del self.roots[parent.key]
+            parent.attached = False
+
+    def nodes(self) -> Iterator[Node]:
+        """Yield all nodes but the roots, parents before children."""
+        stack = list(self.roots.values())
+        while stack:
+            for child in stack.pop().children.values():
+                yield child
+                stack.append(child)
+
+
+def _best_partial(parent: Node, rest: bytes) -> tuple[Node | None, int]:
+    """Return the child of ``parent`` that shares the most leading tokens with ``rest``, and how many."""
+    best: Node | None = None
+    best_tokens = 0
+    first = rest[:TOKEN_BYTES]
+    for child in islice(reversed(parent.children.values()), _MAX_SIBLINGS_SCANNED):
+        if child.key[:TOKEN_BYTES] != first or not child.committed:  # the copy runs before this step's writes
+            continue
+        num_tokens = 1
+        while (num_tokens + 1) * TOKEN_BYTES <= len(rest) and (
+            child.key[num_tokens * TOKEN_BYTES : (num_tokens + 1) * TOKEN_BYTES]
+            == rest[num_tokens * TOKEN_BYTES : (num_tokens + 1) * TOKEN_BYTES]
+        ):
+            num_tokens += 1
+        if num_tokens > best_tokens:
+            best, best_tokens = child, num_tokens
+    return best, best_tokens

@@ -1,0 +1,1 @@
+"""Torch starts here: models, attention, the tensors of the blocks, sampling."""

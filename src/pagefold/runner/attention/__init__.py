@@ -1,0 +1,36 @@
+"""Attention over blocks: one op, several implementations that a test holds equal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pagefold.errors import ConfigError
+from pagefold.runner.attention.inputs import AttentionBackend, AttentionInputs
+from pagefold.runner.attention.reference import reference_attention
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["AttentionBackend", "AttentionInputs", "choose_backend"]
+
+
+def choose_backend(name: str, dtype: torch.dtype, *, block_size: int, head_dim: int) -> AttentionBackend:
+    """Return the implementation of that name; ``auto`` is the fastest that can do this dtype and shape.
+
+    Raises:
+        ConfigError: ``cpu`` was asked for and cannot.
+    """
+    import torch  # noqa: PLC0415 - the one thing needed of it
+
+    can_cpu = dtype == torch.float32 and block_size % 4 == 0 and head_dim % 4 == 0
+    if name == "reference" or (name == "auto" and not can_cpu):
+        return reference_attention
+    if not can_cpu:
+        msg = (
+            f"The cpu attention backend computes in float32, with block_size and head_dim divisible by 4, not {dtype}, "
+        )
+        msg += f"{block_size} and {head_dim}."
+        raise ConfigError(msg, remedy="Use attention_backend=auto or reference.")
+    from pagefold.runner.attention.cpu import cpu_attention  # noqa: PLC0415 - numba takes a second to import
+
+    return cpu_attention

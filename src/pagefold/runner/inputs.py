@@ -1,0 +1,62 @@
+"""A plan's columns as the tensors that a forward pass takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from pagefold.runner.attention import AttentionInputs
+
+if TYPE_CHECKING:
+    from pagefold.kv import KVGeometry
+    from pagefold.steps import StepPlan
+
+__all__ = ["StepInputs", "make_inputs"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """One flattened ragged batch of T tokens.
+
+    Attributes:
+        token_ids: int64 ``[1, T]``.
+        positions: int64 ``[1, T]``.
+        logit_rows: int64 ``[R]``: the tokens whose logits are needed, one for each sampling row.
+        attention: where each sequence's KV lies.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    logit_rows: torch.Tensor
+    attention: AttentionInputs
+
+
+def make_inputs(plan: StepPlan, geometry: KVGeometry) -> StepInputs:
+    """Turn ``plan`` into tensors. All heads of a sequence share its table and length: broadcast, stride 0."""
+    starts = np.array(plan.starts, dtype=np.int64)
+    num_tokens = np.array(plan.num_tokens, dtype=np.int64)
+    query_starts = np.zeros(plan.num_rows + 1, dtype=np.int32)
+    np.cumsum(num_tokens, out=query_starts[1:])
+    positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], num_tokens)
+    ends = starts + num_tokens
+    widths = -(-ends // geometry.block_size)
+    tables = np.zeros((plan.num_rows, int(widths.max())), dtype=np.int32)
+    for row, (block_ids, width) in enumerate(zip(plan.block_ids, widths.tolist(), strict=True)):
+        tables[row, :width] = block_ids[:width]
+    num_layers, num_kv_heads = geometry.num_layers, geometry.num_kv_heads
+    cells = np.arange(num_layers * num_kv_heads, dtype=np.int32).reshape(1, num_layers, num_kv_heads)
+    num_rows, max_blocks = tables.shape
+    return StepInputs(
+        token_ids=torch.from_numpy(np.array(plan.token_ids, dtype=np.int64))[None],
+        positions=torch.from_numpy(positions)[None],
+        logit_rows=torch.from_numpy(query_starts[1:][plan.sampling_rows].astype(np.int64) - 1),
+        attention=AttentionInputs(
+            query_starts=query_starts,
+            tables=np.broadcast_to(tables[:, None], (num_rows, num_kv_heads, max_blocks)),
+            lengths=np.broadcast_to(ends.astype(np.int32)[:, None], (num_rows, num_kv_heads)),
+            cells=np.broadcast_to(cells, (num_rows, num_layers, num_kv_heads)),
+        ),
+    )

@@ -1,0 +1,81 @@
+"""Loads a transformers model with our attention in it: through ``AttentionInterface``, with no fork of model code."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from transformers import AttentionInterface, AutoModelForCausalLM
+
+from pagefold.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from pagefold.runner.attention import AttentionBackend, AttentionInputs
+    from pagefold.runner.slab import Slab
+
+__all__ = ["AttentionContext", "load_model"]
+
+_NAME = "pagefold"
+_REFUSED_ARGUMENTS = ("sliding_window", "softcap", "s_aux", "position_bias", "shared_kv_states")
+
+
+class AttentionContext:
+    """What our attention needs in every layer of one forward pass; handed through the model as an argument.
+
+    Attributes:
+        layers: which layers have attended so far: a model that skips or repeats one is found out.
+    """
+
+    __slots__ = ("backend", "inputs", "layers", "slab")
+
+    def __init__(self, backend: AttentionBackend, slab: Slab, inputs: AttentionInputs) -> None:
+        self.backend = backend
+        self.slab = slab
+        self.inputs = inputs
+        self.layers: list[int] = []
+
+
+def load_model(folder: Path, dtype: torch.dtype) -> Any:  # noqa: ANN401 - transformers' models have no common type
+    """Load the model of ``folder`` for inference, with paged attention.
+
+    No mask function is registered under our name, so transformers builds no mask: causality is our attention's.
+    """
+    AttentionInterface.register(_NAME, _paged_attention)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=_NAME)
+    model.eval()
+    return model
+
+
+def _paged_attention(  # noqa: PLR0913 - transformers calls it so
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    paged: AttentionContext | None = None,
+    **arguments: object,
+) -> tuple[torch.Tensor, None]:
+    """Attention as transformers' layers call it: ``[1, H, T, D]`` in, ``[1, T, H, D]`` out."""
+    assert paged is not None, "the model does not hand forward arguments on to its attention"
+    for name in _REFUSED_ARGUMENTS:
+        if arguments.get(name) is not None:
+            msg = f"{type(module).__name__} asks its attention for {name}={arguments[name]}."
+            raise UnsupportedModelError(msg, remedy="Pagefold does not compute that yet; use another model.")
+    assert attention_mask is None, "no mask function is registered, so there is no mask"
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    paged.layers.append(layer)
+    out = paged.backend(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        paged.slab,
+        paged.inputs,
+        layer,
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+    )
+    return out[None], None

@@ -1,0 +1,206 @@
+"""ModelSpec: what a model folder holds, read without loading weights; and which models are refused, by name.
+
+Any decoder of transformers that calls its attention through ``AttentionInterface`` works. Refused is what this
+attention would get wrong: a window, soft-capping, sinks, latent or shared KV, a recurrent state, positions that depend
+on the batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pagefold.errors import ModelNotFoundError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PretrainedConfig
+
+__all__ = ["ModelSpec", "inspect_model"]
+
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
+"""Rope kinds whose frequencies do not depend on which positions are in the batch. ``dynamic`` and ``longrope`` do."""
+
+_REFUSED_ATTRIBUTES = {
+    "attn_logit_softcapping": "soft-capping of attention scores",
+    "kv_lora_rank": "latent attention (MLA)",
+    "num_kv_shared_layers": "KV shared across layers",
+    "attention_chunk_size": "chunked attention",
+    "quantization_config": "weights quantized in the checkpoint",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A model, before its weights are loaded.
+
+    Attributes:
+        folder: where it lies.
+        model_type: transformers' name of the family.
+        num_layers, num_heads, num_kv_heads, head_dim: of its attention.
+        max_positions: how long a sequence it was made for.
+        vocab_size: token ids are in [0, vocab_size).
+        eos_token_ids: each of them ends a sequence.
+        num_parameters: elements of all weight tensors.
+        stored_dtype: dtype that the checkpoint names, such as ``bfloat16``; float32 where it names none.
+        fingerprint: changes when config or weight files change.
+    """
+
+    folder: Path
+    model_type: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    num_parameters: int
+    stored_dtype: str
+    fingerprint: str
+
+
+def inspect_model(folder: Path) -> ModelSpec:
+    """Read ``config.json`` and the headers of the weight files.
+
+    Raises:
+        ModelNotFoundError: no config or no weights.
+        UnsupportedModelError: transformers lacks the class, or the model is one that would be computed wrongly.
+    """
+    from transformers import AutoConfig  # noqa: PLC0415 - heavy, and not needed to import this module
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: PLC0415
+
+    if not (folder / "config.json").is_file():
+        msg = f"{folder} has no config.json."
+        raise ModelNotFoundError(msg, remedy="Name a folder that save_pretrained wrote, or a built-in name.")
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (ValueError, KeyError, OSError, TypeError) as error:
+        raw = _read_json(folder / "config.json")
+        name = raw.get("model_type") or raw.get("architectures") or "no model_type"
+        msg = f"transformers cannot read the config of {folder} ({name}): {str(error).splitlines()[0]}"
+        raise UnsupportedModelError(
+            msg, remedy="Check the config, or install a transformers that has this model."
+        ) from None
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        msg = f"{config.model_type} is not a decoder that generates text."
+        raise UnsupportedModelError(msg, remedy="Use a causal language model.")
+    reason = _why_refused(config)
+    if reason:
+        msg = f"{config.model_type} ({folder.name}) uses {reason}, which Pagefold does not compute rightly yet."
+        raise UnsupportedModelError(msg, remedy="Use a model with plain full attention.")
+    num_heads = int(config.num_attention_heads)
+    weight_files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    if not weight_files:
+        msg = f"{folder} has a config but no weights (*.safetensors)."
+        raise ModelNotFoundError(msg, remedy="Download the whole model, or name another folder.")
+    return ModelSpec(
+        folder=folder,
+        model_type=str(config.model_type),
+        num_layers=int(config.num_hidden_layers),
+        num_heads=num_heads,
+        num_kv_heads=int(getattr(config, "num_key_value_heads", None) or num_heads),
+        head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // num_heads),
+        max_positions=int(config.max_position_embeddings),
+        vocab_size=int(config.vocab_size),
+        eos_token_ids=_eos_token_ids(folder, config),
+        num_parameters=sum(_num_parameters(file) for file in weight_files),
+        stored_dtype=str(getattr(config, "dtype", None) or "float32").removeprefix("torch."),
+        fingerprint=_fingerprint(folder / "config.json", weight_files),
+    )
+
+
+def _why_refused(config: PretrainedConfig) -> str | None:  # noqa: PLR0911 - one reason after another
+    """Return what about the model would be computed wrongly, or None."""
+    if config.is_encoder_decoder:
+        return "an encoder"
+    if config.get_text_config() is not config:
+        return "more than text"
+    for name, what in _REFUSED_ATTRIBUTES.items():
+        if getattr(config, name, None):
+            return what
+    layer_types = getattr(config, "layer_types", None)
+    odd = sorted({kind for kind in layer_types or () if kind != "full_attention"})
+    if odd:
+        return f"layers of {' and '.join(odd)}"
+    if layer_types is None and getattr(config, "sliding_window", None) is not None:
+        return f"a sliding window of {config.sliding_window} tokens"
+    if getattr(config, "alibi", False):
+        return "ALiBi position biases"
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = (
+        {str(rope.get("rope_type", "default"))} if not any(isinstance(v, dict) for v in rope.values()) else {"several"}
+    )
+    odd = sorted(kinds - set(_STATIC_ROPE))
+    if odd:
+        return f"rope of type {odd[0]}"
+    if not _uses_attention_interface(config):
+        return "an attention of its own, not transformers' AttentionInterface"
+    return None
+
+
+def _uses_attention_interface(config: PretrainedConfig) -> bool:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING  # noqa: PLC0415
+
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return bool(getattr(model_class, "_supports_attention_backend", False))
+
+
+def _eos_token_ids(folder: Path, config: PretrainedConfig) -> tuple[int, ...]:
+    """Return the end-of-sequence ids; generation_config.json knows better than config.json."""
+    eos = config.eos_token_id
+    if (folder / "generation_config.json").is_file():
+        eos = _read_json(folder / "generation_config.json").get("eos_token_id", eos)
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, list) else (int(eos),)
+
+
+def _num_parameters(weights: Path) -> int:
+    """Count elements from a safetensors header; for a pickled file, assume two bytes each."""
+    if weights.suffix != ".safetensors":
+        return weights.stat().st_size // 2
+    header = json.loads(_safetensors_header(weights))
+    total = 0
+    for name, tensor in header.items():
+        if name == "__metadata__":
+            continue
+        count = 1
+        for dim in tensor["shape"]:
+            count *= dim
+        total += count
+    return total
+
+
+def _safetensors_header(weights: Path) -> bytes:
+    try:
+        with weights.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = file.read(min(length, weights.stat().st_size))
+        json.loads(header)
+    except (struct.error, ValueError, OSError):
+        msg = f"{weights} is not a whole safetensors file."
+        raise ModelNotFoundError(msg, remedy="Download it again.") from None
+    return header
+
+
+def _fingerprint(config_file: Path, weight_files: list[Path]) -> str:
+    digest = hashlib.sha256(config_file.read_bytes())
+    for file in weight_files:
+        stat = file.stat()
+        digest.update(f"\n{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+        if file.suffix == ".safetensors":
+            digest.update(_safetensors_header(file))
+    return digest.hexdigest()
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        loaded = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return loaded if isinstance(loaded, dict) else {}

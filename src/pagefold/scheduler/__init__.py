@@ -1,0 +1,5 @@
+"""Who runs in the next step, and with how many tokens. Pure: time comes in, a plan goes out."""
+
+from pagefold.scheduler.scheduler import Scheduler, SchedulerLimits
+
+__all__ = ["Scheduler", "SchedulerLimits"]

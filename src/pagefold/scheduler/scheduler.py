@@ -1,0 +1,415 @@
+"""Scheduler: continuous batching with chunked prefill under a token budget, first come first served.
+
+A step is one sentence::
+
+    plan = scheduler.schedule(now)
+    result = runner.run(plan)
+    scheduler.apply(result)          or, when the runner raised: scheduler.abandon(error)
+
+Always: ``running`` and ``waiting`` are in order of arrival, and everyone in ``running`` came before everyone in
+``waiting``. Preemption takes from the end of ``running``, so the oldest request always gets on, and a victim is never
+part of the plan that is being made.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pagefold.events import (
+    Emit,
+    PrefixLookup,
+    RequestFinished,
+    RequestPreempted,
+    StepAbandoned,
+    StepApplied,
+    ignore,
+)
+from pagefold.request import FinishReason, Request, RequestStatus
+from pagefold.steps import StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from pagefold.kv import KVCore, PrefixHit, Promise
+
+__all__ = ["Scheduler", "SchedulerLimits"]
+
+_WATERMARK = 0.01
+"""Share of all blocks that admission leaves free beside running requests, so that they can grow before one of them must
+be preempted again (vLLM's value)."""
+
+_MAX_FAILED_STEPS = 3
+"""A request whose step failed so many times in a row ends with ``error``: the failure is likely its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """How much one step may hold.
+
+    Attributes:
+        max_num_seqs: sequences running at once.
+        max_num_batched_tokens: tokens computed in one step; not less than ``max_num_seqs``, so that every running
+            sequence gets its token in every step.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+class _StepInFlight:
+    """A plan and what the scheduler must know to apply it or take it back."""
+
+    __slots__ = ("num_admitted", "num_prefill_tokens", "num_recomputed_tokens", "plan", "promises", "requests")
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+        self.requests: list[Request] = []
+        self.promises: list[Promise] = []
+        self.num_admitted = 0  # the last so many of ``requests`` were admitted in this step
+        self.num_prefill_tokens = 0
+        self.num_recomputed_tokens = 0
+
+
+class Scheduler:
+    """Decides each step; owns the queues and, through the core, the blocks of running requests.
+
+    Args:
+        core: the KV core.
+        limits: what one step may hold.
+        emit: where events go.
+    """
+
+    def __init__(self, core: KVCore, limits: SchedulerLimits, *, emit: Emit = ignore) -> None:
+        assert limits.max_num_batched_tokens >= limits.max_num_seqs, "every running sequence needs a token a step"
+        self.core = core
+        self.limits = limits
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self._by_id: dict[str, Request] = {}
+        self._emit = emit
+        self._step: _StepInFlight | None = None
+        self._num_steps = 0
+        self._num_arrived = 0
+        self._watermark_blocks = int(core.pool.num_blocks * _WATERMARK)
+
+    # Requests come and go.
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request waits or runs."""
+        return bool(self.running or self.waiting)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. The caller has checked that it can ever fit: at most ``max_model_len`` tokens."""
+        assert request.request_id not in self._by_id, f"request id {request.request_id!r} is in use"
+        request.index = self._num_arrived
+        self._num_arrived += 1
+        self._by_id[request.request_id] = request
+        self.waiting.append(request)
+
+    def get(self, request_id: str) -> Request | None:
+        """Return the request of that id, if it has not finished."""
+        return self._by_id.get(request_id)
+
+    def finish(self, request_id: str, reason: FinishReason) -> Request | None:
+        """End a request from outside: cancelled, or its text met a stop string. At any moment, also during a step.
+
+        Returns the request, or None when it is not here (any more). During a step its blocks are released when the step
+        ends, since the runner still writes them.
+        """
+        request = self._by_id.get(request_id)
+        if request is None:
+            return None
+        if self._step is not None and request.status is RequestStatus.RUNNING:
+            request.is_aborted = True
+            request.finish_reason = reason
+            return request
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
+        self._finish(request, reason)
+        return request
+
+    # The step.
+
+    def schedule(self, now: float) -> StepPlan:  # noqa: ARG002 - FCFS needs no clock; policies that age will
+        """Plan the next step. An empty plan (no rows) means that there is nothing to run.
+
+        Running requests come first, each leaving one token of the budget for everyone behind it, so that a long prompt
+        never stops those that decode. What is left admits waiting requests, in order.
+        """
+        assert self._step is None, "one step at a time: apply or abandon the last one first"
+        plan = StepPlan(self._num_steps)
+        self._num_steps += 1
+        self._step = step = _StepInFlight(plan)
+        budget = self._schedule_running(step, self.limits.max_num_batched_tokens)
+        if self.waiting:
+            self._admit_waiting(step, budget)
+        plan.copies = self.core.take_copies()
+        if not step.requests:
+            self.core.copies_done(plan.copies)
+            self._step = None
+        return plan
+
+    def apply(self, result: StepResult) -> list[Request]:
+        """The step ran: commit its blocks, append what it sampled, end what is complete.
+
+        Returns the requests that got a token, in the plan's order; those that ended have a ``finish_reason``.
+        """
+        step = self._take_step()
+        plan = step.plan
+        core = self.core
+        for promise in step.promises:
+            core.commit(promise)
+        if plan.copies:
+            core.copies_done(plan.copies)
+        requests = step.requests
+        any_ended = False
+        for request, num_tokens in zip(requests, plan.num_tokens, strict=True):
+            request.num_computed_tokens += num_tokens
+            request.num_failed_steps = 0
+            if request.is_aborted:
+                any_ended = True
+        sampled: list[Request] = []
+        for row, token_id in zip(plan.sampling_rows, result.token_ids, strict=True):
+            request = requests[row]
+            if request.is_aborted:
+                continue
+            request.token_ids.append(token_id)
+            sampled.append(request)
+            stop = request.stop
+            if token_id in stop.token_ids:
+                request.finish_reason = "stop"
+                any_ended = True
+            elif len(request.token_ids) >= stop.max_total_tokens:
+                request.finish_reason = "length"
+                any_ended = True
+        if any_ended:
+            self._drop_ended()
+        self._emit(
+            StepApplied(
+                plan.step_id,
+                len(self.running),
+                len(self.waiting),
+                step.num_prefill_tokens,
+                len(sampled),
+                step.num_recomputed_tokens,
+            )
+        )
+        return sampled
+
+    def abandon(self, error: str) -> list[Request]:
+        """The step failed: take back all that it had promised, and let those that it admitted wait again.
+
+        Returns the requests that ended by it: those that were cancelled meanwhile, and those whose steps failed too
+        often in a row.
+        """
+        step = self._take_step()
+        self.core.copies_done(step.plan.copies)
+        for promise in reversed(step.promises):
+            self.core.abandon(promise)
+        for _ in range(step.num_admitted):
+            self._back_to_waiting(self.running.pop())
+        ended: list[Request] = []
+        for request in step.requests:
+            request.num_failed_steps += 1
+            if request.num_failed_steps >= _MAX_FAILED_STEPS and not request.is_aborted:
+                request.finish_reason = "error"
+            if request.finish_reason is not None:
+                ended.append(request)
+        self._drop_ended()
+        for request in ended:
+            if request.status is not RequestStatus.FINISHED:
+                self.waiting.remove(request)
+                self._finish(request, request.finish_reason or "error")
+        self._emit(StepAbandoned(step.plan.step_id, len(step.requests), error))
+        return ended
+
+    # What there is.
+
+    @property
+    def num_wasted_slots(self) -> int:
+        """Token positions in blocks of running requests that hold no token: what rounding to blocks costs."""
+        return sum(
+            request.table.capacity - request.num_computed_tokens
+            for request in self.running
+            if request.table is not None
+        )
+
+    # Inside.
+
+    def _schedule_running(self, step: _StepInFlight, budget: int) -> int:
+        """Plan a row for every running request, preempting from the end where memory is short; return what is left."""
+        plan = step.plan
+        running = self.running
+        block_size = self.core.block_size
+        add_request, add_token = step.requests.append, plan.token_ids.append
+        add_start, add_num, add_table = plan.starts.append, plan.num_tokens.append, plan.block_ids.append
+        add_row, add_sampling = plan.sampling_rows.append, plan.sampling.append
+        add_seed, add_draw = plan.seeds.append, plan.draws.append
+        row = 0
+        while row < len(running):
+            request = running[row]
+            token_ids = request.token_ids
+            start = request.num_computed_tokens
+            num_tokens = len(token_ids) - start
+            allowed = budget - (len(running) - row - 1)
+            num_tokens = min(num_tokens, allowed)
+            end = start + num_tokens
+            table = request.table
+            assert table is not None
+            if (end > table.capacity or table.may_share_tail) and not self._make_room(request, start, end):
+                continue  # it was the last and went itself; the loop ends
+            budget -= num_tokens
+            add_request(request)
+            if num_tokens == 1:
+                add_token(token_ids[start])
+            else:
+                plan.token_ids.extend(token_ids[start:end])
+            add_start(start)
+            add_num(num_tokens)
+            add_table(table.block_ids)
+            if end == len(token_ids):
+                add_row(row)
+                add_sampling(request.sampling)
+                add_seed(request.seed)
+                add_draw(end - request.num_prompt_tokens)
+            if start < request.num_prompt_tokens or num_tokens > 1:
+                step.num_prefill_tokens += num_tokens
+                step.num_recomputed_tokens += max(0, min(end, request.max_computed_tokens) - start)
+            if end // block_size > table.num_published and table.tail is not None:
+                promise = self.core.promise(table, request.packed(), end)
+                if promise is not None:
+                    step.promises.append(promise)
+            row += 1
+        return budget
+
+    def _admit_waiting(self, step: _StepInFlight, budget: int) -> None:
+        """Admit from the head of the queue while budget, seats and memory last."""
+        core = self.core
+        while self.waiting and budget > 0 and len(self.running) < self.limits.max_num_seqs:
+            request = self.waiting[0]
+            packed = request.packed()
+            hit = self._affordable(request, core.match(request.namespace, packed, request.num_tokens - 1))
+            if hit is None:
+                break  # in order: nobody overtakes the head of the queue
+            table, start = core.acquire(hit)
+            num_tokens = min(request.num_tokens - start, budget)
+            if not core.extend(table, start, start + num_tokens):
+                core.release(table)
+                break
+            self.waiting.popleft()
+            self._start(request, start)
+            request.table = table
+            self.running.append(request)
+            self._plan_admitted(step, request, num_tokens, packed)
+            budget -= num_tokens
+
+    def _start(self, request: Request, num_hit_tokens: int) -> None:
+        after_preemption = request.status is RequestStatus.PREEMPTED
+        request.to(RequestStatus.RUNNING)
+        request.num_computed_tokens = num_hit_tokens
+        if not after_preemption:
+            request.num_cached_tokens = num_hit_tokens
+        self._emit(PrefixLookup(request.request_id, request.num_tokens, num_hit_tokens, after_preemption))
+
+    def _plan_admitted(self, step: _StepInFlight, request: Request, num_tokens: int, packed: bytes) -> None:
+        plan = step.plan
+        table = request.table
+        assert table is not None
+        start = request.num_computed_tokens
+        end = start + num_tokens
+        if end == request.num_tokens:
+            plan.sampling_rows.append(plan.num_rows)
+            plan.sampling.append(request.sampling)
+            plan.seeds.append(request.seed)
+            plan.draws.append(request.num_output_tokens)
+        step.requests.append(request)
+        step.num_admitted += 1
+        step.num_prefill_tokens += num_tokens
+        step.num_recomputed_tokens += max(0, min(end, request.max_computed_tokens) - start)
+        plan.token_ids.extend(request.token_ids[start:end])
+        plan.starts.append(start)
+        plan.num_tokens.append(num_tokens)
+        plan.block_ids.append(table.block_ids)
+        promise = self.core.promise(table, packed, end)
+        if promise is not None:
+            step.promises.append(promise)
+
+    def _affordable(self, request: Request, hit: PrefixHit) -> PrefixHit | None:
+        """Return what of ``hit`` can be used if all of the request's tokens fit beside those of running ones, or None.
+
+        All its tokens, not only its first chunk: a prompt that is let in and cannot be finished only preempts others.
+        """
+        core = self.core
+        needed = -(-(request.num_tokens + 1) // core.block_size)
+        # Hit blocks that nobody holds are among the available ones, so they are needed too; held ones are a gift.
+        needed -= sum(1 for node in hit.nodes if node.block is not None and node.block.num_table_refs)
+        for other in self.running:
+            assert other.table is not None
+            needed += max(0, -(-other.num_tokens // core.block_size) - len(other.table.block_ids))
+        if self.running:
+            needed += self._watermark_blocks
+        if needed > core.num_available:
+            return None
+        if needed == core.num_available:  # a copy keeps its source pinned for this step: one block more
+            return hit._replace(partial=None, num_partial_tokens=0)
+        return hit
+
+    def _make_room(self, request: Request, start: int, end: int) -> bool:
+        """Extend the table of ``request``, preempting from the end; False when ``request`` itself had to go."""
+        assert request.table is not None
+        while not self.core.extend(request.table, start, end):
+            victim = self.running.pop()
+            self._preempt(victim, request)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, victim: Request, beneficiary: Request) -> None:
+        """Take a running request's blocks; what is published stays cached and spares work if it is still there."""
+        usage = self.core.usage
+        num_computed = victim.num_computed_tokens
+        self._back_to_waiting(victim, is_preempted=True)
+        self._emit(
+            RequestPreempted(
+                victim.request_id, num_computed, usage, self.core.usage, cause_request_id=beneficiary.request_id
+            )
+        )
+
+    def _back_to_waiting(self, request: Request, *, is_preempted: bool = False) -> None:
+        assert request.table is not None
+        if is_preempted:
+            request.num_preemptions += 1
+            request.max_computed_tokens = max(request.max_computed_tokens, request.num_computed_tokens)
+        self.core.release(request.table)
+        request.table = None
+        request.num_computed_tokens = 0
+        request.to(RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING)
+        self.waiting.appendleft(request)
+
+    def _drop_ended(self) -> None:
+        """Take every running request that has a finish reason out of ``running``."""
+        still: list[Request] = []
+        for request in self.running:
+            if request.finish_reason is None:
+                still.append(request)
+            else:
+                self._finish(request, request.finish_reason)
+        self.running = still
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        request.finish_reason = reason
+        request.to(RequestStatus.FINISHED)
+        if request.table is not None:
+            self.core.release(request.table)
+            request.table = None
+        del self._by_id[request.request_id]
+        self._emit(RequestFinished(request.request_id, reason, request.num_prompt_tokens, request.num_output_tokens))
+
+    def _take_step(self) -> _StepInFlight:
+        step = self._step
+        assert step is not None, "no step is in flight"
+        self._step = None
+        return step

@@ -1,0 +1,6 @@
+"""Text to tokens and back, incrementally; chat templates."""
+
+from pagefold.tokenizer.detokenizer import Detokenizer
+from pagefold.tokenizer.tokenizer import Tokenizer
+
+__all__ = ["Detokenizer", "Tokenizer"]

@@ -1,0 +1,74 @@
+"""Tokenizer: a model folder's own tokenizer and chat template, as transformers loads them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pagefold.errors import InvalidRequestError, UnsupportedModelError
+from pagefold.tokenizer.detokenizer import Detokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+__all__ = ["Tokenizer"]
+
+
+class Tokenizer:
+    """Encodes prompts and chats, and makes detokenizers.
+
+    Args:
+        folder: the model's.
+
+    Raises:
+        UnsupportedModelError: the folder's tokenizer cannot be loaded, or has no fast form.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer  # noqa: PLC0415 - heavy, and not needed to import this module
+
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        except (ValueError, OSError, KeyError, TypeError) as error:
+            msg = f"The tokenizer of {folder} cannot be loaded: {str(error).splitlines()[0]}"
+            raise UnsupportedModelError(msg, remedy="Use a folder with a tokenizer.json.") from None
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            msg = f"The tokenizer of {folder} has no fast form (tokenizer.json)."
+            raise UnsupportedModelError(msg, remedy="Convert it with transformers, or use another model.")
+        self._backend: Any = backend
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model brought a chat template."""
+        return bool(self._tokenizer.chat_template)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of ``text``, with the special tokens that the model expects at the start of a prompt."""
+        return list(self._tokenizer.encode(text))
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the tokens of a chat in the model's template, ready for the assistant's answer.
+
+        Raises:
+            InvalidRequestError: the model has no template, or the template refuses these messages.
+        """
+        if not self.has_chat_template:
+            msg = "This model has no chat template."
+            raise InvalidRequestError(msg, param="messages", remedy="Use /v1/completions with a prompt.")
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # a template is the model's own program: it may raise anything
+            msg = f"The model's chat template refused these messages: {error}"
+            raise InvalidRequestError(msg, param="messages", remedy="Check the roles and their order.") from error
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of ``token_ids`` without special tokens."""
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
+
+    def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
+        """Return a detokenizer for what follows ``prompt_token_ids``."""
+        return Detokenizer(self._backend, prompt_token_ids)
