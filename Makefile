@@ -45,7 +45,7 @@ check: setup ## lint, types, import contracts
 	@$(BIN)/ruff check -q .
 	@$(BIN)/ruff format -q --check .
 	@$(BIN)/mypy
-	@$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
+	@$(BIN)/lint-imports >/dev/null || $(BIN)/lint-imports
 
 format: setup ## let ruff format and mend what it can
 	@$(BIN)/ruff format -q .

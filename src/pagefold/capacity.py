@@ -108,15 +108,12 @@ def plan_capacity(  # noqa: PLR0913 - the six facts that it weighs, by name
         wanted_len = min(model_max_len, num_blocks * geometry.block_size)
     num_blocks_needed = geometry.num_blocks_for(max(wanted_len, 2))
     if num_blocks < num_blocks_needed:
-        smallest = num_blocks_needed * geometry.bytes_per_block
         msg = (
-            f"The KV budget of {budget:,} bytes is {num_blocks} blocks of {geometry.bytes_per_block:,} bytes; "
-            f"one request of max_model_len = {max(wanted_len, 2)} tokens needs {num_blocks_needed}."
+            f"The KV budget of {budget:,} bytes is {num_blocks} blocks of {geometry.bytes_per_block:,} bytes; one "
+            f"request of max_model_len = {max(wanted_len, 2)} tokens needs {num_blocks_needed}."
         )
-        remedy = f"The smallest budget that works is kv_cache_memory_bytes={smallest}; or give a smaller max_model_len"
-        if num_blocks:
-            remedy += f" (at most {num_blocks * geometry.block_size} fits, which is what auto takes)"
-        raise BudgetTooSmallError(msg, remedy=remedy + ".")
+        smallest = num_blocks_needed * geometry.bytes_per_block
+        raise BudgetTooSmallError(msg, remedy=_remedy(smallest, left, num_blocks * geometry.block_size))
     return Capacity(
         weight_bytes=weight_bytes,
         kv_budget_bytes=num_blocks * geometry.bytes_per_block,
@@ -124,6 +121,19 @@ def plan_capacity(  # noqa: PLR0913 - the six facts that it weighs, by name
         block_size=geometry.block_size,
         max_model_len=wanted_len,
     )
+
+
+def _remedy(smallest_bytes: int, left_bytes: int, longest: int) -> str:
+    """Say which budget or which length would work; never a budget that is refused in its turn."""
+    if smallest_bytes <= left_bytes:
+        remedy = f"The smallest budget that works is kv_cache_memory_bytes={smallest_bytes}"
+    else:
+        remedy = f"No budget works: it takes {smallest_bytes:,} bytes, and beside the weights {left_bytes:,} are free"
+    if longest > 1:
+        remedy += f"; or give a smaller max_model_len (at most {longest} fits, which is what auto takes)"
+    elif smallest_bytes > left_bytes:
+        remedy += "; use a smaller model or a machine with more memory"
+    return remedy + "."
 
 
 def _human(num_bytes: int) -> str:

@@ -20,6 +20,7 @@ AttentionBackend: TypeAlias = Literal["auto", "cpu", "reference"]
 _DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
 _BACKENDS = ("auto", "cpu", "reference")
 _MAX_BLOCK_SIZE = 256
+_MAX_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +93,9 @@ class ServerConfig:
         served_model_name: what clients call the model; None for the name it was started with.
         max_body_bytes: a larger request body is refused with 413.
         drain_s: how long SIGTERM lets running requests finish, in seconds.
+
+    Raises:
+        ConfigError: a value is out of range.
     """
 
     host: str = "127.0.0.1"
@@ -99,6 +103,14 @@ class ServerConfig:
     served_model_name: str | None = None
     max_body_bytes: int = 16 * 2**20
     drain_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= _MAX_PORT:
+            raise _bad("port", self.port, f"between 0 (any free one) and {_MAX_PORT}")
+        if self.max_body_bytes < 1:
+            raise _bad("max_body_bytes", self.max_body_bytes, "a positive number of bytes")
+        if not self.drain_s >= 0:
+            raise _bad("drain_s", self.drain_s, "a number of seconds, at least 0")
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -19,6 +19,7 @@ __all__ = ["LEGAL_MOVES", "FinishReason", "Request", "RequestStatus", "SamplingP
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
 
 _MAX_TEMPERATURE = 2.0
+_GREEDY_BELOW = 1e-5
 _MAX_STOP_STRINGS = 16
 
 
@@ -31,8 +32,8 @@ class SamplingParams:
         top_p: keep the most likely tokens whose probabilities add up to this much, in (0, 1].
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         max_tokens: how many tokens to generate at most; None for as many as ``max_model_len`` leaves.
-        stop: texts that end the output; they are not part of it.
-        stop_token_ids: token ids that end the output.
+        stop: texts that end the output; they are not part of it. One text, several, or None.
+        stop_token_ids: token ids that end the output; or None.
         ignore_eos: go on after the model's end-of-sequence token.
         seed: of this request's random draws. A request with a seed draws the same numbers in every batch.
 
@@ -50,10 +51,9 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         if not 0.0 <= self.temperature <= _MAX_TEMPERATURE:
             raise _out_of_range("temperature", self.temperature, "between 0 (greedy) and 2")
         if not 0.0 < self.top_p <= 1.0:
@@ -69,8 +69,8 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
-        return self.temperature == 0.0
+        """Whether the most likely token is always taken: so near to 0 (vLLM's bound) scaled logits would overflow."""
+        return self.temperature < _GREEDY_BELOW
 
 
 def _out_of_range(param: str, value: object, allowed: str) -> InvalidRequestError:

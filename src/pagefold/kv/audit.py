@@ -94,7 +94,7 @@ def _audit_tree(core: KVCore) -> dict[int, Node]:
         published[block.block_id] = node
         if block.num_table_refs and parent.block is not None:
             _check(parent.block.num_table_refs > 0, f"{block}: held, but not the block before it")
-        _check(node.committed != (node in promised), f"{block}: committed is {node.committed}, against what is promised")
+        _check(node.committed != (node in promised), f"{block}: committed is {node.committed}, against the promises")
         evictable = block.state == BlockState.CACHED and not node.children and not block.num_io_refs
         _check(node.evictable == evictable, f"{block}: evictable is {node.evictable}")
     return published

@@ -128,7 +128,7 @@ class KVCore:
         self._tick = tick = self._tick + 1
         nodes = hit.nodes
         num_nodes = len(nodes)
-        while num_nodes and not nodes[num_nodes - 1].attached:  # leaves leave first: attached nodes have attached parents
+        while num_nodes and not nodes[num_nodes - 1].attached:  # leaves leave first: parents are attached
             num_nodes -= 1
         if num_nodes < len(nodes):
             nodes = nodes[:num_nodes]

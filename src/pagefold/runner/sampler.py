@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["sample", "uniform"]
 
+_NUM_CANDIDATES = 1024
+"""Tokens that top_p looks at before it sorts the whole vocabulary: nearly always enough."""
+
 
 def uniform(seed: int, draw: int) -> float:
     """Return the draw's number in [0, 1): 53 bits of BLAKE2b of (seed, draw)."""
@@ -36,7 +39,7 @@ def sample(logits: torch.Tensor, params: list[SamplingParams], seeds: list[int],
     random = [row for row, how in enumerate(params) if not how.is_greedy]
     if random:
         chosen = _draw(
-            logits[random].double(),
+            logits[random].to(torch.float32),
             [params[row] for row in random],
             torch.tensor([uniform(seeds[row], draws[row]) for row in random], dtype=torch.float64),
         )
@@ -45,17 +48,48 @@ def sample(logits: torch.Tensor, params: list[SamplingParams], seeds: list[int],
 
 
 def _draw(logits: torch.Tensor, params: list[SamplingParams], numbers: torch.Tensor) -> torch.Tensor:
-    """Invert the cumulative distribution at ``numbers``: tokens in order of probability, ties by token id."""
-    temperatures = torch.tensor([how.temperature for how in params], dtype=torch.float64)
-    ordered, order = torch.sort(logits / temperatures[:, None], dim=-1, descending=True, stable=True)
+    """Invert each row's cumulative distribution at its number: ``[R, vocab]`` and ``[R]`` to ``[R]``.
+
+    Rows without top_k and top_p need no order of tokens, so they are not sorted: sorting is most of the cost.
+    """
+    temperatures = torch.tensor([how.temperature for how in params])
+    scaled = logits / temperatures[:, None]
     vocab_size = logits.shape[-1]
-    top_k = torch.tensor([how.top_k if how.top_k > 0 else vocab_size for how in params])
-    ordered = ordered.masked_fill(torch.arange(vocab_size)[None] >= top_k[:, None], float("-inf"))
-    probabilities = ordered.softmax(-1)
+    is_cut = torch.tensor([how.top_p < 1.0 or 0 < how.top_k < vocab_size for how in params])
+    chosen = torch.empty(len(params), dtype=torch.int64)
+    if not is_cut.all():
+        chosen[~is_cut] = _invert(scaled[~is_cut].softmax(-1), numbers[~is_cut])
+    if is_cut.any():
+        rows = is_cut.nonzero()[:, 0].tolist()
+        chosen[is_cut] = _draw_cut(scaled[is_cut], [params[row] for row in rows], numbers[is_cut], _NUM_CANDIDATES)
+    return chosen
+
+
+def _draw_cut(
+    scaled: torch.Tensor, params: list[SamplingParams], numbers: torch.Tensor, num_candidates: int
+) -> torch.Tensor:
+    """Draw where top_k, and then top_p, leave only likely tokens; looks at the ``num_candidates`` likeliest first."""
+    vocab_size = scaled.shape[-1]
+    top_k = torch.tensor([how.top_k if 0 < how.top_k < vocab_size else vocab_size for how in params])
     top_p = torch.tensor([how.top_p for how in params], dtype=torch.float64)
-    mass_before = probabilities.cumsum(-1) - probabilities
+    num_candidates = min(num_candidates, vocab_size)
+    ordered, order = scaled.topk(num_candidates, dim=-1)
+    ordered = ordered.masked_fill(torch.arange(num_candidates)[None] >= top_k[:, None], float("-inf"))
+    whole = torch.where(top_k < vocab_size, ordered.logsumexp(-1), scaled.logsumexp(-1))
+    probabilities = (ordered - whole[:, None]).exp()
+    cumulative = probabilities.cumsum(-1, dtype=torch.float64)
+    suffices = torch.where(top_k < vocab_size, top_k <= num_candidates, cumulative[:, -1] >= top_p)
+    if num_candidates < vocab_size and not suffices.all():
+        return _draw_cut(scaled, params, numbers, vocab_size)
+    mass_before = cumulative - probabilities
     probabilities = probabilities.masked_fill(mass_before >= top_p[:, None], 0.0)  # the first always stays
-    cumulative = probabilities.cumsum(-1)
-    index = torch.searchsorted(cumulative, numbers[:, None] * cumulative[:, -1:], right=True)
-    last_kept = (probabilities > 0).sum(-1, keepdim=True) - 1  # rounding must not reach a token that was cut off
-    return order.gather(-1, torch.minimum(index, last_kept))[:, 0]
+    return order.gather(-1, _invert(probabilities, numbers)[:, None])[:, 0]
+
+
+def _invert(probabilities: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Return where the cumulative sum of ``[R, n]`` weights passes ``numbers`` times their total: ``[R]``."""
+    cumulative = probabilities.cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:].contiguous()
+    index = torch.searchsorted(cumulative, numbers[:, None] * total, right=True)
+    # Rounding must not reach beyond the last token with weight: the first at which the total is complete.
+    return torch.minimum(index, torch.searchsorted(cumulative, total))[:, 0]

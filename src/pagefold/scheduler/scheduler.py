@@ -206,7 +206,7 @@ class Scheduler:
         often in a row.
         """
         step = self._take_step()
-        self.core.copies_done(step.plan.copies)
+        self.core.copies_failed(step.plan.copies)
         for promise in reversed(step.promises):
             self.core.abandon(promise)
         for _ in range(step.num_admitted):

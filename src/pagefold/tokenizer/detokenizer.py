@@ -13,6 +13,9 @@ _NUM_CONTEXT_TOKENS = 6
 """Tokens of the prompt that a decoder sees before the first output: some put a space before a word only if it is not
 the first."""
 
+_REPLACEMENT = "\ufffd"
+"""What decoders make of bytes that are no whole character."""
+
 
 class Detokenizer:
     """The text of one output as it grows; concatenated, its pieces are the text of all its tokens.
@@ -23,16 +26,23 @@ class Detokenizer:
     """
 
     def __init__(self, backend: Any, prompt_token_ids: Sequence[int]) -> None:  # noqa: ANN401 - tokenizers has no stubs
-        from tokenizers.decoders import DecodeStream  # noqa: PLC0415 - not needed to import this module
-
         self._backend = backend
-        self._context = list(prompt_token_ids[-_NUM_CONTEXT_TOKENS:])
-        self._stream = DecodeStream(ids=self._context, skip_special_tokens=True)
+        context = list(prompt_token_ids[-_NUM_CONTEXT_TOKENS:])
+        if self._decode(context).endswith(_REPLACEMENT):
+            context = []  # within a character a stream would wait, and then take the prompt's text for the output's
+        self._stream = _stream(context)
         self._pending: list[int] = []  # tokens since the stream last came to the end of a character
 
     def push(self, token_id: int) -> str:
         """Return the text that ``token_id`` completes; empty in the middle of a character."""
-        piece = self._stream.step(self._backend, token_id)
+        try:
+            piece = self._stream.step(self._backend, token_id)
+        except Exception:  # noqa: BLE001 - tokenizers raises no narrower type
+            # A broken character has changed the text before it, which is out: byte-fallback decoders judge a run of
+            # bytes as a whole. Go on from the first token that is not out.
+            self._pending.append(token_id)
+            self._stream = _stream(self._pending)
+            return self.flush()
         if piece is None:
             self._pending.append(token_id)
             return ""
@@ -43,6 +53,15 @@ class Detokenizer:
         """Return what an output that ends in the middle of a character has left: U+FFFD for its bytes; else nothing."""
         if not self._pending:
             return ""
-        text = str(self._backend.decode(self._pending, skip_special_tokens=True))
+        text = self._decode(self._pending)
         self._pending.clear()
         return text
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._backend.decode(token_ids, skip_special_tokens=True))
+
+
+def _stream(context: list[int]) -> Any:  # noqa: ANN401 - tokenizers has no stubs
+    from tokenizers.decoders import DecodeStream  # noqa: PLC0415 - not needed to import this module
+
+    return DecodeStream(ids=list(context), skip_special_tokens=True)

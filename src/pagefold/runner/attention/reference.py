@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pagefold.runner.attention.inputs import AttentionInputs
     from pagefold.runner.slab import Slab
 
@@ -23,37 +26,55 @@ def reference_attention(  # noqa: PLR0913, PLR0917 - the operands of the op
     scale: float,
 ) -> torch.Tensor:
     """See :class:`~pagefold.runner.attention.inputs.AttentionBackend`."""
-    num_kv_heads = key.shape[1]
-    group = query.shape[1] // num_kv_heads
-    out = torch.empty_like(query)
-    places = [
-        [_entries(inputs, s, layer, h, slab.block_size) for h in range(num_kv_heads)] for s in range(inputs.num_seqs)
-    ]
-    for s, heads in enumerate(places):
-        first, last = int(inputs.query_starts[s]), int(inputs.query_starts[s + 1])
-        for h, (blocks, offsets, cell) in enumerate(heads):
-            new = slice(len(blocks) - (last - first), None)
-            slab.keys[blocks[new], cell, offsets[new]] = key[first:last, h]
-            slab.values[blocks[new], cell, offsets[new]] = value[first:last, h]
-    for s, heads in enumerate(places):
-        first, last = int(inputs.query_starts[s]), int(inputs.query_starts[s + 1])
-        num_queries = last - first
-        for h, (blocks, offsets, cell) in enumerate(heads):
-            keys = slab.keys[blocks, cell, offsets]  # [n, D]
-            values = slab.values[blocks, cell, offsets]  # [n, D]
-            queries = query[first:last, h * group : (h + 1) * group]  # [num_queries, G, D]
-            scores = torch.einsum("qgd,nd->qgn", queries, keys) * scale
-            num_entries = len(blocks)
-            visible = torch.arange(num_entries)[None] <= torch.arange(num_entries - num_queries, num_entries)[:, None]
-            scores = scores.masked_fill(~visible[:, None, :], float("-inf"))
-            out[first:last, h * group : (h + 1) * group] = torch.einsum("qgn,nd->qgd", scores.softmax(-1), values)
-    return out
+    num_tokens, num_kv_heads, head_dim = key.shape
+    queries = query.reshape(num_tokens, num_kv_heads, -1, head_dim)  # [T, Hkv, G, D]
+    out = torch.empty(queries.shape, dtype=query.dtype)
+    parts = list(_parts(inputs, layer, slab.block_size))
+    for tokens, heads, blocks, cells, offsets in parts:
+        num_old = len(offsets) - (tokens.stop - tokens.start)
+        new = blocks[:, num_old:], cells, offsets[num_old:]
+        slab.keys[new] = key[tokens, heads].transpose(0, 1)
+        slab.values[new] = value[tokens, heads].transpose(0, 1)
+    for tokens, heads, blocks, cells, offsets in parts:
+        keys = slab.keys[blocks, cells, offsets]  # [h, n, D]
+        values = slab.values[blocks, cells, offsets]  # [h, n, D]
+        scores = torch.einsum("qhgd,hnd->hgqn", queries[tokens, heads], keys) * scale
+        num_entries = len(offsets)
+        last_seen = torch.arange(num_entries - (tokens.stop - tokens.start), num_entries)
+        visible = torch.arange(num_entries)[None] <= last_seen[:, None]  # [q, n]
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        out[tokens, heads] = torch.einsum("hgqn,hnd->qhgd", weights, values)
+    return out.flatten(1, 2)
 
 
-def _entries(
-    inputs: AttentionInputs, s: int, layer: int, h: int, block_size: int
-) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return block and offset of each of the entries of sequence ``s`` and head ``h``, and their cell."""
-    entries = torch.arange(int(inputs.lengths[s, h]))
-    table = torch.tensor(inputs.tables[s, h], dtype=torch.long)
-    return table[entries // block_size], entries % block_size, int(inputs.cells[s, layer, h])
+class _Part(NamedTuple):
+    """The ``h`` KV heads of one sequence that have ``n`` entries: all of its heads, in the plain case.
+
+    Attributes:
+        tokens: which of the step's tokens are the sequence's.
+        heads: int64 ``[h]``.
+        blocks: int64 ``[h, n]``: where each entry lies: its block,
+        cells: int64 ``[h, 1]``: the cell in it,
+        offsets: int64 ``[n]``: and the slot in that.
+    """
+
+    tokens: slice
+    heads: torch.Tensor
+    blocks: torch.Tensor
+    cells: torch.Tensor
+    offsets: torch.Tensor
+
+
+def _parts(inputs: AttentionInputs, layer: int, block_size: int) -> Iterator[_Part]:
+    for s in range(inputs.num_seqs):
+        tokens = slice(int(inputs.query_starts[s]), int(inputs.query_starts[s + 1]))
+        for num_entries in np.unique(inputs.lengths[s]):
+            heads = np.flatnonzero(inputs.lengths[s] == num_entries)
+            entries = np.arange(num_entries)
+            yield _Part(
+                tokens,
+                torch.from_numpy(heads),
+                torch.from_numpy(inputs.tables[s, heads][:, entries // block_size].astype(np.int64)),
+                torch.from_numpy(inputs.cells[s, layer, heads].astype(np.int64))[:, None],
+                torch.from_numpy(entries % block_size),
+            )

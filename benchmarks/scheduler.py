@@ -1,0 +1,128 @@
+"""Time of scheduler and core for each running request and step, while all of them decode.
+
+Workload: 32, 200 and 1,000 running requests with contexts of 600 tokens (600 to 615, so that their blocks fill up at
+different steps), 16 tokens a block, memory for all of them; each step gives every request a token. Timed is
+``schedule`` and ``apply``: the plan's columns, a new block every 16 tokens, its promise and its commit; what the runner
+samples is made outside the clock. Process CPU time, since the machine may be shared; 5 repeats of 64 steps, medians.
+
+Beside it, interleaved, a floor: a bare Python loop that appends the same columns from ready values.
+
+    python benchmarks/scheduler.py [--repeats 5] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import statistics
+from array import array
+from time import process_time
+
+from report import Row, machine, parser, print_report
+
+from pagefold.kv import KVCore
+from pagefold.request import Request, SamplingParams, StopRule
+from pagefold.scheduler import Scheduler, SchedulerLimits
+from pagefold.sim import NullRunner
+from pagefold.steps import StepPlan
+
+NUM_RUNNING = (32, 200, 1000)
+NUM_STEPS = 64
+CONTEXT = 600
+BLOCK_SIZE = 16
+ASKED_US = 3.0
+ASKED_AT = (200, 1000)
+
+
+def decoding(num_running: int) -> Scheduler:
+    """Return a scheduler whose ``num_running`` requests have their prompts computed."""
+    num_blocks = num_running * (CONTEXT + 16 + 8 * NUM_STEPS) // BLOCK_SIZE
+    core = KVCore(num_blocks, block_size=BLOCK_SIZE)
+    scheduler = Scheduler(core, SchedulerLimits(num_running, num_running * 2 * CONTEXT))
+    for index in range(num_running):
+        first = index * 1024
+        prompt = array("i", range(first, first + CONTEXT + index % BLOCK_SIZE))
+        stop = StopRule(frozenset({-1}), 10**9)
+        scheduler.add(Request(f"r{index}", prompt, SamplingParams(temperature=0.0), stop=stop, seed=index))
+    scheduler.apply(NullRunner().run(scheduler.schedule(0.0)))
+    assert len(scheduler.running) == num_running
+    return scheduler
+
+
+def steps_s(scheduler: Scheduler) -> float:
+    """Return the seconds that ``NUM_STEPS`` steps take."""
+    runner = NullRunner()
+    seconds = 0.0
+    for _ in range(NUM_STEPS):
+        begin = process_time()
+        plan = scheduler.schedule(0.0)
+        seconds += process_time() - begin
+        result = runner.run(plan)
+        begin = process_time()
+        scheduler.apply(result)
+        seconds += process_time() - begin
+    return seconds
+
+
+def floor_s(scheduler: Scheduler) -> float:
+    """Return the seconds that it takes to append the same columns, so many times."""
+    ready = [
+        (request.token_ids[-1], request.num_computed_tokens, request.table.block_ids, request.sampling, request.seed)
+        for request in scheduler.running
+        if request.table is not None
+    ]
+    begin = process_time()
+    for step in range(NUM_STEPS):
+        plan = StepPlan(step)
+        for row, (token_id, start, block_ids, sampling, seed) in enumerate(ready):
+            plan.token_ids.append(token_id)
+            plan.starts.append(start)
+            plan.num_tokens.append(1)
+            plan.block_ids.append(block_ids)
+            plan.sampling_rows.append(row)
+            plan.sampling.append(sampling)
+            plan.seeds.append(seed)
+            plan.draws.append(start)
+    return process_time() - begin
+
+
+def main() -> None:
+    """Measure, print, write."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--repeats", type=int, default=5)
+    args = arguments.parse_args()
+    rows: list[Row] = []
+    for num_running in NUM_RUNNING:
+        scale = 1e6 / (NUM_STEPS * num_running)
+        ours: list[float] = []
+        floors: list[float] = []
+        scheduler = decoding(num_running)
+        steps_s(scheduler)  # warm
+        for repeat in range(args.repeats):
+            if repeat % 4 == 3:  # before contexts outgrow the pool
+                scheduler = decoding(num_running)
+                steps_s(scheduler)
+            ours.append(steps_s(scheduler) * scale)
+            floors.append(floor_s(scheduler) * scale)
+        got, floor = statistics.median(ours), statistics.median(floors)
+        is_asked = num_running in ASKED_AT
+        rows.append(
+            Row(
+                f"{num_running:,} running: a request and step",
+                asked=f"<= {ASKED_US} us" if is_asked else "",
+                got=f"{got:.2f} us",
+                ok=got <= ASKED_US if is_asked else None,
+                values={"us": ours},
+            )
+        )
+        rows.append(
+            Row(
+                "  floor: append the same columns",
+                asked="",
+                got=f"{floor:.2f} us ({got / floor:.1f} x)",
+                values={"us": floors},
+            )
+        )
+    print_report("scheduler", rows, machine(), args.json)
+
+
+if __name__ == "__main__":
+    main()

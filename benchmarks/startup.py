@@ -1,0 +1,109 @@
+"""Second start of the server, process start to ``/ready``, against plain transformers' import and load of the same model.
+
+Workload: ``pagefold serve smollm2-135m`` on a free port, polled every 10 ms until ``/ready`` is 200; and a Python
+process that imports transformers and torch and loads tokenizer and model from the same folder in float32. Interleaved repeats,
+medians. The first start (which compiles) is not counted. Asserted: the counted starts compile no kernel (Numba reports
+each file that it writes to its cache; there must be none, and at least one that it reads).
+
+    python benchmarks/startup.py [--repeats 5] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+from report import Row, machine, print_report
+
+PLAIN = """
+import sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+AutoTokenizer.from_pretrained(sys.argv[1])
+AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
+"""
+ASKED = 2.0
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def start_server() -> tuple[float, str]:
+    """Return seconds until ``/ready``, and what the server printed."""
+    port = free_port()
+    command = [sys.executable, "-m", "pagefold.cli", "serve", "smollm2-135m", "--port", str(port)]
+    start = time.perf_counter()
+    server = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "NUMBA_DEBUG_CACHE": "1"},
+    )
+    try:
+        while True:
+            if server.poll() is not None:
+                sys.exit(f"the server ended:\n{server.communicate()[0]}")
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5):
+                    seconds = time.perf_counter() - start
+                    break
+            except (urllib.error.URLError, ConnectionError):
+                time.sleep(0.01)
+    finally:
+        server.terminate()
+        output = server.communicate(timeout=60)[0]
+    return seconds, output
+
+
+def load_plain(folder: str) -> float:
+    """Return seconds of a process that only imports and loads."""
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-c", PLAIN, folder], check=True, capture_output=True)
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", metavar="FILE")
+    args = parser.parse_args()
+
+    from pagefold.config import cache_dir
+    from pagefold.hub.catalog import resolve
+
+    folder = str(resolve("smollm2-135m", cache_dir()))
+    start_server()
+    load_plain(folder)
+    ours, plain, num_compiled, num_loaded = [], [], 0, 0
+    for _ in range(args.repeats):
+        seconds, output = start_server()
+        ours.append(seconds)
+        plain.append(load_plain(folder))
+        num_compiled += len(re.findall(r"\[cache\] data saved to", output))
+        num_loaded += len(re.findall(r"\[cache\] data loaded from", output))
+    assert num_compiled == 0, f"{num_compiled} kernels were compiled by second starts"
+    assert num_loaded > 0, "no kernel was loaded from the cache: nothing was shown"
+    ratio = statistics.median(a / b for a, b in zip(ours, plain, strict=True))
+    what = f"second start to /ready {statistics.median(ours):.2f} s over transformers {statistics.median(plain):.2f} s"
+    rows = [
+        Row(what, asked=f"<= {ASKED} x", got=f"{ratio:.2f} x", ok=ratio <= ASKED),
+        Row("kernels compiled by second starts", asked="0", got=str(num_compiled), ok=num_compiled == 0),
+    ]
+    print_report("startup", rows, machine(), args.json)
+
+
+if __name__ == "__main__":
+    main()

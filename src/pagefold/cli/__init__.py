@@ -1,0 +1,41 @@
+"""The command line. Commands import what is heavy when they run, so that ``pagefold --help`` answers at once."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from pagefold import __version__
+from pagefold.cli import models
+from pagefold.cli.demo import demo
+from pagefold.cli.serve import serve
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="pagefold",
+    help="Pagefold serves language models with a paged, shared KV cache.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("serve")(serve)
+app.add_typer(models.app, name="models")
+app.command("demo")(demo)
+
+
+def _say_version(wanted: bool) -> None:  # noqa: FBT001 - typer's form
+    if wanted:
+        typer.echo(f"pagefold {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and leave.", callback=_say_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass

@@ -1,0 +1,159 @@
+"""``pagefold serve``: an OpenAI-compatible server. Flags are spelled as vLLM's."""
+
+from __future__ import annotations
+
+import logging
+import time
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated, Literal, cast
+
+import typer
+
+from pagefold.cli.fail import fail
+from pagefold.cli.size import parse_size
+from pagefold.config import EngineConfig, ServerConfig
+from pagefold.errors import ConfigError, PagefoldError
+
+if TYPE_CHECKING:
+    from pagefold.config import AttentionBackend, Dtype
+    from pagefold.engine.engine import Engine
+    from pagefold.events import Emit
+
+__all__ = ["serve"]
+
+_NEEDED = ("torch", "transformers", "numba", "safetensors", "fastapi", "uvicorn", "pydantic", "prometheus_client")
+
+_ENGINE, _DOOR = "Engine", "Server"
+
+
+def serve(  # noqa: PLR0913 - one parameter a flag
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A built-in name, a local folder, or a hub id org/name.")
+    ],
+    *,
+    host: Annotated[str, typer.Option(help="Where to listen.", rich_help_panel=_DOOR)] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.", rich_help_panel=_DOOR)] = 8000,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What clients call the model; MODEL if not given.", rich_help_panel=_DOOR)
+    ] = None,
+    shutdown_timeout: Annotated[
+        float, typer.Option(min=0, help="Seconds that SIGTERM lets running requests finish.", rich_help_panel=_DOOR)
+    ] = 30.0,
+    access_log: Annotated[bool, typer.Option(help="Log each request.", rich_help_panel=_DOOR)] = False,
+    dtype: Annotated[
+        str, typer.Option(help="auto, float32, float64, bfloat16 or float16.", rich_help_panel=_ENGINE)
+    ] = "auto",
+    block_size: Annotated[int, typer.Option(help="Tokens a KV block.", rich_help_panel=_ENGINE)] = 16,
+    kv_cache_memory_bytes: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_size,
+            metavar="SIZE",
+            help="KV budget: bytes, or 512M, 2G, 2GiB; a share of the free memory if not given.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = None,
+    max_model_len: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKENS|auto",
+            help="Longest prompt and output together; auto for as much as the budget holds.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Sequences running at once.", rich_help_panel=_ENGINE)] = 128,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(help="Tokens computed in one step.", rich_help_panel=_ENGINE)
+    ] = 512,
+    enable_prefix_caching: Annotated[
+        bool, typer.Option(help="Share blocks between requests that begin alike.", rich_help_panel=_ENGINE)
+    ] = True,
+    eviction_policy: Annotated[
+        str, typer.Option(help="Which cached blocks go first: lru, lfu or fifo.", rich_help_panel=_ENGINE)
+    ] = "lru",
+    attention_backend: Annotated[str, typer.Option(help="auto, cpu or reference.", rich_help_panel=_ENGINE)] = "auto",
+    seed: Annotated[int, typer.Option(help="Of requests that bring none.", rich_help_panel=_ENGINE)] = 0,
+) -> None:
+    """Serve MODEL with OpenAI's HTTP API."""
+    began = time.monotonic()
+    try:
+        engine_config = EngineConfig(
+            model=model,
+            dtype=cast("Dtype", dtype),  # the config checks it
+            block_size=block_size,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            max_model_len=_num_tokens(max_model_len),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            eviction_policy=eviction_policy,
+            attention_backend=cast("AttentionBackend", attention_backend),
+            seed=seed,
+        )
+        server_config = ServerConfig(
+            host=host, port=port, served_model_name=served_model_name, drain_s=shutdown_timeout
+        )
+        _check_installed()
+        exit_code = _run(engine_config, server_config, began, access_log=access_log)
+    except PagefoldError as error:
+        fail(error)
+    raise typer.Exit(exit_code)
+
+
+def _num_tokens(max_model_len: str | None) -> int | Literal["auto"] | None:
+    if max_model_len is None or max_model_len == "auto":
+        return cast('Literal["auto"] | None', max_model_len)
+    try:
+        return int(max_model_len)
+    except ValueError:
+        msg = f"{max_model_len!r} is neither a number of tokens nor auto."
+        raise typer.BadParameter(msg, param_hint="--max-model-len") from None
+
+
+def _run(engine_config: EngineConfig, config: ServerConfig, began: float, *, access_log: bool) -> int:
+    from pagefold.server.process import ServerProcess, listen  # noqa: PLC0415 - imports fastapi and uvicorn
+
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if access_log:
+        logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+    listener = listen(config.host, config.port)
+    host, port = listener.getsockname()[:2]
+    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    model_name = config.served_model_name or engine_config.model
+
+    def say_ready() -> None:
+        typer.echo(f"ready on {address} (model {model_name}) after {time.monotonic() - began:.1f} s")
+
+    return ServerProcess(
+        model_name=model_name,
+        config=config,
+        listener=listener,
+        start_engine=lambda emit: _start_engine(engine_config, emit),
+        on_ready=say_ready,
+        access_log=access_log,
+    ).run()
+
+
+def _start_engine(config: EngineConfig, emit: Emit) -> Engine:
+    from pagefold.cli.models import progress_bar  # noqa: PLC0415 - only here
+    from pagefold.engine.build import build_engine, plan_engine  # noqa: PLC0415 - torch comes with it
+
+    with progress_bar() as progress:
+        blueprint = plan_engine(config, progress=progress)
+    _quiet_transformers()
+    return build_engine(blueprint, emit=emit, say=typer.echo)
+
+
+def _quiet_transformers() -> None:
+    """Keep its progress bars and advice out of a server's log."""
+    from transformers.utils import logging as transformers_logging  # noqa: PLC0415 - heavy
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+
+
+def _check_installed() -> None:
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        msg = f"To serve, {', '.join(missing)} must be installed."
+        raise ConfigError(msg, remedy='pip install "pagefold[serve]"')

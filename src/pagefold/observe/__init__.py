@@ -1,0 +1,1 @@
+"""What can be seen from outside: subscribers of events. No torch."""

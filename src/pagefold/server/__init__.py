@@ -1,0 +1,11 @@
+"""The door: OpenAI's HTTP API over an ``EngineClient``. It sees the engine, never the core.
+
+A request comes in through ``app`` and ``body_limit``, is read by ``schemas``, becomes a ``Generation`` in
+``completions`` or ``chat``, and goes out whole or as a stream through ``answer``. ``errors`` says what every failure
+looks like.
+``process`` is the whole server as a process: it listens, starts the engine, and drains.
+"""
+
+from pagefold.server.app import create_app
+
+__all__ = ["create_app"]

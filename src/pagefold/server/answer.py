@@ -1,0 +1,70 @@
+"""Answers: what both APIs do once they have a generation and know how its pieces are written."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, Protocol
+
+from starlette.responses import JSONResponse, Response
+
+from pagefold.server.disconnect import ClientGoneError, while_connected
+from pagefold.server.streaming import EventStream
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from starlette.types import Receive
+
+    from pagefold.request import FinishReason
+    from pagefold.server.generation import Generation, Output
+    from pagefold.server.schemas import GenerationRequest
+
+__all__ = ["Form", "answer"]
+
+_CLIENT_CLOSED_REQUEST = 499  # nginx's number; nobody gets to read it but the access log
+
+
+class Form(Protocol):
+    """How an API writes its responses. Heads are what all chunks of a response, or the whole, have in common."""
+
+    def head(self) -> dict[str, Any]:
+        """Return the fields around the choices of a whole response."""
+
+    def chunk_head(self) -> dict[str, Any]:
+        """Return the fields around the choices of a chunk."""
+
+    def choice(self, index: int, output: Output) -> dict[str, Any]:
+        """Return one choice of a whole response."""
+
+    def first_chunk_choice(self, index: int) -> dict[str, Any] | None:
+        """Return what a stream says of a choice before its text, if anything."""
+
+    def chunk_choice(self, index: int, text: str, finish_reason: FinishReason | None) -> dict[str, Any]:
+        """Return a choice with a piece of its text."""
+
+
+async def answer(asked: GenerationRequest, form: Form, generation: Generation, receive: Receive) -> Response:
+    """Run ``generation`` and return its response, streamed or whole as ``asked``."""
+    if asked.stream:
+        return EventStream(_chunks(form, generation, include_usage=asked.include_usage))
+    try:
+        await while_connected(receive, generation.run())
+    except ClientGoneError:
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+    choices = [form.choice(index, output) for index, output in enumerate(generation.outputs)]
+    return JSONResponse({**form.head(), "choices": choices, "usage": generation.usage()})
+
+
+async def _chunks(form: Form, generation: Generation, *, include_usage: bool) -> AsyncGenerator[dict[str, Any], None]:
+    head = form.chunk_head()
+    no_usage = {"usage": None} if include_usage else {}  # as OpenAI: null until the last chunk
+    for index in range(len(generation.outputs)):
+        first = form.first_chunk_choice(index)
+        if first is not None:
+            yield {**head, "choices": [first], **no_usage}
+    async with aclosing(generation.deltas()) as deltas:
+        async for index, delta in deltas:
+            if delta.text or delta.finish_reason is not None:  # half a character and a held-back stop string wait
+                yield {**head, "choices": [form.chunk_choice(index, delta.text, delta.finish_reason)], **no_usage}
+    if include_usage:
+        yield {**head, "choices": [], "usage": generation.usage()}

@@ -1,0 +1,66 @@
+"""``POST /v1/completions``: prompts as texts or token ids, each with a choice of its own."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request, Response
+
+from pagefold.server.answer import answer
+from pagefold.server.generation import Generation
+from pagefold.server.schemas import CompletionRequest  # noqa: TC001 - FastAPI reads it
+
+if TYPE_CHECKING:
+    from pagefold.request import FinishReason
+    from pagefold.server.generation import Output
+    from pagefold.server.served import Served
+
+__all__ = ["completion_routes"]
+
+
+def completion_routes(served: Served) -> APIRouter:
+    """Return the route."""
+    router = APIRouter()
+
+    @router.post("/v1/completions", response_model=None)
+    async def create_completion(asked: CompletionRequest, request: Request) -> Response:
+        """Continue one prompt or several."""
+        served.admit(asked.model)
+        sampling = asked.sampling()
+        form = _CompletionForm(served.model_name, int(time.time()))
+        generation = Generation(
+            served.client,
+            request_id=form.request_id,
+            prompts=await served.encode(asked.prompts),
+            sampling=sampling,
+            cache_salt=asked.cache_salt or "",
+            param="prompt",
+        )
+        return await answer(asked, form, generation, request.receive)
+
+    return router
+
+
+class _CompletionForm:
+    """See :class:`~pagefold.server.answer.Form`."""
+
+    def __init__(self, model_name: str, created: int) -> None:
+        self.request_id = f"cmpl-{uuid.uuid4().hex}"
+        self._head = {"id": self.request_id, "object": "text_completion", "created": created, "model": model_name}
+
+    def head(self) -> dict[str, Any]:
+        return self._head
+
+    def chunk_head(self) -> dict[str, Any]:
+        return self._head
+
+    def choice(self, index: int, output: Output) -> dict[str, Any]:
+        return self.chunk_choice(index, "".join(output.text), output.finish_reason)
+
+    def first_chunk_choice(self, index: int) -> None:  # noqa: ARG002 - the protocol's form
+        return None
+
+    def chunk_choice(self, index: int, text: str, finish_reason: FinishReason | None) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}

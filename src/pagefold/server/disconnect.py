@@ -1,0 +1,45 @@
+"""Clients that go away."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    from starlette.types import Receive
+
+__all__ = ["ClientGoneError", "while_connected"]
+
+_T = TypeVar("_T")
+
+
+class ClientGoneError(Exception):
+    """Nobody is there to be answered."""
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+    """Await ``work``; if the client goes away first, cancel it and wait until it has ended.
+
+    The request's body must have been read: what ``receive`` has left is that the client went away.
+
+    Raises:
+        ClientGoneError: the client went away.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGoneError
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

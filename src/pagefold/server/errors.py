@@ -1,0 +1,174 @@
+"""Errors as OpenAI writes them, ``{"error": {"message", "type", "param", "code"}}``: one table from type to form."""
+
+from __future__ import annotations
+
+import logging
+import reprlib
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from pagefold.errors import (
+    EngineStoppedError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    PagefoldError,
+    StepFailedError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from fastapi import FastAPI, Request
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+__all__ = ["ContextLengthError", "UnknownModelError", "add_error_handlers", "error_body", "error_response"]
+
+_log = logging.getLogger(__name__)
+
+_NUM_SHOWN_CHARACTERS = 60
+
+
+class ContextLengthError(InvalidRequestError):
+    """Prompt and output together are longer than ``max_model_len``."""
+
+
+class UnknownModelError(ModelNotFoundError):
+    """A request names a model that this server does not have."""
+
+    param = "model"
+
+
+class _Form(NamedTuple):
+    status: int
+    type: str
+    code: str | None
+
+
+_FORMS: dict[type[Exception], _Form] = {
+    ContextLengthError: _Form(400, "invalid_request_error", "context_length_exceeded"),
+    InvalidRequestError: _Form(400, "invalid_request_error", None),
+    UnknownModelError: _Form(404, "invalid_request_error", "model_not_found"),
+    EngineStoppedError: _Form(503, "service_unavailable_error", "engine_unavailable"),
+    StepFailedError: _Form(500, "server_error", "step_failed"),
+    Exception: _Form(500, "server_error", "internal_error"),
+}
+"""An error's form is that of its nearest ancestor."""
+
+_HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large", 415: "unsupported_media_type"}
+
+_INTERNAL = "The server met an error of its own; its log tells more."
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Answer every failure in OpenAI's form, those of the framework included."""
+    app.add_middleware(_LastResort)
+    app.add_exception_handler(PagefoldError, _on_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(HTTPException, _on_http)
+
+
+class _LastResort:
+    """ASGI middleware: a 500 for what nobody foresaw.
+
+    Starlette's own place for this raises the error again, and uvicorn then closes a connection whose client has got its
+    answer and may have sent the next request.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal has_started
+            has_started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except Exception as error:
+            if has_started or scope["type"] != "http":
+                raise
+            await JSONResponse(error_body(error), _form(error).status)(scope, receive, send)
+
+
+def error_body(error: Exception) -> dict[str, Any]:
+    """Return ``error`` in OpenAI's form. What is no user's business is told to the log only."""
+    form = _form(error)
+    if isinstance(error, PagefoldError):
+        message = str(error)
+    else:
+        message = _INTERNAL
+        _log.error("a request failed", exc_info=error)
+    return _body(message, form.type, getattr(error, "param", None), form.code)
+
+
+def error_response(status: int, message: str, *, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """Return an HTTP error that is none of our types, such as an unknown route."""
+    kind = "server_error" if status >= 500 else "invalid_request_error"  # noqa: PLR2004 - as HTTP divides them
+    return JSONResponse(_body(message, kind, None, _HTTP_CODES.get(status)), status, headers)
+
+
+def _form(error: Exception) -> _Form:
+    return next(_FORMS[ancestor] for ancestor in type(error).__mro__ if ancestor in _FORMS)
+
+
+def _body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+async def _on_error(_request: Request, error: Exception) -> JSONResponse:
+    return JSONResponse(error_body(error), _form(error).status)
+
+
+async def _on_http(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    message = str(error.detail)
+    if error.status_code == 404:  # noqa: PLR2004
+        message = f"There is no {request.url.path}. /docs lists what there is."
+    elif error.status_code == 405:  # noqa: PLR2004
+        message = f"{request.url.path} does not take {request.method}."
+    elif error.status_code == 400:  # noqa: PLR2004 - FastAPI's, for a body that cannot be decoded or nests too deep
+        message = "The body could not be read as JSON: it must be UTF-8, and not nested without end."
+    return error_response(error.status_code, message, headers=error.headers)
+
+
+async def _on_invalid(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"] if part != "body"]
+    if first["type"] == "json_invalid":
+        at = first["loc"][-1]
+        return _invalid(f"The body is not valid JSON: {first['ctx']['error']} at character {at}.", None)
+    if not path:
+        return _invalid_body(request, first)
+    param = ".".join(path)
+    if first["type"] == "missing":
+        return _invalid(f"{param} is missing.", param)
+    what = "it must be an object" if first["type"] == "model_type" else first["msg"].removeprefix("Value error, ")
+    return _invalid(f"{param} is {_shown(first['input'])}: {what[:1].lower()}{what[1:]}.", param)
+
+
+def _invalid_body(request: Request, first: dict[str, Any]) -> JSONResponse:
+    """The body as a whole is wrong: absent, of another kind, or JSON that is no object."""
+    if first["type"] == "missing":
+        return _invalid("The body is empty; it must be a JSON object.", None)
+    if isinstance(first["input"], bytes):
+        kind = request.headers.get("content-type", "no Content-Type")
+        return error_response(415, f"The body came as {kind}. Send JSON, with Content-Type: application/json.")
+    return _invalid(f"The body is {_shown(first['input'])}; it must be a JSON object.", None)
+
+
+def _invalid(message: str, param: str | None) -> JSONResponse:
+    form = _FORMS[InvalidRequestError]
+    return JSONResponse(_body(message, form.type, param, form.code), form.status)
+
+
+def _shown(value: object) -> str:
+    """Return a value cut short, so that it can be recognized."""
+    shown = reprlib.repr(value)
+    return shown if len(shown) <= _NUM_SHOWN_CHARACTERS else shown[: _NUM_SHOWN_CHARACTERS - 3] + "..."

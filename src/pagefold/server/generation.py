@@ -1,0 +1,164 @@
+"""Generation: the sequences of one HTTP request, run together. Who stops reading ends them all."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pagefold.errors import EngineStoppedError, StepFailedError
+from pagefold.server.errors import ContextLengthError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from pagefold.engine.client import EngineClient
+    from pagefold.engine.outputs import OutputDelta
+    from pagefold.request import FinishReason, SamplingParams
+
+__all__ = ["Generation", "Output"]
+
+
+@dataclass(slots=True)
+class Output:
+    """What became of one prompt so far.
+
+    Attributes:
+        text: pieces of it.
+        num_tokens: sampled, a stop token included.
+        num_cached_tokens: how much of the prompt was a prefix hit.
+        finish_reason: why it ended.
+    """
+
+    text: list[str] = field(default_factory=list)
+    num_tokens: int = 0
+    num_cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
+
+
+class Generation:
+    """Prompts with one way of sampling, and what becomes of them.
+
+    Args:
+        client: the engine.
+        request_id: OpenAI's id of the response.
+        prompts: tokens of each; choice ``i`` answers prompt ``i``.
+        sampling: for all of them.
+        cache_salt: for all of them.
+        param: the request field that holds the prompts.
+
+    Raises:
+        InvalidRequestError: one of them can never be served; nothing has been started then.
+        EngineStoppedError: the engine takes no requests.
+    """
+
+    def __init__(  # noqa: PLR0913 - a request, by name
+        self,
+        client: EngineClient,
+        *,
+        request_id: str,
+        prompts: list[list[int]],
+        sampling: SamplingParams,
+        cache_salt: str,
+        param: str,
+    ) -> None:
+        for prompt in prompts:
+            _check_length(len(prompt), sampling.max_tokens, client.max_model_len, param)
+            client.check(prompt, sampling)
+        self.outputs = [Output() for _ in prompts]
+        self._client = client
+        self._request_id = request_id
+        self._prompts = prompts
+        self._sampling = sampling
+        self._cache_salt = cache_salt
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, OutputDelta], None]:
+        """Run; yield (choice, what a step added to it) and keep ``outputs`` up to date. Closing it ends all sequences.
+
+        Raises:
+            EngineStoppedError: the engine stopped before the end.
+            StepFailedError: a step failed again and again.
+        """
+        streams = [self._stream(index) for index in range(len(self._prompts))]
+        async with aclosing(_merged(streams) if len(streams) > 1 else streams[0]) as merged:
+            async for index, delta in merged:
+                output = self.outputs[index]
+                output.text.append(delta.text)
+                output.num_tokens += len(delta.token_ids)
+                output.num_cached_tokens = delta.num_cached_tokens
+                output.finish_reason = delta.finish_reason
+                if delta.finish_reason == "abort":
+                    raise EngineStoppedError(delta.error or "The request was ended by the server.")
+                if delta.finish_reason == "error":
+                    raise StepFailedError(delta.error or "The request failed.")
+                yield index, delta
+
+    async def run(self) -> None:
+        """Run to the end; ``outputs`` holds the results."""
+        async with aclosing(self.deltas()) as deltas:
+            async for _ in deltas:
+                pass
+
+    def usage(self) -> dict[str, Any]:
+        """Return the tokens so far, in OpenAI's form."""
+        num_prompt_tokens = sum(len(prompt) for prompt in self._prompts)
+        num_output_tokens = sum(output.num_tokens for output in self.outputs)
+        return {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": num_output_tokens,
+            "total_tokens": num_prompt_tokens + num_output_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in self.outputs)},
+        }
+
+    async def _stream(self, index: int) -> AsyncGenerator[tuple[int, OutputDelta], None]:
+        stream = self._client.generate(
+            f"{self._request_id}-{index}", self._prompts[index], self._sampling, cache_salt=self._cache_salt
+        )
+        async with aclosing(stream):
+            async for delta in stream:
+                yield index, delta
+
+
+async def _merged(
+    streams: list[AsyncGenerator[tuple[int, OutputDelta], None]],
+) -> AsyncGenerator[tuple[int, OutputDelta], None]:
+    """Yield from all ``streams`` as they come; the first that fails fails all."""
+    arrived: asyncio.Queue[tuple[int, OutputDelta] | Exception | None] = asyncio.Queue()
+
+    async def pump(stream: AsyncGenerator[tuple[int, OutputDelta], None]) -> None:
+        try:
+            async with aclosing(stream):
+                async for item in stream:
+                    arrived.put_nowait(item)
+        except Exception as error:  # noqa: BLE001 - raised again by whoever reads
+            arrived.put_nowait(error)
+        else:
+            arrived.put_nowait(None)
+
+    pumps = [asyncio.create_task(pump(stream)) for stream in streams]
+    try:
+        num_open = len(pumps)
+        while num_open:
+            item = await arrived.get()
+            if item is None:
+                num_open -= 1
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                yield item
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+def _check_length(num_prompt_tokens: int, max_tokens: int | None, max_model_len: int, param: str) -> None:
+    wanted = max_tokens or 1
+    if not num_prompt_tokens or num_prompt_tokens + wanted <= max_model_len:
+        return
+    msg = (
+        f"This model's maximum context length is {max_model_len} tokens. However, you requested "
+        f"{num_prompt_tokens + wanted} tokens ({num_prompt_tokens} in the {param}, {wanted} in the completion)."
+    )
+    raise ContextLengthError(msg, param=param, remedy=f"Please reduce the length of the {param} or completion.")

@@ -1,0 +1,87 @@
+"""LateEngine: stands where the engine will be, so that the door can open while the model loads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pagefold.engine.client import EngineStatus
+from pagefold.errors import EngineStoppedError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Sequence
+
+    from pagefold.engine.client import EngineClient
+    from pagefold.engine.outputs import OutputDelta
+    from pagefold.request import SamplingParams
+    from pagefold.tokenizer import Tokenizer
+
+__all__ = ["LateEngine"]
+
+_NOTHING_YET = EngineStatus(
+    num_running=0,
+    num_waiting=0,
+    kv_cache_usage=0.0,
+    num_free_blocks=0,
+    num_cached_blocks=0,
+    num_blocks=0,
+    is_healthy=True,
+)
+
+
+class LateEngine:
+    """An ``EngineClient`` that refuses everything until ``arrive``, and then is the engine that arrived."""
+
+    def __init__(self) -> None:
+        self._engine: EngineClient | None = None
+        self._is_closing = False
+
+    def arrive(self, engine: EngineClient) -> None:
+        """Be ``engine`` from now on."""
+        self._engine = engine
+
+    def close(self) -> None:
+        """Refuse new requests from now on. Those that run are not touched."""
+        self._is_closing = True
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """See :class:`~pagefold.engine.client.EngineClient`."""
+        return self._arrived().tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """See :class:`~pagefold.engine.client.EngineClient`."""
+        return self._arrived().max_model_len
+
+    def ensure_ready(self) -> None:
+        """See :class:`~pagefold.engine.client.EngineClient`."""
+        if self._is_closing:
+            msg = "The server is shutting down and takes no more requests."
+            raise EngineStoppedError(msg, remedy="Try another replica, or again later.")
+        self._arrived().ensure_ready()
+
+    def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
+        """See :class:`~pagefold.engine.client.EngineClient`."""
+        self._arrived().check(prompt_token_ids, sampling)
+
+    def generate(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        tenant: str = "",
+        cache_salt: str = "",
+    ) -> AsyncGenerator[OutputDelta, None]:
+        """See :class:`~pagefold.engine.client.EngineClient`."""
+        return self._arrived().generate(request_id, prompt_token_ids, sampling, tenant=tenant, cache_salt=cache_salt)
+
+    def status(self) -> EngineStatus:
+        """See :class:`~pagefold.engine.client.EngineClient`."""
+        return _NOTHING_YET if self._engine is None else self._engine.status()
+
+    def _arrived(self) -> EngineClient:
+        if self._engine is None:
+            msg = "The model is still loading."
+            raise EngineStoppedError(msg, remedy="Try again when /ready answers 200.")
+        return self._engine

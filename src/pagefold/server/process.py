@@ -1,0 +1,175 @@
+"""ServerProcess: the server as a process. It listens at once, starts the engine meanwhile, and drains at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from pagefold.engine.client import EngineThread
+from pagefold.errors import ConfigError
+from pagefold.observe.metrics import Metrics
+from pagefold.server.app import create_app
+from pagefold.server.late_engine import LateEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+    from pagefold.config import ServerConfig
+    from pagefold.engine.engine import Engine
+    from pagefold.events import Emit
+
+__all__ = ["ServerProcess", "listen"]
+
+_BACKLOG = 2048
+_FLUSH_S = 5
+"""How long clients may take to read the ends of their answers once the engine has drained."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens; connections wait in its backlog until somebody accepts them.
+
+    Raises:
+        ConfigError: the address cannot be had.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+    except OSError as error:
+        # Python's own text of a system error repeats the address; errors of name lookup have negative numbers.
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+        msg = f"Cannot listen on {host} port {port}: {reason}."
+        raise ConfigError(msg, remedy="Choose another --host or --port; port 0 takes a free one.") from error
+
+
+class ServerProcess:
+    """Serves one engine until a signal ends it.
+
+    SIGTERM and SIGINT let running requests finish, for up to ``drain_s``, while new ones are refused with 503; a second
+    signal stops at once.
+
+    Args:
+        model_name: what clients call the model.
+        config: of the door.
+        listener: from :func:`listen`.
+        start_engine: loads the model; called on a thread of its own with where the engine's events go.
+        on_ready: called when requests are taken.
+        access_log: whether uvicorn logs each request.
+    """
+
+    def __init__(  # noqa: PLR0913 - the parts that it holds together
+        self,
+        *,
+        model_name: str,
+        config: ServerConfig,
+        listener: socket.socket,
+        start_engine: Callable[[Emit], Engine],
+        on_ready: Callable[[], None],
+        access_log: bool = False,
+    ) -> None:
+        self._config = config
+        self._listener = listener
+        self._start_engine = start_engine
+        self._on_ready = on_ready
+        self._metrics = Metrics(model_name)
+        self._late = LateEngine()
+        self._starter: threading.Thread | None = None
+        self._engine: EngineThread | None = None
+        self._failure: BaseException | None = None
+        self._is_ending = False
+        self._exit_code = 0
+        self._tasks: set[asyncio.Task[bool | None]] = set()
+        self._server = _Server(
+            uvicorn.Config(
+                create_app(self._late, model_name=model_name, config=config, metrics=self._metrics),
+                access_log=access_log,
+                lifespan="off",
+                log_config=None,
+                proxy_headers=False,
+                server_header=False,
+                timeout_graceful_shutdown=_FLUSH_S,
+                ws="none",
+            )
+        )
+
+    def run(self) -> int:
+        """Serve; return the exit code.
+
+        Raises:
+            PagefoldError: the engine could not be started.
+        """
+        asyncio.run(self._serve())
+        assert self._starter is not None
+        if (
+            self._starter.is_alive()
+        ):  # ended while the model loads: Python cannot wind up around a thread that imports torch
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(self._exit_code)
+        if self._failure is not None:
+            raise self._failure
+        return self._exit_code
+
+    async def _serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        self._starter = threading.Thread(target=self._start, args=(loop,), name="pagefold-start", daemon=True)
+        self._starter.start()
+        await self._server.serve(sockets=[self._listener])
+
+    def _start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start the engine; on a thread of its own."""
+        engine: Engine | BaseException
+        try:
+            engine = self._start_engine(self._metrics.emit)
+        except BaseException as error:  # noqa: BLE001 - raised again by run
+            engine = error
+        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits for it
+            loop.call_soon_threadsafe(self._arrive, engine)
+
+    def _arrive(self, engine: Engine | BaseException) -> None:
+        if self._is_ending:
+            return
+        if isinstance(engine, BaseException):
+            self._failure = engine
+            self._server.should_exit = True
+            return
+        self._engine = EngineThread(engine)
+        self._engine.start()
+        self._late.arrive(self._engine)
+        self._on_ready()
+
+    def _on_signal(self, number: int) -> None:
+        if self._is_ending:
+            self._exit_code = 128 + number
+            self._server.should_exit = self._server.force_exit = True
+            self._drain(0.0)
+            return
+        self._is_ending = True
+        self._late.close()
+        self._drain(self._config.drain_s)
+
+    def _drain(self, timeout_s: float) -> None:
+        """Let the engine finish, and then end the server."""
+        if self._engine is None:
+            self._server.should_exit = True
+            return
+        task = asyncio.create_task(asyncio.to_thread(self._engine.drain, timeout_s))
+        self._tasks.add(task)  # the loop holds tasks only weakly
+        task.add_done_callback(lambda _: setattr(self._server, "should_exit", True))
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn, but signals are ours."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield

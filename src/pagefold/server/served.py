@@ -1,0 +1,107 @@
+"""What every route stands on: the engine, and what clients call its model."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pagefold.errors import InvalidRequestError
+from pagefold.server.errors import UnknownModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pagefold.engine.client import EngineClient
+    from pagefold.server.schemas import ChatMessage
+    from pagefold.tokenizer import Tokenizer
+
+__all__ = ["Served"]
+
+_LONG_TEXT = 4_000
+"""Characters. More of them are tokenized on another thread, so that streams do not stall; these take milliseconds."""
+
+
+def _now() -> int:
+    return int(time.time())
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One engine behind the door.
+
+    Attributes:
+        client: the engine.
+        model_name: what clients call the model.
+        created: when this server began, in seconds since 1970, as OpenAI tells time.
+    """
+
+    client: EngineClient
+    model_name: str
+    created: int = field(default_factory=_now)
+
+    def admit(self, model: str | None) -> None:
+        """Let a request in that names this model, or none, while the engine takes requests.
+
+        Raises:
+            UnknownModelError: it names another.
+            EngineStoppedError: the engine is not there yet, or no more.
+        """
+        if model is not None:
+            self.check_model(model)
+        self.client.ensure_ready()
+
+    def check_model(self, model: str) -> None:
+        """Check that ``model`` is the one that is here.
+
+        Raises:
+            UnknownModelError: it is not.
+        """
+        if model != self.model_name:
+            msg = f"There is no model {ascii(model)[:80]} here."
+            raise UnknownModelError(msg, remedy=f"This server has {self.model_name}.")
+
+    async def encode(self, prompts: list[str] | list[list[int]]) -> list[list[int]]:
+        """Return the tokens of each prompt.
+
+        Raises:
+            InvalidRequestError: they are texts, and the model has no tokenizer.
+        """
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        if not texts:
+            return [prompt for prompt in prompts if not isinstance(prompt, str)]
+        tokenizer = self._tokenizer("prompt")
+        return await _aside(sum(map(len, texts)), lambda: [tokenizer.encode(text) for text in texts])
+
+    async def encode_chat(self, messages: Sequence[ChatMessage]) -> list[list[int]]:
+        """Return the tokens of a chat in the model's template, as the only prompt.
+
+        Raises:
+            InvalidRequestError: the model has no template or no tokenizer, or the template refuses these messages.
+        """
+        tokenizer = self._tokenizer("messages")
+        plain = [message.for_template() for message in messages]
+        num_characters = sum(len(message["content"]) for message in plain)
+        return await _aside(num_characters, lambda: [tokenizer.encode_chat(plain)])
+
+    def about_model(self) -> dict[str, Any]:
+        """Return the model as ``/v1/models`` lists it; ``max_model_len`` as vLLM adds it."""
+        return {
+            "id": self.model_name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "pagefold",
+            "max_model_len": self.client.max_model_len,
+        }
+
+    def _tokenizer(self, param: str) -> Tokenizer:
+        if self.client.tokenizer is None:
+            msg = "This model's folder has no tokenizer."
+            raise InvalidRequestError(msg, param=param, remedy="Send token ids to /v1/completions.")
+        return self.client.tokenizer
+
+
+async def _aside(num_characters: int, encode: Callable[[], list[list[int]]]) -> list[list[int]]:
+    """Run ``encode`` here, or on another thread if it would take long."""
+    return encode() if num_characters < _LONG_TEXT else await asyncio.to_thread(encode)

@@ -1,0 +1,60 @@
+"""Server-sent events: one JSON object an event, ``[DONE]`` at the end; an error becomes an event in OpenAI's form."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from starlette.responses import Response
+
+from pagefold.server.disconnect import ClientGoneError, while_connected
+from pagefold.server.errors import error_body
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from starlette.types import Receive, Scope, Send
+
+__all__ = ["EventStream"]
+
+
+class EventStream(Response):
+    """Sends ``events`` as they come, and closes the generator when they end or the client goes away.
+
+    Starlette's own streaming response notices a client that went away only when it sends; a request that waits in the
+    queue sends nothing, and must leave it all the same.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[dict[str, Any], None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's form
+        """Send all of it."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        with contextlib.suppress(ClientGoneError):
+            await while_connected(receive, self._send_all(send))
+
+    async def _send_all(self, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            try:
+                async for event in events:
+                    await _send(send, _dumped(event))
+            except Exception as error:  # noqa: BLE001 - the status is sent already: say it in the stream
+                await _send(send, _dumped(error_body(error)))
+        await _send(send, "[DONE]")
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _dumped(event: dict[str, Any]) -> str:
+    """Return JSON in ASCII: no proxy can cut a character in two, no client take U+2028 for the end of a line."""
+    return json.dumps(event, separators=(",", ":"))
+
+
+async def _send(send: Send, data: str) -> None:
+    await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode("ascii"), "more_body": True})

@@ -1,0 +1,96 @@
+"""Request fields of OpenAI's and vLLM's APIs that would change an answer and that Pagefold does not have yet.
+
+A client that sends one is told so, instead of getting an answer to another question. Fields that are in neither this
+table nor ``schemas`` are ignored.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pagefold.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["IN_CHAT", "IN_COMPLETIONS", "refuse_unsupported"]
+
+_ZERO = (0, 0.0)
+_ONE = (1, 1.0)
+
+_IN_BOTH: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "presence_penalty": _ZERO,
+    "frequency_penalty": _ZERO,
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    # vLLM's
+    "min_p": _ZERO,
+    "min_tokens": (0,),
+    "repetition_penalty": _ONE,
+    "length_penalty": _ONE,
+    "use_beam_search": (False,),
+    "prompt_logprobs": (),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "return_token_ids": (False,),
+    "priority": (0,),
+    "kv_transfer_params": (),
+}
+
+IN_COMPLETIONS = _IN_BOTH | {
+    "echo": (False,),
+    "logprobs": (),
+    "suffix": ("",),
+    "prompt_embeds": (),
+    "add_special_tokens": (True,),
+}
+"""Field of /v1/completions to the values that mean nothing; null always does."""
+
+IN_CHAT = _IN_BOTH | {
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "echo": (False,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "add_special_tokens": (False,),
+}
+"""The same for /v1/chat/completions."""
+
+
+def refuse_unsupported(fields: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]]) -> None:
+    """Check that no field asks for what is not there.
+
+    Raises:
+        InvalidRequestError: one does; names it.
+    """
+    for name, meaningless in unsupported.items():
+        value = fields.get(name)
+        if value is None or any(type(value) is type(other) and value == other for other in meaningless):
+            continue
+        remedy = "Leave it out."
+        if meaningless:
+            remedy = f"Leave it out, or send {meaningless[0]!r}."
+        message = f"{name} is not supported yet."
+        raise InvalidRequestError(message, param=name, remedy=remedy)

@@ -1,0 +1,22 @@
+"""The real scheduler and cache without a model: virtual time, a runner that computes nothing, workloads."""
+
+from pagefold.sim.clock import VirtualClock
+from pagefold.sim.null_runner import NullRunner, hashed_token
+from pagefold.sim.replay import SimConfig, replay, simulate
+from pagefold.sim.report import PoolSample, Report, Tally
+from pagefold.sim.step_cost import LinearStepCost
+from pagefold.sim.workload import ChatWorkload
+
+__all__ = [
+    "ChatWorkload",
+    "LinearStepCost",
+    "NullRunner",
+    "PoolSample",
+    "Report",
+    "SimConfig",
+    "Tally",
+    "VirtualClock",
+    "hashed_token",
+    "replay",
+    "simulate",
+]

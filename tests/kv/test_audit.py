@@ -1,0 +1,346 @@
+"""audit: silent on a core at work, and loud on each corruption: one seeded case for every check in audit.py."""
+
+from __future__ import annotations
+
+import ast
+from array import array
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import pagefold.kv
+from pagefold.kv import AuditError, BlockState, BlockTable, CopyOp, KVCore, audit
+from pagefold.kv.block import Block
+from pagefold.kv.tree import Node
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+NS = b"namespace"
+
+
+def pack(tokens: Sequence[int]) -> bytes:
+    return array("i", tokens).tobytes()
+
+
+class World:
+    """A core with something of everything, by name, to corrupt.
+
+    Attributes:
+        table: runs; its first two blocks are published, its third is private.
+        promising: holds out a promise of one block.
+        cached: one of two leaves under a block, all three cached.
+        free: a block that nobody has.
+    """
+
+    def __init__(self) -> None:
+        self.core = core = KVCore(16, block_size=4)
+        self.pool = core.pool
+        core.release(self.serve([50, 51, 52, 53, 60, 61, 62, 63]))
+        core.release(self.serve(range(50, 58)))
+        self.cached = core.match(NS, pack(range(50, 58)), 8).nodes[1]
+        self.table = self.serve(range(10))
+        self.promising = self.plan(range(70, 74))
+        self.free = self.pool.blocks[self.pool.free_ids[0]]
+        audit(core)
+
+    def plan(self, tokens: Sequence[int]) -> BlockTable:
+        core = self.core
+        table, start = core.acquire(core.match(NS, pack(tokens), len(tokens) - 1))
+        assert core.extend(table, start, len(tokens))
+        core.promise(table, pack(tokens), len(tokens))
+        return table
+
+    def serve(self, tokens: Sequence[int]) -> BlockTable:
+        table = self.plan(tokens)
+        assert table.promise is not None
+        self.core.commit(table.promise)
+        return table
+
+    def block(self, table: BlockTable, index: int) -> Block:
+        return self.pool.blocks[table.block_ids[index]]
+
+    def node(self, table: BlockTable, index: int) -> Node:
+        node = self.block(table, index).node
+        assert node is not None
+        return node
+
+
+def misplaced_block(world: World) -> None:
+    blocks = world.pool.blocks
+    blocks[0], blocks[1] = blocks[1], blocks[0]
+
+
+def cached_count_off_by_one(world: World) -> None:
+    world.pool.num_cached += 1
+
+
+def free_twice(world: World) -> None:
+    world.pool.free_ids.append(world.pool.free_ids[0])
+
+
+def free_block_lost(world: World) -> None:
+    world.pool.free_ids.pop()
+
+
+def held_block_in_the_free_list(world: World) -> None:
+    world.pool.free_ids.append(world.table.block_ids[0])
+
+
+def table_count_off_by_one(world: World) -> None:
+    world.block(world.table, 1).num_table_refs += 1
+
+
+def table_count_too_small(world: World) -> None:
+    world.block(world.table, 2).num_table_refs -= 1
+
+
+def free_block_with_a_ref(world: World) -> None:
+    world.free.num_table_refs = 1
+
+
+def transfer_count_off_by_one(world: World) -> None:
+    world.block(world.table, 2).num_io_refs += 1
+
+
+def free_block_with_a_node(world: World) -> None:
+    world.free.node = world.cached
+
+
+def active_but_nobody_holds_it(world: World) -> None:
+    assert world.cached.block is not None
+    world.cached.block.state = BlockState.ACTIVE
+    world.pool.num_cached -= 1
+
+
+def cached_but_held(world: World) -> None:
+    world.block(world.table, 1).state = BlockState.CACHED
+    world.pool.num_cached += 1
+
+
+def cached_but_not_published(world: World) -> None:
+    assert world.cached.block is not None
+    world.cached.block.node = None
+
+
+def copy_for_nobody(world: World) -> None:
+    src, dst = world.block(world.table, 0), world.cached.block
+    assert dst is not None
+    world.core.pending_copies.append(CopyOp(src.block_id, dst.block_id, 1))
+    world.pool.pin_io(src)
+    world.pool.pin_io(dst)
+
+
+def root_under_another_name(world: World) -> None:
+    world.core.tree.roots[b"other"] = world.core.tree.roots[NS]
+
+
+def root_without_children(world: World) -> None:
+    world.core.tree.roots[b"other"] = Node(b"other", None, None, 0)
+
+
+def root_not_attached(world: World) -> None:
+    world.core.tree.roots[NS].attached = False
+
+
+def node_without_block(world: World) -> None:
+    world.cached.block = None
+
+
+def node_under_another_key(world: World) -> None:
+    parent = world.cached.parent
+    assert parent is not None
+    parent.children[b"\0" * 16] = parent.children.pop(world.cached.key)
+
+
+def wrong_key_length(world: World) -> None:
+    node, parent = world.cached, world.cached.parent
+    assert parent is not None
+    del parent.children[node.key]
+    node.key += b"\0"
+    parent.children[node.key] = node
+
+
+def wrong_depth(world: World) -> None:
+    world.cached.depth = 7
+
+
+def node_in_the_tree_that_says_it_left(world: World) -> None:
+    world.cached.attached = False
+
+
+def block_published_by_two_nodes(world: World) -> None:
+    root, block = world.core.tree.roots[NS], world.cached.block
+    assert block is not None
+    world.core.tree.insert(root, b"\0" * 16, block, 0).committed = True
+
+
+def two_blocks_of_one_id(world: World) -> None:
+    root, block = world.core.tree.roots[NS], world.cached.block
+    assert block is not None
+    twin = Block(block.block_id)
+    twin.node = world.core.tree.insert(root, b"\0" * 16, twin, 0)
+    twin.node.committed = True
+    twin.node.children, world.cached.children = world.cached.children, twin.node.children
+
+
+def held_but_not_the_block_before_it(world: World) -> None:
+    world.pool.release(world.block(world.table, 0))
+    del world.table.block_ids[0]
+
+
+def never_committed(world: World) -> None:
+    world.node(world.table, 1).committed = False
+
+
+def committed_while_promised(world: World) -> None:
+    world.node(world.promising, 0).committed = True
+
+
+def evictable_while_held(world: World) -> None:
+    world.node(world.table, 1).evictable = True
+
+
+def idle_but_not_evictable(world: World) -> None:
+    world.cached.evictable = False
+
+
+def orphaned_node(world: World) -> None:
+    parent = world.cached.parent
+    assert parent is not None
+    del parent.children[world.cached.key]
+
+
+def promise_of_another_table(world: World) -> None:
+    assert world.promising.promise is not None
+    world.table.promise = world.promising.promise
+
+
+def block_twice_in_a_table(world: World) -> None:
+    world.pool.acquire(world.block(world.table, 2))
+    world.table.block_ids.append(world.table.block_ids[2])
+
+
+def wrong_capacity(world: World) -> None:
+    world.table.capacity += 4
+
+
+def more_published_than_held(world: World) -> None:
+    world.table.num_published = 4
+
+
+def tail_that_left_the_tree(world: World) -> None:
+    tail = world.table.tail
+    assert tail is not None
+    world.table.tail = Node(tail.key, tail.parent, tail.block, 0)
+    world.table.tail.attached = False
+
+
+def path_that_is_not_the_table(world: World) -> None:
+    world.table.num_published = 1
+
+
+def published_off_the_path(world: World) -> None:
+    world.table.num_published = 0
+    world.table.tail = world.core.tree.roots[NS]
+
+
+def candidate_missing(world: World) -> None:
+    world.core.policy.on_busy(world.cached)
+
+
+def candidate_too_many(world: World) -> None:
+    world.core.policy.on_idle(world.node(world.table, 1))
+
+
+def candidates_but_no_victim(world: World) -> None:
+    world.core.policy._heap.clear()
+
+
+CORRUPTIONS: list[tuple[Callable[[World], None], str]] = [
+    (misplaced_block, "a block is not at its place"),
+    (cached_count_off_by_one, "pool.num_cached=4 but 3 are"),
+    (free_twice, "in the free list twice"),
+    (free_block_lost, "free list and FREE states differ"),
+    (held_block_in_the_free_list, "free list and FREE states differ"),
+    (table_count_off_by_one, "1 tables hold it"),
+    (table_count_too_small, "1 tables hold it"),
+    (free_block_with_a_ref, "0 tables hold it"),
+    (transfer_count_off_by_one, "0 transfers use it"),
+    (free_block_with_a_node, "free but held"),
+    (active_but_nobody_holds_it, "active but nobody holds it"),
+    (cached_but_held, "cached but held or not published"),
+    (cached_but_not_published, "cached but held or not published"),
+    (copy_for_nobody, "for a block that no table holds"),
+    (root_under_another_name, "a root is no root"),
+    (root_without_children, "a root without children"),
+    (root_not_attached, "a root without children"),
+    (node_without_block, "a node without block or parent"),
+    (node_under_another_key, "its parent does not know it"),
+    (wrong_key_length, "a key of 17 bytes"),
+    (wrong_depth, "depth 7 under 0"),
+    (node_in_the_tree_that_says_it_left, "in the tree but not attached"),
+    (block_published_by_two_nodes, "published by two nodes, or not told"),
+    (two_blocks_of_one_id, "published twice"),
+    (held_but_not_the_block_before_it, "held, but not the block before it"),
+    (never_committed, "committed is False, against the promises"),
+    (committed_while_promised, "committed is True, against the promises"),
+    (evictable_while_held, "evictable is True"),
+    (idle_but_not_evictable, "evictable is False"),
+    (orphaned_node, "its node is not in the tree"),
+    (promise_of_another_table, "a table has another table's promise"),
+    (block_twice_in_a_table, "a table holds a block twice"),
+    (wrong_capacity, "capacity 16 of 3 blocks"),
+    (more_published_than_held, "more published than held"),
+    (tail_that_left_the_tree, "which left the tree"),
+    (path_that_is_not_the_table, "is not the table"),
+    (published_off_the_path, "published but not by its table's path"),
+    (candidate_missing, "policy offers 1 nodes, 2 are evictable"),
+    (candidate_too_many, "policy offers 3 nodes, 2 are evictable"),
+    (candidates_but_no_victim, "no victim among its candidates"),
+]
+
+
+@pytest.mark.parametrize(("corrupt", "message"), CORRUPTIONS, ids=[corrupt.__name__ for corrupt, _ in CORRUPTIONS])
+def test_each_corruption_is_found(corrupt: Callable[[World], None], message: str) -> None:
+    world = World()
+    corrupt(world)
+    with pytest.raises(AuditError) as error:
+        audit(world.core)
+    assert message in str(error.value)
+
+
+def test_every_check_has_a_corruption() -> None:
+    """Each ``_check`` in audit.py is the one that some case above ends in."""
+    source = Path(pagefold.kv.audit.__code__.co_filename)
+    calls = [
+        node
+        for node in ast.walk(ast.parse(source.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "_check"
+    ]
+    reached = set()
+    for corrupt, _ in CORRUPTIONS:
+        world = World()
+        corrupt(world)
+        with pytest.raises(AuditError) as error:
+            audit(world.core)
+        lines = [entry.lineno for entry in error.traceback if entry.path == source]
+        reached.add(lines[-2] + 1)  # the last is in _check itself
+    missed = [call.lineno for call in calls if not any(call.lineno <= line <= call.end_lineno for line in reached)]
+    assert not missed, f"no corruption reaches the checks in lines {missed}"
+
+
+def test_an_audit_changes_nothing_and_passes_on_an_empty_core() -> None:
+    audit(KVCore(4))
+    world = World()
+    before = [repr(block) for block in world.pool.blocks]
+    victim = world.core.policy.victim()
+    audit(world.core)
+    assert [repr(block) for block in world.pool.blocks] == before
+    assert world.core.policy.victim() is victim
+
+
+def test_an_audit_error_is_an_assertion_error() -> None:
+    """So that it never passes for an error of a user's."""
+    assert issubclass(AuditError, AssertionError)

@@ -1,0 +1,348 @@
+"""Eviction: the victim is the one that the policy's rule names, against a sorted list; tails go before heads."""
+
+from __future__ import annotations
+
+from array import array
+from random import Random
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagefold.kv import KeyPolicy, KVCore, audit, make_policy
+from pagefold.kv.block import Block, BlockId
+from pagefold.kv.eviction import POLICIES
+from pagefold.kv.tree import Node
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pagefold.events import BlockEvicted
+    from pagefold.kv import BlockTable, EvictionPolicy
+
+NS = b"n"
+POLICY_NAMES = ["lru", "lfu", "fifo"]
+
+
+def pack(tokens: Sequence[int]) -> bytes:
+    return array("i", tokens).tobytes()
+
+
+class Cache:
+    """A KVCore of blocks of one token, and what it evicted, in order."""
+
+    def __init__(self, num_blocks: int, policy: EvictionPolicy | None = None) -> None:
+        self.evicted: list[BlockEvicted] = []
+        self.core = KVCore(num_blocks, block_size=1, policy=policy, emit=self.evicted.append)
+
+    def use(self, tokens: Sequence[int]) -> None:
+        """Serve a request from beginning to end."""
+        self.core.release(self.admit(tokens))
+
+    def admit(self, tokens: Sequence[int]) -> BlockTable:
+        table, start = self.core.acquire(self.core.match(NS, pack(tokens), len(tokens)))
+        assert self.core.extend(table, start, len(tokens))
+        promise = self.core.promise(table, pack(tokens), len(tokens))
+        if promise is not None:
+            self.core.commit(promise)
+        audit(self.core)
+        return table
+
+    def knows(self, tokens: Sequence[int]) -> int:
+        return len(self.core.match(NS, pack(tokens), len(tokens)).nodes)
+
+
+def node(last_used: int = 0, num_hits: int = 0, created_at: int = 0) -> Node:
+    made = Node(b"", None, Block(BlockId(0)), created_at)
+    made.last_used = last_used
+    made.num_hits = num_hits
+    return made
+
+
+# The adapter.
+
+
+def test_names() -> None:
+    assert sorted(POLICIES) == sorted(POLICY_NAMES)
+    with pytest.raises(KeyError):
+        make_policy("belady")
+    assert make_policy("lru") is not make_policy("lru")
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_a_policy_without_candidates_has_no_victim(name: str) -> None:
+    policy = make_policy(name)
+    assert policy.victim() is None
+    one = node()
+    policy.on_idle(one)
+    assert policy.victim() is one
+    assert policy.victim() is one  # asking changes nothing
+    policy.on_busy(one)
+    assert policy.victim() is None
+
+
+def test_ties_go_by_who_became_evictable_first() -> None:
+    policy = KeyPolicy(lambda _node: (0,))
+    nodes = [node() for _ in range(3)]
+    for one in nodes:
+        policy.on_idle(one)
+    policy.on_busy(nodes[0])
+    policy.on_idle(nodes[0])
+    order = []
+    while (victim := policy.victim()) is not None:
+        order.append(victim)
+        policy.on_busy(victim)
+    assert order == [nodes[1], nodes[2], nodes[0]]
+
+
+@given(
+    name=st.sampled_from(POLICY_NAMES),
+    steps=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 9), st.integers(0, 3)), max_size=200),
+)
+def test_the_victim_is_the_smallest_key(name: str, steps: list[tuple[int, int, int]]) -> None:
+    """Against a list that is sorted every time; keys change only while a node is busy, as the core does it."""
+    policy = make_policy(name)
+    nodes = [node(created_at=index) for index in range(8)]
+    idle: dict[Node, int] = {}
+    for ticket, (which, last_used, num_hits) in enumerate(steps):
+        one = nodes[which]
+        if one in idle:
+            policy.on_busy(one)
+            del idle[one]
+        else:
+            one.last_used, one.num_hits = last_used, num_hits
+            policy.on_idle(one)
+            idle[one] = ticket
+        expected = min(idle, key=lambda n: (POLICIES[name](n), idle[n]), default=None)
+        assert policy.victim() is expected
+        assert set(policy.candidates()) == set(idle)
+
+
+def test_the_heap_does_not_grow_with_what_went() -> None:
+    policy = KeyPolicy(POLICIES["lru"])
+    nodes = [node(last_used=index) for index in range(10)]
+    for one in nodes:
+        policy.on_idle(one)
+    for index in range(10_000):
+        one = nodes[index % 10]
+        policy.on_busy(one)
+        one.last_used = 100 + index
+        policy.on_idle(one)
+    assert len(policy._heap) <= 2 * 10 + 65
+    assert policy.victim() is nodes[0]
+
+
+# In the core.
+
+
+def test_lru_evicts_what_was_used_longest_ago() -> None:
+    cache = Cache(3)
+    for text in ([1], [2], [3], [1]):
+        cache.use(text)
+    cache.use([4])
+    assert [cache.knows([token]) for token in (1, 2, 3, 4)] == [1, 0, 1, 1]
+
+
+def test_lru_counts_from_the_end_of_a_use() -> None:
+    """What a long request held until now was used until now, whenever it was admitted."""
+    cache = Cache(3)
+    for text in ([1], [2], [3]):
+        cache.use(text)
+    long, short = cache.admit([1]), cache.admit([2])
+    cache.core.release(short)
+    cache.core.release(long)
+    cache.use([4])
+    cache.use([5])
+    assert [cache.knows([token]) for token in (1, 2, 3)] == [1, 0, 0]
+
+
+def test_lfu_evicts_what_was_hit_least() -> None:
+    cache = Cache(3, make_policy("lfu"))
+    for text in ([1], [1], [1], [2], [2], [3]):
+        cache.use(text)
+    cache.use([4])
+    assert [cache.knows([token]) for token in (1, 2, 3, 4)] == [1, 1, 0, 1]
+
+
+def test_fifo_evicts_what_came_first() -> None:
+    cache = Cache(3, make_policy("fifo"))
+    for text in ([1], [2], [3], [1], [1]):
+        cache.use(text)
+    cache.use([4])
+    assert [cache.knows([token]) for token in (1, 2, 3, 4)] == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_tails_go_before_heads(name: str) -> None:
+    cache = Cache(8, make_policy(name))
+    cache.use(range(8))
+    assert cache.core.reclaim(8) == 8
+    assert [event.depth for event in cache.evicted] == [7, 6, 5, 4, 3, 2, 1, 0]
+    assert {event.cause for event in cache.evicted} == {"allocation"}
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_what_a_sequence_holds_stays_with_all_before_it(name: str) -> None:
+    cache = Cache(8, make_policy(name))
+    cache.use([0, 1, 2, 3])
+    table = cache.admit([0, 1, 9])
+    assert cache.core.reclaim(8) == 2  # 2 and 3 go; 0, 1, 9 stay
+    assert cache.knows([0, 1, 2, 3]) == 2
+    assert cache.knows([0, 1, 9]) == 3
+    cache.core.release(table)
+    assert cache.core.reclaim(8) == 3
+
+
+def test_reclaim_says_how_many_went() -> None:
+    cache = Cache(4)
+    assert cache.core.reclaim(2) == 0
+    cache.use(range(4))
+    assert cache.core.reclaim(0) == 0
+    assert cache.core.reclaim(3) == 3
+    assert cache.core.reclaim(3) == 1
+
+
+class Shallow(KeyPolicy):
+    """Keeps nothing deeper than two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(POLICIES["lru"])
+
+    def admit(self, node: Node) -> bool:
+        return node.depth < 2
+
+
+def test_what_is_not_admitted_goes_at_release() -> None:
+    cache = Cache(8, Shallow())
+    cache.use(range(5))
+    audit(cache.core)
+    assert [(event.depth, event.cause) for event in cache.evicted] == [
+        (4, "not_admitted"),
+        (3, "not_admitted"),
+        (2, "not_admitted"),
+    ]
+    assert (cache.core.pool.num_cached, cache.core.pool.num_free) == (2, 6)
+    assert cache.knows(range(5)) == 2
+
+
+def test_what_is_not_admitted_stays_while_somebody_else_holds_it() -> None:
+    cache = Cache(8, Shallow())
+    one, other = cache.admit(range(4)), cache.admit(range(4))
+    cache.core.release(one)
+    assert cache.knows(range(4)) == 4
+    cache.core.release(other)
+    audit(cache.core)
+    assert cache.knows(range(4)) == 2
+
+
+class Recorder:
+    """A policy of its own kind: evicts what came last, and writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, tuple[int, ...]]] = []
+        self.idle: list[Node] = []
+
+    def on_insert(self, node: Node) -> None:
+        self.told.append(("insert", (node.depth,)))
+
+    def on_hit(self, path: list[Node]) -> None:
+        self.told.append(("hit", tuple(node.depth for node in path)))
+
+    def on_evict(self, node: Node) -> None:
+        self.told.append(("evict", (node.depth,)))
+
+    def admit(self, node: Node) -> bool:
+        return True
+
+    def on_idle(self, node: Node) -> None:
+        self.idle.append(node)
+
+    def on_busy(self, node: Node) -> None:
+        self.idle.remove(node)
+
+    def victim(self) -> Node | None:
+        return self.idle[-1] if self.idle else None
+
+    def candidates(self) -> object:
+        return iter(self.idle)
+
+
+def test_a_policy_is_told_of_everything() -> None:
+    policy = Recorder()
+    cache = Cache(4, policy)
+    cache.use([1, 2])
+    cache.use([1, 2, 3])
+    cache.core.reclaim(1)
+    cache.core.reset()
+    assert policy.told == [
+        ("insert", (0,)),
+        ("insert", (1,)),
+        ("hit", (0, 1)),
+        ("insert", (2,)),
+        ("evict", (2,)),
+        ("evict", (1,)),
+        ("evict", (0,)),
+    ]
+    assert not policy.idle
+
+
+def test_a_policy_is_told_when_a_promise_is_abandoned() -> None:
+    policy = Recorder()
+    core = KVCore(4, block_size=1, policy=policy)
+    table, _ = core.acquire(core.match(NS, pack([1, 2]), 1))
+    assert core.extend(table, 0, 2)
+    promise = core.promise(table, pack([1, 2]), 2)
+    assert promise is not None
+    core.abandon(promise)
+    assert policy.told == [("insert", (0,)), ("insert", (1,)), ("evict", (1,)), ("evict", (0,))]
+
+
+class SlowList:
+    """Requests of whole texts, of which one that nobody uses may lose its last token; found by looking at all."""
+
+    def __init__(self, key: Callable[[tuple[int, ...]], tuple[int, ...]]) -> None:
+        self.key = key
+        self.known: set[tuple[int, ...]] = set()
+
+    def victim(self) -> tuple[int, ...]:
+        leaves = [
+            text for text in self.known if not any(len(o) > len(text) and o[: len(text)] == text for o in self.known)
+        ]
+        return min(leaves, key=self.key)
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+@pytest.mark.parametrize("seed", range(5))
+def test_evictions_are_those_of_a_slow_twin(name: str, seed: int) -> None:
+    """One request after another, as a trace replays: the cache knows exactly what the twin knows."""
+    rng = Random(seed)
+    cache = Cache(12, make_policy(name))
+    used: dict[tuple[int, ...], int] = {}
+    hits: dict[tuple[int, ...], int] = {}
+    born: dict[tuple[int, ...], int] = {}
+    keys: dict[str, Callable[[tuple[int, ...]], tuple[int, ...]]] = {
+        "lru": lambda text: (used[text], -len(text)),
+        "lfu": lambda text: (hits[text], used[text], -len(text)),
+        "fifo": lambda text: (born[text], -len(text)),
+    }
+    twin = SlowList(keys[name])
+    for now in range(400):
+        text = tuple(rng.choices((0, 1), (3, 1), k=rng.randint(1, 6)))
+        prefixes = [text[: end + 1] for end in range(len(text))]
+        held = [prefix for prefix in prefixes if prefix in twin.known]
+        twin.known.difference_update(held)  # what the request holds cannot go, nor what lies before it
+        for prefix in held:
+            hits[prefix] += 1
+        for prefix in prefixes[len(held) :]:
+            if len(twin.known) + len(prefixes[: prefixes.index(prefix)]) >= 12:
+                twin.known.remove(twin.victim())
+            hits[prefix], born[prefix] = 0, now
+        for prefix in prefixes:
+            used[prefix] = now
+        twin.known.update(prefixes)
+        cache.use(text)
+        audit(cache.core)
+        for prefix in twin.known:
+            assert cache.knows(prefix) == len(prefix)
+        assert cache.core.pool.num_cached == len(twin.known)

@@ -1,0 +1,550 @@
+"""Scheduler and core under random operations, beside a slab that can be read and a slow look at every plan.
+
+Held after every operation, for every policy, with tiny pools, small chunks and few seats:
+
+* ``audit`` passes; ``running`` and ``waiting`` are in order of arrival, the former before the latter;
+* a plan's columns are consistent: the budget is kept, every running request has a row of at least one token or was
+  preempted, no position is computed twice or skipped, seeds and draws are those of the row's request;
+* each row finds in its blocks exactly its own history, and what it writes is still there when all rows have written.
+  Blocks are poisoned when they become free, and the positions that a row will write before it writes them;
+* every output is what its request generates alone;
+* the oldest request is never preempted; admission waits only for budget, seats or memory; every request ends within as
+  many steps as there are tokens.
+
+Steps are planned, applied or abandoned; requests are added and finished, and the cache is reset, at any point of that.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from slab_runner import VOCAB_SIZE, SlabRunner, alone, cells_of
+
+from pagefold.events import Event, PrefixLookup, RequestPreempted, StepApplied
+from pagefold.kv import KVCore, Namespace, audit, make_policy
+from pagefold.request import Request, RequestStatus, SamplingParams, StopRule
+from pagefold.scheduler import Scheduler, SchedulerLimits
+
+if TYPE_CHECKING:
+    from pagefold.kv.tree import Node
+    from pagefold.steps import StepPlan
+
+BLOCK_SIZE = 4
+MAX_WAITING = 6
+NAMESPACES = tuple(Namespace(model="m", tenant=tenant).key() for tenant in ("", "a"))
+STREAMS = tuple(tuple(Random(seed).choices(range(VOCAB_SIZE), k=60)) for seed in range(40))
+"""What prompts begin with, so that prefixes, partial matches and duplicates are frequent: the first two are popular, of
+the others a few requests come one after another."""
+SAMPLING = SamplingParams(temperature=0.0, max_tokens=None)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A pool and the limits of a step."""
+
+    num_blocks: int = 14
+    max_num_seqs: int = 4
+    max_num_batched_tokens: int = 16
+    policy: str = "lru"
+    enable_prefix_caching: bool = True
+    long_outputs: bool = False
+    """Short prompts and long outputs: all are let in, and then there is no room to grow."""
+
+
+class Machine:
+    """Operations, each legal at any time; one that makes no sense at the moment does nothing."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.core = KVCore(
+            setup.num_blocks,
+            block_size=BLOCK_SIZE,
+            policy=make_policy(setup.policy),
+            enable_prefix_caching=setup.enable_prefix_caching,
+            emit=self._on_event,
+        )
+        limits = SchedulerLimits(setup.max_num_seqs, setup.max_num_batched_tokens)
+        self.scheduler = Scheduler(self.core, limits, emit=self._on_event)
+        self.runner = SlabRunner(self.scheduler)
+        self.max_total_tokens = min(60, setup.num_blocks * BLOCK_SIZE)
+        self.plan: StepPlan | None = None
+        self.requests: dict[str, Request] = {}
+        self.expected: dict[str, list[int]] = {}
+        self.computed: dict[str, int] = {}  # of running requests: tokens whose KV they have
+        self.ever_computed: dict[str, int] = {}  # of preempted requests: the most that they ever had
+        self.num_failed: Counter[str] = Counter()  # steps in a row
+        self.num_admitted = 0
+        self.num_added = 0
+        self.events: list[Event] = []
+        self.seen: Counter[str] = Counter()
+
+    # Operations.
+
+    def add(self, which: int, length: int, own: int, num_new: int) -> None:
+        """A request comes: some of a stream, a few tokens of its own, some tokens to generate."""
+        if len(self.scheduler.waiting) >= MAX_WAITING:
+            return
+        stream = STREAMS[which % 2 if which % 3 else self.num_added // 4 % len(STREAMS)]
+        namespace = NAMESPACES[which // 6 % 8 == 0]
+        tokens = list(stream[: length % (5 if self.setup.long_outputs else self.max_total_tokens - 4)])
+        tokens += [own >> bit & 1 for bit in range(own % 3 if tokens else 1)]
+        stops = frozenset({own % VOCAB_SIZE}) if own % 4 == 0 else frozenset()
+        max_total = min(self.max_total_tokens, len(tokens) + 1 + num_new % (50 if self.setup.long_outputs else 20))
+        request_id = f"r{self.num_added}"
+        self.num_added += 1
+        request = Request(
+            request_id, tokens, SAMPLING, stop=StopRule(stops, max_total), namespace=namespace, seed=own // 8 % 2
+        )
+        self.requests[request_id] = request
+        self.expected[request_id] = alone(request)
+        self.scheduler.add(request)
+        self._saw("added during a step", self.plan is not None)
+
+    def schedule(self) -> None:
+        """Plan a step, and look at all of it."""
+        if self.plan is not None:
+            return
+        before = list(self.scheduler.running)
+        waited = list(self.scheduler.waiting)
+        self.events.clear()
+        plan = self.scheduler.schedule(0.0)
+        assert bool(plan.num_rows) == bool(before or waited), "nothing to run though there is work"
+        self._check_preempted(before)
+        admitted = [request for request in waited + before if request.request_id not in self.computed]
+        admitted = [request for request in admitted if request.status is RequestStatus.RUNNING]
+        self.num_admitted = len(admitted)
+        for request in sorted(admitted, key=lambda request: request.index):
+            self.computed[request.request_id] = self._hit_of(request)
+        self._check_admission(plan)
+        self._check_plan(plan)
+        if plan.num_rows:
+            self.plan = plan
+            self._poison_what_is_written(plan)
+
+    def apply(self) -> None:
+        """The step runs."""
+        plan = self.plan
+        if plan is None:
+            return
+        requests = list(self.scheduler.running)
+        aborted = {request.request_id for request in requests if request.is_aborted}
+        result = self.runner.run(plan)
+        for request, start, num_tokens, block_ids in zip(
+            requests, plan.starts, plan.num_tokens, plan.block_ids, strict=True
+        ):
+            cells = cells_of(request.namespace, request.token_ids[: start + num_tokens])
+            assert self.runner.read(block_ids, start + num_tokens) == cells, f"{request} reads what is not its own"
+            self.computed[request.request_id] = start + num_tokens
+            self.num_failed[request.request_id] = 0
+        tables = [list(block_ids) for block_ids in plan.block_ids]
+        num_recomputed = self._num_recomputed(plan, requests)
+        self.events.clear()
+        self.plan = None
+        got = self.scheduler.apply(result)
+        self._saw("joined at commit", any(a != b for a, b in zip(tables, plan.block_ids, strict=True) if b))
+        assert [request.request_id for request in got] == [
+            requests[row].request_id for row in plan.sampling_rows if requests[row].request_id not in aborted
+        ]
+        (applied,) = [event for event in self.events if isinstance(event, StepApplied)]
+        assert applied.num_recomputed_tokens == num_recomputed
+        assert applied.num_output_tokens == len(got)
+        self._forget_ended()
+
+    def advance(self) -> None:
+        """Whatever of these two comes next."""
+        if self.plan is None:
+            self.schedule()
+        else:
+            self.apply()
+
+    def fail(self, how_far: int) -> None:
+        """The step dies: before its copies, after them, or while its rows are written."""
+        plan = self.plan
+        if plan is None:
+            return
+        how_far %= plan.num_rows + 2
+        if how_far:
+            self.runner.copy(plan)
+            self.runner.spoil(plan, how_far - 1)
+        self._saw("failed step with copies", bool(plan.copies))
+        requests = list(self.scheduler.running)
+        admitted = requests[len(requests) - self.num_admitted :]
+        ended = {request.request_id for request in requests if request.is_aborted}
+        for request in requests:
+            self.num_failed[request.request_id] += 1
+            if self.num_failed[request.request_id] == 3:
+                ended.add(request.request_id)
+        self.plan = None
+        assert {request.request_id for request in self.scheduler.abandon("it died")} == ended
+        for request in admitted:
+            self.computed.pop(request.request_id, None)
+        self._forget_ended()
+
+    def die(self) -> None:
+        """Three steps die in a row, which no request outlives that was in all of them."""
+        for how_far in range(3):
+            self.schedule()
+            self.check()
+            self.fail(how_far)
+            self.check()
+
+    def finish(self, which: int) -> None:
+        """A client goes away, or a stop string is met."""
+        present = [*self.scheduler.running, *self.scheduler.waiting]
+        if not present:
+            return
+        request = present[which % len(present)]
+        was_running = request.status is RequestStatus.RUNNING
+        self._saw("cancelled during a step", self.plan is not None and was_running)
+        assert self.scheduler.finish(request.request_id, "abort" if which % 3 else "stop") is request
+        self._forget_ended()
+
+    def reset(self) -> None:
+        """All prefixes are forgotten."""
+        self._saw("reset during a step", self.plan is not None)
+        self.core.reset()
+
+    def drain(self) -> None:
+        """Run everything to its end: no step fails now, so there is a bound on how long it takes."""
+        num_steps_left = sum(
+            request.stop.max_total_tokens + 1 for request in (*self.scheduler.running, *self.scheduler.waiting)
+        )
+        while self.plan is not None or self.scheduler.has_work:
+            self.schedule()
+            self.check()
+            self.apply()
+            self.check()
+            num_steps_left -= 1
+            assert num_steps_left >= -1, "somebody starves"
+        assert all(request.status is RequestStatus.FINISHED for request in self.requests.values())
+        assert self.core.num_active == 0
+        self.core.reset()
+        assert self.core.pool.num_free == self.core.pool.num_blocks
+
+    # Checks.
+
+    def check(self) -> None:
+        """Check all that holds between operations."""
+        scheduler, core = self.scheduler, self.core
+        audit(core)
+        running = [request.index for request in scheduler.running]
+        waiting = [request.index for request in scheduler.waiting]
+        assert running + waiting == sorted(running + waiting), "not in order of arrival"
+        assert len(running) <= self.setup.max_num_seqs
+        assert core.tables == {request.table for request in scheduler.running}
+        for request in scheduler.running:
+            assert request.status is RequestStatus.RUNNING
+            assert request.num_computed_tokens == self.computed[request.request_id]
+            assert request.num_computed_tokens < request.num_tokens
+            assert scheduler.get(request.request_id) is request
+        for request in scheduler.waiting:
+            assert request.table is None
+            assert request.finish_reason is None
+            assert (request.status is RequestStatus.PREEMPTED) == (request.num_preemptions > 0)
+        if self.plan is None:
+            assert not core.pending_copies
+            assert not core.copies_in_flight
+            for request in scheduler.running:
+                if request.table.tail is not None:  # None: caching is off, or the cache was reset
+                    assert request.table.num_published == request.num_computed_tokens // BLOCK_SIZE
+                cells = self.runner.read(request.table.block_ids, request.num_computed_tokens)
+                assert cells == cells_of(request.namespace, request.token_ids[: request.num_computed_tokens])
+        for block_id in core.pool.free_ids:
+            self.runner.poison(block_id)
+
+    def _check_preempted(self, before: list[Request]) -> None:
+        after = {request.request_id for request in self.scheduler.running}
+        preempted = [event.request_id for event in self.events if isinstance(event, RequestPreempted)]
+        assert len(set(preempted)) == len(preempted)
+        assert preempted == [request.request_id for request in reversed(before)][: len(preempted)], "not from the end"
+        for request in before:
+            request_id = request.request_id
+            if request_id in preempted:
+                computed = self.computed.pop(request_id)
+                self.ever_computed[request_id] = max(self.ever_computed.get(request_id, 0), computed)
+                self._saw("readmitted in the step that preempted it", request_id in after)
+            else:
+                assert request_id in after, "gone without an event"
+        assert not before or before[0].request_id not in preempted, "the oldest was preempted"
+        self.seen["preempted"] += len(preempted)
+
+    def _check_admission(self, plan: StepPlan) -> None:
+        """Nobody waits who could run: admission ends for want of budget, seats or memory."""
+        scheduler, core = self.scheduler, self.core
+        if not scheduler.waiting or len(scheduler.running) == self.setup.max_num_seqs:
+            return
+        if len(plan.token_ids) == self.setup.max_num_batched_tokens or plan.copies:
+            return
+        head = scheduler.waiting[0]
+        needed = head.num_tokens // BLOCK_SIZE + 1 + int(self.setup.num_blocks * 0.01)
+        for request in scheduler.running:
+            needed += max(0, -(-request.num_tokens // BLOCK_SIZE) - len(request.table.block_ids))
+        assert needed > core.num_available, f"{head} could run"
+        self._saw("waits for memory")
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        running = self.scheduler.running
+        block_size = BLOCK_SIZE
+        assert plan.num_rows == len(running) == len(plan.num_tokens) == len(plan.block_ids)
+        assert sum(plan.num_tokens) == len(plan.token_ids) <= self.setup.max_num_batched_tokens
+        tokens: list[int] = []
+        sampling: list[tuple[int, int, int]] = []
+        written: set[tuple[int, int]] = set()
+        for row, request in enumerate(running):
+            start, num_tokens, block_ids = plan.starts[row], plan.num_tokens[row], plan.block_ids[row]
+            assert start == self.computed[request.request_id], "computed twice, or skipped"
+            assert 1 <= num_tokens <= request.num_tokens - start
+            assert len(block_ids) == -(-(start + num_tokens) // block_size), "as many blocks as it needs, no more"
+            positions = range(start, start + num_tokens)
+            cells = {(block_ids[position // block_size], position % block_size) for position in positions}
+            assert not cells & written, "two rows write one position"
+            written |= cells
+            tokens += request.token_ids[start : start + num_tokens]
+            if start + num_tokens == request.num_tokens:
+                sampling.append((row, request.seed, request.num_output_tokens))
+            self._saw("chunk", start + num_tokens < request.num_tokens)
+        assert list(plan.token_ids) == tokens
+        assert list(zip(plan.sampling_rows, plan.seeds, plan.draws, strict=True)) == sampling
+        assert len(plan.sampling) == len(sampling)
+        self._saw("copy-on-write", bool(plan.copies))
+        self._saw_leaning(plan)
+
+    def _saw_leaning(self, plan: StepPlan) -> None:
+        for request, start in zip(self.scheduler.running, plan.starts, strict=True):
+            node: Node | None = request.table.tail
+            while node is not None and (node.depth + 1) * BLOCK_SIZE > start:
+                node = node.parent
+            self._saw("lean on a promise", node is not None and node.block is not None and not node.committed)
+
+    def _hit_of(self, request: Request) -> int:
+        (hit,) = [
+            event for event in self.events if isinstance(event, PrefixLookup) and event.request_id == request.request_id
+        ]
+        assert hit.num_tokens == request.num_tokens
+        assert hit.after_preemption == (request.num_preemptions > 0)
+        if not hit.after_preemption:
+            assert (
+                request.num_cached_tokens == hit.num_hit_tokens < request.num_prompt_tokens + request.num_output_tokens
+            )
+        self._saw("prefix hit", hit.num_hit_tokens > 0)
+        self._saw("what a preemption kept", hit.after_preemption and hit.num_hit_tokens > 0)
+        return hit.num_hit_tokens
+
+    def _poison_what_is_written(self, plan: StepPlan) -> None:
+        for block_ids, start in zip(plan.block_ids, plan.starts, strict=True):
+            for index in range(start // BLOCK_SIZE, len(block_ids)):
+                self.runner.poison(block_ids[index], start % BLOCK_SIZE if index == start // BLOCK_SIZE else 0)
+        for copy in plan.copies:
+            self.runner.poison(copy.dst)
+
+    def _num_recomputed(self, plan: StepPlan, requests: list[Request]) -> int:
+        return sum(
+            len(range(start, min(start + num_tokens, self.ever_computed.get(request.request_id, 0))))
+            for request, start, num_tokens in zip(requests, plan.starts, plan.num_tokens, strict=True)
+        )
+
+    def _forget_ended(self) -> None:
+        for request_id, request in list(self.requests.items()):
+            expected = self.expected[request_id]
+            output = request.output_token_ids
+            assert output == expected[: len(output)], f"{request} generates what it does not generate alone"
+            if request.status is not RequestStatus.FINISHED:
+                continue
+            self._saw(f"ended by {request.finish_reason}")
+            assert request.table is None
+            assert self.scheduler.get(request_id) is None
+            if request.finish_reason == "length":
+                assert output == expected
+            self.computed.pop(request_id, None)
+            self.ever_computed.pop(request_id, None)
+            del self.requests[request_id], self.expected[request_id]
+
+    def _on_event(self, event: Event) -> None:
+        self.events.append(event)
+
+    def _saw(self, what: str, holds: bool = True) -> None:
+        if holds:
+            self.seen[what] += 1
+
+
+# Drivers.
+
+MAX_INT = 2**16
+
+OPERATIONS: tuple[tuple[str, int, float], ...] = (
+    ("add", 4, 16),
+    ("advance", 0, 76),
+    ("fail", 1, 3),
+    ("die", 0, 0.3),
+    ("finish", 1, 3),
+    ("reset", 0, 1),
+)
+"""Name, number of arguments, how often."""
+
+
+def random_setup(rng: Random, policy: str) -> Setup:
+    """Return a pool and limits: tight ones mostly."""
+    max_num_seqs = rng.choice((1, 2, 3, 5, 8))
+    return Setup(
+        num_blocks=rng.choice((3, 6, 9, 14, 20, 40, 130)),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max(max_num_seqs, rng.choice((1, 3, 8, 9, 17, 64, 512))),
+        policy=policy,
+        enable_prefix_caching=rng.random() < 0.9,
+        long_outputs=rng.random() < 0.5,
+    )
+
+
+def random_operations(seed: int, num_operations: int, policy: str) -> Counter[str]:
+    """Do ``num_operations`` random operations with everything checked after each. Return how often what happened.
+
+    The same seed does the same operations; a failure names the seed, the setup and the last operations.
+    """
+    rng = Random(seed)
+    machine = Machine(random_setup(rng, policy))
+    operations = rng.choices(OPERATIONS, weights=[weight for _, _, weight in OPERATIONS], k=num_operations)
+    log: list[str] = []
+    try:
+        for name, num_arguments, _ in operations:
+            arguments = [rng.randrange(MAX_INT) for _ in range(num_arguments)]
+            log.append(f"{name}{tuple(arguments)}")
+            getattr(machine, name)(*arguments)
+            machine.check()
+        machine.drain()
+    except BaseException as error:
+        error.add_note(
+            f"random_operations({seed}, {num_operations}, {policy!r}), operation {len(log)}: {machine.setup}"
+        )
+        error.add_note("last operations: " + " ".join(log[-12:]))
+        raise
+    return machine.seen
+
+
+ints = st.integers(0, MAX_INT - 1)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """The same machine, driven by hypothesis, which shrinks what it finds."""
+
+    @initialize(
+        num_blocks=st.sampled_from((6, 9, 14, 3)),
+        max_num_seqs=st.sampled_from((4, 2, 1)),
+        budget=st.sampled_from((64, 9, 4)),
+        policy=st.sampled_from(("lru", "lfu", "fifo")),
+        long_outputs=st.booleans(),
+    )
+    def start(self, num_blocks: int, max_num_seqs: int, budget: int, policy: str, long_outputs: bool) -> None:
+        """Begin with an empty pool."""
+        self.machine = Machine(Setup(num_blocks, max_num_seqs, budget, policy, long_outputs=long_outputs))
+
+    @rule(which=ints, length=ints, own=ints, num_new=ints)
+    def add(self, which: int, length: int, own: int, num_new: int) -> None:
+        """See Machine."""
+        self.machine.add(which, length, own, num_new)
+
+    @rule()
+    def schedule(self) -> None:
+        """See Machine."""
+        self.machine.schedule()
+
+    @rule()
+    def apply(self) -> None:
+        """See Machine."""
+        self.machine.apply()
+
+    @rule()
+    def step(self) -> None:
+        """A step in one go, so that hypothesis gets further."""
+        self.machine.schedule()
+        self.machine.check()
+        self.machine.apply()
+
+    @rule(how_far=ints)
+    def fail(self, how_far: int) -> None:
+        """See Machine."""
+        self.machine.fail(how_far)
+
+    @rule()
+    def die(self) -> None:
+        """See Machine."""
+        self.machine.die()
+
+    @rule(which=ints)
+    def finish(self, which: int) -> None:
+        """See Machine."""
+        self.machine.finish(which)
+
+    @rule()
+    def reset(self) -> None:
+        """See Machine."""
+        self.machine.reset()
+
+    @invariant()
+    def everything_holds(self) -> None:
+        """See Machine.check."""
+        if hasattr(self, "machine"):
+            self.machine.check()
+
+    def teardown(self) -> None:
+        """Run everything to its end, and look for what is left behind."""
+        if hasattr(self, "machine"):
+            self.machine.drain()
+
+
+def test_hypothesis_finds_nothing() -> None:
+    """About 2 * 10^3 operations, found and shrunk by hypothesis."""
+    run_state_machine_as_test(
+        SchedulerMachine,
+        settings=settings(
+            max_examples=50, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo"])
+def test_random_operations(policy: str) -> None:
+    """Some 10^4 operations over all policies, in 8 setups each."""
+    for seed in range(8):
+        random_operations(seed, 400, policy)
+
+
+def test_what_is_worth_testing_happens() -> None:
+    """A control: the driver reaches the corners that it exists for."""
+    seen: Counter[str] = Counter()
+    for seed in range(100, 112):
+        seen += random_operations(seed, 300, "lru")
+    for what in (
+        "added during a step",
+        "cancelled during a step",
+        "chunk",
+        "copy-on-write",
+        "ended by abort",
+        "ended by error",
+        "ended by length",
+        "ended by stop",
+        "failed step with copies",
+        "joined at commit",
+        "lean on a promise",
+        "preempted",
+        "prefix hit",
+        "reset during a step",
+        "waits for memory",
+        "what a preemption kept",
+    ):
+        assert seen[what] > 0, f"{what} never happened: {seen}"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo"])
+def test_a_million_random_operations(policy: str) -> None:
+    """10^6 operations over the three policies, in 170 setups each."""
+    for seed in range(170):
+        random_operations(1000 + seed, 2000, policy)

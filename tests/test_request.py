@@ -1,0 +1,123 @@
+"""SamplingParams and the moves of a request."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import FrozenInstanceError
+from itertools import product
+
+import pytest
+
+from pagefold.errors import InvalidRequestError
+from pagefold.request import LEGAL_MOVES, Request, RequestStatus, SamplingParams, StopRule
+
+# What was asked.
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"temperature": 0.0},
+        {"temperature": 2.0},
+        {"top_p": 1e-9},
+        {"top_p": 1.0},
+        {"top_k": -1},
+        {"top_k": 0},
+        {"top_k": 10**6},
+        {"max_tokens": 1},
+        {"max_tokens": None},
+        {"stop": ("a",) * 16},
+        {"seed": -1},
+    ],
+    ids=str,
+)
+def test_what_is_in_range_is_taken(setting):
+    sampling = SamplingParams(**setting)
+    assert all(getattr(sampling, name) == value for name, value in setting.items())
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"temperature": -0.1},
+        {"temperature": 2.1},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"top_p": 0.0},
+        {"top_p": -0.5},
+        {"top_p": 1.1},
+        {"top_p": float("nan")},
+        {"top_k": -2},
+        {"max_tokens": 0},
+        {"max_tokens": -5},
+        {"stop": ("a",) * 17},
+        {"stop": ("a", "")},
+        {"stop": ""},
+    ],
+    ids=str,
+)
+def test_what_is_out_of_range_is_refused_by_name(setting):
+    (name,) = setting
+    with pytest.raises(InvalidRequestError, match=f"^{name} is .* It must be") as refusal:
+        SamplingParams(**setting)
+    assert refusal.value.param == name
+
+
+def test_stops_in_every_form_that_vllm_takes():
+    assert SamplingParams(stop="end").stop == ("end",)
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+    assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams()
+    assert SamplingParams(stop_token_ids=[1, 2]).stop_token_ids == (1, 2)
+
+
+def test_defaults_are_vllms_and_frozen():
+    sampling = SamplingParams()
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (1.0, 1.0, 0, 16)
+    assert not sampling.is_greedy
+    assert SamplingParams(temperature=0).is_greedy
+    with pytest.raises(FrozenInstanceError):
+        sampling.top_p = 0.5
+
+
+# A request.
+
+
+def request_of(*tokens: int) -> Request:
+    return Request("a", tokens, SamplingParams(), stop=StopRule(frozenset(), 100))
+
+
+def test_tokens_are_prompt_then_output():
+    request = request_of(5, 6, 7)
+    assert (request.num_tokens, request.num_prompt_tokens, request.num_output_tokens) == (3, 3, 0)
+    request.token_ids.append(2**31 - 1)
+    assert (request.num_tokens, request.num_output_tokens, request.output_token_ids) == (4, 1, [2**31 - 1])
+    assert request.packed() == array("i", [5, 6, 7, 2**31 - 1]).tobytes()
+    assert repr(request) == "Request('a', waiting, 0/4 tokens)"
+
+
+def test_the_prompt_is_the_requests_own():
+    prompt = array("i", [1, 2, 3])
+    request = Request("a", prompt, SamplingParams(), stop=StopRule(frozenset(), 100))
+    prompt.append(4)
+    assert request.num_tokens == 3
+
+
+@pytest.mark.parametrize(("old", "new"), list(product(RequestStatus, RequestStatus)), ids=str)
+def test_only_legal_moves_are_made(old, new):
+    request = request_of(1)
+    request.status = old
+    if new in LEGAL_MOVES[old]:
+        request.to(new)
+        assert request.status is new
+    else:
+        with pytest.raises(AssertionError, match=f"a: {old} -> {new}"):
+            request.to(new)
+        assert request.status is old
+
+
+def test_the_table_of_moves_is_the_life_of_a_request():
+    assert set(LEGAL_MOVES) == set(RequestStatus)
+    assert LEGAL_MOVES[RequestStatus.FINISHED] == frozenset()
+    for status in set(RequestStatus) - {RequestStatus.FINISHED}:
+        assert RequestStatus.FINISHED in LEGAL_MOVES[status], "anything can be cancelled"
+    assert RequestStatus.WAITING not in LEGAL_MOVES[RequestStatus.PREEMPTED], "who was preempted stays known as such"
