@@ -1,9 +1,9 @@
-"""Second start of the server, process start to ``/ready``, against plain transformers' import and load of the same model.
+"""Second start of the server, from process start to ``/ready``, against plain transformers' import and load.
 
 Workload: ``pagefold serve smollm2-135m`` on a free port, polled every 10 ms until ``/ready`` is 200; and a Python
-process that imports transformers and torch and loads tokenizer and model from the same folder in float32. Interleaved repeats,
-medians. The first start (which compiles) is not counted. Asserted: the counted starts compile no kernel (Numba reports
-each file that it writes to its cache; there must be none, and at least one that it reads).
+process that imports transformers and torch and loads tokenizer and model from the same folder, float32. Interleaved
+repeats, medians. The first start (which compiles) is not counted. Asserted: the counted starts compile no kernel (Numba
+reports each file that it writes to its cache; there must be none, and at least one that it reads).
 
     python benchmarks/startup.py [--repeats 5] [--json FILE]
 """

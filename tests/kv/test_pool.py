@@ -17,7 +17,7 @@ def allocated(pool: BlockPool) -> Block:
 
 def published(pool: BlockPool) -> Block:
     block = allocated(pool)
-    pool.publish(block, Node(b"", None, block, 0))
+    block.node = Node(b"", None, block, 0)
     return block
 
 

@@ -7,9 +7,7 @@ from typing import Annotated
 import typer
 
 from pagefold import __version__
-from pagefold.cli import models
-from pagefold.cli.demo import demo
-from pagefold.cli.serve import serve
+from pagefold.cli import demo, models, serve
 
 __all__ = ["app"]
 
@@ -20,9 +18,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("serve")(serve)
+app.command("serve")(serve.serve)
 app.add_typer(models.app, name="models")
-app.command("demo")(demo)
+app.command("demo")(demo.demo)
 
 
 def _say_version(wanted: bool) -> None:  # noqa: FBT001 - typer's form

@@ -148,7 +148,7 @@ class KVCore:
             self.policy.on_hit(nodes)
         table.num_published = len(nodes)
         num_tokens = len(nodes) * self.block_size
-        if hit.partial is not None and hit.partial.attached and len(nodes) == len(hit.nodes):
+        if hit.partial is not None and hit.partial.attached:  # then all of hit.nodes are
             num_tokens += self._acquire_partial(table, hit.partial, hit.num_partial_tokens)
         table.capacity = len(table.block_ids) * self.block_size
         return table, num_tokens
@@ -228,6 +228,7 @@ class KVCore:
         Until :meth:`commit` they are promised: requests planned later in the same step may lean on them, since each
         layer writes K and V before it attends. None when there is nothing to publish.
         """
+        assert table.promise is None, "one promise a table: commit or abandon the last one first"
         tail = table.tail
         index = table.num_published
         num_blocks = num_tokens // self.block_size

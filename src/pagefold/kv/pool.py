@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pagefold.kv.block import Block, BlockId, BlockState
-
-if TYPE_CHECKING:
-    from pagefold.kv.tree import Node
 
 __all__ = ["BlockPool"]
 
@@ -77,10 +72,6 @@ class BlockPool:
         block.num_io_refs -= 1
         if not block.num_io_refs and not block.num_table_refs and block.node is None:
             self._free(block)
-
-    def publish(self, block: Block, node: Node) -> None:
-        """Record that ``node`` of the prefix tree publishes ``block``."""
-        block.node = node
 
     def withdraw(self, block: Block) -> None:
         """Record that no node publishes ``block`` any more; free it if nobody else holds it."""

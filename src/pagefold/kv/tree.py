@@ -37,7 +37,6 @@ class Node:
         evictable: cached, without children, read by no transfer: the policy may choose it.
         created_at, last_used: ticks of the core's logical clock.
         num_hits: how often an acquire went through it.
-        order: where the policy keeps it; the policy's own.
     """
 
     __slots__ = (
@@ -51,7 +50,6 @@ class Node:
         "key",
         "last_used",
         "num_hits",
-        "order",
         "parent",
     )
 
@@ -67,7 +65,6 @@ class Node:
         self.created_at = tick
         self.last_used = tick
         self.num_hits = 0
-        self.order = 0
 
 
 class PrefixHit(NamedTuple):
