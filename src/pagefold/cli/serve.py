@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import time
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, cast
 
 import typer
 
@@ -124,14 +126,28 @@ def _run(engine_config: EngineConfig, config: ServerConfig, began: float, *, acc
     def say_ready() -> None:
         typer.echo(f"ready on {address} (model {model_name}) after {time.monotonic() - began:.1f} s")
 
-    return ServerProcess(
+    process = ServerProcess(
         model_name=model_name,
         config=config,
         listener=listener,
         start_engine=lambda emit: _start_engine(engine_config, emit),
         on_ready=say_ready,
         access_log=access_log,
-    ).run()
+    )
+    exit_code = process.run()
+    if process.is_starting:
+        _leave_at_once(exit_code)
+    return exit_code
+
+
+def _leave_at_once(exit_code: int) -> NoReturn:
+    """Leave while a thread still loads the model: Python cannot wind up around a thread that imports torch."""
+    from rich.console import Console  # noqa: PLC0415 - only here
+
+    Console(stderr=True).show_cursor()  # that thread may be drawing a progress bar, which hides it
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
 
 
 def _start_engine(config: EngineConfig, emit: Emit) -> Engine:

@@ -214,7 +214,7 @@ class EngineThread:
         with self._gate:
             self._takes_requests = False
             self._commands.put(self._begin_draining)
-        self._thread.join(timeout_s)
+        self._thread.join(min(timeout_s, threading.TIMEOUT_MAX))
         has_finished = not self._thread.is_alive()
         if not has_finished:
             self._commands.put(self._stop)

@@ -175,6 +175,9 @@ class Engine:
             _log.exception("step %d failed with %d requests", plan.step_id, plan.num_rows)
             ended = self.scheduler.abandon(f"{type(error).__name__}: {error}")
             return [self._failed(request, error) for request in ended if request.request_id in self._texts]
+        except BaseException as interrupt:  # not the step's fault: whoever catches it finds no step in flight
+            self.scheduler.abandon(type(interrupt).__name__)
+            raise
         now = self._clock()
         return [self._delta(request, now) for request in self.scheduler.apply(result)]
 

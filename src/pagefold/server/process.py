@@ -7,7 +7,6 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 import threading
 from typing import TYPE_CHECKING
 
@@ -90,6 +89,7 @@ class ServerProcess:
             uvicorn.Config(
                 create_app(self._late, model_name=model_name, config=config, metrics=self._metrics),
                 access_log=access_log,
+                http="h11",
                 lifespan="off",
                 log_config=None,
                 proxy_headers=False,
@@ -106,16 +106,14 @@ class ServerProcess:
             PagefoldError: the engine could not be started.
         """
         asyncio.run(self._serve())
-        assert self._starter is not None
-        if (
-            self._starter.is_alive()
-        ):  # ended while the model loads: Python cannot wind up around a thread that imports torch
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(self._exit_code)
         if self._failure is not None:
             raise self._failure
         return self._exit_code
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether the engine is still being started: true after :meth:`run` if a signal came before it was there."""
+        return self._starter is not None and self._starter.is_alive()
 
     async def _serve(self) -> None:
         loop = asyncio.get_running_loop()

@@ -1,0 +1,47 @@
+"""The built-in model, and a tiny random one that speaks its language: made once, for every folder of tests."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """Return the folder of the model that Pagefold brings."""
+    from pagefold.config import cache_dir
+    from pagefold.hub.catalog import resolve
+
+    return resolve("smollm2-135m", cache_dir())
+
+
+@pytest.fixture(scope="session")
+def tiny_chat_model(tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> Path:
+    """Return the folder of a random Llama with the built-in model's tokenizer and chat template."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny")
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        eos_token_id=2,
+        bos_token_id=1,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(folder)
+    for file in smollm2.iterdir():
+        if file.name.startswith(("tokenizer", "special_tokens", "vocab", "merges", "chat_template")):
+            shutil.copy(file, folder)
+    return folder

@@ -1,0 +1,134 @@
+"""EngineThread: streams end, vanish, drain and fail without a hang and without a block left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pagefold.config import EngineConfig
+from pagefold.engine.build import build_engine, plan_engine
+from pagefold.engine.client import EngineThread
+from pagefold.errors import EngineStoppedError, InvalidRequestError
+from pagefold.request import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+LONG = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+SHORT = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+
+
+@pytest.fixture
+def client(tiny_chat_model: Path) -> Iterator[EngineThread]:
+    config = EngineConfig(model=str(tiny_chat_model), kv_cache_memory_bytes=2**20, max_model_len=128, max_num_seqs=4)
+    thread = EngineThread(build_engine(plan_engine(config)))
+    thread.start()
+    yield thread
+    thread.drain(0.0)
+
+
+async def _collect(client: EngineThread, request_id: str, how: SamplingParams) -> list[int]:
+    token_ids: list[int] = []
+    async with aclosing(client.generate(request_id, [1, 2, 3], how)) as deltas:
+        async for delta in deltas:
+            token_ids += delta.token_ids
+            if delta.finish_reason:
+                assert delta.finish_reason == "length"
+    return token_ids
+
+
+async def _until_idle(client: EngineThread) -> None:
+    while (status := client.status()).num_running or status.num_waiting:
+        await asyncio.sleep(0.005)
+    assert status.num_free_blocks + status.num_cached_blocks == status.num_blocks
+
+
+def test_streams_run_together_to_their_ends(client: EngineThread) -> None:
+    async def run() -> None:
+        outputs = await asyncio.gather(*(_collect(client, str(i), SHORT) for i in range(20)))
+        assert all(output == outputs[0] and len(output) == 5 for output in outputs)
+        await _until_idle(client)
+
+    asyncio.run(asyncio.wait_for(run(), 120))
+
+
+def test_who_stops_reading_frees_the_blocks(client: EngineThread) -> None:
+    async def run() -> None:
+        async with aclosing(client.generate("early", [1, 2, 3], LONG)) as deltas:
+            async for _ in deltas:
+                break
+        await _until_idle(client)
+        waiting = [asyncio.create_task(_collect(client, f"{i}", LONG)) for i in range(12)]  # more than seats
+        await asyncio.sleep(0.05)
+        for task in waiting[::2]:
+            task.cancel()
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        assert all(isinstance(result, asyncio.CancelledError) for result in results[::2])
+        assert all(len(result) == 100 for result in results[1::2])
+        await _until_idle(client)
+
+    asyncio.run(asyncio.wait_for(run(), 120))
+
+
+def test_what_can_never_be_served_is_refused_at_once(client: EngineThread) -> None:
+    async def run() -> None:
+        with pytest.raises(InvalidRequestError):
+            await anext(client.generate("bad", [], SHORT))
+        async with aclosing(client.generate("twice", [1, 2, 3], LONG)) as deltas:
+            await anext(deltas)
+            with pytest.raises(InvalidRequestError, match="in use"):
+                await anext(client.generate("twice", [1, 2, 3], LONG))
+        await _until_idle(client)
+
+    asyncio.run(asyncio.wait_for(run(), 120))
+
+
+def test_draining_lets_running_requests_finish(client: EngineThread) -> None:
+    async def run() -> None:
+        streams = [asyncio.create_task(_collect(client, str(i), LONG)) for i in range(6)]
+        while not client.status().num_running:
+            await asyncio.sleep(0.005)
+        drained = asyncio.create_task(asyncio.to_thread(client.drain, 100.0))
+        await asyncio.sleep(0.05)
+        with pytest.raises(EngineStoppedError):
+            await _collect(client, "late", SHORT)
+        assert [len(output) for output in await asyncio.gather(*streams)] == [100] * 6
+        assert await drained
+
+    asyncio.run(asyncio.wait_for(run(), 120))
+
+
+def test_draining_without_time_ends_what_runs(client: EngineThread) -> None:
+    async def run() -> None:
+        async with aclosing(client.generate("long", [1, 2, 3], LONG)) as deltas:
+            await anext(deltas)
+            drained = asyncio.create_task(asyncio.to_thread(client.drain, 0.0))
+            reasons = [delta.finish_reason async for delta in deltas]
+        assert reasons[-1] in {"abort", "length"}
+        assert await drained == (reasons[-1] == "length")
+
+    asyncio.run(asyncio.wait_for(run(), 120))
+
+
+def test_an_engine_that_fails_tells_everybody(client: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        msg = "a bug"
+        raise AssertionError(msg)
+
+    async def run() -> None:
+        streams = [asyncio.create_task(_collect(client, str(i), LONG)) for i in range(6)]
+        while not client.status().num_running:
+            await asyncio.sleep(0.005)
+        monkeypatch.setattr(client._engine, "step", broken)
+        for stream in streams:
+            with pytest.raises(EngineStoppedError, match="a bug"):
+                await stream
+        assert not client.status().is_healthy
+        with pytest.raises(EngineStoppedError):
+            await _collect(client, "late", SHORT)
+
+    asyncio.run(asyncio.wait_for(run(), 120))

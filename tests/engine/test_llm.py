@@ -1,0 +1,187 @@
+"""LLM: vLLM's names, results in order, typed errors before anything starts, and no block left behind."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pagefold import LLM, SamplingParams
+from pagefold.errors import BudgetTooSmallError, ConfigError, InvalidRequestError, ModelNotFoundError
+from pagefold.kv import audit
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_chat_model: Path) -> LLM:
+    return LLM(model=str(tiny_chat_model), kv_cache_memory_bytes=2**20, max_model_len=128, max_num_seqs=8)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(llm: LLM):
+    yield
+    core = llm.engine.scheduler.core
+    audit(core)
+    assert not core.num_active
+    assert not llm.engine.scheduler.has_work
+
+
+def test_results_come_in_order_and_have_vllms_names(llm: LLM) -> None:
+    prompts: list[Any] = ["one", {"prompt": "two words"}, {"prompt_token_ids": [5, 6, 7]}] * 6  # more than seats
+    params = [SamplingParams(temperature=0.0, max_tokens=1 + i % 5, ignore_eos=True) for i in range(len(prompts))]
+    results = llm.generate(prompts, params, use_tqdm=False)
+    assert [len(result.outputs[0].token_ids) for result in results] == [1 + i % 5 for i in range(len(prompts))]
+    assert [result.prompt for result in results[:3]] == ["one", "two words", None]
+    assert results[2].prompt_token_ids == [5, 6, 7]
+    assert all(result.outputs[0].finish_reason == "length" and result.finished for result in results)
+    tokenizer = llm.engine.tokenizer
+    assert tokenizer is not None
+    assert all(result.outputs[0].text == tokenizer.decode(result.outputs[0].token_ids) for result in results)
+
+
+def test_one_prompt_needs_no_list(llm: LLM) -> None:
+    (text,) = llm.generate("hello", GREEDY, use_tqdm=False)
+    (again,) = llm.generate({"prompt_token_ids": text.prompt_token_ids}, GREEDY)  # with its progress bar
+    assert again.outputs[0].token_ids == text.outputs[0].token_ids
+
+
+def test_a_prompt_sent_again_is_cached_but_for_its_last_token(llm: LLM) -> None:
+    prompt = {"prompt_token_ids": list(range(1000, 1064))}
+    first, second = (llm.generate(prompt, GREEDY, use_tqdm=False)[0] for _ in range(2))
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 63)
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids
+
+
+def test_a_seed_draws_the_same_in_any_batch(llm: LLM) -> None:
+    how = SamplingParams(temperature=1.0, max_tokens=12, seed=7, ignore_eos=True)
+    (alone,) = llm.generate("a prompt", how, use_tqdm=False)
+    among = llm.generate(["x", "a prompt", "y"], [SamplingParams(max_tokens=12), how, GREEDY], use_tqdm=False)[1]
+    assert alone.outputs[0].token_ids == among.outputs[0].token_ids
+
+
+def test_output_is_limited_by_max_model_len(llm: LLM) -> None:
+    how = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+    (result,) = llm.generate({"prompt_token_ids": [9] * 100}, how, use_tqdm=False)
+    assert len(result.outputs[0].token_ids) == 28
+    assert result.outputs[0].finish_reason == "length"
+
+
+def test_stop_strings_are_not_part_of_the_text(llm: LLM) -> None:
+    (free,) = llm.generate("stop here", GREEDY, use_tqdm=False)
+    text = free.outputs[0].text
+    stop = text[len(text) // 2 :][:3]
+    how = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, stop=(stop,))
+    (stopped,) = llm.generate("stop here", how, use_tqdm=False)
+    assert stopped.outputs[0].text == text[: text.index(stop)]
+    assert stopped.outputs[0].finish_reason == "stop"
+    assert stopped.outputs[0].token_ids == free.outputs[0].token_ids[: len(stopped.outputs[0].token_ids)]
+
+
+def test_a_stop_token_ends_the_output(llm: LLM) -> None:
+    (free,) = llm.generate("stop there", GREEDY, use_tqdm=False)
+    third = free.outputs[0].token_ids[2]
+    how = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, stop_token_ids=(third,))
+    (stopped,) = llm.generate("stop there", how, use_tqdm=False)
+    assert stopped.outputs[0].finish_reason == "stop"
+    assert stopped.outputs[0].token_ids[-1] == third
+    assert third not in stopped.outputs[0].token_ids[:-1]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [
+        ("", "prompt"),
+        ({"prompt_token_ids": []}, "prompt"),
+        ({"prompt_token_ids": [1] * 128}, "prompt"),
+        ({"prompt_token_ids": [-1]}, "prompt"),
+        ({"prompt_token_ids": [49152]}, "prompt"),
+        ({"prompt_token_ids": ["a"]}, "prompt_token_ids"),
+        ({"prompt_token_ids": [True]}, "prompt_token_ids"),
+        ({"prompt_token_ids": "abc"}, "prompt_token_ids"),
+        ({}, "prompt"),
+        (7, "prompt"),
+        ({"prompt": 7}, "prompt"),
+    ],
+)
+def test_a_bad_prompt_is_refused_before_any_runs(llm: LLM, prompt: Any, param: str) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        llm.generate(["a good one", prompt], GREEDY, use_tqdm=False)
+    assert refused.value.param == param
+    assert refused.value.remedy
+
+
+def test_as_many_params_as_prompts(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="2 sampling_params for 1 prompts"):
+        llm.generate(["a"], [GREEDY, GREEDY])
+
+
+def test_an_interrupted_batch_gives_its_blocks_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = 0
+    run = llm.engine.runner.run
+
+    def interrupted(plan):
+        nonlocal steps
+        steps += 1
+        if steps == 3:
+            raise KeyboardInterrupt
+        return run(plan)
+
+    monkeypatch.setattr(llm.engine.runner, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["a", "b", "c"], GREEDY, use_tqdm=False)
+    monkeypatch.undo()
+    assert len(llm.generate("again", GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 8
+
+
+def test_a_step_that_fails_is_run_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    (expected,) = llm.generate({"prompt_token_ids": [11, 12, 13]}, GREEDY, use_tqdm=False)
+    run = llm.engine.runner.run
+    fails = iter([True, False, True, True, False, False, True])
+
+    def flaky(plan):
+        if next(fails, False):
+            msg = "injected"
+            raise RuntimeError(msg)
+        return run(plan)
+
+    monkeypatch.setattr(llm.engine.runner, "run", flaky)
+    (got,) = llm.generate({"prompt_token_ids": [11, 12, 13]}, GREEDY, use_tqdm=False)
+    assert got.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+def test_a_step_that_keeps_failing_ends_with_an_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(plan):
+        msg = "no more memory"
+        raise MemoryError(msg)
+
+    monkeypatch.setattr(llm.engine.runner, "run", broken)
+    results = llm.generate(["a", "b"], GREEDY, use_tqdm=False)
+    assert [result.outputs[0].finish_reason for result in results] == ["error", "error"]
+    assert all("no more memory" in (result.error or "") for result in results)
+
+
+def test_an_unknown_setting_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="no setting max_seq_len"):
+        LLM("smollm2-135m", max_seq_len=5)
+
+
+def test_an_unknown_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError):
+        LLM(str(tmp_path / "nothing-here"))
+
+
+def test_a_budget_that_is_too_small_names_one_that_works(tiny_chat_model: Path) -> None:
+    with pytest.raises(BudgetTooSmallError) as refused:
+        LLM(str(tiny_chat_model), kv_cache_memory_bytes=4096, max_model_len=128)
+    smallest = int(refused.value.remedy.split("kv_cache_memory_bytes=")[1].split(";")[0])
+    tight = LLM(str(tiny_chat_model), kv_cache_memory_bytes=smallest, max_model_len=128)
+    (result,) = tight.generate(
+        {"prompt_token_ids": [3] * 100}, SamplingParams(temperature=0.0, max_tokens=28, ignore_eos=True)
+    )
+    assert len(result.outputs[0].token_ids) == 28
+    with pytest.raises(BudgetTooSmallError):
+        LLM(str(tiny_chat_model), kv_cache_memory_bytes=smallest - 1, max_model_len=128)

@@ -1,0 +1,204 @@
+"""Random cases of the attention op in its general signature, beside the dense arithmetic that they stand for.
+
+A case knows, for every sequence and KV head, the keys and values that its queries see, as plain tensors, and has the
+same laid out in blocks: tables, lengths and cells that differ by head, blocks that sequences share, also ones that are
+written in the same step, and NaN in every slot and block that nothing may read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from pagefold.kv import KVGeometry
+from pagefold.runner.attention import AttentionInputs
+from pagefold.runner.slab import Slab
+
+__all__ = ["Case", "Lengths", "Shape", "make_case"]
+
+
+class Shape(NamedTuple):
+    """What a kernel is compiled for, and how many heads and layers there are."""
+
+    block_size: int
+    head_dim: int
+    num_kv_heads: int
+    group: int
+    num_layers: int = 2
+
+
+class Lengths(NamedTuple):
+    """One sequence: entries before the step, tokens of the step, and how much of the sequence before it it shares.
+
+    ``num_shared`` is rounded down to whole blocks that the sequence before has, which may be blocks of this very step.
+    """
+
+    num_old: int
+    num_new: int
+    num_shared: int = 0
+
+
+@dataclass
+class Case:
+    """Operands for one layer, and what they mean.
+
+    Attributes:
+        query, key, value: as the op takes them, float64.
+        slab: float64, with NaN wherever nothing may be read.
+        inputs: of the op.
+        layer: which layer it is.
+        scale: of the scores.
+        dense: for each sequence and KV head, keys and values of all its entries, ``[n, D]`` each.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    slab: Slab
+    inputs: AttentionInputs
+    layer: int
+    scale: float
+    dense: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]
+
+    def expected(self) -> torch.Tensor:
+        """Return the op's result by torch's dense attention, head by head, in float64: ``[T, H, D]``."""
+        out = torch.empty_like(self.query)
+        group = self.query.shape[1] // self.key.shape[1]
+        for (s, h), (keys, values) in self.dense.items():
+            tokens = slice(int(self.inputs.query_starts[s]), int(self.inputs.query_starts[s + 1]))
+            heads = slice(h * group, (h + 1) * group)
+            queries = self.query[tokens, heads].transpose(0, 1)  # [G, q, D]
+            num_queries, num_entries = queries.shape[1], len(keys)
+            visible = torch.ones(num_queries, num_entries, dtype=torch.bool).tril(num_entries - num_queries)
+            attended = torch.nn.functional.scaled_dot_product_attention(
+                queries,
+                keys.expand(group, -1, -1),
+                values.expand(group, -1, -1),
+                attn_mask=visible,
+                scale=self.scale,
+            )
+            out[tokens, heads] = attended.transpose(0, 1)
+        return out
+
+    def to(self, dtype: torch.dtype) -> tuple[Any, ...]:
+        """Return fresh operands of that dtype, in the op's order."""
+        slab = object.__new__(Slab)
+        slab.block_size = self.slab.block_size
+        slab.data = self.slab.data.to(dtype, copy=True)
+        shape = self.slab.keys.shape
+        slab.keys, slab.values = slab.data[:, :, 0].view(shape), slab.data[:, :, 1].view(shape)
+        operands = (tensor.to(dtype, copy=True) for tensor in (self.query, self.key, self.value))
+        return *operands, slab, self.inputs, self.layer, self.scale
+
+
+def make_case(shape: Shape, sequences: list[Lengths], *, per_head: bool, seed: int, sharpness: float = 1.0) -> Case:
+    """Make a case.
+
+    Args:
+        shape: of the op.
+        sequences: of the step, in order.
+        per_head: whether tables, lengths and cells differ by head; else they are broadcast, as the runner does it.
+        seed: of all numbers and of who gets which block.
+        sharpness: factor of the scores, whose standard deviation is 1.
+    """
+    random, generator = Random(seed), torch.Generator().manual_seed(seed)
+    maker = _CaseMaker(shape, sequences, per_head=per_head, random=random, generator=generator)
+    return maker.make(sharpness)
+
+
+class _CaseMaker:
+    def __init__(
+        self, shape: Shape, sequences: list[Lengths], *, per_head: bool, random: Random, generator: torch.Generator
+    ) -> None:
+        self.shape = shape
+        self.sequences = sequences
+        self.per_head = per_head
+        self.random = random
+        self.generator = generator
+        self.tables = (per_head and shape.num_kv_heads) or 1  # how many tables a sequence has
+
+    def make(self, sharpness: float) -> Case:
+        shape, sequences = self.shape, self.sequences
+        block_size, num_kv_heads, num_layers = shape.block_size, shape.num_kv_heads, shape.num_layers
+        lengths = np.array([self._lengths(sequence) for sequence in sequences], dtype=np.int32)  # [S, tables]
+        widths = -(-lengths // block_size)
+        num_blocks = int(widths.sum()) + 3
+        num_cells = num_layers * num_kv_heads
+        spare_cells = 1 if self.per_head else 0
+        geometry = KVGeometry(1, num_cells + spare_cells, shape.head_dim, 8, block_size)
+        slab = Slab(geometry, num_blocks, torch.float64)
+        slab.data.fill_(float("nan"))
+        free = list(range(num_blocks))
+        self.random.shuffle(free)
+        unused = free.pop()
+        tables = np.full((len(sequences), self.tables, int(widths.max()) + 1), unused, dtype=np.int32)
+        cells = np.empty((len(sequences), num_layers, num_kv_heads), dtype=np.int32)
+        order = list(range(num_cells + spare_cells))
+        for s in range(len(sequences)):
+            if self.per_head and not sequences[s].num_shared:
+                self.random.shuffle(order)  # who shares blocks shares their cells
+            cells[s] = np.array(order[:num_cells]).reshape(num_layers, num_kv_heads)
+            for t in range(self.tables):
+                num_shared = self._num_shared_blocks(s, t, lengths)
+                tables[s, t, :num_shared] = tables[s - 1, t, :num_shared]
+                for index in range(num_shared, widths[s, t]):
+                    tables[s, t, index] = free.pop()
+        query_starts = np.cumsum([0, *(sequence.num_new for sequence in sequences)]).astype(np.int32)
+        num_tokens = int(query_starts[-1])
+        case = Case(
+            query=self._normal(num_tokens, num_kv_heads * shape.group, shape.head_dim),
+            key=self._normal(num_tokens, num_kv_heads, shape.head_dim),
+            value=self._normal(num_tokens, num_kv_heads, shape.head_dim),
+            slab=slab,
+            inputs=AttentionInputs(
+                query_starts=query_starts,
+                tables=np.broadcast_to(tables, (len(sequences), num_kv_heads, tables.shape[2])),
+                lengths=np.broadcast_to(lengths, (len(sequences), num_kv_heads)),
+                cells=cells if self.per_head else np.broadcast_to(cells[:1], cells.shape),
+            ),
+            layer=self.random.randrange(num_layers),
+            scale=sharpness * shape.head_dim**-0.5,
+            dense={},
+        )
+        self._fill(case)
+        return case
+
+    def _lengths(self, sequence: Lengths) -> list[int]:
+        """Return how many entries each table of a sequence has after the step."""
+        lengths = [sequence.num_old + sequence.num_new]
+        while len(lengths) < self.tables:
+            lengths.append(self.random.randint(0, sequence.num_old) + sequence.num_new)
+        return lengths
+
+    def _num_shared_blocks(self, s: int, t: int, lengths: np.ndarray) -> int:
+        """Blocks that sequence ``s`` takes from the one before: whole, and written before its own tokens begin."""
+        if not s:
+            return 0
+        num_old = int(lengths[s, t]) - self.sequences[s].num_new
+        return min(self.sequences[s].num_shared, num_old, int(lengths[s - 1, t])) // self.shape.block_size
+
+    def _fill(self, case: Case) -> None:
+        """Write what came before the step into the blocks, and note what each head will see."""
+        inputs, slab = case.inputs, case.slab
+        for s, sequence in enumerate(self.sequences):
+            first = int(inputs.query_starts[s])
+            new = slice(first, first + sequence.num_new)
+            for h in range(self.shape.num_kv_heads):
+                t = h if self.per_head else 0
+                num_old = int(inputs.lengths[s, h]) - sequence.num_new
+                num_shared = self._num_shared_blocks(s, t, inputs.lengths) * slab.block_size
+                keys, values = self._normal(num_old, self.shape.head_dim), self._normal(num_old, self.shape.head_dim)
+                if num_shared:
+                    keys[:num_shared], values[:num_shared] = (kv[:num_shared] for kv in case.dense[s - 1, h])
+                entries = np.arange(num_shared, num_old)
+                blocks, slots = inputs.tables[s, h, entries // slab.block_size], entries % slab.block_size
+                slab.keys[blocks, inputs.cells[s, case.layer, h], slots] = keys[num_shared:]
+                slab.values[blocks, inputs.cells[s, case.layer, h], slots] = values[num_shared:]
+                case.dense[s, h] = torch.cat([keys, case.key[new, h]]), torch.cat([values, case.value[new, h]])
+
+    def _normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64)

@@ -1,0 +1,55 @@
+"""Models and references, made once a session."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from equivalence.references import References
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return the folder of the tiny model of that family."""
+    from equivalence.tiny_models import save_tiny_model
+
+    return cache(lambda family: save_tiny_model(family, tmp_path_factory.mktemp(family)))
+
+
+@pytest.fixture(scope="session")
+def tiny_references(tiny_folder: Callable[[str], Path]) -> Callable[[str, int], References]:
+    """Return the references of the tiny model of that family, for so many outputs."""
+    from equivalence.references import References
+
+    return cache(lambda family, num_outputs: References(tiny_folder(family), num_outputs))
+
+
+@pytest.fixture(autouse=True)
+def _quiet_injected_failures() -> Iterator[None]:
+    """A step that fails because the suite wants it is no news: keep its traceback out of the log."""
+    from equivalence.harsh_runner import InjectedError
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], InjectedError))
+
+    log = logging.getLogger("pagefold.engine.engine")
+    log.addFilter(is_news)
+    yield
+    log.removeFilter(is_news)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Tiny tensors gain nothing from a second thread, and lose much when its core is busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,94 @@
+"""HarshRunner: a runner around another one, in a world where everything that may go wrong does.
+
+Memory that nothing should read holds NaN: every block that is free, from the moment it became so. Steps fail before
+they compute, between two layers, or when all is written; what a failed step has written becomes NaN too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from random import Random
+
+    from pagefold.engine.engine import Engine
+    from pagefold.runner.slab import Slab
+    from pagefold.steps import StepPlan, StepResult
+
+__all__ = ["HarshRunner", "InjectedError", "poison"]
+
+_MAX_FAILURES_IN_A_ROW = 2  # a request whose step fails three times in a row is given up, rightly
+
+
+class InjectedError(Exception):
+    """A step that failed because the suite wanted it to."""
+
+
+class HarshRunner:
+    """A :class:`~pagefold.steps.Runner` around the ``TorchRunner`` of ``engine``.
+
+    Args:
+        engine: whose runner is wrapped.
+        failure_rate: share of steps that fail.
+        random: decides which, and how.
+        during_step: called while a step is in flight.
+    """
+
+    def __init__(
+        self, engine: Engine, *, failure_rate: float, random: Random, during_step: Callable[[], None] = lambda: None
+    ) -> None:
+        self.inner = engine.runner
+        self._pool = engine.scheduler.core.pool
+        self._failure_rate = failure_rate
+        self._random = random
+        self._during_step = during_step
+        self._num_failures_in_a_row = 0
+        self._free: set[int] = set()
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Run the step, or fail."""
+        free = set(self._pool.free_ids)
+        self.inner.slab.data[sorted(free - self._free)] = float("nan")
+        self._free = free
+        self._during_step()
+        if self._num_failures_in_a_row < _MAX_FAILURES_IN_A_ROW and self._random.random() < self._failure_rate:
+            self._num_failures_in_a_row += 1
+            self._fail(plan)
+        self._num_failures_in_a_row = 0
+        return self.inner.run(plan)
+
+    def _fail(self, plan: StepPlan) -> None:
+        how = self._random.choice(("before", "between layers", "after"))
+        if how == "after":
+            self.inner.run(plan)
+        elif how == "between layers":
+            self._run_to_second_layer(plan)
+        if how != "before":
+            poison(self.inner.slab, plan)
+        raise InjectedError(how)
+
+    def _run_to_second_layer(self, plan: StepPlan) -> None:
+        attention = self.inner._attention
+
+        def trip(query, key, value, slab, inputs, layer, scale):  # noqa: PLR0917 - the op's own signature
+            if layer:
+                raise InjectedError
+            return attention(query, key, value, slab, inputs, layer, scale)
+
+        self.inner._attention = trip
+        try:
+            self.inner.run(plan)
+        except InjectedError:
+            pass
+        finally:
+            self.inner._attention = attention
+
+
+def poison(slab: Slab, plan: StepPlan) -> None:
+    """Make NaN of every slot that the step was to write."""
+    for block_ids, start, num_tokens in zip(plan.block_ids, plan.starts, plan.num_tokens, strict=True):
+        for position in range(start, start + num_tokens):
+            block, slot = block_ids[position // slab.block_size], position % slab.block_size
+            slab.keys[block, :, slot] = float("nan")
+            slab.values[block, :, slot] = float("nan")

@@ -1,0 +1,331 @@
+"""The suite itself: a ``Setting`` is one way to run an engine, a ``Trial`` runs a workload through it.
+
+A trial ends with nothing held and every invariant kept, and ``assert_exact`` holds its outputs to a reference. ::
+
+    trial = Trial(setting, workload, folder)
+    trial.run()
+    trial.assert_exact(references)
+
+An issue that brings a new engine (tiers, a codec, a device) passes its own ``EngineFactory``: all settings run over it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+from equivalence.harsh_runner import HarshRunner
+from pagefold.config import EngineConfig
+from pagefold.engine.build import build_engine, plan_engine
+from pagefold.events import PrefixLookup, RequestPreempted, StepAbandoned, StepApplied
+from pagefold.kv import KVGeometry, audit
+from pagefold.request import SamplingParams
+from pagefold.runner.models import inspect_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from equivalence.references import References
+    from pagefold.config import AttentionBackend, Dtype
+    from pagefold.engine.engine import Engine
+    from pagefold.events import Emit, Event
+
+__all__ = ["Budget", "Counts", "EngineFactory", "Key", "Setting", "Trial", "Workload", "assert_clean", "build"]
+
+_SMALLEST_GAP = 1e-9
+"""Between the best two logits of a reference. In float64 rounding stays below 1e-12 here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One way to run an engine.
+
+    Attributes:
+        name: of the test.
+        block_size, max_num_batched_tokens, max_num_seqs, enable_prefix_caching, eviction_policy, attention_backend,
+            dtype: as in ``EngineConfig``.
+        spare_blocks: the KV budget: so many blocks more than the longest request needs; None for plenty.
+        arrivals: ``together`` queues all before the first step, ``alone`` one after the other has finished, ``trickle``
+            up to three between two steps.
+        shuffle: whether the order of the prompts is random.
+        num_rounds: how often all prompts are sent to the same engine: from the second on it is warm.
+        cancel_share: for so many of the prompts a twin is sent too, which is cancelled at a random moment: waiting,
+            between steps, or while a step runs.
+        failure_rate: share of steps that fail.
+        ignore_eos: whether to go on after an end-of-sequence token.
+        max_prompt_tokens: longer prompts are left out.
+        seed: of everything random.
+        at_least: what must have happened, or the setting has tested nothing.
+    """
+
+    name: str
+    block_size: int = 16
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 64
+    spare_blocks: int | None = None
+    enable_prefix_caching: bool = True
+    eviction_policy: str = "lru"
+    attention_backend: AttentionBackend = "reference"
+    dtype: Dtype = "float64"
+    arrivals: Literal["together", "alone", "trickle"] = "together"
+    shuffle: bool = False
+    num_rounds: int = 1
+    cancel_share: float = 0.0
+    failure_rate: float = 0.0
+    ignore_eos: bool = True
+    max_prompt_tokens: int | None = None
+    seed: int = 0
+    at_least: Counts | None = None
+
+
+@dataclass
+class Counts:
+    """What happened in a trial.
+
+    Attributes:
+        num_steps: steps that ran.
+        num_failed_steps: steps that did not.
+        num_preemptions: of requests.
+        num_recomputed_tokens: computed again after a preemption.
+        num_hit_tokens: prefix hits of requests that had not been preempted.
+        num_first_step_hit_tokens: those of requests admitted in the first step.
+        num_cancelled: requests that the trial cancelled before they had ended.
+    """
+
+    num_steps: int = 0
+    num_failed_steps: int = 0
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_first_step_hit_tokens: int = 0
+    num_cancelled: int = 0
+
+    def emit(self, event: Event) -> None:
+        """Subscribe an engine to this."""
+        if isinstance(event, StepApplied):
+            self.num_steps += 1
+            self.num_recomputed_tokens += event.num_recomputed_tokens
+        elif isinstance(event, StepAbandoned):
+            self.num_failed_steps += 1
+        elif isinstance(event, RequestPreempted):
+            self.num_preemptions += 1
+        elif isinstance(event, PrefixLookup) and not event.after_preemption:
+            self.num_hit_tokens += event.num_hit_tokens
+            if not self.num_steps:
+                self.num_first_step_hit_tokens += event.num_hit_tokens
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts, and how many tokens to generate after each."""
+
+    prompts: list[list[int]]
+    num_outputs: int
+
+    def up_to(self, max_prompt_tokens: int | None) -> Workload:
+        """Return it without the prompts that are longer."""
+        if max_prompt_tokens is None:
+            return self
+        return Workload([prompt for prompt in self.prompts if len(prompt) <= max_prompt_tokens], self.num_outputs)
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Tokens of the longest prompt with its output."""
+        return max(map(len, self.prompts)) + self.num_outputs
+
+
+class Budget(NamedTuple):
+    """What an engine gets that follows from setting and workload."""
+
+    num_blocks: int
+    max_model_len: int
+
+
+class EngineFactory(Protocol):
+    """Makes the engine that a setting asks for."""
+
+    def __call__(self, setting: Setting, folder: Path, budget: Budget, emit: Emit) -> Engine:
+        """Make it, for the model of ``folder``."""
+
+
+def build(setting: Setting, folder: Path, budget: Budget, emit: Emit) -> Engine:
+    """Make Pagefold's own engine, as its users do: the default ``EngineFactory``."""
+    spec = inspect_model(folder)
+    element_bytes = 8 if setting.dtype == "float64" else 4
+    geometry = KVGeometry(spec.num_layers, spec.num_kv_heads, spec.head_dim, element_bytes, setting.block_size)
+    config = EngineConfig(
+        model=str(folder),
+        dtype=setting.dtype,
+        block_size=setting.block_size,
+        kv_cache_memory_bytes=budget.num_blocks * geometry.bytes_per_block,
+        max_model_len=budget.max_model_len,
+        max_num_seqs=setting.max_num_seqs,
+        max_num_batched_tokens=setting.max_num_batched_tokens,
+        enable_prefix_caching=setting.enable_prefix_caching,
+        eviction_policy=setting.eviction_policy,
+        attention_backend=setting.attention_backend,
+    )
+    return build_engine(plan_engine(config), emit=emit)
+
+
+class Key(NamedTuple):
+    """Names a request of a trial: which prompt, in which round, and whether it is the twin that is cancelled."""
+
+    round: int
+    index: int
+    is_twin: bool = False
+
+    def __str__(self) -> str:
+        return f"{'twin of ' if self.is_twin else ''}prompt {self.index} in round {self.round}"
+
+
+class Trial:
+    """A workload on its way through one engine.
+
+    Args:
+        setting: how.
+        workload: what; prompts that the setting leaves out are dropped.
+        folder: the model's.
+        factory: makes the engine.
+
+    Attributes:
+        engine: has a ``HarshRunner`` around its runner from :meth:`run` on.
+        outputs: token ids of every request that was sent.
+        num_cached_tokens: of every request that got a token.
+        counts: what happened.
+    """
+
+    def __init__(self, setting: Setting, workload: Workload, folder: Path, factory: EngineFactory = build) -> None:
+        self.setting = setting
+        self.workload = workload = workload.up_to(setting.max_prompt_tokens)
+        self.counts = Counts()
+        self.engine = factory(setting, folder, _budget(setting, workload), self.counts.emit)
+        self.outputs: dict[Key, list[int]] = {}
+        self.num_cached_tokens: dict[Key, int] = {}
+        self._random = Random(setting.seed)
+        self._keys: dict[str, Key] = {}
+        self._twins: dict[Key, int] = {}  # live ones, and after how many tokens they are cancelled
+
+    def run(self) -> None:
+        """Send every prompt in every round, step until all have ended, and check that nothing is left behind."""
+        self.engine.runner = HarshRunner(
+            self.engine,
+            failure_rate=self.setting.failure_rate,
+            random=self._random,
+            during_step=lambda: self._cancel_some(0.5),
+        )
+        for number in range(self.setting.num_rounds):
+            self._run_round(number)
+        assert_clean(self.engine)
+        if self.setting.at_least is not None:
+            for name, least in vars(self.setting.at_least).items():
+                assert getattr(self.counts, name) >= least, f"{name} is below {least}: {self.counts}"
+
+    def assert_exact(self, references: References) -> None:
+        """Every output is the reference's, token by token; of a cancelled request, as far as it came.
+
+        Raises:
+            AssertionError: with all that differ, and where.
+        """
+        wrong = [
+            f"{key} ({len(self.workload.prompts[key.index])} tokens): {difference}"
+            for key, output in self.outputs.items()
+            if (difference := _difference(output, self._expected(key, len(output), references)))
+        ]
+        assert not wrong, f"{len(wrong)} of {len(self.outputs)} outputs differ:\n" + "\n".join(wrong)
+        assert references.smallest_gap > _SMALLEST_GAP, "the references nearly have ties: rounding may decide"
+
+    def _expected(self, key: Key, num_outputs: int, references: References) -> list[int]:
+        expected = references.of(self.workload.prompts[key.index], ignore_eos=self.setting.ignore_eos)
+        return expected[:num_outputs] if key.is_twin else expected
+
+    def _run_round(self, number: int) -> None:
+        arriving = self._arrivals(number)
+        at_once = {"together": len(arriving), "alone": 1, "trickle": 0}[self.setting.arrivals]
+        num_idle = 0
+        while arriving or self.engine.has_work:
+            if self.setting.arrivals == "trickle":
+                at_once = self._random.randint(0, 3)
+            if self.setting.arrivals != "alone" or not self.engine.has_work:
+                for _ in range(min(at_once, len(arriving))):
+                    self._send(arriving.popleft())
+            self._cancel_some(0.5)
+            before = *_progress(self.counts), len(arriving)
+            for delta in self.engine.step():
+                assert delta.error is None, delta.error
+                key = self._keys[delta.request_id]
+                self.outputs[key] += delta.token_ids
+                self.num_cached_tokens[key] = delta.num_cached_tokens
+                if delta.finish_reason is not None:
+                    self._twins.pop(key, None)
+            num_idle = num_idle + 1 if before == (*_progress(self.counts), len(arriving)) else 0
+            assert num_idle < 100, (
+                f"the engine does nothing, with {len(self.engine.scheduler.waiting)} requests waiting"
+            )
+
+    def _arrivals(self, number: int) -> deque[Key]:
+        indices = range(len(self.workload.prompts))
+        keys = [Key(number, index) for index in indices]
+        twins = self._random.sample(indices, int(len(indices) * self.setting.cancel_share))
+        for index in twins:
+            keys.insert(self._random.randint(0, len(keys)), Key(number, index, is_twin=True))
+        if self.setting.shuffle:
+            self._random.shuffle(keys)
+        return deque(keys)
+
+    def _send(self, key: Key) -> None:
+        self._keys[str(key)] = key
+        self.outputs[key] = []
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=self.workload.num_outputs,
+            ignore_eos=self.setting.ignore_eos,
+            seed=key.index,  # draws nothing, but tells a runner which prompt a row is
+        )
+        self.engine.add(str(key), self.workload.prompts[key.index], sampling)
+        if key.is_twin:
+            self._twins[key] = self._random.choice((0, 0, self._random.randrange(self.workload.num_outputs)))
+
+    def _cancel_some(self, share: float) -> None:
+        for key, num_tokens in list(self._twins.items()):
+            if len(self.outputs[key]) >= num_tokens and self._random.random() < share / 4:
+                assert self.engine.abort(str(key))
+                del self._twins[key]
+                self.counts.num_cancelled += 1
+
+
+def assert_clean(engine: Engine) -> None:
+    """An engine without work holds no block, and every invariant of its core is kept."""
+    core = engine.scheduler.core
+    assert not engine.has_work
+    assert not core.tables, "a table was not released"
+    assert core.num_active == 0, f"{core.num_active} blocks are held by nobody"
+    assert core.num_available == core.pool.num_blocks
+    assert not core.pending_copies
+    assert not core.copies_in_flight
+    assert not engine._texts, "an output's text was not dropped"
+    audit(core)
+
+
+def _budget(setting: Setting, workload: Workload) -> Budget:
+    max_model_len = workload.max_total_tokens
+    if setting.spare_blocks is not None:
+        return Budget(-(-max_model_len // setting.block_size) + setting.spare_blocks, max_model_len)
+    needed = sum(-(-(len(prompt) + workload.num_outputs) // setting.block_size) for prompt in workload.prompts)
+    return Budget(int(needed * (1.1 + setting.cancel_share)) + 2, max_model_len)
+
+
+def _difference(ours: list[int], expected: list[int]) -> str:
+    """Say where ``ours`` first differs; nothing when it does not."""
+    if ours == expected:
+        return ""
+    pairs = zip(ours, expected, strict=False)
+    shorter = min(len(ours), len(expected))
+    at = next((at for at, (own, theirs) in enumerate(pairs) if own != theirs), shorter)
+    return f"{len(ours)} outputs, from output {at} on {ours[at : at + 3]} instead of {expected[at : at + 3]}"
+
+
+def _progress(counts: Counts) -> tuple[int, int]:
+    return counts.num_steps, counts.num_failed_steps

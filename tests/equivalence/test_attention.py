@@ -1,0 +1,162 @@
+"""Part 3 of the equality rule: all implementations of attention are equal, and equal to torch's dense attention.
+
+Bounds are absolute, for keys, values and queries of standard deviation 1, whose outputs are of size 1 and less:
+``FLOAT64_BOUND`` for ``reference`` in float64, ``FLOAT32_BOUND`` for ``reference`` and ``cpu`` in float32.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from equivalence.attention_cases import Lengths, Shape, make_case
+from pagefold.runner.attention import choose_backend
+
+FLOAT64_BOUND = 1e-14
+FLOAT32_BOUND = 2e-6
+
+SHAPES = (
+    Shape(block_size=16, head_dim=64, num_kv_heads=3, group=3),  # SmolLM2
+    Shape(block_size=16, head_dim=16, num_kv_heads=4, group=1),  # MHA
+    Shape(block_size=4, head_dim=128, num_kv_heads=1, group=8),  # MQA
+    Shape(block_size=64, head_dim=256, num_kv_heads=2, group=2),
+)
+MORE_SHAPES = (
+    Shape(block_size=16, head_dim=32, num_kv_heads=1, group=1, num_layers=1),
+    Shape(block_size=32, head_dim=80, num_kv_heads=2, group=4),
+    Shape(block_size=128, head_dim=96, num_kv_heads=3, group=2),
+    Shape(block_size=256, head_dim=64, num_kv_heads=1, group=16),
+    Shape(block_size=8, head_dim=128, num_kv_heads=8, group=4),
+    Shape(block_size=16, head_dim=192, num_kv_heads=2, group=7),
+    Shape(block_size=4, head_dim=20, num_kv_heads=5, group=3),
+    Shape(block_size=16, head_dim=128, num_kv_heads=8, group=1),
+)
+SEQUENCES = st.lists(
+    st.builds(
+        Lengths,
+        num_old=st.one_of(st.just(0), st.integers(0, 70), st.integers(0, 2000)),
+        num_new=st.one_of(st.just(1), st.integers(1, 20), st.integers(1, 130)),
+        num_shared=st.one_of(st.just(0), st.integers(0, 2100)),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+def outputs_and_slabs(case):
+    """Run what there is: {name: (output, keys and values as they are afterwards, bound)}."""
+    head_dim, block_size = case.query.shape[2], case.slab.block_size
+    for name, dtype, bound in (
+        ("reference", torch.float64, FLOAT64_BOUND),
+        ("reference", torch.float32, FLOAT32_BOUND),
+        ("cpu", torch.float32, FLOAT32_BOUND),
+    ):
+        attention = choose_backend(name, dtype, block_size=block_size, head_dim=head_dim)
+        operands = case.to(dtype)
+        yield f"{name} in {dtype}", attention(*operands).double(), operands[3], bound
+
+
+def hold(case):
+    expected = case.expected()
+    assert not expected.isnan().any(), "the case is at fault"
+    for name, output, slab, bound in outputs_and_slabs(case):
+        assert output.shape == case.query.shape
+        assert not output.isnan().any(), f"{name} has read what nothing may read"
+        error = (output - expected).abs().max().item()
+        assert error <= bound, f"{name} is off by {error:.2e}"
+        hold_writes(case, name, slab)
+
+
+def hold_writes(case, name, slab):
+    """The step's K and V are in their slots, bit for bit, and every other slot is as it was."""
+    expected = case.slab.data.to(slab.data.dtype, copy=True)
+    keys, values = (expected[:, :, at].view(slab.keys.shape) for at in (0, 1))
+    for s in range(case.inputs.num_seqs):
+        first, last = case.inputs.query_starts[s : s + 2].tolist()
+        for h in range(case.key.shape[1]):
+            cell = case.inputs.cells[s, case.layer, h]
+            entries = np.arange(first - last, 0) + case.inputs.lengths[s, h]
+            blocks, slots = case.inputs.tables[s, h, entries // slab.block_size], entries % slab.block_size
+            keys[blocks, cell, slots] = case.key[first:last, h].to(keys.dtype)
+            values[blocks, cell, slots] = case.value[first:last, h].to(keys.dtype)
+    np.testing.assert_array_equal(slab.data.numpy(), expected.numpy(), f"{name} has written elsewhere")
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(sequences=SEQUENCES, per_head=st.booleans(), seed=st.integers(0, 2**32))
+def test_all_are_dense_attention(shape, sequences, per_head, seed):
+    hold(make_case(shape, sequences, per_head=per_head, seed=seed))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shape", [*SHAPES, *MORE_SHAPES], ids=str)
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(sequences=SEQUENCES, per_head=st.booleans(), seed=st.integers(0, 2**32))
+def test_all_are_dense_attention_in_full(shape, sequences, per_head, seed):
+    hold(make_case(shape, sequences, per_head=per_head, seed=seed))
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+def test_boundaries_of_blocks_and_chunks(per_head):
+    """Lengths one before, at and one behind every boundary, new tokens on both sides of it."""
+    shape = SHAPES[0]
+    edges = [Lengths(num_old, num_new) for num_old in (0, 1, 15, 16, 17, 31, 32) for num_new in (1, 15, 16, 17)]
+    hold(make_case(shape, edges, per_head=per_head, seed=1))
+
+
+def test_blocks_written_in_the_same_step_are_read():
+    """Each sequence leans on blocks of the one before, most of them written in this very step."""
+    chain = [Lengths(0, 64), Lengths(64, 48, 64), Lengths(112, 5, 112), Lengths(112, 5, 112), Lengths(100, 1, 96)]
+    hold(make_case(SHAPES[0], chain, per_head=False, seed=2))
+    hold(make_case(SHAPES[0], chain, per_head=True, seed=3))
+
+
+@pytest.mark.parametrize("sharpness", [30.0, 1e3, 1e5])
+def test_scores_far_apart_do_not_overflow(sharpness):
+    """Softmax of scores in the thousands: close to its largest score's value, never NaN or infinite."""
+    case = make_case(
+        SHAPES[0], [Lengths(200, 3), Lengths(0, 40), Lengths(15, 1)], per_head=False, seed=4, sharpness=sharpness
+    )
+    expected = case.expected()
+    for name, output, _, bound in outputs_and_slabs(case):
+        error = (output - expected).abs().max().item()
+        # A score of size `sharpness` is rounded to `sharpness` ulps, and the weights follow it exponentially.
+        assert error <= bound * sharpness, f"{name} is off by {error:.2e}"
+
+
+def test_equal_scores_share_evenly():
+    case = make_case(SHAPES[0], [Lengths(48, 1)], per_head=False, seed=5)
+    case.query.zero_()
+    hold(case)
+
+
+KERNELS = """
+import sys, torch
+sys.path.insert(0, {tests!r})
+from equivalence.attention_cases import Lengths, Shape, make_case
+from pagefold.runner.attention.cpu import cpu_attention, num_kernels_compiled
+shape = Shape(block_size=4, head_dim=4, num_kv_heads=1, group=1)
+case = make_case(shape, [Lengths(3, 2)], per_head=False, seed=0)
+assert (cpu_attention(*case.to(torch.float32)).double() - case.expected()).abs().max() < 1e-5
+print(num_kernels_compiled())
+"""
+
+
+def test_a_second_process_compiles_nothing(tmp_path):
+    tests = Path(__file__).resolve().parents[1]
+    program = [sys.executable, "-c", KERNELS.format(tests=str(tests))]
+    environment = {**os.environ, "PAGEFOLD_CACHE": str(tmp_path)}
+    compiled = [
+        subprocess.run(program, env=environment, check=True, capture_output=True, text=True).stdout.strip()
+        for _ in range(2)
+    ]
+    assert compiled == ["1", "0"]

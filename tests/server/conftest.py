@@ -1,0 +1,71 @@
+"""A tiny random model behind a server in this process, and the built-in model behind one of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from local_server import LocalServer, ProcessServer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from local_server import AnyServer
+
+_LIVE: list[AnyServer] = []
+
+
+@pytest.fixture(scope="session")
+def tiny_server(tiny_chat_model: Path) -> Iterator[LocalServer]:
+    server = LocalServer(tiny_chat_model, kv_cache_memory_bytes=2**22, max_num_seqs=64, max_num_batched_tokens=256)
+    _LIVE.append(server)
+    yield server
+    _LIVE.remove(server)
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def narrow_server(tiny_chat_model: Path) -> Iterator[LocalServer]:
+    """One sequence at a time, computed in chunks of 16 tokens."""
+    server = LocalServer(tiny_chat_model, kv_cache_memory_bytes=2**22, max_num_seqs=1, max_num_batched_tokens=16)
+    _LIVE.append(server)
+    yield server
+    _LIVE.remove(server)
+    server.close()
+
+
+@pytest.fixture
+def tiny(tiny_server: LocalServer) -> Iterator[LocalServer]:
+    yield tiny_server
+    _let_go(tiny_server)
+
+
+@pytest.fixture
+def narrow(narrow_server: LocalServer) -> Iterator[LocalServer]:
+    yield narrow_server
+    _let_go(narrow_server)
+
+
+@pytest.fixture(scope="session")
+def smol() -> Iterator[ProcessServer]:
+    """The built-in model, served as users serve it."""
+    server = ProcessServer("smollm2-135m", "--kv-cache-memory-bytes", "200M", "--max-model-len", "2048")
+    _LIVE.append(server)
+    yield server
+    _LIVE.remove(server)
+    server.close()
+
+
+@pytest.fixture(autouse=True)
+def _pools_are_as_before() -> Iterator[None]:
+    """After every test, on every server: nothing runs or waits, and no block is lost."""
+    yield
+    for server in _LIVE:
+        server.check_pool()
+
+
+def _let_go(server: LocalServer) -> None:
+    server.runner.script = None
+    server.runner.fail(0)
+    server.runner.allow()

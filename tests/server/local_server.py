@@ -1,0 +1,287 @@
+"""Servers for the tests: in this process with a runner under the test's control, or as a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import uvicorn
+from prometheus_client.parser import text_string_to_metric_families
+
+from pagefold.config import EngineConfig, ServerConfig
+from pagefold.engine.build import build_engine, plan_engine
+from pagefold.engine.client import EngineThread
+from pagefold.observe.metrics import Metrics
+from pagefold.server import create_app
+from pagefold.server.process import listen
+from pagefold.steps import StepResult
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from pagefold.steps import Runner, StepPlan
+
+PATIENCE_S = 60.0
+"""How long anything may take before a test gives up: for a machine that is busy, not for a measurement."""
+
+
+def until(condition, what: str) -> None:
+    """Wait for something that another thread or process is about to do."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {PATIENCE_S} s for {what}"
+        time.sleep(0.005)
+
+
+class ControlledRunner:
+    """The real runner, behind a gate; or a script in its place, so that a test chooses the output token by token."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._changed = threading.Condition()
+        self._num_allowed: float = float("inf")
+        self._num_failures = 0
+        self.num_entered = 0
+        self.script: list[int] | None = None
+        self.in_step: StepPlan | None = None
+
+    def run(self, plan: StepPlan) -> StepResult:
+        with self._changed:
+            self.num_entered += 1
+            self.in_step = plan
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: self._num_allowed > 0, PATIENCE_S)
+            self._num_allowed -= 1
+            self.in_step = None
+            if self._num_failures:
+                self._num_failures -= 1
+                msg = "the test lets this step fail"
+                raise RuntimeError(msg)
+        if self.script is not None:
+            return StepResult([self.script[draw % len(self.script)] for draw in plan.draws])
+        return self._runner.run(plan)
+
+    def close_gate(self) -> None:
+        """Stop at the next step, before it runs."""
+        with self._changed:
+            self._num_allowed = 0
+
+    def allow(self, num_steps: float = float("inf")) -> None:
+        """Let so many steps pass; all, if not said."""
+        with self._changed:
+            self._num_allowed = num_steps
+            self._changed.notify_all()
+
+    def fail(self, num_steps: int) -> None:
+        """Let the next steps fail."""
+        with self._changed:
+            self._num_failures = num_steps
+
+    def wait_in_step(self, starts: list[int] | None = None) -> StepPlan:
+        """Wait until a step, or the one with these starts, stands at the closed gate; return its plan."""
+
+        def stands() -> bool:
+            plan = self.in_step
+            return plan is not None and self._num_allowed == 0 and starts in (None, plan.starts)
+
+        with self._changed:
+            assert self._changed.wait_for(stands, PATIENCE_S)
+            assert self.in_step is not None
+            return self.in_step
+
+
+class AnyServer:
+    """What tests do with a server, wherever it runs."""
+
+    model = ""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.http = httpx.Client(base_url=url, timeout=PATIENCE_S)
+        self.num_blocks = int(self.metric("pagefold:num_blocks"))
+
+    def metrics(self) -> dict[tuple[str, str], float]:
+        """Every sample, by name and by its label beside model_name and engine."""
+        text = self.http.get("/metrics").raise_for_status().text
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        return {(sample.name, _own_label(sample.labels)): sample.value for sample in samples}
+
+    def metric(self, name: str, label: str = "") -> float:
+        return self.metrics()[name, label]
+
+    def is_idle(self) -> bool:
+        metrics = self.metrics()
+        return not metrics["vllm:num_requests_running", ""] and not metrics["vllm:num_requests_waiting", ""]
+
+    def check_pool(self) -> None:
+        """Nothing runs or waits, and every block is free or cached."""
+        until(self.is_idle, "the server to be idle")
+        metrics = self.metrics()
+        num_free, num_cached = (metrics[f"pagefold:num_{kind}_blocks", ""] for kind in ("free", "cached"))
+        assert num_free + num_cached == metrics["pagefold:num_blocks", ""] == self.num_blocks
+        assert metrics["vllm:kv_cache_usage_perc", ""] == 0
+
+    def complete(self, prompt: Any, **fields: Any) -> dict[str, Any]:
+        response = self.http.post("/v1/completions", json={"prompt": prompt, **fields})
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def chat(self, content: Any, **fields: Any) -> dict[str, Any]:
+        body = {"messages": [{"role": "user", "content": content}], **fields}
+        response = self.http.post("/v1/chat/completions", json=body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """The events of a stream, which must end with [DONE]."""
+        return list(self.iter_events(path, body))
+
+    def iter_events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        with self.http.stream("POST", path, json={**body, "stream": True}) as response:
+            assert response.status_code == 200, response.read()
+            assert response.headers["content-type"].startswith("text/event-stream")
+            last = ""
+            for line in response.iter_lines():
+                if not line:
+                    continue
+                assert line.startswith("data: "), line
+                last = line.removeprefix("data: ")
+                if last != "[DONE]":
+                    yield json.loads(last)
+            assert last == "[DONE]"
+
+    def raw(self, data: bytes) -> socket.socket:
+        """Send bytes over a connection of its own, and return that connection."""
+        host, port = self.url.removeprefix("http://").split(":")
+        connection = socket.create_connection((host, int(port)), timeout=PATIENCE_S)
+        connection.sendall(data)
+        return connection
+
+    def post_raw(self, path: str, body: dict[str, Any]) -> socket.socket:
+        content = json.dumps(body).encode()
+        return self.raw(post_head(path, len(content)) + content)
+
+
+class LocalServer(AnyServer):
+    """A server in this process: uvicorn on one thread, the engine on another."""
+
+    def __init__(self, folder: Path, *, max_body_bytes: int = 2**20, **settings: Any) -> None:
+        self.model = "tiny"
+        metrics = Metrics(self.model)
+        config = EngineConfig(model=str(folder), dtype="float64", attention_backend="reference", **settings)
+        self.engine = build_engine(plan_engine(config), emit=metrics.emit)
+        self.runner = ControlledRunner(self.engine.runner)
+        self.engine.runner = self.runner
+        self.client = EngineThread(self.engine)
+        self.client.start()
+        app = create_app(
+            self.client, model_name=self.model, config=ServerConfig(max_body_bytes=max_body_bytes), metrics=metrics
+        )
+        self._server = uvicorn.Server(
+            uvicorn.Config(app, lifespan="off", log_config=None, ws="none", access_log=False, proxy_headers=False)
+        )
+        listener = listen("127.0.0.1", 0)
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]}, daemon=True)
+        self._thread.start()
+        until(lambda: self._server.started, "uvicorn")
+        super().__init__(f"http://127.0.0.1:{listener.getsockname()[1]}")
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.client.tokenizer
+
+    def close(self) -> None:
+        self.http.close()
+        self.runner.allow()
+        self.client.drain(0.0)
+        self._server.should_exit = True
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+
+
+class ProcessServer(AnyServer):
+    """``pagefold serve`` as a user starts it. With ``wait=False`` it may be still loading."""
+
+    def __init__(self, model: str, *flags: str, wait: bool = True) -> None:
+        self.model = model
+        with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as free:
+            port = free.getsockname()[1]
+        self.process = start_cli("serve", model, "--port", str(port), *flags)
+        url = f"http://127.0.0.1:{port}"
+        until(lambda: _answers(f"{url}/ready" if wait else f"{url}/health") or self.process.poll() is not None, "start")
+        assert self.process.poll() is None, self.output()
+        super().__init__(url)
+
+    def output(self) -> str:
+        """What it wrote, once it has ended."""
+        assert self.process.stdout is not None
+        return self.process.stdout.read()
+
+    def close(self) -> None:
+        self.http.close()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(PATIENCE_S)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+def start_cli(*arguments: str) -> subprocess.Popen[str]:
+    """Run ``pagefold`` in a process of its own, on one core: threads that wait for each other crawl on a busy one."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "TERM": "dumb", "COLUMNS": "200"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "pagefold.cli", *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def post_head(path: str, num_bytes: int, *more: str) -> bytes:
+    """The head of a POST of JSON."""
+    fields = ("Host: x", "Content-Type: application/json", f"Content-Length: {num_bytes}", *more)
+    return "\r\n".join((f"POST {path} HTTP/1.1", *fields, "", "")).encode()
+
+
+def _own_label(labels: dict[str, str]) -> str:
+    return "".join(value for name, value in labels.items() if name not in ("model_name", "engine"))
+
+
+def _answers(url: str) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(url, timeout=PATIENCE_S).status_code == 200
+    return False
+
+
+def joined(events: list[dict[str, Any]], index: int = 0) -> str:
+    """The text that a stream brought for one choice."""
+    choices = [choice for event in events for choice in event["choices"] if choice["index"] == index]
+    return "".join(choice["text"] if "text" in choice else choice["delta"].get("content", "") for choice in choices)
+
+
+def finish_reasons(events: list[dict[str, Any]], index: int = 0) -> list[str]:
+    choices = [choice for event in events for choice in event["choices"] if choice["index"] == index]
+    return [choice["finish_reason"] for choice in choices if choice["finish_reason"] is not None]
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
+    """The error of a response, which must be in OpenAI's form and show nobody our insides."""
+    assert response.status_code == status, response.text
+    assert not re.search(r"Traceback|site-packages|\.py\b", response.text)
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["message"]
+    assert isinstance(body["error"]["type"], str)
+    return body["error"]

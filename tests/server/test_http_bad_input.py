@@ -1,0 +1,299 @@
+"""What cannot be served: a clear typed error in OpenAI's form, and the server goes on."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from local_server import LocalServer, error_of, post_head
+
+GREEDY = {"temperature": 0, "ignore_eos": True}
+USER = {"role": "user", "content": "Hi"}
+HALF = "\ud83d"  # JSON can carry half of a surrogate pair
+
+_BAD_COMPLETIONS = {
+    "no prompt": ({}, "prompt", "missing"),
+    "null prompt": ({"prompt": None}, "prompt", "missing"),
+    "empty prompt": ({"prompt": ""}, "prompt", "empty"),
+    "empty list": ({"prompt": []}, "prompt", "empty"),
+    "empty among others": ({"prompt": ["a", ""]}, "prompt", "empty"),
+    "empty ids among others": ({"prompt": [[1], []]}, "prompt", "empty"),
+    "prompt of a wrong type": ({"prompt": 5}, "prompt", "5"),
+    "prompt object": ({"prompt": {"a": 1}}, "prompt", "text"),
+    "prompt of bools": ({"prompt": [True, False]}, "prompt", "token ids"),
+    "prompt of floats": ({"prompt": [1.0]}, "prompt", "token ids"),
+    "ids and text": ({"prompt": [1, "a"]}, "prompt", "ints"),
+    "texts and ids": ({"prompt": ["a", 1]}, "prompt", "texts"),
+    "too many prompts": ({"prompt": ["a"] * 3000}, "prompt", "2048"),
+    "half a character": ({"prompt": HALF}, "prompt", "surrogate"),
+    "token id too large": ({"prompt": [49152]}, "prompt", "49152"),
+    "token id far too large": ({"prompt": [2**40]}, "prompt", str(2**40)),
+    "negative token id": ({"prompt": [3, -1]}, "prompt", "-1"),
+    "negative temperature": ({"prompt": "a", "temperature": -0.1}, "temperature", "-0.1"),
+    "temperature too high": ({"prompt": "a", "temperature": 2.1}, "temperature", "2.1"),
+    "temperature text": ({"prompt": "a", "temperature": "1"}, "temperature", "'1'"),
+    "temperature bool": ({"prompt": "a", "temperature": True}, "temperature", "True"),
+    "top_p 0": ({"prompt": "a", "top_p": 0}, "top_p", "0"),
+    "top_p too high": ({"prompt": "a", "top_p": 1.5}, "top_p", "1.5"),
+    "top_k too low": ({"prompt": "a", "top_k": -2}, "top_k", "-2"),
+    "top_k too high": ({"prompt": "a", "top_k": 2**70}, "top_k", "less than or equal"),
+    "max_tokens 0": ({"prompt": "a", "max_tokens": 0}, "max_tokens", "0"),
+    "max_tokens negative": ({"prompt": "a", "max_tokens": -5}, "max_tokens", "-5"),
+    "max_tokens float": ({"prompt": "a", "max_tokens": 1.5}, "max_tokens", "1.5"),
+    "max_tokens text": ({"prompt": "a", "max_tokens": "5"}, "max_tokens", "'5'"),
+    "seed text": ({"prompt": "a", "seed": "x"}, "seed", "'x'"),
+    "seed too large": ({"prompt": "a", "seed": 2**70}, "seed", "less than or equal"),
+    "stop empty": ({"prompt": "a", "stop": ""}, "stop", "empty"),
+    "stop number": ({"prompt": "a", "stop": 3}, "stop", "3"),
+    "stop numbers": ({"prompt": "a", "stop": ["a", 3]}, "stop.1", "3"),
+    "stop half a character": ({"prompt": "a", "stop": HALF}, "stop.0", "surrogate"),
+    "too many stops": ({"prompt": "a", "stop": ["x"] * 17}, "stop", "17"),
+    "stop id too large": ({"prompt": "a", "stop_token_ids": [10**6]}, "stop_token_ids", "1000000"),
+    "stop ids text": ({"prompt": "a", "stop_token_ids": ["x"]}, "stop_token_ids.0", "'x'"),
+    "stream number": ({"prompt": "a", "stream": 1}, "stream", "1"),
+    "stream_options alone": ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options", "stream"),
+    "stream_options text": ({"prompt": "a", "stream": True, "stream_options": "x"}, "stream_options", "object"),
+    "usage text": (
+        {"prompt": "a", "stream": True, "stream_options": {"include_usage": "yes"}},
+        "stream_options.include_usage",
+        "'yes'",
+    ),
+    "empty salt": ({"prompt": "a", "cache_salt": ""}, "cache_salt", "at least 1"),
+    "salt of half a character": ({"prompt": "a", "cache_salt": HALF}, "cache_salt", "surrogate"),
+    "model number": ({"prompt": "a", "model": 5}, "model", "5"),
+    "user number": ({"prompt": "a", "user": 5}, "user", "5"),
+    "n": ({"prompt": "a", "n": 2}, "n", "not supported"),
+    "n 0": ({"prompt": "a", "n": 0}, "n", "not supported"),
+    "best_of": ({"prompt": "a", "best_of": 2}, "best_of", "not supported"),
+    "echo": ({"prompt": "a", "echo": True}, "echo", "not supported"),
+    "logprobs": ({"prompt": "a", "logprobs": 0}, "logprobs", "not supported"),
+    "suffix": ({"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
+    "presence_penalty": ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty", "not supported"),
+    "logit_bias": ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+    "guided": ({"prompt": "a", "guided_json": {}}, "guided_json", "not supported"),
+}
+
+_BAD_CHATS = {
+    "no messages": ({}, "messages", "missing"),
+    "empty messages": ({"messages": []}, "messages", "at least 1"),
+    "messages text": ({"messages": "Hi"}, "messages", "list"),
+    "message text": ({"messages": ["Hi"]}, "messages.0", "object"),
+    "no content": ({"messages": [{"role": "user"}]}, "messages.0.content", "missing"),
+    "null content": ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", "text"),
+    "unknown role": ({"messages": [USER, {"role": "king", "content": "x"}]}, "messages.1.role", "'king'"),
+    "tool message": ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "'tool'"),
+    "image": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages.0.content.0.type",
+        "image_url",
+    ),
+    "half a character": ({"messages": [{"role": "user", "content": HALF}]}, "messages.0.content.0.text", "surrogate"),
+    "max_completion_tokens 0": (
+        {"messages": [USER], "max_completion_tokens": 0},
+        "max_completion_tokens",
+        "0",
+    ),
+    "tools": ({"messages": [USER], "tools": [{"type": "function"}]}, "tools", "not supported"),
+    "logprobs": ({"messages": [USER], "logprobs": True}, "logprobs", "not supported"),
+    "json": ({"messages": [USER], "response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    "template": ({"messages": [USER], "chat_template": "x"}, "chat_template", "not supported"),
+}
+
+
+@pytest.mark.parametrize("case", _BAD_COMPLETIONS)
+def test_a_bad_completion_names_field_and_value(tiny, case):
+    body, param, says = _BAD_COMPLETIONS[case]
+    error = error_of(_post(tiny, "/v1/completions", body), 400)
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert says in error["message"]
+
+
+@pytest.mark.parametrize("case", _BAD_CHATS)
+def test_a_bad_chat_names_field_and_value(tiny, case):
+    body, param, says = _BAD_CHATS[case]
+    error = error_of(_post(tiny, "/v1/chat/completions", body), 400)
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert says in error["message"]
+
+
+def test_bad_streams_are_refused_before_they_begin(tiny):
+    for case, (body, param, _) in _BAD_COMPLETIONS.items():
+        if case != "stream_options alone":
+            error = error_of(_post(tiny, "/v1/completions", {"stream": True, **body}), 400)
+            assert error["param"] == param
+
+
+def test_the_server_goes_on(tiny):
+    before = tiny.complete("still here", **GREEDY)["choices"]
+    for body, _, _ in _BAD_COMPLETIONS.values():
+        _post(tiny, "/v1/completions", body)
+    assert tiny.complete("still here", **GREEDY)["choices"] == before
+    assert tiny.http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("num_prompt", "max_tokens"), [(2048, 1), (5000, None), (2040, 9), (1, 2048), (100_000, 1), (1, 10**30)]
+)
+def test_longer_than_the_context(tiny, num_prompt, max_tokens, stream):
+    body = {"prompt": [7] * num_prompt, "max_tokens": max_tokens, "stream": stream}
+    error = error_of(tiny.http.post("/v1/completions", json=body), 400)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+    assert "maximum context length is 2048 tokens" in error["message"]
+    assert f"{num_prompt} in the prompt" in error["message"]
+
+
+def test_a_chat_longer_than_the_context(tiny):
+    for body in ({"content": "word " * 3000}, {"content": "Hi", "max_tokens": 2048}):
+        response = tiny.http.post(
+            "/v1/chat/completions",
+            json={"messages": [{"role": "user", "content": body.pop("content")}], **body},
+        )
+        error = error_of(response, 400)
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("model", ["gpt-4", "", "Tiny", "日本\u2028"])
+def test_an_unknown_model_is_a_404(tiny, path, model):
+    error = error_of(tiny.http.post(path, json={"model": model, "prompt": "a", "messages": [USER]}), 404)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert "tiny" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"{",
+        b'{"prompt": "a"',
+        b'{"prompt": "a",}',
+        b"prompt=a",
+        b"\xff\xfe",
+        b'{"prompt": "\xff"}',
+        b"[" * 100_000,
+        b'{"prompt": ' + b"9" * 5000 + b"}",
+    ],
+)
+def test_what_is_no_json_is_a_400(tiny, content):
+    response = tiny.http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+    error = error_of(response, 400)
+    assert error["type"] == "invalid_request_error"
+    assert "JSON" in error["message"]
+
+
+@pytest.mark.parametrize("content", [b"[]", b"5", b'"text"', b"null", b"true", b""])
+def test_json_that_is_no_object_is_a_400(tiny, content):
+    response = tiny.http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+    assert "JSON object" in error_of(response, 400)["message"]
+
+
+def test_nan_is_no_temperature(tiny):
+    for value in ("NaN", "Infinity", "-Infinity", "1e999"):
+        content = f'{{"prompt": "a", "temperature": {value}}}'
+        response = tiny.http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+        assert error_of(response, 400)["param"] == "temperature"
+
+
+def test_other_content_is_a_415(tiny):
+    body = json.dumps({"prompt": "a"})
+    for headers in ({"Content-Type": "text/plain"}, {"Content-Type": "application/x-www-form-urlencoded"}, {}):
+        response = tiny.http.post("/v1/completions", content=body, headers=headers)
+        assert "application/json" in error_of(response, 415)["message"]
+    assert error_of(tiny.http.post("/v1/completions", data={"prompt": "a"}), 415)
+    assert error_of(tiny.http.post("/v1/completions", files={"prompt": b"a"}), 415)
+
+
+def test_unknown_routes_and_methods(tiny):
+    assert error_of(tiny.http.get("/nowhere"), 404)["code"] == "not_found"
+    assert error_of(tiny.http.post("/v1/completions/", json={"prompt": "a"}), 404)
+    assert error_of(tiny.http.post("/v1/embeddings", json={}), 404)
+    error = tiny.http.get("/v1/completions")
+    assert error.headers["allow"] == "POST"
+    assert error_of(error, 405)["code"] == "method_not_allowed"
+    assert error_of(tiny.http.delete("/v1/models"), 405)
+
+
+def test_what_means_nothing_is_no_error(tiny):
+    """Defaults that clients send anyway, nulls, and fields that nobody knows."""
+    nothing = {
+        "n": 1,
+        "best_of": 1,
+        "echo": False,
+        "logprobs": None,
+        "logit_bias": {},
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "suffix": None,
+        "stop": None,
+        "stop_token_ids": None,
+        "stream": None,
+        "stream_options": None,
+        "seed": None,
+        "top_k": None,
+        "temperature": 0,
+        "cache_salt": None,
+        "favourite_colour": "blue",
+    }
+    assert tiny.complete("a", **nothing)["choices"] == tiny.complete("a", temperature=0)["choices"]
+    chat = {"tools": [], "tool_choice": "none", "logprobs": False, "response_format": {"type": "text"}, "store": True}
+    assert tiny.chat("a", max_tokens=3, **chat)
+
+
+def test_many_errors_are_one(tiny):
+    """A body of 100,000 wrong values is refused at the first."""
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [1] * 100_000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [1] * 100_000}]}),
+        ("/v1/completions", {"prompt": "a", "stop": [1] * 100_000}),
+        ("/v1/completions", {"prompt": "a", "stop_token_ids": ["x"] * 100_000}),
+    ):
+        assert len(error_of(tiny.http.post(path, json=body), 400)["message"]) < 300
+
+
+# Bodies that are too large.
+
+
+def test_a_body_of_100_mb_is_refused_unread(smol):
+    """Announced or not; the server's memory does not grow by it."""
+
+    def pieces():
+        for _ in range(100):
+            yield b"x" * 2**20
+
+    smol.complete("warm", max_tokens=1)
+    before = _peak_memory_bytes(smol.process.pid)
+    for headers in ({"Content-Length": str(100 * 2**20)}, {}):
+        response = smol.http.post(
+            "/v1/completions", content=pieces(), headers={"Content-Type": "application/json", **headers}
+        )
+        assert error_of(response, 413)["code"] == "request_too_large"
+    assert _peak_memory_bytes(smol.process.pid) - before < 50 * 2**20
+    assert smol.complete("on we go", max_tokens=1)
+
+
+def test_an_announced_body_is_refused_before_it_is_sent(tiny):
+    for more in ((), ("Expect: 100-continue",)):
+        with tiny.raw(post_head("/v1/completions", 100 * 2**20, *more)) as connection:
+            assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
+
+
+def test_the_limit_is_exact(tiny):
+    """A body of max_body_bytes goes in, one byte more does not, with and without a length."""
+    limit = 2**20
+    for size, status in ((limit, 200), (limit + 1, 413)):
+        content = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
+        content += b" " * (size - len(content))
+        headers = {"Content-Type": "application/json"}
+        assert tiny.http.post("/v1/completions", content=content, headers=headers).status_code == status
+        in_pieces = (content[at : at + 60_000] for at in range(0, size, 60_000))
+        assert tiny.http.post("/v1/completions", content=in_pieces, headers=headers).status_code == status
+
+
+def _post(server: LocalServer, path: str, body: dict) -> object:
+    # json.dumps writes half of a surrogate pair as an escape; httpx's own encoder would not take it
+    return server.http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+
+
+def _peak_memory_bytes(pid: int) -> int:
+    with open(f"/proc/{pid}/status", encoding="ascii") as file:  # noqa: PTH123
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
