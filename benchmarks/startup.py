@@ -10,7 +10,6 @@ reports each file that it writes to its cache; there must be none, and at least 
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import socket
@@ -21,7 +20,7 @@ import time
 import urllib.error
 import urllib.request
 
-from report import Row, machine, print_report
+from report import Row, machine, parser, print_report
 
 PLAIN = """
 import sys, torch
@@ -76,10 +75,9 @@ def load_plain(folder: str) -> float:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", metavar="FILE")
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--repeats", type=int, default=5)
+    args = options.parse_args()
 
     from pagefold.config import cache_dir
     from pagefold.hub.catalog import resolve

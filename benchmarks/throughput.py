@@ -13,13 +13,12 @@ padded on the left. Interleaved repeats, medians.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
 from typing import TYPE_CHECKING
 
-from report import Row, machine, print_report
+from report import Row, machine, parser, print_report
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,10 +79,9 @@ def rate(run: Callable[[], None], num_requests: int) -> float:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", metavar="FILE")
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--repeats", type=int, default=5)
+    args = options.parse_args()
 
     import torch
     from transformers import AutoModelForCausalLM

@@ -6,6 +6,7 @@ import json
 import resource
 import subprocess
 import sys
+import xml.etree.ElementTree as ET
 
 import pytest
 import typer
@@ -50,6 +51,23 @@ def test_json_has_both_runs():
     assert result["sharing"]["hit_share"] > 0.3
     assert result["no_sharing"]["num_hit_tokens"] == 0
     assert result["sharing"]["num_requests"] == result["no_sharing"]["num_requests"]
+
+
+def test_the_picture_stands_alone(tmp_path):
+    file = tmp_path / "demo.svg"
+    result = json.loads(run("--json", "--svg", str(file)))
+    svg = ET.fromstring(file.read_text())
+    text = "".join(svg.itertext()).replace("\N{NO-BREAK SPACE}", " ")
+    assert f"{result['sharing']['num_hit_tokens']:,}" in text
+    assert "█" in text
+    assert "url(" not in file.read_text().replace("url(#", "")  # fetches nothing
+
+
+def test_a_picture_that_cannot_be_written_is_refused_in_one_line(tmp_path):
+    result = CliRunner().invoke(app, ["--svg", str(tmp_path / "no-folder" / "demo.svg")])
+    assert result.exit_code == 2
+    assert result.output.startswith("error: Cannot write ")
+    assert result.output.count("\n") == 1
 
 
 @pytest.mark.parametrize("arguments", [("--num-chats", "1"), ("--num-blocks", "4000"), ("--seed", "-1")])

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
+from io import StringIO
+from pathlib import Path  # noqa: TC003 - typer reads it
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pagefold.cli.fail import fail
-from pagefold.errors import PagefoldError
+from pagefold.errors import ConfigError, PagefoldError
 from pagefold.sim import ChatWorkload, Report, SimConfig, simulate
 
 if TYPE_CHECKING:
@@ -24,6 +27,7 @@ __all__ = ["demo"]
 
 _PICTURE_WIDTH = 64
 _PICTURE_HEIGHT = 8
+_SVG_WIDTH = 84
 _CELLS = {"active": ("█", "cyan"), "cached": ("▒", "yellow"), "free": ("·", "bright_black")}
 
 _ROWS: tuple[tuple[str, Callable[[Report], str]], ...] = (
@@ -48,6 +52,7 @@ def demo(
     num_blocks: Annotated[int, typer.Option(min=1, help="Blocks of the KV pool, 16 tokens each.")] = 800,
     num_chats: Annotated[int, typer.Option(min=1, max=5000, help="Chats of the generated workload.")] = 160,
     seed: Annotated[int, typer.Option(help="Of the generated workload.")] = 0,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the table and the blocks into FILE.")] = None,
 ) -> None:
     """Replay generated chats through the real scheduler and KV cache, with and without prefix sharing.
 
@@ -60,16 +65,31 @@ def demo(
         shared, unshared = simulate(workload.requests(), sharing), simulate(workload.requests(), alone)
     except PagefoldError as error:
         fail(error)
-    if as_json:
-        result = {
-            "workload": asdict(workload),
-            "config": asdict(sharing),
-            "sharing": shared.figures(),
-            "no_sharing": unshared.figures(),
-        }
-        typer.echo(json.dumps(result, indent=2))
+    screen = Group(_heading(workload, sharing, shared), _table(shared, unshared), _picture(shared.samples))
+    if svg is not None:
+        _save_svg(screen, svg)
+    if not as_json:
+        Console().print(screen)
         return
-    Console().print(Group(_heading(workload, sharing, shared), _table(shared, unshared), _picture(shared.samples)))
+    result = {
+        "workload": asdict(workload),
+        "config": asdict(sharing),
+        "sharing": shared.figures(),
+        "no_sharing": unshared.figures(),
+    }
+    typer.echo(json.dumps(result, indent=2))
+
+
+def _save_svg(screen: Group, file: Path) -> None:
+    console = Console(record=True, width=_SVG_WIDTH, file=StringIO(), force_terminal=True)
+    console.print(screen)
+    # rich would have the picture fetch its fonts from somewhere: any monospaced one will do.
+    drawn = re.sub(r"@font-face\s*{[^}]*}\s*", "", console.export_svg(title="pagefold demo"))
+    try:
+        file.write_text(drawn + "\n", encoding="utf-8")
+    except OSError as error:
+        msg = f"Cannot write {file}: {error.strerror}."
+        fail(ConfigError(msg, remedy="Name a file in a folder that can be written."))
 
 
 def _heading(workload: ChatWorkload, config: SimConfig, report: Report) -> Text:

@@ -116,10 +116,10 @@ class OutputText:
 
     def _take(self, piece: str, num_held_back: int) -> str:
         self._held += piece
-        first = min((at for at in (self._held.find(text) for text in self._stop) if at >= 0), default=-1)
-        if first >= 0:
+        found = [(at + len(text), at) for text in self._stop if (at := self._held.find(text)) >= 0]
+        if found:  # the one that is complete first, whether or not the piece holds more; of those, the longest
             self.stopped = True
-            certain, self._held = self._held[:first], ""
+            certain, self._held = self._held[: min(found)[1]], ""
             return certain
         cut = len(self._held) - num_held_back
         if cut <= 0:

@@ -61,12 +61,20 @@ def _paged_attention(  # noqa: PLR0913 - transformers calls it so
     **arguments: object,
 ) -> tuple[torch.Tensor, None]:
     """Attention as transformers' layers call it: ``[1, H, T, D]`` in, ``[1, T, H, D]`` out."""
-    assert paged is not None, "the model does not hand forward arguments on to its attention"
+    if paged is None:
+        raise _refusal(module, "does not get the arguments of its model's forward")
     for name in _REFUSED_ARGUMENTS:
         if arguments.get(name) is not None:
-            msg = f"{type(module).__name__} asks its attention for {name}={arguments[name]}."
-            raise UnsupportedModelError(msg, remedy="Pagefold does not compute that yet; use another model.")
-    assert attention_mask is None, "no mask function is registered, so there is no mask"
+            raise _refusal(module, f"asks for {name}")
+    if attention_mask is not None:  # no mask function is registered under our name: the model made one itself
+        raise _refusal(module, "brings a mask of its own")
+    if not getattr(module, "is_causal", True):
+        raise _refusal(module, "looks at later tokens too: it is an encoder's")
+    shape = paged.inputs.lengths.shape[1], paged.slab.keys.shape[-1]
+    for states in (key, value):
+        if (states.shape[1], states.shape[3]) != shape:
+            msg = f"has {states.shape[1]} KV heads of {states.shape[3]}, where the config says {shape[0]} of {shape[1]}"
+            raise _refusal(module, msg)
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     paged.layers.append(layer)
     out = paged.backend(
@@ -79,3 +87,8 @@ def _paged_attention(  # noqa: PLR0913 - transformers calls it so
         query.shape[-1] ** -0.5 if scaling is None else scaling,
     )
     return out[None], None
+
+
+def _refusal(module: torch.nn.Module, what: str) -> UnsupportedModelError:
+    msg = f"{type(module).__name__} {what}."
+    return UnsupportedModelError(msg, remedy="Pagefold does not compute that yet; use another model.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,10 @@ _REFUSED_ATTRIBUTES = {
     "attention_chunk_size": "chunked attention",
     "quantization_config": "weights quantized in the checkpoint",
 }
+
+
+_MAX_WHY = 200
+"""Characters of somebody else's error that ours repeats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +84,11 @@ def inspect_model(folder: Path) -> ModelSpec:
         raise ModelNotFoundError(msg, remedy="Name a folder that save_pretrained wrote, or a built-in name.")
     try:
         config = AutoConfig.from_pretrained(folder)
-    except (ValueError, KeyError, OSError, TypeError) as error:
+    except Exception as error:  # noqa: BLE001 - each config class checks the user's values in its own way
         raw = _read_json(folder / "config.json")
         name = raw.get("model_type") or raw.get("architectures") or "no model_type"
-        msg = f"transformers cannot read the config of {folder} ({name}): {str(error).splitlines()[0]}"
+        why = " ".join(str(error).split()) or type(error).__name__
+        msg = f"transformers cannot read the config of {folder} ({name}): {why[:_MAX_WHY]}"
         raise UnsupportedModelError(
             msg, remedy="Check the config, or install a transformers that has this model."
         ) from None
@@ -94,6 +100,10 @@ def inspect_model(folder: Path) -> ModelSpec:
         msg = f"{config.model_type} ({folder.name}) uses {reason}, which Pagefold does not compute rightly yet."
         raise UnsupportedModelError(msg, remedy="Use a model with plain full attention.")
     num_heads = int(config.num_attention_heads)
+    num_kv_heads = int(getattr(config, "num_key_value_heads", None) or num_heads)
+    if num_heads % num_kv_heads:
+        msg = f"{folder} names {num_heads} attention heads for {num_kv_heads} KV heads, which cannot share them evenly."
+        raise UnsupportedModelError(msg, remedy="Check num_attention_heads and num_key_value_heads in config.json.")
     weight_files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     if not weight_files:
         msg = f"{folder} has a config but no weights (*.safetensors)."
@@ -103,7 +113,7 @@ def inspect_model(folder: Path) -> ModelSpec:
         model_type=str(config.model_type),
         num_layers=int(config.num_hidden_layers),
         num_heads=num_heads,
-        num_kv_heads=int(getattr(config, "num_key_value_heads", None) or num_heads),
+        num_kv_heads=num_kv_heads,
         head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // num_heads),
         max_positions=int(config.max_position_embeddings),
         vocab_size=int(config.vocab_size),
@@ -152,7 +162,7 @@ def _uses_attention_interface(config: PretrainedConfig) -> bool:
 
 def _eos_token_ids(folder: Path, config: PretrainedConfig) -> tuple[int, ...]:
     """Return the end-of-sequence ids; generation_config.json knows better than config.json."""
-    eos = config.eos_token_id
+    eos = getattr(config, "eos_token_id", None)
     if (folder / "generation_config.json").is_file():
         eos = _read_json(folder / "generation_config.json").get("eos_token_id", eos)
     if eos is None:
@@ -164,27 +174,26 @@ def _num_parameters(weights: Path) -> int:
     """Count elements from a safetensors header; for a pickled file, assume two bytes each."""
     if weights.suffix != ".safetensors":
         return weights.stat().st_size // 2
-    header = json.loads(_safetensors_header(weights))
-    total = 0
-    for name, tensor in header.items():
-        if name == "__metadata__":
-            continue
-        count = 1
-        for dim in tensor["shape"]:
-            count *= dim
-        total += count
-    return total
+    return sum(math.prod(tensor["shape"]) for tensor in _tensors(_safetensors_header(weights)))
+
+
+def _tensors(header: bytes) -> list[dict[str, Any]]:
+    return [tensor for name, tensor in json.loads(header).items() if name != "__metadata__"]
 
 
 def _safetensors_header(weights: Path) -> bytes:
+    """Return the header of a whole file: the data of its tensors end where the file does."""
     try:
         with weights.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             header = file.read(min(length, weights.stat().st_size))
-        json.loads(header)
-    except (struct.error, ValueError, OSError):
+        end = max((tensor["data_offsets"][1] for tensor in _tensors(header)), default=0)
+        is_whole = 8 + length + end == weights.stat().st_size
+    except (struct.error, ValueError, OSError, AttributeError, TypeError, LookupError):
+        is_whole = False
+    if not is_whole:
         msg = f"{weights} is not a whole safetensors file."
-        raise ModelNotFoundError(msg, remedy="Download it again.") from None
+        raise ModelNotFoundError(msg, remedy="Download it again.")
     return header
 
 

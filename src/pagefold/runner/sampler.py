@@ -79,11 +79,16 @@ def _draw_cut(
     probabilities = (ordered - whole[:, None]).exp()
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
     suffices = torch.where(top_k < vocab_size, top_k <= num_candidates, cumulative[:, -1] >= top_p)
-    if num_candidates < vocab_size and not suffices.all():
-        return _draw_cut(scaled, params, numbers, vocab_size)
     mass_before = cumulative - probabilities
     probabilities = probabilities.masked_fill(mass_before >= top_p[:, None], 0.0)  # the first always stays
-    return order.gather(-1, _invert(probabilities, numbers)[:, None])[:, 0]
+    chosen = order.gather(-1, _invert(probabilities, numbers)[:, None])[:, 0]
+    if num_candidates < vocab_size and not suffices.all():
+        # Only the rows that need it: equal logits lie in another order when more of them are looked at, and what a row
+        # draws must not depend on the batch.
+        rest = ~suffices
+        rows = rest.nonzero()[:, 0].tolist()
+        chosen[rest] = _draw_cut(scaled[rest], [params[row] for row in rows], numbers[rest], vocab_size)
+    return chosen
 
 
 def _invert(probabilities: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,9 @@ _NUM_CONTEXT_TOKENS = 6
 """Tokens of the prompt that a decoder sees before the first output: some put a space before a word only if it is not
 the first."""
 
+_MAX_CHARACTER_TOKENS = 4
+"""A character has at most so many bytes, and a token at least one."""
+
 _REPLACEMENT = "\ufffd"
 """What decoders make of bytes that are no whole character."""
 
@@ -27,10 +30,11 @@ class Detokenizer:
 
     def __init__(self, backend: Any, prompt_token_ids: Sequence[int]) -> None:  # noqa: ANN401 - tokenizers has no stubs
         self._backend = backend
-        context = list(prompt_token_ids[-_NUM_CONTEXT_TOKENS:])
-        if self._decode(context).endswith(_REPLACEMENT):
-            context = []  # within a character a stream would wait, and then take the prompt's text for the output's
-        self._stream = _stream(context)
+        # Within a character a stream would wait, and then take the prompt's text for the output's. Where the context
+        # begins within one, a byte-fallback decoder breaks the whole run of bytes, and some tokens more mend it.
+        contexts = (list(prompt_token_ids[-_NUM_CONTEXT_TOKENS - more :]) for more in range(_MAX_CHARACTER_TOKENS))
+        whole = (context for context in contexts if not self._decode(context).endswith(_REPLACEMENT))
+        self._stream = _stream(next(whole, []))
         self._pending: list[int] = []  # tokens since the stream last came to the end of a character
 
     def push(self, token_id: int) -> str:

@@ -1,0 +1,104 @@
+"""make_inputs: a plan's columns as tensors, equal to loops over rows, tokens, layers and heads; all of it broadcast."""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagefold.kv import KVGeometry
+from pagefold.runner.inputs import make_inputs
+from pagefold.steps import StepPlan
+
+ROWS = st.lists(
+    st.tuples(st.one_of(st.just(0), st.integers(0, 70)), st.one_of(st.just(1), st.integers(1, 40)), st.booleans()),
+    min_size=1,
+    max_size=8,
+)
+"""(start, tokens, whether the row samples)."""
+
+
+@st.composite
+def geometries(draw):
+    return KVGeometry(draw(st.integers(1, 4)), draw(st.integers(1, 4)), 8, 4, draw(st.sampled_from([1, 4, 16])))
+
+
+def plan_of(rows, block_size, data):
+    plan = StepPlan(0)
+    for row, (start, num_tokens, samples) in enumerate(rows):
+        plan.token_ids.extend(data.draw(st.lists(st.integers(0, 500), min_size=num_tokens, max_size=num_tokens)))
+        plan.starts.append(start)
+        plan.num_tokens.append(num_tokens)
+        num_blocks = -(-(start + num_tokens) // block_size) + data.draw(st.integers(0, 2))  # some have room to spare
+        plan.block_ids.append(data.draw(st.lists(st.integers(0, 99), min_size=num_blocks, max_size=num_blocks)))
+        if samples:
+            plan.sampling_rows.append(row)
+    return plan
+
+
+@settings(deadline=None)
+@given(ROWS, geometries(), st.data())
+def test_every_token_has_its_position_and_every_position_its_block(rows, geometry, data):
+    plan = plan_of(rows, geometry.block_size, data)
+    inputs = make_inputs(plan, geometry)
+    attention = inputs.attention
+    assert inputs.token_ids.tolist() == [plan.token_ids.tolist()]
+    assert inputs.positions.tolist() == [[start + i for start, num_tokens, _ in rows for i in range(num_tokens)]]
+    assert attention.num_seqs == len(rows)
+    first = 0
+    for row, (start, num_tokens, _) in enumerate(rows):
+        last = first + num_tokens
+        assert attention.query_starts[row : row + 2].tolist() == [first, last]
+        first = last
+        for head in range(geometry.num_kv_heads):
+            assert attention.lengths[row, head] == start + num_tokens
+            for position in range(start + num_tokens):
+                at = position // geometry.block_size
+                assert attention.tables[row, head, at] == plan.block_ids[row][at]
+            for layer in range(geometry.num_layers):
+                assert attention.cells[row, layer, head] == geometry.groups[0].cell(layer, head)
+
+
+@settings(deadline=None)
+@given(ROWS, geometries(), st.data())
+def test_logits_are_wanted_of_the_last_token_of_each_row_that_samples(rows, geometry, data):
+    plan = plan_of(rows, geometry.block_size, data)
+    last_tokens, first = [], 0
+    for _, num_tokens, samples in rows:
+        first += num_tokens
+        last_tokens += [first - 1] * samples
+    logit_rows = make_inputs(plan, geometry).logit_rows
+    assert logit_rows.tolist() == last_tokens
+    assert logit_rows.dtype == torch.int64
+
+
+@settings(deadline=None)
+@given(ROWS, geometries(), st.data())
+def test_types_and_shapes_are_those_of_the_signature_and_nothing_is_copied(rows, geometry, data):
+    inputs = make_inputs(plan_of(rows, geometry.block_size, data), geometry)
+    attention, heads, layers = inputs.attention, geometry.num_kv_heads, geometry.num_layers
+    width = max(-(-(start + num_tokens) // geometry.block_size) for start, num_tokens, _ in rows)
+    assert attention.tables.shape == (len(rows), heads, width)
+    assert attention.lengths.shape == (len(rows), heads)
+    assert attention.cells.shape == (len(rows), layers, heads)
+    columns = (attention.query_starts, attention.tables, attention.lengths, attention.cells)
+    assert all(column.dtype == np.int32 for column in columns)
+    assert (inputs.token_ids.dtype, inputs.positions.dtype) == (torch.int64, torch.int64)
+    assert attention.tables.strides[1] == attention.lengths.strides[1] == attention.cells.strides[0] == 0
+
+
+def test_a_prefill_and_a_decode_row():
+    """The plain case, written out: five tokens of a new prompt, then the 18th token of another sequence."""
+    plan = StepPlan(3, token_ids=array("i", [7, 8, 9, 10, 11, 42]), starts=[0, 17], num_tokens=[5, 1])
+    plan.block_ids, plan.sampling_rows = [[3, 9], [5, 4, 6, 2, 8, 1]], [1]
+    inputs = make_inputs(plan, KVGeometry(num_layers=2, num_kv_heads=1, head_dim=8, element_bytes=4, block_size=4))
+    assert inputs.positions.tolist() == [[0, 1, 2, 3, 4, 17]]
+    assert inputs.attention.query_starts.tolist() == [0, 5, 6]
+    assert inputs.attention.lengths.tolist() == [[5], [18]]
+    assert inputs.attention.tables[0, 0, :2].tolist() == [3, 9]
+    assert inputs.attention.tables[1, 0].tolist() == [5, 4, 6, 2, 8]
+    assert inputs.attention.cells.tolist() == [[[0], [1]], [[0], [1]]]
+    assert inputs.logit_rows.tolist() == [5]

@@ -1,0 +1,272 @@
+"""inspect_model: what a folder holds, without loading weights; what would be computed wrongly is refused by name.
+
+Every error is typed, says what was found, and has a remedy.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from dataclasses import asdict
+
+import pytest
+from model_folders import SIZES, save_config
+
+from pagefold.errors import ModelNotFoundError, UnsupportedModelError
+from pagefold.runner.models import inspect_model
+
+WITHOUT_GROUPS = {name: value for name, value in SIZES.items() if name not in {"num_key_value_heads", "head_dim"}}
+
+# What is taken.
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "expected"),
+    [
+        ("LlamaConfig", SIZES, ("llama", 4, 2, 8)),
+        ("LlamaConfig", SIZES | {"num_key_value_heads": 4}, ("llama", 4, 4, 8)),
+        ("LlamaConfig", SIZES | {"num_key_value_heads": 1}, ("llama", 4, 1, 8)),
+        ("LlamaConfig", WITHOUT_GROUPS, ("llama", 4, 4, 8)),
+        ("LlamaConfig", SIZES | {"head_dim": 20}, ("llama", 4, 2, 20)),
+        ("Qwen3Config", SIZES | {"head_dim": 16}, ("qwen3", 4, 2, 16)),
+        ("MistralConfig", SIZES | {"sliding_window": None}, ("mistral", 4, 2, 8)),
+        ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 64}, None),
+    ],
+)
+def test_a_plain_decoder_is_taken_with_its_geometry(tmp_path, config, settings, expected):
+    spec = inspect_model(save_config(tmp_path, config, settings))
+    assert (spec.model_type, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (expected or ("gpt2", 4, 4, 8))
+    assert (spec.folder, spec.num_layers, spec.max_positions, spec.vocab_size) == (tmp_path, 2, 128, 64)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64},
+        {
+            "rope_type": "llama3",
+            "factor": 2.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_a_rope_that_does_not_depend_on_the_batch_is_taken(tmp_path, rope):
+    folder = save_config(tmp_path, "LlamaConfig", SIZES, rope_parameters=rope | {"rope_theta": 1e4})
+    assert inspect_model(folder).model_type == "llama"
+
+
+def test_parameters_are_counted_over_all_weight_files(tmp_path):
+    folder = save_config(tmp_path, "LlamaConfig", SIZES)
+    assert inspect_model(folder).num_parameters == 12 + 1 + 2
+    shutil.copy(folder / "model.safetensors", folder / "model-2.safetensors")
+    assert inspect_model(folder).num_parameters == 30
+
+
+def test_pickled_weights_count_two_bytes_each(tmp_path):
+    folder = save_config(tmp_path, "LlamaConfig", SIZES)
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(bytes(64))
+    assert inspect_model(folder).num_parameters == 32
+
+
+@pytest.mark.parametrize(
+    ("in_config", "in_generation_config", "expected"),
+    [
+        (2, None, (2,)),
+        ([2, 5], None, (2, 5)),
+        (None, None, ()),
+        (2, {"eos_token_id": [7, 8]}, (7, 8)),
+        (2, {"eos_token_id": 7}, (7,)),
+        (2, {"temperature": 0.5}, (2,)),
+    ],
+)
+def test_generation_config_knows_better_which_tokens_end(tmp_path, in_config, in_generation_config, expected):
+    folder = save_config(tmp_path, "LlamaConfig", SIZES, eos_token_id=in_config)
+    if in_generation_config is not None:
+        (folder / "generation_config.json").write_text(json.dumps(in_generation_config))
+    assert inspect_model(folder).eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [({}, "float32"), ({"dtype": "bfloat16"}, "bfloat16"), ({"torch_dtype": "float16"}, "float16")],
+)
+def test_the_stored_dtype_is_the_configs(tmp_path, written, expected):
+    assert inspect_model(save_config(tmp_path, "LlamaConfig", SIZES, **written)).stored_dtype == expected
+
+
+def test_the_fingerprint_changes_with_config_and_weights_and_nothing_else(tmp_path):
+    folder = save_config(tmp_path, "LlamaConfig", SIZES)
+    first = inspect_model(folder)
+    (folder / "README.md").write_text("hello")
+    assert asdict(inspect_model(folder)) == asdict(first)
+    config = folder / "config.json"
+    config.write_text(config.read_text() + "\n")
+    second = inspect_model(folder)
+    shutil.copy(folder / "model.safetensors", folder / "more.safetensors")
+    assert len({first.fingerprint, second.fingerprint, inspect_model(folder).fingerprint}) == 3
+
+
+def test_the_fingerprint_sees_a_change_of_names_that_size_and_time_do_not_show(tmp_path):
+    weights = save_config(tmp_path, "LlamaConfig", SIZES) / "model.safetensors"
+    before, times = inspect_model(tmp_path).fingerprint, weights.stat()
+    weights.write_bytes(weights.read_bytes().replace(b'"c"', b'"d"'))
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert inspect_model(tmp_path).fingerprint != before
+
+
+# What is refused.
+
+MOE = SIZES | {"num_local_experts": 4}
+REFUSED = {
+    "window": ("MistralConfig", SIZES | {"sliding_window": 16}, {}, "mistral .* a sliding window of 16 tokens"),
+    "window of a layer": (
+        "Qwen3Config",
+        SIZES | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+        {},
+        "qwen3 .* layers of sliding_attention",
+    ),
+    "windows and a rope each": ("Gemma3TextConfig", SIZES, {}, "gemma3_text .* layers of sliding_attention"),
+    "soft-capping": ("Gemma2Config", SIZES | {"layer_types": ["full_attention"] * 2}, {}, "gemma2 .* soft-capping"),
+    "sinks and windows": ("GptOssConfig", MOE, {}, "gpt_oss .* layers of sliding_attention"),
+    "MLA": ("DeepseekV3Config", {}, {}, r"deepseek_v3 .* latent attention \(MLA\)"),
+    "shared KV": ("Gemma3nTextConfig", {}, {}, "gemma3n_text .* KV shared across layers"),
+    "chunked attention": ("Llama4TextConfig", {}, {}, "llama4_text .* chunked attention"),
+    "state": ("MambaConfig", {}, {}, "mamba .* layers of linear_attention"),
+    "state in some layers": ("JambaConfig", {}, {}, "jamba .* layers of linear_attention"),
+    "encoder and decoder": ("BartConfig", {}, {}, "bart .* an encoder"),
+    "no decoder": ("T5Config", {}, {}, "t5 is not a decoder"),
+    "images": ("Gemma3Config", {}, {}, "gemma3 .* more than text"),
+    "ALiBi": ("FalconConfig", {"alibi": True}, {}, "falcon .* ALiBi"),
+    "own attention": ("GPTJConfig", {}, {}, "gptj .* an attention of its own"),
+    "dynamic rope": (
+        "LlamaConfig",
+        SIZES,
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+        "llama .* rope of type dynamic",
+    ),
+    "dynamic rope, as it was written once": (
+        "LlamaConfig",
+        SIZES,
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        "llama .* rope of type dynamic",
+    ),
+    "long rope": (
+        "Phi3Config",
+        SIZES | {"original_max_position_embeddings": 64, "sliding_window": None},
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}},
+        "phi3 .* rope of type longrope",
+    ),
+    "quantized": (
+        "LlamaConfig",
+        SIZES,
+        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+        "llama .* weights quantized in the checkpoint",
+    ),
+    "heads that do not divide": ("LlamaConfig", SIZES, {"num_key_value_heads": 3}, "4 attention heads for 3 KV heads"),
+    "a value of another type": (
+        "LlamaConfig",
+        SIZES,
+        {"num_attention_heads": "four"},
+        r"\(llama\).*num_attention_heads",
+    ),
+    "a value that is missing": ("LlamaConfig", SIZES, {"num_hidden_layers": None}, r"\(llama\).*num_hidden_layers"),
+    "no heads": ("LlamaConfig", SIZES, {"num_attention_heads": 0}, r"cannot read the config of .* \(llama\)"),
+    "no such dtype": ("LlamaConfig", SIZES, {"dtype": "float7"}, r"\(llama\).*float7"),
+    "an unknown family": ("LlamaConfig", SIZES, {"model_type": "nobody-9000"}, r"\(nobody-9000\)"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_would_be_computed_wrongly_is_refused_by_name(tmp_path, kind):
+    config, settings, written, message = REFUSED[kind]
+    folder = save_config(tmp_path, config, settings, **written)
+    with pytest.raises(UnsupportedModelError, match=message) as refused:
+        inspect_model(folder)
+    assert refused.value.remedy
+
+
+@pytest.mark.parametrize("name", ["rope_parameters", "quantization_config", "sliding_window"])
+def test_what_is_refused_when_it_is_there_is_taken_when_it_is_null(tmp_path, name):
+    settings = SIZES | {"sliding_window": None}
+    assert inspect_model(save_config(tmp_path, "MistralConfig", settings, **{name: None})).model_type == "mistral"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", '{"model_type": "llama",', "[1, 2]", '"llama"', "{}", "\x00", '{"architectures": ["NobodyLM"]}']
+)
+def test_a_config_that_is_none_is_refused(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(UnsupportedModelError, match="cannot read the config") as refused:
+        inspect_model(tmp_path)
+    assert str(tmp_path) in refused.value.message
+    assert refused.value.remedy
+    assert ("NobodyLM" in refused.value.message) == ("NobodyLM" in text)
+
+
+def test_a_folder_without_config_is_no_model(tmp_path):
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(ModelNotFoundError, match=r"has no config\.json") as refused:
+            inspect_model(folder)
+        assert refused.value.remedy
+
+
+def test_a_config_without_weights_is_no_model(tmp_path):
+    folder = save_config(tmp_path, "LlamaConfig", SIZES)
+    (folder / "model.safetensors").rename(folder / "optimizer.pt")
+    with pytest.raises(ModelNotFoundError, match="no weights") as refused:
+        inspect_model(folder)
+    assert refused.value.remedy
+
+
+# Weight files that are not whole.
+
+
+def header(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+@pytest.mark.parametrize("num_bytes_kept", [0, 4, 8, 50, -60, -1])
+def test_a_weight_file_cut_anywhere_is_found_out(tmp_path, num_bytes_kept):
+    folder = save_config(tmp_path, "LlamaConfig", SIZES)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:num_bytes_kept])
+    with pytest.raises(ModelNotFoundError, match=r"model\.safetensors is not a whole safetensors file") as refused:
+        inspect_model(folder)
+    assert refused.value.remedy
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"<html>404</html>",
+        struct.pack("<Q", 2**63) + b"{}",
+        header("no json"),
+        header("[1]"),
+        header('"a"'),
+        header('{"a": 1}'),
+        header('{"a": {}}'),
+        header('{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0]}}') + bytes(8),
+        header('{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, "8"]}}') + bytes(8),
+        header('{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}') + bytes(9),
+    ],
+)
+def test_a_weight_file_of_something_else_is_found_out(tmp_path, content):
+    folder = save_config(tmp_path, "LlamaConfig", SIZES)
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(ModelNotFoundError, match="not a whole safetensors file"):
+        inspect_model(folder)
+
+
+def test_one_broken_file_of_several_is_named(tmp_path):
+    folder = save_config(tmp_path, "LlamaConfig", SIZES)
+    (folder / "part-2.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-1])
+    with pytest.raises(ModelNotFoundError, match="part-2"):
+        inspect_model(folder)

@@ -1,0 +1,198 @@
+"""TorchRunner: ragged steps say what plain transformers says; a model that attends in another way is found out.
+
+The larger equality runs are in ``tests/equivalence``; here, one batch is written out by hand.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from model_folders import SIZES, save_model
+
+from pagefold.errors import UnsupportedModelError
+from pagefold.kv import BlockId, CopyOp, KVGeometry
+from pagefold.request import SamplingParams
+from pagefold.runner.attention import reference_attention
+from pagefold.runner.loader import load_model
+from pagefold.runner.models import inspect_model
+from pagefold.runner.sampler import sample
+from pagefold.runner.slab import Slab
+from pagefold.runner.torch_runner import TorchRunner
+from pagefold.steps import StepPlan
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BLOCK_SIZE = 4
+PROMPTS = [[5, 9, 11, 23, 40, 3], [17, 8, 61, 33, 2, 7, 12, 50, 44], [30]]
+
+
+def make_runner(folder: Path, num_layers: int = 2, num_kv_heads: int = 2) -> TorchRunner:
+    geometry = KVGeometry(num_layers, num_kv_heads, 8, 8, BLOCK_SIZE)
+    slab = Slab(geometry, 16, torch.float64)
+    slab.data.fill_(float("nan"))  # whoever reads what nobody wrote is found out
+    return TorchRunner(load_model(folder, torch.float64), geometry, slab, reference_attention)
+
+
+def make_plan(*rows: tuple[list[int], int, list[int], bool]) -> StepPlan:
+    """Make a greedy plan of rows: (tokens, start, blocks, whether it samples)."""
+    plan = StepPlan(0)
+    for row, (tokens, start, block_ids, samples) in enumerate(rows):
+        plan.token_ids.extend(tokens)
+        plan.starts.append(start)
+        plan.num_tokens.append(len(tokens))
+        plan.block_ids.append([BlockId(block_id) for block_id in block_ids])
+        if samples:
+            plan.sampling_rows.append(row)
+            plan.sampling.append(SamplingParams(temperature=0.0))
+            plan.seeds.append(0)
+            plan.draws.append(0)
+    return plan
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    """Tiny tensors gain nothing from a second thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("llama"), "LlamaConfig", SIZES)
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path):
+    """Return plain transformers' logits of the token after ``token_ids``: no cache, one sequence, torch's attention."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa")
+
+    def logits_after(token_ids: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            return model(torch.tensor([token_ids]), use_cache=False).logits[0, -1]
+
+    return logits_after
+
+
+def test_prefills_chunks_and_decodes_in_one_batch_say_what_plain_transformers_says(folder, plain):
+    """Three steps: a prompt and half of another; its rest, a decode and a new prompt; three decodes."""
+    a, b, c = (list(prompt) for prompt in PROMPTS)
+    runner = make_runner(folder)
+    blocks_a, blocks_b, blocks_c = [11, 2], [0, 7, 5], [15]
+
+    (token,) = runner.run(make_plan((b[:5], 0, blocks_b, False), (a, 0, blocks_a, True))).token_ids
+    assert token == plain(a).argmax()
+    a.append(token)
+
+    plan = make_plan((a[-1:], len(a) - 1, blocks_a, True), (c, 0, blocks_c, True), (b[5:], 5, blocks_b, True))
+    tokens = runner.run(plan).token_ids
+    assert tokens == [plain(each).argmax() for each in (a, c, b)]
+    for each, token in zip((a, c, b), tokens, strict=True):
+        each.append(token)
+
+    tables = ((b, blocks_b), (c, blocks_c), (a, blocks_a))
+    logits = runner.logits(make_plan(*((each[-1:], len(each) - 1, table, True) for each, table in tables)))
+    expected = torch.stack([plain(each) for each, _ in tables])
+    assert (logits - expected).abs().max() < 1e-12
+    assert expected.abs().max() > 1, "such logits would tell nothing"
+
+
+def test_a_row_may_lean_on_what_an_earlier_row_of_the_step_writes(folder, plain):
+    one, other = PROMPTS[1], [*PROMPTS[1][:4], 20, 21]
+    runner = make_runner(folder)
+    plan = make_plan((one, 0, [3, 4, 5], True), (other[4:], 4, [3, 6], True))
+    assert runner.run(plan).token_ids == [plain(one).argmax(), plain(other).argmax()]
+
+
+def test_copies_come_before_the_first_write(folder, plain):
+    """The copied block's third slot is written by both, each in its own block, in the same step."""
+    one, other = [9, 8, 7], [9, 8, 60]
+    runner = make_runner(folder)
+    runner.run(make_plan((one[:2], 0, [3], False)))
+    plan = make_plan((one[2:], 2, [3], True), (other[2:], 2, [6], True))
+    plan.copies = [CopyOp(BlockId(3), BlockId(6), 2)]
+    logits = runner.logits(plan)
+    assert (logits - torch.stack([plain(one), plain(other)])).abs().max() < 1e-12
+
+
+def test_a_step_that_samples_nothing_returns_nothing(folder):
+    assert make_runner(folder).run(make_plan((PROMPTS[1], 0, [0, 1, 2], False))).token_ids == []
+
+
+def test_rows_sample_as_their_params_and_seeds_say(folder, plain):
+    plan = make_plan((PROMPTS[0], 0, [0, 1], True), (PROMPTS[2], 0, [2], True))
+    free = SamplingParams(temperature=2.0)
+    plan.sampling, plan.seeds = [free, SamplingParams(temperature=2.0, top_k=1)], [1, 2]
+    runner, drawn = make_runner(folder), []
+    for index in range(12):
+        plan.draws = [index, index]
+        first, second = runner.run(plan).token_ids
+        assert second == plain(PROMPTS[2]).argmax()
+        drawn.append(first)
+    assert drawn == [sample(plain(PROMPTS[0])[None], [free], [1], [index])[0] for index in range(12)]
+    assert len(set(drawn)) > 3
+
+
+def test_warming_up_writes_block_0_only(folder):
+    runner = make_runner(folder)
+    runner.warm_up()
+    assert not runner.slab.keys[0, :, 0].isnan().any()
+    assert runner.slab.data[1:].isnan().all()
+
+
+# Models that attend in another way than the inspection could see: found out by the first step.
+
+
+def test_layers_that_do_not_attend_are_found_out(folder):
+    with pytest.raises(UnsupportedModelError, match=r"attended in layers \[0, 1\], not once in each of 3") as refused:
+        make_runner(folder, num_layers=3).warm_up()
+    assert refused.value.remedy
+
+
+def test_kv_heads_that_are_not_the_configs_are_found_out(folder):
+    with pytest.raises(UnsupportedModelError, match="LlamaAttention has 2 KV heads of 8, where the config says 1 of 8"):
+        make_runner(folder, num_kv_heads=1).warm_up()
+
+
+BIGCODE = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 64}
+FLOAT_MOE = SIZES | {"num_local_experts": 4, "layer_types": ["full_attention"] * 2}
+ODD = {
+    "sliding window": ("MistralConfig", SIZES | {"sliding_window": 16}, "MistralAttention asks for sliding_window"),
+    "soft-capping": ("Gemma2Config", SIZES | {"layer_types": ["full_attention"] * 2}, "asks for softcap"),
+    "sinks": ("GptOssConfig", FLOAT_MOE, "GptOssAttention asks for s_aux"),
+    "an encoder": ("BertConfig", SIZES, "BertSelfAttention looks at later tokens too"),
+    "its own mask": ("DogeConfig", SIZES, "DogeAttention brings a mask"),
+    "two attentions a layer": ("DiffLlamaConfig", SIZES, "attended in layers"),
+    "another number of KV heads": ("GPTBigCodeConfig", BIGCODE, "GPTBigCodeAttention has 1 KV heads"),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_an_attention_that_ours_is_not_is_refused_by_name(tmp_path, kind):
+    config, settings, message = ODD[kind]
+    runner = make_runner(save_model(tmp_path, config, settings), num_kv_heads=4 if config == "BertConfig" else 2)
+    with pytest.raises(UnsupportedModelError, match=message) as refused:
+        runner.warm_up()
+    assert refused.value.remedy
+
+
+def test_a_bert_that_is_a_decoder_is_taken(tmp_path):
+    folder = save_model(tmp_path, "BertConfig", SIZES | {"is_decoder": True})
+    make_runner(folder, num_kv_heads=4).warm_up()
+
+
+def test_a_model_called_without_its_step_is_refused(folder):
+    with pytest.raises(UnsupportedModelError, match="LlamaAttention does not get the arguments"):
+        load_model(folder, torch.float64)(torch.tensor([[1, 2, 3]]), use_cache=False)
+
+
+def test_an_inspected_folder_has_the_geometry_that_runs(folder):
+    spec = inspect_model(folder)
+    make_runner(folder, spec.num_layers, spec.num_kv_heads).warm_up()
+    assert spec.stored_dtype == "float64"
