@@ -21,6 +21,8 @@ import urllib.error
 import urllib.request
 
 from report import Row, machine, parser, print_report
+from rich.console import Console
+from rich.progress import track
 
 PLAIN = """
 import sys, torch
@@ -86,7 +88,7 @@ def main() -> None:
     start_server()
     load_plain(folder)
     ours, plain, num_compiled, num_loaded = [], [], 0, 0
-    for _ in range(args.repeats):
+    for _ in track(range(args.repeats), description="starts", console=Console(stderr=True)):
         seconds, output = start_server()
         ours.append(seconds)
         plain.append(load_plain(folder))

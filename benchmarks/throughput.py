@@ -8,7 +8,7 @@ Peers, both plain ``transformers.generate`` with its defaults for this model (sd
 ``one by one`` (8 of the 32, since the rate does not depend on how many there are), and ``batched``: all 32 in one call,
 padded on the left. Interleaved repeats, medians.
 
-    python benchmarks/throughput.py [--repeats 5] [--json FILE]
+    python benchmarks/throughput.py [--repeats 3] [--json FILE]
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import time
 from typing import TYPE_CHECKING
 
 from report import Row, machine, parser, print_report
+from rich.console import Console
+from rich.progress import track
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,7 +82,7 @@ def rate(run: Callable[[], None], num_requests: int) -> float:
 def main() -> None:
     """Measure, print, write."""
     options = parser(__doc__)
-    options.add_argument("--repeats", type=int, default=5)
+    options.add_argument("--repeats", type=int, default=3)
     args = options.parse_args()
 
     import torch
@@ -99,7 +101,8 @@ def main() -> None:
     for shape in ("equal", "mixed"):
         rates: dict[str, list[float]] = {"pagefold": [], "one by one": [], "batched": []}
         with torch.inference_mode():
-            for repeat in range(-1, args.repeats):  # -1 warms up and is not counted
+            repeats = range(-1, args.repeats)  # -1 warms up and is not counted
+            for repeat in track(repeats, description=shape, console=Console(stderr=True)):
                 many = prompts(shape, rng, vocab_size)
                 few = many[:: NUM_REQUESTS // NUM_ONE_BY_ONE]
                 got = {

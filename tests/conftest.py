@@ -6,9 +6,13 @@ import shutil
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+settings.register_profile("no deadlines", deadline=None)  # a busy machine is slow, not wrong
+settings.load_profile("no deadlines")
 
 
 @pytest.fixture(scope="session")

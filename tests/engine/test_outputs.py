@@ -64,7 +64,7 @@ def push_all(pieces, stop):
 # The text.
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(pieces_of_text(), STOPS)
 @example(["ab.", ""], ("ab.", "b"))  # b is complete first, also when all comes at once
 @example(["a", "b.", ""], (".", "ab."))  # both are complete at once: the longest is cut
@@ -75,7 +75,7 @@ def test_any_split_of_a_text_is_cut_at_the_first_stop_string(pieces, stop):
     assert ("".join(out), stopped) == cut_by_twin("".join(pieces), stop)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(pieces_of_text(), STOPS)
 def test_what_is_out_can_no_longer_be_the_beginning_of_a_stop_string(pieces, stop):
     output, out, text = OutputText(Pieces(pieces), stop), "", ""
@@ -89,7 +89,6 @@ def test_what_is_out_can_no_longer_be_the_beginning_of_a_stop_string(pieces, sto
             assert not any(one.startswith(text[start:]) or text[start:].startswith(one) for one in stop)
 
 
-@settings(deadline=None)
 @given(pieces_of_text(), STOPS)
 def test_no_more_is_held_back_than_a_stop_string_without_its_last_character(pieces, stop):
     output, out, text = OutputText(Pieces(pieces), stop), "", ""
@@ -101,7 +100,6 @@ def test_no_more_is_held_back_than_a_stop_string_without_its_last_character(piec
         assert len(text) - len(out) <= max(map(len, stop), default=1) - 1
 
 
-@settings(deadline=None)
 @given(pieces_of_text())
 def test_without_stop_strings_every_piece_comes_at_once(pieces):
     assert push_all(pieces, ()) == (pieces, False)
@@ -123,7 +121,7 @@ def test_without_a_detokenizer_there_is_no_text():
     assert (output.push(7), output.flush(), output.stopped) == ("", "", False)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(0, 49151), max_size=20), st.data())
 def test_stop_strings_of_real_tokens_are_cut_where_the_whole_text_has_them(tokenizer, token_ids, data):
     text = tokenizer.decode(token_ids)

@@ -174,7 +174,7 @@ def test_a_file_that_contradicts_itself(tools: Any, tmp_path: Path) -> None:
             GgufFile(path)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=200)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
 @given(data=st.data())
 def test_any_damage_is_a_typed_error_or_harmless(tools: Any, tmp_path: Path, data: st.DataObject) -> None:
     content = bytearray(tools.encode_gguf({"a": ["x", "y"], "b": 1, "c": [1, 2]}, tools_tensors(tools)))

@@ -857,9 +857,7 @@ def test_hypothesis_finds_nothing(policy: str) -> None:
     machine = type(f"KVCoreMachine_{policy}", (KVCoreMachine,), {"policy": policy})
     run_state_machine_as_test(
         machine,
-        settings=settings(
-            max_examples=40, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
+        settings=settings(max_examples=40, stateful_step_count=50, suppress_health_check=list(HealthCheck)),
     )
 
 

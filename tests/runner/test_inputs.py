@@ -6,7 +6,7 @@ from array import array
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pagefold.kv import KVGeometry
@@ -39,7 +39,6 @@ def plan_of(rows, block_size, data):
     return plan
 
 
-@settings(deadline=None)
 @given(ROWS, geometries(), st.data())
 def test_every_token_has_its_position_and_every_position_its_block(rows, geometry, data):
     plan = plan_of(rows, geometry.block_size, data)
@@ -62,7 +61,6 @@ def test_every_token_has_its_position_and_every_position_its_block(rows, geometr
                 assert attention.cells[row, layer, head] == geometry.groups[0].cell(layer, head)
 
 
-@settings(deadline=None)
 @given(ROWS, geometries(), st.data())
 def test_logits_are_wanted_of_the_last_token_of_each_row_that_samples(rows, geometry, data):
     plan = plan_of(rows, geometry.block_size, data)
@@ -75,7 +73,6 @@ def test_logits_are_wanted_of_the_last_token_of_each_row_that_samples(rows, geom
     assert logit_rows.dtype == torch.int64
 
 
-@settings(deadline=None)
 @given(ROWS, geometries(), st.data())
 def test_types_and_shapes_are_those_of_the_signature_and_nothing_is_copied(rows, geometry, data):
     inputs = make_inputs(plan_of(rows, geometry.block_size, data), geometry)

@@ -79,7 +79,6 @@ DRAWS = st.integers(0, 10**6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@settings(deadline=None)
 @given(st.lists(st.integers(-3, 3), min_size=1, max_size=30))
 def test_greedy_takes_the_lowest_id_of_the_largest_logits(dtype, logits):
     (token,) = sample(torch.tensor([logits], dtype=dtype), [SamplingParams(temperature=0.0)], [0], [0])
@@ -98,13 +97,13 @@ def test_no_rows_draw_nothing():
 # Draws, one by one, against the twin.
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(LOGITS, HOW, SEEDS, DRAWS)
 def test_a_draw_is_what_the_twin_draws(logits, how, seed, index):
     assert draw(logits, how, seed, index) in drawn_by_twin(logits, how, uniform(seed, index))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(LOGITS, st.sets(st.integers(0, 39)), HOW, SEEDS, DRAWS)
 def test_a_token_of_no_weight_is_never_drawn(logits, banned, how, seed, index):
     logits = [NEVER if token in banned else logit for token, logit in enumerate(logits)]
@@ -127,7 +126,6 @@ def test_a_large_vocabulary_is_cut_where_the_twin_cuts_it(sharpness, top_k, top_
         assert draw(logits, how, 5, index) in drawn_by_twin(logits, how, uniform(5, index))
 
 
-@settings(deadline=None)
 @given(LOGITS, SEEDS, DRAWS)
 def test_top_k_of_one_and_a_tiny_top_p_and_a_tiny_temperature_are_greedy(logits, seed, index):
     best = logits.index(max(logits))
@@ -136,7 +134,6 @@ def test_top_k_of_one_and_a_tiny_top_p_and_a_tiny_temperature_are_greedy(logits,
     assert draw(logits, SamplingParams(temperature=1e-5), seed, index) == best
 
 
-@settings(deadline=None)
 @given(LOGITS, SEEDS, DRAWS)
 def test_a_top_k_beyond_the_vocabulary_keeps_all(logits, seed, index):
     free = draw(logits, SamplingParams(), seed, index)
@@ -199,7 +196,7 @@ def test_draws_follow_the_distribution(how, many):
 # A row alone.
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 7), HOW, SEEDS, DRAWS), min_size=1, max_size=8), st.randoms())
 def test_what_a_row_draws_does_not_depend_on_the_batch_or_its_order(rows, random):
     """Logits are integers, so that many are equal and their order is open; flat rows need the whole vocabulary."""
@@ -235,7 +232,6 @@ def test_greedy_rows_stay_greedy_among_random_ones():
 # The numbers.
 
 
-@settings(deadline=None)
 @given(SEEDS, DRAWS)
 def test_a_number_is_in_0_to_1_and_always_the_same(seed, index):
     number = uniform(seed, index)

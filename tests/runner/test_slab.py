@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pagefold.kv import BlockId, CopyOp, KVGeometry
@@ -65,7 +65,6 @@ def test_what_is_not_a_number_is_copied_bit_for_bit():
     assert torch.equal(slab.data[5].view(torch.int32), slab.data[0].view(torch.int32))
 
 
-@settings(deadline=None)
 @given(OPS)
 def test_copies_are_made_one_after_another(ops):
     """The twin is a list of names: a block that was copied into is a source like any other."""
@@ -77,7 +76,6 @@ def test_copies_are_made_one_after_another(ops):
     assert torch.equal(slab.data, before[names])
 
 
-@settings(deadline=None)
 @given(OPS, st.randoms())
 def test_copies_as_the_core_plans_them_may_be_made_in_any_order(ops, random):
     """No block is written twice, and none that is written is read."""

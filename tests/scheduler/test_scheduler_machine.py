@@ -502,9 +502,7 @@ def test_hypothesis_finds_nothing() -> None:
     """About 2 * 10^3 operations, found and shrunk by hypothesis."""
     run_state_machine_as_test(
         SchedulerMachine,
-        settings=settings(
-            max_examples=50, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
+        settings=settings(max_examples=50, stateful_step_count=40, suppress_health_check=list(HealthCheck)),
     )
 
 

@@ -6,7 +6,7 @@ The slow twin decodes everything at every step and lets out what is new, unless 
 from __future__ import annotations
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pagefold.tokenizer import Detokenizer
@@ -64,7 +64,6 @@ def test_some_of_these_texts_have_characters_of_several_tokens(tokenizer):
         assert "" in pieces_of(tokenizer.detokenizer([]), tokenizer.encode(TEXTS[kind]))[:-1]
 
 
-@settings(deadline=None)
 @given(st.text(SPEAKABLE, max_size=40), st.text(max_size=5))
 def test_any_text_comes_out_as_it_went_in(tokenizer, text, prompt):
     pieces = pieces_of(tokenizer.detokenizer(tokenizer.encode(prompt)), tokenizer.encode(text))
@@ -72,7 +71,6 @@ def test_any_text_comes_out_as_it_went_in(tokenizer, text, prompt):
     assert REPLACEMENT in text or not any(REPLACEMENT in piece for piece in pieces)
 
 
-@settings(deadline=None)
 @given(PROMPTS, SEQUENCES)
 def test_any_tokens_come_out_as_they_are_decoded_together(tokenizer, prompt, token_ids):
     """Most of these are no valid UTF-8: what is broken is U+FFFD, as often as in the whole."""
@@ -80,13 +78,11 @@ def test_any_tokens_come_out_as_they_are_decoded_together(tokenizer, prompt, tok
     assert "".join(pieces) == tokenizer.decode(token_ids)
 
 
-@settings(deadline=None)
 @given(PROMPTS, SEQUENCES)
 def test_every_piece_comes_with_the_token_that_completes_it(tokenizer, prompt, token_ids):
     assert pieces_of(tokenizer.detokenizer(prompt), token_ids) == pieces_of_twin(tokenizer.decode, token_ids)
 
 
-@settings(deadline=None)
 @given(PROMPTS, st.lists(st.integers(0, 255).filter(lambda byte: byte not in NO_TOKEN), max_size=12))
 @example([], [0xF0, 0x9F, 0x99])
 @example([], [0xC3, 0x28, 0xE2, 0x82])
@@ -159,7 +155,6 @@ def test_a_first_word_has_no_space_and_a_later_one_has(marks):
     assert pieces_of(Detokenizer(marks, [BANG] * 100), [CAT]) == [" cat", ""]
 
 
-@settings(deadline=None)
 @given(st.lists(CHARACTERS, max_size=9), st.lists(CHARACTERS, max_size=12))
 @example([list("🙂".encode())] * 2, [[THE]])  # the prompt's last six tokens begin within a character
 def test_a_text_is_what_it_adds_to_the_prompts(marks, prompt, output):
@@ -190,7 +185,6 @@ def test_a_broken_byte_does_not_take_back_what_is_out(marks):
     assert "".join(pieces_of(Detokenizer(marks, [BANG]), output)) == f"é{REPLACEMENT} the cat"
 
 
-@settings(deadline=None)
 @given(st.lists(st.one_of(WORDS, st.integers(0, 255), st.just(BOS)), max_size=20))
 def test_broken_bytes_never_stop_a_stream_or_swallow_a_word(marks, output):
     text = "".join(pieces_of(Detokenizer(marks, [BANG]), output))
