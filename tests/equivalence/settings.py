@@ -96,6 +96,7 @@ SETTINGS = (
     Setting(name="end-of-sequence tokens", ignore_eos=False, num_rounds=2),
     Setting(
         name="everything at once",
+        max_prompt_tokens=400,  # longer ones leave the others too much room
         block_size=8,
         max_num_batched_tokens=48,
         max_num_seqs=16,
@@ -107,5 +108,19 @@ SETTINGS = (
         failure_rate=0.1,
         ignore_eos=False,
         at_least=Counts(num_preemptions=5, num_failed_steps=20, num_cancelled=8, num_hit_tokens=100),
+    ),
+    Setting(
+        name="everything at once, long prompts too",
+        block_size=8,
+        max_num_batched_tokens=48,
+        max_num_seqs=16,
+        spare_blocks=6,
+        arrivals="trickle",
+        shuffle=True,
+        num_rounds=3,
+        cancel_share=0.5,
+        failure_rate=0.1,
+        ignore_eos=False,
+        at_least=Counts(num_failed_steps=20, num_cancelled=8, num_hit_tokens=100),
     ),
 )
