@@ -121,3 +121,36 @@ def test_the_table_of_moves_is_the_life_of_a_request():
     for status in set(RequestStatus) - {RequestStatus.FINISHED}:
         assert RequestStatus.FINISHED in LEGAL_MOVES[status], "anything can be cancelled"
     assert RequestStatus.WAITING not in LEGAL_MOVES[RequestStatus.PREEMPTED], "who was preempted stays known as such"
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"temperature": "hot"},
+        {"temperature": None},
+        {"temperature": True},
+        {"top_p": None},
+        {"top_k": 1.5},
+        {"max_tokens": "5"},
+        {"max_tokens": 2.5},
+        {"stop": 5},
+        {"stop": [5]},
+        {"stop_token_ids": ["a"]},
+        {"stop_token_ids": [True]},
+        {"ignore_eos": 1},
+        {"seed": "x"},
+    ],
+    ids=str,
+)
+def test_a_value_of_the_wrong_type_is_refused_by_name(field):
+    ((name, _),) = field.items()
+    with pytest.raises(InvalidRequestError, match=f"^{name} is ") as refused:
+        SamplingParams(**field)
+    assert refused.value.param == name
+    assert refused.value.remedy.startswith("It must be ")
+
+
+def test_ints_are_numbers_and_lists_are_sequences():
+    how = SamplingParams(temperature=1, top_p=1, stop=["a", "b"], stop_token_ids=[1, 2])
+    assert (how.stop, how.stop_token_ids) == (("a", "b"), (1, 2))
+    assert SamplingParams(stop=None, stop_token_ids=None).stop == ()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from pagefold.errors import ConfigError
+from pagefold.typecheck import wrong_type
 
 __all__ = ["AttentionBackend", "Dtype", "EngineConfig", "ServerConfig", "available_memory_bytes", "cache_dir"]
 
@@ -60,6 +61,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         from pagefold.kv.eviction import POLICIES  # noqa: PLC0415 - kv stands on nothing here; keeps imports one-way
 
+        _check_types(self)
         _one_of("dtype", self.dtype, _DTYPES)
         _one_of("attention_backend", self.attention_backend, _BACKENDS)
         _one_of("eviction_policy", self.eviction_policy, tuple(POLICIES))
@@ -105,12 +107,19 @@ class ServerConfig:
     drain_s: float = 30.0
 
     def __post_init__(self) -> None:
+        _check_types(self)
         if not 0 <= self.port <= _MAX_PORT:
             raise _bad("port", self.port, f"between 0 (any free one) and {_MAX_PORT}")
         if self.max_body_bytes < 1:
             raise _bad("max_body_bytes", self.max_body_bytes, "a positive number of bytes")
         if not self.drain_s >= 0:
             raise _bad("drain_s", self.drain_s, "a number of seconds, at least 0")
+
+
+def _check_types(record: object) -> None:
+    wrong = wrong_type(record)
+    if wrong is not None:
+        raise _bad(wrong.field, repr(wrong.value), wrong.allowed)
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

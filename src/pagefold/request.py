@@ -8,6 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from pagefold.errors import InvalidRequestError
+from pagefold.typecheck import wrong_type
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,9 +52,18 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            if value is None or isinstance(value, list):
+                object.__setattr__(self, name, tuple(value or ()))
+        wrong = wrong_type(self)
+        if wrong is not None:
+            raise _out_of_range(wrong.field, repr(wrong.value), wrong.allowed)
+        self._check_ranges()
+
+    def _check_ranges(self) -> None:
         if not 0.0 <= self.temperature <= _MAX_TEMPERATURE:
             raise _out_of_range("temperature", self.temperature, "between 0 (greedy) and 2")
         if not 0.0 < self.top_p <= 1.0:

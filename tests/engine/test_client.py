@@ -132,3 +132,24 @@ def test_an_engine_that_fails_tells_everybody(client: EngineThread, monkeypatch:
             await _collect(client, "late", SHORT)
 
     asyncio.run(asyncio.wait_for(run(), 120))
+
+
+def test_an_engine_that_fails_while_it_drains_tells_everybody(
+    client: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        msg = "a bug"
+        raise AssertionError(msg)
+
+    async def run() -> None:
+        streams = [asyncio.create_task(_collect(client, str(i), LONG)) for i in range(6)]
+        while not client.status().num_running:
+            await asyncio.sleep(0.005)
+        client._commands.put(lambda: monkeypatch.setattr(client._engine, "step", broken))
+        assert not await asyncio.to_thread(client.drain, 100.0)
+        for stream in streams:
+            with pytest.raises(EngineStoppedError, match="a bug"):
+                await stream
+        assert client.has_failed
+
+    asyncio.run(asyncio.wait_for(run(), 120))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -105,6 +109,7 @@ def test_a_stop_token_ends_the_output(llm: LLM) -> None:
         ({}, "prompt"),
         (7, "prompt"),
         ({"prompt": 7}, "prompt"),
+        ("half a pair \ud800", "prompt"),
     ],
 )
 def test_a_bad_prompt_is_refused_before_any_runs(llm: LLM, prompt: Any, param: str) -> None:
@@ -119,22 +124,60 @@ def test_as_many_params_as_prompts(llm: LLM) -> None:
         llm.generate(["a"], [GREEDY, GREEDY])
 
 
-def test_an_interrupted_batch_gives_its_blocks_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = 0
-    run = llm.engine.runner.run
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        ("runner", "run"),
+        ("scheduler", "add"),
+        ("scheduler", "schedule"),
+        ("scheduler", "_affordable"),
+        ("scheduler", "_take_step"),
+        ("scheduler.core", "take_copies"),
+        ("scheduler.core", "commit"),
+    ],
+)
+def test_ctrl_c_at_any_moment_gives_the_blocks_back(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, part: str, name: str
+) -> None:
+    """The signal comes in the midst of it; the batch ends between two steps."""
+    owner = attrgetter(part)(llm.engine)
+    real = getattr(owner, name)
+    num_calls = 0
 
-    def interrupted(plan):
-        nonlocal steps
-        steps += 1
-        if steps == 3:
-            raise KeyboardInterrupt
-        return run(plan)
+    def interrupted(*args: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(*args)
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(owner, name, interrupted)
+    prompts = [{"prompt_token_ids": [num, *range(40)]} for num in range(3)]
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompts, GREEDY, use_tqdm=False)
+    monkeypatch.undo()
+    assert signal.getsignal(signal.SIGINT) is before
+    assert not llm.engine.scheduler.has_work
+    assert len(llm.generate("again", GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 8
+
+
+def test_a_runner_that_is_interrupted_leaves_no_step_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(plan: Any) -> Any:
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(llm.engine.runner, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["a", "b", "c"], GREEDY, use_tqdm=False)
     monkeypatch.undo()
     assert len(llm.generate("again", GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 8
+
+
+def test_threads_take_turns(llm: LLM) -> None:
+    expected = [llm.generate(f"prompt {i}", GREEDY, use_tqdm=False)[0].outputs[0].token_ids for i in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        got = list(threads.map(lambda i: llm.generate(f"prompt {i}", GREEDY, use_tqdm=False), range(4)))
+    assert [results[0].outputs[0].token_ids for results in got] == expected
 
 
 def test_a_step_that_fails_is_run_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,6 +205,34 @@ def test_a_step_that_keeps_failing_ends_with_an_error(llm: LLM, monkeypatch: pyt
     results = llm.generate(["a", "b"], GREEDY, use_tqdm=False)
     assert [result.outputs[0].finish_reason for result in results] == ["error", "error"]
     assert all("no more memory" in (result.error or "") for result in results)
+
+
+@pytest.mark.parametrize("how", [{"temperature": 0}, [{"temperature": 0}], "greedy", 5])
+def test_sampling_params_are_of_their_type(llm: LLM, how: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="sampling_params is"):
+        llm.generate(["a"], how)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"max_num_seqs": "8"},
+        {"block_size": 16.0},
+        {"block_size": True},
+        {"kv_cache_memory_bytes": "1G"},
+        {"kv_cache_memory_bytes": 1e6},
+        {"enable_prefix_caching": "no"},
+        {"max_model_len": 300.5},
+        {"seed": "x"},
+        {"dtype": 32},
+    ],
+    ids=str,
+)
+def test_a_setting_of_the_wrong_type_is_refused_by_name(setting: dict[str, Any]) -> None:
+    ((name, value),) = setting.items()
+    with pytest.raises(ConfigError, match=f"{name} is {value!r}") as refused:
+        LLM("smollm2-135m", **setting)
+    assert refused.value.remedy
 
 
 def test_an_unknown_setting_is_refused_by_name() -> None:

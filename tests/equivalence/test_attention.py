@@ -151,12 +151,17 @@ print(num_kernels_compiled())
 """
 
 
-def test_a_second_process_compiles_nothing(tmp_path):
+def _num_compiled(cache: Path) -> str:
     tests = Path(__file__).resolve().parents[1]
     program = [sys.executable, "-c", KERNELS.format(tests=str(tests))]
-    environment = {**os.environ, "PAGEFOLD_CACHE": str(tmp_path)}
-    compiled = [
-        subprocess.run(program, env=environment, check=True, capture_output=True, text=True).stdout.strip()
-        for _ in range(2)
-    ]
-    assert compiled == ["1", "0"]
+    environment = {**os.environ, "PAGEFOLD_CACHE": str(cache)}
+    return subprocess.run(program, env=environment, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_a_second_process_compiles_nothing_unless_the_cache_is_damaged(tmp_path):
+    assert [_num_compiled(tmp_path) for _ in range(2)] == ["1", "0"]
+    files = [file for file in (tmp_path / "kernels").rglob("*.nb[ic]") if file.is_file()]
+    assert len(files) >= 2
+    for file in files:
+        os.truncate(file, 100)
+    assert [_num_compiled(tmp_path) for _ in range(2)] == ["1", "0"]

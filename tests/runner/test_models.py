@@ -93,14 +93,6 @@ def test_generation_config_knows_better_which_tokens_end(tmp_path, in_config, in
     assert inspect_model(folder).eos_token_ids == expected
 
 
-@pytest.mark.parametrize(
-    ("written", "expected"),
-    [({}, "float32"), ({"dtype": "bfloat16"}, "bfloat16"), ({"torch_dtype": "float16"}, "float16")],
-)
-def test_the_stored_dtype_is_the_configs(tmp_path, written, expected):
-    assert inspect_model(save_config(tmp_path, "LlamaConfig", SIZES, **written)).stored_dtype == expected
-
-
 def test_the_fingerprint_changes_with_config_and_weights_and_nothing_else(tmp_path):
     folder = save_config(tmp_path, "LlamaConfig", SIZES)
     first = inspect_model(folder)
@@ -270,3 +262,19 @@ def test_one_broken_file_of_several_is_named(tmp_path):
     (folder / "part-2.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-1])
     with pytest.raises(ModelNotFoundError, match="part-2"):
         inspect_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("{", "is not a JSON object"),
+        ('{"eos_token_id": "x"}', "eos_token_id 'x'"),
+        ('{"eos_token_id": [1, null]}', "eos"),
+    ],
+)
+def test_a_broken_generation_config_is_refused(tmp_path, content, says):
+    folder = save_config(tmp_path, "LlamaConfig", SIZES)
+    (folder / "generation_config.json").write_text(content)
+    with pytest.raises(UnsupportedModelError, match=says) as refused:
+        inspect_model(folder)
+    assert refused.value.remedy

@@ -5,6 +5,8 @@ The larger equality runs are in ``tests/equivalence``; here, one batch is writte
 
 from __future__ import annotations
 
+import json
+import shutil
 from typing import TYPE_CHECKING
 
 import pytest
@@ -192,7 +194,25 @@ def test_a_model_called_without_its_step_is_refused(folder):
         load_model(folder, torch.float64)(torch.tensor([[1, 2, 3]]), use_cache=False)
 
 
+@pytest.mark.parametrize(
+    ("field", "says"),
+    [
+        ({"num_hidden_layers": 3}, "lacks 9 of the tensors that its config asks for, such as model.layers.2"),
+        ({"intermediate_size": 56}, "cannot load the weights"),
+        ({"vocab_size": 80}, "cannot load the weights"),
+    ],
+    ids=str,
+)
+def test_weights_that_are_not_the_configs_are_refused(folder, tmp_path, field, says):
+    """transformers would make up what lacks: a model that answers at random."""
+    other = shutil.copytree(folder, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | field))
+    with pytest.raises(UnsupportedModelError, match=says) as refused:
+        load_model(other, torch.float64)
+    assert refused.value.remedy
+
+
 def test_an_inspected_folder_has_the_geometry_that_runs(folder):
     spec = inspect_model(folder)
     make_runner(folder, spec.num_layers, spec.num_kv_heads).warm_up()
-    assert spec.stored_dtype == "float64"

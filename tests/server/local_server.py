@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pagefold.config import EngineConfig, ServerConfig
 from pagefold.engine.build import build_engine, plan_engine
 from pagefold.engine.client import EngineThread
+from pagefold.kv import audit
 from pagefold.observe.metrics import Metrics
 from pagefold.server import create_app
 from pagefold.server.process import listen
@@ -199,6 +200,11 @@ class LocalServer(AnyServer):
     @property
     def tokenizer(self) -> Any:
         return self.client.tokenizer
+
+    def check_pool(self) -> None:
+        """And every invariant of the core holds."""
+        super().check_pool()
+        audit(self.engine.scheduler.core)
 
     def close(self) -> None:
         self.http.close()

@@ -297,3 +297,13 @@ def _post(server: LocalServer, path: str, body: dict) -> object:
 def _peak_memory_bytes(pid: int) -> int:
     with open(f"/proc/{pid}/status", encoding="ascii") as file:  # noqa: PTH123
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
+
+
+def test_a_body_that_stalls_is_given_up(tiny, monkeypatch):
+    monkeypatch.setattr("pagefold.server.body_limit._STALL_S", 0.2)
+    with tiny.raw(post_head("/v1/completions", 100) + b"{") as connection:
+        answer = b""
+        while b"}}" not in answer:
+            answer += connection.recv(4096)
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert json.loads(answer.split(b"\r\n\r\n")[1])["error"]["code"] == "body_timeout"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 import pytest
-from local_server import PATIENCE_S, ProcessServer, error_of, finish_reasons, start_cli, until
+from local_server import PATIENCE_S, ProcessServer, error_of, finish_reasons, post_head, start_cli, until
 from typer.testing import CliRunner
 
 from pagefold import __version__
@@ -81,6 +81,19 @@ def test_a_second_signal_stops_at_once(tiny_process):
             for piece in pieces:
                 rest += piece
         assert b'"finish_reason":"length"' not in rest
+
+
+def test_a_body_that_never_ends_holds_nothing_up(tiny_process):
+    """SIGTERM ends a request that is still being sent, with an answer in OpenAI's form and nothing in the log."""
+    server = tiny_process
+    with server.raw(post_head("/v1/completions", 100) + b"{") as connection:
+        until(lambda: server.http.get("/health").status_code == 200, "the head to arrive")
+        server.process.send_signal(signal.SIGTERM)
+        answer = b"".join(iter(lambda: connection.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 503")
+    assert json.loads(answer.split(b"\r\n\r\n")[1])["error"]["code"] == "engine_unavailable"
+    assert server.process.wait(PATIENCE_S) == 0
+    assert "Traceback" not in server.output()
 
 
 def test_the_door_is_open_while_the_model_loads(tiny_chat_model):

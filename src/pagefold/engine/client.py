@@ -27,9 +27,6 @@ __all__ = ["EngineClient", "EngineStatus", "EngineThread"]
 
 _log = logging.getLogger(__name__)
 
-_IDLE_AUDIT_S = 1.0
-"""An engine that has had nothing to do for so long checks its invariants, once."""
-
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
@@ -154,6 +151,11 @@ class EngineThread:
             is_healthy=self._failure is None and self._thread.is_alive(),
         )
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether it died of a bug."""
+        return self._failure is not None
+
     def ensure_ready(self) -> None:
         """See :class:`EngineClient`."""
         if self._failure is not None:
@@ -209,7 +211,7 @@ class EngineThread:
     def drain(self, timeout_s: float) -> bool:
         """Take no more requests, let those that are here finish, and stop. Blocks.
 
-        After ``timeout_s`` what still runs is ended with ``abort``. True when nothing had to be.
+        After ``timeout_s`` what still runs is ended with ``abort``. True when all that was here has finished.
         """
         with self._gate:
             self._takes_requests = False
@@ -219,28 +221,20 @@ class EngineThread:
         if not has_finished:
             self._commands.put(self._stop)
             self._thread.join()
-        return has_finished
+        return has_finished and self._failure is None
 
     # On the engine's thread.
 
     def _run(self) -> None:
-        has_audited = False
         try:
             while not self._must_stop:
                 self._take_commands()
                 if self._engine.has_work:
-                    has_audited = False
                     self._deliver(self._engine.step())
-                    continue
-                if self._is_draining and self._commands.empty():
+                elif self._is_draining and self._commands.empty():
                     return
-                try:
-                    command = self._commands.get(timeout=None if has_audited else _IDLE_AUDIT_S)
-                except queue.Empty:
-                    self._engine.audit()
-                    has_audited = True
                 else:
-                    command()
+                    self._commands.get()()
         except Exception as error:  # noqa: BLE001 - a bug of ours: everybody is told, nobody waits for ever
             _log.exception("the engine's thread has failed")
             self._failure = error
@@ -285,11 +279,13 @@ class EngineThread:
     def _fail_all(self, error: Exception) -> None:
         msg = f"The engine has failed: {error}."
         stopped = EngineStoppedError(msg, remedy="Restart the server.")
-        while not (self._must_stop or self._is_draining):  # requests that were queued meanwhile learn it too
+        while True:
             for stream in self._streams.values():
                 _call(stream.loop, lambda stream=stream: stream.deltas.put_nowait(stopped))  # type: ignore[misc]
             self._streams.clear()
-            self._commands.get()()
+            if self._must_stop or (self._is_draining and self._commands.empty()):
+                return
+            self._commands.get()()  # requests that were queued meanwhile learn it too
 
 
 def _call(loop: asyncio.AbstractEventLoop, what: Callable[[], object]) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from pagefold.engine.outputs import OutputDelta, OutputText
 from pagefold.errors import InvalidRequestError
 from pagefold.events import Emit, FirstToken, ignore
-from pagefold.kv import Namespace, audit
+from pagefold.kv import Namespace
 from pagefold.request import Request, SamplingParams, StopRule
 
 if TYPE_CHECKING:
@@ -180,14 +180,6 @@ class Engine:
             raise
         now = self._clock()
         return [self._delta(request, now) for request in self.scheduler.apply(result)]
-
-    def audit(self) -> None:
-        """Check every invariant of the core; for moments without work.
-
-        Raises:
-            AuditError: a bug of ours.
-        """
-        audit(self.scheduler.core)
 
     def _delta(self, request: Request, now: float) -> OutputDelta:
         """Turn the token that ``request`` just got into text, and end the request if that completes a stop string."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
 from typing import TYPE_CHECKING, Any
 
 from pagefold.config import EngineConfig
@@ -11,7 +14,7 @@ from pagefold.errors import ConfigError, InvalidRequestError
 from pagefold.request import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from typing import TypeAlias
 
     Prompt: TypeAlias = str | Mapping[str, Any]
@@ -33,16 +36,15 @@ class LLM:
     """
 
     def __init__(self, model: str, **settings: Any) -> None:  # noqa: ANN401 - checked by EngineConfig
-        try:
-            config = EngineConfig(model=str(model), **settings)
-        except TypeError:
-            known = sorted(EngineConfig.__dataclass_fields__)
-            unknown = sorted(set(settings) - set(known))
+        known = sorted(EngineConfig.__dataclass_fields__)
+        unknown = sorted(set(settings) - set(known))
+        if unknown:
             msg = f"LLM() has no setting {', '.join(unknown)}."
-            raise ConfigError(msg, remedy=f"It has {', '.join(known)}.") from None
-        self.config = config
-        self.engine = build_engine(plan_engine(config))
+            raise ConfigError(msg, remedy=f"It has {', '.join(known)}.")
+        self.config = EngineConfig(model=str(model), **settings)
+        self.engine = build_engine(plan_engine(self.config))
         self._num_requests = 0
+        self._busy = threading.Lock()
 
     def generate(
         self,
@@ -51,7 +53,9 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Complete ``prompts`` together; results are in their order.
+        """Complete ``prompts`` together; results are in their order. Threads take turns.
+
+        Ctrl-C ends it between two steps: every block is given back, and the next call works.
 
         Args:
             prompts: a text, ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``, or several of them.
@@ -63,21 +67,25 @@ class LLM:
         """
         many: list[Prompt] = [prompts] if not isinstance(prompts, (list, tuple)) else list(prompts)  # type: ignore[list-item]
         params = self._params(sampling_params, len(many))
-        results = [self._result(prompt) for prompt in many]
-        for result, how in zip(results, params, strict=True):
-            self.engine.check(result.prompt_token_ids, how)
-        by_id = {result.request_id: result for result in results}
-        for result, how in zip(results, params, strict=True):
-            self.engine.add(result.request_id, result.prompt_token_ids, how)
-        try:
-            self._run(by_id, use_tqdm=use_tqdm)
-        except BaseException:  # interrupted: give every block back
-            for request_id in by_id:
-                self.engine.abort(request_id)
-            raise
+        with self._busy:
+            results = [self._result(prompt) for prompt in many]
+            for result, how in zip(results, params, strict=True):
+                self.engine.check(result.prompt_token_ids, how)
+            by_id = {result.request_id: result for result in results}
+            with _interrupts_held_back() as raise_if_interrupted:
+                try:
+                    for result, how in zip(results, params, strict=True):
+                        self.engine.add(result.request_id, result.prompt_token_ids, how)
+                    self._run(by_id, raise_if_interrupted, use_tqdm=use_tqdm)
+                except BaseException:
+                    for request_id in by_id:
+                        self.engine.abort(request_id)
+                    raise
         return results
 
-    def _run(self, by_id: dict[str, RequestOutput], *, use_tqdm: bool) -> None:
+    def _run(
+        self, by_id: dict[str, RequestOutput], raise_if_interrupted: Callable[[], None], *, use_tqdm: bool
+    ) -> None:
         from rich.console import Console  # noqa: PLC0415
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415
 
@@ -92,6 +100,7 @@ class LLM:
             task = bar.add_task("generating", total=len(by_id), speed="")
             num_tokens = 0
             while self.engine.has_work:
+                raise_if_interrupted()
                 for delta in self.engine.step():
                     by_id[delta.request_id].add(delta)
                     num_tokens += len(delta.token_ids)
@@ -107,6 +116,13 @@ class LLM:
             return [SamplingParams()] * num_prompts
         if isinstance(sampling_params, SamplingParams):
             return [sampling_params] * num_prompts
+        if not isinstance(sampling_params, (list, tuple)) or not all(
+            isinstance(how, SamplingParams) for how in sampling_params
+        ):
+            msg = f"sampling_params is {sampling_params!r}."
+            raise InvalidRequestError(
+                msg, param="sampling_params", remedy="Give one SamplingParams, or one for each prompt."
+            )
         if len(sampling_params) != num_prompts:
             msg = f"{len(sampling_params)} sampling_params for {num_prompts} prompts."
             raise InvalidRequestError(msg, param="sampling_params", remedy="Give one, or one for each prompt.")
@@ -128,6 +144,11 @@ class LLM:
             if self.engine.tokenizer is None:
                 msg = "This model's folder has no tokenizer."
                 raise InvalidRequestError(msg, param="prompt", remedy="Give {'prompt_token_ids': [...]}.")
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                msg = "A prompt holds half of a surrogate pair, which is no text."
+                raise InvalidRequestError(msg, param="prompt", remedy="Send whole characters.") from None
             token_ids = self.engine.tokenizer.encode(text)
         if not isinstance(token_ids, (list, tuple)) or any(type(token_id) is not int for token_id in token_ids):
             msg = "prompt_token_ids is not a list of ints."
@@ -139,3 +160,29 @@ class LLM:
             prompt_token_ids=list(token_ids),
             outputs=[CompletionOutput(index=0)],
         )
+
+
+@contextlib.contextmanager
+def _interrupts_held_back() -> Iterator[Callable[[], None]]:
+    """Hold Ctrl-C back until the function that this yields is called: a step is never cut in two by it.
+
+    Python raises KeyboardInterrupt on the main thread only, so elsewhere there is nothing to hold back.
+    """
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
+        yield lambda: None
+        return
+    is_interrupted = False
+
+    def note(_number: int, _frame: object) -> None:
+        nonlocal is_interrupted
+        is_interrupted = True
+
+    def raise_if_interrupted() -> None:
+        if is_interrupted:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield raise_if_interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)

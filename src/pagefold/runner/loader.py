@@ -20,6 +20,8 @@ __all__ = ["AttentionContext", "load_model"]
 
 _NAME = "pagefold"
 _REFUSED_ARGUMENTS = ("sliding_window", "softcap", "s_aux", "position_bias", "shared_kv_states")
+_MAX_WHY = 300
+_REMEDY = "Check that config.json and the weights belong together, or download them again."
 
 
 class AttentionContext:
@@ -42,9 +44,22 @@ def load_model(folder: Path, dtype: torch.dtype) -> Any:  # noqa: ANN401 - trans
     """Load the model of ``folder`` for inference, with paged attention.
 
     No mask function is registered under our name, so transformers builds no mask: causality is our attention's.
+
+    Raises:
+        UnsupportedModelError: the weights are not those of the config's model: transformers would make up what lacks.
     """
     AttentionInterface.register(_NAME, _paged_attention)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=_NAME)
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation=_NAME, output_loading_info=True
+        )
+    except RuntimeError as error:  # shapes that differ, among others
+        msg = f"transformers cannot load the weights of {folder}: {' '.join(str(error).split())[:_MAX_WHY]}"
+        raise UnsupportedModelError(msg, remedy=_REMEDY) from error
+    if found["missing_keys"]:
+        missing = sorted(found["missing_keys"])
+        msg = f"{folder} lacks {len(missing)} of the tensors that its config asks for, such as {missing[0]}."
+        raise UnsupportedModelError(msg, remedy=_REMEDY)
     model.eval()
     return model
 

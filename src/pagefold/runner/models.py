@@ -51,7 +51,6 @@ class ModelSpec:
         vocab_size: token ids are in [0, vocab_size).
         eos_token_ids: each of them ends a sequence.
         num_parameters: elements of all weight tensors.
-        stored_dtype: dtype that the checkpoint names, such as ``bfloat16``; float32 where it names none.
         fingerprint: changes when config or weight files change.
     """
 
@@ -65,7 +64,6 @@ class ModelSpec:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     num_parameters: int
-    stored_dtype: str
     fingerprint: str
 
 
@@ -119,7 +117,6 @@ def inspect_model(folder: Path) -> ModelSpec:
         vocab_size=int(config.vocab_size),
         eos_token_ids=_eos_token_ids(folder, config),
         num_parameters=sum(_num_parameters(file) for file in weight_files),
-        stored_dtype=str(getattr(config, "dtype", None) or "float32").removeprefix("torch."),
         fingerprint=_fingerprint(folder / "config.json", weight_files),
     )
 
@@ -163,11 +160,18 @@ def _uses_attention_interface(config: PretrainedConfig) -> bool:
 def _eos_token_ids(folder: Path, config: PretrainedConfig) -> tuple[int, ...]:
     """Return the end-of-sequence ids; generation_config.json knows better than config.json."""
     eos = getattr(config, "eos_token_id", None)
-    if (folder / "generation_config.json").is_file():
-        eos = _read_json(folder / "generation_config.json").get("eos_token_id", eos)
-    if eos is None:
-        return ()
-    return tuple(eos) if isinstance(eos, list) else (int(eos),)
+    file = folder / "generation_config.json"
+    if file.is_file():
+        generation = _read_json(file)
+        if not generation:
+            msg = f"{file} is not a JSON object."
+            raise UnsupportedModelError(msg, remedy="Mend it, or take it away: config.json will do.")
+        eos = generation.get("eos_token_id", eos)
+    token_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if any(type(token_id) is not int for token_id in token_ids):
+        msg = f"{folder} names eos_token_id {eos!r}."
+        raise UnsupportedModelError(msg, remedy="It must be a token id, or a list of them.")
+    return tuple(token_ids)
 
 
 def _num_parameters(weights: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import reprlib
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -57,7 +58,13 @@ _FORMS: dict[type[Exception], _Form] = {
 }
 """An error's form is that of its nearest ancestor."""
 
-_HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large", 415: "unsupported_media_type"}
+_HTTP_CODES = {
+    408: "body_timeout",
+    404: "not_found",
+    405: "method_not_allowed",
+    413: "request_too_large",
+    415: "unsupported_media_type",
+}
 
 _INTERNAL = "The server met an error of its own; its log tells more."
 
@@ -90,6 +97,11 @@ class _LastResort:
 
         try:
             await self._app(scope, receive, watched)
+        except asyncio.CancelledError:  # uvicorn ends at a signal what still reads its body
+            if has_started or scope["type"] != "http":
+                raise
+            error = EngineStoppedError("The server is shutting down.", remedy="Try another replica, or again later.")
+            await JSONResponse(error_body(error), _form(error).status)(scope, receive, send)
         except Exception as error:
             if has_started or scope["type"] != "http":
                 raise

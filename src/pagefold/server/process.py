@@ -84,7 +84,7 @@ class ServerProcess:
         self._failure: BaseException | None = None
         self._is_ending = False
         self._exit_code = 0
-        self._tasks: set[asyncio.Task[bool | None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._server = _Server(
             uvicorn.Config(
                 create_app(self._late, model_name=model_name, config=config, metrics=self._metrics),
@@ -160,9 +160,14 @@ class ServerProcess:
         if self._engine is None:
             self._server.should_exit = True
             return
-        task = asyncio.create_task(asyncio.to_thread(self._engine.drain, timeout_s))
+        task = asyncio.create_task(self._end_engine(self._engine, timeout_s))
         self._tasks.add(task)  # the loop holds tasks only weakly
-        task.add_done_callback(lambda _: setattr(self._server, "should_exit", True))
+
+    async def _end_engine(self, engine: EngineThread, timeout_s: float) -> None:
+        await asyncio.to_thread(engine.drain, timeout_s)
+        if engine.has_failed:
+            self._exit_code = self._exit_code or 1
+        self._server.should_exit = True
 
 
 class _Server(uvicorn.Server):

@@ -12,6 +12,8 @@ Kernels are compiled once for a shape (block size, head_dim, group) and kept on 
 
 from __future__ import annotations
 
+import logging
+import shutil
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -71,13 +73,25 @@ def num_kernels_compiled() -> int:
     return sum(sum(kernel.stats.cache_misses.values()) for kernel in _KERNELS)
 
 
+_log = logging.getLogger(__name__)
 _KERNELS: list[Any] = []
 
 
 @cache
 def _kernel(block_size: int, head_dim: int, group: int) -> Callable[..., None]:
-    """Return the kernel for one shape; the sizes are constants in it, so that LLVM unrolls and vectorises."""
-    numba.config.CACHE_DIR = str(cache_dir() / "kernels")
+    """Return the kernel for one shape, out of the cache on disk if it is there and whole."""
+    folder = cache_dir() / "kernels"
+    numba.config.CACHE_DIR = str(folder)
+    try:
+        return _compiled(block_size, head_dim, group)
+    except Exception as error:  # noqa: BLE001 - unpickling what an interrupted write has left can raise anything
+        _log.warning("the kernel cache %s is damaged (%r); compiling again", folder, error)
+        shutil.rmtree(folder, ignore_errors=True)
+        return _compiled(block_size, head_dim, group)
+
+
+def _compiled(block_size: int, head_dim: int, group: int) -> Callable[..., None]:
+    """Compile or load the kernel for one shape; the sizes are constants in it, so that LLVM unrolls and vectorises."""
     exp2_min = _EXP2_MIN
     c0, c1, c2, c3, c4, c5, c6 = _EXP2
     half, one = np.float32(0.5), np.float32(1.0)
