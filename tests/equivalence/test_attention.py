@@ -21,7 +21,7 @@ from equivalence.attention_cases import Lengths, Shape, make_case
 from pagefold.runner.attention import choose_backend
 
 FLOAT64_BOUND = 1e-14
-FLOAT32_BOUND = 2e-6
+FLOAT32_BOUND = 8e-6  # scores are sums of up to 256 products: some ten roundings of 6e-8, times values of up to 5
 
 SHAPES = (
     Shape(block_size=16, head_dim=64, num_kv_heads=3, group=3),  # SmolLM2
