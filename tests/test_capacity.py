@@ -173,3 +173,10 @@ def test_a_length_beyond_the_model_is_refused():
     with pytest.raises(ConfigError, match=r"made for 8192 positions\. Give at most 8192"):
         plan(max_model_len=8193)
     assert plan(max_model_len=8192).max_model_len == 8192
+
+
+def test_a_length_beyond_what_is_computed_rightly_is_refused_with_the_reason():
+    with pytest.raises(ConfigError, match=r"4097, but beyond 4096 tokens X is not computed yet\. Give at most 4096\."):
+        plan(max_model_len=4097, model_max_len=4096, model_limit="X")
+    for asked in (4096, None, "auto"):
+        assert plan(max_model_len=asked, model_max_len=4096, model_limit="X").max_model_len == 4096

@@ -60,11 +60,12 @@ class Capacity:
         ]
 
 
-def plan_capacity(  # noqa: PLR0913 - the six facts that it weighs, by name
+def plan_capacity(  # noqa: PLR0913 - the seven facts that it weighs, by name
     *,
     geometry: KVGeometry,
     weight_bytes: int,
     model_max_len: int,
+    model_limit: str = "",
     max_model_len: int | Literal["auto"] | None,
     kv_cache_memory_bytes: int | None,
     max_num_seqs: int,
@@ -75,7 +76,8 @@ def plan_capacity(  # noqa: PLR0913 - the six facts that it weighs, by name
     Args:
         geometry: of the model's KV.
         weight_bytes: bytes of the weights as they will be loaded.
-        model_max_len: the positions that the model was made for.
+        model_max_len: the longest sequence that is computed rightly: all that the model was made for, or less.
+        model_limit: what of the model makes it less; empty where nothing does.
         max_model_len: what was asked: a number, ``auto``, or None for ``model_max_len``.
         kv_cache_memory_bytes: the budget asked for, or None for the default share.
         max_num_seqs: sequences at once; bounds the default budget.
@@ -86,7 +88,10 @@ def plan_capacity(  # noqa: PLR0913 - the six facts that it weighs, by name
         BudgetTooSmallError: the budget holds less than one request of ``max_model_len``; names the smallest that works.
     """
     if isinstance(max_model_len, int) and max_model_len > model_max_len:
-        msg = f"max_model_len is {max_model_len}, but the model was made for {model_max_len} positions."
+        why = f"the model was made for {model_max_len} positions"
+        if model_limit:
+            why = f"beyond {model_max_len} tokens {model_limit} is not computed yet"
+        msg = f"max_model_len is {max_model_len}, but {why}."
         raise ConfigError(msg, remedy=f"Give at most {model_max_len}.")
     left = available_bytes - weight_bytes
     if left <= 0:

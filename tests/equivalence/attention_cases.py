@@ -52,6 +52,7 @@ class Case:
         inputs: of the op.
         layer: which layer it is.
         scale: of the scores.
+        softcap: of the scores; 0 for none.
         dense: for each sequence and KV head, keys and values of all its entries, ``[n, D]`` each.
     """
 
@@ -62,10 +63,14 @@ class Case:
     inputs: AttentionInputs
     layer: int
     scale: float
+    softcap: float
     dense: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]
 
     def expected(self) -> torch.Tensor:
-        """Return the op's result by torch's dense attention, head by head, in float64: ``[T, H, D]``."""
+        """Return the op's result by dense attention, head by head, in float64: ``[T, H, D]``.
+
+        Torch's, or with a softcap, which that has not, our own.
+        """
         out = torch.empty_like(self.query)
         group = self.query.shape[1] // self.key.shape[1]
         for (s, h), (keys, values) in self.dense.items():
@@ -74,13 +79,13 @@ class Case:
             queries = self.query[tokens, heads].transpose(0, 1)  # [G, q, D]
             num_queries, num_entries = queries.shape[1], len(keys)
             visible = torch.ones(num_queries, num_entries, dtype=torch.bool).tril(num_entries - num_queries)
-            attended = torch.nn.functional.scaled_dot_product_attention(
-                queries,
-                keys.expand(group, -1, -1),
-                values.expand(group, -1, -1),
-                attn_mask=visible,
-                scale=self.scale,
-            )
+            operands = queries, keys.expand(group, -1, -1), values.expand(group, -1, -1)
+            if self.softcap:
+                attended = _softcapped(*operands, visible, self.scale, self.softcap)
+            else:
+                attended = torch.nn.functional.scaled_dot_product_attention(
+                    *operands, attn_mask=visible, scale=self.scale
+                )
             out[tokens, heads] = attended.transpose(0, 1)
         return out
 
@@ -92,10 +97,30 @@ class Case:
         shape = self.slab.keys.shape
         slab.keys, slab.values = slab.data[:, :, 0].view(shape), slab.data[:, :, 1].view(shape)
         operands = (tensor.to(dtype, copy=True) for tensor in (self.query, self.key, self.value))
-        return *operands, slab, self.inputs, self.layer, self.scale
+        return *operands, slab, self.inputs, self.layer, self.scale, self.softcap
 
 
-def make_case(shape: Shape, sequences: list[Lengths], *, per_head: bool, seed: int, sharpness: float = 1.0) -> Case:
+def _softcapped(  # noqa: PLR0917 - the operands of the op
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    visible: torch.Tensor,
+    scale: float,
+    softcap: float,
+) -> torch.Tensor:
+    """Soft-capped attention query by query, as the formula says it: ``[G, q, D]``."""
+    out = torch.empty_like(queries)
+    for q in range(queries.shape[1]):
+        seen_keys, seen_values = keys[:, visible[q]], values[:, visible[q]]  # [G, n, D]
+        scores = (seen_keys * queries[:, q, None]).sum(-1) * scale
+        weights = torch.exp(softcap * torch.tanh(scores / softcap))
+        out[:, q] = (weights[..., None] * seen_values).sum(1) / weights.sum(-1, keepdim=True)
+    return out
+
+
+def make_case(
+    shape: Shape, sequences: list[Lengths], *, per_head: bool, seed: int, sharpness: float = 1.0, softcap: float = 0.0
+) -> Case:
     """Make a case.
 
     Args:
@@ -104,10 +129,11 @@ def make_case(shape: Shape, sequences: list[Lengths], *, per_head: bool, seed: i
         per_head: whether tables, lengths and cells differ by head; else they are broadcast, as the runner does it.
         seed: of all numbers and of who gets which block.
         sharpness: factor of the scores, whose standard deviation is 1.
+        softcap: of the scores; 0 for none.
     """
     random, generator = Random(seed), torch.Generator().manual_seed(seed)
     maker = _CaseMaker(shape, sequences, per_head=per_head, random=random, generator=generator)
-    return maker.make(sharpness)
+    return maker.make(sharpness, softcap)
 
 
 class _CaseMaker:
@@ -121,7 +147,7 @@ class _CaseMaker:
         self.generator = generator
         self.tables = (per_head and shape.num_kv_heads) or 1  # how many tables a sequence has
 
-    def make(self, sharpness: float) -> Case:
+    def make(self, sharpness: float, softcap: float) -> Case:
         shape, sequences = self.shape, self.sequences
         block_size, num_kv_heads, num_layers = shape.block_size, shape.num_kv_heads, shape.num_layers
         lengths = np.array([self._lengths(sequence) for sequence in sequences], dtype=np.int32)  # [S, tables]
@@ -162,6 +188,7 @@ class _CaseMaker:
             ),
             layer=self.random.randrange(num_layers),
             scale=sharpness * shape.head_dim**-0.5,
+            softcap=softcap,
             dense={},
         )
         self._fill(case)

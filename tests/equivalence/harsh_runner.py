@@ -71,10 +71,10 @@ class HarshRunner:
     def _run_to_second_layer(self, plan: StepPlan) -> None:
         attention = self.inner._attention
 
-        def trip(query, key, value, slab, inputs, layer, scale):  # noqa: PLR0917 - the op's own signature
+        def trip(query, key, value, slab, inputs, layer, scale, softcap):  # noqa: PLR0917 - the op's own signature
             if layer:
                 raise InjectedError
-            return attention(query, key, value, slab, inputs, layer, scale)
+            return attention(query, key, value, slab, inputs, layer, scale, softcap)
 
         self.inner._attention = trip
         try:

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 __all__ = ["References"]
 
+_EXACT = "exact"
+
 
 class References:
     """Greedy outputs of one model, each computed once.
@@ -22,16 +24,22 @@ class References:
         dtype: of weights and arithmetic.
 
     Attributes:
-        model: transformers' model, with transformers' own attention.
+        model: transformers' model, with transformers' own attention; where that rounds to float32 whatever the dtype
+            is, with the same formula without that. Masks are transformers' own in any case.
         eos_token_ids: what the model's generation config says.
         smallest_gap: between the best and the second logit, over all that was generated. Equality is only asked for
             where this is far above rounding.
     """
 
     def __init__(self, folder: Path, num_outputs: int, dtype: torch.dtype = torch.float64) -> None:
-        from transformers import AutoModelForCausalLM
+        from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+        from transformers.masking_utils import eager_mask
 
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        if self.model.config._attn_implementation == "eager":  # the model is none that torch's attention can compute
+            AttentionInterface.register(_EXACT, _exact_attention)
+            AttentionMaskInterface.register(_EXACT, eager_mask)
+            self.model.set_attn_implementation(_EXACT)
         self.num_outputs = num_outputs
         self.eos_token_ids = frozenset(_as_list(self.model.generation_config.eos_token_id))
         self.smallest_gap = float("inf")
@@ -75,6 +83,28 @@ class References:
         best = logits.topk(2).values
         self.smallest_gap = min(self.smallest_gap, float((best[:, 0] - best[:, 1]).min()))
         return output
+
+
+def _exact_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """Dense attention, soft-capped if asked: ``[1, H, T, D]`` in, ``[1, T, H, D]`` out."""
+    group = query.shape[1] // key.shape[1]
+    keys, values = (states.repeat_interleave(group, dim=1) for states in (key, value))
+    scores = query @ keys.mT * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    return (scores.softmax(-1) @ values).transpose(1, 2).contiguous(), None
 
 
 def _as_list(eos: int | list[int] | None) -> list[int]:

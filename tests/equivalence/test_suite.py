@@ -11,6 +11,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from equivalence.prompts import short_prompts
 from equivalence.suite import Setting, Trial, Workload, build
@@ -101,6 +102,12 @@ def forget_one_slot(engine):
     engine.runner.run = damaged
 
 
+def forget_softcap(engine):
+    """Scores are not capped."""
+    attention = engine.runner._attention
+    engine.runner._attention = lambda *operands: attention(*operands[:-1], 0.0)
+
+
 MISTAKES = {
     skip_copies: WARM,
     keep_failed_promises: Setting(name="failing", failure_rate=0.3, max_num_batched_tokens=32, max_num_seqs=8),
@@ -109,6 +116,7 @@ MISTAKES = {
     match_all_but_one_token: WARM,
     free_too_early: WARM,
     forget_one_slot: WARM,
+    forget_softcap: WARM,
 }
 
 
@@ -121,10 +129,11 @@ def test_a_mistake_is_noticed(mistake, tiny_folder, tiny_references):
 
     first, *rest = WORKLOAD.prompts[-1]
     workload = Workload([*WORKLOAD.prompts, [first ^ 1, *rest]], WORKLOAD.num_outputs)
-    trial = Trial(MISTAKES[mistake], workload, tiny_folder("llama"), build_broken)
+    family = "gemma2" if mistake is forget_softcap else "llama"
+    trial = Trial(MISTAKES[mistake], workload, tiny_folder(family), build_broken)
     trial.run()
     with pytest.raises(AssertionError, match="outputs differ"):
-        trial.assert_exact(tiny_references("llama", WORKLOAD.num_outputs))
+        trial.assert_exact(tiny_references(family, WORKLOAD.num_outputs))
 
 
 def test_a_trial_that_tested_nothing_fails(tiny_folder):
@@ -142,6 +151,19 @@ def test_generate_stops_where_the_reference_is_cut(tiny_folder, tiny_references)
         output, _ = references.generate(prompt, eos_token_ids=EOS_TOKEN_IDS)
         assert output == references.of(prompt, ignore_eos=False)
     assert cut, "no output ends early: choose more end-of-sequence tokens"
+
+
+def test_a_reference_without_torchs_attention_is_transformers_own(tiny_references):
+    """Gemma 2's, up to the float32 that transformers' own softmax of it rounds to."""
+    references: References = tiny_references("gemma2-window-64", WORKLOAD.num_outputs)
+    ids = torch.tensor([WORKLOAD.prompts[-1]])
+    with torch.inference_mode():
+        exact = references.model(ids).logits
+        references.model.set_attn_implementation("eager")
+        own = references.model(ids).logits
+        references.model.set_attn_implementation("exact")
+    assert 0 < (own - exact).abs().max() < 1e-4
+    assert own.abs().max() > 1, "such logits would tell nothing"
 
 
 def test_outputs_hang_on_single_far_tokens(tiny_references):

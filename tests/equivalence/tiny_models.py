@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from transformers import PretrainedConfig
 
-__all__ = ["EOS_TOKEN_IDS", "FAMILIES", "MAX_POSITIONS", "VOCAB_SIZE", "save_tiny_model"]
+__all__ = ["EOS_TOKEN_IDS", "FAMILIES", "MAX_POSITIONS", "VOCAB_SIZE", "gemma2", "save_tiny_model"]
 
 VOCAB_SIZE = 307
 MAX_POSITIONS = 4096
@@ -46,14 +46,76 @@ def _mistral() -> PretrainedConfig:
     return MistralConfig(**_sizes(num_kv_heads=1, num_layers=3), sliding_window=None)
 
 
+def _llama3() -> PretrainedConfig:
+    from transformers import LlamaConfig
+
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 512}
+    return LlamaConfig(
+        **_sizes(num_kv_heads=2), rope_parameters=rope | {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    )
+
+
+def _qwen2() -> PretrainedConfig:
+    """With a window in the upper layer that nothing passes."""
+    from transformers import Qwen2Config
+
+    windows = {"use_sliding_window": True, "sliding_window": MAX_POSITIONS, "max_window_layers": 1}
+    return Qwen2Config(**_sizes(num_kv_heads=2), **windows)
+
+
+def _phi3() -> PretrainedConfig:
+    """With a window that nothing passes, and heads that are rotated in part."""
+    from transformers import Phi3Config
+
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    return Phi3Config(**_sizes(num_kv_heads=2), sliding_window=MAX_POSITIONS - 1, rope_parameters=rope)
+
+
+def _phi3_long() -> PretrainedConfig:
+    """Longer than the longest prompt of the suite, and shorter than ``MAX_POSITIONS``: its short factors count."""
+    from transformers import Phi3Config
+
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
+    factors = {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [4.0 + i for i in range(8)]}
+    lengths = {"original_max_position_embeddings": MAX_POSITIONS - 512}
+    return Phi3Config(**_sizes(num_kv_heads=2), **lengths, rope_parameters=rope | factors | lengths)
+
+
+def gemma2(sliding_window: int = MAX_POSITIONS) -> PretrainedConfig:
+    """Return a Gemma 2 whose soft-capping bites: scores are of the size of its cap."""
+    from transformers import Gemma2Config
+
+    capping = {"attn_logit_softcapping": 4.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 24}
+    return Gemma2Config(**_sizes(num_kv_heads=2), **capping, sliding_window=sliding_window)
+
+
+def _gpt_neox() -> PretrainedConfig:
+    from transformers import GPTNeoXConfig
+
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+    sizes = {
+        name: value for name, value in _sizes(num_kv_heads=4).items() if name not in {"num_key_value_heads", "head_dim"}
+    }
+    return GPTNeoXConfig(**sizes, rope_parameters=rope)
+
+
 FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": _llama(num_kv_heads=2),
     "qwen3": _qwen3,
     "mistral": _mistral,
     "llama-mha": _llama(num_kv_heads=4),
     "llama-mqa": _llama(num_kv_heads=1),
+    "llama3": _llama3,
+    "qwen2": _qwen2,
+    "phi3": _phi3,
+    "phi3-longrope": _phi3_long,
+    "gemma2": gemma2,
+    "gemma2-window-64": lambda: gemma2(sliding_window=64),
+    "gpt-neox": _gpt_neox,
 }
-"""Configs by name: Llama with grouped, multi-head and multi-query attention, Qwen3 (norms of q and k), Mistral."""
+"""Configs by name: Llama with grouped, multi-head and multi-query attention and with Llama 3's rope, Qwen3 (norms of q
+and k), Mistral, Qwen2 (biases of q, k and v), Phi-3 (packed weights), Gemma 2 (soft-capping), GPT-NeoX (packed weights,
+biases, parallel residuals, rotated in part)."""
 
 
 def _sizes(*, num_kv_heads: int, head_dim: int = 16, num_layers: int = 2) -> dict[str, Any]:
@@ -81,18 +143,23 @@ def save_tiny_model(family: str, folder: Path, *, seed: int = 0, dtype: torch.dt
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
         with torch.no_grad():
-            parameter.copy_(_draw(name, parameter, generator))
+            parameter.copy_(_draw(name, parameter, generator, is_gemma=family.startswith("gemma")))
     model.save_pretrained(folder)
     return folder
 
 
-def _draw(name: str, parameter: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def _draw(name: str, parameter: torch.Tensor, generator: torch.Generator, *, is_gemma: bool) -> torch.Tensor:
     noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
     if name.endswith(("q_norm.weight", "k_norm.weight")):
         return _SHARPNESS + 0.2 * noise
+    if name.endswith("bias") or (is_gemma and parameter.dim() == 1):  # Gemma's norms add 1 themselves
+        return 0.2 * noise
     if parameter.dim() == 1:  # a norm
         return 1.0 + 0.2 * noise
-    if "embed_tokens" in name:
+    if name.endswith("embed_tokens.weight") and is_gemma:  # which scales them itself
+        return noise * parameter.shape[1] ** -0.5
+    if "embed_" in name:
         return noise
-    gain = _SHARPNESS if name.endswith(("q_proj.weight", "k_proj.weight")) else 1.0
+    sharp = ("q_proj.weight", "k_proj.weight", "qkv_proj.weight", "query_key_value.weight")
+    gain = _SHARPNESS if name.endswith(sharp) else 1.0
     return gain * noise * parameter.shape[1] ** -0.5

@@ -19,6 +19,8 @@ from pagefold.runner.models import inspect_model
 
 WITHOUT_GROUPS = {name: value for name, value in SIZES.items() if name not in {"num_key_value_heads", "head_dim"}}
 
+FACTORS = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}
+
 # What is taken.
 
 
@@ -32,6 +34,10 @@ WITHOUT_GROUPS = {name: value for name, value in SIZES.items() if name not in {"
         ("LlamaConfig", SIZES | {"head_dim": 20}, ("llama", 4, 2, 20)),
         ("Qwen3Config", SIZES | {"head_dim": 16}, ("qwen3", 4, 2, 16)),
         ("MistralConfig", SIZES | {"sliding_window": None}, ("mistral", 4, 2, 8)),
+        ("GPTNeoXConfig", WITHOUT_GROUPS, ("gpt_neox", 4, 4, 8)),
+        ("Qwen2Config", SIZES, ("qwen2", 4, 2, 8)),
+        ("Phi3Config", WITHOUT_GROUPS, ("phi3", 4, 4, 8)),
+        ("Gemma2Config", SIZES | {"head_dim": 16}, ("gemma2", 4, 2, 16)),
         ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 64}, None),
     ],
 )
@@ -59,6 +65,51 @@ def test_a_plain_decoder_is_taken_with_its_geometry(tmp_path, config, settings, 
 def test_a_rope_that_does_not_depend_on_the_batch_is_taken(tmp_path, rope):
     folder = save_config(tmp_path, "LlamaConfig", SIZES, rope_parameters=rope | {"rope_theta": 1e4})
     assert inspect_model(folder).model_type == "llama"
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "max_exact_len", "limit"),
+    [
+        ("MistralConfig", {"sliding_window": 16}, 16, "mistral's sliding window"),
+        ("MistralConfig", {"sliding_window": 2}, 2, "mistral's sliding window"),
+        ("MistralConfig", {"sliding_window": 127}, 127, "mistral's sliding window"),
+        ("MistralConfig", {"sliding_window": 128}, 128, ""),
+        ("MistralConfig", {"sliding_window": 4096}, 128, ""),
+        ("MistralConfig", {"sliding_window": None}, 128, ""),
+        ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, 16, "qwen2's slid"),
+        ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}, 128, ""),
+        ("Qwen2Config", {"use_sliding_window": False, "sliding_window": 16}, 128, ""),
+        ("Qwen3Config", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}, 16, "qwen3's slid"),
+        ("Phi3Config", {"sliding_window": 16}, 16, "phi3's sliding window"),
+        ("Gemma2Config", {"sliding_window": 16}, 16, "gemma2's sliding window"),
+        ("Gemma2Config", {"sliding_window": 16, "layer_types": ["full_attention"] * 2}, 128, ""),
+        ("Gemma2Config", {"attn_logit_softcapping": None}, 128, ""),
+        ("Phi3Config", {"original_max_position_embeddings": 64}, 128, ""),
+    ],
+)
+def test_a_window_limits_the_length(tmp_path, config, settings, max_exact_len, limit):
+    spec = inspect_model(save_config(tmp_path, config, SIZES | settings))
+    assert (spec.max_positions, spec.max_exact_len) == (128, max_exact_len)
+    assert spec.limit.startswith(limit)
+    assert bool(spec.limit) == bool(limit)
+
+
+@pytest.mark.parametrize("written", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize(
+    ("window", "max_exact_len", "limit"),
+    [(None, 64, "phi3's longrope"), (65, 64, "phi3's longrope"), (63, 63, "phi3's sliding window")],
+)
+def test_a_long_rope_limits_the_length_to_the_original_one(tmp_path, written, window, max_exact_len, limit):
+    settings = SIZES | {"original_max_position_embeddings": 64, "sliding_window": window, "rope_parameters": None}
+    kind = {"rope_scaling": {"type": "longrope"}, "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}
+    folder = save_config(tmp_path, "Phi3Config", settings)
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    del config["rope_parameters"]
+    factors = {name: factor for name, factor in FACTORS.items() if name.endswith("factor")}
+    file.write_text(json.dumps(config | {written: kind[written] | factors}))
+    spec = inspect_model(folder)
+    assert (spec.max_positions, spec.max_exact_len, spec.limit) == (128, max_exact_len, limit)
 
 
 def test_parameters_are_counted_over_all_weight_files(tmp_path):
@@ -117,15 +168,37 @@ def test_the_fingerprint_sees_a_change_of_names_that_size_and_time_do_not_show(t
 
 MOE = SIZES | {"num_local_experts": 4}
 REFUSED = {
-    "window": ("MistralConfig", SIZES | {"sliding_window": 16}, {}, "mistral .* a sliding window of 16 tokens"),
-    "window of a layer": (
+    "a window of one token": (
+        "MistralConfig",
+        SIZES | {"sliding_window": 1},
+        {},
+        "mistral .* a sliding window of 1 tokens",
+    ),
+    "a window in another family": (
+        "MixtralConfig",
+        SIZES | {"sliding_window": 16},
+        {},
+        "mixtral .* a sliding window of 16 tokens",
+    ),
+    "layers with a window and none said": (
         "Qwen3Config",
-        SIZES | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+        SIZES | {"layer_types": ["full_attention", "sliding_attention"]},
         {},
         "qwen3 .* layers of sliding_attention",
     ),
+    "chunks in a family with windows": (
+        "Gemma2Config",
+        SIZES | {"layer_types": ["sliding_attention", "chunked_attention"]},
+        {},
+        "gemma2 .* layers of chunked_attention",
+    ),
     "windows and a rope each": ("Gemma3TextConfig", SIZES, {}, "gemma3_text .* layers of sliding_attention"),
-    "soft-capping": ("Gemma2Config", SIZES | {"layer_types": ["full_attention"] * 2}, {}, "gemma2 .* soft-capping"),
+    "soft-capping in another family": (
+        "VaultGemmaConfig",
+        SIZES | {"layer_types": ["full_attention"] * 2},
+        {},
+        "vaultgemma .* soft-capping",
+    ),
     "sinks and windows": ("GptOssConfig", MOE, {}, "gpt_oss .* layers of sliding_attention"),
     "MLA": ("DeepseekV3Config", {}, {}, r"deepseek_v3 .* latent attention \(MLA\)"),
     "shared KV": ("Gemma3nTextConfig", {}, {}, "gemma3n_text .* KV shared across layers"),
@@ -149,11 +222,11 @@ REFUSED = {
         {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
         "llama .* rope of type dynamic",
     ),
-    "long rope": (
-        "Phi3Config",
-        SIZES | {"original_max_position_embeddings": 64, "sliding_window": None},
-        {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}},
-        "phi3 .* rope of type longrope",
+    "long rope in another family": (
+        "LlamaConfig",
+        SIZES,
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **FACTORS}},
+        "llama .* rope of type longrope",
     ),
     "quantized": (
         "LlamaConfig",

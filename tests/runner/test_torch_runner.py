@@ -31,11 +31,12 @@ BLOCK_SIZE = 4
 PROMPTS = [[5, 9, 11, 23, 40, 3], [17, 8, 61, 33, 2, 7, 12, 50, 44], [30]]
 
 
-def make_runner(folder: Path, num_layers: int = 2, num_kv_heads: int = 2) -> TorchRunner:
+def make_runner(folder: Path, num_layers: int = 2, num_kv_heads: int = 2, max_model_len: int = 64) -> TorchRunner:
     geometry = KVGeometry(num_layers, num_kv_heads, 8, 8, BLOCK_SIZE)
     slab = Slab(geometry, 16, torch.float64)
     slab.data.fill_(float("nan"))  # whoever reads what nobody wrote is found out
-    return TorchRunner(load_model(folder, torch.float64), geometry, slab, reference_attention)
+    model = load_model(folder, torch.float64)
+    return TorchRunner(model, geometry, slab, reference_attention, max_model_len=max_model_len)
 
 
 def make_plan(*rows: tuple[list[int], int, list[int], bool]) -> StepPlan:
@@ -165,8 +166,16 @@ def test_kv_heads_that_are_not_the_configs_are_found_out(folder):
 BIGCODE = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 64}
 FLOAT_MOE = SIZES | {"num_local_experts": 4, "layer_types": ["full_attention"] * 2}
 ODD = {
-    "sliding window": ("MistralConfig", SIZES | {"sliding_window": 16}, "MistralAttention asks for sliding_window"),
-    "soft-capping": ("Gemma2Config", SIZES | {"layer_types": ["full_attention"] * 2}, "asks for softcap"),
+    "sliding window": (
+        "MistralConfig",
+        SIZES | {"sliding_window": 63},
+        "asks for sliding_window=63, less than max_model_len=64",
+    ),
+    "windows in some layers": (
+        "Gemma2Config",
+        SIZES | {"sliding_window": 63},
+        "Gemma2Attention asks for sliding_window=63",
+    ),
     "sinks": ("GptOssConfig", FLOAT_MOE, "GptOssAttention asks for s_aux"),
     "an encoder": ("BertConfig", SIZES, "BertSelfAttention looks at later tokens too"),
     "its own mask": ("DogeConfig", SIZES, "DogeAttention brings a mask"),

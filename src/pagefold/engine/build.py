@@ -67,7 +67,8 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
     capacity = plan_capacity(
         geometry=geometry,
         weight_bytes=spec.num_parameters * dtype.itemsize,
-        model_max_len=spec.max_positions,
+        model_max_len=spec.max_exact_len,
+        model_limit=spec.limit,
         max_model_len=config.max_model_len,
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
         max_num_seqs=config.max_num_seqs,
@@ -92,13 +93,16 @@ def build_engine(blueprint: Blueprint, *, emit: Emit = ignore, say: Callable[[st
     config, spec, geometry, capacity = blueprint.config, blueprint.spec, blueprint.geometry, blueprint.capacity
     for line in capacity.lines():
         say(line)
+    if spec.limit:
+        longest = f"{spec.max_exact_len:,} of {spec.max_positions:,} tokens"
+        say(f"limit      {longest}, beyond which {spec.limit} is not computed yet")
     attention = choose_backend(
         config.attention_backend, blueprint.dtype, block_size=config.block_size, head_dim=spec.head_dim
     )
     tokenizer = Tokenizer(spec.folder) if (spec.folder / "tokenizer_config.json").is_file() else None
     model = load_model(spec.folder, blueprint.dtype)
     slab = Slab(geometry, capacity.num_blocks, blueprint.dtype)
-    runner = TorchRunner(model, geometry, slab, attention)
+    runner = TorchRunner(model, geometry, slab, attention, max_model_len=capacity.max_model_len)
     runner.warm_up()
     core = KVCore(
         capacity.num_blocks,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["AttentionContext", "load_model"]
 
 _NAME = "pagefold"
-_REFUSED_ARGUMENTS = ("sliding_window", "softcap", "s_aux", "position_bias", "shared_kv_states")
+_REFUSED_ARGUMENTS = ("s_aux", "position_bias", "shared_kv_states")
 _MAX_WHY = 300
 _REMEDY = "Check that config.json and the weights belong together, or download them again."
 
@@ -28,12 +28,14 @@ class AttentionContext:
     """What our attention needs in every layer of one forward pass; handed through the model as an argument.
 
     Attributes:
+        max_model_len: no sequence gets longer: a sliding window of at least so many tokens never binds.
         layers: which layers have attended so far: a model that skips or repeats one is found out.
     """
 
-    __slots__ = ("backend", "inputs", "layers", "slab")
+    __slots__ = ("backend", "inputs", "layers", "max_model_len", "slab")
 
-    def __init__(self, backend: AttentionBackend, slab: Slab, inputs: AttentionInputs) -> None:
+    def __init__(self, backend: AttentionBackend, slab: Slab, inputs: AttentionInputs, *, max_model_len: int) -> None:
+        self.max_model_len = max_model_len
         self.backend = backend
         self.slab = slab
         self.inputs = inputs
@@ -72,6 +74,8 @@ def _paged_attention(  # noqa: PLR0913 - transformers calls it so
     attention_mask: torch.Tensor | None,
     *,
     scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
     paged: AttentionContext | None = None,
     **arguments: object,
 ) -> tuple[torch.Tensor, None]:
@@ -81,6 +85,10 @@ def _paged_attention(  # noqa: PLR0913 - transformers calls it so
     for name in _REFUSED_ARGUMENTS:
         if arguments.get(name) is not None:
             raise _refusal(module, f"asks for {name}")
+    if sliding_window is not None and sliding_window < paged.max_model_len:
+        raise _refusal(
+            module, f"asks for sliding_window={sliding_window}, less than max_model_len={paged.max_model_len}"
+        )
     if attention_mask is not None:  # no mask function is registered under our name: the model made one itself
         raise _refusal(module, "brings a mask of its own")
     if not getattr(module, "is_causal", True):
@@ -100,6 +108,7 @@ def _paged_attention(  # noqa: PLR0913 - transformers calls it so
         paged.inputs,
         layer,
         query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap or 0.0,
     )
     return out[None], None
 

@@ -1,8 +1,9 @@
 """ModelSpec: what a model folder holds, read without loading weights; and which models are refused, by name.
 
 Any decoder of transformers that calls its attention through ``AttentionInterface`` works. Refused is what this
-attention would get wrong: a window, soft-capping, sinks, latent or shared KV, a recurrent state, positions that depend
-on the batch.
+attention would get wrong: sinks, latent or shared KV, a recurrent state, positions that depend on the batch. What is
+right only up to some length, a sliding window or a rope that changes behind its original length, limits
+``max_model_len`` in the families where that has been tested, and is refused in others.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import math
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pagefold.errors import ModelNotFoundError, UnsupportedModelError
 
@@ -26,6 +27,13 @@ __all__ = ["ModelSpec", "inspect_model"]
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 """Rope kinds whose frequencies do not depend on which positions are in the batch. ``dynamic`` and ``longrope`` do."""
 
+_WINDOWED_FAMILIES = ("gemma2", "mistral", "phi3", "qwen2", "qwen3")
+"""Families that are taken with sliding windows: while no sequence is longer than it, a window is full attention."""
+
+_LONGROPE_FAMILIES = ("phi3",)
+"""Families that are taken with ``longrope``: its frequencies change once the longest sequence of the batch, whichever
+that is, passes ``original_max_position_embeddings``; up to there they are the same for all."""
+
 _REFUSED_ATTRIBUTES = {
     "attn_logit_softcapping": "soft-capping of attention scores",
     "kv_lora_rank": "latent attention (MLA)",
@@ -33,6 +41,9 @@ _REFUSED_ATTRIBUTES = {
     "attention_chunk_size": "chunked attention",
     "quantization_config": "weights quantized in the checkpoint",
 }
+
+_TAKEN_ATTRIBUTES = {"attn_logit_softcapping": ("gemma2",)}
+"""Families that are taken with such an attribute all the same: Gemma 2 hands it to its attention as ``softcap``."""
 
 
 _MAX_WHY = 200
@@ -48,6 +59,8 @@ class ModelSpec:
         model_type: transformers' name of the family.
         num_layers, num_heads, num_kv_heads, head_dim: of its attention.
         max_positions: how long a sequence it was made for.
+        max_exact_len: the longest sequence that Pagefold computes as the model is meant: ``max_positions`` or less.
+        limit: what of the model ends that before ``max_positions``; empty where nothing does.
         vocab_size: token ids are in [0, vocab_size).
         eos_token_ids: each of them ends a sequence.
         num_parameters: elements of all weight tensors.
@@ -61,6 +74,8 @@ class ModelSpec:
     num_kv_heads: int
     head_dim: int
     max_positions: int
+    max_exact_len: int
+    limit: str
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     num_parameters: int
@@ -106,6 +121,8 @@ def inspect_model(folder: Path) -> ModelSpec:
     if not weight_files:
         msg = f"{folder} has a config but no weights (*.safetensors)."
         raise ModelNotFoundError(msg, remedy="Download the whole model, or name another folder.")
+    max_positions = int(config.max_position_embeddings)
+    limits = [limit for limit in _limits(config) if limit.length < max_positions]
     return ModelSpec(
         folder=folder,
         model_type=str(config.model_type),
@@ -113,7 +130,9 @@ def inspect_model(folder: Path) -> ModelSpec:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // num_heads),
-        max_positions=int(config.max_position_embeddings),
+        max_positions=max_positions,
+        max_exact_len=min((limit.length for limit in limits), default=max_positions),
+        limit=min(limits).what if limits else "",
         vocab_size=int(config.vocab_size),
         eos_token_ids=_eos_token_ids(folder, config),
         num_parameters=sum(_num_parameters(file) for file in weight_files),
@@ -128,26 +147,58 @@ def _why_refused(config: PretrainedConfig) -> str | None:  # noqa: PLR0911 - one
     if config.get_text_config() is not config:
         return "more than text"
     for name, what in _REFUSED_ATTRIBUTES.items():
-        if getattr(config, name, None):
+        if getattr(config, name, None) and config.model_type not in _TAKEN_ATTRIBUTES.get(name, ()):
             return what
     layer_types = getattr(config, "layer_types", None)
-    odd = sorted({kind for kind in layer_types or () if kind != "full_attention"})
+    is_limited = _window(config) is not None and config.model_type in _WINDOWED_FAMILIES
+    known = {"full_attention", "sliding_attention"} if is_limited else {"full_attention"}
+    odd = sorted(set(layer_types or ()) - known)
     if odd:
         return f"layers of {' and '.join(odd)}"
-    if layer_types is None and getattr(config, "sliding_window", None) is not None:
+    if layer_types is None and getattr(config, "sliding_window", None) is not None and not is_limited:
         return f"a sliding window of {config.sliding_window} tokens"
     if getattr(config, "alibi", False):
         return "ALiBi position biases"
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = (
-        {str(rope.get("rope_type", "default"))} if not any(isinstance(v, dict) for v in rope.values()) else {"several"}
-    )
-    odd = sorted(kinds - set(_STATIC_ROPE))
-    if odd:
-        return f"rope of type {odd[0]}"
+    rope = _rope_type(config)
+    if rope not in _STATIC_ROPE and not (rope == "longrope" and config.model_type in _LONGROPE_FAMILIES):
+        return f"rope of type {rope}"
     if not _uses_attention_interface(config):
         return "an attention of its own, not transformers' AttentionInterface"
     return None
+
+
+class _Limit(NamedTuple):
+    """Up to ``length`` tokens a model is computed rightly; ``what`` of it ends that, as half a sentence."""
+
+    length: int
+    what: str
+
+
+def _limits(config: PretrainedConfig) -> list[_Limit]:
+    limits = []
+    window = _window(config)
+    if window is not None:
+        limits.append(_Limit(window, f"{config.model_type}'s sliding window"))
+    if _rope_type(config) == "longrope":
+        original = int(config.rope_parameters["original_max_position_embeddings"])
+        limits.append(_Limit(original, f"{config.model_type}'s longrope"))
+    return limits
+
+
+def _window(config: PretrainedConfig) -> int | None:
+    """Return how many tokens, itself included, a token sees in the layers with a sliding window; None without any.
+
+    None also for a window below 2: a prompt's token and the one after it are no room for a request.
+    """
+    window = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
+    is_used = layer_types is None or "sliding_attention" in layer_types
+    return int(window) if is_used and window is not None and int(window) > 1 else None
+
+
+def _rope_type(config: PretrainedConfig) -> str:
+    rope = getattr(config, "rope_parameters", None) or {}
+    return "several" if any(isinstance(v, dict) for v in rope.values()) else str(rope.get("rope_type", "default"))
 
 
 def _uses_attention_interface(config: PretrainedConfig) -> bool:

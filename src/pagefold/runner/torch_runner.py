@@ -31,13 +31,23 @@ class TorchRunner:
         geometry: of its KV.
         slab: its blocks.
         attention: the implementation.
+        max_model_len: no sequence gets longer.
     """
 
-    def __init__(self, model: Any, geometry: KVGeometry, slab: Slab, attention: AttentionBackend) -> None:  # noqa: ANN401
+    def __init__(
+        self,
+        model: Any,  # noqa: ANN401
+        geometry: KVGeometry,
+        slab: Slab,
+        attention: AttentionBackend,
+        *,
+        max_model_len: int,
+    ) -> None:
         self.model = model
         self.geometry = geometry
         self.slab = slab
         self._attention = attention
+        self._max_model_len = max_model_len
 
     def run(self, plan: StepPlan) -> StepResult:
         """Run one step; see :class:`~pagefold.steps.Runner`."""
@@ -49,7 +59,7 @@ class TorchRunner:
         """Run one step and return the logits of its sampling rows, ``[R, vocab]``, instead of sampling."""
         self.slab.copy(plan.copies)
         inputs = make_inputs(plan, self.geometry)
-        context = AttentionContext(self._attention, self.slab, inputs.attention)
+        context = AttentionContext(self._attention, self.slab, inputs.attention, max_model_len=self._max_model_len)
         output = self.model(
             input_ids=inputs.token_ids,
             position_ids=inputs.positions,

@@ -7,7 +7,10 @@ batch of unequal lengths are shared evenly, and neighbours find the same blocks 
 Three passes an item, each one long loop that LLVM vectorises: scores over all blocks of K, softmax over the scores,
 sum over all blocks of V. Slots that hold no entry are never read.
 
-Kernels are compiled once for a shape (block size, head_dim, group) and kept on disk: a second start compiles nothing.
+With soft-capping, one more such loop stands between the first two: ``tanh`` over the scores.
+
+Kernels are compiled once for a shape (block size, head_dim, group) with or without soft-capping, and kept on disk: a
+second start compiles nothing.
 """
 
 from __future__ import annotations
@@ -36,6 +39,14 @@ _LOG2E = 1.4426950408889634
 _EXP2_MIN = np.float32(-126.0)  # below, a float32 power of two is no normal number: 2^-126 is 0 here
 _EXP2 = tuple(np.float32(c) for c in (1.0, 0.6931472, 0.24022651, 0.05550411, 0.009618129, 0.0013333558, 0.00015403530))
 """2^f on [-.5, .5] by its Taylor series to f^6: within 1.3e-7 of the truth, less than rounding leaves."""
+_TANH_MAX = np.float32(7.9)  # beyond, tanh is within 3e-7 of 1
+_TANH_ODD = (
+    *(4.89352455891786e-3, 6.37261928875436e-4, 1.48572235717979e-5, 5.12229709037114e-8),
+    *(-8.60467152213735e-11, 2.00018790482477e-13, -2.76076847742355e-16),
+)
+_TANH_EVEN = (4.89352518554385e-3, 2.26843463243900e-3, 1.18534705686654e-4, 1.19825839466702e-6)
+"""tanh on [-7.9, 7.9] as the quotient of two polynomials, x^1 to x^13 over x^0 to x^6 (Eigen's): within 3.5e-7 of the
+truth, relatively, also near 0, where a form in powers of two loses it; all of it vectorises."""
 
 
 def cpu_attention(  # noqa: PLR0913 - the operands of the op
@@ -46,12 +57,13 @@ def cpu_attention(  # noqa: PLR0913 - the operands of the op
     inputs: AttentionInputs,
     layer: int,
     scale: float,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """See :class:`~pagefold.runner.attention.inputs.AttentionBackend`. float32 only."""
     num_heads, head_dim = query.shape[1:]
     num_kv_heads = key.shape[1]
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    kernel = _kernel(slab.block_size, head_dim, num_heads // num_kv_heads)
+    kernel = _kernel(slab.block_size, head_dim, num_heads // num_kv_heads, capped=bool(softcap))
     kernel(
         query.contiguous().numpy(),
         key.contiguous().numpy(),
@@ -61,7 +73,8 @@ def cpu_attention(  # noqa: PLR0913 - the operands of the op
         inputs.tables,
         inputs.lengths,
         inputs.cells[:, layer],
-        np.float32(scale * _LOG2E),
+        np.float32(scale / softcap if softcap else scale * _LOG2E),
+        np.float32(softcap * _LOG2E),
         out.numpy(),
         torch.get_num_threads(),
     )
@@ -78,23 +91,30 @@ _KERNELS: list[Any] = []
 
 
 @cache
-def _kernel(block_size: int, head_dim: int, group: int) -> Callable[..., None]:
+def _kernel(block_size: int, head_dim: int, group: int, *, capped: bool) -> Callable[..., None]:
     """Return the kernel for one shape, out of the cache on disk if it is there and whole."""
     folder = cache_dir() / "kernels"
     numba.config.CACHE_DIR = str(folder)
     try:
-        return _compiled(block_size, head_dim, group)
+        return _compiled(block_size, head_dim, group, capped=capped)
     except Exception as error:  # noqa: BLE001 - unpickling what an interrupted write has left can raise anything
         _log.warning("the kernel cache %s is damaged (%r); compiling again", folder, error)
         shutil.rmtree(folder, ignore_errors=True)
-        return _compiled(block_size, head_dim, group)
+        return _compiled(block_size, head_dim, group, capped=capped)
 
 
-def _compiled(block_size: int, head_dim: int, group: int) -> Callable[..., None]:
-    """Compile or load the kernel for one shape; the sizes are constants in it, so that LLVM unrolls and vectorises."""
+def _compiled(block_size: int, head_dim: int, group: int, *, capped: bool) -> Callable[..., None]:
+    """Compile or load the kernel for one shape; the sizes are constants in it, so that LLVM unrolls and vectorises.
+
+    So is ``capped``: a kernel without soft-capping has nothing of it in it.
+    """
     exp2_min = _EXP2_MIN
     c0, c1, c2, c3, c4, c5, c6 = _EXP2
+    a1, a3, a5, a7, a9, a11, a13 = (np.float32(c) for c in _TANH_ODD)
+    b0, b2, b4, b6 = (np.float32(c) for c in _TANH_EVEN)
+    tanh_max = _TANH_MAX
     half, one = np.float32(0.5), np.float32(1.0)
+    width = 1 if capped else 0  # of the place behind the scores where the largest one is capped along with them
 
     def indices(ndim: int) -> Any:  # noqa: ANN401 - numba has no types
         return numba.types.Array(numba.int32, ndim, "A", readonly=True)  # broadcast: stride 0, not writable
@@ -102,7 +122,7 @@ def _compiled(block_size: int, head_dim: int, group: int) -> Callable[..., None]
     f32 = numba.float32
     signature = numba.void(
         f32[:, :, ::1], f32[:, :, ::1], f32[:, :, ::1], f32[:, :, :, ::1],
-        indices(1), indices(3), indices(2), indices(2), f32, f32[:, :, ::1], numba.int64,
+        indices(1), indices(3), indices(2), indices(2), f32, f32, f32[:, :, ::1], numba.int64,
     )  # fmt: skip
 
     @numba.njit(signature, parallel=True, cache=True, fastmath=_FASTMATH, error_model="numpy", boundscheck=False)  # type: ignore[misc,untyped-decorator,unused-ignore]
@@ -116,6 +136,7 @@ def _compiled(block_size: int, head_dim: int, group: int) -> Callable[..., None]
         lengths,
         cells,
         scale,
+        cap,
         out,
         num_threads,
     ):
@@ -137,8 +158,8 @@ def _compiled(block_size: int, head_dim: int, group: int) -> Callable[..., None]
                         slab[block, cell, 1, offset * head_dim + d] = value[t, h, d]
         max_entries = lengths.max()
         for worker in numba.prange(num_threads):
-            weights = np.empty((group, max_entries), np.float32)
-            exponents = np.empty((group, max_entries), np.int32)
+            weights = np.empty((group, max_entries + width), np.float32)
+            exponents = np.empty((group, max_entries + width), np.int32)
             power_of_two = exponents.view(np.float32)
             acc = np.empty((group, head_dim), np.float32)
             top = np.empty(group, np.float32)
@@ -162,6 +183,15 @@ def _compiled(block_size: int, head_dim: int, group: int) -> Callable[..., None]
                             dot *= scale
                             weights[g, first + j] = dot
                             top[g] = max(top[g], dot)
+                if capped:
+                    for g in range(group):
+                        weights[g, num_entries] = top[g]
+                        for e in range(num_entries + 1):
+                            x = min(max(weights[g, e], -tanh_max), tanh_max)
+                            y = x * x
+                            odd = x * (a1 + y * (a3 + y * (a5 + y * (a7 + y * (a9 + y * (a11 + y * a13))))))
+                            weights[g, e] = cap * (odd / (b0 + y * (b2 + y * (b4 + y * b6))))
+                        top[g] = weights[g, num_entries]
                 for g in range(group):
                     # 2^(score - top): split into whole and fraction, Horner for the one, exponent bits for the other.
                     for e in range(num_entries):

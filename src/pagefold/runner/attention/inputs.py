@@ -57,6 +57,7 @@ class AttentionBackend(Protocol):
         inputs: AttentionInputs,
         layer: int,
         scale: float,
+        softcap: float = 0.0,
     ) -> torch.Tensor:
         """Write this step's K and V into their blocks, then attend causally over the blocks.
 
@@ -71,6 +72,7 @@ class AttentionBackend(Protocol):
             inputs: where everything lies.
             layer: which layer this is.
             scale: factor of the scores.
+            softcap: scores become ``softcap * tanh(score / softcap)`` before softmax; 0 leaves them as they are.
 
         Returns:
             ``[T, H, D]``, dtype of ``query``.

@@ -24,6 +24,7 @@ def reference_attention(  # noqa: PLR0913, PLR0917 - the operands of the op
     inputs: AttentionInputs,
     layer: int,
     scale: float,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """See :class:`~pagefold.runner.attention.inputs.AttentionBackend`."""
     num_tokens, num_kv_heads, head_dim = key.shape
@@ -39,6 +40,8 @@ def reference_attention(  # noqa: PLR0913, PLR0917 - the operands of the op
         keys = slab.keys[blocks, cells, offsets]  # [h, n, D]
         values = slab.values[blocks, cells, offsets]  # [h, n, D]
         scores = torch.einsum("qhgd,hnd->hgqn", queries[tokens, heads], keys) * scale
+        if softcap:
+            scores = softcap * (scores / softcap).tanh()
         num_entries = len(offsets)
         last_seen = torch.arange(num_entries - (tokens.stop - tokens.start), num_entries)
         visible = torch.arange(num_entries)[None] <= last_seen[:, None]  # [q, n]
