@@ -20,6 +20,7 @@ AttentionBackend: TypeAlias = Literal["auto", "cpu", "reference"]
 
 _DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
 _BACKENDS = ("auto", "cpu", "reference")
+_SCHEDULING_POLICIES = ("fcfs", "priority")
 _MAX_BLOCK_SIZE = 256
 _MAX_PORT = 65535
 
@@ -41,6 +42,9 @@ class EngineConfig:
         eviction_policy: which cached blocks go first: ``lru``, ``lfu`` or ``fifo``.
         attention_backend: ``cpu`` (Numba), ``reference`` (plain torch, slow, any dtype), or ``auto``.
         seed: of the draws of requests that bring no seed.
+        scheduling_policy: who goes first: ``fcfs``, or ``priority`` (the smallest ``priority`` of a request).
+        priority_aging_s: with ``priority``, seconds of waiting that are worth one level.
+        request_timeout_s: seconds after which a request that has not finished is ended; None for never.
 
     Raises:
         ConfigError: a value is out of range, or two do not go together.
@@ -57,6 +61,9 @@ class EngineConfig:
     eviction_policy: str = "lru"
     attention_backend: AttentionBackend = "auto"
     seed: int = 0
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    priority_aging_s: float = 60.0
+    request_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         from pagefold.kv.eviction import POLICIES  # noqa: PLC0415 - kv stands on nothing here; keeps imports one-way
@@ -65,6 +72,11 @@ class EngineConfig:
         _one_of("dtype", self.dtype, _DTYPES)
         _one_of("attention_backend", self.attention_backend, _BACKENDS)
         _one_of("eviction_policy", self.eviction_policy, tuple(POLICIES))
+        _one_of("scheduling_policy", self.scheduling_policy, _SCHEDULING_POLICIES)
+        if not self.priority_aging_s > 0:
+            raise _bad("priority_aging_s", self.priority_aging_s, "a positive number of seconds")
+        if self.request_timeout_s is not None and not self.request_timeout_s > 0:
+            raise _bad("request_timeout_s", self.request_timeout_s, "a positive number of seconds, or none at all")
         if not self.model:
             msg = "No model is named."
             raise ConfigError(msg, remedy="Give a built-in name such as smollm2-135m, a local folder, or a hub id.")
@@ -95,6 +107,8 @@ class ServerConfig:
         served_model_name: what clients call the model; None for the name it was started with.
         max_body_bytes: a larger request body is refused with 413.
         drain_s: how long SIGTERM lets running requests finish, in seconds.
+        max_queued_requests: how many requests may be here beyond the ``max_num_seqs`` that can run; more are refused
+            with 429.
 
     Raises:
         ConfigError: a value is out of range.
@@ -105,6 +119,7 @@ class ServerConfig:
     served_model_name: str | None = None
     max_body_bytes: int = 16 * 2**20
     drain_s: float = 30.0
+    max_queued_requests: int = 1024
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -114,6 +129,8 @@ class ServerConfig:
             raise _bad("max_body_bytes", self.max_body_bytes, "a positive number of bytes")
         if not self.drain_s >= 0:
             raise _bad("drain_s", self.drain_s, "a number of seconds, at least 0")
+        if self.max_queued_requests < 0:
+            raise _bad("max_queued_requests", self.max_queued_requests, "at least 0")
 
 
 def _check_types(record: object) -> None:

@@ -13,6 +13,8 @@ __all__ = [
     "InvalidRequestError",
     "ModelNotFoundError",
     "PagefoldError",
+    "QueueFullError",
+    "RequestTimeoutError",
     "StepFailedError",
     "UnsupportedModelError",
 ]
@@ -66,3 +68,19 @@ class StepFailedError(PagefoldError):
 
 class EngineStoppedError(PagefoldError):
     """The engine is draining or has stopped, and takes no more requests."""
+
+
+class QueueFullError(PagefoldError):
+    """More requests are here than may wait.
+
+    Args:
+        retry_after_s: when it is worth trying again.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: int, remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy)
+        self.retry_after_s = retry_after_s
+
+
+class RequestTimeoutError(PagefoldError):
+    """The request had not finished when its time was up."""

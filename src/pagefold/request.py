@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
     from pagefold.kv import BlockTable
 
-__all__ = ["LEGAL_MOVES", "FinishReason", "Request", "RequestStatus", "SamplingParams", "StopRule"]
+__all__ = ["ANYBODY", "LEGAL_MOVES", "Caller", "FinishReason", "Request", "RequestStatus", "SamplingParams", "StopRule"]
 
-FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
+FinishReason: TypeAlias = Literal["stop", "length", "abort", "error", "timeout"]
 
 _MAX_TEMPERATURE = 2.0
 _GREEDY_BELOW = 1e-5
@@ -87,6 +87,24 @@ def _out_of_range(param: str, value: object, allowed: str) -> InvalidRequestErro
     return InvalidRequestError(f"{param} is {value}.", param=param, remedy=f"It must be {allowed}.")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Who asks, and on what terms.
+
+    Attributes:
+        tenant: whose blocks a request may share.
+        cache_salt: only requests of the tenant with the same salt share blocks.
+        priority: the smaller, the sooner it is served, with a scheduling policy that looks at it.
+    """
+
+    tenant: str = ""
+    cache_salt: str = ""
+    priority: int = 0
+
+
+ANYBODY = Caller()
+
+
 class RequestStatus(Enum):
     """Where a request is in the scheduler."""
 
@@ -131,10 +149,14 @@ class Request:
         namespace: :meth:`Namespace.key` of its blocks.
         table: its blocks while it runs.
         arrival_s: when it came, on the caller's clock.
+        deadline_s: when it is ended with ``timeout`` if it has not finished, on the same clock; None for never.
+        priority: how urgent it is: the smaller, the more. It counts only with a policy that looks at it.
+        order: the scheduling policy's key of it.
     """
 
     __slots__ = (
         "arrival_s",
+        "deadline_s",
         "finish_reason",
         "index",
         "is_aborted",
@@ -145,6 +167,8 @@ class Request:
         "num_failed_steps",
         "num_preemptions",
         "num_prompt_tokens",
+        "order",
+        "priority",
         "request_id",
         "sampling",
         "seed",
@@ -164,6 +188,8 @@ class Request:
         namespace: bytes = b"",
         seed: int = 0,
         arrival_s: float = 0.0,
+        deadline_s: float | None = None,
+        priority: int = 0,
     ) -> None:
         self.request_id = request_id
         self.token_ids = array("i", prompt_token_ids)
@@ -173,7 +199,10 @@ class Request:
         self.namespace = namespace
         self.seed = seed
         self.arrival_s = arrival_s
+        self.deadline_s = deadline_s
+        self.priority = priority
         self.index = -1  # place in the order of arrival; set by the scheduler
+        self.order = (0.0, -1)  # likewise
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
         self.max_computed_tokens = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import pytest
@@ -33,7 +33,7 @@ def client(tiny_chat_model: Path) -> Iterator[EngineThread]:
 
 async def _collect(client: EngineThread, request_id: str, how: SamplingParams) -> list[int]:
     token_ids: list[int] = []
-    async with aclosing(client.generate(request_id, [1, 2, 3], how)) as deltas:
+    with closing(client.submit(request_id, [1, 2, 3], how)) as deltas:
         async for delta in deltas:
             token_ids += delta.token_ids
             if delta.finish_reason:
@@ -58,7 +58,7 @@ def test_streams_run_together_to_their_ends(client: EngineThread) -> None:
 
 def test_who_stops_reading_frees_the_blocks(client: EngineThread) -> None:
     async def run() -> None:
-        async with aclosing(client.generate("early", [1, 2, 3], LONG)) as deltas:
+        with closing(client.submit("early", [1, 2, 3], LONG)) as deltas:
             async for _ in deltas:
                 break
         await _until_idle(client)
@@ -77,11 +77,11 @@ def test_who_stops_reading_frees_the_blocks(client: EngineThread) -> None:
 def test_what_can_never_be_served_is_refused_at_once(client: EngineThread) -> None:
     async def run() -> None:
         with pytest.raises(InvalidRequestError):
-            await anext(client.generate("bad", [], SHORT))
-        async with aclosing(client.generate("twice", [1, 2, 3], LONG)) as deltas:
+            client.submit("bad", [], SHORT)
+        with closing(client.submit("twice", [1, 2, 3], LONG)) as deltas:
             await anext(deltas)
             with pytest.raises(InvalidRequestError, match="in use"):
-                await anext(client.generate("twice", [1, 2, 3], LONG))
+                await anext(client.submit("twice", [1, 2, 3], LONG))
         await _until_idle(client)
 
     asyncio.run(asyncio.wait_for(run(), 120))
@@ -104,7 +104,7 @@ def test_draining_lets_running_requests_finish(client: EngineThread) -> None:
 
 def test_draining_without_time_ends_what_runs(client: EngineThread) -> None:
     async def run() -> None:
-        async with aclosing(client.generate("long", [1, 2, 3], LONG)) as deltas:
+        with closing(client.submit("long", [1, 2, 3], LONG)) as deltas:
             await anext(deltas)
             drained = asyncio.create_task(asyncio.to_thread(client.drain, 0.0))
             reasons = [delta.finish_reason async for delta in deltas]

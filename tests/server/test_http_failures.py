@@ -76,7 +76,7 @@ def test_an_unforeseen_error_is_a_500(tiny, monkeypatch, caplog):
         msg = "secret /home/path.py"
         raise ZeroDivisionError(msg)
 
-    monkeypatch.setattr(tiny.client, "check", surprise)
+    monkeypatch.setattr(tiny.client, "submit", surprise)
     error = error_of(tiny.http.post("/v1/completions", json={"prompt": "x"}), 500)
     assert (error["type"], error["code"]) == ("server_error", "internal_error")
     assert "secret" not in error["message"]

@@ -41,6 +41,10 @@ def serve(  # noqa: PLR0913 - one parameter a flag
     shutdown_timeout: Annotated[
         float, typer.Option(min=0, help="Seconds that SIGTERM lets running requests finish.", rich_help_panel=_DOOR)
     ] = 30.0,
+    max_queued_requests: Annotated[
+        int,
+        typer.Option(help="Requests beyond --max-num-seqs that may wait; more get a 429.", rich_help_panel=_DOOR),
+    ] = 1024,
     access_log: Annotated[bool, typer.Option(help="Log each request.", rich_help_panel=_DOOR)] = False,
     dtype: Annotated[
         str, typer.Option(help="auto, float32, float64, bfloat16 or float16.", rich_help_panel=_ENGINE)
@@ -74,6 +78,18 @@ def serve(  # noqa: PLR0913 - one parameter a flag
         str, typer.Option(help="Which cached blocks go first: lru, lfu or fifo.", rich_help_panel=_ENGINE)
     ] = "lru",
     attention_backend: Annotated[str, typer.Option(help="auto, cpu or reference.", rich_help_panel=_ENGINE)] = "auto",
+    scheduling_policy: Annotated[
+        str, typer.Option(help="Who goes first: fcfs, or priority (the smallest).", rich_help_panel=_ENGINE)
+    ] = "fcfs",
+    priority_aging: Annotated[
+        float, typer.Option(help="Seconds of waiting that are worth one level of priority.", rich_help_panel=_ENGINE)
+    ] = 60.0,
+    request_timeout: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds after which an unfinished request is ended; never if not given.", rich_help_panel=_ENGINE
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of requests that bring none.", rich_help_panel=_ENGINE)] = 0,
 ) -> None:
     """Serve MODEL with OpenAI's HTTP API."""
@@ -91,9 +107,16 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             eviction_policy=eviction_policy,
             attention_backend=cast("AttentionBackend", attention_backend),
             seed=seed,
+            scheduling_policy=cast('Literal["fcfs", "priority"]', scheduling_policy),
+            priority_aging_s=priority_aging,
+            request_timeout_s=request_timeout,
         )
         server_config = ServerConfig(
-            host=host, port=port, served_model_name=served_model_name, drain_s=shutdown_timeout
+            host=host,
+            port=port,
+            served_model_name=served_model_name,
+            drain_s=shutdown_timeout,
+            max_queued_requests=max_queued_requests,
         )
         _check_installed()
         exit_code = _run(engine_config, server_config, began, access_log=access_log)

@@ -11,7 +11,7 @@ from pagefold.config import available_memory_bytes, cache_dir
 from pagefold.engine.engine import Engine, ModelLimits
 from pagefold.events import Emit, ignore
 from pagefold.kv import KVCore, KVGeometry, Namespace, make_policy
-from pagefold.scheduler import Scheduler, SchedulerLimits
+from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -111,7 +111,12 @@ def build_engine(blueprint: Blueprint, *, emit: Emit = ignore, say: Callable[[st
         enable_prefix_caching=config.enable_prefix_caching,
         emit=emit,
     )
-    scheduler = Scheduler(core, SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens), emit=emit)
+    scheduler = Scheduler(
+        core,
+        SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens),
+        policy=SCHEDULING_POLICIES[config.scheduling_policy](config.priority_aging_s),
+        emit=emit,
+    )
     namespace = Namespace(model=spec.fingerprint, layout=f"{LAYOUT}/{geometry.block_size}", dtype=str(blueprint.dtype))
     return Engine(
         scheduler=scheduler,
@@ -120,5 +125,6 @@ def build_engine(blueprint: Blueprint, *, emit: Emit = ignore, say: Callable[[st
         limits=ModelLimits(spec.vocab_size, spec.eos_token_ids, namespace),
         capacity=capacity,
         seed=config.seed,
+        request_timeout_s=config.request_timeout_s,
         emit=emit,
     )

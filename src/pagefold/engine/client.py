@@ -10,23 +10,28 @@ import asyncio
 import logging
 import queue
 import threading
+import time
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from pagefold.engine.outputs import OutputDelta
-from pagefold.errors import EngineStoppedError
+from pagefold.errors import EngineStoppedError, QueueFullError
+from pagefold.request import ANYBODY
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Sequence
+    from collections.abc import Callable, Sequence
 
     from pagefold.engine.engine import Engine
-    from pagefold.request import SamplingParams
+    from pagefold.request import Caller, SamplingParams
     from pagefold.tokenizer import Tokenizer
 
-__all__ = ["EngineClient", "EngineStatus", "EngineThread"]
+__all__ = ["EngineClient", "EngineStatus", "EngineThread", "TokenStream"]
 
 _log = logging.getLogger(__name__)
 
+_NUM_ENDS = 32
+_MAX_RETRY_AFTER_S = 60
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
@@ -66,43 +71,58 @@ class EngineClient(Protocol):
             EngineStoppedError: it does not; the message says why.
         """
 
-    def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
-        """Refuse what can never be served, before anything is streamed.
-
-        Raises:
-            InvalidRequestError: with the field at fault.
-            EngineStoppedError: the engine takes no more requests.
-        """
-
-    def generate(
+    def submit(
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
-        *,
-        tenant: str = "",
-        cache_salt: str = "",
-    ) -> AsyncGenerator[OutputDelta, None]:
-        """Yield what each step adds, to the last delta, which has a ``finish_reason``.
-
-        Closing the generator early, or cancelling who awaits it, ends the request and frees its blocks.
+        caller: Caller = ANYBODY,
+    ) -> TokenStream:
+        """Queue a request; its stream must be closed, also when it was never read. Called in an event loop.
 
         Raises:
-            InvalidRequestError, EngineStoppedError: as :meth:`check`.
+            InvalidRequestError: it can never be served; with the field at fault.
+            EngineStoppedError: the engine takes no more requests.
+            QueueFullError: too many wait already.
         """
 
     def status(self) -> EngineStatus:
         """Return what it is doing now."""
 
 
-class _Stream:
-    """The event loop's end of one request."""
+class TokenStream:
+    """What each step adds to one request: an async iterator that ends behind the delta with a ``finish_reason``.
 
-    __slots__ = ("deltas", "loop")
+    Raises:
+        InvalidRequestError, EngineStoppedError: the engine refused the request, or failed.
+    """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, abort: Callable[[TokenStream], None]) -> None:
         self.loop = loop
         self.deltas: asyncio.Queue[OutputDelta | Exception] = asyncio.Queue()
+        self._abort = abort
+        self._has_ended = False
+
+    def __aiter__(self) -> TokenStream:
+        """Return itself: there is one reader."""
+        return self
+
+    async def __anext__(self) -> OutputDelta:
+        """Return the next delta."""
+        if self._has_ended:
+            raise StopAsyncIteration
+        delta = await self.deltas.get()
+        if isinstance(delta, Exception):
+            self._has_ended = True
+            raise delta
+        self._has_ended = delta.finish_reason is not None
+        return delta
+
+    def close(self) -> None:
+        """Stop reading: a request that has not ended ends now, and gives its blocks back. Again does nothing."""
+        if not self._has_ended:
+            self._has_ended = True
+            self._abort(self)
 
 
 class EngineThread:
@@ -110,13 +130,17 @@ class EngineThread:
 
     Args:
         engine: nobody else may call it from now on.
+        max_requests: how many may be here at once, those that wait included; None for any number.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, max_requests: int | None = None) -> None:
         self._engine = engine
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._streams: dict[str, _Stream] = {}  # touched by the engine's thread only
+        self._max_requests = max_requests
+        self._streams: dict[str, TokenStream] = {}  # touched by the engine's thread only
         self._gate = threading.Lock()  # no request may be queued behind the command to drain: nobody would take it
+        self._num_requests = 0  # those in the queue of commands included; under the gate
+        self._ends_s: deque[float] = deque(maxlen=_NUM_ENDS)  # when the last requests ended; under the gate
         self._takes_requests = True
         self._is_draining = False
         self._must_stop = False
@@ -165,48 +189,38 @@ class EngineThread:
             msg = "The server is shutting down and takes no more requests."
             raise EngineStoppedError(msg, remedy="Try another replica, or again later.")
 
-    def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
-        """See :class:`EngineClient`."""
-        self.ensure_ready()
-        self._engine.check(prompt_token_ids, sampling)
-
-    async def generate(
+    def submit(
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
-        *,
-        tenant: str = "",
-        cache_salt: str = "",
-    ) -> AsyncGenerator[OutputDelta, None]:
+        caller: Caller = ANYBODY,
+    ) -> TokenStream:
         """See :class:`EngineClient`."""
-        self.check(prompt_token_ids, sampling)
-        stream = _Stream(asyncio.get_running_loop())
+        self._engine.check(prompt_token_ids, sampling, caller)
+        stream = TokenStream(asyncio.get_running_loop(), lambda stream: self._commands.put(lambda: abort(stream)))
 
         def add() -> None:
             try:
-                self._engine.add(request_id, prompt_token_ids, sampling, tenant=tenant, cache_salt=cache_salt)
+                self._engine.add(request_id, prompt_token_ids, sampling, caller)
             except Exception as error:  # noqa: BLE001 - whoever asked is told
                 failure = error  # Python forgets `error` where this clause ends
+                self._count_ends(1)
                 _call(stream.loop, lambda: stream.deltas.put_nowait(failure))
             else:
                 self._streams[request_id] = stream
 
+        def abort(stream: TokenStream) -> None:
+            if self._streams.get(request_id) is stream:
+                self._forget(request_id)
+                self._engine.abort(request_id)
+
         with self._gate:
             self.ensure_ready()
+            self._ensure_room()
+            self._num_requests += 1
             self._commands.put(add)
-        has_ended = False
-        try:
-            while not has_ended:
-                delta = await stream.deltas.get()
-                if isinstance(delta, Exception):
-                    has_ended = True
-                    raise delta
-                has_ended = delta.finish_reason is not None
-                yield delta
-        finally:
-            if not has_ended:
-                self._commands.put(lambda: self._abort(request_id, stream))
+        return stream
 
     def drain(self, timeout_s: float) -> bool:
         """Take no more requests, let those that are here finish, and stop. Blocks.
@@ -223,7 +237,34 @@ class EngineThread:
             self._thread.join()
         return has_finished and self._failure is None
 
+    def _ensure_room(self) -> None:
+        if self._max_requests is None or self._num_requests < self._max_requests:
+            return
+        status = self.status()
+        msg = (
+            f"The queue is full: {self._num_requests} requests are here, of which {status.num_running} run; they hold "
+            f"{status.kv_cache_usage:.0%} of the KV cache."
+        )
+        retry_after_s = self._seconds_an_end()
+        raise QueueFullError(msg, retry_after_s=retry_after_s, remedy=f"Try again in {retry_after_s} s.")
+
+    def _seconds_an_end(self) -> int:
+        """Estimate when the next request ends, from the last ones."""
+        if len(self._ends_s) < 2:  # noqa: PLR2004 - a span has two ends
+            return 1
+        seconds = (time.monotonic() - self._ends_s[0]) / (len(self._ends_s) - 1)
+        return min(max(1, round(seconds)), _MAX_RETRY_AFTER_S)
+
     # On the engine's thread.
+
+    def _forget(self, request_id: str) -> None:
+        del self._streams[request_id]
+        self._count_ends(1)
+
+    def _count_ends(self, num_requests: int) -> None:
+        with self._gate:
+            self._num_requests -= num_requests
+            self._ends_s.append(time.monotonic())
 
     def _run(self) -> None:
         try:
@@ -249,21 +290,16 @@ class EngineThread:
             command()
 
     def _deliver(self, deltas: list[OutputDelta]) -> None:
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, OutputDelta]]] = {}
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[TokenStream, OutputDelta]]] = {}
         for delta in deltas:
             stream = self._streams.get(delta.request_id)
             if stream is None:
                 continue
             if delta.finish_reason is not None:
-                del self._streams[delta.request_id]
+                self._forget(delta.request_id)
             by_loop.setdefault(stream.loop, []).append((stream, delta))
         for loop, pairs in by_loop.items():
             _call(loop, lambda pairs=pairs: [stream.deltas.put_nowait(delta) for stream, delta in pairs])  # type: ignore[misc]
-
-    def _abort(self, request_id: str, stream: _Stream) -> None:
-        if self._streams.get(request_id) is stream:
-            del self._streams[request_id]
-            self._engine.abort(request_id)
 
     def _begin_draining(self) -> None:
         self._is_draining = True
@@ -273,6 +309,7 @@ class EngineThread:
             self._engine.abort(request_id)
             last = OutputDelta(request_id, "", (), 0, "abort", "The server shut down.")
             _call(stream.loop, lambda stream=stream, last=last: stream.deltas.put_nowait(last))  # type: ignore[misc]
+        self._count_ends(len(self._streams))
         self._streams.clear()
         self._must_stop = True
 

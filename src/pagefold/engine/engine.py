@@ -18,7 +18,7 @@ from pagefold.engine.outputs import OutputDelta, OutputText
 from pagefold.errors import InvalidRequestError
 from pagefold.events import Emit, FirstToken, ignore
 from pagefold.kv import Namespace
-from pagefold.request import Request, SamplingParams, StopRule
+from pagefold.request import ANYBODY, Caller, Request, SamplingParams, StopRule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -59,6 +59,7 @@ class Engine:
         limits: of the model.
         capacity: what fits.
         seed: of requests that bring none; the n-th such request draws the same in every run.
+        request_timeout_s: seconds after which a request that has not finished is ended; None for never.
         emit: where events go.
         clock: seconds, monotonic.
     """
@@ -72,6 +73,7 @@ class Engine:
         limits: ModelLimits,
         capacity: Capacity,
         seed: int = 0,
+        request_timeout_s: float | None = None,
         emit: Emit = ignore,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -81,6 +83,7 @@ class Engine:
         self.limits = limits
         self.capacity = capacity
         self._seed = seed
+        self._request_timeout_s = request_timeout_s
         self._emit = emit
         self._clock = clock
         self._texts: dict[str, OutputText] = {}
@@ -91,7 +94,7 @@ class Engine:
         """Whether a step would do anything."""
         return self.scheduler.has_work
 
-    def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
+    def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, caller: Caller = ANYBODY) -> None:
         """Refuse what can never be served. Reads nothing that changes, so any thread may call it.
 
         Raises:
@@ -114,27 +117,30 @@ class Engine:
         if sampling.stop and self.tokenizer is None:
             msg = "Stop strings need a tokenizer, and this engine works in tokens only."
             raise InvalidRequestError(msg, param="stop", remedy="Use stop_token_ids.")
+        if caller.priority and self.scheduler.policy.name == "fcfs":
+            msg = f"priority is {caller.priority}, but requests are served first come first served."
+            raise InvalidRequestError(
+                msg, param="priority", remedy="Leave it out, or start with scheduling_policy=priority."
+            )
 
     def add(
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
-        *,
-        tenant: str = "",
-        cache_salt: str = "",
+        caller: Caller = ANYBODY,
     ) -> None:
         """Queue a request.
 
         Raises:
             InvalidRequestError: see :meth:`check`; or the id is in use.
         """
-        self.check(prompt_token_ids, sampling)
+        self.check(prompt_token_ids, sampling, caller)
         if self.scheduler.get(request_id) is not None:
             msg = f"Request id {request_id!r} is in use."
             raise InvalidRequestError(msg, param="request_id", remedy="Use another id.")
         base = self.limits.namespace
-        namespace = Namespace(base.model, base.layout, base.dtype, base.adapter, tenant, cache_salt)
+        namespace = Namespace(base.model, base.layout, base.dtype, base.adapter, caller.tenant, caller.cache_salt)
         max_total = self.capacity.max_model_len
         if sampling.max_tokens is not None:
             max_total = min(max_total, len(prompt_token_ids) + sampling.max_tokens)
@@ -143,6 +149,7 @@ class Engine:
             stop_ids |= frozenset(self.limits.eos_token_ids)
         seed = sampling.seed if sampling.seed is not None else hash((self._seed, self._num_requests))
         self._num_requests += 1
+        now = self._clock()
         request = Request(
             request_id,
             prompt_token_ids,
@@ -150,7 +157,9 @@ class Engine:
             stop=StopRule(stop_ids, max_total),
             namespace=namespace.key(),
             seed=seed,
-            arrival_s=self._clock(),
+            arrival_s=now,
+            deadline_s=None if self._request_timeout_s is None else now + self._request_timeout_s,
+            priority=caller.priority,
         )
         detokenizer = None if self.tokenizer is None else self.tokenizer.detokenizer(prompt_token_ids)
         self._texts[request_id] = OutputText(detokenizer, sampling.stop)
@@ -167,19 +176,22 @@ class Engine:
         A step that fails is taken back, and its requests run again; one that keeps failing ends with ``error``.
         """
         plan = self.scheduler.schedule(self._clock())
+        deltas = [self._timed_out(request) for request in self.scheduler.timed_out]
         if not plan.num_rows:
-            return []
+            return deltas
         try:
             result = self.runner.run(plan)
         except Exception as error:  # noqa: BLE001 - whatever a step dies of, its requests must not be lost
             _log.exception("step %d failed with %d requests", plan.step_id, plan.num_rows)
             ended = self.scheduler.abandon(f"{type(error).__name__}: {error}")
-            return [self._failed(request, error) for request in ended if request.request_id in self._texts]
+            deltas += [self._failed(request, error) for request in ended if request.request_id in self._texts]
+            return deltas
         except BaseException as interrupt:  # not the step's fault: whoever catches it finds no step in flight
             self.scheduler.abandon(type(interrupt).__name__)
             raise
         now = self._clock()
-        return [self._delta(request, now) for request in self.scheduler.apply(result)]
+        deltas += [self._delta(request, now) for request in self.scheduler.apply(result)]
+        return deltas
 
     def _delta(self, request: Request, now: float) -> OutputDelta:
         """Turn the token that ``request`` just got into text, and end the request if that completes a stop string."""
@@ -203,12 +215,16 @@ class Engine:
         return OutputDelta(request.request_id, piece, (token_id,), request.num_cached_tokens, reason)
 
     def _failed(self, request: Request, error: Exception) -> OutputDelta:
-        text = self._texts.pop(request.request_id)
-        return OutputDelta(
-            request.request_id,
-            text.flush(),
-            (),
-            max(0, request.num_cached_tokens),
-            request.finish_reason,
-            f"The step failed {request.num_failed_steps} times: {type(error).__name__}: {error}",
+        return self._cut_off(
+            request, f"The step failed {request.num_failed_steps} times: {type(error).__name__}: {error}"
         )
+
+    def _timed_out(self, request: Request) -> OutputDelta:
+        where = f"after {request.num_output_tokens} tokens" if request.num_cached_tokens >= 0 else "while it waited"
+        return self._cut_off(request, f"The request was ended {where}: its {self._request_timeout_s:g} s are up.")
+
+    def _cut_off(self, request: Request, error: str) -> OutputDelta:
+        """Return the last delta of a request that ended between tokens."""
+        text = self._texts.pop(request.request_id).flush()
+        num_cached_tokens = max(0, request.num_cached_tokens)
+        return OutputDelta(request.request_id, text, (), num_cached_tokens, request.finish_reason, error)

@@ -22,7 +22,7 @@ class OutputDelta:
         token_ids: tokens sampled in the step.
         num_cached_tokens: how much of the prompt was a prefix hit.
         finish_reason: why it ended, in the last delta.
-        error: what went wrong, when ``finish_reason`` is ``error``.
+        error: what went wrong, when ``finish_reason`` is ``error`` or ``timeout``.
     """
 
     request_id: str
@@ -41,7 +41,7 @@ class CompletionOutput:
         index: which of the request's outputs.
         text: its text, without stop string.
         token_ids: its tokens, those of a stop string and a stop token included.
-        finish_reason: ``stop``, ``length``, ``abort`` or ``error``; None while it runs.
+        finish_reason: ``stop``, ``length``, ``abort``, ``error`` or ``timeout``; None while it runs.
     """
 
     index: int

@@ -33,7 +33,7 @@ _TTFT_BUCKETS_S = (
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
 )
 
-_FINISHED_REASONS = ("stop", "length", "abort", "error")
+_FINISHED_REASONS = ("stop", "length", "abort", "error", "timeout")
 _EVICTION_CAUSES = ("allocation", "reset", "not_admitted")
 _TOKEN_SOURCES = ("local_compute", "local_cache_hit")
 

@@ -1,5 +1,6 @@
 """Who runs in the next step, and with how many tokens. Pure: time comes in, a plan goes out."""
 
+from pagefold.scheduler.policy import SCHEDULING_POLICIES, SchedulingPolicy
 from pagefold.scheduler.scheduler import Scheduler, SchedulerLimits
 
-__all__ = ["Scheduler", "SchedulerLimits"]
+__all__ = ["SCHEDULING_POLICIES", "Scheduler", "SchedulerLimits", "SchedulingPolicy"]

@@ -1,4 +1,4 @@
-"""Scheduler: continuous batching with chunked prefill under a token budget, first come first served.
+"""Scheduler: continuous batching with chunked prefill under a token budget, in the order of a policy.
 
 A step is one sentence::
 
@@ -6,15 +6,18 @@ A step is one sentence::
     result = runner.run(plan)
     scheduler.apply(result)          or, when the runner raised: scheduler.abandon(error)
 
-Always: ``running`` and ``waiting`` are in order of arrival, and everyone in ``running`` came before everyone in
-``waiting``. Preemption takes from the end of ``running``, so the oldest request always gets on, and a victim is never
-part of the plan that is being made.
+Always: ``waiting`` is in the policy's order, and so is ``running`` when a step begins; those that the step admits come
+behind. Preemption takes from the end of ``running``, so the first in that order always gets on, and a victim is never
+part of the plan that is being made. First come first served, all in ``running`` came before all in ``waiting``.
 """
 
 from __future__ import annotations
 
+import heapq
+from bisect import bisect
 from collections import deque
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from pagefold.events import (
@@ -27,10 +30,12 @@ from pagefold.events import (
     ignore,
 )
 from pagefold.request import FinishReason, Request, RequestStatus
+from pagefold.scheduler.policy import FirstComeFirstServed
 from pagefold.steps import StepPlan, StepResult
 
 if TYPE_CHECKING:
     from pagefold.kv import KVCore, PrefixHit, Promise
+    from pagefold.scheduler.policy import SchedulingPolicy
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
@@ -40,6 +45,8 @@ be preempted again (vLLM's value)."""
 
 _MAX_FAILED_STEPS = 3
 """A request whose step failed so many times in a row ends with ``error``: the failure is likely its own."""
+
+_ORDER = attrgetter("order")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +83,31 @@ class Scheduler:
     Args:
         core: the KV core.
         limits: what one step may hold.
+        policy: the order of requests; first come first served if not given.
         emit: where events go.
+
+    Attributes:
+        waiting, running: requests, in order.
+        timed_out: those that the last call of :meth:`schedule` ended.
     """
 
-    def __init__(self, core: KVCore, limits: SchedulerLimits, *, emit: Emit = ignore) -> None:
+    def __init__(
+        self,
+        core: KVCore,
+        limits: SchedulerLimits,
+        *,
+        policy: SchedulingPolicy | None = None,
+        emit: Emit = ignore,
+    ) -> None:
         assert limits.max_num_batched_tokens >= limits.max_num_seqs, "every running sequence needs a token a step"
         self.core = core
         self.limits = limits
+        self.policy = policy or FirstComeFirstServed()
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self.timed_out: list[Request] = []
         self._by_id: dict[str, Request] = {}
+        self._deadlines: list[tuple[float, int, str]] = []  # a heap; entries of requests that have ended stay in it
         self._emit = emit
         self._step: _StepInFlight | None = None
         self._num_steps = 0
@@ -104,8 +126,11 @@ class Scheduler:
         assert request.request_id not in self._by_id, f"request id {request.request_id!r} is in use"
         request.index = self._num_arrived
         self._num_arrived += 1
+        request.order = self.policy.key(request)
         self._by_id[request.request_id] = request
-        self.waiting.append(request)
+        if request.deadline_s is not None:
+            heapq.heappush(self._deadlines, (request.deadline_s, request.index, request.request_id))
+        self._queue(request)
 
     def get(self, request_id: str) -> Request | None:
         """Return the request of that id, if it has not finished."""
@@ -133,16 +158,20 @@ class Scheduler:
 
     # The step.
 
-    def schedule(self, now: float) -> StepPlan:  # noqa: ARG002 - FCFS needs no clock; policies that age will
+    def schedule(self, now: float) -> StepPlan:
         """Plan the next step. An empty plan (no rows) means that there is nothing to run.
+
+        Requests whose deadline has come end first, with ``timeout``: see ``timed_out``.
 
         Running requests come first, each leaving one token of the budget for everyone behind it, so that a long prompt
         never stops those that decode. What is left admits waiting requests, in order.
         """
         assert self._step is None, "one step at a time: apply or abandon the last one first"
+        self.timed_out = self._end_late(now)
         plan = StepPlan(self._num_steps)
         self._num_steps += 1
         self._step = step = _StepInFlight(plan)
+        self.running.sort(key=_ORDER)  # in order but for those that the last step admitted: next to nothing
         budget = self._schedule_running(step, self.limits.max_num_batched_tokens)
         if self.waiting:
             self._admit_waiting(step, budget)
@@ -238,6 +267,16 @@ class Scheduler:
         )
 
     # Inside.
+
+    def _end_late(self, now: float) -> list[Request]:
+        late: list[Request] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, index, request_id = heapq.heappop(self._deadlines)
+            request = self._by_id.get(request_id)
+            if request is not None and request.index == index:  # and not a later one of the same name
+                self.finish(request_id, "timeout")
+                late.append(request)
+        return late
 
     def _schedule_running(self, step: _StepInFlight, budget: int) -> int:
         """Plan a row for every running request, preempting from the end where memory is short; return what is left."""
@@ -387,7 +426,17 @@ class Scheduler:
         request.table = None
         request.num_computed_tokens = 0
         request.to(RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING)
-        self.waiting.appendleft(request)
+        self._queue(request)
+
+    def _queue(self, request: Request) -> None:
+        """Put a request in its place among those that wait: nearly always one of the ends."""
+        waiting = self.waiting
+        if not waiting or waiting[-1].order < request.order:
+            waiting.append(request)
+        elif request.order < waiting[0].order:
+            waiting.appendleft(request)
+        else:
+            waiting.insert(bisect(waiting, request.order, key=_ORDER), request)
 
     def _drop_ended(self) -> None:
         """Take every running request that has a finish reason out of ``running``."""

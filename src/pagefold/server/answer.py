@@ -44,13 +44,15 @@ class Form(Protocol):
 
 
 async def answer(asked: GenerationRequest, form: Form, generation: Generation, receive: Receive) -> Response:
-    """Run ``generation`` and return its response, streamed or whole as ``asked``."""
+    """Return the response of ``generation``, streamed or whole as ``asked``; closes it at the end of either."""
     if asked.stream:
-        return EventStream(_chunks(form, generation, include_usage=asked.include_usage))
+        return EventStream(_chunks(form, generation, include_usage=asked.include_usage), on_end=generation.close)
     try:
         await while_connected(receive, generation.run())
     except ClientGoneError:
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
+    finally:
+        generation.close()
     choices = [form.choice(index, output) for index, output in enumerate(generation.outputs)]
     return JSONResponse({**form.head(), "choices": choices, "usage": generation.usage()})
 

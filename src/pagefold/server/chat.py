@@ -35,7 +35,7 @@ def chat_routes(served: Served) -> APIRouter:
             request_id=form.request_id,
             prompts=await served.encode_chat(asked.messages),
             sampling=sampling,
-            cache_salt=asked.cache_salt or "",
+            caller=asked.caller(),
             param="messages",
         )
         return await answer(asked, form, generation, request.receive)

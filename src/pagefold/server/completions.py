@@ -35,7 +35,7 @@ def completion_routes(served: Served) -> APIRouter:
             request_id=form.request_id,
             prompts=await served.encode(asked.prompts),
             sampling=sampling,
-            cache_salt=asked.cache_salt or "",
+            caller=asked.caller(),
             param="prompt",
         )
         return await answer(asked, form, generation, request.receive)

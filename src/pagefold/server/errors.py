@@ -16,6 +16,8 @@ from pagefold.errors import (
     InvalidRequestError,
     ModelNotFoundError,
     PagefoldError,
+    QueueFullError,
+    RequestTimeoutError,
     StepFailedError,
 )
 
@@ -53,6 +55,8 @@ _FORMS: dict[type[Exception], _Form] = {
     InvalidRequestError: _Form(400, "invalid_request_error", None),
     UnknownModelError: _Form(404, "invalid_request_error", "model_not_found"),
     EngineStoppedError: _Form(503, "service_unavailable_error", "engine_unavailable"),
+    QueueFullError: _Form(429, "rate_limit_error", "queue_full"),
+    RequestTimeoutError: _Form(504, "timeout_error", "request_timeout"),
     StepFailedError: _Form(500, "server_error", "step_failed"),
     Exception: _Form(500, "server_error", "internal_error"),
 }
@@ -134,7 +138,8 @@ def _body(message: str, kind: str, param: str | None, code: str | None) -> dict[
 
 
 async def _on_error(_request: Request, error: Exception) -> JSONResponse:
-    return JSONResponse(error_body(error), _form(error).status)
+    headers = {"Retry-After": str(error.retry_after_s)} if isinstance(error, QueueFullError) else None
+    return JSONResponse(error_body(error), _form(error).status, headers)
 
 
 async def _on_http(request: Request, error: Exception) -> JSONResponse:

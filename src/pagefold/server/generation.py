@@ -7,15 +7,15 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pagefold.errors import EngineStoppedError, StepFailedError
+from pagefold.errors import EngineStoppedError, RequestTimeoutError, StepFailedError
 from pagefold.server.errors import ContextLengthError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
-    from pagefold.engine.client import EngineClient
+    from pagefold.engine.client import EngineClient, TokenStream
     from pagefold.engine.outputs import OutputDelta
-    from pagefold.request import FinishReason, SamplingParams
+    from pagefold.request import Caller, FinishReason, SamplingParams
 
 __all__ = ["Generation", "Output"]
 
@@ -38,19 +38,20 @@ class Output:
 
 
 class Generation:
-    """Prompts with one way of sampling, and what becomes of them.
+    """Prompts with one way of sampling, and what becomes of them. Must be closed, also when it was never read.
 
     Args:
         client: the engine.
         request_id: OpenAI's id of the response.
         prompts: tokens of each; choice ``i`` answers prompt ``i``.
         sampling: for all of them.
-        cache_salt: for all of them.
+        caller: who asks.
         param: the request field that holds the prompts.
 
     Raises:
-        InvalidRequestError: one of them can never be served; nothing has been started then.
+        InvalidRequestError: one of them can never be served.
         EngineStoppedError: the engine takes no requests.
+        QueueFullError: they do not all fit into the queue.
     """
 
     def __init__(  # noqa: PLR0913 - a request, by name
@@ -60,28 +61,37 @@ class Generation:
         request_id: str,
         prompts: list[list[int]],
         sampling: SamplingParams,
-        cache_salt: str,
+        caller: Caller,
         param: str,
     ) -> None:
         for prompt in prompts:
             _check_length(len(prompt), sampling.max_tokens, client.max_model_len, param)
-            client.check(prompt, sampling)
         self.outputs = [Output() for _ in prompts]
-        self._client = client
-        self._request_id = request_id
         self._prompts = prompts
-        self._sampling = sampling
-        self._cache_salt = cache_salt
+        self._streams: list[TokenStream] = []
+        try:
+            for index, prompt in enumerate(prompts):
+                stream = client.submit(f"{request_id}-{index}", prompt, sampling, caller)
+                self._streams.append(stream)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End all sequences that have not ended."""
+        for stream in self._streams:
+            stream.close()
 
     async def deltas(self) -> AsyncGenerator[tuple[int, OutputDelta], None]:
-        """Run; yield (choice, what a step added to it) and keep ``outputs`` up to date. Closing it ends all sequences.
+        """Yield (choice, what a step added to it), and keep ``outputs`` up to date.
 
         Raises:
             EngineStoppedError: the engine stopped before the end.
             StepFailedError: a step failed again and again.
+            RequestTimeoutError: the time was up before the end.
         """
-        streams = [self._stream(index) for index in range(len(self._prompts))]
-        async with aclosing(_merged(streams) if len(streams) > 1 else streams[0]) as merged:
+        streams = self._streams
+        async with aclosing(_merged(streams) if len(streams) > 1 else _numbered(0, streams[0])) as merged:
             async for index, delta in merged:
                 output = self.outputs[index]
                 output.text.append(delta.text)
@@ -92,6 +102,8 @@ class Generation:
                     raise EngineStoppedError(delta.error or "The request was ended by the server.")
                 if delta.finish_reason == "error":
                     raise StepFailedError(delta.error or "The request failed.")
+                if delta.finish_reason == "timeout":
+                    raise RequestTimeoutError(delta.error or "The time was up.", remedy="Ask for less, or again later.")
                 yield index, delta
 
     async def run(self) -> None:
@@ -111,32 +123,26 @@ class Generation:
             "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in self.outputs)},
         }
 
-    async def _stream(self, index: int) -> AsyncGenerator[tuple[int, OutputDelta], None]:
-        stream = self._client.generate(
-            f"{self._request_id}-{index}", self._prompts[index], self._sampling, cache_salt=self._cache_salt
-        )
-        async with aclosing(stream):
-            async for delta in stream:
-                yield index, delta
+
+async def _numbered(index: int, stream: TokenStream) -> AsyncGenerator[tuple[int, OutputDelta], None]:
+    async for delta in stream:
+        yield index, delta
 
 
-async def _merged(
-    streams: list[AsyncGenerator[tuple[int, OutputDelta], None]],
-) -> AsyncGenerator[tuple[int, OutputDelta], None]:
-    """Yield from all ``streams`` as they come; the first that fails fails all."""
+async def _merged(streams: list[TokenStream]) -> AsyncGenerator[tuple[int, OutputDelta], None]:
+    """Yield from all ``streams`` as they come, with the index of each; the first that fails fails all."""
     arrived: asyncio.Queue[tuple[int, OutputDelta] | Exception | None] = asyncio.Queue()
 
-    async def pump(stream: AsyncGenerator[tuple[int, OutputDelta], None]) -> None:
+    async def pump(index: int, stream: TokenStream) -> None:
         try:
-            async with aclosing(stream):
-                async for item in stream:
-                    arrived.put_nowait(item)
+            async for item in _numbered(index, stream):
+                arrived.put_nowait(item)
         except Exception as error:  # noqa: BLE001 - raised again by whoever reads
             arrived.put_nowait(error)
         else:
             arrived.put_nowait(None)
 
-    pumps = [asyncio.create_task(pump(stream)) for stream in streams]
+    pumps = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
     try:
         num_open = len(pumps)
         while num_open:

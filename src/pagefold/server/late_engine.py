@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from pagefold.engine.client import EngineStatus
 from pagefold.errors import EngineStoppedError
+from pagefold.request import ANYBODY
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import Sequence
 
-    from pagefold.engine.client import EngineClient
-    from pagefold.engine.outputs import OutputDelta
-    from pagefold.request import SamplingParams
+    from pagefold.engine.client import EngineClient, TokenStream
+    from pagefold.request import Caller, SamplingParams
     from pagefold.tokenizer import Tokenizer
 
 __all__ = ["LateEngine"]
@@ -60,21 +60,15 @@ class LateEngine:
             raise EngineStoppedError(msg, remedy="Try another replica, or again later.")
         self._arrived().ensure_ready()
 
-    def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
-        """See :class:`~pagefold.engine.client.EngineClient`."""
-        self._arrived().check(prompt_token_ids, sampling)
-
-    def generate(
+    def submit(
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
-        *,
-        tenant: str = "",
-        cache_salt: str = "",
-    ) -> AsyncGenerator[OutputDelta, None]:
+        caller: Caller = ANYBODY,
+    ) -> TokenStream:
         """See :class:`~pagefold.engine.client.EngineClient`."""
-        return self._arrived().generate(request_id, prompt_token_ids, sampling, tenant=tenant, cache_salt=cache_salt)
+        return self._arrived().submit(request_id, prompt_token_ids, sampling, caller)
 
     def status(self) -> EngineStatus:
         """See :class:`~pagefold.engine.client.EngineClient`."""

@@ -140,7 +140,8 @@ class ServerProcess:
             self._failure = engine
             self._server.should_exit = True
             return
-        self._engine = EngineThread(engine)
+        max_requests = engine.scheduler.limits.max_num_seqs + self._config.max_queued_requests
+        self._engine = EngineThread(engine, max_requests=max_requests)
         self._engine.start()
         self._late.arrive(self._engine)
         self._on_ready()

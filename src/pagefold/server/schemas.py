@@ -24,13 +24,14 @@ from pydantic import (
 )
 
 from pagefold.errors import InvalidRequestError
-from pagefold.request import SamplingParams
+from pagefold.request import Caller, SamplingParams
 from pagefold.server.unsupported import IN_CHAT, IN_COMPLETIONS, refuse_unsupported
 
 __all__ = ["ChatMessage", "ChatRequest", "CompletionRequest", "GenerationRequest", "StreamOptions", "TextPart"]
 
 _MAX_PROMPTS = 2048
 _MAX_INT64 = 2**63 - 1
+_MAX_PRIORITY = 2**31
 
 _SMALLEST_TEMPERATURE = 1e-5
 """Below it a request is greedy, as in vLLM: dividing logits by less leaves no numbers."""
@@ -128,6 +129,7 @@ class GenerationRequest(BaseModel):
         max_completion_tokens: OpenAI's newer name of ``max_tokens``; it counts when both are there.
         user: accepted and ignored.
         cache_salt: requests share cached prefixes only with those that bring the same salt.
+        priority: the smaller, the sooner it is served; only where the server schedules by priority.
     """
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
@@ -149,6 +151,7 @@ class GenerationRequest(BaseModel):
     stream_options: StreamOptions | None = None
     user: _Text | None = None
     cache_salt: Annotated[_Text | None, Field(min_length=1)] = None
+    priority: Annotated[StrictInt, Field(ge=-_MAX_PRIORITY, le=_MAX_PRIORITY)] = 0
 
     @model_validator(mode="before")
     @classmethod
@@ -182,6 +185,10 @@ class GenerationRequest(BaseModel):
             ignore_eos=self.ignore_eos,
             seed=self.seed,
         )
+
+    def caller(self) -> Caller:
+        """Return who asks, and on what terms."""
+        return Caller(cache_salt=self.cache_salt or "", priority=self.priority)
 
 
 class CompletionRequest(GenerationRequest):

@@ -13,7 +13,7 @@ from pagefold.server.disconnect import ClientGoneError, while_connected
 from pagefold.server.errors import error_body
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Callable
 
     from starlette.types import Receive, Scope, Send
 
@@ -21,7 +21,7 @@ __all__ = ["EventStream"]
 
 
 class EventStream(Response):
-    """Sends ``events`` as they come, and closes the generator when they end or the client goes away.
+    """Sends ``events`` as they come, and calls ``on_end`` when they have ended or the client has gone away.
 
     Starlette's own streaming response notices a client that went away only when it sends; a request that waits in the
     queue sends nothing, and must leave it all the same.
@@ -29,16 +29,20 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[dict[str, Any], None]) -> None:
+    def __init__(self, events: AsyncGenerator[dict[str, Any], None], *, on_end: Callable[[], None]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's form
         """Send all of it."""
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        with contextlib.suppress(ClientGoneError):
-            await while_connected(receive, self._send_all(send))
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            with contextlib.suppress(ClientGoneError):
+                await while_connected(receive, self._send_all(send))
+        finally:
+            self._on_end()
 
     async def _send_all(self, send: Send) -> None:
         async with aclosing(self._events) as events:

@@ -44,7 +44,6 @@ _IN_BOTH: dict[str, tuple[Any, ...]] = {
     "guided_choice": (),
     "guided_grammar": (),
     "return_token_ids": (False,),
-    "priority": (0,),
     "kv_transfer_params": (),
 }
 
