@@ -69,6 +69,11 @@ class Tokenizer:
         """Return the text of ``token_ids`` without special tokens."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
 
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the text of each of ``token_ids`` alone, special tokens too; U+FFFD for one within a character."""
+        alone = [[token_id] for token_id in token_ids]
+        return [str(text) for text in self._backend.decode_batch(alone, skip_special_tokens=False)]
+
     def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
         """Return a detokenizer for what follows ``prompt_token_ids``."""
         return Detokenizer(self._backend, prompt_token_ids)
