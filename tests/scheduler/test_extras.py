@@ -35,7 +35,7 @@ def test_plain_requests_carry_nothing():
     for _ in range(3):
         plan, _ = step(scheduler)
         assert plan.sampling_rows == [0]
-        assert not (plan.adjusted or plan.histories or plan.banned or plan.logprob_rows or plan.prompt_parts)
+        assert not any((plan.adjusted, plan.histories, plan.banned, plan.logprob_rows, plan.prompt_parts))
 
 
 def test_rows_that_ask_are_named_by_their_place_and_bring_their_tokens():
