@@ -28,6 +28,18 @@ from pagefold.request import LEGAL_MOVES, Request, RequestStatus, SamplingParams
         {"max_tokens": None},
         {"stop": ("a",) * 16},
         {"seed": -1},
+        {"min_p": 0.0},
+        {"min_p": 1.0},
+        {"presence_penalty": -2.0},
+        {"frequency_penalty": 2.0},
+        {"repetition_penalty": 1e-9},
+        {"repetition_penalty": 1e9},
+        {"logit_bias": {5: -100.0, 6: 100}},
+        {"min_tokens": 0},
+        {"logprobs": 0},
+        {"logprobs": 20},
+        {"prompt_logprobs": 0},
+        {"prompt_logprobs": 20},
     ],
     ids=str,
 )
@@ -53,6 +65,26 @@ def test_what_is_in_range_is_taken(setting):
         {"stop": ("a",) * 17},
         {"stop": ("a", "")},
         {"stop": ""},
+        {"min_p": -0.1},
+        {"min_p": 1.1},
+        {"min_p": float("nan")},
+        {"presence_penalty": -2.1},
+        {"presence_penalty": 2.1},
+        {"presence_penalty": float("nan")},
+        {"frequency_penalty": -2.1},
+        {"frequency_penalty": 2.1},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": -1.0},
+        {"repetition_penalty": float("inf")},
+        {"repetition_penalty": float("nan")},
+        {"logit_bias": {5: 100.1}},
+        {"logit_bias": {5: 0, 6: -100.1}},
+        {"logit_bias": {5: float("nan")}},
+        {"min_tokens": -1},
+        {"logprobs": -1},
+        {"logprobs": 21},
+        {"prompt_logprobs": -1},
+        {"prompt_logprobs": 21},
     ],
     ids=str,
 )
@@ -68,6 +100,34 @@ def test_stops_in_every_form_that_vllm_takes():
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
     assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams()
     assert SamplingParams(stop_token_ids=[1, 2]).stop_token_ids == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": -0.1},
+        {"repetition_penalty": 1.1},
+        {"logit_bias": {3: 1.0}},
+        {"min_tokens": 1},
+        {"logprobs": 0},
+        {"prompt_logprobs": 0},
+    ],
+    ids=str,
+)
+def test_what_asks_for_more_than_a_draw_is_not_plain(setting):
+    assert SamplingParams(temperature=0.5, top_p=0.5, top_k=5, min_p=0.5, seed=1, stop="x", logit_bias={}).is_plain
+    assert not SamplingParams(**setting).is_plain
+    assert SamplingParams(**setting).has_penalties == next(iter(setting)).endswith("penalty")
+
+
+def test_a_bias_is_the_params_own_and_params_are_hashable():
+    bias = {3: 1.0}
+    sampling = SamplingParams(logit_bias=bias)
+    bias[4] = 2.0
+    assert sampling.logit_bias == {3: 1.0}
+    assert hash(sampling) == hash(SamplingParams(logit_bias={3: 1.0}))
+    assert sampling != SamplingParams()
 
 
 def test_defaults_are_vllms_and_frozen():
@@ -139,6 +199,12 @@ def test_the_table_of_moves_is_the_life_of_a_request():
         {"stop_token_ids": [True]},
         {"ignore_eos": 1},
         {"seed": "x"},
+        {"min_p": "0.1"},
+        {"logit_bias": [1, 2]},
+        {"logit_bias": {"5": 1.0}},
+        {"logit_bias": {5: "much"}},
+        {"logprobs": True},
+        {"min_tokens": 1.5},
     ],
     ids=str,
 )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -11,17 +12,31 @@ from pagefold.errors import InvalidRequestError
 from pagefold.typecheck import wrong_type
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from pagefold.kv import BlockTable
+    from pagefold.steps import TokenLogprobs
 
-__all__ = ["ANYBODY", "LEGAL_MOVES", "Caller", "FinishReason", "Request", "RequestStatus", "SamplingParams", "StopRule"]
+__all__ = [
+    "ANYBODY",
+    "LEGAL_MOVES",
+    "MAX_LOGPROBS",
+    "Caller",
+    "FinishReason",
+    "Request",
+    "RequestStatus",
+    "SamplingParams",
+    "StopRule",
+]
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error", "timeout"]
 
 _MAX_TEMPERATURE = 2.0
 _GREEDY_BELOW = 1e-5
 _MAX_STOP_STRINGS = 16
+_MAX_PENALTY = 2.0
+_MAX_BIAS = 100.0
+
+MAX_LOGPROBS = 20
+"""How many alternatives a token's logprobs may tell, as in vLLM and in OpenAI's chats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +47,22 @@ class SamplingParams:
         temperature: 0 is greedy; at most 2.
         top_p: keep the most likely tokens whose probabilities add up to this much, in (0, 1].
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
+        min_p: keep the tokens that are at least this share as likely as the most likely one, in [0, 1].
+        presence_penalty: taken from the logit of every token that the output holds; in [-2, 2].
+        frequency_penalty: taken from a token's logit for each time that the output holds it; in [-2, 2].
+        repetition_penalty: the logit of every token that prompt or output holds is divided by this if it is positive,
+            else multiplied; above 0.
+        logit_bias: added to the logits of these token ids; in [-100, 100].
         max_tokens: how many tokens to generate at most; None for as many as ``max_model_len`` leaves.
+        min_tokens: how many tokens come before any that ends the output, and before a stop string may.
         stop: texts that end the output; they are not part of it. One text, several, or None.
         stop_token_ids: token ids that end the output; or None.
         ignore_eos: go on after the model's end-of-sequence token.
         seed: of this request's random draws. A request with a seed draws the same numbers in every batch.
+        logprobs: return each output token's logprob, and those of so many most likely tokens, 0 to 20. They are of
+            the model's own distribution: without bias, penalties, temperature and cuts. None returns none.
+        prompt_logprobs: the same of the prompt's tokens, which are all computed then: what the prefix cache holds of
+            them is not used.
 
     Raises:
         InvalidRequestError: a value is out of range.
@@ -45,33 +71,63 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     max_tokens: int | None = 16
+    min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         for name in ("stop", "stop_token_ids"):
             value = getattr(self, name)
-            if value is None or isinstance(value, list):
+            if value is None or isinstance(value, Sequence):
                 object.__setattr__(self, name, tuple(value or ()))
+        if isinstance(self.logit_bias, Mapping):
+            object.__setattr__(self, "logit_bias", dict(self.logit_bias) or None)
         wrong = wrong_type(self)
         if wrong is not None:
             raise _out_of_range(wrong.field, repr(wrong.value), wrong.allowed)
-        self._check_ranges()
+        self._check_distribution()
+        self._check_length()
+        for param in ("logprobs", "prompt_logprobs"):
+            number = getattr(self, param)
+            if number is not None and not 0 <= number <= MAX_LOGPROBS:
+                raise _out_of_range(param, number, f"between 0 and {MAX_LOGPROBS}, or None for none")
 
-    def _check_ranges(self) -> None:
+    def _check_distribution(self) -> None:
         if not 0.0 <= self.temperature <= _MAX_TEMPERATURE:
             raise _out_of_range("temperature", self.temperature, "between 0 (greedy) and 2")
         if not 0.0 < self.top_p <= 1.0:
             raise _out_of_range("top_p", self.top_p, "above 0 and at most 1")
         if self.top_k < -1:
             raise _out_of_range("top_k", self.top_k, "a positive number, or 0 or -1 to keep all tokens")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise _out_of_range("min_p", self.min_p, "between 0 and 1")
+        for param in ("presence_penalty", "frequency_penalty"):
+            penalty = getattr(self, param)
+            if not -_MAX_PENALTY <= penalty <= _MAX_PENALTY:
+                raise _out_of_range(param, penalty, "between -2 and 2")
+        if not 0.0 < self.repetition_penalty < float("inf"):
+            raise _out_of_range("repetition_penalty", self.repetition_penalty, "above 0, and finite")
+        for token_id, bias in (self.logit_bias or {}).items():
+            if not -_MAX_BIAS <= bias <= _MAX_BIAS:
+                raise _out_of_range("logit_bias", f"{bias} for token {token_id}", "between -100 and 100")
+
+    def _check_length(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
             raise _out_of_range("max_tokens", self.max_tokens, "at least 1")
+        if self.min_tokens < 0:
+            raise _out_of_range("min_tokens", self.min_tokens, "at least 0")
         if len(self.stop) > _MAX_STOP_STRINGS:
             raise _out_of_range("stop", f"{len(self.stop)} strings", f"at most {_MAX_STOP_STRINGS} strings")
         if any(not text for text in self.stop):
@@ -81,6 +137,20 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether the most likely token is always taken: so near to 0 (vLLM's bound) scaled logits would overflow."""
         return self.temperature < _GREEDY_BELOW
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the next token depends on which tokens came before, besides through the model."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is asked but to draw from the model's distribution, tempered and cut."""
+        return (
+            not (self.has_penalties or self.logit_bias or self.min_tokens)
+            and self.logprobs is None
+            and self.prompt_logprobs is None
+        )
 
 
 def _out_of_range(param: str, value: object, allowed: str) -> InvalidRequestError:
@@ -142,6 +212,9 @@ class Request:
     Attributes:
         request_id: the caller's name for it.
         token_ids: the prompt, then what was sampled.
+        is_plain: of its sampling parameters; here because every step asks.
+        logprobs: of its output tokens, if asked for.
+        prompt_logprobs: of its prompt's tokens from the second on, as far as known, if asked for.
         num_prompt_tokens: how many of them are the prompt.
         num_computed_tokens: [0, num_computed_tokens) has KV; [num_computed_tokens, len(token_ids)) is to be computed.
         num_cached_tokens: how much of the prompt was a prefix hit at the first admission; -1 before.
@@ -160,6 +233,8 @@ class Request:
         "finish_reason",
         "index",
         "is_aborted",
+        "is_plain",
+        "logprobs",
         "max_computed_tokens",
         "namespace",
         "num_cached_tokens",
@@ -169,6 +244,7 @@ class Request:
         "num_prompt_tokens",
         "order",
         "priority",
+        "prompt_logprobs",
         "request_id",
         "sampling",
         "seed",
@@ -195,6 +271,9 @@ class Request:
         self.token_ids = array("i", prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.sampling = sampling
+        self.is_plain = sampling.is_plain
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs] = []
         self.stop = stop
         self.namespace = namespace
         self.seed = seed
@@ -227,6 +306,14 @@ class Request:
     def output_token_ids(self) -> list[int]:
         """The tokens sampled so far."""
         return self.token_ids[self.num_prompt_tokens :].tolist()
+
+    @property
+    def max_hit_tokens(self) -> int:
+        """How many of its tokens may be found instead of computed: all but the last, unless logprobs are missing."""
+        num_known = len(self.prompt_logprobs)  # of tokens 1 to num_known: the next is told by position num_known
+        if self.sampling.prompt_logprobs is None or num_known == self.num_prompt_tokens - 1:
+            return len(self.token_ids) - 1
+        return num_known
 
     def packed(self) -> bytes:
         """Return the tokens as the prefix tree wants them, 4 bytes each."""

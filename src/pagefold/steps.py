@@ -4,13 +4,43 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from pagefold.kv import BlockId, CopyOp
     from pagefold.request import SamplingParams
 
-__all__ = ["Runner", "StepPlan", "StepResult"]
+__all__ = ["PromptPart", "Runner", "StepPlan", "StepResult", "TokenLogprobs"]
+
+
+class TokenLogprobs(NamedTuple):
+    """How likely the model found a token and its alternatives, before anything was done to its logits.
+
+    Attributes:
+        logprob: natural logarithm of the token's probability.
+        rank: 1 for the most likely token of all.
+        top: the most likely tokens and their logprobs, likeliest first; as many as were asked for.
+    """
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+class PromptPart(NamedTuple):
+    """Tokens of a prompt whose logprobs are asked for.
+
+    Attributes:
+        row: the plan's row that tells them.
+        offset: which of the row's tokens tells the first of them; the others follow.
+        token_ids: they.
+        num_top: how many of the most likely tokens to tell beside each.
+    """
+
+    row: int
+    offset: int
+    token_ids: array[int]
+    num_top: int
 
 
 @dataclass(slots=True)
@@ -29,6 +59,12 @@ class StepPlan:
         sampling: how, for each of ``sampling_rows``.
         seeds: of each of ``sampling_rows``' random draws.
         draws: how many tokens each of ``sampling_rows`` has sampled before: with the seed it fixes the draw.
+        adjusted: which of ``sampling_rows`` have logits that change before they are sampled from; ascending.
+        histories: prompt and output so far of each of ``adjusted``; the last ``draws`` of them are output. Empty where
+            no penalty asks for it. Not a copy.
+        banned: token ids that each of ``adjusted`` must not sample.
+        logprob_rows: which of ``sampling_rows`` tell logprobs of what they sample; ascending.
+        prompt_parts: prompt tokens whose logprobs are asked for.
     """
 
     step_id: int
@@ -41,6 +77,11 @@ class StepPlan:
     sampling: list[SamplingParams] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
     draws: list[int] = field(default_factory=list)
+    adjusted: list[int] = field(default_factory=list)
+    histories: list[array[int]] = field(default_factory=list)
+    banned: list[frozenset[int]] = field(default_factory=list)
+    logprob_rows: list[int] = field(default_factory=list)
+    prompt_parts: list[PromptPart] = field(default_factory=list)
 
     @property
     def num_rows(self) -> int:
@@ -54,9 +95,13 @@ class StepResult:
 
     Attributes:
         token_ids: one for each of the plan's ``sampling_rows``, in that order.
+        logprobs: of the token of each of the plan's ``logprob_rows``.
+        prompt_logprobs: of each token of each of the plan's ``prompt_parts``.
     """
 
     token_ids: list[int]
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
 
 
 class Runner(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
@@ -26,10 +27,11 @@ class WrongType(NamedTuple):
 def wrong_type(record: object) -> WrongType | None:
     """Return the first field of a dataclass whose value is not of its annotation, or None.
 
-    Knows what records of settings need: plain types, None, ``Literal``, ``tuple[T, ...]`` and unions of them. An int is
-    a float; a bool is no int.
+    Knows what records of settings need: plain types, None, ``Literal``, ``tuple[T, ...]``, ``Mapping[K, V]`` and unions of
+    them. An int is a float; a bool is no int.
     """
-    for name, annotation in _hints(type(record)).items():  # type: ignore[arg-type]  # mypy: type[object] is not hashable
+    hints = _hints(type(record))  # type: ignore[arg-type]  # to mypy, type[object] cannot be hashed
+    for name, annotation in hints.items():
         value = getattr(record, name)
         if not _is(value, annotation):
             return WrongType(name, value, _named(annotation))
@@ -49,6 +51,8 @@ def _is(value: object, annotation: Any) -> bool:  # noqa: ANN401 - an annotation
         return isinstance(value, str)  # which of them, the record says in its own words
     if origin is tuple:
         return isinstance(value, tuple) and all(_is(item, args[0]) for item in value)
+    if origin is Mapping:
+        return isinstance(value, Mapping) and all(_is(k, args[0]) and _is(v, args[1]) for k, v in value.items())
     if annotation is float:
         return type(value) in (int, float)
     return type(value) is annotation
@@ -62,4 +66,6 @@ def _named(annotation: Any) -> str:  # noqa: ANN401
         return " or ".join(map(repr, args))
     if origin is tuple:
         return f"a sequence of {_named(args[0])}"
+    if origin is Mapping:
+        return f"a mapping of {_named(args[0])} to {_named(args[1])}"
     return {NoneType: "None", int: "an int", float: "a number", str: "a text", bool: "True or False"}[annotation]

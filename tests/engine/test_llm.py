@@ -256,3 +256,44 @@ def test_a_budget_that_is_too_small_names_one_that_works(tiny_chat_model: Path) 
     assert len(result.outputs[0].token_ids) == 28
     with pytest.raises(BudgetTooSmallError):
         LLM(str(tiny_chat_model), kv_cache_memory_bytes=smallest - 1, max_model_len=128)
+
+
+def test_logprobs_come_with_vllms_names(llm: LLM) -> None:
+    how = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=3, prompt_logprobs=1)
+    prompt = {"prompt_token_ids": list(range(2000, 2040))}
+    llm.generate(prompt, GREEDY, use_tqdm=False)
+    (told,) = llm.generate(prompt, how, use_tqdm=False)
+    output, tokenizer = told.outputs[0], llm.engine.tokenizer
+    assert tokenizer is not None
+    assert output.logprobs is not None
+    assert told.prompt_logprobs is not None
+    assert [next(iter(found)) for found in output.logprobs] == output.token_ids
+    for token_id, found in zip(output.token_ids, output.logprobs, strict=True):
+        assert len(found) == 3
+        assert found[token_id].rank == 1, "greedy takes the likeliest"
+        assert found[token_id].decoded_token == tokenizer.token_texts([token_id])[0]
+    told_of = zip(output.token_ids, output.logprobs, strict=True)
+    assert output.cumulative_logprob == pytest.approx(sum(found[token_id].logprob for token_id, found in told_of))
+    first, *rest = told.prompt_logprobs
+    assert first is None
+    assert [next(iter(found)) for found in rest if found] == told.prompt_token_ids[1:]
+    assert told.num_cached_tokens == 0, "its logits were wanted"
+    (plain,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+    assert (plain.prompt_logprobs, plain.outputs[0].logprobs, plain.outputs[0].cumulative_logprob) == (None, None, None)
+    assert plain.num_cached_tokens == 32
+
+
+def test_a_seed_draws_the_same_in_any_batch_with_penalties_too(llm: LLM) -> None:
+    how = SamplingParams(
+        max_tokens=12, seed=7, ignore_eos=True, repetition_penalty=1.2, frequency_penalty=0.5, min_p=1e-6
+    )
+    others = [SamplingParams(max_tokens=12, presence_penalty=2.0, logit_bias={5: 50.0}, logprobs=2), GREEDY]
+    (alone,) = llm.generate("a prompt", how, use_tqdm=False)
+    among = llm.generate(["x", "a prompt", "y"], [others[0], how, others[1]], use_tqdm=False)[1]
+    assert alone.outputs[0].token_ids == among.outputs[0].token_ids
+
+
+def test_a_bias_decides(llm: LLM) -> None:
+    how = SamplingParams(max_tokens=4, ignore_eos=True, logit_bias={777: 100.0})
+    (result,) = llm.generate("anything", how, use_tqdm=False)
+    assert result.outputs[0].token_ids == [777] * 4

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pagefold.capacity import Capacity
 from pagefold.engine.engine import Engine, ModelLimits
-from pagefold.engine.outputs import CompletionOutput, OutputDelta, OutputText, RequestOutput
+from pagefold.engine.outputs import CompletionOutput, Logprob, OutputDelta, OutputText, RequestOutput
 from pagefold.errors import InvalidRequestError
 from pagefold.kv import KVCore, Namespace, audit
 from pagefold.request import SamplingParams
@@ -39,9 +39,12 @@ class Pieces:
         return self._pieces[-1]
 
 
-def cut_by_twin(text, stop):
-    """Return the text before the stop string that is complete first, the longest of those; and whether there is one."""
-    for end in range(1, len(text) + 1):
+def cut_by_twin(text, stop, num_passed=0):
+    """Return the text before the stop string that is complete first, the longest of those; and whether there is one.
+
+    What is complete within the first ``num_passed`` characters does not count.
+    """
+    for end in range(num_passed + 1, len(text) + 1):
         ends = [one for one in stop if text[:end].endswith(one)]
         if ends:
             return text[: end - max(map(len, ends))], True
@@ -55,9 +58,9 @@ def pieces_of_text(draw):
     return [text[start:end] for start, end in pairwise([0, *cuts, len(text)])]
 
 
-def push_all(pieces, stop):
+def push_all(pieces, stop, min_tokens=0):
     """Return what came out with each piece, and whether a stop string was met."""
-    output = OutputText(Pieces(pieces), stop)
+    output = OutputText(Pieces(pieces), stop, min_tokens)
     return [*(output.push(at) for at in range(len(pieces) - 1)), output.flush()], output.stopped
 
 
@@ -73,6 +76,16 @@ def push_all(pieces, stop):
 def test_any_split_of_a_text_is_cut_at_the_first_stop_string(pieces, stop):
     out, stopped = push_all(pieces, stop)
     assert ("".join(out), stopped) == cut_by_twin("".join(pieces), stop)
+
+
+@settings(max_examples=500)
+@given(pieces_of_text(), STOPS, st.integers(0, 8))
+@example(["ab", "cdef", ""], ("ab", "bc"), 1)  # what is complete too early is passed over, and not found later
+@example(["a", "b", "x"], ("x",), 2)  # the flush brings text of the last token
+def test_a_stop_string_complete_within_min_tokens_does_not_count(pieces, stop, min_tokens):
+    num_passed = len("".join(pieces[:min_tokens] if min_tokens < len(pieces) - 1 else pieces)) if min_tokens else 0
+    out, stopped = push_all(pieces, stop, min_tokens)
+    assert ("".join(out), stopped) == cut_by_twin("".join(pieces), stop, num_passed)
 
 
 @settings(max_examples=300)
@@ -103,6 +116,16 @@ def test_no_more_is_held_back_than_a_stop_string_without_its_last_character(piec
 @given(pieces_of_text())
 def test_without_stop_strings_every_piece_comes_at_once(pieces):
     assert push_all(pieces, ()) == (pieces, False)
+
+
+def test_characters_are_counted_whether_or_not_they_are_held_back():
+    output = OutputText(Pieces(["so", " S", "T", "!"]), ("STOP",))
+    counts = []
+    for at in range(3):
+        output.push(at)
+        counts.append(output.num_characters)
+    output.flush()
+    assert [*counts, output.num_characters] == [2, 4, 5, 6]
 
 
 def test_what_is_held_back_comes_with_the_flush():
@@ -140,6 +163,17 @@ def test_a_result_collects_its_deltas():
     assert (result.outputs[0].text, result.outputs[0].token_ids) == ("ab", [5, 6, 7])
     assert (result.finished, result.outputs[0].finish_reason) == (True, "error")
     assert (result.error, result.num_cached_tokens) == ("no more memory", 1)
+    assert (result.outputs[0].logprobs, result.outputs[0].cumulative_logprob, result.prompt_logprobs) == (None,) * 3
+
+
+def test_a_result_collects_logprobs_and_adds_up_those_of_its_tokens():
+    result = RequestOutput("r", "hi", [1, 2], [CompletionOutput(index=0)])
+    five, six, two = {5: Logprob(-1.5, 1)}, {6: Logprob(-0.25, 2), 5: Logprob(-0.1, 1)}, {2: Logprob(-3.0, 9)}
+    result.add(OutputDelta("r", "a", (5,), 0, logprobs=(five,), prompt_logprobs=[None, two]))
+    result.add(OutputDelta("r", "b", (6,), 0, logprobs=(six,)))
+    assert result.outputs[0].logprobs == [five, six]
+    assert result.outputs[0].cumulative_logprob == -1.75
+    assert result.prompt_logprobs == [None, two]
 
 
 # The engine: what it refuses, and how outputs end.
@@ -185,6 +219,11 @@ def run(engine, sampling):
         ([1], {"stop_token_ids": (99, 100)}, "stop_token_ids", "Token id 100"),
         ([1], {"stop_token_ids": (-5,)}, "stop_token_ids", "Token id -5"),
         ([1], {"stop": "\n"}, "stop", "need a tokenizer"),
+        ([1], {"logit_bias": {99: 1.0, 100: 1.0}}, "logit_bias", "Token id 100"),
+        ([1], {"logit_bias": {-1: 1.0}}, "logit_bias", "Token id -1"),
+        ([1], {"min_tokens": 5, "max_tokens": 4}, "min_tokens", "min_tokens is 5, and the output has at most 4"),
+        ([1], {"min_tokens": 20, "max_tokens": None}, "min_tokens", "at most 19 tokens"),
+        ([1], {"min_tokens": 1, "stop_token_ids": range(100)}, "stop_token_ids", "Every token"),
     ],
 )
 def test_what_can_never_be_served_is_refused_with_its_field(prompt, settings_, param, message):
@@ -200,7 +239,8 @@ def test_what_can_never_be_served_is_refused_with_its_field(prompt, settings_, p
 @pytest.mark.parametrize("prompt", [[0], [99], [5] * 19])
 def test_what_is_just_within_the_limits_is_served(prompt):
     engine = make_engine(says=[7], vocab_size=100)
-    engine.add("r", prompt, SamplingParams(max_tokens=1, stop_token_ids=(0, 99)))
+    how = SamplingParams(max_tokens=1, min_tokens=1, stop_token_ids=(0, 99), logit_bias={0: 1.0, 99: 1.0})
+    engine.add("r", prompt, how)
     assert [delta.token_ids for delta in engine.step()] == [(7,)]
 
 
@@ -229,6 +269,15 @@ def test_a_stop_string_ends_a_request_and_what_follows_is_cut(tokenizer):
     says = tokenizer.encode("one two three four")
     text, token_ids, why = run(make_engine(tokenizer, says), SamplingParams(max_tokens=4, stop="wo th"))
     assert (text, token_ids, why) == ("one t", says[:3], "stop")
+
+
+def test_a_stop_string_ends_nothing_within_min_tokens(tokenizer):
+    says = tokenizer.encode("one two three four two")
+    for min_tokens, expected in ((1, "one "), (2, "one two three four "), (4, "one two three four ")):
+        how = SamplingParams(max_tokens=5, min_tokens=min_tokens, stop="two")
+        assert run(make_engine(tokenizer, says), how)[0] == expected
+    how = SamplingParams(max_tokens=5, min_tokens=5, stop="two")
+    assert run(make_engine(tokenizer, says), how) == ("one two three four two", says, "length")
 
 
 def test_a_stop_string_met_by_the_last_token_is_a_stop(tokenizer):

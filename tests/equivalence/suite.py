@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from equivalence.references import References
     from pagefold.config import AttentionBackend, Dtype
     from pagefold.engine.engine import Engine
+    from pagefold.engine.outputs import OutputDelta
     from pagefold.events import Emit, Event
 
 __all__ = ["Budget", "Counts", "EngineFactory", "Key", "Setting", "Trial", "Workload", "assert_clean", "build"]
@@ -237,6 +238,20 @@ class Trial:
         assert not wrong, f"{len(wrong)} of {len(self.outputs)} outputs differ:\n" + "\n".join(wrong)
         assert references.smallest_gap > _SMALLEST_GAP, "the references nearly have ties: rounding may decide"
 
+    def sampling(self, key: Key) -> SamplingParams:
+        """Return what is asked of a request."""
+        return SamplingParams(
+            temperature=0.0,
+            max_tokens=self.workload.num_outputs,
+            ignore_eos=self.setting.ignore_eos,
+            seed=key.index,  # draws nothing, but tells a runner which prompt a row is
+        )
+
+    def take(self, key: Key, delta: OutputDelta) -> None:
+        """Keep what a step added."""
+        self.outputs[key] += delta.token_ids
+        self.num_cached_tokens[key] = delta.num_cached_tokens
+
     def _expected(self, key: Key, num_outputs: int, references: References) -> list[int]:
         expected = references.of(self.workload.prompts[key.index], ignore_eos=self.setting.ignore_eos)
         return expected[:num_outputs] if key.is_twin else expected
@@ -256,8 +271,7 @@ class Trial:
             for delta in self.engine.step():
                 assert delta.error is None, delta.error
                 key = self._keys[delta.request_id]
-                self.outputs[key] += delta.token_ids
-                self.num_cached_tokens[key] = delta.num_cached_tokens
+                self.take(key, delta)
                 if delta.finish_reason is not None:
                     self._twins.pop(key, None)
             num_idle = num_idle + 1 if before == (*_progress(self.counts), len(arriving)) else 0
@@ -278,13 +292,7 @@ class Trial:
     def _send(self, key: Key) -> None:
         self._keys[str(key)] = key
         self.outputs[key] = []
-        sampling = SamplingParams(
-            temperature=0.0,
-            max_tokens=self.workload.num_outputs,
-            ignore_eos=self.setting.ignore_eos,
-            seed=key.index,  # draws nothing, but tells a runner which prompt a row is
-        )
-        self.engine.add(str(key), self.workload.prompts[key.index], sampling)
+        self.engine.add(str(key), self.workload.prompts[key.index], self.sampling(key))
         if key.is_twin:
             self._twins[key] = self._random.choice((0, 0, self._random.randrange(self.workload.num_outputs)))
 

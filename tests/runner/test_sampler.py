@@ -7,7 +7,8 @@ where nothing is cut, likeliest first where top_k or top_p cuts. What a row draw
 from __future__ import annotations
 
 import math
-from itertools import pairwise
+from dataclasses import replace
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -27,6 +28,8 @@ def kept_by_twin(logits: list[float], how: SamplingParams) -> list[tuple[int, fl
     weights = [math.exp((logit - top) / how.temperature) for logit in logits]
     total = sum(weights)
     tokens = [(token, weight / total) for token, weight in enumerate(weights)]
+    likeliest = max(weight for _, weight in tokens)
+    tokens = normalized([(token, weight if weight >= how.min_p * likeliest else 0.0) for token, weight in tokens])
     cuts_k = 0 < how.top_k < len(logits)
     if cuts_k or how.top_p < 1.0:
         tokens.sort(key=lambda item: -item[1])
@@ -49,10 +52,12 @@ def normalized(tokens: list[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def drawn_by_twin(logits: list[float], how: SamplingParams, number: float) -> set[int]:
-    """Return the token at ``number``, and its neighbour if the number or top_p is too close to an edge to tell."""
+    """Return the token at ``number``, and its neighbour if number, top_p or min_p is too close to an edge to tell."""
     drawn = set()
-    for top_p in {how.top_p, max(how.top_p - EPS, 1e-9), min(how.top_p + EPS, 1.0 - 1e-9) if how.top_p < 1 else 1.0}:
-        near = SamplingParams(temperature=how.temperature, top_k=how.top_k, top_p=top_p)
+    near_p = {how.top_p, max(how.top_p - EPS, 1e-9), min(how.top_p + EPS, 1.0 - 1e-9) if how.top_p < 1 else 1.0}
+    near_min_p = {how.min_p, max(how.min_p * (1 - EPS), 0.0), min(how.min_p * (1 + EPS), 1.0)}
+    for top_p, min_p in product(near_p, near_min_p):
+        near = replace(how, top_p=top_p, min_p=min_p)
         at = 0.0
         for token, probability in kept_by_twin(logits, near):
             if at - EPS <= number < at + probability + EPS and probability > 0:
@@ -71,6 +76,7 @@ HOW = st.builds(
     temperature=st.sampled_from([1e-5, 0.01, 0.3, 0.7, 1.0, 1.3, 2.0]),
     top_k=st.sampled_from([-1, 0, 1, 2, 3, 10, 40, 41, 10**6]),
     top_p=st.sampled_from([1e-9, 0.05, 0.3, 0.5, 0.9, 0.999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.0, 1e-6, 0.1, 0.5, 1.0]),
 )
 SEEDS = st.integers(-(2**63), 2**63)
 DRAWS = st.integers(0, 10**6)
@@ -177,7 +183,9 @@ def chi_square(counts: list[int], expected: list[float]) -> float:
         SamplingParams(temperature=2.0),
         SamplingParams(top_k=7),
         SamplingParams(top_p=0.8),
+        SamplingParams(min_p=0.3),
         SamplingParams(temperature=1.4, top_k=12, top_p=0.9),
+        SamplingParams(temperature=1.4, top_k=12, top_p=0.9, min_p=0.2),
     ],
     ids=str,
 )
@@ -187,7 +195,7 @@ def test_draws_follow_the_distribution(how, many):
     seeds = [11] * num if many == "draws" else list(range(num))
     draws = list(range(num)) if many == "draws" else [3] * num
     tokens = sample(torch.tensor([logits]).expand(num, -1), [how] * num, seeds, draws)
-    kept = kept_by_twin(logits, how)
+    kept = [(token, probability) for token, probability in kept_by_twin(logits, how) if probability]
     counts = [tokens.count(token) for token, _ in kept]
     assert sum(counts) == num, "something was drawn that is cut"
     assert chi_square(counts, [probability * num for _, probability in kept]) < 4

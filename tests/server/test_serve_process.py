@@ -145,7 +145,8 @@ def refusals(tiny_chat_model, tmp_path_factory) -> Iterator[dict[str, tuple[int,
     shutil.copytree(tiny_chat_model, no_weights, ignore=shutil.ignore_patterns("*.safetensors"))
     unknown_class = _changed(tiny_chat_model, scratch / "unknown_class", model_type="no_such_model")
     window = _changed(tiny_chat_model, scratch / "window", model_type="mistral", sliding_window=64)
-    softcap = _changed(tiny_chat_model, scratch / "softcap", model_type="gemma2", attn_logit_softcapping=50.0)
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    rope = _changed(tiny_chat_model, scratch / "rope", rope_parameters=dynamic)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         commands = {
@@ -155,8 +156,8 @@ def refusals(tiny_chat_model, tmp_path_factory) -> Iterator[dict[str, tuple[int,
             "no weights": (str(no_weights),),
             "unknown model": ("no-such-model",),
             "unknown class": (str(unknown_class),),
-            "window": (str(window),),
-            "softcap": (str(softcap),),
+            "window": (str(window), "--max-model-len", "65"),
+            "rope": (str(rope),),
             "block size": ("smollm2-135m", "--block-size", "17"),
             "dtype": ("smollm2-135m", "--dtype", "int3"),
         }
@@ -189,8 +190,8 @@ def _changed(folder: Path, to: Path, **fields: object) -> Path:
         ("no weights", ["no weights"]),
         ("unknown model", ["no-such-model", "smollm2-135m"]),
         ("unknown class", ["no_such_model"]),
-        ("window", ["mistral", "sliding"]),
-        ("softcap", ["gemma2", "soft-capping"]),
+        ("window", ["max_model_len is 65", "mistral's sliding window", "at most 64"]),
+        ("rope", ["llama", "rope of type dynamic"]),
         ("block size", ["block_size is 17", "power of two"]),
         ("dtype", ["int3", "bfloat16"]),
     ],

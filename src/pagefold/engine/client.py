@@ -33,6 +33,7 @@ _log = logging.getLogger(__name__)
 _NUM_ENDS = 32
 _MAX_RETRY_AFTER_S = 60
 
+
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
     """What an engine is doing now.

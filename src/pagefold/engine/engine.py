@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypedDict
 
-from pagefold.engine.outputs import OutputDelta, OutputText
+from pagefold.engine.logprobs import named_logprobs
+from pagefold.engine.outputs import Logprob, OutputDelta, OutputText
 from pagefold.errors import InvalidRequestError
 from pagefold.events import Emit, FirstToken, ignore
 from pagefold.kv import Namespace
 from pagefold.request import ANYBODY, Caller, Request, SamplingParams, StopRule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from pagefold.capacity import Capacity
     from pagefold.request import FinishReason
@@ -47,6 +48,11 @@ class ModelLimits:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     namespace: Namespace
+
+
+class _Logprobs(TypedDict, total=False):
+    logprobs: tuple[dict[int, Logprob], ...]
+    prompt_logprobs: list[dict[int, Logprob] | None]
 
 
 class Engine:
@@ -108,12 +114,16 @@ class Engine:
         if num_tokens >= max_len:
             msg = f"The prompt has {num_tokens} tokens; max_model_len is {max_len}, and one must be left to generate."
             raise InvalidRequestError(msg, param="prompt", remedy=f"Send at most {max_len - 1} tokens.")
-        for token_ids, param in ((prompt_token_ids, "prompt"), (sampling.stop_token_ids, "stop_token_ids")):
-            lowest, highest = min(token_ids, default=0), max(token_ids, default=0)
-            if lowest < 0 or highest >= self.limits.vocab_size:
-                bad = lowest if lowest < 0 else highest
-                msg = f"Token id {bad} is not in the model's vocabulary."
-                raise InvalidRequestError(msg, param=param, remedy=f"Ids go from 0 to {self.limits.vocab_size - 1}.")
+        self._check_ids(prompt_token_ids, "prompt")
+        self._check_ids(sampling.stop_token_ids, "stop_token_ids")
+        self._check_ids(sampling.logit_bias or (), "logit_bias")
+        max_tokens = max_len - num_tokens if sampling.max_tokens is None else sampling.max_tokens
+        if sampling.min_tokens > max_tokens:
+            msg = f"min_tokens is {sampling.min_tokens}, and the output has at most {max_tokens} tokens."
+            raise InvalidRequestError(msg, param="min_tokens", remedy=f"Ask for at most {max_tokens}.")
+        if sampling.min_tokens and len(self._stop_ids(sampling)) >= self.limits.vocab_size:
+            msg = "Every token is a stop token, so none can come before min_tokens."
+            raise InvalidRequestError(msg, param="stop_token_ids", remedy="Leave some out.")
         if sampling.stop and self.tokenizer is None:
             msg = "Stop strings need a tokenizer, and this engine works in tokens only."
             raise InvalidRequestError(msg, param="stop", remedy="Use stop_token_ids.")
@@ -144,9 +154,6 @@ class Engine:
         max_total = self.capacity.max_model_len
         if sampling.max_tokens is not None:
             max_total = min(max_total, len(prompt_token_ids) + sampling.max_tokens)
-        stop_ids = frozenset(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
-            stop_ids |= frozenset(self.limits.eos_token_ids)
         seed = sampling.seed if sampling.seed is not None else hash((self._seed, self._num_requests))
         self._num_requests += 1
         now = self._clock()
@@ -154,7 +161,7 @@ class Engine:
             request_id,
             prompt_token_ids,
             sampling,
-            stop=StopRule(stop_ids, max_total),
+            stop=StopRule(self._stop_ids(sampling), max_total),
             namespace=namespace.key(),
             seed=seed,
             arrival_s=now,
@@ -162,7 +169,7 @@ class Engine:
             priority=caller.priority,
         )
         detokenizer = None if self.tokenizer is None else self.tokenizer.detokenizer(prompt_token_ids)
-        self._texts[request_id] = OutputText(detokenizer, sampling.stop)
+        self._texts[request_id] = OutputText(detokenizer, sampling.stop, sampling.min_tokens)
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> bool:
@@ -193,6 +200,17 @@ class Engine:
         deltas += [self._delta(request, now) for request in self.scheduler.apply(result)]
         return deltas
 
+    def _check_ids(self, token_ids: Collection[int], param: str) -> None:
+        lowest, highest = min(token_ids, default=0), max(token_ids, default=0)
+        if lowest < 0 or highest >= self.limits.vocab_size:
+            bad = lowest if lowest < 0 else highest
+            msg = f"Token id {bad} is not in the model's vocabulary."
+            raise InvalidRequestError(msg, param=param, remedy=f"Ids go from 0 to {self.limits.vocab_size - 1}.")
+
+    def _stop_ids(self, sampling: SamplingParams) -> frozenset[int]:
+        stop_ids = frozenset(sampling.stop_token_ids)
+        return stop_ids if sampling.ignore_eos else stop_ids.union(self.limits.eos_token_ids)
+
     def _delta(self, request: Request, now: float) -> OutputDelta:
         """Turn the token that ``request`` just got into text, and end the request if that completes a stop string."""
         token_id = request.token_ids[-1]
@@ -200,6 +218,7 @@ class Engine:
             self._emit(FirstToken(request.request_id, now - request.arrival_s))
         text = self._texts[request.request_id]
         reason: FinishReason | None = request.finish_reason
+        text_offset = text.num_characters
         is_stop_token = reason == "stop"
         piece = "" if is_stop_token else text.push(token_id)
         if text.stopped and reason != "stop":
@@ -212,7 +231,20 @@ class Engine:
                 reason = "stop"
         if reason is not None:
             del self._texts[request.request_id]
-        return OutputDelta(request.request_id, piece, (token_id,), request.num_cached_tokens, reason)
+        delta = OutputDelta(request.request_id, piece, (token_id,), request.num_cached_tokens, reason)
+        return delta if request.is_plain else replace(delta, text_offset=text_offset, **self._logprobs(request))
+
+    def _logprobs(self, request: Request) -> _Logprobs:
+        """Return what a delta tells of logprobs: of the last token; with the first one, of the prompt."""
+        told: _Logprobs = {}
+        sampling = request.sampling
+        if sampling.logprobs is not None:
+            last = named_logprobs(self.tokenizer, request.token_ids[-1:], request.logprobs[-1:])
+            told["logprobs"] = tuple(last)
+        if sampling.prompt_logprobs is not None and request.num_output_tokens == 1:
+            rest = request.token_ids[1 : request.num_prompt_tokens]
+            told["prompt_logprobs"] = [None, *named_logprobs(self.tokenizer, rest, request.prompt_logprobs)]
+        return told
 
     def _failed(self, request: Request, error: Exception) -> OutputDelta:
         return self._cut_off(

@@ -164,7 +164,7 @@ class LLM:
 
 @contextlib.contextmanager
 def _interrupts_held_back() -> Iterator[Callable[[], None]]:
-    """Hold Ctrl-C back until the function that this yields is called: a step is never cut in two by it.
+    """Hold Ctrl-C back until the function that this yields is called, or until the end: it never cuts a step in two.
 
     Python raises KeyboardInterrupt on the main thread only, so elsewhere there is nothing to hold back.
     """
@@ -186,3 +186,5 @@ def _interrupts_held_back() -> Iterator[Callable[[], None]]:
         yield raise_if_interrupted
     finally:
         signal.signal(signal.SIGINT, before)
+    if is_interrupted:  # too late to end anything, but not to be heard
+        signal.raise_signal(signal.SIGINT)

@@ -9,7 +9,22 @@ if TYPE_CHECKING:
     from pagefold.request import FinishReason
     from pagefold.tokenizer import Detokenizer
 
-__all__ = ["CompletionOutput", "OutputDelta", "OutputText", "RequestOutput"]
+__all__ = ["CompletionOutput", "Logprob", "OutputDelta", "OutputText", "RequestOutput"]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """How likely the model found a token; vLLM's names.
+
+    Attributes:
+        logprob: natural logarithm of its probability.
+        rank: 1 for the most likely token of all.
+        decoded_token: its text, or None without a tokenizer. A token within a character is U+FFFD.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +38,10 @@ class OutputDelta:
         num_cached_tokens: how much of the prompt was a prefix hit.
         finish_reason: why it ended, in the last delta.
         error: what went wrong, when ``finish_reason`` is ``error`` or ``timeout``.
+        logprobs: for each of ``token_ids``, those of it and of the most likely tokens by token id, if asked for.
+        prompt_logprobs: the same for each token of the prompt, in the first delta, if asked for. None stands for the
+            first token: nothing tells it.
+        text_offset: how many characters of the output's text come before that of ``token_ids``.
     """
 
     request_id: str
@@ -31,6 +50,9 @@ class OutputDelta:
     num_cached_tokens: int
     finish_reason: FinishReason | None = None
     error: str | None = None
+    logprobs: tuple[dict[int, Logprob], ...] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    text_offset: int = 0
 
 
 @dataclass(slots=True)
@@ -42,12 +64,16 @@ class CompletionOutput:
         text: its text, without stop string.
         token_ids: its tokens, those of a stop string and a stop token included.
         finish_reason: ``stop``, ``length``, ``abort``, ``error`` or ``timeout``; None while it runs.
+        logprobs: for each token, those of it and of the most likely tokens by token id, if asked for.
+        cumulative_logprob: the sum of its tokens' logprobs, if they are asked for.
     """
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclass(slots=True)
@@ -61,6 +87,8 @@ class RequestOutput:
         outputs: one today.
         num_cached_tokens: how much of the prompt was a prefix hit.
         error: what went wrong, when an output's ``finish_reason`` is ``error``.
+        prompt_logprobs: for each token of the prompt, those of it and of the most likely tokens by token id, if asked
+            for; None for the first.
     """
 
     request_id: str
@@ -69,6 +97,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
     error: str | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     @property
     def finished(self) -> bool:
@@ -81,6 +110,14 @@ class RequestOutput:
         output.text += delta.text
         output.token_ids.extend(delta.token_ids)
         output.finish_reason = delta.finish_reason
+        if delta.logprobs is not None:
+            if output.logprobs is None:
+                output.logprobs = []
+            output.logprobs.extend(delta.logprobs)
+            told = (found[token_id].logprob for token_id, found in zip(delta.token_ids, delta.logprobs, strict=True))
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(told)
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
         self.num_cached_tokens = delta.num_cached_tokens
         self.error = delta.error
 
@@ -93,11 +130,20 @@ class OutputText:
     Args:
         detokenizer: for this output; None when text is not wanted.
         stop: the stop strings.
+        min_tokens: a stop string that is complete within so many tokens does not count.
+
+    Attributes:
+        stopped: whether a stop string is complete.
+        num_characters: of the text so far, what is held back included.
     """
 
-    def __init__(self, detokenizer: Detokenizer | None, stop: tuple[str, ...]) -> None:
+    def __init__(self, detokenizer: Detokenizer | None, stop: tuple[str, ...], min_tokens: int = 0) -> None:
         self._detokenizer = detokenizer
         self._stop = stop
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+        self._num_passed = 0  # characters of ``_held`` within which a complete stop string does not count
+        self.num_characters = 0
         self._num_held_back = max((len(text) for text in stop), default=1) - 1
         self._held = ""
         self.stopped = False
@@ -106,6 +152,7 @@ class OutputText:
         """Take a token; return the text that is certain now. Sets ``stopped`` when a stop string is complete."""
         if self._detokenizer is None or self.stopped:
             return ""
+        self._num_tokens += 1
         return self._take(self._detokenizer.push(token_id), self._num_held_back)
 
     def flush(self) -> str:
@@ -115,8 +162,12 @@ class OutputText:
         return self._take(self._detokenizer.flush(), 0)
 
     def _take(self, piece: str, num_held_back: int) -> str:
+        self.num_characters += len(piece)
         self._held += piece
-        found = [(at + len(text), at) for text in self._stop if (at := self._held.find(text)) >= 0]
+        if self._min_tokens and self._num_tokens <= self._min_tokens:
+            self._num_passed = len(self._held)
+        firsts = [(text, max(0, self._num_passed + 1 - len(text))) for text in self._stop]
+        found = [(at + len(text), at) for text, first in firsts if (at := self._held.find(text, first)) >= 0]
         if found:  # the one that is complete first, whether or not the piece holds more; of those, the longest
             self.stopped = True
             certain, self._held = self._held[: min(found)[1]], ""
@@ -125,4 +176,5 @@ class OutputText:
         if cut <= 0:
             return ""
         certain, self._held = self._held[:cut], self._held[cut:]
+        self._num_passed = max(0, self._num_passed - cut)
         return certain

@@ -54,6 +54,8 @@ def _draw(logits: torch.Tensor, params: list[SamplingParams], numbers: torch.Ten
     """
     temperatures = torch.tensor([how.temperature for how in params])
     scaled = logits / temperatures[:, None]
+    if any(how.min_p for how in params):
+        scaled = _cut_unlikely(scaled, params)
     vocab_size = logits.shape[-1]
     is_cut = torch.tensor([how.top_p < 1.0 or 0 < how.top_k < vocab_size for how in params])
     chosen = torch.empty(len(params), dtype=torch.int64)
@@ -63,6 +65,12 @@ def _draw(logits: torch.Tensor, params: list[SamplingParams], numbers: torch.Ten
         rows = is_cut.nonzero()[:, 0].tolist()
         chosen[is_cut] = _draw_cut(scaled[is_cut], [params[row] for row in rows], numbers[is_cut], _NUM_CANDIDATES)
     return chosen
+
+
+def _cut_unlikely(scaled: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+    """Take out what is less than min_p times as likely as the likeliest: ``[R, vocab]`` to the same."""
+    least = torch.tensor([how.min_p for how in params]).log()[:, None]  # of 0: -inf, which cuts nothing
+    return scaled.masked_fill(scaled < scaled.amax(-1, keepdim=True) + least, float("-inf"))
 
 
 def _draw_cut(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,8 +13,10 @@ from pagefold.kv import BlockId
 from pagefold.request import SamplingParams
 from pagefold.runner.inputs import make_inputs
 from pagefold.runner.loader import AttentionContext
+from pagefold.runner.logits import adjust
+from pagefold.runner.logprobs import token_logprobs
 from pagefold.runner.sampler import sample
-from pagefold.steps import StepPlan, StepResult
+from pagefold.steps import StepPlan, StepResult, TokenLogprobs
 
 if TYPE_CHECKING:
     from pagefold.kv import KVGeometry
@@ -51,12 +54,17 @@ class TorchRunner:
 
     def run(self, plan: StepPlan) -> StepResult:
         """Run one step; see :class:`~pagefold.steps.Runner`."""
-        logits = self.logits(plan)
-        return StepResult(sample(logits, plan.sampling, plan.seeds, plan.draws))
+        logits, of_prompts = self._forward(plan)
+        token_ids = sample(adjust(logits, plan), plan.sampling, plan.seeds, plan.draws)
+        return StepResult(token_ids, _sampled_logprobs(plan, logits, token_ids), _prompt_logprobs(plan, of_prompts))
 
-    @torch.inference_mode()
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """Run one step and return the logits of its sampling rows, ``[R, vocab]``, instead of sampling."""
+        return self._forward(plan)[0]
+
+    @torch.inference_mode()
+    def _forward(self, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run one step; return the logits of its sampling rows and of its prompt parts' tokens, ``[., vocab]``."""
         self.slab.copy(plan.copies)
         inputs = make_inputs(plan, self.geometry)
         context = AttentionContext(self._attention, self.slab, inputs.attention, max_model_len=self._max_model_len)
@@ -71,7 +79,8 @@ class TorchRunner:
             msg = f"The model attended in layers {context.layers}, not once in each of {self.geometry.num_layers}."
             raise UnsupportedModelError(msg, remedy="Use a model with one plain attention a layer.")
         logits: torch.Tensor = output.logits[0]
-        return logits
+        num_sampling = len(plan.sampling_rows)
+        return logits[:num_sampling], logits[num_sampling:]
 
     def warm_up(self) -> None:
         """Run one dummy step on block 0: loads or compiles kernels, and finds out a model that cannot work."""
@@ -81,3 +90,21 @@ class TorchRunner:
         plan.sampling_rows, plan.sampling = [0], [SamplingParams(temperature=0.0)]
         plan.seeds, plan.draws = [0], [0]
         self.run(plan)
+
+
+def _sampled_logprobs(plan: StepPlan, logits: torch.Tensor, token_ids: list[int]) -> list[TokenLogprobs]:
+    if not plan.logprob_rows:
+        return []
+    places = plan.logprob_rows
+    num_tops = [plan.sampling[place].logprobs or 0 for place in places]
+    return token_logprobs(logits[places], [token_ids[place] for place in places], num_tops)
+
+
+def _prompt_logprobs(plan: StepPlan, logits: torch.Tensor) -> list[list[TokenLogprobs]]:
+    if not plan.prompt_parts:
+        return []
+    parts = plan.prompt_parts
+    token_ids = list(chain.from_iterable(part.token_ids for part in parts))
+    num_tops = list(chain.from_iterable([part.num_top] * len(part.token_ids) for part in parts))
+    found = iter(token_logprobs(logits, token_ids, num_tops))
+    return [[next(found) for _ in part.token_ids] for part in parts]

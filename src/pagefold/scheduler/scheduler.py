@@ -30,6 +30,7 @@ from pagefold.events import (
     ignore,
 )
 from pagefold.request import FinishReason, Request, RequestStatus
+from pagefold.scheduler.extras import apply_extras, plan_extras
 from pagefold.scheduler.policy import FirstComeFirstServed
 from pagefold.steps import StepPlan, StepResult
 
@@ -200,6 +201,7 @@ class Scheduler:
             request.num_failed_steps = 0
             if request.is_aborted:
                 any_ended = True
+        apply_extras(plan, result, requests)
         sampled: list[Request] = []
         for row, token_id in zip(plan.sampling_rows, result.token_ids, strict=True):
             request = requests[row]
@@ -314,6 +316,8 @@ class Scheduler:
                 add_sampling(request.sampling)
                 add_seed(request.seed)
                 add_draw(end - request.num_prompt_tokens)
+            if not request.is_plain:
+                plan_extras(plan, request)
             if start < request.num_prompt_tokens or num_tokens > 1:
                 step.num_prefill_tokens += num_tokens
                 step.num_recomputed_tokens += max(0, min(end, request.max_computed_tokens) - start)
@@ -330,7 +334,7 @@ class Scheduler:
         while self.waiting and budget > 0 and len(self.running) < self.limits.max_num_seqs:
             request = self.waiting[0]
             packed = request.packed()
-            hit = self._affordable(request, core.match(request.namespace, packed, request.num_tokens - 1))
+            hit = self._affordable(request, core.match(request.namespace, packed, request.max_hit_tokens))
             if hit is None:
                 break  # in order: nobody overtakes the head of the queue
             table, start = core.acquire(hit)
@@ -372,6 +376,8 @@ class Scheduler:
         plan.starts.append(start)
         plan.num_tokens.append(num_tokens)
         plan.block_ids.append(table.block_ids)
+        if not request.is_plain:
+            plan_extras(plan, request)
         promise = self.core.promise(table, packed, end)
         if promise is not None:
             step.promises.append(promise)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive
 
-    from pagefold.request import FinishReason
+    from pagefold.engine.outputs import OutputDelta
     from pagefold.server.generation import Generation, Output
     from pagefold.server.schemas import GenerationRequest
 
@@ -39,8 +39,8 @@ class Form(Protocol):
     def first_chunk_choice(self, index: int) -> dict[str, Any] | None:
         """Return what a stream says of a choice before its text, if anything."""
 
-    def chunk_choice(self, index: int, text: str, finish_reason: FinishReason | None) -> dict[str, Any]:
-        """Return a choice with a piece of its text."""
+    def chunk_choice(self, index: int, delta: OutputDelta) -> dict[str, Any]:
+        """Return a choice with what was added to it."""
 
 
 async def answer(asked: GenerationRequest, form: Form, generation: Generation, receive: Receive) -> Response:
@@ -66,7 +66,8 @@ async def _chunks(form: Form, generation: Generation, *, include_usage: bool) ->
             yield {**head, "choices": [first], **no_usage}
     async with aclosing(generation.deltas()) as deltas:
         async for index, delta in deltas:
-            if delta.text or delta.finish_reason is not None:  # half a character and a held-back stop string wait
-                yield {**head, "choices": [form.chunk_choice(index, delta.text, delta.finish_reason)], **no_usage}
+            # Half a character and a held-back stop string wait, unless the token's logprobs are there to tell.
+            if delta.text or delta.finish_reason is not None or delta.logprobs is not None:
+                yield {**head, "choices": [form.chunk_choice(index, delta)], **no_usage}
     if include_usage:
         yield {**head, "choices": [], "usage": generation.usage()}

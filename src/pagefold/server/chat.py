@@ -10,12 +10,14 @@ from fastapi import APIRouter, Request, Response
 
 from pagefold.server.answer import answer
 from pagefold.server.generation import Generation
+from pagefold.server.logprobs import chat_logprobs, told_tokens
 from pagefold.server.schemas import ChatRequest  # noqa: TC001 - FastAPI reads it
 
 if TYPE_CHECKING:
-    from pagefold.request import FinishReason
+    from pagefold.engine.outputs import OutputDelta
     from pagefold.server.generation import Output
     from pagefold.server.served import Served
+    from pagefold.tokenizer import Tokenizer
 
 __all__ = ["chat_routes"]
 
@@ -29,7 +31,7 @@ def chat_routes(served: Served) -> APIRouter:
         """Answer the last message of a chat."""
         served.admit(asked.model)
         sampling = asked.sampling()
-        form = _ChatForm(served.model_name, int(time.time()))
+        form = _ChatForm(served.model_name, int(time.time()), asked.top_logprobs, served.client.tokenizer)
         generation = Generation(
             served.client,
             request_id=form.request_id,
@@ -46,7 +48,9 @@ def chat_routes(served: Served) -> APIRouter:
 class _ChatForm:
     """See :class:`~pagefold.server.answer.Form`."""
 
-    def __init__(self, model_name: str, created: int) -> None:
+    def __init__(self, model_name: str, created: int, num_top: int, tokenizer: Tokenizer | None) -> None:
+        self._num_top = num_top
+        self._tokenizer = tokenizer
         self.request_id = f"chatcmpl-{uuid.uuid4().hex}"
         self._common = {"created": created, "model": model_name}
 
@@ -58,14 +62,14 @@ class _ChatForm:
 
     def choice(self, index: int, output: Output) -> dict[str, Any]:
         message = {"role": "assistant", "content": "".join(output.text), "refusal": None}
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": output.finish_reason}
+        logprobs = chat_logprobs(output.told, self._num_top, self._tokenizer)
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": output.finish_reason}
 
     def first_chunk_choice(self, index: int) -> dict[str, Any]:
-        return _chunk_choice(index, {"role": "assistant", "content": ""}, None)
+        first = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": first, "logprobs": None, "finish_reason": None}
 
-    def chunk_choice(self, index: int, text: str, finish_reason: FinishReason | None) -> dict[str, Any]:
-        return _chunk_choice(index, {"content": text} if text else {}, finish_reason)
-
-
-def _chunk_choice(index: int, delta: dict[str, str], finish_reason: FinishReason | None) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    def chunk_choice(self, index: int, delta: OutputDelta) -> dict[str, Any]:
+        logprobs = chat_logprobs(told_tokens(delta), self._num_top, self._tokenizer)
+        piece = {"content": delta.text} if delta.text else {}
+        return {"index": index, "delta": piece, "logprobs": logprobs, "finish_reason": delta.finish_reason}

@@ -10,12 +10,16 @@ from fastapi import APIRouter, Request, Response
 
 from pagefold.server.answer import answer
 from pagefold.server.generation import Generation
+from pagefold.server.logprobs import completion_logprobs, told_tokens
 from pagefold.server.schemas import CompletionRequest  # noqa: TC001 - FastAPI reads it
 
 if TYPE_CHECKING:
+    from pagefold.engine.outputs import OutputDelta
     from pagefold.request import FinishReason
     from pagefold.server.generation import Output
+    from pagefold.server.logprobs import ToldToken
     from pagefold.server.served import Served
+    from pagefold.tokenizer import Tokenizer
 
 __all__ = ["completion_routes"]
 
@@ -29,7 +33,7 @@ def completion_routes(served: Served) -> APIRouter:
         """Continue one prompt or several."""
         served.admit(asked.model)
         sampling = asked.sampling()
-        form = _CompletionForm(served.model_name, int(time.time()))
+        form = _CompletionForm(served.model_name, int(time.time()), served.client.tokenizer)
         generation = Generation(
             served.client,
             request_id=form.request_id,
@@ -46,7 +50,8 @@ def completion_routes(served: Served) -> APIRouter:
 class _CompletionForm:
     """See :class:`~pagefold.server.answer.Form`."""
 
-    def __init__(self, model_name: str, created: int) -> None:
+    def __init__(self, model_name: str, created: int, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
         self.request_id = f"cmpl-{uuid.uuid4().hex}"
         self._head = {"id": self.request_id, "object": "text_completion", "created": created, "model": model_name}
 
@@ -57,10 +62,16 @@ class _CompletionForm:
         return self._head
 
     def choice(self, index: int, output: Output) -> dict[str, Any]:
-        return self.chunk_choice(index, "".join(output.text), output.finish_reason)
+        return self._choice(index, "".join(output.text), output.told, output.finish_reason)
 
     def first_chunk_choice(self, index: int) -> None:  # noqa: ARG002 - the protocol's form
         return None
 
-    def chunk_choice(self, index: int, text: str, finish_reason: FinishReason | None) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+    def chunk_choice(self, index: int, delta: OutputDelta) -> dict[str, Any]:
+        return self._choice(index, delta.text, told_tokens(delta), delta.finish_reason)
+
+    def _choice(
+        self, index: int, text: str, told: list[ToldToken], finish_reason: FinishReason | None
+    ) -> dict[str, Any]:
+        logprobs = completion_logprobs(told, self._tokenizer)
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}

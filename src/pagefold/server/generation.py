@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagefold.errors import EngineStoppedError, RequestTimeoutError, StepFailedError
 from pagefold.server.errors import ContextLengthError
+from pagefold.server.logprobs import ToldToken, told_tokens
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -29,12 +30,14 @@ class Output:
         num_tokens: sampled, a stop token included.
         num_cached_tokens: how much of the prompt was a prefix hit.
         finish_reason: why it ended.
+        told: its tokens with their logprobs, if asked for.
     """
 
     text: list[str] = field(default_factory=list)
     num_tokens: int = 0
     num_cached_tokens: int = 0
     finish_reason: FinishReason | None = None
+    told: list[ToldToken] = field(default_factory=list)
 
 
 class Generation:
@@ -98,6 +101,7 @@ class Generation:
                 output.num_tokens += len(delta.token_ids)
                 output.num_cached_tokens = delta.num_cached_tokens
                 output.finish_reason = delta.finish_reason
+                output.told += told_tokens(delta)
                 if delta.finish_reason == "abort":
                     raise EngineStoppedError(delta.error or "The request was ended by the server.")
                 if delta.finish_reason == "error":

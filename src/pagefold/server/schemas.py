@@ -24,7 +24,7 @@ from pydantic import (
 )
 
 from pagefold.errors import InvalidRequestError
-from pagefold.request import Caller, SamplingParams
+from pagefold.request import MAX_LOGPROBS, Caller, SamplingParams
 from pagefold.server.unsupported import IN_CHAT, IN_COMPLETIONS, refuse_unsupported
 
 __all__ = ["ChatMessage", "ChatRequest", "CompletionRequest", "GenerationRequest", "StreamOptions", "TextPart"]
@@ -32,6 +32,7 @@ __all__ = ["ChatMessage", "ChatRequest", "CompletionRequest", "GenerationRequest
 _MAX_PROMPTS = 2048
 _MAX_INT64 = 2**63 - 1
 _MAX_PRIORITY = 2**31
+_MAX_ID_DIGITS = 18
 
 _SMALLEST_TEMPERATURE = 1e-5
 """Below it a request is greedy, as in vLLM: dividing logits by less leaves no numbers."""
@@ -108,6 +109,21 @@ def _checked_ids(token_ids: object) -> list[int]:
     return token_ids
 
 
+def _as_bias(value: object) -> dict[int, float]:
+    """Check by hand: keys are token ids written as texts, since JSON has no other keys."""
+    if not isinstance(value, dict):
+        msg = "it must be an object of token ids and numbers"
+        raise ValueError(msg)  # noqa: TRY004 - as above
+    for token_id, bias in value.items():
+        if not (token_id.isascii() and token_id.isdigit() and len(token_id) <= _MAX_ID_DIGITS):
+            msg = "its keys must be token ids"
+            raise ValueError(msg)
+        if type(bias) not in (int, float):
+            msg = "its values must be numbers"
+            raise ValueError(msg)
+    return {int(token_id): bias for token_id, bias in value.items()}
+
+
 class StreamOptions(BaseModel):
     """How to stream.
 
@@ -143,6 +159,12 @@ class GenerationRequest(BaseModel):
     temperature: StrictFloat = 1.0
     top_p: StrictFloat = 1.0
     top_k: Annotated[StrictInt, Field(le=_MAX_INT64)] = 0
+    min_p: StrictFloat = 0.0
+    presence_penalty: StrictFloat = 0.0
+    frequency_penalty: StrictFloat = 0.0
+    repetition_penalty: StrictFloat = 1.0
+    logit_bias: Annotated[dict[int, float], PlainValidator(_as_bias, json_schema_input_type=dict[str, float])] = {}
+    min_tokens: StrictInt = 0
     seed: Annotated[StrictInt | None, Field(ge=-_MAX_INT64, le=_MAX_INT64)] = None
     stop: Annotated[list[_Text], FailFast(), BeforeValidator(_as_list)] = []
     stop_token_ids: Annotated[list[StrictInt], FailFast()] = []
@@ -179,16 +201,27 @@ class GenerationRequest(BaseModel):
             temperature=0.0 if 0 < self.temperature < _SMALLEST_TEMPERATURE else self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
+            min_p=self.min_p,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=self.logit_bias,
             max_tokens=max_tokens,
+            min_tokens=self.min_tokens,
             stop=tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
             seed=self.seed,
+            logprobs=self.num_logprobs(),
         )
 
     def caller(self) -> Caller:
         """Return who asks, and on what terms."""
         return Caller(cache_salt=self.cache_salt or "", priority=self.priority)
+
+    def num_logprobs(self) -> int | None:
+        """Return of how many alternatives to each token logprobs are asked for; None for none, not even the token's."""
+        return None
 
 
 class CompletionRequest(GenerationRequest):
@@ -196,12 +229,18 @@ class CompletionRequest(GenerationRequest):
 
     Attributes:
         prompts: the field ``prompt``: a text or token ids, or a list of either. Each gets a choice of its own.
+        logprobs: how many alternatives to each token are told.
     """
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = IN_COMPLETIONS
     default_max_tokens: ClassVar[int | None] = _DEFAULT_COMPLETION_TOKENS
 
     prompts: Annotated[_Prompts, PlainValidator(_as_prompts, json_schema_input_type=_Prompt), Field(alias="prompt")]
+    logprobs: StrictInt | None = None
+
+    def num_logprobs(self) -> int | None:
+        """See :class:`GenerationRequest`."""
+        return self.logprobs
 
 
 class TextPart(BaseModel):
@@ -231,8 +270,27 @@ class ChatMessage(BaseModel):
 
 
 class ChatRequest(GenerationRequest):
-    """``POST /v1/chat/completions``. Without ``max_tokens`` an answer may be as long as fits."""
+    """``POST /v1/chat/completions``. Without ``max_tokens`` an answer may be as long as fits.
+
+    Attributes:
+        messages: the chat.
+        logprobs: whether each token's logprob is told.
+        top_logprobs: with it, those of so many most likely tokens.
+    """
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = IN_CHAT
 
     messages: Annotated[list[ChatMessage], Field(min_length=1), FailFast()]
+    logprobs: StrictBool = False
+    top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS)] = 0
+
+    def num_logprobs(self) -> int | None:
+        """See :class:`GenerationRequest`.
+
+        Raises:
+            InvalidRequestError: alternatives are asked for, but not logprobs.
+        """
+        if self.top_logprobs and not self.logprobs:
+            msg = f"top_logprobs is {self.top_logprobs}, but logprobs is not true."
+            raise InvalidRequestError(msg, param="top_logprobs", remedy="Leave it out, or send logprobs: true.")
+        return self.top_logprobs if self.logprobs else None

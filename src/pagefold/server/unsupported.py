@@ -15,21 +15,12 @@ if TYPE_CHECKING:
 
 __all__ = ["IN_CHAT", "IN_COMPLETIONS", "refuse_unsupported"]
 
-_ZERO = (0, 0.0)
-_ONE = (1, 1.0)
-
 _IN_BOTH: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
-    "presence_penalty": _ZERO,
-    "frequency_penalty": _ZERO,
-    "logit_bias": ({},),
     "response_format": ({"type": "text"},),
     # vLLM's
-    "min_p": _ZERO,
-    "min_tokens": (0,),
-    "repetition_penalty": _ONE,
-    "length_penalty": _ONE,
+    "length_penalty": (1, 1.0),
     "use_beam_search": (False,),
     "prompt_logprobs": (),
     "allowed_token_ids": (),
@@ -49,7 +40,6 @@ _IN_BOTH: dict[str, tuple[Any, ...]] = {
 
 IN_COMPLETIONS = _IN_BOTH | {
     "echo": (False,),
-    "logprobs": (),
     "suffix": ("",),
     "prompt_embeds": (),
     "add_special_tokens": (True,),
@@ -57,8 +47,6 @@ IN_COMPLETIONS = _IN_BOTH | {
 """Field of /v1/completions to the values that mean nothing; null always does."""
 
 IN_CHAT = _IN_BOTH | {
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),

@@ -6,12 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 from pagefold.errors import InvalidRequestError, UnsupportedModelError
 from pagefold.tokenizer.detokenizer import Detokenizer
+from pagefold.tokenizer.pieces import bytes_of_piece
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 __all__ = ["Tokenizer"]
+
+_REPLACEMENT = "\ufffd"
+"""What decoders make of bytes that are no whole character."""
 
 
 class Tokenizer:
@@ -68,6 +72,16 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of ``token_ids`` without special tokens."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the text of each of ``token_ids`` alone, special tokens too; U+FFFD for one within a character."""
+        alone = [[token_id] for token_id in token_ids]
+        return [str(text) for text in self._backend.decode_batch(alone, skip_special_tokens=False)]
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Return the UTF-8 bytes of a token, also of one within a character; None where the vocabulary hides them."""
+        (text,) = self.token_texts([token_id])
+        return text.encode() if _REPLACEMENT not in text else bytes_of_piece(str(self._backend.id_to_token(token_id)))
 
     def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
         """Return a detokenizer for what follows ``prompt_token_ids``."""
