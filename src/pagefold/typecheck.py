@@ -27,8 +27,8 @@ class WrongType(NamedTuple):
 def wrong_type(record: object) -> WrongType | None:
     """Return the first field of a dataclass whose value is not of its annotation, or None.
 
-    Knows what records of settings need: plain types, None, ``Literal``, ``tuple[T, ...]``, ``Mapping[K, V]`` and unions of
-    them. An int is a float; a bool is no int.
+    Knows what records of settings need: plain types, None, ``Literal``, ``tuple[T, ...]``, ``Mapping[K, V]``, and
+    unions of them. An int is a float; a bool is no int.
     """
     hints = _hints(type(record))  # type: ignore[arg-type]  # to mypy, type[object] cannot be hashed
     for name, annotation in hints.items():
