@@ -2,7 +2,7 @@
 
 Held after every operation, for every policy, with tiny pools, small chunks and few seats:
 
-* ``audit`` passes; ``running`` and ``waiting`` are in order of arrival, the former before the latter;
+* ``audit`` passes; ``waiting`` is in the policy's order; first come first served, ``running`` came before ``waiting``;
 * a plan's columns are consistent: the budget is kept, every running request has a row of at least one token or was
   preempted, no position is computed twice or skipped, seeds and draws are those of the row's request;
 * each row finds in its blocks exactly its own history, and what it writes is still there when all rows have written.
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,7 @@ from slab_runner import VOCAB_SIZE, SlabRunner, alone, cells_of
 from pagefold.events import Event, PrefixLookup, RequestPreempted, StepApplied
 from pagefold.kv import KVCore, Namespace, audit, make_policy
 from pagefold.request import Request, RequestStatus, SamplingParams, StopRule
-from pagefold.scheduler import Scheduler, SchedulerLimits
+from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits
 
 if TYPE_CHECKING:
     from pagefold.kv.tree import Node
@@ -54,6 +55,7 @@ class Setup:
     max_num_batched_tokens: int = 16
     policy: str = "lru"
     enable_prefix_caching: bool = True
+    scheduling: str = "fcfs"
     long_outputs: bool = False
     """Short prompts and long outputs: all are let in, and then there is no room to grow."""
 
@@ -71,7 +73,8 @@ class Machine:
             emit=self._on_event,
         )
         limits = SchedulerLimits(setup.max_num_seqs, setup.max_num_batched_tokens)
-        self.scheduler = Scheduler(self.core, limits, emit=self._on_event)
+        scheduling = SCHEDULING_POLICIES[setup.scheduling](2.5)
+        self.scheduler = Scheduler(self.core, limits, policy=scheduling, emit=self._on_event)
         self.runner = SlabRunner(self.scheduler)
         self.max_total_tokens = min(60, setup.num_blocks * BLOCK_SIZE)
         self.plan: StepPlan | None = None
@@ -100,7 +103,14 @@ class Machine:
         request_id = f"r{self.num_added}"
         self.num_added += 1
         request = Request(
-            request_id, tokens, SAMPLING, stop=StopRule(stops, max_total), namespace=namespace, seed=own // 8 % 2
+            request_id,
+            tokens,
+            SAMPLING,
+            stop=StopRule(stops, max_total),
+            namespace=namespace,
+            seed=own // 8 % 2,
+            arrival_s=float(self.num_added),
+            priority=own % 5 - 2,
         )
         self.requests[request_id] = request
         self.expected[request_id] = alone(request)
@@ -111,7 +121,7 @@ class Machine:
         """Plan a step, and look at all of it."""
         if self.plan is not None:
             return
-        before = list(self.scheduler.running)
+        before = sorted(self.scheduler.running, key=lambda request: request.order)
         waited = list(self.scheduler.waiting)
         self.events.clear()
         plan = self.scheduler.schedule(0.0)
@@ -120,7 +130,7 @@ class Machine:
         admitted = [request for request in waited + before if request.request_id not in self.computed]
         admitted = [request for request in admitted if request.status is RequestStatus.RUNNING]
         self.num_admitted = len(admitted)
-        for request in sorted(admitted, key=lambda request: request.index):
+        for request in sorted(admitted, key=lambda request: request.order):
             self.computed[request.request_id] = self._hit_of(request)
         self._check_admission(plan)
         self._check_plan(plan)
@@ -234,10 +244,16 @@ class Machine:
         """Check all that holds between operations."""
         scheduler, core = self.scheduler, self.core
         audit(core)
-        running = [request.index for request in scheduler.running]
-        waiting = [request.index for request in scheduler.waiting]
-        assert running + waiting == sorted(running + waiting), "not in order of arrival"
-        assert len(running) <= self.setup.max_num_seqs
+        waiting = [request.order for request in scheduler.waiting]
+        assert waiting == sorted(waiting), "not in the policy's order"
+        if self.setup.scheduling == "fcfs":
+            everybody = [request.index for request in (*scheduler.running, *scheduler.waiting)]
+            assert everybody == sorted(everybody), "not in order of arrival"
+        else:
+            known = [(request.priority * 2.5 + request.arrival_s, request.index) for request in scheduler.waiting]
+            assert known == waiting
+            self._saw("overtakes", any(a.index > b.index for a, b in pairwise(scheduler.waiting)))
+        assert len(scheduler.running) <= self.setup.max_num_seqs
         assert core.tables == {request.table for request in scheduler.running}
         for request in scheduler.running:
             assert request.status is RequestStatus.RUNNING
@@ -398,6 +414,7 @@ def random_setup(rng: Random, policy: str) -> Setup:
         max_num_batched_tokens=max(max_num_seqs, rng.choice((1, 3, 8, 9, 17, 64, 512))),
         policy=policy,
         enable_prefix_caching=rng.random() < 0.9,
+        scheduling=rng.choice(("fcfs", "priority")),
         long_outputs=rng.random() < 0.5,
     )
 
@@ -435,14 +452,17 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(
         num_blocks=st.sampled_from((6, 9, 14, 3)),
-        max_num_seqs=st.sampled_from((4, 2, 1)),
-        budget=st.sampled_from((64, 9, 4)),
+        limits=st.sampled_from([(seqs, budget) for seqs in (4, 2, 1) for budget in (64, 9, 4)]),
         policy=st.sampled_from(("lru", "lfu", "fifo")),
+        scheduling=st.sampled_from(("fcfs", "priority")),
         long_outputs=st.booleans(),
     )
-    def start(self, num_blocks: int, max_num_seqs: int, budget: int, policy: str, long_outputs: bool) -> None:
+    def start(
+        self, num_blocks: int, limits: tuple[int, int], policy: str, scheduling: str, *, long_outputs: bool
+    ) -> None:
         """Begin with an empty pool."""
-        self.machine = Machine(Setup(num_blocks, max_num_seqs, budget, policy, long_outputs=long_outputs))
+        setup = Setup(num_blocks, *limits, policy, scheduling=scheduling, long_outputs=long_outputs)
+        self.machine = Machine(setup)
 
     @rule(which=ints, length=ints, own=ints, num_new=ints)
     def add(self, which: int, length: int, own: int, num_new: int) -> None:
@@ -530,6 +550,7 @@ def test_what_is_worth_testing_happens() -> None:
         "failed step with copies",
         "joined at commit",
         "lean on a promise",
+        "overtakes",
         "preempted",
         "prefix hit",
         "reset during a step",

@@ -182,14 +182,16 @@ class AnyServer:
 class LocalServer(AnyServer):
     """A server in this process: uvicorn on one thread, the engine on another."""
 
-    def __init__(self, folder: Path, *, max_body_bytes: int = 2**20, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, *, max_body_bytes: int = 2**20, max_requests: int | None = None, **settings: Any
+    ) -> None:
         self.model = "tiny"
         metrics = Metrics(self.model)
         config = EngineConfig(model=str(folder), dtype="float64", attention_backend="reference", **settings)
         self.engine = build_engine(plan_engine(config), emit=metrics.emit)
         self.runner = ControlledRunner(self.engine.runner)
         self.engine.runner = self.runner
-        self.client = EngineThread(self.engine)
+        self.client = EngineThread(self.engine, max_requests=max_requests)
         self.client.start()
         app = create_app(
             self.client, model_name=self.model, config=ServerConfig(max_body_bytes=max_body_bytes), metrics=metrics

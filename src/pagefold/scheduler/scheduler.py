@@ -318,7 +318,7 @@ class Scheduler:
                 add_draw(end - request.num_prompt_tokens)
             if not request.is_plain:
                 plan_extras(plan, request)
-            if start < request.num_prompt_tokens or num_tokens > 1:
+            if start < request.num_prompt_tokens or num_tokens > 1 or start < request.max_computed_tokens:
                 step.num_prefill_tokens += num_tokens
                 step.num_recomputed_tokens += max(0, min(end, request.max_computed_tokens) - start)
             if end // block_size > table.num_published and table.tail is not None:
