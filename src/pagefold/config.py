@@ -6,7 +6,7 @@ Names and meaning of flags are vLLM's where vLLM has them.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -109,6 +109,8 @@ class ServerConfig:
         drain_s: how long SIGTERM lets running requests finish, in seconds.
         max_queued_requests: how many requests may be here beyond the ``max_num_seqs`` that can run; more are refused
             with 429.
+        api_keys: clients must bring one of them; none leaves the door open. Never shown.
+        admin_api_key: what admin routes ask for; None closes them. Never shown.
 
     Raises:
         ConfigError: a value is out of range.
@@ -120,6 +122,8 @@ class ServerConfig:
     max_body_bytes: int = 16 * 2**20
     drain_s: float = 30.0
     max_queued_requests: int = 1024
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    admin_api_key: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -131,6 +135,9 @@ class ServerConfig:
             raise _bad("drain_s", self.drain_s, "a number of seconds, at least 0")
         if self.max_queued_requests < 0:
             raise _bad("max_queued_requests", self.max_queued_requests, "at least 0")
+        keys = (*self.api_keys, *(() if self.admin_api_key is None else (self.admin_api_key,)))
+        if not all(key.isascii() and key.isprintable() and key and " " not in key for key in keys):
+            raise _bad("api_key", "no key", "printable ASCII without spaces")  # it is not repeated: logs are read
 
 
 def _check_types(record: object) -> None:

@@ -183,7 +183,12 @@ class LocalServer(AnyServer):
     """A server in this process: uvicorn on one thread, the engine on another."""
 
     def __init__(
-        self, folder: Path, *, max_body_bytes: int = 2**20, max_requests: int | None = None, **settings: Any
+        self,
+        folder: Path,
+        *,
+        max_requests: int | None = None,
+        door: dict[str, Any] | None = None,
+        **settings: Any,
     ) -> None:
         self.model = "tiny"
         metrics = Metrics(self.model)
@@ -194,7 +199,10 @@ class LocalServer(AnyServer):
         self.client = EngineThread(self.engine, max_requests=max_requests)
         self.client.start()
         app = create_app(
-            self.client, model_name=self.model, config=ServerConfig(max_body_bytes=max_body_bytes), metrics=metrics
+            self.client,
+            model_name=self.model,
+            config=ServerConfig(**{"max_body_bytes": 2**20} | (door or {})),
+            metrics=metrics,
         )
         self._server = uvicorn.Server(
             uvicorn.Config(app, lifespan="off", log_config=None, ws="none", access_log=False, proxy_headers=False)

@@ -45,6 +45,13 @@ def serve(  # noqa: PLR0913 - one parameter a flag
         int,
         typer.Option(help="Requests beyond --max-num-seqs that may wait; more get a 429.", rich_help_panel=_DOOR),
     ] = 1024,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(help="Clients must bring it; may be given several times.", rich_help_panel=_DOOR),
+    ] = None,
+    admin_api_key: Annotated[
+        str | None, typer.Option(help="What admin routes ask for; closed without.", rich_help_panel=_DOOR)
+    ] = None,
     access_log: Annotated[bool, typer.Option(help="Log each request.", rich_help_panel=_DOOR)] = False,
     dtype: Annotated[
         str, typer.Option(help="auto, float32, float64, bfloat16 or float16.", rich_help_panel=_ENGINE)
@@ -117,6 +124,8 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             served_model_name=served_model_name,
             drain_s=shutdown_timeout,
             max_queued_requests=max_queued_requests,
+            api_keys=tuple(api_key or ()),
+            admin_api_key=admin_api_key,
         )
         _check_installed()
         exit_code = _run(engine_config, server_config, began, access_log=access_log)

@@ -87,6 +87,13 @@ class EngineClient(Protocol):
             QueueFullError: too many wait already.
         """
 
+    async def reset_prefix_cache(self) -> int:
+        """Forget every cached prefix; return how many blocks became free.
+
+        Raises:
+            EngineStoppedError: the engine takes no more commands.
+        """
+
     def status(self) -> EngineStatus:
         """Return what it is doing now."""
 
@@ -222,6 +229,28 @@ class EngineThread:
             self._num_requests += 1
             self._commands.put(add)
         return stream
+
+    async def reset_prefix_cache(self) -> int:
+        """See :class:`EngineClient`."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[int] = loop.create_future()
+
+        def settle(num_blocks: int | None) -> None:
+            if done.cancelled():
+                return
+            if num_blocks is None:
+                done.set_exception(EngineStoppedError(f"The engine has failed: {self._failure}."))
+            else:
+                done.set_result(num_blocks)
+
+        def reset() -> None:
+            num_blocks = None if self._failure is not None else self._engine.reset_prefix_cache()
+            _call(loop, lambda: settle(num_blocks))
+
+        with self._gate:
+            self.ensure_ready()
+            self._commands.put(reset)
+        return await done
 
     def drain(self, timeout_s: float) -> bool:
         """Take no more requests, let those that are here finish, and stop. Blocks.

@@ -177,6 +177,10 @@ class Engine:
         self._texts.pop(request_id, None)
         return self.scheduler.finish(request_id, "abort") is not None
 
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached prefix, between steps; running requests go on. Return how many blocks became free."""
+        return self.scheduler.core.reset()
+
     def step(self) -> list[OutputDelta]:
         """Run one step and return what it added, request by request.
 

@@ -13,7 +13,9 @@ from pagefold.server.body_limit import BodyLimit
 from pagefold.server.chat import chat_routes
 from pagefold.server.completions import completion_routes
 from pagefold.server.errors import add_error_handlers
+from pagefold.server.keys import Keys
 from pagefold.server.served import Served
+from pagefold.server.tokenize import tokenize_routes
 
 if TYPE_CHECKING:
     from pagefold.config import ServerConfig
@@ -34,11 +36,13 @@ def create_app(client: EngineClient, *, model_name: str, config: ServerConfig, m
     """
     app = FastAPI(title="Pagefold", version=__version__, redirect_slashes=False)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
+    app.add_middleware(Keys, api_keys=config.api_keys, admin_key=config.admin_api_key)
     add_error_handlers(app)
     metrics.watch(client.status)
     served = Served(client, model_name)
     app.include_router(completion_routes(served))
     app.include_router(chat_routes(served))
+    app.include_router(tokenize_routes(served))
 
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
@@ -50,6 +54,16 @@ def create_app(client: EngineClient, *, model_name: str, config: ServerConfig, m
         """Describe the model."""
         served.check_model(model_id)
         return served.about_model()
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        """Tell which Pagefold this is."""
+        return {"version": __version__}
+
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> dict[str, int]:
+        """Forget every cached prefix; running requests go on. For the admin."""
+        return {"num_blocks_freed": await client.reset_prefix_cache()}
 
     @app.get("/health")
     async def health() -> dict[str, str]:

@@ -63,9 +63,11 @@ _FORMS: dict[type[Exception], _Form] = {
 """An error's form is that of its nearest ancestor."""
 
 _HTTP_CODES = {
-    408: "body_timeout",
+    401: "invalid_api_key",
+    403: "no_admin_key",
     404: "not_found",
     405: "method_not_allowed",
+    408: "body_timeout",
     413: "request_too_large",
     415: "unsupported_media_type",
 }

@@ -70,6 +70,10 @@ class LateEngine:
         """See :class:`~pagefold.engine.client.EngineClient`."""
         return self._arrived().submit(request_id, prompt_token_ids, sampling, caller)
 
+    async def reset_prefix_cache(self) -> int:
+        """See :class:`~pagefold.engine.client.EngineClient`."""
+        return await self._arrived().reset_prefix_cache()
+
     def status(self) -> EngineStatus:
         """See :class:`~pagefold.engine.client.EngineClient`."""
         return _NOTHING_YET if self._engine is None else self._engine.status()

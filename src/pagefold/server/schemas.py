@@ -27,11 +27,21 @@ from pagefold.errors import InvalidRequestError
 from pagefold.request import MAX_LOGPROBS, Caller, SamplingParams
 from pagefold.server.unsupported import IN_CHAT, IN_COMPLETIONS, refuse_unsupported
 
-__all__ = ["ChatMessage", "ChatRequest", "CompletionRequest", "GenerationRequest", "StreamOptions", "TextPart"]
+__all__ = [
+    "ChatMessage",
+    "ChatRequest",
+    "CompletionRequest",
+    "DetokenizeRequest",
+    "GenerationRequest",
+    "StreamOptions",
+    "TextPart",
+    "TokenizeRequest",
+]
 
 _MAX_PROMPTS = 2048
 _MAX_INT64 = 2**63 - 1
 _MAX_PRIORITY = 2**31
+_MAX_TOKEN_ID = 2**31 - 1
 _MAX_ID_DIGITS = 18
 
 _SMALLEST_TEMPERATURE = 1e-5
@@ -294,3 +304,30 @@ class ChatRequest(GenerationRequest):
             msg = f"top_logprobs is {self.top_logprobs}, but logprobs is not true."
             raise InvalidRequestError(msg, param="top_logprobs", remedy="Leave it out, or send logprobs: true.")
         return self.top_logprobs if self.logprobs else None
+
+
+class TokenizeRequest(BaseModel):
+    """``POST /tokenize``: a prompt, or the messages of a chat.
+
+    Attributes:
+        return_token_strs: whether the text of each token is told too.
+    """
+
+    model: _Text | None = None
+    prompt: _Text | None = None
+    messages: Annotated[list[ChatMessage] | None, Field(min_length=1)] = None
+    return_token_strs: StrictBool = False
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            msg = "Neither prompt nor messages is there, or both are."
+            raise InvalidRequestError(msg, param="prompt", remedy="Send one of them.")
+        return self
+
+
+class DetokenizeRequest(BaseModel):
+    """``POST /detokenize``."""
+
+    model: _Text | None = None
+    tokens: Annotated[list[Annotated[StrictInt, Field(ge=0, le=_MAX_TOKEN_ID)]], FailFast()]

@@ -85,6 +85,23 @@ class Served:
         num_characters = sum(len(message["content"]) for message in plain)
         return await _aside(num_characters, lambda: [tokenizer.encode_chat(plain)])
 
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the text of each token alone."""
+        return self._tokenizer("prompt").token_texts(token_ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included.
+
+        Raises:
+            InvalidRequestError: one of them is not in the vocabulary.
+        """
+        tokenizer = self._tokenizer("tokens")
+        largest = max(token_ids, default=0)
+        if largest >= tokenizer.vocab_size:
+            msg = f"Token id {largest} is not in the model's vocabulary."
+            raise InvalidRequestError(msg, param="tokens", remedy=f"Ids go from 0 to {tokenizer.vocab_size - 1}.")
+        return tokenizer.decode(token_ids, skip_special_tokens=False)
+
     def about_model(self) -> dict[str, Any]:
         """Return the model as ``/v1/models`` lists it; ``max_model_len`` as vLLM adds it."""
         return {

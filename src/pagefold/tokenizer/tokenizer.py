@@ -47,6 +47,11 @@ class Tokenizer:
         """Whether the model brought a chat template."""
         return bool(self._tokenizer.chat_template)
 
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens there are, added ones included."""
+        return int(self._backend.get_vocab_size())
+
     def encode(self, text: str) -> list[int]:
         """Return the tokens of ``text``, with the special tokens that the model expects at the start of a prompt."""
         return list(self._tokenizer.encode(text))
@@ -69,9 +74,9 @@ class Tokenizer:
             raise InvalidRequestError(msg, param="messages", remedy="Check the roles and their order.") from error
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of ``token_ids`` without special tokens."""
-        return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of ``token_ids``, without special tokens unless they are wanted."""
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """Return the text of each of ``token_ids`` alone, special tokens too; U+FFFD for one within a character."""

@@ -1,0 +1,43 @@
+"""``POST /tokenize`` and ``/detokenize``: the model's tokens, in vLLM's form."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter
+
+from pagefold.server.schemas import DetokenizeRequest, TokenizeRequest  # noqa: TC001 - FastAPI reads them
+
+if TYPE_CHECKING:
+    from pagefold.server.served import Served
+
+__all__ = ["tokenize_routes"]
+
+
+def tokenize_routes(served: Served) -> APIRouter:
+    """Return the routes."""
+    router = APIRouter()
+
+    @router.post("/tokenize")
+    async def tokenize(asked: TokenizeRequest) -> dict[str, Any]:
+        """Return the tokens of a prompt, or of a chat in the model's template."""
+        served.admit(asked.model)
+        if asked.messages is not None:
+            (token_ids,) = await served.encode_chat(asked.messages)
+        else:
+            (token_ids,) = await served.encode([asked.prompt or ""])
+        texts = served.token_texts(token_ids) if asked.return_token_strs else None
+        return {
+            "count": len(token_ids),
+            "max_model_len": served.client.max_model_len,
+            "tokens": token_ids,
+            "token_strs": texts,
+        }
+
+    @router.post("/detokenize")
+    async def detokenize(asked: DetokenizeRequest) -> dict[str, str]:
+        """Return the text of tokens, special ones included."""
+        served.admit(asked.model)
+        return {"prompt": served.decode(asked.tokens)}
+
+    return router
