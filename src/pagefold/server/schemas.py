@@ -44,9 +44,6 @@ _MAX_PRIORITY = 2**31
 _MAX_TOKEN_ID = 2**31 - 1
 _MAX_ID_DIGITS = 18
 
-_SMALLEST_TEMPERATURE = 1e-5
-"""Below it a request is greedy, as in vLLM: dividing logits by less leaves no numbers."""
-
 _DEFAULT_COMPLETION_TOKENS = 16
 
 _Prompt: TypeAlias = str | list[str] | list[int] | list[list[int]]
@@ -208,7 +205,7 @@ class GenerationRequest(BaseModel):
         """
         max_tokens = self.max_completion_tokens or self.max_tokens or self.default_max_tokens
         return SamplingParams(
-            temperature=0.0 if 0 < self.temperature < _SMALLEST_TEMPERATURE else self.temperature,
+            temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
             min_p=self.min_p,
