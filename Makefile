@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup serve demo test test-long check format bench wheel clean
+.PHONY: help setup serve demo test test-long check format docs docs-serve bench wheel clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -50,6 +50,14 @@ check: setup ## lint, types, import contracts
 format: setup ## let ruff format and mend what it can
 	@$(BIN)/ruff format -q .
 	@$(BIN)/ruff check -q --fix .
+
+docs: setup ## write what docs/ has from the code, and build the site into build/site; any warning fails
+	@$(BIN)/python tools/docs
+	@$(BIN)/zensical build --clean --strict
+	@$(BIN)/python tools/docs --site build/site
+
+docs-serve: docs ## the same, and show it on 127.0.0.1:8001
+	@exec $(BIN)/zensical serve --dev-addr 127.0.0.1:8001
 
 bench: setup ## every benchmark of benchmarks/, one after another
 	@for script in $$(ls benchmarks/*.py | grep -v report); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
