@@ -1,4 +1,4 @@
-"""A server process for the examples: the tiny random model, served as users serve theirs."""
+"""A server process for the examples: the tiny random model, under the name that README and docs use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def server(tiny_chat_model: Path) -> Iterator[ProcessServer]:
     """Two requests run, two more may wait: a client that sends more at once meets a full queue."""
     server = ProcessServer(
         str(tiny_chat_model),
-        *("--served-model-name", "tiny", "--kv-cache-memory-bytes", "8M"),
+        *("--served-model-name", "smollm2-135m", "--kv-cache-memory-bytes", "8M"),
         *("--max-num-seqs", "2", "--max-queued-requests", "2"),
     )
     yield server

@@ -47,7 +47,7 @@ def test_chat_once(server):
 
 def test_chat_keeps_the_conversation(server):
     ended = output_of("chat.py", server, "--max-tokens", "4", typed="Name a river.\nAnd another one?\n")
-    assert "tiny at http" in ended.stdout
+    assert "smollm2-135m at http" in ended.stdout
     (one, _), (two, cached) = re.findall(r"\[(\d+) prompt tokens, (\d+) from", ended.stderr)
     assert int(two) > int(one)
     assert int(cached) >= int(one) // 2
@@ -173,7 +173,7 @@ def test_help_and_table_know_it(script, monkeypatch, capsys):
         runpy.run_path(str(EXAMPLES / script), run_name="__main__")
     docstring = (EXAMPLES / script).read_text().split('"""')[1]
     assert docstring.strip() in capsys.readouterr().out
-    assert f"]({script})" in (EXAMPLES / "README.md").read_text()
+    assert f"| `{script}` |" in (EXAMPLES / "README.md").read_text()
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

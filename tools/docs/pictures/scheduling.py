@@ -19,41 +19,49 @@ if TYPE_CHECKING:
 __all__ = ["preemption", "walk"]
 
 
+_NUM_BLOCKS = 18
+_NUM_PROMPT_TOKENS = 12
+_NUM_OUTPUT_TOKENS = {"a": 16, "b": 20, "c": 22}
+
+
 @dataclass
 class _Moment:
-    """What a step found: blocks held by each request, cached blocks, and who is where."""
+    """What a step found: blocks held by each request, cached blocks, who is where, and what happened."""
 
     held: dict[str, int]
     num_cached: int
     status: dict[str, RequestStatus]
+    events: list[Event]
 
 
-def preemption() -> Drawing:
-    """Three requests in a pool that is too small for all of them to their ends."""
-    names = ("a", "b", "c")
-    num_blocks, num_prompt_tokens = 18, 12
-    num_output_tokens = {"a": 16, "b": 20, "c": 22}
+def _run() -> list[_Moment]:
+    """Run three requests in a pool that is too small for all of them to their ends."""
     said: list[Event] = []
-    core = KVCore(num_blocks, block_size=4)
+    core = KVCore(_NUM_BLOCKS, block_size=4)
     scheduler = Scheduler(core, SchedulerLimits(max_num_seqs=3, max_num_batched_tokens=24), emit=said.append)
-    requests = {}
-    for number, name in enumerate(names):
-        tokens = range(100 * number, 100 * number + num_prompt_tokens)
-        stop = StopRule(frozenset(), num_prompt_tokens + num_output_tokens[name])
-        requests[name] = Request(name, tokens, SamplingParams(temperature=0), stop=stop, seed=number)
-        scheduler.add(requests[name])
+    requests = []
+    for number, (name, num_output_tokens) in enumerate(_NUM_OUTPUT_TOKENS.items()):
+        tokens = range(100 * number, 100 * number + _NUM_PROMPT_TOKENS)
+        stop = StopRule(frozenset(), _NUM_PROMPT_TOKENS + num_output_tokens)
+        requests.append(Request(name, tokens, SamplingParams(temperature=0), stop=stop, seed=number))
+        scheduler.add(requests[-1])
     runner = NullRunner()
     moments: list[_Moment] = []
-    notes: list[tuple[int, Event]] = []
     while scheduler.has_work:
         result = runner.run(scheduler.schedule(float(len(moments))))
-        held = {name: len(request.table.block_ids) if request.table else 0 for name, request in requests.items()}
-        status = {name: request.status for name, request in requests.items()}
-        moments.append(_Moment(held, core.pool.num_cached, status))
-        notes += [(len(moments) - 1, event) for event in said]
+        held = {request.request_id: len(request.table.block_ids) if request.table else 0 for request in requests}
+        status = {request.request_id: request.status for request in requests}
+        moments.append(_Moment(held, core.pool.num_cached, status, said.copy()))
         said.clear()
         scheduler.apply(result)
         audit(core)
+    return moments
+
+
+def preemption() -> Drawing:
+    """Who holds which blocks while one of three requests is preempted and comes back."""
+    moments = _run()
+    notes = [(step, event) for step, moment in enumerate(moments) for event in moment.events]
     preempted = [(step, event) for step, event in notes if isinstance(event, RequestPreempted)]
     returned = [(step, event) for step, event in notes if isinstance(event, PrefixLookup) and event.after_preemption]
     (gone, went), (back, came) = preempted[0], returned[0]
@@ -67,14 +75,14 @@ def preemption() -> Drawing:
         f"{back} it returns and finds {came.num_hit_tokens} of its {came.num_tokens} tokens in the cache.",
     )
     left, width, top, unit = 110, 624 / len(moments), 50, 12
-    bottom = top + num_blocks * unit
-    drawing.text(24, 34, f"the pool's {num_blocks} blocks, step by step", "bold")
+    bottom = top + _NUM_BLOCKS * unit
+    drawing.text(24, 34, f"the pool's {_NUM_BLOCKS} blocks, step by step", "bold")
     for row, (kind, label) in enumerate([("empty", "free"), ("cached", "cached"), ("c", "C"), ("b", "B"), ("a", "A")]):
         drawing.box(24, top + 10 + row * 24, 14, 14, kind)
         drawing.text(44, top + 22 + row * 24, label, size=12)
     for step, moment in enumerate(moments):
         x, y = left + step * width, float(bottom)
-        num_free = num_blocks - sum(moment.held.values()) - moment.num_cached
+        num_free = _NUM_BLOCKS - sum(moment.held.values()) - moment.num_cached
         for kind, count in [*moment.held.items(), ("cached", moment.num_cached), ("empty", num_free)]:
             y -= count * unit
             if count:
@@ -94,7 +102,7 @@ def preemption() -> Drawing:
         RequestStatus.PREEMPTED: "waits again",
         RequestStatus.FINISHED: "done",
     }
-    for row, request_id in enumerate(requests):
+    for row, request_id in enumerate(_NUM_OUTPUT_TOKENS):
         y = bottom + 28 + row * 24
         drawing.text(left - 12, y + 13, request_id.upper(), "bold", anchor="end", size=12)
         for status, first, last in _spans([moment.status[request_id] for moment in moments]):
@@ -123,8 +131,8 @@ def walk() -> Drawing:
         760,
         376,
         "The walk of a request",
-        "A request goes from the client through server and tokenizer to the engine. The engine asks the scheduler for a "
-        "plan, has the runner carry it out, and applies the result; text goes back to the client.",
+        "A request goes from the client through server and tokenizer to the engine. The engine asks the scheduler for "
+        "a plan, has the runner carry it out, and applies the result; text goes back to the client.",
     )
     for x, width, name, what in (
         (24, 110, "client", "openai, curl"),

@@ -67,9 +67,9 @@ def tree() -> Drawing:
     for row, (name, table) in enumerate(tables.items()):
         held = ", ".join(map(str, table.block_ids))
         found = starts[name]
-        said = f"table of {name.upper()}: blocks {held}. Found {found} of {num_tokens} tokens, computed {num_tokens - found}."
+        costs = f"Found {found} of {num_tokens} tokens, computed {num_tokens - found}."
         drawing.box(100, y + row * 24 - 11, 12, 12, name)
-        drawing.text(120, y + row * 24, said)
+        drawing.text(120, y + row * 24, f"table of {name.upper()}: blocks {held}. {costs}")
     return drawing
 
 
