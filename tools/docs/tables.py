@@ -76,7 +76,7 @@ def _flags(panel: str, flags: list[Any]) -> str:
 
 def _flag(flag: Any) -> str:  # noqa: ANN401 - as above
     takes = "" if flag.is_flag else f" {flag.metavar or flag.name.rsplit('_', 1)[-1].upper()}"
-    return ", ".join(f"`{name}{takes}`" for name in [*flag.opts, *flag.secondary_opts]).replace("|", "\\|")
+    return ", ".join(f"`{name}{takes}`" for name in [*flag.opts, *flag.secondary_opts]).replace("|", "/")
 
 
 def _default(flag: Any) -> str:  # noqa: ANN401 - as above

@@ -100,7 +100,7 @@ def lifecycle() -> Drawing:
         (loading, cached): (((450, 207), (660, 207), (660, 94)), 555, 200, "loaded"),
     }
     assert set(labels) == {(old, new) for old, moves in LEGAL_MOVES.items() for new in moves}, "draw the new moves"
-    for points, x, y, label in labels.values():
+    for points, at_x, at_y, label in labels.values():
         drawing.arrow(*points)
-        drawing.text(x, y, label, anchor="start" if label == "loaded, wanted" else "middle", size=12)
+        drawing.text(at_x, at_y, label, anchor="start" if label == "loaded, wanted" else "middle", size=12)
     return drawing
