@@ -3,8 +3,8 @@
     python examples/many_tenants.py --tenants 3
 
 Every tenant sends the same prompt twice. The second time it comes out of the tenant's own cache; the first time nothing
-does, although other tenants have just sent the very same text. So no tenant can learn what another one has asked, be it
-from cached_tokens or from how soon an answer comes.
+does, although other tenants have just sent the very same text. So no tenant can learn from the cache what another one
+has asked, be it by cached_tokens or by how long a prompt takes.
 """
 
 from __future__ import annotations
