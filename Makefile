@@ -69,4 +69,4 @@ wheel: setup ## build the wheel, install its base in a bare environment, and run
 	@build/wheel-venv/bin/pagefold demo
 
 clean: ## take away everything that was built
-	@rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	@rm -rf $(VENV) build .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis
