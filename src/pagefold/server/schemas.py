@@ -148,6 +148,8 @@ class GenerationRequest(BaseModel):
 
     Attributes:
         model: may be left out: there is one.
+        stream: whether the answer comes in events, as it is made.
+        stream_options: how, if it does.
         stop: one text or several.
         max_completion_tokens: OpenAI's newer name of ``max_tokens``; it counts when both are there.
         user: accepted and ignored.
@@ -307,6 +309,9 @@ class TokenizeRequest(BaseModel):
     """``POST /tokenize``: a prompt, or the messages of a chat.
 
     Attributes:
+        model: may be left out: there is one.
+        prompt: a text.
+        messages: a chat, which is put into the model's template; instead of ``prompt``.
         return_token_strs: whether the text of each token is told too.
     """
 
@@ -324,7 +329,12 @@ class TokenizeRequest(BaseModel):
 
 
 class DetokenizeRequest(BaseModel):
-    """``POST /detokenize``."""
+    """``POST /detokenize``.
+
+    Attributes:
+        model: may be left out: there is one.
+        tokens: token ids.
+    """
 
     model: _Text | None = None
     tokens: Annotated[list[Annotated[StrictInt, Field(ge=0, le=_MAX_TOKEN_ID)]], FailFast()]
