@@ -31,7 +31,6 @@ _QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
 
 _OTHER_ROUTE = "other"
 _NUM_SHOWN_CHARACTERS = 200
-_SERVER_ERROR = HTTPStatus.INTERNAL_SERVER_ERROR
 
 
 def attach_generation(scope: Scope, generation: Generation) -> None:
@@ -88,7 +87,7 @@ def _write(scope: Scope, request_id: str, status: int | None, e2e_s: float) -> N
     level = logging.INFO
     if scope["path"] in _QUIET_PATHS:
         level = logging.DEBUG
-    elif status is None or status >= _SERVER_ERROR:
+    elif status in (None, HTTPStatus.INTERNAL_SERVER_ERROR):  # no refusal, but a fault
         level = logging.WARNING
     if not _log.isEnabledFor(level):
         return
