@@ -1,10 +1,9 @@
-"""What each event adds to the metrics, without an engine; and the page about them."""
+"""What each event adds to the metrics, without an engine."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -23,7 +22,6 @@ from pagefold.events import (
     StepApplied,
 )
 from pagefold.observe.metrics import Metrics
-from pagefold.observe.reference import reference
 from pagefold.request import FinishReason
 
 
@@ -166,11 +164,6 @@ def test_nothing_is_kept_for_single_requests(metrics):
 def test_two_of_them_share_nothing(metrics):
     metrics.emit(finished())
     assert value(Metrics("m"), "vllm:request_success_total", finished_reason="stop") == 0
-
-
-def test_the_page_about_metrics_is_current():
-    page = Path(__file__).parents[2] / "docs" / "metrics.md"
-    assert page.read_text(encoding="utf-8") == reference(), "python -m pagefold.observe.reference > docs/metrics.md"
 
 
 def test_observing_needs_no_torch():
