@@ -63,11 +63,11 @@ def test_while_queued(narrow, stream):
     running = threading.Thread(target=narrow.complete, args=([7] * 10,), kwargs={"max_tokens": 5, "ignore_eos": True})
     running.start()
     narrow.runner.wait_in_step()
-    num_admitted = narrow.metric("vllm:prefix_cache_queries_total")
     connection = narrow.post_raw("/v1/completions", _long(prompt=[8] * 10, stream=stream))
     until(lambda: not narrow.client._commands.empty(), "the request to come")
     narrow.runner.allow(1)
     narrow.runner.wait_in_step(starts=[10])
+    num_admitted = narrow.metric("vllm:prefix_cache_queries_total")
     assert narrow.metric("vllm:num_requests_waiting") == 1
     _leave(connection, narrow)
     running.join(PATIENCE_S)

@@ -1,4 +1,4 @@
-"""What docs/ says of flags, routes, fields and errors, read from the code that has them."""
+"""What docs/ says of flags, routes, fields, metrics and errors, read from the code that has them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from pagefold.cli import app as cli
 from pagefold.config import ServerConfig
+from pagefold.engine.client import EngineStatus
 from pagefold.errors import PagefoldError
 from pagefold.observe.metrics import Metrics
 from pagefold.request import SamplingParams
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from fastapi import FastAPI
+    from prometheus_client.metrics_core import Metric
 
 __all__ = ["TABLES"]
 
@@ -194,6 +196,47 @@ def unsupported() -> str:
     return _table(("of", "refused"), [(of, ", ".join(f"`{field}`" for field in fields)) for of, fields in rows])
 
 
+# Metrics.
+
+
+def metrics_of_vllm() -> str:
+    """Every metric that vLLM has too."""
+    return _metrics("vllm:")
+
+
+def metrics_of_pagefold() -> str:
+    """Every metric that vLLM has not."""
+    return _metrics("pagefold:")
+
+
+def _metrics(prefix: str) -> str:
+    metrics = Metrics("model")
+    metrics.watch(EngineStatus)
+    families = metrics.read()
+    assert all(family.name.startswith(("vllm:", "pagefold:")) for family in families), "in neither table"
+    rows = [
+        (f"`{_series(family)}`", family.type, _labels(family), family.documentation)
+        for family in families
+        if family.name.startswith(prefix)
+    ]
+    return _table(("metric", "type", "labels", ""), rows)
+
+
+def _series(family: Metric) -> str:
+    """Return the name that a query has."""
+    return f"{family.name}_total" if family.type == "counter" else family.name
+
+
+def _labels(family: Metric) -> str:
+    """Return the labels beside those that every series has, and what they can be."""
+    values: dict[str, dict[str, None]] = {}
+    for sample in family.samples:
+        for label, value in sample.labels.items():
+            if label not in ("model_name", "engine", "le"):
+                values.setdefault(label, {})[value] = None
+    return "; ".join(f"`{label}`: {', '.join(known)}" for label, known in values.items())
+
+
 # Errors.
 
 
@@ -237,6 +280,8 @@ def _prose(words: str) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "commands": commands,
     "errors": error_types,
+    "metrics of pagefold": metrics_of_pagefold,
+    "metrics of vllm": metrics_of_vllm,
     "request fields": request_fields,
     "routes": routes,
     "unsupported": unsupported,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pagefold.request import FinishReason
+    from pagefold.request import FinishReason, RequestTimes
     from pagefold.tokenizer import Detokenizer
 
 __all__ = ["CompletionOutput", "Logprob", "OutputDelta", "OutputText", "RequestOutput"]
@@ -42,6 +42,7 @@ class OutputDelta:
         prompt_logprobs: the same for each token of the prompt, in the first delta, if asked for. None stands for the
             first token: nothing tells it.
         text_offset: how many characters of the output's text come before that of ``token_ids``.
+        times: of the request; the engine goes on writing it.
     """
 
     request_id: str
@@ -53,6 +54,7 @@ class OutputDelta:
     logprobs: tuple[dict[int, Logprob], ...] | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     text_offset: int = 0
+    times: RequestTimes | None = None
 
 
 @dataclass(slots=True)

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from starlette.responses import JSONResponse, Response
 
 from pagefold.server.disconnect import ClientGoneError, while_connected
+from pagefold.server.request_log import attach_generation
 from pagefold.server.streaming import EventStream
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
-    from starlette.types import Receive
+    from starlette.requests import Request
 
     from pagefold.engine.outputs import OutputDelta
     from pagefold.server.generation import Generation, Output
@@ -43,12 +44,13 @@ class Form(Protocol):
         """Return a choice with what was added to it."""
 
 
-async def answer(asked: GenerationRequest, form: Form, generation: Generation, receive: Receive) -> Response:
+async def answer(asked: GenerationRequest, form: Form, generation: Generation, request: Request) -> Response:
     """Return the response of ``generation``, streamed or whole as ``asked``; closes it at the end of either."""
+    attach_generation(request.scope, generation)
     if asked.stream:
         return EventStream(_chunks(form, generation, include_usage=asked.include_usage), on_end=generation.close)
     try:
-        await while_connected(receive, generation.run())
+        await while_connected(request.receive, generation.run())
     except ClientGoneError:
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
     finally:

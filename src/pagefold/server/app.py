@@ -14,6 +14,7 @@ from pagefold.server.chat import chat_routes
 from pagefold.server.completions import completion_routes
 from pagefold.server.errors import add_error_handlers
 from pagefold.server.keys import Keys
+from pagefold.server.request_log import RequestLog
 from pagefold.server.served import Served
 from pagefold.server.tokenize import tokenize_routes
 
@@ -38,6 +39,7 @@ def create_app(client: EngineClient, *, model_name: str, config: ServerConfig, m
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
     app.add_middleware(Keys, api_keys=config.api_keys, admin_key=config.admin_api_key)
     add_error_handlers(app)
+    app.add_middleware(RequestLog, count=metrics.count_response)  # the last added is the outermost
     metrics.watch(client.status)
     served = Served(client, model_name)
     app.include_router(completion_routes(served))

@@ -40,7 +40,7 @@ def chat_routes(served: Served) -> APIRouter:
             caller=asked.caller(),
             param="messages",
         )
-        return await answer(asked, form, generation, request.receive)
+        return await answer(asked, form, generation, request)
 
     return router
 

@@ -42,7 +42,7 @@ def completion_routes(served: Served) -> APIRouter:
             caller=asked.caller(),
             param="prompt",
         )
-        return await answer(asked, form, generation, request.receive)
+        return await answer(asked, form, generation, request)
 
     return router
 

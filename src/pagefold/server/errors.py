@@ -20,6 +20,7 @@ from pagefold.errors import (
     RequestTimeoutError,
     StepFailedError,
 )
+from pagefold.observe.logs import current_request_id
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -72,7 +73,7 @@ _HTTP_CODES = {
     415: "unsupported_media_type",
 }
 
-_INTERNAL = "The server met an error of its own; its log tells more."
+_INTERNAL = "The server met an error of its own; its log tells more"
 
 
 def add_error_handlers(app: FastAPI) -> None:
@@ -120,7 +121,8 @@ def error_body(error: Exception) -> dict[str, Any]:
     if isinstance(error, PagefoldError):
         message = str(error)
     else:
-        message = _INTERNAL
+        request_id = current_request_id.get()
+        message = f"{_INTERNAL}." if request_id is None else f"{_INTERNAL}, of request {request_id}."
         _log.error("a request failed", exc_info=error)
     return _body(message, form.type, getattr(error, "param", None), form.code)
 

@@ -60,10 +60,9 @@ class ServerProcess:
         listener: from :func:`listen`.
         start_engine: loads the model; called on a thread of its own with where the engine's events go.
         on_ready: called when requests are taken.
-        access_log: whether uvicorn logs each request.
     """
 
-    def __init__(  # noqa: PLR0913 - the parts that it holds together
+    def __init__(
         self,
         *,
         model_name: str,
@@ -71,7 +70,6 @@ class ServerProcess:
         listener: socket.socket,
         start_engine: Callable[[Emit], Engine],
         on_ready: Callable[[], None],
-        access_log: bool = False,
     ) -> None:
         self._config = config
         self._listener = listener
@@ -88,7 +86,7 @@ class ServerProcess:
         self._server = _Server(
             uvicorn.Config(
                 create_app(self._late, model_name=model_name, config=config, metrics=self._metrics),
-                access_log=access_log,
+                access_log=False,  # RequestLog writes its own
                 http="h11",
                 lifespan="off",
                 log_config=None,

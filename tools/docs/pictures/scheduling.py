@@ -51,9 +51,10 @@ def _run() -> list[_Moment]:
         result = runner.run(scheduler.schedule(float(len(moments))))
         held = {request.request_id: len(request.table.block_ids) if request.table else 0 for request in requests}
         status = {request.request_id: request.status for request in requests}
-        moments.append(_Moment(held, core.pool.num_cached, status, said.copy()))
-        said.clear()
+        num_cached = core.pool.num_cached
         scheduler.apply(result)
+        moments.append(_Moment(held, num_cached, status, said.copy()))
+        said.clear()
         audit(core)
     return moments
 
