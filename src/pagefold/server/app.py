@@ -13,6 +13,7 @@ from pagefold.server.body_limit import BodyLimit
 from pagefold.server.chat import chat_routes
 from pagefold.server.completions import completion_routes
 from pagefold.server.errors import add_error_handlers
+from pagefold.server.ignored import TellIgnored
 from pagefold.server.keys import Keys
 from pagefold.server.served import Served
 from pagefold.server.tokenize import tokenize_routes
@@ -35,6 +36,7 @@ def create_app(client: EngineClient, *, model_name: str, config: ServerConfig, m
         metrics: what ``/metrics`` shows; the engine's events must go to its ``emit``.
     """
     app = FastAPI(title="Pagefold", version=__version__, redirect_slashes=False)
+    app.add_middleware(TellIgnored)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
     app.add_middleware(Keys, api_keys=config.api_keys, admin_key=config.admin_api_key)
     add_error_handlers(app)

@@ -29,7 +29,7 @@ def chat_routes(served: Served) -> APIRouter:
     @router.post("/v1/chat/completions", response_model=None)
     async def create_chat_completion(asked: ChatRequest, request: Request) -> Response:
         """Answer the last message of a chat."""
-        served.admit(asked.model)
+        served.admit(asked, request)
         sampling = asked.sampling()
         form = _ChatForm(served.model_name, int(time.time()), asked.top_logprobs, served.client.tokenizer)
         generation = Generation(

@@ -31,7 +31,7 @@ def completion_routes(served: Served) -> APIRouter:
     @router.post("/v1/completions", response_model=None)
     async def create_completion(asked: CompletionRequest, request: Request) -> Response:
         """Continue one prompt or several."""
-        served.admit(asked.model)
+        served.admit(asked, request)
         sampling = asked.sampling()
         form = _CompletionForm(served.model_name, int(time.time()), served.client.tokenizer)
         generation = Generation(

@@ -1,7 +1,7 @@
 """What clients send: OpenAI's request forms, with vLLM's additions.
 
 Types are strict: ``"5"`` and ``true`` are no numbers. null is the same as leaving a field out. Unknown fields are
-ignored, but for those of ``unsupported``.
+ignored and told (``ignored.py``), but for those of ``unsupported``.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     FailFast,
     Field,
     PlainValidator,
@@ -25,6 +23,7 @@ from pydantic import (
 
 from pagefold.errors import InvalidRequestError
 from pagefold.request import MAX_LOGPROBS, Caller, SamplingParams
+from pagefold.server.ignored import Body
 from pagefold.server.unsupported import IN_CHAT, IN_COMPLETIONS, refuse_unsupported
 
 __all__ = [
@@ -33,6 +32,7 @@ __all__ = [
     "CompletionRequest",
     "DetokenizeRequest",
     "GenerationRequest",
+    "RequestBody",
     "StreamOptions",
     "TextPart",
     "TokenizeRequest",
@@ -131,7 +131,7 @@ def _as_bias(value: object) -> dict[int, float]:
     return {int(token_id): bias for token_id, bias in value.items()}
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Body):
     """How to stream.
 
     Attributes:
@@ -143,11 +143,20 @@ class StreamOptions(BaseModel):
     _drop_nulls = model_validator(mode="before")(_no_nulls)
 
 
-class GenerationRequest(BaseModel):
-    """What completions and chats have in common; :class:`~pagefold.request.SamplingParams` says what the fields mean.
+class RequestBody(Body):
+    """What every body has.
 
     Attributes:
         model: may be left out: there is one.
+    """
+
+    model: _Text | None = None
+
+
+class GenerationRequest(RequestBody):
+    """What completions and chats have in common; :class:`~pagefold.request.SamplingParams` says what the fields mean.
+
+    Attributes:
         stream: whether the answer comes in events, as it is made.
         stream_options: how, if it does.
         stop: one text or several.
@@ -157,12 +166,8 @@ class GenerationRequest(BaseModel):
         priority: the smaller, the sooner it is served; only where the server schedules by priority.
     """
 
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
     default_max_tokens: ClassVar[int | None] = None
 
-    model_config = ConfigDict(protected_namespaces=())
-
-    model: _Text | None = None
     max_tokens: Annotated[StrictInt | None, Field(ge=1)] = None
     max_completion_tokens: Annotated[StrictInt | None, Field(ge=1)] = None
     temperature: StrictFloat = 1.0
@@ -172,11 +177,11 @@ class GenerationRequest(BaseModel):
     presence_penalty: StrictFloat = 0.0
     frequency_penalty: StrictFloat = 0.0
     repetition_penalty: StrictFloat = 1.0
-    logit_bias: Annotated[dict[int, float], PlainValidator(_as_bias, json_schema_input_type=dict[str, float])] = {}
+    logit_bias: Annotated[dict[int, float], PlainValidator(_as_bias, json_schema_input_type=dict[str, float])] = {}  # noqa: RUF012 - pydantic copies defaults
     min_tokens: StrictInt = 0
     seed: Annotated[StrictInt | None, Field(ge=-_MAX_INT64, le=_MAX_INT64)] = None
-    stop: Annotated[list[_Text], FailFast(), BeforeValidator(_as_list)] = []
-    stop_token_ids: Annotated[list[StrictInt], FailFast()] = []
+    stop: Annotated[list[_Text], FailFast(), BeforeValidator(_as_list)] = []  # noqa: RUF012 - as above
+    stop_token_ids: Annotated[list[StrictInt], FailFast()] = []  # noqa: RUF012 - as above
     ignore_eos: StrictBool = False
     stream: StrictBool = False
     stream_options: StreamOptions | None = None
@@ -252,14 +257,14 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs
 
 
-class TextPart(BaseModel):
+class TextPart(Body):
     """A piece of a message; other kinds than text are not supported."""
 
     type: Literal["text"]
     text: _Text
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(Body):
     """One message of a chat.
 
     Attributes:
@@ -305,7 +310,7 @@ class ChatRequest(GenerationRequest):
         return self.top_logprobs if self.logprobs else None
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(RequestBody):
     """``POST /tokenize``: a prompt, or the messages of a chat.
 
     Attributes:
@@ -315,7 +320,6 @@ class TokenizeRequest(BaseModel):
         return_token_strs: whether the text of each token is told too.
     """
 
-    model: _Text | None = None
     prompt: _Text | None = None
     messages: Annotated[list[ChatMessage] | None, Field(min_length=1)] = None
     return_token_strs: StrictBool = False
@@ -328,13 +332,11 @@ class TokenizeRequest(BaseModel):
         return self
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(RequestBody):
     """``POST /detokenize``.
 
     Attributes:
-        model: may be left out: there is one.
         tokens: token ids.
     """
 
-    model: _Text | None = None
     tokens: Annotated[list[Annotated[StrictInt, Field(ge=0, le=_MAX_TOKEN_ID)]], FailFast()]

@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from pagefold.errors import InvalidRequestError
 from pagefold.server.errors import UnknownModelError
+from pagefold.server.ignored import note_ignored
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from starlette.requests import Request
+
     from pagefold.engine.client import EngineClient
-    from pagefold.server.schemas import ChatMessage
+    from pagefold.server.schemas import ChatMessage, RequestBody
     from pagefold.tokenizer import Tokenizer
 
 __all__ = ["Served"]
@@ -41,15 +44,16 @@ class Served:
     model_name: str
     created: int = field(default_factory=_now)
 
-    def admit(self, model: str | None) -> None:
+    def admit(self, asked: RequestBody, request: Request) -> None:
         """Let a request in that names this model, or none, while the engine takes requests.
 
         Raises:
             UnknownModelError: it names another.
             EngineStoppedError: the engine is not there yet, or no more.
         """
-        if model is not None:
-            self.check_model(model)
+        note_ignored(asked, request)
+        if asked.model is not None:
+            self.check_model(asked.model)
         self.client.ensure_ready()
 
     def check_model(self, model: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 
 from pagefold.server.schemas import DetokenizeRequest, TokenizeRequest  # noqa: TC001 - FastAPI reads them
 
@@ -19,9 +19,9 @@ def tokenize_routes(served: Served) -> APIRouter:
     router = APIRouter()
 
     @router.post("/tokenize")
-    async def tokenize(asked: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(asked: TokenizeRequest, request: Request) -> dict[str, Any]:
         """Return the tokens of a prompt, or of a chat in the model's template."""
-        served.admit(asked.model)
+        served.admit(asked, request)
         if asked.messages is not None:
             (token_ids,) = await served.encode_chat(asked.messages)
         else:
@@ -35,9 +35,9 @@ def tokenize_routes(served: Served) -> APIRouter:
         }
 
     @router.post("/detokenize")
-    async def detokenize(asked: DetokenizeRequest) -> dict[str, str]:
+    async def detokenize(asked: DetokenizeRequest, request: Request) -> dict[str, str]:
         """Return the text of tokens, special ones included."""
-        served.admit(asked.model)
+        served.admit(asked, request)
         return {"prompt": served.decode(asked.tokens)}
 
     return router
