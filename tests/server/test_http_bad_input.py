@@ -9,6 +9,7 @@ from local_server import LocalServer, error_of, post_head
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 USER = {"role": "user", "content": "Hi"}
+TEXT = {"type": "text", "text": "x"}
 HALF = "\ud83d"  # JSON can carry half of a surrogate pair
 
 _BAD_COMPLETIONS = {
@@ -177,6 +178,28 @@ def test_a_chat_longer_than_the_context(tiny):
         assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
 
 
+def test_what_is_certainly_too_long_is_not_tokenized(tiny, monkeypatch):
+    """A million characters cannot be 2,047 tokens. /tokenize counts them all the same."""
+
+    def tokenizes(*_: object) -> None:
+        pytest.fail("it was tokenized")
+
+    text = "word " * 200_000
+    with monkeypatch.context() as patched:
+        patched.setattr(tiny.tokenizer, "encode", tokenizes)
+        patched.setattr(tiny.tokenizer, "encode_rendered", tokenizes)
+        for path, param, body in (
+            ("/v1/completions", "prompt", {"prompt": text}),
+            ("/v1/completions", "prompt", {"prompt": ["a", text], "stream": True}),
+            ("/v1/chat/completions", "messages", {"messages": [USER, {"role": "user", "content": text}]}),
+        ):
+            error = error_of(tiny.http.post(path, json=body), 400)
+            assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+            assert "maximum context length is 2048 tokens" in error["message"]
+            assert "at least 12" in error["message"]
+    assert tiny.http.post("/tokenize", json={"prompt": text}).json()["count"] == 200_001
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("model", ["gpt-4", "", "Tiny", "日本\u2028"])
 def test_an_unknown_model_is_a_404(tiny, path, model):
@@ -269,6 +292,11 @@ def test_many_errors_are_one(tiny):
         ("/v1/chat/completions", {"messages": [1] * 100_000}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [1] * 100_000}]}),
         ("/v1/completions", {"prompt": "a", "stop": [1] * 100_000}),
+        ("/v1/chat/completions", {"messages": [USER] * 20_000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [TEXT] * 600}] * 20}),
+        ("/v1/completions", {"prompt": "a", **{f"field_{number}": 0 for number in range(50_000)}}),
+        ("/v1/chat/completions", {"messages": [USER | {f"field_{number}": 0 for number in range(300)}]}),
+        ("/tokenize", {"messages": [{"role": "user", "content": [TEXT] * 12_000}]}),
         ("/v1/completions", {"prompt": "a", "stop_token_ids": ["x"] * 100_000}),
     ):
         assert len(error_of(tiny.http.post(path, json=body), 400)["message"]) < 300

@@ -101,7 +101,7 @@ def test_a_name_that_is_no_text_is_refused(tiny):
 
 
 def test_many_names_are_cut(tiny):
-    fields = {f"field_{number}": number for number in range(10_000)}
+    fields = {f"field_{number}": number for number in range(250)}
     named = tiny.http.post("/v1/completions", json={"prompt": "a", **fields}).headers[HEADER].split(", ")
     assert named == [f"field_{number}" for number in range(16)] + ["..."]
 

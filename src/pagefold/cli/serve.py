@@ -45,6 +45,15 @@ def serve(  # noqa: PLR0913 - one parameter a flag
         int,
         typer.Option(help="Requests beyond --max-num-seqs that may wait; more get a 429.", rich_help_panel=_DOOR),
     ] = 1024,
+    max_body_bytes: Annotated[
+        int,
+        typer.Option(
+            parser=parse_size,
+            metavar="SIZE",
+            help="The largest request body, as 512K or 16M; more is a 413.",
+            rich_help_panel=_DOOR,
+        ),
+    ] = 16 * 2**20,
     api_key: Annotated[
         list[str] | None,
         typer.Option(help="Clients must bring it; may be given several times.", rich_help_panel=_DOOR),
@@ -124,6 +133,7 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             served_model_name=served_model_name,
             drain_s=shutdown_timeout,
             max_queued_requests=max_queued_requests,
+            max_body_bytes=max_body_bytes,
             api_keys=tuple(api_key or ()),
             admin_api_key=admin_api_key,
         )

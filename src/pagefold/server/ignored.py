@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import quote
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from pagefold.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,13 +19,14 @@ __all__ = ["IGNORED_HEADER", "Body", "TellIgnored", "note_ignored"]
 
 IGNORED_HEADER = "x-pagefold-ignored"
 
+_MAX_FIELDS = 256
 _MAX_NAMES = 16
 _MAX_NAME_CHARACTERS = 64
 _KEY = "pagefold_ignored"  # in the request's state, between route and middleware
 
 
 class Body(BaseModel):
-    """An object that a client sends: it may hold more than is known.
+    """An object that a client sends: it may hold more than is known, but no thousands of fields.
 
     Attributes:
         unsupported: fields that are known, but not taken with a value that means something; see ``unsupported.py``.
@@ -32,6 +35,15 @@ class Body(BaseModel):
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, fields: Any) -> Any:  # noqa: ANN401 - whatever the JSON was
+        """A body of a million fields would hold up the event loop for seconds."""
+        if isinstance(fields, dict) and len(fields) > _MAX_FIELDS:
+            msg = f"An object of the request has {len(fields)} fields."
+            raise InvalidRequestError(msg, remedy=f"Send at most {_MAX_FIELDS}.")
+        return fields
 
 
 class TellIgnored:

@@ -39,6 +39,7 @@ __all__ = [
 ]
 
 _MAX_PROMPTS = 2048
+_MAX_PARTS = 10_000  # of all messages together: each is an object to check while everybody else waits
 _MAX_INT64 = 2**63 - 1
 _MAX_PRIORITY = 2**31
 _MAX_TOKEN_ID = 2**31 - 1
@@ -70,6 +71,20 @@ def _as_parts(value: object) -> list[object]:
         return value
     msg = "it must be a text or a list of text parts"
     raise ValueError(msg)
+
+
+def _few_parts(messages: Any) -> Any:  # noqa: ANN401 - whatever the JSON was
+    """Check before the parts are looked at."""
+    contents = (
+        [message.get("content") for message in messages if isinstance(message, dict)]
+        if isinstance(messages, list)
+        else []
+    )
+    num_parts = sum(len(content) for content in contents if isinstance(content, list))
+    if num_parts > _MAX_PARTS:
+        msg = f"at most {_MAX_PARTS} parts go into one request"
+        raise ValueError(msg)
+    return messages
 
 
 def _whole_text(text: str) -> str:
@@ -294,7 +309,9 @@ class ChatRequest(GenerationRequest):
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = IN_CHAT
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1), FailFast()]
+    messages: Annotated[
+        list[ChatMessage], Field(min_length=1, max_length=_MAX_PARTS), FailFast(), BeforeValidator(_few_parts)
+    ]
     logprobs: StrictBool = False
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS)] = 0
 
@@ -321,7 +338,12 @@ class TokenizeRequest(RequestBody):
     """
 
     prompt: _Text | None = None
-    messages: Annotated[list[ChatMessage] | None, Field(min_length=1)] = None
+    messages: Annotated[
+        list[ChatMessage] | None,
+        Field(min_length=1, max_length=_MAX_PARTS),
+        FailFast(),
+        BeforeValidator(_few_parts),
+    ] = None
     return_token_strs: StrictBool = False
 
     @model_validator(mode="after")

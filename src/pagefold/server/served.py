@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pagefold.errors import InvalidRequestError
-from pagefold.server.errors import UnknownModelError
+from pagefold.server.errors import ContextLengthError, UnknownModelError
 from pagefold.server.ignored import note_ignored
 
 if TYPE_CHECKING:
@@ -66,28 +66,42 @@ class Served:
             msg = f"There is no model {ascii(model)[:80]} here."
             raise UnknownModelError(msg, remedy=f"This server has {self.model_name}.")
 
-    async def encode(self, prompts: list[str] | list[list[int]]) -> list[list[int]]:
+    async def encode(self, prompts: list[str] | list[list[int]], *, any_length: bool = False) -> list[list[int]]:
         """Return the tokens of each prompt.
 
         Raises:
             InvalidRequestError: they are texts, and the model has no tokenizer.
+            ContextLengthError: one is certainly longer than the context, unless ``any_length`` will do.
         """
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         if not texts:
             return [prompt for prompt in prompts if not isinstance(prompt, str)]
         tokenizer = self._tokenizer("prompt")
-        return await _aside(sum(map(len, texts)), lambda: [tokenizer.encode(text) for text in texts])
 
-    async def encode_chat(self, messages: Sequence[ChatMessage]) -> list[list[int]]:
+        def encode() -> list[list[int]]:
+            for text in () if any_length else texts:
+                self._refuse_if_too_long(text, tokenizer, "prompt")
+            return [tokenizer.encode(text) for text in texts]
+
+        return await _aside(sum(map(len, texts)), encode)
+
+    async def encode_chat(self, messages: Sequence[ChatMessage], *, any_length: bool = False) -> list[list[int]]:
         """Return the tokens of a chat in the model's template, as the only prompt.
 
         Raises:
             InvalidRequestError: the model has no template or no tokenizer, or the template refuses these messages.
+            ContextLengthError: it is certainly longer than the context, unless ``any_length`` will do.
         """
         tokenizer = self._tokenizer("messages")
         plain = [message.for_template() for message in messages]
-        num_characters = sum(len(message["content"]) for message in plain)
-        return await _aside(num_characters, lambda: [tokenizer.encode_chat(plain)])
+
+        def encode() -> list[list[int]]:
+            text = tokenizer.render_chat(plain)
+            if not any_length:
+                self._refuse_if_too_long(text, tokenizer, "messages")
+            return [tokenizer.encode_rendered(text)]
+
+        return await _aside(sum(len(message["content"]) for message in plain), encode)
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """Return the text of each token alone."""
@@ -115,6 +129,17 @@ class Served:
             "owned_by": "pagefold",
             "max_model_len": self.client.max_model_len,
         }
+
+    def _refuse_if_too_long(self, text: str, tokenizer: Tokenizer, param: str) -> None:
+        """Refuse before it is tokenized what cannot fit: tokenizing takes a second a megabyte."""
+        max_model_len = self.client.max_model_len
+        num_tokens = tokenizer.min_tokens(text)
+        if num_tokens >= max_model_len:
+            msg = (
+                f"This model's maximum context length is {max_model_len} tokens. However, the {param} has "
+                f"{len(text)} characters, which are at least {num_tokens} tokens."
+            )
+            raise ContextLengthError(msg, param=param, remedy=f"Please reduce the length of the {param}.")
 
     def _tokenizer(self, param: str) -> Tokenizer:
         if self.client.tokenizer is None:

@@ -23,9 +23,9 @@ def tokenize_routes(served: Served) -> APIRouter:
         """Return the tokens of a prompt, or of a chat in the model's template."""
         served.admit(asked, request)
         if asked.messages is not None:
-            (token_ids,) = await served.encode_chat(asked.messages)
+            (token_ids,) = await served.encode_chat(asked.messages, any_length=True)
         else:
-            (token_ids,) = await served.encode([asked.prompt or ""])
+            (token_ids,) = await served.encode([asked.prompt or ""], any_length=True)
         texts = served.token_texts(token_ids) if asked.return_token_strs else None
         return {
             "count": len(token_ids),
