@@ -15,6 +15,7 @@ from pagefold.server.completions import completion_routes
 from pagefold.server.errors import add_error_handlers
 from pagefold.server.ignored import TellIgnored
 from pagefold.server.keys import Keys
+from pagefold.server.responses import response_routes
 from pagefold.server.served import Served
 from pagefold.server.tokenize import tokenize_routes
 
@@ -44,6 +45,7 @@ def create_app(client: EngineClient, *, model_name: str, config: ServerConfig, m
     served = Served(client, model_name)
     app.include_router(completion_routes(served))
     app.include_router(chat_routes(served))
+    app.include_router(response_routes(served))
     app.include_router(tokenize_routes(served))
 
     @app.get("/v1/models")

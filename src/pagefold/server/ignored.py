@@ -30,8 +30,10 @@ class Body(BaseModel):
 
     Attributes:
         unsupported: fields that are known, but not taken with a value that means something; see ``unsupported.py``.
+        known: fields that are known and rightly change nothing.
     """
 
+    known: ClassVar[frozenset[str]] = frozenset()
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
@@ -78,7 +80,7 @@ def note_ignored(body: Body, request: Request) -> None:
 def _ignored(body: Body, path: str) -> Iterator[str]:
     """Yield the paths of fields that are not known and not null; all items of a list have one path."""
     for name, value in (body.model_extra or {}).items():
-        if value is not None and name not in body.unsupported:
+        if value is not None and name not in body.unsupported and name not in body.known:
             yield path + _in_ascii(name)
     for name in body.model_fields_set:
         value = body.__dict__.get(name)

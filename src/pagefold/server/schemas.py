@@ -27,6 +27,7 @@ from pagefold.server.ignored import Body
 from pagefold.server.unsupported import IN_CHAT, IN_COMPLETIONS, refuse_unsupported
 
 __all__ = [
+    "MAX_PARTS",
     "ChatMessage",
     "ChatRequest",
     "CompletionRequest",
@@ -34,12 +35,17 @@ __all__ = [
     "GenerationRequest",
     "RequestBody",
     "StreamOptions",
+    "Text",
     "TextPart",
     "TokenizeRequest",
+    "few_parts",
+    "no_nulls",
 ]
 
 _MAX_PROMPTS = 2048
-_MAX_PARTS = 10_000  # of all messages together: each is an object to check while everybody else waits
+MAX_PARTS = 10_000
+"""Messages of a request, and parts of all of them: each is an object to check while everybody else waits."""
+
 _MAX_INT64 = 2**63 - 1
 _MAX_PRIORITY = 2**31
 _MAX_TOKEN_ID = 2**31 - 1
@@ -51,7 +57,8 @@ _Prompt: TypeAlias = str | list[str] | list[int] | list[list[int]]
 _Prompts: TypeAlias = list[str] | list[list[int]]
 
 
-def _no_nulls(fields: Any) -> Any:  # noqa: ANN401 - whatever the JSON was
+def no_nulls(fields: Any) -> Any:  # noqa: ANN401 - whatever the JSON was
+    """Return an object without its nulls: they mean what leaving out means."""
     return {name: value for name, value in fields.items() if value is not None} if isinstance(fields, dict) else fields
 
 
@@ -73,16 +80,16 @@ def _as_parts(value: object) -> list[object]:
     raise ValueError(msg)
 
 
-def _few_parts(messages: Any) -> Any:  # noqa: ANN401 - whatever the JSON was
-    """Check before the parts are looked at."""
+def few_parts(messages: Any) -> Any:  # noqa: ANN401 - whatever the JSON was
+    """Check how many parts messages have together, before any is looked at."""
     contents = (
         [message.get("content") for message in messages if isinstance(message, dict)]
         if isinstance(messages, list)
         else []
     )
     num_parts = sum(len(content) for content in contents if isinstance(content, list))
-    if num_parts > _MAX_PARTS:
-        msg = f"at most {_MAX_PARTS} parts go into one request"
+    if num_parts > MAX_PARTS:
+        msg = f"at most {MAX_PARTS} parts go into one request"
         raise ValueError(msg)
     return messages
 
@@ -96,7 +103,7 @@ def _whole_text(text: str) -> str:
     return text
 
 
-_Text: TypeAlias = Annotated[StrictStr, AfterValidator(_whole_text)]
+Text: TypeAlias = Annotated[StrictStr, AfterValidator(_whole_text)]
 
 
 def _as_prompts(value: object) -> _Prompts:
@@ -155,7 +162,7 @@ class StreamOptions(Body):
 
     include_usage: StrictBool = False
 
-    _drop_nulls = model_validator(mode="before")(_no_nulls)
+    _drop_nulls = model_validator(mode="before")(no_nulls)
 
 
 class RequestBody(Body):
@@ -165,7 +172,7 @@ class RequestBody(Body):
         model: may be left out: there is one.
     """
 
-    model: _Text | None = None
+    model: Text | None = None
 
 
 class GenerationRequest(RequestBody):
@@ -195,13 +202,13 @@ class GenerationRequest(RequestBody):
     logit_bias: Annotated[dict[int, float], PlainValidator(_as_bias, json_schema_input_type=dict[str, float])] = {}  # noqa: RUF012 - pydantic copies defaults
     min_tokens: StrictInt = 0
     seed: Annotated[StrictInt | None, Field(ge=-_MAX_INT64, le=_MAX_INT64)] = None
-    stop: Annotated[list[_Text], FailFast(), BeforeValidator(_as_list)] = []  # noqa: RUF012 - as above
+    stop: Annotated[list[Text], FailFast(), BeforeValidator(_as_list)] = []  # noqa: RUF012 - as above
     stop_token_ids: Annotated[list[StrictInt], FailFast()] = []  # noqa: RUF012 - as above
     ignore_eos: StrictBool = False
     stream: StrictBool = False
     stream_options: StreamOptions | None = None
-    user: _Text | None = None
-    cache_salt: Annotated[_Text | None, Field(min_length=1)] = None
+    user: Text | None = None
+    cache_salt: Annotated[Text | None, Field(min_length=1)] = None
     priority: Annotated[StrictInt, Field(ge=-_MAX_PRIORITY, le=_MAX_PRIORITY)] = 0
 
     @model_validator(mode="before")
@@ -212,7 +219,7 @@ class GenerationRequest(RequestBody):
             if fields.get("stream_options") is not None and fields.get("stream") is not True:
                 msg = "stream_options is there, but stream is not true."
                 raise InvalidRequestError(msg, param="stream_options", remedy="Leave it out, or stream.")
-        return _no_nulls(fields)
+        return no_nulls(fields)
 
     @property
     def include_usage(self) -> bool:
@@ -276,7 +283,7 @@ class TextPart(Body):
     """A piece of a message; other kinds than text are not supported."""
 
     type: Literal["text"]
-    text: _Text
+    text: Text
 
 
 class ChatMessage(Body):
@@ -310,7 +317,7 @@ class ChatRequest(GenerationRequest):
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = IN_CHAT
 
     messages: Annotated[
-        list[ChatMessage], Field(min_length=1, max_length=_MAX_PARTS), FailFast(), BeforeValidator(_few_parts)
+        list[ChatMessage], Field(min_length=1, max_length=MAX_PARTS), FailFast(), BeforeValidator(few_parts)
     ]
     logprobs: StrictBool = False
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS)] = 0
@@ -337,12 +344,12 @@ class TokenizeRequest(RequestBody):
         return_token_strs: whether the text of each token is told too.
     """
 
-    prompt: _Text | None = None
+    prompt: Text | None = None
     messages: Annotated[
         list[ChatMessage] | None,
-        Field(min_length=1, max_length=_MAX_PARTS),
+        Field(min_length=1, max_length=MAX_PARTS),
         FailFast(),
-        BeforeValidator(_few_parts),
+        BeforeValidator(few_parts),
     ] = None
     return_token_strs: StrictBool = False
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from pagefold.engine.client import EngineClient
+    from pagefold.server.responses_schemas import InputMessage
     from pagefold.server.schemas import ChatMessage, RequestBody
     from pagefold.tokenizer import Tokenizer
 
@@ -85,20 +86,22 @@ class Served:
 
         return await _aside(sum(map(len, texts)), encode)
 
-    async def encode_chat(self, messages: Sequence[ChatMessage], *, any_length: bool = False) -> list[list[int]]:
-        """Return the tokens of a chat in the model's template, as the only prompt.
+    async def encode_chat(
+        self, messages: Sequence[ChatMessage | InputMessage], *, param: str = "messages", any_length: bool = False
+    ) -> list[list[int]]:
+        """Return the tokens of a chat in the model's template, as the only prompt. ``param`` is the field it came in.
 
         Raises:
             InvalidRequestError: the model has no template or no tokenizer, or the template refuses these messages.
             ContextLengthError: it is certainly longer than the context, unless ``any_length`` will do.
         """
-        tokenizer = self._tokenizer("messages")
+        tokenizer = self._tokenizer(param)
         plain = [message.for_template() for message in messages]
 
         def encode() -> list[list[int]]:
             text = tokenizer.render_chat(plain)
             if not any_length:
-                self._refuse_if_too_long(text, tokenizer, "messages")
+                self._refuse_if_too_long(text, tokenizer, param)
             return [tokenizer.encode_rendered(text)]
 
         return await _aside(sum(len(message["content"]) for message in plain), encode)
