@@ -99,7 +99,7 @@ _BAD_CHATS = {
     "messages text": ({"messages": "Hi"}, "messages", "list"),
     "message text": ({"messages": ["Hi"]}, "messages.0", "object"),
     "no content": ({"messages": [{"role": "user"}]}, "messages.0.content", "missing"),
-    "null content": ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", "text"),
+    "null content": ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", "missing"),
     "unknown role": ({"messages": [USER, {"role": "king", "content": "x"}]}, "messages.1.role", "'king'"),
     "tool message": ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "'tool'"),
     "image": (

@@ -73,6 +73,7 @@ def test_fields_inside_of_others(tiny):
         "日本語",
         "",
         "\x00",
+        " ",
         "x" * 100_000,
         "\U0001f468" * 1000,
         "model_fields_set",
@@ -91,7 +92,7 @@ def test_a_name_cannot_abuse_the_header(tiny, name):
     assert shown.isascii()
     assert len(shown) <= 64
     if len(name) < 60:
-        assert unquote(shown) == name
+        assert unquote(shown) == (name or '""')
         assert ", " not in shown
 
 
@@ -99,6 +100,13 @@ def test_a_name_that_is_no_text_is_refused(tiny):
     content = json.dumps({"prompt": "a", "\ud83d": 1})
     response = tiny.http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
     assert "surrogate" in error_of(response, 400)["message"]
+
+
+def test_names_without_letters_among_others(tiny):
+    """A header's value must not end with white space."""
+    for names in (["a", ""], ["", "a"], ["a", " "]):
+        response = tiny.http.post("/tokenize", json={"prompt": "a", **dict.fromkeys(names, 1)})
+        assert len(response.headers[HEADER].split(", ")) == 2
 
 
 def test_many_names_are_cut(tiny):

@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import quote
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
 
 from pagefold.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from pydantic.json_schema import JsonSchemaValue
+    from pydantic_core import CoreSchema
     from starlette.requests import Request
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -26,7 +28,7 @@ _KEY = "pagefold_ignored"  # in the request's state, between route and middlewar
 
 
 class Body(BaseModel):
-    """An object that a client sends: it may hold more than is known, but no thousands of fields.
+    """An object that a client sends: it may hold more than is known, but no thousands of fields. A null is no field.
 
     Attributes:
         unsupported: fields that are known, but not taken with a value that means something; see ``unsupported.py``.
@@ -38,14 +40,26 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Say of every field that may be left out that it may be null too."""
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        for name, field in schema.get("properties", {}).items():
+            if name not in schema.get("required", ()) and {"type": "null"} not in field.get("anyOf", ()):
+                about = {key: field.pop(key) for key in ("title", "description", "default") if key in field}
+                schema["properties"][name] = {**about, "anyOf": [field, {"type": "null"}]}
+        return schema
+
     @model_validator(mode="before")
     @classmethod
-    def _few_fields(cls, fields: Any) -> Any:  # noqa: ANN401 - whatever the JSON was
-        """A body of a million fields would hold up the event loop for seconds."""
-        if isinstance(fields, dict) and len(fields) > _MAX_FIELDS:
+    def _plain_fields(cls, fields: Any) -> Any:  # noqa: ANN401 - whatever the JSON was
+        """Drop nulls; and refuse a million fields, which would hold up the event loop for seconds."""
+        if not isinstance(fields, dict):
+            return fields
+        if len(fields) > _MAX_FIELDS:
             msg = f"An object of the request has {len(fields)} fields."
             raise InvalidRequestError(msg, remedy=f"Send at most {_MAX_FIELDS}.")
-        return fields
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 class TellIgnored:
@@ -78,9 +92,9 @@ def note_ignored(body: Body, request: Request) -> None:
 
 
 def _ignored(body: Body, path: str) -> Iterator[str]:
-    """Yield the paths of fields that are not known and not null; all items of a list have one path."""
-    for name, value in (body.model_extra or {}).items():
-        if value is not None and name not in body.unsupported and name not in body.known:
+    """Yield the paths of fields that are not known; all items of a list have one path."""
+    for name in body.model_extra or ():
+        if name not in body.unsupported and name not in body.known:
             yield path + _in_ascii(name)
     for name in body.model_fields_set:
         value = body.__dict__.get(name)
@@ -92,6 +106,6 @@ def _ignored(body: Body, path: str) -> Iterator[str]:
 
 
 def _in_ascii(name: str) -> str:
-    """Return a name that cannot end a header, nor pass for two names."""
-    shown = quote(name[:_MAX_NAME_CHARACTERS], safe="", errors="replace")
+    """Return a name that cannot end a header, nor pass for two names or for none."""
+    shown = quote(name[:_MAX_NAME_CHARACTERS], safe="") or '""'
     return shown if len(shown) <= _MAX_NAME_CHARACTERS else shown[: _MAX_NAME_CHARACTERS - 3] + "..."

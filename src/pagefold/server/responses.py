@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from pagefold.errors import PagefoldError
 from pagefold.server.answer import whole_answer
+from pagefold.server.answer_schemas import STREAMED, OpenAIResponse
 from pagefold.server.errors import error_body
 from pagefold.server.generation import Generation
 from pagefold.server.responses_schemas import ResponseRequest  # noqa: TC001 - FastAPI reads it
@@ -28,7 +29,7 @@ def response_routes(served: Served) -> APIRouter:
     """Return the route."""
     router = APIRouter()
 
-    @router.post("/v1/responses", response_model=None)
+    @router.post("/v1/responses", response_model=None, responses={200: {"model": OpenAIResponse, "content": STREAMED}})
     async def create_response(asked: ResponseRequest, request: Request) -> Response:
         """Answer a text or the last message of a chat."""
         served.admit(asked, request)

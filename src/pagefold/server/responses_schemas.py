@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, FailFast, Field, StrictBool, StrictFloat, 
 
 from pagefold.request import Caller, SamplingParams
 from pagefold.server.ignored import Body
-from pagefold.server.schemas import MAX_PARTS, RequestBody, Text, few_parts, no_nulls
+from pagefold.server.schemas import MAX_PARTS, RequestBody, Text, few_parts, stated
 from pagefold.server.unsupported import IN_RESPONSES, refuse_unsupported
 
 __all__ = ["InputMessage", "InputText", "ResponseRequest"]
@@ -53,6 +53,9 @@ class InputMessage(Body):
         return {"role": role, "content": "\n".join(part.text for part in self.content)}
 
 
+_Items = Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_PARTS)]
+
+
 class ResponseRequest(RequestBody):
     """``POST /v1/responses``; :class:`~pagefold.request.SamplingParams` says what the fields of sampling mean.
 
@@ -73,17 +76,17 @@ class ResponseRequest(RequestBody):
         list[InputMessage],
         Field(min_length=1, max_length=MAX_PARTS),
         FailFast(),
-        BeforeValidator(_as_items, json_schema_input_type=str | list[InputMessage]),
+        BeforeValidator(_as_items, json_schema_input_type=str | _Items),
     ]
     instructions: Text | None = None
     max_output_tokens: Annotated[StrictInt | None, Field(ge=1)] = None
-    temperature: StrictFloat = 1.0
-    top_p: StrictFloat = 1.0
+    temperature: Annotated[StrictFloat, stated(minimum=0, maximum=2)] = 1.0
+    top_p: Annotated[StrictFloat, stated(exclusiveMinimum=0, maximum=1)] = 1.0
     stream: StrictBool = False
     metadata: Annotated[dict[Text, Text], Field(max_length=_MAX_METADATA)] = {}  # noqa: RUF012 - pydantic copies it
     user: Text | None = None
     # vLLM's
-    top_k: Annotated[StrictInt, Field(le=2**63 - 1)] = 0
+    top_k: Annotated[StrictInt, Field(le=2**63 - 1), stated(minimum=-1)] = 0
     seed: Annotated[StrictInt | None, Field(ge=1 - 2**63, le=2**63 - 1)] = None
     ignore_eos: StrictBool = False
     cache_salt: Annotated[Text | None, Field(min_length=1)] = None
@@ -94,7 +97,7 @@ class ResponseRequest(RequestBody):
     def _prepare(cls, fields: Any) -> Any:  # noqa: ANN401 - whatever the JSON was
         if isinstance(fields, dict):
             refuse_unsupported(fields, cls.unsupported)
-        return no_nulls(fields)
+        return fields
 
     def messages(self) -> list[InputMessage]:
         """Return the chat that the input is."""

@@ -1,7 +1,7 @@
 """What clients send: OpenAI's request forms, with vLLM's additions.
 
 Types are strict: ``"5"`` and ``true`` are no numbers. null is the same as leaving a field out. Unknown fields are
-ignored and told (``ignored.py``), but for those of ``unsupported``.
+ignored and told (``ignored.py`` does both), but for those of ``unsupported``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
     "TextPart",
     "TokenizeRequest",
     "few_parts",
-    "no_nulls",
+    "stated",
 ]
 
 _MAX_PROMPTS = 2048
@@ -53,13 +53,22 @@ _MAX_ID_DIGITS = 18
 
 _DEFAULT_COMPLETION_TOKENS = 16
 
-_Prompt: TypeAlias = str | list[str] | list[int] | list[list[int]]
+_OneText: TypeAlias = Annotated[str, Field(min_length=1)]
+_OneIds: TypeAlias = Annotated[list[Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]], Field(min_length=1)]
+_Texts: TypeAlias = Annotated[list[_OneText], Field(min_length=1, max_length=_MAX_PROMPTS)]
+_ManyIds: TypeAlias = Annotated[list[_OneIds], Field(min_length=1, max_length=_MAX_PROMPTS)]
+_Prompt: TypeAlias = _OneText | _Texts | _OneIds | _ManyIds
+_Stop: TypeAlias = _OneText | Annotated[list[_OneText], Field(max_length=16)]
+_Bias: TypeAlias = Annotated[
+    dict[Annotated[str, Field(pattern="^[0-9]{1,18}$")], Annotated[float, Field(ge=-100, le=100)]],
+    Field(json_schema_extra={"additionalProperties": False}),
+]
 _Prompts: TypeAlias = list[str] | list[list[int]]
 
 
-def no_nulls(fields: Any) -> Any:  # noqa: ANN401 - whatever the JSON was
-    """Return an object without its nulls: they mean what leaving out means."""
-    return {name: value for name, value in fields.items() if value is not None} if isinstance(fields, dict) else fields
+def stated(**bounds: float) -> Any:  # noqa: ANN401 - as Field
+    """Return bounds for the API's description of itself; ``SamplingParams`` holds them, in better words."""
+    return Field(json_schema_extra=dict(bounds))
 
 
 def _as_list(value: object) -> list[object]:
@@ -162,8 +171,6 @@ class StreamOptions(Body):
 
     include_usage: StrictBool = False
 
-    _drop_nulls = model_validator(mode="before")(no_nulls)
-
 
 class RequestBody(Body):
     """What every body has.
@@ -192,18 +199,18 @@ class GenerationRequest(RequestBody):
 
     max_tokens: Annotated[StrictInt | None, Field(ge=1)] = None
     max_completion_tokens: Annotated[StrictInt | None, Field(ge=1)] = None
-    temperature: StrictFloat = 1.0
-    top_p: StrictFloat = 1.0
-    top_k: Annotated[StrictInt, Field(le=_MAX_INT64)] = 0
-    min_p: StrictFloat = 0.0
-    presence_penalty: StrictFloat = 0.0
-    frequency_penalty: StrictFloat = 0.0
-    repetition_penalty: StrictFloat = 1.0
-    logit_bias: Annotated[dict[int, float], PlainValidator(_as_bias, json_schema_input_type=dict[str, float])] = {}  # noqa: RUF012 - pydantic copies defaults
-    min_tokens: StrictInt = 0
+    temperature: Annotated[StrictFloat, stated(minimum=0, maximum=2)] = 1.0
+    top_p: Annotated[StrictFloat, stated(exclusiveMinimum=0, maximum=1)] = 1.0
+    top_k: Annotated[StrictInt, Field(le=_MAX_INT64), stated(minimum=-1)] = 0
+    min_p: Annotated[StrictFloat, stated(minimum=0, maximum=1)] = 0.0
+    presence_penalty: Annotated[StrictFloat, stated(minimum=-2, maximum=2)] = 0.0
+    frequency_penalty: Annotated[StrictFloat, stated(minimum=-2, maximum=2)] = 0.0
+    repetition_penalty: Annotated[StrictFloat, stated(exclusiveMinimum=0)] = 1.0
+    logit_bias: Annotated[dict[int, float], PlainValidator(_as_bias, json_schema_input_type=_Bias)] = {}  # noqa: RUF012 - pydantic copies defaults
+    min_tokens: Annotated[StrictInt, stated(minimum=0)] = 0
     seed: Annotated[StrictInt | None, Field(ge=-_MAX_INT64, le=_MAX_INT64)] = None
-    stop: Annotated[list[Text], FailFast(), BeforeValidator(_as_list)] = []  # noqa: RUF012 - as above
-    stop_token_ids: Annotated[list[StrictInt], FailFast()] = []  # noqa: RUF012 - as above
+    stop: Annotated[list[Text], FailFast(), BeforeValidator(_as_list, json_schema_input_type=_Stop)] = []  # noqa: RUF012 - as above
+    stop_token_ids: Annotated[list[Annotated[StrictInt, stated(minimum=0)]], FailFast()] = []  # noqa: RUF012 - as above
     ignore_eos: StrictBool = False
     stream: StrictBool = False
     stream_options: StreamOptions | None = None
@@ -219,7 +226,7 @@ class GenerationRequest(RequestBody):
             if fields.get("stream_options") is not None and fields.get("stream") is not True:
                 msg = "stream_options is there, but stream is not true."
                 raise InvalidRequestError(msg, param="stream_options", remedy="Leave it out, or stream.")
-        return no_nulls(fields)
+        return fields
 
     @property
     def include_usage(self) -> bool:
@@ -272,7 +279,7 @@ class CompletionRequest(GenerationRequest):
     default_max_tokens: ClassVar[int | None] = _DEFAULT_COMPLETION_TOKENS
 
     prompts: Annotated[_Prompts, PlainValidator(_as_prompts, json_schema_input_type=_Prompt), Field(alias="prompt")]
-    logprobs: StrictInt | None = None
+    logprobs: Annotated[StrictInt | None, stated(minimum=0, maximum=MAX_LOGPROBS)] = None
 
     def num_logprobs(self) -> int | None:
         """See :class:`GenerationRequest`."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
 
+from pagefold.server.answer_schemas import Detokenized, Tokenized
 from pagefold.server.schemas import DetokenizeRequest, TokenizeRequest  # noqa: TC001 - FastAPI reads them
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ def tokenize_routes(served: Served) -> APIRouter:
     """Return the routes."""
     router = APIRouter()
 
-    @router.post("/tokenize")
+    @router.post("/tokenize", responses={200: {"model": Tokenized}})
     async def tokenize(asked: TokenizeRequest, request: Request) -> dict[str, Any]:
         """Return the tokens of a prompt, or of a chat in the model's template."""
         served.admit(asked, request)
@@ -34,7 +35,7 @@ def tokenize_routes(served: Served) -> APIRouter:
             "token_strs": texts,
         }
 
-    @router.post("/detokenize")
+    @router.post("/detokenize", responses={200: {"model": Detokenized}})
     async def detokenize(asked: DetokenizeRequest, request: Request) -> dict[str, str]:
         """Return the text of tokens, special ones included."""
         served.admit(asked, request)
