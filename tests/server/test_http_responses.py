@@ -153,7 +153,7 @@ def test_a_stream_that_fails_says_so(narrow, caplog):
         for event in stream:
             if event.type == "response.output_text.delta":
                 text += event.delta
-                if text == "one":
+                if text == "one two three":
                     narrow.runner.wait_in_step()
                     narrow.runner.fail(3)
                     narrow.runner.allow()

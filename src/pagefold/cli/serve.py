@@ -155,11 +155,19 @@ def _num_tokens(max_model_len: str | None) -> int | Literal["auto"] | None:
 
 
 def _run(engine_config: EngineConfig, config: ServerConfig, began: float, *, access_log: bool) -> int:
-    from pagefold.server.process import ServerProcess, listen  # noqa: PLC0415 - imports fastapi and uvicorn
+    from pagefold.server.listener import listen, raise_open_files  # noqa: PLC0415 - as below
+    from pagefold.server.process import ServerProcess  # noqa: PLC0415 - imports fastapi and uvicorn
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if access_log:
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+    wanted = engine_config.max_num_seqs + config.max_queued_requests
+    num_connections = raise_open_files(wanted)
+    if num_connections < wanted:
+        typer.echo(
+            f"limit      {num_connections:,} connections, by the files that may be open (ulimit -n); "
+            f"{wanted:,} requests may be here"
+        )
     listener = listen(config.host, config.port)
     host, port = listener.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,9 @@ class Tokenizer:
             msg = f"The tokenizer of {folder} has no fast form (tokenizer.json)."
             raise UnsupportedModelError(msg, remedy="Convert it with transformers, or use another model.")
         self._backend: Any = backend
+        if self.has_chat_template:  # compiled now, not while the first client waits; not every template takes this chat
+            with contextlib.suppress(InvalidRequestError):
+                self.render_chat([{"role": "user", "content": "Hi"}])
 
     @property
     def has_chat_template(self) -> bool:
@@ -89,6 +93,8 @@ class Tokenizer:
                     [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
                 )
             )
+        except (OSError, MemoryError):  # not the template's doing
+            raise
         except Exception as error:  # a template is the model's own program: it may raise anything
             msg = f"The model's chat template refused these messages: {error}"
             raise InvalidRequestError(msg, param="messages", remedy="Check the roles and their order.") from error
