@@ -171,7 +171,7 @@ def _num_here(server: ProcessServer) -> float:
 
 
 def test_500_clients_at_once_where_few_may_wait_and_then_too_few_files(served):
-    """Each is served or told when to come again. Where no more files can be opened, clients wait, and the log says so."""
+    """Each is served or told when to come again. Where no more files can be opened, clients wait; the log says so."""
     server = served("--max-queued-requests", "50")
     answers = ask_all(server, NUM_CLIENTS, 20)
     served_well = [answer for answer in answers if answer.status == 200]
