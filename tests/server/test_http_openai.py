@@ -82,7 +82,7 @@ def test_models(run):
 
 def test_completions(run):
     async def steps(client) -> None:
-        asked = {**SAMPLING, "prompt": "Once upon a time", "max_tokens": NUM_TOKENS}
+        asked = {**SAMPLING, "prompt": "Once upon a time " * 10, "max_tokens": NUM_TOKENS}
         whole = await client.call("completions.create", **asked)
         options = {"include_usage": True}
         stream = await client.call("completions.create", **asked, stream=True, stream_options=options)
