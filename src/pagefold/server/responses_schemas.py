@@ -63,10 +63,11 @@ class ResponseRequest(RequestBody):
         input: a text, which is the user's message, or messages.
         instructions: a system message before them.
         max_output_tokens: without, an answer may be as long as fits.
+        stream: whether the answer comes in events, as it is made.
         metadata: told back.
-        store: answers are not kept, so only false is taken.
         user: accepted and ignored.
-        cache_salt, priority: as in :class:`~pagefold.server.schemas.GenerationRequest`.
+        cache_salt: requests share cached prefixes only with those that bring the same salt.
+        priority: the smaller, the sooner it is served; only where the server schedules by priority.
     """
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = IN_RESPONSES
