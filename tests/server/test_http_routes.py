@@ -24,7 +24,15 @@ def test_health_and_readiness(tiny):
 
 
 def test_the_api_describes_itself(tiny):
-    paths = tiny.http.get("/openapi.json").json()["paths"]
+    description = tiny.http.get("/openapi.json").json()
+    paths = description["paths"]
+    assert "429" in paths["/v1/completions"]["post"]["responses"]
+    assert "Retry-After" in paths["/v1/completions"]["post"]["responses"]["429"]["headers"]
+    assert not any("422" in operation["responses"] for methods in paths.values() for operation in methods.values())
+    assert not {"HTTPValidationError", "ValidationError"} & set(description["components"]["schemas"])
+    temperature = description["components"]["schemas"]["ChatRequest"]["properties"]["temperature"]
+    assert {"type": "null"} in temperature["anyOf"]
+    assert temperature["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 2}
     assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/ready", "/metrics"} <= set(paths)
 
 

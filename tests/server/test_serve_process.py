@@ -69,15 +69,16 @@ def test_sigterm_drains(tiny_process):
     assert ready.startswith(f"ready on {server.url} (model tiny) after ")
 
 
-def test_a_second_signal_stops_at_once(tiny_process):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_a_second_signal_stops_at_once(tiny_process, number):
     server = tiny_process
     with server.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
         pieces = response.iter_bytes()
         next(pieces)
-        server.process.send_signal(signal.SIGINT)
+        server.process.send_signal(number)
         until(lambda: httpx.get(f"{server.url}/ready", timeout=PATIENCE_S).status_code == 503, "the drain to begin")
-        server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(PATIENCE_S) == 128 + signal.SIGINT
+        server.process.send_signal(number)
+        assert server.process.wait(PATIENCE_S) == 128 + number
         rest = b""
         with contextlib.suppress(httpx.RemoteProtocolError):  # cut off, or told so: whichever comes first
             for piece in pieces:

@@ -20,7 +20,7 @@ from pagefold.request import SamplingParams
 from pagefold.server import create_app
 from pagefold.server.errors import _FORMS
 from pagefold.server.late_engine import LateEngine
-from pagefold.server.unsupported import IN_CHAT, IN_COMPLETIONS
+from pagefold.server.unsupported import IN_CHAT, IN_COMPLETIONS, IN_RESPONSES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -170,7 +170,7 @@ def _type(schema: Mapping[str, Any]) -> str:
     words = {"string": "text", "integer": "integer", "number": "number", "boolean": "boolean", "object": "object"}
     bounds = [
         f"{word} {schema[bound]:g}"
-        for bound, word in (("minimum", "at least"), ("maximum", "at most"))
+        for bound, word in (("minimum", "at least"), ("exclusiveMinimum", "above"), ("maximum", "at most"))
         if abs(schema.get(bound, _BIGGEST)) < _BIGGEST
     ]
     return " ".join([words.get(schema.get("type", ""), "any"), ", ".join(bounds)]).strip()
@@ -189,9 +189,10 @@ def unsupported() -> str:
     """The fields that are refused by name."""
     both = [field for field in IN_CHAT if field in IN_COMPLETIONS]
     rows = [
-        ("both", both),
+        ("`/v1/completions` and `/v1/chat/completions`", both),
         ("`/v1/completions`", [field for field in IN_COMPLETIONS if field not in both]),
         ("`/v1/chat/completions`", [field for field in IN_CHAT if field not in both]),
+        ("`/v1/responses`", list(IN_RESPONSES)),
     ]
     return _table(("of", "refused"), [(of, ", ".join(f"`{field}`" for field in fields)) for of, fields in rows])
 

@@ -59,6 +59,15 @@ def serve(  # noqa: PLR0913 - one parameter a flag
         int,
         typer.Option(help="Requests beyond --max-num-seqs that may wait; more get a 429.", rich_help_panel=_DOOR),
     ] = 1024,
+    max_body_bytes: Annotated[
+        int,
+        typer.Option(
+            parser=parse_size,
+            metavar="SIZE",
+            help="The largest request body, as 512K or 16M; more is a 413.",
+            rich_help_panel=_DOOR,
+        ),
+    ] = 16 * 2**20,
     api_key: Annotated[
         list[str] | None,
         typer.Option(help="Clients must bring it; may be given several times.", rich_help_panel=_DOOR),
@@ -143,6 +152,7 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             served_model_name=served_model_name,
             drain_s=shutdown_timeout,
             max_queued_requests=max_queued_requests,
+            max_body_bytes=max_body_bytes,
             api_keys=tuple(api_key or ()),
             admin_api_key=admin_api_key,
             log_format=cast('Literal["text", "json"]', log_format),
@@ -167,10 +177,18 @@ def _num_tokens(max_model_len: str | None) -> int | Literal["auto"] | None:
 
 def _run(engine_config: EngineConfig, config: ServerConfig, began: float) -> int:
     from pagefold.observe.logs import set_up_logs  # noqa: PLC0415 - imports python-json-logger
-    from pagefold.server.process import ServerProcess, listen  # noqa: PLC0415 - imports fastapi and uvicorn
+    from pagefold.server.listener import listen, raise_open_files  # noqa: PLC0415 - as below
+    from pagefold.server.process import ServerProcess  # noqa: PLC0415 - imports fastapi and uvicorn
 
     set_up_logs(config.log_format, config.log_level)
     say = _log.info if config.log_format == "json" else typer.echo
+    wanted = engine_config.max_num_seqs + config.max_queued_requests
+    num_connections = raise_open_files(wanted)
+    if num_connections < wanted:
+        say(
+            f"limit      {num_connections:,} connections, by the files that may be open (ulimit -n); "
+            f"{wanted:,} requests may be here"
+        )
     listener = listen(config.host, config.port)
     host, port = listener.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"

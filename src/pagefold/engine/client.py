@@ -123,6 +123,9 @@ class EngineClient(Protocol):
 class TokenStream:
     """What each step adds to one request: an async iterator that ends behind the delta with a ``finish_reason``.
 
+    A reader that is slower than the engine gets what has come meanwhile as one delta, and so catches up. Deltas with
+    logprobs come one by one.
+
     Raises:
         InvalidRequestError, EngineStoppedError: the engine refused the request, or failed.
     """
@@ -130,6 +133,7 @@ class TokenStream:
     def __init__(self, loop: asyncio.AbstractEventLoop, abort: Callable[[TokenStream], None]) -> None:
         self.loop = loop
         self.deltas: asyncio.Queue[OutputDelta | Exception] = asyncio.Queue()
+        self._next: OutputDelta | Exception | None = None  # taken from the queue, and not told with what was before
         self._abort = abort
         self._has_ended = False
 
@@ -141,10 +145,19 @@ class TokenStream:
         """Return the next delta."""
         if self._has_ended:
             raise StopAsyncIteration
-        delta = await self.deltas.get()
-        if isinstance(delta, Exception):
+        first = await self.deltas.get() if self._next is None else self._next
+        self._next = None
+        if isinstance(first, Exception):
             self._has_ended = True
-            raise delta
+            raise first
+        waiting = [first]
+        while waiting[-1].can_merge and not self.deltas.empty():
+            following = self.deltas.get_nowait()
+            if isinstance(following, Exception) or not following.can_merge:
+                self._next = following
+                break
+            waiting.append(following)
+        delta = OutputDelta.merged(waiting)
         self._has_ended = delta.finish_reason is not None
         return delta
 

@@ -12,7 +12,7 @@ from pagefold.server.request_log import attach_generation
 from pagefold.server.streaming import EventStream
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Callable
 
     from starlette.requests import Request
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pagefold.server.generation import Generation, Output
     from pagefold.server.schemas import GenerationRequest
 
-__all__ = ["Form", "answer"]
+__all__ = ["Form", "answer", "whole_answer"]
 
 _CLIENT_CLOSED_REQUEST = 499  # nginx's number; nobody gets to read it but the access log
 
@@ -49,14 +49,23 @@ async def answer(asked: GenerationRequest, form: Form, generation: Generation, r
     attach_generation(request.scope, generation)
     if asked.stream:
         return EventStream(_chunks(form, generation, include_usage=asked.include_usage), on_end=generation.close)
+    return await whole_answer(generation, request, lambda: _whole(form, generation))
+
+
+async def whole_answer(generation: Generation, request: Request, write: Callable[[], dict[str, Any]]) -> Response:
+    """Run ``generation`` to its end, close it, and return what ``write`` makes of it."""
     try:
         await while_connected(request.receive, generation.run())
     except ClientGoneError:
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
     finally:
         generation.close()
+    return JSONResponse(write())
+
+
+def _whole(form: Form, generation: Generation) -> dict[str, Any]:
     choices = [form.choice(index, output) for index, output in enumerate(generation.outputs)]
-    return JSONResponse({**form.head(), "choices": choices, "usage": generation.usage()})
+    return {**form.head(), "choices": choices, "usage": generation.usage()}
 
 
 async def _chunks(form: Form, generation: Generation, *, include_usage: bool) -> AsyncGenerator[dict[str, Any], None]:

@@ -181,6 +181,8 @@ def _invalid_body(request: Request, first: dict[str, Any]) -> JSONResponse:
     if isinstance(first["input"], bytes):
         kind = request.headers.get("content-type", "no Content-Type")
         return error_response(415, f"The body came as {kind}. Send JSON, with Content-Type: application/json.")
+    if first["type"] == "string_unicode":
+        return _invalid("The name of a field holds half of a surrogate pair, which is no text.", None)
     return _invalid(f"The body is {_shown(first['input'])}; it must be a JSON object.", None)
 
 

@@ -161,16 +161,17 @@ async def _numbered(index: int, stream: TokenStream) -> AsyncGenerator[tuple[int
 
 async def _merged(streams: list[TokenStream]) -> AsyncGenerator[tuple[int, OutputDelta], None]:
     """Yield from all ``streams`` as they come, with the index of each; the first that fails fails all."""
-    arrived: asyncio.Queue[tuple[int, OutputDelta] | Exception | None] = asyncio.Queue()
+    # As many places as streams: what a slow reader does not take waits in the streams, which merge it.
+    arrived: asyncio.Queue[tuple[int, OutputDelta] | Exception | None] = asyncio.Queue(len(streams))
 
     async def pump(index: int, stream: TokenStream) -> None:
         try:
             async for item in _numbered(index, stream):
-                arrived.put_nowait(item)
+                await arrived.put(item)
         except Exception as error:  # noqa: BLE001 - raised again by whoever reads
-            arrived.put_nowait(error)
+            await arrived.put(error)
         else:
-            arrived.put_nowait(None)
+            await arrived.put(None)
 
     pumps = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
     try:
