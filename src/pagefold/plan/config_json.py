@@ -134,7 +134,14 @@ def _check(config: Mapping[str, Any], name: str) -> None:
     if missing:
         message = f"The config of {name} lacks {', '.join(missing)}."
         raise ConfigError(message, remedy="Give a whole config.json, as transformers writes it.")
-    for field in (*_NEEDED, "num_key_value_heads", "head_dim", "sliding_window", "kv_lora_rank", "num_kv_shared_layers"):
+    for field in (
+        *_NEEDED,
+        "num_key_value_heads",
+        "head_dim",
+        "sliding_window",
+        "kv_lora_rank",
+        "num_kv_shared_layers",
+    ):
         value = config.get(field)
         least = 0 if field in {"sliding_window", "num_kv_shared_layers", "kv_lora_rank"} else 1
         if value is not None and (type(value) is not int or not least <= value <= _LARGEST):
@@ -246,7 +253,9 @@ def _layer(config: Mapping[str, Any], model_type: str, index: int, kind: str, na
         activation = 2 * experts.width
     key_dim = _head_dim(config)
     value_dim = config.get("v_head_dim") or key_dim
-    projected = num_heads * key_dim + (2 * kv.num_kv_heads * key_dim if kv is not None else 0) if keeps_kv else 4 * hidden
+    projected = (
+        num_heads * key_dim + (2 * kv.num_kv_heads * key_dim if kv is not None else 0) if keeps_kv else 4 * hidden
+    )
     return DecoderLayer(
         kv=kv,
         state_elements=elements,

@@ -121,7 +121,9 @@ def experts_of(config: Mapping[str, Any], model_type: str, layer: int) -> Expert
         shared = config["n_shared_experts"] * each
     elif config.get("shared_expert_intermediate_size"):
         shared = 3 * hidden * config["shared_expert_intermediate_size"] + hidden
-    return Experts(num_experts, num_active, num_experts * each, router, shared, num_active * width + shared // hidden // 3)
+    return Experts(
+        num_experts, num_active, num_experts * each, router, shared, num_active * width + shared // hidden // 3
+    )
 
 
 def _is_sparse(config: Mapping[str, Any], model_type: str, layer: int) -> bool:

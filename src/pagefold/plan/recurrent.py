@@ -27,7 +27,9 @@ def state_elements(config: Mapping[str, Any], model_type: str) -> int | None:
     if config.get("linear_num_value_heads"):  # gated delta rule: qwen3_next and its kin
         keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
         values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
-        return int(values * config["linear_key_head_dim"] + (2 * keys + values) * (config["linear_conv_kernel_dim"] - 1))
+        return int(
+            values * config["linear_key_head_dim"] + (2 * keys + values) * (config["linear_conv_kernel_dim"] - 1)
+        )
     return None
 
 
