@@ -81,7 +81,9 @@ class Memory:
         return self.tightest.capacity.max_concurrency
 
 
-def activation_bytes(shape: ModelShape, shard: Shard, settings: PlanSettings, num_tokens: int, element_bytes: int) -> int:
+def activation_bytes(
+    shape: ModelShape, shard: Shard, settings: PlanSettings, num_tokens: int, element_bytes: int
+) -> int:
     """Return what a step of so many tokens needs beside weights and KV.
 
     ``tokens * (2 * hidden + widest / TP) * element_bytes``: the residual stream, what a layer reads from it, and what lies
@@ -158,4 +160,6 @@ def _quantized(quantization: str) -> str:
     """Return the weight dtype of a checkpoint that is stored so; empty where it is none that is known."""
     if quantization.startswith("int4-g"):
         return "int4-g128"
-    return {"fp8": "fp8", "mxfp4": "mxfp4", "int4": "int4", "int8": "int8", "compressed-tensors": "fp8"}.get(quantization, "")
+    return {"fp8": "fp8", "mxfp4": "mxfp4", "int4": "int4", "int8": "int8", "compressed-tensors": "fp8"}.get(
+        quantization, ""
+    )

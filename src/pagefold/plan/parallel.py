@@ -54,7 +54,9 @@ def check_parallel(shape: ModelShape, settings: PlanSettings) -> None:
         message = f"tensor_parallel_size is {size}: {heads} KV heads can be neither divided nor repeated evenly by it."
         raise ConfigError(message, remedy=f"It must divide {heads}, or be a multiple of it.")
     if settings.pipeline_parallel_size > len(shape.layers):
-        message = f"pipeline_parallel_size is {settings.pipeline_parallel_size}, and there are {len(shape.layers)} layers."
+        message = (
+            f"pipeline_parallel_size is {settings.pipeline_parallel_size}, and there are {len(shape.layers)} layers."
+        )
         raise ConfigError(message, remedy=f"It must be at most {len(shape.layers)}.")
 
 
@@ -90,7 +92,9 @@ def shards_of(
         kept = [layer.kv.shard(size) for layer in layers if layer.kv is not None]
         state = -(-sum(layer.state_elements for layer in layers) * element_bytes // size)
         if not kept:
-            message = f"Pipeline stage {stage} (layers {first} to {end - 1}) has no attention layer, so it has no blocks."
+            message = (
+                f"Pipeline stage {stage} (layers {first} to {end - 1}) has no attention layer, so it has no blocks."
+            )
             raise ConfigError(message, remedy="Use fewer stages.")
         layout = lay_out(kept, codec, block_size=settings.block_size, state_bytes=state, max_len=max_len)
         weight_bytes = weights.num_bytes(round(mine * scale), round(experts * scale))

@@ -134,7 +134,13 @@ def make_plan(question: Question) -> Plan:
 
 
 def _load(question: Question, memory: Memory) -> WorkloadPlan:
-    workload = question.workload.up_to(memory.max_model_len)
+    asked = question.workload
+    if asked is DEFAULT_WORKLOAD and asked.longest > memory.max_model_len:
+        half = memory.max_model_len // 2
+        asked = Workload(
+            name=f"{half} tokens in, {half} out (the default where so few fit)", lengths=(Lengths(half, half),)
+        )
+    workload = asked.up_to(memory.max_model_len)
     device = memory.tightest
     layout, capacity = device.shard.layout, device.capacity
     rounding = Rounding(layout, workload)
@@ -154,7 +160,7 @@ def _load(question: Question, memory: Memory) -> WorkloadPlan:
         shared = reach(pool, workload, footprint=plain.mean_own_blocks, with_sharing=True)
     return WorkloadPlan(
         workload=workload,
-        num_too_long=len(question.workload.lengths) - len(workload.lengths),
+        num_too_long=len(asked.lengths) - len(workload.lengths),
         rounding=rounding,
         full=capacity.num_blocks / rounding.full_blocks,
         full_shared=max(0.0, capacity.num_blocks - rounding.shared_blocks) / rounding.full_own_blocks,

@@ -117,9 +117,7 @@ def _changes(question: Question) -> Iterator[_Change]:
 
 def _try(question: Question, combination: tuple[_Change, ...]) -> Remedy | None:
     try:
-        settings: PlanSettings = replace(
-            question.settings, **{change.setting: change.value for change in combination}
-        )
+        settings: PlanSettings = replace(question.settings, **{change.setting: change.value for change in combination})
         memory = plan_memory(question.shape, question.device, settings)
     except ConfigError:
         return None

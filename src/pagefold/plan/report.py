@@ -15,7 +15,20 @@ if TYPE_CHECKING:
     from pagefold.plan.refusal import Remedy
     from pagefold.plan.techniques import Technique
 
-__all__ = ["Section", "figures", "formula", "headline", "refusal_figures", "sections", "technique_rows"]
+__all__ = [
+    "Section",
+    "figures",
+    "formula",
+    "headline",
+    "notes",
+    "refusal_figures",
+    "remedy_lines",
+    "sections",
+    "technique_rows",
+]
+
+_HELD_UP = 0.9
+"""Fewer requests at once than this share of what memory holds at full length, and something else is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +66,9 @@ def formula(layout: CacheLayout) -> list[str]:
         if kind.value_dim == 0:
             what = f"{num_layers} layers x {key} B (latent vector of {kind.key_dim})"
         elif key == value:
-            what = f"2 (K and V) x {num_layers} layers x {kind.num_kv_heads} KV heads x {key} B (head_dim {kind.key_dim})"
+            what = (
+                f"2 (K and V) x {num_layers} layers x {kind.num_kv_heads} KV heads x {key} B (head_dim {kind.key_dim})"
+            )
         else:
             what = f"{num_layers} layers x {kind.num_kv_heads} KV heads x ({key} B of K + {value} B of V)"
         if kind.window is not None:
@@ -197,13 +212,24 @@ def notes(plan: Plan) -> list[str]:
     elif not device.is_cpu:
         said.append("Pagefold's own server runs on CPUs today: the figures are of engines that keep KV in such blocks.")
     if shape.is_estimate and shape.exact_parameters is None:
-        said.append(f"Parameters of {shape.model_type or 'this family'} are estimated; a folder with weights is counted.")
+        said.append(
+            f"Parameters of {shape.model_type or 'this family'} are estimated; a folder with weights is counted."
+        )
     if plan.memory.weight_dtype.bits < 16 and not plan.memory.weight_dtype.other_bits and not shape.quantization:  # noqa: PLR2004
         kept = shape.embedding_parameters + shape.head_parameters
         more = int(kept * (16 - plan.memory.weight_dtype.bits) / 8)
-        said.append(f"All weights are counted in {plan.memory.weight_dtype.name}; embeddings in 16 bit: {human_bytes(more)} more.")
+        said.append(
+            f"All weights are counted in {plan.memory.weight_dtype.name}; embeddings in 16 bit: {human_bytes(more)} more."
+        )
     if plan.load.num_too_long:
         said.append(f"{plan.load.num_too_long:,} requests of the workload are longer than max_model_len and left out.")
+    load = plan.load
+    if load.reached_shared.mean < _HELD_UP * load.full_shared:
+        tokens = plan.memory.max_num_batched_tokens
+        why = f"steps of {tokens:,} tokens (--max-num-batched-tokens) are full of prefill"
+        if plan.question.settings.max_num_seqs is not None:
+            why = f"--max-num-seqs {plan.question.settings.max_num_seqs} ends it, or {why}"
+        said.append(f"The memory would hold more requests than run at once: {why}.")
     if device.is_cpu and plan.timing.prefill.seconds is None:
         said.append("For floors, give --device-bandwidth and --device-flops.")
     return said
@@ -289,7 +315,7 @@ def _time(floor: Floor) -> str:
 
 
 def technique_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """Return a row for each technique: name, gain, costs, flags, and what it is worth a month."""
+    """Return a row for each technique: name, gain, flags, what it is worth a month, and its costs with a note."""
     rows = []
     for technique in plan.techniques:
         gain = f"{technique.gain:.2f} x requests"
@@ -298,14 +324,15 @@ def technique_rows(plan: Plan) -> list[tuple[str, ...]]:
         if technique.ttft_gain > 1:
             first = f"first token up to {technique.ttft_gain:.1f} x sooner"
             gain = first if technique.gain == 1 else f"{gain}, {first}"
-        costs = "; ".join(
+        said = [
             f"{what}: {cost}"
             for what, cost in (("quality", technique.quality_cost), ("latency", technique.latency_cost))
             if cost != "none"
-        )
+        ]
         worth = "" if technique.monthly_saving is None else f"{technique.monthly_saving:,.0f}"
-        about = f"{technique.name} ({technique.note})" if technique.note else technique.name
-        rows.append((about, gain, costs or "none", technique.flags, worth))
+        rows.append(
+            (technique.name, gain, technique.flags, worth, "; ".join([*said, technique.note]).removesuffix("; "))
+        )
     return rows
 
 
@@ -325,3 +352,15 @@ def refusal_figures(message: str, missing_bytes: int, remedies: list[Remedy]) ->
             for remedy in remedies
         ],
     }
+
+
+def remedy_lines(remedies: list[Remedy]) -> list[str]:
+    """Return what to change, a line each."""
+    if not remedies:
+        return ["Nothing near it fits: take a smaller model, or devices with more memory."]
+    lines = ["The nearest settings that fit:"]
+    for remedy in remedies:
+        what = f"{remedy.max_concurrency:,.2f} requests of {remedy.max_model_len:,} tokens"
+        devices = f" on {remedy.num_devices} devices" if remedy.num_devices > 1 else ""
+        lines.append(f"  {remedy.flags}   ({what}{devices})")
+    return lines

@@ -177,7 +177,9 @@ def _sharing(question: Question, load: WorkloadPlan) -> list[Technique]:
     prompt = round(workload.mean_prompt)
     whole = prefill_operations(question.shape, prompt)
     spared = 1 - prefill_operations(question.shape, prompt, round(saved * prompt)) / whole
-    note = f"part of this plan: {saved:.0%} of prompt tokens are found, and {spared:.0%} of the prefill's work is spared"
+    note = (
+        f"part of this plan: {saved:.0%} of prompt tokens are found, and {spared:.0%} of the prefill's work is spared"
+    )
     gain = load.full_shared / load.full
     flags = "--enable-prefix-caching (the default)"
     return _technique("sharing of prefixes", gain, flags=flags, ttft_gain=ttft_bound(spared), note=note)

@@ -14,18 +14,27 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from pagefold.errors import ConfigError
+from pagefold.plan.workload import Lengths, spread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-__all__ = ["TraceRequest", "read_trace"]
+__all__ = ["TraceRequest", "read_trace", "trace_lengths"]
 
 _PROMPT = ("input_length", "ContextTokens", "prompt_tokens", "input_tokens", "num_prefill_tokens", "Request tokens")
-_OUTPUT = ("output_length", "GeneratedTokens", "completion_tokens", "output_tokens", "num_decode_tokens", "Response tokens")
+_OUTPUT = (
+    "output_length",
+    "GeneratedTokens",
+    "completion_tokens",
+    "output_tokens",
+    "num_decode_tokens",
+    "Response tokens",
+)
 _TIME = ("timestamp", "TIMESTAMP", "arrived_at", "Timestamp")
 
-MAX_REQUESTS = 200_000
+_MAX_REQUESTS = 200_000
+_MAX_LENGTHS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +64,7 @@ def read_trace(path: Path) -> list[TraceRequest]:
     try:
         with path.open(encoding="utf-8", newline="") as file:
             rows = _json_rows(file, path) if path.suffix in {".jsonl", ".json"} else iter(csv.DictReader(file))
-            requests = [_request(row, number, path) for number, row in enumerate(islice(rows, MAX_REQUESTS), start=1)]
+            requests = [_request(row, number, path) for number, row in enumerate(islice(rows, _MAX_REQUESTS), start=1)]
     except OSError as error:
         message = f"The trace {path} cannot be read: {error.strerror}."
         raise ConfigError(message, remedy="Name a file that can be read.") from None
@@ -95,7 +104,9 @@ def _request(row: Mapping[str, Any], number: int, path: Path) -> TraceRequest:
         return TraceRequest(_seconds(row), prompt, max(1, output), ids, int(row.get("tokens_per_id") or 512))
     except (KeyError, TypeError, ValueError):
         message = f"Request {number} of the trace {path} has no lengths: {str(dict(row))[:80]}"
-        raise ConfigError(message, remedy=f"Name them {_PROMPT[0]} and {_OUTPUT[0]}, or {_PROMPT[1]} and {_OUTPUT[1]}.") from None
+        raise ConfigError(
+            message, remedy=f"Name them {_PROMPT[0]} and {_OUTPUT[0]}, or {_PROMPT[1]} and {_OUTPUT[1]}."
+        ) from None
 
 
 def _field(row: Mapping[str, Any], names: tuple[str, ...]) -> Any:  # noqa: ANN401 - a cell of a file
@@ -117,3 +128,12 @@ def _seconds(row: Mapping[str, Any]) -> float:
         except ValueError:
             return float(value)
     return 0.0
+
+
+def trace_lengths(path: Path) -> tuple[Lengths, ...]:
+    """Return the lengths of a trace's requests: all of them, or so many that a mean over them is quick.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    return spread((Lengths(request.prompt_tokens, request.output_tokens) for request in read_trace(path)), _MAX_LENGTHS)
