@@ -54,7 +54,8 @@ class Page:
     def html(self) -> str:
         """Return the page."""
         head = f'<meta charset="utf-8"><title>{self._title}</title><style>{_STYLE}</style>'
-        return f'<!doctype html><html lang="en"><head>{head}</head><body><h1>{self._title}</h1>{"".join(self._parts)}</body></html>\n'
+        body = f"<h1>{self._title}</h1>{''.join(self._parts)}"
+        return f'<!doctype html><html lang="en"><head>{head}</head><body>{body}</body></html>\n'
 
     def write(self, file: Path) -> None:
         """Write the page.

@@ -1,4 +1,4 @@
-"""The bench: a user's own workload against any OpenAI-compatible server. Names of figures are those of ``vllm bench serve``."""
+"""The bench: a user's own workload against any OpenAI-compatible server, in figures that vLLM's bench has too."""
 
 from pagefold.bench.load import LoadSettings, run_load
 from pagefold.bench.prompts import Prompt, generate_prompts, read_prompts

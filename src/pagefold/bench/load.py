@@ -89,9 +89,7 @@ async def run_load(
         on_done(record)
         return record
 
-    tasks = []
-    async for index in _arrivals(len(prompts), settings):
-        tasks.append(asyncio.create_task(send(index, prompts[index])))
+    tasks = [asyncio.create_task(send(index, prompts[index])) async for index in _arrivals(len(prompts), settings)]
     records = list(await asyncio.gather(*tasks))
     duration = time.perf_counter() - began
     watching.cancel()
@@ -102,7 +100,7 @@ async def run_load(
 
 
 async def _arrivals(num_requests: int, settings: LoadSettings) -> AsyncIterator[int]:
-    """Yield each request when its time has come; gaps are drawn beforehand, so that a late one does not delay others."""
+    """Yield each request when its time has come; due times do not move when one is late."""
     rng = Random(settings.seed)  # noqa: S311 - a workload, no secret
     began = time.perf_counter()
     due = 0.0

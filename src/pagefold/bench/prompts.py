@@ -19,13 +19,136 @@ __all__ = ["Prompt", "generate_prompts", "prefix_chains", "read_prompts"]
 _CHARS_PER_ID = 128
 """Characters of a prompt that one id of its chain stands for: about 32 tokens."""
 
-_WORDS = (
-    "the of and to in a is that for it as was with be by on not he his but at are this have from or had an they which one "
-    "you were all her she there would their we him been has when who will no more if out so up said what its about than into "
-    "them can only other time new some could these two may first then do any like my now over such our man me even most made "
-    "after also did many off before must well back through years much where your way down should because long each just state "
-    "people those too mister how little good world make very year still see work life day house part small under water great"
-).split()
+_WORDS = [
+    "the",
+    "of",
+    "and",
+    "to",
+    "in",
+    "a",
+    "is",
+    "that",
+    "for",
+    "it",
+    "as",
+    "was",
+    "with",
+    "be",
+    "by",
+    "on",
+    "not",
+    "he",
+    "his",
+    "but",
+    "at",
+    "are",
+    "this",
+    "have",
+    "from",
+    "or",
+    "had",
+    "an",
+    "they",
+    "which",
+    "one",
+    "you",
+    "were",
+    "all",
+    "her",
+    "she",
+    "there",
+    "would",
+    "their",
+    "we",
+    "him",
+    "been",
+    "has",
+    "when",
+    "who",
+    "will",
+    "no",
+    "more",
+    "if",
+    "out",
+    "so",
+    "up",
+    "said",
+    "what",
+    "its",
+    "about",
+    "than",
+    "into",
+    "them",
+    "can",
+    "only",
+    "other",
+    "time",
+    "new",
+    "some",
+    "could",
+    "these",
+    "two",
+    "may",
+    "first",
+    "then",
+    "do",
+    "any",
+    "like",
+    "my",
+    "now",
+    "over",
+    "such",
+    "our",
+    "man",
+    "me",
+    "even",
+    "most",
+    "made",
+    "after",
+    "also",
+    "did",
+    "many",
+    "off",
+    "before",
+    "must",
+    "well",
+    "back",
+    "through",
+    "years",
+    "much",
+    "where",
+    "your",
+    "way",
+    "down",
+    "should",
+    "because",
+    "long",
+    "each",
+    "just",
+    "state",
+    "people",
+    "those",
+    "too",
+    "mister",
+    "how",
+    "little",
+    "good",
+    "world",
+    "make",
+    "very",
+    "year",
+    "still",
+    "see",
+    "work",
+    "life",
+    "day",
+    "house",
+    "part",
+    "small",
+    "under",
+    "water",
+    "great",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +201,14 @@ def _read(line: str, number: int, path: Path, output_len: int) -> Prompt:
 
 
 def _text(row: Mapping[str, Any]) -> str:
-    if "prompt" in row:
-        text = row["prompt"]
-    else:
-        text = "\n".join(str(message["content"]) for message in row["messages"])
+    said = row.get("messages") or ()
+    text = row.get("prompt") or "\n".join(str(message["content"]) for message in said)
     if not isinstance(text, str) or not text:
         raise ValueError(text)
     return text
 
 
-def generate_prompts(
+def generate_prompts(  # noqa: PLR0913 - what prompts are made of
     num_prompts: int,
     draw_length: Callable[[Random], int],
     draw_output: Callable[[Random], int],
@@ -101,7 +222,8 @@ def generate_prompts(
 
     Args:
         num_prompts: how many.
-        draw_length, draw_output: tokens of a prompt, and of its output at most.
+        draw_length: draws the tokens of a prompt.
+        draw_output: draws the tokens of its output, at most.
         tokens_per_word: as the server counts tokens.
         prefix_len: tokens that prompts begin with alike, a part of their length.
         prefix_share: share of the prompts that begin so.

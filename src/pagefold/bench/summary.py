@@ -1,4 +1,4 @@
-"""What a load came to: figures under the names of ``vllm bench serve``, and what that lacks (cached tokens) beside them."""
+"""What a load came to: figures under the names of ``vllm bench serve``, and what that lacks: cached tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 
 __all__ = ["bench_page", "print_rows", "summarize"]
 
-_METRICS = (("ttft", "Time to First Token"), ("tpot", "Time per Output Token (excl. 1st token)"), ("itl", "Inter-token Latency"), ("e2el", "End-to-end Latency"))  # fmt: skip
+_METRICS = (
+    ("ttft", "Time to First Token"),
+    ("tpot", "Time per Output Token (excl. 1st token)"),
+    ("itl", "Inter-token Latency"),
+    ("e2el", "End-to-end Latency"),
+)
 _PERCENTILES = (50, 95, 99)
 
 
@@ -104,7 +109,12 @@ def print_rows(figures: dict[str, Any]) -> list[tuple[str, str]]:
             continue
         rows.append((title, ""))
         short = name.upper()
-        labels = [(f"Mean {short} (ms)", "mean"), (f"Median {short} (ms)", "median"), (f"P95 {short} (ms)", "p95"), (f"P99 {short} (ms)", "p99")]
+        labels = [
+            (f"Mean {short} (ms)", "mean"),
+            (f"Median {short} (ms)", "median"),
+            (f"P95 {short} (ms)", "p95"),
+            (f"P99 {short} (ms)", "p99"),
+        ]
         rows += [(f"  {label}", f"{figures[f'{key}_{name}_ms']:.2f}") for label, key in labels]
     server = figures["server"]
     if server:
@@ -130,7 +140,10 @@ def bench_page(figures: dict[str, Any], url: str) -> Page:
     good = [index for index, error in enumerate(figures["errors"]) if not error]
     for title, values in (
         ("Time to first token: share of requests within so many ms", [1e3 * figures["ttfts"][i] for i in good]),
-        ("Inter-token latency: share of gaps within so many ms", [1e3 * itl for i in good for itl in figures["itls"][i]]),
+        (
+            "Inter-token latency: share of gaps within so many ms",
+            [1e3 * itl for i in good for itl in figures["itls"][i]],
+        ),
     ):
         page.heading(title)
         page.chart(steps(values, title, unit="ms"))

@@ -70,7 +70,12 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     result_filename: Annotated[
         Path | None,
-        typer.Option("--result-filename", "--save-result", metavar="FILE", help="Write the JSON; pagefold plan --from-bench reads it."),
+        typer.Option(
+            "--result-filename",
+            "--save-result",
+            metavar="FILE",
+            help="Write the JSON; pagefold plan --from-bench reads it.",
+        ),
     ] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with charts, too.")] = None,
 ) -> None:
@@ -87,7 +92,15 @@ def bench(  # noqa: PLR0913 - one parameter a flag
         settings = LoadSettings(
             request_rate=request_rate, burstiness=burstiness, max_concurrency=max_concurrency, seed=seed
         )
-        make = _maker(num_prompts, dataset_path, input_len, output_len, prefix_len, prefix_share, seed)
+        make = _maker(
+            num_prompts=num_prompts,
+            dataset_path=dataset_path,
+            input_len=input_len,
+            output_len=output_len,
+            prefix_len=prefix_len,
+            prefix_share=prefix_share,
+            seed=seed,
+        )
         client = _client(url, model, backend, api_key, ignore_eos=ignore_eos)
         figures = asyncio.run(_measure(client, make, settings, backend))
         _write(figures, client.url, result_filename, html)
@@ -109,7 +122,8 @@ def _client(url: str, model: str, backend: str, api_key: str, *, ignore_eos: boo
     return Client(url, model=model, is_chat=backend == "openai-chat", ignore_eos=ignore_eos, api_key=api_key)
 
 
-def _maker(  # noqa: PLR0913, PLR0917 - the flags of a workload
+def _maker(  # noqa: PLR0913 - the flags of a workload
+    *,
     num_prompts: int | None,
     dataset_path: Path | None,
     input_len: str,
@@ -148,7 +162,13 @@ async def _measure(
         await client.find_model()
         (probe,) = generate_prompts(1, lambda _: _CALIBRATION_TOKENS, lambda _: 1, tokens_per_word=1.0, seed=-1)
         prompts = make(await client.tokens_per_word(Prompt(probe.text, 1), _CALIBRATION_TOKENS))
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[said]}"))  # fmt: skip
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[said]}"),
+        )
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("requests", total=len(prompts), said="")
             num_tokens = 0

@@ -1,4 +1,4 @@
-"""``pagefold plan``: what fits, what it costs and what to switch on. Reads configs only: no torch, no GPU, no download."""
+"""``pagefold plan``: what fits, what it costs and what to switch on. Reads configs only: no torch, no GPU."""
 
 from __future__ import annotations
 
@@ -29,37 +29,124 @@ _MODEL, _DEVICE, _SETTINGS, _WORKLOAD, _ANSWER = "Model", "Device", "Settings", 
 def plan(  # noqa: PLR0913 - one parameter a flag
     model: Annotated[
         str | None,
-        typer.Argument(metavar="MODEL", help="A hub id or name of the table, a folder, or a config.json.", show_default=False),
+        typer.Argument(
+            metavar="MODEL", help="A hub id or name of the table, a folder, or a config.json.", show_default=False
+        ),
     ] = None,
     *,
-    device: Annotated[str | None, typer.Option(help="A name of the table, or cpu for this machine.", rich_help_panel=_DEVICE)] = None,
-    device_memory: Annotated[int | None, typer.Option(parser=parse_size, metavar="SIZE", help="Memory of a device.", rich_help_panel=_DEVICE)] = None,
-    device_bandwidth: Annotated[int | None, typer.Option(parser=parse_size, metavar="SIZE", help="Bytes a second of its memory.", rich_help_panel=_DEVICE)] = None,
-    device_flops: Annotated[float | None, typer.Option(help="Operations a second of dense products in 16 bit, such as 989e12.", rich_help_panel=_DEVICE)] = None,
+    device: Annotated[
+        str | None, typer.Option(help="A name of the table, or cpu for this machine.", rich_help_panel=_DEVICE)
+    ] = None,
+    device_memory: Annotated[
+        int | None, typer.Option(parser=parse_size, metavar="SIZE", help="Memory of a device.", rich_help_panel=_DEVICE)
+    ] = None,
+    device_bandwidth: Annotated[
+        int | None,
+        typer.Option(parser=parse_size, metavar="SIZE", help="Bytes a second of its memory.", rich_help_panel=_DEVICE),
+    ] = None,
+    device_flops: Annotated[
+        float | None,
+        typer.Option(help="Operations a second of dense products in 16 bit, such as 989e12.", rich_help_panel=_DEVICE),
+    ] = None,
     price_per_hour: Annotated[float | None, typer.Option(min=0, help="Of one device.", rich_help_panel=_DEVICE)] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.", rich_help_panel=_SETTINGS)] = "auto",
-    weight_dtype: Annotated[str, typer.Option(help="How the weights' file is stored: auto, fp16, fp8, int8, int4, int4-g128, ...", rich_help_panel=_SETTINGS)] = "auto",
-    kv_cache_dtype: Annotated[str, typer.Option(help="auto, fp8, int8_per_token_head, int4_per_token_head, nvfp4, ...", rich_help_panel=_SETTINGS)] = "auto",
+    weight_dtype: Annotated[
+        str,
+        typer.Option(
+            help="How the weights' file is stored: auto, fp16, fp8, int8, int4, int4-g128, ...",
+            rich_help_panel=_SETTINGS,
+        ),
+    ] = "auto",
+    kv_cache_dtype: Annotated[
+        str,
+        typer.Option(help="auto, fp8, int8_per_token_head, int4_per_token_head, nvfp4, ...", rich_help_panel=_SETTINGS),
+    ] = "auto",
     block_size: Annotated[int, typer.Option(help="Tokens a KV block.", rich_help_panel=_SETTINGS)] = 16,
-    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of a GPU's memory for weights, activations and KV together.", rich_help_panel=_SETTINGS)] = 0.9,
-    kv_cache_memory_bytes: Annotated[int | None, typer.Option(parser=parse_size, metavar="SIZE", help="KV budget of a device; what is left if not given.", rich_help_panel=_SETTINGS)] = None,
-    max_model_len: Annotated[str | None, typer.Option(metavar="TOKENS|auto", help="Longest prompt and output together; auto for as much as fits.", rich_help_panel=_SETTINGS)] = None,
-    max_num_seqs: Annotated[int | None, typer.Option(help="Sequences running at once; as many as fit if not given.", rich_help_panel=_SETTINGS)] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens computed in one step.", rich_help_panel=_SETTINGS)] = None,
-    tensor_parallel_size: Annotated[int, typer.Option("--tensor-parallel-size", "-tp", help="Devices that share each layer.", rich_help_panel=_SETTINGS)] = 1,
-    pipeline_parallel_size: Annotated[int, typer.Option("--pipeline-parallel-size", "-pp", help="Stages that share the layers.", rich_help_panel=_SETTINGS)] = 1,
-    input_len: Annotated[str, typer.Option(metavar="LENGTH", help="Prompt tokens: 700, 200-800, or lognormal:MEDIAN,P95.", rich_help_panel=_WORKLOAD)] = "1024",
-    output_len: Annotated[str, typer.Option(metavar="LENGTH", help="Output tokens, in the same ways.", rich_help_panel=_WORKLOAD)] = "128",
-    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Lengths from a trace: CSV or JSON lines.", rich_help_panel=_WORKLOAD)] = None,
-    from_bench: Annotated[Path | None, typer.Option(metavar="FILE", help="Lengths and sharing as pagefold bench measured them, and advice from it.", rich_help_panel=_WORKLOAD)] = None,
-    prefix_len: Annotated[int, typer.Option(help="Tokens that prompts begin with alike, a part of their length.", rich_help_panel=_WORKLOAD)] = 0,
-    prefix_share: Annotated[float, typer.Option(help="Share of the requests that begin so.", rich_help_panel=_WORKLOAD)] = 1.0,
+    gpu_memory_utilization: Annotated[
+        float,
+        typer.Option(
+            help="Share of a GPU's memory for weights, activations and KV together.", rich_help_panel=_SETTINGS
+        ),
+    ] = 0.9,
+    kv_cache_memory_bytes: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_size,
+            metavar="SIZE",
+            help="KV budget of a device; what is left if not given.",
+            rich_help_panel=_SETTINGS,
+        ),
+    ] = None,
+    max_model_len: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKENS|auto",
+            help="Longest prompt and output together; auto for as much as fits.",
+            rich_help_panel=_SETTINGS,
+        ),
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None,
+        typer.Option(help="Sequences running at once; as many as fit if not given.", rich_help_panel=_SETTINGS),
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(help="Tokens computed in one step.", rich_help_panel=_SETTINGS)
+    ] = None,
+    tensor_parallel_size: Annotated[
+        int,
+        typer.Option("--tensor-parallel-size", "-tp", help="Devices that share each layer.", rich_help_panel=_SETTINGS),
+    ] = 1,
+    pipeline_parallel_size: Annotated[
+        int,
+        typer.Option(
+            "--pipeline-parallel-size", "-pp", help="Stages that share the layers.", rich_help_panel=_SETTINGS
+        ),
+    ] = 1,
+    input_len: Annotated[
+        str,
+        typer.Option(
+            metavar="LENGTH", help="Prompt tokens: 700, 200-800, or lognormal:MEDIAN,P95.", rich_help_panel=_WORKLOAD
+        ),
+    ] = "1024",
+    output_len: Annotated[
+        str, typer.Option(metavar="LENGTH", help="Output tokens, in the same ways.", rich_help_panel=_WORKLOAD)
+    ] = "128",
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Lengths from a trace: CSV or JSON lines.", rich_help_panel=_WORKLOAD),
+    ] = None,
+    from_bench: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Lengths and sharing as pagefold bench measured them, and advice from it.",
+            rich_help_panel=_WORKLOAD,
+        ),
+    ] = None,
+    prefix_len: Annotated[
+        int,
+        typer.Option(help="Tokens that prompts begin with alike, a part of their length.", rich_help_panel=_WORKLOAD),
+    ] = 0,
+    prefix_share: Annotated[
+        float, typer.Option(help="Share of the requests that begin so.", rich_help_panel=_WORKLOAD)
+    ] = 1.0,
     turns: Annotated[int, typer.Option(help="Requests of one conversation.", rich_help_panel=_WORKLOAD)] = 1,
-    pause: Annotated[float, typer.Option(help="Seconds between an answer and the next question.", rich_help_panel=_WORKLOAD)] = 0.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.", rich_help_panel=_ANSWER)] = False,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with charts, too.", rich_help_panel=_ANSWER)] = None,
-    list_tables: Annotated[bool, typer.Option("--list", help="Show the tables of models and devices, with their sources.", rich_help_panel=_ANSWER)] = False,
-) -> None:  # fmt: skip
+    pause: Annotated[
+        float, typer.Option(help="Seconds between an answer and the next question.", rich_help_panel=_WORKLOAD)
+    ] = 0.0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON instead of tables.", rich_help_panel=_ANSWER)
+    ] = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page with charts, too.", rich_help_panel=_ANSWER)
+    ] = None,
+    list_tables: Annotated[
+        bool,
+        typer.Option(
+            "--list", help="Show the tables of models and devices, with their sources.", rich_help_panel=_ANSWER
+        ),
+    ] = False,
+) -> None:
     """Say what fits of MODEL on a device, what it costs, and what to switch on.
 
     Exit code 3: it does not fit; the nearest settings that do are named.
@@ -87,7 +174,16 @@ def plan(  # noqa: PLR0913 - one parameter a flag
             tensor_parallel_size=tensor_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
         )
-        workload = _workload(input_len, output_len, trace, from_bench, prefix_len, prefix_share, turns, pause)
+        workload = _workload(
+            input_len=input_len,
+            output_len=output_len,
+            trace=trace,
+            from_bench=from_bench,
+            prefix_len=prefix_len,
+            prefix_share=prefix_share,
+            turns=turns,
+            pause=pause,
+        )
         question = Question(
             shape=shape,
             device=_device(device, device_memory, device_bandwidth, device_flops),
@@ -137,6 +233,7 @@ def _device(name: str | None, memory: int | None, bandwidth: int | None, flops: 
 
 
 def _workload(  # noqa: PLR0913 - the flags of a workload
+    *,
     input_len: str,
     output_len: str,
     trace: Path | None,

@@ -1,9 +1,9 @@
 """How many bytes KV takes: computed once, here, for the pool, the planner and the metrics.
 
 A model's layers may keep different things: all KV heads of every token, those of the last tokens only (a sliding
-window), a latent vector (MLA), nothing at all (they read another layer's), or a state of constant size. What they keep
-of a token is a :class:`LayerKV`; :func:`lay_out` cuts the layers into cache groups whose blocks are equal in bytes, so that
-one free list serves all.
+window), a latent vector (MLA), nothing at all (they read another layer's), or a state of constant size. What they
+keep of a token is a :class:`LayerKV`; :func:`lay_out` cuts the layers into cache groups whose blocks are equal in
+bytes, so that one free list serves all.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ def lay_out(
     """Cut ``layers`` into groups of equal blocks.
 
     Layers of one kind (same bytes a token, same window) make groups of as many layers as there are of the rarest kind,
-    or of fewer where that would leave more than a sixteenth of the memory as padding (62 layers of which 10 are full make
-    13 groups of 5, not 7 of 10). Kinds with fewer bytes a token have more tokens a block.
+    or of fewer where that would leave more than a sixteenth of the memory as padding (62 layers of which 10 are full
+    make 11 groups of 6, not 7 of 10). Kinds with fewer bytes a token have more tokens a block.
 
     Args:
         layers: what they keep of a token; those that keep nothing are left out.

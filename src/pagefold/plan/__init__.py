@@ -1,4 +1,4 @@
-"""The planner: what fits, what it costs and what to switch on, before anything is bought or loaded. No torch, no model."""
+"""The planner: what fits, what it costs and what to switch on, before anything is bought or loaded. No torch."""
 
 from pagefold.plan.plan import DEFAULT_WORKLOAD, Plan, Question, make_plan
 from pagefold.plan.refusal import Remedy, nearest_settings

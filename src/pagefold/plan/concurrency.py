@@ -1,4 +1,4 @@
-"""How many requests run at once: by formula where each is at its full length, and by the real scheduler where it is not.
+"""How many requests run at once: by formula where each is at its full length, by the real scheduler where it is not.
 
 A running request is shorter than it will be, so a server runs more at once than would fit at their full lengths, and
 preempts now and then. How many exactly follows from admission, growth and preemption together: the planner asks the
@@ -128,7 +128,7 @@ def reach(pool: Pool, workload: Workload, *, footprint: float, with_sharing: boo
         footprint: blocks of a running request on average, which tells how large a likeness is needed.
         with_sharing: whether prompts begin alike as the workload says; else each is its own.
 
-    A pool for many requests is simulated in a smaller likeness: the share of it that is in use hardly depends on its size.
+    A pool for many requests is simulated in a smaller likeness: the share of it that is in use hardly depends on size.
     """
     expected = pool.num_blocks / max(footprint, 1e-9)
     if pool.max_num_seqs is not None:

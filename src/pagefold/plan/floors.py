@@ -93,7 +93,8 @@ def decode_bytes(weight_bytes: float, num_sequences: float, kv_bytes: float) -> 
 
 def share_of_touched_experts(active_share: float, num_tokens: float) -> float:
     """Return the share of a layer's experts that so many tokens use between them, if each chooses evenly."""
-    return 1 - (1 - active_share) ** max(1.0, num_tokens)
+    idle: float = (1 - active_share) ** max(1.0, num_tokens)
+    return 1 - idle
 
 
 def ttft_bound(hit_share: float) -> float:

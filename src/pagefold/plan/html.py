@@ -32,11 +32,12 @@ def plan_page(plan: Plan) -> Page:
     page.chart(stacked([Bar(name, size, f"{size / 1e9:,.2f} GB") for name, size in parts], "Memory of a device"))
     page.heading("Requests at once")
     load = plan.load
+    longest = plan.memory.max_concurrency
     counts = [
-        Bar(f"of max_model_len ({plan.memory.max_model_len:,})", plan.memory.max_concurrency, f"{plan.memory.max_concurrency:,.1f}"),
+        Bar(f"of max_model_len ({plan.memory.max_model_len:,})", longest, f"{longest:,.1f}"),
         Bar("of the workload, at full length", load.full, f"{load.full:,.1f}"),
         Bar("of the workload, as reached", load.reached.mean, f"{load.reached.mean:,.1f}"),
-    ]  # fmt: skip
+    ]
     if load.workload.prefix_len:
         counts.append(Bar("with the prefix held once", load.reached_shared.mean, f"{load.reached_shared.mean:,.1f}"))
     page.chart(bars(counts, "Requests at once"))

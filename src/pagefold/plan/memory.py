@@ -86,8 +86,8 @@ def activation_bytes(
 ) -> int:
     """Return what a step of so many tokens needs beside weights and KV.
 
-    ``tokens * (2 * hidden + widest / TP) * element_bytes``: the residual stream, what a layer reads from it, and what lies
-    between its products at their widest; and on the stage with the output layer ``sequences * vocabulary * 4`` for
+    ``tokens * (2 * hidden + widest / TP) * element_bytes``: the residual stream, what a layer reads from it, and what
+    lies between its products at their widest; and on the stage with the output layer ``sequences * vocabulary * 4`` for
     logits. Buffers that an engine keeps for itself (graphs, workspaces) are no part of it.
     """
     widest = max(layer.activation_width for layer in shard.layers) // settings.tensor_parallel_size

@@ -60,7 +60,7 @@ def check_parallel(shape: ModelShape, settings: PlanSettings) -> None:
         raise ConfigError(message, remedy=f"It must be at most {len(shape.layers)}.")
 
 
-def shards_of(
+def shards_of(  # noqa: PLR0913, PLR0917 - a model, how it is stored, and how it is cut
     shape: ModelShape, settings: PlanSettings, weights: WeightDtype, codec: Codec, max_len: int, element_bytes: int
 ) -> tuple[Shard, ...]:
     """Cut a model: layers by stages (those that do not come out even go to the later stages), heads by devices.

@@ -87,8 +87,8 @@ def mlp_parameters(config: Mapping[str, Any], model_type: str, width: int) -> in
     """Return the parameters of a dense feed-forward layer of that width."""
     hidden = config["hidden_size"]
     if model_type == "gpt_neox":
-        return 2 * hidden * width + hidden + width
-    return 3 * hidden * width
+        return int(2 * hidden * width + hidden + width)
+    return int(3 * hidden * width)
 
 
 def norm_parameters(config: Mapping[str, Any], model_type: str) -> int:

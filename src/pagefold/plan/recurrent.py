@@ -37,7 +37,7 @@ def recurrent_parameters(config: Mapping[str, Any], model_type: str) -> int:
     """Return the parameters of one such layer; of other families than Jamba roughly."""
     hidden = config["hidden_size"]
     if model_type != "jamba":
-        return 6 * hidden * hidden
+        return int(6 * hidden * hidden)
     inner, states, rank = config["mamba_expand"] * hidden, config["mamba_d_state"], config["mamba_dt_rank"]
     projections = 2 * hidden * inner + inner * (rank + 2 * states) + rank * inner + inner + inner * hidden
     convolution = inner * config["mamba_d_conv"] + (inner if config.get("mamba_conv_bias") else 0)

@@ -66,8 +66,8 @@ class _Change:
 def nearest_settings(question: Question, *, at_most: int = 3) -> list[Remedy]:
     """Return the settings that fit and change the least of what was asked; fewer where fewer exist.
 
-    The nearest is what costs the least: few changes, and of these a larger share of the memory before shorter sequences,
-    KV and weights in fewer bits, and more devices. What needs a change that is not needed is left out.
+    The nearest is what costs the least: few changes, and of these a larger share of the memory before shorter
+    sequences, KV and weights in fewer bits, and more devices. What needs a change that is not needed is left out.
     """
     changes = sorted(_changes(question), key=lambda change: change.cost)
     candidates = sorted(
@@ -81,7 +81,7 @@ def nearest_settings(question: Question, *, at_most: int = 3) -> list[Remedy]:
     )
     found: list[tuple[frozenset[str], Remedy]] = []
     for combination in candidates:
-        names = frozenset(change.setting for change in combination)
+        names = frozenset(change.flag for change in combination)
         if any(earlier <= names for earlier, _ in found):
             continue
         remedy = _try(question, combination)
@@ -92,7 +92,7 @@ def nearest_settings(question: Question, *, at_most: int = 3) -> list[Remedy]:
     return [remedy for _, remedy in found]
 
 
-def _changes(question: Question) -> Iterator[_Change]:
+def _changes(question: Question) -> Iterator[_Change]:  # noqa: C901 - one setting after another
     settings, shape = question.settings, question.shape
     if not question.device.is_cpu:
         for share in _UTILIZATIONS:

@@ -219,7 +219,8 @@ def notes(plan: Plan) -> list[str]:
         kept = shape.embedding_parameters + shape.head_parameters
         more = int(kept * (16 - plan.memory.weight_dtype.bits) / 8)
         said.append(
-            f"All weights are counted in {plan.memory.weight_dtype.name}; embeddings in 16 bit: {human_bytes(more)} more."
+            f"All weights are counted in {plan.memory.weight_dtype.name}; "
+            f"with embeddings in 16 bit they are {human_bytes(more)} larger."
         )
     if plan.load.num_too_long:
         said.append(f"{plan.load.num_too_long:,} requests of the workload are longer than max_model_len and left out.")
@@ -253,6 +254,8 @@ def _memory_section(plan: Plan) -> Section:
         prefix = ""
         if len(memory.devices) > 1:
             prefix = f"stage {shard.stage} (layers {shard.first_layer}-{shard.end_layer - 1}): "
+        step = f"{memory.max_num_batched_tokens:,} tokens a step"
+        blocks = f"{capacity.num_blocks:,} blocks = {capacity.num_tokens:,} tokens"
         usable = f"{device.usable_bytes / 1e9:,.2f} GB"
         if not question.device.is_cpu:
             share = question.settings.gpu_memory_utilization
@@ -260,9 +263,9 @@ def _memory_section(plan: Plan) -> Section:
         rows += [
             (f"{prefix}usable", usable),
             (f"{prefix}weights", f"{shard.weight_bytes / 1e9:,.2f} GB"),
-            (f"{prefix}activations", f"{device.activation_bytes / 1e9:,.2f} GB for {memory.max_num_batched_tokens:,} tokens a step"),
-            (f"{prefix}KV budget", f"{capacity.kv_budget_bytes / 1e9:,.2f} GB = {capacity.num_blocks:,} blocks = {capacity.num_tokens:,} tokens"),
-        ]  # fmt: skip
+            (f"{prefix}activations", f"{device.activation_bytes / 1e9:,.2f} GB for {step}"),
+            (f"{prefix}KV budget", f"{capacity.kv_budget_bytes / 1e9:,.2f} GB = {blocks}"),
+        ]
         if question.settings.num_devices > 1:
             of_device = f"{shard.layout.bytes_per_token:,} B a token, {shard.layout.bytes_per_block:,} B a block"
             rows.append((f"{prefix}KV on each device", of_device))
@@ -316,7 +319,7 @@ def _time(floor: Floor) -> str:
 
 def technique_rows(plan: Plan) -> list[tuple[str, ...]]:
     """Return a row for each technique: name, gain, flags, what it is worth a month, and its costs with a note."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for technique in plan.techniques:
         gain = f"{technique.gain:.2f} x requests"
         if technique.gain_per_device != technique.gain:

@@ -28,8 +28,8 @@ class Timing:
         decode_alone: of one step with a single such sequence.
         requests_per_s: at most, with ``concurrency`` requests at once.
         output_tokens_per_s: the same in output tokens.
-        binds: what to have more of: with ten percent more memory, operations or bandwidth, ``requests_per_s`` would grow
-            the most.
+        binds: what to have more of: with ten percent more memory, operations or bandwidth, ``requests_per_s`` would
+            grow the most.
         concurrency: sequences at once.
     """
 
@@ -57,7 +57,7 @@ def read_weight_bytes(shape: ModelShape, memory: Memory, num_tokens: float) -> f
     return max(0.0, total - unread)
 
 
-def time_workload(
+def time_workload(  # noqa: PLR0913 - what time depends on
     shape: ModelShape, device: Device, memory: Memory, workload: Workload, *, concurrency: float, hit_share: float = 0.0
 ) -> Timing:
     """Return the floors of a workload.
@@ -80,7 +80,7 @@ def time_workload(
             "compute": _rate(shape, _with(device, flops=_NUDGE), memory, workload, concurrency, hit_share),
             "bandwidth": _rate(shape, _with(device, bandwidth=_NUDGE), memory, workload, concurrency, hit_share),
         }
-        binds = max(more, key=lambda what: more[what] or 0.0)
+        _, binds = max((rate or 0.0, what) for what, rate in more.items())
     return Timing(
         prefill=_prefill(shape, device, memory, prompt, cached),
         decode=_decode(shape, device, memory, context, concurrency),
@@ -125,7 +125,7 @@ def _decode(shape: ModelShape, device: Device, memory: Memory, context: float, n
     return Floor.of(operations, read, flops=flops, bandwidth=bandwidth)
 
 
-def _rate(
+def _rate(  # noqa: PLR0913, PLR0917 - what time depends on
     shape: ModelShape, device: Device, memory: Memory, workload: Workload, concurrency: float, hit_share: float
 ) -> float | None:
     """Return requests a second: each takes its prefill alone, and its share of the decode steps that it is part of."""

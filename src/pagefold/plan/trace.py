@@ -1,7 +1,8 @@
 """Traces: requests that somebody recorded, with their lengths and, where it is known, what they share.
 
 Read are CSV with a header (``ContextTokens,GeneratedTokens`` as in the Azure LLM inference traces, or ``input_length``,
-``output_length``) and JSON lines (``input_length``, ``output_length``, ``timestamp`` in ms, ``hash_ids`` as in Mooncake's).
+``output_length``) and JSON lines (``input_length``, ``output_length``, ``timestamp`` in ms, ``hash_ids`` as in
+Mooncake's).
 """
 
 from __future__ import annotations

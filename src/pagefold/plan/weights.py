@@ -80,7 +80,7 @@ def find_weight_dtype(name: str) -> WeightDtype:
 
 
 def count_parameters(folder: Path) -> int | None:
-    """Return the elements of all tensors in a folder's safetensors, read from their headers; None without such files."""
+    """Return the elements of all tensors in a folder's safetensors, from their headers; None without such files."""
     weight_files = sorted(folder.glob("*.safetensors"))
     try:
         return sum(_elements(file) for file in weight_files) if weight_files else None
