@@ -133,8 +133,7 @@ def plan_capacity(  # noqa: PLR0913 - the facts that it weighs, by name
             f"request of max_model_len = {max(wanted_len, 2)} tokens needs {num_blocks_needed}."
         )
         smallest = num_blocks_needed * layout.bytes_per_block
-        missing = smallest - (left if is_ours else budget)
-        raise BudgetTooSmallError(msg, missing_bytes=missing, remedy=_remedy(smallest, left, longest))
+        raise BudgetTooSmallError(msg, missing_bytes=smallest - budget, remedy=_remedy(smallest, left, longest))
     return Capacity(
         weight_bytes=weight_bytes,
         kv_budget_bytes=num_blocks * layout.bytes_per_block,

@@ -60,7 +60,7 @@ def plan():
         ({"max_num_seqs": 0}, "at least 1"),
         ({"max_num_batched_tokens": -5}, "at least 1"),
         ({"max_model_len": 1}, "at least 2 tokens"),
-        ({"max_model_len": "long"}, "auto"),
+        ({"max_model_len": "long"}, "max_model_len is 'long'"),
         ({"tensor_parallel_size": 0}, "between 1 and"),
         ({"pipeline_parallel_size": 10**6}, "between 1 and"),
         ({"dtype": "float61"}, r"nearest: float16"),
@@ -113,8 +113,8 @@ def test_the_parts_of_a_device_s_memory_add_up(plan):
 
 def test_tensor_parallel_divides_weights_and_heads():
     one, four = (plan_memory(LLAMA_8B, H100, PlanSettings(tensor_parallel_size=n)).devices[0] for n in (1, 4))
-    norms = 2 * sum(layer.whole_parameters for layer in LLAMA_8B.layers)
-    assert 4 * four.shard.weight_bytes == pytest.approx(one.shard.weight_bytes + 3 * norms, rel=1e-6)
+    norms = 2 * (sum(layer.whole_parameters for layer in LLAMA_8B.layers) + LLAMA_8B.other_parameters)
+    assert 4 * four.shard.weight_bytes == pytest.approx(one.shard.weight_bytes + 3 * norms, rel=1e-9)
     assert 4 * four.shard.layout.bytes_per_token == one.shard.layout.bytes_per_token
 
 
@@ -189,13 +189,14 @@ def test_every_kind_of_attention_is_planned(name, max_model_len):
 def test_a_window_lets_long_sequences_take_no_more():
     gemma, short = find_model("google/gemma-3-27b-it"), {"weight_dtype": "fp8"}
     long = plan_memory(gemma, H100, PlanSettings(**short, max_model_len=65_536)).tightest
-    assert long.capacity.max_concurrency > 4 * long.capacity.num_tokens * long.shard.layout.block_size / 65_536 / 62
+    without = long.capacity.kv_budget_bytes / (65_536 * long.shard.layout.bytes_per_token)
+    assert long.capacity.max_concurrency > 4 * without
 
 
 # Concurrency.
 
 
-@given(prompt=st.integers(1, 300), output=st.integers(1, 60), num_blocks=st.integers(30, 90), sharing=st.booleans())
+@given(prompt=st.integers(1, 300), output=st.integers(10, 60), num_blocks=st.integers(30, 90), sharing=st.booleans())
 def test_the_reached_number_is_between_full_lengths_and_prompts(prompt, output, num_blocks, sharing):
     layout = KVGeometry(2, 2, 64, element_bytes=2).layout
     workload = Workload(name="", lengths=(Lengths(prompt, output),))
@@ -346,7 +347,9 @@ def test_conversations_that_come_back_make_tiers_worth_while():
     talk = replace(FIXED, turns=5, pause_s=60.0)
     names = [technique.name for technique in make_plan(question(workload=talk)).techniques]
     assert any("RAM" in name for name in names)
-    assert any("NVMe" in name for name in names)
+    assert not any("NVMe" in name for name in names), "an H100 computes an 8B's KV sooner than a disk brings it"
+    large = question(LLAMA_70B, workload=talk, weight_dtype="int4-g128")
+    assert any("NVMe" in technique.name for technique in make_plan(large).techniques)
 
 
 # Refusals.
@@ -372,19 +375,10 @@ def test_a_refusal_names_settings_that_fit(model, device, settings):
     remedies = nearest_settings(asked)
     assert 1 <= len(remedies) <= 3
     for remedy in remedies:
-        changes: dict[str, object] = {}
-        words = remedy.flags.split()
-        for flag, value in zip(words, words[1:], strict=False):
-            if flag == "without":
-                changes[value.removeprefix("--").replace("-", "_")] = None
-            elif flag.startswith("--") and not value.startswith("--") and flag not in changes.values():
-                name = flag.removeprefix("--").replace("-", "_")
-                if name in PlanSettings.__dataclass_fields__ and value != "without":
-                    number = value.replace(".", "", 1).isdigit()
-                    changes[name] = (float(value) if "." in value else int(value)) if number else value
-        fitted = plan_memory(asked.shape, asked.device, replace(asked.settings, **changes))
+        fitted = plan_memory(asked.shape, asked.device, remedy.settings)
         assert fitted.max_model_len == remedy.max_model_len
-        assert fitted.max_concurrency == pytest.approx(remedy.max_concurrency) >= 1
+        assert fitted.max_concurrency == remedy.max_concurrency >= 1
+        assert remedy.flags.startswith(("--", "without --"))
 
 
 def test_missing_bytes_are_what_is_missing():

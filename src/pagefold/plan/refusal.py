@@ -32,16 +32,21 @@ class Remedy:
     """Settings that fit.
 
     Attributes:
-        flags: what to change.
+        settings: all of them.
+        flags: what is changed.
         max_model_len: that fits then.
         max_concurrency: requests of that length at once.
-        num_devices: it takes.
     """
 
+    settings: PlanSettings
     flags: str
     max_model_len: int
     max_concurrency: float
-    num_devices: int
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that it takes."""
+        return self.settings.num_devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +132,7 @@ def _try(question: Question, combination: tuple[_Change, ...]) -> Remedy | None:
         change.flag if change.value not in {"auto", None} else _resolved(change.setting, memory.max_model_len)
         for change in combination
     ]
-    return Remedy(" ".join(shown), memory.max_model_len, memory.max_concurrency, settings.num_devices)
+    return Remedy(settings, " ".join(shown), memory.max_model_len, memory.max_concurrency)
 
 
 def _resolved(setting: str, max_model_len: int) -> str:

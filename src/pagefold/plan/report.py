@@ -126,7 +126,7 @@ def figures(plan: Plan) -> dict[str, Any]:
         "activation_bytes": tightest.activation_bytes,
         "kv_budget_bytes": tightest.capacity.kv_budget_bytes,
         "num_blocks": tightest.capacity.num_blocks,
-        "num_tokens": tightest.capacity.num_tokens,
+        "num_tokens": tightest.capacity.kv_budget_bytes // tightest.shard.layout.bytes_per_token,
         "max_model_len": memory.max_model_len,
         "max_concurrency": memory.max_concurrency,
         "workload": {
@@ -255,7 +255,8 @@ def _memory_section(plan: Plan) -> Section:
         if len(memory.devices) > 1:
             prefix = f"stage {shard.stage} (layers {shard.first_layer}-{shard.end_layer - 1}): "
         step = f"{memory.max_num_batched_tokens:,} tokens a step"
-        blocks = f"{capacity.num_blocks:,} blocks = {capacity.num_tokens:,} tokens"
+        num_tokens = capacity.kv_budget_bytes // shard.layout.bytes_per_token
+        blocks = f"{capacity.num_blocks:,} blocks = {num_tokens:,} tokens"
         usable = f"{device.usable_bytes / 1e9:,.2f} GB"
         if not question.device.is_cpu:
             share = question.settings.gpu_memory_utilization

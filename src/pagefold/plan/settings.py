@@ -84,6 +84,8 @@ class PlanSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise _bad(name, value, "at least 1")
+        if isinstance(self.max_model_len, str) and self.max_model_len != "auto":
+            raise _bad("max_model_len", repr(self.max_model_len), "a number of tokens, or auto")
         if isinstance(self.max_model_len, int) and self.max_model_len < 2:  # noqa: PLR2004 - a prompt and an output
             raise _bad("max_model_len", self.max_model_len, "at least 2 tokens, or auto")
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):

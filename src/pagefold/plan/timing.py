@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["Timing", "read_weight_bytes", "time_workload"]
 
 _NUDGE = 1.1
+_ANY_NUMBER = 1000
+_MEMORY_BINDS = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +30,8 @@ class Timing:
         decode_alone: of one step with a single such sequence.
         requests_per_s: at most, with ``concurrency`` requests at once.
         output_tokens_per_s: the same in output tokens.
-        binds: what to have more of: with ten percent more memory, operations or bandwidth, ``requests_per_s`` would
-            grow the most.
+        binds: what to have more of. ``memory`` where half as many requests a second again would be possible with any
+            number of them at once; else what a tenth more of would help the most.
         concurrency: sequences at once.
     """
 
@@ -75,12 +77,14 @@ def time_workload(  # noqa: PLR0913 - what time depends on
     prompt, cached = round(workload.mean_prompt), round(hit_share * workload.mean_prompt)
     binds: Literal["memory", "compute", "bandwidth"] | None = None
     if rate is not None:
+        unbounded = _rate(shape, device, memory, workload, _ANY_NUMBER * concurrency, hit_share)
         more: dict[Literal["memory", "compute", "bandwidth"], float | None] = {
-            "memory": _rate(shape, device, memory, workload, concurrency * _NUDGE, hit_share),
             "compute": _rate(shape, _with(device, flops=_NUDGE), memory, workload, concurrency, hit_share),
             "bandwidth": _rate(shape, _with(device, bandwidth=_NUDGE), memory, workload, concurrency, hit_share),
         }
         _, binds = max((rate or 0.0, what) for what, rate in more.items())
+        if unbounded is not None and unbounded > _MEMORY_BINDS * rate:
+            binds = "memory"
     return Timing(
         prefill=_prefill(shape, device, memory, prompt, cached),
         decode=_decode(shape, device, memory, context, concurrency),
