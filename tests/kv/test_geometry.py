@@ -172,7 +172,7 @@ def test_a_window_never_touches_more_blocks_than_are_counted(window, block_size,
 
 
 def test_groups_of_different_cells_fill_a_pool_to_the_byte() -> None:
-    """The blocks that sequences take from one pool, group by group, are as many as the layout counts, and so their bytes."""
+    """The blocks that sequences take from one pool, group by group, are as many as the layout counts."""
     layers = [LayerKV(8, 64, 64, window=96)] * 3 + [LayerKV(8, 64, 64)] * 2 + [LayerKV(2, 64, 64)] * 2
     layout = lay_out(layers, CODECS["float16"], block_size=16)
     budget = 10_000 * layout.bytes_per_token
@@ -181,7 +181,7 @@ def test_groups_of_different_cells_fill_a_pool_to_the_byte() -> None:
     length, held = 500, 0
     while pool.num_free >= layout.num_blocks_for(length):
         for group in layout.groups:
-            kept = range(0, -(-length // group.block_size))
+            kept = range(-(-length // group.block_size))
             if group.window is not None:  # what lies before the window has gone back
                 kept = kept[(length - group.window) // group.block_size :]
             for _ in kept:

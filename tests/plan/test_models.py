@@ -77,9 +77,14 @@ def test_parameters_are_what_transformers_builds(row: dict):
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("meta-llama/Llama-3.1-8B", 8.03), ("deepseek-ai/DeepSeek-V3", 37.6), ("mistralai/Mixtral-8x7B-v0.1", 12.9),
-     ("openai/gpt-oss-120b", 5.7), ("Qwen/Qwen3-30B-A3B", 3.4)],
-)  # fmt: skip
+    [
+        ("meta-llama/Llama-3.1-8B", 8.03),
+        ("deepseek-ai/DeepSeek-V3", 37.6),
+        ("mistralai/Mixtral-8x7B-v0.1", 12.9),
+        ("openai/gpt-oss-120b", 5.7),
+        ("Qwen/Qwen3-30B-A3B", 3.4),
+    ],
+)
 def test_parameters_that_a_token_meets(name: str, billions: float):
     """As the models' authors name them, within what they count as such (embeddings or not)."""
     shape = find_model(name)
@@ -122,7 +127,8 @@ def test_bytes_are_those_of_transformers_cache(family: str):
     small = {
         "num_hidden_layers": 10, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
         "vocab_size": 64, "intermediate_size": 48, "intermediate_size_mlp": 48, "max_position_embeddings": 256,
-        "num_local_experts": 2, "num_experts_per_tok": 1, "num_kv_shared_layers": 4, "hidden_size_per_layer_input": 8, "laurel_rank": 4,
+        "num_local_experts": 2, "num_experts_per_tok": 1, "num_kv_shared_layers": 4, "hidden_size_per_layer_input": 8,
+        "laurel_rank": 4,
         "vocab_size_per_layer_input": 64, "sliding_window": 64, "attention_chunk_size": 64,
     }  # fmt: skip
     own = {"model_type", "quantization_config", "torch_dtype", "tie_word_embeddings"}
@@ -149,14 +155,17 @@ def test_bytes_are_those_of_transformers_cache(family: str):
         ({"model_type": "mistral", "sliding_window": None}, [None] * 8),
         ({"model_type": "gemma2", "sliding_window": 64}, [64, None] * 4),
         ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": False}, [None] * 8),
-        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 6}, [None] * 6 + [64] * 2),
+        (
+            {"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 6},
+            [None] * 6 + [64] * 2,
+        ),
         ({"model_type": "gemma3_text", "sliding_window": 64, "sliding_window_pattern": 4}, [64, 64, 64, None] * 2),
         ({"layer_types": ["full_attention", "sliding_attention"] * 4, "sliding_window": 32}, [None, 32] * 4),
         ({"model_type": "llama4_text", "attention_chunk_size": 64}, [64, 64, 64, None] * 2),
         ({"num_kv_shared_layers": 3}, [None] * 5 + [-1] * 3),
         ({"use_cla": True, "cla_share_factor": 2}, [None, -1] * 4),
     ],
-)  # fmt: skip
+)
 def test_which_layers_keep_what(changes: dict, windows: list):
     assert kinds(**changes) == windows
 
@@ -180,13 +189,34 @@ def test_a_hybrid_has_a_few_layers_of_blocks_and_a_state():
 @pytest.mark.parametrize(
     ("config", "elements"),
     [
-        ({"model_type": "bamba", "mamba_expand": 2, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_d_conv": 4}, 64 * 16 + 96 * 3),
-        ({"model_type": "nemotron_h", "mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 2, "conv_kernel": 4},
-         32 * 16 + 96 * 3),
-        ({"model_type": "qwen3_next", "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
-          "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4}, 32 * 8 + 64 * 3),
+        (
+            {"model_type": "bamba", "mamba_expand": 2, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_d_conv": 4},
+            64 * 16 + 96 * 3,
+        ),
+        (
+            {
+                "model_type": "nemotron_h",
+                "mamba_num_heads": 4,
+                "mamba_head_dim": 8,
+                "ssm_state_size": 16,
+                "n_groups": 2,
+                "conv_kernel": 4,
+            },
+            32 * 16 + 96 * 3,
+        ),
+        (
+            {
+                "model_type": "qwen3_next",
+                "linear_num_value_heads": 4,
+                "linear_num_key_heads": 2,
+                "linear_key_head_dim": 8,
+                "linear_value_head_dim": 8,
+                "linear_conv_kernel_dim": 4,
+            },
+            32 * 8 + 64 * 3,
+        ),
     ],
-)  # fmt: skip
+)
 def test_states_of_families(config: dict, elements: int):
     assert state_elements(config | {"hidden_size": 32}, config["model_type"]) == elements
 
@@ -208,7 +238,11 @@ def test_a_folder_is_counted_by_its_weights(smollm2):
 @pytest.mark.parametrize(
     ("raw", "error", "message"),
     [
-        ({}, ConfigError, "lacks num_hidden_layers, num_attention_heads, hidden_size, vocab_size, max_position_embeddings"),
+        (
+            {},
+            ConfigError,
+            "lacks num_hidden_layers, num_attention_heads, hidden_size, vocab_size, max_position_embeddings",
+        ),
         ({k: v for k, v in LLAMA.items() if k != "hidden_size"}, ConfigError, "lacks hidden_size"),
         (LLAMA | {"num_hidden_layers": -2}, ConfigError, "num_hidden_layers = -2"),
         (LLAMA | {"hidden_size": 2**60}, ConfigError, "hidden_size ="),
@@ -218,7 +252,7 @@ def test_a_folder_is_counted_by_its_weights(smollm2):
         (LLAMA | {"layer_types": ["full_attention", "wishful"]}, UnsupportedModelError, "layers of wishful"),
         (LLAMA | {"layer_types": ["full_attention", "mamba"]}, UnsupportedModelError, "how large their state is"),
     ],
-)  # fmt: skip
+)
 def test_bad_configs(raw: dict, error: type, message: str):
     with pytest.raises(error, match=message):
         shape_of(raw, name="x", source="")

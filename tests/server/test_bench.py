@@ -166,7 +166,15 @@ def test_a_closed_loop_keeps_so_many_under_way(tiny):
 
 def test_prompts_are_drawn_alike_from_equal_seeds():
     def make(seed: int):
-        return generate_prompts(6, lambda rng: rng.randint(50, 90), lambda _: 4, tokens_per_word=1.5, prefix_len=30, prefix_share=0.5, seed=seed)  # fmt: skip
+        return generate_prompts(
+            6,
+            lambda rng: rng.randint(50, 90),
+            lambda _: 4,
+            tokens_per_word=1.5,
+            prefix_len=30,
+            prefix_share=0.5,
+            seed=seed,
+        )
 
     assert make(1) == make(1) != make(2)
     beginnings = [" ".join(prompt.text.split()[:20]) for prompt in make(1)]
@@ -205,7 +213,8 @@ def test_percentiles_are_by_nearest_rank():
 
 def test_a_gauge_reads_what_a_server_says():
     gauge = Gauge()
-    text = 'vllm:num_requests_running{{model_name="m"}} {0}\nvllm:num_requests_waiting{{a="b"}} {1}\nvllm:num_preemptions_total {2}\n'
+    lines = 'vllm:num_requests_running{{model_name="m"}} {0}', 'vllm:num_requests_waiting{{a="b"}} {1}'
+    text = "\n".join([*lines, "vllm:num_preemptions_total {2}", ""])
     for reading in ((3, 1, 5), (4, 1, 6), (4, 2, 7), (9, 0, 8)):
         gauge.look(text.format(*(float(number) for number in reading)))
     figures = gauge.figures()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Client"]
 
 _MAX_ERROR = 200
-_CALIBRATION_WORDS = 200
+_IDLE_S = 1.0
 
 
 class Client:
@@ -49,8 +49,9 @@ class Client:
         self._is_chat = is_chat
         self._ignore_eos = ignore_eos
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        # As many connections as requests: a pool that waits would be measured as the server.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        # As many connections as requests, since a pool that waits would be measured as the server; and none so old that
+        # the server may be closing it just now.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_IDLE_S)
         try:
             self.http = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=timeout_s, limits=limits)
         except (httpx.InvalidURL, ValueError) as error:

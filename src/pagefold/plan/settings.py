@@ -69,6 +69,11 @@ class PlanSettings:
     pipeline_parallel_size: int = 1
 
     def __post_init__(self) -> None:
+        if isinstance(self.max_model_len, str) and self.max_model_len != "auto":
+            raise _bad("max_model_len", repr(self.max_model_len), "a number of tokens, or auto")
+        self._check()
+
+    def _check(self) -> None:
         wrong = wrong_type(self)
         if wrong is not None:
             raise _bad(wrong.field, repr(wrong.value), wrong.allowed)
@@ -84,8 +89,6 @@ class PlanSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise _bad(name, value, "at least 1")
-        if isinstance(self.max_model_len, str) and self.max_model_len != "auto":
-            raise _bad("max_model_len", repr(self.max_model_len), "a number of tokens, or auto")
         if isinstance(self.max_model_len, int) and self.max_model_len < 2:  # noqa: PLR2004 - a prompt and an output
             raise _bad("max_model_len", self.max_model_len, "at least 2 tokens, or auto")
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
