@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pagefold.errors import ConfigError
-from pagefold.plan.trace import read_trace, trace_lengths
+from pagefold.plan.trace import read_trace, trace_workload
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
@@ -33,7 +33,9 @@ def test_mooncake(tmp_path):
     first, second = read_trace(path)
     assert first.prefix_ids == (0, 1, 2)
     assert (second.arrival_s, second.output_tokens) == (2.5, 1)  # a request without an output still has a step
-    assert trace_lengths(path) == ((6758, 500), (100, 1))
+    workload = trace_workload(path)
+    assert workload.lengths == ((6758, 500), (100, 1))
+    assert (workload.prefix_len, workload.prefix_share) == (512, 1.0)  # both begin with block 0
 
 
 @pytest.mark.parametrize(

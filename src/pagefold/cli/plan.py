@@ -244,7 +244,7 @@ def _workload(  # noqa: PLR0913 - the flags of a workload
     pause: float,
 ) -> Workload:
     from pagefold.plan import DEFAULT_WORKLOAD, Workload, draw_lengths  # noqa: PLC0415
-    from pagefold.plan.trace import trace_lengths  # noqa: PLC0415
+    from pagefold.plan.trace import trace_workload  # noqa: PLC0415
 
     if trace is not None and from_bench is not None:
         msg = "Both a trace and a measurement are given."
@@ -254,12 +254,15 @@ def _workload(  # noqa: PLR0913 - the flags of a workload
 
         return workload_of_bench(from_bench)
     if trace is not None:
-        name, lengths = f"{trace.name}", trace_lengths(trace)
+        recorded = trace_workload(trace)
+        name, lengths = recorded.name, recorded.lengths
+        if not prefix_len:
+            prefix_len, prefix_share = recorded.prefix_len, recorded.prefix_share
     else:
         name, lengths = f"{input_len} tokens in, {output_len} out", draw_lengths(input_len, output_len)
         if lengths == DEFAULT_WORKLOAD.lengths:
             name = DEFAULT_WORKLOAD.name
-    more = f", {prefix_len} of them alike in {prefix_share:.0%} of the requests" if prefix_len else ""
+    more = f", {prefix_len} of them alike in {prefix_share:.0%} of the requests" if prefix_len and trace is None else ""
     more += f", {turns} turns with pauses of {pause:g} s" if turns > 1 else ""
     return Workload(
         name=name + more,

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 from pagefold.capacity import human_bytes
 from pagefold.errors import ConfigError
 from pagefold.kv.eviction import POLICIES
-from pagefold.plan.trace import TraceRequest
+from pagefold.plan.trace import TraceRequest, common_prefix
 from pagefold.plan.workload import Lengths, Workload
 from pagefold.request import Request, SamplingParams, StopRule
 from pagefold.sim import LinearStepCost, SimConfig, simulate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from pathlib import Path
 
     from pagefold.plan.plan import Plan
@@ -95,7 +94,7 @@ def workload_of_bench(path: Path) -> Workload:
     """
     requests = _measured(read_bench(path)).requests
     lengths = tuple(Lengths(request.prompt_tokens, request.output_tokens) for request in requests)
-    shared, share = _common_prefix(requests)
+    shared, share = common_prefix(requests)
     shared = min(shared, max(length.prompt for length in lengths) - 1)
     name = f"{path.name}: {len(requests):,} measured requests"
     name += f", {share:.0%} of which begin with the same {shared:,} tokens" if shared else ""
@@ -112,21 +111,6 @@ def _measured(bench: dict[str, Any]) -> _Bench:
     ]
     step_ms = bench.get("median_itl_ms")
     return _Bench(tuple(requests), step_ms / 1e3 if step_ms else _DEFAULT_STEP_S, bench.get("cached_share"))
-
-
-def _common_prefix(requests: Iterable[TraceRequest]) -> tuple[int, float]:
-    """Return (tokens, share of requests) of the prefix that spares the most."""
-    every = list(requests)
-    counts: dict[tuple[int, int], list[int]] = {}
-    for request in every:
-        for depth, each in enumerate(request.prefix_ids, start=1):
-            counts.setdefault((depth, each), []).append(request.tokens_per_id)
-    best, share = 0, 0.0
-    for (depth, _), sizes in counts.items():
-        tokens = depth * min(sizes)
-        if len(sizes) > 1 and tokens * len(sizes) > best * share * len(every):
-            best, share = tokens, len(sizes) / len(every)
-    return best, share
 
 
 def advise(path: Path, plan: Plan) -> list[Advice]:

@@ -15,13 +15,13 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from pagefold.errors import ConfigError
-from pagefold.plan.workload import Lengths, spread
+from pagefold.plan.workload import Lengths, Workload, spread
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
-__all__ = ["TraceRequest", "read_trace", "trace_lengths"]
+__all__ = ["TraceRequest", "common_prefix", "read_trace", "trace_workload"]
 
 _PROMPT = ("input_length", "ContextTokens", "prompt_tokens", "input_tokens", "num_prefill_tokens", "Request tokens")
 _OUTPUT = (
@@ -131,10 +131,31 @@ def _seconds(row: Mapping[str, Any]) -> float:
     return 0.0
 
 
-def trace_lengths(path: Path) -> tuple[Lengths, ...]:
-    """Return the lengths of a trace's requests: all of them, or so many that a mean over them is quick.
+def trace_workload(path: Path) -> Workload:
+    """Return a trace's workload: its lengths (all, or so many that means are quick) and the beginning it shares.
 
     Raises:
         ConfigError: the file cannot be read.
     """
-    return spread((Lengths(request.prompt_tokens, request.output_tokens) for request in read_trace(path)), _MAX_LENGTHS)
+    requests = read_trace(path)
+    lengths = spread((Lengths(request.prompt_tokens, request.output_tokens) for request in requests), _MAX_LENGTHS)
+    shared, share = common_prefix(requests)
+    shared = min(shared, max(each.prompt for each in lengths) - 1)
+    name = f"{path.name}: {len(requests):,} requests"
+    name += f", {share:.0%} of which begin with the same {shared:,} tokens" if shared else ""
+    return Workload(name=name, lengths=lengths, prefix_len=shared, prefix_share=share if shared else 1.0)
+
+
+def common_prefix(requests: Iterable[TraceRequest]) -> tuple[int, float]:
+    """Return (tokens, share of requests) of the beginning that spares the most when shared; (0, 0) without any."""
+    every = list(requests)
+    counts: dict[tuple[int, int], list[int]] = {}
+    for request in every:
+        for depth, each in enumerate(request.prefix_ids, start=1):
+            counts.setdefault((depth, each), []).append(request.tokens_per_id)
+    best, share = 0, 0.0
+    for (depth, _), sizes in counts.items():
+        tokens = depth * min(sizes)
+        if len(sizes) > 1 and tokens * len(sizes) > best * share * len(every):
+            best, share = tokens, len(sizes) / len(every)
+    return best, share
