@@ -29,8 +29,8 @@ _SAMPLING = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 _POINTS = 4096
 """Moments of requests' lives that a mean over them looks at, all requests together."""
 
-_MAX_REQUEST_STEPS = 600_000
-_GENERATIONS = 6
+_MAX_REQUEST_STEPS = 900_000
+_GENERATIONS = 12
 _LIFETIMES = 4
 """How often the simulated machine is filled anew at least, and how many lives of a request it runs at least; the first
 third of the steps is not counted."""
@@ -152,7 +152,7 @@ def _simulate(pool: Pool, workload: Workload, expected: float, scale: float, *, 
         seen[type(event)] += 1
 
     num_seqs = min(pool.max_num_seqs or pool.max_num_batched_tokens, pool.max_num_batched_tokens)
-    core = KVCore(pool.num_blocks, block_size=pool.block_size, enable_prefix_caching=with_sharing)
+    core = KVCore(pool.num_blocks, block_size=pool.block_size)  # what is preempted finds its own blocks again
     scheduler = Scheduler(core, SchedulerLimits(num_seqs, pool.max_num_batched_tokens), emit=watch)
     runner = NullRunner()
     rng = Random(0)  # noqa: S311 - a workload, no secret
