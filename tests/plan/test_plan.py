@@ -215,11 +215,11 @@ def test_a_bound_on_sequences_is_kept():
 
 
 def test_a_likeness_of_a_large_pool_is_as_the_pool_itself(monkeypatch):
-    pool = Pool(9000, 16, None, 8192)
+    pool = Pool(8000, 16, None, 8192)
     likeness = reach(pool, FIXED, footprint=38, with_sharing=False)
     monkeypatch.setattr("pagefold.plan.concurrency._MOST", 10_000)
     monkeypatch.setattr("pagefold.plan.concurrency._MAX_REQUEST_STEPS", 10**9)
-    monkeypatch.setattr("pagefold.plan.concurrency._GENERATIONS", 3)
+    monkeypatch.setattr("pagefold.plan.concurrency._GENERATIONS", 4)
     whole = reach(pool, FIXED, footprint=38, with_sharing=False)
     assert likeness.mean == pytest.approx(whole.mean, rel=0.02)
 

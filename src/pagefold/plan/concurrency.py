@@ -29,13 +29,13 @@ _SAMPLING = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 _POINTS = 4096
 """Moments of requests' lives that a mean over them looks at, all requests together."""
 
-_MAX_REQUEST_STEPS = 900_000
+_MAX_REQUEST_STEPS = 600_000
 _GENERATIONS = 12
 _LIFETIMES = 4
 """How often the simulated machine is filled anew at least, and how many lives of a request it runs at least; the first
 third of the steps is not counted."""
 
-_LEAST, _MOST = 32, 256
+_LEAST, _MOST = 32, 128
 """Requests at once that are simulated at least, and at most: a larger pool is simulated in a smaller likeness."""
 
 _QUEUE = 4
