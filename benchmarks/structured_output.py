@@ -1,10 +1,10 @@
 """What a JSON schema costs: output tokens a second with one against without, and what grammars cost by themselves.
 
-Workload: MODEL in float32, 8 requests at once, each a chat that asks for a record, 128 output tokens each, at temperature
-0 with ``ignore_eos``. ``json`` has a schema of nested objects, enums, bounded numbers and an array so long that every
-request gives as many tokens as ``free`` does (checked: a request that ends sooner is an error). Prompts are made anew in
-each repeat, alike on both sides, and the prefix cache is off. Both are run in every repeat, in turns first and second;
-the ratio of each repeat is of its two runs; medians.
+Workload: MODEL in float32, 8 requests at once, each a chat that asks for a record, 128 output tokens each, greedy, with
+``ignore_eos``. ``json`` has a schema of nested objects, enums, bounded numbers and an array so long that every request
+gives as many tokens as ``free`` does (checked: one that ends sooner is an error). Prompts are made anew in each repeat,
+alike on both sides, and the prefix cache is off. Both are run in every repeat, in turns first and second; the ratio of
+each repeat is of its two runs; medians.
 
 By itself, on the same vocabulary: compiling a schema that was not seen before, with and without the process that vets
 it, and a mask with the token before it, by llguidance; and by xgrammar where that is installed.
