@@ -23,6 +23,7 @@ _BACKENDS = ("auto", "cpu", "reference")
 _SCHEDULING_POLICIES = ("fcfs", "priority")
 _LOG_FORMATS = ("text", "json")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
+_TOOL_CALL_PARSERS = ("hermes", "smollm2")
 _MAX_BLOCK_SIZE = 256
 _MAX_PORT = 65535
 
@@ -115,6 +116,7 @@ class ServerConfig:
         admin_api_key: what admin routes ask for; None closes them. Never shown.
         log_format: ``text``, or ``json`` for one object a line.
         log_level: ``debug``, ``info`` (a line for each request), ``warning`` or ``error``.
+        tool_call_parser: the form in which the model writes calls of tools; None for what its chat template says.
 
     Raises:
         ConfigError: a value is out of range.
@@ -130,6 +132,7 @@ class ServerConfig:
     admin_api_key: str | None = field(default=None, repr=False)
     log_format: Literal["text", "json"] = "text"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    tool_call_parser: str | None = None
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -143,6 +146,8 @@ class ServerConfig:
         _one_of("log_level", self.log_level, _LOG_LEVELS)
         if self.max_queued_requests < 0:
             raise _bad("max_queued_requests", self.max_queued_requests, "at least 0")
+        if self.tool_call_parser is not None:
+            _one_of("tool_call_parser", self.tool_call_parser, _TOOL_CALL_PARSERS)
         keys = (*self.api_keys, *(() if self.admin_api_key is None else (self.admin_api_key,)))
         if not all(key.isascii() and key.isprintable() and key and " " not in key for key in keys):
             raise _bad("api_key", "no key", "printable ASCII without spaces")  # it is not repeated: logs are read

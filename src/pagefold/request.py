@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from pagefold.errors import InvalidRequestError
+from pagefold.structured.params import StructuredOutputsParams  # noqa: TC001 - wrong_type reads it
 from pagefold.typecheck import wrong_type
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ __all__ = [
     "RequestTimes",
     "SamplingParams",
     "StopRule",
+    "TokenMatcher",
 ]
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error", "timeout"]
@@ -64,6 +66,7 @@ class SamplingParams:
             the model's own distribution: without bias, penalties, temperature and cuts. None returns none.
         prompt_logprobs: the same of the prompt's tokens, which are all computed then: what the prefix cache holds of
             them is not used.
+        structured_outputs: what the output must look like; None for free text.
 
     Raises:
         InvalidRequestError: a value is out of range.
@@ -85,6 +88,7 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -151,6 +155,7 @@ class SamplingParams:
             not (self.has_penalties or self.logit_bias or self.min_tokens)
             and self.logprobs is None
             and self.prompt_logprobs is None
+            and self.structured_outputs is None
         )
 
 
@@ -247,6 +252,27 @@ class RequestTimes:
         return self.last_token_s - self.first_token_s
 
 
+class TokenMatcher(Protocol):
+    """Which tokens may come next in one output. It belongs to one request, and only that one's tokens advance it.
+
+    Attributes:
+        is_complete: nothing can follow any more.
+        error: why it cannot go on, though the output is not complete.
+    """
+
+    is_complete: bool
+    error: str | None
+
+    def mask(self, banned: Collection[int] = ()) -> bytes:
+        """Return which tokens may come next: bit ``t % 8`` of byte ``t // 8`` is token ``t``. At least one may.
+
+        ``banned`` ones may only if nothing else may.
+        """
+
+    def accept(self, token_id: int) -> None:
+        """Advance by a token of the mask; after that ask ``is_complete`` and ``error`` before the next mask."""
+
+
 class Request:
     """One sequence: its tokens, how far its KV is computed, and what it waits for.
 
@@ -256,6 +282,8 @@ class Request:
         is_plain: of its sampling parameters; here because every step asks.
         logprobs: of its output tokens, if asked for.
         prompt_logprobs: of its prompt's tokens from the second on, as far as known, if asked for.
+        matcher: of its output, if that must look like something. It has accepted the output tokens, whether or not
+            their KV is computed, so that preemption and failed steps do not concern it.
         num_prompt_tokens: how many of them are the prompt.
         num_computed_tokens: [0, num_computed_tokens) has KV; [num_computed_tokens, len(token_ids)) is to be computed.
         num_cached_tokens: how much of the prompt was a prefix hit at the first admission; -1 before.
@@ -275,6 +303,7 @@ class Request:
         "is_aborted",
         "is_plain",
         "logprobs",
+        "matcher",
         "max_computed_tokens",
         "namespace",
         "num_cached_tokens",
@@ -302,6 +331,7 @@ class Request:
         sampling: SamplingParams,
         *,
         stop: StopRule,
+        matcher: TokenMatcher | None = None,
         namespace: bytes = b"",
         seed: int = 0,
         arrival_s: float = 0.0,
@@ -316,6 +346,7 @@ class Request:
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.stop = stop
+        self.matcher = matcher
         self.namespace = namespace
         self.seed = seed
         self.times = RequestTimes(arrival_s)

@@ -63,6 +63,8 @@ class StepPlan:
         histories: prompt and output so far of each of ``adjusted``; the last ``draws`` of them are output. Empty where
             no penalty asks for it. Not a copy.
         banned: token ids that each of ``adjusted`` must not sample.
+        masked: which of ``sampling_rows`` may sample only some tokens; ascending.
+        masks: those, for each of ``masked``: bit ``t % 8`` of byte ``t // 8`` is token ``t``. All are of one length.
         logprob_rows: which of ``sampling_rows`` tell logprobs of what they sample; ascending.
         prompt_parts: prompt tokens whose logprobs are asked for.
     """
@@ -80,6 +82,8 @@ class StepPlan:
     adjusted: list[int] = field(default_factory=list)
     histories: list[array[int]] = field(default_factory=list)
     banned: list[frozenset[int]] = field(default_factory=list)
+    masked: list[int] = field(default_factory=list)
+    masks: list[bytes] = field(default_factory=list)
     logprob_rows: list[int] = field(default_factory=list)
     prompt_parts: list[PromptPart] = field(default_factory=list)
 

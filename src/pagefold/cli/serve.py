@@ -35,6 +35,7 @@ _NEEDED = (
     "pydantic",
     "prometheus_client",
     "pythonjsonlogger",
+    "llguidance",
 )
 
 _log = logging.getLogger(__name__)
@@ -125,6 +126,13 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             help="Seconds after which an unfinished request is ended; never if not given.", rich_help_panel=_ENGINE
         ),
     ] = None,
+    tool_call_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="How the model writes calls of tools: hermes or smollm2; what its chat template says if not given.",
+            rich_help_panel=_DOOR,
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of requests that bring none.", rich_help_panel=_ENGINE)] = 0,
 ) -> None:
     """Serve MODEL with OpenAI's HTTP API."""
@@ -157,6 +165,7 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             admin_api_key=admin_api_key,
             log_format=cast('Literal["text", "json"]', log_format),
             log_level=cast('Literal["debug", "info", "warning", "error"]', log_level),
+            tool_call_parser=tool_call_parser,
         )
         _check_installed()
         exit_code = _run(engine_config, server_config, began)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from pagefold.config import EngineConfig
     from pagefold.hub.progress import Progress
     from pagefold.runner.models import ModelSpec
+    from pagefold.structured.compiler import GrammarCompiler
+    from pagefold.tokenizer import Tokenizer
 
 __all__ = ["Blueprint", "build_engine", "plan_engine"]
 
@@ -124,7 +126,15 @@ def build_engine(blueprint: Blueprint, *, emit: Emit = ignore, say: Callable[[st
         tokenizer=tokenizer,
         limits=ModelLimits(spec.vocab_size, spec.eos_token_ids, namespace),
         capacity=capacity,
+        compiler=None if tokenizer is None else _compiler(tokenizer, spec),
         seed=config.seed,
         request_timeout_s=config.request_timeout_s,
         emit=emit,
     )
+
+
+def _compiler(tokenizer: Tokenizer, spec: ModelSpec) -> GrammarCompiler:
+    """Return a compiler whose masks cover the model's vocabulary, and the tokenizer's where that is larger."""
+    from pagefold.structured.compiler import GrammarCompiler  # noqa: PLC0415 - it starts processes; only here
+
+    return GrammarCompiler(tokenizer.to_json(), max(spec.vocab_size, tokenizer.vocab_size), spec.eos_token_ids)

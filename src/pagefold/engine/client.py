@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -25,12 +26,15 @@ if TYPE_CHECKING:
     from pagefold.engine.engine import Engine
     from pagefold.request import Caller, SamplingParams
     from pagefold.scheduler import Scheduler
+    from pagefold.structured.grammar import Grammar
+    from pagefold.structured.params import StructuredOutputsParams
     from pagefold.tokenizer import Tokenizer
 
 __all__ = ["EngineClient", "EngineStatus", "EngineThread", "TokenStream"]
 
 _log = logging.getLogger(__name__)
 
+_NUM_COMPILERS = 2
 _NUM_ENDS = 32
 _MAX_RETRY_AFTER_S = 60
 
@@ -94,12 +98,20 @@ class EngineClient(Protocol):
             EngineStoppedError: it does not; the message says why.
         """
 
+    async def compile_grammar(self, params: StructuredOutputsParams) -> Grammar:
+        """Return the grammar of what an output must look like, for :meth:`submit`.
+
+        Raises:
+            InvalidRequestError: it does not compile, or takes too much.
+        """
+
     def submit(
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         caller: Caller = ANYBODY,
+        grammar: Grammar | None = None,
     ) -> TokenStream:
         """Queue a request; its stream must be closed, also when it was never read. Called in an event loop.
 
@@ -188,6 +200,7 @@ class EngineThread:
         self._is_draining = False
         self._must_stop = False
         self._failure: Exception | None = None
+        self._compilers = ThreadPoolExecutor(_NUM_COMPILERS, "pagefold-compiler")  # threads start when they are needed
         self._thread = threading.Thread(target=self._run, name="pagefold-engine", daemon=True)
 
     def start(self) -> None:
@@ -223,12 +236,18 @@ class EngineThread:
             msg = "The server is shutting down and takes no more requests."
             raise EngineStoppedError(msg, remedy="Try another replica, or again later.")
 
+    async def compile_grammar(self, params: StructuredOutputsParams) -> Grammar:
+        """See :class:`EngineClient`."""
+        self.ensure_ready()
+        return await asyncio.get_running_loop().run_in_executor(self._compilers, self._engine.compile_grammar, params)
+
     def submit(
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         caller: Caller = ANYBODY,
+        grammar: Grammar | None = None,
     ) -> TokenStream:
         """See :class:`EngineClient`."""
         self._engine.check(prompt_token_ids, sampling, caller)
@@ -236,7 +255,7 @@ class EngineThread:
 
         def add() -> None:
             try:
-                self._engine.add(request_id, prompt_token_ids, sampling, caller)
+                self._engine.add(request_id, prompt_token_ids, sampling, caller, grammar)
             except Exception as error:  # noqa: BLE001 - whoever asked is told
                 failure = error  # Python forgets `error` where this clause ends
                 self._count_ends(1)
@@ -285,6 +304,7 @@ class EngineThread:
         """
         with self._gate:
             self._takes_requests = False
+            self._compilers.shutdown(wait=False)
             self._commands.put(self._begin_draining)
         self._thread.join(min(timeout_s, threading.TIMEOUT_MAX))
         has_finished = not self._thread.is_alive()

@@ -21,6 +21,7 @@ from pagefold.errors import InvalidRequestError
 from pagefold.events import Emit, ignore
 from pagefold.kv import Namespace
 from pagefold.request import ANYBODY, Caller, Request, SamplingParams, StopRule
+from pagefold.structured.params import FIELD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from pagefold.request import FinishReason
     from pagefold.scheduler import Scheduler
     from pagefold.steps import Runner
+    from pagefold.structured.compiler import GrammarCompiler
+    from pagefold.structured.grammar import Grammar
+    from pagefold.structured.params import StructuredOutputsParams
     from pagefold.tokenizer import Tokenizer
 
 __all__ = ["Engine", "ModelLimits"]
@@ -65,6 +69,7 @@ class Engine:
         tokenizer: for text and stop strings; None works in tokens only.
         limits: of the model.
         capacity: what fits.
+        compiler: of grammars; None for free output only.
         seed: of requests that bring none; the n-th such request draws the same in every run.
         request_timeout_s: seconds after which a request that has not finished is ended; None for never.
         emit: where events go.
@@ -79,6 +84,7 @@ class Engine:
         tokenizer: Tokenizer | None,
         limits: ModelLimits,
         capacity: Capacity,
+        compiler: GrammarCompiler | None = None,
         seed: int = 0,
         request_timeout_s: float | None = None,
         emit: Emit = ignore,
@@ -89,6 +95,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.limits = limits
         self.capacity = capacity
+        self._compiler = compiler
         self._seed = seed
         self._request_timeout_s = request_timeout_s
         self._emit = emit
@@ -134,19 +141,39 @@ class Engine:
                 msg, param="priority", remedy="Leave it out, or start with scheduling_policy=priority."
             )
 
+    def compile_grammar(self, params: StructuredOutputsParams) -> Grammar:
+        """Return the grammar of what an output must look like. Blocks; any thread may call it.
+
+        Raises:
+            InvalidRequestError: it does not compile, or takes too much, or there is no tokenizer.
+        """
+        if self._compiler is None:
+            msg = "Structured output needs a tokenizer, and this engine works in tokens only."
+            raise InvalidRequestError(msg, param=FIELD, remedy="Leave it out.")
+        return self._compiler.compile(params)
+
     def add(
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         caller: Caller = ANYBODY,
+        grammar: Grammar | None = None,
     ) -> None:
         """Queue a request.
+
+        Args:
+            request_id: the caller's name for it.
+            prompt_token_ids: at least one.
+            sampling: how to choose tokens, and when to stop.
+            caller: who asks.
+            grammar: of ``sampling.structured_outputs``, from :meth:`compile_grammar`; None if that is None.
 
         Raises:
             InvalidRequestError: see :meth:`check`; or the id is in use.
         """
         self.check(prompt_token_ids, sampling, caller)
+        assert (grammar is None) == (sampling.structured_outputs is None), "a grammar is compiled before it is added"
         if self.scheduler.get(request_id) is not None:
             msg = f"Request id {request_id!r} is in use."
             raise InvalidRequestError(msg, param="request_id", remedy="Use another id.")
@@ -163,6 +190,7 @@ class Engine:
             prompt_token_ids,
             sampling,
             stop=StopRule(self._stop_ids(sampling), max_total),
+            matcher=None if grammar is None else grammar.matcher(ignore_eos=sampling.ignore_eos),
             namespace=namespace.key(),
             seed=seed,
             arrival_s=now,
@@ -221,8 +249,11 @@ class Engine:
             raise InvalidRequestError(msg, param=param, remedy=f"Ids go from 0 to {self.limits.vocab_size - 1}.")
 
     def _stop_ids(self, sampling: SamplingParams) -> frozenset[int]:
+        """Return what ends the output. A grammar lets the end of sequence come only where an output may end."""
         stop_ids = frozenset(sampling.stop_token_ids)
-        return stop_ids if sampling.ignore_eos else stop_ids.union(self.limits.eos_token_ids)
+        if sampling.ignore_eos and sampling.structured_outputs is None:
+            return stop_ids
+        return stop_ids.union(self.limits.eos_token_ids)
 
     def _delta(self, request: Request, now: float) -> OutputDelta:
         """Turn the token that ``request`` just got into text, and end the request if that completes a stop string."""
@@ -230,7 +261,7 @@ class Engine:
         text = self._texts[request.request_id]
         reason: FinishReason | None = request.finish_reason
         text_offset = text.num_characters
-        is_stop_token = reason == "stop"
+        is_stop_token = reason == "stop" and token_id in request.stop.token_ids
         piece = "" if is_stop_token else text.push(token_id)
         if text.stopped and reason != "stop":
             if reason is None:
@@ -246,6 +277,8 @@ class Engine:
         delta = OutputDelta(
             request.request_id, piece, (token_id,), request.num_cached_tokens, reason, times=request.times
         )
+        if reason == "error":
+            delta = replace(delta, error=_grammar_error(request), param=FIELD)
         return delta if request.is_plain else replace(delta, text_offset=text_offset, **self._logprobs(request))
 
     def _logprobs(self, request: Request) -> _Logprobs:
@@ -277,3 +310,9 @@ class Engine:
         tell_end(self._emit, request, reason, now)
         num_cached_tokens = max(0, request.num_cached_tokens)
         return OutputDelta(request.request_id, text, (), num_cached_tokens, reason, error, times=request.times)
+
+
+def _grammar_error(request: Request) -> str:
+    """Return why the output of ``request`` could not go on. In a step that ran, only its grammar can have failed."""
+    assert request.matcher is not None
+    return f"The grammar became too complex after {request.num_output_tokens} tokens: {request.matcher.error}."

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
     from pagefold.observe.metrics import Metrics
+    from pagefold.structured.grammar import Grammar
 
     Prompt: TypeAlias = str | Mapping[str, Any]
 
@@ -85,14 +86,15 @@ class LLM:
         many: list[Prompt] = [prompts] if not isinstance(prompts, (list, tuple)) else list(prompts)  # type: ignore[list-item]
         params = self._params(sampling_params, len(many))
         with self._busy:
+            grammars = [self._grammar(how) for how in params]
             results = [self._result(prompt) for prompt in many]
             for result, how in zip(results, params, strict=True):
                 self.engine.check(result.prompt_token_ids, how)
             by_id = {result.request_id: result for result in results}
             with _interrupts_held_back() as raise_if_interrupted:
                 try:
-                    for result, how in zip(results, params, strict=True):
-                        self.engine.add(result.request_id, result.prompt_token_ids, how)
+                    for result, how, grammar in zip(results, params, grammars, strict=True):
+                        self.engine.add(result.request_id, result.prompt_token_ids, how, grammar=grammar)
                     self._run(by_id, raise_if_interrupted, use_tqdm=use_tqdm)
                 except BaseException:
                     for request_id in by_id:
@@ -155,6 +157,9 @@ class LLM:
             msg = f"{len(sampling_params)} sampling_params for {num_prompts} prompts."
             raise InvalidRequestError(msg, param="sampling_params", remedy="Give one, or one for each prompt.")
         return list(sampling_params)
+
+    def _grammar(self, how: SamplingParams) -> Grammar | None:
+        return None if how.structured_outputs is None else self.engine.compile_grammar(how.structured_outputs)
 
     def _result(self, prompt: Prompt) -> RequestOutput:
         """Tokenize one prompt into a result that waits for its output."""

@@ -40,6 +40,7 @@ class OutputDelta:
         num_cached_tokens: how much of the prompt was a prefix hit.
         finish_reason: why it ended, in the last delta.
         error: what went wrong, when ``finish_reason`` is ``error`` or ``timeout``.
+        param: the request's field at fault, when it was the request that went wrong.
         logprobs: for each of ``token_ids``, those of it and of the most likely tokens by token id, if asked for.
         prompt_logprobs: the same for each token of the prompt, in the first delta, if asked for. None stands for the
             first token: nothing tells it.
@@ -57,6 +58,7 @@ class OutputDelta:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     text_offset: int = 0
     times: RequestTimes | None = None
+    param: str | None = None
 
     @property
     def can_merge(self) -> bool:

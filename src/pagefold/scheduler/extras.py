@@ -25,6 +25,10 @@ def plan_extras(plan: StepPlan, request: Request) -> None:
     if end == request.num_tokens:
         place = len(plan.sampling_rows) - 1
         banned = request.stop.token_ids if request.num_output_tokens < sampling.min_tokens else _NOTHING
+        if request.matcher is not None:
+            plan.masked.append(place)
+            plan.masks.append(request.matcher.mask(banned))
+            banned = _NOTHING
         if sampling.has_penalties or sampling.logit_bias or banned:
             plan.adjusted.append(place)
             plan.histories.append(request.token_ids if sampling.has_penalties else _NO_HISTORY)

@@ -211,12 +211,8 @@ class Scheduler:
                 continue
             request.token_ids.append(token_id)
             sampled.append(request)
-            stop = request.stop
-            if token_id in stop.token_ids:
-                request.finish_reason = "stop"
-                any_ended = True
-            elif len(request.token_ids) >= stop.max_total_tokens:
-                request.finish_reason = "length"
+            request.finish_reason = _reason_to_end(request, token_id)
+            if request.finish_reason is not None:
                 any_ended = True
         if any_ended:
             self._drop_ended()
@@ -486,3 +482,17 @@ class Scheduler:
         assert step is not None, "no step is in flight"
         self._step = None
         return step
+
+
+def _reason_to_end(request: Request, token_id: int) -> FinishReason | None:
+    """Return why ``request`` ends with the token that it got, if it does. Its matcher advances by the token."""
+    if token_id in request.stop.token_ids:
+        return "stop"
+    matcher = request.matcher
+    if matcher is not None:
+        matcher.accept(token_id)
+        if matcher.is_complete:
+            return "stop"
+        if matcher.error is not None:
+            return "error"
+    return "length" if len(request.token_ids) >= request.stop.max_total_tokens else None

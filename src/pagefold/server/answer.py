@@ -40,8 +40,8 @@ class Form(Protocol):
     def first_chunk_choice(self, index: int) -> dict[str, Any] | None:
         """Return what a stream says of a choice before its text, if anything."""
 
-    def chunk_choice(self, index: int, delta: OutputDelta) -> dict[str, Any]:
-        """Return a choice with what was added to it."""
+    def chunk_choice(self, index: int, delta: OutputDelta) -> dict[str, Any] | None:
+        """Return a choice with what was added to it; None if there is nothing to tell yet."""
 
 
 async def answer(asked: GenerationRequest, form: Form, generation: Generation, request: Request) -> Response:
@@ -77,8 +77,8 @@ async def _chunks(form: Form, generation: Generation, *, include_usage: bool) ->
             yield {**head, "choices": [first], **no_usage}
     async with aclosing(generation.deltas()) as deltas:
         async for index, delta in deltas:
-            # Half a character and a held-back stop string wait, unless the token's logprobs are there to tell.
-            if delta.text or delta.finish_reason is not None or delta.logprobs is not None:
-                yield {**head, "choices": [form.chunk_choice(index, delta)], **no_usage}
+            choice = form.chunk_choice(index, delta)
+            if choice is not None:
+                yield {**head, "choices": [choice], **no_usage}
     if include_usage:
         yield {**head, "choices": [], "usage": generation.usage()}

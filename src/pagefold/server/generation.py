@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pagefold.errors import EngineStoppedError, RequestTimeoutError, StepFailedError
+from pagefold.errors import EngineStoppedError, InvalidRequestError, RequestTimeoutError, StepFailedError
 from pagefold.server.errors import ContextLengthError
 from pagefold.server.logprobs import ToldToken, told_tokens
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pagefold.engine.client import EngineClient, TokenStream
     from pagefold.engine.outputs import OutputDelta
     from pagefold.request import Caller, FinishReason, RequestTimes, SamplingParams
+    from pagefold.structured.grammar import Grammar
 
 __all__ = ["Generation", "Output"]
 
@@ -52,6 +53,7 @@ class Generation:
         sampling: for all of them.
         caller: who asks.
         param: the request field that holds the prompts.
+        grammar: of ``sampling.structured_outputs``; each output gets a matcher of its own.
 
     Raises:
         InvalidRequestError: one of them can never be served.
@@ -68,6 +70,7 @@ class Generation:
         sampling: SamplingParams,
         caller: Caller,
         param: str,
+        grammar: Grammar | None = None,
     ) -> None:
         for prompt in prompts:
             _check_length(len(prompt), sampling.max_tokens, client.max_model_len, param)
@@ -78,7 +81,7 @@ class Generation:
         self._streams: list[TokenStream] = []
         try:
             for index, prompt in enumerate(prompts):
-                stream = client.submit(f"{request_id}-{index}", prompt, sampling, caller)
+                stream = client.submit(f"{request_id}-{index}", prompt, sampling, caller, grammar)
                 self._streams.append(stream)
         except BaseException:
             self.close()
@@ -109,6 +112,8 @@ class Generation:
                 output.times = delta.times
                 if delta.finish_reason == "abort":
                     raise EngineStoppedError(delta.error or "The request was ended by the server.")
+                if delta.finish_reason == "error" and delta.param is not None:
+                    raise InvalidRequestError(delta.error or "The request failed.", param=delta.param)
                 if delta.finish_reason == "error":
                     raise StepFailedError(delta.error or "The request failed.")
                 if delta.finish_reason == "timeout":

@@ -24,6 +24,17 @@ from pydantic import (
 from pagefold.errors import InvalidRequestError
 from pagefold.request import MAX_LOGPROBS, Caller, SamplingParams
 from pagefold.server.ignored import Body
+from pagefold.server.structured_fields import (
+    GuidedChoice,
+    GuidedGrammar,
+    GuidedJson,
+    GuidedRegex,
+    ResponseFormat,
+    Structured,
+    StructuredOutputs,
+    the_one_of,
+)
+from pagefold.server.tools.schemas import Tool, ToolCall, ToolChoice  # noqa: TC001 - pydantic reads them
 from pagefold.server.unsupported import IN_CHAT, IN_COMPLETIONS, refuse_unsupported
 
 __all__ = [
@@ -43,6 +54,7 @@ __all__ = [
 ]
 
 _MAX_PROMPTS = 2048
+_MAX_TOOLS = 128
 MAX_PARTS = 10_000
 """Messages of a request, and parts of all of them: each is an object to check while everybody else waits."""
 
@@ -193,6 +205,10 @@ class GenerationRequest(RequestBody):
         user: accepted and ignored.
         cache_salt: requests share cached prefixes only with those that bring the same salt.
         priority: the smaller, the sooner it is served; only where the server schedules by priority.
+        response_format: what the output must look like: text, any JSON object, or JSON of a schema.
+        structured_outputs: the same in vLLM's form: see
+            :class:`~pagefold.structured.params.StructuredOutputsParams`.
+        guided_json, guided_regex, guided_choice, guided_grammar: the same in vLLM's older form.
     """
 
     default_max_tokens: ClassVar[int | None] = None
@@ -217,6 +233,12 @@ class GenerationRequest(RequestBody):
     user: Text | None = None
     cache_salt: Annotated[Text | None, Field(min_length=1)] = None
     priority: Annotated[StrictInt, Field(ge=-_MAX_PRIORITY, le=_MAX_PRIORITY)] = 0
+    response_format: ResponseFormat = None
+    structured_outputs: StructuredOutputs = None
+    guided_json: GuidedJson = None
+    guided_regex: GuidedRegex = None
+    guided_choice: GuidedChoice = None
+    guided_grammar: GuidedGrammar = None
 
     @model_validator(mode="before")
     @classmethod
@@ -233,8 +255,8 @@ class GenerationRequest(RequestBody):
         """Whether the stream ends with a chunk of usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def sampling(self) -> SamplingParams:
-        """Return how to sample.
+    def sampling(self, structured: Structured | None = None) -> SamplingParams:
+        """Return how to sample, and what the output must look like.
 
         Raises:
             InvalidRequestError: a value is out of range.
@@ -256,6 +278,24 @@ class GenerationRequest(RequestBody):
             ignore_eos=self.ignore_eos,
             seed=self.seed,
             logprobs=self.num_logprobs(),
+            structured_outputs=None if structured is None else structured.params,
+        )
+
+    def structured(self) -> Structured | None:
+        """Return what the output must look like, if that is said.
+
+        Raises:
+            InvalidRequestError: two fields say it.
+        """
+        return the_one_of(
+            {
+                "response_format": self.response_format,
+                "structured_outputs": self.structured_outputs,
+                "guided_json": self.guided_json,
+                "guided_regex": self.guided_regex,
+                "guided_choice": self.guided_choice,
+                "guided_grammar": self.guided_grammar,
+            }
         )
 
     def caller(self) -> Caller:
@@ -298,18 +338,41 @@ class ChatMessage(Body):
 
     Attributes:
         role: ``developer`` is OpenAI's newer name of ``system``.
-        content: a text, or text parts, which are joined by newlines as vLLM does.
+        content: a text, or text parts, which are joined by newlines as vLLM does. The assistant's may be left out
+            where it called tools.
+        tool_calls: what the assistant called.
+        tool_call_id: which of the calls a tool's message answers.
     """
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         list[TextPart], FailFast(), BeforeValidator(_as_parts, json_schema_input_type=str | list[TextPart])
-    ]
+    ] = []  # noqa: RUF012 - as above
+    tool_calls: Annotated[list[ToolCall], Field(max_length=_MAX_TOOLS), FailFast()] = []  # noqa: RUF012 - as above
+    tool_call_id: Text | None = None
 
-    def for_template(self) -> dict[str, str]:
+    @model_validator(mode="after")
+    def _check_whole(self) -> ChatMessage:
+        if self.tool_calls and self.role != "assistant":
+            msg = "only the assistant's messages may have tool_calls"
+            raise ValueError(msg)
+        if self.role == "tool" and self.tool_call_id is None:
+            msg = "its tool_call_id is missing, which names the call that it answers"
+            raise ValueError(msg)
+        if not self.tool_calls and "content" not in self.model_fields_set:
+            msg = "its content is missing"
+            raise ValueError(msg)
+        return self
+
+    def for_template(self) -> dict[str, Any]:
         """Return it as chat templates want it."""
         role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": "\n".join(part.text for part in self.content)}
+        message: dict[str, Any] = {"role": role, "content": "\n".join(part.text for part in self.content)}
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        return message
 
 
 class ChatRequest(GenerationRequest):
@@ -319,6 +382,9 @@ class ChatRequest(GenerationRequest):
         messages: the chat.
         logprobs: whether each token's logprob is told.
         top_logprobs: with it, those of so many most likely tokens.
+        tools: what the model may call.
+        tool_choice: whether it must, and what; ``auto`` where there are tools.
+        parallel_tool_calls: whether one answer may have several calls.
     """
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = IN_CHAT
@@ -328,6 +394,9 @@ class ChatRequest(GenerationRequest):
     ]
     logprobs: StrictBool = False
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS)] = 0
+    tools: Annotated[list[Tool], Field(max_length=_MAX_TOOLS), FailFast()] = []  # noqa: RUF012 - as above
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: StrictBool = True
 
     def num_logprobs(self) -> int | None:
         """See :class:`GenerationRequest`.
