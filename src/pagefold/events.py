@@ -73,17 +73,25 @@ class RequestPreempted:
 
 @dataclass(frozen=True, slots=True)
 class RequestFinished:
-    """A request left the scheduler, for whatever reason."""
+    """A request left the scheduler, for whatever reason.
+
+    Each sample of a prompt is a request with an event of its own; the prompt is that of ``sample_index`` 0 only.
+
+    Attributes:
+        num_prompt_tokens: of its prompt, whoever computed it.
+        sample_index: which sample of its prompt it was.
+    """
 
     request_id: str
     finish_reason: str
     num_prompt_tokens: int
     num_output_tokens: int
+    sample_index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """A request got its first token, ``ttft_s`` seconds after it came."""
+    """A request got its first token, ``ttft_s`` seconds after it came. Several samples of one prompt are told once."""
 
     request_id: str
     ttft_s: float

@@ -53,7 +53,7 @@ async def answer(asked: GenerationRequest, form: Form, generation: Generation, r
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
     finally:
         generation.close()
-    choices = [form.choice(index, output) for index, output in enumerate(generation.outputs)]
+    choices = [form.choice(index, output) for index, output in enumerate(generation.choices())]
     return JSONResponse({**form.head(), "choices": choices, "usage": generation.usage()})
 
 

@@ -163,6 +163,8 @@ class GenerationRequest(BaseModel):
     model_config = ConfigDict(protected_namespaces=())
 
     model: _Text | None = None
+    n: StrictInt = 1
+    best_of: StrictInt | None = None
     max_tokens: Annotated[StrictInt | None, Field(ge=1)] = None
     max_completion_tokens: Annotated[StrictInt | None, Field(ge=1)] = None
     temperature: StrictFloat = 1.0
@@ -206,7 +208,9 @@ class GenerationRequest(BaseModel):
             InvalidRequestError: a value is out of range.
         """
         max_tokens = self.max_completion_tokens or self.max_tokens or self.default_max_tokens
-        return SamplingParams(
+        how = SamplingParams(
+            n=self.n,
+            best_of=self.best_of,
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
@@ -223,6 +227,12 @@ class GenerationRequest(BaseModel):
             seed=self.seed,
             logprobs=self.num_logprobs(),
         )
+        if how.ranks_samples and self.stream:
+            msg = (
+                f"best_of is {self.best_of} and n is {self.n}: which are the best is known at the end, not in a stream."
+            )
+            raise InvalidRequestError(msg, param="best_of", remedy="Leave it out, or do not stream.")
+        return how
 
     def caller(self) -> Caller:
         """Return who asks, and on what terms."""
