@@ -168,6 +168,24 @@ def test_beside_others_it_waits_for_a_block_for_each_tail():
         assert (house.step().num_rows == 2) == is_let_in
 
 
+def test_others_wait_for_the_tails_of_one_whose_prompt_is_computed():
+    for num_blocks, is_let_in in ((10, False), (11, True)):
+        house = House(num_blocks=num_blocks, size=4, budget=8)
+        add(house, "a", range(10), 6)  # three blocks, and five tails
+        house.step()
+        house.add("b", range(100, 111), 2)  # three
+        assert (house.step().num_rows == 2) == is_let_in
+
+
+def test_what_was_found_of_the_prompt_is_told_of_all_samples():
+    house = House(size=4)
+    house.add("before", range(8), 1)
+    house.run()
+    samples = add(house, "a", range(10), 3)
+    house.step()
+    assert [sample.num_cached_tokens for sample in samples] == [8, 8, 8]
+
+
 def test_they_keep_their_place_in_the_order():
     house = House(seqs=8)
     add(house, "a", [1, 2], 3)
