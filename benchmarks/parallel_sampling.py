@@ -3,12 +3,12 @@
 Workload: a prompt of 1,000 tokens with ``n`` = 8 samples of 64 tokens each, an empty cache, 16 tokens a block, 512
 tokens a step, memory for all. Blocks held are looked at in the midst of every step, when all of it is planned: the most
 that is held at once, blocks that wait for a copy included. Prompt tokens computed are counted from the scheduler's
-events. By default the real scheduler and core with a null runner; with ``--model`` the real engine and that model, which
-takes some minutes on two cores.
+events. By default the real scheduler and core with a null runner; with ``--model`` the real engine and that model,
+which takes some minutes on two cores.
 
-Asked: at most 1.15 x the bound, which is the prompt once and a tail for each sample: the whole blocks of the prompt, and
-for each sample as many as its other tokens fill. Beside it one sequence with as many tokens in all, and the same work
-as 8 requests of their own: with the prefix cache (which shares whole blocks) and without.
+Asked: at most 1.15 x the bound, which is the prompt once and a tail for each sample: the whole blocks of the prompt,
+and for each sample as many as its other tokens fill. Beside it one sequence with as many tokens in all, and the same
+work as 8 requests of their own: with the prefix cache (which shares whole blocks) and without.
 
     python benchmarks/parallel_sampling.py [--model smollm2-135m] [--json FILE]
 """
