@@ -92,7 +92,7 @@ class RequestOutput:
         request_id: made by the engine.
         prompt: its text, when text was given.
         prompt_token_ids: its tokens.
-        outputs: the ``n`` that were asked for.
+        outputs: the ``n`` that were asked for; with ``best_of``, the best first.
         num_cached_tokens: how much of the prompt was a prefix hit.
         error: what went wrong, when an output's ``finish_reason`` is ``error``.
         prompt_logprobs: for each token of the prompt, those of it and of the most likely tokens by token id, if asked
