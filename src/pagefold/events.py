@@ -78,17 +78,25 @@ class RequestPreempted:
 
 @dataclass(frozen=True, slots=True)
 class RequestFinished:
-    """A request left the scheduler, for whatever reason. What its caller is told is :class:`OutputFinished`."""
+    """A request left the scheduler, for whatever reason. What its caller is told is :class:`OutputFinished`.
+
+    Each sample of a prompt is a request with an event of its own; the prompt is that of ``sample_index`` 0 only.
+
+    Attributes:
+        num_prompt_tokens: of its prompt, whoever computed it.
+        sample_index: which sample of its prompt it was.
+    """
 
     request_id: str
     finish_reason: str
     num_prompt_tokens: int
     num_output_tokens: int
+    sample_index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """A request got its first token: all of its prompt is computed or found.
+    """A request got its first token: all of its prompt is computed or found. Its samples are told once.
 
     Attributes:
         ttft_s: seconds since it came.

@@ -20,6 +20,7 @@ __all__ = [
     "ANYBODY",
     "LEGAL_MOVES",
     "MAX_LOGPROBS",
+    "MAX_SAMPLES",
     "Caller",
     "FinishReason",
     "Request",
@@ -41,12 +42,19 @@ _MAX_BIAS = 100.0
 MAX_LOGPROBS = 20
 """How many alternatives a token's logprobs may tell, as in vLLM and in OpenAI's chats."""
 
+MAX_SAMPLES = 128
+"""How many outputs one prompt may have, as in OpenAI's chats."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the next token is chosen, and when to stop. Names, defaults and meaning are vLLM's.
 
     Attributes:
+        n: how many outputs the prompt gets, 1 to 128. Each is sampled on its own; the prompt is computed once. A greedy
+            request has one, as in vLLM: more would be the same.
+        best_of: so many are sampled, at least ``n``, and the ``n`` with the highest logprob per token are returned, the
+            best first. OpenAI's measure: the sum, which vLLM took, prefers short outputs. None samples ``n``.
         temperature: 0 is greedy; at most 2.
         top_p: keep the most likely tokens whose probabilities add up to this much, in (0, 1].
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
@@ -61,7 +69,8 @@ class SamplingParams:
         stop: texts that end the output; they are not part of it. One text, several, or None.
         stop_token_ids: token ids that end the output; or None.
         ignore_eos: go on after the model's end-of-sequence token.
-        seed: of this request's random draws. A request with a seed draws the same numbers in every batch.
+        seed: of this request's random draws. A request with a seed draws the same numbers in every batch. Sample ``i``
+            draws what a request with ``seed + i`` would draw, as in vLLM.
         logprobs: return each output token's logprob, and those of so many most likely tokens, 0 to 20. They are of
             the model's own distribution: without bias, penalties, temperature and cuts. None returns none.
         prompt_logprobs: the same of the prompt's tokens, which are all computed then: what the prefix cache holds of
@@ -72,6 +81,8 @@ class SamplingParams:
         InvalidRequestError: a value is out of range.
     """
 
+    n: int = 1
+    best_of: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -103,6 +114,7 @@ class SamplingParams:
         if wrong is not None:
             raise _out_of_range(wrong.field, repr(wrong.value), wrong.allowed)
         self._check_distribution()
+        self._check_samples()
         self._check_length()
         for param in ("logprobs", "prompt_logprobs"):
             number = getattr(self, param)
@@ -128,6 +140,16 @@ class SamplingParams:
             if not -_MAX_BIAS <= bias <= _MAX_BIAS:
                 raise _out_of_range("logit_bias", f"{bias} for token {token_id}", "between -100 and 100")
 
+    def _check_samples(self) -> None:
+        if not 1 <= self.n <= MAX_SAMPLES:
+            raise _out_of_range("n", self.n, f"between 1 and {MAX_SAMPLES}")
+        if self.best_of is not None and not self.n <= self.best_of <= MAX_SAMPLES:
+            raise _out_of_range("best_of", self.best_of, f"at least n ({self.n}) and at most {MAX_SAMPLES}")
+        if self.is_greedy and self.num_samples > 1:
+            param = "n" if self.n > 1 else "best_of"
+            msg = f"{param} is {self.num_samples}, but with temperature {self.temperature:g} all outputs are the same."
+            raise InvalidRequestError(msg, param=param, remedy="Leave it out, or give a higher temperature.")
+
     def _check_length(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
             raise _out_of_range("max_tokens", self.max_tokens, "at least 1")
@@ -144,6 +166,16 @@ class SamplingParams:
         return self.temperature < _GREEDY_BELOW
 
     @property
+    def num_samples(self) -> int:
+        """How many outputs are generated."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def ranks_samples(self) -> bool:
+        """Whether more outputs are generated than returned: which, their logprobs say."""
+        return self.num_samples > self.n
+
+    @property
     def has_penalties(self) -> bool:
         """Whether the next token depends on which tokens came before, besides through the model."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
@@ -152,7 +184,7 @@ class SamplingParams:
     def is_plain(self) -> bool:
         """Whether nothing is asked but to draw from the model's distribution, tempered and cut."""
         return (
-            not (self.has_penalties or self.logit_bias or self.min_tokens)
+            not (self.has_penalties or self.logit_bias or self.min_tokens or self.ranks_samples)
             and self.logprobs is None
             and self.prompt_logprobs is None
             and self.structured_outputs is None
@@ -276,11 +308,18 @@ class TokenMatcher(Protocol):
 class Request:
     """One sequence: its tokens, how far its KV is computed, and what it waits for.
 
+    Several samples of one prompt are a request each. The first of them computes the prompt and carries the others, its
+    ``forks``; when the prompt is computed they fork from it, and from then on they have nothing to do with each other.
+
     Attributes:
-        request_id: the caller's name for it.
+        request_id: its name in the scheduler.
+        parent_id: the caller's name for all samples of the prompt together.
+        sample_index: which of them this is.
+        forks: those that will fork from it: they neither wait nor run yet. Empty once they have.
         token_ids: the prompt, then what was sampled.
         is_plain: of its sampling parameters; here because every step asks.
         logprobs: of its output tokens, if asked for.
+        cumulative_logprob: their sum.
         prompt_logprobs: of its prompt's tokens from the second on, as far as known, if asked for.
         matcher: of its output, if that must look like something. It has accepted the output tokens, whether or not
             their KV is computed, so that preemption and failed steps do not concern it.
@@ -297,8 +336,10 @@ class Request:
     """
 
     __slots__ = (
+        "cumulative_logprob",
         "deadline_s",
         "finish_reason",
+        "forks",
         "index",
         "is_aborted",
         "is_plain",
@@ -312,9 +353,11 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "order",
+        "parent_id",
         "priority",
         "prompt_logprobs",
         "request_id",
+        "sample_index",
         "sampling",
         "seed",
         "status",
@@ -337,13 +380,19 @@ class Request:
         arrival_s: float = 0.0,
         deadline_s: float | None = None,
         priority: int = 0,
+        parent_id: str | None = None,
+        sample_index: int = 0,
     ) -> None:
         self.request_id = request_id
+        self.parent_id = request_id if parent_id is None else parent_id
+        self.sample_index = sample_index
+        self.forks: list[Request] = []
         self.token_ids = array("i", prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.sampling = sampling
         self.is_plain = sampling.is_plain
         self.logprobs: list[TokenLogprobs] = []
+        self.cumulative_logprob = 0.0
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.stop = stop
         self.matcher = matcher
@@ -373,6 +422,11 @@ class Request:
     def num_tokens(self) -> int:
         """Prompt and output tokens so far."""
         return len(self.token_ids)
+
+    @property
+    def num_seqs(self) -> int:
+        """How many sequences it is, or will be: itself and those that will fork from it."""
+        return 1 + len(self.forks)
 
     @property
     def num_output_tokens(self) -> int:

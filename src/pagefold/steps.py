@@ -55,7 +55,8 @@ class StepPlan:
         num_tokens: how many tokens of ``token_ids`` are each row's.
         block_ids: each row's block table; position ``p`` lies in ``block_ids[i][p // block_size]``.
         copies: whole-block copies to make before the first write.
-        sampling_rows: the rows that have all their tokens after this step, and so sample the next one.
+        sampling_rows: the rows that have all their tokens after this step, and so sample the next one; ascending. A row
+            comes several times where several samples of one prompt begin: each place is a sample of its own.
         sampling: how, for each of ``sampling_rows``.
         seeds: of each of ``sampling_rows``' random draws.
         draws: how many tokens each of ``sampling_rows`` has sampled before: with the seed it fixes the draw.

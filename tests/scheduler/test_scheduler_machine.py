@@ -7,7 +7,8 @@ Held after every operation, for every policy, with tiny pools, small chunks and 
   preempted, no position is computed twice or skipped, seeds and draws are those of the row's request;
 * each row finds in its blocks exactly its own history, and what it writes is still there when all rows have written.
   Blocks are poisoned when they become free, and the positions that a row will write before it writes them;
-* every output is what its request generates alone;
+* every output is what its request generates alone, that of each sample of a prompt included; a prompt of several
+  samples is sampled once for each when it is computed, and then they are requests like all others;
 * the oldest request is never preempted; admission waits only for budget, seats or memory; every request ends within as
   many steps as there are tokens.
 
@@ -93,7 +94,7 @@ class Machine:
     # Operations.
 
     def add(self, which: int, length: int, own: int, num_new: int) -> None:
-        """A request comes: some of a stream, a few tokens of its own, some tokens to generate."""
+        """A request comes: some of a stream, a few tokens of its own, some to generate, in one sample or several."""
         if len(self.scheduler.waiting) >= MAX_WAITING:
             return
         stream = STREAMS[which % 2 if which % 3 else self.num_added // 4 % len(STREAMS)]
@@ -104,18 +105,26 @@ class Machine:
         max_total = min(self.max_total_tokens, len(tokens) + 1 + num_new % (50 if self.setup.long_outputs else 20))
         request_id = f"r{self.num_added}"
         self.num_added += 1
-        request = Request(
-            request_id,
-            tokens,
-            SAMPLING,
-            stop=StopRule(stops, max_total),
-            namespace=namespace,
-            seed=own // 8 % 2,
-            arrival_s=float(self.num_added),
-            priority=own % 5 - 2,
-        )
-        self.requests[request_id] = request
-        self.expected[request_id] = alone(request)
+        num_samples = 1 + num_new // 50 % min(4, self.setup.max_num_seqs) if own // 16 % 3 == 0 else 1
+        samples = [
+            Request(
+                request_id if not index else f"{request_id}/{index}",
+                tokens,
+                SAMPLING,
+                stop=StopRule(stops, max_total),
+                namespace=namespace,
+                seed=own // 8 % 2 + index,
+                arrival_s=float(self.num_added),
+                priority=own % 5 - 2,
+                parent_id=request_id,
+                sample_index=index,
+            )
+            for index in range(num_samples)
+        ]
+        for sample in samples:
+            self.requests[sample.request_id] = sample
+            self.expected[sample.request_id] = alone(sample)
+        request, *request.forks = samples
         self.scheduler.add(request)
         self._saw("added during a step", self.plan is not None)
 
@@ -147,7 +156,8 @@ class Machine:
         if plan is None:
             return
         requests = list(self.scheduler.running)
-        aborted = {request.request_id for request in requests if request.is_aborted}
+        samples = samples_of(plan, requests)
+        aborted = {request.request_id for request in samples if request.is_aborted}
         result = self.runner.run(plan)
         for request, start, num_tokens, block_ids in zip(
             requests, plan.starts, plan.num_tokens, plan.block_ids, strict=True
@@ -162,9 +172,16 @@ class Machine:
         self.plan = None
         got = self.scheduler.apply(result)
         self._saw("joined at commit", any(a != b for a, b in zip(tables, plan.block_ids, strict=True) if b))
-        assert [request.request_id for request in got] == [
-            requests[row].request_id for row in plan.sampling_rows if requests[row].request_id not in aborted
-        ]
+        assert got == [request for request in samples if request.request_id not in aborted]
+        for request in requests:
+            if request.status is RequestStatus.FINISHED:
+                self.computed.pop(request.request_id)
+        for request in self.scheduler.running:
+            if request.request_id not in self.computed:
+                assert request.sample_index, "runs, and was not admitted"
+                self.computed[request.request_id] = request.num_prompt_tokens
+                self._saw("forked")
+                self._saw("forked inside a block", request.num_prompt_tokens % BLOCK_SIZE > 0)
         assert [event for event in self.events if isinstance(event, PrefixLookup)] == self.lookups
         first = [lookup.request_id for lookup in self.lookups if not lookup.after_preemption]
         assert not self.looked_up.intersection(first), "a first lookup comes once"
@@ -194,13 +211,14 @@ class Machine:
         self._saw("failed step with copies", bool(plan.copies))
         requests = list(self.scheduler.running)
         admitted = requests[len(requests) - self.num_admitted :]
-        ended = {request.request_id for request in requests if request.is_aborted}
+        self._saw("failed step with forks", any(request.forks for request in samples_of(plan, requests)))
+        ended: list[Request] = []
         for request in requests:
             self.num_failed[request.request_id] += 1
-            if self.num_failed[request.request_id] == 3:
-                ended.add(request.request_id)
+            if request.is_aborted or self.num_failed[request.request_id] == 3:
+                ended += (request, *request.forks)
         self.plan = None
-        assert {request.request_id for request in self.scheduler.abandon("it died")} == ended
+        assert self.scheduler.abandon("it died") == ended
         for request in admitted:
             self.computed.pop(request.request_id, None)
         self._forget_ended()
@@ -218,9 +236,16 @@ class Machine:
         present = [*self.scheduler.running, *self.scheduler.waiting]
         if not present:
             return
+        if which % 8:
+            present = self._forking() or present  # a short moment, and one worth hitting
         request = present[which % len(present)]
         was_running = request.status is RequestStatus.RUNNING
         self._saw("cancelled during a step", self.plan is not None and was_running)
+        if request.forks:
+            self._saw("samples cancelled while they wait", not was_running)
+            self._saw("samples cancelled while their prompt is computed", was_running)
+            self._saw("samples cancelled in the step that forks", request in self._forking())
+        self._saw("a sample cancelled", request.parent_id != request.request_id)
         assert self.scheduler.finish(request.request_id, "abort" if which % 3 else "stop") is request
         self._forget_ended()
 
@@ -232,7 +257,8 @@ class Machine:
     def drain(self) -> None:
         """Run everything to its end: no step fails now, so there is a bound on how long it takes."""
         num_steps_left = sum(
-            request.stop.max_total_tokens + 1 for request in (*self.scheduler.running, *self.scheduler.waiting)
+            request.num_seqs * (request.stop.max_total_tokens + 1)
+            for request in (*self.scheduler.running, *self.scheduler.waiting)
         )
         while self.plan is not None or self.scheduler.has_work:
             self.schedule()
@@ -261,7 +287,7 @@ class Machine:
             known = [(request.priority * 2.5 + request.arrival_s, request.index) for request in scheduler.waiting]
             assert known == waiting
             self._saw("overtakes", any(a.index > b.index for a, b in pairwise(scheduler.waiting)))
-        assert len(scheduler.running) <= self.setup.max_num_seqs
+        assert sum(1 + len(request.forks) for request in scheduler.running) <= self.setup.max_num_seqs
         assert core.tables == {request.table for request in scheduler.running}
         for request in scheduler.running:
             assert request.status is RequestStatus.RUNNING
@@ -272,16 +298,38 @@ class Machine:
             assert request.table is None
             assert request.finish_reason is None
             assert (request.status is RequestStatus.PREEMPTED) == (request.num_preemptions > 0)
+        for request in (*scheduler.running, *scheduler.waiting):
+            assert not (request.forks and request.num_output_tokens), "it has a token, and its samples have not begun"
+            for fork in request.forks:
+                assert (fork.status, fork.table) == (RequestStatus.WAITING, None)
+                assert scheduler.get(fork.request_id) is None
         if self.plan is None:
-            assert not core.pending_copies
             assert not core.copies_in_flight
+            waits_for = {copy.dst: copy.src for copy in core.pending_copies}
+            assert not waits_for or any(self.num_failed[request.request_id] for request in scheduler.running)
+            self._saw("a copy waits for another step", bool(waits_for))
             for request in scheduler.running:
-                if request.table.tail is not None:  # None: caching is off, or the cache was reset
-                    assert request.table.num_published == request.num_computed_tokens // BLOCK_SIZE
-                cells = self.runner.read(request.table.block_ids, request.num_computed_tokens)
+                self._check_published(request)
+                block_ids = [waits_for.get(block_id, block_id) for block_id in request.table.block_ids]
+                cells = self.runner.read(block_ids, request.num_computed_tokens)
                 assert cells == cells_of(request.namespace, request.token_ids[: request.num_computed_tokens])
         for block_id in core.pool.free_ids:
             self.runner.poison(block_id)
+
+    def _check_published(self, request: Request) -> None:
+        """All whole blocks are published, but for one whose twin was evicted and written anew while ours was written.
+
+        It joins that twin when it grows; until then what forks from it shares it, off the tree.
+        """
+        table = request.table
+        num_whole = request.num_computed_tokens // BLOCK_SIZE
+        if table.tail is None or table.num_published == num_whole:  # None: caching is off, or the cache was reset
+            return
+        key = request.token_ids[table.num_published * BLOCK_SIZE :][:BLOCK_SIZE].tobytes()
+        num_tables = self.core.pool.blocks[table.block_ids[table.num_published]].num_table_refs
+        assert table.num_published == num_whole - 1
+        assert key in table.tail.children or num_tables > 1, f"{request} has not published a block"
+        self._saw("publishes later")
 
     def _check_preempted(self, before: list[Request]) -> None:
         after = {request.request_id for request in self.scheduler.running}
@@ -302,14 +350,15 @@ class Machine:
     def _check_admission(self, plan: StepPlan) -> None:
         """Nobody waits who could run: admission ends for want of budget, seats or memory."""
         scheduler, core = self.scheduler, self.core
-        if not scheduler.waiting or len(scheduler.running) == self.setup.max_num_seqs:
+        num_seats = self.setup.max_num_seqs - sum(request.num_seqs for request in scheduler.running)
+        if not scheduler.waiting or scheduler.waiting[0].num_seqs > num_seats:
             return
         if len(plan.token_ids) == self.setup.max_num_batched_tokens or plan.copies:
             return
         head = scheduler.waiting[0]
-        needed = head.num_tokens // BLOCK_SIZE + 1 + int(self.setup.num_blocks * 0.01)
+        needed = head.num_tokens // BLOCK_SIZE + head.num_seqs + int(self.setup.num_blocks * 0.01)
         for request in scheduler.running:
-            needed += max(0, -(-request.num_tokens // BLOCK_SIZE) - len(request.table.block_ids))
+            needed += max(0, -(-request.num_tokens // BLOCK_SIZE) - len(request.table.block_ids)) + len(request.forks)
         assert needed > core.num_available, f"{head} could run"
         self._saw("waits for memory")
 
@@ -332,7 +381,7 @@ class Machine:
             written |= cells
             tokens += request.token_ids[start : start + num_tokens]
             if start + num_tokens == request.num_tokens:
-                sampling.append((row, request.seed, request.num_output_tokens))
+                sampling += [(row, sample.seed, request.num_output_tokens) for sample in (request, *request.forks)]
             self._saw("chunk", start + num_tokens < request.num_tokens)
         ends = [start + num_tokens for start, num_tokens in zip(plan.starts, plan.num_tokens, strict=True)]
         assert self.scheduler.num_wasted_slots == sum(-end % block_size for end in ends)
@@ -340,6 +389,7 @@ class Machine:
         assert list(zip(plan.sampling_rows, plan.seeds, plan.draws, strict=True)) == sampling
         assert len(plan.sampling) == len(sampling)
         self._saw("copy-on-write", bool(plan.copies))
+        self._saw("several copies of a block", len({copy.src for copy in plan.copies}) < len(plan.copies))
         self._saw_leaning(plan)
 
     def _saw_leaning(self, plan: StepPlan) -> None:
@@ -358,6 +408,12 @@ class Machine:
         self._saw("prefix hit", num_hit_tokens > 0)
         self._saw("what a preemption kept", after_preemption and num_hit_tokens > 0)
         return PrefixLookup(request.request_id, request.num_tokens, num_hit_tokens, after_preemption)
+
+    def _forking(self) -> list[Request]:
+        """Return those whose samples will begin when the step in flight is applied."""
+        if self.plan is None:
+            return []
+        return [request for request in samples_of(self.plan, self.scheduler.running) if request.forks]
 
     def _poison_what_is_written(self, plan: StepPlan) -> None:
         for block_ids, start in zip(plan.block_ids, plan.starts, strict=True):
@@ -382,6 +438,7 @@ class Machine:
             self._saw(f"ended by {request.finish_reason}")
             assert request.table is None
             assert self.scheduler.get(request_id) is None
+            self._saw("a sample ended by itself", request.sample_index > 0 and request.finish_reason == "stop")
             if request.finish_reason == "length":
                 assert output == expected
             self.computed.pop(request_id, None)
@@ -394,6 +451,14 @@ class Machine:
     def _saw(self, what: str, holds: bool = True) -> None:
         if holds:
             self.seen[what] += 1
+
+
+def samples_of(plan: StepPlan, requests: list[Request]) -> list[Request]:
+    """Return who gets the token of each sampling row, given who has each row."""
+    samples: list[Request] = []
+    for row in dict.fromkeys(plan.sampling_rows):
+        samples += (requests[row], *requests[row].forks)
+    return samples
 
 
 # Drivers.
@@ -542,9 +607,12 @@ def test_random_operations(policy: str) -> None:
 def test_what_is_worth_testing_happens() -> None:
     """A control: the driver reaches the corners that it exists for."""
     seen: Counter[str] = Counter()
-    for seed in range(100, 112):
+    for seed in range(100, 124):
         seen += random_operations(seed, 300, "lru")
     for what in (
+        "a copy waits for another step",
+        "a sample cancelled",
+        "a sample ended by itself",
         "added during a step",
         "cancelled during a step",
         "chunk",
@@ -554,12 +622,19 @@ def test_what_is_worth_testing_happens() -> None:
         "ended by length",
         "ended by stop",
         "failed step with copies",
+        "failed step with forks",
+        "forked",
+        "forked inside a block",
         "joined at commit",
         "lean on a promise",
         "overtakes",
         "preempted",
         "prefix hit",
         "reset during a step",
+        "samples cancelled in the step that forks",
+        "samples cancelled while their prompt is computed",
+        "samples cancelled while they wait",
+        "several copies of a block",
         "waits for memory",
         "what a preemption kept",
     ):

@@ -133,7 +133,7 @@ class EngineClient(Protocol):
 
 
 class TokenStream:
-    """What each step adds to one request: an async iterator that ends behind the delta with a ``finish_reason``.
+    """What each step adds to one request: an async iterator that ends behind the delta that ``is_last``.
 
     A reader that is slower than the engine gets what has come meanwhile as one delta, and so catches up. Deltas with
     logprobs come one by one.
@@ -142,8 +142,9 @@ class TokenStream:
         InvalidRequestError, EngineStoppedError: the engine refused the request, or failed.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, abort: Callable[[TokenStream], None]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, num_samples: int, abort: Callable[[TokenStream], None]) -> None:
         self.loop = loop
+        self.num_samples = num_samples
         self.deltas: asyncio.Queue[OutputDelta | Exception] = asyncio.Queue()
         self._next: OutputDelta | Exception | None = None  # taken from the queue, and not told with what was before
         self._abort = abort
@@ -165,12 +166,12 @@ class TokenStream:
         waiting = [first]
         while waiting[-1].can_merge and not self.deltas.empty():
             following = self.deltas.get_nowait()
-            if isinstance(following, Exception) or not following.can_merge:
+            if isinstance(following, Exception) or not following.can_merge or following.index != first.index:
                 self._next = following
                 break
             waiting.append(following)
         delta = OutputDelta.merged(waiting)
-        self._has_ended = delta.finish_reason is not None
+        self._has_ended = delta.is_last
         return delta
 
     def close(self) -> None:
@@ -185,7 +186,7 @@ class EngineThread:
 
     Args:
         engine: nobody else may call it from now on.
-        max_requests: how many may be here at once, those that wait included; None for any number.
+        max_requests: how many may be here at once, those that wait included, each sample counted; None for any number.
     """
 
     def __init__(self, engine: Engine, *, max_requests: int | None = None) -> None:
@@ -194,7 +195,7 @@ class EngineThread:
         self._max_requests = max_requests
         self._streams: dict[str, TokenStream] = {}  # touched by the engine's thread only
         self._gate = threading.Lock()  # no request may be queued behind the command to drain: nobody would take it
-        self._num_requests = 0  # those in the queue of commands included; under the gate
+        self._num_requests = 0  # each sample counted, those in the queue of commands included; under the gate
         self._ends_s: deque[float] = deque(maxlen=_NUM_ENDS)  # when the last requests ended; under the gate
         self._takes_requests = True
         self._is_draining = False
@@ -251,14 +252,16 @@ class EngineThread:
     ) -> TokenStream:
         """See :class:`EngineClient`."""
         self._engine.check(prompt_token_ids, sampling, caller)
-        stream = TokenStream(asyncio.get_running_loop(), lambda stream: self._commands.put(lambda: abort(stream)))
+        num_samples = sampling.num_samples
+        loop = asyncio.get_running_loop()
+        stream = TokenStream(loop, num_samples, lambda stream: self._commands.put(lambda: abort(stream)))
 
         def add() -> None:
             try:
                 self._engine.add(request_id, prompt_token_ids, sampling, caller, grammar)
             except Exception as error:  # noqa: BLE001 - whoever asked is told
                 failure = error  # Python forgets `error` where this clause ends
-                self._count_ends(1)
+                self._count_end(num_samples)
                 _call(stream.loop, lambda: stream.deltas.put_nowait(failure))
             else:
                 self._streams[request_id] = stream
@@ -270,8 +273,8 @@ class EngineThread:
 
         with self._gate:
             self.ensure_ready()
-            self._ensure_room()
-            self._num_requests += 1
+            self._ensure_room(num_samples)
+            self._num_requests += num_samples
             self._commands.put(add)
         return stream
 
@@ -313,8 +316,8 @@ class EngineThread:
             self._thread.join()
         return has_finished and self._failure is None
 
-    def _ensure_room(self) -> None:
-        if self._max_requests is None or self._num_requests < self._max_requests:
+    def _ensure_room(self, num_samples: int) -> None:
+        if self._max_requests is None or self._num_requests + num_samples <= self._max_requests:
             return
         status = self.status()
         msg = (
@@ -334,12 +337,11 @@ class EngineThread:
     # On the engine's thread.
 
     def _forget(self, request_id: str) -> None:
-        del self._streams[request_id]
-        self._count_ends(1)
+        self._count_end(self._streams.pop(request_id).num_samples)
 
-    def _count_ends(self, num_requests: int) -> None:
+    def _count_end(self, num_samples: int) -> None:
         with self._gate:
-            self._num_requests -= num_requests
+            self._num_requests -= num_samples
             self._ends_s.append(time.monotonic())
 
     def _run(self) -> None:
@@ -371,7 +373,7 @@ class EngineThread:
             stream = self._streams.get(delta.request_id)
             if stream is None:
                 continue
-            if delta.finish_reason is not None:
+            if delta.is_last:
                 self._forget(delta.request_id)
             by_loop.setdefault(stream.loop, []).append((stream, delta))
         for loop, pairs in by_loop.items():
@@ -383,10 +385,9 @@ class EngineThread:
     def _stop(self) -> None:
         for request_id, stream in list(self._streams.items()):
             self._engine.abort(request_id)
-            last = OutputDelta(request_id, "", (), 0, "abort", "The server shut down.")
+            last = OutputDelta(request_id, "", (), 0, "abort", "The server shut down.", is_last=True)
             _call(stream.loop, lambda stream=stream, last=last: stream.deltas.put_nowait(last))  # type: ignore[misc]
-        self._count_ends(len(self._streams))
-        self._streams.clear()
+            self._forget(request_id)
         self._must_stop = True
 
     def _fail_all(self, error: Exception) -> None:

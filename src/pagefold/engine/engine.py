@@ -56,6 +56,7 @@ class ModelLimits:
 
 
 class _Logprobs(TypedDict, total=False):
+    cumulative_logprob: float
     logprobs: tuple[dict[int, Logprob], ...]
     prompt_logprobs: list[dict[int, Logprob] | None]
 
@@ -100,7 +101,8 @@ class Engine:
         self._request_timeout_s = request_timeout_s
         self._emit = emit
         self._clock = clock
-        self._texts: dict[str, OutputText] = {}
+        self._texts: dict[str, OutputText] = {}  # of every sample that has not ended
+        self._open: dict[str, list[str]] = {}  # the ids of those samples, by request
         self._num_requests = 0
 
     @property
@@ -135,6 +137,12 @@ class Engine:
         if sampling.stop and self.tokenizer is None:
             msg = "Stop strings need a tokenizer, and this engine works in tokens only."
             raise InvalidRequestError(msg, param="stop", remedy="Use stop_token_ids.")
+        max_samples = self.scheduler.limits.max_num_seqs
+        if sampling.num_samples > max_samples:
+            param = "n" if sampling.n > max_samples else "best_of"
+            msg = f"{param} is {getattr(sampling, param)}, but at most {max_samples} sequences run at once."
+            remedy = f"Ask for at most {max_samples}, or start with a larger max_num_seqs."
+            raise InvalidRequestError(msg, param=param, remedy=remedy)
         if caller.priority and self.scheduler.policy.name == "fcfs":
             msg = f"priority is {caller.priority}, but requests are served first come first served."
             raise InvalidRequestError(
@@ -160,7 +168,7 @@ class Engine:
         caller: Caller = ANYBODY,
         grammar: Grammar | None = None,
     ) -> None:
-        """Queue a request.
+        """Queue a request, with all its samples.
 
         Args:
             request_id: the caller's name for it.
@@ -174,7 +182,8 @@ class Engine:
         """
         self.check(prompt_token_ids, sampling, caller)
         assert (grammar is None) == (sampling.structured_outputs is None), "a grammar is compiled before it is added"
-        if self.scheduler.get(request_id) is not None:
+        sample_ids = [request_id, *(f"{request_id}/{index}" for index in range(1, sampling.num_samples))]
+        if any(name in self._texts or self.scheduler.get(name) is not None for name in sample_ids):
             msg = f"Request id {request_id!r} is in use."
             raise InvalidRequestError(msg, param="request_id", remedy="Use another id.")
         base = self.limits.namespace
@@ -185,30 +194,40 @@ class Engine:
         seed = sampling.seed if sampling.seed is not None else hash((self._seed, self._num_requests))
         self._num_requests += 1
         now = self._clock()
-        request = Request(
-            request_id,
-            prompt_token_ids,
-            sampling,
-            stop=StopRule(self._stop_ids(sampling), max_total),
-            matcher=None if grammar is None else grammar.matcher(ignore_eos=sampling.ignore_eos),
-            namespace=namespace.key(),
-            seed=seed,
-            arrival_s=now,
-            deadline_s=None if self._request_timeout_s is None else now + self._request_timeout_s,
-            priority=caller.priority,
-        )
-        detokenizer = None if self.tokenizer is None else self.tokenizer.detokenizer(prompt_token_ids)
-        self._texts[request_id] = OutputText(detokenizer, sampling.stop, sampling.min_tokens)
-        self.scheduler.add(request)
+        stop = StopRule(self._stop_ids(sampling), max_total)
+        samples = [
+            Request(
+                sample_id,
+                prompt_token_ids,
+                sampling,
+                stop=stop,
+                matcher=None if grammar is None else grammar.matcher(ignore_eos=sampling.ignore_eos),
+                namespace=namespace.key(),
+                seed=seed + index,
+                arrival_s=now,
+                deadline_s=None if self._request_timeout_s is None else now + self._request_timeout_s,
+                priority=caller.priority,
+                parent_id=request_id,
+                sample_index=index,
+            )
+            for index, sample_id in enumerate(sample_ids)
+        ]
+        for sample_id in sample_ids:
+            detokenizer = None if self.tokenizer is None else self.tokenizer.detokenizer(prompt_token_ids)
+            self._texts[sample_id] = OutputText(detokenizer, sampling.stop, sampling.min_tokens)
+        self._open[request_id] = sample_ids
+        first, *first.forks = samples
+        self.scheduler.add(first)
 
     def abort(self, request_id: str) -> bool:
-        """End a request whose caller has gone. False when it has ended already."""
-        self._texts.pop(request_id, None)
-        request = self.scheduler.finish(request_id, "abort")
-        if request is None:
-            return False
-        tell_end(self._emit, request, "abort", self._clock())
-        return True
+        """End a request whose caller has gone, with all its samples. False when it has ended already."""
+        sample_ids = self._open.pop(request_id, [])
+        for sample_id in sample_ids:
+            del self._texts[sample_id]
+            request = self.scheduler.finish(sample_id, "abort")
+            if request is not None:
+                tell_end(self._emit, request, "abort", self._clock())
+        return bool(sample_ids)
 
     def reset_prefix_cache(self) -> int:
         """Forget every cached prefix, between steps; running requests go on. Return how many blocks became free."""
@@ -271,15 +290,32 @@ class Engine:
             piece += text.flush()
             if text.stopped:
                 reason = "stop"
+        is_last = False
         if reason is not None:
-            del self._texts[request.request_id]
+            is_last = self._close(request)
             tell_end(self._emit, request, reason, now)
         delta = OutputDelta(
-            request.request_id, piece, (token_id,), request.num_cached_tokens, reason, times=request.times
+            request.parent_id,
+            piece,
+            (token_id,),
+            request.num_cached_tokens,
+            reason,
+            index=request.sample_index,
+            is_last=is_last,
+            times=request.times,
         )
         if reason == "error":
             delta = replace(delta, error=_grammar_error(request), param=FIELD)
         return delta if request.is_plain else replace(delta, text_offset=text_offset, **self._logprobs(request))
+
+    def _close(self, request: Request) -> bool:
+        """Forget a sample that has ended; return whether it was the last of its request."""
+        del self._texts[request.request_id]
+        left = self._open[request.parent_id]
+        left.remove(request.request_id)
+        if not left:
+            del self._open[request.parent_id]
+        return not left
 
     def _logprobs(self, request: Request) -> _Logprobs:
         """Return what a delta tells of logprobs: of the last token; with the first one, of the prompt."""
@@ -288,7 +324,9 @@ class Engine:
         if sampling.logprobs is not None:
             last = named_logprobs(self.tokenizer, request.token_ids[-1:], request.logprobs[-1:])
             told["logprobs"] = tuple(last)
-        if sampling.prompt_logprobs is not None and request.num_output_tokens == 1:
+        if request.logprobs:
+            told["cumulative_logprob"] = request.cumulative_logprob
+        if sampling.prompt_logprobs is not None and request.num_output_tokens == 1 and request.sample_index == 0:
             rest = request.token_ids[1 : request.num_prompt_tokens]
             told["prompt_logprobs"] = [None, *named_logprobs(self.tokenizer, rest, request.prompt_logprobs)]
         return told
@@ -304,12 +342,21 @@ class Engine:
 
     def _cut_off(self, request: Request, error: str, now: float) -> OutputDelta:
         """Return the last delta of a request that ended between tokens."""
-        text = self._texts.pop(request.request_id).flush()
+        text = self._texts[request.request_id].flush()
         reason = request.finish_reason
         assert reason is not None
         tell_end(self._emit, request, reason, now)
-        num_cached_tokens = max(0, request.num_cached_tokens)
-        return OutputDelta(request.request_id, text, (), num_cached_tokens, reason, error, times=request.times)
+        return OutputDelta(
+            request.parent_id,
+            text,
+            (),
+            max(0, request.num_cached_tokens),
+            reason,
+            error,
+            index=request.sample_index,
+            is_last=self._close(request),
+            times=request.times,
+        )
 
 
 def _grammar_error(request: Request) -> str:

@@ -79,8 +79,10 @@ class TorchRunner:
             msg = f"The model attended in layers {context.layers}, not once in each of {self.geometry.num_layers}."
             raise UnsupportedModelError(msg, remedy="Use a model with one plain attention a layer.")
         logits: torch.Tensor = output.logits[0]
-        num_sampling = len(plan.sampling_rows)
-        return logits[:num_sampling], logits[num_sampling:]
+        num_parts = sum(len(part.token_ids) for part in plan.prompt_parts)
+        num_sampling = len(logits) - num_parts
+        sampled = logits[:num_sampling] if inputs.samples is None else logits[inputs.samples]
+        return sampled, logits[num_sampling:]
 
     def warm_up(self) -> None:
         """Run one dummy step on block 0: loads or compiles kernels, and finds out a model that cannot work."""

@@ -64,7 +64,7 @@ async def whole_answer(generation: Generation, request: Request, write: Callable
 
 
 def _whole(form: Form, generation: Generation) -> dict[str, Any]:
-    choices = [form.choice(index, output) for index, output in enumerate(generation.outputs)]
+    choices = [form.choice(index, output) for index, output in enumerate(generation.choices())]
     return {**form.head(), "choices": choices, "usage": generation.usage()}
 
 

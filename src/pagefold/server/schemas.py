@@ -213,6 +213,8 @@ class GenerationRequest(RequestBody):
 
     default_max_tokens: ClassVar[int | None] = None
 
+    n: Annotated[StrictInt, stated(minimum=1)] = 1
+    best_of: Annotated[StrictInt | None, stated(minimum=1)] = None
     max_tokens: Annotated[StrictInt | None, Field(ge=1)] = None
     max_completion_tokens: Annotated[StrictInt | None, Field(ge=1)] = None
     temperature: Annotated[StrictFloat, stated(minimum=0, maximum=2)] = 1.0
@@ -262,7 +264,9 @@ class GenerationRequest(RequestBody):
             InvalidRequestError: a value is out of range.
         """
         max_tokens = self.max_completion_tokens or self.max_tokens or self.default_max_tokens
-        return SamplingParams(
+        how = SamplingParams(
+            n=self.n,
+            best_of=self.best_of,
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
@@ -280,6 +284,12 @@ class GenerationRequest(RequestBody):
             logprobs=self.num_logprobs(),
             structured_outputs=None if structured is None else structured.params,
         )
+        if how.ranks_samples and self.stream:
+            msg = (
+                f"best_of is {self.best_of} and n is {self.n}: which are the best is known at the end, not in a stream."
+            )
+            raise InvalidRequestError(msg, param="best_of", remedy="Leave it out, or do not stream.")
+        return how
 
     def structured(self) -> Structured | None:
         """Return what the output must look like, if that is said.

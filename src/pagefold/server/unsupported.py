@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 __all__ = ["IN_CHAT", "IN_COMPLETIONS", "IN_RESPONSES", "refuse_unsupported"]
 
 _IN_BOTH: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
     # vLLM's
     "length_penalty": (1, 1.0),
     "use_beam_search": (False,),
