@@ -17,6 +17,8 @@ __all__ = [
     "FirstToken",
     "NextTokens",
     "OutputFinished",
+    "PinCause",
+    "PinDropped",
     "PrefixLookup",
     "RequestFinished",
     "RequestPreempted",
@@ -43,6 +45,20 @@ class BlockEvicted:
     block_id: int
     depth: int
     cause: EvictionCause
+
+
+PinCause: TypeAlias = Literal["expired", "memory", "removed", "renewed", "reset", "quota"]
+"""Why a pin is no more: its time was up, a request needed the memory, it was asked for, another pin took its place, or
+the cache was reset; ``quota`` for one that never came to be."""
+
+
+@dataclass(frozen=True, slots=True)
+class PinDropped:
+    """A pin is no more; its blocks are cached as any others are. Or it never came to be."""
+
+    pin_id: str
+    num_blocks: int
+    cause: PinCause
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +195,7 @@ class StepAbandoned:
 
 Event: TypeAlias = (
     BlockEvicted
+    | PinDropped
     | PrefixLookup
     | RequestPreempted
     | RequestFinished
