@@ -48,6 +48,8 @@ class EngineConfig:
         scheduling_policy: who goes first: ``fcfs``, or ``priority`` (the smallest ``priority`` of a request).
         priority_aging_s: with ``priority``, seconds of waiting that are worth one level.
         request_timeout_s: seconds after which a request that has not finished is ended; None for never.
+        max_pinned_share: of all blocks, how many pins may keep together, 0 to 1.
+        pin_half_life_s: seconds in which a pin's priority halves.
 
     Raises:
         ConfigError: a value is out of range, or two do not go together.
@@ -67,6 +69,8 @@ class EngineConfig:
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     priority_aging_s: float = 60.0
     request_timeout_s: float | None = None
+    max_pinned_share: float = 0.5
+    pin_half_life_s: float = 3600.0
 
     def __post_init__(self) -> None:
         from pagefold.kv.eviction import POLICIES  # noqa: PLC0415 - kv stands on nothing here; keeps imports one-way
@@ -99,6 +103,13 @@ class EngineConfig:
                 self.max_num_batched_tokens,
                 f"at least max_num_seqs ({self.max_num_seqs}), so that every running request gets a token in each step",
             )
+        self._check_pins()
+
+    def _check_pins(self) -> None:
+        if not 0 <= self.max_pinned_share <= 1:
+            raise _bad("max_pinned_share", self.max_pinned_share, "between 0 (nothing is pinned) and 1")
+        if not 0 < self.pin_half_life_s < float("inf"):
+            raise _bad("pin_half_life_s", self.pin_half_life_s, "a positive number of seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

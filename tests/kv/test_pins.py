@@ -1,4 +1,4 @@
-"""PinTable, one behaviour a test: what a pin keeps, for how long, and who gives way. Random orders are test_machine.py's."""
+"""PinTable, one behaviour a test: what a pin keeps, for how long, and who gives way. Random orders: test_machine.py."""
 
 from __future__ import annotations
 

@@ -65,6 +65,7 @@ class KVCore:
         emit: where events go.
 
     Attributes:
+        publishes: whether anything is ever cached.
         pins: prefixes that stay cached though nobody holds them.
     """
 
@@ -85,7 +86,7 @@ class KVCore:
         self.tables: set[BlockTable] = set()
         self.copies_in_flight: list[CopyOp] = []
         self._copies: list[CopyOp] = []
-        self._publishes = enable_prefix_caching
+        self.publishes = enable_prefix_caching
         self._emit = emit
         self.pins = PinTable(self.pool, pin_limits or PinLimits(), update_evictable=self._update_evictable, emit=emit)
         self._stride = block_size * TOKEN_BYTES
@@ -134,7 +135,7 @@ class KVCore:
             num_nodes -= 1
         if num_nodes < len(nodes):
             nodes = nodes[:num_nodes]
-        table = BlockTable((nodes[-1] if nodes else self.tree.root(hit.namespace)) if self._publishes else None)
+        table = BlockTable((nodes[-1] if nodes else self.tree.root(hit.namespace)) if self.publishes else None)
         self.tables.add(table)
         acquire = self.pool.acquire
         append = table.block_ids.append

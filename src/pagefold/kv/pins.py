@@ -18,7 +18,7 @@ from pagefold.events import Emit, PinCause, PinDropped
 from pagefold.kv.block import BlockState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     from pagefold.kv.pool import BlockPool
     from pagefold.kv.tree import Node
@@ -142,7 +142,7 @@ class PinTable:
         """Return what is left of a pin's priority."""
         return pin.priority * exp2((pin.pinned_at_s - now_s) / self._half_life_s)
 
-    def num_new_blocks(self, path: Iterator[Node]) -> int:
+    def num_new_blocks(self, path: Iterable[Node]) -> int:
         """Return how many blocks of ``path`` no pin keeps yet: what a pin of it would add to ``num_blocks``."""
         return sum(1 for node in path if node.block is not None and not node.block.num_pin_refs)
 
