@@ -8,6 +8,7 @@ from fastapi import FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from pagefold import __version__
+from pagefold.config import Account
 from pagefold.errors import EngineStoppedError
 from pagefold.server.answer_schemas import Model, Models
 from pagefold.server.body_limit import BodyLimit
@@ -42,7 +43,8 @@ def create_app(client: EngineClient, *, model_name: str, config: ServerConfig, m
     app = FastAPI(title="Pagefold", version=__version__, redirect_slashes=False)
     app.add_middleware(TellIgnored)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
-    app.add_middleware(Keys, api_keys=config.api_keys, admin_key=config.admin_api_key)
+    accounts = [*(Account(key=key) for key in config.api_keys), *config.accounts]
+    app.add_middleware(Keys, accounts=accounts, admin_key=config.admin_api_key)
     add_error_handlers(app)
     app.add_middleware(RequestLog, count=metrics.count_response)  # the last added is the outermost
     metrics.watch(client.status)

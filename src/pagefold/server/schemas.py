@@ -21,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from pagefold.config import MAX_PRIORITY, Account
 from pagefold.errors import InvalidRequestError
 from pagefold.request import MAX_LOGPROBS, Caller, SamplingParams
 from pagefold.server.ignored import Body
@@ -59,7 +60,6 @@ MAX_PARTS = 10_000
 """Messages of a request, and parts of all of them: each is an object to check while everybody else waits."""
 
 _MAX_INT64 = 2**63 - 1
-_MAX_PRIORITY = 2**31
 _MAX_TOKEN_ID = 2**31 - 1
 _MAX_ID_DIGITS = 18
 
@@ -204,7 +204,8 @@ class GenerationRequest(RequestBody):
         max_completion_tokens: OpenAI's newer name of ``max_tokens``; it counts when both are there.
         user: accepted and ignored.
         cache_salt: requests share cached prefixes only with those that bring the same salt.
-        priority: the smaller, the sooner it is served; only where the server schedules by priority.
+        priority: the smaller, the sooner it is served; only where the server schedules by priority. That of the key's
+            customer class, else 0, if it is not there.
         response_format: what the output must look like: text, any JSON object, or JSON of a schema.
         structured_outputs: the same in vLLM's form: see
             :class:`~pagefold.structured.params.StructuredOutputsParams`.
@@ -234,7 +235,7 @@ class GenerationRequest(RequestBody):
     stream_options: StreamOptions | None = None
     user: Text | None = None
     cache_salt: Annotated[Text | None, Field(min_length=1)] = None
-    priority: Annotated[StrictInt, Field(ge=-_MAX_PRIORITY, le=_MAX_PRIORITY)] = 0
+    priority: Annotated[StrictInt | None, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = None
     response_format: ResponseFormat = None
     structured_outputs: StructuredOutputs = None
     guided_json: GuidedJson = None
@@ -308,9 +309,10 @@ class GenerationRequest(RequestBody):
             }
         )
 
-    def caller(self) -> Caller:
-        """Return who asks, and on what terms."""
-        return Caller(cache_salt=self.cache_salt or "", priority=self.priority)
+    def caller(self, account: Account) -> Caller:
+        """Return who asks, and on what terms: the tenant is the account's, whatever the body says."""
+        priority = account.priority if self.priority is None else self.priority
+        return Caller(tenant=account.tenant, cache_salt=self.cache_salt or "", priority=priority)
 
     def num_logprobs(self) -> int | None:
         """Return of how many alternatives to each token logprobs are asked for; None for none, not even the token's."""
