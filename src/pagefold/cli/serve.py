@@ -196,7 +196,8 @@ def _accounts(path: str | None, scheduling_policy: str) -> tuple[Account, ...]:
     accounts = () if path is None else read_key_file(path, lambda line: typer.echo(line, err=True))
     urgent = next((account for account in accounts if account.priority), None)
     if urgent is not None and scheduling_policy == "fcfs":
-        msg = f"Class {urgent.customer_class} has priority {urgent.priority}, but requests are served in order of arrival."
+        what = f"Class {urgent.customer_class} has priority {urgent.priority}"
+        msg = f"{what}, but requests are served first come first served."
         raise ConfigError(msg, remedy="Start with --scheduling-policy priority, or give the class priority 0.")
     return accounts
 
