@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ANYBODY",
+    "DEFAULT_RETENTION_PRIORITY",
     "LEGAL_MOVES",
     "MAX_LOGPROBS",
     "MAX_SAMPLES",
@@ -40,6 +41,9 @@ _MAX_STOP_STRINGS = 16
 _MAX_PENALTY = 2.0
 _MAX_BIAS = 100.0
 _MAX_RETENTION_PRIORITY = 100.0
+
+DEFAULT_RETENTION_PRIORITY = 35.0
+"""As in TensorRT-LLM."""
 
 MAX_LOGPROBS = 20
 """How many alternatives a token's logprobs may tell, as in vLLM and in OpenAI's chats."""
@@ -213,7 +217,7 @@ class WarmUp:
 
     pin: bool = False
     ttl_s: float | None = None
-    retention_priority: float = 35.0
+    retention_priority: float = DEFAULT_RETENTION_PRIORITY
 
     def __post_init__(self) -> None:
         wrong = wrong_type(self)

@@ -154,7 +154,7 @@ def test_what_is_kept_is_the_beginning_of_every_longer_text(name: str, added: bo
     @settings(max_examples=250)
     @given(texts, texts)
     def check(text: str, more: str) -> None:
-        kept = encode(text).token_ids[: boundary.num_stable(text, encode)]
+        kept = boundary.stable_prefix(text, encode).token_ids
         assert encode(text + more).token_ids[: len(kept)] == kept
 
     check()
@@ -163,7 +163,7 @@ def test_what_is_kept_is_the_beginning_of_every_longer_text(name: str, added: bo
 @settings(max_examples=400)
 @given(texts, texts)
 def test_with_the_real_tokenizer(tokenizer: Tokenizer, text: str, more: str) -> None:
-    kept = tokenizer.encode_prefix(text)
+    kept = tokenizer.encode_prefix(text).token_ids
     assert tokenizer.encode(text + more)[: len(kept)] == kept
 
 
@@ -176,7 +176,7 @@ messages = st.lists(st.fixed_dictionaries({"role": roles, "content": texts}), ma
 def test_what_is_kept_of_a_chat_is_the_beginning_of_every_longer_chat(
     tokenizer: Tokenizer, said: list[dict[str, str]], more: list[dict[str, str]]
 ) -> None:
-    kept = tokenizer.encode_chat_prefix(said)
+    kept = tokenizer.encode_chat_prefix(said).token_ids
     whole = tokenizer.encode_chat([*said, *more])
     assert whole[: len(kept)] == kept
     # All that was said is in it, unless a message spells a special token: that may go on after it.
@@ -199,7 +199,7 @@ def test_what_is_kept_of_a_chat_is_the_beginning_of_every_longer_chat(
     ],
 )
 def test_little_is_cut(tokenizer: Tokenizer, text: str, kept: str) -> None:
-    assert tokenizer.decode(tokenizer.encode_prefix(text), skip_special_tokens=False) == kept
+    assert tokenizer.decode(tokenizer.encode_prefix(text).token_ids, skip_special_tokens=False) == kept
 
 
 def test_merges_that_cross_words_forbid_a_cut_there() -> None:
@@ -209,8 +209,12 @@ def test_merges_that_cross_words_forbid_a_cut_there() -> None:
     encode = encoder(backend)
     assert encode("a b").token_ids == [0, 1, 2]
     assert encode("a bc").token_ids == [6]
-    assert Boundary(backend).num_stable("a b", encode) == 0
-    assert Boundary(backend).num_stable("a c b", encode) == 3  # up to the second space: no entry holds `c `
+    assert Boundary(backend).stable_prefix("a b", encode) == ([], 3)
+    assert Boundary(backend).stable_prefix("a c b", encode).token_ids == [
+        0,
+        1,
+        3,
+    ]  # up to the second space: no entry holds `c `
 
 
 @pytest.mark.parametrize(
@@ -231,8 +235,8 @@ def test_what_comes_may_change_what_was_there(name: str, text: str, more: str) -
     encode = encoder(backend)
     before, after = encode(text).token_ids[:-1], encode(text + more).token_ids  # without </s>
     assert after[: len(before)] != before
-    num_stable = boundary.num_stable(text, encode)
-    assert after[:num_stable] == before[:num_stable]
+    kept = boundary.stable_prefix(text, encode).token_ids
+    assert kept == after[: len(kept)]
 
 
 def test_a_template_that_lets_only_some_roles_follow(smollm2: Path, tmp_path: Path) -> None:
@@ -249,7 +253,7 @@ def test_a_template_that_lets_only_some_roles_follow(smollm2: Path, tmp_path: Pa
     )
     tokenizer = Tokenizer(copy_with(smollm2, tmp_path, chat_template=template))
     system = [{"role": "system", "content": "Be brief and kind."}]
-    kept = tokenizer.encode_chat_prefix(system)
+    kept = tokenizer.encode_chat_prefix(system).token_ids
     assert "Be brief and kind" in tokenizer.decode(kept)
     whole = tokenizer.encode_chat([*system, {"role": "user", "content": "Why?"}])
     assert whole[: len(kept)] == kept

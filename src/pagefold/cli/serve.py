@@ -14,7 +14,7 @@ import typer
 from pagefold.cli.fail import fail
 from pagefold.cli.size import parse_size
 from pagefold.config import EngineConfig, ServerConfig, environment_admin_key
-from pagefold.errors import ConfigError, PagefoldError
+from pagefold.errors import ConfigError, InvalidRequestError, PagefoldError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pagefold.config import Account, AttentionBackend, Dtype
     from pagefold.engine.engine import Engine
     from pagefold.events import Emit
+    from pagefold.server.process import WarmPrompt
 
 __all__ = ["serve"]
 
@@ -81,6 +82,14 @@ def serve(  # noqa: PLR0913 - one parameter a flag
         str | None,
         typer.Option(
             help="What admin routes ask for; closed without. Or $PAGEFOLD_ADMIN_API_KEY.", rich_help_panel=_DOOR
+        ),
+    ] = None,
+    warm: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="JSON lines: prompts to cache before /ready, as pagefold warm does.",
+            rich_help_panel=_DOOR,
         ),
     ] = None,
     log_format: Annotated[
@@ -184,7 +193,8 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             log_level=cast('Literal["debug", "info", "warning", "error"]', log_level),
             tool_call_parser=tool_call_parser,
         )
-        exit_code = _run(engine_config, server_config, began)
+        prompts = [] if warm is None else _warm_prompts(warm)
+        exit_code = _run(engine_config, server_config, prompts, began)
     except PagefoldError as error:
         fail(error)
     raise typer.Exit(exit_code)
@@ -202,6 +212,27 @@ def _accounts(path: str | None, scheduling_policy: str) -> tuple[Account, ...]:
     return accounts
 
 
+def _warm_prompts(path: str) -> list[WarmPrompt]:
+    from pydantic import ValidationError  # noqa: PLC0415 - only here
+
+    from pagefold.cli.warm_file import read_warm_file  # noqa: PLC0415
+    from pagefold.server.process import WarmPrompt  # noqa: PLC0415 - imports fastapi and uvicorn
+    from pagefold.server.warm_schemas import WarmRequest  # noqa: PLC0415
+
+    prompts: list[WarmPrompt] = []
+    for number, fields in read_warm_file(path):
+        try:
+            prompts.append(WarmPrompt(f"line {number} of {path}", WarmRequest.model_validate(fields)))
+        except ValidationError as error:
+            first = error.errors()[0]
+            msg = f"Line {number} of {path}: {'.'.join(map(str, first['loc']))}: {first['msg']}."
+            raise ConfigError(msg) from None
+        except InvalidRequestError as error:
+            msg = f"Line {number} of {path}: {error}"
+            raise ConfigError(msg) from None
+    return prompts
+
+
 def _num_tokens(max_model_len: str | None) -> int | Literal["auto"] | None:
     if max_model_len is None or max_model_len == "auto":
         return cast('Literal["auto"] | None', max_model_len)
@@ -212,7 +243,7 @@ def _num_tokens(max_model_len: str | None) -> int | Literal["auto"] | None:
         raise typer.BadParameter(msg, param_hint="--max-model-len") from None
 
 
-def _run(engine_config: EngineConfig, config: ServerConfig, began: float) -> int:
+def _run(engine_config: EngineConfig, config: ServerConfig, prompts: list[WarmPrompt], began: float) -> int:
     from pagefold.observe.logs import set_up_logs  # noqa: PLC0415 - imports python-json-logger
     from pagefold.server.listener import listen, raise_open_files  # noqa: PLC0415 - as below
     from pagefold.server.process import ServerProcess  # noqa: PLC0415 - imports fastapi and uvicorn
@@ -240,6 +271,7 @@ def _run(engine_config: EngineConfig, config: ServerConfig, began: float) -> int
         listener=listener,
         start_engine=lambda emit: _start_engine(engine_config, emit, say),
         on_ready=say_ready,
+        warm=prompts,
     )
     exit_code = process.run()
     if process.is_starting:

@@ -23,10 +23,7 @@ if TYPE_CHECKING:
     from pagefold.kv.pool import BlockPool
     from pagefold.kv.tree import Node
 
-__all__ = ["DEFAULT_PIN_PRIORITY", "DroppedPin", "Pin", "PinLimits", "PinTable"]
-
-DEFAULT_PIN_PRIORITY = 35.0
-"""Of 0 to 100, as in TensorRT-LLM's retention priorities."""
+__all__ = ["DroppedPin", "Pin", "PinLimits", "PinTable"]
 
 _NUM_DROPPED_KEPT = 100
 
@@ -153,7 +150,7 @@ class PinTable:
         now_s: float,
         *,
         ttl_s: float | None = None,
-        priority: float = DEFAULT_PIN_PRIORITY,
+        priority: float = 0.0,
     ) -> Pin | None:
         """Pin the path that ends in ``tail``, as far as it is committed; an earlier pin of just that path is renewed.
 

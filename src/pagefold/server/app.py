@@ -12,6 +12,7 @@ from pagefold.config import Account
 from pagefold.errors import EngineStoppedError
 from pagefold.server.answer_schemas import Model, Models
 from pagefold.server.body_limit import BodyLimit
+from pagefold.server.cache import cache_routes
 from pagefold.server.chat import chat_routes
 from pagefold.server.completions import completion_routes
 from pagefold.server.description import describe
@@ -22,6 +23,7 @@ from pagefold.server.request_log import RequestLog
 from pagefold.server.responses import response_routes
 from pagefold.server.served import Served
 from pagefold.server.tokenize import tokenize_routes
+from pagefold.server.warming import Warmer, tenants_of
 
 if TYPE_CHECKING:
     from pagefold.config import ServerConfig
@@ -53,6 +55,7 @@ def create_app(client: EngineClient, *, model_name: str, config: ServerConfig, m
     app.include_router(chat_routes(served))
     app.include_router(response_routes(served))
     app.include_router(tokenize_routes(served))
+    app.include_router(cache_routes(Warmer(served, tenants_of(config))))
 
     @app.get("/v1/models", responses={200: {"model": Models}})
     async def list_models() -> dict[str, Any]:

@@ -45,11 +45,15 @@ __all__ = [
     "CompletionRequest",
     "DetokenizeRequest",
     "GenerationRequest",
+    "OneIds",
+    "OneText",
     "RequestBody",
     "StreamOptions",
     "Text",
     "TextPart",
     "TokenizeRequest",
+    "checked_ids",
+    "checked_text",
     "few_parts",
     "stated",
 ]
@@ -65,12 +69,12 @@ _MAX_ID_DIGITS = 18
 
 _DEFAULT_COMPLETION_TOKENS = 16
 
-_OneText: TypeAlias = Annotated[str, Field(min_length=1)]
-_OneIds: TypeAlias = Annotated[list[Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]], Field(min_length=1)]
-_Texts: TypeAlias = Annotated[list[_OneText], Field(min_length=1, max_length=_MAX_PROMPTS)]
-_ManyIds: TypeAlias = Annotated[list[_OneIds], Field(min_length=1, max_length=_MAX_PROMPTS)]
-_Prompt: TypeAlias = _OneText | _Texts | _OneIds | _ManyIds
-_Stop: TypeAlias = _OneText | Annotated[list[_OneText], Field(max_length=16)]
+OneText: TypeAlias = Annotated[str, Field(min_length=1)]
+OneIds: TypeAlias = Annotated[list[Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]], Field(min_length=1)]
+_Texts: TypeAlias = Annotated[list[OneText], Field(min_length=1, max_length=_MAX_PROMPTS)]
+_ManyIds: TypeAlias = Annotated[list[OneIds], Field(min_length=1, max_length=_MAX_PROMPTS)]
+_Prompt: TypeAlias = OneText | _Texts | OneIds | _ManyIds
+_Stop: TypeAlias = OneText | Annotated[list[OneText], Field(max_length=16)]
 _Bias: TypeAlias = Annotated[
     dict[Annotated[str, Field(pattern="^[0-9]{1,18}$")], Annotated[float, Field(ge=-100, le=100)]],
     Field(json_schema_extra={"additionalProperties": False}),
@@ -130,14 +134,14 @@ Text: TypeAlias = Annotated[StrictStr, AfterValidator(_whole_text)]
 def _as_prompts(value: object) -> _Prompts:
     """Check the four forms by hand: what a union reports about a wrong value helps nobody."""
     if isinstance(value, str):
-        return [_checked_text(value)]
+        return [checked_text(value)]
     if isinstance(value, list) and value and len(value) <= _MAX_PROMPTS:
         if isinstance(value[0], str):
-            return [_checked_text(text) for text in value]
+            return [checked_text(text) for text in value]
         if isinstance(value[0], list):
-            return [_checked_ids(token_ids) for token_ids in value]
+            return [checked_ids(token_ids) for token_ids in value]
     if isinstance(value, list) and (not value or type(value[0]) is int):
-        return [_checked_ids(value)]
+        return [checked_ids(value)]
     if isinstance(value, list) and len(value) > _MAX_PROMPTS:
         msg = f"at most {_MAX_PROMPTS} prompts go into one request"
         raise ValueError(msg)
@@ -145,14 +149,16 @@ def _as_prompts(value: object) -> _Prompts:
     raise ValueError(msg)
 
 
-def _checked_text(text: object) -> str:
+def checked_text(text: object) -> str:
+    """Check a prompt that is, or should be, a text."""
     if not isinstance(text, str):
         msg = f"it holds texts and a {type(text).__name__}; all prompts must be of one kind"
         raise ValueError(msg)  # noqa: TRY004 - as above
     return _whole_text(text)
 
 
-def _checked_ids(token_ids: object) -> list[int]:
+def checked_ids(token_ids: object) -> list[int]:
+    """Check a prompt of token ids."""
     if not isinstance(token_ids, list) or not all(type(token_id) is int for token_id in token_ids):
         msg = "a list of token ids must hold ints and nothing else"
         raise ValueError(msg)

@@ -28,7 +28,7 @@ from pagefold.tokenizer.pieces import letter_of_byte
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["Boundary", "Encoded"]
+__all__ = ["Boundary", "Encoded", "StablePrefix"]
 
 _SPACES = " \n\t\r"
 _ENDS_OF_WORDS = frozenset(",.;:!?)]}»”，。、；：！？）」』】》")  # noqa: RUF001 - just these
@@ -50,6 +50,18 @@ class Encoded(NamedTuple):
     offsets: Sequence[tuple[int, int]]
 
 
+class StablePrefix(NamedTuple):
+    """The tokens of a text that stay the same whatever follows it.
+
+    Attributes:
+        token_ids: they.
+        num_tokens: how many the text has.
+    """
+
+    token_ids: list[int]
+    num_tokens: int
+
+
 class Boundary:
     """Finds sealed cuts for one tokenizer.
 
@@ -69,14 +81,18 @@ class Boundary:
             and not (token.normalized and backend.normalizer is not None)
         }
 
-    def num_stable(self, text: str, encode: Callable[[str], Encoded]) -> int:
-        """Return how many of the first tokens of ``text`` stay the same whatever follows it; 0 if nothing is certain.
+    def stable_prefix(self, text: str, encode: Callable[[str], Encoded]) -> StablePrefix:
+        """Return the first tokens of ``text`` that stay the same whatever follows it; none if nothing is certain.
 
         Args:
             text: the text.
             encode: tokenizes it, always in the same way.
         """
         encoded = encode(text)
+        num_stable = self._num_stable(text, encoded, encode)
+        return StablePrefix(encoded.token_ids[:num_stable], len(encoded.token_ids))
+
+    def _num_stable(self, text: str, encoded: Encoded, encode: Callable[[str], Encoded]) -> int:
         token_ids = encoded.token_ids
         for num_tokens, cut in islice(self._sealed_cuts(text, encoded), _MAX_TRIES):
             kept = token_ids[:num_tokens]

@@ -8,7 +8,7 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from pagefold.errors import InvalidRequestError, UnsupportedModelError
-from pagefold.tokenizer.boundary import Boundary, Encoded
+from pagefold.tokenizer.boundary import Boundary, Encoded, StablePrefix
 from pagefold.tokenizer.detokenizer import Detokenizer
 from pagefold.tokenizer.length_bound import LengthBound
 from pagefold.tokenizer.pieces import bytes_of_piece
@@ -134,11 +134,11 @@ class Tokenizer:
             raise InvalidRequestError(msg, param="messages", remedy="Send whole characters.") from None
         return text
 
-    def encode_prefix(self, text: str) -> list[int]:
+    def encode_prefix(self, text: str) -> StablePrefix:
         """Return the first tokens of :meth:`encode` that stay the same whatever follows ``text``; see ``boundary``."""
         return self._stable(text, add_special_tokens=True)
 
-    def encode_chat_prefix(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def encode_chat_prefix(self, messages: Sequence[Mapping[str, Any]]) -> StablePrefix:
         """Return the first tokens that every chat has which goes on from ``messages``, whatever is said next.
 
         Where the template ends what it makes of ``messages`` is found by letting it go on in different ways.
@@ -159,12 +159,12 @@ class Tokenizer:
     def _boundary(self) -> Boundary:
         return Boundary(self._backend)
 
-    def _stable(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def _stable(self, text: str, *, add_special_tokens: bool) -> StablePrefix:
         def encode(text: str) -> Encoded:
             found = self._tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
             return Encoded(list(found["input_ids"]), found["offset_mapping"])
 
-        return encode(text).token_ids[: self._boundary.num_stable(text, encode)]
+        return self._boundary.stable_prefix(text, encode)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ``token_ids``, without special tokens unless they are wanted."""
