@@ -159,7 +159,7 @@ class ServerProcess:
                 if self._is_ending:
                     return
                 _log.warning("%s is not warmed: %s", prompt.where, error)
-            except Exception:  # a server that does not come up for a prompt's sake helps nobody
+            except Exception:  # noqa: BLE001 - a server that does not come up for a prompt's sake helps nobody
                 _log.exception("%s is not warmed", prompt.where)
         if not self._is_ending:
             self._late.arrive(engine)
