@@ -92,7 +92,7 @@ def test_of_pins_those_go_that_help() -> None:
     world = World()
     world.pin("own", range(100, 116), retention_priority=1.0)
     world.pin("other", range(200, 232), retention_priority=99.0)
-    request = world.add("r", range(100, 134), 1)  # four blocks are there, and five more are needed, of which four are free
+    request = world.add("r", range(100, 134), 1)  # four blocks are there, four of five more are free
     world.step()
     assert request.num_cached_tokens == 16
     assert world.pinned == ["own"]
