@@ -1,9 +1,10 @@
 """Tokens computed for a prompt that leaves a cached one inside a block.
 
 Workload: a first prompt of 256 tokens (16 blocks of 16) is computed and cached. Then, alone, a second prompt of 256
-tokens that agrees with it up to its first difference, once for each offset of that difference in the ninth block; each
-with a first prompt and a namespace of its own, so that no pair helps another. Counted from the scheduler's events. By default the real scheduler and core with a null runner; with ``--model`` the real engine and that
-model, whose output for the second prompt must be what it is without a cache.
+tokens that agrees with it up to its first difference, once for each offset of that difference in the ninth block, each
+time with a first prompt and a namespace of its own, so that no pair helps another. Counted from the scheduler's events.
+By default the real scheduler and core with a null runner; with ``--model`` the real engine and that model, whose output
+for the second prompt must be what it is without a cache.
 
 Asked, at every offset: at most the tokens behind the first one that differs, plus one. Beside it the twin that reuses
 whole blocks only, in the same run: the same core whose matches leave out the part of a block.
