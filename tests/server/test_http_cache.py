@@ -96,6 +96,7 @@ def test_token_ids_are_found_by_who_comes_next(library):
         "num_kept_tokens": 50,
         "num_cached_tokens": 0,
         "pin": None,
+        "cause": None,
     }
     assert hit(library, [*numbers(100, 50), 7, 8, 9]) == 48  # three whole blocks
     assert warm(library, prompt=numbers(100, 50))["num_cached_tokens"] == 48

@@ -176,7 +176,7 @@ messages = st.lists(st.fixed_dictionaries({"role": roles, "content": texts}), ma
 def test_what_is_kept_of_a_chat_is_the_beginning_of_every_longer_chat(
     tokenizer: Tokenizer, said: list[dict[str, str]], more: list[dict[str, str]]
 ) -> None:
-    kept = tokenizer.encode_chat_prefix(said).token_ids
+    kept = tokenizer.encode_rendered_prefix(tokenizer.render_chat_prefix(said)).token_ids
     whole = tokenizer.encode_chat([*said, *more])
     assert whole[: len(kept)] == kept
     # All that was said is in it, unless a message spells a special token: that may go on after it.
@@ -253,7 +253,7 @@ def test_a_template_that_lets_only_some_roles_follow(smollm2: Path, tmp_path: Pa
     )
     tokenizer = Tokenizer(copy_with(smollm2, tmp_path, chat_template=template))
     system = [{"role": "system", "content": "Be brief and kind."}]
-    kept = tokenizer.encode_chat_prefix(system).token_ids
+    kept = tokenizer.encode_rendered_prefix(tokenizer.render_chat_prefix(system)).token_ids
     assert "Be brief and kind" in tokenizer.decode(kept)
     whole = tokenizer.encode_chat([*system, {"role": "user", "content": "Why?"}])
     assert whole[: len(kept)] == kept

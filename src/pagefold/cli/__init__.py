@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from pagefold import __version__
-from pagefold.cli import bench, demo, models, plan, serve
-from pagefold.cli import demo, models, serve, warm
+from pagefold.cli import bench, demo, models, plan, serve, warm
 
 __all__ = ["app"]
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, HTTPException, Request, Response
 from starlette.responses import JSONResponse
 
+from pagefold.server.answer_schemas import Pins, Unpinned, Warmed
 from pagefold.server.disconnect import CLIENT_CLOSED_REQUEST, ClientGoneError, while_connected
 from pagefold.server.warm_schemas import WarmRequest  # noqa: TC001 - FastAPI reads it
 from pagefold.server.warming import described
@@ -23,7 +24,7 @@ def cache_routes(warmer: Warmer) -> APIRouter:
     router = APIRouter(prefix="/v1/cache")
     served = warmer.served
 
-    @router.post("/warm", response_model=None)
+    @router.post("/warm", response_model=None, responses={200: {"model": Warmed}})
     async def warm(asked: WarmRequest, request: Request) -> Response:
         """Cache a prompt before anybody sends it, and pin it if wanted."""
         served.admit(asked, request)
@@ -32,7 +33,7 @@ def cache_routes(warmer: Warmer) -> APIRouter:
         except ClientGoneError:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
 
-    @router.get("/pins")
+    @router.get("/pins", responses={200: {"model": Pins}})
     async def list_pins() -> dict[str, Any]:
         """List what is pinned, and the last pins that went, with the cause."""
         report = await served.client.pins()
@@ -47,7 +48,7 @@ def cache_routes(warmer: Warmer) -> APIRouter:
             "max_blocks": report.max_blocks,
         }
 
-    @router.delete("/pins/{pin_id}")
+    @router.delete("/pins/{pin_id}", responses={200: {"model": Unpinned}})
     async def unpin(pin_id: str) -> dict[str, Any]:
         """Take a pin away; what it kept stays cached until its memory is needed."""
         if not await served.client.unpin(pin_id):

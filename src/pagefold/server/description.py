@@ -41,8 +41,9 @@ _WORDS = {
     400: "The request cannot be served as it was sent.",
     401: "A key is missing, or not known.",
     403: "The route is for the admin, and the server has no admin key.",
-    404: "There is no such model.",
+    404: "There is no such model, or no such pin.",
     408: "The body stopped coming.",
+    409: "More would be pinned than may be.",
     413: "The body is too large.",
     415: "The body is no JSON.",
     429: "Too many requests are here.",
@@ -114,6 +115,10 @@ def _statuses(path: str, method: str, operation: dict[str, Any], *, has_keys: bo
         statuses.update((401, 403, 500, 503))
     elif has_keys and path not in OPEN_PATHS:
         statuses.add(401)
+    if path == "/v1/cache/warm":
+        statuses.add(409)
+    if "{pin_id}" in path:
+        statuses.add(404)
     if path in ("/health", "/ready"):
         statuses.add(503)
     if method == "get" and path.startswith("/v1/models"):

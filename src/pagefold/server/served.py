@@ -159,7 +159,8 @@ class Served:
         """Return what to warm of a prompt: token ids as they are, texts and chats up to where they may go on.
 
         Raises:
-            InvalidRequestError: as :meth:`encode` and :meth:`encode_chat`; or no token is certain to stay.
+            InvalidRequestError, ContextLengthError: as :meth:`encode` and :meth:`encode_chat`; or no token is certain
+                to stay.
         """
         prompt = asked.prompt
         if isinstance(prompt, list):
@@ -169,7 +170,9 @@ class Served:
         messages = [message.for_template() for message in asked.messages or ()]
 
         def encode() -> StablePrefix:
-            return tokenizer.encode_chat_prefix(messages) if prompt is None else tokenizer.encode_prefix(prompt)
+            text = tokenizer.render_chat_prefix(messages) if prompt is None else prompt
+            self._refuse_if_too_long(text, tokenizer, param)
+            return tokenizer.encode_rendered_prefix(text) if prompt is None else tokenizer.encode_prefix(text)
 
         found = await _aside(len(prompt or "") + sum(len(message["content"]) for message in messages), encode)
         if not found.token_ids:

@@ -66,7 +66,8 @@ class Warmer:
             "num_kept_tokens": len(prompt.token_ids),
             "num_cached_tokens": generation.outputs[0].num_cached_tokens,
         }
-        return told | (_outcome(await self.served.client.pins(), pin_id) if asked.pin else {"pin": None})
+        nothing = {"pin": None, "cause": None}
+        return told | (_outcome(await self.served.client.pins(), pin_id) if asked.pin else nothing)
 
     def _check_tenant(self, tenant: str | None) -> None:
         if tenant and tenant not in self.tenants:
@@ -93,4 +94,4 @@ def _outcome(report: PinReport, pin_id: str) -> dict[str, Any]:
     if cause == "quota":
         msg = f"The prompt is cached, but not pinned: {report.num_blocks} of at most {report.max_blocks} blocks are."
         raise PinQuotaError(msg, remedy="Take pins away, or start with a larger max_pinned_share.")
-    return {"pin": pin} if pin is not None else {"pin": None, "dropped": cause}
+    return {"pin": pin, "cause": cause}

@@ -138,13 +138,17 @@ class Tokenizer:
         """Return the first tokens of :meth:`encode` that stay the same whatever follows ``text``; see ``boundary``."""
         return self._stable(text, add_special_tokens=True)
 
-    def encode_chat_prefix(self, messages: Sequence[Mapping[str, Any]]) -> StablePrefix:
-        """Return the first tokens that every chat has which goes on from ``messages``, whatever is said next.
+    def encode_rendered_prefix(self, text: str) -> StablePrefix:
+        """Return the first tokens of :meth:`encode_rendered` that stay the same whatever follows ``text``."""
+        return self._stable(text, add_special_tokens=False)
+
+    def render_chat_prefix(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return the text with which every chat begins that goes on from ``messages``, whatever is said next.
 
         Where the template ends what it makes of ``messages`` is found by letting it go on in different ways.
 
         Raises:
-            InvalidRequestError: as :meth:`encode_chat`.
+            InvalidRequestError: as :meth:`render_chat`.
         """
         texts: list[str] = []
         for role, content in _NEXT_MESSAGES:
@@ -152,8 +156,7 @@ class Tokenizer:
                 texts.append(self.render_chat([*messages, {"role": role, "content": content}]))
             except InvalidRequestError:  # this role cannot follow; another may
                 continue
-        text = _common_beginning(texts) if texts else self.render_chat(messages)
-        return self._stable(text, add_special_tokens=False)
+        return _common_beginning(texts) if texts else self.render_chat(messages)
 
     @cached_property
     def _boundary(self) -> Boundary:
