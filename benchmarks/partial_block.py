@@ -1,7 +1,7 @@
 """Tokens computed for a prompt that leaves a cached one inside a block.
 
-Workload: a first prompt of 256 tokens (16 blocks of 16) is computed and cached. Then, alone, a second prompt of 256
-tokens that agrees with it up to its first difference, once for each offset of that difference in the ninth block, each
+Workload: a first prompt of 128 tokens (8 blocks of 16) is computed and cached. Then, alone, a second prompt of 128
+tokens that agrees with it up to its first difference, once for each offset of that difference in the seventh block, each
 time with a first prompt and a namespace of its own, so that no pair helps another. Counted from the scheduler's events.
 By default the real scheduler and core with a null runner; with ``--model`` the real engine and that model, whose output
 for the second prompt must be what it is without a cache.
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from pagefold.engine.engine import Engine
 
 BLOCK_SIZE = 16
-NUM_TOKENS = 256
-COMMON_BLOCKS = 8
+NUM_TOKENS = 128
+COMMON_BLOCKS = 6
 NUM_OUTPUT = 8
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT, ignore_eos=True)
 
