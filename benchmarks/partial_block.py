@@ -2,7 +2,7 @@
 
 Workload: a first prompt of 128 tokens (8 blocks of 16) is computed and cached. Then, alone, a second prompt of 128
 tokens that agrees with it up to its first difference, once for each offset of that difference in the seventh block,
-each time with a first prompt and a namespace of its own, so that no pair helps another. Counted from the scheduler's events.
+each time with a first prompt and a namespace of its own, so that no pair helps another. Counted from the events.
 By default the real scheduler and core with a null runner; with ``--model`` the real engine and that model, whose output
 for the second prompt must be what it is without a cache.
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from pagefold.server.structured_fields import Structured
     from pagefold.server.tools.formats import ToolFormat
     from pagefold.server.tools.schemas import Tool
-    from pagefold.structured.grammar import Grammar
     from pagefold.server.warm_schemas import WarmRequest
+    from pagefold.structured.grammar import Grammar
     from pagefold.tokenizer import Tokenizer
 
 __all__ = ["Served"]
