@@ -13,7 +13,18 @@ from typing import Literal, TypeAlias
 from pagefold.errors import ConfigError
 from pagefold.typecheck import wrong_type
 
-__all__ = ["AttentionBackend", "Dtype", "EngineConfig", "ServerConfig", "available_memory_bytes", "cache_dir"]
+__all__ = [
+    "MAX_PRIORITY",
+    "Account",
+    "AttentionBackend",
+    "Dtype",
+    "EngineConfig",
+    "ServerConfig",
+    "available_memory_bytes",
+    "cache_dir",
+    "environment_admin_key",
+    "is_key",
+]
 
 Dtype: TypeAlias = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 AttentionBackend: TypeAlias = Literal["auto", "cpu", "reference"]
@@ -26,6 +37,9 @@ _LOG_LEVELS = ("debug", "info", "warning", "error")
 _TOOL_CALL_PARSERS = ("hermes", "smollm2")
 _MAX_BLOCK_SIZE = 256
 _MAX_PORT = 65535
+
+MAX_PRIORITY = 2**31
+"""A request's priority lies between this and its negative."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +62,8 @@ class EngineConfig:
         scheduling_policy: who goes first: ``fcfs``, or ``priority`` (the smallest ``priority`` of a request).
         priority_aging_s: with ``priority``, seconds of waiting that are worth one level.
         request_timeout_s: seconds after which a request that has not finished is ended; None for never.
+        max_pinned_share: of all blocks, how many pins may keep together, 0 to 1.
+        pin_half_life_s: seconds in which a pin's priority halves.
 
     Raises:
         ConfigError: a value is out of range, or two do not go together.
@@ -67,6 +83,8 @@ class EngineConfig:
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     priority_aging_s: float = 60.0
     request_timeout_s: float | None = None
+    max_pinned_share: float = 0.5
+    pin_half_life_s: float = 3600.0
 
     def __post_init__(self) -> None:
         from pagefold.kv.eviction import POLICIES  # noqa: PLC0415 - kv stands on nothing here; keeps imports one-way
@@ -99,6 +117,35 @@ class EngineConfig:
                 self.max_num_batched_tokens,
                 f"at least max_num_seqs ({self.max_num_seqs}), so that every running request gets a token in each step",
             )
+        self._check_pins()
+
+    def _check_pins(self) -> None:
+        if not 0 <= self.max_pinned_share <= 1:
+            raise _bad("max_pinned_share", self.max_pinned_share, "between 0 (nothing is pinned) and 1")
+        if not 0 < self.pin_half_life_s < float("inf"):
+            raise _bad("pin_half_life_s", self.pin_half_life_s, "a positive number of seconds")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """Whose a key is.
+
+    Attributes:
+        key: never shown.
+        tenant: whose blocks its requests share; empty for those whom no key file names.
+        customer_class: on what terms it is served; a label.
+        priority: of its requests, unless they bring one.
+    """
+
+    key: str = field(repr=False)
+    tenant: str = ""
+    customer_class: str = ""
+    priority: int = 0
+
+
+def is_key(text: str) -> bool:
+    """Whether ``text`` can be an API key: what a header carries."""
+    return bool(text) and text.isascii() and text.isprintable() and " " not in text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +159,8 @@ class ServerConfig:
         drain_s: how long SIGTERM lets running requests finish, in seconds.
         max_queued_requests: how many requests may be here beyond the ``max_num_seqs`` that can run; more are refused
             with 429.
-        api_keys: clients must bring one of them; none leaves the door open. Never shown.
+        api_keys: clients must bring one of them, or an account's; none of either leaves the door open. Never shown.
+        accounts: keys with their tenants.
         admin_api_key: what admin routes ask for; None closes them. Never shown.
         log_format: ``text``, or ``json`` for one object a line.
         log_level: ``debug``, ``info`` (a line for each request), ``warning`` or ``error``.
@@ -129,6 +177,7 @@ class ServerConfig:
     drain_s: float = 30.0
     max_queued_requests: int = 1024
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    accounts: tuple[Account, ...] = ()
     admin_api_key: str | None = field(default=None, repr=False)
     log_format: Literal["text", "json"] = "text"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -148,9 +197,13 @@ class ServerConfig:
             raise _bad("max_queued_requests", self.max_queued_requests, "at least 0")
         if self.tool_call_parser is not None:
             _one_of("tool_call_parser", self.tool_call_parser, _TOOL_CALL_PARSERS)
-        keys = (*self.api_keys, *(() if self.admin_api_key is None else (self.admin_api_key,)))
-        if not all(key.isascii() and key.isprintable() and key and " " not in key for key in keys):
+        keys = [*self.api_keys, *(account.key for account in self.accounts)]
+        keys += [] if self.admin_api_key is None else [self.admin_api_key]
+        if not all(map(is_key, keys)):
             raise _bad("api_key", "no key", "printable ASCII without spaces")  # it is not repeated: logs are read
+        if self.accounts and len(set(keys)) < len(keys):
+            msg = "The same key is given twice: in the key file and as api_key or admin_api_key, or as both of these."
+            raise ConfigError(msg, remedy="Give each tenant, and the admin, a key of its own.")
 
 
 def _check_types(record: object) -> None:
@@ -171,6 +224,11 @@ def _bad(name: str, value: object, allowed: str) -> ConfigError:
 def cache_dir() -> Path:
     """Return the folder for models and compiled kernels: ``$PAGEFOLD_CACHE``, else ``~/.cache/pagefold``."""
     return Path(os.environ.get("PAGEFOLD_CACHE") or Path.home() / ".cache" / "pagefold")
+
+
+def environment_admin_key() -> str | None:
+    """Return the admin's key of ``$PAGEFOLD_ADMIN_API_KEY``, which no list of processes shows, if it is set."""
+    return os.environ.get("PAGEFOLD_ADMIN_API_KEY") or None
 
 
 def available_memory_bytes() -> int:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ANYBODY",
+    "DEFAULT_RETENTION_PRIORITY",
     "LEGAL_MOVES",
     "MAX_LOGPROBS",
     "MAX_SAMPLES",
@@ -29,6 +30,7 @@ __all__ = [
     "SamplingParams",
     "StopRule",
     "TokenMatcher",
+    "WarmUp",
 ]
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error", "timeout"]
@@ -38,6 +40,10 @@ _GREEDY_BELOW = 1e-5
 _MAX_STOP_STRINGS = 16
 _MAX_PENALTY = 2.0
 _MAX_BIAS = 100.0
+_MAX_RETENTION_PRIORITY = 100.0
+
+DEFAULT_RETENTION_PRIORITY = 35.0
+"""As in TensorRT-LLM."""
 
 MAX_LOGPROBS = 20
 """How many alternatives a token's logprobs may tell, as in vLLM and in OpenAI's chats."""
@@ -196,6 +202,37 @@ def _out_of_range(param: str, value: object, allowed: str) -> InvalidRequestErro
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WarmUp:
+    """What makes a request a warm-up: it is there for the blocks of its prompt, and nobody waits for its output.
+
+    Attributes:
+        pin: whether those blocks are pinned once they are computed.
+        ttl_s: seconds until the pin expires; None for never.
+        retention_priority: of the pin, 0 to 100. It halves with age; the least is given up first when a request needs
+            memory. Name and range are TensorRT-LLM's.
+
+    Raises:
+        InvalidRequestError: a value is out of range.
+    """
+
+    pin: bool = False
+    ttl_s: float | None = None
+    retention_priority: float = DEFAULT_RETENTION_PRIORITY
+
+    def __post_init__(self) -> None:
+        wrong = wrong_type(self)
+        if wrong is not None:
+            raise _out_of_range(wrong.field, repr(wrong.value), wrong.allowed)
+        if self.ttl_s is not None and not 0.0 < self.ttl_s < float("inf"):
+            raise _out_of_range("ttl_s", self.ttl_s, "a positive number of seconds; without it a pin does not expire")
+        if not 0.0 <= self.retention_priority <= _MAX_RETENTION_PRIORITY:
+            raise _out_of_range("retention_priority", self.retention_priority, "between 0 and 100")
+        if self.ttl_s is not None and not self.pin:
+            msg = f"ttl_s is {self.ttl_s}, but pin is not true."
+            raise InvalidRequestError(msg, param="ttl_s", remedy="Leave it out, or send pin: true.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
     """Who asks, and on what terms.
 
@@ -203,11 +240,13 @@ class Caller:
         tenant: whose blocks a request may share.
         cache_salt: only requests of the tenant with the same salt share blocks.
         priority: the smaller, the sooner it is served, with a scheduling policy that looks at it.
+        warm_up: of a request that only warms the cache; None for all others.
     """
 
     tenant: str = ""
     cache_salt: str = ""
     priority: int = 0
+    warm_up: WarmUp | None = None
 
 
 ANYBODY = Caller()
@@ -333,6 +372,7 @@ class Request:
         deadline_s: when it is ended with ``timeout`` if it has not finished, on the same clock; None for never.
         priority: how urgent it is: the smaller, the more. It counts only with a policy that looks at it.
         order: the scheduling policy's key of it.
+        warm_up: if it only warms the cache: its latencies are nobody's.
     """
 
     __slots__ = (
@@ -365,6 +405,7 @@ class Request:
         "table",
         "times",
         "token_ids",
+        "warm_up",
     )
 
     def __init__(  # noqa: PLR0913 - a record; all but three are named at the call
@@ -382,6 +423,7 @@ class Request:
         priority: int = 0,
         parent_id: str | None = None,
         sample_index: int = 0,
+        warm_up: WarmUp | None = None,
     ) -> None:
         self.request_id = request_id
         self.parent_id = request_id if parent_id is None else parent_id
@@ -401,6 +443,7 @@ class Request:
         self.times = RequestTimes(arrival_s)
         self.deadline_s = deadline_s
         self.priority = priority
+        self.warm_up = warm_up
         self.index = -1  # place in the order of arrival; set by the scheduler
         self.order = (0.0, -1)  # likewise
         self.status = RequestStatus.WAITING

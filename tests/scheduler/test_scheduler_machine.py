@@ -9,14 +9,18 @@ Held after every operation, for every policy, with tiny pools, small chunks and 
   Blocks are poisoned when they become free, and the positions that a row will write before it writes them;
 * every output is what its request generates alone, that of each sample of a prompt included; a prompt of several
   samples is sampled once for each when it is computed, and then they are requests like all others;
+* what pins keep is read back; nobody is preempted while pins alone keep a block, a pin is given up only for somebody
+  who then gets on, and nobody waits for memory that pins keep;
 * the oldest request is never preempted; admission waits only for budget, seats or memory; every request ends within as
   many steps as there are tokens.
 
-Steps are planned, applied or abandoned; requests are added and finished, and the cache is reset, at any point of that.
+Steps are planned, applied or abandoned; requests are added and finished, pins taken away, and the cache is reset, at
+any point of that. Some requests are warm-ups that pin their prompts.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
@@ -29,12 +33,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from slab_runner import VOCAB_SIZE, SlabRunner, alone, cells_of
 
-from pagefold.events import Event, PrefixLookup, RequestPreempted, StepApplied
-from pagefold.kv import KVCore, Namespace, audit, make_policy
-from pagefold.request import Request, RequestStatus, SamplingParams, StopRule
+from pagefold.events import Event, PinDropped, PrefixLookup, RequestPreempted, StepApplied
+from pagefold.kv import KVCore, Namespace, PinLimits, audit, make_policy
+from pagefold.request import Request, RequestStatus, SamplingParams, StopRule, WarmUp
 from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits
 
 if TYPE_CHECKING:
+    from pagefold.kv import BlockTable
     from pagefold.kv.tree import Node
     from pagefold.steps import StepPlan
 
@@ -57,6 +62,7 @@ class Setup:
     policy: str = "lru"
     enable_prefix_caching: bool = True
     scheduling: str = "fcfs"
+    pinned_share: float = 0.6
     long_outputs: bool = False
     """Short prompts and long outputs: all are let in, and then there is no room to grow."""
 
@@ -71,6 +77,7 @@ class Machine:
             block_size=BLOCK_SIZE,
             policy=make_policy(setup.policy),
             enable_prefix_caching=setup.enable_prefix_caching,
+            pin_limits=PinLimits(setup.pinned_share, 8.0),
             emit=self._on_event,
         )
         limits = SchedulerLimits(setup.max_num_seqs, setup.max_num_batched_tokens)
@@ -89,6 +96,9 @@ class Machine:
         self.looked_up: set[str] = set()
         self.num_added = 0
         self.events: list[Event] = []
+        self.now = 0.0
+        self.failed_extends: list[int] = []  # of this schedule(): how many blocks pins alone kept each time
+        self.core.extend = self._extend
         self.seen: Counter[str] = Counter()
 
     # Operations.
@@ -103,9 +113,14 @@ class Machine:
         tokens += [own >> bit & 1 for bit in range(own % 3 if tokens else 1)]
         stops = frozenset({own % VOCAB_SIZE}) if own % 4 == 0 else frozenset()
         max_total = min(self.max_total_tokens, len(tokens) + 1 + num_new % (50 if self.setup.long_outputs else 20))
+        warm_up = None
+        if which % 5 == 0:
+            warm_up = WarmUp(pin=True, ttl_s=1.0 + num_new % 30 if num_new % 3 else None, retention_priority=own % 7)
+            max_total = min(max_total, len(tokens) + 1)
         request_id = f"r{self.num_added}"
         self.num_added += 1
         num_samples = 1 + num_new // 50 % min(4, self.setup.max_num_seqs) if own // 16 % 3 == 0 else 1
+        num_samples = num_samples if warm_up is None else 1
         samples = [
             Request(
                 request_id if not index else f"{request_id}/{index}",
@@ -118,6 +133,7 @@ class Machine:
                 priority=own % 5 - 2,
                 parent_id=request_id,
                 sample_index=index,
+                warm_up=warm_up,
             )
             for index in range(num_samples)
         ]
@@ -135,7 +151,9 @@ class Machine:
         before = sorted(self.scheduler.running, key=lambda request: request.order)
         waited = list(self.scheduler.waiting)
         self.events.clear()
-        plan = self.scheduler.schedule(0.0)
+        self.failed_extends.clear()
+        plan = self.scheduler.schedule(self.now)
+        assert all(pin.expires_at_s > self.now for pin in self.core.pins)
         assert bool(plan.num_rows) == bool(before or waited), "nothing to run though there is work"
         self._check_preempted(before)
         admitted = [request for request in waited + before if request.request_id not in self.computed]
@@ -144,6 +162,7 @@ class Machine:
         assert not [event for event in self.events if isinstance(event, PrefixLookup)], "told before it ran"
         self.lookups = [self._lookup_of(request) for request in sorted(admitted, key=lambda request: request.order)]
         self.computed |= {lookup.request_id: lookup.num_hit_tokens for lookup in self.lookups}
+        self._check_given_up()
         self._check_admission(plan)
         self._check_plan(plan)
         if plan.num_rows:
@@ -254,6 +273,16 @@ class Machine:
         self._saw("reset during a step", self.plan is not None)
         self.core.reset()
 
+    def unpin(self, which: int) -> None:
+        """Somebody takes a pin away."""
+        pins = [pin.pin_id for pin in self.core.pins]
+        if pins:
+            assert self.core.pins.remove(pins[which % len(pins)]) is not None
+
+    def pass_time(self, seconds: int) -> None:
+        """Time goes on."""
+        self.now += seconds % 5
+
     def drain(self) -> None:
         """Run everything to its end: no step fails now, so there is a bound on how long it takes."""
         num_steps_left = sum(
@@ -313,6 +342,7 @@ class Machine:
                 block_ids = [waits_for.get(block_id, block_id) for block_id in request.table.block_ids]
                 cells = self.runner.read(block_ids, request.num_computed_tokens)
                 assert cells == cells_of(request.namespace, request.token_ids[: request.num_computed_tokens])
+        self._check_pins()
         for block_id in core.pool.free_ids:
             self.runner.poison(block_id)
 
@@ -359,8 +389,41 @@ class Machine:
         needed = head.num_tokens // BLOCK_SIZE + head.num_seqs + int(self.setup.num_blocks * 0.01)
         for request in scheduler.running:
             needed += max(0, -(-request.num_tokens // BLOCK_SIZE) - len(request.table.block_ids)) + len(request.forks)
-        assert needed > core.num_available, f"{head} could run"
+        assert needed > core.num_available + core.pool.num_pinned, f"{head} could run"
         self._saw("waits for memory")
+
+    def _check_given_up(self) -> None:
+        """Pins went for the sake of somebody who runs now, before anybody was preempted."""
+        num_given_up = sum(isinstance(event, PinDropped) and event.cause == "memory" for event in self.events)
+        assert not num_given_up or self.failed_extends or self.num_admitted, "a pin was given up for nothing"
+        self._saw("pin given up for one that waits", bool(num_given_up and not self.failed_extends))
+        self._saw("pin given up for one that runs", bool(num_given_up and self.failed_extends))
+
+    def _extend(self, table: BlockTable, start: int, end: int) -> bool:
+        done = KVCore.extend(self.core, table, start, end)
+        if not done:
+            self.failed_extends.append(self.core.pool.num_pinned)
+        return done
+
+    def _check_pins(self) -> None:
+        for pin in self.core.pins:
+            path = list(pin.path())[::-1]
+            tokens = array("i", b"".join(node.key for node in path))
+            block_ids = [node.block.block_id for node in path]
+            assert self.runner.read(block_ids, len(tokens)) == cells_of(pin.namespace, tokens), "a pin lost its bytes"
+
+    def _check_pinned(self, request: Request) -> None:
+        """A warm-up has ended: its prompt is pinned as far as it fills blocks, or there is a reason."""
+        pin = self.core.pins.get(request.request_id)
+        self._saw("pinned", pin is not None)
+        causes = [event.cause for event in self.events if isinstance(event, PinDropped)]
+        if pin is None:
+            self._saw("beyond the quota", "quota" in causes)
+            assert causes, "no pin, and nobody says why"
+        else:
+            assert pin.num_blocks == request.num_prompt_tokens // BLOCK_SIZE
+            prompt = request.token_ids[: pin.num_blocks * BLOCK_SIZE].tobytes()
+            assert b"".join([node.key for node in pin.path()][::-1]) == prompt
 
     def _check_plan(self, plan: StepPlan) -> None:
         running = self.scheduler.running
@@ -441,12 +504,16 @@ class Machine:
             self._saw("a sample ended by itself", request.sample_index > 0 and request.finish_reason == "stop")
             if request.finish_reason == "length":
                 assert output == expected
+            if request.warm_up is not None and output:
+                self._check_pinned(request)
             self.computed.pop(request_id, None)
             self.ever_computed.pop(request_id, None)
             del self.requests[request_id], self.expected[request_id]
 
     def _on_event(self, event: Event) -> None:
         self.events.append(event)
+        if isinstance(event, RequestPreempted):
+            assert not self.failed_extends[-1], "preempted, while pins alone keep a block"
 
     def _saw(self, what: str, holds: bool = True) -> None:
         if holds:
@@ -472,6 +539,8 @@ OPERATIONS: tuple[tuple[str, int, float], ...] = (
     ("die", 0, 0.3),
     ("finish", 1, 3),
     ("reset", 0, 1),
+    ("unpin", 1, 1),
+    ("pass_time", 1, 3),
 )
 """Name, number of arguments, how often."""
 
@@ -486,6 +555,7 @@ def random_setup(rng: Random, policy: str) -> Setup:
         policy=policy,
         enable_prefix_caching=rng.random() < 0.9,
         scheduling=rng.choice(("fcfs", "priority")),
+        pinned_share=rng.choice((0.3, 0.6, 1.0)),
         long_outputs=rng.random() < 0.5,
     )
 
@@ -572,6 +642,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         """See Machine."""
         self.machine.finish(which)
 
+    @rule(which=ints)
+    def unpin(self, which: int) -> None:
+        """See Machine."""
+        self.machine.unpin(which)
+
+    @rule(seconds=ints)
+    def pass_time(self, seconds: int) -> None:
+        """See Machine."""
+        self.machine.pass_time(seconds)
+
     @rule()
     def reset(self) -> None:
         """See Machine."""
@@ -614,6 +694,7 @@ def test_what_is_worth_testing_happens() -> None:
         "a sample cancelled",
         "a sample ended by itself",
         "added during a step",
+        "beyond the quota",
         "cancelled during a step",
         "chunk",
         "copy-on-write",
@@ -628,6 +709,9 @@ def test_what_is_worth_testing_happens() -> None:
         "joined at commit",
         "lean on a promise",
         "overtakes",
+        "pin given up for one that runs",
+        "pin given up for one that waits",
+        "pinned",
         "preempted",
         "prefix hit",
         "reset during a step",

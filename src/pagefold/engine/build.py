@@ -10,7 +10,7 @@ from pagefold.capacity import Capacity, plan_capacity
 from pagefold.config import available_memory_bytes, cache_dir
 from pagefold.engine.engine import Engine, ModelLimits
 from pagefold.events import Emit, ignore
-from pagefold.kv import KVCore, KVGeometry, Namespace, make_policy
+from pagefold.kv import KVCore, KVGeometry, Namespace, PinLimits, make_policy
 from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits
 
 if TYPE_CHECKING:
@@ -111,6 +111,7 @@ def build_engine(blueprint: Blueprint, *, emit: Emit = ignore, say: Callable[[st
         block_size=config.block_size,
         policy=make_policy(config.eviction_policy),
         enable_prefix_caching=config.enable_prefix_caching,
+        pin_limits=PinLimits(config.max_pinned_share, config.pin_half_life_s),
         emit=emit,
     )
     scheduler = Scheduler(

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from pagefold.engine.outputs import OutputDelta
 from pagefold.errors import EngineStoppedError, QueueFullError
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pagefold.engine.engine import Engine
+    from pagefold.engine.pins import PinReport
     from pagefold.request import Caller, SamplingParams
     from pagefold.scheduler import Scheduler
     from pagefold.structured.grammar import Grammar
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 __all__ = ["EngineClient", "EngineStatus", "EngineThread", "TokenStream"]
 
 _log = logging.getLogger(__name__)
+
+_Answer = TypeVar("_Answer")
 
 _NUM_COMPILERS = 2
 _NUM_ENDS = 32
@@ -47,6 +50,7 @@ class EngineStatus:
         num_running, num_waiting: requests.
         kv_cache_usage: share of blocks held by requests, 0 to 1.
         num_free_blocks, num_cached_blocks, num_blocks: of the pool. ``free + cached == all`` when nothing runs.
+        num_pinned_blocks: how many of them pins keep, whether or not somebody uses them.
         num_wasted_slots: slots in blocks of running requests that hold no token.
         kv_waste: their share of all slots in blocks held by requests, 0 to 1.
         is_healthy: False after a failure that the engine does not survive.
@@ -58,6 +62,7 @@ class EngineStatus:
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
     num_blocks: int = 0
+    num_pinned_blocks: int = 0
     num_wasted_slots: int = 0
     kv_waste: float = 0.0
     is_healthy: bool = True
@@ -74,6 +79,7 @@ class EngineStatus:
             num_free_blocks=core.pool.num_free,
             num_cached_blocks=core.pool.num_cached,
             num_blocks=core.pool.num_blocks,
+            num_pinned_blocks=core.pins.num_blocks,
             num_wasted_slots=num_wasted_slots,
             kv_waste=min(1.0, num_wasted_slots / max(1, core.num_active * core.block_size)),
             is_healthy=is_healthy,
@@ -123,6 +129,20 @@ class EngineClient(Protocol):
 
     async def reset_prefix_cache(self) -> int:
         """Forget every cached prefix; return how many blocks became free.
+
+        Raises:
+            EngineStoppedError: the engine takes no more commands.
+        """
+
+    async def pins(self) -> PinReport:
+        """Return what is pinned now.
+
+        Raises:
+            EngineStoppedError: the engine takes no more commands.
+        """
+
+    async def unpin(self, pin_id: str) -> bool:
+        """Take a pin away; its blocks stay cached. False if there is no such pin.
 
         Raises:
             EngineStoppedError: the engine takes no more commands.
@@ -280,25 +300,15 @@ class EngineThread:
 
     async def reset_prefix_cache(self) -> int:
         """See :class:`EngineClient`."""
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[int] = loop.create_future()
+        return await self._ask(self._engine.reset_prefix_cache)
 
-        def settle(num_blocks: int | None) -> None:
-            if done.cancelled():
-                return
-            if num_blocks is None:
-                done.set_exception(EngineStoppedError(f"The engine has failed: {self._failure}."))
-            else:
-                done.set_result(num_blocks)
+    async def pins(self) -> PinReport:
+        """See :class:`EngineClient`."""
+        return await self._ask(self._engine.pins)
 
-        def reset() -> None:
-            num_blocks = None if self._failure is not None else self._engine.reset_prefix_cache()
-            _call(loop, lambda: settle(num_blocks))
-
-        with self._gate:
-            self.ensure_ready()
-            self._commands.put(reset)
-        return await done
+    async def unpin(self, pin_id: str) -> bool:
+        """See :class:`EngineClient`."""
+        return await self._ask(lambda: self._engine.unpin(pin_id))
 
     def drain(self, timeout_s: float) -> bool:
         """Take no more requests, let those that are here finish, and stop. Blocks.
@@ -315,6 +325,29 @@ class EngineThread:
             self._commands.put(self._stop)
             self._thread.join()
         return has_finished and self._failure is None
+
+    async def _ask(self, command: Callable[[], _Answer]) -> _Answer:
+        """Have ``command`` called on the engine's thread, between steps, and return what it returns."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[_Answer] = loop.create_future()
+
+        def answer() -> None:
+            if self._failure is not None:
+                error = EngineStoppedError(f"The engine has failed: {self._failure}.", remedy="Restart the server.")
+                _call(loop, lambda: None if done.cancelled() else done.set_exception(error))
+                return
+            try:
+                told = command()
+            except Exception as error:
+                bug = error  # Python forgets `error` where this clause ends
+                _call(loop, lambda: None if done.cancelled() else done.set_exception(bug))
+                raise
+            _call(loop, lambda: None if done.cancelled() else done.set_result(told))
+
+        with self._gate:
+            self.ensure_ready()
+            self._commands.put(answer)
+        return await done
 
     def _ensure_room(self, num_samples: int) -> None:
         if self._max_requests is None or self._num_requests + num_samples <= self._max_requests:
@@ -353,11 +386,20 @@ class EngineThread:
                 elif self._is_draining and self._commands.empty():
                     return
                 else:
-                    self._commands.get()()
+                    self._wait()
         except Exception as error:  # noqa: BLE001 - a bug of ours: everybody is told, nobody waits for ever
             _log.exception("the engine's thread has failed")
             self._failure = error
             self._fail_all(error)
+
+    def _wait(self) -> None:
+        """Nothing runs: take the next command when it comes, and meanwhile let pins expire at their time."""
+        wait_s = self._engine.expire_pins()
+        try:
+            command = self._commands.get(timeout=min(wait_s, threading.TIMEOUT_MAX))
+        except queue.Empty:
+            return
+        command()
 
     def _take_commands(self) -> None:
         while True:

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, TypedDict
 
 from pagefold.engine.logprobs import named_logprobs
 from pagefold.engine.outputs import Logprob, OutputDelta, OutputText
+from pagefold.engine.pins import PinReport, report_pins
 from pagefold.engine.times import tell_end, tell_tokens
-from pagefold.errors import InvalidRequestError
+from pagefold.errors import InvalidRequestError, PinQuotaError
 from pagefold.events import Emit, ignore
 from pagefold.kv import Namespace
 from pagefold.request import ANYBODY, Caller, Request, SamplingParams, StopRule
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from pagefold.capacity import Capacity
-    from pagefold.request import FinishReason
+    from pagefold.request import FinishReason, WarmUp
     from pagefold.scheduler import Scheduler
     from pagefold.steps import Runner
     from pagefold.structured.compiler import GrammarCompiler
@@ -148,6 +149,8 @@ class Engine:
             raise InvalidRequestError(
                 msg, param="priority", remedy="Leave it out, or start with scheduling_policy=priority."
             )
+        if caller.warm_up is not None:
+            self._check_warm_up(num_tokens, caller.warm_up)
 
     def compile_grammar(self, params: StructuredOutputsParams) -> Grammar:
         """Return the grammar of what an output must look like. Blocks; any thread may call it.
@@ -179,11 +182,13 @@ class Engine:
 
         Raises:
             InvalidRequestError: see :meth:`check`; or the id is in use.
+            PinQuotaError: it asks for a pin that is more than the quota leaves.
         """
         self.check(prompt_token_ids, sampling, caller)
         assert (grammar is None) == (sampling.structured_outputs is None), "a grammar is compiled before it is added"
         sample_ids = [request_id, *(f"{request_id}/{index}" for index in range(1, sampling.num_samples))]
-        if any(name in self._texts or self.scheduler.get(name) is not None for name in sample_ids):
+        is_pin = self.scheduler.core.pins.get(request_id) is not None
+        if is_pin or any(name in self._texts or self.scheduler.get(name) is not None for name in sample_ids):
             msg = f"Request id {request_id!r} is in use."
             raise InvalidRequestError(msg, param="request_id", remedy="Use another id.")
         base = self.limits.namespace
@@ -209,9 +214,12 @@ class Engine:
                 priority=caller.priority,
                 parent_id=request_id,
                 sample_index=index,
+                warm_up=caller.warm_up,
             )
             for index, sample_id in enumerate(sample_ids)
         ]
+        if caller.warm_up is not None and caller.warm_up.pin:
+            self._check_pin_quota(samples[0])
         for sample_id in sample_ids:
             detokenizer = None if self.tokenizer is None else self.tokenizer.detokenizer(prompt_token_ids)
             self._texts[sample_id] = OutputText(detokenizer, sampling.stop, sampling.min_tokens)
@@ -232,6 +240,21 @@ class Engine:
     def reset_prefix_cache(self) -> int:
         """Forget every cached prefix, between steps; running requests go on. Return how many blocks became free."""
         return self.scheduler.core.reset()
+
+    def pins(self) -> PinReport:
+        """Return what is pinned now."""
+        return report_pins(self.scheduler.core, self._clock())
+
+    def unpin(self, pin_id: str) -> bool:
+        """Take a pin away; its blocks stay cached. False if there is no such pin."""
+        return self.scheduler.core.pins.remove(pin_id) is not None
+
+    def expire_pins(self) -> float:
+        """Drop the pins whose time has come, as every step does. Return the seconds until the next one's; or inf."""
+        now = self._clock()
+        pins = self.scheduler.core.pins
+        pins.expire(now)
+        return pins.next_expiry_s - now
 
     def step(self) -> list[OutputDelta]:
         """Run one step and return what it added, request by request.
@@ -259,6 +282,35 @@ class Engine:
         tell_tokens(self._emit, requests, now, self.scheduler.core.block_size)
         deltas += [self._delta(request, now) for request in requests]
         return deltas
+
+    def _check_warm_up(self, num_tokens: int, warm_up: WarmUp) -> None:
+        core = self.scheduler.core
+        if not core.publishes:
+            msg = "Prefix caching is off, so there is nothing to warm."
+            raise InvalidRequestError(msg, param="prompt", remedy="Start with enable_prefix_caching.")
+        num_blocks = num_tokens // core.block_size
+        if not num_blocks:
+            msg = f"The prompt has {num_tokens} tokens to keep, which do not fill a block of {core.block_size}."
+            raise InvalidRequestError(msg, param="prompt", remedy="There is nothing to gain from warming it.")
+        if warm_up.pin and num_blocks > core.pins.max_blocks:
+            msg = f"The prompt fills {num_blocks} blocks, and at most {core.pins.max_blocks} may be pinned."
+            raise PinQuotaError(msg, remedy="Warm it without a pin, or start with a larger max_pinned_share.")
+
+    def _check_pin_quota(self, request: Request) -> None:
+        """Refuse before it is computed what could not be pinned now. Others may be faster: then pinning fails."""
+        core = self.scheduler.core
+        core.pins.expire(request.arrival_s)
+        num_blocks = request.num_prompt_tokens // core.block_size
+        known = core.match(request.namespace, request.packed(), request.num_prompt_tokens).nodes
+        num_new = num_blocks - len(known) + core.pins.num_new_blocks(known)
+        if core.pins.num_blocks + num_new > core.pins.max_blocks:
+            msg = (
+                f"{core.pins.num_blocks} of at most {core.pins.max_blocks} blocks are pinned, and this prompt would "
+                f"pin {num_new} more."
+            )
+            raise PinQuotaError(
+                msg, remedy="Take pins away, warm it without a pin, or start with a larger max_pinned_share."
+            )
 
     def _check_ids(self, token_ids: Collection[int], param: str) -> None:
         lowest, highest = min(token_ids, default=0), max(token_ids, default=0)

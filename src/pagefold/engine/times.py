@@ -28,8 +28,16 @@ def tell_tokens(emit: Emit, requests: list[Request], now: float, block_size: int
             if request.sample_index:
                 continue  # of a prompt that has been told
             num_cached = request.num_cached_tokens
-            ttft_s = now - times.arrival_s
-            emit(FirstToken(request.request_id, ttft_s, request.num_prompt_tokens, num_cached, num_cached % block_size))
+            emit(
+                FirstToken(
+                    request.request_id,
+                    now - times.arrival_s,
+                    request.num_prompt_tokens,
+                    num_cached,
+                    num_cached % block_size,
+                    is_warm_up=request.warm_up is not None,
+                )
+            )
         else:
             gap_s = now - last_s
             gaps[gap_s] = gaps.get(gap_s, 0) + 1
@@ -52,5 +60,6 @@ def tell_end(emit: Emit, request: Request, reason: FinishReason, now: float) -> 
             queue_s=e2e_s if times.queue_s is None else times.queue_s,
             prefill_s=times.prefill_s,
             decode_s=times.decode_s,
+            is_warm_up=request.warm_up is not None,
         )
     )

@@ -6,6 +6,8 @@ A step is one sentence::
     result = runner.run(plan)
     scheduler.apply(result)          or, when the runner raised: scheduler.abandon(error)
 
+Memory comes from free and cached blocks first, then from pins, and only then from running requests.
+
 Always: ``waiting`` is in the policy's order, and so is ``running`` when a step begins; those that the step admits come
 behind. Preemption takes from the end of ``running``, so the first in that order always gets on, and a victim is never
 part of the plan that is being made. First come first served, all in ``running`` came before all in ``waiting``.
@@ -38,7 +40,8 @@ from pagefold.scheduler.policy import FirstComeFirstServed
 from pagefold.steps import StepPlan, StepResult
 
 if TYPE_CHECKING:
-    from pagefold.kv import KVCore, PrefixHit, Promise
+    from pagefold.kv import BlockTable, KVCore, PrefixHit, Promise
+    from pagefold.request import WarmUp
     from pagefold.scheduler.policy import SchedulingPolicy
 
 __all__ = ["Scheduler", "SchedulerLimits"]
@@ -129,6 +132,7 @@ class Scheduler:
         self._step: _StepInFlight | None = None
         self._num_steps = 0
         self._num_arrived = 0
+        self._now_s = 0.0  # of the last call of schedule()
         self._watermark_blocks = int(core.pool.num_blocks * _WATERMARK)
 
     # Requests come and go.
@@ -187,6 +191,8 @@ class Scheduler:
         never stops those that decode. What is left admits waiting requests, in order.
         """
         assert self._step is None, "one step at a time: apply or abandon the last one first"
+        self._now_s = now
+        self.core.pins.expire(now)
         self.timed_out = self._end_late(now)
         plan = StepPlan(self._num_steps)
         self._num_steps += 1
@@ -462,23 +468,48 @@ class Scheduler:
         """
         core = self.core
         needed = -(-(request.num_tokens + 1) // core.block_size)
-        # Hit blocks that nobody holds are among the available ones, so they are needed too; held ones are a gift.
-        needed -= sum(1 for node in hit.nodes if node.block is not None and node.block.num_table_refs)
         for other in self.running:
             assert other.table is not None
             needed += max(0, -(-other.num_tokens // core.block_size) - len(other.table.block_ids)) + len(other.forks)
         if self.running:
             needed += self._watermark_blocks + len(request.forks)
-        if needed > core.num_available:
+        missing = self._num_missing(needed, hit)
+        if missing > 0 and not self._give_up_pins(missing, hit):
             return None
-        if needed == core.num_available:  # a copy keeps its source pinned for this step: one block more
+        if self._num_missing(needed, hit) == 0:  # a copy keeps its source pinned for this step: one block more
             return hit._replace(partial=None, num_partial_tokens=0)
         return hit
 
+    def _num_missing(self, needed: int, hit: PrefixHit) -> int:
+        """Return how many of ``needed`` blocks can neither be allocated nor are a gift of ``hit``; may be negative."""
+        # Hit blocks that nobody keeps are among the available ones, so they are needed too; kept ones are a gift.
+        kept = sum(1 for node in hit.nodes if node.block and (node.block.num_table_refs or node.block.num_pin_refs))
+        return needed - kept - self.core.num_available
+
+    def _give_up_pins(self, num_blocks: int, hit: PrefixHit) -> bool:
+        """Give up pins until ``num_blocks`` fewer are missing beside ``hit``; none at all if that is out of reach."""
+        left = self._num_kept_beside(hit) - num_blocks
+        if left < 0:
+            return False
+        while self._num_kept_beside(hit) > left:
+            has_gained = self.core.pins.give_up(self._now_s, hit.nodes)
+            assert has_gained, "pins alone keep a block, and no pin keeps it"
+        return True
+
+    def _num_kept_beside(self, hit: PrefixHit) -> int:
+        """Return how many blocks pins alone keep, those of ``hit`` aside: it has them anyway."""
+        own = sum(1 for node in hit.nodes if node.block and node.block.num_pin_refs and not node.block.num_table_refs)
+        return self.core.pool.num_pinned - own
+
     def _make_room(self, request: Request, start: int, end: int) -> bool:
-        """Extend the table of ``request``, preempting from the end; False when ``request`` itself had to go."""
+        """Extend the table of ``request``, giving up pins and then preempting from the end.
+
+        False when ``request`` itself had to go.
+        """
         assert request.table is not None
         while not self.core.extend(request.table, start, end):
+            if self.core.pins.give_up(self._now_s):
+                continue
             victim = self.running.pop()
             self._preempt(victim, request)
             if victim is request:
@@ -536,6 +567,8 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         if request.table is not None:
+            if request.warm_up is not None and request.warm_up.pin and reason in ("stop", "length"):
+                self._pin(request, request.warm_up, request.table)
             self.core.release(request.table)
             request.table = None
         del self._by_id[request.request_id]
@@ -547,6 +580,16 @@ class Scheduler:
                     sample.request_id, reason, sample.num_prompt_tokens, sample.num_output_tokens, sample.sample_index
                 )
             )
+
+    def _pin(self, request: Request, warm_up: WarmUp, table: BlockTable) -> None:
+        """Pin what a warm-up has computed, under its own id; ``core.pins.dropped`` says why if it cannot be."""
+        self.core.pins.add(
+            request.request_id,
+            table.tail,
+            self._now_s,
+            ttl_s=warm_up.ttl_s,
+            priority=warm_up.retention_priority,
+        )
 
     def _take_step(self) -> _StepInFlight:
         step = self._step

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.responses import JSONResponse, Response
 
-from pagefold.server.disconnect import ClientGoneError, while_connected
+from pagefold.server.disconnect import CLIENT_CLOSED_REQUEST, ClientGoneError, while_connected
 from pagefold.server.request_log import attach_generation
 from pagefold.server.streaming import EventStream
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from pagefold.server.schemas import GenerationRequest
 
 __all__ = ["Form", "answer", "whole_answer"]
-
-_CLIENT_CLOSED_REQUEST = 499  # nginx's number; nobody gets to read it but the access log
 
 
 class Form(Protocol):
@@ -57,7 +55,7 @@ async def whole_answer(generation: Generation, request: Request, write: Callable
     try:
         await while_connected(request.receive, generation.run())
     except ClientGoneError:
-        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
     finally:
         generation.close()
     return JSONResponse(write())

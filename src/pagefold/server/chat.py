@@ -12,6 +12,7 @@ from pagefold.errors import InvalidRequestError
 from pagefold.server.answer import answer
 from pagefold.server.answer_schemas import STREAMED, ChatCompletion
 from pagefold.server.generation import Generation
+from pagefold.server.keys import account_of
 from pagefold.server.logprobs import chat_logprobs, told_tokens
 from pagefold.server.schemas import ChatRequest  # noqa: TC001 - FastAPI reads it
 from pagefold.server.structured_fields import Structured
@@ -49,7 +50,7 @@ def chat_routes(served: Served) -> APIRouter:
             request_id=form.request_id,
             prompts=await served.encode_chat(asked.messages, () if use is None else asked.tools),
             sampling=sampling,
-            caller=asked.caller(),
+            caller=asked.caller(account_of(request.scope)),
             param="messages",
             grammar=await served.compile(structured),
         )

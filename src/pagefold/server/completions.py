@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 from pagefold.server.answer import answer
 from pagefold.server.answer_schemas import STREAMED, Completion
 from pagefold.server.generation import Generation
+from pagefold.server.keys import account_of
 from pagefold.server.logprobs import completion_logprobs, told_tokens
 from pagefold.server.schemas import CompletionRequest  # noqa: TC001 - FastAPI reads it
 
@@ -40,7 +41,7 @@ def completion_routes(served: Served) -> APIRouter:
             request_id=form.request_id,
             prompts=await served.encode(asked.prompts),
             sampling=asked.sampling(structured),
-            caller=asked.caller(),
+            caller=asked.caller(account_of(request.scope)),
             param="prompt",
             grammar=await served.compile(structured),
         )

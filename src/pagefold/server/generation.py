@@ -75,6 +75,7 @@ class Generation:
         param: str,
         grammar: Grammar | None = None,
     ) -> None:
+        self.request_ids = [f"{request_id}-{index}" for index in range(len(prompts))]
         for prompt in prompts:
             _check_length(len(prompt), sampling.max_tokens, client.max_model_len, param)
         self.outputs = [Output() for _ in range(len(prompts) * sampling.num_samples)]
@@ -84,8 +85,8 @@ class Generation:
         self._sampling = sampling
         self._streams: list[TokenStream] = []
         try:
-            for index, prompt in enumerate(prompts):
-                stream = client.submit(f"{request_id}-{index}", prompt, sampling, caller, grammar)
+            for one_id, prompt in zip(self.request_ids, prompts, strict=True):
+                stream = client.submit(one_id, prompt, sampling, caller, grammar)
                 self._streams.append(stream)
         except BaseException:
             self.close()

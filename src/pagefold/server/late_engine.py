@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pagefold.engine.client import EngineClient, TokenStream
+    from pagefold.engine.pins import PinReport
     from pagefold.request import Caller, SamplingParams
     from pagefold.structured.grammar import Grammar
     from pagefold.structured.params import StructuredOutputsParams
@@ -70,6 +71,14 @@ class LateEngine:
     async def reset_prefix_cache(self) -> int:
         """See :class:`~pagefold.engine.client.EngineClient`."""
         return await self._arrived().reset_prefix_cache()
+
+    async def pins(self) -> PinReport:
+        """See :class:`~pagefold.engine.client.EngineClient`."""
+        return await self._arrived().pins()
+
+    async def unpin(self, pin_id: str) -> bool:
+        """See :class:`~pagefold.engine.client.EngineClient`."""
+        return await self._arrived().unpin(pin_id)
 
     def status(self) -> EngineStatus:
         """See :class:`~pagefold.engine.client.EngineClient`."""

@@ -21,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from pagefold.config import MAX_PRIORITY, Account
 from pagefold.errors import InvalidRequestError
 from pagefold.request import MAX_LOGPROBS, Caller, SamplingParams
 from pagefold.server.ignored import Body
@@ -44,11 +45,15 @@ __all__ = [
     "CompletionRequest",
     "DetokenizeRequest",
     "GenerationRequest",
+    "OneIds",
+    "OneText",
     "RequestBody",
     "StreamOptions",
     "Text",
     "TextPart",
     "TokenizeRequest",
+    "checked_ids",
+    "checked_text",
     "few_parts",
     "stated",
 ]
@@ -59,18 +64,17 @@ MAX_PARTS = 10_000
 """Messages of a request, and parts of all of them: each is an object to check while everybody else waits."""
 
 _MAX_INT64 = 2**63 - 1
-_MAX_PRIORITY = 2**31
 _MAX_TOKEN_ID = 2**31 - 1
 _MAX_ID_DIGITS = 18
 
 _DEFAULT_COMPLETION_TOKENS = 16
 
-_OneText: TypeAlias = Annotated[str, Field(min_length=1)]
-_OneIds: TypeAlias = Annotated[list[Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]], Field(min_length=1)]
-_Texts: TypeAlias = Annotated[list[_OneText], Field(min_length=1, max_length=_MAX_PROMPTS)]
-_ManyIds: TypeAlias = Annotated[list[_OneIds], Field(min_length=1, max_length=_MAX_PROMPTS)]
-_Prompt: TypeAlias = _OneText | _Texts | _OneIds | _ManyIds
-_Stop: TypeAlias = _OneText | Annotated[list[_OneText], Field(max_length=16)]
+OneText: TypeAlias = Annotated[str, Field(min_length=1)]
+OneIds: TypeAlias = Annotated[list[Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]], Field(min_length=1)]
+_Texts: TypeAlias = Annotated[list[OneText], Field(min_length=1, max_length=_MAX_PROMPTS)]
+_ManyIds: TypeAlias = Annotated[list[OneIds], Field(min_length=1, max_length=_MAX_PROMPTS)]
+_Prompt: TypeAlias = OneText | _Texts | OneIds | _ManyIds
+_Stop: TypeAlias = OneText | Annotated[list[OneText], Field(max_length=16)]
 _Bias: TypeAlias = Annotated[
     dict[Annotated[str, Field(pattern="^[0-9]{1,18}$")], Annotated[float, Field(ge=-100, le=100)]],
     Field(json_schema_extra={"additionalProperties": False}),
@@ -130,14 +134,14 @@ Text: TypeAlias = Annotated[StrictStr, AfterValidator(_whole_text)]
 def _as_prompts(value: object) -> _Prompts:
     """Check the four forms by hand: what a union reports about a wrong value helps nobody."""
     if isinstance(value, str):
-        return [_checked_text(value)]
+        return [checked_text(value)]
     if isinstance(value, list) and value and len(value) <= _MAX_PROMPTS:
         if isinstance(value[0], str):
-            return [_checked_text(text) for text in value]
+            return [checked_text(text) for text in value]
         if isinstance(value[0], list):
-            return [_checked_ids(token_ids) for token_ids in value]
+            return [checked_ids(token_ids) for token_ids in value]
     if isinstance(value, list) and (not value or type(value[0]) is int):
-        return [_checked_ids(value)]
+        return [checked_ids(value)]
     if isinstance(value, list) and len(value) > _MAX_PROMPTS:
         msg = f"at most {_MAX_PROMPTS} prompts go into one request"
         raise ValueError(msg)
@@ -145,14 +149,16 @@ def _as_prompts(value: object) -> _Prompts:
     raise ValueError(msg)
 
 
-def _checked_text(text: object) -> str:
+def checked_text(text: object) -> str:
+    """Check a prompt that is, or should be, a text."""
     if not isinstance(text, str):
         msg = f"it holds texts and a {type(text).__name__}; all prompts must be of one kind"
         raise ValueError(msg)  # noqa: TRY004 - as above
     return _whole_text(text)
 
 
-def _checked_ids(token_ids: object) -> list[int]:
+def checked_ids(token_ids: object) -> list[int]:
+    """Check a prompt of token ids."""
     if not isinstance(token_ids, list) or not all(type(token_id) is int for token_id in token_ids):
         msg = "a list of token ids must hold ints and nothing else"
         raise ValueError(msg)
@@ -204,7 +210,8 @@ class GenerationRequest(RequestBody):
         max_completion_tokens: OpenAI's newer name of ``max_tokens``; it counts when both are there.
         user: accepted and ignored.
         cache_salt: requests share cached prefixes only with those that bring the same salt.
-        priority: the smaller, the sooner it is served; only where the server schedules by priority.
+        priority: the smaller, the sooner it is served; only where the server schedules by priority. That of the key's
+            customer class, else 0, if it is not there.
         response_format: what the output must look like: text, any JSON object, or JSON of a schema.
         structured_outputs: the same in vLLM's form: see
             :class:`~pagefold.structured.params.StructuredOutputsParams`.
@@ -234,7 +241,7 @@ class GenerationRequest(RequestBody):
     stream_options: StreamOptions | None = None
     user: Text | None = None
     cache_salt: Annotated[Text | None, Field(min_length=1)] = None
-    priority: Annotated[StrictInt, Field(ge=-_MAX_PRIORITY, le=_MAX_PRIORITY)] = 0
+    priority: Annotated[StrictInt | None, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = None
     response_format: ResponseFormat = None
     structured_outputs: StructuredOutputs = None
     guided_json: GuidedJson = None
@@ -308,9 +315,10 @@ class GenerationRequest(RequestBody):
             }
         )
 
-    def caller(self) -> Caller:
-        """Return who asks, and on what terms."""
-        return Caller(cache_salt=self.cache_salt or "", priority=self.priority)
+    def caller(self, account: Account) -> Caller:
+        """Return who asks, and on what terms: the tenant is the account's, whatever the body says."""
+        priority = account.priority if self.priority is None else self.priority
+        return Caller(tenant=account.tenant, cache_salt=self.cache_salt or "", priority=priority)
 
     def num_logprobs(self) -> int | None:
         """Return of how many alternatives to each token logprobs are asked for; None for none, not even the token's."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pagefold.errors import InvalidRequestError
 from pagefold.server.errors import ContextLengthError, UnknownModelError
 from pagefold.server.ignored import note_ignored
 from pagefold.server.tools.formats import FORMATS, format_of_template
+from pagefold.tokenizer import StablePrefix
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from pagefold.server.structured_fields import Structured
     from pagefold.server.tools.formats import ToolFormat
     from pagefold.server.tools.schemas import Tool
+    from pagefold.server.warm_schemas import WarmRequest
     from pagefold.structured.grammar import Grammar
     from pagefold.tokenizer import Tokenizer
 
@@ -30,6 +32,8 @@ __all__ = ["Served"]
 
 _TOOL_CHARACTERS = 200
 """What a tool is guessed to add to a chat."""
+
+_Tokens = TypeVar("_Tokens")
 
 _LONG_TEXT = 4_000
 """Characters. More of them are tokenized on another thread, so that streams do not stall; these take milliseconds."""
@@ -151,6 +155,33 @@ class Served:
         except InvalidRequestError as error:
             raise InvalidRequestError(error.message, param=structured.field, remedy=error.remedy) from None
 
+    async def encode_prefix(self, asked: WarmRequest) -> StablePrefix:
+        """Return what to warm of a prompt: token ids as they are, texts and chats up to where they may go on.
+
+        Raises:
+            InvalidRequestError, ContextLengthError: as :meth:`encode` and :meth:`encode_chat`; or no token is certain
+                to stay.
+        """
+        prompt = asked.prompt
+        if isinstance(prompt, list):
+            return StablePrefix(prompt, len(prompt))
+        param = "prompt" if asked.messages is None else "messages"
+        tokenizer = self._tokenizer(param)
+        messages = [message.for_template() for message in asked.messages or ()]
+
+        def encode() -> StablePrefix:
+            text = tokenizer.render_chat_prefix(messages) if prompt is None else prompt
+            self._refuse_if_too_long(text, tokenizer, param)
+            return tokenizer.encode_rendered_prefix(text) if prompt is None else tokenizer.encode_prefix(text)
+
+        found = await _aside(len(prompt or "") + sum(len(message["content"]) for message in messages), encode)
+        if not found.token_ids:
+            msg = (
+                f"Whatever follows may change all {found.num_tokens} tokens of the {param}: none can be cached for it."
+            )
+            raise InvalidRequestError(msg, param=param, remedy="Add some words, or send token ids.")
+        return found
+
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """Return the text of each token alone."""
         return self._tokenizer("prompt").token_texts(token_ids)
@@ -196,7 +227,7 @@ class Served:
         return self.client.tokenizer
 
 
-async def _aside(num_characters: int, encode: Callable[[], list[list[int]]]) -> list[list[int]]:
+async def _aside(num_characters: int, encode: Callable[[], _Tokens]) -> _Tokens:
     """Run ``encode`` here, or on another thread if it would take long."""
     return encode() if num_characters < _LONG_TEXT else await asyncio.to_thread(encode)
 

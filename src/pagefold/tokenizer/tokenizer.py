@@ -8,6 +8,7 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from pagefold.errors import InvalidRequestError, UnsupportedModelError
+from pagefold.tokenizer.boundary import Boundary, Encoded, StablePrefix
 from pagefold.tokenizer.detokenizer import Detokenizer
 from pagefold.tokenizer.length_bound import LengthBound
 from pagefold.tokenizer.pieces import bytes_of_piece
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = ["Tokenizer"]
+
+_NEXT_MESSAGES = (("user", "A"), ("user", "1"), ("assistant", "B"), ("assistant", "2"))
+"""What may be said next: two that begin differently for each role, so that none of it is taken for the template's."""
 
 _REPLACEMENT = "\ufffd"
 """What decoders make of bytes that are no whole character."""
@@ -130,6 +134,41 @@ class Tokenizer:
             raise InvalidRequestError(msg, param="messages", remedy="Send whole characters.") from None
         return text
 
+    def encode_prefix(self, text: str) -> StablePrefix:
+        """Return the first tokens of :meth:`encode` that stay the same whatever follows ``text``; see ``boundary``."""
+        return self._stable(text, add_special_tokens=True)
+
+    def encode_rendered_prefix(self, text: str) -> StablePrefix:
+        """Return the first tokens of :meth:`encode_rendered` that stay the same whatever follows ``text``."""
+        return self._stable(text, add_special_tokens=False)
+
+    def render_chat_prefix(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return the text with which every chat begins that goes on from ``messages``, whatever is said next.
+
+        Where the template ends what it makes of ``messages`` is found by letting it go on in different ways.
+
+        Raises:
+            InvalidRequestError: as :meth:`render_chat`.
+        """
+        texts: list[str] = []
+        for role, content in _NEXT_MESSAGES:
+            try:
+                texts.append(self.render_chat([*messages, {"role": role, "content": content}]))
+            except InvalidRequestError:  # this role cannot follow; another may
+                continue
+        return _common_beginning(texts) if texts else self.render_chat(messages)
+
+    @cached_property
+    def _boundary(self) -> Boundary:
+        return Boundary(self._backend)
+
+    def _stable(self, text: str, *, add_special_tokens: bool) -> StablePrefix:
+        def encode(text: str) -> Encoded:
+            found = self._tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
+            return Encoded(list(found["input_ids"]), found["offset_mapping"])
+
+        return self._boundary.stable_prefix(text, encode)
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ``token_ids``, without special tokens unless they are wanted."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
@@ -160,3 +199,9 @@ def _variables(template: str) -> frozenset[str]:
     except TemplateSyntaxError:  # transformers' own extensions
         return frozenset(re.findall(r"\w+", template))
     return frozenset(meta.find_undeclared_variables(parsed))
+
+
+def _common_beginning(texts: list[str]) -> str:
+    first, last = min(texts), max(texts)  # all others lie between them
+    end = next((at for at, letter in enumerate(first) if letter != last[at]), len(first))
+    return first[:end]
