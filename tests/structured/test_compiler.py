@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from conftest import EOS
+from schemas import EOS
 
 from pagefold import StructuredOutputsParams
 from pagefold.errors import InvalidRequestError
