@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from schemas import EOS, NUM_PADDED
+from grammar_walks import EOS, NUM_PADDED
 
 from pagefold.structured.compiler import GrammarCompiler
 from pagefold.tokenizer import Tokenizer

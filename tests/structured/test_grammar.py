@@ -7,10 +7,10 @@ import random
 import re
 
 import pytest
+from grammar_walks import EOS, LINKED, NUM_PADDED, SCHEMAS, tokens_of, walk
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
-from schemas import EOS, LINKED, NUM_PADDED, SCHEMAS, tokens_of, walk
 
 from pagefold import StructuredOutputsParams
 from pagefold.errors import InvalidRequestError

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import random
 
 EOS = 2
-NUM_PADDED = 67  # tokens that only the model has
+NUM_PADDED = 67
 
 WORDS = st.sampled_from(
     ["", "a", "null", "Zoë", "世界", "\U0001f600 \U0001f3fd", 'q"u\\o\nte', "e\u0301", "\u00a0", "0"]
