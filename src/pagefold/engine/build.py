@@ -101,7 +101,7 @@ def build_engine(blueprint: Blueprint, *, emit: Emit = ignore, say: Callable[[st
     )
     tokenizer = Tokenizer(spec.folder) if (spec.folder / "tokenizer_config.json").is_file() else None
     model = load_model(spec.folder, blueprint.dtype)
-    slab = Slab(geometry, capacity.num_blocks, blueprint.dtype)
+    slab = Slab.allocate(geometry, capacity.num_blocks, blueprint.dtype)
     runner = TorchRunner(model, geometry, slab, attention, max_model_len=capacity.max_model_len)
     runner.warm_up()
     core = KVCore(
