@@ -1,0 +1,160 @@
+"""The weights of a loaded transformers model, packed for the fused decoder.
+
+A matrix ``[N, K]`` becomes panels ``[N / width, K, width]``: a panel is what one matrix tile walks through, and the
+whole matrix is read in one stream. q, k and v are one matrix; gate and up alternate panel by panel, so that a tile of
+both is there when they are multiplied. N is filled up with zeros to whole panels.
+
+The model's own tensors are let go layer by layer, so that packing needs room for one layer more, not for a second model.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from pagefold.runner.kernels.simd import MAX_LANES, PANEL_VECTORS
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["PANEL_WIDTH", "DecoderWeights", "num_panels", "pack", "pack_model", "why_not_fused"]
+
+PANEL_WIDTH = PANEL_VECTORS * MAX_LANES
+
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+class DecoderWeights(NamedTuple):
+    """L layers, E hidden size, H heads, Hkv KV heads, D head_dim, F intermediate size, V vocabulary; W panel width.
+
+    Attributes:
+        qkv: float32 ``[L, ceil((H + 2 * Hkv) * D / W), E, W]``.
+        bias: float32 ``[L, (H + 2 * Hkv) * D]``, or ``[0, 0]`` without.
+        head_norms: float32 ``[L, 2, D]``: of q and of k; or ``[0, 2, 0]`` without.
+        out: float32 ``[L, ceil(E / W), H * D, W]``.
+        gate_up: float32 ``[L, 2 * ceil(F / W), E, W]``: gate and up panels in turn.
+        down: float32 ``[L, ceil(E / W), F, W]``.
+        norms: float32 ``[L, 2, E]``: before attention and before the MLP.
+        last_norm: float32 ``[E]``.
+        head: float32 ``[ceil(V / W), E, W]``.
+        embedding: float32 ``[V, E]``; ``[0, 0]`` where it is ``head``.
+        rope: float32 ``[positions, 2, D]``: cosines and sines.
+        epsilon: of the norms.
+        intermediate: F.
+    """
+
+    qkv: NDArray[np.float32]
+    bias: NDArray[np.float32]
+    head_norms: NDArray[np.float32]
+    out: NDArray[np.float32]
+    gate_up: NDArray[np.float32]
+    down: NDArray[np.float32]
+    norms: NDArray[np.float32]
+    last_norm: NDArray[np.float32]
+    head: NDArray[np.float32]
+    embedding: NDArray[np.float32]
+    rope: NDArray[np.float32]
+    epsilon: np.float32
+    intermediate: int
+
+
+def why_not_fused(config: Any) -> str | None:  # noqa: ANN401 - transformers' configs have no common type
+    """Return why a model of this config is none that the fused decoder computes, or None if it is."""
+    if config.model_type not in _FAMILIES:
+        return f"the fused decoder knows {', '.join(_FAMILIES)}, not {config.model_type}"
+    if getattr(config, "hidden_act", "silu") != "silu":
+        return f"its activation is {config.hidden_act}, not silu"
+    if getattr(config, "mlp_bias", False):
+        return "its MLP has biases"
+    if config.model_type == "llama" and getattr(config, "attention_bias", False):
+        return "its attention's output has a bias"
+    if config.model_type == "qwen3" and getattr(config, "attention_bias", False):
+        return "its attention has biases"
+    return None
+
+
+def num_panels(num_columns: int) -> int:
+    """Return how many panels hold so many columns."""
+    return -(-num_columns // PANEL_WIDTH)
+
+
+def pack(matrix: torch.Tensor, into: NDArray[np.float32]) -> None:
+    """Pack a weight ``[N, K]`` into panels ``[>= N / W, K, W]``; what is beyond N stays as it was."""
+    num, _ = matrix.shape
+    whole = num // PANEL_WIDTH
+    target = torch.from_numpy(into)
+    target[:whole] = matrix[: whole * PANEL_WIDTH].view(whole, PANEL_WIDTH, -1).transpose(1, 2)
+    if num % PANEL_WIDTH:
+        target[whole, :, : num % PANEL_WIDTH] = matrix[whole * PANEL_WIDTH :].T
+
+
+@torch.inference_mode()
+def pack_model(model: Any, num_positions: int) -> DecoderWeights:  # noqa: ANN401 - transformers' models have no common type
+    """Pack a float32 model of a family that :func:`why_not_fused` has nothing against. The model is used up.
+
+    Args:
+        model: what :func:`~pagefold.runner.loader.load_model` returned.
+        num_positions: how many positions a sequence can have.
+    """
+    config, decoder = model.config, model.model
+    layers = decoder.layers
+    first = layers[0].self_attn
+    hidden, inner = config.hidden_size, config.intermediate_size
+    num_qkv = first.q_proj.out_features + 2 * first.k_proj.out_features
+    has_bias, has_norms = first.q_proj.bias is not None, hasattr(first, "q_norm")
+    num_layers, head_dim = len(layers), first.head_dim
+    qkv = np.zeros((num_layers, num_panels(num_qkv), hidden, PANEL_WIDTH), np.float32)
+    bias = np.zeros((num_layers, num_qkv) if has_bias else (0, 0), np.float32)
+    head_norms = np.zeros((num_layers, 2, head_dim) if has_norms else (0, 2, 0), np.float32)
+    out = np.zeros((num_layers, num_panels(hidden), first.o_proj.in_features, PANEL_WIDTH), np.float32)
+    gate_up = np.zeros((num_layers, 2 * num_panels(inner), hidden, PANEL_WIDTH), np.float32)
+    down = np.zeros((num_layers, num_panels(hidden), inner, PANEL_WIDTH), np.float32)
+    norms = np.zeros((num_layers, 2, hidden), np.float32)
+    for index, layer in enumerate(layers):
+        attention, mlp = layer.self_attn, layer.mlp
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        pack(torch.cat([one.weight for one in projections]), qkv[index])
+        if has_bias:
+            bias[index] = torch.cat([one.bias for one in projections]).numpy()
+        if has_norms:
+            head_norms[index, 0] = attention.q_norm.weight.numpy()
+            head_norms[index, 1] = attention.k_norm.weight.numpy()
+        pack(attention.o_proj.weight, out[index])
+        pack(mlp.gate_proj.weight, gate_up[index, 0::2])
+        pack(mlp.up_proj.weight, gate_up[index, 1::2])
+        pack(mlp.down_proj.weight, down[index])
+        norms[index, 0] = layer.input_layernorm.weight.numpy()
+        norms[index, 1] = layer.post_attention_layernorm.weight.numpy()
+        for one in (*projections, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+            one.weight = None
+    rope = _rope(decoder, num_positions, head_dim)
+    matrix, embedding = model.lm_head.weight, decoder.embed_tokens.weight
+    head = np.zeros((num_panels(len(matrix)), hidden, PANEL_WIDTH), np.float32)
+    pack(matrix, head)
+    is_tied = matrix is embedding or matrix.data_ptr() == embedding.data_ptr()
+    return DecoderWeights(
+        qkv,
+        bias,
+        head_norms,
+        out,
+        gate_up,
+        down,
+        norms,
+        decoder.norm.weight.numpy().copy(),
+        head,
+        np.zeros((0, 0), np.float32) if is_tied else embedding.numpy().copy(),
+        rope,
+        np.float32(config.rms_norm_eps),
+        inner,
+    )
+
+
+def _rope(decoder: Any, num_positions: int, head_dim: int) -> NDArray[np.float32]:  # noqa: ANN401
+    """Return the model's own cosines and sines, ``[positions, 2, D]``: its ropes do not depend on the batch."""
+    positions = torch.arange(num_positions)[None]
+    cosines, sines = decoder.rotary_emb(torch.zeros(1, dtype=torch.float32), positions)
+    rope = torch.stack([cosines[0], sines[0]], dim=1).numpy().copy()
+    assert rope.shape == (num_positions, 2, head_dim), "a rope of a part of the head"
+    return np.ascontiguousarray(rope, np.float32)
