@@ -22,6 +22,7 @@ from pagefold.runner.models import inspect_model
 from pagefold.runner.sampler import sample
 from pagefold.runner.slab import Slab
 from pagefold.runner.torch_runner import TorchRunner
+from pagefold.runner.transformers_decoder import TransformersDecoder
 from pagefold.steps import StepPlan
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ def make_runner(folder: Path, num_layers: int = 2, num_kv_heads: int = 2, max_mo
     slab = Slab.allocate(geometry, 16, torch.float64)
     slab.data.fill_(float("nan"))  # whoever reads what nobody wrote is found out
     model = load_model(folder, torch.float64)
-    return TorchRunner(model, geometry, slab, reference_attention, max_model_len=max_model_len)
+    decoder = TransformersDecoder(model, slab, reference_attention, max_model_len=max_model_len)
+    return TorchRunner(decoder, geometry, slab)
 
 
 def make_plan(*rows: tuple[list[int], int, list[int], bool]) -> StepPlan:

@@ -17,7 +17,7 @@ from pagefold.config import EngineConfig, ServerConfig
 from pagefold.errors import ConfigError, PagefoldError
 
 if TYPE_CHECKING:
-    from pagefold.config import AttentionBackend, Dtype
+    from pagefold.config import AttentionBackend, Dtype, ModelImpl
     from pagefold.engine.engine import Engine
     from pagefold.events import Emit
 
@@ -85,6 +85,20 @@ def serve(  # noqa: PLR0913 - one parameter a flag
         str, typer.Option(help="Which cached blocks go first: lru, lfu or fifo.", rich_help_panel=_ENGINE)
     ] = "lru",
     attention_backend: Annotated[str, typer.Option(help="auto, cpu or reference.", rich_help_panel=_ENGINE)] = "auto",
+    model_impl: Annotated[
+        str, typer.Option(help="Who computes the layers: auto, pagefold or transformers.", rich_help_panel=_ENGINE)
+    ] = "auto",
+    threads: Annotated[
+        int | None, typer.Option(help="Threads that compute; all cores if not given.", rich_help_panel=_ENGINE)
+    ] = None,
+    batch_invariant: Annotated[
+        bool,
+        typer.Option(
+            "--batch-invariant",
+            help="Refuse what would let a request's tokens depend on its batch.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = False,
     scheduling_policy: Annotated[
         str, typer.Option(help="Who goes first: fcfs, or priority (the smallest).", rich_help_panel=_ENGINE)
     ] = "fcfs",
@@ -113,6 +127,9 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             enable_prefix_caching=enable_prefix_caching,
             eviction_policy=eviction_policy,
             attention_backend=cast("AttentionBackend", attention_backend),
+            model_impl=cast("ModelImpl", model_impl),
+            threads=threads,
+            batch_invariant=batch_invariant,
             seed=seed,
             scheduling_policy=cast('Literal["fcfs", "priority"]', scheduling_policy),
             priority_aging_s=priority_aging,

@@ -1,4 +1,4 @@
-"""TransformersDecoder: a model as transformers computes it, with our attention in it. Any family; the fused one's twin."""
+"""TransformersDecoder: a model as transformers computes it, with our attention in it. Any family."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ class TransformersDecoder:
     @torch.inference_mode()
     def logits(self, inputs: StepInputs) -> torch.Tensor:
         """Compute a step; see :class:`~pagefold.runner.torch_runner.Decoder`."""
-        context = AttentionContext(
-            self._attention, self._slab, inputs.attention, max_model_len=self._max_model_len
-        )
+        context = AttentionContext(self._attention, self._slab, inputs.attention, max_model_len=self._max_model_len)
         output = self.model(
             input_ids=inputs.token_ids,
             position_ids=inputs.positions,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numba
 import numpy as np
 import torch
 from numba import njit, prange
@@ -17,7 +18,7 @@ from pagefold.runner.attention.kernel import attend, merge
 from pagefold.runner.attention.scratch import Scratch, make_scratch
 from pagefold.runner.attention.work import AttentionWork, WorkDealer
 from pagefold.runner.kernels.compiled import specialised
-from pagefold.runner.kernels.simd import MAX_LANES, lanes_for, vectors_for
+from pagefold.runner.kernels.simd import lanes_for, vectors_for
 from pagefold.runner.kernels.team import SYNC_WIDTH, claim, finish, wait
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class CpuAttention:
     """
 
     def __init__(self, num_threads: int) -> None:
-        self._num_threads = num_threads
+        self._num_threads = min(num_threads, numba.config.NUMBA_NUM_THREADS)
         self._room: AttentionRoom | None = None
         self._slab: Slab | None = None
         self._inputs: AttentionInputs | None = None
@@ -98,7 +99,7 @@ class CpuAttention:
         self._sync = np.zeros((_NUM_PHASES, SYNC_WIDTH), np.int64)
         self._kernel: Callable[..., None] | None = None
 
-    def __call__(  # noqa: PLR0913 - the operands of the op
+    def __call__(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -116,6 +117,7 @@ class CpuAttention:
         work = self._work
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         self._sync[:] = 0
+        numba.set_num_threads(self._num_threads)  # of the calling thread
         arguments = (
             self._num_threads,
             self._sync,
@@ -142,8 +144,8 @@ class CpuAttention:
         return self._room
 
 
-@njit(nogil=True, error_model="numpy")  # type: ignore[misc,untyped-decorator,unused-ignore]
-def write(slab, work, layer, t, h, key, value):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201, PLR0913, PLR0917
+@njit(nogil=True, error_model="numpy")
+def write(slab, work, layer, t, h, key, value):
     """Write K and V, ``[D]``, of token ``t`` and KV head ``h`` into the token's block."""
     head_dim = len(key)
     block_size = slab.shape[3] // head_dim
@@ -158,8 +160,8 @@ def write(slab, work, layer, t, h, key, value):  # type: ignore[no-untyped-def] 
         values[offset * head_dim + d] = value[d]
 
 
-@njit(nogil=True, error_model="numpy")  # type: ignore[misc,untyped-decorator,unused-ignore]
-def member_scratch(scratch, member):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+@njit(nogil=True, error_model="numpy")
+def member_scratch(scratch, member):
     """Return one member's part of a team's scratch."""
     return Scratch(
         scratch.query[member],
@@ -177,8 +179,8 @@ def member_scratch(scratch, member):  # type: ignore[no-untyped-def]  # noqa: AN
     )
 
 
-@njit(nogil=True, error_model="numpy")  # type: ignore[misc,untyped-decorator,unused-ignore]
-def _member(lanes, vectors, member, sync, work, query, key, value, slab, layer, scale, softcap, scratch, partials, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, E501, PLR0913, PLR0917
+@njit(nogil=True, error_model="numpy")
+def _member(lanes, vectors, member, sync, work, query, key, value, slab, layer, scale, softcap, scratch, partials, out):
     num_tokens, num_kv_heads = key.shape[0], key.shape[1]
     num_chunks = (num_tokens + _TOKENS_A_WRITE - 1) // _TOKENS_A_WRITE
     while True:
@@ -196,8 +198,10 @@ def _member(lanes, vectors, member, sync, work, query, key, value, slab, layer, 
         merge(sync, _MERGE, work, partials, out)
 
 
-@njit(cache=True, parallel=True, nogil=True, error_model="numpy")  # type: ignore[misc,untyped-decorator,unused-ignore]
-def _run(lanes, vectors, num_members, sync, work, query, key, value, slab, layer, scale, softcap, scratch, partials, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, E501, PLR0913, PLR0917
+@njit(cache=True, parallel=True, nogil=True, error_model="numpy")
+def _run(
+    lanes, vectors, num_members, sync, work, query, key, value, slab, layer, scale, softcap, scratch, partials, out
+):
     for member in prange(num_members):
         _member(
             lanes, vectors, member, sync, work, query, key, value, slab, layer, scale, softcap, scratch, partials, out

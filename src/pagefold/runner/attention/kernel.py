@@ -23,8 +23,8 @@ _NOTHING = np.float32(-1e30)  # the score of no entry at all: finite, so that no
 _TOKENS_A_MERGE = 4
 
 
-@njit(nogil=True, error_model="numpy")  # type: ignore[misc,untyped-decorator,unused-ignore]
-def _fold(top, total, acc, other_top, other_total, other):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, PLR0913, PLR0917
+@njit(nogil=True, error_model="numpy")
+def _fold(top, total, acc, other_top, other_total, other):
     """Fold a later split's partial result into ``acc``; return the new (top, total). Scores are powers of two."""
     new_top = max(top, other_top)
     ours, theirs = np.exp2(top - new_top), np.exp2(other_top - new_top)
@@ -33,16 +33,17 @@ def _fold(top, total, acc, other_top, other_total, other):  # type: ignore[no-un
     return new_top, total * ours + other_total * theirs
 
 
-@njit(nogil=True, error_model="numpy")  # type: ignore[misc,untyped-decorator,unused-ignore]
-def _attend_split(lanes, vectors, blocks, block_size, head_dim, num_entries, query, limits, scores, powers, acc, tops, totals, softcap):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, E501, PLR0913, PLR0917
+@njit(nogil=True, error_model="numpy")
+def _attend_split(
+    lanes, vectors, blocks, block_size, head_dim, num_entries, query, limits, scores, powers, acc, tops, totals, softcap
+):
     """Attend to one split: ``query`` [R, D], of which row r sees the first ``limits[r]`` of ``num_entries`` entries.
 
-    Leaves the sum of weighted values in ``acc`` [R, D], the largest score in ``tops`` and the weights' sum in ``totals``.
+    Leaves the sum of weighted values in ``acc`` [R, D], the largest score in ``tops``, the weights' sum in ``totals``.
     """
     num_rows, width = len(limits), scores.shape[1]
     columns_a_block = block_size // lanes
     num_columns = (num_entries + lanes - 1) // lanes
-    size = block_size * _FLOAT_BYTES
     for c in range(0, num_columns, 2):
         d = min(c + 1, num_columns - 1)  # an odd one's partner is itself: nobody reads those scores
         e = min(c + 2, num_columns - 1)
@@ -66,8 +67,8 @@ def _attend_split(lanes, vectors, blocks, block_size, head_dim, num_entries, que
         )  # fmt: skip
 
 
-@njit(nogil=True, error_model="numpy")  # type: ignore[misc,untyped-decorator,unused-ignore]
-def attend(lanes, vectors, sync, phase, work, query, slab, layer, scale, softcap, scratch, partials, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201, E501, PLR0913, PLR0914, PLR0917
+@njit(nogil=True, error_model="numpy")
+def attend(lanes, vectors, sync, phase, work, query, slab, layer, scale, softcap, scratch, partials, out):
     """Do items of ``work`` until none is left.
 
     Args:
@@ -124,8 +125,8 @@ def attend(lanes, vectors, sync, phase, work, query, slab, layer, scale, softcap
                 limits[row] = max(0, min(num_entries, scratch.ends[row] - start))
             into = acc if k > first_split else state
             _attend_split(
-                lanes, vectors, blocks, block_size, head_dim, num_entries, q, limits, scores, powers, into, tops, totals,
-                softcap,
+                lanes, vectors, blocks, block_size, head_dim, num_entries, q, limits, scores, powers, into, tops,
+                totals, softcap,
             )  # fmt: skip
             for row in range(num_rows):
                 if k == first_split:
@@ -153,8 +154,8 @@ def attend(lanes, vectors, sync, phase, work, query, slab, layer, scale, softcap
     wait(sync, phase, num_items)
 
 
-@njit(nogil=True, error_model="numpy")  # type: ignore[misc,untyped-decorator,unused-ignore]
-def merge(sync, phase, work, partials, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+@njit(nogil=True, error_model="numpy")
+def merge(sync, phase, work, partials, out):
     """Put the splits of each token together, in order. ``partials`` is folded in place."""
     num_tokens, num_heads, head_dim = out.shape
     group = num_heads // work.cells.shape[2]
@@ -175,7 +176,9 @@ def merge(sync, phase, work, partials, out):  # type: ignore[no-untyped-def]  # 
                 top, total = state[head_dim], state[head_dim + 1]
                 for k in range(1, (limit + work.split_size - 1) // work.split_size):
                     part = partials[slot + k, head]
-                    top, total = _fold(top, total, state[:head_dim], part[head_dim], part[head_dim + 1], part[:head_dim])
+                    top, total = _fold(
+                        top, total, state[:head_dim], part[head_dim], part[head_dim + 1], part[:head_dim]
+                    )
                 weight = np.float32(1.0) / total
                 for d in range(head_dim):
                     out[t, head, d] = state[d] * weight

@@ -42,14 +42,21 @@ def make_scratch(num_members: int, num_rows: int, split_size: int, head_dim: int
     """Make room for items of ``num_rows`` rows. A row of scores ends with room for an odd column's partner."""
     rows = (num_members, num_rows)
     width = split_size + 2 * lanes
-    f32 = [np.zeros((*rows, head_dim), np.float32) for _ in range(3)]
-    numbers = [np.zeros(rows, np.float32) for _ in range(4)]
+
+    def floats(*shape: int) -> NDArray[np.float32]:
+        return np.zeros(shape, np.float32)
+
     return Scratch(
-        *f32,
-        np.zeros((*rows, width), np.float32),
-        np.zeros((num_members, width), np.int32),
-        *numbers,
-        np.zeros(rows, np.int32),
-        np.zeros(rows, np.int32),
-        np.zeros((num_members, width), np.int64),
+        query=floats(*rows, head_dim),
+        acc=floats(*rows, head_dim),
+        state=floats(*rows, head_dim),
+        scores=floats(*rows, width),
+        powers=np.zeros((num_members, width), np.int32),
+        tops=floats(*rows),
+        totals=floats(*rows),
+        state_tops=floats(*rows),
+        state_totals=floats(*rows),
+        limits=np.zeros(rows, np.int32),
+        ends=np.zeros(rows, np.int32),
+        blocks=np.zeros((num_members, width), np.int64),
     )

@@ -1,8 +1,8 @@
 """Dealing out attention: what is one piece of work, what of it is shared, and what is put together at the end.
 
-The entries that a token sees are cut into *splits* of fixed length at fixed positions (``split_size``). A token's result
-is the left fold of its splits' partial results, in order. So it is the same, to the bit, whoever else is in the batch,
-however a prompt was cut into chunks, and whatever came out of the cache; and dealing is free to do what is fast:
+The entries that a token sees are cut into *splits* of fixed length at fixed positions (``split_size``). A token's
+result is the left fold of its splits' partial results, in order. So it is the same, to the bit, whoever else is in the
+batch, however a prompt was cut into chunks, and whatever came out of the cache; and dealing is free to do what is fast:
 
 - a long prompt's tokens are dealt in tiles, each of which walks all its splits and folds as it goes;
 - the splits of a token that is alone (decoding) are dealt one by one, so that a few long sequences keep all cores busy;
@@ -115,13 +115,13 @@ def _broadcast_as_one(array: NDArray[np.int32], axis: int) -> NDArray[np.int32]:
     return np.ascontiguousarray(array)
 
 
-@njit(nogil=True)  # type: ignore[misc,untyped-decorator,unused-ignore]
-def _put(item, head, split, seq, first, end):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, PLR0913, PLR0917
+@njit(nogil=True)
+def _put(item, head, split, seq, first, end):
     item[0], item[1], item[2], item[3], item[4] = head, split, seq, first, end
 
 
-@njit(cache=True, nogil=True)  # type: ignore[misc,untyped-decorator,unused-ignore]
-def _deal(query_starts, tables, lengths, owner, block_size, split_size, tokens_per_item):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, C901, PLR0912, PLR0913, PLR0917
+@njit(cache=True, nogil=True)
+def _deal(query_starts, tables, lengths, owner, block_size, split_size, tokens_per_item):
     """Return (items, tokens, first_slots, num_slots); see :class:`AttentionWork`."""
     num_seqs, num_heads = len(query_starts) - 1, max(tables.shape[1], lengths.shape[1])
     table_step, length_step = int(tables.shape[1] > 1), int(lengths.shape[1] > 1)

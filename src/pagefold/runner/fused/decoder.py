@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numba
 import numpy as np
 import torch
 
@@ -47,7 +48,7 @@ class FusedDecoder:
     def __init__(self, model: Any, slab: Slab, *, max_model_len: int, num_threads: int) -> None:  # noqa: ANN401
         config = model.config
         self._slab = slab
-        self._num_threads = num_threads
+        self._num_threads = min(num_threads, numba.config.NUMBA_NUM_THREADS)
         self._num_heads = config.num_attention_heads
         self._num_kv_heads = config.num_key_value_heads
         self._head_dim = slab.keys.shape[-1]
@@ -55,14 +56,14 @@ class FusedDecoder:
         attention = model.model.layers[0].self_attn
         self._scale, _ = scale_and_cap(attention.scaling, 0.0)
         self._weights = pack_model(model, max_model_len)
-        self._attention = AttentionRoom(slab, self._num_heads, self._num_kv_heads, num_threads)
+        self._attention = AttentionRoom(slab, self._num_heads, self._num_kv_heads, self._num_threads)
         num_layers = len(self._weights.norms)
         self._sync = np.zeros((num_layers * PHASES_A_LAYER + PHASES_BESIDE, SYNC_WIDTH), np.int64)
         self._room = self._make_room(1, 1)
         self._kernel: Callable[..., None] | None = None
 
     def logits(self, inputs: StepInputs) -> torch.Tensor:
-        """Compute a step; return the logits of its ``logit_rows``, ``[R, vocab]``. They are valid until the next step."""
+        """Compute a step; return the logits of its ``logit_rows``, ``[R, vocab]``, valid until the next step."""
         work = self._attention.dealer.deal(inputs.attention)
         step = DecoderStep(inputs.token_ids[0].numpy(), inputs.positions[0].numpy(), inputs.logit_rows.numpy())
         num_tokens, num_rows = len(step.token_ids), len(step.logit_rows)
@@ -70,6 +71,7 @@ class FusedDecoder:
             most = max(num_tokens, len(self._room.hidden)), max(num_rows, len(self._room.logits))
             self._room = self._make_room(*most)
         self._sync[:] = 0
+        numba.set_num_threads(self._num_threads)  # of the calling thread
         shape = self._attention.shape
         constants = MAX_LANES, shape.lanes, shape.vectors
         arguments = (

@@ -73,16 +73,16 @@ class DecoderRoom(NamedTuple):
     powers: NDArray[np.int32]
 
 
-@njit(nogil=True, error_model="numpy", fastmath={"reassoc", "nsz"})  # type: ignore[misc,untyped-decorator,unused-ignore]
-def _sum_of_squares(row):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+@njit(nogil=True, error_model="numpy", fastmath={"reassoc", "nsz"})
+def _sum_of_squares(row):
     total = np.float32(0.0)
     for e in range(len(row)):
         total += row[e] * row[e]
     return total
 
 
-@njit(nogil=True, error_model="numpy")  # type: ignore[misc,untyped-decorator,unused-ignore]
-def _norm(row, weight, epsilon, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+@njit(nogil=True, error_model="numpy")
+def _norm(row, weight, epsilon, out):
     """RMS norm of one row; ``out`` may be ``row``."""
     size = np.float32(len(weight))
     factor = np.float32(1.0) / np.sqrt(_sum_of_squares(row[: len(weight)]) / size + epsilon)
@@ -90,8 +90,8 @@ def _norm(row, weight, epsilon, out):  # type: ignore[no-untyped-def]  # noqa: A
         out[e] = row[e] * factor * weight[e]
 
 
-@njit(nogil=True, error_model="numpy")  # type: ignore[misc,untyped-decorator,unused-ignore]
-def _rotate(row, rope):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+@njit(nogil=True, error_model="numpy")
+def _rotate(row, rope):
     """Rotary embedding of one head ``[D]``, in place: pairs are half a head apart."""
     half = len(row) // 2
     for d in range(half):
@@ -100,8 +100,8 @@ def _rotate(row, rope):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
         row[d + half] = b * rope[0, d + half] + a * rope[1, d + half]
 
 
-@njit(nogil=True, error_model="numpy")  # type: ignore[misc,untyped-decorator,unused-ignore]
-def _embed(sync, phase, weights, step, room):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+@njit(nogil=True, error_model="numpy")
+def _embed(sync, phase, weights, step, room):
     num_tokens = len(step.token_ids)
     num_chunks = (num_tokens + _TOKENS_A_CHUNK - 1) // _TOKENS_A_CHUNK
     size, width = weights.head.shape[1], weights.head.shape[2]
@@ -123,8 +123,8 @@ def _embed(sync, phase, weights, step, room):  # type: ignore[no-untyped-def]  #
     wait(sync, phase, num_chunks)
 
 
-@njit(nogil=True, error_model="numpy")  # type: ignore[misc,untyped-decorator,unused-ignore]
-def _norm_all(sync, phase, hidden, num_tokens, weight, epsilon, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, PLR0913, PLR0917
+@njit(nogil=True, error_model="numpy")
+def _norm_all(sync, phase, hidden, num_tokens, weight, epsilon, out):
     num_chunks = (num_tokens + _TOKENS_A_CHUNK - 1) // _TOKENS_A_CHUNK
     while True:
         chunk = claim(sync, phase)
@@ -136,8 +136,8 @@ def _norm_all(sync, phase, hidden, num_tokens, weight, epsilon, out):  # type: i
     wait(sync, phase, num_chunks)
 
 
-@njit(nogil=True, error_model="numpy")  # type: ignore[misc,untyped-decorator,unused-ignore]
-def _norm_rows(sync, phase, weights, step, room):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+@njit(nogil=True, error_model="numpy")
+def _norm_rows(sync, phase, weights, step, room):
     num_rows = len(step.logit_rows)
     while True:
         row = claim(sync, phase)
@@ -148,19 +148,22 @@ def _norm_rows(sync, phase, weights, step, room):  # type: ignore[no-untyped-def
     wait(sync, phase, num_rows)
 
 
-@njit(nogil=True, error_model="numpy")  # type: ignore[misc,untyped-decorator,unused-ignore]
-def _num_parts(num_panels, num_tiles, num_members):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+@njit(nogil=True, error_model="numpy")
+def _num_parts(num_panels, num_tiles, num_members):
     """Return in how many parts to deal panels, so that a phase has some chunks a member."""
     wanted = (_CHUNKS_A_MEMBER * num_members + num_tiles - 1) // num_tiles
     return min(num_panels, wanted if num_members > 1 else 1)
 
 
-@njit(nogil=True, error_model="numpy")  # type: ignore[misc,untyped-decorator,unused-ignore]
-def _columns(lanes, x, t, num_rows, panels, panel, end, y, column, adds):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, PLR0913, PLR0917
-    """``y[t : t + num_rows, column...] (+)= x[t : t + num_rows] @ panels[panel]``, ``end`` ending what is fetched ahead."""
+@njit(nogil=True, error_model="numpy")
+def _columns(lanes, x, t, num_rows, panels, panel, end, y, column, adds):
+    """``y[t : t + num_rows, column...] (+)= x[t : t + num_rows] @ panels[panel]``; fetch ahead of it up to ``end``."""
     num_k, width = panels.shape[1], panels.shape[2]
     base = panels.ctypes.data
-    x_row, y_row = x.ctypes.data + t * x.shape[1] * _FLOAT_BYTES, y.ctypes.data + (t * y.shape[1] + column) * _FLOAT_BYTES
+    x_row, y_row = (
+        x.ctypes.data + t * x.shape[1] * _FLOAT_BYTES,
+        y.ctypes.data + (t * y.shape[1] + column) * _FLOAT_BYTES,
+    )
     for k in range(0, num_k, _MAX_K):
         length = min(_MAX_K, num_k - k)
         here = base + (panel * num_k + k) * width * _FLOAT_BYTES
@@ -172,8 +175,8 @@ def _columns(lanes, x, t, num_rows, panels, panel, end, y, column, adds):  # typ
         )
 
 
-@njit(nogil=True, error_model="numpy")  # type: ignore[misc,untyped-decorator,unused-ignore]
-def _matmul(lanes, num_members, sync, phase, x, num_tokens, panels, y, adds):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, PLR0913, PLR0917
+@njit(nogil=True, error_model="numpy")
+def _matmul(lanes, num_members, sync, phase, x, num_tokens, panels, y, adds):
     """``y (+)= x @ panels``, of ``num_tokens`` rows."""
     num_panels, width = panels.shape[0], panels.shape[2]
     num_tiles = (num_tokens + TOKENS_A_TILE - 1) // TOKENS_A_TILE
@@ -192,8 +195,8 @@ def _matmul(lanes, num_members, sync, phase, x, num_tokens, panels, y, adds):  #
     wait(sync, phase, num_tiles * num_parts)
 
 
-@njit(nogil=True, error_model="numpy")  # type: ignore[misc,untyped-decorator,unused-ignore]
-def _matmul_gate_up(lanes, num_members, sync, phase, x, num_tokens, panels, y, up, powers):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, PLR0913, PLR0917
+@njit(nogil=True, error_model="numpy")
+def _matmul_gate_up(lanes, num_members, sync, phase, x, num_tokens, panels, y, up, powers):
     """``y = silu(x @ gate) * (x @ up)``: panels of both alternate, and meet while they are in the cache."""
     num_pairs, width = panels.shape[0] // 2, panels.shape[2]
     num_tiles = (num_tokens + TOKENS_A_TILE - 1) // TOKENS_A_TILE
@@ -215,8 +218,8 @@ def _matmul_gate_up(lanes, num_members, sync, phase, x, num_tokens, panels, y, u
     wait(sync, phase, num_tiles * num_parts)
 
 
-@njit(nogil=True, error_model="numpy")  # type: ignore[misc,untyped-decorator,unused-ignore]
-def _place(sync, phase, weights, step, work, layer, room, slab):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, PLR0913, PLR0917
+@njit(nogil=True, error_model="numpy")
+def _place(sync, phase, weights, step, work, layer, room, slab):
     """Biases, norms and rope of q and k; K and V go into their blocks."""
     num_tokens = len(step.token_ids)
     num_heads, head_dim = room.attended.shape[1], room.attended.shape[2]
@@ -246,8 +249,10 @@ def _place(sync, phase, weights, step, work, layer, room, slab):  # type: ignore
     wait(sync, phase, num_chunks)
 
 
-@njit(nogil=True, error_model="numpy")  # type: ignore[misc,untyped-decorator,unused-ignore]
-def _member(lanes, att_lanes, vectors, num_members, member, sync, weights, step, work, scale, slab, room, scratch, partials):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, E501, PLR0913, PLR0914, PLR0917
+@njit(nogil=True, error_model="numpy")
+def _member(
+    lanes, att_lanes, vectors, num_members, member, sync, weights, step, work, scale, slab, room, scratch, partials
+):
     num_tokens = len(step.token_ids)
     head_dim = room.attended.shape[2]
     own = member_scratch(scratch, member)
@@ -260,7 +265,9 @@ def _member(lanes, att_lanes, vectors, num_members, member, sync, weights, step,
         _norm_all(sync, phase, room.hidden, num_tokens, weights.norms[layer, 0], weights.epsilon, room.normed)
         _matmul(lanes, num_members, sync, phase + 1, room.normed, num_tokens, weights.qkv[layer], room.qkv, 0)
         _place(sync, phase + 2, weights, step, work, layer, room, slab)
-        attend(att_lanes, vectors, sync, phase + 3, work, query, slab, layer, scale, np.float32(0.0), own, partials, out)
+        attend(
+            att_lanes, vectors, sync, phase + 3, work, query, slab, layer, scale, np.float32(0.0), own, partials, out
+        )
         if work.num_slots:
             merge(sync, phase + 4, work, partials, out)
         _matmul(lanes, num_members, sync, phase + 5, attended, num_tokens, weights.out[layer], room.hidden, 1)
@@ -275,10 +282,13 @@ def _member(lanes, att_lanes, vectors, num_members, member, sync, weights, step,
     _matmul(lanes, num_members, sync, phase + 1, room.rows, len(step.logit_rows), weights.head, room.logits, 0)
 
 
-@njit(cache=True, parallel=True, nogil=True, error_model="numpy")  # type: ignore[misc,untyped-decorator,unused-ignore]
-def run_decoder(lanes, att_lanes, vectors, num_members, sync, weights, step, work, scale, slab, room, scratch, partials):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201, E501, PLR0913, PLR0917
+@njit(cache=True, parallel=True, nogil=True, error_model="numpy")
+def run_decoder(
+    lanes, att_lanes, vectors, num_members, sync, weights, step, work, scale, slab, room, scratch, partials
+):
     """Compute a step: K and V into their blocks, logits into the room."""
     for member in prange(num_members):
         _member(
-            lanes, att_lanes, vectors, num_members, member, sync, weights, step, work, scale, slab, room, scratch, partials
+            lanes, att_lanes, vectors, num_members, member, sync, weights, step, work, scale, slab, room, scratch,
+            partials,
         )  # fmt: skip

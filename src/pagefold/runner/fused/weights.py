@@ -4,7 +4,7 @@ A matrix ``[N, K]`` becomes panels ``[N / width, K, width]``: a panel is what on
 whole matrix is read in one stream. q, k and v are one matrix; gate and up alternate panel by panel, so that a tile of
 both is there when they are multiplied. N is filled up with zeros to whole panels.
 
-The model's own tensors are let go layer by layer, so that packing needs room for one layer more, not for a second model.
+The model's own tensors are let go layer by layer, so that packing needs room for one layer more, not for a model more.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ from pagefold.runner.kernels.simd import MAX_LANES, PANEL_VECTORS
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["PANEL_WIDTH", "DecoderWeights", "num_panels", "pack", "pack_model", "why_not_fused"]
+__all__ = ["PANEL_WIDTH", "DecoderWeights", "num_panels", "pack", "pack_model"]
 
 PANEL_WIDTH = PANEL_VECTORS * MAX_LANES
-
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class DecoderWeights(NamedTuple):
@@ -60,21 +58,6 @@ class DecoderWeights(NamedTuple):
     intermediate: int
 
 
-def why_not_fused(config: Any) -> str | None:  # noqa: ANN401 - transformers' configs have no common type
-    """Return why a model of this config is none that the fused decoder computes, or None if it is."""
-    if config.model_type not in _FAMILIES:
-        return f"the fused decoder knows {', '.join(_FAMILIES)}, not {config.model_type}"
-    if getattr(config, "hidden_act", "silu") != "silu":
-        return f"its activation is {config.hidden_act}, not silu"
-    if getattr(config, "mlp_bias", False):
-        return "its MLP has biases"
-    if config.model_type == "llama" and getattr(config, "attention_bias", False):
-        return "its attention's output has a bias"
-    if config.model_type == "qwen3" and getattr(config, "attention_bias", False):
-        return "its attention has biases"
-    return None
-
-
 def num_panels(num_columns: int) -> int:
     """Return how many panels hold so many columns."""
     return -(-num_columns // PANEL_WIDTH)
@@ -91,11 +74,12 @@ def pack(matrix: torch.Tensor, into: NDArray[np.float32]) -> None:
 
 
 @torch.inference_mode()
-def pack_model(model: Any, num_positions: int) -> DecoderWeights:  # noqa: ANN401 - transformers' models have no common type
-    """Pack a float32 model of a family that :func:`why_not_fused` has nothing against. The model is used up.
+def pack_model(model: Any, num_positions: int) -> DecoderWeights:  # noqa: ANN401 - models have no common type
+    """Pack a float32 model. It is used up.
 
     Args:
-        model: what :func:`~pagefold.runner.loader.load_model` returned.
+        model: what :func:`~pagefold.runner.loader.load_model` returned, of a family that
+            :func:`~pagefold.runner.fused.families.why_not_fused` has nothing against.
         num_positions: how many positions a sequence can have.
     """
     config, decoder = model.config, model.model

@@ -20,7 +20,11 @@ _log = logging.getLogger(__name__)
 _KERNELS: list[Any] = []
 
 
-def specialised(kernel: Any, constants: tuple[int, ...], arguments: tuple[Any, ...]) -> Callable[..., None]:  # noqa: ANN401
+def specialised(
+    kernel: Any,  # noqa: ANN401 - Numba has no types
+    constants: tuple[int, ...],
+    arguments: tuple[object, ...],
+) -> Callable[..., None]:
     """Return ``kernel`` for its first parameters known to be ``constants``, and the others of these arguments' types.
 
     It is called with all of them. Out of the cache on disk if it is there and whole.
@@ -29,7 +33,7 @@ def specialised(kernel: Any, constants: tuple[int, ...], arguments: tuple[Any, .
     _KERNELS.append(kernel)
     try:
         kernel.compile(signature)
-    except Exception as error:  # noqa: BLE001 - unpickling what an interrupted write has left can raise anything
+    except Exception as error:
         if not KERNEL_CACHE.exists():
             raise
         _log.warning("the kernel cache %s is damaged (%r); compiling again", KERNEL_CACHE, error)

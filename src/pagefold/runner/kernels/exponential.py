@@ -9,8 +9,7 @@ __all__ = ["exp2_row", "silu_times"]
 
 _EXP2_MIN = np.float32(-126.0)  # below, a float32 power of two is no normal number: 2^-126 is 0 here
 _C0, _C1, _C2, _C3, _C4, _C5, _C6 = (
-    np.float32(c)
-    for c in (1.0, 0.6931472, 0.24022651, 0.05550411, 0.009618129, 0.0013333558, 0.00015403530)
+    np.float32(c) for c in (1.0, 0.6931472, 0.24022651, 0.05550411, 0.009618129, 0.0013333558, 0.00015403530)
 )
 """2^f on [-.5, .5] by its Taylor series to f^6: within 1.3e-7 of the truth, less than rounding leaves."""
 _HALF, _LOG2E = np.float32(0.5), np.float32(1.4426950408889634)
@@ -31,8 +30,8 @@ truth, relatively, also near 0, where a form in powers of two loses it."""
 _FAST = {"reassoc", "contract", "arcp", "nsz"}  # not nnan: what is NaN stays NaN, for somebody to see
 
 
-@njit(nogil=True, error_model="numpy", fastmath=_FAST | {"nnan"})  # type: ignore[misc,untyped-decorator,unused-ignore]
-def _largest(row, least):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+@njit(nogil=True, error_model="numpy", fastmath=_FAST | {"nnan"})
+def _largest(row, least):
     """Return the largest of a row and ``least``. Of a row with a NaN anything: its weights are NaN all the same."""
     top = least
     for e in range(len(row)):
@@ -40,12 +39,12 @@ def _largest(row, least):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN20
     return top
 
 
-@njit(nogil=True, error_model="numpy", fastmath=_FAST)  # type: ignore[misc,untyped-decorator,unused-ignore]
-def exp2_row(scores, num_seen, num_entries, softcap, powers, nothing):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201, PLR0913, PLR0917
+@njit(nogil=True, error_model="numpy", fastmath=_FAST)
+def exp2_row(scores, num_seen, num_entries, softcap, powers, nothing):
     """Turn scores into weights ``2^(score - top)`` in place; return their largest score and their sum.
 
-    Entries from ``num_seen`` on get weight 0, whatever was there. With ``softcap`` (in powers of two) scores first become
-    ``softcap * tanh(score)``. ``powers`` is int32 room for a row. Of no entries the top is ``nothing`` and the sum 0.
+    Entries from ``num_seen`` on get weight 0, whatever was there. With ``softcap`` (in powers of two) scores first
+    become ``softcap * tanh(score)``. ``powers`` is int32 room for a row. Of no entries the top is ``nothing`` and the sum 0.
     """
     if softcap != 0.0:
         for e in range(num_seen):
@@ -71,8 +70,8 @@ def exp2_row(scores, num_seen, num_entries, softcap, powers, nothing):  # type: 
     return top, total
 
 
-@njit(nogil=True, error_model="numpy", fastmath=_FAST)  # type: ignore[misc,untyped-decorator,unused-ignore]
-def silu_times(gate, up, powers):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+@njit(nogil=True, error_model="numpy", fastmath=_FAST)
+def silu_times(gate, up, powers):
     """``gate = gate / (1 + exp(-gate)) * up``; of one row. ``powers`` is int32 room for it."""
     for e in range(len(gate)):
         x = min(max(-gate[e] * _LOG2E, _EXP2_MIN), -_EXP2_MIN)

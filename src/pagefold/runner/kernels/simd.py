@@ -15,8 +15,8 @@ which rows it was computed with: the decoder's batch invariance rests on this.
 While the first rows go through a panel, the next panel is fetched into the cache: a product of few rows, which is bound
 by memory, overlaps with the reading of its weights.
 
-Numba offers no vector types, hence the intrinsics. The plan (registers for accumulators, panels, fetching ahead) is that
-of Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008), without the packing of x: there
+Numba offers no vector types, hence the intrinsics. The plan (registers for accumulators, panels, fetching ahead) is
+that of Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008), without the packing of x: there
 are few rows.
 """
 
@@ -92,7 +92,9 @@ class _Emitter:
     def broadcast(self, scalar: ir.Value) -> ir.Value:
         nothing = ir.Constant(self.vector, ir.Undefined)
         first = self.builder.insert_element(nothing, scalar, _I32(0))
-        return self.builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(_I32, self.lanes), [0] * self.lanes))
+        return self.builder.shuffle_vector(
+            first, nothing, ir.Constant(ir.VectorType(_I32, self.lanes), [0] * self.lanes)
+        )
 
     def fetch(self, pointer: ir.Value) -> None:
         where = self.builder.bitcast(pointer, _I8_P)
@@ -105,7 +107,9 @@ class _Emitter:
             self.builder.store(ir.Constant(self.vector, [0.0] * self.lanes), place)
         return places
 
-    def multiply_add(self, rows: Sequence[ir.Value], k: ir.Value, panel: Sequence[ir.Value], acc: list[ir.Value]) -> None:
+    def multiply_add(
+        self, rows: Sequence[ir.Value], k: ir.Value, panel: Sequence[ir.Value], acc: list[ir.Value]
+    ) -> None:
         """``acc[r][v] += rows[r][k] * panel[v]``."""
         for r, row in enumerate(rows):
             factor = self.broadcast(self.builder.load(self.at(row, k), align=_FLOAT_BYTES))
@@ -125,7 +129,9 @@ def _function(module: ir.Module, name: str, kinds: list[ir.Type]) -> tuple[ir.Fu
     return function, True
 
 
-def _rows_first(tile: Callable[[int, bool], ir.Function], builder: ir.IRBuilder, num_rows: ir.Value, mr: int, call: Any) -> None:  # noqa: ANN401
+def _in_tiles(
+    tile: Callable[[int, bool], ir.Function], builder: ir.IRBuilder, num_rows: ir.Value, mr: int, call: Any
+) -> None:
     """Emit: tiles of ``mr`` rows, the first of them fetching ahead, then one of the rows that are left."""
     zero, full = _I64(0), _I64(mr)
     with builder.if_then(builder.icmp_signed(">=", num_rows, full)):
@@ -226,15 +232,15 @@ def _lanes(kind: types.Type) -> int:
     return int(kind.literal_value)
 
 
-@intrinsic  # type: ignore[misc,untyped-decorator,unused-ignore]
-def matmul_scores(typing, lanes, x, ldx, w0, w1, ldw, y, ldy, num_k, num_rows, next0, next1):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, ARG001, PLR0913, PLR0917
+@intrinsic
+def matmul_scores(typing, lanes, x, ldx, w0, w1, ldw, y, ldy, num_k, num_rows, next0, next1):
     """``y[num_rows, 2 * lanes] = x[num_rows, num_k] @ [w0 | w1]``: two panels of one vector, each where it lies.
 
     Addresses in bytes, ``ld*`` in numbers; ``next0`` and ``next1`` are what to fetch meanwhile.
     """
     width = _lanes(lanes)
 
-    def generate(_context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> ir.Value:  # noqa: ANN401
+    def generate(_context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> ir.Value:
         _, x, ldx, w0, w1, ldw, y, ldy, num_k, num_rows, next0, next1 = args
         x, w0, w1, y, next0, next1 = (builder.inttoptr(a, _F32_P) for a in (x, w0, w1, y, next0, next1))
 
@@ -242,44 +248,56 @@ def matmul_scores(typing, lanes, x, ldx, w0, w1, ldw, y, ldy, num_k, num_rows, n
             at_x, at_y = (builder.gep(p, [builder.mul(ld, first)]) for p, ld in ((x, ldx), (y, ldy)))
             builder.call(tile, [at_x, ldx, w0, w1, ldw, at_y, ldy, num_k, _I64(0), next0, next1])
 
-        def tile(mr: int, fetches: bool) -> ir.Function:  # noqa: FBT001
+        def tile(mr: int, fetches: bool) -> ir.Function:
             return _column_tile(builder.module, mr, width, fetches=fetches)
 
-        _rows_first(tile, builder, num_rows, _max_rows(2), call)
+        _in_tiles(tile, builder, num_rows, _max_rows(2), call)
         return _context.get_dummy_value()
 
     return types.void(lanes, *[types.intp] * 11), generate
 
 
-@intrinsic  # type: ignore[misc,untyped-decorator,unused-ignore]
-def matmul_panel(typing, lanes, x, ldx, panel, y, ldy, num_k, num_rows, adds, following):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, ARG001, PLR0913, PLR0917
+@intrinsic
+def matmul_panel(typing, lanes, x, ldx, panel, y, ldy, num_k, num_rows, adds, following):
     """``y[num_rows, 2 * lanes] (+)= x[num_rows, num_k] @ panel[num_k, 2 * lanes]``; it adds if ``adds`` is not 0.
 
     Addresses in bytes, ``ld*`` in numbers; ``following`` is the panel to fetch meanwhile.
     """
     width = _lanes(lanes)
 
-    def generate(_context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> ir.Value:  # noqa: ANN401
+    def generate(_context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> ir.Value:
         _, x, ldx, panel, y, ldy, num_k, num_rows, adds, following = args
         x, panel, y, following = (builder.inttoptr(a, _F32_P) for a in (x, panel, y, following))
         half = [builder.gep(p, [_I64(width)]) for p in (panel, following)]
 
         def call(tile: ir.Function, first: ir.Value) -> None:
             at_x, at_y = (builder.gep(p, [builder.mul(ld, first)]) for p, ld in ((x, ldx), (y, ldy)))
-            operands = [at_x, ldx, panel, half[0], _I64(PANEL_VECTORS * width), at_y, ldy, num_k, adds, following, half[1]]
+            operands = [
+                at_x,
+                ldx,
+                panel,
+                half[0],
+                _I64(PANEL_VECTORS * width),
+                at_y,
+                ldy,
+                num_k,
+                adds,
+                following,
+                half[1],
+            ]
             builder.call(tile, operands)
 
-        def tile(mr: int, fetches: bool) -> ir.Function:  # noqa: FBT001
+        def tile(mr: int, fetches: bool) -> ir.Function:
             return _column_tile(builder.module, mr, width, fetches=fetches)
 
-        _rows_first(tile, builder, num_rows, _max_rows(2), call)
+        _in_tiles(tile, builder, num_rows, _max_rows(2), call)
         return _context.get_dummy_value()
 
     return types.void(lanes, *[types.intp] * 9), generate
 
 
-@intrinsic  # type: ignore[misc,untyped-decorator,unused-ignore]
-def matmul_blocks(typing, lanes, vectors, x, ldx, blocks, num_blocks, block_size, num_k, offset, ldw, y, ldy, num_rows):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, ARG001, PLR0913, PLR0917
+@intrinsic
+def matmul_blocks(typing, lanes, vectors, x, ldx, blocks, num_blocks, block_size, num_k, offset, ldw, y, ldy, num_rows):
     """``y[num_rows, vectors * lanes] = x[num_rows, num_k] @ the rows of several blocks``, from column ``offset`` on.
 
     ``blocks`` is the address of ``num_blocks`` addresses; each block has ``block_size`` rows, ``ldw`` numbers apart, of
@@ -287,7 +305,7 @@ def matmul_blocks(typing, lanes, vectors, x, ldx, blocks, num_blocks, block_size
     """
     width, nv = _lanes(lanes), _lanes(vectors)
 
-    def generate(_context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> ir.Value:  # noqa: ANN401
+    def generate(_context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> ir.Value:
         _, _, x, ldx, blocks, num_blocks, block_size, num_k, offset, ldw, y, ldy, num_rows = args
         x, y = (builder.inttoptr(a, _F32_P) for a in (x, y))
         blocks = builder.inttoptr(blocks, _I64_P)
@@ -296,10 +314,10 @@ def matmul_blocks(typing, lanes, vectors, x, ldx, blocks, num_blocks, block_size
             at_x, at_y = (builder.gep(p, [builder.mul(ld, first)]) for p, ld in ((x, ldx), (y, ldy)))
             builder.call(tile, [at_x, ldx, blocks, num_blocks, block_size, num_k, offset, ldw, at_y, ldy])
 
-        def tile(mr: int, _fetches: bool) -> ir.Function:  # noqa: FBT001
+        def tile(mr: int, _fetches: bool) -> ir.Function:
             return _block_tile(builder.module, mr, width, nv)
 
-        _rows_first(tile, builder, num_rows, _max_rows(nv), call)
+        _in_tiles(tile, builder, num_rows, _max_rows(nv), call)
         return _context.get_dummy_value()
 
     return types.void(lanes, vectors, *[types.intp] * 11), generate
