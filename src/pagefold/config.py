@@ -55,6 +55,7 @@ class EngineConfig:
         attention_backend: ``cpu`` (Numba), ``reference`` (plain torch, slow, any dtype), or ``auto``.
         model_impl: who computes the layers: ``pagefold`` (the fused decoder), ``transformers`` (any family), or
             ``auto`` for the fused decoder where it can.
+        quantization: ``int8`` keeps the fused decoder's matrices as int8 with a scale an output channel; None as they are.
         threads: how many compute together; None for all cores that this process may use.
         batch_invariant: refuse whatever would let a request's tokens depend on its batch. The fused decoder never does.
         seed: of the draws of requests that bring no seed.
@@ -77,6 +78,7 @@ class EngineConfig:
     eviction_policy: str = "lru"
     attention_backend: AttentionBackend = "auto"
     model_impl: ModelImpl = "auto"
+    quantization: Literal["int8"] | None = None
     threads: int | None = None
     batch_invariant: bool = False
     seed: int = 0
@@ -91,6 +93,7 @@ class EngineConfig:
         _one_of("dtype", self.dtype, _DTYPES)
         _one_of("attention_backend", self.attention_backend, _BACKENDS)
         _one_of("model_impl", self.model_impl, _MODEL_IMPLS)
+        _one_of("quantization", self.quantization, (None, "int8"))
         _one_of("eviction_policy", self.eviction_policy, tuple(POLICIES))
         _one_of("scheduling_policy", self.scheduling_policy, _SCHEDULING_POLICIES)
         if not self.priority_aging_s > 0:
@@ -171,9 +174,9 @@ def _check_types(record: object) -> None:
         raise _bad(wrong.field, repr(wrong.value), wrong.allowed)
 
 
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+def _one_of(name: str, value: object, allowed: tuple[str | None, ...]) -> None:
     if value not in allowed:
-        raise _bad(name, repr(value), f"one of {', '.join(allowed)}")
+        raise _bad(name, repr(value), f"one of {', '.join(map(str, allowed))}")
 
 
 def _bad(name: str, value: object, allowed: str) -> ConfigError:

@@ -88,6 +88,9 @@ def serve(  # noqa: PLR0913 - one parameter a flag
     model_impl: Annotated[
         str, typer.Option(help="Who computes the layers: auto, pagefold or transformers.", rich_help_panel=_ENGINE)
     ] = "auto",
+    quantization: Annotated[
+        str | None, typer.Option(help="int8: weights of a quarter of the size.", rich_help_panel=_ENGINE)
+    ] = None,
     threads: Annotated[
         int | None, typer.Option(help="Threads that compute; all cores if not given.", rich_help_panel=_ENGINE)
     ] = None,
@@ -128,6 +131,7 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             eviction_policy=eviction_policy,
             attention_backend=cast("AttentionBackend", attention_backend),
             model_impl=cast("ModelImpl", model_impl),
+            quantization=cast("Literal['int8'] | None", quantization),
             threads=threads,
             batch_invariant=batch_invariant,
             seed=seed,

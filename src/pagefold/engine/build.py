@@ -71,7 +71,7 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
     geometry = KVGeometry(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype.itemsize, config.block_size)
     capacity = plan_capacity(
         geometry=geometry,
-        weight_bytes=spec.num_parameters * dtype.itemsize,
+        weight_bytes=spec.num_parameters * (1 if config.quantization else dtype.itemsize),
         model_max_len=spec.max_exact_len,
         model_limit=spec.limit,
         max_model_len=config.max_model_len,
@@ -100,10 +100,11 @@ def _is_fused(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> bool
         msg = f"The fused decoder does not compute {spec.folder.name}: not {why_not}."
         raise ConfigError(msg, remedy="Use model_impl=auto or transformers.")
     is_fused = not why_not and config.model_impl != "transformers"
-    if config.batch_invariant and not is_fused:
+    wanted = "batch_invariant" if config.batch_invariant else "quantization" if config.quantization else ""
+    if wanted and not is_fused:
         why_not = why_not or "model_impl=transformers"
-        msg = f"batch_invariant takes the fused decoder, which {spec.folder.name} cannot have: not {why_not}."
-        raise ConfigError(msg, remedy="Leave batch_invariant out, or change that.")
+        msg = f"{wanted} takes the fused decoder, which {spec.folder.name} cannot have: not {why_not}."
+        raise ConfigError(msg, remedy=f"Leave {wanted} out, or change that.")
     return is_fused
 
 
@@ -168,7 +169,13 @@ def _decoder(blueprint: Blueprint, model: Any, slab: Slab) -> Decoder:  # noqa: 
     if blueprint.is_fused:
         from pagefold.runner.fused.decoder import FusedDecoder  # noqa: PLC0415 - compiles
 
-        return FusedDecoder(model, slab, max_model_len=max_model_len, num_threads=num_threads)
+        return FusedDecoder(
+            model,
+            slab,
+            max_model_len=max_model_len,
+            num_threads=num_threads,
+            is_int8=config.quantization == "int8",
+        )
     attention = choose_backend(
         config.attention_backend, blueprint.dtype, block_size=slab.block_size, head_dim=blueprint.spec.head_dim
     )

@@ -43,9 +43,18 @@ class FusedDecoder:
         slab: where its KV is.
         max_model_len: no sequence gets longer.
         num_threads: how many work together.
+        is_int8: whether matrices are kept as int8.
     """
 
-    def __init__(self, model: Any, slab: Slab, *, max_model_len: int, num_threads: int) -> None:  # noqa: ANN401
+    def __init__(
+        self,
+        model: Any,  # noqa: ANN401 - transformers' models have no common type
+        slab: Slab,
+        *,
+        max_model_len: int,
+        num_threads: int,
+        is_int8: bool = False,
+    ) -> None:
         config = model.config
         self._slab = slab
         self._num_threads = min(num_threads, numba.config.NUMBA_NUM_THREADS)
@@ -55,7 +64,7 @@ class FusedDecoder:
         self._vocab_size = config.vocab_size
         attention = model.model.layers[0].self_attn
         self._scale, _ = scale_and_cap(attention.scaling, 0.0)
-        self._weights = pack_model(model, max_model_len)
+        self._weights = pack_model(model, max_model_len, is_int8=is_int8)
         self._attention = AttentionRoom(slab, self._num_heads, self._num_kv_heads, self._num_threads)
         num_layers = len(self._weights.norms)
         self._sync = np.zeros((num_layers * PHASES_A_LAYER + PHASES_BESIDE, SYNC_WIDTH), np.int64)

@@ -15,7 +15,7 @@ from numba import njit, prange
 from pagefold.runner.attention.cpu import member_scratch, write
 from pagefold.runner.attention.kernel import attend, merge
 from pagefold.runner.kernels.exponential import silu_times
-from pagefold.runner.kernels.simd import matmul_panel
+from pagefold.runner.kernels.simd import matmul_panel, matmul_panel_int8
 from pagefold.runner.kernels.team import claim, finish, wait
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def _rotate(row, rope):
 
 
 @njit(nogil=True, error_model="numpy")
-def _embed(sync, phase, weights, step, room):
+def _embed(sync, phase, weights, scales, step, room):
     num_tokens = len(step.token_ids)
     num_chunks = (num_tokens + _TOKENS_A_CHUNK - 1) // _TOKENS_A_CHUNK
     size, width = weights.head.shape[1], weights.head.shape[2]
@@ -114,8 +114,13 @@ def _embed(sync, phase, weights, step, room):
             token_id = step.token_ids[t]
             if is_tied:
                 panel, column = weights.head[token_id // width], token_id % width
-                for e in range(size):
-                    room.hidden[t, e] = panel[e, column]
+                if scales is None:
+                    for e in range(size):
+                        room.hidden[t, e] = panel[e, column]
+                else:
+                    scale = scales[token_id // width, column]
+                    for e in range(size):
+                        room.hidden[t, e] = panel[e, column] * scale
             else:
                 for e in range(size):
                     room.hidden[t, e] = weights.embedding[token_id, e]
@@ -149,6 +154,14 @@ def _norm_rows(sync, phase, weights, step, room):
 
 
 @njit(nogil=True, error_model="numpy")
+def _of(scales, layer):
+    """Return one layer's scales, of quantized weights."""
+    if scales is None:
+        return None
+    return scales[layer]
+
+
+@njit(nogil=True, error_model="numpy")
 def _num_parts(num_panels, num_tiles, num_members):
     """Return in how many parts to deal panels, so that a phase has some chunks a member."""
     wanted = (_CHUNKS_A_MEMBER * num_members + num_tiles - 1) // num_tiles
@@ -156,7 +169,7 @@ def _num_parts(num_panels, num_tiles, num_members):
 
 
 @njit(nogil=True, error_model="numpy")
-def _columns(lanes, x, t, num_rows, panels, panel, end, y, column, adds):
+def _columns(lanes, x, t, num_rows, panels, scales, panel, end, y, column, adds):
     """``y[t : t + num_rows, column...] (+)= x[t : t + num_rows] @ panels[panel]``; fetch ahead of it up to ``end``."""
     num_k, width = panels.shape[1], panels.shape[2]
     base = panels.ctypes.data
@@ -166,17 +179,24 @@ def _columns(lanes, x, t, num_rows, panels, panel, end, y, column, adds):
     )
     for k in range(0, num_k, _MAX_K):
         length = min(_MAX_K, num_k - k)
-        here = base + (panel * num_k + k) * width * _FLOAT_BYTES
-        following = here + length * width * _FLOAT_BYTES
+        here = base + (panel * num_k + k) * width * panels.itemsize
+        following = here + length * width * panels.itemsize
         if k + length == num_k and panel + 1 == end:
             following = here
-        matmul_panel(
-            lanes, x_row + k * _FLOAT_BYTES, x.shape[1], here, y_row, y.shape[1], length, num_rows, adds + k, following
-        )
+        at_x = x_row + k * _FLOAT_BYTES
+        if scales is None:
+            matmul_panel(
+                lanes, at_x, x.shape[1], here, y_row, y.shape[1], length, num_rows, adds + k, following
+            )  # fmt: skip
+        else:
+            matmul_panel_int8(
+                lanes, at_x, x.shape[1], here, scales[panel].ctypes.data, y_row, y.shape[1], length, num_rows,
+                adds + k, following,
+            )  # fmt: skip
 
 
 @njit(nogil=True, error_model="numpy")
-def _matmul(lanes, num_members, sync, phase, x, num_tokens, panels, y, adds):
+def _matmul(lanes, num_members, sync, phase, x, num_tokens, panels, scales, y, adds):
     """``y (+)= x @ panels``, of ``num_tokens`` rows."""
     num_panels, width = panels.shape[0], panels.shape[2]
     num_tiles = (num_tokens + TOKENS_A_TILE - 1) // TOKENS_A_TILE
@@ -190,13 +210,13 @@ def _matmul(lanes, num_members, sync, phase, x, num_tokens, panels, y, adds):
         num_rows = min(TOKENS_A_TILE, num_tokens - t)
         end = num_panels * (part + 1) // num_parts
         for panel in range(num_panels * part // num_parts, end):
-            _columns(lanes, x, t, num_rows, panels, panel, end, y, panel * width, adds)
+            _columns(lanes, x, t, num_rows, panels, scales, panel, end, y, panel * width, adds)
         finish(sync, phase)
     wait(sync, phase, num_tiles * num_parts)
 
 
 @njit(nogil=True, error_model="numpy")
-def _matmul_gate_up(lanes, num_members, sync, phase, x, num_tokens, panels, y, up, powers):
+def _matmul_gate_up(lanes, num_members, sync, phase, x, num_tokens, panels, scales, y, up, powers):
     """``y = silu(x @ gate) * (x @ up)``: panels of both alternate, and meet while they are in the cache."""
     num_pairs, width = panels.shape[0] // 2, panels.shape[2]
     num_tiles = (num_tokens + TOKENS_A_TILE - 1) // TOKENS_A_TILE
@@ -210,8 +230,8 @@ def _matmul_gate_up(lanes, num_members, sync, phase, x, num_tokens, panels, y, u
         num_rows = min(TOKENS_A_TILE, num_tokens - t)
         end = num_pairs * (part + 1) // num_parts
         for pair in range(num_pairs * part // num_parts, end):
-            _columns(lanes, x, t, num_rows, panels, 2 * pair, 2 * end, y, pair * width, 0)
-            _columns(lanes, x[t:], 0, num_rows, panels, 2 * pair + 1, 2 * end, up, 0, 0)
+            _columns(lanes, x, t, num_rows, panels, scales, 2 * pair, 2 * end, y, pair * width, 0)
+            _columns(lanes, x[t:], 0, num_rows, panels, scales, 2 * pair + 1, 2 * end, up, 0, 0)
             for row in range(num_rows):
                 silu_times(y[t + row, pair * width : (pair + 1) * width], up[row], powers)
         finish(sync, phase)
@@ -259,27 +279,72 @@ def _member(
     query = room.qkv.reshape((room.qkv.shape[0], room.qkv.shape[1] // head_dim, head_dim))
     attended = room.attended.reshape((room.attended.shape[0], room.attended.shape[1] * head_dim))
     out = room.attended[:num_tokens]
-    _embed(sync, 0, weights, step, room)
+    _embed(sync, 0, weights, weights.head_scales, step, room)
     for layer in range(weights.norms.shape[0]):
         phase = 1 + layer * PHASES_A_LAYER
         _norm_all(sync, phase, room.hidden, num_tokens, weights.norms[layer, 0], weights.epsilon, room.normed)
-        _matmul(lanes, num_members, sync, phase + 1, room.normed, num_tokens, weights.qkv[layer], room.qkv, 0)
+        _matmul(
+            lanes,
+            num_members,
+            sync,
+            phase + 1,
+            room.normed,
+            num_tokens,
+            weights.qkv[layer],
+            _of(weights.qkv_scales, layer),
+            room.qkv,
+            0,
+        )
         _place(sync, phase + 2, weights, step, work, layer, room, slab)
         attend(
             att_lanes, vectors, sync, phase + 3, work, query, slab, layer, scale, np.float32(0.0), own, partials, out
         )
         if work.num_slots:
             merge(sync, phase + 4, work, partials, out)
-        _matmul(lanes, num_members, sync, phase + 5, attended, num_tokens, weights.out[layer], room.hidden, 1)
+        _matmul(
+            lanes,
+            num_members,
+            sync,
+            phase + 5,
+            attended,
+            num_tokens,
+            weights.out[layer],
+            _of(weights.out_scales, layer),
+            room.hidden,
+            1,
+        )
         _norm_all(sync, phase + 6, room.hidden, num_tokens, weights.norms[layer, 1], weights.epsilon, room.normed)
         _matmul_gate_up(
-            lanes, num_members, sync, phase + 7, room.normed, num_tokens, weights.gate_up[layer], room.inner,
+            lanes, num_members, sync, phase + 7, room.normed, num_tokens, weights.gate_up[layer],
+            _of(weights.gate_up_scales, layer), room.inner,
             room.up[member], room.powers[member],
         )  # fmt: skip
-        _matmul(lanes, num_members, sync, phase + 8, room.inner, num_tokens, weights.down[layer], room.hidden, 1)
+        _matmul(
+            lanes,
+            num_members,
+            sync,
+            phase + 8,
+            room.inner,
+            num_tokens,
+            weights.down[layer],
+            _of(weights.down_scales, layer),
+            room.hidden,
+            1,
+        )
     phase = 1 + weights.norms.shape[0] * PHASES_A_LAYER
     _norm_rows(sync, phase, weights, step, room)
-    _matmul(lanes, num_members, sync, phase + 1, room.rows, len(step.logit_rows), weights.head, room.logits, 0)
+    _matmul(
+        lanes,
+        num_members,
+        sync,
+        phase + 1,
+        room.rows,
+        len(step.logit_rows),
+        weights.head,
+        weights.head_scales,
+        room.logits,
+        0,
+    )
 
 
 @njit(cache=True, parallel=True, nogil=True, error_model="numpy")

@@ -19,9 +19,10 @@ from pagefold.runner.kernels.simd import MAX_LANES, PANEL_VECTORS
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["PANEL_WIDTH", "DecoderWeights", "num_panels", "pack", "pack_model"]
+__all__ = ["PANEL_WIDTH", "DecoderWeights", "num_panels", "pack_model"]
 
 PANEL_WIDTH = PANEL_VECTORS * MAX_LANES
+_INT8_MAX = 127
 
 
 class DecoderWeights(NamedTuple):
@@ -41,6 +42,8 @@ class DecoderWeights(NamedTuple):
         rope: float32 ``[positions, 2, D]``: cosines and sines.
         epsilon: of the norms.
         intermediate: F.
+        qkv_scales, out_scales, gate_up_scales, down_scales, head_scales: float32 ``[L, panels, W]``, ``[panels, W]``;
+            then the panels are int8: a column is its numbers times its scale. None where they are float32.
     """
 
     qkv: NDArray[np.float32]
@@ -56,6 +59,11 @@ class DecoderWeights(NamedTuple):
     rope: NDArray[np.float32]
     epsilon: np.float32
     intermediate: int
+    qkv_scales: NDArray[np.float32] | None
+    out_scales: NDArray[np.float32] | None
+    gate_up_scales: NDArray[np.float32] | None
+    down_scales: NDArray[np.float32] | None
+    head_scales: NDArray[np.float32] | None
 
 
 def num_panels(num_columns: int) -> int:
@@ -63,9 +71,26 @@ def num_panels(num_columns: int) -> int:
     return -(-num_columns // PANEL_WIDTH)
 
 
-def pack(matrix: torch.Tensor, into: NDArray[np.float32]) -> None:
+class _Panels:
+    """Weights ``[N, K]`` of ``num`` layers, being packed; int8 with a scale a column if quantized."""
+
+    def __init__(self, num: int, num_columns: int, num_k: int, *, is_int8: bool) -> None:
+        shape = num, num_panels(num_columns), num_k, PANEL_WIDTH
+        self.panels: NDArray[Any] = np.zeros(shape, np.int8 if is_int8 else np.float32)
+        self.scales = np.zeros((num, shape[1], PANEL_WIDTH), np.float32) if is_int8 else None
+
+    def put(self, index: int, matrix: torch.Tensor, every: int = 1, offset: int = 0) -> None:
+        """Pack a layer's matrix, into every so many panels from ``offset`` on."""
+        if self.scales is not None:
+            scales = (matrix.abs().amax(1) / _INT8_MAX).clamp_min(torch.finfo(torch.float32).tiny)
+            matrix = (matrix / scales[:, None]).round().to(torch.int8)
+            _pack(scales[:, None], self.scales[index, offset::every, None])
+        _pack(matrix, self.panels[index, offset::every])
+
+
+def _pack(matrix: torch.Tensor, into: NDArray[Any]) -> None:
     """Pack a weight ``[N, K]`` into panels ``[>= N / W, K, W]``; what is beyond N stays as it was."""
-    num, _ = matrix.shape
+    num = len(matrix)
     whole = num // PANEL_WIDTH
     target = torch.from_numpy(into)
     target[:whole] = matrix[: whole * PANEL_WIDTH].view(whole, PANEL_WIDTH, -1).transpose(1, 2)
@@ -74,13 +99,14 @@ def pack(matrix: torch.Tensor, into: NDArray[np.float32]) -> None:
 
 
 @torch.inference_mode()
-def pack_model(model: Any, num_positions: int) -> DecoderWeights:  # noqa: ANN401 - models have no common type
+def pack_model(model: Any, num_positions: int, *, is_int8: bool = False) -> DecoderWeights:  # noqa: ANN401 - transformers
     """Pack a float32 model. It is used up.
 
     Args:
         model: what :func:`~pagefold.runner.loader.load_model` returned, of a family that
             :func:`~pagefold.runner.fused.families.why_not_fused` has nothing against.
         num_positions: how many positions a sequence can have.
+        is_int8: whether to keep matrices as int8, symmetrically rounded, with one scale an output channel.
     """
     config, decoder = model.config, model.model
     layers = decoder.layers
@@ -89,49 +115,54 @@ def pack_model(model: Any, num_positions: int) -> DecoderWeights:  # noqa: ANN40
     num_qkv = first.q_proj.out_features + 2 * first.k_proj.out_features
     has_bias, has_norms = first.q_proj.bias is not None, hasattr(first, "q_norm")
     num_layers, head_dim = len(layers), first.head_dim
-    qkv = np.zeros((num_layers, num_panels(num_qkv), hidden, PANEL_WIDTH), np.float32)
+    qkv = _Panels(num_layers, num_qkv, hidden, is_int8=is_int8)
+    out = _Panels(num_layers, hidden, first.o_proj.in_features, is_int8=is_int8)
+    gate_up = _Panels(num_layers, 2 * num_panels(inner) * PANEL_WIDTH, hidden, is_int8=is_int8)
+    down = _Panels(num_layers, hidden, inner, is_int8=is_int8)
     bias = np.zeros((num_layers, num_qkv) if has_bias else (0, 0), np.float32)
     head_norms = np.zeros((num_layers, 2, head_dim) if has_norms else (0, 2, 0), np.float32)
-    out = np.zeros((num_layers, num_panels(hidden), first.o_proj.in_features, PANEL_WIDTH), np.float32)
-    gate_up = np.zeros((num_layers, 2 * num_panels(inner), hidden, PANEL_WIDTH), np.float32)
-    down = np.zeros((num_layers, num_panels(hidden), inner, PANEL_WIDTH), np.float32)
     norms = np.zeros((num_layers, 2, hidden), np.float32)
     for index, layer in enumerate(layers):
         attention, mlp = layer.self_attn, layer.mlp
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        pack(torch.cat([one.weight for one in projections]), qkv[index])
+        qkv.put(index, torch.cat([one.weight for one in projections]))
         if has_bias:
             bias[index] = torch.cat([one.bias for one in projections]).numpy()
         if has_norms:
             head_norms[index, 0] = attention.q_norm.weight.numpy()
             head_norms[index, 1] = attention.k_norm.weight.numpy()
-        pack(attention.o_proj.weight, out[index])
-        pack(mlp.gate_proj.weight, gate_up[index, 0::2])
-        pack(mlp.up_proj.weight, gate_up[index, 1::2])
-        pack(mlp.down_proj.weight, down[index])
+        out.put(index, attention.o_proj.weight)
+        gate_up.put(index, mlp.gate_proj.weight, every=2)
+        gate_up.put(index, mlp.up_proj.weight, every=2, offset=1)
+        down.put(index, mlp.down_proj.weight)
         norms[index, 0] = layer.input_layernorm.weight.numpy()
         norms[index, 1] = layer.post_attention_layernorm.weight.numpy()
         for one in (*projections, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
             one.weight = None
     rope = _rope(decoder, num_positions, head_dim)
     matrix, embedding = model.lm_head.weight, decoder.embed_tokens.weight
-    head = np.zeros((num_panels(len(matrix)), hidden, PANEL_WIDTH), np.float32)
-    pack(matrix, head)
+    head = _Panels(1, len(matrix), hidden, is_int8=is_int8)
+    head.put(0, matrix)
     is_tied = matrix is embedding or matrix.data_ptr() == embedding.data_ptr()
     return DecoderWeights(
-        qkv,
-        bias,
-        head_norms,
-        out,
-        gate_up,
-        down,
-        norms,
-        decoder.norm.weight.numpy().copy(),
-        head,
-        np.zeros((0, 0), np.float32) if is_tied else embedding.numpy().copy(),
-        rope,
-        np.float32(config.rms_norm_eps),
-        inner,
+        qkv=qkv.panels,
+        bias=bias,
+        head_norms=head_norms,
+        out=out.panels,
+        gate_up=gate_up.panels,
+        down=down.panels,
+        norms=norms,
+        last_norm=decoder.norm.weight.numpy().copy(),
+        head=head.panels[0],
+        embedding=np.zeros((0, 0), np.float32) if is_tied else embedding.numpy().copy(),
+        rope=rope,
+        epsilon=np.float32(config.rms_norm_eps),
+        intermediate=inner,
+        qkv_scales=qkv.scales,
+        out_scales=out.scales,
+        gate_up_scales=gate_up.scales,
+        down_scales=down.scales,
+        head_scales=None if head.scales is None else head.scales[0],
     )
 
 

@@ -44,7 +44,8 @@ def exp2_row(scores, num_seen, num_entries, softcap, powers, nothing):
     """Turn scores into weights ``2^(score - top)`` in place; return their largest score and their sum.
 
     Entries from ``num_seen`` on get weight 0, whatever was there. With ``softcap`` (in powers of two) scores first
-    become ``softcap * tanh(score)``. ``powers`` is int32 room for a row. Of no entries the top is ``nothing`` and the sum 0.
+    become ``softcap * tanh(score)``. ``powers`` is int32 room for a row. Of no entries the top is ``nothing``
+    and the sum 0.
     """
     if softcap != 0.0:
         for e in range(num_seen):

@@ -16,8 +16,8 @@ While the first rows go through a panel, the next panel is fetched into the cach
 by memory, overlaps with the reading of its weights.
 
 Numba offers no vector types, hence the intrinsics. The plan (registers for accumulators, panels, fetching ahead) is
-that of Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008), without the packing of x: there
-are few rows.
+that of Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008), without the
+packing of x: there are few rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,16 @@ from numba.extending import intrinsic
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["MAX_LANES", "PANEL_VECTORS", "lanes_for", "matmul_blocks", "matmul_panel", "matmul_scores", "vectors_for"]
+__all__ = [
+    "MAX_LANES",
+    "PANEL_VECTORS",
+    "lanes_for",
+    "matmul_blocks",
+    "matmul_panel",
+    "matmul_panel_int8",
+    "matmul_scores",
+    "vectors_for",
+]
 
 _IS_WIDE = bool(llvm.get_host_cpu_features().get("avx512f"))
 MAX_LANES = 16 if _IS_WIDE else 8
@@ -85,6 +94,12 @@ class _Emitter:
         where = self.builder.bitcast(self.at(pointer, offset), self.vector.as_pointer())
         return self.builder.load(where, align=_FLOAT_BYTES)
 
+    def load_int8(self, pointer: ir.Value) -> ir.Value:
+        """Load int8 numbers as float32."""
+        kind = ir.VectorType(_I8, self.lanes)
+        small = self.builder.load(self.builder.bitcast(pointer, kind.as_pointer()), align=1)
+        return self.builder.sitofp(self.builder.sext(small, ir.VectorType(_I32, self.lanes)), self.vector)
+
     def store(self, value: ir.Value, pointer: ir.Value, offset: int) -> None:
         where = self.builder.bitcast(self.at(pointer, offset), self.vector.as_pointer())
         self.builder.store(value, where, align=_FLOAT_BYTES)
@@ -115,7 +130,11 @@ class _Emitter:
             factor = self.broadcast(self.builder.load(self.at(row, k), align=_FLOAT_BYTES))
             for v, weights in enumerate(panel):
                 place = acc[r * len(panel) + v]
-                self.builder.store(self.builder.call(self._fma, [factor, weights, self.builder.load(place)]), place)
+                self.builder.store(self.fma(factor, weights, self.builder.load(place)), place)
+
+    def fma(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+        """``a * b + c``."""
+        return self.builder.call(self._fma, [a, b, c])
 
 
 def _function(module: ir.Module, name: str, kinds: list[ir.Type]) -> tuple[ir.Function, bool]:
@@ -187,6 +206,43 @@ def _column_tile(module: ir.Module, mr: int, lanes: int, *, fetches: bool) -> ir
     for r in range(mr):
         for v in range(2):
             emit.store(builder.load(acc[2 * r + v]), outs[r], v * lanes)
+    builder.ret_void()
+    return function
+
+
+def _int8_tile(module: ir.Module, mr: int, lanes: int, *, fetches: bool) -> ir.Function:
+    """``y[mr, 2 * lanes] (+)= (x[mr, k] @ panel[k, 2 * lanes]) * scales[2 * lanes]``, of an int8 panel.
+
+    (x, ldx, panel, scales, y, ldy, k, adds, following)
+    """
+    name = f"pagefold_int8_{mr}_{lanes}_{int(fetches)}"
+    kinds = [_F32_P, _I64, _I8_P, _F32_P, _F32_P, _I64, _I64, _I64, _I8_P]
+    function, is_new = _function(module, name, kinds)
+    if not is_new:
+        return function
+    builder = ir.IRBuilder(function.append_basic_block("entry"))
+    x, ldx, weights, scales, y, ldy, num_k, adds, following = function.args
+    emit = _Emitter(builder, lanes)
+    acc = emit.accumulators(2 * mr)
+    rows = [emit.at(x, builder.mul(ldx, _I64(r))) for r in range(mr)]
+    with cgutils.for_range(builder, num_k, intp=_I64) as loop:
+        offset = builder.mul(loop.index, _I64(2 * lanes))
+        start = emit.at(weights, offset)
+        panel = [emit.load_int8(start), emit.load_int8(emit.at(start, lanes))]
+        if fetches:
+            emit.fetch(emit.at(following, offset))
+        emit.multiply_add(rows, loop.index, panel, acc)
+    factors = [emit.load(scales, v * lanes) for v in range(2)]
+    must_add = builder.icmp_signed("!=", adds, _I64(0))
+    for r in range(mr):
+        out = emit.at(y, builder.mul(ldy, _I64(r)))
+        for v in range(2):
+            place = acc[2 * r + v]
+            with builder.if_else(must_add) as (then, other):
+                with then:
+                    emit.store(emit.fma(builder.load(place), factors[v], emit.load(out, v * lanes)), out, v * lanes)
+                with other:
+                    emit.store(builder.fmul(builder.load(place), factors[v]), out, v * lanes)
     builder.ret_void()
     return function
 
@@ -272,20 +328,8 @@ def matmul_panel(typing, lanes, x, ldx, panel, y, ldy, num_k, num_rows, adds, fo
 
         def call(tile: ir.Function, first: ir.Value) -> None:
             at_x, at_y = (builder.gep(p, [builder.mul(ld, first)]) for p, ld in ((x, ldx), (y, ldy)))
-            operands = [
-                at_x,
-                ldx,
-                panel,
-                half[0],
-                _I64(PANEL_VECTORS * width),
-                at_y,
-                ldy,
-                num_k,
-                adds,
-                following,
-                half[1],
-            ]
-            builder.call(tile, operands)
+            right = [panel, half[0], _I64(PANEL_VECTORS * width)]
+            builder.call(tile, [at_x, ldx, *right, at_y, ldy, num_k, adds, following, half[1]])
 
         def tile(mr: int, fetches: bool) -> ir.Function:
             return _column_tile(builder.module, mr, width, fetches=fetches)
@@ -294,6 +338,29 @@ def matmul_panel(typing, lanes, x, ldx, panel, y, ldy, num_k, num_rows, adds, fo
         return _context.get_dummy_value()
 
     return types.void(lanes, *[types.intp] * 9), generate
+
+
+@intrinsic
+def matmul_panel_int8(typing, lanes, x, ldx, panel, scales, y, ldy, num_k, num_rows, adds, following):
+    """As :func:`matmul_panel`, of an int8 panel whose columns have ``scales``."""
+    width = _lanes(lanes)
+
+    def generate(_context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> ir.Value:
+        _, x, ldx, panel, scales, y, ldy, num_k, num_rows, adds, following = args
+        x, scales, y = (builder.inttoptr(a, _F32_P) for a in (x, scales, y))
+        panel, following = (builder.inttoptr(a, _I8_P) for a in (panel, following))
+
+        def call(tile: ir.Function, first: ir.Value) -> None:
+            at_x, at_y = (builder.gep(p, [builder.mul(ld, first)]) for p, ld in ((x, ldx), (y, ldy)))
+            builder.call(tile, [at_x, ldx, panel, scales, at_y, ldy, num_k, adds, following])
+
+        def tile(mr: int, fetches: bool) -> ir.Function:
+            return _int8_tile(builder.module, mr, width, fetches=fetches)
+
+        _in_tiles(tile, builder, num_rows, _max_rows(2), call)
+        return _context.get_dummy_value()
+
+    return types.void(lanes, *[types.intp] * 10), generate
 
 
 @intrinsic
