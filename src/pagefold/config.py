@@ -55,7 +55,7 @@ class EngineConfig:
         attention_backend: ``cpu`` (Numba), ``reference`` (plain torch, slow, any dtype), or ``auto``.
         model_impl: who computes the layers: ``pagefold`` (the fused decoder), ``transformers`` (any family), or
             ``auto`` for the fused decoder where it can.
-        quantization: ``int8`` keeps the fused decoder's matrices as int8 with a scale an output channel; None as they are.
+        quantization: ``int8`` keeps the fused decoder's matrices as int8, a scale an output channel; None does not.
         threads: how many compute together; None for all cores that this process may use.
         batch_invariant: refuse whatever would let a request's tokens depend on its batch. The fused decoder never does.
         seed: of the draws of requests that bring no seed.

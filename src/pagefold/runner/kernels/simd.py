@@ -151,7 +151,10 @@ def _function(module: ir.Module, name: str, kinds: list[ir.Type]) -> tuple[ir.Fu
 def _in_tiles(
     tile: Callable[[int, bool], ir.Function], builder: ir.IRBuilder, num_rows: ir.Value, mr: int, call: Any
 ) -> None:
-    """Emit: tiles of ``mr`` rows, the first of them fetching ahead, then one of the rows that are left."""
+    """Emit: tiles of ``mr`` rows, then smaller ones for what is left; the first of all fetches ahead.
+
+    Few sizes, so that there is little to compile: of each at most one is needed behind the full tiles.
+    """
     zero, full = _I64(0), _I64(mr)
     with builder.if_then(builder.icmp_signed(">=", num_rows, full)):
         call(tile(mr, True), zero)
@@ -159,21 +162,14 @@ def _in_tiles(
     with cgutils.for_range_slice(builder, _I64(1), count, _I64(1), intp=_I64) as (index, _):
         call(tile(mr, False), builder.mul(index, full))
     done = builder.mul(count, full)
-    left = builder.sub(num_rows, done)
-    is_first = builder.icmp_signed("==", done, zero)
-    end = builder.append_basic_block("done")
-    switch = builder.switch(left, end)
-    for m in range(1, mr):
-        block = builder.append_basic_block(f"left{m}")
-        switch.add_case(_I64(m), block)
-        builder.position_at_end(block)
-        with builder.if_else(is_first) as (first, later):
+    for size in sorted({-(-mr // 2), 4, 3, 2, 1} - {mr}, reverse=True):
+        fits = builder.icmp_signed(">=", builder.sub(num_rows, done), _I64(size))
+        with builder.if_then(fits), builder.if_else(builder.icmp_signed("==", done, zero)) as (first, later):
             with first:
-                call(tile(m, True), done)
+                call(tile(size, True), done)
             with later:
-                call(tile(m, False), done)
-        builder.branch(end)
-    builder.position_at_end(end)
+                call(tile(size, False), done)
+        done = builder.add(done, builder.select(fits, _I64(size), zero))
 
 
 def _column_tile(module: ir.Module, mr: int, lanes: int, *, fetches: bool) -> ir.Function:
