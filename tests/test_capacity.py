@@ -16,7 +16,7 @@ SMOLLM2 = KVGeometry(num_layers=30, num_kv_heads=3, head_dim=64, element_bytes=2
 
 def plan(**changes: object) -> Capacity:
     facts: dict[str, object] = {
-        "geometry": SMOLLM2,
+        "layout": SMOLLM2.layout,
         "weight_bytes": GIB,
         "model_max_len": 8192,
         "max_model_len": None,
@@ -116,7 +116,7 @@ def test_three_lines_say_what_there_is():
 @pytest.mark.parametrize("budget", [1, 23_040, 16 * 23_040 - 1, 16 * 23_040, 100 * 16 * 23_040])
 def test_a_refusal_names_the_smallest_budget_that_works(block_size, max_model_len, budget):
     geometry = KVGeometry(30, 3, 64, element_bytes=2, block_size=block_size)
-    facts = {"geometry": geometry, "max_model_len": max_model_len}
+    facts = {"layout": geometry.layout, "max_model_len": max_model_len}
     try:
         plan(**facts, kv_cache_memory_bytes=budget)
     except BudgetTooSmallError as refusal:
@@ -128,10 +128,16 @@ def test_a_refusal_names_the_smallest_budget_that_works(block_size, max_model_le
             plan(**facts, kv_cache_memory_bytes=smallest - 1)
         if fits := re.search(r"at most (\d+) fits", refusal.remedy):
             longest = int(fits[1])
-            assert plan(geometry=geometry, kv_cache_memory_bytes=budget, max_model_len=longest).max_model_len == longest
-            assert plan(geometry=geometry, kv_cache_memory_bytes=budget, max_model_len="auto").max_model_len == longest
+            assert (
+                plan(layout=geometry.layout, kv_cache_memory_bytes=budget, max_model_len=longest).max_model_len
+                == longest
+            )
+            assert (
+                plan(layout=geometry.layout, kv_cache_memory_bytes=budget, max_model_len="auto").max_model_len
+                == longest
+            )
             with pytest.raises(BudgetTooSmallError):
-                plan(geometry=geometry, kv_cache_memory_bytes=budget, max_model_len=longest + 1)
+                plan(layout=geometry.layout, kv_cache_memory_bytes=budget, max_model_len=longest + 1)
 
 
 def test_a_default_that_is_too_small_names_a_budget_that_works():

@@ -1,16 +1,19 @@
-"""Capacity: what a config, a model and a machine come to, in blocks and tokens. Decided before weights are loaded."""
+"""Capacity: what a config, a model and a machine come to, in blocks and tokens. Decided before weights are loaded.
+
+The server decides it here before it loads anything, and the planner for machines that nobody has bought yet.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from pagefold.errors import BudgetTooSmallError, ConfigError
+from pagefold.errors import BudgetTooSmallError, ConfigError, DoesNotFitError
 
 if TYPE_CHECKING:
-    from pagefold.kv import KVGeometry
+    from pagefold.kv import CacheLayout
 
-__all__ = ["KV_SHARE_OF_FREE_MEMORY", "Capacity", "plan_capacity"]
+__all__ = ["KV_SHARE_OF_FREE_MEMORY", "Capacity", "human_bytes", "plan_capacity"]
 
 KV_SHARE_OF_FREE_MEMORY = 0.5
 """Default KV budget on a CPU: this share of the memory that is free once the weights are in. The rest stays for
@@ -32,6 +35,7 @@ class Capacity:
         num_blocks: blocks, all of equal size.
         block_size: tokens a block.
         max_model_len: the longest sequence that is served, in tokens.
+        num_blocks_per_request: blocks of a sequence of ``max_model_len``.
     """
 
     weight_bytes: int
@@ -39,6 +43,7 @@ class Capacity:
     num_blocks: int
     block_size: int
     max_model_len: int
+    num_blocks_per_request: int
 
     @property
     def num_tokens(self) -> int:
@@ -48,21 +53,21 @@ class Capacity:
     @property
     def max_concurrency(self) -> float:
         """How many requests of ``max_model_len`` tokens fit at once, rounded to blocks."""
-        return self.num_blocks / -(-self.max_model_len // self.block_size)
+        return self.num_blocks / self.num_blocks_per_request
 
     def lines(self) -> list[str]:
         """Return the three lines that a start prints."""
         blocks = f"{self.num_blocks:,} blocks of {self.block_size} tokens"
         return [
-            f"weights    {_human(self.weight_bytes)}",
-            f"KV budget  {_human(self.kv_budget_bytes)} = {blocks} = {self.num_tokens:,} tokens",
+            f"weights    {human_bytes(self.weight_bytes)}",
+            f"KV budget  {human_bytes(self.kv_budget_bytes)} = {blocks} = {self.num_tokens:,} tokens",
             f"fits       {self.max_concurrency:,.1f} requests of max_model_len = {self.max_model_len:,} tokens at once",
         ]
 
 
-def plan_capacity(  # noqa: PLR0913 - the seven facts that it weighs, by name
+def plan_capacity(  # noqa: PLR0913 - the facts that it weighs, by name
     *,
-    geometry: KVGeometry,
+    layout: CacheLayout,
     weight_bytes: int,
     model_max_len: int,
     model_limit: str = "",
@@ -70,11 +75,12 @@ def plan_capacity(  # noqa: PLR0913 - the seven facts that it weighs, by name
     kv_cache_memory_bytes: int | None,
     max_num_seqs: int,
     available_bytes: int,
+    is_ours: bool = False,
 ) -> Capacity:
     """Decide budget, blocks and ``max_model_len``.
 
     Args:
-        geometry: of the model's KV.
+        layout: of the model's KV.
         weight_bytes: bytes of the weights as they will be loaded.
         model_max_len: the longest sequence that is computed rightly: all that the model was made for, or less.
         model_limit: what of the model makes it less; empty where nothing does.
@@ -82,9 +88,12 @@ def plan_capacity(  # noqa: PLR0913 - the seven facts that it weighs, by name
         kv_cache_memory_bytes: the budget asked for, or None for the default share.
         max_num_seqs: sequences at once; bounds the default budget.
         available_bytes: memory that is free before the weights are loaded.
+        is_ours: whether all of it is for weights and blocks, as on a GPU whose share for the rest is already taken off;
+            the default budget is then all that the weights leave.
 
     Raises:
-        ConfigError: the weights alone, or with the budget, do not fit; ``max_model_len`` is beyond the model.
+        ConfigError: ``max_model_len`` is beyond the model.
+        DoesNotFitError: the weights alone, or with the budget, do not fit.
         BudgetTooSmallError: the budget holds less than one request of ``max_model_len``; names the smallest that works.
     """
     if isinstance(max_model_len, int) and max_model_len > model_max_len:
@@ -95,36 +104,43 @@ def plan_capacity(  # noqa: PLR0913 - the seven facts that it weighs, by name
         raise ConfigError(msg, remedy=f"Give at most {model_max_len}.")
     left = available_bytes - weight_bytes
     if left <= 0:
-        msg = f"The weights need {_human(weight_bytes)}, and {_human(available_bytes)} of memory are free."
-        raise ConfigError(msg, remedy="Use a smaller model or a machine with more memory.")
+        msg = f"The weights need {human_bytes(weight_bytes)}, and {human_bytes(available_bytes)} of memory are free."
+        needed = layout.num_blocks_for(2) * layout.bytes_per_block
+        if isinstance(max_model_len, int):
+            needed = layout.num_blocks_for(max_model_len) * layout.bytes_per_block
+        remedy = "Use a smaller model or a machine with more memory."
+        raise DoesNotFitError(msg, missing_bytes=needed - left, remedy=remedy)
     budget = kv_cache_memory_bytes
     wanted_len = model_max_len if max_model_len is None or max_model_len == "auto" else max_model_len
     if budget is None:
-        enough = max(max_num_seqs * geometry.num_blocks_for(wanted_len), _MIN_DEFAULT_TOKENS // geometry.block_size)
-        budget = min(int(left * KV_SHARE_OF_FREE_MEMORY), enough * geometry.bytes_per_block)
+        enough = max(max_num_seqs * layout.num_blocks_for(wanted_len), _MIN_DEFAULT_TOKENS // layout.block_size)
+        budget = left if is_ours else min(int(left * KV_SHARE_OF_FREE_MEMORY), enough * layout.bytes_per_block)
     elif budget > left:
         msg = (
-            f"kv_cache_memory_bytes is {budget:,}, but beside the weights ({_human(weight_bytes)}) only "
-            f"{_human(left)} ({left:,} bytes) of memory are free."
+            f"kv_cache_memory_bytes is {budget:,}, but beside the weights ({human_bytes(weight_bytes)}) only "
+            f"{human_bytes(left)} ({left:,} bytes) of memory are free."
         )
-        raise ConfigError(msg, remedy="Give a smaller budget, or leave it out to take a share of what is free.")
-    num_blocks = geometry.num_blocks(budget)
+        remedy = "Give a smaller budget, or leave it out to take a share of what is free."
+        raise DoesNotFitError(msg, missing_bytes=budget - left, remedy=remedy)
+    num_blocks = layout.num_blocks(budget)
+    longest = layout.longest_in(num_blocks, model_max_len)
     if max_model_len == "auto":
-        wanted_len = min(model_max_len, num_blocks * geometry.block_size)
-    num_blocks_needed = geometry.num_blocks_for(max(wanted_len, 2))
+        wanted_len = longest
+    num_blocks_needed = layout.num_blocks_for(max(wanted_len, 2))
     if num_blocks < num_blocks_needed:
         msg = (
-            f"The KV budget of {budget:,} bytes is {num_blocks} blocks of {geometry.bytes_per_block:,} bytes; one "
+            f"The KV budget of {budget:,} bytes is {num_blocks} blocks of {layout.bytes_per_block:,} bytes; one "
             f"request of max_model_len = {max(wanted_len, 2)} tokens needs {num_blocks_needed}."
         )
-        smallest = num_blocks_needed * geometry.bytes_per_block
-        raise BudgetTooSmallError(msg, remedy=_remedy(smallest, left, num_blocks * geometry.block_size))
+        smallest = num_blocks_needed * layout.bytes_per_block
+        raise BudgetTooSmallError(msg, missing_bytes=smallest - budget, remedy=_remedy(smallest, left, longest))
     return Capacity(
         weight_bytes=weight_bytes,
-        kv_budget_bytes=num_blocks * geometry.bytes_per_block,
+        kv_budget_bytes=num_blocks * layout.bytes_per_block,
         num_blocks=num_blocks,
-        block_size=geometry.block_size,
+        block_size=layout.block_size,
         max_model_len=wanted_len,
+        num_blocks_per_request=num_blocks_needed,
     )
 
 
@@ -141,7 +157,8 @@ def _remedy(smallest_bytes: int, left_bytes: int, longest: int) -> str:
     return remedy + "."
 
 
-def _human(num_bytes: int) -> str:
+def human_bytes(num_bytes: int) -> str:
+    """Return a size for people, in powers of 1024."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= size:
             return f"{num_bytes / size:.2f} {unit}"

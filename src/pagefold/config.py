@@ -33,6 +33,8 @@ _DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
 _BACKENDS = ("auto", "cpu", "reference")
 _MODEL_IMPLS = ("auto", "pagefold", "transformers")
 _SCHEDULING_POLICIES = ("fcfs", "priority")
+_LOG_FORMATS = ("text", "json")
+_LOG_LEVELS = ("debug", "info", "warning", "error")
 _MAX_BLOCK_SIZE = 256
 _MAX_PORT = 65535
 
@@ -139,6 +141,8 @@ class ServerConfig:
             with 429.
         api_keys: clients must bring one of them; none leaves the door open. Never shown.
         admin_api_key: what admin routes ask for; None closes them. Never shown.
+        log_format: ``text``, or ``json`` for one object a line.
+        log_level: ``debug``, ``info`` (a line for each request), ``warning`` or ``error``.
 
     Raises:
         ConfigError: a value is out of range.
@@ -152,6 +156,8 @@ class ServerConfig:
     max_queued_requests: int = 1024
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     admin_api_key: str | None = field(default=None, repr=False)
+    log_format: Literal["text", "json"] = "text"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -161,6 +167,8 @@ class ServerConfig:
             raise _bad("max_body_bytes", self.max_body_bytes, "a positive number of bytes")
         if not self.drain_s >= 0:
             raise _bad("drain_s", self.drain_s, "a number of seconds, at least 0")
+        _one_of("log_format", self.log_format, _LOG_FORMATS)
+        _one_of("log_level", self.log_level, _LOG_LEVELS)
         if self.max_queued_requests < 0:
             raise _bad("max_queued_requests", self.max_queued_requests, "at least 0")
         keys = (*self.api_keys, *(() if self.admin_api_key is None else (self.admin_api_key,)))

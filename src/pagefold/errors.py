@@ -9,6 +9,7 @@ from __future__ import annotations
 __all__ = [
     "BudgetTooSmallError",
     "ConfigError",
+    "DoesNotFitError",
     "EngineStoppedError",
     "InvalidRequestError",
     "ModelNotFoundError",
@@ -38,7 +39,19 @@ class ConfigError(PagefoldError):
     """A setting, or a combination of settings, that cannot work. Raised before weights are loaded."""
 
 
-class BudgetTooSmallError(ConfigError):
+class DoesNotFitError(ConfigError):
+    """The memory does not hold what is asked for.
+
+    Args:
+        missing_bytes: how much memory more there would have to be; 0 where another setting is the remedy.
+    """
+
+    def __init__(self, message: str, *, missing_bytes: int = 0, remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy)
+        self.missing_bytes = missing_bytes
+
+
+class BudgetTooSmallError(DoesNotFitError):
     """The KV budget holds less than one request of ``max_model_len`` tokens."""
 
 

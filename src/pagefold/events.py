@@ -13,7 +13,10 @@ __all__ = [
     "BlockEvicted",
     "Emit",
     "Event",
+    "EvictionCause",
     "FirstToken",
+    "NextTokens",
+    "OutputFinished",
     "PrefixLookup",
     "RequestFinished",
     "RequestPreempted",
@@ -22,6 +25,8 @@ __all__ = [
     "fan_out",
     "ignore",
 ]
+
+EvictionCause: TypeAlias = Literal["allocation", "reset", "not_admitted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +42,15 @@ class BlockEvicted:
 
     block_id: int
     depth: int
-    cause: Literal["allocation", "reset", "not_admitted"]
+    cause: EvictionCause
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixLookup:
-    """A request was admitted and its prefix looked up.
+    """A request was admitted, its prefix looked up, and the step that admitted it ran. A step that fails tells none.
 
     ``after_preemption`` keeps lookups of requests that come back apart from first ones, so that a hit rate never counts
-    a preempted request's own blocks as a saving.
+    a preempted request's own blocks as a saving. Every request has at most one first lookup.
     """
 
     request_id: str
@@ -73,7 +78,7 @@ class RequestPreempted:
 
 @dataclass(frozen=True, slots=True)
 class RequestFinished:
-    """A request left the scheduler, for whatever reason."""
+    """A request left the scheduler, for whatever reason. What its caller is told is :class:`OutputFinished`."""
 
     request_id: str
     finish_reason: str
@@ -83,10 +88,56 @@ class RequestFinished:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """A request got its first token, ``ttft_s`` seconds after it came."""
+    """A request got its first token: all of its prompt is computed or found.
+
+    Attributes:
+        ttft_s: seconds since it came.
+        num_prompt_tokens: of its prompt.
+        num_cached_tokens: the part of them that was found when it was first admitted, instead of computed.
+        num_copied_tokens: the part of ``num_cached_tokens`` that lay in a block of which only a part could be used.
+    """
 
     request_id: str
     ttft_s: float
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_copied_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class NextTokens:
+    """Requests got a token that was not their first. One event a step, however many there were.
+
+    Attributes:
+        gaps: seconds since a request's token before, to how many requests waited so long. Those that got theirs from
+            one step share an entry, so there are few.
+    """
+
+    gaps: dict[float, int]
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFinished:
+    """A request ended, and how its caller is told. Each one that was ever queued ends once.
+
+    Attributes:
+        finish_reason: as the caller gets it: ``stop`` also where the last token that was allowed completed a stop
+            string.
+        e2e_s: seconds from its arrival to its end.
+        queue_s: seconds from its arrival until it was first scheduled, or to its end if it never was.
+        prefill_s: seconds from then to its first token; None if it got none.
+        decode_s: seconds from its first token to its last; None if it got none.
+    """
+
+    request_id: str
+    finish_reason: str
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    e2e_s: float
+    queue_s: float
+    prefill_s: float | None
+    decode_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +148,7 @@ class StepApplied:
         num_prompt_tokens: tokens computed that a request had before this step sampled anything for it.
         num_output_tokens: tokens sampled.
         num_recomputed_tokens: the part of ``num_prompt_tokens`` that had been computed before a preemption.
+        num_tokens: all tokens computed.
     """
 
     step_id: int
@@ -105,6 +157,7 @@ class StepApplied:
     num_prompt_tokens: int
     num_output_tokens: int
     num_recomputed_tokens: int
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +170,15 @@ class StepAbandoned:
 
 
 Event: TypeAlias = (
-    BlockEvicted | PrefixLookup | RequestPreempted | RequestFinished | FirstToken | StepApplied | StepAbandoned
+    BlockEvicted
+    | PrefixLookup
+    | RequestPreempted
+    | RequestFinished
+    | FirstToken
+    | NextTokens
+    | OutputFinished
+    | StepApplied
+    | StepAbandoned
 )
 Emit: TypeAlias = Callable[[Event], None]
 

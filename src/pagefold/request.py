@@ -23,6 +23,7 @@ __all__ = [
     "FinishReason",
     "Request",
     "RequestStatus",
+    "RequestTimes",
     "SamplingParams",
     "StopRule",
 ]
@@ -206,6 +207,46 @@ class StopRule:
     max_total_tokens: int
 
 
+@dataclass(slots=True)
+class RequestTimes:
+    """When things happened to a request, in seconds of the engine's clock; None for what has not happened.
+
+    Attributes:
+        arrival_s: it came.
+        scheduled_s: a step was first planned with it. What comes after, a preemption or a failed step, changes nothing.
+        first_token_s, last_token_s: it got its first token, and the last one so far.
+    """
+
+    arrival_s: float
+    scheduled_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+
+    @property
+    def queue_s(self) -> float | None:
+        """Seconds that it waited until it was first scheduled."""
+        return None if self.scheduled_s is None else self.scheduled_s - self.arrival_s
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Seconds until its first token."""
+        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
+
+    @property
+    def prefill_s(self) -> float | None:
+        """Seconds from its first schedule to its first token."""
+        if self.first_token_s is None or self.scheduled_s is None:
+            return None
+        return self.first_token_s - self.scheduled_s
+
+    @property
+    def decode_s(self) -> float | None:
+        """Seconds from its first token to the last one so far."""
+        if self.last_token_s is None or self.first_token_s is None:
+            return None
+        return self.last_token_s - self.first_token_s
+
+
 class Request:
     """One sequence: its tokens, how far its KV is computed, and what it waits for.
 
@@ -221,14 +262,13 @@ class Request:
         max_computed_tokens: the most that was ever computed: what is computed again below it is recomputation.
         namespace: :meth:`Namespace.key` of its blocks.
         table: its blocks while it runs.
-        arrival_s: when it came, on the caller's clock.
+        times: when it came, on the caller's clock, and what followed.
         deadline_s: when it is ended with ``timeout`` if it has not finished, on the same clock; None for never.
         priority: how urgent it is: the smaller, the more. It counts only with a policy that looks at it.
         order: the scheduling policy's key of it.
     """
 
     __slots__ = (
-        "arrival_s",
         "deadline_s",
         "finish_reason",
         "index",
@@ -251,6 +291,7 @@ class Request:
         "status",
         "stop",
         "table",
+        "times",
         "token_ids",
     )
 
@@ -277,7 +318,7 @@ class Request:
         self.stop = stop
         self.namespace = namespace
         self.seed = seed
-        self.arrival_s = arrival_s
+        self.times = RequestTimes(arrival_s)
         self.deadline_s = deadline_s
         self.priority = priority
         self.index = -1  # place in the order of arrival; set by the scheduler
@@ -291,6 +332,11 @@ class Request:
         self.is_aborted = False
         self.finish_reason: FinishReason | None = None
         self.table: BlockTable | None = None
+
+    @property
+    def arrival_s(self) -> float:
+        """When it came."""
+        return self.times.arrival_s
 
     @property
     def num_tokens(self) -> int:

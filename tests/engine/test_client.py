@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -153,3 +154,24 @@ def test_an_engine_that_fails_while_it_drains_tells_everybody(
         assert client.has_failed
 
     asyncio.run(asyncio.wait_for(run(), 120))
+
+
+def test_a_slow_reader_gets_what_waits_as_one(client: EngineThread) -> None:
+    """But the end comes alone, and so does every token that has logprobs."""
+
+    async def read(how: SamplingParams) -> list[tuple[str, tuple[int, ...], str | None]]:
+        stream = client.submit("slow", [5, 6, 7], how)
+        first = await anext(stream)
+        await _until_idle(client)
+        rest = [delta async for delta in stream]
+        return [(delta.text, delta.token_ids, delta.finish_reason) for delta in (first, *rest)]
+
+    plain = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    slow = asyncio.run(read(plain))
+    told = asyncio.run(read(dataclasses.replace(plain, logprobs=0)))
+    assert [len(token_ids) for _, token_ids, _ in told] == [1] * 12
+    assert 2 <= len(slow) <= 4
+    assert slow[-1][2] == "length"
+    for column in (0, 1):
+        joined = [piece for delta in slow for piece in delta[column]]
+        assert joined == [piece for delta in told for piece in delta[column]]

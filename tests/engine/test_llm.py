@@ -298,3 +298,44 @@ def test_a_bias_decides(llm: LLM) -> None:
     how = SamplingParams(max_tokens=4, ignore_eos=True, logit_bias={777: 100.0})
     (result,) = llm.generate("anything", how, use_tqdm=False)
     assert result.outputs[0].token_ids == [777] * 4
+
+
+# Metrics.
+
+
+def _counted(llm: LLM) -> dict[str, float]:
+    """Every sample without labels of its own, by name."""
+    samples = [sample for family in llm.get_metrics() for sample in family.samples]
+    return {sample.name: sample.value for sample in samples if set(sample.labels) == {"model_name", "engine"}}
+
+
+def test_who_does_not_ask_for_metrics_has_none(llm: LLM) -> None:
+    llm.generate("hello", GREEDY, use_tqdm=False)
+    with pytest.raises(ConfigError, match="disable_log_stats"):
+        llm.get_metrics()
+
+
+def test_metrics_are_of_this_llm_alone_and_do_not_grow(llm: LLM, tiny_chat_model: Path) -> None:
+    import prometheus_client
+
+    everywhere = prometheus_client.generate_latest()
+    counting, other = (
+        LLM(str(tiny_chat_model), disable_log_stats=False, kv_cache_memory_bytes=2**20, max_model_len=128)
+        for _ in range(2)
+    )
+    results = counting.generate(["one", "two words", "and three words"], GREEDY, use_tqdm=False)
+    llm.generate("not counted", GREEDY, use_tqdm=False)
+    counted = _counted(counting)
+    num_prompt_tokens = sum(len(result.prompt_token_ids) for result in results)
+    assert counted["vllm:prompt_tokens_total"] == num_prompt_tokens
+    assert counted["vllm:generation_tokens_total"] == 24
+    assert counted["vllm:e2e_request_latency_seconds_count"] == 3
+    assert counted["vllm:inter_token_latency_seconds_count"] == 21
+    assert counted["pagefold:num_wasted_slots"] == 0
+    assert _counted(other)["vllm:generation_tokens_total"] == 0
+    num_samples = sum(len(family.samples) for family in counting.get_metrics())
+    counting.generate([f"number {index}" for index in range(40)], GREEDY, use_tqdm=False)
+    assert sum(len(family.samples) for family in counting.get_metrics()) == num_samples
+    assert _counted(counting)["vllm:e2e_request_latency_seconds_count"] == 43
+    ours = prometheus_client.generate_latest().count(b"vllm:"), everywhere.count(b"vllm:")
+    assert ours == (0, 0), "nothing goes into the library's global registry"

@@ -192,7 +192,7 @@ def make_engine(tokenizer=None, says=(), *, vocab_size=49152, eos=()):
         runner=NullRunner(lambda _, draw: says[draw]),
         tokenizer=tokenizer,
         limits=ModelLimits(vocab_size, eos, Namespace("m", "l", "d")),
-        capacity=Capacity(0, 0, 16, 4, max_model_len=20),
+        capacity=Capacity(0, 0, 16, 4, max_model_len=20, num_blocks_per_request=2),
     )
 
 

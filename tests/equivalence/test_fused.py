@@ -116,7 +116,7 @@ def test_logits_are_near_those_of_transformers(family, tiny_folder, tiny_referen
     sequences = [[random.randrange(VOCAB_SIZE) for _ in range(length)] for length in (700, 1, 16, 17, 300, 255)]
     more = [random.randrange(VOCAB_SIZE) for _ in sequences]
     runner = _engine(tiny_folder(family)).runner
-    assert isinstance(runner._decoder, FusedDecoder)
+    assert isinstance(runner.decoder, FusedDecoder)
     blocks = [range(50 * at, 50 * at + 50) for at in range(len(sequences))]
     first = runner.logits(_plan([(ids, 0, own) for ids, own in zip(sequences, blocks, strict=True)])).clone()
     rows = [([one], len(ids), own) for one, ids, own in zip(more, sequences, blocks, strict=True)]

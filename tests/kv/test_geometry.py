@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagefold.kv import CacheGroup, KVGeometry
+from pagefold.kv import CODECS, CacheGroup, KVGeometry, LayerKV, lay_out
+from pagefold.kv.pool import BlockPool
 
 MODELS = {
     # name: layers, KV heads, head_dim, bytes a token in fp16 (shared reference table)
@@ -78,3 +79,124 @@ def test_a_group_counts_cells_by_its_own_layers() -> None:
     assert group.cell(4, 1) == 3
     with pytest.raises(ValueError, match=r"not in tuple"):
         group.cell(2, 0)
+
+
+# Layers of several kinds, in groups of equal blocks.
+
+KINDS = st.builds(
+    LayerKV,
+    num_kv_heads=st.sampled_from((1, 2, 4, 8)),
+    key_dim=st.sampled_from((32, 64, 128, 576)),
+    value_dim=st.sampled_from((0, 32, 64, 128)),
+    window=st.sampled_from((None, None, 64, 1024)),
+    is_chunked=st.booleans(),
+)
+
+
+@given(
+    layers=st.lists(KINDS, min_size=1, max_size=4, unique=True).flatmap(
+        lambda kinds: st.lists(st.sampled_from(kinds), min_size=1, max_size=70)
+    ),
+    codec=st.sampled_from(sorted(CODECS)),
+    block_size=st.sampled_from((1, 16, 64)),
+    num_tokens=st.integers(0, 5000),
+)
+def test_groups_hold_every_layer_once_in_equal_blocks(layers, codec, block_size, num_tokens) -> None:
+    layout = lay_out(layers, CODECS[codec], block_size=block_size)
+    assert sorted(layer for group in layout.groups for layer in group.layers) == list(range(len(layers)))
+    for group in layout.groups:
+        kinds = {layout.layers[layer] for layer in group.layers}
+        assert len(kinds) == 1, "a group has layers of one kind"
+        (kind,) = kinds
+        assert (group.num_kv_heads, group.window) == (kind.num_kv_heads, kind.window)
+        assert group.block_size >= block_size
+        used = len(group.layers) * kind.bytes_per_token(layout.codec) * group.block_size
+        assert used <= layout.bytes_per_block
+    held = layout.num_blocks_for(num_tokens) * layout.bytes_per_block
+    assert held >= layout.num_bytes_for(num_tokens)
+    longest = layout.longest_in(layout.num_blocks_for(num_tokens), 6000)
+    assert longest >= num_tokens
+    assert longest == 6000 or layout.num_blocks_for(longest + 1) > layout.num_blocks_for(num_tokens)
+
+
+@pytest.mark.parametrize(
+    ("num_windowed", "num_full", "num_groups", "layers_each"),
+    [(13, 13, 2, 13), (40, 8, 6, 8), (52, 10, 11, 6), (29, 5, 7, 5), (36, 12, 4, 12), (10, 0, 1, 10)],
+)
+def test_how_many_groups(num_windowed, num_full, num_groups, layers_each) -> None:
+    windowed, full = LayerKV(4, 128, 128, window=1024), LayerKV(4, 128, 128)
+    layout = lay_out([windowed] * num_windowed + [full] * num_full, CODECS["float16"], max_len=8192)
+    assert len(layout.groups) == num_groups
+    assert max(len(group.layers) for group in layout.groups) == layers_each
+
+
+def test_a_window_that_nothing_passes_is_none() -> None:
+    layers = [LayerKV(4, 64, 64, window=4096), LayerKV(4, 64, 64)]
+    assert len(lay_out(layers, CODECS["float16"], max_len=4096).groups) == 1
+    assert len(lay_out(layers, CODECS["float16"], max_len=4097).groups) == 2
+
+
+def test_one_kind_is_one_group_as_the_slab_has_it() -> None:
+    geometry = KVGeometry(30, 3, 64, element_bytes=4)
+    layout = lay_out([LayerKV(3, 64, 64)] * 30, CODECS["float32"])
+    assert layout.groups == geometry.groups == geometry.layout.groups
+    assert layout.bytes_per_block == geometry.bytes_per_block == geometry.cell_bytes * 90
+
+
+def test_fewer_cells_have_more_tokens_a_block() -> None:
+    wide, narrow = LayerKV(8, 128, 128), LayerKV(2, 128, 128)
+    layout = lay_out([wide] * 4 + [narrow] * 4, CODECS["float16"], block_size=16)
+    assert {group.block_size for group in layout.groups} == {16, 64}
+
+
+@pytest.mark.parametrize(
+    ("group", "num_tokens", "num_blocks"),
+    [
+        (CacheGroup((0,), 1, 16), 1000, 63),
+        (CacheGroup((0,), 1, 16, window=64), 48, 3),
+        (CacheGroup((0,), 1, 16, window=64), 64, 4),
+        (CacheGroup((0,), 1, 16, window=64), 65, 5),
+        (CacheGroup((0,), 1, 16, window=64), 10_000, 5),  # positions 9,936 to 9,999 touch so many at most
+        (CacheGroup((0,), 1, 16, window=64, is_chunked=True), 10_000, 4),
+    ],
+)
+def test_blocks_of_a_window(group, num_tokens, num_blocks) -> None:
+    assert group.num_blocks_for(num_tokens) == num_blocks
+
+
+@given(window=st.integers(1, 200), block_size=st.sampled_from((1, 4, 16)), last=st.integers(0, 3000))
+def test_a_window_never_touches_more_blocks_than_are_counted(window, block_size, last) -> None:
+    first = max(0, last - window + 1)
+    touched = last // block_size - first // block_size + 1
+    assert touched <= CacheGroup((0,), 1, block_size, window=window).num_blocks_for(last + 1)
+
+
+def test_groups_of_different_cells_fill_a_pool_to_the_byte() -> None:
+    """The blocks that sequences take from one pool, group by group, are as many as the layout counts."""
+    layers = [LayerKV(8, 64, 64, window=96)] * 3 + [LayerKV(8, 64, 64)] * 2 + [LayerKV(2, 64, 64)] * 2
+    layout = lay_out(layers, CODECS["float16"], block_size=16)
+    budget = 10_000 * layout.bytes_per_token
+    pool = BlockPool(layout.num_blocks(budget))
+    slab = bytearray(pool.num_blocks * layout.bytes_per_block)
+    length, held = 500, 0
+    while pool.num_free >= layout.num_blocks_for(length):
+        for group in layout.groups:
+            kept = range(-(-length // group.block_size))
+            if group.window is not None:  # what lies before the window has gone back
+                kept = kept[(length - group.window) // group.block_size :]
+            for _ in kept:
+                block = pool.allocate()
+                start = block.block_id * layout.bytes_per_block
+                for cell in range(group.num_cells):
+                    kind = layout.layers[group.layers[0]]
+                    size = kind.bytes_per_token(layout.codec) // kind.num_kv_heads * group.block_size
+                    place = slice(start + cell * size, start + (cell + 1) * size)
+                    assert not any(slab[place]), "no cell lies on another"
+                    slab[place] = b"\x01" * size
+        held += 1
+    num_written = sum(slab)
+    per_sequence = sum(
+        group.num_blocks_for(length) * group.num_cells * group.block_size * 2 * 64 * 2 for group in layout.groups
+    )
+    assert held == layout.num_blocks(budget) // layout.num_blocks_for(length) > 10
+    assert num_written == held * per_sequence

@@ -84,6 +84,8 @@ class Machine:
         self.ever_computed: dict[str, int] = {}  # of preempted requests: the most that they ever had
         self.num_failed: Counter[str] = Counter()  # steps in a row
         self.num_admitted = 0
+        self.lookups: list[PrefixLookup] = []  # what the step in flight will tell, if it runs
+        self.looked_up: set[str] = set()
         self.num_added = 0
         self.events: list[Event] = []
         self.seen: Counter[str] = Counter()
@@ -130,8 +132,9 @@ class Machine:
         admitted = [request for request in waited + before if request.request_id not in self.computed]
         admitted = [request for request in admitted if request.status is RequestStatus.RUNNING]
         self.num_admitted = len(admitted)
-        for request in sorted(admitted, key=lambda request: request.order):
-            self.computed[request.request_id] = self._hit_of(request)
+        assert not [event for event in self.events if isinstance(event, PrefixLookup)], "told before it ran"
+        self.lookups = [self._lookup_of(request) for request in sorted(admitted, key=lambda request: request.order)]
+        self.computed |= {lookup.request_id: lookup.num_hit_tokens for lookup in self.lookups}
         self._check_admission(plan)
         self._check_plan(plan)
         if plan.num_rows:
@@ -162,7 +165,12 @@ class Machine:
         assert [request.request_id for request in got] == [
             requests[row].request_id for row in plan.sampling_rows if requests[row].request_id not in aborted
         ]
+        assert [event for event in self.events if isinstance(event, PrefixLookup)] == self.lookups
+        first = [lookup.request_id for lookup in self.lookups if not lookup.after_preemption]
+        assert not self.looked_up.intersection(first), "a first lookup comes once"
+        self.looked_up.update(first)
         (applied,) = [event for event in self.events if isinstance(event, StepApplied)]
+        assert applied.num_tokens == len(plan.token_ids)
         assert applied.num_recomputed_tokens == num_recomputed
         assert applied.num_output_tokens == len(got)
         self._forget_ended()
@@ -326,6 +334,8 @@ class Machine:
             if start + num_tokens == request.num_tokens:
                 sampling.append((row, request.seed, request.num_output_tokens))
             self._saw("chunk", start + num_tokens < request.num_tokens)
+        ends = [start + num_tokens for start, num_tokens in zip(plan.starts, plan.num_tokens, strict=True)]
+        assert self.scheduler.num_wasted_slots == sum(-end % block_size for end in ends)
         assert list(plan.token_ids) == tokens
         assert list(zip(plan.sampling_rows, plan.seeds, plan.draws, strict=True)) == sampling
         assert len(plan.sampling) == len(sampling)
@@ -339,19 +349,15 @@ class Machine:
                 node = node.parent
             self._saw("lean on a promise", node is not None and node.block is not None and not node.committed)
 
-    def _hit_of(self, request: Request) -> int:
-        (hit,) = [
-            event for event in self.events if isinstance(event, PrefixLookup) and event.request_id == request.request_id
-        ]
-        assert hit.num_tokens == request.num_tokens
-        assert hit.after_preemption == (request.num_preemptions > 0)
-        if not hit.after_preemption:
-            assert (
-                request.num_cached_tokens == hit.num_hit_tokens < request.num_prompt_tokens + request.num_output_tokens
-            )
-        self._saw("prefix hit", hit.num_hit_tokens > 0)
-        self._saw("what a preemption kept", hit.after_preemption and hit.num_hit_tokens > 0)
-        return hit.num_hit_tokens
+    def _lookup_of(self, request: Request) -> PrefixLookup:
+        num_hit_tokens = request.num_computed_tokens
+        after_preemption = request.num_preemptions > 0
+        assert num_hit_tokens < request.num_tokens
+        if not after_preemption:
+            assert request.num_cached_tokens == num_hit_tokens
+        self._saw("prefix hit", num_hit_tokens > 0)
+        self._saw("what a preemption kept", after_preemption and num_hit_tokens > 0)
+        return PrefixLookup(request.request_id, request.num_tokens, num_hit_tokens, after_preemption)
 
     def _poison_what_is_written(self, plan: StepPlan) -> None:
         for block_ids, start in zip(plan.block_ids, plan.starts, strict=True):

@@ -23,7 +23,7 @@ from pagefold.engine.client import EngineThread
 from pagefold.kv import audit
 from pagefold.observe.metrics import Metrics
 from pagefold.server import create_app
-from pagefold.server.process import listen
+from pagefold.server.listener import listen
 from pagefold.steps import StepResult
 
 if TYPE_CHECKING:
@@ -188,6 +188,7 @@ class LocalServer(AnyServer):
         *,
         max_requests: int | None = None,
         door: dict[str, Any] | None = None,
+        send_buffer_bytes: int | None = None,
         **settings: Any,
     ) -> None:
         self.model = "tiny"
@@ -208,6 +209,8 @@ class LocalServer(AnyServer):
             uvicorn.Config(app, lifespan="off", log_config=None, ws="none", access_log=False, proxy_headers=False)
         )
         listener = listen("127.0.0.1", 0)
+        if send_buffer_bytes is not None:  # connections inherit it: of what a client does not read, little goes to it
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]}, daemon=True)
         self._thread.start()
         until(lambda: self._server.started, "uvicorn")
@@ -240,8 +243,13 @@ class ProcessServer(AnyServer):
             port = free.getsockname()[1]
         self.process = start_cli("serve", model, "--port", str(port), *flags)
         url = f"http://127.0.0.1:{port}"
-        until(lambda: _answers(f"{url}/ready" if wait else f"{url}/health") or self.process.poll() is not None, "start")
-        assert self.process.poll() is None, self.output()
+        path = "/ready" if wait else "/health"
+        try:
+            until(lambda: _answers(url + path) or self.process.poll() is not None, "start")
+            assert self.process.poll() is None, self.output()
+        except BaseException:
+            self._end()
+            raise
         super().__init__(url)
 
     def output(self) -> str:
@@ -251,6 +259,9 @@ class ProcessServer(AnyServer):
 
     def close(self) -> None:
         self.http.close()
+        self._end()
+
+    def _end(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait(PATIENCE_S)

@@ -9,6 +9,7 @@ from local_server import LocalServer, error_of, post_head
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 USER = {"role": "user", "content": "Hi"}
+TEXT = {"type": "text", "text": "x"}
 HALF = "\ud83d"  # JSON can carry half of a surrogate pair
 
 _BAD_COMPLETIONS = {
@@ -88,6 +89,22 @@ _BAD_COMPLETIONS = {
     "min_tokens negative": ({"prompt": "a", "min_tokens": -1}, "min_tokens", "-1"),
     "min_tokens above max_tokens": ({"prompt": "a", "max_tokens": 4, "min_tokens": 5}, "min_tokens", "at most 4"),
     "min_tokens above the default": ({"prompt": "a", "min_tokens": 17}, "min_tokens", "at most 16"),
+    "presence_penalty too low": ({"prompt": "a", "presence_penalty": -2.5}, "presence_penalty", "-2.5"),
+    "frequency_penalty too high": ({"prompt": "a", "frequency_penalty": 2.5}, "frequency_penalty", "2.5"),
+    "repetition_penalty negative": ({"prompt": "a", "repetition_penalty": -1}, "repetition_penalty", "above 0"),
+    "penalty text": ({"prompt": "a", "presence_penalty": "1"}, "presence_penalty", "'1'"),
+    "top_p negative": ({"prompt": "a", "top_p": -0.5}, "top_p", "-0.5"),
+    "top_k float": ({"prompt": "a", "top_k": 1.5}, "top_k", "1.5"),
+    "min_tokens float": ({"prompt": "a", "min_tokens": 1.5}, "min_tokens", "1.5"),
+    "seed too small": ({"prompt": "a", "seed": -(2**70)}, "seed", "greater than or equal"),
+    "seed float": ({"prompt": "a", "seed": 1.5}, "seed", "1.5"),
+    "stop id negative": ({"prompt": "a", "stop_token_ids": [-1]}, "stop_token_ids", "-1"),
+    "stop ids number": ({"prompt": "a", "stop_token_ids": 5}, "stop_token_ids", "list"),
+    "ignore_eos number": ({"prompt": "a", "ignore_eos": 1}, "ignore_eos", "1"),
+    "salt number": ({"prompt": "a", "cache_salt": 5}, "cache_salt", "5"),
+    "priority where none counts": ({"prompt": "a", "priority": 1}, "priority", "first come"),
+    "priority too high": ({"prompt": "a", "priority": 2**40}, "priority", "less than or equal"),
+    "priority float": ({"prompt": "a", "priority": 0.5}, "priority", "0.5"),
     "suffix": ({"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
     "guided": ({"prompt": "a", "guided_json": {}}, "guided_json", "not supported"),
 }
@@ -98,7 +115,7 @@ _BAD_CHATS = {
     "messages text": ({"messages": "Hi"}, "messages", "list"),
     "message text": ({"messages": ["Hi"]}, "messages.0", "object"),
     "no content": ({"messages": [{"role": "user"}]}, "messages.0.content", "missing"),
-    "null content": ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", "text"),
+    "null content": ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", "missing"),
     "unknown role": ({"messages": [USER, {"role": "king", "content": "x"}]}, "messages.1.role", "'king'"),
     "tool message": ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "'tool'"),
     "image": (
@@ -112,6 +129,15 @@ _BAD_CHATS = {
         "max_completion_tokens",
         "0",
     ),
+    "max_completion_tokens float": ({"messages": [USER], "max_completion_tokens": 1.5}, "max_completion_tokens", "1.5"),
+    "no role": ({"messages": [{"content": "x"}]}, "messages.0.role", "missing"),
+    "content number": ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "text"),
+    "part without text": (
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        "messages.0.content.0.text",
+        "missing",
+    ),
+    "too many stops": ({"messages": [USER], "stop": ["x"] * 17}, "stop", "17"),
     "tools": ({"messages": [USER], "tools": [{"type": "function"}]}, "tools", "not supported"),
     "logprobs number": ({"messages": [USER], "logprobs": 1}, "logprobs", "1"),
     "top_logprobs alone": ({"messages": [USER], "top_logprobs": 2}, "top_logprobs", "logprobs is not true"),
@@ -175,6 +201,28 @@ def test_a_chat_longer_than_the_context(tiny):
         )
         error = error_of(response, 400)
         assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+
+
+def test_what_is_certainly_too_long_is_not_tokenized(tiny, monkeypatch):
+    """A million characters cannot be 2,047 tokens. /tokenize counts them all the same."""
+
+    def tokenizes(*_: object) -> None:
+        pytest.fail("it was tokenized")
+
+    text = "word " * 200_000
+    with monkeypatch.context() as patched:
+        patched.setattr(tiny.tokenizer, "encode", tokenizes)
+        patched.setattr(tiny.tokenizer, "encode_rendered", tokenizes)
+        for path, param, body in (
+            ("/v1/completions", "prompt", {"prompt": text}),
+            ("/v1/completions", "prompt", {"prompt": ["a", text], "stream": True}),
+            ("/v1/chat/completions", "messages", {"messages": [USER, {"role": "user", "content": text}]}),
+        ):
+            error = error_of(tiny.http.post(path, json=body), 400)
+            assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+            assert "maximum context length is 2048 tokens" in error["message"]
+            assert "at least 12" in error["message"]
+    assert tiny.http.post("/tokenize", json={"prompt": text}).json()["count"] == 200_001
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -269,6 +317,11 @@ def test_many_errors_are_one(tiny):
         ("/v1/chat/completions", {"messages": [1] * 100_000}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [1] * 100_000}]}),
         ("/v1/completions", {"prompt": "a", "stop": [1] * 100_000}),
+        ("/v1/chat/completions", {"messages": [USER] * 20_000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [TEXT] * 600}] * 20}),
+        ("/v1/completions", {"prompt": "a", **{f"field_{number}": 0 for number in range(50_000)}}),
+        ("/v1/chat/completions", {"messages": [USER | {f"field_{number}": 0 for number in range(300)}]}),
+        ("/tokenize", {"messages": [{"role": "user", "content": [TEXT] * 12_000}]}),
         ("/v1/completions", {"prompt": "a", "stop_token_ids": ["x"] * 100_000}),
     ):
         assert len(error_of(tiny.http.post(path, json=body), 400)["message"]) < 300

@@ -30,7 +30,9 @@ LONG = {"prompt": [5] * 10, "max_tokens": 1200, "temperature": 0, "ignore_eos": 
 @pytest.fixture
 def tiny_process(tiny_chat_model: Path) -> Iterator[ProcessServer]:
     server = ProcessServer(
-        str(tiny_chat_model), "--kv-cache-memory-bytes", "4M", "--served-model-name", "tiny", "--max-model-len", "1500"
+        str(tiny_chat_model),
+        *("--kv-cache-memory-bytes", "4M", "--served-model-name", "tiny", "--max-model-len", "1500"),
+        *("--log-level", "warning"),
     )
     yield server
     server.close()
@@ -67,15 +69,16 @@ def test_sigterm_drains(tiny_process):
     assert ready.startswith(f"ready on {server.url} (model tiny) after ")
 
 
-def test_a_second_signal_stops_at_once(tiny_process):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_a_second_signal_stops_at_once(tiny_process, number):
     server = tiny_process
     with server.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
         pieces = response.iter_bytes()
         next(pieces)
-        server.process.send_signal(signal.SIGINT)
+        server.process.send_signal(number)
         until(lambda: httpx.get(f"{server.url}/ready", timeout=PATIENCE_S).status_code == 503, "the drain to begin")
-        server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(PATIENCE_S) == 128 + signal.SIGINT
+        server.process.send_signal(number)
+        assert server.process.wait(PATIENCE_S) == 128 + number
         rest = b""
         with contextlib.suppress(httpx.RemoteProtocolError):  # cut off, or told so: whichever comes first
             for piece in pieces:
@@ -109,6 +112,51 @@ def test_the_door_is_open_while_the_model_loads(tiny_chat_model):
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(PATIENCE_S) == 0
         assert "Traceback" not in server.process.stdout.read()
+
+
+WARMS_UP_SLOWLY = """
+import pathlib, sys, time
+from pagefold.cli import app
+from pagefold.runner.torch_runner import TorchRunner
+
+warm_up, folder = TorchRunner.warm_up, pathlib.Path(sys.argv.pop())
+
+def slowly(self):
+    (folder / "warming").touch()
+    while not (folder / "go on").exists():
+        time.sleep(0.01)
+    warm_up(self)
+    (folder / "warm").touch()
+
+TorchRunner.warm_up = slowly
+app()
+"""
+
+
+def test_not_ready_until_warm(tiny_chat_model, tmp_path):
+    """Kernels and a dummy pass come before /ready is 200; /health is 200 all the time, and nothing of it is counted."""
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as free:
+        port = free.getsockname()[1]
+    flags = ("--port", str(port), "--kv-cache-memory-bytes", "4M", "--max-model-len", "256")
+    process = subprocess.Popen(
+        [sys.executable, "-c", WARMS_UP_SLOWLY, "serve", str(tiny_chat_model), *flags, str(tmp_path)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    url = f"http://127.0.0.1:{port}"
+    with process, contextlib.ExitStack() as at_end:
+        at_end.callback(process.kill)
+        until((tmp_path / "warming").exists, "the warm-up to begin")
+        assert httpx.get(f"{url}/health", timeout=PATIENCE_S).status_code == 200
+        error_of(httpx.get(f"{url}/ready", timeout=PATIENCE_S), 503)
+        error_of(httpx.post(f"{url}/v1/completions", json={"prompt": "a"}, timeout=PATIENCE_S), 503)
+        (tmp_path / "go on").touch()
+        until(lambda: httpx.get(f"{url}/ready", timeout=PATIENCE_S).status_code == 200, "the server to be ready")
+        assert (tmp_path / "warm").exists()
+        assert httpx.get(f"{url}/health", timeout=PATIENCE_S).status_code == 200
+        for line in httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text.splitlines():
+            if line.startswith("vllm:") and "_created" not in line:
+                assert line.endswith(" 0.0"), line
 
 
 class _Loading:
@@ -160,6 +208,7 @@ def refusals(tiny_chat_model, tmp_path_factory) -> Iterator[dict[str, tuple[int,
             "rope": (str(rope),),
             "block size": ("smollm2-135m", "--block-size", "17"),
             "dtype": ("smollm2-135m", "--dtype", "int3"),
+            "log level": ("smollm2-135m", "--log-level", "loud"),
         }
         defaults = {"port": ()}
         started = {
@@ -194,6 +243,7 @@ def _changed(folder: Path, to: Path, **fields: object) -> Path:
         ("rope", ["llama", "rope of type dynamic"]),
         ("block size", ["block_size is 17", "power of two"]),
         ("dtype", ["int3", "bfloat16"]),
+        ("log level", ["log_level is 'loud'", "warning"]),
     ],
 )
 def test_what_cannot_start_says_why_in_one_line(refusals, name, says):

@@ -102,3 +102,12 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError) as refused:
         Tokenizer(tmp_path)
     assert str(tmp_path) in refused.value.message
+
+
+def test_a_machine_that_fails_is_no_fault_of_the_messages(tokenizer: Tokenizer, monkeypatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(tokenizer._tokenizer, "apply_chat_template", fails)
+    with pytest.raises(OSError, match="Too many open files"):
+        tokenizer.render_chat(CHAT)

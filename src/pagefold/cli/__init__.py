@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from pagefold import __version__
-from pagefold.cli import demo, models, serve
+from pagefold.cli import bench, demo, models, plan, serve
 
 __all__ = ["app"]
 
@@ -20,6 +20,8 @@ app = typer.Typer(
 )
 app.command("serve")(serve.serve)
 app.add_typer(models.app, name="models")
+app.command("plan")(plan.plan)
+app.command("bench")(bench.bench)
 app.command("demo")(demo.demo)
 
 

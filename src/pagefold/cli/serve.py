@@ -17,13 +17,27 @@ from pagefold.config import EngineConfig, ServerConfig
 from pagefold.errors import ConfigError, PagefoldError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pagefold.config import AttentionBackend, Dtype, ModelImpl
     from pagefold.engine.engine import Engine
     from pagefold.events import Emit
 
 __all__ = ["serve"]
 
-_NEEDED = ("torch", "transformers", "numba", "safetensors", "fastapi", "uvicorn", "pydantic", "prometheus_client")
+_NEEDED = (
+    "torch",
+    "transformers",
+    "numba",
+    "safetensors",
+    "fastapi",
+    "uvicorn",
+    "pydantic",
+    "prometheus_client",
+    "pythonjsonlogger",
+)
+
+_log = logging.getLogger(__name__)
 
 _ENGINE, _DOOR = "Engine", "Server"
 
@@ -45,6 +59,15 @@ def serve(  # noqa: PLR0913 - one parameter a flag
         int,
         typer.Option(help="Requests beyond --max-num-seqs that may wait; more get a 429.", rich_help_panel=_DOOR),
     ] = 1024,
+    max_body_bytes: Annotated[
+        int,
+        typer.Option(
+            parser=parse_size,
+            metavar="SIZE",
+            help="The largest request body, as 512K or 16M; more is a 413.",
+            rich_help_panel=_DOOR,
+        ),
+    ] = 16 * 2**20,
     api_key: Annotated[
         list[str] | None,
         typer.Option(help="Clients must bring it; may be given several times.", rich_help_panel=_DOOR),
@@ -52,7 +75,12 @@ def serve(  # noqa: PLR0913 - one parameter a flag
     admin_api_key: Annotated[
         str | None, typer.Option(help="What admin routes ask for; closed without.", rich_help_panel=_DOOR)
     ] = None,
-    access_log: Annotated[bool, typer.Option(help="Log each request.", rich_help_panel=_DOOR)] = False,
+    log_format: Annotated[
+        str, typer.Option(help="text, or json for one object a line.", rich_help_panel=_DOOR)
+    ] = "text",
+    log_level: Annotated[
+        str, typer.Option(help="debug, info (a line for each request), warning or error.", rich_help_panel=_DOOR)
+    ] = "info",
     dtype: Annotated[
         str, typer.Option(help="auto, float32, float64, bfloat16 or float16.", rich_help_panel=_ENGINE)
     ] = "auto",
@@ -145,11 +173,14 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             served_model_name=served_model_name,
             drain_s=shutdown_timeout,
             max_queued_requests=max_queued_requests,
+            max_body_bytes=max_body_bytes,
             api_keys=tuple(api_key or ()),
             admin_api_key=admin_api_key,
+            log_format=cast('Literal["text", "json"]', log_format),
+            log_level=cast('Literal["debug", "info", "warning", "error"]', log_level),
         )
         _check_installed()
-        exit_code = _run(engine_config, server_config, began, access_log=access_log)
+        exit_code = _run(engine_config, server_config, began)
     except PagefoldError as error:
         fail(error)
     raise typer.Exit(exit_code)
@@ -165,27 +196,34 @@ def _num_tokens(max_model_len: str | None) -> int | Literal["auto"] | None:
         raise typer.BadParameter(msg, param_hint="--max-model-len") from None
 
 
-def _run(engine_config: EngineConfig, config: ServerConfig, began: float, *, access_log: bool) -> int:
-    from pagefold.server.process import ServerProcess, listen  # noqa: PLC0415 - imports fastapi and uvicorn
+def _run(engine_config: EngineConfig, config: ServerConfig, began: float) -> int:
+    from pagefold.observe.logs import set_up_logs  # noqa: PLC0415 - imports python-json-logger
+    from pagefold.server.listener import listen, raise_open_files  # noqa: PLC0415 - as below
+    from pagefold.server.process import ServerProcess  # noqa: PLC0415 - imports fastapi and uvicorn
 
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    if access_log:
-        logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+    set_up_logs(config.log_format, config.log_level)
+    say = _log.info if config.log_format == "json" else typer.echo
+    wanted = engine_config.max_num_seqs + config.max_queued_requests
+    num_connections = raise_open_files(wanted)
+    if num_connections < wanted:
+        say(
+            f"limit      {num_connections:,} connections, by the files that may be open (ulimit -n); "
+            f"{wanted:,} requests may be here"
+        )
     listener = listen(config.host, config.port)
     host, port = listener.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     model_name = config.served_model_name or engine_config.model
 
     def say_ready() -> None:
-        typer.echo(f"ready on {address} (model {model_name}) after {time.monotonic() - began:.1f} s")
+        say(f"ready on {address} (model {model_name}) after {time.monotonic() - began:.1f} s")
 
     process = ServerProcess(
         model_name=model_name,
         config=config,
         listener=listener,
-        start_engine=lambda emit: _start_engine(engine_config, emit),
+        start_engine=lambda emit: _start_engine(engine_config, emit, say),
         on_ready=say_ready,
-        access_log=access_log,
     )
     exit_code = process.run()
     if process.is_starting:
@@ -203,14 +241,14 @@ def _leave_at_once(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-def _start_engine(config: EngineConfig, emit: Emit) -> Engine:
+def _start_engine(config: EngineConfig, emit: Emit, say: Callable[[str], None]) -> Engine:
     from pagefold.cli.models import progress_bar  # noqa: PLC0415 - only here
     from pagefold.engine.build import build_engine, plan_engine  # noqa: PLC0415 - torch comes with it
 
     with progress_bar() as progress:
         blueprint = plan_engine(config, progress=progress)
     _quiet_transformers()
-    return build_engine(blueprint, emit=emit, say=typer.echo)
+    return build_engine(blueprint, emit=emit, say=say)
 
 
 def _quiet_transformers() -> None:

@@ -16,7 +16,7 @@ for _power, _letter in enumerate("KMGT", start=1):
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
 
-def parse_size(text: str) -> int:
+def parse_size(text: str | int) -> int:
     """Return the bytes that ``text`` means: K, M, G, T and KiB ... are powers of 1024, k, m, g, t and KB ... of 1000.
 
     (As in vLLM, where the case of a lone letter tells.)
@@ -24,6 +24,8 @@ def parse_size(text: str) -> int:
     Raises:
         typer.BadParameter: it means none.
     """
+    if isinstance(text, int):  # a flag's default
+        return text
     match = _SIZE.fullmatch(text.strip())
     if match is None or match[2] not in _UNITS:
         msg = f"{text!r} is not a size. Give bytes, or 512M, 2G, 2GiB."

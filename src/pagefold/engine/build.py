@@ -70,7 +70,7 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
     dtype: torch.dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
     geometry = KVGeometry(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype.itemsize, config.block_size)
     capacity = plan_capacity(
-        geometry=geometry,
+        layout=geometry.layout,
         weight_bytes=spec.num_parameters * (1 if config.quantization else dtype.itemsize),
         model_max_len=spec.max_exact_len,
         model_limit=spec.limit,

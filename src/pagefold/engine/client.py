@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from pagefold.engine.engine import Engine
     from pagefold.request import Caller, SamplingParams
+    from pagefold.scheduler import Scheduler
     from pagefold.tokenizer import Tokenizer
 
 __all__ = ["EngineClient", "EngineStatus", "EngineThread", "TokenStream"]
@@ -36,22 +37,43 @@ _MAX_RETRY_AFTER_S = 60
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """What an engine is doing now.
+    """What an engine is doing now; by default nothing, and it has no memory yet.
 
     Attributes:
         num_running, num_waiting: requests.
         kv_cache_usage: share of blocks held by requests, 0 to 1.
         num_free_blocks, num_cached_blocks, num_blocks: of the pool. ``free + cached == all`` when nothing runs.
+        num_wasted_slots: slots in blocks of running requests that hold no token.
+        kv_waste: their share of all slots in blocks held by requests, 0 to 1.
         is_healthy: False after a failure that the engine does not survive.
     """
 
-    num_running: int
-    num_waiting: int
-    kv_cache_usage: float
-    num_free_blocks: int
-    num_cached_blocks: int
-    num_blocks: int
-    is_healthy: bool
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    num_free_blocks: int = 0
+    num_cached_blocks: int = 0
+    num_blocks: int = 0
+    num_wasted_slots: int = 0
+    kv_waste: float = 0.0
+    is_healthy: bool = True
+
+    @classmethod
+    def of(cls, scheduler: Scheduler, *, is_healthy: bool = True) -> EngineStatus:
+        """Look at ``scheduler`` and its core. Plain reads, so any thread may."""
+        core = scheduler.core
+        num_wasted_slots = scheduler.num_wasted_slots
+        return cls(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            kv_cache_usage=core.usage,
+            num_free_blocks=core.pool.num_free,
+            num_cached_blocks=core.pool.num_cached,
+            num_blocks=core.pool.num_blocks,
+            num_wasted_slots=num_wasted_slots,
+            kv_waste=min(1.0, num_wasted_slots / max(1, core.num_active * core.block_size)),
+            is_healthy=is_healthy,
+        )
 
 
 class EngineClient(Protocol):
@@ -101,6 +123,9 @@ class EngineClient(Protocol):
 class TokenStream:
     """What each step adds to one request: an async iterator that ends behind the delta with a ``finish_reason``.
 
+    A reader that is slower than the engine gets what has come meanwhile as one delta, and so catches up. Deltas with
+    logprobs come one by one.
+
     Raises:
         InvalidRequestError, EngineStoppedError: the engine refused the request, or failed.
     """
@@ -108,6 +133,7 @@ class TokenStream:
     def __init__(self, loop: asyncio.AbstractEventLoop, abort: Callable[[TokenStream], None]) -> None:
         self.loop = loop
         self.deltas: asyncio.Queue[OutputDelta | Exception] = asyncio.Queue()
+        self._next: OutputDelta | Exception | None = None  # taken from the queue, and not told with what was before
         self._abort = abort
         self._has_ended = False
 
@@ -119,10 +145,19 @@ class TokenStream:
         """Return the next delta."""
         if self._has_ended:
             raise StopAsyncIteration
-        delta = await self.deltas.get()
-        if isinstance(delta, Exception):
+        first = await self.deltas.get() if self._next is None else self._next
+        self._next = None
+        if isinstance(first, Exception):
             self._has_ended = True
-            raise delta
+            raise first
+        waiting = [first]
+        while waiting[-1].can_merge and not self.deltas.empty():
+            following = self.deltas.get_nowait()
+            if isinstance(following, Exception) or not following.can_merge:
+                self._next = following
+                break
+            waiting.append(following)
+        delta = OutputDelta.merged(waiting)
         self._has_ended = delta.finish_reason is not None
         return delta
 
@@ -170,18 +205,9 @@ class EngineThread:
         return self._engine.capacity.max_model_len
 
     def status(self) -> EngineStatus:
-        """See :class:`EngineClient`. Plain reads of ints, so any thread may ask."""
-        scheduler = self._engine.scheduler
-        core = scheduler.core
-        return EngineStatus(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            kv_cache_usage=core.usage,
-            num_free_blocks=core.pool.num_free,
-            num_cached_blocks=core.pool.num_cached,
-            num_blocks=core.pool.num_blocks,
-            is_healthy=self._failure is None and self._thread.is_alive(),
-        )
+        """See :class:`EngineClient`."""
+        is_healthy = self._failure is None and self._thread.is_alive()
+        return EngineStatus.of(self._engine.scheduler, is_healthy=is_healthy)
 
     @property
     def has_failed(self) -> bool:

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, TypedDict
 
 from pagefold.engine.logprobs import named_logprobs
 from pagefold.engine.outputs import Logprob, OutputDelta, OutputText
+from pagefold.engine.times import tell_end, tell_tokens
 from pagefold.errors import InvalidRequestError
-from pagefold.events import Emit, FirstToken, ignore
+from pagefold.events import Emit, ignore
 from pagefold.kv import Namespace
 from pagefold.request import ANYBODY, Caller, Request, SamplingParams, StopRule
 
@@ -175,7 +176,11 @@ class Engine:
     def abort(self, request_id: str) -> bool:
         """End a request whose caller has gone. False when it has ended already."""
         self._texts.pop(request_id, None)
-        return self.scheduler.finish(request_id, "abort") is not None
+        request = self.scheduler.finish(request_id, "abort")
+        if request is None:
+            return False
+        tell_end(self._emit, request, "abort", self._clock())
+        return True
 
     def reset_prefix_cache(self) -> int:
         """Forget every cached prefix, between steps; running requests go on. Return how many blocks became free."""
@@ -186,8 +191,9 @@ class Engine:
 
         A step that fails is taken back, and its requests run again; one that keeps failing ends with ``error``.
         """
-        plan = self.scheduler.schedule(self._clock())
-        deltas = [self._timed_out(request) for request in self.scheduler.timed_out]
+        now = self._clock()
+        plan = self.scheduler.schedule(now)
+        deltas = [self._timed_out(request, now) for request in self.scheduler.timed_out]
         if not plan.num_rows:
             return deltas
         try:
@@ -195,13 +201,16 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - whatever a step dies of, its requests must not be lost
             _log.exception("step %d failed with %d requests", plan.step_id, plan.num_rows)
             ended = self.scheduler.abandon(f"{type(error).__name__}: {error}")
-            deltas += [self._failed(request, error) for request in ended if request.request_id in self._texts]
+            now = self._clock()
+            deltas += [self._failed(request, error, now) for request in ended if request.request_id in self._texts]
             return deltas
         except BaseException as interrupt:  # not the step's fault: whoever catches it finds no step in flight
             self.scheduler.abandon(type(interrupt).__name__)
             raise
         now = self._clock()
-        deltas += [self._delta(request, now) for request in self.scheduler.apply(result)]
+        requests = self.scheduler.apply(result)
+        tell_tokens(self._emit, requests, now, self.scheduler.core.block_size)
+        deltas += [self._delta(request, now) for request in requests]
         return deltas
 
     def _check_ids(self, token_ids: Collection[int], param: str) -> None:
@@ -218,8 +227,6 @@ class Engine:
     def _delta(self, request: Request, now: float) -> OutputDelta:
         """Turn the token that ``request`` just got into text, and end the request if that completes a stop string."""
         token_id = request.token_ids[-1]
-        if request.num_output_tokens == 1:
-            self._emit(FirstToken(request.request_id, now - request.arrival_s))
         text = self._texts[request.request_id]
         reason: FinishReason | None = request.finish_reason
         text_offset = text.num_characters
@@ -235,7 +242,10 @@ class Engine:
                 reason = "stop"
         if reason is not None:
             del self._texts[request.request_id]
-        delta = OutputDelta(request.request_id, piece, (token_id,), request.num_cached_tokens, reason)
+            tell_end(self._emit, request, reason, now)
+        delta = OutputDelta(
+            request.request_id, piece, (token_id,), request.num_cached_tokens, reason, times=request.times
+        )
         return delta if request.is_plain else replace(delta, text_offset=text_offset, **self._logprobs(request))
 
     def _logprobs(self, request: Request) -> _Logprobs:
@@ -250,17 +260,20 @@ class Engine:
             told["prompt_logprobs"] = [None, *named_logprobs(self.tokenizer, rest, request.prompt_logprobs)]
         return told
 
-    def _failed(self, request: Request, error: Exception) -> OutputDelta:
-        return self._cut_off(
-            request, f"The step failed {request.num_failed_steps} times: {type(error).__name__}: {error}"
-        )
+    def _failed(self, request: Request, error: Exception, now: float) -> OutputDelta:
+        told = f"The step failed {request.num_failed_steps} times: {type(error).__name__}: {error}"
+        return self._cut_off(request, told, now)
 
-    def _timed_out(self, request: Request) -> OutputDelta:
+    def _timed_out(self, request: Request, now: float) -> OutputDelta:
         where = f"after {request.num_output_tokens} tokens" if request.num_cached_tokens >= 0 else "while it waited"
-        return self._cut_off(request, f"The request was ended {where}: its {self._request_timeout_s:g} s are up.")
+        told = f"The request was ended {where}: its {self._request_timeout_s:g} s are up."
+        return self._cut_off(request, told, now)
 
-    def _cut_off(self, request: Request, error: str) -> OutputDelta:
+    def _cut_off(self, request: Request, error: str, now: float) -> OutputDelta:
         """Return the last delta of a request that ended between tokens."""
         text = self._texts.pop(request.request_id).flush()
+        reason = request.finish_reason
+        assert reason is not None
+        tell_end(self._emit, request, reason, now)
         num_cached_tokens = max(0, request.num_cached_tokens)
-        return OutputDelta(request.request_id, text, (), num_cached_tokens, request.finish_reason, error)
+        return OutputDelta(request.request_id, text, (), num_cached_tokens, reason, error, times=request.times)

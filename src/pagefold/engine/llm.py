@@ -9,13 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 from pagefold.config import EngineConfig
 from pagefold.engine.build import build_engine, plan_engine
+from pagefold.engine.client import EngineStatus
 from pagefold.engine.outputs import CompletionOutput, RequestOutput
 from pagefold.errors import ConfigError, InvalidRequestError
+from pagefold.events import ignore
 from pagefold.request import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from typing import TypeAlias
+
+    from prometheus_client.metrics_core import Metric
+
+    from pagefold.observe.metrics import Metrics
 
     Prompt: TypeAlias = str | Mapping[str, Any]
 
@@ -27,6 +33,8 @@ class LLM:
 
     Args:
         model: a built-in name such as ``smollm2-135m``, a local folder, or a hub id.
+        disable_log_stats: False counts what happens, for :meth:`get_metrics`; as in vLLM, nothing is counted if not
+            asked for.
         settings: fields of :class:`~pagefold.config.EngineConfig`: ``dtype``, ``block_size``,
             ``kv_cache_memory_bytes``, ``max_model_len``, ``max_num_seqs``, ``max_num_batched_tokens``,
             ``enable_prefix_caching``, ``seed``, ...
@@ -35,14 +43,23 @@ class LLM:
         ConfigError: an unknown setting, or one that cannot work; before weights are loaded.
     """
 
-    def __init__(self, model: str, **settings: Any) -> None:  # noqa: ANN401 - checked by EngineConfig
+    def __init__(
+        self,
+        model: str,
+        *,
+        disable_log_stats: bool = True,
+        **settings: Any,  # noqa: ANN401 - checked by EngineConfig
+    ) -> None:
         known = sorted(EngineConfig.__dataclass_fields__)
         unknown = sorted(set(settings) - set(known))
         if unknown:
             msg = f"LLM() has no setting {', '.join(unknown)}."
-            raise ConfigError(msg, remedy=f"It has {', '.join(known)}.")
+            raise ConfigError(msg, remedy=f"It has {', '.join(known)}, disable_log_stats.")
         self.config = EngineConfig(model=str(model), **settings)
-        self.engine = build_engine(plan_engine(self.config))
+        self._metrics = None if disable_log_stats else _metrics(self.config.model)
+        self.engine = build_engine(plan_engine(self.config), emit=self._metrics.emit if self._metrics else ignore)
+        if self._metrics is not None:
+            self._metrics.watch(lambda: EngineStatus.of(self.engine.scheduler))
         self._num_requests = 0
         self._busy = threading.Lock()
 
@@ -82,6 +99,17 @@ class LLM:
                         self.engine.abort(request_id)
                     raise
         return results
+
+    def get_metrics(self) -> list[Metric]:
+        """Return what was counted so far: the families that a server shows at ``/metrics``, of this LLM alone.
+
+        Raises:
+            ConfigError: nothing is counted.
+        """
+        if self._metrics is None:
+            msg = "This LLM counts nothing."
+            raise ConfigError(msg, remedy="Make it with disable_log_stats=False.")
+        return self._metrics.read()
 
     def _run(
         self, by_id: dict[str, RequestOutput], raise_if_interrupted: Callable[[], None], *, use_tqdm: bool
@@ -160,6 +188,12 @@ class LLM:
             prompt_token_ids=list(token_ids),
             outputs=[CompletionOutput(index=0)],
         )
+
+
+def _metrics(model_name: str) -> Metrics:
+    from pagefold.observe.metrics import Metrics  # noqa: PLC0415 - only those who count need prometheus_client
+
+    return Metrics(model_name)
 
 
 @contextlib.contextmanager

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pagefold.request import FinishReason
+    from collections.abc import Sequence
+
+    from pagefold.request import FinishReason, RequestTimes
     from pagefold.tokenizer import Detokenizer
 
 __all__ = ["CompletionOutput", "Logprob", "OutputDelta", "OutputText", "RequestOutput"]
@@ -42,6 +44,7 @@ class OutputDelta:
         prompt_logprobs: the same for each token of the prompt, in the first delta, if asked for. None stands for the
             first token: nothing tells it.
         text_offset: how many characters of the output's text come before that of ``token_ids``.
+        times: of the request; the engine goes on writing it.
     """
 
     request_id: str
@@ -53,6 +56,21 @@ class OutputDelta:
     logprobs: tuple[dict[int, Logprob], ...] | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     text_offset: int = 0
+    times: RequestTimes | None = None
+
+    @property
+    def can_merge(self) -> bool:
+        """Whether it may be told together with others that may: its tokens need no place of their own, nor its end."""
+        return self.logprobs is None and self.prompt_logprobs is None and self.finish_reason is None
+
+    @staticmethod
+    def merged(deltas: Sequence[OutputDelta]) -> OutputDelta:
+        """Return one delta for several of one output in order; all of them ``can_merge``, or there is one."""
+        if len(deltas) == 1:
+            return deltas[0]
+        text = "".join(delta.text for delta in deltas)
+        token_ids = tuple(token_id for delta in deltas for token_id in delta.token_ids)
+        return replace(deltas[-1], text=text, token_ids=token_ids, text_offset=deltas[0].text_offset)
 
 
 @dataclass(slots=True)

@@ -2,29 +2,35 @@
 
 from pagefold.kv.audit import AuditError, audit
 from pagefold.kv.block import Block, BlockId, BlockState
+from pagefold.kv.codec import CODECS, Codec
 from pagefold.kv.core import KVCore, Promise
 from pagefold.kv.eviction import EvictionPolicy, KeyPolicy, make_policy
-from pagefold.kv.geometry import CacheGroup, KVGeometry
+from pagefold.kv.geometry import CacheGroup, CacheLayout, KVGeometry, LayerKV, lay_out
 from pagefold.kv.namespace import Namespace
 from pagefold.kv.plans import CopyOp
 from pagefold.kv.table import BlockTable
 from pagefold.kv.tree import PrefixHit
 
 __all__ = [
+    "CODECS",
     "AuditError",
     "Block",
     "BlockId",
     "BlockState",
     "BlockTable",
     "CacheGroup",
+    "CacheLayout",
+    "Codec",
     "CopyOp",
     "EvictionPolicy",
     "KVCore",
     "KVGeometry",
     "KeyPolicy",
+    "LayerKV",
     "Namespace",
     "PrefixHit",
     "Promise",
     "audit",
+    "lay_out",
     "make_policy",
 ]

@@ -20,18 +20,13 @@ And of the copies of a step::
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from pagefold.events import BlockEvicted, Emit, ignore
+from pagefold.events import BlockEvicted, Emit, EvictionCause, ignore
 from pagefold.kv.block import Block, BlockState
 from pagefold.kv.eviction import EvictionPolicy, make_policy
 from pagefold.kv.plans import CopyOp
 from pagefold.kv.pool import BlockPool
 from pagefold.kv.table import BlockTable, num_blocks_for
 from pagefold.kv.tree import TOKEN_BYTES, Node, PrefixHit, PrefixTree
-
-if TYPE_CHECKING:
-    from typing import Literal
 
 __all__ = ["KVCore", "Promise"]
 
@@ -463,13 +458,13 @@ class KVCore:
             else:
                 self.policy.on_busy(node)
 
-    def _evict(self, node: Node, cause: Literal["allocation", "not_admitted"]) -> None:
+    def _evict(self, node: Node, cause: EvictionCause) -> None:
         self.tree.remove(node)
         self._withdraw(node, cause)
         assert node.parent is not None
         self._update_evictable(node.parent)
 
-    def _withdraw(self, node: Node, cause: Literal["allocation", "reset", "not_admitted"]) -> None:
+    def _withdraw(self, node: Node, cause: EvictionCause) -> None:
         """Undo the publication of ``node``: its block is free if nobody holds it, else private."""
         assert node.block is not None
         if node.evictable:

@@ -1,13 +1,59 @@
-"""How many bytes KV takes: computed once, here, for the pool, the planner and the metrics."""
+"""How many bytes KV takes: computed once, here, for the pool, the planner and the metrics.
+
+A model's layers may keep different things: all KV heads of every token, those of the last tokens only (a sliding
+window), a latent vector (MLA), nothing at all (they read another layer's), or a state of constant size. What they
+keep of a token is a :class:`LayerKV`; :func:`lay_out` cuts the layers into cache groups whose blocks are equal in
+bytes, so that one free list serves all.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
+from pagefold.kv.codec import Codec, plain_codec
 from pagefold.kv.table import num_blocks_for
 
-__all__ = ["CacheGroup", "KVGeometry"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["CacheGroup", "CacheLayout", "KVGeometry", "LayerKV", "lay_out"]
+
+_MAX_PADDING = 1 / 16
+"""Share of a layout that may be padding, so that groups are few: a table of blocks for each group is kept for each
+sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """What one layer keeps of a token.
+
+    Attributes:
+        num_kv_heads: KV heads; 1 for a latent vector, which all heads read.
+        key_dim: elements of K of one head; for a latent vector all of it.
+        value_dim: elements of V of one head; 0 for a latent vector.
+        window: how many of the last tokens it keeps, the current one included; None for all.
+        is_chunked: it keeps the tokens since the last multiple of ``window`` instead.
+    """
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None = None
+    is_chunked: bool = False
+
+    def bytes_per_token(self, codec: Codec) -> int:
+        """Return the bytes that a token takes here."""
+        return self.num_kv_heads * (codec.vector_bytes(self.key_dim) + codec.vector_bytes(self.value_dim))
+
+    def num_tokens(self, num_tokens: int) -> int:
+        """Return how many of ``num_tokens`` it keeps at most."""
+        return num_tokens if self.window is None else min(num_tokens, self.window)
+
+    def shard(self, tensor_parallel_size: int) -> LayerKV:
+        """Return what one of so many devices keeps: its share of the heads, and at least one of them."""
+        return replace(self, num_kv_heads=max(1, -(-self.num_kv_heads // tensor_parallel_size)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +64,15 @@ class CacheGroup:
         layers: the layers whose cells it holds, ascending.
         num_kv_heads: KV heads of each of them.
         block_size: tokens a block. Groups with fewer cells have more tokens, so that blocks stay equal in bytes.
+        window: how many of the last tokens its layers keep; None for all.
+        is_chunked: they keep the tokens since the last multiple of ``window`` instead.
     """
 
     layers: tuple[int, ...]
     num_kv_heads: int
     block_size: int
+    window: int | None = None
+    is_chunked: bool = False
 
     @property
     def num_cells(self) -> int:
@@ -37,10 +87,135 @@ class CacheGroup:
         """
         return self.layers.index(layer) * self.num_kv_heads + kv_head
 
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Return how many blocks a sequence of ``num_tokens`` holds at once in this group.
+
+        The last ``window`` tokens seldom begin where a block does, so they lie in one block more than they fill.
+        """
+        num_blocks = num_blocks_for(num_tokens, self.block_size)
+        if self.window is None:
+            return num_blocks
+        if self.is_chunked:
+            return min(num_blocks, num_blocks_for(self.window, self.block_size))
+        return min(num_blocks, num_blocks_for(self.window - 1, self.block_size) + 1)
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """Layers cut into groups whose blocks all have the same number of bytes.
+
+    Attributes:
+        layers: what they keep of a token.
+        codec: how it is stored.
+        block_size: tokens a block of the groups with the most bytes a token; other groups have more.
+        groups: that the layers are cut into.
+        bytes_per_block: of every group.
+        state_bytes: bytes of constant size for each sequence, beside tokens: of state-space layers. They take whole
+            blocks.
+    """
+
+    layers: tuple[LayerKV, ...]
+    codec: Codec
+    block_size: int
+    groups: tuple[CacheGroup, ...]
+    bytes_per_block: int
+    state_bytes: int = 0
+
+    @cached_property
+    def bytes_per_token(self) -> int:
+        """Bytes that one token takes in all layers together."""
+        return sum(layer.bytes_per_token(self.codec) for layer in self.layers)
+
+    @cached_property
+    def lasting_bytes_per_token(self) -> int:
+        """The part of ``bytes_per_token`` that stays when the windows have passed."""
+        return sum(layer.bytes_per_token(self.codec) for layer in self.layers if layer.window is None)
+
+    @property
+    def num_state_blocks(self) -> int:
+        """Blocks that the state of a sequence takes."""
+        return -(-self.state_bytes // self.bytes_per_block)
+
+    def num_bytes_for(self, num_tokens: int) -> int:
+        """Return the bytes that a sequence needs, before rounding to blocks: what the formula says."""
+        kept = sum(layer.num_tokens(num_tokens) * layer.bytes_per_token(self.codec) for layer in self.layers)
+        return kept + self.state_bytes
+
+    def num_blocks(self, budget_bytes: int) -> int:
+        """Return how many whole blocks a budget holds."""
+        return max(0, budget_bytes) // self.bytes_per_block
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Return how many blocks a sequence of ``num_tokens`` holds, of all groups and its state."""
+        return self.num_state_blocks + sum(group.num_blocks_for(num_tokens) for group in self.groups)
+
+    def longest_in(self, num_blocks: int, at_most: int) -> int:
+        """Return the most tokens, up to ``at_most``, of a sequence that ``num_blocks`` hold; 0 if they hold none."""
+        low, high = 0, at_most
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.num_blocks_for(middle) <= num_blocks else (low, middle - 1)
+        return low
+
+
+def lay_out(
+    layers: Sequence[LayerKV], codec: Codec, *, block_size: int = 16, state_bytes: int = 0, max_len: int | None = None
+) -> CacheLayout:
+    """Cut ``layers`` into groups of equal blocks.
+
+    Layers of one kind (same bytes a token, same window) make groups of as many layers as there are of the rarest kind,
+    or of fewer where that would leave more than a sixteenth of the memory as padding (62 layers of which 10 are full
+    make 11 groups of 6, not 7 of 10). Kinds with fewer bytes a token have more tokens a block.
+
+    Args:
+        layers: what they keep of a token; those that keep nothing are left out.
+        codec: how it is stored.
+        block_size: tokens a block of the kind with the most bytes a token.
+        state_bytes: bytes of constant size for each sequence.
+        max_len: the longest sequence: a window that none passes is no window.
+    """
+    kept = [
+        replace(layer, window=None, is_chunked=False)
+        if layer.window is not None and max_len is not None and layer.window >= max_len
+        else layer
+        for layer in layers
+    ]
+    kinds: dict[LayerKV, list[int]] = {}
+    for index, layer in enumerate(kept):
+        kinds.setdefault(layer, []).append(index)
+    token_bytes = {kind: kind.bytes_per_token(codec) for kind in kinds}
+    most = max(token_bytes.values())
+    # More tokens where there are fewer bytes: powers of two, so that block sizes stay what kernels like.
+    times = {kind: 1 << ((most // token_bytes[kind]).bit_length() - 1) for kind in kinds}
+
+    def padded_layers(size: int) -> dict[LayerKV, int]:
+        return {kind: -(-len(indices) // size) * size for kind, indices in kinds.items()}
+
+    def padding(size: int) -> float:
+        whole = sum(count * most for kind, count in padded_layers(size).items())
+        used = sum(len(indices) * token_bytes[kind] * times[kind] for kind, indices in kinds.items())
+        return 1 - used / whole
+
+    rarest = min(len(indices) for indices in kinds.values())
+    least = padding(1)
+    size = next(size for size in range(rarest, 0, -1) if padding(size) <= least + _MAX_PADDING)
+    groups = [
+        CacheGroup(
+            tuple(indices[first : first + size]),
+            kind.num_kv_heads,
+            block_size * times[kind],
+            kind.window,
+            kind.is_chunked,
+        )
+        for kind, indices in kinds.items()
+        for first in range(0, len(indices), size)
+    ]
+    return CacheLayout(tuple(kept), codec, block_size, tuple(groups), size * most * block_size, state_bytes)
+
 
 @dataclass(frozen=True)
 class KVGeometry:
-    """Shape of a model's KV, one group with all cells: MHA, GQA and MQA without windows.
+    """Shape of a model's KV, one group with all cells: MHA, GQA and MQA without windows. What a slab is made of.
 
     Bytes a token are ``2 * num_layers * num_kv_heads * head_dim * element_bytes``: K and V of every cell. With as many
     KV heads as query heads this is MHA, with one MQA, between them GQA; query heads do not enter.
@@ -58,29 +233,35 @@ class KVGeometry:
     block_size: int = 16
 
     @cached_property
+    def layout(self) -> CacheLayout:
+        """All layers in one group."""
+        layer = LayerKV(self.num_kv_heads, self.head_dim, self.head_dim)
+        return lay_out([layer] * self.num_layers, plain_codec(self.element_bytes), block_size=self.block_size)
+
+    @property
     def groups(self) -> tuple[CacheGroup, ...]:
         """The cache groups: one, which holds every cell."""
-        return (CacheGroup(tuple(range(self.num_layers)), self.num_kv_heads, self.block_size),)
+        return self.layout.groups
 
     @property
     def cell_bytes(self) -> int:
         """Bytes of one cell in one block: K and V of ``block_size`` tokens."""
-        return 2 * self.block_size * self.head_dim * self.element_bytes
+        return self.bytes_per_block // self.groups[0].num_cells
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block: the same for every group."""
-        return self.groups[0].num_cells * self.cell_bytes
+        """Bytes of one block."""
+        return self.layout.bytes_per_block
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token takes in a full block."""
-        return self.bytes_per_block // self.block_size
+        return self.layout.bytes_per_token
 
     def num_blocks(self, budget_bytes: int) -> int:
         """How many whole blocks a budget holds."""
-        return budget_bytes // self.bytes_per_block
+        return self.layout.num_blocks(budget_bytes)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """How many blocks a sequence of ``num_tokens`` needs."""
-        return num_blocks_for(num_tokens, self.block_size)
+        return self.layout.num_blocks_for(num_tokens)

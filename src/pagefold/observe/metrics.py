@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import threading
+from typing import TYPE_CHECKING, Any, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 
 from pagefold.events import (
     BlockEvicted,
+    EvictionCause,
     FirstToken,
+    NextTokens,
+    OutputFinished,
     PrefixLookup,
-    RequestFinished,
     RequestPreempted,
     StepAbandoned,
     StepApplied,
-    ignore,
 )
+from pagefold.observe.histogram import Histogram
+from pagefold.request import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from prometheus_client.metrics_core import Metric
 
@@ -28,28 +32,50 @@ if TYPE_CHECKING:
 
 __all__ = ["Metrics"]
 
-_TTFT_BUCKETS_S = (
+_TTFT_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
 )
+_INTER_TOKEN_S = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_REQUEST_S = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_STEP_TOKENS = (1, *(2**power for power in range(3, 15)))
+_REQUEST_TOKENS = (*(digit * 10**power for power in range(6) for digit in (1, 2, 5)), 10**6)
 
-_FINISHED_REASONS = ("stop", "length", "abort", "error", "timeout")
-_EVICTION_CAUSES = ("allocation", "reset", "not_admitted")
 _TOKEN_SOURCES = ("local_compute", "local_cache_hit")
 
 _GAUGES: dict[str, tuple[str, str]] = {
     "vllm:num_requests_running": ("num_running", "Requests that a step computes tokens for."),
     "vllm:num_requests_waiting": ("num_waiting", "Requests that wait for a place, preempted ones included."),
-    "vllm:kv_cache_usage_perc": ("kv_cache_usage", "Share of KV blocks held by requests; 1 is all of them."),
+    "vllm:kv_cache_usage_perc": (
+        "kv_cache_usage",
+        "Share of KV blocks held by requests, 0 to 1. Cached blocks that nobody holds do not count: they can go.",
+    ),
     "pagefold:num_blocks": ("num_blocks", "KV blocks."),
     "pagefold:num_free_blocks": ("num_free_blocks", "KV blocks that hold nothing."),
-    "pagefold:num_cached_blocks": ("num_cached_blocks", "KV blocks that no request holds and a later one can use."),
+    "pagefold:num_cached_blocks": (
+        "num_cached_blocks",
+        "KV blocks that no request holds and a later one can use. When nothing runs, free and cached are all.",
+    ),
+    "pagefold:num_wasted_slots": (
+        "num_wasted_slots",
+        "Slots in blocks of running requests that hold no token: what rounding to whole blocks costs.",
+    ),
+    "pagefold:kv_waste_perc": ("kv_waste", "Share of the slots in blocks held by requests that hold no token, 0 to 1."),
 }
 """Gauge to (field of ``EngineStatus``, help)."""
 
 
 class Metrics:
     """Counts what happens and serves it as Prometheus' text.
+
+    A reading falls between two events, never within one: the tokens of prompts are always the sum of their sources.
+    Nothing is kept for single requests, and no label takes a value that clients choose, so it never grows.
 
     ``emit`` is called on the engine's thread while ``render`` runs on another.
 
@@ -61,40 +87,16 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": "0"}
         self._status: Callable[[], EngineStatus] | None = None
-
-        self._prefix_queries = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache.")
-        self._prefix_hits = self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the cache.")
-        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Tokens of admitted prompts, found or computed.")
-        self._cached_tokens = self._counter("vllm:prompt_tokens_cached", "Prompt tokens that need not be computed.")
-        self._recomputed_tokens = self._counter(
-            "vllm:prompt_tokens_recomputed", "Tokens computed again after a preemption."
-        )
-        self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens sampled.")
-        self._preemptions = self._counter("vllm:num_preemptions", "Times that a running request gave its blocks back.")
-        self._steps_failed = self._counter("pagefold:steps_failed", "Steps whose results were lost and taken back.")
-        self._by_source = self._counters(
-            "vllm:prompt_tokens_by_source", "Prompt tokens by where their KV came from.", "source", _TOKEN_SOURCES
-        )
-        self._finished = self._counters(
-            "vllm:request_success", "Requests that ended, by why.", "finished_reason", _FINISHED_REASONS
-        )
-        self._evicted = self._counters(
-            "pagefold:blocks_evicted", "Cached blocks dropped, by why.", "cause", _EVICTION_CAUSES
-        )
-        self._ttft_s = Histogram(
-            "vllm:time_to_first_token_seconds",
-            "From a request's arrival at the engine to its first token.",
-            tuple(self._labels),
-            registry=self.registry,
-            buckets=_TTFT_BUCKETS_S,
-        ).labels(**self._labels)
+        self._lock = threading.Lock()
+        self._make_counters()
+        self._make_histograms()
         self.registry.register(self)
-
         self._on: dict[type, Callable[[Any], None]] = {
             BlockEvicted: self._on_block_evicted,
             FirstToken: self._on_first_token,
+            NextTokens: self._on_next_tokens,
+            OutputFinished: self._on_output_finished,
             PrefixLookup: self._on_prefix_lookup,
-            RequestFinished: self._on_request_finished,
             RequestPreempted: self._on_request_preempted,
             StepAbandoned: self._on_step_abandoned,
             StepApplied: self._on_step_applied,
@@ -106,11 +108,29 @@ class Metrics:
 
     def emit(self, event: Event) -> None:
         """Count an event, if it is one of those that are counted."""
-        self._on.get(type(event), ignore)(event)
+        count = self._on.get(type(event))
+        if count is not None:
+            with self._lock:
+                count(event)
+
+    def count_response(self, route: str, status: int) -> None:
+        """Count an HTTP response.
+
+        Args:
+            route: as the app declares it, such as ``/v1/models/{model_id}``; never what a client sent.
+            status: of HTTP.
+        """
+        with self._lock:
+            self._responses.labels(**self._labels, route=route, status=str(status)).inc()
+
+    def read(self) -> list[Metric]:
+        """Return all series as they are at this moment."""
+        with self._lock:
+            return list(self.registry.collect())
 
     def render(self) -> bytes:
         """Return all series as Prometheus' text."""
-        return generate_latest(self.registry)
+        return generate_latest(_Reading(self.read()))
 
     def collect(self) -> Iterator[Metric]:
         """Yield the gauges; ``prometheus_client`` calls it at each reading."""
@@ -122,23 +142,156 @@ class Metrics:
             family.add_metric(tuple(self._labels.values()), getattr(status, field))
             yield family
 
+    # What there is.
+
+    def _make_counters(self) -> None:
+        self._prefix_queries = self._counter(
+            "vllm:prefix_cache_queries", "Prompt tokens looked up in the cache, once a request: when it is let in."
+        )
+        self._prefix_hits = self._counter(
+            "vllm:prefix_cache_hits",
+            "Prompt tokens found by these lookups. What a preempted request finds again of its own is no hit.",
+        )
+        self._prompt_tokens = self._counter(
+            "vllm:prompt_tokens", "Tokens of prompts, counted when their request gets its first token."
+        )
+        self._by_source = self._counters(
+            "vllm:prompt_tokens_by_source",
+            "The same tokens by where their KV came from: computed, or found in the cache.",
+            "source",
+            _TOKEN_SOURCES,
+        )
+        self._cached_tokens = self._counter("vllm:prompt_tokens_cached", "Those of them that need not be computed.")
+        self._copied_tokens = self._counter(
+            "pagefold:prompt_tokens_copied",
+            "Those of the cached ones that lay in a block of which only a part could be used: the block was copied.",
+        )
+        self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens sampled.")
+        self._recomputed_tokens = self._counter(
+            "pagefold:tokens_recomputed",
+            "Tokens computed again after a preemption. (vLLM's prompt_tokens_recomputed is another thing: the last "
+            "token of a prompt that was found whole.)",
+        )
+        self._preemptions = self._counter("vllm:num_preemptions", "Times that a running request gave its blocks back.")
+        self._finished = self._counters(
+            "vllm:request_success",
+            "Requests that ended, by why, as their clients were told.",
+            "finished_reason",
+            get_args(FinishReason),
+        )
+        self._evicted = self._counters(
+            "pagefold:blocks_evicted", "Cached blocks dropped, by why.", "cause", get_args(EvictionCause)
+        )
+        self._steps_failed = self._counter("pagefold:steps_failed", "Steps whose results were lost and taken back.")
+        self._responses = Counter(
+            "pagefold:http_responses",
+            "HTTP responses by the labels route, as the API's description has it, and status: 429 is a full queue. "
+            "Paths that are no route, and requests that are refused before it is looked up, are of route other.",
+            (*self._labels, "route", "status"),
+            registry=self.registry,
+        )
+
+    def _make_histograms(self) -> None:
+        self._ttft_s = self._histogram(
+            "vllm:time_to_first_token_seconds", "From a request's arrival at the engine to its first token.", _TTFT_S
+        )
+        self._inter_token_s = self._histogram(
+            "vllm:inter_token_latency_seconds",
+            "From each token of a request to the next, preemptions and failed steps between them included.",
+            _INTER_TOKEN_S,
+        )
+        self._time_per_output_token_s = self._histogram(
+            "vllm:request_time_per_output_token_seconds",
+            "Mean of a request's inter-token latencies; requests of two tokens and more.",
+            _INTER_TOKEN_S,
+        )
+        self._e2e_s = self._histogram(
+            "vllm:e2e_request_latency_seconds", "From a request's arrival at the engine to its end.", _REQUEST_S
+        )
+        self._queue_s = self._histogram(
+            "vllm:request_queue_time_seconds",
+            "From a request's arrival until it is first scheduled; its whole life if it never is. "
+            "A preempted request's second wait is no part of it.",
+            _REQUEST_S,
+        )
+        self._prefill_s = self._histogram(
+            "vllm:request_prefill_time_seconds",
+            "From a request's first schedule to its first token; requests that got one.",
+            _REQUEST_S,
+        )
+        self._decode_s = self._histogram(
+            "vllm:request_decode_time_seconds",
+            "From a request's first token to its last; requests that got one.",
+            _REQUEST_S,
+        )
+        self._inference_s = self._histogram(
+            "vllm:request_inference_time_seconds", "Prefill and decode time together.", _REQUEST_S
+        )
+        self._request_prompt_tokens = self._histogram(
+            "vllm:request_prompt_tokens", "Prompt tokens of each request that ended.", _REQUEST_TOKENS
+        )
+        self._request_generation_tokens = self._histogram(
+            "vllm:request_generation_tokens", "Output tokens of each request that ended.", _REQUEST_TOKENS
+        )
+        self._prefill_computed_tokens = self._histogram(
+            "vllm:request_prefill_kv_computed_tokens",
+            "Prompt tokens of each request that were computed and not found; requests that got a token.",
+            _REQUEST_TOKENS,
+        )
+        self._step_tokens = self._histogram(
+            "vllm:iteration_tokens_total", "Tokens that each step computed, of prompts and outputs.", _STEP_TOKENS
+        )
+
+    def _counter(self, name: str, what: str) -> Counter:
+        return Counter(name, what, tuple(self._labels), registry=self.registry).labels(**self._labels)
+
+    def _counters(self, name: str, what: str, label: str, values: Sequence[str]) -> dict[str, Counter]:
+        """Make a series for each value, so that a reader sees zeros and not gaps."""
+        counter = Counter(name, what, (*self._labels, label), registry=self.registry)
+        return {value: counter.labels(**self._labels, **{label: value}) for value in values}
+
+    def _histogram(self, name: str, what: str, bounds: Sequence[float]) -> Histogram:
+        histogram = Histogram(name, what, self._labels, bounds)
+        self.registry.register(histogram)
+        return histogram
+
+    # What happens.
+
     def _on_block_evicted(self, event: BlockEvicted) -> None:
         self._evicted[event.cause].inc()
-
-    def _on_first_token(self, event: FirstToken) -> None:
-        self._ttft_s.observe(event.ttft_s)
 
     def _on_prefix_lookup(self, event: PrefixLookup) -> None:
         if event.after_preemption:  # its own blocks, found again, are no saving
             return
         self._prefix_queries.inc(event.num_tokens)
         self._prefix_hits.inc(event.num_hit_tokens)
-        self._prompt_tokens.inc(event.num_tokens)
-        self._cached_tokens.inc(event.num_hit_tokens)
-        self._by_source["local_cache_hit"].inc(event.num_hit_tokens)
 
-    def _on_request_finished(self, event: RequestFinished) -> None:
+    def _on_first_token(self, event: FirstToken) -> None:
+        self._ttft_s.observe(event.ttft_s)
+        self._prompt_tokens.inc(event.num_prompt_tokens)
+        self._by_source["local_compute"].inc(event.num_prompt_tokens - event.num_cached_tokens)
+        self._by_source["local_cache_hit"].inc(event.num_cached_tokens)
+        self._cached_tokens.inc(event.num_cached_tokens)
+        self._copied_tokens.inc(event.num_copied_tokens)
+
+    def _on_next_tokens(self, event: NextTokens) -> None:
+        for gap_s, num in event.gaps.items():
+            self._inter_token_s.observe(gap_s, num)
+
+    def _on_output_finished(self, event: OutputFinished) -> None:
         self._finished[event.finish_reason].inc()
+        self._e2e_s.observe(event.e2e_s)
+        self._queue_s.observe(event.queue_s)
+        self._request_prompt_tokens.observe(event.num_prompt_tokens)
+        self._request_generation_tokens.observe(event.num_output_tokens)
+        if event.prefill_s is None or event.decode_s is None:
+            return
+        self._prefill_s.observe(event.prefill_s)
+        self._decode_s.observe(event.decode_s)
+        self._inference_s.observe(event.prefill_s + event.decode_s)
+        self._prefill_computed_tokens.observe(event.num_prompt_tokens - event.num_cached_tokens)
+        if event.num_output_tokens > 1:
+            self._time_per_output_token_s.observe(event.decode_s / (event.num_output_tokens - 1))
 
     def _on_request_preempted(self, _event: RequestPreempted) -> None:
         self._preemptions.inc()
@@ -147,15 +300,17 @@ class Metrics:
         self._steps_failed.inc()
 
     def _on_step_applied(self, event: StepApplied) -> None:
+        self._step_tokens.observe(event.num_tokens)
         self._generation_tokens.inc(event.num_output_tokens)
-        if event.num_prompt_tokens:
-            self._by_source["local_compute"].inc(event.num_prompt_tokens - event.num_recomputed_tokens)
+        if event.num_recomputed_tokens:
             self._recomputed_tokens.inc(event.num_recomputed_tokens)
 
-    def _counter(self, name: str, what: str) -> Counter:
-        return Counter(name, what, tuple(self._labels), registry=self.registry).labels(**self._labels)
 
-    def _counters(self, name: str, what: str, label: str, values: tuple[str, ...]) -> dict[str, Counter]:
-        """Make a series for each value, so that a reader sees zeros and not gaps."""
-        counter = Counter(name, what, (*self._labels, label), registry=self.registry)
-        return {value: counter.labels(**self._labels, **{label: value}) for value in values}
+class _Reading:
+    """Series that have been read, as ``prometheus_client`` wants to be given them."""
+
+    def __init__(self, series: list[Metric]) -> None:
+        self._series = series
+
+    def collect(self) -> list[Metric]:
+        return self._series

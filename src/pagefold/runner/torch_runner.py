@@ -43,7 +43,7 @@ class TorchRunner:
     def __init__(self, decoder: Decoder, geometry: KVGeometry, slab: Slab) -> None:
         self.geometry = geometry
         self.slab = slab
-        self._decoder = decoder
+        self.decoder = decoder
 
     def run(self, plan: StepPlan) -> StepResult:
         """Run one step; see :class:`~pagefold.steps.Runner`."""
@@ -59,7 +59,7 @@ class TorchRunner:
     def _forward(self, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """Run one step; return the logits of its sampling rows and of its prompt parts' tokens, ``[., vocab]``."""
         self.slab.copy(plan.copies)
-        logits = self._decoder.logits(make_inputs(plan, self.geometry))
+        logits = self.decoder.logits(make_inputs(plan, self.geometry))
         num_sampling = len(plan.sampling_rows)
         return logits[:num_sampling], logits[num_sampling:]
 

@@ -67,10 +67,11 @@ class SchedulerLimits:
 class _StepInFlight:
     """A plan and what the scheduler must know to apply it or take it back."""
 
-    __slots__ = ("num_admitted", "num_prefill_tokens", "num_recomputed_tokens", "plan", "promises", "requests")
+    __slots__ = ("now", "num_admitted", "num_prefill_tokens", "num_recomputed_tokens", "plan", "promises", "requests")
 
-    def __init__(self, plan: StepPlan) -> None:
+    def __init__(self, plan: StepPlan, now: float) -> None:
         self.plan = plan
+        self.now = now
         self.requests: list[Request] = []
         self.promises: list[Promise] = []
         self.num_admitted = 0  # the last so many of ``requests`` were admitted in this step
@@ -171,7 +172,7 @@ class Scheduler:
         self.timed_out = self._end_late(now)
         plan = StepPlan(self._num_steps)
         self._num_steps += 1
-        self._step = step = _StepInFlight(plan)
+        self._step = step = _StepInFlight(plan, now)
         self.running.sort(key=_ORDER)  # in order but for those that the last step admitted: next to nothing
         budget = self._schedule_running(step, self.limits.max_num_batched_tokens)
         if self.waiting:
@@ -195,6 +196,7 @@ class Scheduler:
         if plan.copies:
             core.copies_done(plan.copies)
         requests = step.requests
+        self._tell_lookups(step)
         any_ended = False
         for request, num_tokens in zip(requests, plan.num_tokens, strict=True):
             request.num_computed_tokens += num_tokens
@@ -226,6 +228,7 @@ class Scheduler:
                 step.num_prefill_tokens,
                 len(sampled),
                 step.num_recomputed_tokens,
+                len(plan.token_ids),
             )
         )
         return sampled
@@ -261,12 +264,19 @@ class Scheduler:
 
     @property
     def num_wasted_slots(self) -> int:
-        """Token positions in blocks of running requests that hold no token: what rounding to blocks costs."""
-        return sum(
-            request.table.capacity - request.num_computed_tokens
-            for request in self.running
-            if request.table is not None
-        )
+        """Token positions in blocks of running requests that hold no token: what rounding to blocks costs.
+
+        What a step in flight writes counts as held. Any thread may ask; while a step is planned or applied the answer
+        may be off by what that step changes.
+        """
+        step = self._step
+        if step is None:
+            ends = [(request, request.num_computed_tokens) for request in self.running]
+        else:  # all that run take part in it
+            rows = zip(step.requests, step.plan.starts, step.plan.num_tokens, strict=False)
+            ends = [(request, start + num_tokens) for request, start, num_tokens in rows]
+        tables = [(request.table, end) for request, end in ends]
+        return sum(table.capacity - end for table, end in tables if table is not None)
 
     # Inside.
 
@@ -343,19 +353,27 @@ class Scheduler:
                 core.release(table)
                 break
             self.waiting.popleft()
-            self._start(request, start)
+            self._start(request, start, step.now)
             request.table = table
             self.running.append(request)
             self._plan_admitted(step, request, num_tokens, packed)
             budget -= num_tokens
 
-    def _start(self, request: Request, num_hit_tokens: int) -> None:
-        after_preemption = request.status is RequestStatus.PREEMPTED
+    def _start(self, request: Request, num_hit_tokens: int, now: float) -> None:
+        if request.status is not RequestStatus.PREEMPTED:
+            request.num_cached_tokens = num_hit_tokens
         request.to(RequestStatus.RUNNING)
         request.num_computed_tokens = num_hit_tokens
-        if not after_preemption:
-            request.num_cached_tokens = num_hit_tokens
-        self._emit(PrefixLookup(request.request_id, request.num_tokens, num_hit_tokens, after_preemption))
+        if request.times.scheduled_s is None:
+            request.times.scheduled_s = now
+
+    def _tell_lookups(self, step: _StepInFlight) -> None:
+        """Tell what those that the step admitted had found: only now, since a step that fails is no lookup."""
+        for row in range(len(step.requests) - step.num_admitted, len(step.requests)):
+            request = step.requests[row]
+            num_hit_tokens = step.plan.starts[row]
+            after_preemption = request.num_preemptions > 0
+            self._emit(PrefixLookup(request.request_id, request.num_tokens, num_hit_tokens, after_preemption))
 
     def _plan_admitted(self, step: _StepInFlight, request: Request, num_tokens: int, packed: bytes) -> None:
         plan = step.plan

@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 from starlette.responses import JSONResponse, Response
 
 from pagefold.server.disconnect import ClientGoneError, while_connected
+from pagefold.server.request_log import attach_generation
 from pagefold.server.streaming import EventStream
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Callable
 
-    from starlette.types import Receive
+    from starlette.requests import Request
 
     from pagefold.engine.outputs import OutputDelta
     from pagefold.server.generation import Generation, Output
     from pagefold.server.schemas import GenerationRequest
 
-__all__ = ["Form", "answer"]
+__all__ = ["Form", "answer", "whole_answer"]
 
 _CLIENT_CLOSED_REQUEST = 499  # nginx's number; nobody gets to read it but the access log
 
@@ -43,18 +44,28 @@ class Form(Protocol):
         """Return a choice with what was added to it."""
 
 
-async def answer(asked: GenerationRequest, form: Form, generation: Generation, receive: Receive) -> Response:
+async def answer(asked: GenerationRequest, form: Form, generation: Generation, request: Request) -> Response:
     """Return the response of ``generation``, streamed or whole as ``asked``; closes it at the end of either."""
+    attach_generation(request.scope, generation)
     if asked.stream:
         return EventStream(_chunks(form, generation, include_usage=asked.include_usage), on_end=generation.close)
+    return await whole_answer(generation, request, lambda: _whole(form, generation))
+
+
+async def whole_answer(generation: Generation, request: Request, write: Callable[[], dict[str, Any]]) -> Response:
+    """Run ``generation`` to its end, close it, and return what ``write`` makes of it."""
     try:
-        await while_connected(receive, generation.run())
+        await while_connected(request.receive, generation.run())
     except ClientGoneError:
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
     finally:
         generation.close()
+    return JSONResponse(write())
+
+
+def _whole(form: Form, generation: Generation) -> dict[str, Any]:
     choices = [form.choice(index, output) for index, output in enumerate(generation.outputs)]
-    return JSONResponse({**form.head(), "choices": choices, "usage": generation.usage()})
+    return {**form.head(), "choices": choices, "usage": generation.usage()}
 
 
 async def _chunks(form: Form, generation: Generation, *, include_usage: bool) -> AsyncGenerator[dict[str, Any], None]:

@@ -9,11 +9,16 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from pagefold import __version__
 from pagefold.errors import EngineStoppedError
+from pagefold.server.answer_schemas import Model, Models
 from pagefold.server.body_limit import BodyLimit
 from pagefold.server.chat import chat_routes
 from pagefold.server.completions import completion_routes
+from pagefold.server.description import describe
 from pagefold.server.errors import add_error_handlers
+from pagefold.server.ignored import TellIgnored
 from pagefold.server.keys import Keys
+from pagefold.server.request_log import RequestLog
+from pagefold.server.responses import response_routes
 from pagefold.server.served import Served
 from pagefold.server.tokenize import tokenize_routes
 
@@ -35,21 +40,24 @@ def create_app(client: EngineClient, *, model_name: str, config: ServerConfig, m
         metrics: what ``/metrics`` shows; the engine's events must go to its ``emit``.
     """
     app = FastAPI(title="Pagefold", version=__version__, redirect_slashes=False)
+    app.add_middleware(TellIgnored)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
     app.add_middleware(Keys, api_keys=config.api_keys, admin_key=config.admin_api_key)
     add_error_handlers(app)
+    app.add_middleware(RequestLog, count=metrics.count_response)  # the last added is the outermost
     metrics.watch(client.status)
     served = Served(client, model_name)
     app.include_router(completion_routes(served))
     app.include_router(chat_routes(served))
+    app.include_router(response_routes(served))
     app.include_router(tokenize_routes(served))
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", responses={200: {"model": Models}})
     async def list_models() -> dict[str, Any]:
         """List the one model that is served."""
         return {"object": "list", "data": [served.about_model()]}
 
-    @app.get("/v1/models/{model_id:path}")
+    @app.get("/v1/models/{model_id:path}", responses={200: {"model": Model}})
     async def retrieve_model(model_id: str) -> dict[str, Any]:
         """Describe the model."""
         served.check_model(model_id)
@@ -79,9 +87,10 @@ def create_app(client: EngineClient, *, model_name: str, config: ServerConfig, m
         client.ensure_ready()
         return {"status": "ready"}
 
-    @app.get("/metrics", response_class=Response)
+    @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def read_metrics() -> Response:
         """Return Prometheus' text."""
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
+    describe(app, config)
     return app

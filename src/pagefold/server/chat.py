@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Request, Response
 
 from pagefold.server.answer import answer
+from pagefold.server.answer_schemas import STREAMED, ChatCompletion
 from pagefold.server.generation import Generation
 from pagefold.server.logprobs import chat_logprobs, told_tokens
 from pagefold.server.schemas import ChatRequest  # noqa: TC001 - FastAPI reads it
@@ -26,10 +27,12 @@ def chat_routes(served: Served) -> APIRouter:
     """Return the route."""
     router = APIRouter()
 
-    @router.post("/v1/chat/completions", response_model=None)
+    @router.post(
+        "/v1/chat/completions", response_model=None, responses={200: {"model": ChatCompletion, "content": STREAMED}}
+    )
     async def create_chat_completion(asked: ChatRequest, request: Request) -> Response:
         """Answer the last message of a chat."""
-        served.admit(asked.model)
+        served.admit(asked, request)
         sampling = asked.sampling()
         form = _ChatForm(served.model_name, int(time.time()), asked.top_logprobs, served.client.tokenizer)
         generation = Generation(
@@ -40,7 +43,7 @@ def chat_routes(served: Served) -> APIRouter:
             caller=asked.caller(),
             param="messages",
         )
-        return await answer(asked, form, generation, request.receive)
+        return await answer(asked, form, generation, request)
 
     return router
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Request, Response
 
 from pagefold.server.answer import answer
+from pagefold.server.answer_schemas import STREAMED, Completion
 from pagefold.server.generation import Generation
 from pagefold.server.logprobs import completion_logprobs, told_tokens
 from pagefold.server.schemas import CompletionRequest  # noqa: TC001 - FastAPI reads it
@@ -28,10 +29,10 @@ def completion_routes(served: Served) -> APIRouter:
     """Return the route."""
     router = APIRouter()
 
-    @router.post("/v1/completions", response_model=None)
+    @router.post("/v1/completions", response_model=None, responses={200: {"model": Completion, "content": STREAMED}})
     async def create_completion(asked: CompletionRequest, request: Request) -> Response:
         """Continue one prompt or several."""
-        served.admit(asked.model)
+        served.admit(asked, request)
         sampling = asked.sampling()
         form = _CompletionForm(served.model_name, int(time.time()), served.client.tokenizer)
         generation = Generation(
@@ -42,7 +43,7 @@ def completion_routes(served: Served) -> APIRouter:
             caller=asked.caller(),
             param="prompt",
         )
-        return await answer(asked, form, generation, request.receive)
+        return await answer(asked, form, generation, request)
 
     return router
 

@@ -20,6 +20,7 @@ from pagefold.errors import (
     RequestTimeoutError,
     StepFailedError,
 )
+from pagefold.observe.logs import current_request_id
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -72,7 +73,7 @@ _HTTP_CODES = {
     415: "unsupported_media_type",
 }
 
-_INTERNAL = "The server met an error of its own; its log tells more."
+_INTERNAL = "The server met an error of its own; its log tells more"
 
 
 def add_error_handlers(app: FastAPI) -> None:
@@ -120,7 +121,8 @@ def error_body(error: Exception) -> dict[str, Any]:
     if isinstance(error, PagefoldError):
         message = str(error)
     else:
-        message = _INTERNAL
+        request_id = current_request_id.get()
+        message = f"{_INTERNAL}." if request_id is None else f"{_INTERNAL}, of request {request_id}."
         _log.error("a request failed", exc_info=error)
     return _body(message, form.type, getattr(error, "param", None), form.code)
 
@@ -179,6 +181,8 @@ def _invalid_body(request: Request, first: dict[str, Any]) -> JSONResponse:
     if isinstance(first["input"], bytes):
         kind = request.headers.get("content-type", "no Content-Type")
         return error_response(415, f"The body came as {kind}. Send JSON, with Content-Type: application/json.")
+    if first["type"] == "string_unicode":
+        return _invalid("The name of a field holds half of a surrogate pair, which is no text.", None)
     return _invalid(f"The body is {_shown(first['input'])}; it must be a JSON object.", None)
 
 

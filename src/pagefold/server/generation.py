@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from pagefold.engine.client import EngineClient, TokenStream
     from pagefold.engine.outputs import OutputDelta
-    from pagefold.request import Caller, FinishReason, SamplingParams
+    from pagefold.request import Caller, FinishReason, RequestTimes, SamplingParams
 
 __all__ = ["Generation", "Output"]
 
@@ -31,6 +31,7 @@ class Output:
         num_cached_tokens: how much of the prompt was a prefix hit.
         finish_reason: why it ended.
         told: its tokens with their logprobs, if asked for.
+        times: when things happened to it, once it has got a token.
     """
 
     text: list[str] = field(default_factory=list)
@@ -38,6 +39,7 @@ class Output:
     num_cached_tokens: int = 0
     finish_reason: FinishReason | None = None
     told: list[ToldToken] = field(default_factory=list)
+    times: RequestTimes | None = None
 
 
 class Generation:
@@ -70,6 +72,8 @@ class Generation:
         for prompt in prompts:
             _check_length(len(prompt), sampling.max_tokens, client.max_model_len, param)
         self.outputs = [Output() for _ in prompts]
+        self.request_id = request_id
+        self._tenant = caller.tenant
         self._prompts = prompts
         self._streams: list[TokenStream] = []
         try:
@@ -102,6 +106,7 @@ class Generation:
                 output.num_cached_tokens = delta.num_cached_tokens
                 output.finish_reason = delta.finish_reason
                 output.told += told_tokens(delta)
+                output.times = delta.times
                 if delta.finish_reason == "abort":
                     raise EngineStoppedError(delta.error or "The request was ended by the server.")
                 if delta.finish_reason == "error":
@@ -127,6 +132,27 @@ class Generation:
             "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in self.outputs)},
         }
 
+    def summary(self) -> dict[str, Any]:
+        """Return what the log tells of it: numbers, ids and reasons; seconds are of the output that came first."""
+        usage = self.usage()
+        reasons = {output.finish_reason or "abort" for output in self.outputs}
+        times = [output.times for output in self.outputs if output.times is not None]
+        return {
+            "response_id": self.request_id,
+            "tenant": self._tenant or None,
+            "finish_reason": ",".join(sorted(reasons)),
+            "prompt_tokens": usage["prompt_tokens"],
+            "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+            "output_tokens": usage["completion_tokens"],
+            "queue_s": _least([one.queue_s for one in times]),
+            "ttft_s": _least([one.ttft_s for one in times]),
+        }
+
+
+def _least(seconds: list[float | None]) -> float | None:
+    known = [one for one in seconds if one is not None]
+    return round(min(known), 6) if known else None
+
 
 async def _numbered(index: int, stream: TokenStream) -> AsyncGenerator[tuple[int, OutputDelta], None]:
     async for delta in stream:
@@ -135,16 +161,17 @@ async def _numbered(index: int, stream: TokenStream) -> AsyncGenerator[tuple[int
 
 async def _merged(streams: list[TokenStream]) -> AsyncGenerator[tuple[int, OutputDelta], None]:
     """Yield from all ``streams`` as they come, with the index of each; the first that fails fails all."""
-    arrived: asyncio.Queue[tuple[int, OutputDelta] | Exception | None] = asyncio.Queue()
+    # As many places as streams: what a slow reader does not take waits in the streams, which merge it.
+    arrived: asyncio.Queue[tuple[int, OutputDelta] | Exception | None] = asyncio.Queue(len(streams))
 
     async def pump(index: int, stream: TokenStream) -> None:
         try:
             async for item in _numbered(index, stream):
-                arrived.put_nowait(item)
+                await arrived.put(item)
         except Exception as error:  # noqa: BLE001 - raised again by whoever reads
-            arrived.put_nowait(error)
+            await arrived.put(error)
         else:
-            arrived.put_nowait(None)
+            await arrived.put(None)
 
     pumps = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
     try:

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-__all__ = ["ADMIN_PATHS", "Keys"]
+__all__ = ["ADMIN_PATHS", "OPEN_PATHS", "Keys"]
 
 ADMIN_PATHS = frozenset({"/reset_prefix_cache"})
 """Only with the admin key."""
 
-_OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/docs", "/openapi.json"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/docs", "/openapi.json"})
 """Without a key: what probes and scrapers ask."""
 
 
@@ -38,7 +38,7 @@ class Keys:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or refuse it."""
         path = scope.get("path", "")
-        if scope["type"] != "http" or path in _OPEN_PATHS:
+        if scope["type"] != "http" or path in OPEN_PATHS:
             await self._app(scope, receive, send)
         elif path in ADMIN_PATHS and not self._admin_keys:
             message = f"{path} is for the admin, and this server has no admin key. Start it with --admin-api-key."

@@ -17,16 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LateEngine"]
 
-_NOTHING_YET = EngineStatus(
-    num_running=0,
-    num_waiting=0,
-    kv_cache_usage=0.0,
-    num_free_blocks=0,
-    num_cached_blocks=0,
-    num_blocks=0,
-    is_healthy=True,
-)
-
 
 class LateEngine:
     """An ``EngineClient`` that refuses everything until ``arrive``, and then is the engine that arrived."""
@@ -76,7 +66,7 @@ class LateEngine:
 
     def status(self) -> EngineStatus:
         """See :class:`~pagefold.engine.client.EngineClient`."""
-        return _NOTHING_YET if self._engine is None else self._engine.status()
+        return EngineStatus() if self._engine is None else self._engine.status()
 
     def _arrived(self) -> EngineClient:
         if self._engine is None:

@@ -4,48 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
+import logging
 import signal
-import socket
 import threading
 from typing import TYPE_CHECKING
 
 import uvicorn
 
 from pagefold.engine.client import EngineThread
-from pagefold.errors import ConfigError
 from pagefold.observe.metrics import Metrics
 from pagefold.server.app import create_app
 from pagefold.server.late_engine import LateEngine
+from pagefold.server.listener import AcceptFailures
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable, Generator
 
     from pagefold.config import ServerConfig
     from pagefold.engine.engine import Engine
     from pagefold.events import Emit
 
-__all__ = ["ServerProcess", "listen"]
+__all__ = ["ServerProcess"]
 
-_BACKLOG = 2048
+_log = logging.getLogger(__name__)
+
 _FLUSH_S = 5
 """How long clients may take to read the ends of their answers once the engine has drained."""
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens; connections wait in its backlog until somebody accepts them.
-
-    Raises:
-        ConfigError: the address cannot be had.
-    """
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
-    except OSError as error:
-        # Python's own text of a system error repeats the address; errors of name lookup have negative numbers.
-        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
-        msg = f"Cannot listen on {host} port {port}: {reason}."
-        raise ConfigError(msg, remedy="Choose another --host or --port; port 0 takes a free one.") from error
 
 
 class ServerProcess:
@@ -57,13 +42,12 @@ class ServerProcess:
     Args:
         model_name: what clients call the model.
         config: of the door.
-        listener: from :func:`listen`.
+        listener: from :func:`~pagefold.server.listener.listen`.
         start_engine: loads the model; called on a thread of its own with where the engine's events go.
         on_ready: called when requests are taken.
-        access_log: whether uvicorn logs each request.
     """
 
-    def __init__(  # noqa: PLR0913 - the parts that it holds together
+    def __init__(
         self,
         *,
         model_name: str,
@@ -71,7 +55,6 @@ class ServerProcess:
         listener: socket.socket,
         start_engine: Callable[[Emit], Engine],
         on_ready: Callable[[], None],
-        access_log: bool = False,
     ) -> None:
         self._config = config
         self._listener = listener
@@ -88,7 +71,7 @@ class ServerProcess:
         self._server = _Server(
             uvicorn.Config(
                 create_app(self._late, model_name=model_name, config=config, metrics=self._metrics),
-                access_log=access_log,
+                access_log=False,  # RequestLog writes its own
                 http="h11",
                 lifespan="off",
                 log_config=None,
@@ -117,6 +100,7 @@ class ServerProcess:
 
     async def _serve(self) -> None:
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(AcceptFailures(_log.error))
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         self._starter = threading.Thread(target=self._start, args=(loop,), name="pagefold-start", daemon=True)

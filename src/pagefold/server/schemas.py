@@ -1,7 +1,7 @@
 """What clients send: OpenAI's request forms, with vLLM's additions.
 
 Types are strict: ``"5"`` and ``true`` are no numbers. null is the same as leaving a field out. Unknown fields are
-ignored, but for those of ``unsupported``.
+ignored and told (``ignored.py`` does both), but for those of ``unsupported``.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     FailFast,
     Field,
     PlainValidator,
@@ -25,20 +23,29 @@ from pydantic import (
 
 from pagefold.errors import InvalidRequestError
 from pagefold.request import MAX_LOGPROBS, Caller, SamplingParams
+from pagefold.server.ignored import Body
 from pagefold.server.unsupported import IN_CHAT, IN_COMPLETIONS, refuse_unsupported
 
 __all__ = [
+    "MAX_PARTS",
     "ChatMessage",
     "ChatRequest",
     "CompletionRequest",
     "DetokenizeRequest",
     "GenerationRequest",
+    "RequestBody",
     "StreamOptions",
+    "Text",
     "TextPart",
     "TokenizeRequest",
+    "few_parts",
+    "stated",
 ]
 
 _MAX_PROMPTS = 2048
+MAX_PARTS = 10_000
+"""Messages of a request, and parts of all of them: each is an object to check while everybody else waits."""
+
 _MAX_INT64 = 2**63 - 1
 _MAX_PRIORITY = 2**31
 _MAX_TOKEN_ID = 2**31 - 1
@@ -46,12 +53,22 @@ _MAX_ID_DIGITS = 18
 
 _DEFAULT_COMPLETION_TOKENS = 16
 
-_Prompt: TypeAlias = str | list[str] | list[int] | list[list[int]]
+_OneText: TypeAlias = Annotated[str, Field(min_length=1)]
+_OneIds: TypeAlias = Annotated[list[Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]], Field(min_length=1)]
+_Texts: TypeAlias = Annotated[list[_OneText], Field(min_length=1, max_length=_MAX_PROMPTS)]
+_ManyIds: TypeAlias = Annotated[list[_OneIds], Field(min_length=1, max_length=_MAX_PROMPTS)]
+_Prompt: TypeAlias = _OneText | _Texts | _OneIds | _ManyIds
+_Stop: TypeAlias = _OneText | Annotated[list[_OneText], Field(max_length=16)]
+_Bias: TypeAlias = Annotated[
+    dict[Annotated[str, Field(pattern="^[0-9]{1,18}$")], Annotated[float, Field(ge=-100, le=100)]],
+    Field(json_schema_extra={"additionalProperties": False}),
+]
 _Prompts: TypeAlias = list[str] | list[list[int]]
 
 
-def _no_nulls(fields: Any) -> Any:  # noqa: ANN401 - whatever the JSON was
-    return {name: value for name, value in fields.items() if value is not None} if isinstance(fields, dict) else fields
+def stated(**bounds: float) -> Any:  # noqa: ANN401 - as Field
+    """Return bounds for the API's description of itself; ``SamplingParams`` holds them, in better words."""
+    return Field(json_schema_extra=dict(bounds))
 
 
 def _as_list(value: object) -> list[object]:
@@ -72,6 +89,20 @@ def _as_parts(value: object) -> list[object]:
     raise ValueError(msg)
 
 
+def few_parts(messages: Any) -> Any:  # noqa: ANN401 - whatever the JSON was
+    """Check how many parts messages have together, before any is looked at."""
+    contents = (
+        [message.get("content") for message in messages if isinstance(message, dict)]
+        if isinstance(messages, list)
+        else []
+    )
+    num_parts = sum(len(content) for content in contents if isinstance(content, list))
+    if num_parts > MAX_PARTS:
+        msg = f"at most {MAX_PARTS} parts go into one request"
+        raise ValueError(msg)
+    return messages
+
+
 def _whole_text(text: str) -> str:
     try:
         text.encode()
@@ -81,7 +112,7 @@ def _whole_text(text: str) -> str:
     return text
 
 
-_Text: TypeAlias = Annotated[StrictStr, AfterValidator(_whole_text)]
+Text: TypeAlias = Annotated[StrictStr, AfterValidator(_whole_text)]
 
 
 def _as_prompts(value: object) -> _Prompts:
@@ -131,7 +162,7 @@ def _as_bias(value: object) -> dict[int, float]:
     return {int(token_id): bias for token_id, bias in value.items()}
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Body):
     """How to stream.
 
     Attributes:
@@ -140,14 +171,23 @@ class StreamOptions(BaseModel):
 
     include_usage: StrictBool = False
 
-    _drop_nulls = model_validator(mode="before")(_no_nulls)
 
-
-class GenerationRequest(BaseModel):
-    """What completions and chats have in common; :class:`~pagefold.request.SamplingParams` says what the fields mean.
+class RequestBody(Body):
+    """What every body has.
 
     Attributes:
         model: may be left out: there is one.
+    """
+
+    model: Text | None = None
+
+
+class GenerationRequest(RequestBody):
+    """What completions and chats have in common; :class:`~pagefold.request.SamplingParams` says what the fields mean.
+
+    Attributes:
+        stream: whether the answer comes in events, as it is made.
+        stream_options: how, if it does.
         stop: one text or several.
         max_completion_tokens: OpenAI's newer name of ``max_tokens``; it counts when both are there.
         user: accepted and ignored.
@@ -155,31 +195,27 @@ class GenerationRequest(BaseModel):
         priority: the smaller, the sooner it is served; only where the server schedules by priority.
     """
 
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
     default_max_tokens: ClassVar[int | None] = None
 
-    model_config = ConfigDict(protected_namespaces=())
-
-    model: _Text | None = None
     max_tokens: Annotated[StrictInt | None, Field(ge=1)] = None
     max_completion_tokens: Annotated[StrictInt | None, Field(ge=1)] = None
-    temperature: StrictFloat = 1.0
-    top_p: StrictFloat = 1.0
-    top_k: Annotated[StrictInt, Field(le=_MAX_INT64)] = 0
-    min_p: StrictFloat = 0.0
-    presence_penalty: StrictFloat = 0.0
-    frequency_penalty: StrictFloat = 0.0
-    repetition_penalty: StrictFloat = 1.0
-    logit_bias: Annotated[dict[int, float], PlainValidator(_as_bias, json_schema_input_type=dict[str, float])] = {}
-    min_tokens: StrictInt = 0
+    temperature: Annotated[StrictFloat, stated(minimum=0, maximum=2)] = 1.0
+    top_p: Annotated[StrictFloat, stated(exclusiveMinimum=0, maximum=1)] = 1.0
+    top_k: Annotated[StrictInt, Field(le=_MAX_INT64), stated(minimum=-1)] = 0
+    min_p: Annotated[StrictFloat, stated(minimum=0, maximum=1)] = 0.0
+    presence_penalty: Annotated[StrictFloat, stated(minimum=-2, maximum=2)] = 0.0
+    frequency_penalty: Annotated[StrictFloat, stated(minimum=-2, maximum=2)] = 0.0
+    repetition_penalty: Annotated[StrictFloat, stated(exclusiveMinimum=0)] = 1.0
+    logit_bias: Annotated[dict[int, float], PlainValidator(_as_bias, json_schema_input_type=_Bias)] = {}  # noqa: RUF012 - pydantic copies defaults
+    min_tokens: Annotated[StrictInt, stated(minimum=0)] = 0
     seed: Annotated[StrictInt | None, Field(ge=-_MAX_INT64, le=_MAX_INT64)] = None
-    stop: Annotated[list[_Text], FailFast(), BeforeValidator(_as_list)] = []
-    stop_token_ids: Annotated[list[StrictInt], FailFast()] = []
+    stop: Annotated[list[Text], FailFast(), BeforeValidator(_as_list, json_schema_input_type=_Stop)] = []  # noqa: RUF012 - as above
+    stop_token_ids: Annotated[list[Annotated[StrictInt, stated(minimum=0)]], FailFast()] = []  # noqa: RUF012 - as above
     ignore_eos: StrictBool = False
     stream: StrictBool = False
     stream_options: StreamOptions | None = None
-    user: _Text | None = None
-    cache_salt: Annotated[_Text | None, Field(min_length=1)] = None
+    user: Text | None = None
+    cache_salt: Annotated[Text | None, Field(min_length=1)] = None
     priority: Annotated[StrictInt, Field(ge=-_MAX_PRIORITY, le=_MAX_PRIORITY)] = 0
 
     @model_validator(mode="before")
@@ -190,7 +226,7 @@ class GenerationRequest(BaseModel):
             if fields.get("stream_options") is not None and fields.get("stream") is not True:
                 msg = "stream_options is there, but stream is not true."
                 raise InvalidRequestError(msg, param="stream_options", remedy="Leave it out, or stream.")
-        return _no_nulls(fields)
+        return fields
 
     @property
     def include_usage(self) -> bool:
@@ -243,21 +279,21 @@ class CompletionRequest(GenerationRequest):
     default_max_tokens: ClassVar[int | None] = _DEFAULT_COMPLETION_TOKENS
 
     prompts: Annotated[_Prompts, PlainValidator(_as_prompts, json_schema_input_type=_Prompt), Field(alias="prompt")]
-    logprobs: StrictInt | None = None
+    logprobs: Annotated[StrictInt | None, stated(minimum=0, maximum=MAX_LOGPROBS)] = None
 
     def num_logprobs(self) -> int | None:
         """See :class:`GenerationRequest`."""
         return self.logprobs
 
 
-class TextPart(BaseModel):
+class TextPart(Body):
     """A piece of a message; other kinds than text are not supported."""
 
     type: Literal["text"]
-    text: _Text
+    text: Text
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(Body):
     """One message of a chat.
 
     Attributes:
@@ -287,7 +323,9 @@ class ChatRequest(GenerationRequest):
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = IN_CHAT
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1), FailFast()]
+    messages: Annotated[
+        list[ChatMessage], Field(min_length=1, max_length=MAX_PARTS), FailFast(), BeforeValidator(few_parts)
+    ]
     logprobs: StrictBool = False
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS)] = 0
 
@@ -303,16 +341,23 @@ class ChatRequest(GenerationRequest):
         return self.top_logprobs if self.logprobs else None
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(RequestBody):
     """``POST /tokenize``: a prompt, or the messages of a chat.
 
     Attributes:
+        model: may be left out: there is one.
+        prompt: a text.
+        messages: a chat, which is put into the model's template; instead of ``prompt``.
         return_token_strs: whether the text of each token is told too.
     """
 
-    model: _Text | None = None
-    prompt: _Text | None = None
-    messages: Annotated[list[ChatMessage] | None, Field(min_length=1)] = None
+    prompt: Text | None = None
+    messages: Annotated[
+        list[ChatMessage] | None,
+        Field(min_length=1, max_length=MAX_PARTS),
+        FailFast(),
+        BeforeValidator(few_parts),
+    ] = None
     return_token_strs: StrictBool = False
 
     @model_validator(mode="after")
@@ -323,8 +368,11 @@ class TokenizeRequest(BaseModel):
         return self
 
 
-class DetokenizeRequest(BaseModel):
-    """``POST /detokenize``."""
+class DetokenizeRequest(RequestBody):
+    """``POST /detokenize``.
 
-    model: _Text | None = None
+    Attributes:
+        tokens: token ids.
+    """
+
     tokens: Annotated[list[Annotated[StrictInt, Field(ge=0, le=_MAX_TOKEN_ID)]], FailFast()]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 
+from pagefold.server.answer_schemas import Detokenized, Tokenized
 from pagefold.server.schemas import DetokenizeRequest, TokenizeRequest  # noqa: TC001 - FastAPI reads them
 
 if TYPE_CHECKING:
@@ -18,14 +19,14 @@ def tokenize_routes(served: Served) -> APIRouter:
     """Return the routes."""
     router = APIRouter()
 
-    @router.post("/tokenize")
-    async def tokenize(asked: TokenizeRequest) -> dict[str, Any]:
+    @router.post("/tokenize", responses={200: {"model": Tokenized}})
+    async def tokenize(asked: TokenizeRequest, request: Request) -> dict[str, Any]:
         """Return the tokens of a prompt, or of a chat in the model's template."""
-        served.admit(asked.model)
+        served.admit(asked, request)
         if asked.messages is not None:
-            (token_ids,) = await served.encode_chat(asked.messages)
+            (token_ids,) = await served.encode_chat(asked.messages, any_length=True)
         else:
-            (token_ids,) = await served.encode([asked.prompt or ""])
+            (token_ids,) = await served.encode([asked.prompt or ""], any_length=True)
         texts = served.token_texts(token_ids) if asked.return_token_strs else None
         return {
             "count": len(token_ids),
@@ -34,10 +35,10 @@ def tokenize_routes(served: Served) -> APIRouter:
             "token_strs": texts,
         }
 
-    @router.post("/detokenize")
-    async def detokenize(asked: DetokenizeRequest) -> dict[str, str]:
+    @router.post("/detokenize", responses={200: {"model": Detokenized}})
+    async def detokenize(asked: DetokenizeRequest, request: Request) -> dict[str, str]:
         """Return the text of tokens, special ones included."""
-        served.admit(asked.model)
+        served.admit(asked, request)
         return {"prompt": served.decode(asked.tokens)}
 
     return router

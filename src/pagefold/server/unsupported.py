@@ -13,7 +13,7 @@ from pagefold.errors import InvalidRequestError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["IN_CHAT", "IN_COMPLETIONS", "refuse_unsupported"]
+__all__ = ["IN_CHAT", "IN_COMPLETIONS", "IN_RESPONSES", "refuse_unsupported"]
 
 _IN_BOTH: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -64,6 +64,26 @@ IN_CHAT = _IN_BOTH | {
     "add_special_tokens": (False,),
 }
 """The same for /v1/chat/completions."""
+
+
+IN_RESPONSES: dict[str, tuple[Any, ...]] = {
+    # Nothing is kept between requests.
+    "store": (False,),
+    "previous_response_id": (),
+    "conversation": (),
+    "background": (False,),
+    "prompt": (),
+    "include": ([],),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "text": ({"format": {"type": "text"}}, {}),
+    "reasoning": ({},),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+    "context_management": ([],),
+    "modalities": (["text"],),
+}
+"""The same for /v1/responses."""
 
 
 def refuse_unsupported(fields: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]]) -> None:

@@ -106,7 +106,10 @@ def replay(  # noqa: PLR0913 - what goes in, the four parts of a machine, and wh
         clock.advance(step_cost(plan))
         for request in scheduler.apply(result):
             if request.num_output_tokens == 1:
-                tally(FirstToken(request.request_id, clock() - request.arrival_s))
+                num_cached = request.num_cached_tokens
+                num_copied = num_cached % scheduler.core.block_size
+                ttft_s = clock() - request.arrival_s
+                tally(FirstToken(request.request_id, ttft_s, request.num_prompt_tokens, num_cached, num_copied))
         tally.look(scheduler, clock())
     return tally.report()
 

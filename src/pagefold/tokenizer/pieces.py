@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["bytes_of_piece"]
+__all__ = ["bytes_of_piece", "letter_of_byte"]
 
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -19,6 +19,11 @@ def bytes_of_piece(piece: str) -> bytes | None:
     return None
 
 
+def letter_of_byte(byte: int) -> str:
+    """Return GPT-2's letter of a byte."""
+    return _LETTER_OF_BYTE[byte]
+
+
 def _letters() -> dict[str, int]:
     """Return GPT-2's letter of each byte: itself where it can be seen, else the next free one from U+0100 on."""
     visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
@@ -27,3 +32,4 @@ def _letters() -> dict[str, int]:
 
 
 _BYTE_OF_LETTER = _letters()
+_LETTER_OF_BYTE = {byte: letter for letter, byte in _BYTE_OF_LETTER.items()}

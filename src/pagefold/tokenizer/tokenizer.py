@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from pagefold.errors import InvalidRequestError, UnsupportedModelError
 from pagefold.tokenizer.detokenizer import Detokenizer
+from pagefold.tokenizer.length_bound import LengthBound
 from pagefold.tokenizer.pieces import bytes_of_piece
 
 if TYPE_CHECKING:
@@ -41,6 +44,9 @@ class Tokenizer:
             msg = f"The tokenizer of {folder} has no fast form (tokenizer.json)."
             raise UnsupportedModelError(msg, remedy="Convert it with transformers, or use another model.")
         self._backend: Any = backend
+        if self.has_chat_template:  # compiled now, not while the first client waits; not every template takes this chat
+            with contextlib.suppress(InvalidRequestError):
+                self.render_chat([{"role": "user", "content": "Hi"}])
 
     @property
     def has_chat_template(self) -> bool:
@@ -52,12 +58,28 @@ class Tokenizer:
         """How many tokens there are, added ones included."""
         return int(self._backend.get_vocab_size())
 
+    def min_tokens(self, text: str) -> int:
+        """Return how many tokens ``text`` has at least, without tokenizing it; 0 where nothing is proven."""
+        return self._length_bound.min_tokens(text)
+
+    @cached_property
+    def _length_bound(self) -> LengthBound:
+        return LengthBound(self._backend)
+
     def encode(self, text: str) -> list[int]:
         """Return the tokens of ``text``, with the special tokens that the model expects at the start of a prompt."""
         return list(self._tokenizer.encode(text))
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the tokens of a chat in the model's template, ready for the assistant's answer.
+        """Return the tokens of what :meth:`render_chat` makes of ``messages``."""
+        return self.encode_rendered(self.render_chat(messages))
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Return the tokens of a text that :meth:`render_chat` has made."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return the text of a chat in the model's template, ready for the assistant's answer.
 
         Raises:
             InvalidRequestError: the model has no template, or the template refuses these messages.
@@ -66,13 +88,16 @@ class Tokenizer:
             msg = "This model has no chat template."
             raise InvalidRequestError(msg, param="messages", remedy="Use /v1/completions with a prompt.")
         try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            return str(
+                self._tokenizer.apply_chat_template(
+                    [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+                )
             )
+        except (OSError, MemoryError):  # not the template's doing
+            raise
         except Exception as error:  # a template is the model's own program: it may raise anything
             msg = f"The model's chat template refused these messages: {error}"
             raise InvalidRequestError(msg, param="messages", remedy="Check the roles and their order.") from error
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ``token_ids``, without special tokens unless they are wanted."""

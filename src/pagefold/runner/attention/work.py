@@ -11,14 +11,16 @@ batch, however a prompt was cut into chunks, and whatever came out of the cache;
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numba import njit
 
-from pagefold.runner.kernels import KERNEL_CACHE as _KERNEL_CACHE  # noqa: F401 - sets where compiled code is kept
+from pagefold.runner.kernels.compiled import specialised
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     from pagefold.runner.attention.inputs import AttentionInputs
@@ -73,6 +75,7 @@ class WorkDealer:
         self.split_size = block_size * max(1, _MIN_SPLIT // block_size)
         self.tokens_per_item = max(1, _ROWS // group)
         self._block_size = block_size
+        self._kernel: Callable[..., Any] | None = None
         self._owner = np.full(num_blocks, -1, np.int32)  # which item reads a split that ends in this block
 
     def deal(self, inputs: AttentionInputs) -> AttentionWork:
@@ -82,7 +85,7 @@ class WorkDealer:
         cells = _broadcast_as_one(inputs.cells, 0)
         num_kv_heads = inputs.cells.shape[2]
         seq_of = np.repeat(np.arange(inputs.num_seqs, dtype=np.int32), np.diff(inputs.query_starts))
-        items, tokens, first_slots, num_slots = _deal(
+        arguments = (
             inputs.query_starts,
             tables,
             lengths,
@@ -91,6 +94,9 @@ class WorkDealer:
             self.split_size,
             self.tokens_per_item,
         )
+        if self._kernel is None:
+            self._kernel = specialised(_deal, (), arguments)
+        items, tokens, first_slots, num_slots = self._kernel(*arguments)
         if lengths.shape[1] == tables.shape[1] == 1 and num_kv_heads > 1:  # what is dealt for one head serves all
             items = np.repeat(items, num_kv_heads, axis=0)
             items[:, 0] = np.tile(np.arange(num_kv_heads, dtype=np.int32), len(items) // num_kv_heads)

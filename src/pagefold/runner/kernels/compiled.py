@@ -24,7 +24,7 @@ def specialised(
     kernel: Any,  # noqa: ANN401 - Numba has no types
     constants: tuple[int, ...],
     arguments: tuple[object, ...],
-) -> Callable[..., None]:
+) -> Callable[..., Any]:
     """Return ``kernel`` for its first parameters known to be ``constants``, and the others of these arguments' types.
 
     It is called with all of them. Out of the cache on disk if it is there and whole.
@@ -39,7 +39,7 @@ def specialised(
         _log.warning("the kernel cache %s is damaged (%r); compiling again", KERNEL_CACHE, error)
         shutil.rmtree(KERNEL_CACHE, ignore_errors=True)
         kernel.compile(signature)
-    entry: Callable[..., None] = kernel.overloads[signature].entry_point
+    entry: Callable[..., Any] = kernel.overloads[signature].entry_point
     return entry
 
 

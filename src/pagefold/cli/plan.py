@@ -1,0 +1,364 @@
+"""``pagefold plan``: what fits, what it costs and what to switch on. Reads configs only: no torch, no GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path  # noqa: TC003 - typer reads it
+from typing import TYPE_CHECKING, Annotated, Literal, cast
+
+import typer
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from pagefold.cli.fail import fail
+from pagefold.cli.size import parse_size
+from pagefold.errors import ConfigError, DoesNotFitError, PagefoldError
+
+if TYPE_CHECKING:
+    from pagefold.plan import Device, Plan, Question, Workload
+
+__all__ = ["plan"]
+
+_REFUSED = 3
+"""Exit code of a plan that does not fit: the question was good, the answer is no."""
+
+_MODEL, _DEVICE, _SETTINGS, _WORKLOAD, _ANSWER = "Model", "Device", "Settings", "Workload", "Answer"
+
+
+def plan(  # noqa: PLR0913 - one parameter a flag
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL", help="A hub id or name of the table, a folder, or a config.json.", show_default=False
+        ),
+    ] = None,
+    *,
+    device: Annotated[
+        str | None, typer.Option(help="A name of the table, or cpu for this machine.", rich_help_panel=_DEVICE)
+    ] = None,
+    device_memory: Annotated[
+        int | None, typer.Option(parser=parse_size, metavar="SIZE", help="Memory of a device.", rich_help_panel=_DEVICE)
+    ] = None,
+    device_bandwidth: Annotated[
+        int | None,
+        typer.Option(parser=parse_size, metavar="SIZE", help="Bytes a second of its memory.", rich_help_panel=_DEVICE),
+    ] = None,
+    device_flops: Annotated[
+        float | None,
+        typer.Option(help="Operations a second of dense products in 16 bit, such as 989e12.", rich_help_panel=_DEVICE),
+    ] = None,
+    price_per_hour: Annotated[float | None, typer.Option(min=0, help="Of one device.", rich_help_panel=_DEVICE)] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.", rich_help_panel=_SETTINGS)] = "auto",
+    weight_dtype: Annotated[
+        str,
+        typer.Option(
+            help="How the weights' file is stored: auto, fp16, fp8, int8, int4, int4-g128, ...",
+            rich_help_panel=_SETTINGS,
+        ),
+    ] = "auto",
+    kv_cache_dtype: Annotated[
+        str,
+        typer.Option(help="auto, fp8, int8_per_token_head, int4_per_token_head, nvfp4, ...", rich_help_panel=_SETTINGS),
+    ] = "auto",
+    block_size: Annotated[int, typer.Option(help="Tokens a KV block.", rich_help_panel=_SETTINGS)] = 16,
+    gpu_memory_utilization: Annotated[
+        float,
+        typer.Option(
+            help="Share of a GPU's memory for weights, activations and KV together.", rich_help_panel=_SETTINGS
+        ),
+    ] = 0.9,
+    kv_cache_memory_bytes: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_size,
+            metavar="SIZE",
+            help="KV budget of a device; what is left if not given.",
+            rich_help_panel=_SETTINGS,
+        ),
+    ] = None,
+    max_model_len: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKENS|auto",
+            help="Longest prompt and output together; auto for as much as fits.",
+            rich_help_panel=_SETTINGS,
+        ),
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None,
+        typer.Option(help="Sequences running at once; as many as fit if not given.", rich_help_panel=_SETTINGS),
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(help="Tokens computed in one step.", rich_help_panel=_SETTINGS)
+    ] = None,
+    tensor_parallel_size: Annotated[
+        int,
+        typer.Option("--tensor-parallel-size", "-tp", help="Devices that share each layer.", rich_help_panel=_SETTINGS),
+    ] = 1,
+    pipeline_parallel_size: Annotated[
+        int,
+        typer.Option(
+            "--pipeline-parallel-size", "-pp", help="Stages that share the layers.", rich_help_panel=_SETTINGS
+        ),
+    ] = 1,
+    input_len: Annotated[
+        str,
+        typer.Option(
+            metavar="LENGTH", help="Prompt tokens: 700, 200-800, or lognormal:MEDIAN,P95.", rich_help_panel=_WORKLOAD
+        ),
+    ] = "1024",
+    output_len: Annotated[
+        str, typer.Option(metavar="LENGTH", help="Output tokens, in the same ways.", rich_help_panel=_WORKLOAD)
+    ] = "128",
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Lengths from a trace: CSV or JSON lines.", rich_help_panel=_WORKLOAD),
+    ] = None,
+    from_bench: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Lengths and sharing as pagefold bench measured them, and advice from it.",
+            rich_help_panel=_WORKLOAD,
+        ),
+    ] = None,
+    prefix_len: Annotated[
+        int,
+        typer.Option(help="Tokens that prompts begin with alike, a part of their length.", rich_help_panel=_WORKLOAD),
+    ] = 0,
+    prefix_share: Annotated[
+        float, typer.Option(help="Share of the requests that begin so.", rich_help_panel=_WORKLOAD)
+    ] = 1.0,
+    turns: Annotated[int, typer.Option(help="Requests of one conversation.", rich_help_panel=_WORKLOAD)] = 1,
+    pause: Annotated[
+        float, typer.Option(help="Seconds between an answer and the next question.", rich_help_panel=_WORKLOAD)
+    ] = 0.0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON instead of tables.", rich_help_panel=_ANSWER)
+    ] = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page with charts, too.", rich_help_panel=_ANSWER)
+    ] = None,
+    list_tables: Annotated[
+        bool,
+        typer.Option(
+            "--list", help="Show the tables of models and devices, with their sources.", rich_help_panel=_ANSWER
+        ),
+    ] = False,
+) -> None:
+    """Say what fits of MODEL on a device, what it costs, and what to switch on.
+
+    Exit code 3: it does not fit; the nearest settings that do are named.
+    """
+    from pagefold.plan import PlanSettings, Question, find_model  # noqa: PLC0415 - so that --help answers at once
+
+    if list_tables:
+        _print_tables()
+        return
+    try:
+        if model is None:
+            msg = "No model is named."
+            raise ConfigError(msg, remedy="pagefold plan MODEL --device NAME; pagefold plan --list shows both tables.")
+        shape = find_model(model)
+        settings = PlanSettings(
+            dtype=dtype,
+            weight_dtype=weight_dtype,
+            kv_cache_dtype=kv_cache_dtype,
+            block_size=block_size,
+            gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            max_model_len=_num_tokens(max_model_len),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+        )
+        workload = _workload(
+            input_len=input_len,
+            output_len=output_len,
+            trace=trace,
+            from_bench=from_bench,
+            prefix_len=prefix_len,
+            prefix_share=prefix_share,
+            turns=turns,
+            pause=pause,
+        )
+        question = Question(
+            shape=shape,
+            device=_device(device, device_memory, device_bandwidth, device_flops),
+            settings=settings,
+            workload=workload,
+            price_per_hour=price_per_hour,
+        )
+        _answer(question, from_bench, html, as_json=as_json)
+    except PagefoldError as error:
+        fail(error)
+
+
+def _num_tokens(text: str | None) -> int | Literal["auto"] | None:
+    if text is None or text == "auto":
+        return cast('Literal["auto"] | None', text)
+    try:
+        return int(text)
+    except ValueError:
+        msg = f"max_model_len is {text!r}."
+        raise ConfigError(msg, remedy="It must be a number of tokens, or auto.") from None
+
+
+def _device(name: str | None, memory: int | None, bandwidth: int | None, flops: float | None) -> Device:
+    from dataclasses import replace  # noqa: PLC0415
+
+    from pagefold.plan import Device, find_device  # noqa: PLC0415
+    from pagefold.plan.this_machine import this_cpu  # noqa: PLC0415
+
+    for what, value in (("device_memory", memory), ("device_bandwidth", bandwidth), ("device_flops", flops)):
+        if value is not None and not 0 < value < float("inf"):
+            msg = f"{what} is {value}."
+            raise ConfigError(msg, remedy="It must be a positive number.")
+    if name is None:
+        if memory is None:
+            msg = "No device is named."
+            raise ConfigError(msg, remedy="Give --device NAME (such as H100-80GB, or cpu), or --device-memory SIZE.")
+        found = Device(name=f"a device of {memory / 1e9:g} GB", memory_bytes=memory, source="as given")
+    else:
+        found = this_cpu() if name.lower() == "cpu" else find_device(name)
+    return replace(
+        found,
+        memory_bytes=found.memory_bytes if memory is None else memory,
+        bandwidth=found.bandwidth if bandwidth is None else float(bandwidth),
+        flops_16=found.flops_16 if flops is None else flops,
+        flops_8=found.flops_8 if flops is None else None,
+    )
+
+
+def _workload(  # noqa: PLR0913 - the flags of a workload
+    *,
+    input_len: str,
+    output_len: str,
+    trace: Path | None,
+    from_bench: Path | None,
+    prefix_len: int,
+    prefix_share: float,
+    turns: int,
+    pause: float,
+) -> Workload:
+    from pagefold.plan import DEFAULT_WORKLOAD, Workload, draw_lengths  # noqa: PLC0415
+    from pagefold.plan.trace import trace_workload  # noqa: PLC0415
+
+    if trace is not None and from_bench is not None:
+        msg = "Both a trace and a measurement are given."
+        raise ConfigError(msg, remedy="Give --trace or --from-bench.")
+    if from_bench is not None:
+        from pagefold.plan.advice import workload_of_bench  # noqa: PLC0415
+
+        return workload_of_bench(from_bench)
+    if trace is not None:
+        recorded = trace_workload(trace)
+        name, lengths = recorded.name, recorded.lengths
+        if not prefix_len:
+            prefix_len, prefix_share = recorded.prefix_len, recorded.prefix_share
+    else:
+        name, lengths = f"{input_len} tokens in, {output_len} out", draw_lengths(input_len, output_len)
+        if lengths == DEFAULT_WORKLOAD.lengths:
+            name = DEFAULT_WORKLOAD.name
+    more = f", {prefix_len} of them alike in {prefix_share:.0%} of the requests" if prefix_len and trace is None else ""
+    more += f", {turns} turns with pauses of {pause:g} s" if turns > 1 else ""
+    return Workload(
+        name=name + more,
+        lengths=lengths,
+        prefix_len=prefix_len,
+        prefix_share=prefix_share,
+        turns=turns,
+        pause_s=pause,
+    )
+
+
+def _answer(question: Question, from_bench: Path | None, html: Path | None, *, as_json: bool) -> None:
+    from pagefold.plan import make_plan, nearest_settings  # noqa: PLC0415
+    from pagefold.plan.html import plan_page  # noqa: PLC0415
+    from pagefold.plan.report import figures, refusal_figures, remedy_lines  # noqa: PLC0415
+
+    try:
+        made = make_plan(question)
+    except DoesNotFitError as error:
+        remedies = nearest_settings(question)
+        if as_json:
+            typer.echo(json.dumps(refusal_figures(error.message, error.missing_bytes, remedies), indent=2))
+        else:
+            styled = typer.style("does not fit:", fg="red", bold=True)
+            typer.echo(f"{styled} {error.message} {error.missing_bytes:,} bytes are missing.", err=True)
+            for line in remedy_lines(remedies):
+                typer.echo(line, err=True)
+        raise typer.Exit(_REFUSED) from error
+    page = plan_page(made)
+    advice = None
+    if from_bench is not None:
+        from pagefold.plan.advice import advise  # noqa: PLC0415
+
+        advice = advise(from_bench, made)
+        page.heading("Advice from the measurement")
+        page.table([(each.what, each.advice, each.why) for each in advice], ("what", "advice", "why"))
+    if html is not None:
+        page.write(html)
+    if as_json:
+        more = {} if advice is None else {"advice": [each.figures() for each in advice]}
+        typer.echo(json.dumps(figures(made) | more, indent=2))
+        return
+    console = Console()
+    console.print(_screen(made))
+    if advice is not None:
+        table = Table("what", "advice", "why", title="Advice from the measurement", title_justify="left", box=None)
+        for each in advice:
+            table.add_row(each.what, each.advice, each.why)
+        console.print(table)
+    if html is not None:
+        typer.echo(f"{html} has it with charts.")
+
+
+def _screen(made: Plan) -> Group:
+    from pagefold.plan.report import headline, notes, sections, technique_rows  # noqa: PLC0415
+
+    parts: list[Text | Table] = [Text(headline(made), style="bold")]
+    for section in sections(made):
+        table = Table(title=f"\n{section.title}", title_justify="left", box=None, show_header=False, pad_edge=False)
+        table.add_column(style="cyan", overflow="fold")
+        table.add_column(overflow="fold")
+        for what, how in section.rows:
+            table.add_row(Text(what), Text(how))
+        parts.append(table)
+    if made.techniques:
+        parts.append(Text("\nWhat more could be had, the best first", style="italic"))
+    for number, (name, gain, flags, worth, said) in enumerate(technique_rows(made), start=1):
+        line = Text(f"{number:2}. ").append(name, style="cyan").append(f": {gain}")
+        line.append(f"; worth {worth} a month" if worth else "").append(f"\n    {flags}", style="bold")
+        parts.append(line.append(f"\n    {said}" if said else "", style="bright_black"))
+    parts += [Text(f"\n{note}" if index == 0 else note, style="bright_black") for index, note in enumerate(notes(made))]
+    return Group(*parts)
+
+
+def _print_tables() -> None:
+    from pagefold.plan import device_names, find_device, find_model, model_names  # noqa: PLC0415
+
+    console = Console()
+    models = Table(
+        "model", "parameters", "layers", "KV heads", "positions", "source", title="Models", title_justify="left"
+    )
+    for name in model_names():
+        shape = find_model(name)
+        heads = max(layer.num_kv_heads for layer in shape.kv_layers)
+        parameters = f"{shape.num_parameters / 1e9:,.2f} B"
+        models.add_row(name, parameters, str(len(shape.layers)), str(heads), f"{shape.max_positions:,}", shape.source)
+    console.print(models)
+    devices = Table("device", "memory", "bandwidth", "16 bit", "source", title="Devices", title_justify="left")
+    for name in device_names():
+        found = find_device(name)
+        assert found.bandwidth is not None
+        assert found.flops_16 is not None
+        numbers = (
+            f"{found.memory_bytes / 1e9:.0f} GB",
+            f"{found.bandwidth / 1e12:.2f} TB/s",
+            f"{found.flops_16 / 1e12:.0f} TFLOPS",
+        )
+        devices.add_row(name, *numbers, found.source)
+    console.print(devices)

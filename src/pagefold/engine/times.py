@@ -1,0 +1,51 @@
+"""Times: what happened to requests when, noted as it happens and told as events."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pagefold.events import FirstToken, NextTokens, OutputFinished
+
+if TYPE_CHECKING:
+    from pagefold.events import Emit
+    from pagefold.request import FinishReason, Request
+
+__all__ = ["tell_end", "tell_tokens"]
+
+
+def tell_tokens(emit: Emit, requests: list[Request], now: float, block_size: int) -> None:
+    """Note that each of ``requests`` has just got a token, and tell it: one event for all that were not first ones."""
+    gaps: dict[float, int] = {}
+    for request in requests:
+        times = request.times
+        last_s = times.last_token_s
+        times.last_token_s = now
+        if last_s is None:
+            times.first_token_s = now
+            num_cached = request.num_cached_tokens
+            ttft_s = now - times.arrival_s
+            emit(FirstToken(request.request_id, ttft_s, request.num_prompt_tokens, num_cached, num_cached % block_size))
+        else:
+            gap_s = now - last_s
+            gaps[gap_s] = gaps.get(gap_s, 0) + 1
+    if gaps:
+        emit(NextTokens(gaps))
+
+
+def tell_end(emit: Emit, request: Request, reason: FinishReason, now: float) -> None:
+    """Tell that ``request`` has ended, and its caller is told ``reason``."""
+    times = request.times
+    e2e_s = now - times.arrival_s
+    emit(
+        OutputFinished(
+            request.request_id,
+            reason,
+            request.num_prompt_tokens,
+            max(0, request.num_cached_tokens),
+            request.num_output_tokens,
+            e2e_s=e2e_s,
+            queue_s=e2e_s if times.queue_s is None else times.queue_s,
+            prefill_s=times.prefill_s,
+            decode_s=times.decode_s,
+        )
+    )

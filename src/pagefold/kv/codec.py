@@ -1,0 +1,72 @@
+"""Codecs: how many bytes the K or the V of one head and token takes, scales included."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["CODECS", "Codec", "plain_codec"]
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """How elements of K and V are stored.
+
+    Attributes:
+        name: vLLM's name of the cache dtype where it has one.
+        element_bits: bits of one element.
+        scale_group: elements that share a scale; 0 for all elements of a head and token.
+        scale_bytes: bytes of one scale, with its zero point where there is one; 0 for none.
+    """
+
+    name: str
+    element_bits: int
+    scale_group: int = 0
+    scale_bytes: int = 0
+
+    def vector_bytes(self, num_elements: int) -> int:
+        """Return the bytes of the K, or of the V, of one head and token: elements in whole bytes, then scales."""
+        if num_elements == 0:
+            return 0
+        elements = -(-num_elements * self.element_bits // 8)
+        num_scales = -(-num_elements // self.scale_group) if self.scale_group else 1
+        return elements + num_scales * self.scale_bytes
+
+    def bits_per_element(self, num_elements: int) -> float:
+        """Return the bits that an element takes with its share of the scales."""
+        return 8 * self.vector_bytes(num_elements) / num_elements
+
+
+def plain_codec(element_bytes: int) -> Codec:
+    """Return the codec of elements as they are computed, without scales."""
+    return Codec(f"{8 * element_bytes} bit", 8 * element_bytes)
+
+
+_ALL = (
+    Codec("float64", 64),
+    Codec("float32", 32),
+    Codec("float16", 16),
+    Codec("bfloat16", 16),
+    # One scale a layer, which is no part of a block.
+    Codec("fp8", 8),
+    Codec("fp8_e4m3", 8),
+    Codec("fp8_e5m2", 8),
+    # A scale in 16 bit for each token and head.
+    Codec("fp8_per_token_head", 8, scale_bytes=2),
+    Codec("int8_per_token_head", 8, scale_bytes=2),
+    Codec("int4_per_token_head", 4, scale_bytes=2),
+    # A scale in 16 bit and a zero point in 16 bit for 128 elements.
+    Codec("int4_g128", 4, scale_group=128, scale_bytes=4),
+    # llama.cpp's blocks of 32 elements with a scale in 16 bit.
+    Codec("q8_0", 8, scale_group=32, scale_bytes=2),
+    Codec("q4_0", 4, scale_group=32, scale_bytes=2),
+    # Blocks of 16 elements with a scale in 8 bit.
+    Codec("nvfp4", 4, scale_group=16, scale_bytes=1),
+)
+
+CODECS: Mapping[str, Codec] = MappingProxyType({codec.name: codec for codec in _ALL})
+"""Every codec that bytes are known of. Which of them a server runs is another question."""

@@ -1,0 +1,245 @@
+"""Advice from a measurement: the measured requests, replayed on the real scheduler and cache with other settings.
+
+What the bench wrote says how long prompts and outputs were, when they came, and which prompts begin alike. That is
+enough to ask what another block size, budget or policy would have given.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from pagefold.capacity import human_bytes
+from pagefold.errors import ConfigError
+from pagefold.kv.eviction import POLICIES
+from pagefold.plan.trace import TraceRequest, common_prefix
+from pagefold.plan.workload import Lengths, Workload
+from pagefold.request import Request, SamplingParams, StopRule
+from pagefold.sim import LinearStepCost, SimConfig, simulate
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pagefold.plan.plan import Plan
+    from pagefold.sim import Report
+
+__all__ = ["Advice", "advise", "read_bench", "workload_of_bench"]
+
+_BLOCK_SIZES = (8, 16, 32, 64)
+_BUDGETS = (0.5, 1.0, 2.0, 4.0)
+_WORTH = 0.01
+"""A share of the prompt tokens that is worth a change."""
+
+_MAX_REQUESTS = 600
+_SAMPLING = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+_DEFAULT_STEP_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """One thing to change, or to leave.
+
+    Attributes:
+        what: it is about: ``block size``, ``budget``, ``policy``, ``tiers``, ``codec``.
+        advice: what to do.
+        why: the figures behind it.
+    """
+
+    what: str
+    advice: str
+    why: str
+
+    def figures(self) -> dict[str, str]:
+        """Return it by names."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    requests: tuple[TraceRequest, ...]
+    step_s: float
+    cached_share: float | None
+
+
+def read_bench(path: Path) -> dict[str, Any]:
+    """Return what ``pagefold bench --result-filename`` wrote.
+
+    Raises:
+        ConfigError: the file is none of that.
+    """
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        message = f"The measurement {path} cannot be read: {error.strerror}."
+        raise ConfigError(message, remedy="Name a file that pagefold bench --result-filename wrote.") from None
+    except ValueError:
+        loaded = None
+    lists = ("input_lens", "output_lens", "start_times", "hash_ids", "errors")
+    if not isinstance(loaded, dict) or any(not isinstance(loaded.get(name), list) for name in lists):
+        message = f"{path} is no measurement of pagefold bench: it lacks {', '.join(lists)}."
+        raise ConfigError(message, remedy="Name a file that pagefold bench --result-filename wrote.")
+    if not any(not error for error in loaded["errors"]):
+        message = f"No request of the measurement {path} succeeded."
+        raise ConfigError(message, remedy="Measure again.")
+    return loaded
+
+
+def workload_of_bench(path: Path) -> Workload:
+    """Return the workload that was measured: its lengths, and the beginning that most prompts share.
+
+    Raises:
+        ConfigError: the file is no measurement.
+    """
+    requests = _measured(read_bench(path)).requests
+    lengths = tuple(Lengths(request.prompt_tokens, request.output_tokens) for request in requests)
+    shared, share = common_prefix(requests)
+    shared = min(shared, max(length.prompt for length in lengths) - 1)
+    name = f"{path.name}: {len(requests):,} measured requests"
+    name += f", {share:.0%} of which begin with the same {shared:,} tokens" if shared else ""
+    return Workload(name=name, lengths=lengths, prefix_len=shared, prefix_share=share if shared else 1.0)
+
+
+def _measured(bench: dict[str, Any]) -> _Bench:
+    requests = [
+        TraceRequest(start, prompt, max(1, output), tuple(ids), max(1, round(prompt / max(1, len(ids)))))
+        for start, prompt, output, ids, error in zip(
+            *(bench[name] for name in ("start_times", "input_lens", "output_lens", "hash_ids", "errors")), strict=True
+        )
+        if not error and prompt > 0
+    ]
+    step_ms = bench.get("median_itl_ms")
+    return _Bench(tuple(requests), step_ms / 1e3 if step_ms else _DEFAULT_STEP_S, bench.get("cached_share"))
+
+
+def advise(path: Path, plan: Plan) -> list[Advice]:
+    """Return advice on block size, budget, policy, tiers and codec, for the device and model of ``plan``.
+
+    Raises:
+        ConfigError: the file is no measurement.
+    """
+    bench = _measured(read_bench(path))
+    fitting = [r for r in bench.requests if r.prompt_tokens + r.output_tokens <= plan.memory.max_model_len]
+    requests = fitting[:_MAX_REQUESTS]
+    if not requests:
+        return []
+    capacity = plan.memory.tightest.capacity
+    replayer = _Replayer(requests, capacity.num_tokens, plan.memory.max_num_batched_tokens, bench.step_s)
+    size = capacity.block_size
+    now = replayer.run(size)
+    return [
+        _block_size(replayer, size),
+        _budget(replayer, size, plan),
+        _policy(replayer, size),
+        _tiers(replayer, now, size, plan),
+        _codec(now, plan),
+    ]
+
+
+class _Replayer:
+    """Replays the measured requests with a pool of so many tokens; each setting once."""
+
+    def __init__(
+        self, requests: list[TraceRequest], num_tokens: int, max_num_batched_tokens: int, step_s: float
+    ) -> None:
+        self._requests = requests
+        self._num_tokens = num_tokens
+        self._batched = max_num_batched_tokens
+        self._cost = LinearStepCost(step_s=step_s)
+        self._done: dict[tuple[int, float, str], Report] = {}
+        self.longest = max(request.prompt_tokens + request.output_tokens for request in requests)
+        self.asked_tokens = sum(request.prompt_tokens + request.output_tokens for request in requests)
+
+    def run(self, block_size: int, times: float = 1.0, policy: str = "lru") -> Report:
+        """Return what the requests would have met with that block size, so many times the budget, and that policy."""
+        key = (block_size, times, policy)
+        if key not in self._done:
+            least = -(-self.longest // block_size) + 1
+            config = SimConfig(
+                num_blocks=max(least, int(self._num_tokens * times) // block_size),
+                block_size=block_size,
+                max_num_seqs=min(256, self._batched),
+                max_num_batched_tokens=self._batched,
+                eviction_policy=policy,
+            )
+            self._done[key] = simulate(_requests(self._requests), config, step_cost=self._cost)
+        return self._done[key]
+
+    def unlimited(self, block_size: int) -> Report:
+        """Return what they would have met with a cache that never evicts."""
+        return self.run(block_size, max(1.0, 2 * self.asked_tokens / self._num_tokens))
+
+
+def _requests(recorded: list[TraceRequest]) -> list[Request]:
+    made = []
+    for index, request in enumerate(recorded):
+        tokens = array("i")
+        for each in request.prefix_ids or (-1 - index,):
+            tokens.extend(((each * 2654435761 + slot * 40503) & 0x3FFFFFFF) for slot in range(request.tokens_per_id))
+        while len(tokens) < request.prompt_tokens:
+            tokens.append((index * 7919 + len(tokens)) & 0x3FFFFFFF)
+        del tokens[request.prompt_tokens :]
+        stop = StopRule(frozenset(), request.prompt_tokens + request.output_tokens)
+        made.append(Request(f"r{index}", tokens, _SAMPLING, stop=stop, seed=index, arrival_s=request.arrival_s))
+    return made
+
+
+def _block_size(replayer: _Replayer, size: int) -> Advice:
+    found = {each: replayer.run(each) for each in _BLOCK_SIZES}
+    found.setdefault(size, replayer.run(size))
+    # What a block size costs is waste, and what rounding takes from hits: both are shares of tokens.
+    score = {each: report.hit_share - report.waste for each, report in found.items()}
+    best = max(score, key=lambda each: (score[each], each))
+    if score[best] < score[size] + 2 * _WORTH:
+        best = size
+    said = "; ".join(f"{each}: {r.hit_share:.1%} found, {r.waste:.1%} waste" for each, r in sorted(found.items()))
+    return Advice("block size", f"--block-size {best}" + (" (as it is)" if best == size else ""), said)
+
+
+def _budget(replayer: _Replayer, size: int, plan: Plan) -> Advice:
+    found = {times: replayer.run(size, times) for times in _BUDGETS}
+    budget = plan.memory.tightest.capacity.kv_budget_bytes
+    said = "; ".join(
+        f"{human_bytes(int(times * budget))}: {r.hit_share:.1%} found, {r.num_preemptions} preemptions"
+        for times, r in found.items()
+    )
+    most = found[_BUDGETS[-1]]
+    enough = next(
+        times
+        for times, report in found.items()
+        if report.hit_share >= most.hit_share - _WORTH and report.num_preemptions <= most.num_preemptions
+    )
+    words = {0.5: "half of it would do", 1.0: "enough"}
+    return Advice("budget", words.get(enough, f"{enough:g} x as much helps: {human_bytes(int(enough * budget))}"), said)
+
+
+def _policy(replayer: _Replayer, size: int) -> Advice:
+    found = {name: replayer.run(size, policy=name) for name in POLICIES}
+    best = max(found, key=lambda name: (round(found[name].hit_share, 3), name == "lru"))
+    if found[best].hit_share < found["lru"].hit_share + _WORTH:
+        best = "lru"
+    said = "; ".join(f"{name}: {report.hit_share:.1%} found" for name, report in found.items())
+    return Advice("policy", f"--eviction-policy {best}", said)
+
+
+def _tiers(replayer: _Replayer, now: Report, size: int, plan: Plan) -> Advice:
+    unlimited = replayer.unlimited(size)
+    more = unlimited.hit_share - now.hit_share
+    said = f"{now.hit_share:.1%} found now, {unlimited.hit_share:.1%} if nothing were evicted"
+    if more < _WORTH:
+        return Advice("tiers", "none: there is nothing more to find", said)
+    needed = human_bytes(replayer.asked_tokens * plan.memory.layout.bytes_per_token)
+    if plan.break_even is not None:
+        said += f"; loading beats computing from {plan.break_even / 1e9:,.2f} GB/s"
+    return Advice("tiers", f"RAM or disk for up to {needed}", said)
+
+
+def _codec(now: Report, plan: Plan) -> Advice:
+    said = f"peak use {now.peak_use:.0%}, {now.num_preemptions} preemptions"
+    if now.num_preemptions == 0 and now.peak_use < 1 - _WORTH:
+        return Advice("codec", f"{plan.memory.codec.name}, as it is: memory is not short", said)
+    smaller = next((each for each in plan.techniques if each.name.startswith("KV in ")), None)
+    if smaller is None:
+        return Advice("codec", f"{plan.memory.codec.name}, as it is: there is none smaller", said)
+    return Advice("codec", smaller.flags, f"{said}; {smaller.gain:.2f} x the requests; quality: {smaller.quality_cost}")

@@ -1,0 +1,183 @@
+"""How many requests run at once: by formula where each is at its full length, by the real scheduler where it is not.
+
+A running request is shorter than it will be, so a server runs more at once than would fit at their full lengths, and
+preempts now and then. How many exactly follows from admission, growth and preemption together: the planner asks the
+scheduler and the cache themselves, with a runner that computes nothing.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING
+
+from pagefold.events import RequestFinished, RequestPreempted
+from pagefold.kv import KVCore
+from pagefold.request import Request, SamplingParams, StopRule
+from pagefold.scheduler import Scheduler, SchedulerLimits
+from pagefold.sim import NullRunner
+
+if TYPE_CHECKING:
+    from pagefold.kv import CacheLayout
+    from pagefold.plan.workload import Lengths, Workload
+
+__all__ = ["Pool", "Reached", "Rounding", "reach"]
+
+_SAMPLING = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+_POINTS = 4096
+"""Moments of requests' lives that a mean over them looks at, all requests together."""
+
+_MAX_REQUEST_STEPS = 600_000
+_GENERATIONS = 12
+_LIFETIMES = 4
+"""How often the simulated machine is filled anew at least, and how many lives of a request it runs at least; the first
+third of the steps is not counted."""
+
+_LEAST, _MOST = 32, 128
+"""Requests at once that are simulated at least, and at most: a larger pool is simulated in a smaller likeness."""
+
+_QUEUE = 4
+
+
+class Rounding:
+    """Blocks and bytes that requests of a workload take, on average.
+
+    Args:
+        layout: of the KV of the device that binds.
+        workload: the requests.
+
+    Attributes:
+        full_blocks: of a request at its full length.
+        mean_blocks: of a running request, over its life.
+        mean_bytes: the same before rounding to blocks.
+        shared_blocks: whole blocks of the prefix that requests share; they are there once.
+        full_own_blocks, mean_own_blocks: what a request takes beside them.
+    """
+
+    def __init__(self, layout: CacheLayout, workload: Workload) -> None:
+        points = max(4, _POINTS // len(workload.lengths))
+        shared = min(workload.prefix_len, max(lengths.prompt for lengths in workload.lengths) - 1)
+        whole = sum(shared // group.block_size for group in layout.groups if group.window is None)
+        self.shared_blocks = whole if workload.prefix_len else 0
+        spared = workload.prefix_share * self.shared_blocks
+        self.full_blocks = workload.mean(lambda lengths: layout.num_blocks_for(sum(lengths)))
+        self.mean_blocks, self.mean_bytes, self.mean_tokens = _over_life(layout, workload, points)
+        self.full_own_blocks = max(1.0, self.full_blocks - spared)
+        self.mean_own_blocks = max(1.0, self.mean_blocks - spared)
+
+    def waste(self, layout: CacheLayout) -> float:
+        """Return the share of the memory that running requests hold without a token in it."""
+        return 1 - self.mean_bytes / (self.mean_blocks * layout.bytes_per_block)
+
+
+def _over_life(layout: CacheLayout, workload: Workload, points: int) -> tuple[float, float, float]:
+    """Return means over the steps of all requests: (blocks, bytes, tokens)."""
+    blocks = num_bytes = tokens = steps = 0.0
+    for prompt, output in workload.lengths:
+        num_points = min(output, points)
+        for point in range(num_points):
+            held = prompt + int((point + 0.5) * output / num_points)
+            weight = output / num_points
+            blocks += weight * layout.num_blocks_for(held)
+            num_bytes += weight * layout.num_bytes_for(held)
+            tokens += weight * held
+            steps += weight
+    return blocks / steps, num_bytes / steps, tokens / steps
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """What requests are admitted into.
+
+    Attributes:
+        num_blocks: blocks.
+        block_size: tokens a block.
+        max_num_seqs: sequences at once; None for as many as fit.
+        max_num_batched_tokens: tokens computed in one step.
+    """
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int | None
+    max_num_batched_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """How many requests run at once while others always wait.
+
+    Attributes:
+        mean: over steps.
+        peak: of any step.
+        preemptions_per_request: how often a request gives its blocks back.
+    """
+
+    mean: float
+    peak: float
+    preemptions_per_request: float
+
+
+def reach(pool: Pool, workload: Workload, *, footprint: float, with_sharing: bool) -> Reached:
+    """Run the workload on the real scheduler and cache, with requests always waiting, until the numbers are steady.
+
+    Args:
+        pool: the memory and the limits.
+        workload: requests; they come in an order that is drawn once.
+        footprint: blocks of a running request on average, which tells how large a likeness is needed.
+        with_sharing: whether prompts begin alike as the workload says; else each is its own.
+
+    A pool for many requests is simulated in a smaller likeness: the share of it that is in use hardly depends on size.
+    """
+    expected = pool.num_blocks / max(footprint, 1e-9)
+    if pool.max_num_seqs is not None:
+        expected = min(expected, pool.max_num_seqs)
+    affordable = _MAX_REQUEST_STEPS / (_GENERATIONS * max(1.0, workload.mean_output))
+    simulated = min(expected, max(_LEAST, min(_MOST, affordable)))
+    scale = expected / simulated if expected > simulated else 1.0
+    longest = -(-(workload.longest + 1) // pool.block_size)
+    num_blocks = max(round(pool.num_blocks / scale), longest)
+    num_seqs = None if pool.max_num_seqs is None else max(1, round(pool.max_num_seqs / scale))
+    tokens = max(round(pool.max_num_batched_tokens / scale), 2 * round(simulated) + 2, 64)
+    return _simulate(
+        Pool(num_blocks, pool.block_size, num_seqs, tokens), workload, simulated, scale, with_sharing=with_sharing
+    )
+
+
+def _simulate(pool: Pool, workload: Workload, expected: float, scale: float, *, with_sharing: bool) -> Reached:
+    seen: Counter[type[object]] = Counter()
+
+    def watch(event: object) -> None:
+        seen[type(event)] += 1
+
+    num_seqs = min(pool.max_num_seqs or pool.max_num_batched_tokens, pool.max_num_batched_tokens)
+    core = KVCore(pool.num_blocks, block_size=pool.block_size)  # what is preempted finds its own blocks again
+    scheduler = Scheduler(core, SchedulerLimits(num_seqs, pool.max_num_batched_tokens), emit=watch)
+    runner = NullRunner()
+    rng = Random(0)  # noqa: S311 - a workload, no secret
+    shared = workload.prefix_len if with_sharing else 0
+    first = shared
+    wanted = max(round(_GENERATIONS * expected), 24)
+    running: list[int] = []
+    num_requests = 0
+    while seen[RequestFinished] < wanted or len(running) < _LIFETIMES * workload.mean_output:
+        while len(scheduler.waiting) < _QUEUE:
+            lengths = rng.choice(workload.lengths)
+            begins_alike = shared if rng.random() < workload.prefix_share else 0
+            scheduler.add(_request(num_requests, rng.getrandbits(32), lengths, begins_alike, first))
+            first = (first + lengths.prompt) % 2**30
+            num_requests += 1
+        scheduler.apply(runner.run(scheduler.schedule(0.0)))
+        running.append(len(scheduler.running))
+    steady = running[len(running) // 3 :]
+    preemptions = seen[RequestPreempted] / seen[RequestFinished]
+    return Reached(scale * sum(steady) / len(steady), scale * max(running), preemptions)
+
+
+def _request(index: int, seed: int, lengths: Lengths, shared: int, first: int) -> Request:
+    shared = min(shared, lengths.prompt - 1)
+    prompt = array("i", range(shared))
+    prompt.extend(range(first + shared, first + lengths.prompt))
+    stop = StopRule(frozenset(), lengths.prompt + lengths.output)
+    return Request(f"r{index}", prompt, _SAMPLING, stop=stop, seed=seed, arrival_s=0.0)

@@ -1,0 +1,59 @@
+"""A plan as a page: the tables of the report, and charts of memory, concurrency and techniques."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pagefold.chart import Bar, bars, stacked
+from pagefold.page import Page
+from pagefold.plan.report import headline, notes, sections, technique_rows
+
+if TYPE_CHECKING:
+    from pagefold.plan.plan import Plan
+
+__all__ = ["TECHNIQUE_HEAD", "plan_page"]
+
+TECHNIQUE_HEAD = ("technique", "gain", "flags", "worth a month", "costs and notes")
+
+
+def plan_page(plan: Plan) -> Page:
+    """Return the page of a plan."""
+    page = Page(f"Plan: {headline(plan)}")
+    device = plan.memory.tightest
+    page.heading("Memory of the device that binds")
+    budget = device.capacity.kv_budget_bytes
+    rest = plan.question.device.memory_bytes - device.shard.weight_bytes - device.activation_bytes - budget
+    parts = (
+        ("weights", device.shard.weight_bytes),
+        ("activations", device.activation_bytes),
+        ("KV", budget),
+        ("left to others", max(0, rest)),
+    )
+    page.chart(stacked([Bar(name, size, f"{size / 1e9:,.2f} GB") for name, size in parts], "Memory of a device"))
+    page.heading("Requests at once")
+    load = plan.load
+    longest = plan.memory.max_concurrency
+    counts = [
+        Bar(f"of max_model_len ({plan.memory.max_model_len:,})", longest, f"{longest:,.1f}"),
+        Bar("of the workload, at full length", load.full, f"{load.full:,.1f}"),
+        Bar("of the workload, as reached", load.reached.mean, f"{load.reached.mean:,.1f}"),
+    ]
+    if load.workload.prefix_len:
+        counts.append(Bar("with the prefix held once", load.reached_shared.mean, f"{load.reached_shared.mean:,.1f}"))
+    page.chart(bars(counts, "Requests at once"))
+    for section in sections(plan):
+        page.heading(section.title)
+        page.table(section.rows)
+    page.heading("What more could be had, the best first")
+    if plan.techniques:
+        gains = [
+            Bar(each.name, each.gain_per_device, f"{each.gain_per_device:.2f} x")
+            for each in plan.techniques
+            if each.gain_per_device > 1
+        ]
+        page.chart(bars(gains, "Requests for each device, times as many"))
+    page.table(technique_rows(plan), TECHNIQUE_HEAD)
+    for note in notes(plan):
+        page.text(note)
+    page.text(f"Model: {plan.question.shape.source}. Device: {plan.question.device.source}.")
+    return page

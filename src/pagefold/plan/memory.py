@@ -1,0 +1,165 @@
+"""Memory of a device: weights, what activations need, and what is left for blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pagefold.capacity import Capacity, plan_capacity
+from pagefold.errors import ConfigError, DoesNotFitError
+from pagefold.kv import CODECS
+from pagefold.plan.parallel import Shard, check_parallel, shards_of
+from pagefold.plan.settings import DTYPES
+from pagefold.plan.weights import WeightDtype, find_weight_dtype
+
+if TYPE_CHECKING:
+    from pagefold.kv import CacheLayout, Codec
+    from pagefold.plan.settings import PlanSettings
+    from pagefold.plan.shape import ModelShape
+    from pagefold.plan.tables import Device
+
+__all__ = ["DeviceMemory", "Memory", "activation_bytes", "plan_memory"]
+
+_CPU_BATCHED_TOKENS = 512
+_GPU_BATCHED_TOKENS = 8192
+_DEFAULT_NUM_SEQS = 256
+_LOGIT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """What the memory of one device goes to.
+
+    Attributes:
+        shard: what it holds.
+        usable_bytes: of its memory, for weights, activations and KV together.
+        activation_bytes: set aside for what a step computes.
+        capacity: what fits in the rest.
+    """
+
+    shard: Shard
+    usable_bytes: int
+    activation_bytes: int
+    capacity: Capacity
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A model on its devices.
+
+    Attributes:
+        dtype: that is computed in.
+        weight_dtype: that the weights are stored in.
+        codec: that KV is stored in.
+        layout: of the KV of the whole model, on all devices together.
+        devices: one for each pipeline stage; those of a stage are alike.
+        max_num_batched_tokens: tokens of a step.
+        tensor_parallel_size: devices of a stage.
+    """
+
+    dtype: str
+    weight_dtype: WeightDtype
+    codec: Codec
+    layout: CacheLayout
+    devices: tuple[DeviceMemory, ...]
+    max_num_batched_tokens: int
+    tensor_parallel_size: int = 1
+
+    @property
+    def tightest(self) -> DeviceMemory:
+        """The device that binds: where the fewest requests fit."""
+        return min(self.devices, key=lambda device: device.capacity.max_concurrency)
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest sequence that is served."""
+        return self.tightest.capacity.max_model_len
+
+    @property
+    def max_concurrency(self) -> float:
+        """Requests of ``max_model_len`` that fit at once."""
+        return self.tightest.capacity.max_concurrency
+
+
+def activation_bytes(
+    shape: ModelShape, shard: Shard, settings: PlanSettings, num_tokens: int, element_bytes: int
+) -> int:
+    """Return what a step of so many tokens needs beside weights and KV.
+
+    ``tokens * (2 * hidden + widest / TP) * element_bytes``: the residual stream, what a layer reads from it, and what
+    lies between its products at their widest; and on the stage with the output layer ``sequences * vocabulary * 4`` for
+    logits. Buffers that an engine keeps for itself (graphs, workspaces) are no part of it.
+    """
+    widest = max(layer.activation_width for layer in shard.layers) // settings.tensor_parallel_size
+    needed = num_tokens * (2 * shape.hidden_size + widest) * element_bytes
+    if shard.holds_output:
+        needed += (settings.max_num_seqs or _DEFAULT_NUM_SEQS) * shape.vocab_size * _LOGIT_BYTES
+    return needed
+
+
+def plan_memory(shape: ModelShape, device: Device, settings: PlanSettings) -> Memory:
+    """Decide what fits: the same sum as a server's before it loads weights (``capacity.py``), device by device.
+
+    Raises:
+        ConfigError: heads or layers cannot be cut as asked; ``max_model_len`` is beyond the model.
+        DoesNotFitError: it does not fit; with the bytes that are missing.
+    """
+    check_parallel(shape, settings)
+    if device.is_cpu and settings.num_devices > 1:
+        message = f"A CPU is one device, and {settings.num_devices} are asked for."
+        raise ConfigError(message, remedy="Leave out tensor_parallel_size and pipeline_parallel_size.")
+    dtype, weight_dtype = _dtypes(shape, device, settings)
+    codec = settings.codec(dtype)
+    limit, why = shape.max_positions, ""
+    if device.is_cpu and shape.served_limit is not None:
+        limit, why = shape.served_limit, f"{shape.model_type}'s sliding window or longrope"
+    asked = settings.max_model_len
+    max_len = min(asked, limit) if isinstance(asked, int) else limit
+    element_bytes = CODECS[dtype].element_bits // 8
+    num_tokens = settings.max_num_batched_tokens or (_CPU_BATCHED_TOKENS if device.is_cpu else _GPU_BATCHED_TOKENS)
+    num_tokens = max(num_tokens, settings.max_num_seqs or 0)
+    devices = []
+    for shard in shards_of(shape, settings, weight_dtype, codec, max_len, element_bytes):
+        reserve = 0 if device.is_cpu else activation_bytes(shape, shard, settings, num_tokens, element_bytes)
+        usable = device.memory_bytes if device.is_cpu else int(device.memory_bytes * settings.gpu_memory_utilization)
+        try:
+            capacity = plan_capacity(
+                layout=shard.layout,
+                weight_bytes=shard.weight_bytes,
+                model_max_len=limit,
+                model_limit=why,
+                max_model_len=asked,
+                kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
+                max_num_seqs=settings.max_num_seqs or 128,
+                available_bytes=usable - reserve,
+                is_ours=not device.is_cpu,
+            )
+        except DoesNotFitError as error:
+            where = f" (stage {shard.stage})" if settings.pipeline_parallel_size > 1 else ""
+            message = f"{shape.name} on {device.name}{where}: {error.message}"
+            raise DoesNotFitError(message, missing_bytes=error.missing_bytes, remedy=error.remedy) from error
+        devices.append(DeviceMemory(shard, usable, reserve, capacity))
+    layout = shape.layout(codec, block_size=settings.block_size, max_len=max_len, state_element_bytes=element_bytes)
+    return Memory(dtype, weight_dtype, codec, layout, tuple(devices), num_tokens, settings.tensor_parallel_size)
+
+
+def _dtypes(shape: ModelShape, device: Device, settings: PlanSettings) -> tuple[str, WeightDtype]:
+    """Return what is computed in, and how the weights are stored."""
+    dtype = {"half": "float16"}.get(settings.dtype, settings.dtype)
+    if dtype == "auto":
+        dtype = "float32" if device.is_cpu else shape.dtype if shape.dtype in DTYPES else "bfloat16"
+        if not device.is_cpu and dtype in {"float32", "float64"}:
+            dtype = "bfloat16"  # GPUs compute in 16 bit
+    stored = settings.weight_dtype
+    if stored == "auto":
+        stored = "" if device.is_cpu else _quantized(shape.quantization)
+    return dtype, find_weight_dtype(stored or DTYPES[dtype])
+
+
+def _quantized(quantization: str) -> str:
+    """Return the weight dtype of a checkpoint that is stored so; empty where it is none that is known."""
+    if quantization.startswith("int4-g"):
+        return "int4-g128"
+    return {"fp8": "fp8", "mxfp4": "mxfp4", "int4": "int4", "int8": "int8", "compressed-tensors": "fp8"}.get(
+        quantization, ""
+    )

@@ -1,0 +1,370 @@
+"""What a plan says: figures by name for ``--json``, and rows of tables for the terminal and the page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pagefold.capacity import human_bytes
+
+if TYPE_CHECKING:
+    from pagefold.kv import CacheLayout, LayerKV
+    from pagefold.plan.floors import Floor
+    from pagefold.plan.memory import DeviceMemory
+    from pagefold.plan.plan import Plan
+    from pagefold.plan.refusal import Remedy
+    from pagefold.plan.techniques import Technique
+
+__all__ = [
+    "Section",
+    "figures",
+    "formula",
+    "headline",
+    "notes",
+    "refusal_figures",
+    "remedy_lines",
+    "sections",
+    "technique_rows",
+]
+
+_HELD_UP = 0.9
+"""Fewer requests at once than this share of what memory holds at full length, and something else is the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A table of two columns: what, and how much.
+
+    Attributes:
+        title: above it.
+        rows: of it.
+    """
+
+    title: str
+    rows: tuple[tuple[str, str], ...]
+
+
+def headline(plan: Plan) -> str:
+    """Return what was asked, in a line."""
+    question, memory = plan.question, plan.memory
+    parts = [question.shape.name, f"weights in {memory.weight_dtype.name}", f"KV in {memory.codec.name}"]
+    settings = question.settings
+    devices = question.device.name if settings.num_devices == 1 else f"{settings.num_devices} x {question.device.name}"
+    if settings.num_devices > 1:
+        devices += f" (TP {settings.tensor_parallel_size}, PP {settings.pipeline_parallel_size})"
+    return f"{', '.join(parts)}; on {devices}"
+
+
+def formula(layout: CacheLayout) -> list[str]:
+    """Return the sums of bytes a token and a block, written out with their numbers."""
+    kinds: dict[LayerKV, int] = {}
+    for layer in layout.layers:
+        kinds[layer] = kinds.get(layer, 0) + 1
+    terms = []
+    for kind, num_layers in kinds.items():
+        key, value = layout.codec.vector_bytes(kind.key_dim), layout.codec.vector_bytes(kind.value_dim)
+        if kind.value_dim == 0:
+            what = f"{num_layers} layers x {key} B (latent vector of {kind.key_dim})"
+        elif key == value:
+            what = (
+                f"2 (K and V) x {num_layers} layers x {kind.num_kv_heads} KV heads x {key} B (head_dim {kind.key_dim})"
+            )
+        else:
+            what = f"{num_layers} layers x {kind.num_kv_heads} KV heads x ({key} B of K + {value} B of V)"
+        if kind.window is not None:
+            what += f" [{'chunk' if kind.is_chunked else 'window'} of {kind.window:,} tokens]"
+        terms.append(what)
+    lines = [f"bytes a token = {' + '.join(terms)} = {layout.bytes_per_token:,}"]
+    if layout.lasting_bytes_per_token != layout.bytes_per_token:
+        lines.append(f"of them for every token however long the sequence: {layout.lasting_bytes_per_token:,}")
+    if len(layout.groups) == 1:
+        size = layout.groups[0].block_size
+        lines.append(f"bytes a block = {size} tokens x {layout.bytes_per_token:,} = {layout.bytes_per_block:,}")
+    else:
+        each = len(max(layout.groups, key=lambda group: len(group.layers)).layers)
+        groups = f"{len(layout.groups)} groups of up to {each} layers"
+        lines.append(f"bytes a block = {layout.bytes_per_block:,}: {groups}, of {_sizes(layout)} tokens")
+    if layout.state_bytes:
+        lines.append(f"state a sequence = {layout.state_bytes:,} bytes = {layout.num_state_blocks} blocks")
+    return lines
+
+
+def _sizes(layout: CacheLayout) -> str:
+    return " or ".join(str(size) for size in sorted({group.block_size for group in layout.groups}))
+
+
+def figures(plan: Plan) -> dict[str, Any]:
+    """Return the plan by names, ready for JSON. Sizes are bytes, times seconds."""
+    question, memory, load, timing = plan.question, plan.memory, plan.load, plan.timing
+    shape, device, settings = question.shape, question.device, question.settings
+    tightest = memory.tightest
+    result: dict[str, Any] = {
+        "fits": True,
+        "model": shape.name,
+        "model_source": shape.source,
+        "device": device.name,
+        "device_source": device.source,
+        "num_devices": settings.num_devices,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "pipeline_parallel_size": settings.pipeline_parallel_size,
+        "dtype": memory.dtype,
+        "weight_dtype": memory.weight_dtype.name,
+        "kv_cache_dtype": memory.codec.name,
+        "num_parameters": shape.num_parameters,
+        "num_active_parameters": round(shape.num_active_parameters) + shape.output_parameters,
+        "max_positions": shape.max_positions,
+        "kv_bytes_per_token": memory.layout.bytes_per_token,
+        "kv_bytes_per_token_beyond_windows": memory.layout.lasting_bytes_per_token,
+        "kv_bytes_per_block": memory.layout.bytes_per_block,
+        "state_bytes_per_sequence": memory.layout.state_bytes,
+        "formula": formula(memory.layout),
+        "block_size": memory.layout.block_size,
+        "device_memory_bytes": device.memory_bytes,
+        "gpu_memory_utilization": None if device.is_cpu else settings.gpu_memory_utilization,
+        "weight_bytes": sum(each.shard.weight_bytes for each in memory.devices) * settings.tensor_parallel_size,
+        "weight_bytes_per_device": tightest.shard.weight_bytes,
+        "activation_bytes": tightest.activation_bytes,
+        "kv_budget_bytes": tightest.capacity.kv_budget_bytes,
+        "num_blocks": tightest.capacity.num_blocks,
+        "num_tokens": tightest.capacity.kv_budget_bytes // tightest.shard.layout.bytes_per_token,
+        "max_model_len": memory.max_model_len,
+        "max_concurrency": memory.max_concurrency,
+        "workload": {
+            "name": load.workload.name,
+            "mean_prompt_tokens": load.workload.mean_prompt,
+            "mean_output_tokens": load.workload.mean_output,
+            "num_too_long": load.num_too_long,
+            "prefix_len": load.workload.prefix_len,
+            "prefix_share": load.workload.prefix_share,
+            "turns": load.workload.turns,
+            "pause_s": load.workload.pause_s,
+        },
+        "workload_blocks_per_request": load.rounding.full_blocks,
+        "workload_concurrency": load.reached.mean,
+        "workload_concurrency_peak": load.reached.peak,
+        "workload_concurrency_at_full_length": load.full,
+        "workload_concurrency_with_sharing": load.reached_shared.mean,
+        "workload_concurrency_with_sharing_at_full_length": load.full_shared,
+        "preemptions_per_request": load.reached_shared.preemptions_per_request,
+        "expected_waste": load.waste,
+        "binds": timing.binds,
+        "prefill_floor": _floor(timing.prefill),
+        "decode_floor": _floor(timing.decode),
+        "decode_floor_alone": _floor(timing.decode_alone),
+        "requests_per_s_bound": timing.requests_per_s,
+        "output_tokens_per_s_bound": timing.output_tokens_per_s,
+        "break_even_bytes_per_s": plan.break_even,
+        "devices": [_device_figures(each) for each in memory.devices],
+        "techniques": [_technique_figures(each) for each in plan.techniques],
+        "notes": notes(plan),
+    }
+    if plan.cost is not None:
+        result["price_per_hour"] = question.price_per_hour
+        result["monthly_cost"] = plan.cost.monthly
+        result["cost_per_million_output_tokens"] = plan.cost.per_million_output_tokens
+    return result
+
+
+def _floor(floor: Floor) -> dict[str, Any]:
+    return {
+        "seconds": floor.seconds,
+        "compute_s": floor.compute_s,
+        "bandwidth_s": floor.bandwidth_s,
+        "binds": floor.binds,
+    }
+
+
+def _device_figures(device: DeviceMemory) -> dict[str, Any]:
+    shard = device.shard
+    return {
+        "stage": shard.stage,
+        "layers": [shard.first_layer, shard.end_layer],
+        "usable_bytes": device.usable_bytes,
+        "weight_bytes": shard.weight_bytes,
+        "activation_bytes": device.activation_bytes,
+        "kv_bytes_per_token": shard.layout.bytes_per_token,
+        "kv_bytes_per_block": shard.layout.bytes_per_block,
+        "kv_budget_bytes": device.capacity.kv_budget_bytes,
+        "num_blocks": device.capacity.num_blocks,
+        "max_concurrency": device.capacity.max_concurrency,
+    }
+
+
+def _technique_figures(technique: Technique) -> dict[str, Any]:
+    return {
+        "name": technique.name,
+        "gain": technique.gain,
+        "gain_per_device": technique.gain_per_device,
+        "ttft_gain_at_most": technique.ttft_gain,
+        "quality_cost": technique.quality_cost,
+        "latency_cost": technique.latency_cost,
+        "flags": technique.flags,
+        "note": technique.note,
+        "monthly_saving": technique.monthly_saving,
+    }
+
+
+def notes(plan: Plan) -> list[str]:
+    """Return what a reader should know beside the numbers."""
+    shape, device, said = plan.question.shape, plan.question.device, []
+    if shape.not_served:
+        said.append(f"Pagefold's own server does not run {shape.not_served} yet: the figures are of engines that do.")
+    elif not device.is_cpu:
+        said.append("Pagefold's own server runs on CPUs today: the figures are of engines that keep KV in such blocks.")
+    if shape.is_estimate and shape.exact_parameters is None:
+        said.append(
+            f"Parameters of {shape.model_type or 'this family'} are estimated; a folder with weights is counted."
+        )
+    if plan.memory.weight_dtype.bits < 16 and not plan.memory.weight_dtype.other_bits and not shape.quantization:  # noqa: PLR2004
+        kept = shape.embedding_parameters + shape.head_parameters
+        more = int(kept * (16 - plan.memory.weight_dtype.bits) / 8)
+        said.append(
+            f"All weights are counted in {plan.memory.weight_dtype.name}; "
+            f"with embeddings in 16 bit they are {human_bytes(more)} larger."
+        )
+    if plan.load.num_too_long:
+        said.append(f"{plan.load.num_too_long:,} requests of the workload are longer than max_model_len and left out.")
+    load = plan.load
+    if load.reached_shared.mean < _HELD_UP * load.full_shared:
+        tokens = plan.memory.max_num_batched_tokens
+        why = f"steps of {tokens:,} tokens (--max-num-batched-tokens) are full of prefill"
+        if plan.question.settings.max_num_seqs is not None:
+            why = f"--max-num-seqs {plan.question.settings.max_num_seqs} ends it, or {why}"
+        said.append(f"The memory would hold more requests than run at once: {why}.")
+    if device.is_cpu and plan.timing.prefill.seconds is None:
+        said.append("For floors, give --device-bandwidth and --device-flops.")
+    return said
+
+
+def sections(plan: Plan) -> list[Section]:
+    """Return the plan as tables of two columns."""
+    return [_bytes_section(plan), _memory_section(plan), _load_section(plan), _time_section(plan)]
+
+
+def _bytes_section(plan: Plan) -> Section:
+    lines = (line.partition(" = ") for line in formula(plan.memory.layout))
+    return Section("KV", tuple((what, how) if how else ("", what) for what, _, how in lines))
+
+
+def _memory_section(plan: Plan) -> Section:
+    question, memory = plan.question, plan.memory
+    rows: list[tuple[str, str]] = []
+    for device in memory.devices:
+        shard, capacity = device.shard, device.capacity
+        prefix = ""
+        if len(memory.devices) > 1:
+            prefix = f"stage {shard.stage} (layers {shard.first_layer}-{shard.end_layer - 1}): "
+        step = f"{memory.max_num_batched_tokens:,} tokens a step"
+        num_tokens = capacity.kv_budget_bytes // shard.layout.bytes_per_token
+        blocks = f"{capacity.num_blocks:,} blocks = {num_tokens:,} tokens"
+        usable = f"{device.usable_bytes / 1e9:,.2f} GB"
+        if not question.device.is_cpu:
+            share = question.settings.gpu_memory_utilization
+            usable += f" = {share:g} x {question.device.memory_bytes / 1e9:,.0f} GB"
+        rows += [
+            (f"{prefix}usable", usable),
+            (f"{prefix}weights", f"{shard.weight_bytes / 1e9:,.2f} GB"),
+            (f"{prefix}activations", f"{device.activation_bytes / 1e9:,.2f} GB for {step}"),
+            (f"{prefix}KV budget", f"{capacity.kv_budget_bytes / 1e9:,.2f} GB = {blocks}"),
+        ]
+        if question.settings.num_devices > 1:
+            of_device = f"{shard.layout.bytes_per_token:,} B a token, {shard.layout.bytes_per_block:,} B a block"
+            rows.append((f"{prefix}KV on each device", of_device))
+    if len(memory.devices) > 1:
+        rows.append(("the tightest binds", f"stage {memory.tightest.shard.stage}"))
+    return Section("Memory of a device", tuple(rows))
+
+
+def _load_section(plan: Plan) -> Section:
+    load, memory = plan.load, plan.memory
+    rows = [
+        ("at max_model_len", f"{memory.max_concurrency:,.2f} requests of {memory.max_model_len:,} tokens"),
+        ("workload", load.workload.name),
+        ("each at its full length", f"{load.full:,.1f} requests of {load.rounding.full_blocks:,.1f} blocks"),
+        ("as a server reaches it", f"{load.reached.mean:,.1f} on average, {load.reached.peak:,.0f} at most"),
+    ]
+    if load.workload.prefix_len:
+        shared = f"{load.reached_shared.mean:,.1f} on average; {load.full_shared:,.1f} at full length"
+        rows.append(("with the prefix held once", shared))
+    rows.append(("waste", f"{load.waste:.2%} of what running requests hold"))
+    return Section("Requests at once", tuple(rows))
+
+
+def _time_section(plan: Plan) -> Section:
+    timing = plan.timing
+    rows = [
+        ("prefill of a mean prompt", _time(timing.prefill)),
+        (f"decode step of {timing.concurrency:,.0f}", _time(timing.decode)),
+        ("decode step of one", _time(timing.decode_alone)),
+    ]
+    if timing.output_tokens_per_s is not None and timing.requests_per_s is not None:
+        rate = f"{timing.requests_per_s:,.2f} requests/s, {timing.output_tokens_per_s:,.0f} output tokens/s"
+        rows += [("throughput, at most", rate), ("what binds", str(timing.binds))]
+    if plan.break_even is not None:
+        rows.append(("loading beats computing from", f"{plan.break_even / 1e9:,.2f} GB/s"))
+    if plan.cost is not None:
+        price = plan.cost.per_million_output_tokens
+        per_token = "" if price is None else f"; at least {price:,.2f} for a million output tokens"
+        rows.append(("a month (30 days)", f"{plan.cost.monthly:,.0f}{per_token}"))
+    return Section("Time and money", tuple(rows))
+
+
+def _time(floor: Floor) -> str:
+    if floor.seconds is None:
+        return "not known without the device's peaks"
+    assert floor.compute_s is not None
+    assert floor.bandwidth_s is not None
+    parts = f"operations {floor.compute_s * 1e3:,.2f}, memory {floor.bandwidth_s * 1e3:,.2f}"
+    return f">= {floor.seconds * 1e3:,.2f} ms, {floor.binds} ({parts})"
+
+
+def technique_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """Return a row for each technique: name, gain, flags, what it is worth a month, and its costs with a note."""
+    rows: list[tuple[str, ...]] = []
+    for technique in plan.techniques:
+        gain = f"{technique.gain:.2f} x requests"
+        if technique.gain_per_device != technique.gain:
+            gain += f" ({technique.gain_per_device:.2f} x a device)"
+        if technique.ttft_gain > 1:
+            first = f"first token up to {technique.ttft_gain:.1f} x sooner"
+            gain = first if technique.gain == 1 else f"{gain}, {first}"
+        said = [
+            f"{what}: {cost}"
+            for what, cost in (("quality", technique.quality_cost), ("latency", technique.latency_cost))
+            if cost != "none"
+        ]
+        worth = "" if technique.monthly_saving is None else f"{technique.monthly_saving:,.0f}"
+        rows.append(
+            (technique.name, gain, technique.flags, worth, "; ".join([*said, technique.note]).removesuffix("; "))
+        )
+    return rows
+
+
+def refusal_figures(message: str, missing_bytes: int, remedies: list[Remedy]) -> dict[str, Any]:
+    """Return a refusal by names, ready for JSON."""
+    return {
+        "fits": False,
+        "error": message,
+        "missing_bytes": missing_bytes,
+        "nearest_settings": [
+            {
+                "flags": remedy.flags,
+                "max_model_len": remedy.max_model_len,
+                "max_concurrency": remedy.max_concurrency,
+                "num_devices": remedy.num_devices,
+            }
+            for remedy in remedies
+        ],
+    }
+
+
+def remedy_lines(remedies: list[Remedy]) -> list[str]:
+    """Return what to change, a line each."""
+    if not remedies:
+        return ["Nothing near it fits: take a smaller model, or devices with more memory."]
+    lines = ["The nearest settings that fit:"]
+    for remedy in remedies:
+        what = f"{remedy.max_concurrency:,.2f} requests of {remedy.max_model_len:,} tokens"
+        devices = f" on {remedy.num_devices} devices" if remedy.num_devices > 1 else ""
+        lines.append(f"  {remedy.flags}   ({what}{devices})")
+    return lines

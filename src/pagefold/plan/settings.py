@@ -1,0 +1,116 @@
+"""PlanSettings: what a plan is asked for. Flags that vLLM has keep its spelling and meaning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal
+
+from pagefold.errors import ConfigError
+from pagefold.kv import CODECS
+from pagefold.plan.nearest import nearest_names
+from pagefold.plan.weights import find_weight_dtype
+from pagefold.typecheck import wrong_type
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pagefold.kv import Codec
+
+__all__ = ["CACHE_DTYPES", "DTYPES", "PlanSettings"]
+
+DTYPES: Mapping[str, str] = MappingProxyType(
+    {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "half": "fp16"}
+)
+"""Dtypes of what is computed, and the weight dtype that each is."""
+
+CACHE_DTYPES: Mapping[str, str] = MappingProxyType(
+    {name: name for name in CODECS}
+    | {"int8": "int8_per_token_head", "int4": "int4_per_token_head", "fp16": "float16", "bf16": "bfloat16"}
+)
+"""Names that ``--kv-cache-dtype`` takes, and the codec that each is."""
+
+_MAX_PARALLEL = 4096
+_MAX_BLOCK_SIZE = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSettings:
+    """What is asked.
+
+    Attributes:
+        dtype: of what is computed; ``auto`` for the checkpoint's, on a CPU float32 as the server does.
+        weight_dtype: how the weights are stored; ``auto`` for as the checkpoint says, on a CPU ``dtype``.
+        kv_cache_dtype: how K and V are stored; ``auto`` for ``dtype``.
+        block_size: tokens a block.
+        gpu_memory_utilization: share of a GPU's memory for weights, activations and KV together.
+        kv_cache_memory_bytes: the KV budget of a device; None for what is left.
+        max_model_len: longest prompt and output together; None for all that the model was made for, ``auto`` for as
+            much of that as fits.
+        max_num_seqs: sequences running at once; None for as many as fit.
+        max_num_batched_tokens: tokens computed in one step; None for 8,192 on a GPU and 512 on a CPU.
+        tensor_parallel_size: devices that share each layer.
+        pipeline_parallel_size: stages that share the layers between them.
+
+    Raises:
+        ConfigError: a value is out of range, or unknown.
+    """
+
+    dtype: str = "auto"
+    weight_dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    block_size: int = 16
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    max_model_len: int | Literal["auto"] | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        if isinstance(self.max_model_len, str) and self.max_model_len != "auto":
+            raise _bad("max_model_len", repr(self.max_model_len), "a number of tokens, or auto")
+        self._check()
+
+    def _check(self) -> None:
+        wrong = wrong_type(self)
+        if wrong is not None:
+            raise _bad(wrong.field, repr(wrong.value), wrong.allowed)
+        _known("dtype", self.dtype, DTYPES)
+        _known("kv_cache_dtype", self.kv_cache_dtype, CACHE_DTYPES)
+        if self.weight_dtype != "auto":
+            find_weight_dtype(self.weight_dtype)
+        if not 1 <= self.block_size <= _MAX_BLOCK_SIZE or self.block_size & (self.block_size - 1):
+            raise _bad("block_size", self.block_size, f"a power of two up to {_MAX_BLOCK_SIZE}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise _bad("gpu_memory_utilization", self.gpu_memory_utilization, "above 0 and at most 1")
+        for name in ("kv_cache_memory_bytes", "max_num_seqs", "max_num_batched_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise _bad(name, value, "at least 1")
+        if isinstance(self.max_model_len, int) and self.max_model_len < 2:  # noqa: PLR2004 - a prompt and an output
+            raise _bad("max_model_len", self.max_model_len, "at least 2 tokens, or auto")
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if not 1 <= getattr(self, name) <= _MAX_PARALLEL:
+                raise _bad(name, getattr(self, name), f"between 1 and {_MAX_PARALLEL}")
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of one replica."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    def codec(self, dtype: str) -> Codec:
+        """Return how K and V are stored when ``dtype`` is computed."""
+        return CODECS[dtype if self.kv_cache_dtype == "auto" else CACHE_DTYPES[self.kv_cache_dtype]]
+
+
+def _known(name: str, value: str, known: Mapping[str, str]) -> None:
+    if value != "auto" and value not in known:
+        nearest = nearest_names(value, known)
+        hint = f" (nearest: {', '.join(nearest)})" if nearest else ""
+        raise _bad(name, repr(value), f"auto or one of {', '.join(known)}{hint}")
+
+
+def _bad(name: str, value: object, allowed: str) -> ConfigError:
+    return ConfigError(f"{name} is {value}.", remedy=f"It must be {allowed}.")

@@ -1,0 +1,116 @@
+"""The tables that come with Pagefold: models by their hub ids, and devices. Every row says where it was read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from pagefold.errors import ConfigError, ModelNotFoundError
+from pagefold.plan.config_json import read_config_file, shape_of
+from pagefold.plan.nearest import nearest_names
+from pagefold.plan.shape import ModelShape
+from pagefold.plan.weights import count_parameters
+
+__all__ = ["Device", "device_names", "find_device", "find_model", "model_names"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """A machine, or one accelerator of it.
+
+    Attributes:
+        name: what it is called.
+        memory_bytes: of it; on a CPU what is free.
+        bandwidth: bytes a second of its memory; None where nobody said.
+        flops_16: operations a second of dense products in 16 bit; None where nobody said.
+        flops_8: the same in 8 bit, where it has them.
+        host_link: bytes a second, one way, between it and the host's memory; None for a CPU.
+        source: where the numbers were read.
+        is_cpu: whether weights and KV lie in the memory that everything else on the machine uses.
+    """
+
+    name: str
+    memory_bytes: int
+    bandwidth: float | None = None
+    flops_16: float | None = None
+    flops_8: float | None = None
+    host_link: float | None = None
+    source: str = ""
+    is_cpu: bool = False
+
+
+@cache
+def _rows(file_name: str) -> tuple[dict[str, Any], ...]:
+    return tuple(json.loads((files("pagefold.plan") / "data" / file_name).read_text(encoding="utf-8")))
+
+
+def model_names(*, with_aliases: bool = False) -> list[str]:
+    """Return the names of the table's models, with their other names if wanted."""
+    rows = _rows("models.json")
+    return [name for row in rows for name in (row["name"], *(row["aliases"] if with_aliases else ()))]
+
+
+def device_names(*, with_aliases: bool = False) -> list[str]:
+    """Return the names of the table's devices, with their other names if wanted."""
+    rows = _rows("devices.json")
+    return [name for row in rows for name in (row["name"], *(row["aliases"] if with_aliases else ()))]
+
+
+def find_model(name: str) -> ModelShape:
+    """Return the shape of a model: a local folder, a ``config.json``, or a row of the table.
+
+    Of a folder with weights the parameters are counted from the headers of its files.
+
+    Raises:
+        ModelNotFoundError: none of the three; names the nearest rows.
+        ConfigError: its config lacks what is needed.
+        UnsupportedModelError: it has layers that cannot be sized.
+    """
+    path = Path(name).expanduser()
+    if path.suffix == ".json" or path.is_dir():
+        return _model_of(path)
+    wanted = name.lower()
+    for row in _rows("models.json"):
+        names = [other.lower() for other in (row["name"], *row["aliases"])]
+        if wanted in names or wanted in (other.rsplit("/", 1)[-1] for other in names):
+            return shape_of(row["config"], name=row["name"], source=" ".join(row["sources"]))
+    nearest = nearest_names(name, model_names(with_aliases=True))
+    message = f"There is no model {name!r}: neither a folder with a config.json nor a row of the table."
+    remedy = f"The nearest rows: {', '.join(nearest)}." if nearest else "`pagefold plan --list` names all rows."
+    raise ModelNotFoundError(message, remedy=remedy)
+
+
+def _model_of(path: Path) -> ModelShape:
+    folder = path if path.is_dir() else path.parent
+    file = folder / "config.json" if path.is_dir() else path
+    shape = shape_of(read_config_file(file), name=str(path), source=str(file))
+    if not path.is_dir():
+        return shape
+    counted = count_parameters(folder)
+    return shape if counted is None or shape.quantization else _with_exact(shape, counted)
+
+
+def _with_exact(shape: ModelShape, num_parameters: int) -> ModelShape:
+    fields = {name: getattr(shape, name) for name in ModelShape.__dataclass_fields__}
+    return ModelShape(**(fields | {"exact_parameters": num_parameters}))
+
+
+def find_device(name: str) -> Device:
+    """Return the device of the table that is called ``name``, whatever its case.
+
+    Raises:
+        ConfigError: there is none; names the nearest.
+    """
+    wanted = name.lower().replace("_", "-").replace(" ", "-")
+    for row in _rows("devices.json"):
+        if wanted in (other.lower() for other in (row["name"], *row["aliases"])):
+            numbers = {key: value for key, value in row.items() if key not in {"aliases", "memory_bytes"}}
+            return Device(memory_bytes=int(row["memory_bytes"]), **numbers)
+    nearest = nearest_names(name, [*device_names(with_aliases=True), "cpu"])
+    message = f"There is no device {name!r} in the table."
+    remedy = f"The nearest: {', '.join(nearest)}." if nearest else f"It has {', '.join(device_names())} and cpu."
+    raise ConfigError(message, remedy=f"{remedy} Or give --device-memory.")

@@ -1,0 +1,67 @@
+"""The CPU that this runs on, as a device: its free memory, and its peaks as far as they can be told."""
+
+from __future__ import annotations
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from pagefold.config import available_memory_bytes
+from pagefold.plan.tables import Device
+
+__all__ = ["this_cpu"]
+
+_COPIED_BYTES = 64 * 2**20
+_REPEATS = 3
+_OPERATIONS_A_CYCLE = (("avx512f", 64.0), ("avx2", 32.0), ("asimd", 16.0))
+"""Of one core in float32: two units that multiply and add whole vectors. The clock is what the system says now."""
+
+
+def this_cpu() -> Device:
+    """Return this machine, with what is free of its memory as a server would count it.
+
+    Bandwidth is that of copying memory on all cores, measured now (each byte is read and written). Peak operations are
+    cores times clock times the operations of a cycle in float32; None where the clock or the vectors are not told.
+    """
+    flops = _peak_flops()
+    return Device(
+        name="cpu",
+        memory_bytes=available_memory_bytes(),
+        bandwidth=_copy_bandwidth(),
+        flops_16=flops,
+        source="this machine: free memory; copying measured now; cores x clock x vector width",
+        is_cpu=True,
+    )
+
+
+def _copy_bandwidth() -> float:
+    """Every core reads a file in memory into a buffer of its own, which lets go of the interpreter's lock."""
+    file = os.memfd_create("pagefold")
+    try:
+        os.write(file, bytes(_COPIED_BYTES))
+        buffers = [bytearray(_COPIED_BYTES) for _ in range(len(os.sched_getaffinity(0)))]
+        with ThreadPoolExecutor(len(buffers)) as threads:
+            best = min(_copy_once(threads, file, buffers) for _ in range(_REPEATS))
+    finally:
+        os.close(file)
+    return 2 * _COPIED_BYTES * len(buffers) / best
+
+
+def _copy_once(threads: ThreadPoolExecutor, file: int, buffers: list[bytearray]) -> float:
+    began = time.perf_counter()
+    for copied in threads.map(lambda buffer: os.preadv(file, [buffer], 0), buffers):
+        assert copied == _COPIED_BYTES
+    return time.perf_counter() - began
+
+
+def _peak_flops() -> float | None:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    clocks = [float(line.split(":")[1]) * 1e6 for line in text.splitlines() if line.startswith("cpu MHz")]
+    a_cycle = next((number for flag, number in _OPERATIONS_A_CYCLE if flag in text), None)
+    if not clocks or a_cycle is None:
+        return None
+    return len(os.sched_getaffinity(0)) * max(clocks) * a_cycle

@@ -1,0 +1,142 @@
+"""Time of a workload on a device: floors of prefill and decode, what binds, and the throughput that they bound."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from pagefold.plan.floors import Floor, decode_operations, prefill_operations, share_of_touched_experts
+
+if TYPE_CHECKING:
+    from pagefold.plan.memory import Memory
+    from pagefold.plan.shape import ModelShape
+    from pagefold.plan.tables import Device
+    from pagefold.plan.workload import Workload
+
+__all__ = ["Timing", "read_weight_bytes", "time_workload"]
+
+_NUDGE = 1.1
+_ANY_NUMBER = 1000
+_MEMORY_BINDS = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Floors of one replica. None where the device's peaks are not known.
+
+    Attributes:
+        prefill: of a prompt of mean length, on all devices of the replica together.
+        decode: of one step with ``concurrency`` sequences of mean length.
+        decode_alone: of one step with a single such sequence.
+        requests_per_s: at most, with ``concurrency`` requests at once.
+        output_tokens_per_s: the same in output tokens.
+        binds: what to have more of. ``memory`` where half as many requests a second again would be possible with any
+            number of them at once; else what a tenth more of would help the most.
+        concurrency: sequences at once.
+    """
+
+    prefill: Floor
+    decode: Floor
+    decode_alone: Floor
+    requests_per_s: float | None
+    output_tokens_per_s: float | None
+    binds: Literal["memory", "compute", "bandwidth"] | None
+    concurrency: float
+
+
+def read_weight_bytes(shape: ModelShape, memory: Memory, num_tokens: float) -> float:
+    """Return the bytes of weights that a step of so many tokens reads from one device of each stage.
+
+    The embedding table is not read, but for a few rows, and of experts only those in use.
+    """
+    total = sum(device.shard.weight_bytes for device in memory.devices)
+    per_parameter = total / shape.num_parameters
+    unread = 0.0 if not shape.head_parameters else shape.embedding_parameters * per_parameter
+    for layer in shape.layers:
+        if layer.active_share < 1:
+            idle = 1 - share_of_touched_experts(layer.active_share, num_tokens)
+            unread += idle * layer.expert_parameters * per_parameter
+    return max(0.0, total - unread)
+
+
+def time_workload(  # noqa: PLR0913 - what time depends on
+    shape: ModelShape, device: Device, memory: Memory, workload: Workload, *, concurrency: float, hit_share: float = 0.0
+) -> Timing:
+    """Return the floors of a workload.
+
+    Args:
+        shape: of the model.
+        device: that it runs on.
+        memory: how it lies there.
+        workload: what is asked of it.
+        concurrency: requests at once.
+        hit_share: share of a prompt's tokens that are found in the cache.
+    """
+    rate = _rate(shape, device, memory, workload, concurrency, hit_share)
+    context = workload.mean_prompt + workload.mean_output / 2
+    prompt, cached = round(workload.mean_prompt), round(hit_share * workload.mean_prompt)
+    binds: Literal["memory", "compute", "bandwidth"] | None = None
+    if rate is not None:
+        unbounded = _rate(shape, device, memory, workload, _ANY_NUMBER * concurrency, hit_share)
+        more: dict[Literal["memory", "compute", "bandwidth"], float | None] = {
+            "compute": _rate(shape, _with(device, flops=_NUDGE), memory, workload, concurrency, hit_share),
+            "bandwidth": _rate(shape, _with(device, bandwidth=_NUDGE), memory, workload, concurrency, hit_share),
+        }
+        _, binds = max((rate or 0.0, what) for what, rate in more.items())
+        if unbounded is not None and unbounded > _MEMORY_BINDS * rate:
+            binds = "memory"
+    return Timing(
+        prefill=_prefill(shape, device, memory, prompt, cached),
+        decode=_decode(shape, device, memory, context, concurrency),
+        decode_alone=_decode(shape, device, memory, context, 1),
+        requests_per_s=rate,
+        output_tokens_per_s=None if rate is None else rate * workload.mean_output,
+        binds=binds,
+        concurrency=concurrency,
+    )
+
+
+def _with(device: Device, *, flops: float = 1.0, bandwidth: float = 1.0) -> Device:
+    return replace(
+        device,
+        flops_16=device.flops_16 and device.flops_16 * flops,
+        flops_8=device.flops_8 and device.flops_8 * flops,
+        bandwidth=device.bandwidth and device.bandwidth * bandwidth,
+    )
+
+
+def _peaks(device: Device, memory: Memory) -> tuple[float | None, float | None]:
+    """Return (operations, bytes) a second of one device."""
+    is_8_bit = memory.weight_dtype.name in {"fp8", "int8"}
+    return (device.flops_8 if is_8_bit and device.flops_8 else device.flops_16), device.bandwidth
+
+
+def _prefill(shape: ModelShape, device: Device, memory: Memory, num_tokens: int, num_cached: int) -> Floor:
+    """The stages of a pipeline work on a prompt one after another, the devices of a stage together."""
+    flops, bandwidth = _peaks(device, memory)
+    size = memory.tensor_parallel_size
+    operations = prefill_operations(shape, num_tokens, num_cached) / size
+    read = read_weight_bytes(shape, memory, num_tokens) + memory.layout.num_bytes_for(num_tokens) / size
+    return Floor.of(operations, read, flops=flops, bandwidth=bandwidth)
+
+
+def _decode(shape: ModelShape, device: Device, memory: Memory, context: float, num_sequences: float) -> Floor:
+    flops, bandwidth = _peaks(device, memory)
+    size = memory.tensor_parallel_size
+    kv_bytes = sum(device.shard.layout.num_bytes_for(round(context)) for device in memory.devices)
+    read = read_weight_bytes(shape, memory, num_sequences) + num_sequences * kv_bytes
+    operations = num_sequences * decode_operations(shape, context) / size
+    return Floor.of(operations, read, flops=flops, bandwidth=bandwidth)
+
+
+def _rate(  # noqa: PLR0913, PLR0917 - what time depends on
+    shape: ModelShape, device: Device, memory: Memory, workload: Workload, concurrency: float, hit_share: float
+) -> float | None:
+    """Return requests a second: each takes its prefill alone, and its share of the decode steps that it is part of."""
+    prompt = round(workload.mean_prompt)
+    prefill = _prefill(shape, device, memory, prompt, round(hit_share * prompt)).seconds
+    context = workload.mean_prompt + workload.mean_output / 2
+    step = _decode(shape, device, memory, context, concurrency).seconds
+    if prefill is None or step is None:
+        return None
+    return concurrency / (concurrency * prefill + workload.mean_output * step)

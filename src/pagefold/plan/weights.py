@@ -1,0 +1,96 @@
+"""How many bytes weights take, in the form that they are stored in."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from fractions import Fraction
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from pagefold.errors import ConfigError
+from pagefold.plan.nearest import nearest_names
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+__all__ = ["WEIGHT_DTYPES", "WeightDtype", "count_parameters", "find_weight_dtype"]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightDtype:
+    """How weights are stored.
+
+    Attributes:
+        name: what ``--weight-dtype`` calls it.
+        bits: of one parameter, with its share of scales and zero points.
+        other_bits: of what is no routed expert, where only those are stored so; 0 where everything is.
+    """
+
+    name: str
+    bits: Fraction
+    other_bits: Fraction = Fraction(0)
+
+    def num_bytes(self, num_parameters: int, num_expert_parameters: int = 0) -> int:
+        """Return the bytes of so many parameters, the expert ones among them."""
+        if not self.other_bits:
+            return math.ceil(num_parameters * self.bits / 8)
+        others = num_parameters - num_expert_parameters
+        return math.ceil((num_expert_parameters * self.bits + others * self.other_bits) / 8)
+
+
+def _of(name: str, bits: int | Fraction) -> WeightDtype:
+    return WeightDtype(name, Fraction(bits))
+
+
+_ALL = (
+    _of("fp64", 64),
+    _of("fp32", 32),
+    _of("fp16", 16),
+    _of("bf16", 16),
+    _of("fp8", 8),
+    _of("int8", 8),
+    _of("int4", 4),
+    # For 128 parameters a scale and a zero point, in 16 bit each.
+    _of("int4-g128", 4 + Fraction(32, 128)),
+    # For 32 parameters a scale in 8 bit; what is no routed expert stays in 16 bit.
+    WeightDtype("mxfp4", 4 + Fraction(8, 32), Fraction(16)),
+)
+WEIGHT_DTYPES: Mapping[str, WeightDtype] = MappingProxyType({dtype.name: dtype for dtype in _ALL})
+
+_OTHER_NAMES = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "half": "fp16"}
+
+
+def find_weight_dtype(name: str) -> WeightDtype:
+    """Return the weight dtype of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = WEIGHT_DTYPES.get(_OTHER_NAMES.get(name, name))
+    if found is None:
+        message = f"weight_dtype is {name!r}."
+        nearest = nearest_names(name, WEIGHT_DTYPES)
+        hint = f" (nearest: {', '.join(nearest)})" if nearest else ""
+        raise ConfigError(message, remedy=f"It must be auto or one of {', '.join(WEIGHT_DTYPES)}{hint}.")
+    return found
+
+
+def count_parameters(folder: Path) -> int | None:
+    """Return the elements of all tensors in a folder's safetensors, from their headers; None without such files."""
+    weight_files = sorted(folder.glob("*.safetensors"))
+    try:
+        return sum(_elements(file) for file in weight_files) if weight_files else None
+    except (OSError, ValueError, KeyError, TypeError, struct.error):
+        message = f"The weights in {folder} are no whole safetensors files."
+        raise ConfigError(message, remedy="Download them again, or name the config.json alone.") from None
+
+
+def _elements(file: Path) -> int:
+    with file.open("rb") as opened:
+        (length,) = struct.unpack("<Q", opened.read(8))
+        header = json.loads(opened.read(min(length, file.stat().st_size)))
+    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")

@@ -1,0 +1,143 @@
+"""What the server answers, in OpenAI's forms and vLLM's: for the API's description of itself, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+__all__ = ["STREAMED", "ChatCompletion", "Completion", "Detokenized", "Model", "Models", "OpenAIResponse", "Tokenized"]
+
+_EVENT = {
+    "type": "object",
+    "required": ["data"],
+    "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
+}
+
+STREAMED: dict[str, Any] = {"text/event-stream": {"schema": _EVENT}}
+"""The same in pieces, with ``stream``: events whose data are JSON, or ``[DONE]``."""
+
+
+class _CachedTokens(BaseModel):
+    cached_tokens: int = Field(ge=0)
+
+
+class _Usage(BaseModel):
+    prompt_tokens: int = Field(ge=1)
+    completion_tokens: int = Field(ge=0)
+    total_tokens: int = Field(ge=1)
+    prompt_tokens_details: _CachedTokens
+
+
+class _Choice(BaseModel):
+    index: int = Field(ge=0)
+    finish_reason: str
+    logprobs: dict[str, Any] | None
+
+
+class _CompletionChoice(_Choice):
+    text: str
+
+
+class Completion(BaseModel):
+    """Of ``/v1/completions``."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[_CompletionChoice] = Field(min_length=1)
+    usage: _Usage
+
+
+class _ChatAnswer(BaseModel):
+    role: Literal["assistant"]
+    content: str | None
+
+
+class _ChatChoice(_Choice):
+    message: _ChatAnswer
+
+
+class ChatCompletion(BaseModel):
+    """Of ``/v1/chat/completions``."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[_ChatChoice] = Field(min_length=1)
+    usage: _Usage
+
+
+class _OutputText(BaseModel):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[Any]
+
+
+class _OutputMessage(BaseModel):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    content: list[_OutputText]
+
+
+class _OutputTokensDetails(BaseModel):
+    reasoning_tokens: int
+
+
+class _ResponseUsage(BaseModel):
+    input_tokens: int = Field(ge=1)
+    input_tokens_details: _CachedTokens
+    output_tokens: int = Field(ge=0)
+    output_tokens_details: _OutputTokensDetails
+    total_tokens: int = Field(ge=1)
+
+
+class OpenAIResponse(BaseModel):
+    """Of ``/v1/responses``."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["completed", "incomplete"]
+    model: str
+    output: list[_OutputMessage]
+    usage: _ResponseUsage
+    store: Literal[False]
+
+
+class Tokenized(BaseModel):
+    """Of ``/tokenize``."""
+
+    count: int = Field(ge=0)
+    max_model_len: int = Field(ge=2)
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(BaseModel):
+    """Of ``/detokenize``."""
+
+    prompt: str
+
+
+class Model(BaseModel):
+    """A model, as ``/v1/models`` has it."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int = Field(ge=2)
+
+
+class Models(BaseModel):
+    """Of ``/v1/models``."""
+
+    object: Literal["list"]
+    data: list[Model]

@@ -1,0 +1,103 @@
+"""What becomes of every HTTP request: its id, one line in the log at its end, and a count of responses."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from starlette.datastructures import MutableHeaders
+
+from pagefold.observe.logs import current_request_id
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from pagefold.server.generation import Generation
+
+__all__ = ["RequestLog", "attach_generation"]
+
+_log = logging.getLogger("pagefold.request")
+
+_HEADER = "x-request-id"
+_SANE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+_QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
+"""What probes ask all day: logged with ``debug``, whatever the answer."""
+
+_OTHER_ROUTE = "other"
+_NUM_SHOWN_CHARACTERS = 200
+
+
+def attach_generation(scope: Scope, generation: Generation) -> None:
+    """Tell the log which generation answers a request."""
+    scope.setdefault("state", {})["generation"] = generation
+
+
+class RequestLog:
+    """ASGI middleware; the outermost, so that it sees every response.
+
+    A client's ``X-Request-Id`` is taken if it is sane (up to 128 letters, digits and ``._:-``), else one is made. It
+    comes back as a header and stands in every line of the log that is about the request. Two requests may bring the
+    same: the engine does not know it.
+
+    Args:
+        app: what it watches.
+        count: told of each response: its route as the app declares it, or ``other``, and its status.
+    """
+
+    def __init__(self, app: ASGIApp, count: Callable[[str, int], None]) -> None:
+        self._app = app
+        self._count = count
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, and log it when it has been answered."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began = time.monotonic()
+        request_id = _request_id(scope)
+        current_request_id.set(request_id)
+        status: int | None = None
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                self._count(getattr(scope.get("route"), "path", _OTHER_ROUTE), message["status"])
+                MutableHeaders(scope=message)[_HEADER] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        finally:
+            _write(scope, request_id, status, time.monotonic() - began)
+
+
+def _request_id(scope: Scope) -> str:
+    given = [value.decode("latin-1") for name, value in scope["headers"] if name == _HEADER.encode()]
+    return given[0] if len(given) == 1 and _SANE.fullmatch(given[0]) else uuid.uuid4().hex
+
+
+def _write(scope: Scope, request_id: str, status: int | None, e2e_s: float) -> None:
+    level = logging.INFO
+    if scope["path"] in _QUIET_PATHS:
+        level = logging.DEBUG
+    elif status in (None, HTTPStatus.INTERNAL_SERVER_ERROR):  # no refusal, but a fault
+        level = logging.WARNING
+    if not _log.isEnabledFor(level):
+        return
+    fields: dict[str, Any] = {
+        "request_id": request_id,
+        "method": scope["method"],
+        "path": scope["path"][:_NUM_SHOWN_CHARACTERS],
+        "status": status,
+    }
+    generation = scope.get("state", {}).get("generation")
+    if generation is not None:
+        fields |= generation.summary()
+    _log.log(level, "request", extra={**fields, "e2e_s": round(e2e_s, 6)})

@@ -1,0 +1,171 @@
+"""What each event adds to the metrics, without an engine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import get_args
+
+import pytest
+
+from pagefold.engine.client import EngineStatus
+from pagefold.events import (
+    BlockEvicted,
+    EvictionCause,
+    FirstToken,
+    NextTokens,
+    OutputFinished,
+    PrefixLookup,
+    RequestFinished,
+    RequestPreempted,
+    StepAbandoned,
+    StepApplied,
+)
+from pagefold.observe.metrics import Metrics
+from pagefold.request import FinishReason
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics("m")
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(name, {"model_name": "m", "engine": "0", **labels})
+
+
+def finished(reason: str = "stop", **fields) -> OutputFinished:
+    told = {"e2e_s": 9.0, "queue_s": 1.0, "prefill_s": 2.0, "decode_s": 6.0, "num_output_tokens": 4} | fields
+    return OutputFinished("a", reason, num_prompt_tokens=100, num_cached_tokens=30, **told)
+
+
+def test_lookups_after_a_preemption_are_no_hits(metrics):
+    metrics.emit(PrefixLookup("a", 100, 32, after_preemption=False))
+    metrics.emit(PrefixLookup("a", 120, 96, after_preemption=True))
+    assert value(metrics, "vllm:prefix_cache_queries_total") == 100
+    assert value(metrics, "vllm:prefix_cache_hits_total") == 32
+
+
+def test_prompts_count_at_their_first_token(metrics):
+    metrics.emit(FirstToken("a", 0.03, num_prompt_tokens=100, num_cached_tokens=35, num_copied_tokens=3))
+    assert value(metrics, "vllm:prompt_tokens_total") == 100
+    assert value(metrics, "vllm:prompt_tokens_cached_total") == 35
+    assert value(metrics, "vllm:prompt_tokens_by_source_total", source="local_compute") == 65
+    assert value(metrics, "vllm:prompt_tokens_by_source_total", source="local_cache_hit") == 35
+    assert value(metrics, "pagefold:prompt_tokens_copied_total") == 3
+    assert value(metrics, "vllm:time_to_first_token_seconds_bucket", le="0.04") == 1
+    assert value(metrics, "vllm:time_to_first_token_seconds_bucket", le="0.02") == 0
+
+
+def test_steps(metrics):
+    metrics.emit(RequestPreempted("a", 10, 1.0, 0.5, cause_request_id="b"))
+    metrics.emit(StepAbandoned(3, 2, "error"))
+    metrics.emit(
+        StepApplied(4, 1, 0, num_prompt_tokens=20, num_output_tokens=3, num_recomputed_tokens=5, num_tokens=22)
+    )
+    metrics.emit(NextTokens({0.02: 2, 0.5: 1}))
+    assert value(metrics, "vllm:num_preemptions_total") == 1
+    assert value(metrics, "pagefold:steps_failed_total") == 1
+    assert value(metrics, "vllm:generation_tokens_total") == 3
+    assert value(metrics, "pagefold:tokens_recomputed_total") == 5
+    assert value(metrics, "vllm:iteration_tokens_total_sum") == 22
+    assert value(metrics, "vllm:inter_token_latency_seconds_count") == 3
+    assert value(metrics, "vllm:inter_token_latency_seconds_sum") == pytest.approx(0.54)
+    assert value(metrics, "vllm:inter_token_latency_seconds_bucket", le="0.025") == 2
+
+
+@pytest.mark.parametrize("cause", get_args(EvictionCause))
+def test_every_cause_of_an_eviction_has_a_series(metrics, cause):
+    assert value(metrics, "pagefold:blocks_evicted_total", cause=cause) == 0
+    metrics.emit(BlockEvicted(0, 0, cause))
+    assert value(metrics, "pagefold:blocks_evicted_total", cause=cause) == 1
+
+
+@pytest.mark.parametrize("reason", get_args(FinishReason))
+def test_every_reason_to_end_has_a_series(metrics, reason):
+    assert value(metrics, "vllm:request_success_total", finished_reason=reason) == 0
+    metrics.emit(finished(reason))
+    assert value(metrics, "vllm:request_success_total", finished_reason=reason) == 1
+
+
+def test_the_times_of_a_request(metrics):
+    metrics.emit(finished())
+    sums = {
+        "vllm:e2e_request_latency_seconds": 9,
+        "vllm:request_queue_time_seconds": 1,
+        "vllm:request_prefill_time_seconds": 2,
+        "vllm:request_decode_time_seconds": 6,
+        "vllm:request_inference_time_seconds": 8,
+        "vllm:request_time_per_output_token_seconds": 2,
+        "vllm:request_prompt_tokens": 100,
+        "vllm:request_generation_tokens": 4,
+        "vllm:request_prefill_kv_computed_tokens": 70,
+    }
+    assert {name: value(metrics, f"{name}_sum") for name in sums} == sums
+    assert {value(metrics, f"{name}_count") for name in sums} == {1}
+
+
+def test_a_request_that_got_no_token_only_waited(metrics):
+    metrics.emit(finished("timeout", queue_s=9.0, prefill_s=None, decode_s=None, num_output_tokens=0))
+    counts = {
+        "vllm:e2e_request_latency_seconds": 1,
+        "vllm:request_queue_time_seconds": 1,
+        "vllm:request_prompt_tokens": 1,
+        "vllm:request_generation_tokens": 1,
+        "vllm:request_prefill_time_seconds": 0,
+        "vllm:request_decode_time_seconds": 0,
+        "vllm:request_inference_time_seconds": 0,
+        "vllm:request_time_per_output_token_seconds": 0,
+        "vllm:request_prefill_kv_computed_tokens": 0,
+    }
+    assert {name: value(metrics, f"{name}_count") for name in counts} == counts
+
+
+def test_one_token_has_no_time_between_tokens(metrics):
+    metrics.emit(finished(num_output_tokens=1, decode_s=0.0))
+    assert value(metrics, "vllm:request_decode_time_seconds_count") == 1
+    assert value(metrics, "vllm:request_time_per_output_token_seconds_count") == 0
+
+
+def test_events_that_nobody_counts_do_no_harm(metrics):
+    before = metrics.render()
+    metrics.emit(RequestFinished("a", "length", 10, 5))
+    metrics.emit(object())
+    assert metrics.render() == before
+
+
+def test_gauges_are_of_the_moment(metrics):
+    assert "vllm:num_requests_running" not in metrics.render().decode()
+    status = EngineStatus(num_running=3)
+    metrics.watch(lambda: status)
+    assert value(metrics, "vllm:num_requests_running") == 3
+    status = EngineStatus(num_running=2, num_wasted_slots=7)
+    assert value(metrics, "vllm:num_requests_running") == 2
+    assert value(metrics, "pagefold:num_wasted_slots") == 7
+
+
+def test_nothing_is_kept_for_single_requests(metrics):
+    """A thousand other requests leave as many series as one."""
+
+    def life(index: int) -> None:
+        name = f"request-{index}"
+        metrics.emit(PrefixLookup(name, 10, 0, after_preemption=False))
+        metrics.emit(FirstToken(name, 0.1 * index, 10, 0, 0))
+        metrics.emit(NextTokens({0.01 * index: 1}))
+        metrics.emit(OutputFinished(name, "abort", 10, 0, 2, e2e_s=index, queue_s=0.0, prefill_s=0.1, decode_s=0.1))
+
+    life(1)
+    before = metrics.render().count(b"\n")
+    for index in range(1000):
+        life(index)
+    assert metrics.render().count(b"\n") == before
+
+
+def test_two_of_them_share_nothing(metrics):
+    metrics.emit(finished())
+    assert value(Metrics("m"), "vllm:request_success_total", finished_reason="stop") == 0
+
+
+def test_observing_needs_no_torch():
+    code = "import sys, pagefold.observe.metrics, pagefold.observe.logs; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

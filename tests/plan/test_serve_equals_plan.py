@@ -1,0 +1,119 @@
+"""What a server allocates is what the plan says, to the byte; and it runs as many requests at once as the plan says."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from pagefold.config import EngineConfig
+from pagefold.engine.build import build_engine, plan_engine
+from pagefold.plan import Device, PlanSettings, Question, Workload, draw_lengths, find_model, make_plan
+from pagefold.plan.memory import plan_memory
+from pagefold.request import SamplingParams
+
+sys.path.append(str(Path(__file__).parents[1] / "equivalence"))
+from tiny_models import FAMILIES, save_tiny_model
+
+GIB = 2**30
+
+
+def cpu(free_bytes: int) -> Device:
+    return Device(name="cpu", memory_bytes=free_bytes, is_cpu=True)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory):
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family not in made:
+            made[family] = save_tiny_model(family, tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return make
+
+
+@pytest.fixture
+def free_bytes(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Both see so much free memory: what is free changes by itself from moment to moment."""
+    monkeypatch.setattr("pagefold.engine.build.available_memory_bytes", lambda: 3 * GIB)
+    return 3 * GIB
+
+
+SETTINGS = [
+    {},
+    {"kv_cache_memory_bytes": 10_000_000, "max_model_len": 200},
+    {"kv_cache_memory_bytes": 3_000_000, "max_model_len": "auto", "block_size": 32},
+    {"max_model_len": 100, "max_num_seqs": 4, "dtype": "bfloat16"},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("family", ["smollm2", "llama", "qwen3"])
+def test_a_slab_is_what_was_planned(family, settings, smollm2, tiny_folder, free_bytes):
+    folder = smollm2 if family == "smollm2" else tiny_folder(family)
+    asked = {"max_num_seqs": 128, "dtype": "auto"} | settings
+    planned = plan_memory(find_model(str(folder)), cpu(free_bytes), PlanSettings(**asked)).devices[0].capacity
+    backend = "reference" if settings.get("dtype") == "bfloat16" else "auto"
+    config = EngineConfig(model=str(folder), attention_backend=backend, model_impl="transformers", **asked)
+    blueprint = plan_engine(config)
+    assert blueprint.capacity == planned
+    if family == "smollm2" and settings.get("kv_cache_memory_bytes") is None:
+        return  # its weights are loaded once below; here the blueprint is what is built
+    engine = build_engine(blueprint)
+    assert engine.runner.slab.num_bytes == planned.kv_budget_bytes
+    assert engine.runner.slab.data.shape[0] == planned.num_blocks == engine.scheduler.core.pool.num_blocks
+    assert sum(parameter.nbytes for parameter in engine.runner.decoder.model.parameters()) == planned.weight_bytes
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_family_is_read_alike(family, tiny_folder, free_bytes):
+    """The planner reads config.json by itself, the server through transformers: both come to the same."""
+    folder = tiny_folder(family)
+    blueprint = plan_engine(EngineConfig(model=str(folder), kv_cache_memory_bytes=2**24, dtype="float32"))
+    shape = find_model(str(folder))
+    memory = plan_memory(shape, cpu(free_bytes), PlanSettings(kv_cache_memory_bytes=2**24, max_num_seqs=128))
+    assert memory.devices[0].capacity == blueprint.capacity
+    assert memory.layout.bytes_per_block == blueprint.geometry.bytes_per_block
+    assert shape.counted_parameters == blueprint.spec.num_parameters
+    assert (shape.served_limit or shape.max_positions) == blueprint.spec.max_exact_len
+
+
+@pytest.mark.parametrize(
+    ("input_len", "output_len", "num_blocks"), [("40", "24", 120), ("30-90", "8-40", 150)], ids=["fixed", "drawn"]
+)
+def test_as_many_requests_run_at_once_as_planned(input_len, output_len, num_blocks, tiny_folder):
+    """The real engine with a real model, with requests always waiting; the mean over steps, as the plan means it."""
+    folder = tiny_folder("llama")
+    workload = Workload(name="", lengths=draw_lengths(input_len, output_len))
+    shape = find_model(str(folder))
+    settings = {"max_num_seqs": 128, "max_num_batched_tokens": 256, "max_model_len": 256}
+    budget = num_blocks * 2 * 2 * 2 * 16 * 4 * 16  # layers, KV heads, K and V, head_dim, bytes, tokens
+    plan = make_plan(
+        Question(
+            shape=shape,
+            device=cpu(GIB),
+            settings=PlanSettings(kv_cache_memory_bytes=budget, **settings),
+            workload=workload,
+        )
+    )
+    assert plan.memory.tightest.capacity.num_blocks == num_blocks
+    config = EngineConfig(model=str(folder), kv_cache_memory_bytes=budget, **settings)
+    engine = build_engine(plan_engine(config))
+    running: list[int] = []
+    num_sent = 0
+    lifetimes = 6 * max(workload.mean_output, 20)
+    while len(running) < lifetimes:
+        while len(engine.scheduler.waiting) < 4:
+            lengths = workload.lengths[(num_sent * 7) % len(workload.lengths)]
+            prompt = [(num_sent * 131 + slot * 17) % 300 for slot in range(lengths.prompt)]
+            prompt[:3] = num_sent % 307, num_sent // 307 % 307, 5  # no two begin alike
+            how = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=lengths.output)
+            engine.add(f"r{num_sent}", prompt, how)
+            num_sent += 1
+        engine.step()
+        running.append(len(engine.scheduler.running))
+    steady = running[len(running) // 3 :]
+    assert sum(steady) / len(steady) == pytest.approx(plan.load.reached.mean, rel=0.02)

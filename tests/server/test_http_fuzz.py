@@ -1,0 +1,126 @@
+"""The API holds what its own description says, whatever is sent: schemathesis makes the requests out of it.
+
+Bodies that fit it, and bodies that do not. No answer may be a 5xx, have a status, a content type or a form that is not
+described, or take what the description forbids.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from local_server import LocalServer, error_of
+from schemathesis import GenerationMode, checks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+KEYS = {"api_keys": ("sk-one",), "admin_api_key": "sk-admin"}
+
+CHECKS = [
+    checks.not_a_server_error,
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_headers_conformance,
+    checks.response_schema_conformance,
+    checks.negative_data_rejection,
+]
+
+POSTS = [
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/tokenize",
+    "/detokenize",
+]
+GETS = ["/v1/models", "/v1/models/{model_id}", "/version", "/health", "/ready", "/metrics"]
+ADMINS = ["/reset_prefix_cache"]
+
+
+@pytest.fixture(scope="module")
+def short(tiny_chat_model: Path) -> Iterator[LocalServer]:
+    """A server whose answers are short."""
+    server = LocalServer(
+        tiny_chat_model,
+        door=KEYS,
+        kv_cache_memory_bytes=2**22,
+        max_num_seqs=16,
+        max_num_batched_tokens=64,
+        max_model_len=64,
+    )
+    yield server
+    server.check_pool()
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def description(short: LocalServer) -> dict:
+    return short.http.get("/openapi.json").json()
+
+
+def send(server: LocalServer, description: dict, path: str, mode: GenerationMode, num_cases: int) -> int:
+    """Send so many cases of what can be done with ``path``; return how many there were."""
+    (operation,) = (
+        result.ok() for result in schemathesis.openapi.from_dict(description).include(path=path).get_all_operations()
+    )
+    key = "sk-admin" if path in ADMINS else "sk-one"
+    num_sent = 0
+
+    @seed(0)
+    @settings(
+        max_examples=num_cases,
+        phases=[Phase.generate],
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        deadline=None,
+    )
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def run(case: schemathesis.Case) -> None:
+        nonlocal num_sent
+        num_sent += 1
+        case.call_and_validate(base_url=server.url, headers={"Authorization": f"Bearer {key}"}, checks=CHECKS)
+
+    run()
+    return num_sent
+
+
+MODES = [GenerationMode.POSITIVE, GenerationMode.NEGATIVE]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
+@pytest.mark.parametrize("path", POSTS)
+def test_what_comes_back_is_as_described(short, description, path, mode):
+    assert send(short, description, path, mode, 20) == 20
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
+@pytest.mark.parametrize("path", POSTS)
+def test_so_it_is_in_2000_cases(short, description, path, mode):
+    assert send(short, description, path, mode, 200) == 2000 / len(POSTS) / len(MODES)
+
+
+@pytest.mark.parametrize("path", [*GETS, *ADMINS])
+def test_small_routes_answer_as_described(short, description, path):
+    assert send(short, description, path, GenerationMode.POSITIVE, 10)
+
+
+@pytest.mark.parametrize("path", [*POSTS, *GETS, *ADMINS])
+def test_other_methods_and_no_keys_are_refused(short, description, path):
+    """As the description says which are open."""
+    (method,) = description["paths"][path]
+    for other in {"get", "post", "put", "patch", "delete"} - {method}:
+        response = short.http.request(other, path, headers={"Authorization": "Bearer sk-admin"})
+        assert error_of(response, 405)
+        assert method.upper() in response.headers["allow"]
+    if "security" in description["paths"][path][method]:
+        assert error_of(short.http.request(method, path), 401)
+    else:
+        assert short.http.request(method, path).status_code == 200
+
+
+def test_every_route_is_here(description):
+    assert set(description["paths"]) == {*POSTS, *GETS, *ADMINS}

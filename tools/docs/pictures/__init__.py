@@ -1,0 +1,25 @@
+"""The pictures of docs/, drawn from what the real core and scheduler do: when they change, so do these."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pictures.blocks import blocks, lifecycle
+from pictures.scheduling import preemption, walk
+from pictures.sharing import promises, tree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from svg import Drawing
+
+__all__ = ["PICTURES"]
+
+PICTURES: dict[str, Callable[[], Drawing]] = {
+    "blocks": blocks,
+    "lifecycle": lifecycle,
+    "preemption": preemption,
+    "promises": promises,
+    "tree": tree,
+    "walk": walk,
+}
