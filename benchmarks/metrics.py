@@ -55,7 +55,7 @@ def make_engine(num_running: int, emit: Emit) -> Engine:
         runner=NullRunner(),
         tokenizer=None,
         limits=ModelLimits(VOCAB_SIZE, (), Namespace("m", "l", "d")),
-        capacity=Capacity(0, 0, num_blocks, 16, num_blocks * 16),
+        capacity=Capacity(0, 0, num_blocks, 16, num_blocks * 16, num_blocks),
         emit=emit,
     )
 

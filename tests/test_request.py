@@ -40,6 +40,10 @@ from pagefold.request import LEGAL_MOVES, Request, RequestStatus, SamplingParams
         {"logprobs": 20},
         {"prompt_logprobs": 0},
         {"prompt_logprobs": 20},
+        {"n": 128},
+        {"n": 2, "best_of": 2},
+        {"best_of": 128},
+        {"best_of": 1, "temperature": 0.0},
     ],
     ids=str,
 )
@@ -51,6 +55,11 @@ def test_what_is_in_range_is_taken(setting):
 @pytest.mark.parametrize(
     "setting",
     [
+        {"n": 0},
+        {"n": -1},
+        {"n": 129},
+        {"best_of": 0},
+        {"best_of": 129},
         {"temperature": -0.1},
         {"temperature": 2.1},
         {"temperature": float("nan")},
@@ -220,3 +229,36 @@ def test_ints_are_numbers_and_lists_are_sequences():
     how = SamplingParams(temperature=1, top_p=1, stop=["a", "b"], stop_token_ids=[1, 2])
     assert (how.stop, how.stop_token_ids) == (("a", "b"), (1, 2))
     assert SamplingParams(stop=None, stop_token_ids=None).stop == ()
+
+
+def test_more_is_sampled_than_returned_only_where_the_best_are_asked_for():
+    for n, best_of, num_samples, ranks in ((1, None, 1, False), (3, None, 3, False), (3, 3, 3, False), (2, 5, 5, True)):
+        sampling = SamplingParams(n=n, best_of=best_of)
+        assert (sampling.num_samples, sampling.ranks_samples, sampling.is_plain) == (num_samples, ranks, not ranks)
+
+
+@pytest.mark.parametrize(
+    ("setting", "param", "remedy"),
+    [
+        ({"n": 3, "best_of": 2}, "best_of", "at least n"),
+        ({"n": 2, "temperature": 0.0}, "n", "higher temperature"),
+        ({"n": 2, "temperature": 1e-6}, "n", "higher temperature"),
+        ({"best_of": 2, "temperature": 0.0}, "best_of", "higher temperature"),
+    ],
+    ids=str,
+)
+def test_samples_that_make_no_sense_are_refused(setting, param, remedy):
+    with pytest.raises(InvalidRequestError, match=f"{param} is") as refused:
+        SamplingParams(**setting)
+    assert refused.value.param == param
+    assert remedy in refused.value.remedy
+
+
+def test_a_request_with_forks_is_several_sequences():
+    def sample(index):
+        stop = StopRule(frozenset(), 9)
+        return Request(f"a{index}", [1], SamplingParams(n=3), stop=stop, parent_id="a", sample_index=index)
+
+    first, *first.forks = (sample(index) for index in range(3))
+    assert (first.num_seqs, first.forks[0].num_seqs) == (3, 1)
+    assert Request("b", [1], SamplingParams(), stop=StopRule(frozenset(), 9)).parent_id == "b"

@@ -9,12 +9,18 @@ if TYPE_CHECKING:
     from pagefold.engine.llm import LLM
     from pagefold.kv import KVCore
     from pagefold.request import SamplingParams
+    from pagefold.structured.params import StructuredOutputsParams
 
-__all__ = ["LLM", "KVCore", "SamplingParams", "__version__"]
+__all__ = ["LLM", "KVCore", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 __version__ = "0.1.0"
 
-_HOMES = {"LLM": "pagefold.engine.llm", "SamplingParams": "pagefold.request", "KVCore": "pagefold.kv"}
+_HOMES = {
+    "LLM": "pagefold.engine.llm",
+    "SamplingParams": "pagefold.request",
+    "StructuredOutputsParams": "pagefold.structured.params",
+    "KVCore": "pagefold.kv",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -15,6 +15,8 @@ from pagefold.errors import ConfigError
 from pagefold.typecheck import wrong_type
 
 __all__ = [
+    "MAX_PRIORITY",
+    "Account",
     "AttentionBackend",
     "Dtype",
     "EngineConfig",
@@ -23,6 +25,8 @@ __all__ = [
     "available_cpus",
     "available_memory_bytes",
     "cache_dir",
+    "environment_admin_key",
+    "is_key",
 ]
 
 Dtype: TypeAlias = Literal["auto", "float32", "float64", "bfloat16", "float16"]
@@ -35,8 +39,12 @@ _MODEL_IMPLS = ("auto", "pagefold", "transformers")
 _SCHEDULING_POLICIES = ("fcfs", "priority")
 _LOG_FORMATS = ("text", "json")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
+_TOOL_CALL_PARSERS = ("hermes", "smollm2")
 _MAX_BLOCK_SIZE = 256
 _MAX_PORT = 65535
+
+MAX_PRIORITY = 2**31
+"""A request's priority lies between this and its negative."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +72,8 @@ class EngineConfig:
         scheduling_policy: who goes first: ``fcfs``, or ``priority`` (the smallest ``priority`` of a request).
         priority_aging_s: with ``priority``, seconds of waiting that are worth one level.
         request_timeout_s: seconds after which a request that has not finished is ended; None for never.
+        max_pinned_share: of all blocks, how many pins may keep together, 0 to 1.
+        pin_half_life_s: seconds in which a pin's priority halves.
 
     Raises:
         ConfigError: a value is out of range, or two do not go together.
@@ -87,6 +97,8 @@ class EngineConfig:
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     priority_aging_s: float = 60.0
     request_timeout_s: float | None = None
+    max_pinned_share: float = 0.5
+    pin_half_life_s: float = 3600.0
 
     def __post_init__(self) -> None:
         from pagefold.kv.eviction import POLICIES  # noqa: PLC0415 - kv stands on nothing here; keeps imports one-way
@@ -126,6 +138,35 @@ class EngineConfig:
                 self.max_num_batched_tokens,
                 f"at least max_num_seqs ({self.max_num_seqs}), so that every running request gets a token in each step",
             )
+        self._check_pins()
+
+    def _check_pins(self) -> None:
+        if not 0 <= self.max_pinned_share <= 1:
+            raise _bad("max_pinned_share", self.max_pinned_share, "between 0 (nothing is pinned) and 1")
+        if not 0 < self.pin_half_life_s < float("inf"):
+            raise _bad("pin_half_life_s", self.pin_half_life_s, "a positive number of seconds")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """Whose a key is.
+
+    Attributes:
+        key: never shown.
+        tenant: whose blocks its requests share; empty for those whom no key file names.
+        customer_class: on what terms it is served; a label.
+        priority: of its requests, unless they bring one.
+    """
+
+    key: str = field(repr=False)
+    tenant: str = ""
+    customer_class: str = ""
+    priority: int = 0
+
+
+def is_key(text: str) -> bool:
+    """Whether ``text`` can be an API key: what a header carries."""
+    return bool(text) and text.isascii() and text.isprintable() and " " not in text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,10 +180,12 @@ class ServerConfig:
         drain_s: how long SIGTERM lets running requests finish, in seconds.
         max_queued_requests: how many requests may be here beyond the ``max_num_seqs`` that can run; more are refused
             with 429.
-        api_keys: clients must bring one of them; none leaves the door open. Never shown.
+        api_keys: clients must bring one of them, or an account's; none of either leaves the door open. Never shown.
+        accounts: keys with their tenants.
         admin_api_key: what admin routes ask for; None closes them. Never shown.
         log_format: ``text``, or ``json`` for one object a line.
         log_level: ``debug``, ``info`` (a line for each request), ``warning`` or ``error``.
+        tool_call_parser: the form in which the model writes calls of tools; None for what its chat template says.
 
     Raises:
         ConfigError: a value is out of range.
@@ -155,9 +198,11 @@ class ServerConfig:
     drain_s: float = 30.0
     max_queued_requests: int = 1024
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    accounts: tuple[Account, ...] = ()
     admin_api_key: str | None = field(default=None, repr=False)
     log_format: Literal["text", "json"] = "text"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    tool_call_parser: str | None = None
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -171,9 +216,15 @@ class ServerConfig:
         _one_of("log_level", self.log_level, _LOG_LEVELS)
         if self.max_queued_requests < 0:
             raise _bad("max_queued_requests", self.max_queued_requests, "at least 0")
-        keys = (*self.api_keys, *(() if self.admin_api_key is None else (self.admin_api_key,)))
-        if not all(key.isascii() and key.isprintable() and key and " " not in key for key in keys):
+        if self.tool_call_parser is not None:
+            _one_of("tool_call_parser", self.tool_call_parser, _TOOL_CALL_PARSERS)
+        keys = [*self.api_keys, *(account.key for account in self.accounts)]
+        keys += [] if self.admin_api_key is None else [self.admin_api_key]
+        if not all(map(is_key, keys)):
             raise _bad("api_key", "no key", "printable ASCII without spaces")  # it is not repeated: logs are read
+        if self.accounts and len(set(keys)) < len(keys):
+            msg = "The same key is given twice: in the key file and as api_key or admin_api_key, or as both of these."
+            raise ConfigError(msg, remedy="Give each tenant, and the admin, a key of its own.")
 
 
 def _check_types(record: object) -> None:
@@ -207,6 +258,11 @@ def available_cpus() -> int:
         if quota != "max":
             num_cpus = min(num_cpus, int(quota) / int(period))
     return max(1, math.ceil(num_cpus))
+
+
+def environment_admin_key() -> str | None:
+    """Return the admin's key of ``$PAGEFOLD_ADMIN_API_KEY``, which no list of processes shows, if it is set."""
+    return os.environ.get("PAGEFOLD_ADMIN_API_KEY") or None
 
 
 def available_memory_bytes() -> int:

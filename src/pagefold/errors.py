@@ -14,6 +14,7 @@ __all__ = [
     "InvalidRequestError",
     "ModelNotFoundError",
     "PagefoldError",
+    "PinQuotaError",
     "QueueFullError",
     "RequestTimeoutError",
     "StepFailedError",
@@ -93,6 +94,10 @@ class QueueFullError(PagefoldError):
     def __init__(self, message: str, *, retry_after_s: int, remedy: str = "") -> None:
         super().__init__(message, remedy=remedy)
         self.retry_after_s = retry_after_s
+
+
+class PinQuotaError(PagefoldError):
+    """More blocks would be pinned than may be."""
 
 
 class RequestTimeoutError(PagefoldError):

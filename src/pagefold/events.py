@@ -17,6 +17,8 @@ __all__ = [
     "FirstToken",
     "NextTokens",
     "OutputFinished",
+    "PinCause",
+    "PinDropped",
     "PrefixLookup",
     "RequestFinished",
     "RequestPreempted",
@@ -43,6 +45,20 @@ class BlockEvicted:
     block_id: int
     depth: int
     cause: EvictionCause
+
+
+PinCause: TypeAlias = Literal["expired", "memory", "removed", "renewed", "reset", "quota"]
+"""Why a pin is no more: its time was up, a request needed the memory, it was asked for, another pin took its place, or
+the cache was reset; ``quota`` for one that never came to be."""
+
+
+@dataclass(frozen=True, slots=True)
+class PinDropped:
+    """A pin is no more; its blocks are cached as any others are. Or it never came to be."""
+
+    pin_id: str
+    num_blocks: int
+    cause: PinCause
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,23 +94,32 @@ class RequestPreempted:
 
 @dataclass(frozen=True, slots=True)
 class RequestFinished:
-    """A request left the scheduler, for whatever reason. What its caller is told is :class:`OutputFinished`."""
+    """A request left the scheduler, for whatever reason. What its caller is told is :class:`OutputFinished`.
+
+    Each sample of a prompt is a request with an event of its own; the prompt is that of ``sample_index`` 0 only.
+
+    Attributes:
+        num_prompt_tokens: of its prompt, whoever computed it.
+        sample_index: which sample of its prompt it was.
+    """
 
     request_id: str
     finish_reason: str
     num_prompt_tokens: int
     num_output_tokens: int
+    sample_index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """A request got its first token: all of its prompt is computed or found.
+    """A request got its first token: all of its prompt is computed or found. Its samples are told once.
 
     Attributes:
         ttft_s: seconds since it came.
         num_prompt_tokens: of its prompt.
         num_cached_tokens: the part of them that was found when it was first admitted, instead of computed.
         num_copied_tokens: the part of ``num_cached_tokens`` that lay in a block of which only a part could be used.
+        is_warm_up: whether it only warms the cache: nobody waited for its token.
     """
 
     request_id: str
@@ -102,6 +127,7 @@ class FirstToken:
     num_prompt_tokens: int
     num_cached_tokens: int
     num_copied_tokens: int
+    is_warm_up: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +153,7 @@ class OutputFinished:
         queue_s: seconds from its arrival until it was first scheduled, or to its end if it never was.
         prefill_s: seconds from then to its first token; None if it got none.
         decode_s: seconds from its first token to its last; None if it got none.
+        is_warm_up: whether it only warms the cache: nobody waited for its end.
     """
 
     request_id: str
@@ -138,6 +165,7 @@ class OutputFinished:
     queue_s: float
     prefill_s: float | None
     decode_s: float | None
+    is_warm_up: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +199,7 @@ class StepAbandoned:
 
 Event: TypeAlias = (
     BlockEvicted
+    | PinDropped
     | PrefixLookup
     | RequestPreempted
     | RequestFinished

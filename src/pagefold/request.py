@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from pagefold.errors import InvalidRequestError
+from pagefold.structured.params import StructuredOutputsParams  # noqa: TC001 - wrong_type reads it
 from pagefold.typecheck import wrong_type
 
 if TYPE_CHECKING:
@@ -17,8 +18,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ANYBODY",
+    "DEFAULT_RETENTION_PRIORITY",
     "LEGAL_MOVES",
     "MAX_LOGPROBS",
+    "MAX_SAMPLES",
     "Caller",
     "FinishReason",
     "Request",
@@ -26,6 +29,8 @@ __all__ = [
     "RequestTimes",
     "SamplingParams",
     "StopRule",
+    "TokenMatcher",
+    "WarmUp",
 ]
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error", "timeout"]
@@ -35,9 +40,16 @@ _GREEDY_BELOW = 1e-5
 _MAX_STOP_STRINGS = 16
 _MAX_PENALTY = 2.0
 _MAX_BIAS = 100.0
+_MAX_RETENTION_PRIORITY = 100.0
+
+DEFAULT_RETENTION_PRIORITY = 35.0
+"""As in TensorRT-LLM."""
 
 MAX_LOGPROBS = 20
 """How many alternatives a token's logprobs may tell, as in vLLM and in OpenAI's chats."""
+
+MAX_SAMPLES = 128
+"""How many outputs one prompt may have, as in OpenAI's chats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +57,10 @@ class SamplingParams:
     """How the next token is chosen, and when to stop. Names, defaults and meaning are vLLM's.
 
     Attributes:
+        n: how many outputs the prompt gets, 1 to 128. Each is sampled on its own; the prompt is computed once. A greedy
+            request has one, as in vLLM: more would be the same.
+        best_of: so many are sampled, at least ``n``, and the ``n`` with the highest logprob per token are returned, the
+            best first. OpenAI's measure: the sum, which vLLM took, prefers short outputs. None samples ``n``.
         temperature: 0 is greedy; at most 2.
         top_p: keep the most likely tokens whose probabilities add up to this much, in (0, 1].
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
@@ -59,16 +75,20 @@ class SamplingParams:
         stop: texts that end the output; they are not part of it. One text, several, or None.
         stop_token_ids: token ids that end the output; or None.
         ignore_eos: go on after the model's end-of-sequence token.
-        seed: of this request's random draws. A request with a seed draws the same numbers in every batch.
+        seed: of this request's random draws. A request with a seed draws the same numbers in every batch. Sample ``i``
+            draws what a request with ``seed + i`` would draw, as in vLLM.
         logprobs: return each output token's logprob, and those of so many most likely tokens, 0 to 20. They are of
             the model's own distribution: without bias, penalties, temperature and cuts. None returns none.
         prompt_logprobs: the same of the prompt's tokens, which are all computed then: what the prefix cache holds of
             them is not used.
+        structured_outputs: what the output must look like; None for free text.
 
     Raises:
         InvalidRequestError: a value is out of range.
     """
 
+    n: int = 1
+    best_of: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -85,6 +105,7 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -99,6 +120,7 @@ class SamplingParams:
         if wrong is not None:
             raise _out_of_range(wrong.field, repr(wrong.value), wrong.allowed)
         self._check_distribution()
+        self._check_samples()
         self._check_length()
         for param in ("logprobs", "prompt_logprobs"):
             number = getattr(self, param)
@@ -124,6 +146,16 @@ class SamplingParams:
             if not -_MAX_BIAS <= bias <= _MAX_BIAS:
                 raise _out_of_range("logit_bias", f"{bias} for token {token_id}", "between -100 and 100")
 
+    def _check_samples(self) -> None:
+        if not 1 <= self.n <= MAX_SAMPLES:
+            raise _out_of_range("n", self.n, f"between 1 and {MAX_SAMPLES}")
+        if self.best_of is not None and not self.n <= self.best_of <= MAX_SAMPLES:
+            raise _out_of_range("best_of", self.best_of, f"at least n ({self.n}) and at most {MAX_SAMPLES}")
+        if self.is_greedy and self.num_samples > 1:
+            param = "n" if self.n > 1 else "best_of"
+            msg = f"{param} is {self.num_samples}, but with temperature {self.temperature:g} all outputs are the same."
+            raise InvalidRequestError(msg, param=param, remedy="Leave it out, or give a higher temperature.")
+
     def _check_length(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
             raise _out_of_range("max_tokens", self.max_tokens, "at least 1")
@@ -140,6 +172,16 @@ class SamplingParams:
         return self.temperature < _GREEDY_BELOW
 
     @property
+    def num_samples(self) -> int:
+        """How many outputs are generated."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def ranks_samples(self) -> bool:
+        """Whether more outputs are generated than returned: which, their logprobs say."""
+        return self.num_samples > self.n
+
+    @property
     def has_penalties(self) -> bool:
         """Whether the next token depends on which tokens came before, besides through the model."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
@@ -148,14 +190,46 @@ class SamplingParams:
     def is_plain(self) -> bool:
         """Whether nothing is asked but to draw from the model's distribution, tempered and cut."""
         return (
-            not (self.has_penalties or self.logit_bias or self.min_tokens)
+            not (self.has_penalties or self.logit_bias or self.min_tokens or self.ranks_samples)
             and self.logprobs is None
             and self.prompt_logprobs is None
+            and self.structured_outputs is None
         )
 
 
 def _out_of_range(param: str, value: object, allowed: str) -> InvalidRequestError:
     return InvalidRequestError(f"{param} is {value}.", param=param, remedy=f"It must be {allowed}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmUp:
+    """What makes a request a warm-up: it is there for the blocks of its prompt, and nobody waits for its output.
+
+    Attributes:
+        pin: whether those blocks are pinned once they are computed.
+        ttl_s: seconds until the pin expires; None for never.
+        retention_priority: of the pin, 0 to 100. It halves with age; the least is given up first when a request needs
+            memory. Name and range are TensorRT-LLM's.
+
+    Raises:
+        InvalidRequestError: a value is out of range.
+    """
+
+    pin: bool = False
+    ttl_s: float | None = None
+    retention_priority: float = DEFAULT_RETENTION_PRIORITY
+
+    def __post_init__(self) -> None:
+        wrong = wrong_type(self)
+        if wrong is not None:
+            raise _out_of_range(wrong.field, repr(wrong.value), wrong.allowed)
+        if self.ttl_s is not None and not 0.0 < self.ttl_s < float("inf"):
+            raise _out_of_range("ttl_s", self.ttl_s, "a positive number of seconds; without it a pin does not expire")
+        if not 0.0 <= self.retention_priority <= _MAX_RETENTION_PRIORITY:
+            raise _out_of_range("retention_priority", self.retention_priority, "between 0 and 100")
+        if self.ttl_s is not None and not self.pin:
+            msg = f"ttl_s is {self.ttl_s}, but pin is not true."
+            raise InvalidRequestError(msg, param="ttl_s", remedy="Leave it out, or send pin: true.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,11 +240,13 @@ class Caller:
         tenant: whose blocks a request may share.
         cache_salt: only requests of the tenant with the same salt share blocks.
         priority: the smaller, the sooner it is served, with a scheduling policy that looks at it.
+        warm_up: of a request that only warms the cache; None for all others.
     """
 
     tenant: str = ""
     cache_salt: str = ""
     priority: int = 0
+    warm_up: WarmUp | None = None
 
 
 ANYBODY = Caller()
@@ -247,15 +323,45 @@ class RequestTimes:
         return self.last_token_s - self.first_token_s
 
 
+class TokenMatcher(Protocol):
+    """Which tokens may come next in one output. It belongs to one request, and only that one's tokens advance it.
+
+    Attributes:
+        is_complete: nothing can follow any more.
+        error: why it cannot go on, though the output is not complete.
+    """
+
+    is_complete: bool
+    error: str | None
+
+    def mask(self, banned: Collection[int] = ()) -> bytes:
+        """Return which tokens may come next: bit ``t % 8`` of byte ``t // 8`` is token ``t``. At least one may.
+
+        ``banned`` ones may only if nothing else may.
+        """
+
+    def accept(self, token_id: int) -> None:
+        """Advance by a token of the mask; after that ask ``is_complete`` and ``error`` before the next mask."""
+
+
 class Request:
     """One sequence: its tokens, how far its KV is computed, and what it waits for.
 
+    Several samples of one prompt are a request each. The first of them computes the prompt and carries the others, its
+    ``forks``; when the prompt is computed they fork from it, and from then on they have nothing to do with each other.
+
     Attributes:
-        request_id: the caller's name for it.
+        request_id: its name in the scheduler.
+        parent_id: the caller's name for all samples of the prompt together.
+        sample_index: which of them this is.
+        forks: those that will fork from it: they neither wait nor run yet. Empty once they have.
         token_ids: the prompt, then what was sampled.
         is_plain: of its sampling parameters; here because every step asks.
         logprobs: of its output tokens, if asked for.
+        cumulative_logprob: their sum.
         prompt_logprobs: of its prompt's tokens from the second on, as far as known, if asked for.
+        matcher: of its output, if that must look like something. It has accepted the output tokens, whether or not
+            their KV is computed, so that preemption and failed steps do not concern it.
         num_prompt_tokens: how many of them are the prompt.
         num_computed_tokens: [0, num_computed_tokens) has KV; [num_computed_tokens, len(token_ids)) is to be computed.
         num_cached_tokens: how much of the prompt was a prefix hit at the first admission; -1 before.
@@ -266,15 +372,19 @@ class Request:
         deadline_s: when it is ended with ``timeout`` if it has not finished, on the same clock; None for never.
         priority: how urgent it is: the smaller, the more. It counts only with a policy that looks at it.
         order: the scheduling policy's key of it.
+        warm_up: if it only warms the cache: its latencies are nobody's.
     """
 
     __slots__ = (
+        "cumulative_logprob",
         "deadline_s",
         "finish_reason",
+        "forks",
         "index",
         "is_aborted",
         "is_plain",
         "logprobs",
+        "matcher",
         "max_computed_tokens",
         "namespace",
         "num_cached_tokens",
@@ -283,9 +393,11 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "order",
+        "parent_id",
         "priority",
         "prompt_logprobs",
         "request_id",
+        "sample_index",
         "sampling",
         "seed",
         "status",
@@ -293,6 +405,7 @@ class Request:
         "table",
         "times",
         "token_ids",
+        "warm_up",
     )
 
     def __init__(  # noqa: PLR0913 - a record; all but three are named at the call
@@ -302,25 +415,35 @@ class Request:
         sampling: SamplingParams,
         *,
         stop: StopRule,
+        matcher: TokenMatcher | None = None,
         namespace: bytes = b"",
         seed: int = 0,
         arrival_s: float = 0.0,
         deadline_s: float | None = None,
         priority: int = 0,
+        parent_id: str | None = None,
+        sample_index: int = 0,
+        warm_up: WarmUp | None = None,
     ) -> None:
         self.request_id = request_id
+        self.parent_id = request_id if parent_id is None else parent_id
+        self.sample_index = sample_index
+        self.forks: list[Request] = []
         self.token_ids = array("i", prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.sampling = sampling
         self.is_plain = sampling.is_plain
         self.logprobs: list[TokenLogprobs] = []
+        self.cumulative_logprob = 0.0
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.stop = stop
+        self.matcher = matcher
         self.namespace = namespace
         self.seed = seed
         self.times = RequestTimes(arrival_s)
         self.deadline_s = deadline_s
         self.priority = priority
+        self.warm_up = warm_up
         self.index = -1  # place in the order of arrival; set by the scheduler
         self.order = (0.0, -1)  # likewise
         self.status = RequestStatus.WAITING
@@ -342,6 +465,11 @@ class Request:
     def num_tokens(self) -> int:
         """Prompt and output tokens so far."""
         return len(self.token_ids)
+
+    @property
+    def num_seqs(self) -> int:
+        """How many sequences it is, or will be: itself and those that will fork from it."""
+        return 1 + len(self.forks)
 
     @property
     def num_output_tokens(self) -> int:

@@ -55,7 +55,8 @@ class StepPlan:
         num_tokens: how many tokens of ``token_ids`` are each row's.
         block_ids: each row's block table; position ``p`` lies in ``block_ids[i][p // block_size]``.
         copies: whole-block copies to make before the first write.
-        sampling_rows: the rows that have all their tokens after this step, and so sample the next one.
+        sampling_rows: the rows that have all their tokens after this step, and so sample the next one; ascending. A row
+            comes several times where several samples of one prompt begin: each place is a sample of its own.
         sampling: how, for each of ``sampling_rows``.
         seeds: of each of ``sampling_rows``' random draws.
         draws: how many tokens each of ``sampling_rows`` has sampled before: with the seed it fixes the draw.
@@ -63,6 +64,8 @@ class StepPlan:
         histories: prompt and output so far of each of ``adjusted``; the last ``draws`` of them are output. Empty where
             no penalty asks for it. Not a copy.
         banned: token ids that each of ``adjusted`` must not sample.
+        masked: which of ``sampling_rows`` may sample only some tokens; ascending.
+        masks: those, for each of ``masked``: bit ``t % 8`` of byte ``t // 8`` is token ``t``. All are of one length.
         logprob_rows: which of ``sampling_rows`` tell logprobs of what they sample; ascending.
         prompt_parts: prompt tokens whose logprobs are asked for.
     """
@@ -80,6 +83,8 @@ class StepPlan:
     adjusted: list[int] = field(default_factory=list)
     histories: list[array[int]] = field(default_factory=list)
     banned: list[frozenset[int]] = field(default_factory=list)
+    masked: list[int] = field(default_factory=list)
+    masks: list[bytes] = field(default_factory=list)
     logprob_rows: list[int] = field(default_factory=list)
     prompt_parts: list[PromptPart] = field(default_factory=list)
 

@@ -68,4 +68,5 @@ def _named(annotation: Any) -> str:  # noqa: ANN401
         return f"a sequence of {_named(args[0])}"
     if origin is Mapping:
         return f"a mapping of {_named(args[0])} to {_named(args[1])}"
-    return {NoneType: "None", int: "an int", float: "a number", str: "a text", bool: "True or False"}[annotation]
+    named = {NoneType: "None", int: "an int", float: "a number", str: "a text", bool: "True or False"}
+    return named.get(annotation) or f"a {annotation.__name__}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections import Counter
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ import pytest
 from pagefold.config import EngineConfig
 from pagefold.engine.build import build_engine, plan_engine
 from pagefold.engine.client import EngineThread
-from pagefold.errors import EngineStoppedError, InvalidRequestError
+from pagefold.errors import EngineStoppedError, InvalidRequestError, QueueFullError
 from pagefold.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -73,6 +74,42 @@ def test_who_stops_reading_frees_the_blocks(client: EngineThread) -> None:
         await _until_idle(client)
 
     asyncio.run(asyncio.wait_for(run(), 120))
+
+
+def test_a_stream_of_samples_ends_with_the_last_of_them(client: EngineThread) -> None:
+    async def run() -> None:
+        how = SamplingParams(n=4, max_tokens=5, ignore_eos=True, seed=1)
+        with closing(client.submit("samples", [1, 2, 3], how)) as deltas:
+            got = [delta async for delta in deltas]
+        assert Counter(delta.index for delta in got) == dict.fromkeys(range(4), 5)
+        assert [delta.index for delta in got if delta.finish_reason] == [0, 1, 2, 3]
+        assert [delta.is_last for delta in got] == [False] * 19 + [True]
+        await _until_idle(client)
+
+    asyncio.run(asyncio.wait_for(run(), 120))
+
+
+def test_each_sample_takes_a_place_until_all_have_ended(tiny_chat_model: Path) -> None:
+    config = EngineConfig(model=str(tiny_chat_model), kv_cache_memory_bytes=2**20, max_model_len=128, max_num_seqs=4)
+    client = EngineThread(build_engine(plan_engine(config)), max_requests=6)
+    client.start()
+
+    async def run() -> None:
+        three, four = (SamplingParams(n=n, max_tokens=100, ignore_eos=True) for n in (3, 4))
+        first = client.submit("first", [1, 2, 3], three)
+        with pytest.raises(QueueFullError, match="3 requests are here"):
+            client.submit("refused", [1, 2, 3], four)
+        second = client.submit("second", [1, 2, 3], three)
+        with pytest.raises(QueueFullError):
+            client.submit("refused", [1, 2, 3], SHORT)
+        await anext(first)
+        for stream in (first, second):
+            stream.close()
+        await _until_idle(client)
+        assert client._num_requests == 0
+
+    asyncio.run(asyncio.wait_for(run(), 120))
+    client.drain(0.0)
 
 
 def test_what_can_never_be_served_is_refused_at_once(client: EngineThread) -> None:

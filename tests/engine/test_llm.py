@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -339,3 +340,97 @@ def test_metrics_are_of_this_llm_alone_and_do_not_grow(llm: LLM, tiny_chat_model
     assert _counted(counting)["vllm:e2e_request_latency_seconds_count"] == 43
     ours = prometheus_client.generate_latest().count(b"vllm:"), everywhere.count(b"vllm:")
     assert ours == (0, 0), "nothing goes into the library's global registry"
+
+
+SAMPLED = SamplingParams(max_tokens=8, ignore_eos=True, seed=30)
+
+
+def exact_llm(folder: Path, **settings: Any) -> LLM:
+    """In float64, where what a sample draws does not hang on how a batch is rounded."""
+    settings = {"kv_cache_memory_bytes": 2**21, "max_model_len": 128, "max_num_seqs": 8} | settings
+    return LLM(model=str(folder), dtype="float64", attention_backend="reference", **settings)
+
+
+@pytest.fixture(scope="module")
+def exact(tiny_chat_model: Path) -> LLM:
+    return exact_llm(tiny_chat_model)
+
+
+def test_samples_are_those_of_requests_with_seeds_that_count_up(exact: LLM) -> None:
+    prompts = ["first prompt", {"prompt_token_ids": list(range(900, 933))}]
+    params = [replace(SAMPLED, n=4, logprobs=1, prompt_logprobs=0), replace(SAMPLED, n=3, seed=50)]
+    results = exact.generate(prompts, params, use_tqdm=False)
+    for prompt, how, result in zip(prompts, params, results, strict=True):
+        assert [output.index for output in result.outputs] == list(range(how.n))
+        assert result.finished
+        assert len({tuple(output.token_ids) for output in result.outputs}) == how.n
+        for index, output in enumerate(result.outputs):
+            single = replace(how, n=1, seed=(how.seed or 0) + index)
+            (alone,) = exact.generate(prompt, single, use_tqdm=False)
+            assert output.token_ids == alone.outputs[0].token_ids
+            assert output.text == alone.outputs[0].text
+            assert output.cumulative_logprob == pytest.approx(alone.outputs[0].cumulative_logprob)
+            assert (output.logprobs is None) == (how.logprobs is None)
+            assert (result.prompt_logprobs is None) == (how.prompt_logprobs is None)
+
+
+def test_samples_without_a_seed_differ(llm: LLM) -> None:
+    (result,) = llm.generate("no seed", replace(SAMPLED, n=8, seed=None), use_tqdm=False)
+    assert len({tuple(output.token_ids) for output in result.outputs}) == 8
+
+
+def test_best_of_keeps_the_highest_logprobs_per_token(exact: LLM) -> None:
+    """Also where outputs are of unequal length: one token in ten ends them."""
+    how = replace(SAMPLED, max_tokens=20, stop_token_ids=tuple(range(0, 49152, 10)))
+    (all_of_them,) = exact.generate("the best", replace(how, n=8, logprobs=0), use_tqdm=False)
+    assert len({len(output.token_ids) for output in all_of_them.outputs}) > 1
+    (result,) = exact.generate("the best", replace(how, n=3, best_of=8), use_tqdm=False)
+    ranked = sorted(
+        all_of_them.outputs,
+        key=lambda output: (output.cumulative_logprob or 0.0) / len(output.token_ids),
+        reverse=True,
+    )
+    assert [output.token_ids for output in result.outputs] == [output.token_ids for output in ranked[:3]]
+    for output, expected in zip(result.outputs, ranked, strict=False):
+        assert output.cumulative_logprob == pytest.approx(expected.cumulative_logprob)
+    assert [output.index for output in result.outputs] == [0, 1, 2]
+    assert all(output.logprobs is None for output in result.outputs)
+
+
+def test_more_samples_than_seats_are_refused_before_any_runs(llm: LLM) -> None:
+    for param, how in (("n", replace(SAMPLED, n=9)), ("best_of", replace(SAMPLED, best_of=9))):
+        with pytest.raises(InvalidRequestError, match=f"{param} is 9, but at most 8 sequences") as refused:
+            llm.generate(["a", "b"], [SAMPLED, how], use_tqdm=False)
+        assert refused.value.param == param
+        assert "max_num_seqs" in refused.value.remedy
+
+
+def test_memory_for_one_sample_at_a_time_is_enough(exact: LLM, tiny_chat_model: Path) -> None:
+    tight = exact_llm(tiny_chat_model, kv_cache_memory_bytes=8 * 2**13)
+    assert tight.engine.capacity.num_blocks == 8
+    prompt = {"prompt_token_ids": list(range(100, 201))}
+    how = replace(SAMPLED, n=5, max_tokens=27)
+    (result,), (roomy,) = (llm.generate(prompt, how, use_tqdm=False) for llm in (tight, exact))
+    assert [output.token_ids for output in result.outputs] == [output.token_ids for output in roomy.outputs]
+
+
+def test_an_id_of_a_sample_is_in_use_too(llm: LLM) -> None:
+    engine = llm.engine
+    engine.add("a", [1, 2], replace(SAMPLED, n=3))
+    for name, how in (("a", SAMPLED), ("a/2", SAMPLED)):
+        with pytest.raises(InvalidRequestError, match="in use"):
+            engine.add(name, [1, 2], how)
+    assert engine.abort("a")
+    assert not engine.abort("a")
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_all_samples_are_aborted_together(llm: LLM, num_steps: int) -> None:
+    engine = llm.engine
+    engine.add("a", [1, 2, 3], replace(SAMPLED, n=4))
+    deltas = [delta for _ in range(num_steps) for delta in engine.step()]
+    assert [delta.index for delta in deltas] == [0, 1, 2, 3] * num_steps
+    assert {delta.request_id for delta in deltas} <= {"a"}
+    assert engine.abort("a")
+    assert not engine.has_work
+    assert engine.step() == []

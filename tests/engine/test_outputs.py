@@ -166,11 +166,11 @@ def test_a_result_collects_its_deltas():
     assert (result.outputs[0].logprobs, result.outputs[0].cumulative_logprob, result.prompt_logprobs) == (None,) * 3
 
 
-def test_a_result_collects_logprobs_and_adds_up_those_of_its_tokens():
+def test_a_result_collects_logprobs():
     result = RequestOutput("r", "hi", [1, 2], [CompletionOutput(index=0)])
     five, six, two = {5: Logprob(-1.5, 1)}, {6: Logprob(-0.25, 2), 5: Logprob(-0.1, 1)}, {2: Logprob(-3.0, 9)}
-    result.add(OutputDelta("r", "a", (5,), 0, logprobs=(five,), prompt_logprobs=[None, two]))
-    result.add(OutputDelta("r", "b", (6,), 0, logprobs=(six,)))
+    result.add(OutputDelta("r", "a", (5,), 0, logprobs=(five,), prompt_logprobs=[None, two], cumulative_logprob=-1.5))
+    result.add(OutputDelta("r", "b", (6,), 0, logprobs=(six,), cumulative_logprob=-1.75))
     assert result.outputs[0].logprobs == [five, six]
     assert result.outputs[0].cumulative_logprob == -1.75
     assert result.prompt_logprobs == [None, two]

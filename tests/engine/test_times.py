@@ -53,7 +53,7 @@ class House:
             runner=self,
             tokenizer=None,
             limits=ModelLimits(VOCAB_SIZE, (), Namespace("m", "l", "d")),
-            capacity=Capacity(0, 0, num_blocks, BLOCK_SIZE, num_blocks * BLOCK_SIZE),
+            capacity=Capacity(0, 0, num_blocks, BLOCK_SIZE, num_blocks * BLOCK_SIZE, num_blocks),
             request_timeout_s=timeout_s,
             emit=self.metrics.emit,
             clock=self.clock,

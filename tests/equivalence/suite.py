@@ -172,11 +172,19 @@ def build(setting: Setting, folder: Path, budget: Budget, emit: Emit) -> Engine:
 
 
 class Key(NamedTuple):
-    """Names a request of a trial: which prompt, in which round, and whether it is the twin that is cancelled."""
+    """Names a request of a trial, and its samples.
+
+    Attributes:
+        round: in which it was sent.
+        index: of its prompt.
+        is_twin: whether it is the one that is cancelled.
+        sample: which sample of the prompt; 0 stands for the request too.
+    """
 
     round: int
     index: int
     is_twin: bool = False
+    sample: int = 0
 
     def __str__(self) -> str:
         return f"{'twin of ' if self.is_twin else ''}prompt {self.index} in round {self.round}"
@@ -193,7 +201,7 @@ class Trial:
 
     Attributes:
         engine: has a ``HarshRunner`` around its runner from :meth:`run` on.
-        outputs: token ids of every request that was sent.
+        outputs: token ids of every request that was sent, and of its other samples that got one.
         num_cached_tokens: of every request that got a token.
         counts: what happened.
     """
@@ -249,7 +257,7 @@ class Trial:
 
     def take(self, key: Key, delta: OutputDelta) -> None:
         """Keep what a step added."""
-        self.outputs[key] += delta.token_ids
+        self.outputs.setdefault(key, []).extend(delta.token_ids)
         self.num_cached_tokens[key] = delta.num_cached_tokens
 
     def _expected(self, key: Key, num_outputs: int, references: References) -> list[int]:
@@ -271,8 +279,8 @@ class Trial:
             for delta in self.engine.step():
                 assert delta.error is None, delta.error
                 key = self._keys[delta.request_id]
-                self.take(key, delta)
-                if delta.finish_reason is not None:
+                self.take(key._replace(sample=delta.index), delta)
+                if delta.is_last:
                     self._twins.pop(key, None)
             num_idle = num_idle + 1 if before == (*_progress(self.counts), len(arriving)) else 0
             assert num_idle < 100, (
@@ -314,6 +322,7 @@ def assert_clean(engine: Engine) -> None:
     assert not core.pending_copies
     assert not core.copies_in_flight
     assert not engine._texts, "an output's text was not dropped"
+    assert not engine._open, "a request was not dropped"
     audit(core)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ from pagefold.kv.tree import Node
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from pagefold.kv import Pin
 
 NS = b"namespace"
 
@@ -246,6 +249,52 @@ def published_off_the_path(world: World) -> None:
     world.table.tail = world.core.tree.roots[NS]
 
 
+def pin_count_off_by_one(world: World) -> None:
+    world.block(world.table, 0).num_pin_refs += 1
+
+
+def pin(world: World, tail: Node | None = None) -> Pin:
+    pinned = world.core.pins.add("p", tail or world.cached, 0.0)
+    assert pinned is not None
+    return pinned
+
+
+def two_pins_of_one_tail(world: World) -> None:
+    pinned = pin(world)
+    world.core.pins._pins["q"] = pinned
+    for node in pinned.path():
+        assert node.block is not None
+        world.pool.pin(node.block)
+
+
+def pin_on_what_is_not_published(world: World) -> None:
+    pinned = pin(world)
+    private = world.block(world.table, 2)
+    lost = replace(pinned, tail=Node(b"", world.core.tree.roots[NS], private, 0))
+    private.num_pin_refs = 1
+    for node in pinned.path():
+        assert node.block is not None
+        world.pool.unpin(node.block)
+    world.core.policy.on_idle(world.cached)
+    world.cached.evictable = True
+    world.core.pins._pins["p"] = lost
+
+
+def pinned_blocks_miscounted(world: World) -> None:
+    pin(world)
+    world.core.pins.num_blocks -= 1
+
+
+def pins_beyond_their_quota(world: World) -> None:
+    pin(world)
+    world.core.pins.max_blocks = 1
+
+
+def cached_pinned_blocks_miscounted(world: World) -> None:
+    pin(world, world.node(world.table, 1))
+    world.pool.num_pinned += 1
+
+
 def candidate_missing(world: World) -> None:
     world.core.policy.on_busy(world.cached)
 
@@ -296,6 +345,12 @@ CORRUPTIONS: list[tuple[Callable[[World], None], str]] = [
     (tail_that_left_the_tree, "which left the tree"),
     (path_that_is_not_the_table, "is not the table"),
     (published_off_the_path, "published but not by its table's path"),
+    (pin_count_off_by_one, "0 pins keep it"),
+    (two_pins_of_one_tail, "two pins have the same tail"),
+    (pin_on_what_is_not_published, "p pins what is not there"),
+    (pinned_blocks_miscounted, "pins.num_blocks=1, 2 are pinned"),
+    (pins_beyond_their_quota, "pins.num_blocks=2, 2 are pinned"),
+    (cached_pinned_blocks_miscounted, "core.pool.num_pinned=1 but 0 cached blocks are"),
     (candidate_missing, "policy offers 1 nodes, 2 are evictable"),
     (candidate_too_many, "policy offers 3 nodes, 2 are evictable"),
     (candidates_but_no_victim, "no victim among its candidates"),

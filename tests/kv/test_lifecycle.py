@@ -52,7 +52,7 @@ def test_the_table_says_the_same() -> None:
     assert set(LEGAL_MOVES) == set(BlockState)
 
 
-@pytest.mark.parametrize("holder", ["num_table_refs", "num_io_refs", "node"])
+@pytest.mark.parametrize("holder", ["num_table_refs", "num_io_refs", "num_pin_refs", "node"])
 def test_a_block_that_somebody_holds_cannot_be_freed(holder: str) -> None:
     block = block_in(BlockState.ACTIVE)
     setattr(block, holder, Node(b"", None, block, 0) if holder == "node" else 1)
@@ -67,7 +67,7 @@ def test_a_new_block_is_free_and_nobody_holds_it() -> None:
 
 
 def test_repr_names_what_a_bug_report_needs() -> None:
-    assert repr(block_in(BlockState.ACTIVE)) == "Block(3, ACTIVE, tables=0, io=0, published=False)"
+    assert repr(block_in(BlockState.ACTIVE)) == "Block(3, ACTIVE, tables=0, io=0, pins=0, published=False)"
 
 
 def test_no_other_file_sets_a_state() -> None:

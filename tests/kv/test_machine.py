@@ -9,13 +9,15 @@ Held after every operation, for every policy:
 * every committed node of the tree has the bytes that its path promises;
 * the tree is exactly what the model says was published, less what events said was evicted and what was reset;
 * ``match`` finds exactly the model's longest prefix: whole blocks, then a part of one more;
-* memory is refused only when it is short, and what is evicted is a leaf that nobody holds.
+* memory is refused only when it is short, and what is evicted is a leaf that nobody holds and no pin keeps;
+* pins are those of the model, which looks at all of them: they never keep more than their quota, end at their time, and
+  the one that is given up has the least priority of those that alone keep a block from being evicted.
 
 The machine follows the protocol in core.py: a step is planned (match, acquire, extend, promise for each sequence), its
 copies are taken, it runs, and then it is committed in plan order, or it fails: its copies are handed back, its promises
 abandoned newest first, and the tables admitted in it released. Sequences may be forked, cancelled and preempted, blocks
-reclaimed and the cache reset at any point of that, except that a table is never released or forked while it has an open
-promise, or while a step in flight writes it.
+reclaimed, prefixes pinned and unpinned, and the cache reset at any point of that, except that a table is never released
+or forked while it has an open promise, or while a step in flight writes it.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from pagefold.events import BlockEvicted, Event
-from pagefold.kv import KeyPolicy, KVCore, Namespace, PrefixHit, audit, make_policy
+from pagefold.events import BlockEvicted, Event, PinDropped
+from pagefold.kv import KeyPolicy, KVCore, Namespace, PinLimits, PrefixHit, audit, make_policy
 from pagefold.kv.block import BlockState
 from pagefold.kv.eviction import POLICIES
 
@@ -48,6 +50,8 @@ MAX_RUNNING = 7
 MAX_WAITING = 4
 MAX_STASHED = 3
 MAX_TOKENS = 44  # of one sequence: about half of the pool
+HALF_LIFE = 16
+PINNED_SHARE = 0.6
 POISON = -1
 POISONED = [POISON] * BLOCK_SIZE
 
@@ -141,6 +145,26 @@ class PrefixModel:
             assert other != namespace or longer[: len(tokens)] != tokens, "a prefix was broken in the middle"
 
 
+@dataclass(frozen=True)
+class ModelPin:
+    """What the model knows of a pin: its prefix, and until when it stays."""
+
+    pin_id: str
+    prefix: Prefix
+    priority: float
+    pinned_at: int
+    expires_at: float
+
+    def prefixes(self) -> set[Prefix]:
+        """All that it keeps, one prefix a block."""
+        namespace, tokens = self.prefix
+        return {(namespace, tokens[:end]) for end in range(BLOCK_SIZE, len(tokens) + 1, BLOCK_SIZE)}
+
+    def rank(self, now: int) -> tuple[float, int]:
+        """The smaller goes first: its priority, halved as often as it must be."""
+        return self.priority / 2 ** ((now - self.pinned_at) / HALF_LIFE), self.pinned_at
+
+
 def num_common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     """How many leading tokens are equal."""
     num = 0
@@ -216,8 +240,13 @@ class Machine:
             block_size=BLOCK_SIZE,
             policy=policy_of(policy),
             enable_prefix_caching=enable_prefix_caching,
+            pin_limits=PinLimits(PINNED_SHARE, HALF_LIFE),
             emit=self._on_event,
         )
+        self.max_pinned = int(num_blocks * PINNED_SHARE)
+        self.pins: dict[str, ModelPin] = {}
+        self.num_pins = 0
+        self.now = 0
         self.publishes = enable_prefix_caching
         self.variety = variety
         self.model = PrefixModel()
@@ -315,7 +344,9 @@ class Machine:
     def reset(self) -> bool:
         """Clear the cache, whatever is going on."""
         self._saw("reset with open promises", any(row.promise is not None for row in self.plan))
+        self._saw("reset with pins", bool(self.pins))
         num_cached = self.core.pool.num_cached
+        self.pins.clear()
         self.model.known.clear()
         assert self.core.reset() == num_cached
         for sequence in self.running:
@@ -323,6 +354,61 @@ class Machine:
             sequence.num_published = 0
         assert not list(self.core.tree.nodes())
         return True
+
+    def pin(self, which: int, ttl: int, priority: int) -> bool:
+        """Pin what a running sequence has published, as far as it is written."""
+        if not self.running:
+            return False
+        sequence = self.running[which % len(self.running)]
+        assert sequence.table is not None
+        self.num_pins += 1
+        pin_id, expires_at = f"p{self.num_pins}", self.now + 1 + ttl % 20 if ttl % 3 else float("inf")
+        tokens = self._written(sequence)
+        wanted = ModelPin(pin_id, (sequence.namespace, tokens), priority % 7, self.now, expires_at)
+        fits = len(self._pinned() | wanted.prefixes()) <= self.max_pinned
+        pinned = self.core.pins.add(
+            pin_id,
+            sequence.table.tail,
+            self.now,
+            ttl_s=None if expires_at == float("inf") else expires_at - self.now,
+            priority=wanted.priority,
+        )
+        assert (pinned is not None) == (fits and bool(tokens))
+        self._saw("nothing to pin", not tokens)
+        self._saw("beyond the quota", not fits)
+        if pinned is not None:
+            for other in [other for other in self.pins.values() if other.prefix == wanted.prefix]:
+                self._saw("renewed pin")
+                del self.pins[other.pin_id]
+            self.pins[pin_id] = wanted
+        return pinned is not None
+
+    def unpin(self, which: int) -> bool:
+        """Take a pin away."""
+        if not self.pins:
+            assert self.core.pins.remove("p0") is None
+            return False
+        pin_id = list(self.pins)[which % len(self.pins)]
+        assert self.core.pins.remove(pin_id) is not None
+        del self.pins[pin_id]
+        return True
+
+    def pass_time(self, seconds: int) -> bool:
+        """Time goes on, and pins expire."""
+        self.now += seconds % 6
+        self.core.pins.expire(self.now)
+        expired = [pin.pin_id for pin in self.pins.values() if pin.expires_at <= self.now]
+        self._saw("expired pin", bool(expired))
+        for pin_id in expired:
+            del self.pins[pin_id]
+        return True
+
+    def give_up(self, which: int) -> bool:
+        """Give up a pin for the sake of what a stashed hit would use, or for nothing in particular."""
+        spared: list[Node] = []
+        if self.stashed and which % 2:
+            spared = [node for node in self.stashed[which // 2 % len(self.stashed)].hit.nodes if node.attached]
+        return self._give_up(spared)
 
     # Operations of a runner and of what comes after.
 
@@ -399,7 +485,19 @@ class Machine:
         for known in self.model.known.values():
             if known.committed:
                 assert self._bytes(known.block_id) == known.cells, f"published block {known.block_id} has wrong bytes"
+        self._check_pins()
         self._check_sequences()
+
+    def _check_pins(self) -> None:
+        prefix_of = {node: prefix for prefix, node in self._tree()}
+        pins = {pin.pin_id: (prefix_of[pin.tail], pin.expires_at_s) for pin in self.core.pins}
+        assert pins == {pin.pin_id: (pin.prefix, pin.expires_at) for pin in self.pins.values()}
+        assert self.core.pins.num_blocks == len(self._pinned()) <= self.max_pinned
+        for prefix in self._pinned():
+            assert self.model.known[prefix].committed, "what is pinned went"
+        cached = {known.block_id for known in self.model.known.values()} - self._held()
+        pinned = {self.model.known[prefix].block_id for prefix in self._pinned()}
+        assert self.core.num_available == self.core.pool.num_free + len(cached - pinned)
 
     def _check_sequences(self) -> None:
         pending = {copy.dst: copy for copy in self.core.pending_copies}
@@ -432,7 +530,11 @@ class Machine:
         self.core.copies_done(self.core.take_copies())
         self.check()
         pool = self.core.pool
-        assert pool.num_free + pool.num_cached == pool.num_blocks == self.core.num_available
+        assert pool.num_free + pool.num_cached == pool.num_blocks
+        assert self.core.num_available == pool.num_blocks - self.core.pins.num_blocks
+        while self.pins:
+            assert self._give_up([]), "nobody holds a block, so every pin can be given up"
+        assert pool.num_blocks == self.core.num_available
         self.core.reclaim(pool.num_blocks)
         assert pool.num_free == pool.num_blocks
         assert not self.core.tree.roots
@@ -480,6 +582,9 @@ class Machine:
         """Extend, preempting others while memory is short; then promise."""
         start = sequence.num_computed
         while not self._extend(sequence, end):
+            if victim % 3 and self._give_up([]):
+                self._saw("pin given up for memory")
+                continue
             others = [other for other in self._releasable() if other is not sequence]
             if not others or not victim % 4:
                 return False
@@ -639,12 +744,46 @@ class Machine:
         for node in nodes:
             block = node.block
             assert block is not None
-            if block.state != BlockState.CACHED or block.num_io_refs or node is pinned:
+            if block.state != BlockState.CACHED or block.num_io_refs or block.num_pin_refs or node is pinned:
                 above: Node | None = node
                 while above is not None and above not in stuck:
                     stuck.add(above)
                     above = above.parent
         return self.core.pool.num_free + sum(node not in stuck for node in nodes)
+
+    def _pinned(self) -> set[Prefix]:
+        return {prefix for pin in self.pins.values() for prefix in pin.prefixes()}
+
+    def _held(self) -> set[int]:
+        return {block_id for sequence in self.running if sequence.table for block_id in sequence.table.block_ids}
+
+    def _written(self, sequence: Sequence) -> tuple[int, ...]:
+        """Return what of ``sequence`` is published, and committed from the first block on."""
+        num_blocks = 0
+        while num_blocks < sequence.num_published:
+            prefix = (sequence.namespace, tuple(sequence.tokens[: (num_blocks + 1) * BLOCK_SIZE]))
+            if not self.model.known[prefix].committed:
+                break
+            num_blocks += 1
+        return tuple(sequence.tokens[: num_blocks * BLOCK_SIZE])
+
+    def _give_up(self, spared: list[Node]) -> bool:
+        """Give up a pin, and look at all of them: it must be the least of those that gain something."""
+        spared_ids = {node.block.block_id for node in spared if node.block is not None}
+        gaining = []
+        for pin in self.pins.values():
+            kept = set().union(*(other.prefixes() for other in self.pins.values() if other is not pin))
+            freed = {self.model.known[prefix].block_id for prefix in pin.prefixes() - kept}
+            if freed - self._held() - spared_ids:
+                gaining.append(pin)
+        least = min(gaining, key=lambda pin: pin.rank(self.now), default=None)
+        self._saw("pin that gains nothing", len(gaining) < len(self.pins))
+        assert self.core.pins.give_up(self.now, spared) == (least is not None)
+        if least is None:
+            return False
+        assert self.core.pins.dropped[-1][::2] == (least.pin_id, "memory")
+        del self.pins[least.pin_id]
+        return True
 
     def _tree(self) -> Iterator[tuple[Prefix, Node]]:
         """Yield every node with the prefix that its path spells."""
@@ -685,6 +824,8 @@ class Machine:
             self.seen[what] = self.seen.get(what, 0) + 1
 
     def _on_event(self, event: Event) -> None:
+        if isinstance(event, PinDropped):
+            return
         assert isinstance(event, BlockEvicted)
         if event.cause != "reset":
             self._saw(event.cause)
@@ -708,6 +849,10 @@ OPERATIONS: tuple[tuple[str, int], ...] = (
     ("apply", 14),
     ("fail", 4),
     ("reset", 1),
+    ("pin", 6),
+    ("unpin", 1),
+    ("pass_time", 3),
+    ("give_up", 1),
 )
 
 
@@ -753,6 +898,7 @@ def _random_arguments(rng: Random, name: str) -> tuple[object, ...]:
         "admit_stashed": lambda: (some(), some(), some()),
         "grow": lambda: (some(), some(), some(), some()),
         "fail": lambda: (some(), some()),
+        "pin": lambda: (some(), some(), some()),
         "reset": tuple,
     }
     return arguments.get(name, lambda: (some(),))()
@@ -816,6 +962,26 @@ class KVCoreMachine(RuleBasedStateMachine):
     def reset(self) -> None:
         """See Machine."""
         self.machine.reset()
+
+    @rule(which=ints, ttl=ints, priority=ints)
+    def pin(self, which: int, ttl: int, priority: int) -> None:
+        """See Machine."""
+        self.machine.pin(which, ttl, priority)
+
+    @rule(which=ints)
+    def unpin(self, which: int) -> None:
+        """See Machine."""
+        self.machine.unpin(which)
+
+    @rule(seconds=ints)
+    def pass_time(self, seconds: int) -> None:
+        """See Machine."""
+        self.machine.pass_time(seconds)
+
+    @rule(which=ints)
+    def give_up(self, which: int) -> None:
+        """See Machine."""
+        self.machine.give_up(which)
 
     @rule(batched_copies=ints)
     def run(self, batched_copies: int) -> None:
@@ -883,16 +1049,23 @@ def test_what_is_worth_testing_happens() -> None:
         seen.update(random_operations(seed, 1500, "lru", variety=1))
     for what in (
         "allocation",
+        "beyond the quota",
         "copy-on-write",
         "duplicate at promise",
         "duplicate still in flight at commit",
+        "expired pin",
         "failed step with copies",
         "joined at commit",
         "lean on a promise",
         "memory short",
+        "nothing to pin",
         "partial match",
+        "pin given up for memory",
+        "pin that gains nothing",
         "preemption",
+        "renewed pin",
         "reset with open promises",
+        "reset with pins",
         "stale hit",
     ):
         assert seen[what] > 0, f"{what} never happened: {seen}"

@@ -15,6 +15,8 @@ from pagefold.events import (
     FirstToken,
     NextTokens,
     OutputFinished,
+    PinCause,
+    PinDropped,
     PrefixLookup,
     RequestFinished,
     RequestPreempted,
@@ -169,3 +171,25 @@ def test_two_of_them_share_nothing(metrics):
 def test_observing_needs_no_torch():
     code = "import sys, pagefold.observe.metrics, pagefold.observe.logs; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# Warm-ups and pins.
+
+
+def test_warm_ups_count_with_their_tokens_and_in_no_histogram(metrics):
+    metrics.emit(FirstToken("w", 0.5, 100, 30, 14, is_warm_up=True))
+    metrics.emit(finished("length", is_warm_up=True))
+    assert value(metrics, "vllm:prompt_tokens_total") == 100
+    assert value(metrics, "vllm:prompt_tokens_cached_total") == 30
+    assert value(metrics, "vllm:request_success_total", finished_reason="length") == 0
+    series = [sample for family in metrics.registry.collect() for sample in family.samples]
+    counts = {sample.name: sample.value for sample in series if sample.name.endswith("_count")}
+    assert counts
+    assert not any(counts.values()), counts
+
+
+@pytest.mark.parametrize("cause", get_args(PinCause))
+def test_every_cause_of_the_end_of_a_pin_has_a_series(metrics, cause):
+    assert value(metrics, "pagefold:pins_dropped_total", cause=cause) == 0
+    metrics.emit(PinDropped("p", 3, cause))
+    assert value(metrics, "pagefold:pins_dropped_total", cause=cause) == 1

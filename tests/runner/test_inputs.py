@@ -14,11 +14,11 @@ from pagefold.runner.inputs import make_inputs
 from pagefold.steps import StepPlan
 
 ROWS = st.lists(
-    st.tuples(st.one_of(st.just(0), st.integers(0, 70)), st.one_of(st.just(1), st.integers(1, 40)), st.booleans()),
+    st.tuples(st.one_of(st.just(0), st.integers(0, 70)), st.one_of(st.just(1), st.integers(1, 40)), st.integers(0, 3)),
     min_size=1,
     max_size=8,
 )
-"""(start, tokens, whether the row samples)."""
+"""(start, tokens, how often the row samples)."""
 
 
 @st.composite
@@ -28,14 +28,13 @@ def geometries(draw):
 
 def plan_of(rows, block_size, data):
     plan = StepPlan(0)
-    for row, (start, num_tokens, samples) in enumerate(rows):
+    for row, (start, num_tokens, num_samples) in enumerate(rows):
         plan.token_ids.extend(data.draw(st.lists(st.integers(0, 500), min_size=num_tokens, max_size=num_tokens)))
         plan.starts.append(start)
         plan.num_tokens.append(num_tokens)
         num_blocks = -(-(start + num_tokens) // block_size) + data.draw(st.integers(0, 2))  # some have room to spare
         plan.block_ids.append(data.draw(st.lists(st.integers(0, 99), min_size=num_blocks, max_size=num_blocks)))
-        if samples:
-            plan.sampling_rows.append(row)
+        plan.sampling_rows += [row] * num_samples
     return plan
 
 
@@ -62,15 +61,19 @@ def test_every_token_has_its_position_and_every_position_its_block(rows, geometr
 
 
 @given(ROWS, geometries(), st.data())
-def test_logits_are_wanted_of_the_last_token_of_each_row_that_samples(rows, geometry, data):
+def test_logits_are_wanted_of_the_last_token_of_each_row_that_samples_once(rows, geometry, data):
     plan = plan_of(rows, geometry.block_size, data)
-    last_tokens, first = [], 0
-    for _, num_tokens, samples in rows:
+    of_rows, of_samples, first = [], [], 0
+    for _, num_tokens, num_samples in rows:
         first += num_tokens
-        last_tokens += [first - 1] * samples
-    logit_rows = make_inputs(plan, geometry).logit_rows
-    assert logit_rows.tolist() == last_tokens
-    assert logit_rows.dtype == torch.int64
+        of_rows += [first - 1] * bool(num_samples)
+        of_samples += [first - 1] * num_samples
+    inputs = make_inputs(plan, geometry)
+    assert inputs.logit_rows.tolist() == of_rows
+    assert inputs.logit_rows.dtype == torch.int64
+    taken = inputs.logit_rows if inputs.samples is None else inputs.logit_rows[inputs.samples]
+    assert taken.tolist() == of_samples
+    assert (inputs.samples is None) == (of_rows == of_samples)
 
 
 @given(ROWS, geometries(), st.data())

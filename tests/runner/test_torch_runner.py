@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from array import array
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,7 +24,7 @@ from pagefold.runner.sampler import sample
 from pagefold.runner.slab import Slab
 from pagefold.runner.torch_runner import TorchRunner
 from pagefold.runner.transformers_decoder import TransformersDecoder
-from pagefold.steps import StepPlan
+from pagefold.steps import PromptPart, StepPlan
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -227,3 +228,22 @@ def test_weights_that_are_not_the_configs_are_refused(folder, tmp_path, field, s
 def test_an_inspected_folder_has_the_geometry_that_runs(folder):
     spec = inspect_model(folder)
     make_runner(folder, spec.num_layers, spec.num_kv_heads).warm_up()
+
+
+def test_a_row_that_is_sampled_several_times_brings_its_logits_to_each(folder, plain):
+    """And those of prompt parts stay where they are, behind them."""
+    a, b, c = PROMPTS
+    runner = make_runner(folder)
+    plan = make_plan((a, 0, [11, 2], True), (b, 0, [0, 7, 5], True), (c, 0, [15], True))
+    plan.sampling_rows = [0, 1, 1, 1, 2]
+    plan.sampling = [SamplingParams(logprobs=0)] * 5
+    plan.seeds, plan.draws, plan.logprob_rows = [3, 4, 5, 6, 7], [0] * 5, [0, 1, 2, 3, 4]
+    plan.prompt_parts = [PromptPart(1, 2, array("i", b[3:5]), 0)]
+    expected = torch.stack([plain(prompt) for prompt in (a, b, b, b, c)])
+    torch.testing.assert_close(runner.logits(plan), expected, rtol=1e-9, atol=1e-9)
+    result = runner.run(plan)
+    assert result.token_ids == sample(expected, plan.sampling, plan.seeds, plan.draws)
+    for token_id, told, logits in zip(result.token_ids, result.logprobs, expected, strict=True):
+        assert told.logprob == pytest.approx(float(logits.log_softmax(-1)[token_id]))
+    of_prompt = [float(plain(b[:length]).log_softmax(-1)[b[length]]) for length in (3, 4)]
+    assert [told.logprob for told in result.prompt_logprobs[0]] == pytest.approx(of_prompt)

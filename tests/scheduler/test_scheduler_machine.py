@@ -7,15 +7,20 @@ Held after every operation, for every policy, with tiny pools, small chunks and 
   preempted, no position is computed twice or skipped, seeds and draws are those of the row's request;
 * each row finds in its blocks exactly its own history, and what it writes is still there when all rows have written.
   Blocks are poisoned when they become free, and the positions that a row will write before it writes them;
-* every output is what its request generates alone;
+* every output is what its request generates alone, that of each sample of a prompt included; a prompt of several
+  samples is sampled once for each when it is computed, and then they are requests like all others;
+* what pins keep is read back; nobody is preempted while pins alone keep a block, a pin is given up only for somebody
+  who then gets on, and nobody waits for memory that pins keep;
 * the oldest request is never preempted; admission waits only for budget, seats or memory; every request ends within as
   many steps as there are tokens.
 
-Steps are planned, applied or abandoned; requests are added and finished, and the cache is reset, at any point of that.
+Steps are planned, applied or abandoned; requests are added and finished, pins taken away, and the cache is reset, at
+any point of that. Some requests are warm-ups that pin their prompts.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
@@ -28,12 +33,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from slab_runner import VOCAB_SIZE, SlabRunner, alone, cells_of
 
-from pagefold.events import Event, PrefixLookup, RequestPreempted, StepApplied
-from pagefold.kv import KVCore, Namespace, audit, make_policy
-from pagefold.request import Request, RequestStatus, SamplingParams, StopRule
+from pagefold.events import Event, PinDropped, PrefixLookup, RequestPreempted, StepApplied
+from pagefold.kv import KVCore, Namespace, PinLimits, audit, make_policy
+from pagefold.request import Request, RequestStatus, SamplingParams, StopRule, WarmUp
 from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits
 
 if TYPE_CHECKING:
+    from pagefold.kv import BlockTable
     from pagefold.kv.tree import Node
     from pagefold.steps import StepPlan
 
@@ -56,6 +62,7 @@ class Setup:
     policy: str = "lru"
     enable_prefix_caching: bool = True
     scheduling: str = "fcfs"
+    pinned_share: float = 0.6
     long_outputs: bool = False
     """Short prompts and long outputs: all are let in, and then there is no room to grow."""
 
@@ -70,6 +77,7 @@ class Machine:
             block_size=BLOCK_SIZE,
             policy=make_policy(setup.policy),
             enable_prefix_caching=setup.enable_prefix_caching,
+            pin_limits=PinLimits(setup.pinned_share, 8.0),
             emit=self._on_event,
         )
         limits = SchedulerLimits(setup.max_num_seqs, setup.max_num_batched_tokens)
@@ -88,12 +96,15 @@ class Machine:
         self.looked_up: set[str] = set()
         self.num_added = 0
         self.events: list[Event] = []
+        self.now = 0.0
+        self.failed_extends: list[int] = []  # of this schedule(): how many blocks pins alone kept each time
+        self.core.extend = self._extend
         self.seen: Counter[str] = Counter()
 
     # Operations.
 
     def add(self, which: int, length: int, own: int, num_new: int) -> None:
-        """A request comes: some of a stream, a few tokens of its own, some tokens to generate."""
+        """A request comes: some of a stream, a few tokens of its own, some to generate, in one sample or several."""
         if len(self.scheduler.waiting) >= MAX_WAITING:
             return
         stream = STREAMS[which % 2 if which % 3 else self.num_added // 4 % len(STREAMS)]
@@ -102,20 +113,34 @@ class Machine:
         tokens += [own >> bit & 1 for bit in range(own % 3 if tokens else 1)]
         stops = frozenset({own % VOCAB_SIZE}) if own % 4 == 0 else frozenset()
         max_total = min(self.max_total_tokens, len(tokens) + 1 + num_new % (50 if self.setup.long_outputs else 20))
+        warm_up = None
+        if which % 5 == 0:
+            warm_up = WarmUp(pin=True, ttl_s=1.0 + num_new % 30 if num_new % 3 else None, retention_priority=own % 7)
+            max_total = min(max_total, len(tokens) + 1)
         request_id = f"r{self.num_added}"
         self.num_added += 1
-        request = Request(
-            request_id,
-            tokens,
-            SAMPLING,
-            stop=StopRule(stops, max_total),
-            namespace=namespace,
-            seed=own // 8 % 2,
-            arrival_s=float(self.num_added),
-            priority=own % 5 - 2,
-        )
-        self.requests[request_id] = request
-        self.expected[request_id] = alone(request)
+        num_samples = 1 + num_new // 50 % min(4, self.setup.max_num_seqs) if own // 16 % 3 == 0 else 1
+        num_samples = num_samples if warm_up is None else 1
+        samples = [
+            Request(
+                request_id if not index else f"{request_id}/{index}",
+                tokens,
+                SAMPLING,
+                stop=StopRule(stops, max_total),
+                namespace=namespace,
+                seed=own // 8 % 2 + index,
+                arrival_s=float(self.num_added),
+                priority=own % 5 - 2,
+                parent_id=request_id,
+                sample_index=index,
+                warm_up=warm_up,
+            )
+            for index in range(num_samples)
+        ]
+        for sample in samples:
+            self.requests[sample.request_id] = sample
+            self.expected[sample.request_id] = alone(sample)
+        request, *request.forks = samples
         self.scheduler.add(request)
         self._saw("added during a step", self.plan is not None)
 
@@ -126,7 +151,9 @@ class Machine:
         before = sorted(self.scheduler.running, key=lambda request: request.order)
         waited = list(self.scheduler.waiting)
         self.events.clear()
-        plan = self.scheduler.schedule(0.0)
+        self.failed_extends.clear()
+        plan = self.scheduler.schedule(self.now)
+        assert all(pin.expires_at_s > self.now for pin in self.core.pins)
         assert bool(plan.num_rows) == bool(before or waited), "nothing to run though there is work"
         self._check_preempted(before)
         admitted = [request for request in waited + before if request.request_id not in self.computed]
@@ -135,6 +162,7 @@ class Machine:
         assert not [event for event in self.events if isinstance(event, PrefixLookup)], "told before it ran"
         self.lookups = [self._lookup_of(request) for request in sorted(admitted, key=lambda request: request.order)]
         self.computed |= {lookup.request_id: lookup.num_hit_tokens for lookup in self.lookups}
+        self._check_given_up()
         self._check_admission(plan)
         self._check_plan(plan)
         if plan.num_rows:
@@ -147,7 +175,8 @@ class Machine:
         if plan is None:
             return
         requests = list(self.scheduler.running)
-        aborted = {request.request_id for request in requests if request.is_aborted}
+        samples = samples_of(plan, requests)
+        aborted = {request.request_id for request in samples if request.is_aborted}
         result = self.runner.run(plan)
         for request, start, num_tokens, block_ids in zip(
             requests, plan.starts, plan.num_tokens, plan.block_ids, strict=True
@@ -162,9 +191,16 @@ class Machine:
         self.plan = None
         got = self.scheduler.apply(result)
         self._saw("joined at commit", any(a != b for a, b in zip(tables, plan.block_ids, strict=True) if b))
-        assert [request.request_id for request in got] == [
-            requests[row].request_id for row in plan.sampling_rows if requests[row].request_id not in aborted
-        ]
+        assert got == [request for request in samples if request.request_id not in aborted]
+        for request in requests:
+            if request.status is RequestStatus.FINISHED:
+                self.computed.pop(request.request_id)
+        for request in self.scheduler.running:
+            if request.request_id not in self.computed:
+                assert request.sample_index, "runs, and was not admitted"
+                self.computed[request.request_id] = request.num_prompt_tokens
+                self._saw("forked")
+                self._saw("forked inside a block", request.num_prompt_tokens % BLOCK_SIZE > 0)
         assert [event for event in self.events if isinstance(event, PrefixLookup)] == self.lookups
         first = [lookup.request_id for lookup in self.lookups if not lookup.after_preemption]
         assert not self.looked_up.intersection(first), "a first lookup comes once"
@@ -194,13 +230,14 @@ class Machine:
         self._saw("failed step with copies", bool(plan.copies))
         requests = list(self.scheduler.running)
         admitted = requests[len(requests) - self.num_admitted :]
-        ended = {request.request_id for request in requests if request.is_aborted}
+        self._saw("failed step with forks", any(request.forks for request in samples_of(plan, requests)))
+        ended: list[Request] = []
         for request in requests:
             self.num_failed[request.request_id] += 1
-            if self.num_failed[request.request_id] == 3:
-                ended.add(request.request_id)
+            if request.is_aborted or self.num_failed[request.request_id] == 3:
+                ended += (request, *request.forks)
         self.plan = None
-        assert {request.request_id for request in self.scheduler.abandon("it died")} == ended
+        assert self.scheduler.abandon("it died") == ended
         for request in admitted:
             self.computed.pop(request.request_id, None)
         self._forget_ended()
@@ -218,9 +255,16 @@ class Machine:
         present = [*self.scheduler.running, *self.scheduler.waiting]
         if not present:
             return
+        if which % 8:
+            present = self._forking() or present  # a short moment, and one worth hitting
         request = present[which % len(present)]
         was_running = request.status is RequestStatus.RUNNING
         self._saw("cancelled during a step", self.plan is not None and was_running)
+        if request.forks:
+            self._saw("samples cancelled while they wait", not was_running)
+            self._saw("samples cancelled while their prompt is computed", was_running)
+            self._saw("samples cancelled in the step that forks", request in self._forking())
+        self._saw("a sample cancelled", request.parent_id != request.request_id)
         assert self.scheduler.finish(request.request_id, "abort" if which % 3 else "stop") is request
         self._forget_ended()
 
@@ -229,10 +273,21 @@ class Machine:
         self._saw("reset during a step", self.plan is not None)
         self.core.reset()
 
+    def unpin(self, which: int) -> None:
+        """Somebody takes a pin away."""
+        pins = [pin.pin_id for pin in self.core.pins]
+        if pins:
+            assert self.core.pins.remove(pins[which % len(pins)]) is not None
+
+    def pass_time(self, seconds: int) -> None:
+        """Time goes on."""
+        self.now += seconds % 5
+
     def drain(self) -> None:
         """Run everything to its end: no step fails now, so there is a bound on how long it takes."""
         num_steps_left = sum(
-            request.stop.max_total_tokens + 1 for request in (*self.scheduler.running, *self.scheduler.waiting)
+            request.num_seqs * (request.stop.max_total_tokens + 1)
+            for request in (*self.scheduler.running, *self.scheduler.waiting)
         )
         while self.plan is not None or self.scheduler.has_work:
             self.schedule()
@@ -261,7 +316,7 @@ class Machine:
             known = [(request.priority * 2.5 + request.arrival_s, request.index) for request in scheduler.waiting]
             assert known == waiting
             self._saw("overtakes", any(a.index > b.index for a, b in pairwise(scheduler.waiting)))
-        assert len(scheduler.running) <= self.setup.max_num_seqs
+        assert sum(1 + len(request.forks) for request in scheduler.running) <= self.setup.max_num_seqs
         assert core.tables == {request.table for request in scheduler.running}
         for request in scheduler.running:
             assert request.status is RequestStatus.RUNNING
@@ -272,16 +327,39 @@ class Machine:
             assert request.table is None
             assert request.finish_reason is None
             assert (request.status is RequestStatus.PREEMPTED) == (request.num_preemptions > 0)
+        for request in (*scheduler.running, *scheduler.waiting):
+            assert not (request.forks and request.num_output_tokens), "it has a token, and its samples have not begun"
+            for fork in request.forks:
+                assert (fork.status, fork.table) == (RequestStatus.WAITING, None)
+                assert scheduler.get(fork.request_id) is None
         if self.plan is None:
-            assert not core.pending_copies
             assert not core.copies_in_flight
+            waits_for = {copy.dst: copy.src for copy in core.pending_copies}
+            assert not waits_for or any(self.num_failed[request.request_id] for request in scheduler.running)
+            self._saw("a copy waits for another step", bool(waits_for))
             for request in scheduler.running:
-                if request.table.tail is not None:  # None: caching is off, or the cache was reset
-                    assert request.table.num_published == request.num_computed_tokens // BLOCK_SIZE
-                cells = self.runner.read(request.table.block_ids, request.num_computed_tokens)
+                self._check_published(request)
+                block_ids = [waits_for.get(block_id, block_id) for block_id in request.table.block_ids]
+                cells = self.runner.read(block_ids, request.num_computed_tokens)
                 assert cells == cells_of(request.namespace, request.token_ids[: request.num_computed_tokens])
+        self._check_pins()
         for block_id in core.pool.free_ids:
             self.runner.poison(block_id)
+
+    def _check_published(self, request: Request) -> None:
+        """All whole blocks are published, but for one whose twin was evicted and written anew while ours was written.
+
+        It joins that twin when it grows; until then what forks from it shares it, off the tree.
+        """
+        table = request.table
+        num_whole = request.num_computed_tokens // BLOCK_SIZE
+        if table.tail is None or table.num_published == num_whole:  # None: caching is off, or the cache was reset
+            return
+        key = request.token_ids[table.num_published * BLOCK_SIZE :][:BLOCK_SIZE].tobytes()
+        num_tables = self.core.pool.blocks[table.block_ids[table.num_published]].num_table_refs
+        assert table.num_published == num_whole - 1
+        assert key in table.tail.children or num_tables > 1, f"{request} has not published a block"
+        self._saw("publishes later")
 
     def _check_preempted(self, before: list[Request]) -> None:
         after = {request.request_id for request in self.scheduler.running}
@@ -302,16 +380,50 @@ class Machine:
     def _check_admission(self, plan: StepPlan) -> None:
         """Nobody waits who could run: admission ends for want of budget, seats or memory."""
         scheduler, core = self.scheduler, self.core
-        if not scheduler.waiting or len(scheduler.running) == self.setup.max_num_seqs:
+        num_seats = self.setup.max_num_seqs - sum(request.num_seqs for request in scheduler.running)
+        if not scheduler.waiting or scheduler.waiting[0].num_seqs > num_seats:
             return
         if len(plan.token_ids) == self.setup.max_num_batched_tokens or plan.copies:
             return
         head = scheduler.waiting[0]
-        needed = head.num_tokens // BLOCK_SIZE + 1 + int(self.setup.num_blocks * 0.01)
+        needed = head.num_tokens // BLOCK_SIZE + head.num_seqs + int(self.setup.num_blocks * 0.01)
         for request in scheduler.running:
-            needed += max(0, -(-request.num_tokens // BLOCK_SIZE) - len(request.table.block_ids))
-        assert needed > core.num_available, f"{head} could run"
+            needed += max(0, -(-request.num_tokens // BLOCK_SIZE) - len(request.table.block_ids)) + len(request.forks)
+        assert needed > core.num_available + core.pool.num_pinned, f"{head} could run"
         self._saw("waits for memory")
+
+    def _check_given_up(self) -> None:
+        """Pins went for the sake of somebody who runs now, before anybody was preempted."""
+        num_given_up = sum(isinstance(event, PinDropped) and event.cause == "memory" for event in self.events)
+        assert not num_given_up or self.failed_extends or self.num_admitted, "a pin was given up for nothing"
+        self._saw("pin given up for one that waits", bool(num_given_up and not self.failed_extends))
+        self._saw("pin given up for one that runs", bool(num_given_up and self.failed_extends))
+
+    def _extend(self, table: BlockTable, start: int, end: int) -> bool:
+        done = KVCore.extend(self.core, table, start, end)
+        if not done:
+            self.failed_extends.append(self.core.pool.num_pinned)
+        return done
+
+    def _check_pins(self) -> None:
+        for pin in self.core.pins:
+            path = list(pin.path())[::-1]
+            tokens = array("i", b"".join(node.key for node in path))
+            block_ids = [node.block.block_id for node in path]
+            assert self.runner.read(block_ids, len(tokens)) == cells_of(pin.namespace, tokens), "a pin lost its bytes"
+
+    def _check_pinned(self, request: Request) -> None:
+        """A warm-up has ended: its prompt is pinned as far as it fills blocks, or there is a reason."""
+        pin = self.core.pins.get(request.request_id)
+        self._saw("pinned", pin is not None)
+        causes = [event.cause for event in self.events if isinstance(event, PinDropped)]
+        if pin is None:
+            self._saw("beyond the quota", "quota" in causes)
+            assert causes, "no pin, and nobody says why"
+        else:
+            assert pin.num_blocks == request.num_prompt_tokens // BLOCK_SIZE
+            prompt = request.token_ids[: pin.num_blocks * BLOCK_SIZE].tobytes()
+            assert b"".join([node.key for node in pin.path()][::-1]) == prompt
 
     def _check_plan(self, plan: StepPlan) -> None:
         running = self.scheduler.running
@@ -332,7 +444,7 @@ class Machine:
             written |= cells
             tokens += request.token_ids[start : start + num_tokens]
             if start + num_tokens == request.num_tokens:
-                sampling.append((row, request.seed, request.num_output_tokens))
+                sampling += [(row, sample.seed, request.num_output_tokens) for sample in (request, *request.forks)]
             self._saw("chunk", start + num_tokens < request.num_tokens)
         ends = [start + num_tokens for start, num_tokens in zip(plan.starts, plan.num_tokens, strict=True)]
         assert self.scheduler.num_wasted_slots == sum(-end % block_size for end in ends)
@@ -340,6 +452,7 @@ class Machine:
         assert list(zip(plan.sampling_rows, plan.seeds, plan.draws, strict=True)) == sampling
         assert len(plan.sampling) == len(sampling)
         self._saw("copy-on-write", bool(plan.copies))
+        self._saw("several copies of a block", len({copy.src for copy in plan.copies}) < len(plan.copies))
         self._saw_leaning(plan)
 
     def _saw_leaning(self, plan: StepPlan) -> None:
@@ -358,6 +471,12 @@ class Machine:
         self._saw("prefix hit", num_hit_tokens > 0)
         self._saw("what a preemption kept", after_preemption and num_hit_tokens > 0)
         return PrefixLookup(request.request_id, request.num_tokens, num_hit_tokens, after_preemption)
+
+    def _forking(self) -> list[Request]:
+        """Return those whose samples will begin when the step in flight is applied."""
+        if self.plan is None:
+            return []
+        return [request for request in samples_of(self.plan, self.scheduler.running) if request.forks]
 
     def _poison_what_is_written(self, plan: StepPlan) -> None:
         for block_ids, start in zip(plan.block_ids, plan.starts, strict=True):
@@ -382,18 +501,31 @@ class Machine:
             self._saw(f"ended by {request.finish_reason}")
             assert request.table is None
             assert self.scheduler.get(request_id) is None
+            self._saw("a sample ended by itself", request.sample_index > 0 and request.finish_reason == "stop")
             if request.finish_reason == "length":
                 assert output == expected
+            if request.warm_up is not None and output:
+                self._check_pinned(request)
             self.computed.pop(request_id, None)
             self.ever_computed.pop(request_id, None)
             del self.requests[request_id], self.expected[request_id]
 
     def _on_event(self, event: Event) -> None:
         self.events.append(event)
+        if isinstance(event, RequestPreempted):
+            assert not self.failed_extends[-1], "preempted, while pins alone keep a block"
 
     def _saw(self, what: str, holds: bool = True) -> None:
         if holds:
             self.seen[what] += 1
+
+
+def samples_of(plan: StepPlan, requests: list[Request]) -> list[Request]:
+    """Return who gets the token of each sampling row, given who has each row."""
+    samples: list[Request] = []
+    for row in dict.fromkeys(plan.sampling_rows):
+        samples += (requests[row], *requests[row].forks)
+    return samples
 
 
 # Drivers.
@@ -407,6 +539,8 @@ OPERATIONS: tuple[tuple[str, int, float], ...] = (
     ("die", 0, 0.3),
     ("finish", 1, 3),
     ("reset", 0, 1),
+    ("unpin", 1, 1),
+    ("pass_time", 1, 3),
 )
 """Name, number of arguments, how often."""
 
@@ -421,6 +555,7 @@ def random_setup(rng: Random, policy: str) -> Setup:
         policy=policy,
         enable_prefix_caching=rng.random() < 0.9,
         scheduling=rng.choice(("fcfs", "priority")),
+        pinned_share=rng.choice((0.3, 0.6, 1.0)),
         long_outputs=rng.random() < 0.5,
     )
 
@@ -507,6 +642,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         """See Machine."""
         self.machine.finish(which)
 
+    @rule(which=ints)
+    def unpin(self, which: int) -> None:
+        """See Machine."""
+        self.machine.unpin(which)
+
+    @rule(seconds=ints)
+    def pass_time(self, seconds: int) -> None:
+        """See Machine."""
+        self.machine.pass_time(seconds)
+
     @rule()
     def reset(self) -> None:
         """See Machine."""
@@ -542,10 +687,14 @@ def test_random_operations(policy: str) -> None:
 def test_what_is_worth_testing_happens() -> None:
     """A control: the driver reaches the corners that it exists for."""
     seen: Counter[str] = Counter()
-    for seed in range(100, 112):
+    for seed in range(100, 124):
         seen += random_operations(seed, 300, "lru")
     for what in (
+        "a copy waits for another step",
+        "a sample cancelled",
+        "a sample ended by itself",
         "added during a step",
+        "beyond the quota",
         "cancelled during a step",
         "chunk",
         "copy-on-write",
@@ -554,12 +703,22 @@ def test_what_is_worth_testing_happens() -> None:
         "ended by length",
         "ended by stop",
         "failed step with copies",
+        "failed step with forks",
+        "forked",
+        "forked inside a block",
         "joined at commit",
         "lean on a promise",
         "overtakes",
+        "pin given up for one that runs",
+        "pin given up for one that waits",
+        "pinned",
         "preempted",
         "prefix hit",
         "reset during a step",
+        "samples cancelled in the step that forks",
+        "samples cancelled while their prompt is computed",
+        "samples cancelled while they wait",
+        "several copies of a block",
         "waits for memory",
         "what a preemption kept",
     ):

@@ -10,6 +10,8 @@ from local_server import LocalServer, error_of, post_head
 GREEDY = {"temperature": 0, "ignore_eos": True}
 USER = {"role": "user", "content": "Hi"}
 TEXT = {"type": "text", "text": "x"}
+TOOL = {"type": "function", "function": {"name": "f"}}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 HALF = "\ud83d"  # JSON can carry half of a surrogate pair
 
 _BAD_COMPLETIONS = {
@@ -63,9 +65,18 @@ _BAD_COMPLETIONS = {
     "salt of half a character": ({"prompt": "a", "cache_salt": HALF}, "cache_salt", "surrogate"),
     "model number": ({"prompt": "a", "model": 5}, "model", "5"),
     "user number": ({"prompt": "a", "user": 5}, "user", "5"),
-    "n": ({"prompt": "a", "n": 2}, "n", "not supported"),
-    "n 0": ({"prompt": "a", "n": 0}, "n", "not supported"),
-    "best_of": ({"prompt": "a", "best_of": 2}, "best_of", "not supported"),
+    "n 0": ({"prompt": "a", "n": 0}, "n", "between 1 and 128"),
+    "n too high": ({"prompt": "a", "n": 129}, "n", "between 1 and 128"),
+    "n above the seats": ({"prompt": "a", "n": 65}, "n", "at most 64 sequences run at once"),
+    "n bool": ({"prompt": "a", "n": True}, "n", "True"),
+    "n text": ({"prompt": "a", "n": "2"}, "n", "'2'"),
+    "n greedy": ({"prompt": "a", "n": 2, "temperature": 0}, "n", "all outputs are the same"),
+    "best_of below n": ({"prompt": "a", "n": 3, "best_of": 2}, "best_of", "at least n (3)"),
+    "best_of 0": ({"prompt": "a", "best_of": 0}, "best_of", "at least n (1)"),
+    "best_of too high": ({"prompt": "a", "best_of": 129}, "best_of", "at most 128"),
+    "best_of above the seats": ({"prompt": "a", "best_of": 65}, "best_of", "max_num_seqs"),
+    "best_of greedy": ({"prompt": "a", "best_of": 2, "temperature": 0}, "best_of", "all outputs are the same"),
+    "best_of in a stream": ({"prompt": "a", "stream": True, "n": 2, "best_of": 3}, "best_of", "do not stream"),
     "echo": ({"prompt": "a", "echo": True}, "echo", "not supported"),
     "prompt_logprobs": ({"prompt": "a", "prompt_logprobs": 0}, "prompt_logprobs", "not supported"),
     "logprobs negative": ({"prompt": "a", "logprobs": -1}, "logprobs", "-1"),
@@ -106,7 +117,66 @@ _BAD_COMPLETIONS = {
     "priority too high": ({"prompt": "a", "priority": 2**40}, "priority", "less than or equal"),
     "priority float": ({"prompt": "a", "priority": 0.5}, "priority", "0.5"),
     "suffix": ({"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
-    "guided": ({"prompt": "a", "guided_json": {}}, "guided_json", "not supported"),
+    "guided whitespace": ({"prompt": "a", "guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "not supp"),
+    "guided regex number": ({"prompt": "a", "guided_regex": 5}, "structured_outputs", "a text"),
+    "guided json bad": ({"prompt": "a", "guided_json": "{"}, "guided_json", "cannot be read"),
+    "guided choice empty": ({"prompt": "a", "guided_choice": []}, "structured_outputs", "at least one"),
+    "guided grammar bad": ({"prompt": "a", "guided_grammar": "start: none"}, "guided_grammar", "does not compile"),
+    "guided choice half": ({"prompt": "a", "guided_choice": [HALF]}, "guided_choice", "cannot be read"),
+    "guided regex half": ({"prompt": "a", "guided_regex": HALF}, "guided_regex", "cannot be read"),
+    "guided json half": ({"prompt": "a", "guided_json": {"const": HALF}}, "guided_json", "cannot be read"),
+    "guided grammar half": ({"prompt": "a", "guided_grammar": f'start: "{HALF}"'}, "guided_grammar", "cannot be read"),
+    "structured text": ({"prompt": "a", "structured_outputs": "x"}, "structured_outputs", "object"),
+    "structured empty": ({"prompt": "a", "structured_outputs": {}}, "structured_outputs", "exactly one"),
+    "structured two": (
+        {"prompt": "a", "structured_outputs": {"regex": "a", "choice": ["a"]}},
+        "structured_outputs",
+        "exactly one",
+    ),
+    "structured unknown": (
+        {"prompt": "a", "structured_outputs": {"structural_tag": "x"}},
+        "structured_outputs",
+        "structural_tag is not supported",
+    ),
+    "structured bad regex": ({"prompt": "a", "structured_outputs": {"regex": "("}}, "structured_outputs", "compile"),
+    "two fields": (
+        {"prompt": "a", "guided_regex": "a", "response_format": {"type": "json_object"}},
+        "guided_regex",
+        "are both there",
+    ),
+    "response_format text": ({"prompt": "a", "response_format": "json"}, "response_format", "json_schema"),
+    "response_format unknown": ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format", "json_schema"),
+    "no schema": (
+        {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+        "response_format",
+        "must have a schema",
+    ),
+    "strict text": (
+        {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": "x"}}},
+        "response_format",
+        "strict must be true or false",
+    ),
+    "a schema that cannot be enforced": (
+        {
+            "prompt": "a",
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "strict": True, "schema": {"type": "array", "uniqueItems": True}},
+            },
+        },
+        "response_format",
+        "uniqueItems",
+    ),
+    "an enormous schema": (
+        {"prompt": "a", "guided_json": {"enum": [f"{number:050}" for number in range(6000)]}},
+        "guided_json",
+        "at most 262144",
+    ),
+    "a regex that explodes": (
+        {"prompt": "a", "guided_regex": "((((a{100}){100}){100}){100})"},
+        "guided_regex",
+        "too complex",
+    ),
 }
 
 _BAD_CHATS = {
@@ -114,10 +184,26 @@ _BAD_CHATS = {
     "empty messages": ({"messages": []}, "messages", "at least 1"),
     "messages text": ({"messages": "Hi"}, "messages", "list"),
     "message text": ({"messages": ["Hi"]}, "messages.0", "object"),
-    "no content": ({"messages": [{"role": "user"}]}, "messages.0.content", "missing"),
-    "null content": ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", "missing"),
+    "no content": ({"messages": [{"role": "user"}]}, "messages.0", "content is missing"),
+    "null content": ({"messages": [{"role": "user", "content": None}]}, "messages.0", "content is missing"),
     "unknown role": ({"messages": [USER, {"role": "king", "content": "x"}]}, "messages.1.role", "'king'"),
-    "tool message": ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "'tool'"),
+    "tool message": ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0", "tool_call_id is missing"),
+    "user calls": ({"messages": [{**USER, "tool_calls": [CALL]}]}, "messages.0", "only the assistant"),
+    "call without id": (
+        {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]},
+        "messages.1.tool_calls.0.id",
+        "missing",
+    ),
+    "call's arguments": (
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "["}}]},
+            ]
+        },
+        "messages.1.tool_calls.0.function.arguments",
+        "JSON object",
+    ),
     "image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages.0.content.0.type",
@@ -138,14 +224,57 @@ _BAD_CHATS = {
         "missing",
     ),
     "too many stops": ({"messages": [USER], "stop": ["x"] * 17}, "stop", "17"),
-    "tools": ({"messages": [USER], "tools": [{"type": "function"}]}, "tools", "not supported"),
+    "tools text": ({"messages": [USER], "tools": "f"}, "tools", "list"),
+    "tool without function": ({"messages": [USER], "tools": [{"type": "function"}]}, "tools.0.function", "missing"),
+    "tool of another kind": (
+        {"messages": [USER], "tools": [{**TOOL, "type": "custom"}]},
+        "tools.0.type",
+        "'function'",
+    ),
+    "tool name": (
+        {"messages": [USER], "tools": [{"type": "function", "function": {"name": "f g"}}]},
+        "tools.0.function.name",
+        "pattern",
+    ),
+    "tool of half a character": (
+        {"messages": [USER], "tools": [{"type": "function", "function": {"name": "f", "description": HALF}}]},
+        "messages",
+        "surrogate",
+    ),
+    "tools alike": ({"messages": [USER], "tools": [TOOL, TOOL]}, "tools", "same name"),
+    "too many tools": ({"messages": [USER], "tools": [TOOL] * 129}, "tools", "at most 128"),
+    "tool's schema": (
+        {
+            "messages": [USER],
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "$ref": "#/x"}}}],
+            "tool_choice": "required",
+        },
+        "tools",
+        "does not compile",
+    ),
+    "tool_choice unknown": ({"messages": [USER], "tools": [TOOL], "tool_choice": "any"}, "tool_choice", "required"),
+    "tool_choice required of none": ({"messages": [USER], "tool_choice": "required"}, "tool_choice", "no such tool"),
+    "tool_choice of another": (
+        {"messages": [USER], "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice",
+        "g, and there is no such tool",
+    ),
+    "tools and response_format": (
+        {"messages": [USER], "tools": [TOOL], "response_format": {"type": "json_object"}},
+        "response_format",
+        "tool_choice: none",
+    ),
     "logprobs number": ({"messages": [USER], "logprobs": 1}, "logprobs", "1"),
     "top_logprobs alone": ({"messages": [USER], "top_logprobs": 2}, "top_logprobs", "logprobs is not true"),
     "top_logprobs too many": ({"messages": [USER], "logprobs": True, "top_logprobs": 21}, "top_logprobs", "21"),
     "top_logprobs negative": ({"messages": [USER], "logprobs": True, "top_logprobs": -1}, "top_logprobs", "-1"),
     "min_tokens beyond the context": ({"messages": [USER], "min_tokens": 2048}, "min_tokens", "2048"),
     "penalty": ({"messages": [USER], "frequency_penalty": 3}, "frequency_penalty", "3"),
-    "json": ({"messages": [USER], "response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    "functions": ({"messages": [USER], "functions": [{"name": "f"}]}, "functions", "not supported"),
+    "n 0": ({"messages": [USER], "n": 0}, "n", "between 1 and 128"),
+    "n too high": ({"messages": [USER], "n": 129}, "n", "between 1 and 128"),
+    "n above the seats": ({"messages": [USER], "n": 100}, "n", "at most 64 sequences run at once"),
+    "best_of in a stream": ({"messages": [USER], "stream": True, "best_of": 3}, "best_of", "do not stream"),
     "template": ({"messages": [USER], "chat_template": "x"}, "chat_template", "not supported"),
 }
 

@@ -35,9 +35,10 @@ POSTS = [
     "/v1/responses",
     "/tokenize",
     "/detokenize",
+    "/v1/cache/warm",
 ]
 GETS = ["/v1/models", "/v1/models/{model_id}", "/version", "/health", "/ready", "/metrics"]
-ADMINS = ["/reset_prefix_cache"]
+ADMINS = ["/reset_prefix_cache", "/v1/cache/pins", "/v1/cache/pins/{pin_id}"]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,7 @@ def send(server: LocalServer, description: dict, path: str, mode: GenerationMode
     (operation,) = (
         result.ok() for result in schemathesis.openapi.from_dict(description).include(path=path).get_all_operations()
     )
-    key = "sk-admin" if path in ADMINS else "sk-one"
+    key = "sk-admin" if path in ADMINS or path.startswith("/v1/cache/") else "sk-one"
     num_sent = 0
 
     @seed(0)

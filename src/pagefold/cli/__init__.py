@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from pagefold import __version__
-from pagefold.cli import bench, demo, models, plan, serve
+from pagefold.cli import bench, demo, models, plan, serve, warm
 
 __all__ = ["app"]
 
@@ -19,6 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("serve")(serve.serve)
+app.command("warm")(warm.warm)
 app.add_typer(models.app, name="models")
 app.command("plan")(plan.plan)
 app.command("bench")(bench.bench)

@@ -13,15 +13,16 @@ import typer
 
 from pagefold.cli.fail import fail
 from pagefold.cli.size import parse_size
-from pagefold.config import EngineConfig, ServerConfig
-from pagefold.errors import ConfigError, PagefoldError
+from pagefold.config import EngineConfig, ServerConfig, environment_admin_key
+from pagefold.errors import ConfigError, InvalidRequestError, PagefoldError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pagefold.config import AttentionBackend, Dtype, ModelImpl
+    from pagefold.config import Account, AttentionBackend, Dtype, ModelImpl
     from pagefold.engine.engine import Engine
     from pagefold.events import Emit
+    from pagefold.server.process import WarmPrompt
 
 __all__ = ["serve"]
 
@@ -35,6 +36,7 @@ _NEEDED = (
     "pydantic",
     "prometheus_client",
     "pythonjsonlogger",
+    "llguidance",
 )
 
 _log = logging.getLogger(__name__)
@@ -72,8 +74,23 @@ def serve(  # noqa: PLR0913 - one parameter a flag
         list[str] | None,
         typer.Option(help="Clients must bring it; may be given several times.", rich_help_panel=_DOOR),
     ] = None,
+    api_key_file: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="TOML: keys with their tenants and customer classes.", rich_help_panel=_DOOR),
+    ] = None,
     admin_api_key: Annotated[
-        str | None, typer.Option(help="What admin routes ask for; closed without.", rich_help_panel=_DOOR)
+        str | None,
+        typer.Option(
+            help="What admin routes ask for; closed without. Or $PAGEFOLD_ADMIN_API_KEY.", rich_help_panel=_DOOR
+        ),
+    ] = None,
+    warm: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="JSON lines: prompts to cache before /ready, as pagefold warm does.",
+            rich_help_panel=_DOOR,
+        ),
     ] = None,
     log_format: Annotated[
         str, typer.Option(help="text, or json for one object a line.", rich_help_panel=_DOOR)
@@ -142,11 +159,25 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             help="Seconds after which an unfinished request is ended; never if not given.", rich_help_panel=_ENGINE
         ),
     ] = None,
+    max_pinned_share: Annotated[
+        float, typer.Option(help="Of all KV blocks, how many pins may keep together.", rich_help_panel=_ENGINE)
+    ] = 0.5,
+    pin_half_life: Annotated[
+        float, typer.Option(help="Seconds in which a pin's priority halves.", rich_help_panel=_ENGINE)
+    ] = 3600.0,
+    tool_call_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="How the model writes calls of tools: hermes or smollm2; what its chat template says if not given.",
+            rich_help_panel=_DOOR,
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of requests that bring none.", rich_help_panel=_ENGINE)] = 0,
 ) -> None:
     """Serve MODEL with OpenAI's HTTP API."""
     began = time.monotonic()
     try:
+        _check_installed()
         engine_config = EngineConfig(
             model=model,
             dtype=cast("Dtype", dtype),  # the config checks it
@@ -166,6 +197,8 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             scheduling_policy=cast('Literal["fcfs", "priority"]', scheduling_policy),
             priority_aging_s=priority_aging,
             request_timeout_s=request_timeout,
+            max_pinned_share=max_pinned_share,
+            pin_half_life_s=pin_half_life,
         )
         server_config = ServerConfig(
             host=host,
@@ -175,15 +208,50 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             max_queued_requests=max_queued_requests,
             max_body_bytes=max_body_bytes,
             api_keys=tuple(api_key or ()),
-            admin_api_key=admin_api_key,
+            accounts=_accounts(api_key_file, scheduling_policy),
+            admin_api_key=admin_api_key or environment_admin_key(),
             log_format=cast('Literal["text", "json"]', log_format),
             log_level=cast('Literal["debug", "info", "warning", "error"]', log_level),
+            tool_call_parser=tool_call_parser,
         )
-        _check_installed()
-        exit_code = _run(engine_config, server_config, began)
+        prompts = [] if warm is None else _warm_prompts(warm)
+        exit_code = _run(engine_config, server_config, prompts, began)
     except PagefoldError as error:
         fail(error)
     raise typer.Exit(exit_code)
+
+
+def _accounts(path: str | None, scheduling_policy: str) -> tuple[Account, ...]:
+    from pagefold.server.key_file import read_key_file  # noqa: PLC0415 - only here
+
+    accounts = () if path is None else read_key_file(path, lambda line: typer.echo(line, err=True))
+    urgent = next((account for account in accounts if account.priority), None)
+    if urgent is not None and scheduling_policy == "fcfs":
+        what = f"Class {urgent.customer_class} has priority {urgent.priority}"
+        msg = f"{what}, but requests are served first come first served."
+        raise ConfigError(msg, remedy="Start with --scheduling-policy priority, or give the class priority 0.")
+    return accounts
+
+
+def _warm_prompts(path: str) -> list[WarmPrompt]:
+    from pydantic import ValidationError  # noqa: PLC0415 - only here
+
+    from pagefold.cli.warm_file import read_warm_file  # noqa: PLC0415
+    from pagefold.server.process import WarmPrompt  # noqa: PLC0415 - imports fastapi and uvicorn
+    from pagefold.server.warm_schemas import WarmRequest  # noqa: PLC0415
+
+    prompts: list[WarmPrompt] = []
+    for number, fields in read_warm_file(path):
+        try:
+            prompts.append(WarmPrompt(f"line {number} of {path}", WarmRequest.model_validate(fields)))
+        except ValidationError as error:
+            first = error.errors()[0]
+            msg = f"Line {number} of {path}: {'.'.join(map(str, first['loc']))}: {first['msg']}."
+            raise ConfigError(msg) from None
+        except InvalidRequestError as error:
+            msg = f"Line {number} of {path}: {error}"
+            raise ConfigError(msg) from None
+    return prompts
 
 
 def _num_tokens(max_model_len: str | None) -> int | Literal["auto"] | None:
@@ -196,7 +264,7 @@ def _num_tokens(max_model_len: str | None) -> int | Literal["auto"] | None:
         raise typer.BadParameter(msg, param_hint="--max-model-len") from None
 
 
-def _run(engine_config: EngineConfig, config: ServerConfig, began: float) -> int:
+def _run(engine_config: EngineConfig, config: ServerConfig, prompts: list[WarmPrompt], began: float) -> int:
     from pagefold.observe.logs import set_up_logs  # noqa: PLC0415 - imports python-json-logger
     from pagefold.server.listener import listen, raise_open_files  # noqa: PLC0415 - as below
     from pagefold.server.process import ServerProcess  # noqa: PLC0415 - imports fastapi and uvicorn
@@ -224,6 +292,7 @@ def _run(engine_config: EngineConfig, config: ServerConfig, began: float) -> int
         listener=listener,
         start_engine=lambda emit: _start_engine(engine_config, emit, say),
         on_ready=say_ready,
+        warm=prompts,
     )
     exit_code = process.run()
     if process.is_starting:

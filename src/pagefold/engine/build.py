@@ -11,7 +11,7 @@ from pagefold.config import available_cpus, available_memory_bytes, cache_dir
 from pagefold.engine.engine import Engine, ModelLimits
 from pagefold.errors import ConfigError
 from pagefold.events import Emit, ignore
-from pagefold.kv import KVCore, KVGeometry, Namespace, make_policy
+from pagefold.kv import KVCore, KVGeometry, Namespace, PinLimits, make_policy
 from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from pagefold.runner.models import ModelSpec
     from pagefold.runner.slab import Slab
     from pagefold.runner.torch_runner import Decoder
+    from pagefold.structured.compiler import GrammarCompiler
+    from pagefold.tokenizer import Tokenizer
 
 __all__ = ["Blueprint", "build_engine", "plan_engine"]
 
@@ -139,6 +141,7 @@ def build_engine(blueprint: Blueprint, *, emit: Emit = ignore, say: Callable[[st
         block_size=config.block_size,
         policy=make_policy(config.eviction_policy),
         enable_prefix_caching=config.enable_prefix_caching,
+        pin_limits=PinLimits(config.max_pinned_share, config.pin_half_life_s),
         emit=emit,
     )
     scheduler = Scheduler(
@@ -154,6 +157,7 @@ def build_engine(blueprint: Blueprint, *, emit: Emit = ignore, say: Callable[[st
         tokenizer=tokenizer,
         limits=ModelLimits(spec.vocab_size, spec.eos_token_ids, namespace),
         capacity=capacity,
+        compiler=None if tokenizer is None else _compiler(tokenizer, spec),
         seed=config.seed,
         request_timeout_s=config.request_timeout_s,
         emit=emit,
@@ -180,3 +184,10 @@ def _decoder(blueprint: Blueprint, model: Any, slab: Slab) -> Decoder:  # noqa: 
         config.attention_backend, blueprint.dtype, block_size=slab.block_size, head_dim=blueprint.spec.head_dim
     )
     return TransformersDecoder(model, slab, attention, max_model_len=max_model_len)
+
+
+def _compiler(tokenizer: Tokenizer, spec: ModelSpec) -> GrammarCompiler:
+    """Return a compiler whose masks cover the model's vocabulary, and the tokenizer's where that is larger."""
+    from pagefold.structured.compiler import GrammarCompiler  # noqa: PLC0415 - it starts processes; only here
+
+    return GrammarCompiler(tokenizer.to_json(), max(spec.vocab_size, tokenizer.vocab_size), spec.eos_token_ids)

@@ -12,8 +12,9 @@ import queue
 import threading
 import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from pagefold.engine.outputs import OutputDelta
 from pagefold.errors import EngineStoppedError, QueueFullError
@@ -23,14 +24,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pagefold.engine.engine import Engine
+    from pagefold.engine.pins import PinReport
     from pagefold.request import Caller, SamplingParams
     from pagefold.scheduler import Scheduler
+    from pagefold.structured.grammar import Grammar
+    from pagefold.structured.params import StructuredOutputsParams
     from pagefold.tokenizer import Tokenizer
 
 __all__ = ["EngineClient", "EngineStatus", "EngineThread", "TokenStream"]
 
 _log = logging.getLogger(__name__)
 
+_Answer = TypeVar("_Answer")
+
+_NUM_COMPILERS = 2
 _NUM_ENDS = 32
 _MAX_RETRY_AFTER_S = 60
 
@@ -43,6 +50,7 @@ class EngineStatus:
         num_running, num_waiting: requests.
         kv_cache_usage: share of blocks held by requests, 0 to 1.
         num_free_blocks, num_cached_blocks, num_blocks: of the pool. ``free + cached == all`` when nothing runs.
+        num_pinned_blocks: how many of them pins keep, whether or not somebody uses them.
         num_wasted_slots: slots in blocks of running requests that hold no token.
         kv_waste: their share of all slots in blocks held by requests, 0 to 1.
         is_healthy: False after a failure that the engine does not survive.
@@ -54,6 +62,7 @@ class EngineStatus:
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
     num_blocks: int = 0
+    num_pinned_blocks: int = 0
     num_wasted_slots: int = 0
     kv_waste: float = 0.0
     is_healthy: bool = True
@@ -70,6 +79,7 @@ class EngineStatus:
             num_free_blocks=core.pool.num_free,
             num_cached_blocks=core.pool.num_cached,
             num_blocks=core.pool.num_blocks,
+            num_pinned_blocks=core.pins.num_blocks,
             num_wasted_slots=num_wasted_slots,
             kv_waste=min(1.0, num_wasted_slots / max(1, core.num_active * core.block_size)),
             is_healthy=is_healthy,
@@ -94,12 +104,20 @@ class EngineClient(Protocol):
             EngineStoppedError: it does not; the message says why.
         """
 
+    async def compile_grammar(self, params: StructuredOutputsParams) -> Grammar:
+        """Return the grammar of what an output must look like, for :meth:`submit`.
+
+        Raises:
+            InvalidRequestError: it does not compile, or takes too much.
+        """
+
     def submit(
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         caller: Caller = ANYBODY,
+        grammar: Grammar | None = None,
     ) -> TokenStream:
         """Queue a request; its stream must be closed, also when it was never read. Called in an event loop.
 
@@ -116,12 +134,26 @@ class EngineClient(Protocol):
             EngineStoppedError: the engine takes no more commands.
         """
 
+    async def pins(self) -> PinReport:
+        """Return what is pinned now.
+
+        Raises:
+            EngineStoppedError: the engine takes no more commands.
+        """
+
+    async def unpin(self, pin_id: str) -> bool:
+        """Take a pin away; its blocks stay cached. False if there is no such pin.
+
+        Raises:
+            EngineStoppedError: the engine takes no more commands.
+        """
+
     def status(self) -> EngineStatus:
         """Return what it is doing now."""
 
 
 class TokenStream:
-    """What each step adds to one request: an async iterator that ends behind the delta with a ``finish_reason``.
+    """What each step adds to one request: an async iterator that ends behind the delta that ``is_last``.
 
     A reader that is slower than the engine gets what has come meanwhile as one delta, and so catches up. Deltas with
     logprobs come one by one.
@@ -130,8 +162,9 @@ class TokenStream:
         InvalidRequestError, EngineStoppedError: the engine refused the request, or failed.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, abort: Callable[[TokenStream], None]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, num_samples: int, abort: Callable[[TokenStream], None]) -> None:
         self.loop = loop
+        self.num_samples = num_samples
         self.deltas: asyncio.Queue[OutputDelta | Exception] = asyncio.Queue()
         self._next: OutputDelta | Exception | None = None  # taken from the queue, and not told with what was before
         self._abort = abort
@@ -153,12 +186,12 @@ class TokenStream:
         waiting = [first]
         while waiting[-1].can_merge and not self.deltas.empty():
             following = self.deltas.get_nowait()
-            if isinstance(following, Exception) or not following.can_merge:
+            if isinstance(following, Exception) or not following.can_merge or following.index != first.index:
                 self._next = following
                 break
             waiting.append(following)
         delta = OutputDelta.merged(waiting)
-        self._has_ended = delta.finish_reason is not None
+        self._has_ended = delta.is_last
         return delta
 
     def close(self) -> None:
@@ -173,7 +206,7 @@ class EngineThread:
 
     Args:
         engine: nobody else may call it from now on.
-        max_requests: how many may be here at once, those that wait included; None for any number.
+        max_requests: how many may be here at once, those that wait included, each sample counted; None for any number.
     """
 
     def __init__(self, engine: Engine, *, max_requests: int | None = None) -> None:
@@ -182,12 +215,13 @@ class EngineThread:
         self._max_requests = max_requests
         self._streams: dict[str, TokenStream] = {}  # touched by the engine's thread only
         self._gate = threading.Lock()  # no request may be queued behind the command to drain: nobody would take it
-        self._num_requests = 0  # those in the queue of commands included; under the gate
+        self._num_requests = 0  # each sample counted, those in the queue of commands included; under the gate
         self._ends_s: deque[float] = deque(maxlen=_NUM_ENDS)  # when the last requests ended; under the gate
         self._takes_requests = True
         self._is_draining = False
         self._must_stop = False
         self._failure: Exception | None = None
+        self._compilers = ThreadPoolExecutor(_NUM_COMPILERS, "pagefold-compiler")  # threads start when they are needed
         self._thread = threading.Thread(target=self._run, name="pagefold-engine", daemon=True)
 
     def start(self) -> None:
@@ -223,23 +257,31 @@ class EngineThread:
             msg = "The server is shutting down and takes no more requests."
             raise EngineStoppedError(msg, remedy="Try another replica, or again later.")
 
+    async def compile_grammar(self, params: StructuredOutputsParams) -> Grammar:
+        """See :class:`EngineClient`."""
+        self.ensure_ready()
+        return await asyncio.get_running_loop().run_in_executor(self._compilers, self._engine.compile_grammar, params)
+
     def submit(
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         caller: Caller = ANYBODY,
+        grammar: Grammar | None = None,
     ) -> TokenStream:
         """See :class:`EngineClient`."""
         self._engine.check(prompt_token_ids, sampling, caller)
-        stream = TokenStream(asyncio.get_running_loop(), lambda stream: self._commands.put(lambda: abort(stream)))
+        num_samples = sampling.num_samples
+        loop = asyncio.get_running_loop()
+        stream = TokenStream(loop, num_samples, lambda stream: self._commands.put(lambda: abort(stream)))
 
         def add() -> None:
             try:
-                self._engine.add(request_id, prompt_token_ids, sampling, caller)
+                self._engine.add(request_id, prompt_token_ids, sampling, caller, grammar)
             except Exception as error:  # noqa: BLE001 - whoever asked is told
                 failure = error  # Python forgets `error` where this clause ends
-                self._count_ends(1)
+                self._count_end(num_samples)
                 _call(stream.loop, lambda: stream.deltas.put_nowait(failure))
             else:
                 self._streams[request_id] = stream
@@ -251,32 +293,22 @@ class EngineThread:
 
         with self._gate:
             self.ensure_ready()
-            self._ensure_room()
-            self._num_requests += 1
+            self._ensure_room(num_samples)
+            self._num_requests += num_samples
             self._commands.put(add)
         return stream
 
     async def reset_prefix_cache(self) -> int:
         """See :class:`EngineClient`."""
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[int] = loop.create_future()
+        return await self._ask(self._engine.reset_prefix_cache)
 
-        def settle(num_blocks: int | None) -> None:
-            if done.cancelled():
-                return
-            if num_blocks is None:
-                done.set_exception(EngineStoppedError(f"The engine has failed: {self._failure}."))
-            else:
-                done.set_result(num_blocks)
+    async def pins(self) -> PinReport:
+        """See :class:`EngineClient`."""
+        return await self._ask(self._engine.pins)
 
-        def reset() -> None:
-            num_blocks = None if self._failure is not None else self._engine.reset_prefix_cache()
-            _call(loop, lambda: settle(num_blocks))
-
-        with self._gate:
-            self.ensure_ready()
-            self._commands.put(reset)
-        return await done
+    async def unpin(self, pin_id: str) -> bool:
+        """See :class:`EngineClient`."""
+        return await self._ask(lambda: self._engine.unpin(pin_id))
 
     def drain(self, timeout_s: float) -> bool:
         """Take no more requests, let those that are here finish, and stop. Blocks.
@@ -285,6 +317,7 @@ class EngineThread:
         """
         with self._gate:
             self._takes_requests = False
+            self._compilers.shutdown(wait=False)
             self._commands.put(self._begin_draining)
         self._thread.join(min(timeout_s, threading.TIMEOUT_MAX))
         has_finished = not self._thread.is_alive()
@@ -293,8 +326,31 @@ class EngineThread:
             self._thread.join()
         return has_finished and self._failure is None
 
-    def _ensure_room(self) -> None:
-        if self._max_requests is None or self._num_requests < self._max_requests:
+    async def _ask(self, command: Callable[[], _Answer]) -> _Answer:
+        """Have ``command`` called on the engine's thread, between steps, and return what it returns."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[_Answer] = loop.create_future()
+
+        def answer() -> None:
+            if self._failure is not None:
+                error = EngineStoppedError(f"The engine has failed: {self._failure}.", remedy="Restart the server.")
+                _call(loop, lambda: None if done.cancelled() else done.set_exception(error))
+                return
+            try:
+                told = command()
+            except Exception as error:
+                bug = error  # Python forgets `error` where this clause ends
+                _call(loop, lambda: None if done.cancelled() else done.set_exception(bug))
+                raise
+            _call(loop, lambda: None if done.cancelled() else done.set_result(told))
+
+        with self._gate:
+            self.ensure_ready()
+            self._commands.put(answer)
+        return await done
+
+    def _ensure_room(self, num_samples: int) -> None:
+        if self._max_requests is None or self._num_requests + num_samples <= self._max_requests:
             return
         status = self.status()
         msg = (
@@ -314,12 +370,11 @@ class EngineThread:
     # On the engine's thread.
 
     def _forget(self, request_id: str) -> None:
-        del self._streams[request_id]
-        self._count_ends(1)
+        self._count_end(self._streams.pop(request_id).num_samples)
 
-    def _count_ends(self, num_requests: int) -> None:
+    def _count_end(self, num_samples: int) -> None:
         with self._gate:
-            self._num_requests -= num_requests
+            self._num_requests -= num_samples
             self._ends_s.append(time.monotonic())
 
     def _run(self) -> None:
@@ -331,11 +386,20 @@ class EngineThread:
                 elif self._is_draining and self._commands.empty():
                     return
                 else:
-                    self._commands.get()()
+                    self._wait()
         except Exception as error:  # noqa: BLE001 - a bug of ours: everybody is told, nobody waits for ever
             _log.exception("the engine's thread has failed")
             self._failure = error
             self._fail_all(error)
+
+    def _wait(self) -> None:
+        """Nothing runs: take the next command when it comes, and meanwhile let pins expire at their time."""
+        wait_s = self._engine.expire_pins()
+        try:
+            command = self._commands.get(timeout=min(wait_s, threading.TIMEOUT_MAX))
+        except queue.Empty:
+            return
+        command()
 
     def _take_commands(self) -> None:
         while True:
@@ -351,7 +415,7 @@ class EngineThread:
             stream = self._streams.get(delta.request_id)
             if stream is None:
                 continue
-            if delta.finish_reason is not None:
+            if delta.is_last:
                 self._forget(delta.request_id)
             by_loop.setdefault(stream.loop, []).append((stream, delta))
         for loop, pairs in by_loop.items():
@@ -363,10 +427,9 @@ class EngineThread:
     def _stop(self) -> None:
         for request_id, stream in list(self._streams.items()):
             self._engine.abort(request_id)
-            last = OutputDelta(request_id, "", (), 0, "abort", "The server shut down.")
+            last = OutputDelta(request_id, "", (), 0, "abort", "The server shut down.", is_last=True)
             _call(stream.loop, lambda stream=stream, last=last: stream.deltas.put_nowait(last))  # type: ignore[misc]
-        self._count_ends(len(self._streams))
-        self._streams.clear()
+            self._forget(request_id)
         self._must_stop = True
 
     def _fail_all(self, error: Exception) -> None:

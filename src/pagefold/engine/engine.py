@@ -16,19 +16,24 @@ from typing import TYPE_CHECKING, TypedDict
 
 from pagefold.engine.logprobs import named_logprobs
 from pagefold.engine.outputs import Logprob, OutputDelta, OutputText
+from pagefold.engine.pins import PinReport, report_pins
 from pagefold.engine.times import tell_end, tell_tokens
-from pagefold.errors import InvalidRequestError
+from pagefold.errors import InvalidRequestError, PinQuotaError
 from pagefold.events import Emit, ignore
 from pagefold.kv import Namespace
 from pagefold.request import ANYBODY, Caller, Request, SamplingParams, StopRule
+from pagefold.structured.params import FIELD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from pagefold.capacity import Capacity
-    from pagefold.request import FinishReason
+    from pagefold.request import FinishReason, WarmUp
     from pagefold.scheduler import Scheduler
     from pagefold.steps import Runner
+    from pagefold.structured.compiler import GrammarCompiler
+    from pagefold.structured.grammar import Grammar
+    from pagefold.structured.params import StructuredOutputsParams
     from pagefold.tokenizer import Tokenizer
 
 __all__ = ["Engine", "ModelLimits"]
@@ -52,6 +57,7 @@ class ModelLimits:
 
 
 class _Logprobs(TypedDict, total=False):
+    cumulative_logprob: float
     logprobs: tuple[dict[int, Logprob], ...]
     prompt_logprobs: list[dict[int, Logprob] | None]
 
@@ -65,6 +71,7 @@ class Engine:
         tokenizer: for text and stop strings; None works in tokens only.
         limits: of the model.
         capacity: what fits.
+        compiler: of grammars; None for free output only.
         seed: of requests that bring none; the n-th such request draws the same in every run.
         request_timeout_s: seconds after which a request that has not finished is ended; None for never.
         emit: where events go.
@@ -79,6 +86,7 @@ class Engine:
         tokenizer: Tokenizer | None,
         limits: ModelLimits,
         capacity: Capacity,
+        compiler: GrammarCompiler | None = None,
         seed: int = 0,
         request_timeout_s: float | None = None,
         emit: Emit = ignore,
@@ -89,11 +97,13 @@ class Engine:
         self.tokenizer = tokenizer
         self.limits = limits
         self.capacity = capacity
+        self._compiler = compiler
         self._seed = seed
         self._request_timeout_s = request_timeout_s
         self._emit = emit
         self._clock = clock
-        self._texts: dict[str, OutputText] = {}
+        self._texts: dict[str, OutputText] = {}  # of every sample that has not ended
+        self._open: dict[str, list[str]] = {}  # the ids of those samples, by request
         self._num_requests = 0
 
     @property
@@ -128,11 +138,30 @@ class Engine:
         if sampling.stop and self.tokenizer is None:
             msg = "Stop strings need a tokenizer, and this engine works in tokens only."
             raise InvalidRequestError(msg, param="stop", remedy="Use stop_token_ids.")
+        max_samples = self.scheduler.limits.max_num_seqs
+        if sampling.num_samples > max_samples:
+            param = "n" if sampling.n > max_samples else "best_of"
+            msg = f"{param} is {getattr(sampling, param)}, but at most {max_samples} sequences run at once."
+            remedy = f"Ask for at most {max_samples}, or start with a larger max_num_seqs."
+            raise InvalidRequestError(msg, param=param, remedy=remedy)
         if caller.priority and self.scheduler.policy.name == "fcfs":
             msg = f"priority is {caller.priority}, but requests are served first come first served."
             raise InvalidRequestError(
                 msg, param="priority", remedy="Leave it out, or start with scheduling_policy=priority."
             )
+        if caller.warm_up is not None:
+            self._check_warm_up(num_tokens, caller.warm_up)
+
+    def compile_grammar(self, params: StructuredOutputsParams) -> Grammar:
+        """Return the grammar of what an output must look like. Blocks; any thread may call it.
+
+        Raises:
+            InvalidRequestError: it does not compile, or takes too much, or there is no tokenizer.
+        """
+        if self._compiler is None:
+            msg = "Structured output needs a tokenizer, and this engine works in tokens only."
+            raise InvalidRequestError(msg, param=FIELD, remedy="Leave it out.")
+        return self._compiler.compile(params)
 
     def add(
         self,
@@ -140,14 +169,26 @@ class Engine:
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         caller: Caller = ANYBODY,
+        grammar: Grammar | None = None,
     ) -> None:
-        """Queue a request.
+        """Queue a request, with all its samples.
+
+        Args:
+            request_id: the caller's name for it.
+            prompt_token_ids: at least one.
+            sampling: how to choose tokens, and when to stop.
+            caller: who asks.
+            grammar: of ``sampling.structured_outputs``, from :meth:`compile_grammar`; None if that is None.
 
         Raises:
             InvalidRequestError: see :meth:`check`; or the id is in use.
+            PinQuotaError: it asks for a pin that is more than the quota leaves.
         """
         self.check(prompt_token_ids, sampling, caller)
-        if self.scheduler.get(request_id) is not None:
+        assert (grammar is None) == (sampling.structured_outputs is None), "a grammar is compiled before it is added"
+        sample_ids = [request_id, *(f"{request_id}/{index}" for index in range(1, sampling.num_samples))]
+        is_pin = self.scheduler.core.pins.get(request_id) is not None
+        if is_pin or any(name in self._texts or self.scheduler.get(name) is not None for name in sample_ids):
             msg = f"Request id {request_id!r} is in use."
             raise InvalidRequestError(msg, param="request_id", remedy="Use another id.")
         base = self.limits.namespace
@@ -158,33 +199,62 @@ class Engine:
         seed = sampling.seed if sampling.seed is not None else hash((self._seed, self._num_requests))
         self._num_requests += 1
         now = self._clock()
-        request = Request(
-            request_id,
-            prompt_token_ids,
-            sampling,
-            stop=StopRule(self._stop_ids(sampling), max_total),
-            namespace=namespace.key(),
-            seed=seed,
-            arrival_s=now,
-            deadline_s=None if self._request_timeout_s is None else now + self._request_timeout_s,
-            priority=caller.priority,
-        )
-        detokenizer = None if self.tokenizer is None else self.tokenizer.detokenizer(prompt_token_ids)
-        self._texts[request_id] = OutputText(detokenizer, sampling.stop, sampling.min_tokens)
-        self.scheduler.add(request)
+        stop = StopRule(self._stop_ids(sampling), max_total)
+        samples = [
+            Request(
+                sample_id,
+                prompt_token_ids,
+                sampling,
+                stop=stop,
+                matcher=None if grammar is None else grammar.matcher(ignore_eos=sampling.ignore_eos),
+                namespace=namespace.key(),
+                seed=seed + index,
+                arrival_s=now,
+                deadline_s=None if self._request_timeout_s is None else now + self._request_timeout_s,
+                priority=caller.priority,
+                parent_id=request_id,
+                sample_index=index,
+                warm_up=caller.warm_up,
+            )
+            for index, sample_id in enumerate(sample_ids)
+        ]
+        if caller.warm_up is not None and caller.warm_up.pin:
+            self._check_pin_quota(samples[0])
+        for sample_id in sample_ids:
+            detokenizer = None if self.tokenizer is None else self.tokenizer.detokenizer(prompt_token_ids)
+            self._texts[sample_id] = OutputText(detokenizer, sampling.stop, sampling.min_tokens)
+        self._open[request_id] = sample_ids
+        first, *first.forks = samples
+        self.scheduler.add(first)
 
     def abort(self, request_id: str) -> bool:
-        """End a request whose caller has gone. False when it has ended already."""
-        self._texts.pop(request_id, None)
-        request = self.scheduler.finish(request_id, "abort")
-        if request is None:
-            return False
-        tell_end(self._emit, request, "abort", self._clock())
-        return True
+        """End a request whose caller has gone, with all its samples. False when it has ended already."""
+        sample_ids = self._open.pop(request_id, [])
+        for sample_id in sample_ids:
+            del self._texts[sample_id]
+            request = self.scheduler.finish(sample_id, "abort")
+            if request is not None:
+                tell_end(self._emit, request, "abort", self._clock())
+        return bool(sample_ids)
 
     def reset_prefix_cache(self) -> int:
         """Forget every cached prefix, between steps; running requests go on. Return how many blocks became free."""
         return self.scheduler.core.reset()
+
+    def pins(self) -> PinReport:
+        """Return what is pinned now."""
+        return report_pins(self.scheduler.core, self._clock())
+
+    def unpin(self, pin_id: str) -> bool:
+        """Take a pin away; its blocks stay cached. False if there is no such pin."""
+        return self.scheduler.core.pins.remove(pin_id) is not None
+
+    def expire_pins(self) -> float:
+        """Drop the pins whose time has come, as every step does. Return the seconds until the next one's; or inf."""
+        now = self._clock()
+        pins = self.scheduler.core.pins
+        pins.expire(now)
+        return pins.next_expiry_s - now
 
     def step(self) -> list[OutputDelta]:
         """Run one step and return what it added, request by request.
@@ -213,6 +283,35 @@ class Engine:
         deltas += [self._delta(request, now) for request in requests]
         return deltas
 
+    def _check_warm_up(self, num_tokens: int, warm_up: WarmUp) -> None:
+        core = self.scheduler.core
+        if not core.publishes:
+            msg = "Prefix caching is off, so there is nothing to warm."
+            raise InvalidRequestError(msg, param="prompt", remedy="Start with enable_prefix_caching.")
+        num_blocks = num_tokens // core.block_size
+        if not num_blocks:
+            msg = f"The prompt has {num_tokens} tokens to keep, which do not fill a block of {core.block_size}."
+            raise InvalidRequestError(msg, param="prompt", remedy="There is nothing to gain from warming it.")
+        if warm_up.pin and num_blocks > core.pins.max_blocks:
+            msg = f"The prompt fills {num_blocks} blocks, and at most {core.pins.max_blocks} may be pinned."
+            raise PinQuotaError(msg, remedy="Warm it without a pin, or start with a larger max_pinned_share.")
+
+    def _check_pin_quota(self, request: Request) -> None:
+        """Refuse before it is computed what could not be pinned now. Others may be faster: then pinning fails."""
+        core = self.scheduler.core
+        core.pins.expire(request.arrival_s)
+        num_blocks = request.num_prompt_tokens // core.block_size
+        known = core.match(request.namespace, request.packed(), request.num_prompt_tokens).nodes
+        num_new = num_blocks - len(known) + core.pins.num_new_blocks(known)
+        if core.pins.num_blocks + num_new > core.pins.max_blocks:
+            msg = (
+                f"{core.pins.num_blocks} of at most {core.pins.max_blocks} blocks are pinned, and this prompt would "
+                f"pin {num_new} more."
+            )
+            raise PinQuotaError(
+                msg, remedy="Take pins away, warm it without a pin, or start with a larger max_pinned_share."
+            )
+
     def _check_ids(self, token_ids: Collection[int], param: str) -> None:
         lowest, highest = min(token_ids, default=0), max(token_ids, default=0)
         if lowest < 0 or highest >= self.limits.vocab_size:
@@ -221,8 +320,11 @@ class Engine:
             raise InvalidRequestError(msg, param=param, remedy=f"Ids go from 0 to {self.limits.vocab_size - 1}.")
 
     def _stop_ids(self, sampling: SamplingParams) -> frozenset[int]:
+        """Return what ends the output. A grammar lets the end of sequence come only where an output may end."""
         stop_ids = frozenset(sampling.stop_token_ids)
-        return stop_ids if sampling.ignore_eos else stop_ids.union(self.limits.eos_token_ids)
+        if sampling.ignore_eos and sampling.structured_outputs is None:
+            return stop_ids
+        return stop_ids.union(self.limits.eos_token_ids)
 
     def _delta(self, request: Request, now: float) -> OutputDelta:
         """Turn the token that ``request`` just got into text, and end the request if that completes a stop string."""
@@ -230,7 +332,7 @@ class Engine:
         text = self._texts[request.request_id]
         reason: FinishReason | None = request.finish_reason
         text_offset = text.num_characters
-        is_stop_token = reason == "stop"
+        is_stop_token = reason == "stop" and token_id in request.stop.token_ids
         piece = "" if is_stop_token else text.push(token_id)
         if text.stopped and reason != "stop":
             if reason is None:
@@ -240,13 +342,32 @@ class Engine:
             piece += text.flush()
             if text.stopped:
                 reason = "stop"
+        is_last = False
         if reason is not None:
-            del self._texts[request.request_id]
+            is_last = self._close(request)
             tell_end(self._emit, request, reason, now)
         delta = OutputDelta(
-            request.request_id, piece, (token_id,), request.num_cached_tokens, reason, times=request.times
+            request.parent_id,
+            piece,
+            (token_id,),
+            request.num_cached_tokens,
+            reason,
+            index=request.sample_index,
+            is_last=is_last,
+            times=request.times,
         )
+        if reason == "error":
+            delta = replace(delta, error=_grammar_error(request), param=FIELD)
         return delta if request.is_plain else replace(delta, text_offset=text_offset, **self._logprobs(request))
+
+    def _close(self, request: Request) -> bool:
+        """Forget a sample that has ended; return whether it was the last of its request."""
+        del self._texts[request.request_id]
+        left = self._open[request.parent_id]
+        left.remove(request.request_id)
+        if not left:
+            del self._open[request.parent_id]
+        return not left
 
     def _logprobs(self, request: Request) -> _Logprobs:
         """Return what a delta tells of logprobs: of the last token; with the first one, of the prompt."""
@@ -255,7 +376,9 @@ class Engine:
         if sampling.logprobs is not None:
             last = named_logprobs(self.tokenizer, request.token_ids[-1:], request.logprobs[-1:])
             told["logprobs"] = tuple(last)
-        if sampling.prompt_logprobs is not None and request.num_output_tokens == 1:
+        if request.logprobs:
+            told["cumulative_logprob"] = request.cumulative_logprob
+        if sampling.prompt_logprobs is not None and request.num_output_tokens == 1 and request.sample_index == 0:
             rest = request.token_ids[1 : request.num_prompt_tokens]
             told["prompt_logprobs"] = [None, *named_logprobs(self.tokenizer, rest, request.prompt_logprobs)]
         return told
@@ -271,9 +394,24 @@ class Engine:
 
     def _cut_off(self, request: Request, error: str, now: float) -> OutputDelta:
         """Return the last delta of a request that ended between tokens."""
-        text = self._texts.pop(request.request_id).flush()
+        text = self._texts[request.request_id].flush()
         reason = request.finish_reason
         assert reason is not None
         tell_end(self._emit, request, reason, now)
-        num_cached_tokens = max(0, request.num_cached_tokens)
-        return OutputDelta(request.request_id, text, (), num_cached_tokens, reason, error, times=request.times)
+        return OutputDelta(
+            request.parent_id,
+            text,
+            (),
+            max(0, request.num_cached_tokens),
+            reason,
+            error,
+            index=request.sample_index,
+            is_last=self._close(request),
+            times=request.times,
+        )
+
+
+def _grammar_error(request: Request) -> str:
+    """Return why the output of ``request`` could not go on. In a step that ran, only its grammar can have failed."""
+    assert request.matcher is not None
+    return f"The grammar became too complex after {request.num_output_tokens} tokens: {request.matcher.error}."

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
     from pagefold.observe.metrics import Metrics
+    from pagefold.structured.grammar import Grammar
 
     Prompt: TypeAlias = str | Mapping[str, Any]
 
@@ -85,19 +86,23 @@ class LLM:
         many: list[Prompt] = [prompts] if not isinstance(prompts, (list, tuple)) else list(prompts)  # type: ignore[list-item]
         params = self._params(sampling_params, len(many))
         with self._busy:
-            results = [self._result(prompt) for prompt in many]
+            grammars = [self._grammar(how) for how in params]
+            results = [self._result(prompt, how) for prompt, how in zip(many, params, strict=True)]
             for result, how in zip(results, params, strict=True):
                 self.engine.check(result.prompt_token_ids, how)
             by_id = {result.request_id: result for result in results}
             with _interrupts_held_back() as raise_if_interrupted:
                 try:
-                    for result, how in zip(results, params, strict=True):
-                        self.engine.add(result.request_id, result.prompt_token_ids, how)
+                    for result, how, grammar in zip(results, params, grammars, strict=True):
+                        self.engine.add(result.request_id, result.prompt_token_ids, how, grammar=grammar)
                     self._run(by_id, raise_if_interrupted, use_tqdm=use_tqdm)
                 except BaseException:
                     for request_id in by_id:
                         self.engine.abort(request_id)
                     raise
+        for result, how in zip(results, params, strict=True):
+            if how.ranks_samples:
+                result.keep_best(how.n)
         return results
 
     def get_metrics(self) -> list[Metric]:
@@ -132,7 +137,7 @@ class LLM:
                 for delta in self.engine.step():
                     by_id[delta.request_id].add(delta)
                     num_tokens += len(delta.token_ids)
-                    if delta.finish_reason is not None:
+                    if delta.is_last:
                         bar.advance(task)
                 elapsed = bar.tasks[0].elapsed or 0.0
                 bar.update(task, speed=f"{num_tokens / elapsed:.0f} tokens/s" if elapsed else "")
@@ -156,8 +161,11 @@ class LLM:
             raise InvalidRequestError(msg, param="sampling_params", remedy="Give one, or one for each prompt.")
         return list(sampling_params)
 
-    def _result(self, prompt: Prompt) -> RequestOutput:
-        """Tokenize one prompt into a result that waits for its output."""
+    def _grammar(self, how: SamplingParams) -> Grammar | None:
+        return None if how.structured_outputs is None else self.engine.compile_grammar(how.structured_outputs)
+
+    def _result(self, prompt: Prompt, how: SamplingParams) -> RequestOutput:
+        """Tokenize one prompt into a result that waits for its outputs."""
         text: object = prompt
         token_ids: object = None
         if not isinstance(prompt, str):
@@ -186,7 +194,7 @@ class LLM:
             request_id=f"llm-{self._num_requests}",
             prompt=text if isinstance(text, str) else None,
             prompt_token_ids=list(token_ids),
-            outputs=[CompletionOutput(index=0)],
+            outputs=[CompletionOutput(index=index) for index in range(how.num_samples)],
         )
 
 

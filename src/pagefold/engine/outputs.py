@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pagefold.request import FinishReason, RequestTimes
     from pagefold.tokenizer import Detokenizer
 
-__all__ = ["CompletionOutput", "Logprob", "OutputDelta", "OutputText", "RequestOutput"]
+__all__ = ["CompletionOutput", "Logprob", "OutputDelta", "OutputText", "RequestOutput", "best"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +31,24 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class OutputDelta:
-    """What one step added to one request.
+    """What one step added to one sample of a request.
 
     Attributes:
         request_id: whose.
         text: text that is certain now: it ends at a character, and no stop string can still begin in it.
         token_ids: tokens sampled in the step.
         num_cached_tokens: how much of the prompt was a prefix hit.
-        finish_reason: why it ended, in the last delta.
+        finish_reason: why it ended, in the sample's last delta.
         error: what went wrong, when ``finish_reason`` is ``error`` or ``timeout``.
+        param: the request's field at fault, when it was the request that went wrong.
         logprobs: for each of ``token_ids``, those of it and of the most likely tokens by token id, if asked for.
         prompt_logprobs: the same for each token of the prompt, in the first delta, if asked for. None stands for the
             first token: nothing tells it.
+        cumulative_logprob: the sum of the logprobs of all the sample's tokens so far, where they are known.
         text_offset: how many characters of the output's text come before that of ``token_ids``.
         times: of the request; the engine goes on writing it.
+        index: which of the request's samples it is.
+        is_last: whether all samples of the request have ended with it.
     """
 
     request_id: str
@@ -55,8 +59,12 @@ class OutputDelta:
     error: str | None = None
     logprobs: tuple[dict[int, Logprob], ...] | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    cumulative_logprob: float | None = None
     text_offset: int = 0
     times: RequestTimes | None = None
+    param: str | None = None
+    index: int = 0
+    is_last: bool = False
 
     @property
     def can_merge(self) -> bool:
@@ -83,7 +91,7 @@ class CompletionOutput:
         token_ids: its tokens, those of a stop string and a stop token included.
         finish_reason: ``stop``, ``length``, ``abort``, ``error`` or ``timeout``; None while it runs.
         logprobs: for each token, those of it and of the most likely tokens by token id, if asked for.
-        cumulative_logprob: the sum of its tokens' logprobs, if they are asked for.
+        cumulative_logprob: the sum of its tokens' logprobs, if they are asked for, or told which outputs are the best.
     """
 
     index: int
@@ -102,7 +110,7 @@ class RequestOutput:
         request_id: made by the engine.
         prompt: its text, when text was given.
         prompt_token_ids: its tokens.
-        outputs: one today.
+        outputs: the ``n`` that were asked for; with ``best_of``, the best first.
         num_cached_tokens: how much of the prompt was a prefix hit.
         error: what went wrong, when an output's ``finish_reason`` is ``error``.
         prompt_logprobs: for each token of the prompt, those of it and of the most likely tokens by token id, if asked
@@ -124,7 +132,7 @@ class RequestOutput:
 
     def add(self, delta: OutputDelta) -> None:
         """Append what a step added."""
-        output = self.outputs[0]
+        output = self.outputs[delta.index]
         output.text += delta.text
         output.token_ids.extend(delta.token_ids)
         output.finish_reason = delta.finish_reason
@@ -132,12 +140,30 @@ class RequestOutput:
             if output.logprobs is None:
                 output.logprobs = []
             output.logprobs.extend(delta.logprobs)
-            told = (found[token_id].logprob for token_id, found in zip(delta.token_ids, delta.logprobs, strict=True))
-            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(told)
+        if delta.cumulative_logprob is not None:
+            output.cumulative_logprob = delta.cumulative_logprob
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
         self.num_cached_tokens = delta.num_cached_tokens
-        self.error = delta.error
+        self.error = self.error or delta.error
+
+    def keep_best(self, n: int) -> None:
+        """Drop all but the ``n`` best outputs, and number those, the best first."""
+        scores = [(output.cumulative_logprob, len(output.token_ids)) for output in self.outputs]
+        self.outputs = [replace(self.outputs[at], index=index) for index, at in enumerate(best(scores, n))]
+
+
+def best(scores: Sequence[tuple[float | None, int]], n: int) -> list[int]:
+    """Return the places of the ``n`` outputs with the highest logprob per token, the best first.
+
+    OpenAI's measure of what is best. Of equals the first sampled wins; what was cut off before its first token loses.
+
+    Args:
+        scores: the cumulative logprob and the number of tokens of each.
+        n: how many.
+    """
+    means = [float("-inf") if total is None or not num_tokens else total / num_tokens for total, num_tokens in scores]
+    return sorted(range(len(means)), key=means.__getitem__, reverse=True)[:n]
 
 
 class OutputText:

@@ -14,7 +14,10 @@ __all__ = ["tell_end", "tell_tokens"]
 
 
 def tell_tokens(emit: Emit, requests: list[Request], now: float, block_size: int) -> None:
-    """Note that each of ``requests`` has just got a token, and tell it: one event for all that were not first ones."""
+    """Note that each of ``requests`` has just got a token, and tell it: one event for all that were not first ones.
+
+    The samples of one prompt have one first token.
+    """
     gaps: dict[float, int] = {}
     for request in requests:
         times = request.times
@@ -22,9 +25,19 @@ def tell_tokens(emit: Emit, requests: list[Request], now: float, block_size: int
         times.last_token_s = now
         if last_s is None:
             times.first_token_s = now
+            if request.sample_index:
+                continue  # of a prompt that has been told
             num_cached = request.num_cached_tokens
-            ttft_s = now - times.arrival_s
-            emit(FirstToken(request.request_id, ttft_s, request.num_prompt_tokens, num_cached, num_cached % block_size))
+            emit(
+                FirstToken(
+                    request.request_id,
+                    now - times.arrival_s,
+                    request.num_prompt_tokens,
+                    num_cached,
+                    num_cached % block_size,
+                    is_warm_up=request.warm_up is not None,
+                )
+            )
         else:
             gap_s = now - last_s
             gaps[gap_s] = gaps.get(gap_s, 0) + 1
@@ -47,5 +60,6 @@ def tell_end(emit: Emit, request: Request, reason: FinishReason, now: float) -> 
             queue_s=e2e_s if times.queue_s is None else times.queue_s,
             prefill_s=times.prefill_s,
             decode_s=times.decode_s,
+            is_warm_up=request.warm_up is not None,
         )
     )

@@ -26,7 +26,7 @@ __all__ = ["CATALOG", "CONVERTER_VERSION", "CatalogModel", "resolve"]
 
 # Part of the folder's name: raise it whenever the converter writes anything differently, so that folders made by an
 # older one are not taken for current. (Here and not in the converter, which imports numpy.)
-CONVERTER_VERSION = 1
+CONVERTER_VERSION = 2
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 

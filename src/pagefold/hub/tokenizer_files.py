@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from pagefold.errors import UnsupportedModelError
 from pagefold.hub.gguf import GgufFormatError
+from pagefold.hub.tool_template import SMOLLM2_TOOL_USE
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -90,7 +91,12 @@ def write_tokenizer_files(gguf: GgufFile, folder: Path) -> None:
         **special,
     }
     if "tokenizer.chat_template" in gguf.metadata:
-        config["chat_template"] = gguf.value("tokenizer.chat_template", str)
+        template = gguf.value("tokenizer.chat_template", str)
+        # transformers takes the second one where tools are given.
+        config["chat_template"] = [
+            {"name": "default", "template": template},
+            {"name": "tool_use", "template": SMOLLM2_TOOL_USE},
+        ]
     # No indent: the vocabulary and merges are 100,000 entries, which indenting would make twice as long.
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
     for name, content in {"tokenizer_config.json": config, "special_tokens_map.json": special}.items():

@@ -7,6 +7,7 @@ from pagefold.kv.core import KVCore, Promise
 from pagefold.kv.eviction import EvictionPolicy, KeyPolicy, make_policy
 from pagefold.kv.geometry import CacheGroup, CacheLayout, KVGeometry, LayerKV, lay_out
 from pagefold.kv.namespace import Namespace
+from pagefold.kv.pins import DroppedPin, Pin, PinLimits, PinTable
 from pagefold.kv.plans import CopyOp
 from pagefold.kv.table import BlockTable
 from pagefold.kv.tree import PrefixHit
@@ -22,12 +23,16 @@ __all__ = [
     "CacheLayout",
     "Codec",
     "CopyOp",
+    "DroppedPin",
     "EvictionPolicy",
     "KVCore",
     "KVGeometry",
     "KeyPolicy",
     "LayerKV",
     "Namespace",
+    "Pin",
+    "PinLimits",
+    "PinTable",
     "PrefixHit",
     "Promise",
     "audit",

@@ -1,7 +1,7 @@
 """What always holds, as code. Called after every operation in tests, and by an idle engine.
 
-Conservation: free + loading + active + cached = total. References: a block's counts are what tables and transfers hold.
-Structure: the tree, the tables and the policy agree about every block.
+Conservation: free + loading + active + cached = total. References: a block's counts are what tables, transfers and pins
+hold. Structure: the tree, the tables, the pins and the policy agree about every block.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def audit(core: KVCore) -> None:
             block.node is None or published.get(block.block_id) is block.node, f"{block}: its node is not in the tree"
         )
     _audit_tables(core)
+    _audit_pins(core)
     _audit_policy(core)
 
 
@@ -60,7 +61,9 @@ def _audit_references(core: KVCore) -> None:
     transfers = Counter(
         block_id for copy in (*core.pending_copies, *core.copies_in_flight) for block_id in (copy.src, copy.dst)
     )
+    pins = Counter(node.block.block_id for pin in core.pins for node in pin.path() if node.block is not None)
     for block in core.pool.blocks:
+        _check(block.num_pin_refs == pins[block.block_id], f"{block}: {pins[block.block_id]} pins keep it")
         _check(block.num_table_refs == tables[block.block_id], f"{block}: {tables[block.block_id]} tables hold it")
         _check(block.num_io_refs == transfers[block.block_id], f"{block}: {transfers[block.block_id]} transfers use it")
         held = bool(block.num_table_refs or block.num_io_refs)
@@ -95,7 +98,8 @@ def _audit_tree(core: KVCore) -> dict[int, Node]:
         if block.num_table_refs and parent.block is not None:
             _check(parent.block.num_table_refs > 0, f"{block}: held, but not the block before it")
         _check(node.committed != (node in promised), f"{block}: committed is {node.committed}, against the promises")
-        evictable = block.state == BlockState.CACHED and not node.children and not block.num_io_refs
+        evictable = block.state == BlockState.CACHED
+        evictable = evictable and not (node.children or block.num_io_refs or block.num_pin_refs)
         _check(node.evictable == evictable, f"{block}: evictable is {node.evictable}")
     return published
 
@@ -131,6 +135,18 @@ def _audit_tables(core: KVCore) -> None:
             _check(
                 core.pool.blocks[block_id].node is None, f"block {block_id} is published but not by its table's path"
             )
+
+
+def _audit_pins(core: KVCore) -> None:
+    pins = core.pins
+    tails = {pin.tail for pin in pins}
+    _check(len(tails) == len(pins), "two pins have the same tail")
+    for pin in pins:
+        _check(all(node.attached and node.committed for node in pin.path()), f"{pin.pin_id} pins what is not there")
+    num_blocks = sum(1 for block in core.pool.blocks if block.num_pin_refs)
+    _check(num_blocks == pins.num_blocks <= pins.max_blocks, f"{pins.num_blocks=}, {num_blocks} are pinned")
+    num_pinned = sum(1 for block in core.pool.blocks if block.num_pin_refs and block.state == BlockState.CACHED)
+    _check(num_pinned == core.pool.num_pinned, f"{core.pool.num_pinned=} but {num_pinned} cached blocks are")
 
 
 def _audit_policy(core: KVCore) -> None:

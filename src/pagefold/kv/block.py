@@ -32,7 +32,8 @@ class BlockState(IntEnum):
     ACTIVE = 2
     """Some table holds it, or a transfer that outlived its last table still does."""
     CACHED = 3
-    """In the prefix tree, held by no table: readable, and evictable when it is a leaf that no transfer reads."""
+    """In the prefix tree, held by no table: readable, and evictable when it is a leaf that no transfer reads and no pin
+    keeps."""
 
 
 LEGAL_MOVES: dict[BlockState, frozenset[BlockState]] = {
@@ -58,16 +59,18 @@ class Block:
         state: where it is in its life; set only by :meth:`to`.
         num_table_refs: how many block tables hold it.
         num_io_refs: how many transfers (copies, loads, stores) still read or write it.
+        num_pin_refs: how many pins keep it; they hold no bytes in use, but keep it from being evicted.
         node: the node of the prefix tree that publishes it; None while it is private or free.
     """
 
-    __slots__ = ("block_id", "node", "num_io_refs", "num_table_refs", "state")
+    __slots__ = ("block_id", "node", "num_io_refs", "num_pin_refs", "num_table_refs", "state")
 
     def __init__(self, block_id: BlockId) -> None:
         self.block_id = block_id
         self.state = BlockState.FREE
         self.num_table_refs = 0
         self.num_io_refs = 0
+        self.num_pin_refs = 0
         self.node: Node | None = None
 
     def to(self, state: BlockState) -> None:
@@ -79,10 +82,10 @@ class Block:
         if not _IS_LEGAL[self.state][state]:
             msg = f"block {self.block_id}: {self.state.name} -> {state.name} is not a legal move"
             raise IllegalMoveError(msg)
-        if state == 0 and (self.num_table_refs or self.num_io_refs or self.node is not None):
+        if state == 0 and (self.num_table_refs or self.num_io_refs or self.num_pin_refs or self.node is not None):
             msg = (
                 f"block {self.block_id} cannot be freed: {self.num_table_refs} tables, "
-                f"{self.num_io_refs} transfers, published: {self.node is not None}"
+                f"{self.num_io_refs} transfers, {self.num_pin_refs} pins, published: {self.node is not None}"
             )
             raise IllegalMoveError(msg)
         self.state = state
@@ -90,5 +93,5 @@ class Block:
     def __repr__(self) -> str:
         return (
             f"Block({self.block_id}, {self.state.name}, tables={self.num_table_refs}, io={self.num_io_refs}, "
-            f"published={self.node is not None})"
+            f"pins={self.num_pin_refs}, published={self.node is not None})"
         )

@@ -12,7 +12,7 @@ The life of a sequence here::
     core.commit(promise)  |  core.abandon(promise)      the step ran                    |  it failed
     core.release(table)                                 published blocks stay cached, private ones become free
 
-And of the copies of a step::
+What must stay cached though no table holds it is ``core.pins``' business. And of the copies of a step::
 
     copies = core.take_copies()                         when all of it is planned, before it runs
     core.copies_done(copies)  |  core.copies_failed(copies)
@@ -23,6 +23,7 @@ from __future__ import annotations
 from pagefold.events import BlockEvicted, Emit, EvictionCause, ignore
 from pagefold.kv.block import Block, BlockState
 from pagefold.kv.eviction import EvictionPolicy, make_policy
+from pagefold.kv.pins import PinLimits, PinTable
 from pagefold.kv.plans import CopyOp
 from pagefold.kv.pool import BlockPool
 from pagefold.kv.table import BlockTable, num_blocks_for
@@ -60,16 +61,22 @@ class KVCore:
         block_size: tokens a block.
         policy: who is evicted first; LRU by default.
         enable_prefix_caching: False publishes nothing, so nothing is ever matched.
+        pin_limits: what pins may keep, and how long they count.
         emit: where events go.
+
+    Attributes:
+        publishes: whether anything is ever cached.
+        pins: prefixes that stay cached though nobody holds them.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - settings, by name
         self,
         num_blocks: int,
         *,
         block_size: int = 16,
         policy: EvictionPolicy | None = None,
         enable_prefix_caching: bool = True,
+        pin_limits: PinLimits | None = None,
         emit: Emit = ignore,
     ) -> None:
         self.block_size = block_size
@@ -79,8 +86,9 @@ class KVCore:
         self.tables: set[BlockTable] = set()
         self.copies_in_flight: list[CopyOp] = []
         self._copies: list[CopyOp] = []
-        self._publishes = enable_prefix_caching
+        self.publishes = enable_prefix_caching
         self._emit = emit
+        self.pins = PinTable(self.pool, pin_limits or PinLimits(), update_evictable=self._update_evictable, emit=emit)
         self._stride = block_size * TOKEN_BYTES
         self._tick = 0  # logical time: one for every acquire and release, so recency has no ties between tables
 
@@ -88,13 +96,13 @@ class KVCore:
 
     @property
     def num_available(self) -> int:
-        """Blocks that an allocation could get: the free ones and the cached ones."""
-        return self.pool.num_free + self.pool.num_cached
+        """Blocks that an allocation could get: the free ones, and the cached ones that no pin keeps."""
+        return self.pool.num_free + self.pool.num_cached - self.pool.num_pinned
 
     @property
     def num_active(self) -> int:
         """Blocks held by sequences or transfers."""
-        return self.pool.num_blocks - self.num_available
+        return self.pool.num_blocks - self.pool.num_free - self.pool.num_cached
 
     @property
     def usage(self) -> float:
@@ -127,7 +135,7 @@ class KVCore:
             num_nodes -= 1
         if num_nodes < len(nodes):
             nodes = nodes[:num_nodes]
-        table = BlockTable((nodes[-1] if nodes else self.tree.root(hit.namespace)) if self._publishes else None)
+        table = BlockTable((nodes[-1] if nodes else self.tree.root(hit.namespace)) if self.publishes else None)
         self.tables.add(table)
         acquire = self.pool.acquire
         append = table.block_ids.append
@@ -205,7 +213,7 @@ class KVCore:
             if node is not None:
                 node.last_used = tick
             if release(block) and node is not None and not node.children:
-                if self.policy.admit(node):
+                if block.num_pin_refs or self.policy.admit(node):
                     self._update_evictable(node)
                 else:
                     self._evict(node, "not_admitted")
@@ -365,8 +373,9 @@ class KVCore:
     def reset(self) -> int:
         """Forget every prefix: cached blocks become free, and what running tables hold is never published again.
 
-        Return how many cached blocks were freed.
+        Pins are dropped: what they keep must not be used any more. Return how many cached blocks were freed.
         """
+        self.pins.clear()
         num_cached = self.pool.num_cached
         for node in reversed(list(self.tree.nodes())):
             assert node.block is not None
@@ -450,7 +459,7 @@ class KVCore:
         block = node.block
         if block is None:  # a root
             return
-        evictable = block.state == BlockState.CACHED and not node.children and not block.num_io_refs
+        evictable = not (block.state != BlockState.CACHED or node.children or block.num_io_refs or block.num_pin_refs)
         if evictable != node.evictable:
             node.evictable = evictable
             if evictable:

@@ -38,3 +38,13 @@ class Namespace:
             raw = value.encode("utf-8", "surrogatepass")
             parts.append(bytes((tag,)) + len(raw).to_bytes(4, "little") + raw)
         return b"".join(parts)
+
+    @classmethod
+    def from_key(cls, key: bytes) -> Namespace:
+        """Return the namespace whose :meth:`key` is ``key``."""
+        values: list[str] = []
+        while key:
+            end = 5 + int.from_bytes(key[1:5], "little")
+            values.append(key[5:end].decode("utf-8", "surrogatepass"))
+            key = key[end:]
+        return cls(*values)

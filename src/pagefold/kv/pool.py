@@ -15,12 +15,17 @@ class BlockPool:
 
     Args:
         num_blocks: how many blocks the slab has.
+
+    Attributes:
+        num_cached: how many blocks are CACHED.
+        num_pinned: how many of those a pin keeps.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.blocks: list[Block] = [Block(BlockId(i)) for i in range(num_blocks)]
         self.free_ids: list[BlockId] = [BlockId(i) for i in reversed(range(num_blocks))]
         self.num_cached = 0
+        self.num_pinned = 0
 
     @property
     def num_blocks(self) -> int:
@@ -46,6 +51,8 @@ class BlockPool:
         if block.state == BlockState.CACHED:
             block.to(BlockState.ACTIVE)
             self.num_cached -= 1
+            if block.num_pin_refs:
+                self.num_pinned -= 1
         block.num_table_refs += 1
 
     def release(self, block: Block) -> bool:
@@ -59,6 +66,8 @@ class BlockPool:
         if block.node is not None:
             block.to(BlockState.CACHED)
             self.num_cached += 1
+            if block.num_pin_refs:
+                self.num_pinned += 1
         elif not block.num_io_refs:
             self._free(block)
         return True
@@ -73,8 +82,27 @@ class BlockPool:
         if not block.num_io_refs and not block.num_table_refs and block.node is None:
             self._free(block)
 
+    def pin(self, block: Block) -> bool:
+        """Count a pin that keeps ``block``, which is published. Return True when it is the first one."""
+        block.num_pin_refs += 1
+        if block.num_pin_refs > 1:
+            return False
+        if block.state == BlockState.CACHED:
+            self.num_pinned += 1
+        return True
+
+    def unpin(self, block: Block) -> bool:
+        """Count a pin less. Return True when that was the last one."""
+        block.num_pin_refs -= 1
+        if block.num_pin_refs:
+            return False
+        if block.state == BlockState.CACHED:
+            self.num_pinned -= 1
+        return True
+
     def withdraw(self, block: Block) -> None:
-        """Record that no node publishes ``block`` any more; free it if nobody else holds it."""
+        """Record that no node publishes ``block`` any more, nor pins it; free it if nobody else holds it."""
+        assert not block.num_pin_refs, "a pinned block is published"
         block.node = None
         if block.num_table_refs:
             return

@@ -34,7 +34,7 @@ class Node:
         committed: its bytes have been written. Until then the node is promised: a request of the same step may lean
             on it, and :meth:`KVCore.abandon` takes it back.
         attached: the node is in the tree. Once removed a node never comes back.
-        evictable: cached, without children, read by no transfer: the policy may choose it.
+        evictable: cached, without children, read by no transfer, kept by no pin: the policy may choose it.
         created_at, last_used: ticks of the core's logical clock.
         num_hits: how often an acquire went through it.
     """

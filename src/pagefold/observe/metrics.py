@@ -14,6 +14,8 @@ from pagefold.events import (
     FirstToken,
     NextTokens,
     OutputFinished,
+    PinCause,
+    PinDropped,
     PrefixLookup,
     RequestPreempted,
     StepAbandoned,
@@ -62,6 +64,10 @@ _GAUGES: dict[str, tuple[str, str]] = {
         "num_cached_blocks",
         "KV blocks that no request holds and a later one can use. When nothing runs, free and cached are all.",
     ),
+    "pagefold:num_pinned_blocks": (
+        "num_pinned_blocks",
+        "KV blocks that pins keep cached, each counted once, whether or not a request holds them too.",
+    ),
     "pagefold:num_wasted_slots": (
         "num_wasted_slots",
         "Slots in blocks of running requests that hold no token: what rounding to whole blocks costs.",
@@ -96,6 +102,7 @@ class Metrics:
             FirstToken: self._on_first_token,
             NextTokens: self._on_next_tokens,
             OutputFinished: self._on_output_finished,
+            PinDropped: self._on_pin_dropped,
             PrefixLookup: self._on_prefix_lookup,
             RequestPreempted: self._on_request_preempted,
             StepAbandoned: self._on_step_abandoned,
@@ -182,6 +189,12 @@ class Metrics:
         self._evicted = self._counters(
             "pagefold:blocks_evicted", "Cached blocks dropped, by why.", "cause", get_args(EvictionCause)
         )
+        self._pins_dropped = self._counters(
+            "pagefold:pins_dropped",
+            "Pins that ended, by why; quota counts those that never came to be.",
+            "cause",
+            get_args(PinCause),
+        )
         self._steps_failed = self._counter("pagefold:steps_failed", "Steps whose results were lost and taken back.")
         self._responses = Counter(
             "pagefold:http_responses",
@@ -267,7 +280,8 @@ class Metrics:
         self._prefix_hits.inc(event.num_hit_tokens)
 
     def _on_first_token(self, event: FirstToken) -> None:
-        self._ttft_s.observe(event.ttft_s)
+        if not event.is_warm_up:
+            self._ttft_s.observe(event.ttft_s)
         self._prompt_tokens.inc(event.num_prompt_tokens)
         self._by_source["local_compute"].inc(event.num_prompt_tokens - event.num_cached_tokens)
         self._by_source["local_cache_hit"].inc(event.num_cached_tokens)
@@ -279,6 +293,8 @@ class Metrics:
             self._inter_token_s.observe(gap_s, num)
 
     def _on_output_finished(self, event: OutputFinished) -> None:
+        if event.is_warm_up:  # its tokens count as others do, but it is no client's request
+            return
         self._finished[event.finish_reason].inc()
         self._e2e_s.observe(event.e2e_s)
         self._queue_s.observe(event.queue_s)
@@ -292,6 +308,9 @@ class Metrics:
         self._prefill_computed_tokens.observe(event.num_prompt_tokens - event.num_cached_tokens)
         if event.num_output_tokens > 1:
             self._time_per_output_token_s.observe(event.decode_s / (event.num_output_tokens - 1))
+
+    def _on_pin_dropped(self, event: PinDropped) -> None:
+        self._pins_dropped[event.cause].inc()
 
     def _on_request_preempted(self, _event: RequestPreempted) -> None:
         self._preemptions.inc()

@@ -24,14 +24,17 @@ class StepInputs:
     Attributes:
         token_ids: int64 ``[1, T]``.
         positions: int64 ``[1, T]``.
-        logit_rows: int64 ``[R + P]``: the tokens whose logits are needed, one for each sampling row, then one for each
-            token of the prompt parts.
+        logit_rows: int64 ``[D + P]``: the tokens whose logits are needed, one for each row that samples, then one for
+            each token of the prompt parts.
+        samples: which of the first D of them each of the R sampling rows takes, int64 ``[R]``; None where each has its
+            own.
         attention: where each sequence's KV lies.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     logit_rows: torch.Tensor
+    samples: torch.Tensor | None
     attention: AttentionInputs
 
 
@@ -47,10 +50,14 @@ def make_inputs(plan: StepPlan, geometry: KVGeometry) -> StepInputs:
     tables = np.zeros((plan.num_rows, int(widths.max())), dtype=np.int32)
     for row, (block_ids, width) in enumerate(zip(plan.block_ids, widths.tolist(), strict=True)):
         tables[row, :width] = block_ids[:width]
-    logit_rows = query_starts[1:][plan.sampling_rows].astype(np.int64) - 1
+    places = {row: place for place, row in enumerate(dict.fromkeys(plan.sampling_rows))}
+    logit_rows = query_starts[1:][list(places)].astype(np.int64) - 1
     if plan.prompt_parts:
         firsts = [(int(query_starts[part.row]) + part.offset, len(part.token_ids)) for part in plan.prompt_parts]
         logit_rows = np.concatenate([logit_rows, *(np.arange(first, first + length) for first, length in firsts)])
+    samples = None
+    if len(places) < len(plan.sampling_rows):
+        samples = torch.tensor([places[row] for row in plan.sampling_rows])
     num_layers, num_kv_heads = geometry.num_layers, geometry.num_kv_heads
     cells = np.arange(num_layers * num_kv_heads, dtype=np.int32).reshape(1, num_layers, num_kv_heads)
     num_rows, max_blocks = tables.shape
@@ -58,6 +65,7 @@ def make_inputs(plan: StepPlan, geometry: KVGeometry) -> StepInputs:
         token_ids=torch.from_numpy(np.array(plan.token_ids, dtype=np.int64))[None],
         positions=torch.from_numpy(positions)[None],
         logit_rows=torch.from_numpy(logit_rows),
+        samples=samples,
         attention=AttentionInputs(
             query_starts=query_starts,
             tables=np.broadcast_to(tables[:, None], (num_rows, num_kv_heads, max_blocks)),

@@ -1,8 +1,9 @@
-"""Logits: what is done to them before a token is chosen: bias, penalties, tokens that must not come yet.
+"""Logits: what is done to them before a token is chosen: bias, penalties, masks, tokens that must not come yet.
 
 The order is vLLM's: bias; repetition, then frequency and presence penalties; temperature and the cuts are the
-sampler's. All of it is a function of a plan's columns, so nothing here remembers anything from step to step. Only the
-logits of tokens that are named or seen are touched: the work follows the length of histories, not the vocabulary.
+sampler's. What must not come gets minus infinity at last. All of it is a function of a plan's columns, so nothing here
+remembers anything from step to step. But for masks, only the logits of tokens that are named or seen are touched: the
+work follows the length of histories, not the vocabulary.
 """
 
 from __future__ import annotations
@@ -30,21 +31,40 @@ def adjust(logits: torch.Tensor, plan: StepPlan) -> torch.Tensor:
 
     Args:
         logits: ``[R, vocab]`` of the plan's sampling rows, any float dtype; not changed.
-        plan: its columns ``adjusted``, ``histories``, ``banned``, ``sampling`` and ``draws`` say what to do.
+        plan: its columns ``adjusted``, ``histories``, ``banned``, ``masked``, ``masks``, ``sampling`` and ``draws`` say
+            what to do.
 
     Returns:
         ``logits`` itself where no row asks; else ``[R, vocab]``, at least float32.
     """
-    if not plan.adjusted:
+    if not (plan.adjusted or plan.masked):
         return logits
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+    if plan.adjusted:
+        _adjust(logits, plan)
+    if plan.masked:
+        _mask(logits, plan)
+    return logits
+
+
+def _adjust(logits: torch.Tensor, plan: StepPlan) -> None:
     params = [plan.sampling[place] for place in plan.adjusted]
     _add_bias(logits, plan.adjusted, params)
     _penalize_repetition(logits, plan, params)
     _penalize_output(logits, plan, params)
     rows, banned = _pairs(zip(plan.adjusted, plan.banned, strict=True))
     logits[rows, banned] = float("-inf")
-    return logits
+
+
+def _mask(logits: torch.Tensor, plan: StepPlan) -> None:
+    """Leave each masked row only the tokens of its mask; a mask may be longer than the vocabulary."""
+    packed = np.frombuffer(b"".join(plan.masks), dtype=np.uint8).reshape(len(plan.masks), -1)
+    bits = np.unpackbits(packed, axis=1, bitorder="little", count=logits.shape[-1])
+    allowed = torch.from_numpy(bits).view(torch.bool)
+    if len(plan.masked) == len(logits):
+        logits.masked_fill_(~allowed, float("-inf"))
+    else:
+        logits[plan.masked] = logits[plan.masked].masked_fill(~allowed, float("-inf"))
 
 
 def _add_bias(logits: torch.Tensor, rows: list[int], params: list[SamplingParams]) -> None:

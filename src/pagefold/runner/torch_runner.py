@@ -59,9 +59,12 @@ class TorchRunner:
     def _forward(self, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """Run one step; return the logits of its sampling rows and of its prompt parts' tokens, ``[., vocab]``."""
         self.slab.copy(plan.copies)
-        logits = self.decoder.logits(make_inputs(plan, self.geometry))
-        num_sampling = len(plan.sampling_rows)
-        return logits[:num_sampling], logits[num_sampling:]
+        inputs = make_inputs(plan, self.geometry)
+        logits = self.decoder.logits(inputs)
+        num_parts = sum(len(part.token_ids) for part in plan.prompt_parts)
+        num_sampling = len(logits) - num_parts
+        sampled = logits[:num_sampling] if inputs.samples is None else logits[inputs.samples]
+        return sampled, logits[num_sampling:]
 
     def warm_up(self) -> None:
         """Run one dummy step on block 0: loads or compiles kernels, and finds out a model that cannot work."""

@@ -17,20 +17,24 @@ _NOTHING: frozenset[int] = frozenset()
 
 
 def plan_extras(plan: StepPlan, request: Request) -> None:
-    """Add what ``request``, whose row is the plan's last, asks for beyond a token."""
+    """Add what ``request``, whose row is the plan's last, asks for beyond a token; the same for each of its samples."""
     row = plan.num_rows - 1
     start = plan.starts[row]
     end = start + plan.num_tokens[row]
     sampling = request.sampling
     if end == request.num_tokens:
-        place = len(plan.sampling_rows) - 1
+        num_places = len(plan.sampling_rows)
         banned = request.stop.token_ids if request.num_output_tokens < sampling.min_tokens else _NOTHING
-        if sampling.has_penalties or sampling.logit_bias or banned:
-            plan.adjusted.append(place)
-            plan.histories.append(request.token_ids if sampling.has_penalties else _NO_HISTORY)
-            plan.banned.append(banned)
-        if sampling.logprobs is not None:
-            plan.logprob_rows.append(place)
+        for place, sample in enumerate((request, *request.forks), num_places - request.num_seqs):
+            if sample.matcher is not None:
+                plan.masked.append(place)
+                plan.masks.append(sample.matcher.mask(banned))
+            if sampling.has_penalties or sampling.logit_bias or (banned and sample.matcher is None):
+                plan.adjusted.append(place)
+                plan.histories.append(request.token_ids if sampling.has_penalties else _NO_HISTORY)
+                plan.banned.append(banned if sample.matcher is None else _NOTHING)
+            if sampling.logprobs is not None or sampling.ranks_samples:
+                plan.logprob_rows.append(place)
     if sampling.prompt_logprobs is not None:
         first = len(request.prompt_logprobs) + 1
         last = min(end, request.num_prompt_tokens - 1)
@@ -40,9 +44,18 @@ def plan_extras(plan: StepPlan, request: Request) -> None:
             plan.prompt_parts.append(part)
 
 
-def apply_extras(plan: StepPlan, result: StepResult, requests: list[Request]) -> None:
-    """Append the logprobs of a step that ran; ``requests`` are those of the plan's rows."""
+def apply_extras(plan: StepPlan, result: StepResult, requests: list[Request], samples: list[Request]) -> None:
+    """Append the logprobs of a step that ran.
+
+    Args:
+        plan: of the step.
+        result: what it said.
+        requests: of the plan's rows.
+        samples: of its sampling rows.
+    """
     for place, logprobs in zip(plan.logprob_rows, result.logprobs, strict=True):
-        requests[plan.sampling_rows[place]].logprobs.append(logprobs)
+        request = samples[place]
+        request.logprobs.append(logprobs)
+        request.cumulative_logprob += logprobs.logprob
     for part, found in zip(plan.prompt_parts, result.prompt_logprobs, strict=True):
         requests[part.row].prompt_logprobs.extend(found)

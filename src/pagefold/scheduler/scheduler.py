@@ -6,9 +6,14 @@ A step is one sentence::
     result = runner.run(plan)
     scheduler.apply(result)          or, when the runner raised: scheduler.abandon(error)
 
+Memory comes from free and cached blocks first, then from pins, and only then from running requests.
+
 Always: ``waiting`` is in the policy's order, and so is ``running`` when a step begins; those that the step admits come
 behind. Preemption takes from the end of ``running``, so the first in that order always gets on, and a victim is never
 part of the plan that is being made. First come first served, all in ``running`` came before all in ``waiting``.
+
+A request of several samples is one here until its prompt is computed: it takes a seat for each, and its row is sampled
+once for each. When that step is applied the others fork from it, with their first tokens, and each goes its own way.
 """
 
 from __future__ import annotations
@@ -35,7 +40,8 @@ from pagefold.scheduler.policy import FirstComeFirstServed
 from pagefold.steps import StepPlan, StepResult
 
 if TYPE_CHECKING:
-    from pagefold.kv import KVCore, PrefixHit, Promise
+    from pagefold.kv import BlockTable, KVCore, PrefixHit, Promise
+    from pagefold.request import WarmUp
     from pagefold.scheduler.policy import SchedulingPolicy
 
 __all__ = ["Scheduler", "SchedulerLimits"]
@@ -67,12 +73,24 @@ class SchedulerLimits:
 class _StepInFlight:
     """A plan and what the scheduler must know to apply it or take it back."""
 
-    __slots__ = ("now", "num_admitted", "num_prefill_tokens", "num_recomputed_tokens", "plan", "promises", "requests")
+    __slots__ = (
+        "forking",
+        "now",
+        "num_admitted",
+        "num_prefill_tokens",
+        "num_recomputed_tokens",
+        "plan",
+        "promises",
+        "requests",
+        "samples",
+    )
 
     def __init__(self, plan: StepPlan, now: float) -> None:
         self.plan = plan
         self.now = now
-        self.requests: list[Request] = []
+        self.requests: list[Request] = []  # of the plan's rows
+        self.samples: list[Request] = []  # of its sampling rows
+        self.forking: list[Request] = []  # those whose other samples begin with this step
         self.promises: list[Promise] = []
         self.num_admitted = 0  # the last so many of ``requests`` were admitted in this step
         self.num_prefill_tokens = 0
@@ -114,6 +132,7 @@ class Scheduler:
         self._step: _StepInFlight | None = None
         self._num_steps = 0
         self._num_arrived = 0
+        self._now_s = 0.0  # of the last call of schedule()
         self._watermark_blocks = int(core.pool.num_blocks * _WATERMARK)
 
     # Requests come and go.
@@ -124,14 +143,16 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def add(self, request: Request) -> None:
-        """Queue a request. The caller has checked that it can ever fit: at most ``max_model_len`` tokens."""
-        assert request.request_id not in self._by_id, f"request id {request.request_id!r} is in use"
-        request.index = self._num_arrived
-        self._num_arrived += 1
-        request.order = self.policy.key(request)
-        self._by_id[request.request_id] = request
-        if request.deadline_s is not None:
-            heapq.heappush(self._deadlines, (request.deadline_s, request.index, request.request_id))
+        """Queue a request, with those that will fork from it.
+
+        The caller has checked that it can ever fit: at most ``max_model_len`` tokens and ``max_num_seqs`` samples.
+        """
+        assert request.num_seqs <= self.limits.max_num_seqs, "more samples than seats"
+        for sample in (request, *request.forks):
+            sample.index = self._num_arrived
+            self._num_arrived += 1
+            sample.order = self.policy.key(sample)
+        self._enter(request)
         self._queue(request)
 
     def get(self, request_id: str) -> Request | None:
@@ -142,14 +163,15 @@ class Scheduler:
         """End a request from outside: cancelled, or its text met a stop string. At any moment, also during a step.
 
         Returns the request, or None when it is not here (any more). During a step its blocks are released when the step
-        ends, since the runner still writes them.
+        ends, since the runner still writes them. Those that were to fork from it end with it.
         """
         request = self._by_id.get(request_id)
         if request is None:
             return None
         if self._step is not None and request.status is RequestStatus.RUNNING:
-            request.is_aborted = True
-            request.finish_reason = reason
+            for sample in (request, *request.forks):
+                sample.is_aborted = True
+                sample.finish_reason = reason
             return request
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
@@ -169,6 +191,8 @@ class Scheduler:
         never stops those that decode. What is left admits waiting requests, in order.
         """
         assert self._step is None, "one step at a time: apply or abandon the last one first"
+        self._now_s = now
+        self.core.pins.expire(now)
         self.timed_out = self._end_late(now)
         plan = StepPlan(self._num_steps)
         self._num_steps += 1
@@ -203,20 +227,16 @@ class Scheduler:
             request.num_failed_steps = 0
             if request.is_aborted:
                 any_ended = True
-        apply_extras(plan, result, requests)
+        apply_extras(plan, result, requests, step.samples)
+        self._fork(step)
         sampled: list[Request] = []
-        for row, token_id in zip(plan.sampling_rows, result.token_ids, strict=True):
-            request = requests[row]
+        for request, token_id in zip(step.samples, result.token_ids, strict=True):
             if request.is_aborted:
                 continue
             request.token_ids.append(token_id)
             sampled.append(request)
-            stop = request.stop
-            if token_id in stop.token_ids:
-                request.finish_reason = "stop"
-                any_ended = True
-            elif len(request.token_ids) >= stop.max_total_tokens:
-                request.finish_reason = "length"
+            request.finish_reason = _reason_to_end(request, token_id)
+            if request.finish_reason is not None:
                 any_ended = True
         if any_ended:
             self._drop_ended()
@@ -258,7 +278,7 @@ class Scheduler:
                 self.waiting.remove(request)
                 self._finish(request, request.finish_reason or "error")
         self._emit(StepAbandoned(step.plan.step_id, len(step.requests), error))
-        return ended
+        return [sample for request in ended for sample in (request, *request.forks)]
 
     # What there is.
 
@@ -287,7 +307,7 @@ class Scheduler:
             request = self._by_id.get(request_id)
             if request is not None and request.index == index:  # and not a later one of the same name
                 self.finish(request_id, "timeout")
-                late.append(request)
+                late += (request, *request.forks)
         return late
 
     def _schedule_running(self, step: _StepInFlight, budget: int) -> int:
@@ -297,7 +317,7 @@ class Scheduler:
         block_size = self.core.block_size
         add_request, add_token = step.requests.append, plan.token_ids.append
         add_start, add_num, add_table = plan.starts.append, plan.num_tokens.append, plan.block_ids.append
-        add_row, add_sampling = plan.sampling_rows.append, plan.sampling.append
+        add_row, add_sampling, add_sample = plan.sampling_rows.append, plan.sampling.append, step.samples.append
         add_seed, add_draw = plan.seeds.append, plan.draws.append
         row = 0
         while row < len(running):
@@ -326,6 +346,9 @@ class Scheduler:
                 add_sampling(request.sampling)
                 add_seed(request.seed)
                 add_draw(end - request.num_prompt_tokens)
+                add_sample(request)
+                if request.forks:
+                    self._plan_forks(step, request)
             if not request.is_plain:
                 plan_extras(plan, request)
             if start < request.num_prompt_tokens or num_tokens > 1 or start < request.max_computed_tokens:
@@ -341,7 +364,10 @@ class Scheduler:
     def _admit_waiting(self, step: _StepInFlight, budget: int) -> None:
         """Admit from the head of the queue while budget, seats and memory last."""
         core = self.core
-        while self.waiting and budget > 0 and len(self.running) < self.limits.max_num_seqs:
+        num_seats = self.limits.max_num_seqs - len(self.running)
+        if num_seats:
+            num_seats -= sum(len(request.forks) for request in self.running)
+        while self.waiting and budget > 0 and self.waiting[0].num_seqs <= num_seats:
             request = self.waiting[0]
             packed = request.packed()
             hit = self._affordable(request, core.match(request.namespace, packed, request.max_hit_tokens))
@@ -358,6 +384,7 @@ class Scheduler:
             self.running.append(request)
             self._plan_admitted(step, request, num_tokens, packed)
             budget -= num_tokens
+            num_seats -= request.num_seqs
 
     def _start(self, request: Request, num_hit_tokens: int, now: float) -> None:
         if request.status is not RequestStatus.PREEMPTED:
@@ -386,6 +413,8 @@ class Scheduler:
             plan.sampling.append(request.sampling)
             plan.seeds.append(request.seed)
             plan.draws.append(request.num_output_tokens)
+            step.samples.append(request)
+            self._plan_forks(step, request)
         step.requests.append(request)
         step.num_admitted += 1
         step.num_prefill_tokens += num_tokens
@@ -400,30 +429,87 @@ class Scheduler:
         if promise is not None:
             step.promises.append(promise)
 
+    def _plan_forks(self, step: _StepInFlight, request: Request) -> None:
+        """Sample the row of ``request``, which was planned last, once for each that will fork from it."""
+        plan = step.plan
+        for fork in request.forks:
+            plan.sampling_rows.append(plan.sampling_rows[-1])
+            plan.sampling.append(fork.sampling)
+            plan.seeds.append(fork.seed)
+            plan.draws.append(0)
+            step.samples.append(fork)
+        if request.forks:
+            step.forking.append(request)
+
+    def _fork(self, step: _StepInFlight) -> None:
+        """Let the other samples of each prompt that the step has completed run on its blocks."""
+        for request in step.forking:
+            if request.is_aborted:
+                continue
+            assert request.table is not None
+            for fork in request.forks:
+                fork.to(RequestStatus.RUNNING)
+                fork.table = self.core.fork(request.table)
+                fork.num_computed_tokens = request.num_computed_tokens
+                fork.num_cached_tokens = request.num_cached_tokens
+                fork.prompt_logprobs = request.prompt_logprobs
+                fork.times.scheduled_s = request.times.scheduled_s
+                self._enter(fork)
+            at = self.running.index(request) + 1
+            self.running[at:at] = request.forks
+            request.forks = []
+
     def _affordable(self, request: Request, hit: PrefixHit) -> PrefixHit | None:
         """Return what of ``hit`` can be used if all of the request's tokens fit beside those of running ones, or None.
 
         All its tokens, not only its first chunk: a prompt that is let in and cannot be finished only preempts others.
+        Samples that will fork need a block each, for a copy of the tail or the next one. A request that runs alone does
+        not wait for these: its samples can run one after another.
         """
         core = self.core
         needed = -(-(request.num_tokens + 1) // core.block_size)
-        # Hit blocks that nobody holds are among the available ones, so they are needed too; held ones are a gift.
-        needed -= sum(1 for node in hit.nodes if node.block is not None and node.block.num_table_refs)
         for other in self.running:
             assert other.table is not None
-            needed += max(0, -(-other.num_tokens // core.block_size) - len(other.table.block_ids))
+            needed += max(0, -(-other.num_tokens // core.block_size) - len(other.table.block_ids)) + len(other.forks)
         if self.running:
-            needed += self._watermark_blocks
-        if needed > core.num_available:
+            needed += self._watermark_blocks + len(request.forks)
+        missing = self._num_missing(needed, hit)
+        if missing > 0 and not self._give_up_pins(missing, hit):
             return None
-        if needed == core.num_available:  # a copy keeps its source pinned for this step: one block more
+        if self._num_missing(needed, hit) == 0:  # a copy keeps its source pinned for this step: one block more
             return hit._replace(partial=None, num_partial_tokens=0)
         return hit
 
+    def _num_missing(self, needed: int, hit: PrefixHit) -> int:
+        """Return how many of ``needed`` blocks can neither be allocated nor are a gift of ``hit``; may be negative."""
+        # Hit blocks that nobody keeps are among the available ones, so they are needed too; kept ones are a gift.
+        kept = sum(1 for node in hit.nodes if node.block and (node.block.num_table_refs or node.block.num_pin_refs))
+        return needed - kept - self.core.num_available
+
+    def _give_up_pins(self, num_blocks: int, hit: PrefixHit) -> bool:
+        """Give up pins until ``num_blocks`` fewer are missing beside ``hit``; none at all if that is out of reach."""
+        left = self._num_kept_beside(hit) - num_blocks
+        if left < 0:
+            return False
+        while self._num_kept_beside(hit) > left:
+            has_gained = self.core.pins.give_up(self._now_s, hit.nodes)
+            assert has_gained, "pins alone keep a block, and no pin keeps it"
+        return True
+
+    def _num_kept_beside(self, hit: PrefixHit) -> int:
+        """Return how many blocks pins alone keep, those of ``hit`` aside: it has them anyway."""
+        own = sum(1 for node in hit.nodes if node.block and node.block.num_pin_refs and not node.block.num_table_refs)
+        return self.core.pool.num_pinned - own
+
     def _make_room(self, request: Request, start: int, end: int) -> bool:
-        """Extend the table of ``request``, preempting from the end; False when ``request`` itself had to go."""
+        """Extend the table of ``request``, giving up pins and then preempting from the end.
+
+        False when ``request`` itself had to go.
+        """
         assert request.table is not None
         while not self.core.extend(request.table, start, end):
+            if self.core.pins.give_up(self._now_s):
+                continue
             victim = self.running.pop()
             self._preempt(victim, request)
             if victim is request:
@@ -472,17 +558,55 @@ class Scheduler:
                 self._finish(request, request.finish_reason)
         self.running = still
 
+    def _enter(self, request: Request) -> None:
+        """From now on ``request`` is found by its id and ends when its time is up."""
+        assert request.request_id not in self._by_id, f"request id {request.request_id!r} is in use"
+        self._by_id[request.request_id] = request
+        if request.deadline_s is not None:
+            heapq.heappush(self._deadlines, (request.deadline_s, request.index, request.request_id))
+
     def _finish(self, request: Request, reason: FinishReason) -> None:
-        request.finish_reason = reason
-        request.to(RequestStatus.FINISHED)
         if request.table is not None:
+            if request.warm_up is not None and request.warm_up.pin and reason in ("stop", "length"):
+                self._pin(request, request.warm_up, request.table)
             self.core.release(request.table)
             request.table = None
         del self._by_id[request.request_id]
-        self._emit(RequestFinished(request.request_id, reason, request.num_prompt_tokens, request.num_output_tokens))
+        for sample in (request, *request.forks):
+            sample.finish_reason = reason
+            sample.to(RequestStatus.FINISHED)
+            self._emit(
+                RequestFinished(
+                    sample.request_id, reason, sample.num_prompt_tokens, sample.num_output_tokens, sample.sample_index
+                )
+            )
+
+    def _pin(self, request: Request, warm_up: WarmUp, table: BlockTable) -> None:
+        """Pin what a warm-up has computed, under its own id; ``core.pins.dropped`` says why if it cannot be."""
+        self.core.pins.add(
+            request.request_id,
+            table.tail,
+            self._now_s,
+            ttl_s=warm_up.ttl_s,
+            priority=warm_up.retention_priority,
+        )
 
     def _take_step(self) -> _StepInFlight:
         step = self._step
         assert step is not None, "no step is in flight"
         self._step = None
         return step
+
+
+def _reason_to_end(request: Request, token_id: int) -> FinishReason | None:
+    """Return why ``request`` ends with the token that it got, if it does. Its matcher advances by the token."""
+    if token_id in request.stop.token_ids:
+        return "stop"
+    matcher = request.matcher
+    if matcher is not None:
+        matcher.accept(token_id)
+        if matcher.is_complete:
+            return "stop"
+        if matcher.error is not None:
+            return "error"
+    return "length" if len(request.token_ids) >= request.stop.max_total_tokens else None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.responses import JSONResponse, Response
 
-from pagefold.server.disconnect import ClientGoneError, while_connected
+from pagefold.server.disconnect import CLIENT_CLOSED_REQUEST, ClientGoneError, while_connected
 from pagefold.server.request_log import attach_generation
 from pagefold.server.streaming import EventStream
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from pagefold.server.schemas import GenerationRequest
 
 __all__ = ["Form", "answer", "whole_answer"]
-
-_CLIENT_CLOSED_REQUEST = 499  # nginx's number; nobody gets to read it but the access log
 
 
 class Form(Protocol):
@@ -40,8 +38,8 @@ class Form(Protocol):
     def first_chunk_choice(self, index: int) -> dict[str, Any] | None:
         """Return what a stream says of a choice before its text, if anything."""
 
-    def chunk_choice(self, index: int, delta: OutputDelta) -> dict[str, Any]:
-        """Return a choice with what was added to it."""
+    def chunk_choice(self, index: int, delta: OutputDelta) -> dict[str, Any] | None:
+        """Return a choice with what was added to it; None if there is nothing to tell yet."""
 
 
 async def answer(asked: GenerationRequest, form: Form, generation: Generation, request: Request) -> Response:
@@ -57,14 +55,14 @@ async def whole_answer(generation: Generation, request: Request, write: Callable
     try:
         await while_connected(request.receive, generation.run())
     except ClientGoneError:
-        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
     finally:
         generation.close()
     return JSONResponse(write())
 
 
 def _whole(form: Form, generation: Generation) -> dict[str, Any]:
-    choices = [form.choice(index, output) for index, output in enumerate(generation.outputs)]
+    choices = [form.choice(index, output) for index, output in enumerate(generation.choices())]
     return {**form.head(), "choices": choices, "usage": generation.usage()}
 
 
@@ -77,8 +75,8 @@ async def _chunks(form: Form, generation: Generation, *, include_usage: bool) ->
             yield {**head, "choices": [first], **no_usage}
     async with aclosing(generation.deltas()) as deltas:
         async for index, delta in deltas:
-            # Half a character and a held-back stop string wait, unless the token's logprobs are there to tell.
-            if delta.text or delta.finish_reason is not None or delta.logprobs is not None:
-                yield {**head, "choices": [form.chunk_choice(index, delta)], **no_usage}
+            choice = form.chunk_choice(index, delta)
+            if choice is not None:
+                yield {**head, "choices": [choice], **no_usage}
     if include_usage:
         yield {**head, "choices": [], "usage": generation.usage()}

@@ -6,7 +6,21 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-__all__ = ["STREAMED", "ChatCompletion", "Completion", "Detokenized", "Model", "Models", "OpenAIResponse", "Tokenized"]
+from pagefold.events import PinCause  # noqa: TC001 - pydantic reads it
+
+__all__ = [
+    "STREAMED",
+    "ChatCompletion",
+    "Completion",
+    "Detokenized",
+    "Model",
+    "Models",
+    "OpenAIResponse",
+    "Pins",
+    "Tokenized",
+    "Unpinned",
+    "Warmed",
+]
 
 _EVENT = {
     "type": "object",
@@ -141,3 +155,51 @@ class Models(BaseModel):
 
     object: Literal["list"]
     data: list[Model]
+
+
+class _Pin(BaseModel):
+    id: str
+    object: Literal["cache.pin"]
+    tenant: str
+    cache_salt: str
+    num_tokens: int = Field(ge=1)
+    num_blocks: int = Field(ge=1)
+    retention_priority: float = Field(ge=0, le=100)
+    age_s: float = Field(ge=0)
+    ttl_left_s: float | None
+
+
+class _GonePin(BaseModel):
+    id: str
+    num_blocks: int = Field(ge=0)
+    cause: PinCause
+
+
+class Warmed(BaseModel):
+    """Of ``/v1/cache/warm``. ``cause`` is there if the pin has gone already."""
+
+    id: str
+    object: Literal["cache.warm"]
+    num_prompt_tokens: int = Field(ge=1)
+    num_kept_tokens: int = Field(ge=1)
+    num_cached_tokens: int = Field(ge=0)
+    pin: _Pin | None
+    cause: PinCause | None
+
+
+class Pins(BaseModel):
+    """Of ``GET /v1/cache/pins``."""
+
+    object: Literal["list"]
+    data: list[_Pin]
+    dropped: list[_GonePin]
+    num_blocks: int = Field(ge=0)
+    max_blocks: int = Field(ge=0)
+
+
+class Unpinned(BaseModel):
+    """Of ``DELETE /v1/cache/pins/{pin_id}``."""
+
+    id: str
+    object: Literal["cache.pin"]
+    deleted: Literal[True]

@@ -8,9 +8,11 @@ from fastapi import FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from pagefold import __version__
+from pagefold.config import Account
 from pagefold.errors import EngineStoppedError
 from pagefold.server.answer_schemas import Model, Models
 from pagefold.server.body_limit import BodyLimit
+from pagefold.server.cache import cache_routes
 from pagefold.server.chat import chat_routes
 from pagefold.server.completions import completion_routes
 from pagefold.server.description import describe
@@ -21,6 +23,7 @@ from pagefold.server.request_log import RequestLog
 from pagefold.server.responses import response_routes
 from pagefold.server.served import Served
 from pagefold.server.tokenize import tokenize_routes
+from pagefold.server.warming import Warmer, tenants_of
 
 if TYPE_CHECKING:
     from pagefold.config import ServerConfig
@@ -42,15 +45,17 @@ def create_app(client: EngineClient, *, model_name: str, config: ServerConfig, m
     app = FastAPI(title="Pagefold", version=__version__, redirect_slashes=False)
     app.add_middleware(TellIgnored)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
-    app.add_middleware(Keys, api_keys=config.api_keys, admin_key=config.admin_api_key)
+    accounts = [*(Account(key=key) for key in config.api_keys), *config.accounts]
+    app.add_middleware(Keys, accounts=accounts, admin_key=config.admin_api_key)
     add_error_handlers(app)
     app.add_middleware(RequestLog, count=metrics.count_response)  # the last added is the outermost
     metrics.watch(client.status)
-    served = Served(client, model_name)
+    served = Served(client, model_name, config.tool_call_parser)
     app.include_router(completion_routes(served))
     app.include_router(chat_routes(served))
     app.include_router(response_routes(served))
     app.include_router(tokenize_routes(served))
+    app.include_router(cache_routes(Warmer(served, tenants_of(config))))
 
     @app.get("/v1/models", responses={200: {"model": Models}})
     async def list_models() -> dict[str, Any]:

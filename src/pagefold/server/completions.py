@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 from pagefold.server.answer import answer
 from pagefold.server.answer_schemas import STREAMED, Completion
 from pagefold.server.generation import Generation
+from pagefold.server.keys import account_of
 from pagefold.server.logprobs import completion_logprobs, told_tokens
 from pagefold.server.schemas import CompletionRequest  # noqa: TC001 - FastAPI reads it
 
@@ -33,15 +34,16 @@ def completion_routes(served: Served) -> APIRouter:
     async def create_completion(asked: CompletionRequest, request: Request) -> Response:
         """Continue one prompt or several."""
         served.admit(asked, request)
-        sampling = asked.sampling()
+        structured = asked.structured()
         form = _CompletionForm(served.model_name, int(time.time()), served.client.tokenizer)
         generation = Generation(
             served.client,
             request_id=form.request_id,
             prompts=await served.encode(asked.prompts),
-            sampling=sampling,
-            caller=asked.caller(),
+            sampling=asked.sampling(structured),
+            caller=asked.caller(account_of(request.scope)),
             param="prompt",
+            grammar=await served.compile(structured),
         )
         return await answer(asked, form, generation, request)
 
@@ -68,7 +70,10 @@ class _CompletionForm:
     def first_chunk_choice(self, index: int) -> None:  # noqa: ARG002 - the protocol's form
         return None
 
-    def chunk_choice(self, index: int, delta: OutputDelta) -> dict[str, Any]:
+    def chunk_choice(self, index: int, delta: OutputDelta) -> dict[str, Any] | None:
+        # Half a character and a held-back stop string wait, unless the token's logprobs are there to tell.
+        if not delta.text and delta.finish_reason is None and delta.logprobs is None:
+            return None
         return self._choice(index, delta.text, told_tokens(delta), delta.finish_reason)
 
     def _choice(

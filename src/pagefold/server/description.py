@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pagefold.server.ignored import IGNORED_HEADER
-from pagefold.server.keys import ADMIN_PATHS, OPEN_PATHS
+from pagefold.server.keys import OPEN_PATHS, is_for_admin
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -41,8 +41,9 @@ _WORDS = {
     400: "The request cannot be served as it was sent.",
     401: "A key is missing, or not known.",
     403: "The route is for the admin, and the server has no admin key.",
-    404: "There is no such model.",
+    404: "There is no such model, or no such pin.",
     408: "The body stopped coming.",
+    409: "More would be pinned than may be.",
     413: "The body is too large.",
     415: "The body is no JSON.",
     429: "Too many requests are here.",
@@ -70,14 +71,18 @@ def describe(app: FastAPI, config: ServerConfig) -> None:
     document = app.openapi()  # FastAPI keeps it, and hands the same one out from now on
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
-            _describe_operation(path, method, operation, has_keys=bool(config.api_keys))
+            _describe_operation(path, method, operation, has_keys=bool(config.api_keys or config.accounts))
     components = document.setdefault("components", {})
     schemas = components.setdefault("schemas", {})
     for of_fastapi in ("HTTPValidationError", "ValidationError"):
         schemas.pop(of_fastapi, None)
     schemas["Error"] = _ERROR
     components["securitySchemes"] = {
-        "key": {"type": "http", "scheme": "bearer", "description": "Any of --api-key, or the admin's."},
+        "key": {
+            "type": "http",
+            "scheme": "bearer",
+            "description": "Any of --api-key and --api-key-file, or the admin's.",
+        },
         "admin_key": {"type": "http", "scheme": "bearer", "description": "That of --admin-api-key."},
     }
 
@@ -94,7 +99,7 @@ def _describe_operation(path: str, method: str, operation: dict[str, Any], *, ha
         responses["429"]["headers"] = {"Retry-After": _RETRY_AFTER}
     if "requestBody" in operation:
         responses["200"].setdefault("headers", {})[IGNORED_HEADER] = _IGNORED
-    if path in ADMIN_PATHS:
+    if is_for_admin(path):
         operation["security"] = [{"admin_key": []}]
     elif has_keys and path not in OPEN_PATHS:
         operation["security"] = [{"key": []}]
@@ -106,10 +111,14 @@ def _statuses(path: str, method: str, operation: dict[str, Any], *, has_keys: bo
         statuses.update(_OF_BODIES)
         if path.startswith("/v1/"):
             statuses.update(_OF_GENERATION)
-    if path in ADMIN_PATHS:
+    if is_for_admin(path):
         statuses.update((401, 403, 500, 503))
     elif has_keys and path not in OPEN_PATHS:
         statuses.add(401)
+    if path == "/v1/cache/warm":
+        statuses.add(409)
+    if "{pin_id}" in path:
+        statuses.add(404)
     if path in ("/health", "/ready"):
         statuses.add(503)
     if method == "get" and path.startswith("/v1/models"):

@@ -10,7 +10,10 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive
 
-__all__ = ["ClientGoneError", "while_connected"]
+__all__ = ["CLIENT_CLOSED_REQUEST", "ClientGoneError", "while_connected"]
+
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's number; nobody gets to read it but the access log."""
 
 _T = TypeVar("_T")
 

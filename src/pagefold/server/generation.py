@@ -7,7 +7,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pagefold.errors import EngineStoppedError, RequestTimeoutError, StepFailedError
+from pagefold.engine.outputs import best
+from pagefold.errors import EngineStoppedError, InvalidRequestError, RequestTimeoutError, StepFailedError
 from pagefold.server.errors import ContextLengthError
 from pagefold.server.logprobs import ToldToken, told_tokens
 
@@ -17,13 +18,14 @@ if TYPE_CHECKING:
     from pagefold.engine.client import EngineClient, TokenStream
     from pagefold.engine.outputs import OutputDelta
     from pagefold.request import Caller, FinishReason, RequestTimes, SamplingParams
+    from pagefold.structured.grammar import Grammar
 
 __all__ = ["Generation", "Output"]
 
 
 @dataclass(slots=True)
 class Output:
-    """What became of one prompt so far.
+    """What became of one sample of a prompt so far.
 
     Attributes:
         text: pieces of it.
@@ -32,6 +34,7 @@ class Output:
         finish_reason: why it ended.
         told: its tokens with their logprobs, if asked for.
         times: when things happened to it, once it has got a token.
+        cumulative_logprob: the sum of its tokens' logprobs, where they are known.
     """
 
     text: list[str] = field(default_factory=list)
@@ -40,6 +43,7 @@ class Output:
     finish_reason: FinishReason | None = None
     told: list[ToldToken] = field(default_factory=list)
     times: RequestTimes | None = None
+    cumulative_logprob: float | None = None
 
 
 class Generation:
@@ -48,10 +52,11 @@ class Generation:
     Args:
         client: the engine.
         request_id: OpenAI's id of the response.
-        prompts: tokens of each; choice ``i`` answers prompt ``i``.
+        prompts: tokens of each; the choices of one come one after another.
         sampling: for all of them.
         caller: who asks.
         param: the request field that holds the prompts.
+        grammar: of ``sampling.structured_outputs``; each output gets a matcher of its own.
 
     Raises:
         InvalidRequestError: one of them can never be served.
@@ -68,17 +73,20 @@ class Generation:
         sampling: SamplingParams,
         caller: Caller,
         param: str,
+        grammar: Grammar | None = None,
     ) -> None:
+        self.request_ids = [f"{request_id}-{index}" for index in range(len(prompts))]
         for prompt in prompts:
             _check_length(len(prompt), sampling.max_tokens, client.max_model_len, param)
-        self.outputs = [Output() for _ in prompts]
+        self.outputs = [Output() for _ in range(len(prompts) * sampling.num_samples)]
         self.request_id = request_id
         self._tenant = caller.tenant
         self._prompts = prompts
+        self._sampling = sampling
         self._streams: list[TokenStream] = []
         try:
-            for index, prompt in enumerate(prompts):
-                stream = client.submit(f"{request_id}-{index}", prompt, sampling, caller)
+            for one_id, prompt in zip(self.request_ids, prompts, strict=True):
+                stream = client.submit(one_id, prompt, sampling, caller, grammar)
                 self._streams.append(stream)
         except BaseException:
             self.close()
@@ -90,7 +98,7 @@ class Generation:
             stream.close()
 
     async def deltas(self) -> AsyncGenerator[tuple[int, OutputDelta], None]:
-        """Yield (choice, what a step added to it), and keep ``outputs`` up to date.
+        """Yield (output, what a step added to it), and keep ``outputs`` up to date.
 
         Raises:
             EngineStoppedError: the engine stopped before the end.
@@ -99,7 +107,8 @@ class Generation:
         """
         streams = self._streams
         async with aclosing(_merged(streams) if len(streams) > 1 else _numbered(0, streams[0])) as merged:
-            async for index, delta in merged:
+            async for prompt, delta in merged:
+                index = prompt * self._sampling.num_samples + delta.index
                 output = self.outputs[index]
                 output.text.append(delta.text)
                 output.num_tokens += len(delta.token_ids)
@@ -107,8 +116,12 @@ class Generation:
                 output.finish_reason = delta.finish_reason
                 output.told += told_tokens(delta)
                 output.times = delta.times
+                if delta.cumulative_logprob is not None:
+                    output.cumulative_logprob = delta.cumulative_logprob
                 if delta.finish_reason == "abort":
                     raise EngineStoppedError(delta.error or "The request was ended by the server.")
+                if delta.finish_reason == "error" and delta.param is not None:
+                    raise InvalidRequestError(delta.error or "The request failed.", param=delta.param)
                 if delta.finish_reason == "error":
                     raise StepFailedError(delta.error or "The request failed.")
                 if delta.finish_reason == "timeout":
@@ -121,15 +134,28 @@ class Generation:
             async for _ in deltas:
                 pass
 
+    def choices(self) -> list[Output]:
+        """Return the outputs that were asked for, at the end: all of them, or of each prompt the best."""
+        if not self._sampling.ranks_samples:
+            return self.outputs
+        chosen: list[Output] = []
+        num_samples = self._sampling.num_samples
+        for first in range(0, len(self.outputs), num_samples):
+            samples = self.outputs[first : first + num_samples]
+            scores = [(output.cumulative_logprob, output.num_tokens) for output in samples]
+            chosen += (samples[at] for at in best(scores, self._sampling.n))
+        return chosen
+
     def usage(self) -> dict[str, Any]:
-        """Return the tokens so far, in OpenAI's form."""
+        """Return the tokens so far, in OpenAI's form: each prompt once, and all that was sampled after it."""
         num_prompt_tokens = sum(len(prompt) for prompt in self._prompts)
         num_output_tokens = sum(output.num_tokens for output in self.outputs)
+        firsts = self.outputs[:: self._sampling.num_samples]
         return {
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": num_output_tokens,
             "total_tokens": num_prompt_tokens + num_output_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in self.outputs)},
+            "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in firsts)},
         }
 
     def summary(self) -> dict[str, Any]:

@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pagefold.engine.client import EngineClient, TokenStream
+    from pagefold.engine.pins import PinReport
     from pagefold.request import Caller, SamplingParams
+    from pagefold.structured.grammar import Grammar
+    from pagefold.structured.params import StructuredOutputsParams
     from pagefold.tokenizer import Tokenizer
 
 __all__ = ["LateEngine"]
@@ -50,19 +53,32 @@ class LateEngine:
             raise EngineStoppedError(msg, remedy="Try another replica, or again later.")
         self._arrived().ensure_ready()
 
+    async def compile_grammar(self, params: StructuredOutputsParams) -> Grammar:
+        """See :class:`~pagefold.engine.client.EngineClient`."""
+        return await self._arrived().compile_grammar(params)
+
     def submit(
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         caller: Caller = ANYBODY,
+        grammar: Grammar | None = None,
     ) -> TokenStream:
         """See :class:`~pagefold.engine.client.EngineClient`."""
-        return self._arrived().submit(request_id, prompt_token_ids, sampling, caller)
+        return self._arrived().submit(request_id, prompt_token_ids, sampling, caller, grammar)
 
     async def reset_prefix_cache(self) -> int:
         """See :class:`~pagefold.engine.client.EngineClient`."""
         return await self._arrived().reset_prefix_cache()
+
+    async def pins(self) -> PinReport:
+        """See :class:`~pagefold.engine.client.EngineClient`."""
+        return await self._arrived().pins()
+
+    async def unpin(self, pin_id: str) -> bool:
+        """See :class:`~pagefold.engine.client.EngineClient`."""
+        return await self._arrived().unpin(pin_id)
 
     def status(self) -> EngineStatus:
         """See :class:`~pagefold.engine.client.EngineClient`."""

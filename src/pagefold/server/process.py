@@ -7,30 +7,46 @@ import contextlib
 import logging
 import signal
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import uvicorn
 
 from pagefold.engine.client import EngineThread
+from pagefold.errors import PagefoldError
 from pagefold.observe.metrics import Metrics
 from pagefold.server.app import create_app
 from pagefold.server.late_engine import LateEngine
 from pagefold.server.listener import AcceptFailures
+from pagefold.server.served import Served
+from pagefold.server.warming import Warmer, tenants_of
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Coroutine, Generator, Sequence
 
     from pagefold.config import ServerConfig
     from pagefold.engine.engine import Engine
     from pagefold.events import Emit
+    from pagefold.server.warm_schemas import WarmRequest
 
-__all__ = ["ServerProcess"]
+__all__ = ["ServerProcess", "WarmPrompt"]
 
 _log = logging.getLogger(__name__)
 
 _FLUSH_S = 5
 """How long clients may take to read the ends of their answers once the engine has drained."""
+
+
+class WarmPrompt(NamedTuple):
+    """A prompt to warm before the first request.
+
+    Attributes:
+        where: it was found, for people.
+        asked: what to warm.
+    """
+
+    where: str
+    asked: WarmRequest
 
 
 class ServerProcess:
@@ -45,9 +61,10 @@ class ServerProcess:
         listener: from :func:`~pagefold.server.listener.listen`.
         start_engine: loads the model; called on a thread of its own with where the engine's events go.
         on_ready: called when requests are taken.
+        warm: what to cache before requests are taken. A prompt that cannot be warmed is told to the log.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts that it holds together
         self,
         *,
         model_name: str,
@@ -55,7 +72,10 @@ class ServerProcess:
         listener: socket.socket,
         start_engine: Callable[[Emit], Engine],
         on_ready: Callable[[], None],
+        warm: Sequence[WarmPrompt] = (),
     ) -> None:
+        self._model_name = model_name
+        self._warm = warm
         self._config = config
         self._listener = listener
         self._start_engine = start_engine
@@ -127,8 +147,23 @@ class ServerProcess:
         max_requests = engine.scheduler.limits.max_num_seqs + self._config.max_queued_requests
         self._engine = EngineThread(engine, max_requests=max_requests)
         self._engine.start()
-        self._late.arrive(self._engine)
-        self._on_ready()
+        self._run_task(self._open(self._engine))
+
+    async def _open(self, engine: EngineThread) -> None:
+        """Warm the cache, and then take requests."""
+        warmer = Warmer(Served(engine, self._model_name), tenants_of(self._config))
+        for prompt in self._warm:
+            try:
+                await warmer.warm(prompt.asked)
+            except PagefoldError as error:
+                if self._is_ending:
+                    return
+                _log.warning("%s is not warmed: %s", prompt.where, error)
+            except Exception:  # noqa: BLE001 - a server that does not come up for a prompt's sake helps nobody
+                _log.exception("%s is not warmed", prompt.where)
+        if not self._is_ending:
+            self._late.arrive(engine)
+            self._on_ready()
 
     def _on_signal(self, number: int) -> None:
         if self._is_ending:
@@ -145,7 +180,10 @@ class ServerProcess:
         if self._engine is None:
             self._server.should_exit = True
             return
-        task = asyncio.create_task(self._end_engine(self._engine, timeout_s))
+        self._run_task(self._end_engine(self._engine, timeout_s))
+
+    def _run_task(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
         self._tasks.add(task)  # the loop holds tasks only weakly
 
     async def _end_engine(self, engine: EngineThread, timeout_s: float) -> None:

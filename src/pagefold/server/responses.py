@@ -14,6 +14,7 @@ from pagefold.server.answer import whole_answer
 from pagefold.server.answer_schemas import STREAMED, OpenAIResponse
 from pagefold.server.errors import error_body
 from pagefold.server.generation import Generation
+from pagefold.server.keys import account_of
 from pagefold.server.request_log import attach_generation
 from pagefold.server.responses_schemas import ResponseRequest  # noqa: TC001 - FastAPI reads it
 from pagefold.server.streaming import EventStream
@@ -41,7 +42,7 @@ def response_routes(served: Served) -> APIRouter:
             request_id=form.response_id,
             prompts=await served.encode_chat(asked.messages(), param="input"),
             sampling=sampling,
-            caller=asked.caller(),
+            caller=asked.caller(account_of(request.scope)),
             param="input",
         )
         attach_generation(request.scope, generation)

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, StrictBool, StrictFloat, StrictInt, model_validator
 
+from pagefold.config import MAX_PRIORITY, Account
 from pagefold.request import Caller, SamplingParams
 from pagefold.server.ignored import Body
 from pagefold.server.schemas import MAX_PARTS, RequestBody, Text, few_parts, stated
@@ -67,7 +68,8 @@ class ResponseRequest(RequestBody):
         metadata: told back.
         user: accepted and ignored.
         cache_salt: requests share cached prefixes only with those that bring the same salt.
-        priority: the smaller, the sooner it is served; only where the server schedules by priority.
+        priority: the smaller, the sooner it is served; only where the server schedules by priority. That of the key's
+            customer class, else 0, if it is not there.
     """
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = IN_RESPONSES
@@ -91,7 +93,7 @@ class ResponseRequest(RequestBody):
     seed: Annotated[StrictInt | None, Field(ge=1 - 2**63, le=2**63 - 1)] = None
     ignore_eos: StrictBool = False
     cache_salt: Annotated[Text | None, Field(min_length=1)] = None
-    priority: Annotated[StrictInt, Field(ge=-(2**31), le=2**31)] = 0
+    priority: Annotated[StrictInt | None, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = None
 
     @model_validator(mode="before")
     @classmethod
@@ -122,6 +124,7 @@ class ResponseRequest(RequestBody):
             seed=self.seed,
         )
 
-    def caller(self) -> Caller:
-        """Return who asks, and on what terms."""
-        return Caller(cache_salt=self.cache_salt or "", priority=self.priority)
+    def caller(self, account: Account) -> Caller:
+        """Return who asks, and on what terms: the tenant is the account's, whatever the body says."""
+        priority = account.priority if self.priority is None else self.priority
+        return Caller(tenant=account.tenant, cache_salt=self.cache_salt or "", priority=priority)

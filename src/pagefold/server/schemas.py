@@ -21,9 +21,21 @@ from pydantic import (
     model_validator,
 )
 
+from pagefold.config import MAX_PRIORITY, Account
 from pagefold.errors import InvalidRequestError
 from pagefold.request import MAX_LOGPROBS, Caller, SamplingParams
 from pagefold.server.ignored import Body
+from pagefold.server.structured_fields import (
+    GuidedChoice,
+    GuidedGrammar,
+    GuidedJson,
+    GuidedRegex,
+    ResponseFormat,
+    Structured,
+    StructuredOutputs,
+    the_one_of,
+)
+from pagefold.server.tools.schemas import Tool, ToolCall, ToolChoice  # noqa: TC001 - pydantic reads them
 from pagefold.server.unsupported import IN_CHAT, IN_COMPLETIONS, refuse_unsupported
 
 __all__ = [
@@ -33,32 +45,36 @@ __all__ = [
     "CompletionRequest",
     "DetokenizeRequest",
     "GenerationRequest",
+    "OneIds",
+    "OneText",
     "RequestBody",
     "StreamOptions",
     "Text",
     "TextPart",
     "TokenizeRequest",
+    "checked_ids",
+    "checked_text",
     "few_parts",
     "stated",
 ]
 
 _MAX_PROMPTS = 2048
+_MAX_TOOLS = 128
 MAX_PARTS = 10_000
 """Messages of a request, and parts of all of them: each is an object to check while everybody else waits."""
 
 _MAX_INT64 = 2**63 - 1
-_MAX_PRIORITY = 2**31
 _MAX_TOKEN_ID = 2**31 - 1
 _MAX_ID_DIGITS = 18
 
 _DEFAULT_COMPLETION_TOKENS = 16
 
-_OneText: TypeAlias = Annotated[str, Field(min_length=1)]
-_OneIds: TypeAlias = Annotated[list[Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]], Field(min_length=1)]
-_Texts: TypeAlias = Annotated[list[_OneText], Field(min_length=1, max_length=_MAX_PROMPTS)]
-_ManyIds: TypeAlias = Annotated[list[_OneIds], Field(min_length=1, max_length=_MAX_PROMPTS)]
-_Prompt: TypeAlias = _OneText | _Texts | _OneIds | _ManyIds
-_Stop: TypeAlias = _OneText | Annotated[list[_OneText], Field(max_length=16)]
+OneText: TypeAlias = Annotated[str, Field(min_length=1)]
+OneIds: TypeAlias = Annotated[list[Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]], Field(min_length=1)]
+_Texts: TypeAlias = Annotated[list[OneText], Field(min_length=1, max_length=_MAX_PROMPTS)]
+_ManyIds: TypeAlias = Annotated[list[OneIds], Field(min_length=1, max_length=_MAX_PROMPTS)]
+_Prompt: TypeAlias = OneText | _Texts | OneIds | _ManyIds
+_Stop: TypeAlias = OneText | Annotated[list[OneText], Field(max_length=16)]
 _Bias: TypeAlias = Annotated[
     dict[Annotated[str, Field(pattern="^[0-9]{1,18}$")], Annotated[float, Field(ge=-100, le=100)]],
     Field(json_schema_extra={"additionalProperties": False}),
@@ -118,14 +134,14 @@ Text: TypeAlias = Annotated[StrictStr, AfterValidator(_whole_text)]
 def _as_prompts(value: object) -> _Prompts:
     """Check the four forms by hand: what a union reports about a wrong value helps nobody."""
     if isinstance(value, str):
-        return [_checked_text(value)]
+        return [checked_text(value)]
     if isinstance(value, list) and value and len(value) <= _MAX_PROMPTS:
         if isinstance(value[0], str):
-            return [_checked_text(text) for text in value]
+            return [checked_text(text) for text in value]
         if isinstance(value[0], list):
-            return [_checked_ids(token_ids) for token_ids in value]
+            return [checked_ids(token_ids) for token_ids in value]
     if isinstance(value, list) and (not value or type(value[0]) is int):
-        return [_checked_ids(value)]
+        return [checked_ids(value)]
     if isinstance(value, list) and len(value) > _MAX_PROMPTS:
         msg = f"at most {_MAX_PROMPTS} prompts go into one request"
         raise ValueError(msg)
@@ -133,14 +149,16 @@ def _as_prompts(value: object) -> _Prompts:
     raise ValueError(msg)
 
 
-def _checked_text(text: object) -> str:
+def checked_text(text: object) -> str:
+    """Check a prompt that is, or should be, a text."""
     if not isinstance(text, str):
         msg = f"it holds texts and a {type(text).__name__}; all prompts must be of one kind"
         raise ValueError(msg)  # noqa: TRY004 - as above
     return _whole_text(text)
 
 
-def _checked_ids(token_ids: object) -> list[int]:
+def checked_ids(token_ids: object) -> list[int]:
+    """Check a prompt of token ids."""
     if not isinstance(token_ids, list) or not all(type(token_id) is int for token_id in token_ids):
         msg = "a list of token ids must hold ints and nothing else"
         raise ValueError(msg)
@@ -192,11 +210,18 @@ class GenerationRequest(RequestBody):
         max_completion_tokens: OpenAI's newer name of ``max_tokens``; it counts when both are there.
         user: accepted and ignored.
         cache_salt: requests share cached prefixes only with those that bring the same salt.
-        priority: the smaller, the sooner it is served; only where the server schedules by priority.
+        priority: the smaller, the sooner it is served; only where the server schedules by priority. That of the key's
+            customer class, else 0, if it is not there.
+        response_format: what the output must look like: text, any JSON object, or JSON of a schema.
+        structured_outputs: the same in vLLM's form: see
+            :class:`~pagefold.structured.params.StructuredOutputsParams`.
+        guided_json, guided_regex, guided_choice, guided_grammar: the same in vLLM's older form.
     """
 
     default_max_tokens: ClassVar[int | None] = None
 
+    n: Annotated[StrictInt, stated(minimum=1)] = 1
+    best_of: Annotated[StrictInt | None, stated(minimum=1)] = None
     max_tokens: Annotated[StrictInt | None, Field(ge=1)] = None
     max_completion_tokens: Annotated[StrictInt | None, Field(ge=1)] = None
     temperature: Annotated[StrictFloat, stated(minimum=0, maximum=2)] = 1.0
@@ -216,7 +241,13 @@ class GenerationRequest(RequestBody):
     stream_options: StreamOptions | None = None
     user: Text | None = None
     cache_salt: Annotated[Text | None, Field(min_length=1)] = None
-    priority: Annotated[StrictInt, Field(ge=-_MAX_PRIORITY, le=_MAX_PRIORITY)] = 0
+    priority: Annotated[StrictInt | None, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = None
+    response_format: ResponseFormat = None
+    structured_outputs: StructuredOutputs = None
+    guided_json: GuidedJson = None
+    guided_regex: GuidedRegex = None
+    guided_choice: GuidedChoice = None
+    guided_grammar: GuidedGrammar = None
 
     @model_validator(mode="before")
     @classmethod
@@ -233,14 +264,16 @@ class GenerationRequest(RequestBody):
         """Whether the stream ends with a chunk of usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def sampling(self) -> SamplingParams:
-        """Return how to sample.
+    def sampling(self, structured: Structured | None = None) -> SamplingParams:
+        """Return how to sample, and what the output must look like.
 
         Raises:
             InvalidRequestError: a value is out of range.
         """
         max_tokens = self.max_completion_tokens or self.max_tokens or self.default_max_tokens
-        return SamplingParams(
+        how = SamplingParams(
+            n=self.n,
+            best_of=self.best_of,
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
@@ -256,11 +289,36 @@ class GenerationRequest(RequestBody):
             ignore_eos=self.ignore_eos,
             seed=self.seed,
             logprobs=self.num_logprobs(),
+            structured_outputs=None if structured is None else structured.params,
+        )
+        if how.ranks_samples and self.stream:
+            msg = (
+                f"best_of is {self.best_of} and n is {self.n}: which are the best is known at the end, not in a stream."
+            )
+            raise InvalidRequestError(msg, param="best_of", remedy="Leave it out, or do not stream.")
+        return how
+
+    def structured(self) -> Structured | None:
+        """Return what the output must look like, if that is said.
+
+        Raises:
+            InvalidRequestError: two fields say it.
+        """
+        return the_one_of(
+            {
+                "response_format": self.response_format,
+                "structured_outputs": self.structured_outputs,
+                "guided_json": self.guided_json,
+                "guided_regex": self.guided_regex,
+                "guided_choice": self.guided_choice,
+                "guided_grammar": self.guided_grammar,
+            }
         )
 
-    def caller(self) -> Caller:
-        """Return who asks, and on what terms."""
-        return Caller(cache_salt=self.cache_salt or "", priority=self.priority)
+    def caller(self, account: Account) -> Caller:
+        """Return who asks, and on what terms: the tenant is the account's, whatever the body says."""
+        priority = account.priority if self.priority is None else self.priority
+        return Caller(tenant=account.tenant, cache_salt=self.cache_salt or "", priority=priority)
 
     def num_logprobs(self) -> int | None:
         """Return of how many alternatives to each token logprobs are asked for; None for none, not even the token's."""
@@ -298,18 +356,41 @@ class ChatMessage(Body):
 
     Attributes:
         role: ``developer`` is OpenAI's newer name of ``system``.
-        content: a text, or text parts, which are joined by newlines as vLLM does.
+        content: a text, or text parts, which are joined by newlines as vLLM does. The assistant's may be left out
+            where it called tools.
+        tool_calls: what the assistant called.
+        tool_call_id: which of the calls a tool's message answers.
     """
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         list[TextPart], FailFast(), BeforeValidator(_as_parts, json_schema_input_type=str | list[TextPart])
-    ]
+    ] = []  # noqa: RUF012 - as above
+    tool_calls: Annotated[list[ToolCall], Field(max_length=_MAX_TOOLS), FailFast()] = []  # noqa: RUF012 - as above
+    tool_call_id: Text | None = None
 
-    def for_template(self) -> dict[str, str]:
+    @model_validator(mode="after")
+    def _check_whole(self) -> ChatMessage:
+        if self.tool_calls and self.role != "assistant":
+            msg = "only the assistant's messages may have tool_calls"
+            raise ValueError(msg)
+        if self.role == "tool" and self.tool_call_id is None:
+            msg = "its tool_call_id is missing, which names the call that it answers"
+            raise ValueError(msg)
+        if not self.tool_calls and "content" not in self.model_fields_set:
+            msg = "its content is missing"
+            raise ValueError(msg)
+        return self
+
+    def for_template(self) -> dict[str, Any]:
         """Return it as chat templates want it."""
         role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": "\n".join(part.text for part in self.content)}
+        message: dict[str, Any] = {"role": role, "content": "\n".join(part.text for part in self.content)}
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        return message
 
 
 class ChatRequest(GenerationRequest):
@@ -319,6 +400,9 @@ class ChatRequest(GenerationRequest):
         messages: the chat.
         logprobs: whether each token's logprob is told.
         top_logprobs: with it, those of so many most likely tokens.
+        tools: what the model may call.
+        tool_choice: whether it must, and what; ``auto`` where there are tools.
+        parallel_tool_calls: whether one answer may have several calls.
     """
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = IN_CHAT
@@ -328,6 +412,9 @@ class ChatRequest(GenerationRequest):
     ]
     logprobs: StrictBool = False
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS)] = 0
+    tools: Annotated[list[Tool], Field(max_length=_MAX_TOOLS), FailFast()] = []  # noqa: RUF012 - as above
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: StrictBool = True
 
     def num_logprobs(self) -> int | None:
         """See :class:`GenerationRequest`.

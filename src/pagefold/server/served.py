@@ -5,23 +5,35 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pagefold.errors import InvalidRequestError
 from pagefold.server.errors import ContextLengthError, UnknownModelError
 from pagefold.server.ignored import note_ignored
+from pagefold.server.tools.formats import FORMATS, format_of_template
+from pagefold.tokenizer import StablePrefix
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from starlette.requests import Request
 
     from pagefold.engine.client import EngineClient
     from pagefold.server.responses_schemas import InputMessage
     from pagefold.server.schemas import ChatMessage, RequestBody
+    from pagefold.server.structured_fields import Structured
+    from pagefold.server.tools.formats import ToolFormat
+    from pagefold.server.tools.schemas import Tool
+    from pagefold.server.warm_schemas import WarmRequest
+    from pagefold.structured.grammar import Grammar
     from pagefold.tokenizer import Tokenizer
 
 __all__ = ["Served"]
+
+_TOOL_CHARACTERS = 200
+"""What a tool is guessed to add to a chat."""
+
+_Tokens = TypeVar("_Tokens")
 
 _LONG_TEXT = 4_000
 """Characters. More of them are tokenized on another thread, so that streams do not stall; these take milliseconds."""
@@ -38,11 +50,13 @@ class Served:
     Attributes:
         client: the engine.
         model_name: what clients call the model.
+        tool_call_parser: the form in which the model writes calls of tools, or None for what its chat template says.
         created: when this server began, in seconds since 1970, as OpenAI tells time.
     """
 
     client: EngineClient
     model_name: str
+    tool_call_parser: str | None = None
     created: int = field(default_factory=_now)
 
     def admit(self, asked: RequestBody, request: Request) -> None:
@@ -87,24 +101,86 @@ class Served:
         return await _aside(sum(map(len, texts)), encode)
 
     async def encode_chat(
-        self, messages: Sequence[ChatMessage | InputMessage], *, param: str = "messages", any_length: bool = False
+        self,
+        messages: Sequence[ChatMessage | InputMessage],
+        tools: Sequence[Tool] = (),
+        *,
+        param: str = "messages",
+        any_length: bool = False,
     ) -> list[list[int]]:
         """Return the tokens of a chat in the model's template, as the only prompt. ``param`` is the field it came in.
 
         Raises:
-            InvalidRequestError: the model has no template or no tokenizer, or the template refuses these messages.
+            InvalidRequestError: the model has no template or no tokenizer, or the template refuses these messages,
+                or knows nothing of tools.
             ContextLengthError: it is certainly longer than the context, unless ``any_length`` will do.
         """
         tokenizer = self._tokenizer(param)
         plain = [message.for_template() for message in messages]
+        told = _told(tools, plain, tokenizer)
 
         def encode() -> list[list[int]]:
-            text = tokenizer.render_chat(plain)
+            text = tokenizer.render_chat(plain, told)
             if not any_length:
                 self._refuse_if_too_long(text, tokenizer, param)
             return [tokenizer.encode_rendered(text)]
 
-        return await _aside(sum(len(message["content"]) for message in plain), encode)
+        return await _aside(sum(len(message["content"]) for message in plain) + _TOOL_CHARACTERS * len(tools), encode)
+
+    def tool_format(self) -> ToolFormat:
+        """Return how the model writes calls of tools.
+
+        Raises:
+            InvalidRequestError: its template does not say it in a way that is known here.
+        """
+        if self.tool_call_parser is not None:
+            return FORMATS[self.tool_call_parser]
+        found = format_of_template(self._tokenizer("tools").tool_template or "")
+        if found is None:
+            msg = "This model's chat template takes no tools, or asks for calls in a form that is not known here."
+            remedy = f"Leave tools out, or start the server with --tool-call-parser ({', '.join(FORMATS)})."
+            raise InvalidRequestError(msg, param="tools", remedy=remedy)
+        return found
+
+    async def compile(self, structured: Structured | None) -> Grammar | None:
+        """Return the grammar of what an output must look like.
+
+        Raises:
+            InvalidRequestError: it does not compile; names the field that asks for it.
+        """
+        if structured is None:
+            return None
+        try:
+            return await self.client.compile_grammar(structured.params)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(error.message, param=structured.field, remedy=error.remedy) from None
+
+    async def encode_prefix(self, asked: WarmRequest) -> StablePrefix:
+        """Return what to warm of a prompt: token ids as they are, texts and chats up to where they may go on.
+
+        Raises:
+            InvalidRequestError, ContextLengthError: as :meth:`encode` and :meth:`encode_chat`; or no token is certain
+                to stay.
+        """
+        prompt = asked.prompt
+        if isinstance(prompt, list):
+            return StablePrefix(prompt, len(prompt))
+        param = "prompt" if asked.messages is None else "messages"
+        tokenizer = self._tokenizer(param)
+        messages = [message.for_template() for message in asked.messages or ()]
+
+        def encode() -> StablePrefix:
+            text = tokenizer.render_chat_prefix(messages) if prompt is None else prompt
+            self._refuse_if_too_long(text, tokenizer, param)
+            return tokenizer.encode_rendered_prefix(text) if prompt is None else tokenizer.encode_prefix(text)
+
+        found = await _aside(len(prompt or "") + sum(len(message["content"]) for message in messages), encode)
+        if not found.token_ids:
+            msg = (
+                f"Whatever follows may change all {found.num_tokens} tokens of the {param}: none can be cached for it."
+            )
+            raise InvalidRequestError(msg, param=param, remedy="Add some words, or send token ids.")
+        return found
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """Return the text of each token alone."""
@@ -151,6 +227,18 @@ class Served:
         return self.client.tokenizer
 
 
-async def _aside(num_characters: int, encode: Callable[[], list[list[int]]]) -> list[list[int]]:
+async def _aside(num_characters: int, encode: Callable[[], _Tokens]) -> _Tokens:
     """Run ``encode`` here, or on another thread if it would take long."""
     return encode() if num_characters < _LONG_TEXT else await asyncio.to_thread(encode)
+
+
+def _told(
+    tools: Sequence[Tool], messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer
+) -> list[dict[str, Any]] | None:
+    """Return what a chat template is told of tools; None where neither they nor earlier calls are there."""
+    if not tools and not any(message["role"] == "tool" or "tool_calls" in message for message in messages):
+        return None
+    if tokenizer.tool_template is None:
+        msg = "The chat template of this model takes no tools."
+        raise InvalidRequestError(msg, param="tools" if tools else "messages", remedy="Use another model.")
+    return [tool.for_template() for tool in tools]

@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 __all__ = ["IN_CHAT", "IN_COMPLETIONS", "IN_RESPONSES", "refuse_unsupported"]
 
 _IN_BOTH: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "response_format": ({"type": "text"},),
     # vLLM's
     "length_penalty": (1, 1.0),
     "use_beam_search": (False,),
@@ -29,11 +26,8 @@ _IN_BOTH: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "truncate_prompt_tokens": (),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
+    "guided_whitespace_pattern": (),
+    "structural_tag": (),
     "return_token_ids": (False,),
     "kv_transfer_params": (),
 }
@@ -47,8 +41,6 @@ IN_COMPLETIONS = _IN_BOTH | {
 """Field of /v1/completions to the values that mean nothing; null always does."""
 
 IN_CHAT = _IN_BOTH | {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),

@@ -105,7 +105,7 @@ def replay(  # noqa: PLR0913 - what goes in, the four parts of a machine, and wh
         result = runner.run(plan)
         clock.advance(step_cost(plan))
         for request in scheduler.apply(result):
-            if request.num_output_tokens == 1:
+            if request.num_output_tokens == 1 and request.sample_index == 0:
                 num_cached = request.num_cached_tokens
                 num_copied = num_cached % scheduler.core.block_size
                 ttft_s = clock() - request.arrival_s

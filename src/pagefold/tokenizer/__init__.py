@@ -1,6 +1,7 @@
 """Text to tokens and back, incrementally; chat templates."""
 
+from pagefold.tokenizer.boundary import StablePrefix
 from pagefold.tokenizer.detokenizer import Detokenizer
 from pagefold.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["Detokenizer", "Tokenizer"]
+__all__ = ["Detokenizer", "StablePrefix", "Tokenizer"]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from functools import cached_property
+import re
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from pagefold.errors import InvalidRequestError, UnsupportedModelError
+from pagefold.tokenizer.boundary import Boundary, Encoded, StablePrefix
 from pagefold.tokenizer.detokenizer import Detokenizer
 from pagefold.tokenizer.length_bound import LengthBound
 from pagefold.tokenizer.pieces import bytes_of_piece
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = ["Tokenizer"]
+
+_NEXT_MESSAGES = (("user", "A"), ("user", "1"), ("assistant", "B"), ("assistant", "2"))
+"""What may be said next: two that begin differently for each role, so that none of it is taken for the template's."""
 
 _REPLACEMENT = "\ufffd"
 """What decoders make of bytes that are no whole character."""
@@ -66,20 +71,41 @@ class Tokenizer:
     def _length_bound(self) -> LengthBound:
         return LengthBound(self._backend)
 
+    def to_json(self) -> str:
+        """Return it as the text of a ``tokenizer.json``."""
+        return str(self._backend.to_str())
+
     def encode(self, text: str) -> list[int]:
         """Return the tokens of ``text``, with the special tokens that the model expects at the start of a prompt."""
         return list(self._tokenizer.encode(text))
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the tokens of what :meth:`render_chat` makes of ``messages``."""
-        return self.encode_rendered(self.render_chat(messages))
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """Return the tokens of what :meth:`render_chat` makes of ``messages`` and ``tools``."""
+        return self.encode_rendered(self.render_chat(messages, tools))
 
     def encode_rendered(self, text: str) -> list[int]:
         """Return the tokens of a text that :meth:`render_chat` has made."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    @property
+    def tool_template(self) -> str | None:
+        """The chat template that takes tools, or None if the model brought none."""
+        templates = self._tokenizer.chat_template
+        if isinstance(templates, dict):
+            templates = templates.get("tool_use", templates.get("default"))
+        return templates if isinstance(templates, str) and "tools" in _variables(templates) else None
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> str:
         """Return the text of a chat in the model's template, ready for the assistant's answer.
+
+        Args:
+            messages: in OpenAI's form, but for the arguments of calls, which are objects.
+            tools: in OpenAI's form. None for a chat that has nothing to do with tools; empty for one that only tells
+                of earlier calls.
 
         Raises:
             InvalidRequestError: the model has no template, or the template refuses these messages.
@@ -88,9 +114,12 @@ class Tokenizer:
             msg = "This model has no chat template."
             raise InvalidRequestError(msg, param="messages", remedy="Use /v1/completions with a prompt.")
         try:
-            return str(
+            text = str(
                 self._tokenizer.apply_chat_template(
-                    [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+                    [dict(message) for message in messages],
+                    tools=None if tools is None else [dict(tool) for tool in tools],
+                    tokenize=False,
+                    add_generation_prompt=True,
                 )
             )
         except (OSError, MemoryError):  # not the template's doing
@@ -98,6 +127,47 @@ class Tokenizer:
         except Exception as error:  # a template is the model's own program: it may raise anything
             msg = f"The model's chat template refused these messages: {error}"
             raise InvalidRequestError(msg, param="messages", remedy="Check the roles and their order.") from error
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            msg = "The chat or its tools hold half of a surrogate pair, which is no text."
+            raise InvalidRequestError(msg, param="messages", remedy="Send whole characters.") from None
+        return text
+
+    def encode_prefix(self, text: str) -> StablePrefix:
+        """Return the first tokens of :meth:`encode` that stay the same whatever follows ``text``; see ``boundary``."""
+        return self._stable(text, add_special_tokens=True)
+
+    def encode_rendered_prefix(self, text: str) -> StablePrefix:
+        """Return the first tokens of :meth:`encode_rendered` that stay the same whatever follows ``text``."""
+        return self._stable(text, add_special_tokens=False)
+
+    def render_chat_prefix(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return the text with which every chat begins that goes on from ``messages``, whatever is said next.
+
+        Where the template ends what it makes of ``messages`` is found by letting it go on in different ways.
+
+        Raises:
+            InvalidRequestError: as :meth:`render_chat`.
+        """
+        texts: list[str] = []
+        for role, content in _NEXT_MESSAGES:
+            try:
+                texts.append(self.render_chat([*messages, {"role": role, "content": content}]))
+            except InvalidRequestError:  # this role cannot follow; another may
+                continue
+        return _common_beginning(texts) if texts else self.render_chat(messages)
+
+    @cached_property
+    def _boundary(self) -> Boundary:
+        return Boundary(self._backend)
+
+    def _stable(self, text: str, *, add_special_tokens: bool) -> StablePrefix:
+        def encode(text: str) -> Encoded:
+            found = self._tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
+            return Encoded(list(found["input_ids"]), found["offset_mapping"])
+
+        return self._boundary.stable_prefix(text, encode)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ``token_ids``, without special tokens unless they are wanted."""
@@ -116,3 +186,22 @@ class Tokenizer:
     def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
         """Return a detokenizer for what follows ``prompt_token_ids``."""
         return Detokenizer(self._backend, prompt_token_ids)
+
+
+@cache
+def _variables(template: str) -> frozenset[str]:
+    """Return the names that a template is given."""
+    from jinja2 import Environment, TemplateSyntaxError, meta  # noqa: PLC0415 - as above
+
+    extensions = ["jinja2.ext.loopcontrols", "jinja2.ext.do"]
+    try:
+        parsed = Environment(extensions=extensions).parse(template)  # noqa: S701 - nothing is rendered
+    except TemplateSyntaxError:  # transformers' own extensions
+        return frozenset(re.findall(r"\w+", template))
+    return frozenset(meta.find_undeclared_variables(parsed))
+
+
+def _common_beginning(texts: list[str]) -> str:
+    first, last = min(texts), max(texts)  # all others lie between them
+    end = next((at for at, letter in enumerate(first) if letter != last[at]), len(first))
+    return first[:end]

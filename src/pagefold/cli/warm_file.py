@@ -1,0 +1,57 @@
+"""Files of prompts to warm: JSON lines, each an object with the fields of ``POST /v1/cache/warm``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pagefold.errors import ConfigError
+
+__all__ = ["WarmLine", "read_warm_file"]
+
+
+class WarmLine(NamedTuple):
+    """A prompt of a file.
+
+    Attributes:
+        number: of the line, from 1 on.
+        fields: what it says.
+    """
+
+    number: int
+    fields: dict[str, Any]
+
+
+def read_warm_file(path: str) -> list[WarmLine]:
+    """Return the prompts of a file; empty lines are passed over.
+
+    Raises:
+        ConfigError: it cannot be read, holds no prompts, or a line of it is no JSON object.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        msg = f"{path} cannot be read: {reason}."
+        raise ConfigError(msg, remedy="Give a file with a JSON object a line.") from None
+    lines = [_parsed(path, number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        msg = f"{path} holds no prompts."
+        raise ConfigError(msg, remedy="Give a file with a JSON object a line.")
+    return lines
+
+
+def _parsed(path: str, number: int, line: str) -> WarmLine:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        reason = (
+            f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else "it nests too deep"
+        )
+        msg = f"Line {number} of {path} is not valid JSON: {reason}."
+        raise ConfigError(msg, remedy='A line looks like {"prompt": "You are ...", "pin": true}.') from None
+    if not isinstance(fields, dict):
+        msg = f"Line {number} of {path} is no JSON object."
+        raise ConfigError(msg, remedy='A line looks like {"prompt": "You are ...", "pin": true}.')
+    return WarmLine(number, fields)

@@ -1,0 +1,246 @@
+"""Pins: prefixes that stay cached though no table holds them, until they expire or somebody needs their memory.
+
+A pin keeps the blocks of one path of the tree, from the first block to its tail. They are CACHED as ever, but not
+evictable. It is a wish and no claim: before a request is preempted or made to wait for memory, pins are given up, those
+of least priority first, and their blocks are evictable again. So a pin never blocks a request for ever.
+
+Pure: time is passed in, in seconds of any clock that does not go back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from math import exp2, inf
+from typing import TYPE_CHECKING, NamedTuple
+
+from pagefold.events import Emit, PinCause, PinDropped
+from pagefold.kv.block import BlockState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator
+
+    from pagefold.kv.pool import BlockPool
+    from pagefold.kv.tree import Node
+
+__all__ = ["DroppedPin", "Pin", "PinLimits", "PinTable"]
+
+_NUM_DROPPED_KEPT = 100
+
+
+@dataclass(frozen=True, slots=True)
+class PinLimits:
+    """What pins may do.
+
+    Attributes:
+        max_share: of all blocks, how many pins may keep together, 0 to 1; a block that several keep counts once.
+        half_life_s: seconds in which a pin's priority halves.
+    """
+
+    max_share: float = 0.5
+    half_life_s: float = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """One pinned prefix.
+
+    Attributes:
+        pin_id: the caller's name for it.
+        tail: the node of its last block; those above it are pinned with it.
+        priority: when it was pinned; the larger, the longer it is kept.
+        pinned_at_s: when that was.
+        expires_at_s: when it ends by itself; infinite for never.
+    """
+
+    pin_id: str
+    tail: Node
+    priority: float
+    pinned_at_s: float
+    expires_at_s: float
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks it keeps, alone or with others."""
+        return self.tail.depth + 1
+
+    @property
+    def namespace(self) -> bytes:
+        """The key of the namespace that it lies in."""
+        node = self.tail
+        while node.parent is not None:
+            node = node.parent
+        return node.key
+
+    def path(self) -> Iterator[Node]:
+        """Yield the nodes that it keeps, the last first."""
+        node = self.tail
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+
+class DroppedPin(NamedTuple):
+    """A pin that is no more, or that never came to be.
+
+    Attributes:
+        pin_id, num_blocks: of the pin.
+        cause: why.
+    """
+
+    pin_id: str
+    num_blocks: int
+    cause: PinCause
+
+
+class PinTable:
+    """All pins of a core. No two have the same tail: to pin a prefix again renews its pin.
+
+    A pin's priority halves every ``half_life_s``: at time t it is ``priority * 2 ** -((t - pinned_at) / half_life)``.
+
+    Args:
+        pool: of the blocks.
+        limits: what pins may do.
+        update_evictable: told of every node that may have become evictable, or ceased to be.
+        emit: where events go.
+
+    Attributes:
+        max_blocks: how many blocks pins may keep together.
+        num_blocks: how many they keep, each counted once.
+        dropped: the last pins that went.
+        next_expiry_s: when the first pin expires; infinite if none does.
+    """
+
+    def __init__(
+        self, pool: BlockPool, limits: PinLimits, *, update_evictable: Callable[[Node], None], emit: Emit
+    ) -> None:
+        self._pool = pool
+        self._half_life_s = limits.half_life_s
+        self._update_evictable = update_evictable
+        self._emit = emit
+        self._pins: dict[str, Pin] = {}
+        self._by_tail: dict[Node, Pin] = {}
+        self.max_blocks = int(pool.num_blocks * limits.max_share)
+        self.num_blocks = 0
+        self.dropped: deque[DroppedPin] = deque(maxlen=_NUM_DROPPED_KEPT)
+        self.next_expiry_s = inf
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def __iter__(self) -> Iterator[Pin]:
+        return iter(self._pins.values())
+
+    def get(self, pin_id: str) -> Pin | None:
+        """Return the pin of that id, if it is still there."""
+        return self._pins.get(pin_id)
+
+    def priority_at(self, pin: Pin, now_s: float) -> float:
+        """Return what is left of a pin's priority."""
+        return pin.priority * exp2((pin.pinned_at_s - now_s) / self._half_life_s)
+
+    def num_new_blocks(self, path: Iterable[Node]) -> int:
+        """Return how many blocks of ``path`` no pin keeps yet: what a pin of it would add to ``num_blocks``."""
+        return sum(1 for node in path if node.block is not None and not node.block.num_pin_refs)
+
+    def add(
+        self,
+        pin_id: str,
+        tail: Node | None,
+        now_s: float,
+        *,
+        ttl_s: float | None = None,
+        priority: float = 0.0,
+    ) -> Pin | None:
+        """Pin the path that ends in ``tail``, as far as it is committed; an earlier pin of just that path is renewed.
+
+        None, and nothing has changed but ``dropped``, if the quota does not allow it (cause ``quota``), or if nothing
+        is published there (cause ``reset``: that is what a reset leaves of a table).
+        """
+        assert pin_id not in self._pins, f"pin id {pin_id!r} is in use"
+        self.expire(now_s)
+        tail = _committed(tail)
+        if tail is None:
+            self._tell(DroppedPin(pin_id, 0, "reset"))
+            return None
+        pin = Pin(pin_id, tail, priority, now_s, inf if ttl_s is None else now_s + ttl_s)
+        if self.num_blocks + self.num_new_blocks(pin.path()) > self.max_blocks:
+            self._tell(DroppedPin(pin_id, pin.num_blocks, "quota"))
+            return None
+        for node in pin.path():
+            assert node.block is not None
+            self.num_blocks += self._pool.pin(node.block)
+        renewed = self._by_tail.get(tail)
+        if renewed is not None:
+            self._drop(renewed, "renewed")
+        self._pins[pin_id] = self._by_tail[tail] = pin
+        self.next_expiry_s = min(self.next_expiry_s, pin.expires_at_s)
+        self._update_evictable(tail)
+        return pin
+
+    def remove(self, pin_id: str) -> Pin | None:
+        """Unpin; the blocks stay cached. None if there is no such pin (any more)."""
+        pin = self._pins.get(pin_id)
+        if pin is not None:
+            self._drop(pin, "removed")
+        return pin
+
+    def expire(self, now_s: float) -> None:
+        """Drop the pins whose time has come."""
+        if now_s < self.next_expiry_s:
+            return
+        for pin in [pin for pin in self if pin.expires_at_s <= now_s]:
+            self._drop(pin, "expired")
+
+    def give_up(self, now_s: float, spared: Collection[Node] = ()) -> bool:
+        """Give up the pin of least priority among those that alone keep a block from being evicted.
+
+        ``spared`` are nodes of one path from a root that the caller is about to use: to let go of them alone gains it
+        nothing. False when no pin would gain anything; while any block outside of ``spared`` is kept by pins alone,
+        some pin does: of those that keep it, the one with the deepest tail.
+        """
+        best: Pin | None = None
+        least = (inf, inf)
+        for pin in self:
+            block = pin.tail.block
+            assert block is not None
+            # Whoever holds or pins a block holds or pins those above it: if the tail is not freed, nothing is.
+            if block.state != BlockState.CACHED or block.num_pin_refs > 1 or pin.tail in spared:
+                continue
+            rank = (self.priority_at(pin, now_s), pin.pinned_at_s)
+            if rank < least or best is None:
+                best, least = pin, rank
+        if best is None:
+            return False
+        self._drop(best, "memory")
+        return True
+
+    def clear(self) -> None:
+        """Drop all pins: the cache is being reset."""
+        for pin in list(self):
+            self._drop(pin, "reset")
+
+    def _drop(self, pin: Pin, cause: PinCause) -> None:
+        del self._pins[pin.pin_id], self._by_tail[pin.tail]
+        self.next_expiry_s = min((other.expires_at_s for other in self), default=inf)
+        for node in pin.path():
+            assert node.block is not None
+            self.num_blocks -= self._pool.unpin(node.block)
+        self._update_evictable(pin.tail)
+        self._tell(DroppedPin(pin.pin_id, pin.num_blocks, cause))
+
+    def _tell(self, dropped: DroppedPin) -> None:
+        self.dropped.append(dropped)
+        self._emit(PinDropped(dropped.pin_id, dropped.num_blocks, dropped.cause))
+
+
+def _committed(node: Node | None) -> Node | None:
+    """Return the deepest node of the path that ends in ``node`` up to which all is written; None for nothing."""
+    deepest = None
+    while node is not None and node.block is not None:
+        if not node.committed:
+            deepest = None
+        elif deepest is None:
+            deepest = node
+        node = node.parent
+    return deepest

@@ -1,0 +1,58 @@
+"""``/v1/cache/``: the admin's view of the prefix cache: warm it, and see and take away pins."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, HTTPException, Request, Response
+from starlette.responses import JSONResponse
+
+from pagefold.server.answer_schemas import Pins, Unpinned, Warmed
+from pagefold.server.disconnect import CLIENT_CLOSED_REQUEST, ClientGoneError, while_connected
+from pagefold.server.warm_schemas import WarmRequest  # noqa: TC001 - FastAPI reads it
+from pagefold.server.warming import described
+
+if TYPE_CHECKING:
+    from pagefold.server.warming import Warmer
+
+__all__ = ["cache_routes"]
+
+
+def cache_routes(warmer: Warmer) -> APIRouter:
+    """Return the routes."""
+    router = APIRouter(prefix="/v1/cache")
+    served = warmer.served
+
+    @router.post("/warm", response_model=None, responses={200: {"model": Warmed}})
+    async def warm(asked: WarmRequest, request: Request) -> Response:
+        """Cache a prompt before anybody sends it, and pin it if wanted."""
+        served.admit(asked, request)
+        try:
+            return JSONResponse(await while_connected(request.receive, warmer.warm(asked)))
+        except ClientGoneError:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+    @router.get("/pins", responses={200: {"model": Pins}})
+    async def list_pins() -> dict[str, Any]:
+        """List what is pinned, and the last pins that went, with the cause."""
+        report = await served.client.pins()
+        dropped = [
+            {"id": gone.pin_id, **{k: v for k, v in asdict(gone).items() if k != "pin_id"}} for gone in report.dropped
+        ]
+        return {
+            "object": "list",
+            "data": [described(pin) for pin in report.pins],
+            "dropped": dropped,
+            "num_blocks": report.num_blocks,
+            "max_blocks": report.max_blocks,
+        }
+
+    @router.delete("/pins/{pin_id}", responses={200: {"model": Unpinned}})
+    async def unpin(pin_id: str) -> dict[str, Any]:
+        """Take a pin away; what it kept stays cached until its memory is needed."""
+        if not await served.client.unpin(pin_id):
+            raise HTTPException(404)
+        return {"id": pin_id, "object": "cache.pin", "deleted": True}
+
+    return router

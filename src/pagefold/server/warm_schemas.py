@@ -1,0 +1,87 @@
+"""What the admin sends to warm the cache."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    PlainValidator,
+    StrictBool,
+    StrictFloat,
+    model_validator,
+)
+
+from pagefold.errors import InvalidRequestError
+from pagefold.request import DEFAULT_RETENTION_PRIORITY, WarmUp
+from pagefold.server.schemas import (
+    MAX_PARTS,
+    ChatMessage,
+    OneIds,
+    OneText,
+    RequestBody,
+    Text,
+    checked_ids,
+    checked_text,
+    few_parts,
+    stated,
+)
+
+__all__ = ["WarmRequest"]
+
+
+def _as_prompt(value: object) -> str | list[int]:
+    if isinstance(value, str):
+        return checked_text(value)
+    if isinstance(value, list):
+        return checked_ids(value)
+    msg = "it must be a text or a list of token ids"
+    raise ValueError(msg)
+
+
+class WarmRequest(RequestBody):
+    """``POST /v1/cache/warm``: a prompt to be cached before anybody sends it. Unknown fields are refused.
+
+    Attributes:
+        prompt: a text, or token ids.
+        messages: the beginning of a chat; instead of ``prompt``.
+        tenant: for whom; for those whom no key file names if it is not there.
+        cache_salt: for requests that bring this one.
+        pin: whether it is kept from being evicted.
+        ttl_s: seconds until the pin ends by itself; never if it is not there.
+        retention_priority: of the pin, 0 to 100. It halves every ``--pin-half-life``; when memory is short the least
+            goes first, and of equals the oldest. TensorRT-LLM's name and range; not a request's ``priority``.
+    """
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    prompt: Annotated[str | list[int] | None, PlainValidator(_as_prompt, json_schema_input_type=OneText | OneIds)] = (
+        None
+    )
+    messages: Annotated[
+        list[ChatMessage] | None, Field(min_length=1, max_length=MAX_PARTS), FailFast(), BeforeValidator(few_parts)
+    ] = None
+    tenant: Text | None = None
+    cache_salt: Annotated[Text | None, Field(min_length=1)] = None
+    pin: StrictBool = False
+    ttl_s: Annotated[StrictFloat | None, stated(exclusiveMinimum=0)] = None
+    retention_priority: Annotated[StrictFloat, stated(minimum=0, maximum=100)] = DEFAULT_RETENTION_PRIORITY
+
+    @model_validator(mode="after")
+    def _check(self) -> WarmRequest:
+        if (self.prompt is None) == (self.messages is None):
+            msg = "Neither prompt nor messages is there, or both are."
+            raise InvalidRequestError(msg, param="prompt", remedy="Send one of them.")
+        self.warm_up()
+        return self
+
+    def warm_up(self) -> WarmUp:
+        """Return the terms of the warm-up.
+
+        Raises:
+            InvalidRequestError: a value is out of range.
+        """
+        return WarmUp(pin=self.pin, ttl_s=self.ttl_s, retention_priority=self.retention_priority)
