@@ -153,5 +153,5 @@ def test_openai_s_client_understands_errors(smol, smol_client):
         smol_client.completions.create(model=smol.model, prompt="x " * 3000)
     assert too_long.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError) as several:
-        smol_client.chat.completions.create(model=smol.model, messages=HELLO, n=2)
+        smol_client.chat.completions.create(model=smol.model, messages=HELLO, n=129)
     assert several.value.param == "n"

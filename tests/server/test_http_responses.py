@@ -146,17 +146,17 @@ def test_the_stream_on_the_wire(tiny):
 def test_a_stream_that_fails_says_so(narrow, caplog):
     narrow.runner.script = narrow.tokenizer.encode("one two three four five six")
     narrow.runner.close_gate()
+    narrow.runner.allow(5)
     with openai.OpenAI(base_url=f"{narrow.url}/v1", api_key="none", max_retries=0) as client:
         stream = client.responses.create(model="tiny", input="x", max_output_tokens=50, stream=True, **ALONE)
-        narrow.runner.allow(5)
         text = ""
         for event in stream:
             if event.type == "response.output_text.delta":
-                text += event.delta
-                if text == "one two three":
+                if not text:
                     narrow.runner.wait_in_step()
                     narrow.runner.fail(3)
                     narrow.runner.allow()
+                text += event.delta
     assert event.type == "response.failed"
     assert event.response.status == "failed"
     assert event.response.error.code == "server_error"

@@ -139,6 +139,26 @@ def test_each_prompt_has_a_matcher_of_its_own(tiny):
         assert_of_schema(choice["text"])
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_each_sample_has_a_matcher_of_its_own(tiny, stream):
+    body = {"prompt": "Go", "response_format": FORMAT, "n": 4, "seed": 3, "max_tokens": 300}
+    if stream:
+        events = tiny.events("/v1/completions", body)
+        texts = [joined(events, index) for index in range(4)]
+    else:
+        texts = [choice["text"] for choice in tiny.complete(**body)["choices"]]
+    assert len(texts) == 4
+    for text in texts:
+        assert_of_schema(text)
+    alone = [tiny.complete(**{**body, "n": 1, "seed": 3 + index})["choices"][0]["text"] for index in range(4)]
+    assert texts == alone
+
+
+def test_the_best_of_several_is_of_the_schema(tiny):
+    (choice,) = tiny.complete("Go", response_format=FORMAT, n=1, best_of=3, max_tokens=300)["choices"]
+    assert_of_schema(choice["text"])
+
+
 def test_many_clients_with_and_without_grammars(tiny):
     free = tiny.complete("Free", max_tokens=40, seed=9)["choices"]
 

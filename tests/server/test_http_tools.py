@@ -104,6 +104,23 @@ def test_a_required_call_is_always_one_that_is_allowed(client, seed, parallel):
     assert choice.message.content is None
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_each_of_several_choices_has_its_own_calls(tiny, is_streamed):
+    body = {"messages": ASK, "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "n": 3, "seed": 1}
+    calls = dict.fromkeys(range(3), "")
+    if is_streamed:
+        for event in tiny.events("/v1/chat/completions", body):
+            for choice in event["choices"]:
+                for call in choice["delta"].get("tool_calls", []):
+                    assert call["index"] == 0
+                    calls[choice["index"]] += call["function"]["arguments"]
+    else:
+        for choice in tiny.http.post("/v1/chat/completions", json=body).json()["choices"]:
+            (call,) = choice["message"]["tool_calls"]
+            calls[choice["index"]] = call["function"]["arguments"]
+    assert all(isinstance(json.loads(arguments), dict) for arguments in calls.values())
+
+
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_a_named_call_is_of_that_function(client, name):
     which = {"type": "function", "function": {"name": name}}

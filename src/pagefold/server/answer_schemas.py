@@ -64,9 +64,21 @@ class Completion(BaseModel):
     usage: _Usage
 
 
+class _CalledFunction(BaseModel):
+    name: str
+    arguments: str
+
+
+class _ToolCall(BaseModel):
+    id: str
+    type: Literal["function"]
+    function: _CalledFunction
+
+
 class _ChatAnswer(BaseModel):
     role: Literal["assistant"]
     content: str | None
+    tool_calls: list[_ToolCall] = Field(default=[], min_length=1)
 
 
 class _ChatChoice(_Choice):

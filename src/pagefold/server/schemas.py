@@ -213,9 +213,11 @@ class GenerationRequest(RequestBody):
         priority: the smaller, the sooner it is served; only where the server schedules by priority. That of the key's
             customer class, else 0, if it is not there.
         response_format: what the output must look like: text, any JSON object, or JSON of a schema.
-        structured_outputs: the same in vLLM's form: see
-            :class:`~pagefold.structured.params.StructuredOutputsParams`.
-        guided_json, guided_regex, guided_choice, guided_grammar: the same in vLLM's older form.
+        structured_outputs: the same in vLLM's form: ``json``, ``regex``, ``choice``, ``grammar`` or ``json_object``.
+        guided_json: vLLM's older form of ``structured_outputs.json``.
+        guided_regex: of its ``regex``.
+        guided_choice: of its ``choice``.
+        guided_grammar: of its ``grammar``.
     """
 
     default_max_tokens: ClassVar[int | None] = None
