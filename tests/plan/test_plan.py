@@ -205,7 +205,7 @@ def test_the_reached_number_is_between_full_lengths_and_prompts(prompt, output, 
     reached = reach(pool, workload, footprint=rounding.mean_blocks, with_sharing=sharing)
     assert reached.peak <= num_blocks // layout.num_blocks_for(prompt)
     assert reached.mean <= num_blocks / layout.num_blocks_for(prompt)
-    assert reached.mean >= 0.7 * num_blocks / rounding.full_blocks - 1
+    assert reached.mean >= 0.6 * num_blocks / rounding.full_blocks - 1  # admission leaves those that run room to grow
 
 
 def test_a_bound_on_sequences_is_kept():

@@ -242,6 +242,9 @@ class ProcessServer(AnyServer):
         with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as free:
             port = free.getsockname()[1]
         self.process = start_cli("serve", model, "--port", str(port), *flags)
+        self._lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)  # a log that nobody reads would fill its pipe
+        self._reader.start()
         url = f"http://127.0.0.1:{port}"
         path = "/ready" if wait else "/health"
         try:
@@ -254,8 +257,12 @@ class ProcessServer(AnyServer):
 
     def output(self) -> str:
         """What it wrote, once it has ended."""
+        self._reader.join(PATIENCE_S)
+        return "".join(self._lines)
+
+    def _read(self) -> None:
         assert self.process.stdout is not None
-        return self.process.stdout.read()
+        self._lines.extend(self.process.stdout)
 
     def close(self) -> None:
         self.http.close()
@@ -265,6 +272,7 @@ class ProcessServer(AnyServer):
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait(PATIENCE_S)
+        self._reader.join(PATIENCE_S)
         assert self.process.stdout is not None
         self.process.stdout.close()
 

@@ -23,7 +23,8 @@ BODIES = {
 
 def test_every_route_that_takes_a_body_is_here(tiny):
     paths = tiny.http.get("/openapi.json").json()["paths"]
-    assert {path for path, methods in paths.items() if "requestBody" in methods.get("post", {})} == set(BODIES)
+    taking = {path for path, methods in paths.items() if "requestBody" in methods.get("post", {})}
+    assert taking == {*BODIES, "/v1/cache/warm"}  # the admin's refuses them: see test_http_cache.py
 
 
 @pytest.mark.parametrize("path", BODIES)

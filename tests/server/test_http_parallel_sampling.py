@@ -135,7 +135,7 @@ def test_who_goes_away_takes_all_samples_along(tiny, num_steps):
     before = tiny.metric("vllm:request_success_total", "abort")
     tiny.runner.close_gate()
     tiny.runner.allow(num_steps)
-    connection = tiny.post_raw("/v1/completions", {"prompt": [7] * 20, "n": 5, **LONG})
+    connection = tiny.post_raw("/v1/completions", {"prompt": [200 + num_steps] * 20, "n": 5, **LONG})
     tiny.runner.wait_in_step([0] if num_steps == 0 else [20 + num_steps - 1] * 5)
     connection.close()
     until(lambda: not tiny.client._commands.empty(), "the engine to be told")

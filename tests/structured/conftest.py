@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from grammar_walks import EOS, NUM_PADDED
 
 from pagefold.structured.compiler import GrammarCompiler
 from pagefold.tokenizer import Tokenizer
-
-EOS = 2
-NUM_PADDED = 67
 
 
 @pytest.fixture(scope="session")

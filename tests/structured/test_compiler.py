@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from conftest import EOS
+from grammar_walks import EOS
 
 from pagefold import StructuredOutputsParams
 from pagefold.errors import InvalidRequestError

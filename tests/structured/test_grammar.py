@@ -7,14 +7,14 @@ import random
 import re
 
 import pytest
-from conftest import EOS, NUM_PADDED
+from grammar_walks import EOS, LINKED, NUM_PADDED, SCHEMAS, tokens_of, walk
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
-from schemas import LINKED, SCHEMAS, tokens_of, walk
 
 from pagefold import StructuredOutputsParams
 from pagefold.errors import InvalidRequestError
+from pagefold.structured import vetting
 
 MANY = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -190,7 +190,6 @@ BAD = {
     "a grammar that is none": {"grammar": "hello"},
     "a grammar without its rules": {"grammar": "start: other"},
     "GBNF that breaks off": {"grammar": 'root ::= "a'},
-    "a grammar that is ambiguous without end": {"grammar": 'start: a\na: "x" | a a | a a a | ""'},
 }
 
 
@@ -201,6 +200,14 @@ def test_what_is_no_grammar_is_refused_with_the_reason(compiler, name):
     assert caught.value.param == "structured_outputs"
     assert caught.value.remedy
     assert len(str(caught.value)) < 500
+
+
+def test_a_grammar_whose_steps_take_too_long_is_too_complex(compiler, monkeypatch):
+    """With no time at all any does: how long a step takes is the machine's affair."""
+    grammar = compiler.compile(StructuredOutputsParams(regex="[a-z]{20}"))
+    assert vetting._walk(grammar) is None
+    monkeypatch.setattr(vetting, "_STEP_LIMIT_S", 0.0)
+    assert "takes too long" in vetting._walk(grammar)
 
 
 def test_lenient_ignores_what_cannot_be_enforced_and_nothing_else(compiler, tokenizer):

@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 if TYPE_CHECKING:
     import random
 
+EOS = 2
+NUM_PADDED = 67
+
 WORDS = st.sampled_from(
     ["", "a", "null", "Zoë", "世界", "\U0001f600 \U0001f3fd", 'q"u\\o\nte', "e\u0301", "\u00a0", "0"]
 )
