@@ -205,7 +205,8 @@ def test_the_reached_number_is_between_full_lengths_and_prompts(prompt, output, 
     reached = reach(pool, workload, footprint=rounding.mean_blocks, with_sharing=sharing)
     assert reached.peak <= num_blocks // layout.num_blocks_for(prompt)
     assert reached.mean <= num_blocks / layout.num_blocks_for(prompt)
-    assert reached.mean >= 0.6 * num_blocks / rounding.full_blocks - 1  # admission leaves those that run room to grow
+    # Admission leaves those that run room to grow; the shortest outputs end before very many have been let in.
+    assert reached.mean >= min(0.6 * num_blocks / rounding.full_blocks, 30) - 1
 
 
 def test_a_bound_on_sequences_is_kept():
