@@ -7,6 +7,7 @@ scheduler and the cache themselves, with a runner that computes nothing.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import Counter
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ _LEAST, _MOST = 32, 128
 """Requests at once that are simulated at least, and at most: a larger pool is simulated in a smaller likeness."""
 
 _QUEUE = 4
+"""Requests that wait before each step, at least; where outputs are short, twice as many as end in a step."""
 
 
 class Rounding:
@@ -160,9 +162,10 @@ def _simulate(pool: Pool, workload: Workload, expected: float, scale: float, *, 
     first = shared
     wanted = max(round(_GENERATIONS * expected), 24)
     running: list[int] = []
+    num_waiting = max(_QUEUE, math.ceil(2 * expected / max(1.0, workload.mean_output)))
     num_requests = 0
     while seen[RequestFinished] < wanted or len(running) < _LIFETIMES * workload.mean_output:
-        while len(scheduler.waiting) < _QUEUE:
+        while len(scheduler.waiting) < num_waiting:
             lengths = rng.choice(workload.lengths)
             begins_alike = shared if rng.random() < workload.prefix_share else 0
             scheduler.add(_request(num_requests, rng.getrandbits(32), lengths, begins_alike, first))
