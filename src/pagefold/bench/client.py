@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,13 @@ __all__ = ["Client"]
 
 _MAX_ERROR = 200
 _IDLE_S = 1.0
+_QUESTION_S = 30.0
+"""A server that does not name its models in that time is none."""
+_METRICS_S = 5.0
+"""Metrics are extra: nobody waits long for them."""
+
+_Broken = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+"""What reading an answer that is of another form than OpenAI's comes to."""
 
 
 class Client:
@@ -31,7 +39,7 @@ class Client:
         is_chat: whether prompts go to ``/v1/chat/completions`` as a user's message.
         ignore_eos: ask the server to go on after the end-of-sequence token (vLLM's and Pagefold's field).
         api_key: sent as a bearer token; empty for none.
-        timeout_s: of one request, in seconds.
+        timeout_s: of one request from its beginning to its end, in seconds.
     """
 
     def __init__(  # noqa: PLR0913 - what a request depends on
@@ -48,6 +56,7 @@ class Client:
         self.model = model
         self._is_chat = is_chat
         self._ignore_eos = ignore_eos
+        self._timeout_s = timeout_s
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         # As many connections as requests, since a pool that waits would be measured as the server; and none so old that
         # the server may be closing it just now.
@@ -65,26 +74,29 @@ class Client:
             ConfigError: the server cannot be reached, or does not say.
         """
         try:
-            answer = await self.http.get("/v1/models")
+            answer = await self.http.get("/v1/models", timeout=_QUESTION_S)
             answer.raise_for_status()
-            names = [model["id"] for model in answer.json()["data"]]
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+            names = [str(model["id"]) for model in answer.json()["data"]]
+        except (httpx.HTTPError, httpx.InvalidURL, *_Broken) as error:
             message = f"{self.url} is no server that names its models: {_short(error)}"
             raise ConfigError(message, remedy="Start it, or give its address as --url http://HOST:PORT.") from None
+        if not names:
+            message = f"The server at {self.url} has no model."
+            raise ConfigError(message, remedy="Wait until it has loaded one.")
         if self.model and self.model not in names:
             message = f"The server at {self.url} does not have {self.model!r}."
             raise ConfigError(message, remedy=f"It has {', '.join(names)}.")
         self.model = self.model or names[0]
 
     async def tokens_per_word(self, prompt: Prompt, num_words: int) -> float:
-        """Return how many tokens the server counts for a word of a made-up prompt.
+        """Return how many tokens the server counts for a word of a made-up prompt; 0 where it counts none.
 
         Raises:
             ConfigError: the server does not answer.
         """
         record = await self.send(prompt, 0, time.perf_counter())
-        if record.error or not record.prompt_tokens:
-            message = f"{self.url} does not answer a prompt: {record.error or 'it counts no tokens'}"
+        if record.error:
+            message = f"{self.url} does not answer a prompt: {record.error}"
             raise ConfigError(message, remedy="Check --model and --backend.")
         return record.prompt_tokens / num_words
 
@@ -93,26 +105,18 @@ class Client:
         sent = time.perf_counter()
         record = Record(index, start_s=sent - began)
         try:
-            async with self.http.stream("POST", self._path, json=self._body(prompt)) as response:
+            async with (
+                asyncio.timeout(self._timeout_s),
+                self.http.stream("POST", self._path, json=self._body(prompt)) as response,
+            ):
                 if response.is_error:
                     record.error = f"HTTP {response.status_code}: {(await response.aread()).decode()[:_MAX_ERROR]}"
                     return record
-                last = sent
-                async for line in response.aiter_lines():
-                    if not line.startswith("data:") or line.endswith("[DONE]"):
-                        continue
-                    event = json.loads(line[5:])
-                    now = time.perf_counter()
-                    _count(event, record)
-                    if _brings_output(event):
-                        if record.ttft_s:
-                            record.itls_s.append(now - last)
-                        else:
-                            record.ttft_s = now - sent
-                        last = now
-                record.latency_s = last - sent
-        except (httpx.HTTPError, ValueError) as error:
-            record.error = _short(error)
+                await _read(response, record, sent)
+        except (httpx.HTTPError, httpx.StreamError, *_Broken) as error:
+            record.error = record.error or _short(error)
+        except TimeoutError:
+            record.error = f"it had not ended after {self._timeout_s:g} s"
         if not record.error and not record.output_tokens:
             record.output_tokens = len(record.itls_s) + bool(record.ttft_s)
         if not record.error and not record.ttft_s:
@@ -122,7 +126,7 @@ class Client:
     async def metrics(self) -> str | None:
         """Return the server's metrics in Prometheus' text form; None where it has none."""
         try:
-            answer = await self.http.get("/metrics")
+            answer = await self.http.get("/metrics", timeout=_METRICS_S)
         except httpx.HTTPError:
             return None
         return answer.text if answer.is_success else None
@@ -148,6 +152,34 @@ class Client:
         if self._is_chat:
             return body | {"messages": [{"role": "user", "content": prompt.text}]}
         return body | {"prompt": prompt.text}
+
+
+async def _read(response: httpx.Response, record: Record, sent: float) -> None:
+    """Time every piece of a stream, until it says that it ends.
+
+    Raises:
+        ValueError, TypeError, AttributeError: it is of another form than OpenAI's.
+    """
+    last, has_ended = sent, False
+    async for line in response.aiter_lines():
+        if not line.startswith("data:"):
+            continue
+        if line.endswith("[DONE]"):
+            has_ended = True
+            continue
+        event = json.loads(line[5:])
+        now = time.perf_counter()
+        _count(event, record)
+        has_ended = has_ended or any(choice.get("finish_reason") for choice in event.get("choices") or ())
+        if _brings_output(event):
+            if record.ttft_s:
+                record.itls_s.append(now - last)
+            else:
+                record.ttft_s = now - sent
+            last = now
+    record.latency_s = last - sent
+    if record.ttft_s and not has_ended and not record.error:
+        record.error = "the stream broke off"
 
 
 def _brings_output(event: Mapping[str, Any]) -> bool:

@@ -6,7 +6,8 @@ import re
 
 __all__ = ["Gauge"]
 
-_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{[^}]*\})?\s+([-+.\deEinfNa]+)", re.MULTILINE)
+_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+_SAMPLE = re.compile(rf"^([a-zA-Z_:][\w:]*)(?:\{{.*\}})?[ \t]+({_NUMBER})(?:[ \t]+\d+)?[ \t]*$", re.MULTILINE)
 _RUNNING, _WAITING, _USAGE = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
 _PREEMPTIONS, _BLOCKS = "vllm:num_preemptions_total", "pagefold:num_blocks"
 
@@ -30,7 +31,10 @@ class Gauge:
         """Take note of a reading in Prometheus' text form; None where there was none."""
         if metrics is None:
             return
-        samples = {name: float(value) for name, value in _SAMPLE.findall(metrics)}
+        samples: dict[str, float] = {}
+        for name, value in _SAMPLE.findall(metrics):  # of several engines behind one address, counts add up
+            found = float(value)
+            samples[name] = max(samples.get(name, 0.0), found) if name == _USAGE else samples.get(name, 0.0) + found
         if _RUNNING not in samples:
             return
         self.is_there = True

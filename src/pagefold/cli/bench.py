@@ -141,15 +141,22 @@ def _maker(  # noqa: PLR0913 - the flags of a workload
         default = draw_output(Random(seed))  # noqa: S311 - a workload, no secret
         prompts = read_prompts(dataset_path, num_prompts=num_prompts, output_len=default)
         return lambda _: prompts
-    return lambda tokens_per_word: generate_prompts(
-        num_prompts or _NUM_PROMPTS,
-        draw_length,
-        draw_output,
-        tokens_per_word=tokens_per_word,
-        prefix_len=prefix_len,
-        prefix_share=prefix_share,
-        seed=seed,
-    )
+
+    def generate(tokens_per_word: float) -> list[Prompt]:
+        if not tokens_per_word:
+            msg = "The server counts no tokens of prompts, so none of a wanted length can be made."
+            raise ConfigError(msg, remedy="Give prompts as --dataset-path.")
+        return generate_prompts(
+            num_prompts or _NUM_PROMPTS,
+            draw_length,
+            draw_output,
+            tokens_per_word=tokens_per_word,
+            prefix_len=prefix_len,
+            prefix_share=prefix_share,
+            seed=seed,
+        )
+
+    return generate
 
 
 async def _measure(
