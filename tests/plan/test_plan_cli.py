@@ -85,6 +85,12 @@ def test_a_refusal_is_exit_code_3_with_the_missing_bytes_and_what_fits():
         (("Qwen3-8B", "--device", "H100", "--from-bench", "/nowhere.json"), "cannot be read"),
         (("Qwen3-8B", "--device", "H100", "--html", "/nowhere/x.html"), "Cannot write"),
         (("/nowhere", "--device", "H100"), "neither a folder"),
+        (("Qwen3-8B", "--device", "H100", "--price-per-hour", "nan"), "price_per_hour is nan"),
+        (("Qwen3-8B", "--device", "H100", "--price-per-hour", "inf"), "price_per_hour is inf"),
+        (("Qwen3-8B", "--device", "H100", "--price-per-hour", "-2"), "price_per_hour is -2"),
+        (("Qwen3-8B", "--device", "H100", "--turns", "2", "--pause", "inf"), "pause is inf"),
+        (("Qwen3-8B", "--device", "H100", "--input-len", "9" * 5000), "lognormal"),
+        (("Qwen3-8B", "--device", "H100", "--input-len", "\u0663"), "lognormal"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments, words):

@@ -47,6 +47,13 @@ def test_mooncake(tmp_path):
         ("a.csv", AZURE + "2023-11-16 18:15:51,four,5\n", "Request 3"),
         ("m.jsonl", MOONCAKE + "{\n", "Line 3 of the trace .* is no JSON object"),
         ("m.jsonl", '{"input_length": 5}\n', "Request 1"),
+        ("m.jsonl", '{"input_length": Infinity, "output_length": 5}\n', "absurd"),
+        ("m.jsonl", '{"input_length": 1e12, "output_length": 5}\n', "absurd"),
+        ("m.jsonl", '{"input_length": 5, "output_length": 5, "timestamp": NaN}\n', "absurd"),
+        ("m.jsonl", '{"input_length": 5, "output_length": 5, "tokens_per_id": -3}\n', "absurd"),
+        ("m.jsonl", '{"input_length": 5, "output_length": 5, "hash_ids": 7}\n', "absurd"),
+        ("m.jsonl", "[" * 100_000 + "\n", "Line 1 of the trace .* is no JSON object"),
+        ("a.csv", AZURE + "2023-11-16 18:15:51," + "9" * 200_000 + ",5\n", "no CSV"),
     ],
 )
 def test_bad_traces(tmp_path, name, content, message):

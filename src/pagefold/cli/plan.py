@@ -48,7 +48,7 @@ def plan(  # noqa: PLR0913 - one parameter a flag
         float | None,
         typer.Option(help="Operations a second of dense products in 16 bit, such as 989e12.", rich_help_panel=_DEVICE),
     ] = None,
-    price_per_hour: Annotated[float | None, typer.Option(min=0, help="Of one device.", rich_help_panel=_DEVICE)] = None,
+    price_per_hour: Annotated[float | None, typer.Option(help="Of one device.", rich_help_panel=_DEVICE)] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.", rich_help_panel=_SETTINGS)] = "auto",
     weight_dtype: Annotated[
         str,
@@ -160,6 +160,9 @@ def plan(  # noqa: PLR0913 - one parameter a flag
         if model is None:
             msg = "No model is named."
             raise ConfigError(msg, remedy="pagefold plan MODEL --device NAME; pagefold plan --list shows both tables.")
+        if price_per_hour is not None and not 0 <= price_per_hour < float("inf"):
+            msg = f"price_per_hour is {price_per_hour}."
+            raise ConfigError(msg, remedy="It must be a number, at least 0.")
         shape = find_model(model)
         settings = PlanSettings(
             dtype=dtype,

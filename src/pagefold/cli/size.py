@@ -13,7 +13,7 @@ for _power, _letter in enumerate("KMGT", start=1):
     _UNITS |= {_letter: 1024**_power, f"{_letter}iB": 1024**_power}
     _UNITS |= {_letter.lower(): 1000**_power, f"{_letter}B": 1000**_power}
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+_SIZE = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)")
 
 
 def parse_size(text: str | int) -> int:

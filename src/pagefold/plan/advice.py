@@ -7,6 +7,7 @@ enough to ask what another block size, budget or policy would have given.
 from __future__ import annotations
 
 import json
+import math
 from array import array
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pagefold.capacity import human_bytes
 from pagefold.errors import ConfigError
 from pagefold.kv.eviction import POLICIES
-from pagefold.plan.trace import TraceRequest, common_prefix
-from pagefold.plan.workload import Lengths, Workload
+from pagefold.plan.trace import request_of, workload_of
 from pagefold.request import Request, SamplingParams, StopRule
 from pagefold.sim import LinearStepCost, SimConfig, simulate
 
@@ -23,9 +23,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pagefold.plan.plan import Plan
+    from pagefold.plan.trace import TraceRequest
+    from pagefold.plan.workload import Workload
     from pagefold.sim import Report
 
 __all__ = ["Advice", "advise", "read_bench", "workload_of_bench"]
+
+_LISTS = ("start_times", "input_lens", "output_lens", "hash_ids", "errors")
+"""Of a measurement, one entry for each request."""
 
 _BLOCK_SIZES = (8, 16, 32, 64)
 _BUDGETS = (0.5, 1.0, 2.0, 4.0)
@@ -60,7 +65,6 @@ class Advice:
 class _Bench:
     requests: tuple[TraceRequest, ...]
     step_s: float
-    cached_share: float | None
 
 
 def read_bench(path: Path) -> dict[str, Any]:
@@ -74,11 +78,10 @@ def read_bench(path: Path) -> dict[str, Any]:
     except OSError as error:
         message = f"The measurement {path} cannot be read: {error.strerror}."
         raise ConfigError(message, remedy="Name a file that pagefold bench --result-filename wrote.") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         loaded = None
-    lists = ("input_lens", "output_lens", "start_times", "hash_ids", "errors")
-    if not isinstance(loaded, dict) or any(not isinstance(loaded.get(name), list) for name in lists):
-        message = f"{path} is no measurement of pagefold bench: it lacks {', '.join(lists)}."
+    if not isinstance(loaded, dict) or any(not isinstance(loaded.get(name), list) for name in _LISTS):
+        message = f"{path} is no measurement of pagefold bench: it lacks {', '.join(_LISTS)}."
         raise ConfigError(message, remedy="Name a file that pagefold bench --result-filename wrote.")
     if not any(not error for error in loaded["errors"]):
         message = f"No request of the measurement {path} succeeded."
@@ -92,25 +95,26 @@ def workload_of_bench(path: Path) -> Workload:
     Raises:
         ConfigError: the file is no measurement.
     """
-    requests = _measured(read_bench(path)).requests
-    lengths = tuple(Lengths(request.prompt_tokens, request.output_tokens) for request in requests)
-    shared, share = common_prefix(requests)
-    shared = min(shared, max(length.prompt for length in lengths) - 1)
-    name = f"{path.name}: {len(requests):,} measured requests"
-    name += f", {share:.0%} of which begin with the same {shared:,} tokens" if shared else ""
-    return Workload(name=name, lengths=lengths, prefix_len=shared, prefix_share=share if shared else 1.0)
+    requests = _measured(path).requests
+    return workload_of(requests, f"{path.name}: {len(requests):,} measured requests")
 
 
-def _measured(bench: dict[str, Any]) -> _Bench:
-    requests = [
-        TraceRequest(start, prompt, max(1, output), tuple(ids), max(1, round(prompt / max(1, len(ids)))))
-        for start, prompt, output, ids, error in zip(
-            *(bench[name] for name in ("start_times", "input_lens", "output_lens", "hash_ids", "errors")), strict=True
-        )
-        if not error and prompt > 0
-    ]
-    step_ms = bench.get("median_itl_ms")
-    return _Bench(tuple(requests), step_ms / 1e3 if step_ms else _DEFAULT_STEP_S, bench.get("cached_share"))
+def _measured(path: Path) -> _Bench:
+    bench = read_bench(path)
+    try:
+        requests = [
+            request_of(start, prompt, output, ids, max(1, round(prompt / max(1, len(ids)))))
+            for start, prompt, output, ids, error in zip(*(bench[name] for name in _LISTS), strict=True)
+            if not error and prompt
+        ]
+        step_s = float(bench.get("median_itl_ms") or 0) / 1e3
+    except (TypeError, ValueError, OverflowError) as error:
+        message = f"The measurement {path} is damaged: {str(error)[:80]}."
+        raise ConfigError(message, remedy="Measure again.") from None
+    if not requests:
+        message = f"The server of the measurement {path} counted no tokens of its prompts."
+        raise ConfigError(message, remedy="Measure a server that answers with usage, or give --input-len.")
+    return _Bench(tuple(requests), step_s if 0 < step_s < math.inf else _DEFAULT_STEP_S)
 
 
 def advise(path: Path, plan: Plan) -> list[Advice]:
@@ -119,7 +123,7 @@ def advise(path: Path, plan: Plan) -> list[Advice]:
     Raises:
         ConfigError: the file is no measurement.
     """
-    bench = _measured(read_bench(path))
+    bench = _measured(path)
     fitting = [r for r in bench.requests if r.prompt_tokens + r.output_tokens <= plan.memory.max_model_len]
     requests = fitting[:_MAX_REQUESTS]
     if not requests:

@@ -60,14 +60,22 @@ class Rounding:
 
     def __init__(self, layout: CacheLayout, workload: Workload) -> None:
         points = max(4, _POINTS // len(workload.lengths))
-        shared = min(workload.prefix_len, max(lengths.prompt for lengths in workload.lengths) - 1)
-        whole = sum(shared // group.block_size for group in layout.groups if group.window is None)
-        self.shared_blocks = whole if workload.prefix_len else 0
-        spared = workload.prefix_share * self.shared_blocks
+        sizes = [group.block_size for group in layout.groups if group.window is None]
+
+        def shared_blocks(lengths: Lengths) -> int:
+            shared = min(workload.prefix_len, lengths.prompt - 1)
+            return sum(shared // size for size in sizes)
+
+        def weighted(lengths: Lengths) -> float:
+            return lengths.output * shared_blocks(lengths)
+
+        self.shared_blocks = max(shared_blocks(lengths) for lengths in workload.lengths)
+        spared = workload.prefix_share * workload.mean(shared_blocks)
+        mean_spared = workload.prefix_share * workload.mean(weighted) / workload.mean_output
         self.full_blocks = workload.mean(lambda lengths: layout.num_blocks_for(sum(lengths)))
         self.mean_blocks, self.mean_bytes, self.mean_tokens = _over_life(layout, workload, points)
         self.full_own_blocks = max(1.0, self.full_blocks - spared)
-        self.mean_own_blocks = max(1.0, self.mean_blocks - spared)
+        self.mean_own_blocks = max(1.0, self.mean_blocks - mean_spared)
 
     def waste(self, layout: CacheLayout) -> float:
         """Return the share of the memory that running requests hold without a token in it."""
@@ -111,7 +119,7 @@ class Reached:
     """How many requests run at once while others always wait.
 
     Attributes:
-        mean: over steps.
+        mean: over steps, at their ends; where all outputs are of one token, and so nobody is left then, within them.
         peak: of any step.
         preemptions_per_request: how often a request gives its blocks back.
     """
@@ -131,7 +139,11 @@ def reach(pool: Pool, workload: Workload, *, footprint: float, with_sharing: boo
         with_sharing: whether prompts begin alike as the workload says; else each is its own.
 
     A pool for many requests is simulated in a smaller likeness: the share of it that is in use hardly depends on size.
+    Long outputs are simulated by shorter ones in a pool that is smaller by as much: a step then stands for several.
     """
+    shrink = max(1.0, _LEAST * _GENERATIONS * workload.mean_output / _MAX_REQUEST_STEPS)
+    if shrink > 1:
+        workload = workload.shrunk(shrink)
     expected = pool.num_blocks / max(footprint, 1e-9)
     if pool.max_num_seqs is not None:
         expected = min(expected, pool.max_num_seqs)
@@ -139,9 +151,9 @@ def reach(pool: Pool, workload: Workload, *, footprint: float, with_sharing: boo
     simulated = min(expected, max(_LEAST, min(_MOST, affordable)))
     scale = expected / simulated if expected > simulated else 1.0
     longest = -(-(workload.longest + 1) // pool.block_size)
-    num_blocks = max(round(pool.num_blocks / scale), longest)
+    num_blocks = max(round(pool.num_blocks / scale / shrink), longest)
     num_seqs = None if pool.max_num_seqs is None else max(1, round(pool.max_num_seqs / scale))
-    tokens = max(round(pool.max_num_batched_tokens / scale), 2 * round(simulated) + 2, 64)
+    tokens = max(round(pool.max_num_batched_tokens / scale), 1)
     return _simulate(
         Pool(num_blocks, pool.block_size, num_seqs, tokens), workload, simulated, scale, with_sharing=with_sharing
     )
@@ -164,6 +176,7 @@ def _simulate(pool: Pool, workload: Workload, expected: float, scale: float, *, 
     running: list[int] = []
     num_waiting = max(_QUEUE, math.ceil(2 * expected / max(1.0, workload.mean_output)))
     num_requests = 0
+    is_one_step = all(lengths.output == 1 for lengths in workload.lengths)
     while seen[RequestFinished] < wanted or len(running) < _LIFETIMES * workload.mean_output:
         while len(scheduler.waiting) < num_waiting:
             lengths = rng.choice(workload.lengths)
@@ -171,8 +184,10 @@ def _simulate(pool: Pool, workload: Workload, expected: float, scale: float, *, 
             scheduler.add(_request(num_requests, rng.getrandbits(32), lengths, begins_alike, first))
             first = (first + lengths.prompt) % 2**30
             num_requests += 1
-        scheduler.apply(runner.run(scheduler.schedule(0.0)))
-        running.append(len(scheduler.running))
+        plan = scheduler.schedule(0.0)
+        within = len(scheduler.running)
+        scheduler.apply(runner.run(plan))
+        running.append(within if is_one_step else len(scheduler.running))
     steady = running[len(running) // 3 :]
     preemptions = seen[RequestPreempted] / seen[RequestFinished]
     return Reached(scale * sum(steady) / len(steady), scale * max(running), preemptions)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,12 +13,13 @@ from pagefold.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["Lengths", "Workload", "draw_lengths", "parse_length", "spread"]
+__all__ = ["MAX_TOKENS", "Lengths", "Workload", "draw_lengths", "parse_length", "spread"]
 
 _NUM_DRAWN = 512
 _Z95 = 1.6448536269514722
 """The 95th percentile of the normal distribution."""
-_MAX_TOKENS = 2**31
+MAX_TOKENS = 2**31
+"""No request is longer."""
 
 
 class Lengths(NamedTuple):
@@ -68,8 +69,8 @@ class Workload:
             raise _bad("prefix_len", self.prefix_len, "shorter than the prompts, of which it is a part")
         if self.turns < 1:
             raise _bad("turns", self.turns, "at least 1")
-        if not self.pause_s >= 0:
-            raise _bad("pause", self.pause_s, "at least 0 seconds")
+        if not 0 <= self.pause_s < math.inf:
+            raise _bad("pause", self.pause_s, "at least 0 seconds, and finite")
 
     @property
     def mean_prompt(self) -> float:
@@ -107,19 +108,20 @@ class Workload:
             shortest = min(sum(lengths) for lengths in self.lengths)
             message = f"Every request of the workload is longer than max_model_len = {max_model_len:,} tokens."
             raise ConfigError(message, remedy=f"The shortest has {shortest:,}: give a max_model_len of that or more.")
-        return Workload(
-            name=self.name,
-            lengths=kept,
-            prefix_len=min(self.prefix_len, max(lengths.prompt for lengths in kept) - 1),
-            prefix_share=self.prefix_share,
-            turns=self.turns,
-            pause_s=self.pause_s,
-        )
+        prefix_len = min(self.prefix_len, max(lengths.prompt for lengths in kept) - 1)
+        return replace(self, lengths=kept, prefix_len=prefix_len)
+
+    def shrunk(self, times: float) -> Workload:
+        """Return a workload whose requests, and what they share, are so many times shorter."""
+        lengths = tuple(Lengths(*(max(1, round(each / times)) for each in whole)) for whole in self.lengths)
+        prefix_len = min(round(self.prefix_len / times), max(each.prompt for each in lengths) - 1)
+        return replace(self, lengths=lengths, prefix_len=prefix_len)
 
 
-_FIXED = re.compile(r"\d+")
-_RANGE = re.compile(r"(\d+)-(\d+)")
-_LOGNORMAL = re.compile(r"lognormal:(\d+),(\d+)")
+_NUMBER = r"[0-9]{1,20}"
+_FIXED = re.compile(_NUMBER)
+_RANGE = re.compile(f"({_NUMBER})-({_NUMBER})")
+_LOGNORMAL = re.compile(f"lognormal:({_NUMBER}),({_NUMBER})")
 
 
 def parse_length(name: str, text: str) -> Callable[[Random], int]:
@@ -145,8 +147,8 @@ def parse_length(name: str, text: str) -> Callable[[Random], int]:
 
 def _length(name: str, text: str) -> int:
     number = int(text)
-    if not 1 <= number <= _MAX_TOKENS:
-        raise _bad(name, text, f"between 1 and {_MAX_TOKENS:,} tokens")
+    if not 1 <= number <= MAX_TOKENS:
+        raise _bad(name, text, f"between 1 and {MAX_TOKENS:,} tokens")
     return number
 
 
