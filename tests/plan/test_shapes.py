@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from importlib.resources import files
 
 import pytest
 
-from pagefold.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+from pagefold.errors import ConfigError, ModelNotFoundError, PagefoldError, UnsupportedModelError
 from pagefold.kv import CODECS, LayerKV
-from pagefold.plan import device_names, find_device, find_model, model_names
+from pagefold.plan import PlanSettings, device_names, find_device, find_model, model_names
 from pagefold.plan.config_json import shape_of
+from pagefold.plan.memory import plan_memory
 from pagefold.plan.recurrent import state_elements
+from pagefold.plan.weights import count_parameters
 
 ROWS = json.loads((files("pagefold.plan") / "data" / "models.json").read_text())
 LLAMA = {
@@ -248,7 +251,7 @@ def test_a_folder_is_counted_by_its_weights(smollm2):
         (LLAMA | {"hidden_size": 2**60}, ConfigError, "hidden_size ="),
         (LLAMA | {"vocab_size": "many"}, ConfigError, "vocab_size = 'many'"),
         (LLAMA | {"num_key_value_heads": 3}, ConfigError, "4 attention heads for 3 KV heads"),
-        (LLAMA | {"layer_types": ["full_attention"]}, ConfigError, "2 layers and names kinds of 1"),
+        (LLAMA | {"layer_types": ["full_attention"]}, ConfigError, "2 layers, and layer_types is of 1"),
         (LLAMA | {"layer_types": ["full_attention", "wishful"]}, UnsupportedModelError, "layers of wishful"),
         (LLAMA | {"layer_types": ["full_attention", "mamba"]}, UnsupportedModelError, "how large their state is"),
     ],
@@ -288,3 +291,118 @@ def test_a_file_that_is_no_config(tmp_path, content: str):
 def test_a_folder_without_a_config(tmp_path):
     with pytest.raises(ModelNotFoundError, match="cannot be read"):
         find_model(str(tmp_path))
+
+
+# Families that say in words of their own what their layers keep.
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_kv_heads"),
+    [
+        ({"model_type": "falcon", "multi_query": True, "num_kv_heads": 71}, 1),  # Falcon 7B
+        ({"model_type": "falcon", "multi_query": True, "new_decoder_architecture": True, "num_kv_heads": 2}, 2),  # 40B
+        ({"model_type": "gpt_bigcode", "multi_query": True}, 1),
+        ({"model_type": "dbrx", "attn_config": {"kv_n_heads": 2, "model_type": ""}}, 2),
+        ({"model_type": "gpt2"}, 4),
+    ],
+)
+def test_kv_heads_by_other_names(changes: dict, num_kv_heads: int):
+    plain = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
+    shape = shape_of(plain | changes, name="x", source="")
+    assert {layer.num_kv_heads for layer in shape.kv_layers} == {num_kv_heads}
+    assert shape.num_kv_heads == num_kv_heads
+
+
+def test_experts_in_a_part_of_the_config():
+    experts = {"ffn_config": {"moe_num_experts": 16, "moe_top_k": 4, "ffn_hidden_size": 48}}
+    plain = {key: value for key, value in LLAMA.items() if key != "intermediate_size"}
+    layer = shape_of(plain | {"model_type": "dbrx"} | experts, name="x", source="").layers[0]
+    assert (layer.expert_parameters, layer.active_share) == (16 * 3 * 32 * 48, 0.25)
+
+
+def test_letters_of_layers():
+    hybrid = {
+        "model_type": "nemotron_h", "hybrid_override_pattern": "M-M*-M", "num_hidden_layers": 6, "mamba_num_heads": 4,
+        "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 2, "conv_kernel": 4,
+    }  # fmt: skip
+    shape = shape_of(LLAMA | hybrid, name="x", source="")
+    assert [layer.kv is not None for layer in shape.layers] == [False, False, False, True, False, False]
+    assert [layer.state_elements > 0 for layer in shape.layers] == [True, False, True, False, False, True]
+    mlp, attention = shape.layers[1], shape.layers[3]
+    assert mlp.split_parameters == 2 * 32 * 64, "a layer is one part, and its feed-forward part has no gate"
+    assert attention.split_parameters + attention.kv_parameters == 2 * 32 * 32 + 2 * 32 * 16
+    assert kinds(sliding_window=64, sliding_window_pattern="LLLG", model_type="exaone4") == [64, 64, 64, None] * 2
+
+
+@pytest.mark.parametrize(
+    "field", ["block_configs", "attn_type_list", "linear_attn_config", "block_types", "cross_attention_layers"]
+)
+def test_what_is_said_in_words_that_are_not_read_is_refused(field: str):
+    with pytest.raises(UnsupportedModelError, match=f"says in {field} what its layers keep"):
+        shape_of(LLAMA | {field: [1]}, name="x", source="")
+
+
+@pytest.mark.parametrize(
+    "row", {row["config"]["model_type"]: row for row in ROWS}.values(), ids=lambda row: row["name"]
+)
+def test_any_field_may_be_anything(row: dict):
+    """Whatever a field holds, there is a shape or a line that says what is wrong."""
+    more = ("layer_types", "no_rope_layers", "rope_scaling", "quantization_config", "per_layer_config", "text_config")
+    wrong = (None, "x", "12", -1, 0, 1.5, float("nan"), True, [], ["x"], [[1]], {}, {"a": 1}, 2**60, 2**39)
+    for field in {*row["config"], *more}:
+        for value in wrong:
+            try:
+                shape = shape_of(row["config"] | {field: value}, name="x", source="")
+                plan_memory(shape, find_device("H200"), PlanSettings(max_model_len="auto", pipeline_parallel_size=2))
+            except PagefoldError as error:
+                assert error.message  # noqa: PT017 - either is right
+
+
+def test_files_that_hold_the_weights_again_are_not_counted(tmp_path):
+    for name in ("model-00001-of-00002", "model-00002-of-00002", "consolidated"):
+        header = json.dumps({"w": {"dtype": "F16", "shape": [3, 5], "data_offsets": [0, 30]}}).encode()
+        data = len(header).to_bytes(8, "little") + header + bytes(30)
+        (tmp_path / f"{name}.safetensors").write_bytes(data)
+    assert count_parameters(tmp_path) == 30
+
+
+@pytest.mark.parametrize(
+    ("quantization", "bits"),
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, 4.25),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32}, 5),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 128}, 8.25),
+        ({"quant_method": "gptq", "bits": 4, "group_size": -1}, 4),
+        ({"bits": 4, "group_size": 64}, 4.5),  # MLX
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4.5),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 8),
+        ({"quant_method": "fp8"}, 8),
+        ({"quant_method": "fbgemm_fp8"}, 8),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 4.5),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int", "group_size": 128}}},
+            },
+            4.25,
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float"}}},
+            },
+            8,
+        ),
+    ],
+)
+def test_bits_of_quantized_checkpoints(quantization: dict, bits: float):
+    shape = shape_of(LLAMA | {"quantization_config": quantization}, name="x", source="")
+    memory = plan_memory(shape, find_device("L4"), PlanSettings())
+    assert memory.devices[0].shard.weight_bytes == math.ceil(shape.num_parameters * bits / 8)
+
+
+def test_a_quantization_that_nobody_knows_is_asked_for():
+    shape = shape_of(LLAMA | {"quantization_config": {"quant_method": "magic"}}, name="x", source="")
+    with pytest.raises(ConfigError, match=r"stored by 'magic'.* Give --weight-dtype"):
+        plan_memory(shape, find_device("L4"), PlanSettings())
+    assert plan_memory(shape, find_device("L4"), PlanSettings(weight_dtype="int4"))

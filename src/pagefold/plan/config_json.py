@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pagefold.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from pagefold.kv import LayerKV
+from pagefold.plan.config_fields import check_fields, lacks
 from pagefold.plan.parameters import (
     COUNTED_FAMILIES,
     attention_parameters,
@@ -15,6 +16,7 @@ from pagefold.plan.parameters import (
     mlp_parameters,
     norm_parameters,
 )
+from pagefold.plan.quantization import quantization_of
 from pagefold.plan.recurrent import recurrent_parameters, state_elements
 from pagefold.plan.shape import DecoderLayer, ModelShape
 
@@ -30,11 +32,19 @@ _OTHER_NAMES = {
     "hidden_size": ("n_embd", "d_model"),
     "max_position_embeddings": ("n_positions", "max_seq_len", "seq_length", "n_ctx"),
     "intermediate_size": ("n_inner", "ffn_hidden_size", "d_ff"),
+    "num_key_value_heads": ("num_kv_heads", "n_head_kv", "kv_n_heads"),
+    "num_local_experts": ("moe_num_experts",),
+    "num_experts_per_tok": ("moe_top_k",),
 }
 """What families call the same thing."""
 
-_NEEDED = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "max_position_embeddings")
-_LARGEST = 2**40
+_MANY = 10_000
+"""More layers than that are refused in a moment."""
+
+_OTHER_KINDS = {"attention": "full_attention", "full": "full_attention"}
+
+_PATTERN = {"M": "mamba", "*": "full_attention", "-": "mlp", "E": "moe"}
+"""Letters of Nemotron-H's ``hybrid_override_pattern``, one a layer."""
 
 _WINDOWED_EVERYWHERE = ("mistral", "mixtral", "phi3", "ministral", "starcoder2")
 _SERVED_WITH_WINDOWS = ("gemma2", "mistral", "phi3", "qwen2", "qwen3")
@@ -65,6 +75,17 @@ def read_config_file(path: Path) -> dict[str, Any]:
     return loaded
 
 
+class _Fields(dict[str, Any]):
+    """A config without what is null; to ask it for a field that it lacks is the user's error."""
+
+    def __init__(self, name: str, fields: Mapping[str, Any]) -> None:
+        super().__init__({field: value for field, value in fields.items() if value is not None})
+        self._name = name
+
+    def __missing__(self, field: str) -> NoReturn:
+        raise lacks(self._name, [field])
+
+
 def shape_of(raw: Mapping[str, Any], *, name: str, source: str) -> ModelShape:
     """Return the shape of the model that ``raw``, a config as transformers writes it, describes.
 
@@ -72,8 +93,8 @@ def shape_of(raw: Mapping[str, Any], *, name: str, source: str) -> ModelShape:
         ConfigError: it lacks fields, or one is absurd; names them.
         UnsupportedModelError: it has layers of a kind that nobody told us the size of.
     """
-    config = _flatten(raw)
-    _check(config, name)
+    config = _Fields(name, _flatten(raw))
+    check_fields(config, name)
     model_type = str(config.get("model_type") or "")
     kinds = _layer_kinds(config, model_type)
     layers = tuple(_layer(config, model_type, index, kind, name) for index, kind in enumerate(kinds))
@@ -101,7 +122,7 @@ def shape_of(raw: Mapping[str, Any], *, name: str, source: str) -> ModelShape:
         served_limit=_served_limit(config, model_type, windows),
         not_served=_why_not_served(config, model_type, kinds, windows),
         dtype=str(config.get("torch_dtype") or config.get("dtype") or "bfloat16").removeprefix("torch."),
-        quantization=_quantization(config),
+        quantization=quantization_of(config),
         is_estimate=model_type not in COUNTED_FAMILIES,
     )
 
@@ -116,45 +137,35 @@ def _flatten(raw: Mapping[str, Any]) -> dict[str, Any]:
         config.setdefault("model_type", f"{raw.get('model_type', '')}_text")
     if config.get("model_type") == "gemma3":
         config["model_type"] = "gemma3_text"
+    for part in ("attn_config", "ffn_config"):  # of DBRX and MPT
+        inner = config.get(part)
+        config = (inner | config) if isinstance(inner, dict) else config
+    is_multi_query = config.get("multi_query") and not config.get("new_decoder_architecture")  # as Falcon has it
+    if is_multi_query and config.get("num_key_value_heads") is None:
+        config["num_key_value_heads"] = 1
     for wanted, others in _OTHER_NAMES.items():
         if config.get(wanted) is None:
             found = next((config[other] for other in others if config.get(other) is not None), None)
             if found is not None:
                 config[wanted] = found
-    if config.get("multi_query") and config.get("num_key_value_heads") is None:
-        config["num_key_value_heads"] = 1
+    _list_patterns(config)
     blocks = config.get("layers_block_type")
     if config.get("num_hidden_layers") is None and isinstance(blocks, list):
         config["num_hidden_layers"] = len(blocks)
     return config
 
 
-def _check(config: Mapping[str, Any], name: str) -> None:
-    missing = [field for field in _NEEDED if config.get(field) is None]
-    if missing:
-        message = f"The config of {name} lacks {', '.join(missing)}."
-        raise ConfigError(message, remedy="Give a whole config.json, as transformers writes it.")
-    for field in (
-        *_NEEDED,
-        "num_key_value_heads",
-        "head_dim",
-        "sliding_window",
-        "kv_lora_rank",
-        "num_kv_shared_layers",
-    ):
-        value = config.get(field)
-        least = 0 if field in {"sliding_window", "num_kv_shared_layers", "kv_lora_rank"} else 1
-        if value is not None and (type(value) is not int or not least <= value <= _LARGEST):
-            message = f"The config of {name} says {field} = {value!r}."
-            raise ConfigError(message, remedy=f"It must be a whole number, at least {least}.")
-    num_heads, num_kv_heads = config["num_attention_heads"], config.get("num_key_value_heads")
-    if num_kv_heads is not None and num_heads % num_kv_heads:
-        message = f"The config of {name} has {num_heads} attention heads for {num_kv_heads} KV heads."
-        raise ConfigError(message, remedy="KV heads must divide the attention heads.")
-    listed = config.get("layer_types")
-    if listed is not None and len(listed) != config["num_hidden_layers"]:
-        message = f"The config of {name} has {config['num_hidden_layers']} layers and names kinds of {len(listed)}."
-        raise ConfigError(message, remedy="Check num_hidden_layers and layer_types.")
+def _list_patterns(config: dict[str, Any]) -> None:
+    """Write out what families say of their layers in letters: Nemotron-H's ``M-M*``, EXAONE's ``LLLG``."""
+    pattern = config.get("hybrid_override_pattern")
+    if isinstance(pattern, str) and config.get("layers_block_type") is None:
+        config["layers_block_type"] = [_PATTERN.get(letter, letter) for letter in pattern if letter != "|"]
+    windows, num_layers = config.get("sliding_window_pattern"), config.get("num_hidden_layers")
+    if isinstance(windows, str):
+        del config["sliding_window_pattern"]
+        every = ["full_attention" if letter == "G" else "sliding_attention" for letter in windows]
+        if every and config.get("layer_types") is None and type(num_layers) is int:
+            config["layer_types"] = [every[index % len(every)] for index in range(min(num_layers, _MANY))]
 
 
 def _head_dim(config: Mapping[str, Any]) -> int:
@@ -168,7 +179,7 @@ def _layer_kinds(config: Mapping[str, Any], model_type: str) -> list[str]:  # no
     window = config.get("sliding_window")
     listed = config.get("layer_types") or config.get("layers_block_type")
     if isinstance(listed, list) and len(listed) == num_layers:
-        return [{"attention": "full_attention", "full": "full_attention"}.get(kind, str(kind)) for kind in listed]
+        return [_OTHER_KINDS.get(str(kind), str(kind)) for kind in listed]
     if config.get("attn_layer_period"):
         period, offset = config["attn_layer_period"], config.get("attn_layer_offset") or 0
         return ["full_attention" if index % period == offset else "mamba" for index in range(num_layers)]
@@ -243,7 +254,12 @@ def _layer(config: Mapping[str, Any], model_type: str, index: int, kind: str, na
     if kv is None and model_type == "gemma3n_text":  # it has no projections, nor the norm of K, either
         kv_parameters, whole = 0, whole - _head_dim(config)
     experts = experts_of(config, model_type, index)
-    if experts is None:
+    has_one_part = model_type == "nemotron_h"  # attention, a state, a feed-forward layer or experts: each is a layer
+    if has_one_part and kind != "moe":
+        experts = None
+    if has_one_part and kind not in _NOTHING:
+        expert_parameters, active_share, activation = 0, 1.0, 0
+    elif experts is None:
         width = _dense_width(config, model_type, index)
         split += mlp_parameters(config, model_type, width)
         expert_parameters, active_share, activation = 0, 1.0, 2 * width
@@ -300,7 +316,7 @@ def _served_limit(config: Mapping[str, Any], model_type: str, windows: list[int]
     kind = rope.get("rope_type") or rope.get("type") if isinstance(rope, dict) else None
     if kind == "longrope" and model_type == "phi3":
         original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-        limits += [int(original)] if original else []
+        limits += [original] if type(original) is int and original > 0 else []
     limit = min(limits, default=None)
     return limit if limit is not None and limit < config["max_position_embeddings"] else None
 
@@ -316,14 +332,3 @@ def _why_not_served(config: Mapping[str, Any], model_type: str, kinds: list[str]
     if windows and model_type not in _SERVED_WITH_WINDOWS:
         return "sliding windows of this family"
     return ""
-
-
-def _quantization(config: Mapping[str, Any]) -> str:
-    quantization = config.get("quantization_config")
-    if not isinstance(quantization, dict):
-        return ""
-    method = str(quantization.get("quant_method") or "")
-    if method in {"gptq", "awq"}:
-        group = quantization.get("group_size") or 128
-        return f"int{quantization.get('bits', 4)}-g{group}" if group > 0 else f"int{quantization.get('bits', 4)}"
-    return method

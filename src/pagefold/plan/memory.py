@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pagefold.capacity import Capacity, plan_capacity
@@ -10,7 +10,7 @@ from pagefold.errors import ConfigError, DoesNotFitError
 from pagefold.kv import CODECS
 from pagefold.plan.parallel import Shard, check_parallel, shards_of
 from pagefold.plan.settings import DTYPES
-from pagefold.plan.weights import WeightDtype, find_weight_dtype
+from pagefold.plan.weights import WeightDtype, find_weight_dtype, stored_dtype
 
 if TYPE_CHECKING:
     from pagefold.kv import CacheLayout, Codec
@@ -139,8 +139,18 @@ def plan_memory(shape: ModelShape, device: Device, settings: PlanSettings) -> Me
             message = f"{shape.name} on {device.name}{where}: {error.message}"
             raise DoesNotFitError(message, missing_bytes=error.missing_bytes, remedy=error.remedy) from error
         devices.append(DeviceMemory(shard, usable, reserve, capacity))
+    if asked == "auto":  # what fits on every stage
+        longest = min(device.capacity.max_model_len for device in devices)
+        devices = [_up_to(device, longest) for device in devices]
     layout = shape.layout(codec, block_size=settings.block_size, max_len=max_len, state_element_bytes=element_bytes)
     return Memory(dtype, weight_dtype, codec, layout, tuple(devices), num_tokens, settings.tensor_parallel_size)
+
+
+def _up_to(device: DeviceMemory, max_model_len: int) -> DeviceMemory:
+    """Return the device with shorter sequences."""
+    num_blocks = device.shard.layout.num_blocks_for(max_model_len)
+    capacity = replace(device.capacity, max_model_len=max_model_len, num_blocks_per_request=num_blocks)
+    return replace(device, capacity=capacity)
 
 
 def _dtypes(shape: ModelShape, device: Device, settings: PlanSettings) -> tuple[str, WeightDtype]:
@@ -150,16 +160,8 @@ def _dtypes(shape: ModelShape, device: Device, settings: PlanSettings) -> tuple[
         dtype = "float32" if device.is_cpu else shape.dtype if shape.dtype in DTYPES else "bfloat16"
         if not device.is_cpu and dtype in {"float32", "float64"}:
             dtype = "bfloat16"  # GPUs compute in 16 bit
-    stored = settings.weight_dtype
-    if stored == "auto":
-        stored = "" if device.is_cpu else _quantized(shape.quantization)
-    return dtype, find_weight_dtype(stored or DTYPES[dtype])
-
-
-def _quantized(quantization: str) -> str:
-    """Return the weight dtype of a checkpoint that is stored so; empty where it is none that is known."""
-    if quantization.startswith("int4-g"):
-        return "int4-g128"
-    return {"fp8": "fp8", "mxfp4": "mxfp4", "int4": "int4", "int8": "int8", "compressed-tensors": "fp8"}.get(
-        quantization, ""
-    )
+    if settings.weight_dtype != "auto":
+        return dtype, find_weight_dtype(settings.weight_dtype)
+    if shape.quantization and not device.is_cpu:
+        return dtype, stored_dtype(shape.quantization)
+    return dtype, find_weight_dtype(DTYPES[dtype])

@@ -49,6 +49,9 @@ def check_parallel(shape: ModelShape, settings: PlanSettings) -> None:
         fitting = [n for n in range(1, shape.num_heads + 1) if shape.num_heads % n == 0]
         message = f"tensor_parallel_size is {size}, which does not divide the {shape.num_heads} attention heads."
         raise ConfigError(message, remedy=f"It must be one of {', '.join(map(str, fitting))}.")
+    if not shape.kv_layers:
+        message = f"{shape.name} has no attention layer that keeps KV, so there is nothing to cut into blocks."
+        raise ConfigError(message, remedy="Plan for a model with attention layers.")
     heads = max(layer.num_kv_heads for layer in shape.kv_layers)
     if max(heads, size) % min(heads, size):
         message = f"tensor_parallel_size is {size}: {heads} KV heads can be neither divided nor repeated evenly by it."

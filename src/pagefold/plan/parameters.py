@@ -88,7 +88,7 @@ def mlp_parameters(config: Mapping[str, Any], model_type: str, width: int) -> in
     hidden = config["hidden_size"]
     if model_type == "gpt_neox":
         return int(2 * hidden * width + hidden + width)
-    return int(3 * hidden * width)
+    return int((2 if model_type == "nemotron_h" else 3) * hidden * width)
 
 
 def norm_parameters(config: Mapping[str, Any], model_type: str) -> int:
@@ -109,7 +109,7 @@ def experts_of(config: Mapping[str, Any], model_type: str, layer: int) -> Expert
     hidden = config["hidden_size"]
     num_active = config.get("num_experts_per_tok") or (1 if model_type == "llama4_text" else 2)
     width = config.get("moe_intermediate_size") or config["intermediate_size"]
-    each = 3 * hidden * width
+    each = mlp_parameters(config, model_type, width)
     router = num_experts * hidden
     if model_type == "gpt_oss":
         each += 2 * width + hidden

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from dataclasses import dataclass
 from fractions import Fraction
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["WEIGHT_DTYPES", "WeightDtype", "count_parameters", "find_weight_dtype"]
+__all__ = ["WEIGHT_DTYPES", "WeightDtype", "count_parameters", "find_weight_dtype", "stored_dtype"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +57,15 @@ _ALL = (
     _of("int4", 4),
     # For 128 parameters a scale and a zero point, in 16 bit each.
     _of("int4-g128", 4 + Fraction(32, 128)),
+    # For 16 parameters a scale in 8 bit.
+    _of("nvfp4", 4 + Fraction(8, 16)),
     # For 32 parameters a scale in 8 bit; what is no routed expert stays in 16 bit.
     WeightDtype("mxfp4", 4 + Fraction(8, 32), Fraction(16)),
 )
 WEIGHT_DTYPES: Mapping[str, WeightDtype] = MappingProxyType({dtype.name: dtype for dtype in _ALL})
+
+_GROUPED = re.compile(r"int([1-9])-g([1-9]\d{0,5})")
+"""For each group of parameters a scale and a zero point, in 16 bit each."""
 
 _OTHER_NAMES = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "half": "fp16"}
 
@@ -79,9 +85,31 @@ def find_weight_dtype(name: str) -> WeightDtype:
     return found
 
 
+def stored_dtype(quantization: str) -> WeightDtype:
+    """Return the weight dtype of a checkpoint whose config says so (``quantization.py``).
+
+    Raises:
+        ConfigError: nobody knows how many bits that is.
+    """
+    grouped = _GROUPED.fullmatch(quantization)
+    if grouped is not None:
+        return _of(quantization, int(grouped[1]) + Fraction(32, int(grouped[2])))
+    if quantization not in WEIGHT_DTYPES:
+        message = f"The weights are stored by {quantization!r}, of which it is not known how many bits that is."
+        raise ConfigError(message, remedy=f"Give --weight-dtype: one of {', '.join(WEIGHT_DTYPES)}.")
+    return WEIGHT_DTYPES[quantization]
+
+
 def count_parameters(folder: Path) -> int | None:
-    """Return the elements of all tensors in a folder's safetensors, from their headers; None without such files."""
+    """Return the elements of all tensors in a folder's safetensors, from their headers; None without such files.
+
+    Files called ``consolidated`` hold the same weights again, for other programs.
+
+    Raises:
+        ConfigError: a file is no whole safetensors file.
+    """
     weight_files = sorted(folder.glob("*.safetensors"))
+    weight_files = [file for file in weight_files if not file.name.startswith("consolidated")] or weight_files
     try:
         return sum(_elements(file) for file in weight_files) if weight_files else None
     except (OSError, ValueError, KeyError, TypeError, struct.error):

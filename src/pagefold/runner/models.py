@@ -118,6 +118,8 @@ def inspect_model(folder: Path) -> ModelSpec:
         msg = f"{folder} names {num_heads} attention heads for {num_kv_heads} KV heads, which cannot share them evenly."
         raise UnsupportedModelError(msg, remedy="Check num_attention_heads and num_key_value_heads in config.json.")
     weight_files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    # The same weights again, for other programs; transformers does not load them.
+    weight_files = [file for file in weight_files if not file.name.startswith("consolidated")] or weight_files
     if not weight_files:
         msg = f"{folder} has a config but no weights (*.safetensors)."
         raise ModelNotFoundError(msg, remedy="Download the whole model, or name another folder.")
