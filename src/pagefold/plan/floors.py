@@ -69,7 +69,12 @@ def prefill_operations(shape: ModelShape, num_tokens: int, num_cached: int = 0) 
 
 def _scores(layer: DecoderLayer, num_tokens: int) -> float:
     """Operations of attention when every token up to ``num_tokens`` attends to those before it and itself."""
-    window = layer.kv.window if layer.kv is not None and layer.kv.window is not None else num_tokens
+    window = None if layer.kv is None else layer.kv.window
+    if window is None:
+        return layer.score_width * num_tokens**2
+    if layer.kv is not None and layer.kv.is_chunked:
+        num_chunks, rest = divmod(num_tokens, window)
+        return layer.score_width * (num_chunks * window**2 + rest**2)
     inside = min(num_tokens, window)
     return layer.score_width * (inside**2 + 2 * (num_tokens - inside) * window)
 

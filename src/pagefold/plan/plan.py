@@ -23,6 +23,9 @@ __all__ = ["DEFAULT_WORKLOAD", "Cost", "Plan", "Question", "WorkloadPlan", "make
 DEFAULT_WORKLOAD = Workload(name="1,024 tokens in, 128 out (the default)", lengths=(Lengths(1024, 128),))
 """vLLM's random benchmark."""
 
+_FILLED = 0.9
+"""Fewer requests at once than this share of what memory holds at full length, and something else is the reason."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
@@ -66,6 +69,16 @@ class WorkloadPlan:
     reached: Reached
     reached_shared: Reached
     waste: float
+
+    @property
+    def fills_memory(self) -> bool:
+        """Whether it is the memory that ends how many requests run at once."""
+        return self.reached_shared.mean >= _FILLED * self.full_shared
+
+    @property
+    def hit_share(self) -> float:
+        """Share of prompt tokens that are found when prefixes are shared."""
+        return self.workload.mean(self.workload.shared_tokens) / self.workload.mean_prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +128,9 @@ def make_plan(question: Question) -> Plan:
     memory = plan_memory(question.shape, question.device, question.settings)
     load = _load(question, memory)
     workload = load.workload
-    hit_share = workload.mean(workload.shared_tokens) / workload.mean_prompt
+    concurrency, hit_share = load.reached_shared.mean, load.hit_share
     timing = time_workload(
-        question.shape, question.device, memory, workload, concurrency=load.reached_shared.mean, hit_share=hit_share
+        question.shape, question.device, memory, workload, concurrency=concurrency, hit_share=hit_share
     )
     alone = time_workload(question.shape, question.device, memory, workload, concurrency=1)
     break_even = None

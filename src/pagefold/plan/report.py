@@ -27,9 +27,6 @@ __all__ = [
     "technique_rows",
 ]
 
-_HELD_UP = 0.9
-"""Fewer requests at once than this share of what memory holds at full length, and something else is the reason."""
-
 
 @dataclass(frozen=True, slots=True)
 class Section:
@@ -195,6 +192,7 @@ def _technique_figures(technique: Technique) -> dict[str, Any]:
         "name": technique.name,
         "gain": technique.gain,
         "gain_per_device": technique.gain_per_device,
+        "throughput_gain_per_device": technique.throughput_gain,
         "ttft_gain_at_most": technique.ttft_gain,
         "quality_cost": technique.quality_cost,
         "latency_cost": technique.latency_cost,
@@ -215,7 +213,7 @@ def notes(plan: Plan) -> list[str]:
         said.append(
             f"Parameters of {shape.model_type or 'this family'} are estimated; a folder with weights is counted."
         )
-    if plan.memory.weight_dtype.bits < 16 and not plan.memory.weight_dtype.other_bits and not shape.quantization:  # noqa: PLR2004
+    if plan.memory.weight_dtype.bits < 16 and not plan.memory.weight_dtype.other_bits:  # noqa: PLR2004
         kept = shape.embedding_parameters + shape.head_parameters
         more = int(kept * (16 - plan.memory.weight_dtype.bits) / 8)
         said.append(
@@ -224,8 +222,7 @@ def notes(plan: Plan) -> list[str]:
         )
     if plan.load.num_too_long:
         said.append(f"{plan.load.num_too_long:,} requests of the workload are longer than max_model_len and left out.")
-    load = plan.load
-    if load.reached_shared.mean < _HELD_UP * load.full_shared:
+    if not plan.load.fills_memory:
         tokens = plan.memory.max_num_batched_tokens
         why = f"steps of {tokens:,} tokens (--max-num-batched-tokens) are full of prefill"
         if plan.question.settings.max_num_seqs is not None:
@@ -325,6 +322,10 @@ def technique_rows(plan: Plan) -> list[tuple[str, ...]]:
         gain = f"{technique.gain:.2f} x requests"
         if technique.gain_per_device != technique.gain:
             gain += f" ({technique.gain_per_device:.2f} x a device)"
+        if technique.throughput_gain is not None and technique.gain != 1:
+            gain += f", {technique.throughput_gain:.2f} x throughput" + (
+                " a device" if technique.gain_per_device != technique.gain else ""
+            )
         if technique.ttft_gain > 1:
             first = f"first token up to {technique.ttft_gain:.1f} x sooner"
             gain = first if technique.gain == 1 else f"{gain}, {first}"

@@ -10,13 +10,13 @@ from pagefold.plan.concurrency import Rounding
 from pagefold.plan.floors import prefill_operations, ttft_bound
 from pagefold.plan.memory import Memory, plan_memory
 from pagefold.plan.money import monthly_cost, saving
+from pagefold.plan.timing import request_rate
 from pagefold.plan.weights import find_weight_dtype
 
 if TYPE_CHECKING:
     from pagefold.plan.plan import Question, WorkloadPlan
     from pagefold.plan.settings import PlanSettings
     from pagefold.plan.timing import Timing
-    from pagefold.plan.workload import Workload
 
 __all__ = ["NVME_BANDWIDTH", "RAM_BANDWIDTH_SHARE", "Technique", "rank_techniques"]
 
@@ -51,16 +51,21 @@ class Technique:
         name: what it is.
         gain: how many times as many requests of the workload fit on a replica; 1 where it gives time instead.
         gain_per_device: the same for each device, where it takes more of them.
+        throughput_gain: how many times as many requests a second the floors then allow each device; None where its
+            peaks are not known. That is what saves money: more requests at once are not more requests a second where
+            something else than memory binds.
         ttft_gain: at most so many times sooner comes the first token of a request that it helps; 1 where it does not.
         quality_cost, latency_cost: what it costs, in words.
         flags: that switch it on, in vLLM's spelling.
         note: what else to know.
-        monthly_saving: what it is worth; None without a price.
+        monthly_saving: what it is worth, by its throughput, or by requests at once where the device's peaks are not
+            known; None without a price.
     """
 
     name: str
     gain: float
     gain_per_device: float
+    throughput_gain: float | None
     ttft_gain: float
     quality_cost: str
     latency_cost: str
@@ -77,38 +82,48 @@ class Technique:
         share = next((share for words, share in _WORTH_AT_A_COST if self.quality_cost.startswith(words)), 1.0)
         return share * (max(self.gain_per_device, self.ttft_gain) - 1)
 
+    def saves(self, cost: float) -> float | None:
+        """Return what it saves of ``cost``; None where it lets a device carry no more."""
+        gain = self.gain_per_device if self.throughput_gain is None else self.throughput_gain
+        return saving(cost, gain) if gain > 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Gain:
+    """What a change of settings gives: times as many requests at once, and requests a second, of a replica."""
+
+    requests: float = 1.0
+    throughput: float | None = None
+
 
 def rank_techniques(
     question: Question, memory: Memory, load: WorkloadPlan, timing: Timing, break_even: float | None
 ) -> tuple[Technique, ...]:
     """Return what would help, the best first; what gives nothing here is left out."""
-    settings = question.settings
+    settings, now = question.settings, _Now(question, memory, load, timing)
     found = [
-        *_smaller_cache(question, memory, load),
-        *_smaller_weights(question, memory, load),
-        *_sharing(question, load),
+        *_smaller_cache(now),
+        *_smaller_weights(now),
+        *_sharing(now),
         *_tiers(question, memory, load, timing, break_even),
-        *_token_eviction(load),
-        *_more_devices(question, load),
-        *_other_blocks(question, load),
+        *_token_eviction(now),
+        *_more_devices(now),
+        *_other_blocks(now),
     ]
     if not question.device.is_cpu and settings.gpu_memory_utilization < 0.95:  # noqa: PLR2004 - of memory
-        gain = _gain(question, load, gpu_memory_utilization=0.95)
+        gain = now.with_settings(gpu_memory_utilization=0.95)
         note = "what an engine keeps for itself beside activations must fit in the rest"
         found += _technique("more of the memory", gain, flags="--gpu-memory-utilization 0.95", note=note)
     ranked = sorted(found, key=lambda technique: -technique.worth)
     if question.price_per_hour is None:
         return tuple(ranked)
     cost = monthly_cost(question.price_per_hour, settings.num_devices)
-    return tuple(
-        replace(each, monthly_saving=saving(cost, each.gain_per_device)) if each.gain_per_device > 1 else each
-        for each in ranked
-    )
+    return tuple(replace(each, monthly_saving=each.saves(cost)) for each in ranked)
 
 
 def _technique(  # noqa: PLR0913 - a row of a table
     name: str,
-    gain: float | None,
+    gain: _Gain | None,
     *,
     flags: str,
     devices: float = 1.0,
@@ -117,40 +132,75 @@ def _technique(  # noqa: PLR0913 - a row of a table
     latency: str = "none",
     note: str = "",
 ) -> list[Technique]:
-    if gain is None or (gain < 1.005 and ttft_gain < 1.005):  # noqa: PLR2004 - half a percent
+    if gain is None or (gain.requests < 1.005 and ttft_gain < 1.005):  # noqa: PLR2004 - half a percent
         return []
-    return [Technique(name, gain, gain / devices, ttft_gain, quality, latency, flags, note)]
+    throughput = None if gain.throughput is None else gain.throughput / devices
+    requests = gain.requests
+    return [Technique(name, requests, requests / devices, throughput, ttft_gain, quality, latency, flags, note)]
 
 
-def _requests(question: Question, workload: Workload, settings: PlanSettings) -> float | None:
-    """Return how many requests of the workload fit at their full lengths; None where nothing fits."""
-    try:
-        memory = plan_memory(question.shape, question.device, settings)
-    except ConfigError:
-        return None
-    device = memory.tightest
-    if workload.longest > memory.max_model_len:
-        return None
-    rounding = Rounding(device.shard.layout, workload)
-    return max(0.0, device.capacity.num_blocks - rounding.shared_blocks) / rounding.full_own_blocks
+@dataclass(frozen=True, slots=True)
+class _Now:
+    """The plan as it is, which every technique is compared with."""
+
+    question: Question
+    memory: Memory
+    load: WorkloadPlan
+    timing: Timing
+
+    def with_settings(self, **changes: object) -> _Gain | None:
+        """Return what other settings give; None where they hold no request of the workload."""
+        settings: PlanSettings = replace(self.question.settings, **changes)  # type: ignore[arg-type]
+        workload = self.load.workload
+        try:
+            memory = plan_memory(self.question.shape, self.question.device, settings)
+        except ConfigError:
+            return None
+        if workload.longest > memory.max_model_len or not self.load.full_shared:
+            return None
+        device = memory.tightest
+        rounding = Rounding(device.shard.layout, workload)
+        held = max(0.0, device.capacity.num_blocks - rounding.shared_blocks) / rounding.full_own_blocks
+        requests = held / self.load.full_shared
+        return _Gain(requests, self.throughput_of(memory, requests))
+
+    def throughput_of(self, memory: Memory, requests: float) -> float | None:
+        """Return how many times as many requests a second the floors allow with that memory."""
+        if self.timing.requests_per_s is None:
+            return None
+        concurrency = self.timing.concurrency
+        if self.load.fills_memory:  # else something else ends it, and more room does not raise it
+            concurrency *= requests
+        concurrency = max(1.0, min(concurrency, self.question.settings.max_num_seqs or concurrency))
+        rate = request_rate(
+            self.question.shape,
+            self.question.device,
+            memory,
+            self.load.workload,
+            concurrency=concurrency,
+            hit_share=self.load.hit_share,
+        )
+        return None if rate is None else rate / self.timing.requests_per_s
+
+    def without_sharing(self) -> float | None:
+        """Return the requests a second that the floors allow when no prefix is shared."""
+        concurrency = max(1.0, self.load.reached.mean)
+        question, workload = self.question, self.load.workload
+        return request_rate(
+            question.shape, question.device, self.memory, workload, concurrency=concurrency, hit_share=0
+        )
 
 
-def _gain(question: Question, load: WorkloadPlan, **changes: object) -> float | None:
-    settings: PlanSettings = replace(question.settings, **changes)  # type: ignore[arg-type]
-    requests = _requests(question, load.workload, settings)
-    return None if requests is None or not load.full_shared else requests / load.full_shared
-
-
-def _smaller_cache(question: Question, memory: Memory, load: WorkloadPlan) -> list[Technique]:
+def _smaller_cache(now: _Now) -> list[Technique]:
     found = []
-    now = memory.layout.bytes_per_token
+    settings, memory, shape = now.question.settings, now.memory, now.question.shape
     for name, quality, latency in _CACHE_DTYPES:
-        gain = _gain(question, load, kv_cache_dtype=name)
+        gain = now.with_settings(kv_cache_dtype=name)
         if memory.codec.name != name and gain is not None:
             flags = f"--kv-cache-dtype {name}"
-            ratio = replace(question.settings, kv_cache_dtype=name).codec(memory.dtype)
-            bits = ratio.bits_per_element(question.shape.head_dim)
-            note = f"{bits:.3g} bit an element with its scales, of {8 * now / _elements(memory):.3g}"
+            bits = replace(settings, kv_cache_dtype=name).codec(memory.dtype).bits_per_element(shape.head_dim)
+            bits_now = 8 * memory.layout.bytes_per_token / _elements(memory)
+            note = f"{bits:.3g} bit an element with its scales, of {bits_now:.3g}"
             found += _technique(f"KV in {name}", gain, quality=quality, latency=latency, flags=flags, note=note)
     return found
 
@@ -159,28 +209,30 @@ def _elements(memory: Memory) -> int:
     return sum(layer.num_kv_heads * (layer.key_dim + layer.value_dim) for layer in memory.layout.layers)
 
 
-def _smaller_weights(question: Question, memory: Memory, load: WorkloadPlan) -> list[Technique]:
+def _smaller_weights(now: _Now) -> list[Technique]:
     found = []
     for name, quality, latency in _WEIGHT_DTYPES:
-        if find_weight_dtype(name).bits < memory.weight_dtype.bits:
-            gain = _gain(question, load, weight_dtype=name)
+        if find_weight_dtype(name).bits < now.memory.weight_dtype.bits:
+            gain = now.with_settings(weight_dtype=name)
             flags = f"serve a checkpoint in {name} (--quantization)"
             found += _technique(f"weights in {name}", gain, quality=quality, latency=latency, flags=flags)
     return found
 
 
-def _sharing(question: Question, load: WorkloadPlan) -> list[Technique]:
+def _sharing(now: _Now) -> list[Technique]:
+    question, load = now.question, now.load
     workload = load.workload
     if not workload.prefix_len:
         return []
-    saved = workload.mean(workload.shared_tokens) / workload.mean_prompt
+    saved = load.hit_share
     prompt = round(workload.mean_prompt)
     whole = prefill_operations(question.shape, prompt)
     spared = 1 - prefill_operations(question.shape, prompt, round(saved * prompt)) / whole
     note = (
         f"part of this plan: {saved:.0%} of prompt tokens are found, and {spared:.0%} of the prefill's work is spared"
     )
-    gain = load.full_shared / load.full
+    without, rate = now.without_sharing(), now.timing.requests_per_s
+    gain = _Gain(load.full_shared / load.full, rate / without if without and rate else None)
     flags = "--enable-prefix-caching (the default)"
     return _technique("sharing of prefixes", gain, flags=flags, ttft_gain=ttft_bound(spared), note=note)
 
@@ -198,6 +250,8 @@ def _tiers(
     needed = paused * memory.layout.num_bytes_for(round(workload.mean_prompt + workload.mean_output))
     size = f"{needed / 2**30:,.0f} GiB keep {paused:,.0f} conversations over pauses of {workload.pause_s:g} s"
     found = []
+    # Each device loads its own part over its own link (and from its own disk), as the break-even has it.
+    loaded = memory.tightest.shard.layout.num_bytes_for(said)
     host = question.device.host_link
     ram = RAM_BANDWIDTH_SHARE * host if host else None
     for name, bandwidth, flags in (
@@ -209,26 +263,32 @@ def _tiers(
         times = bandwidth / break_even
         bound = min(ttft_bound(spared), 1 / (1 - spared + spared / times)) if times > 0 else 1.0
         verdict = f"loads {times:.1f} x as fast as computing" if times > 1 else "loads slower than computing: do not"
-        latency = f"{said * memory.layout.bytes_per_token / bandwidth * 1e3:,.0f} ms to load a conversation"
-        found += _technique(name, 1.0, flags=flags, ttft_gain=bound, latency=latency, note=f"{verdict}; {size}")
+        latency = f"{loaded / bandwidth * 1e3:,.0f} ms to load a conversation"
+        found += _technique(name, _Gain(), flags=flags, ttft_gain=bound, latency=latency, note=f"{verdict}; {size}")
     return found
 
 
-def _token_eviction(load: WorkloadPlan) -> list[Technique]:
-    workload = load.workload
+def _token_eviction(now: _Now) -> list[Technique]:
+    """Fewer tokens of each request are kept; windows and states stay as they are, and nothing is shared."""
+    load, device = now.load, now.memory.tightest
+    workload, layout = load.workload, device.shard.layout
     if workload.mean_prompt + workload.mean_output < 1000:  # noqa: PLR2004 - short sequences have nothing to drop
         return []
     note = f"keeping {_KEPT_SHARE:.0%} of the tokens; evicted requests share no prefix"
     quality = "depends on the task: what is dropped cannot be recalled"
     flags = "none in vLLM; SnapKV, H2O, StreamingLLM in research engines"
-    return _technique("token eviction", 1 / _KEPT_SHARE, quality=quality, flags=flags, note=note)
+    kept = workload.mean(lambda lengths: layout.num_blocks_for(max(1, round(_KEPT_SHARE * sum(lengths)))))
+    requests = device.capacity.num_blocks / kept / load.full_shared if load.full_shared else 1.0
+    gain = _Gain(requests, now.throughput_of(now.memory, requests))
+    return _technique("token eviction", gain, quality=quality, flags=flags, note=note)
 
 
-def _more_devices(question: Question, load: WorkloadPlan) -> list[Technique]:
+def _more_devices(now: _Now) -> list[Technique]:
+    question = now.question
     size = 2 * question.settings.tensor_parallel_size
     if question.device.is_cpu:
         return []
-    gain = _gain(question, load, tensor_parallel_size=size)
+    gain = now.with_settings(tensor_parallel_size=size)
     note = "weights are held once for all of them"
     if size > question.shape.num_kv_heads or any(layer.value_dim == 0 for layer in question.shape.kv_layers):
         note += "; KV heads are repeated, so blocks do not shrink"
@@ -237,11 +297,11 @@ def _more_devices(question: Question, load: WorkloadPlan) -> list[Technique]:
     return _technique(f"{size} devices for each layer", gain, devices=2, latency=latency, flags=flags, note=note)
 
 
-def _other_blocks(question: Question, load: WorkloadPlan) -> list[Technique]:
+def _other_blocks(now: _Now) -> list[Technique]:
     found = []
     for size in (8, 32):
-        if size < question.settings.block_size:
-            gain = _gain(question, load, block_size=size)
+        if size < now.question.settings.block_size:
+            gain = now.with_settings(block_size=size)
             latency = "longer tables"
             found += _technique(f"blocks of {size} tokens", gain, latency=latency, flags=f"--block-size {size}")
     return found

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pagefold.plan.tables import Device
     from pagefold.plan.workload import Workload
 
-__all__ = ["Timing", "read_weight_bytes", "time_workload"]
+__all__ = ["Timing", "read_weight_bytes", "request_rate", "time_workload"]
 
 _NUDGE = 1.1
 _ANY_NUMBER = 1000
@@ -50,13 +50,13 @@ def read_weight_bytes(shape: ModelShape, memory: Memory, num_tokens: float) -> f
     The embedding table is not read, but for a few rows, and of experts only those in use.
     """
     total = sum(device.shard.weight_bytes for device in memory.devices)
-    per_parameter = total / shape.num_parameters
-    unread = 0.0 if not shape.head_parameters else shape.embedding_parameters * per_parameter
+    stored = memory.weight_dtype
+    unread = 0.0 if not shape.head_parameters else float(stored.num_bytes(shape.embedding_parameters))
     for layer in shape.layers:
         if layer.active_share < 1:
             idle = 1 - share_of_touched_experts(layer.active_share, num_tokens)
-            unread += idle * layer.expert_parameters * per_parameter
-    return max(0.0, total - unread)
+            unread += idle * stored.num_bytes(layer.expert_parameters, layer.expert_parameters)
+    return max(0.0, total - unread / memory.tensor_parallel_size)
 
 
 def time_workload(  # noqa: PLR0913 - what time depends on
@@ -72,15 +72,19 @@ def time_workload(  # noqa: PLR0913 - what time depends on
         concurrency: requests at once.
         hit_share: share of a prompt's tokens that are found in the cache.
     """
-    rate = _rate(shape, device, memory, workload, concurrency, hit_share)
+
+    def rate_on(device: Device, concurrency: float) -> float | None:
+        return request_rate(shape, device, memory, workload, concurrency=concurrency, hit_share=hit_share)
+
+    rate = rate_on(device, concurrency)
     context = workload.mean_prompt + workload.mean_output / 2
     prompt, cached = round(workload.mean_prompt), round(hit_share * workload.mean_prompt)
     binds: Literal["memory", "compute", "bandwidth"] | None = None
     if rate is not None:
-        unbounded = _rate(shape, device, memory, workload, _ANY_NUMBER * concurrency, hit_share)
+        unbounded = rate_on(device, _ANY_NUMBER * concurrency)
         more: dict[Literal["memory", "compute", "bandwidth"], float | None] = {
-            "compute": _rate(shape, _with(device, flops=_NUDGE), memory, workload, concurrency, hit_share),
-            "bandwidth": _rate(shape, _with(device, bandwidth=_NUDGE), memory, workload, concurrency, hit_share),
+            "compute": rate_on(_with(device, flops=_NUDGE), concurrency),
+            "bandwidth": rate_on(_with(device, bandwidth=_NUDGE), concurrency),
         }
         _, binds = max((rate or 0.0, what) for what, rate in more.items())
         if unbounded is not None and unbounded > _MEMORY_BINDS * rate:
@@ -129,14 +133,33 @@ def _decode(shape: ModelShape, device: Device, memory: Memory, context: float, n
     return Floor.of(operations, read, flops=flops, bandwidth=bandwidth)
 
 
-def _rate(  # noqa: PLR0913, PLR0917 - what time depends on
-    shape: ModelShape, device: Device, memory: Memory, workload: Workload, concurrency: float, hit_share: float
+def request_rate(  # noqa: PLR0913 - what time depends on
+    shape: ModelShape, device: Device, memory: Memory, workload: Workload, *, concurrency: float, hit_share: float
 ) -> float | None:
-    """Return requests a second: each takes its prefill alone, and its share of the decode steps that it is part of."""
-    prompt = round(workload.mean_prompt)
-    prefill = _prefill(shape, device, memory, prompt, round(hit_share * prompt)).seconds
-    context = workload.mean_prompt + workload.mean_output / 2
-    step = _decode(shape, device, memory, context, concurrency).seconds
-    if prefill is None or step is None:
+    """Return requests a second, at most; None where the device's peaks are not known. Two things bound them.
+
+    The device: operations of some requests hide behind the memory traffic of others, so it is the longer of the two; a
+    step reads the weights once for all that it computes, prompts and outputs together (no more tokens than
+    ``max_num_batched_tokens``, and of each request no more than one of output); the stages of a pipeline work at the
+    same time, on different requests. And each request itself: its prefill and its decode steps come one after another,
+    none faster than alone.
+    """
+    flops, bandwidth = _peaks(device, memory)
+    if flops is None or bandwidth is None:
         return None
-    return concurrency / (concurrency * prefill + workload.mean_output * step)
+    prompt = round(workload.mean_prompt)
+    computed = max(1, prompt - round(hit_share * prompt))
+    decoded = workload.mean_output - 1  # prefill brings the first
+    context = workload.mean_prompt + workload.mean_output / 2
+    kv_bytes = sum(device.shard.layout.num_bytes_for(round(context)) for device in memory.devices)
+
+    num_steps = max(decoded / concurrency, (computed + decoded) / memory.max_num_batched_tokens)
+    read = num_steps * read_weight_bytes(shape, memory, (computed + decoded) / num_steps) + decoded * kv_bytes
+    operations = prefill_operations(shape, prompt, prompt - computed) + decoded * decode_operations(shape, context)
+    busy = max(operations / memory.tensor_parallel_size / flops, read / bandwidth) / len(memory.devices)
+
+    prefill = _prefill(shape, device, memory, prompt, prompt - computed).seconds
+    step = _decode(shape, device, memory, context, 1).seconds
+    assert prefill is not None
+    assert step is not None
+    return 1 / max(busy, (prefill + decoded * step) / concurrency)
