@@ -89,6 +89,8 @@ def test_a_refusal_is_exit_code_3_with_the_missing_bytes_and_what_fits():
         (("Qwen3-8B", "--device", "H100", "--price-per-hour", "inf"), "price_per_hour is inf"),
         (("Qwen3-8B", "--device", "H100", "--price-per-hour", "-2"), "price_per_hour is -2"),
         (("Qwen3-8B", "--device", "H100", "--turns", "2", "--pause", "inf"), "pause is inf"),
+        (("Qwen3-8B", "--device", "H100", "--device-flops", "1e-300"), "from 1e+06 to 1e+21"),
+        (("Qwen3-8B", "--device-memory", "1" + "0" * 29), "from 1 to 1e+21"),
         (("Qwen3-8B", "--device", "H100", "--input-len", "9" * 5000), "lognormal"),
         (("Qwen3-8B", "--device", "H100", "--input-len", "\u0663"), "lognormal"),
     ],

@@ -23,6 +23,9 @@ __all__ = ["plan"]
 _REFUSED = 3
 """Exit code of a plan that does not fit: the question was good, the answer is no."""
 
+_SLOWEST, _LARGEST = 1e6, 1e21
+"""Bytes, bytes a second, operations a second: beyond these it is a slip of the pen."""
+
 _MODEL, _DEVICE, _SETTINGS, _WORKLOAD, _ANSWER = "Model", "Device", "Settings", "Workload", "Answer"
 
 
@@ -215,10 +218,14 @@ def _device(name: str | None, memory: int | None, bandwidth: int | None, flops: 
     from pagefold.plan import Device, find_device  # noqa: PLC0415
     from pagefold.plan.this_machine import this_cpu  # noqa: PLC0415
 
-    for what, value in (("device_memory", memory), ("device_bandwidth", bandwidth), ("device_flops", flops)):
-        if value is not None and not 0 < value < float("inf"):
+    for what, value, least in (
+        ("device_memory", memory, 1),
+        ("device_bandwidth", bandwidth, _SLOWEST),
+        ("device_flops", flops, _SLOWEST),
+    ):
+        if value is not None and not least <= value <= _LARGEST:
             msg = f"{what} is {value}."
-            raise ConfigError(msg, remedy="It must be a positive number.")
+            raise ConfigError(msg, remedy=f"It must be a positive number, from {least:g} to {_LARGEST:g}.")
     if name is None:
         if memory is None:
             msg = "No device is named."

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pagefold.plan.settings import PlanSettings
     from pagefold.plan.timing import Timing
 
-__all__ = ["NVME_BANDWIDTH", "RAM_BANDWIDTH_SHARE", "Technique", "rank_techniques"]
+__all__ = ["KEPT_SHARE", "NVME_BANDWIDTH", "RAM_BANDWIDTH_SHARE", "Technique", "rank_techniques"]
 
 NVME_BANDWIDTH = 7e9
 """Bytes a second of an NVMe disk of the fourth generation, read in sequence."""
@@ -26,7 +26,7 @@ NVME_BANDWIDTH = 7e9
 RAM_BANDWIDTH_SHARE = 0.8
 """Share of a host link's peak that copies reach: 50 GB/s of 63 on PCIe 5."""
 
-_KEPT_SHARE = 0.2
+KEPT_SHARE = 0.2
 """Share of its tokens that a sequence keeps under token eviction: 400 of 2,000, as in the H2O family's reports."""
 
 _CACHE_DTYPES = (
@@ -274,10 +274,10 @@ def _token_eviction(now: _Now) -> list[Technique]:
     workload, layout = load.workload, device.shard.layout
     if workload.mean_prompt + workload.mean_output < 1000:  # noqa: PLR2004 - short sequences have nothing to drop
         return []
-    note = f"keeping {_KEPT_SHARE:.0%} of the tokens; evicted requests share no prefix"
+    note = f"keeping {KEPT_SHARE:.0%} of the tokens; evicted requests share no prefix"
     quality = "depends on the task: what is dropped cannot be recalled"
     flags = "none in vLLM; SnapKV, H2O, StreamingLLM in research engines"
-    kept = workload.mean(lambda lengths: layout.num_blocks_for(max(1, round(_KEPT_SHARE * sum(lengths)))))
+    kept = workload.mean(lambda lengths: layout.num_blocks_for(max(1, round(KEPT_SHARE * sum(lengths)))))
     requests = device.capacity.num_blocks / kept / load.full_shared if load.full_shared else 1.0
     gain = _Gain(requests, now.throughput_of(now.memory, requests))
     return _technique("token eviction", gain, quality=quality, flags=flags, note=note)

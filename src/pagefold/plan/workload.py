@@ -20,6 +20,7 @@ _Z95 = 1.6448536269514722
 """The 95th percentile of the normal distribution."""
 MAX_TOKENS = 2**31
 """No request is longer."""
+_LONGEST_PAUSE_S = 366 * 24 * 3600
 
 
 class Lengths(NamedTuple):
@@ -69,8 +70,8 @@ class Workload:
             raise _bad("prefix_len", self.prefix_len, "shorter than the prompts, of which it is a part")
         if self.turns < 1:
             raise _bad("turns", self.turns, "at least 1")
-        if not 0 <= self.pause_s < math.inf:
-            raise _bad("pause", self.pause_s, "at least 0 seconds, and finite")
+        if not 0 <= self.pause_s <= _LONGEST_PAUSE_S:
+            raise _bad("pause", self.pause_s, "between 0 seconds and a year")
 
     @property
     def mean_prompt(self) -> float:
