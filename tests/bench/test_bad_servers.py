@@ -48,7 +48,10 @@ class Answers(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         models, metrics = self.server.models, self.server.metrics
         if self.path == "/v1/models":
-            self._answer(200, models if isinstance(models, bytes) else json.dumps(models).encode())
+            self._answer(
+                503 if models == b"loading" else 200,
+                models if isinstance(models, bytes) else json.dumps(models).encode(),
+            )
         else:
             self._answer(404 if metrics is None else 200, metrics or b"")
 
@@ -176,6 +179,7 @@ def test_an_end_without_done_is_an_end_if_a_reason_is_given(server: Server):
         ([], "no server that names its models"),
         (5, "no server that names its models"),
         (b"<html>", "no server that names its models"),
+        (b"loading", "no server that names its models: HTTP 503: loading"),
     ],
 )
 def test_models_in_another_form_are_said_in_a_line(server: Server, models: object, words: str):

@@ -204,4 +204,6 @@ def _count(event: Mapping[str, Any], record: Record) -> None:
 
 
 def _short(error: BaseException) -> str:
+    if isinstance(error, httpx.HTTPStatusError):
+        return f"HTTP {error.response.status_code}: {' '.join(error.response.text.split())}"[:_MAX_ERROR]
     return (" ".join(str(error).split()) or type(error).__name__)[:_MAX_ERROR]
