@@ -340,7 +340,7 @@ def test_techniques_are_ranked_and_priced(plan):
     assert by_name["KV in int4_per_token_head"].gain == pytest.approx(256 / 66, rel=1e-3)
     assert plan.timing.binds == "compute", "so more room for KV is worth nothing, and operations in 8 bit are"
     assert by_name["KV in fp8"].monthly_saving is None
-    assert by_name["weights in fp8"].monthly_saving == pytest.approx(3 * 720 / 2, rel=1e-2)
+    assert by_name["weights in fp8"].monthly_saving == pytest.approx(3 * 720 / 2, rel=0.05)  # then bandwidth is near
     assert by_name["2 devices for each layer"].gain_per_device == by_name["2 devices for each layer"].gain / 2
     assert not any(name.startswith(("sharing", "KV of idle")) for name in by_name)
     assert all(technique.flags for technique in plan.techniques)
