@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -116,3 +117,13 @@ def test_as_many_requests_run_at_once_as_planned(input_len, output_len, num_bloc
         running.append(len(engine.scheduler.running))
     steady = running[len(running) // 3 :]
     assert sum(steady) / len(steady) == pytest.approx(plan.load.reached.mean, rel=0.02)
+
+
+def test_weights_that_lie_there_twice_are_counted_once(tiny_folder, tmp_path, free_bytes):
+    """Mistral's folders hold them a second time, as ``consolidated.safetensors``; nobody loads both."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder("llama"), folder)
+    shutil.copy(folder / "model.safetensors", folder / "consolidated.safetensors")
+    spec = plan_engine(EngineConfig(model=str(folder), kv_cache_memory_bytes=2**24)).spec
+    once = find_model(str(tiny_folder("llama"))).exact_parameters
+    assert spec.num_parameters == find_model(str(folder)).exact_parameters == once
