@@ -6,7 +6,6 @@ threads. A family that the fused decoder knows uses the same kernel without comi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numba
@@ -17,8 +16,8 @@ from numba import njit, prange
 from pagefold.runner.attention.kernel import attend, merge
 from pagefold.runner.attention.scratch import Scratch, make_scratch
 from pagefold.runner.attention.work import AttentionWork, WorkDealer
-from pagefold.runner.kernels.compiled import specialised
-from pagefold.runner.kernels.simd import lanes_for, vectors_for
+from pagefold.runner.kernels.compiled import part, specialised
+from pagefold.runner.kernels.simd import attention_tiles
 from pagefold.runner.kernels.team import SYNC_WIDTH, claim, finish, wait
 
 if TYPE_CHECKING:
@@ -43,35 +42,16 @@ def scale_and_cap(scale: float, softcap: float) -> tuple[np.float32, np.float32]
     return np.float32(scale * _LOG2E), np.float32(0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class KernelShape:
-    """What the kernel is compiled for.
-
-    Attributes:
-        lanes: numbers of a vector: so many entries of a block, and so many numbers of a head, are handled at once.
-        vectors: of a head's numbers that are summed at once.
-    """
-
-    lanes: int
-    vectors: int
-
-    @classmethod
-    def of(cls, block_size: int, head_dim: int) -> KernelShape:
-        """Return the widest that divides a block and a head."""
-        lanes = lanes_for(block_size, head_dim)
-        return cls(lanes, vectors_for(lanes, head_dim))
-
-
 class AttentionRoom:
     """The dealer and the room to work in, for one slab and one model's heads: what is kept between steps."""
 
     def __init__(self, slab: Slab, num_heads: int, num_kv_heads: int, num_members: int) -> None:
         head_dim = slab.keys.shape[-1]
-        self.shape = KernelShape.of(slab.block_size, head_dim)
+        self.tiles = attention_tiles(slab.block_size, head_dim)
         self.group = num_heads // num_kv_heads
         self.dealer = WorkDealer(len(slab.data), slab.block_size, self.group)
         num_rows = self.dealer.tokens_per_item * self.group
-        self.scratch = make_scratch(num_members, num_rows, self.dealer.split_size, head_dim, self.shape.lanes)
+        self.scratch = make_scratch(num_members, num_rows, self.dealer.split_size, head_dim, self.tiles.lanes)
         self._partials = np.zeros((0, num_heads, head_dim + 2), np.float32)
 
     def partials(self, num_slots: int) -> NDArray[np.float32]:
@@ -119,6 +99,7 @@ class CpuAttention:
         self._sync[:] = 0
         numba.set_num_threads(self._num_threads)  # of the calling thread
         arguments = (
+            room.tiles,
             self._num_threads,
             self._sync,
             work,
@@ -133,8 +114,8 @@ class CpuAttention:
             out.numpy(),
         )
         if self._kernel is None:
-            self._kernel = specialised(_run, (room.shape.lanes, room.shape.vectors), arguments)
-        self._kernel(room.shape.lanes, room.shape.vectors, *arguments)
+            self._kernel = specialised(_run, arguments)
+        self._kernel(*arguments)
         return out
 
     def _room_for(self, slab: Slab, num_heads: int, num_kv_heads: int) -> AttentionRoom:
@@ -144,7 +125,7 @@ class CpuAttention:
         return self._room
 
 
-@njit(nogil=True, error_model="numpy")
+@part()
 def write(slab, work, layer, t, h, key, value):
     """Write K and V, ``[D]``, of token ``t`` and KV head ``h`` into the token's block."""
     head_dim = len(key)
@@ -160,7 +141,7 @@ def write(slab, work, layer, t, h, key, value):
         values[offset * head_dim + d] = value[d]
 
 
-@njit(nogil=True, error_model="numpy")
+@part()
 def member_scratch(scratch, member):
     """Return one member's part of a team's scratch."""
     return Scratch(
@@ -179,8 +160,8 @@ def member_scratch(scratch, member):
     )
 
 
-@njit(nogil=True, error_model="numpy")
-def _member(lanes, vectors, member, sync, work, query, key, value, slab, layer, scale, softcap, scratch, partials, out):
+@part()
+def _member(tiles, member, sync, work, query, key, value, slab, layer, scale, softcap, scratch, partials, out):
     num_tokens, num_kv_heads = key.shape[0], key.shape[1]
     num_chunks = (num_tokens + _TOKENS_A_WRITE - 1) // _TOKENS_A_WRITE
     while True:
@@ -193,16 +174,14 @@ def _member(lanes, vectors, member, sync, work, query, key, value, slab, layer, 
         finish(sync, _WRITE)
     wait(sync, _WRITE, num_chunks)
     own = member_scratch(scratch, member)
-    attend(lanes, vectors, sync, _ATTEND, work, query, slab, layer, scale, softcap, own, partials, out)
+    attend(tiles, sync, _ATTEND, work, query, slab, layer, scale, softcap, own, partials, out)
     if work.num_slots:
         merge(sync, _MERGE, work, partials, out)
 
 
 @njit(cache=True, parallel=True, nogil=True, error_model="numpy")
-def _run(
-    lanes, vectors, num_members, sync, work, query, key, value, slab, layer, scale, softcap, scratch, partials, out
-):
+def _run(tiles, num_members, sync, work, query, key, value, slab, layer, scale, softcap, scratch, partials, out):
     for member in prange(num_members):
         _member(
-            lanes, vectors, member, sync, work, query, key, value, slab, layer, scale, softcap, scratch, partials, out
+            tiles, member, sync, work, query, key, value, slab, layer, scale, softcap, scratch, partials, out
         )  # fmt: skip

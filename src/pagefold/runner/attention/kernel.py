@@ -9,11 +9,11 @@ result.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from pagefold.runner.attention.work import AttentionWork
+from pagefold.runner.kernels.compiled import part
 from pagefold.runner.kernels.exponential import exp2_row
-from pagefold.runner.kernels.simd import matmul_blocks, matmul_scores
+from pagefold.runner.kernels.simd import call_tile
 from pagefold.runner.kernels.team import claim, finish, wait
 
 __all__ = ["AttentionWork", "attend", "merge"]
@@ -23,7 +23,7 @@ _NOTHING = np.float32(-1e30)  # the score of no entry at all: finite, so that no
 _TOKENS_A_MERGE = 4
 
 
-@njit(nogil=True, error_model="numpy")
+@part()
 def _fold(top, total, acc, other_top, other_total, other):
     """Fold a later split's partial result into ``acc``; return the new (top, total). Scores are powers of two."""
     new_top = max(top, other_top)
@@ -33,15 +33,15 @@ def _fold(top, total, acc, other_top, other_total, other):
     return new_top, total * ours + other_total * theirs
 
 
-@njit(nogil=True, error_model="numpy")
+@part()
 def _attend_split(
-    lanes, vectors, blocks, block_size, head_dim, num_entries, query, limits, scores, powers, acc, tops, totals, softcap
+    tiles, blocks, block_size, head_dim, num_entries, query, limits, scores, powers, acc, tops, totals, softcap
 ):
     """Attend to one split: ``query`` [R, D], of which row r sees the first ``limits[r]`` of ``num_entries`` entries.
 
     Leaves the sum of weighted values in ``acc`` [R, D], the largest score in ``tops``, the weights' sum in ``totals``.
     """
-    num_rows, width = len(limits), scores.shape[1]
+    num_rows, width, lanes = len(limits), scores.shape[1], tiles.lanes
     columns_a_block = block_size // lanes
     num_columns = (num_entries + lanes - 1) // lanes
     for c in range(0, num_columns, 2):
@@ -52,26 +52,27 @@ def _attend_split(
         w1 = blocks[d // columns_a_block] + (d % columns_a_block) * lanes * _FLOAT_BYTES
         n0 = blocks[e // columns_a_block] + (e % columns_a_block) * lanes * _FLOAT_BYTES
         n1 = blocks[f // columns_a_block] + (f % columns_a_block) * lanes * _FLOAT_BYTES
-        matmul_scores(
-            lanes, query.ctypes.data, head_dim, w0, w1, block_size,
+        call_tile(tiles.scores, (
+            query.ctypes.data, head_dim, w0, w1, block_size,
             scores.ctypes.data + c * lanes * _FLOAT_BYTES, width, head_dim, num_rows, n0, n1,
-        )  # fmt: skip
+        ))  # fmt: skip
     for r in range(num_rows):
         tops[r], totals[r] = exp2_row(scores[r], limits[r], num_entries, softcap, powers, _NOTHING)
-    step = lanes * vectors
+    step = lanes * tiles.vectors
     num_blocks = (num_entries + block_size - 1) // block_size
     for d in range(0, head_dim, step):
-        matmul_blocks(
-            lanes, vectors, scores.ctypes.data, width, blocks.ctypes.data, num_blocks, block_size, num_entries,
+        call_tile(tiles.values, (
+            scores.ctypes.data, width, blocks.ctypes.data, num_blocks, block_size, num_entries,
             head_dim * block_size + d, head_dim, acc.ctypes.data + d * _FLOAT_BYTES, head_dim, num_rows,
-        )  # fmt: skip
+        ))  # fmt: skip
 
 
-@njit(nogil=True, error_model="numpy")
-def attend(lanes, vectors, sync, phase, work, query, slab, layer, scale, softcap, scratch, partials, out):
+@part()
+def attend(tiles, sync, phase, work, query, slab, layer, scale, softcap, scratch, partials, out):
     """Do items of ``work`` until none is left.
 
     Args:
+        tiles: :class:`AttentionTiles`.
         query: ``[T, H, D]``, or wider: rows are ``query.shape[1]`` heads apart.
         slab: ``[num_blocks, num_cells, 2, block_size * head_dim]``.
         scale: factor of the scores; with ``softcap`` it leads to tanh's argument, else to powers of two.
@@ -125,7 +126,7 @@ def attend(lanes, vectors, sync, phase, work, query, slab, layer, scale, softcap
                 limits[row] = max(0, min(num_entries, scratch.ends[row] - start))
             into = acc if k > first_split else state
             _attend_split(
-                lanes, vectors, blocks, block_size, head_dim, num_entries, q, limits, scores, powers, into, tops,
+                tiles, blocks, block_size, head_dim, num_entries, q, limits, scores, powers, into, tops,
                 totals, softcap,
             )  # fmt: skip
             for row in range(num_rows):
@@ -154,7 +155,7 @@ def attend(lanes, vectors, sync, phase, work, query, slab, layer, scale, softcap
     wait(sync, phase, num_items)
 
 
-@njit(nogil=True, error_model="numpy")
+@part()
 def merge(sync, phase, work, partials, out):
     """Put the splits of each token together, in order. ``partials`` is folded in place."""
     num_tokens, num_heads, head_dim = out.shape

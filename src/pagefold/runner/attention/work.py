@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numba import njit
 
-from pagefold.runner.kernels.compiled import specialised
+from pagefold.runner.kernels.compiled import part, specialised
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,8 +95,9 @@ class WorkDealer:
             self.tokens_per_item,
         )
         if self._kernel is None:
-            self._kernel = specialised(_deal, (), arguments)
-        items, tokens, first_slots, num_slots = self._kernel(*arguments)
+            self._kernel = specialised(_deal, arguments)
+        items, costs, tokens, first_slots, num_slots = self._kernel(*arguments)
+        items = items[np.argsort(-costs, kind="stable")]
         if lengths.shape[1] == tables.shape[1] == 1 and num_kv_heads > 1:  # what is dealt for one head serves all
             items = np.repeat(items, num_kv_heads, axis=0)
             items[:, 0] = np.tile(np.arange(num_kv_heads, dtype=np.int32), len(items) // num_kv_heads)
@@ -121,14 +122,14 @@ def _broadcast_as_one(array: NDArray[np.int32], axis: int) -> NDArray[np.int32]:
     return np.ascontiguousarray(array)
 
 
-@njit(nogil=True)
+@part()
 def _put(item, head, split, seq, first, end):
     item[0], item[1], item[2], item[3], item[4] = head, split, seq, first, end
 
 
 @njit(cache=True, nogil=True)
 def _deal(query_starts, tables, lengths, owner, block_size, split_size, tokens_per_item):
-    """Return (items, tokens, first_slots, num_slots); see :class:`AttentionWork`."""
+    """Return (items, their costs, tokens, first_slots, num_slots); see :class:`AttentionWork`."""
     num_seqs, num_heads = len(query_starts) - 1, max(tables.shape[1], lengths.shape[1])
     table_step, length_step = int(tables.shape[1] > 1), int(lengths.shape[1] > 1)
     num_tokens = query_starts[num_seqs]
@@ -221,10 +222,9 @@ def _deal(query_starts, tables, lengths, owner, block_size, split_size, tokens_p
                     s = next_member[s]
                 size = sizes[group]
                 num_parts = (size + tokens_per_item - 1) // tokens_per_item
-                for part in range(num_parts):
-                    a, b = size * part // num_parts, size * (part + 1) // num_parts
+                for i in range(num_parts):
+                    a, b = size * i // num_parts, size * (i + 1) // num_parts
                     _put(items[num_items], h, split, heads[group], first_of_group + a, first_of_group + b)
                     costs[num_items] = (b - a) * min(split_size, lengths[heads[group], h * length_step] - start)
                     num_items += 1
-    order = np.argsort(-costs[:num_items], kind="mergesort")
-    return items[:num_items][order], tokens[:end].copy(), first_slots, num_slots
+    return items[:num_items], costs[:num_items], tokens[:end].copy(), first_slots, num_slots

@@ -19,7 +19,7 @@ from pagefold.runner.fused.kernel import (
 )
 from pagefold.runner.fused.weights import PANEL_WIDTH, num_panels, pack_model
 from pagefold.runner.kernels.compiled import specialised
-from pagefold.runner.kernels.simd import MAX_LANES
+from pagefold.runner.kernels.simd import weight_tiles
 from pagefold.runner.kernels.team import SYNC_WIDTH
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class FusedDecoder:
         self._attention = AttentionRoom(slab, self._num_heads, self._num_kv_heads, self._num_threads)
         num_layers = len(self._weights.norms)
         self._sync = np.zeros((num_layers * PHASES_A_LAYER + PHASES_BESIDE, SYNC_WIDTH), np.int64)
+        self._tiles = weight_tiles()
         self._room = self._make_room(1, 1)
         self._kernel: Callable[..., None] | None = None
 
@@ -81,9 +82,9 @@ class FusedDecoder:
             self._room = self._make_room(*most)
         self._sync[:] = 0
         numba.set_num_threads(self._num_threads)  # of the calling thread
-        shape = self._attention.shape
-        constants = MAX_LANES, shape.lanes, shape.vectors
         arguments = (
+            self._tiles,
+            self._attention.tiles,
             self._num_threads,
             self._sync,
             self._weights,
@@ -96,8 +97,8 @@ class FusedDecoder:
             self._attention.partials(work.num_slots),
         )
         if self._kernel is None:
-            self._kernel = specialised(run_decoder, constants, arguments)
-        self._kernel(*constants, *arguments)
+            self._kernel = specialised(run_decoder, arguments)
+        self._kernel(*arguments)
         return torch.from_numpy(self._room.logits)[:num_rows, : self._vocab_size]
 
     def _make_room(self, num_tokens: int, num_rows: int) -> DecoderRoom:

@@ -14,8 +14,9 @@ from numba import njit, prange
 
 from pagefold.runner.attention.cpu import member_scratch, write
 from pagefold.runner.attention.kernel import attend, merge
+from pagefold.runner.kernels.compiled import part
 from pagefold.runner.kernels.exponential import silu_times
-from pagefold.runner.kernels.simd import matmul_panel, matmul_panel_int8
+from pagefold.runner.kernels.simd import call_tile
 from pagefold.runner.kernels.team import claim, finish, wait
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class DecoderRoom(NamedTuple):
     powers: NDArray[np.int32]
 
 
-@njit(nogil=True, error_model="numpy", fastmath={"reassoc", "nsz"})
+@part(fastmath={"reassoc", "nsz"})
 def _sum_of_squares(row):
     total = np.float32(0.0)
     for e in range(len(row)):
@@ -81,7 +82,7 @@ def _sum_of_squares(row):
     return total
 
 
-@njit(nogil=True, error_model="numpy")
+@part()
 def _norm(row, weight, epsilon, out):
     """RMS norm of one row; ``out`` may be ``row``."""
     size = np.float32(len(weight))
@@ -90,7 +91,7 @@ def _norm(row, weight, epsilon, out):
         out[e] = row[e] * factor * weight[e]
 
 
-@njit(nogil=True, error_model="numpy")
+@part()
 def _rotate(row, rope):
     """Rotary embedding of one head ``[D]``, in place: pairs are half a head apart."""
     half = len(row) // 2
@@ -100,7 +101,7 @@ def _rotate(row, rope):
         row[d + half] = b * rope[0, d + half] + a * rope[1, d + half]
 
 
-@njit(nogil=True, error_model="numpy")
+@part()
 def _embed(sync, phase, weights, scales, step, room):
     num_tokens = len(step.token_ids)
     num_chunks = (num_tokens + _TOKENS_A_CHUNK - 1) // _TOKENS_A_CHUNK
@@ -128,7 +129,7 @@ def _embed(sync, phase, weights, scales, step, room):
     wait(sync, phase, num_chunks)
 
 
-@njit(nogil=True, error_model="numpy")
+@part()
 def _norm_all(sync, phase, hidden, num_tokens, weight, epsilon, out):
     num_chunks = (num_tokens + _TOKENS_A_CHUNK - 1) // _TOKENS_A_CHUNK
     while True:
@@ -141,7 +142,7 @@ def _norm_all(sync, phase, hidden, num_tokens, weight, epsilon, out):
     wait(sync, phase, num_chunks)
 
 
-@njit(nogil=True, error_model="numpy")
+@part()
 def _norm_rows(sync, phase, weights, step, room):
     num_rows = len(step.logit_rows)
     while True:
@@ -153,7 +154,7 @@ def _norm_rows(sync, phase, weights, step, room):
     wait(sync, phase, num_rows)
 
 
-@njit(nogil=True, error_model="numpy")
+@part()
 def _of(scales, layer):
     """Return one layer's scales, of quantized weights."""
     if scales is None:
@@ -161,15 +162,15 @@ def _of(scales, layer):
     return scales[layer]
 
 
-@njit(nogil=True, error_model="numpy")
+@part()
 def _num_parts(num_panels, num_tiles, num_members):
     """Return in how many parts to deal panels, so that a phase has some chunks a member."""
     wanted = (_CHUNKS_A_MEMBER * num_members + num_tiles - 1) // num_tiles
     return min(num_panels, wanted if num_members > 1 else 1)
 
 
-@njit(nogil=True, error_model="numpy")
-def _columns(lanes, x, t, num_rows, panels, scales, panel, end, y, column, adds):
+@part()
+def _columns(tiles, x, t, num_rows, panels, scales, panel, end, y, column, adds):
     """``y[t : t + num_rows, column...] (+)= x[t : t + num_rows] @ panels[panel]``; fetch ahead of it up to ``end``."""
     num_k, width = panels.shape[1], panels.shape[2]
     base = panels.ctypes.data
@@ -185,18 +186,18 @@ def _columns(lanes, x, t, num_rows, panels, scales, panel, end, y, column, adds)
             following = here
         at_x = x_row + k * _FLOAT_BYTES
         if scales is None:
-            matmul_panel(
-                lanes, at_x, x.shape[1], here, y_row, y.shape[1], length, num_rows, adds + k, following
+            call_tile(
+                tiles.panel, (at_x, x.shape[1], here, y_row, y.shape[1], length, num_rows, adds + k, following)
             )  # fmt: skip
         else:
-            matmul_panel_int8(
-                lanes, at_x, x.shape[1], here, scales[panel].ctypes.data, y_row, y.shape[1], length, num_rows,
-                adds + k, following,
-            )  # fmt: skip
+            call_tile(tiles.panel_int8, (
+                at_x, x.shape[1], here, scales[panel].ctypes.data, y_row, y.shape[1], length, num_rows, adds + k,
+                following,
+            ))  # fmt: skip
 
 
-@njit(nogil=True, error_model="numpy")
-def _matmul(lanes, num_members, sync, phase, x, num_tokens, panels, scales, y, adds):
+@part()
+def _matmul(tiles, num_members, sync, phase, x, num_tokens, panels, scales, y, adds):
     """``y (+)= x @ panels``, of ``num_tokens`` rows."""
     num_panels, width = panels.shape[0], panels.shape[2]
     num_tiles = (num_tokens + TOKENS_A_TILE - 1) // TOKENS_A_TILE
@@ -210,13 +211,13 @@ def _matmul(lanes, num_members, sync, phase, x, num_tokens, panels, scales, y, a
         num_rows = min(TOKENS_A_TILE, num_tokens - t)
         end = num_panels * (part + 1) // num_parts
         for panel in range(num_panels * part // num_parts, end):
-            _columns(lanes, x, t, num_rows, panels, scales, panel, end, y, panel * width, adds)
+            _columns(tiles, x, t, num_rows, panels, scales, panel, end, y, panel * width, adds)
         finish(sync, phase)
     wait(sync, phase, num_tiles * num_parts)
 
 
-@njit(nogil=True, error_model="numpy")
-def _matmul_gate_up(lanes, num_members, sync, phase, x, num_tokens, panels, scales, y, up, powers):
+@part()
+def _matmul_gate_up(tiles, num_members, sync, phase, x, num_tokens, panels, scales, y, up, powers):
     """``y = silu(x @ gate) * (x @ up)``: panels of both alternate, and meet while they are in the cache."""
     num_pairs, width = panels.shape[0] // 2, panels.shape[2]
     num_tiles = (num_tokens + TOKENS_A_TILE - 1) // TOKENS_A_TILE
@@ -230,15 +231,15 @@ def _matmul_gate_up(lanes, num_members, sync, phase, x, num_tokens, panels, scal
         num_rows = min(TOKENS_A_TILE, num_tokens - t)
         end = num_pairs * (part + 1) // num_parts
         for pair in range(num_pairs * part // num_parts, end):
-            _columns(lanes, x, t, num_rows, panels, scales, 2 * pair, 2 * end, y, pair * width, 0)
-            _columns(lanes, x[t:], 0, num_rows, panels, scales, 2 * pair + 1, 2 * end, up, 0, 0)
+            _columns(tiles, x, t, num_rows, panels, scales, 2 * pair, 2 * end, y, pair * width, 0)
+            _columns(tiles, x[t:], 0, num_rows, panels, scales, 2 * pair + 1, 2 * end, up, 0, 0)
             for row in range(num_rows):
                 silu_times(y[t + row, pair * width : (pair + 1) * width], up[row], powers)
         finish(sync, phase)
     wait(sync, phase, num_tiles * num_parts)
 
 
-@njit(nogil=True, error_model="numpy")
+@part()
 def _place(sync, phase, weights, step, work, layer, room, slab):
     """Biases, norms and rope of q and k; K and V go into their blocks."""
     num_tokens = len(step.token_ids)
@@ -269,9 +270,9 @@ def _place(sync, phase, weights, step, work, layer, room, slab):
     wait(sync, phase, num_chunks)
 
 
-@njit(nogil=True, error_model="numpy")
+@part()
 def _member(
-    lanes, att_lanes, vectors, num_members, member, sync, weights, step, work, scale, slab, room, scratch, partials
+    tiles, attention_tiles, num_members, member, sync, weights, step, work, scale, slab, room, scratch, partials
 ):
     num_tokens = len(step.token_ids)
     head_dim = room.attended.shape[2]
@@ -284,7 +285,7 @@ def _member(
         phase = 1 + layer * PHASES_A_LAYER
         _norm_all(sync, phase, room.hidden, num_tokens, weights.norms[layer, 0], weights.epsilon, room.normed)
         _matmul(
-            lanes,
+            tiles,
             num_members,
             sync,
             phase + 1,
@@ -296,13 +297,11 @@ def _member(
             0,
         )
         _place(sync, phase + 2, weights, step, work, layer, room, slab)
-        attend(
-            att_lanes, vectors, sync, phase + 3, work, query, slab, layer, scale, np.float32(0.0), own, partials, out
-        )
+        attend(attention_tiles, sync, phase + 3, work, query, slab, layer, scale, np.float32(0.0), own, partials, out)
         if work.num_slots:
             merge(sync, phase + 4, work, partials, out)
         _matmul(
-            lanes,
+            tiles,
             num_members,
             sync,
             phase + 5,
@@ -315,12 +314,12 @@ def _member(
         )
         _norm_all(sync, phase + 6, room.hidden, num_tokens, weights.norms[layer, 1], weights.epsilon, room.normed)
         _matmul_gate_up(
-            lanes, num_members, sync, phase + 7, room.normed, num_tokens, weights.gate_up[layer],
+            tiles, num_members, sync, phase + 7, room.normed, num_tokens, weights.gate_up[layer],
             _of(weights.gate_up_scales, layer), room.inner,
             room.up[member], room.powers[member],
         )  # fmt: skip
         _matmul(
-            lanes,
+            tiles,
             num_members,
             sync,
             phase + 8,
@@ -334,7 +333,7 @@ def _member(
     phase = 1 + weights.norms.shape[0] * PHASES_A_LAYER
     _norm_rows(sync, phase, weights, step, room)
     _matmul(
-        lanes,
+        tiles,
         num_members,
         sync,
         phase + 1,
@@ -348,12 +347,10 @@ def _member(
 
 
 @njit(cache=True, parallel=True, nogil=True, error_model="numpy")
-def run_decoder(
-    lanes, att_lanes, vectors, num_members, sync, weights, step, work, scale, slab, room, scratch, partials
-):
+def run_decoder(tiles, attention_tiles, num_members, sync, weights, step, work, scale, slab, room, scratch, partials):
     """Compute a step: K and V into their blocks, logits into the room."""
     for member in prange(num_members):
         _member(
-            lanes, att_lanes, vectors, num_members, member, sync, weights, step, work, scale, slab, room, scratch,
+            tiles, attention_tiles, num_members, member, sync, weights, step, work, scale, slab, room, scratch,
             partials,
         )  # fmt: skip

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from pagefold.runner.kernels.compiled import part
 
 __all__ = ["exp2_row", "silu_times"]
 
@@ -30,7 +31,7 @@ truth, relatively, also near 0, where a form in powers of two loses it."""
 _FAST = {"reassoc", "contract", "arcp", "nsz"}  # not nnan: what is NaN stays NaN, for somebody to see
 
 
-@njit(nogil=True, error_model="numpy", fastmath=_FAST | {"nnan"})
+@part(fastmath=_FAST | {"nnan"})
 def _largest(row, least):
     """Return the largest of a row and ``least``. Of a row with a NaN anything: its weights are NaN all the same."""
     top = least
@@ -39,7 +40,7 @@ def _largest(row, least):
     return top
 
 
-@njit(nogil=True, error_model="numpy", fastmath=_FAST)
+@part(fastmath=_FAST)
 def exp2_row(scores, num_seen, num_entries, softcap, powers, nothing):
     """Turn scores into weights ``2^(score - top)`` in place; return their largest score and their sum.
 
@@ -71,7 +72,7 @@ def exp2_row(scores, num_seen, num_entries, softcap, powers, nothing):
     return top, total
 
 
-@njit(nogil=True, error_model="numpy", fastmath=_FAST)
+@part(fastmath=_FAST)
 def silu_times(gate, up, powers):
     """``gate = gate / (1 + exp(-gate)) * up``; of one row. ``powers`` is int32 room for it."""
     for e in range(len(gate)):

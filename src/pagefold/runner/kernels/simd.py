@@ -15,20 +15,25 @@ which rows it was computed with: the decoder's batch invariance rests on this.
 While the first rows go through a panel, the next panel is fetched into the cache: a product of few rows, which is bound
 by memory, overlaps with the reading of its weights.
 
-Numba offers no vector types, hence the intrinsics. The plan (registers for accumulators, panels, fetching ahead) is
-that of Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008), without the
-packing of x: there are few rows.
+Numba offers no vector types, hence LLVM's own language. The functions made here are compiled once for a machine, apart
+from the kernels that use them (see ``object_code.py``), which call them by address: what is under every product is
+optimised once, not once in every kernel, and a kernel is the same whatever the width of a vector or a block.
+
+The plan (registers for accumulators, panels, fetching ahead) is that of Goto and van de Geijn, "Anatomy of
+High-Performance Matrix Multiplication" (2008), without the packing of x: there are few rows.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import llvmlite.binding as llvm
 from llvmlite import ir
 from numba.core import cgutils, types
-from numba.core.errors import RequireLiteralValue
 from numba.extending import intrinsic
+
+from pagefold.runner.kernels.object_code import addresses_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,12 +41,11 @@ if TYPE_CHECKING:
 __all__ = [
     "MAX_LANES",
     "PANEL_VECTORS",
-    "lanes_for",
-    "matmul_blocks",
-    "matmul_panel",
-    "matmul_panel_int8",
-    "matmul_scores",
-    "vectors_for",
+    "AttentionTiles",
+    "WeightTiles",
+    "attention_tiles",
+    "call_tile",
+    "weight_tiles",
 ]
 
 _IS_WIDE = bool(llvm.get_host_cpu_features().get("avx512f"))
@@ -60,14 +64,85 @@ _FLOAT_BYTES = 4
 _FETCH_READ, _FETCH_ALL_LEVELS, _FETCH_DATA = 0, 3, 1
 
 
-def lanes_for(*sizes: int) -> int:
-    """Return the widest vector, in numbers, that divides all of ``sizes``; 0 if none does."""
-    return next((lanes for lanes in (16, 8, 4) if lanes <= MAX_LANES and not any(size % lanes for size in sizes)), 0)
+class WeightTiles(NamedTuple):
+    """Addresses of products with a panel of weights, ``PANEL_VECTORS * MAX_LANES`` columns wide.
+
+    Arguments are integers: addresses in bytes; ``ld*``, rows apart, in numbers; ``following`` is what to fetch
+    meanwhile; with ``adds`` other than 0 they add to y.
+
+    Attributes:
+        panel: (x, ldx, panel, y, ldy, num_k, num_rows, adds, following):
+            ``y[num_rows, W] (+)= x[num_rows, num_k] @ panel[num_k, W]``.
+        panel_int8: (x, ldx, panel, scales, y, ldy, num_k, num_rows, adds, following): the same of an int8 panel, whose
+            columns have scales.
+    """
+
+    panel: int
+    panel_int8: int
 
 
-def vectors_for(lanes: int, size: int) -> int:
-    """Return how many vectors of a row of ``size`` numbers :func:`matmul_blocks` should take at once."""
-    return next(vectors for vectors in (4 if _IS_WIDE else 2, 2, 1) if size % (lanes * vectors) == 0)
+class AttentionTiles(NamedTuple):
+    """Addresses of products with blocks of the KV cache, and how wide they are. Arguments as above.
+
+    Attributes:
+        scores: (x, ldx, w0, w1, ldw, y, ldy, num_k, num_rows, next0, next1):
+            ``y[num_rows, 2 * lanes] = x[num_rows, num_k] @ [w0 | w1]``: two panels of one vector, each where it lies.
+        values: (x, ldx, blocks, num_blocks, block_size, num_k, offset, ldw, y, ldy, num_rows):
+            ``y[num_rows, vectors * lanes] = x[num_rows, num_k] @ the rows of several blocks``, from column ``offset``
+            on. ``blocks`` is where ``num_blocks`` addresses are; each block has ``block_size`` rows, of which the last
+            block gives only what is left of ``num_k``: the rest is never read.
+        lanes: numbers of a vector: so many entries of a block, and so many numbers of a head, are handled at once.
+        vectors: of a head's numbers that are summed at once.
+    """
+
+    scores: int
+    values: int
+    lanes: int
+    vectors: int
+
+
+@cache
+def weight_tiles() -> WeightTiles:
+    """Return the tiles for weights, compiled."""
+    module = ir.Module("weights")
+    _add_panel(module)
+    _add_panel_int8(module)
+    return WeightTiles(**addresses_in(module, WeightTiles._fields))
+
+
+def attention_tiles(block_size: int, head_dim: int) -> AttentionTiles:
+    """Return tiles as wide as divides such a block and head, compiled.
+
+    Needs a ``block_size`` that 4 divides, and a ``head_dim`` too.
+    """
+    widths = (lanes for lanes in (16, 8, 4) if lanes <= MAX_LANES)
+    lanes = next(lanes for lanes in widths if block_size % lanes == head_dim % lanes == 0)
+    vectors = next(vectors for vectors in (4 if _IS_WIDE else 2, 2, 1) if head_dim % (lanes * vectors) == 0)
+    return _attention_tiles(lanes, vectors)
+
+
+@cache
+def _attention_tiles(lanes: int, vectors: int) -> AttentionTiles:
+    module = ir.Module("attention")
+    _add_scores(module, lanes)
+    _add_values(module, lanes, vectors)
+    return AttentionTiles(**addresses_in(module, ("scores", "values")), lanes=lanes, vectors=vectors)
+
+
+@intrinsic
+def call_tile(typing, address, arguments):
+    """Call the function at ``address`` with integers, a tuple of them."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: list[ir.Value]) -> ir.Value:
+        kinds = signature.args[1].types
+        assert all(isinstance(kind, types.Integer) for kind in kinds), "a tile is called with integers"
+        given = cgutils.unpack_tuple(builder, args[1], len(kinds))
+        given = [context.cast(builder, one, kind, types.intp) for one, kind in zip(given, kinds, strict=True)]
+        kind = ir.FunctionType(ir.VoidType(), [_I64] * len(kinds))
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), given)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, arguments), generate
 
 
 def _max_rows(num_vectors: int) -> int:
@@ -277,110 +352,79 @@ def _block_tile(module: ir.Module, mr: int, lanes: int, nv: int) -> ir.Function:
     return function
 
 
-def _lanes(kind: types.Type) -> int:
-    if not isinstance(kind, types.IntegerLiteral):
-        msg = "lanes must be known when the kernel is compiled"
-        raise RequireLiteralValue(msg)
-    return int(kind.literal_value)
+def _entry(module: ir.Module, name: str, num_arguments: int) -> tuple[ir.IRBuilder, Sequence[ir.Value]]:
+    """Begin a function of integers that is called by address."""
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [_I64] * num_arguments), name)
+    return ir.IRBuilder(function.append_basic_block("entry")), function.args
 
 
-@intrinsic
-def matmul_scores(typing, lanes, x, ldx, w0, w1, ldw, y, ldy, num_k, num_rows, next0, next1):
-    """``y[num_rows, 2 * lanes] = x[num_rows, num_k] @ [w0 | w1]``: two panels of one vector, each where it lies.
-
-    Addresses in bytes, ``ld*`` in numbers; ``next0`` and ``next1`` are what to fetch meanwhile.
-    """
-    width = _lanes(lanes)
-
-    def generate(_context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> ir.Value:
-        _, x, ldx, w0, w1, ldw, y, ldy, num_k, num_rows, next0, next1 = args
-        x, w0, w1, y, next0, next1 = (builder.inttoptr(a, _F32_P) for a in (x, w0, w1, y, next0, next1))
-
-        def call(tile: ir.Function, first: ir.Value) -> None:
-            at_x, at_y = (builder.gep(p, [builder.mul(ld, first)]) for p, ld in ((x, ldx), (y, ldy)))
-            builder.call(tile, [at_x, ldx, w0, w1, ldw, at_y, ldy, num_k, _I64(0), next0, next1])
-
-        def tile(mr: int, fetches: bool) -> ir.Function:
-            return _column_tile(builder.module, mr, width, fetches=fetches)
-
-        _in_tiles(tile, builder, num_rows, _max_rows(2), call)
-        return _context.get_dummy_value()
-
-    return types.void(lanes, *[types.intp] * 11), generate
+def _rows_on(builder: ir.IRBuilder, pointer: ir.Value, distance: ir.Value, rows: ir.Value) -> ir.Value:
+    return builder.gep(pointer, [builder.mul(distance, rows)])
 
 
-@intrinsic
-def matmul_panel(typing, lanes, x, ldx, panel, y, ldy, num_k, num_rows, adds, following):
-    """``y[num_rows, 2 * lanes] (+)= x[num_rows, num_k] @ panel[num_k, 2 * lanes]``; it adds if ``adds`` is not 0.
+def _add_panel(module: ir.Module) -> None:
+    builder, args = _entry(module, "panel", 9)
+    x, ldx, panel, y, ldy, num_k, num_rows, adds, following = args
+    x, panel, y, following = (builder.inttoptr(a, _F32_P) for a in (x, panel, y, following))
+    half = [builder.gep(p, [_I64(MAX_LANES)]) for p in (panel, following)]
+    right = [panel, half[0], _I64(PANEL_VECTORS * MAX_LANES)]
 
-    Addresses in bytes, ``ld*`` in numbers; ``following`` is the panel to fetch meanwhile.
-    """
-    width = _lanes(lanes)
+    def call(tile: ir.Function, first: ir.Value) -> None:
+        at_x, at_y = _rows_on(builder, x, ldx, first), _rows_on(builder, y, ldy, first)
+        builder.call(tile, [at_x, ldx, *right, at_y, ldy, num_k, adds, following, half[1]])
 
-    def generate(_context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> ir.Value:
-        _, x, ldx, panel, y, ldy, num_k, num_rows, adds, following = args
-        x, panel, y, following = (builder.inttoptr(a, _F32_P) for a in (x, panel, y, following))
-        half = [builder.gep(p, [_I64(width)]) for p in (panel, following)]
+    def tile(mr: int, fetches: bool) -> ir.Function:
+        return _column_tile(module, mr, MAX_LANES, fetches=fetches)
 
-        def call(tile: ir.Function, first: ir.Value) -> None:
-            at_x, at_y = (builder.gep(p, [builder.mul(ld, first)]) for p, ld in ((x, ldx), (y, ldy)))
-            right = [panel, half[0], _I64(PANEL_VECTORS * width)]
-            builder.call(tile, [at_x, ldx, *right, at_y, ldy, num_k, adds, following, half[1]])
-
-        def tile(mr: int, fetches: bool) -> ir.Function:
-            return _column_tile(builder.module, mr, width, fetches=fetches)
-
-        _in_tiles(tile, builder, num_rows, _max_rows(2), call)
-        return _context.get_dummy_value()
-
-    return types.void(lanes, *[types.intp] * 9), generate
+    _in_tiles(tile, builder, num_rows, _max_rows(PANEL_VECTORS), call)
+    builder.ret_void()
 
 
-@intrinsic
-def matmul_panel_int8(typing, lanes, x, ldx, panel, scales, y, ldy, num_k, num_rows, adds, following):
-    """As :func:`matmul_panel`, of an int8 panel whose columns have ``scales``."""
-    width = _lanes(lanes)
+def _add_panel_int8(module: ir.Module) -> None:
+    builder, args = _entry(module, "panel_int8", 10)
+    x, ldx, panel, scales, y, ldy, num_k, num_rows, adds, following = args
+    x, scales, y = (builder.inttoptr(a, _F32_P) for a in (x, scales, y))
+    panel, following = (builder.inttoptr(a, _I8_P) for a in (panel, following))
 
-    def generate(_context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> ir.Value:
-        _, x, ldx, panel, scales, y, ldy, num_k, num_rows, adds, following = args
-        x, scales, y = (builder.inttoptr(a, _F32_P) for a in (x, scales, y))
-        panel, following = (builder.inttoptr(a, _I8_P) for a in (panel, following))
+    def call(tile: ir.Function, first: ir.Value) -> None:
+        at_x, at_y = _rows_on(builder, x, ldx, first), _rows_on(builder, y, ldy, first)
+        builder.call(tile, [at_x, ldx, panel, scales, at_y, ldy, num_k, adds, following])
 
-        def call(tile: ir.Function, first: ir.Value) -> None:
-            at_x, at_y = (builder.gep(p, [builder.mul(ld, first)]) for p, ld in ((x, ldx), (y, ldy)))
-            builder.call(tile, [at_x, ldx, panel, scales, at_y, ldy, num_k, adds, following])
+    def tile(mr: int, fetches: bool) -> ir.Function:
+        return _int8_tile(module, mr, MAX_LANES, fetches=fetches)
 
-        def tile(mr: int, fetches: bool) -> ir.Function:
-            return _int8_tile(builder.module, mr, width, fetches=fetches)
-
-        _in_tiles(tile, builder, num_rows, _max_rows(2), call)
-        return _context.get_dummy_value()
-
-    return types.void(lanes, *[types.intp] * 10), generate
+    _in_tiles(tile, builder, num_rows, _max_rows(PANEL_VECTORS), call)
+    builder.ret_void()
 
 
-@intrinsic
-def matmul_blocks(typing, lanes, vectors, x, ldx, blocks, num_blocks, block_size, num_k, offset, ldw, y, ldy, num_rows):
-    """``y[num_rows, vectors * lanes] = x[num_rows, num_k] @ the rows of several blocks``, from column ``offset`` on.
+def _add_scores(module: ir.Module, lanes: int) -> None:
+    builder, args = _entry(module, "scores", 11)
+    x, ldx, w0, w1, ldw, y, ldy, num_k, num_rows, next0, next1 = args
+    x, w0, w1, y, next0, next1 = (builder.inttoptr(a, _F32_P) for a in (x, w0, w1, y, next0, next1))
 
-    ``blocks`` is the address of ``num_blocks`` addresses; each block has ``block_size`` rows, ``ldw`` numbers apart, of
-    which the last block gives only what is left of ``num_k``: the rest is never read.
-    """
-    width, nv = _lanes(lanes), _lanes(vectors)
+    def call(tile: ir.Function, first: ir.Value) -> None:
+        at_x, at_y = _rows_on(builder, x, ldx, first), _rows_on(builder, y, ldy, first)
+        builder.call(tile, [at_x, ldx, w0, w1, ldw, at_y, ldy, num_k, _I64(0), next0, next1])
 
-    def generate(_context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> ir.Value:
-        _, _, x, ldx, blocks, num_blocks, block_size, num_k, offset, ldw, y, ldy, num_rows = args
-        x, y = (builder.inttoptr(a, _F32_P) for a in (x, y))
-        blocks = builder.inttoptr(blocks, _I64_P)
+    def tile(mr: int, fetches: bool) -> ir.Function:
+        return _column_tile(module, mr, lanes, fetches=fetches)
 
-        def call(tile: ir.Function, first: ir.Value) -> None:
-            at_x, at_y = (builder.gep(p, [builder.mul(ld, first)]) for p, ld in ((x, ldx), (y, ldy)))
-            builder.call(tile, [at_x, ldx, blocks, num_blocks, block_size, num_k, offset, ldw, at_y, ldy])
+    _in_tiles(tile, builder, num_rows, _max_rows(PANEL_VECTORS), call)
+    builder.ret_void()
 
-        def tile(mr: int, _fetches: bool) -> ir.Function:
-            return _block_tile(builder.module, mr, width, nv)
 
-        _in_tiles(tile, builder, num_rows, _max_rows(nv), call)
-        return _context.get_dummy_value()
+def _add_values(module: ir.Module, lanes: int, vectors: int) -> None:
+    builder, args = _entry(module, "values", 11)
+    x, ldx, blocks, num_blocks, block_size, num_k, offset, ldw, y, ldy, num_rows = args
+    x, y = (builder.inttoptr(a, _F32_P) for a in (x, y))
+    blocks = builder.inttoptr(blocks, _I64_P)
 
-    return types.void(lanes, vectors, *[types.intp] * 11), generate
+    def call(tile: ir.Function, first: ir.Value) -> None:
+        at_x, at_y = _rows_on(builder, x, ldx, first), _rows_on(builder, y, ldy, first)
+        builder.call(tile, [at_x, ldx, blocks, num_blocks, block_size, num_k, offset, ldw, at_y, ldy])
+
+    def tile(mr: int, _fetches: bool) -> ir.Function:
+        return _block_tile(module, mr, lanes, vectors)
+
+    _in_tiles(tile, builder, num_rows, _max_rows(vectors), call)
+    builder.ret_void()

@@ -17,8 +17,10 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
+
+from pagefold.runner.kernels.compiled import part
 
 __all__ = ["SYNC_WIDTH", "claim", "finish", "wait"]
 
@@ -54,19 +56,19 @@ def _load(typing, address):
     return types.int64(types.intp), generate
 
 
-@njit(nogil=True)
+@part()
 def claim(sync, phase):
     """Return the next chunk of ``phase``; there are no more when it is their number or above."""
     return _fetch_add(sync.ctypes.data + phase * SYNC_WIDTH * _WORD)
 
 
-@njit(nogil=True)
+@part()
 def finish(sync, phase):
     """Count one chunk of ``phase`` done: what it wrote is there for whoever has waited."""
     _fetch_add(sync.ctypes.data + (phase * SYNC_WIDTH + _DONE) * _WORD)
 
 
-@njit(nogil=True)
+@part()
 def wait(sync, phase, num_chunks):
     """Wait until all chunks of ``phase`` are done: at first eagerly, then letting others run."""
     address = sync.ctypes.data + (phase * SYNC_WIDTH + _DONE) * _WORD
