@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import numba
@@ -10,17 +12,16 @@ import torch
 
 from pagefold.runner.attention.cpu import AttentionRoom, scale_and_cap
 from pagefold.runner.fused.kernel import (
-    PHASES_A_LAYER,
-    PHASES_BESIDE,
     TOKENS_A_TILE,
     DecoderRoom,
     DecoderStep,
+    phases,
     run_decoder,
 )
 from pagefold.runner.fused.weights import PANEL_WIDTH, num_panels, pack_model
 from pagefold.runner.kernels.compiled import specialised
 from pagefold.runner.kernels.simd import weight_tiles
-from pagefold.runner.kernels.team import SYNC_WIDTH
+from pagefold.runner.kernels.team import SYNC_WIDTH, ends
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,8 +67,9 @@ class FusedDecoder:
         self._scale, _ = scale_and_cap(attention.scaling, 0.0)
         self._weights = pack_model(model, max_model_len, is_int8=is_int8)
         self._attention = AttentionRoom(slab, self._num_heads, self._num_kv_heads, self._num_threads)
-        num_layers = len(self._weights.norms)
-        self._sync = np.zeros((num_layers * PHASES_A_LAYER + PHASES_BESIDE, SYNC_WIDTH), np.int64)
+        self._phases = phases(len(self._weights.norms))
+        self._sync = np.zeros((len(self._phases), SYNC_WIDTH), np.int64)
+        self._began = 0.0
         self._tiles = weight_tiles()
         self._room = self._make_room(1, 1)
         self._kernel: Callable[..., None] | None = None
@@ -98,8 +100,16 @@ class FusedDecoder:
         )
         if self._kernel is None:
             self._kernel = specialised(run_decoder, arguments)
+        self._began = time.monotonic()
         self._kernel(*arguments)
         return torch.from_numpy(self._room.logits)[:num_rows, : self._vocab_size]
+
+    def profile(self) -> dict[str, float]:
+        """Return how long the last step's phases took, in seconds, those of all layers together."""
+        seconds: defaultdict[str, float] = defaultdict(float)
+        for name, taken in zip(self._phases, np.diff(ends(self._sync), prepend=self._began), strict=True):
+            seconds[name] += float(taken)
+        return dict(seconds)
 
     def _make_room(self, num_tokens: int, num_rows: int) -> DecoderRoom:
         weights, head_dim = self._weights, self._head_dim

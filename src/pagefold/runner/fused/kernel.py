@@ -22,11 +22,16 @@ from pagefold.runner.kernels.team import claim, finish, wait
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["PHASES_A_LAYER", "PHASES_BESIDE", "TOKENS_A_TILE", "DecoderRoom", "DecoderStep", "run_decoder"]
+__all__ = ["TOKENS_A_TILE", "DecoderRoom", "DecoderStep", "phases", "run_decoder"]
 
-PHASES_A_LAYER = 9
-PHASES_BESIDE = 3
-"""The embedding before the layers, the last norm and the head behind them."""
+_LAYER_PHASES = ("norm", "qkv", "place", "attention", "merge", "out", "norm", "gate_up", "down")
+_PHASES_A_LAYER = len(_LAYER_PHASES)
+
+
+def phases(num_layers: int) -> tuple[str, ...]:
+    """Return what each phase of a step does, in order."""
+    return ("embed", *_LAYER_PHASES * num_layers, "norm", "head")
+
 
 _FLOAT_BYTES = 4
 _TOKENS_A_CHUNK = 4  # of the small phases
@@ -282,7 +287,7 @@ def _member(
     out = room.attended[:num_tokens]
     _embed(sync, 0, weights, weights.head_scales, step, room)
     for layer in range(weights.norms.shape[0]):
-        phase = 1 + layer * PHASES_A_LAYER
+        phase = 1 + layer * _PHASES_A_LAYER
         _norm_all(sync, phase, room.hidden, num_tokens, weights.norms[layer, 0], weights.epsilon, room.normed)
         _matmul(
             tiles,
@@ -330,7 +335,7 @@ def _member(
             room.hidden,
             1,
         )
-    phase = 1 + weights.norms.shape[0] * PHASES_A_LAYER
+    phase = 1 + weights.norms.shape[0] * _PHASES_A_LAYER
     _norm_rows(sync, phase, weights, step, room)
     _matmul(
         tiles,
