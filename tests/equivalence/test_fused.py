@@ -6,12 +6,18 @@ what was cached or on the number of threads would be found, however little it di
 
 from __future__ import annotations
 
+import gc
+import os
+import subprocess
+import sys
 from array import array
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from equivalence.prompts import full_prompts, short_prompts
 from equivalence.settings import SETTINGS
@@ -172,3 +178,90 @@ def test_what_the_fused_decoder_cannot_do_is_refused_before_weights_are_loaded(f
 def test_other_families_go_through_transformers(tiny_folder):
     assert not plan_engine(EngineConfig(model=str(tiny_folder("gemma2")))).is_fused
     assert plan_engine(EngineConfig(model=str(tiny_folder("mistral")), batch_invariant=True)).is_fused
+
+
+def _round_to_int8(weight):
+    """What int8 keeps of ``[N, K]``: 255 steps a row, the largest number one of them."""
+    scales = (weight.abs().amax(1, keepdim=True) / 127).clamp_min(torch.finfo(torch.float32).tiny)
+    return (weight / scales).round() * scales
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_int8_logits_are_near_those_of_a_model_with_rounded_weights(family, tiny_folder):
+    folder = tiny_folder(family)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.weight.data = _round_to_int8(module.weight.data)
+    model = model.double().eval()
+    random = Random(11)
+    sequences = [[random.randrange(VOCAB_SIZE) for _ in range(length)] for length in (1, 15, 33, 300)]
+    runner = _engine(folder, quantization="int8").runner
+    blocks = [range(50 * at, 50 * at + 50) for at in range(len(sequences))]
+    told = runner.logits(_plan([(ids, 0, own) for ids, own in zip(sequences, blocks, strict=True)]))
+    for at, ids in enumerate(sequences):
+        with torch.inference_mode():
+            expected = model(torch.tensor([ids])).logits[0, -1]
+        assert (told[at].double() - expected).abs().max() < LOGITS_BOUND
+
+
+def test_int8_logits_are_the_same_to_the_bit_in_any_company(tiny_folder):
+    random = Random(5)
+    sequences = [[random.randrange(VOCAB_SIZE) for _ in range(length)] for length in (1, 20, 100)]
+    runner = _engine(tiny_folder("llama"), quantization="int8").runner
+    alone = [runner.logits(_plan([(ids, 0, range(30))]))[0].clone() for ids in sequences]
+    together = runner.logits(_plan([(ids, 0, range(30 * at, 30 * at + 30)) for at, ids in enumerate(sequences)]))
+    assert all(torch.equal(one, other) for one, other in zip(alone, together, strict=True))
+
+
+ONE_CORE = """
+import os, sys
+sys.path.insert(0, {tests!r})
+import numba  # counts the cores before there is only one
+os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+from equivalence.test_fused import _engine, _plan
+runner = _engine({folder!r}, threads={threads}).runner
+print([runner.run(_plan([([7] * 40, 0, range(4)), (list(range(30)), 0, range(4, 8))])).token_ids for _ in range(20)])
+"""
+
+
+def test_a_team_on_a_single_core_ends_and_says_the_same(tiny_folder):
+    """A member that the system runs only when the other lets it."""
+    said = []
+    for threads in (1, 4):
+        code = ONE_CORE.format(
+            tests=str(Path(__file__).parent.parent), folder=str(tiny_folder("llama")), threads=threads
+        )
+        command = [sys.executable, "-c", code]
+        result = subprocess.run(
+            command,
+            env=os.environ | {"NUMBA_NUM_THREADS": "4"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert result.returncode == 0, result.stderr
+        said.append(result.stdout)
+    assert said[0] == said[1]
+
+
+def _resident_bytes():
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def test_memory_is_flat_over_10_000_steps(tiny_folder):
+    """Requests of all lengths that come and go, more of them than there are blocks for."""
+    engine = _engine(tiny_folder("llama"), max_num_seqs=8, max_model_len=256, max_num_batched_tokens=512)
+    engine.runner.slab.data.fill_(0.0)  # its pages come from the system when they are first written
+    random = Random(1)
+    resident = []
+    for step in range(11_000):
+        if len(engine.scheduler.running) + len(engine.scheduler.waiting) < 8:
+            prompt = [random.randrange(VOCAB_SIZE) for _ in range(random.randrange(1, 200))]
+            engine.add(str(step), prompt, SamplingParams(temperature=0.0, max_tokens=random.randrange(1, 50)))
+        engine.step()
+        if step % 1000 == 999:
+            gc.collect()
+            resident.append(_resident_bytes())
+    assert resident[-1] - resident[0] < 2 * 2**20

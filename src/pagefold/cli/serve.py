@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -317,7 +318,11 @@ def _start_engine(config: EngineConfig, emit: Emit, say: Callable[[str], None]) 
     with progress_bar() as progress:
         blueprint = plan_engine(config, progress=progress)
     _quiet_transformers()
-    return build_engine(blueprint, emit=emit, say=say)
+    engine = build_engine(blueprint, emit=emit, say=say)
+    # What is there now stays: the collector need not walk through all of it again, in the middle of some step.
+    gc.collect()
+    gc.freeze()
+    return engine
 
 
 def _quiet_transformers() -> None:

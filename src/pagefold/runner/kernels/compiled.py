@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import shutil
 from typing import TYPE_CHECKING, Any
 
 import numba
@@ -40,7 +39,8 @@ def specialised(
         if not KERNEL_CACHE.exists():
             raise
         _log.warning("the kernel cache %s is damaged (%r); compiling again", KERNEL_CACHE, error)
-        shutil.rmtree(KERNEL_CACHE, ignore_errors=True)
+        for file in KERNEL_CACHE.rglob("*.nb[ic]"):
+            file.unlink(missing_ok=True)
         kernel.compile(signature)
     entry: Callable[..., Any] = kernel.overloads[signature].entry_point
     return entry
