@@ -4,16 +4,18 @@ A matrix ``[N, K]`` becomes panels ``[N / width, K, width]``: a panel is what on
 whole matrix is read in one stream. q, k and v are one matrix; gate and up alternate panel by panel, so that a tile of
 both is there when they are multiplied. N is filled up with zeros to whole panels.
 
-The model's own tensors are let go layer by layer, so that packing needs room for one layer more, not for a model more.
+The model's own tensors are let go layer by layer, so that packing needs room for few layers more, not for a model more.
 """
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
+from pagefold.config import available_cpus
 from pagefold.runner.kernels.simd import MAX_LANES, PANEL_VECTORS
 
 if TYPE_CHECKING:
@@ -90,12 +92,12 @@ class _Panels:
 
 def _pack(matrix: torch.Tensor, into: NDArray[Any]) -> None:
     """Pack a weight ``[N, K]`` into panels ``[>= N / W, K, W]``; what is beyond N stays as it was."""
-    num = len(matrix)
+    numbers = matrix.numpy()
+    num = len(numbers)
     whole = num // PANEL_WIDTH
-    target = torch.from_numpy(into)
-    target[:whole] = matrix[: whole * PANEL_WIDTH].view(whole, PANEL_WIDTH, -1).transpose(1, 2)
+    into[:whole] = numbers[: whole * PANEL_WIDTH].reshape(whole, PANEL_WIDTH, -1).transpose(0, 2, 1)
     if num % PANEL_WIDTH:
-        target[whole, :, : num % PANEL_WIDTH] = matrix[whole * PANEL_WIDTH :].T
+        into[whole, :, : num % PANEL_WIDTH] = numbers[whole * PANEL_WIDTH :].T
 
 
 @torch.inference_mode()
@@ -122,7 +124,10 @@ def pack_model(model: Any, num_positions: int, *, is_int8: bool = False) -> Deco
     bias = np.zeros((num_layers, num_qkv) if has_bias else (0, 0), np.float32)
     head_norms = np.zeros((num_layers, 2, head_dim) if has_norms else (0, 2, 0), np.float32)
     norms = np.zeros((num_layers, 2, hidden), np.float32)
-    for index, layer in enumerate(layers):
+
+    @torch.inference_mode()
+    def pack_layer(index: int) -> None:
+        layer = layers[index]
         attention, mlp = layer.self_attn, layer.mlp
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         qkv.put(index, torch.cat([one.weight for one in projections]))
@@ -139,6 +144,9 @@ def pack_model(model: Any, num_positions: int, *, is_int8: bool = False) -> Deco
         norms[index, 1] = layer.post_attention_layernorm.weight.numpy()
         for one in (*projections, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
             one.weight = None
+
+    with ThreadPoolExecutor(available_cpus()) as threads:  # copying lets go of the GIL
+        list(threads.map(pack_layer, range(num_layers)))
     rope = _rope(decoder, num_positions, head_dim)
     matrix, embedding = model.lm_head.weight, decoder.embed_tokens.weight
     head = _Panels(1, len(matrix), hidden, is_int8=is_int8)

@@ -12,7 +12,7 @@ import llvmlite.binding as llvm
 from pagefold.runner.kernels import KERNEL_CACHE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from llvmlite import ir
@@ -30,27 +30,33 @@ def num_modules_compiled() -> int:
     return _compiled
 
 
-def addresses_in(module: ir.Module, names: Iterable[str]) -> dict[str, int]:
-    """Return where functions of ``module`` are, compiled for this processor or loaded from the cache folder."""
+def addresses_in(name: str, build: Callable[[], ir.Module], functions: Iterable[str]) -> dict[str, int]:
+    """Return where ``functions`` of a module are, compiled for this processor or loaded from the cache folder.
+
+    Args:
+        name: of the module; what it says follows from its name and our sources.
+        build: makes it, if it must be compiled.
+        functions: their names.
+    """
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     target = llvm.Target.from_default_triple()
-    module.triple = target.triple
     features = llvm.get_host_cpu_features().flatten()
     machine = target.create_target_machine(llvm.get_host_cpu_name(), features, opt=3, jit=True)
-    text = str(module)
-    key = hashlib.sha256(f"{llvm.get_host_cpu_name()} {features} {text}".encode()).hexdigest()[:16]
-    file = KERNEL_CACHE / f"{module.name}-{key}.o"
+    key = hashlib.sha256(f"{llvm.get_host_cpu_name()} {features}".encode()).hexdigest()[:16]
+    file = KERNEL_CACHE / f"{name}-{key}.o"
     code = _read(file)
     if code is None:
-        code = _compile(text, machine)
+        module = build()
+        module.triple = target.triple
+        code = _compile(str(module), machine)
         _write(file, code)
     # An engine begins with a module; ours is empty, and the machine passes into its hands.
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
     _ENGINES.append(engine)
-    return {name: engine.get_function_address(name) for name in names}
+    return {function: engine.get_function_address(function) for function in functions}
 
 
 def _compile(text: str, machine: llvm.TargetMachine) -> bytes:

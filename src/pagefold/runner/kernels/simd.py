@@ -104,10 +104,14 @@ class AttentionTiles(NamedTuple):
 @cache
 def weight_tiles() -> WeightTiles:
     """Return the tiles for weights, compiled."""
-    module = ir.Module("weights")
-    _add_panel(module)
-    _add_panel_int8(module)
-    return WeightTiles(**addresses_in(module, WeightTiles._fields))
+
+    def build() -> ir.Module:
+        module = ir.Module()
+        _add_panel(module)
+        _add_panel_int8(module)
+        return module
+
+    return WeightTiles(**addresses_in("weights", build, WeightTiles._fields))
 
 
 def attention_tiles(block_size: int, head_dim: int) -> AttentionTiles:
@@ -123,10 +127,14 @@ def attention_tiles(block_size: int, head_dim: int) -> AttentionTiles:
 
 @cache
 def _attention_tiles(lanes: int, vectors: int) -> AttentionTiles:
-    module = ir.Module("attention")
-    _add_scores(module, lanes)
-    _add_values(module, lanes, vectors)
-    return AttentionTiles(**addresses_in(module, ("scores", "values")), lanes=lanes, vectors=vectors)
+    def build() -> ir.Module:
+        module = ir.Module()
+        _add_scores(module, lanes)
+        _add_values(module, lanes, vectors)
+        return module
+
+    found = addresses_in(f"attention-{lanes}x{vectors}", build, ("scores", "values"))
+    return AttentionTiles(**found, lanes=lanes, vectors=vectors)
 
 
 @intrinsic
