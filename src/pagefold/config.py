@@ -5,6 +5,7 @@ Names and meaning of flags are vLLM's where vLLM has them.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,9 @@ __all__ = [
     "AttentionBackend",
     "Dtype",
     "EngineConfig",
+    "ModelImpl",
     "ServerConfig",
+    "available_cpus",
     "available_memory_bytes",
     "cache_dir",
     "environment_admin_key",
@@ -28,9 +31,11 @@ __all__ = [
 
 Dtype: TypeAlias = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 AttentionBackend: TypeAlias = Literal["auto", "cpu", "reference"]
+ModelImpl: TypeAlias = Literal["auto", "pagefold", "transformers"]
 
 _DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
 _BACKENDS = ("auto", "cpu", "reference")
+_MODEL_IMPLS = ("auto", "pagefold", "transformers")
 _SCHEDULING_POLICIES = ("fcfs", "priority")
 _LOG_FORMATS = ("text", "json")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -58,6 +63,11 @@ class EngineConfig:
         enable_prefix_caching: whether blocks are shared between requests that begin alike.
         eviction_policy: which cached blocks go first: ``lru``, ``lfu`` or ``fifo``.
         attention_backend: ``cpu`` (Numba), ``reference`` (plain torch, slow, any dtype), or ``auto``.
+        model_impl: who computes the layers: ``pagefold`` (the fused decoder), ``transformers`` (any family), or
+            ``auto`` for the fused decoder where it can.
+        quantization: ``int8`` keeps the fused decoder's matrices as int8, a scale an output channel; None does not.
+        threads: how many compute together; None for all cores that this process may use.
+        batch_invariant: refuse whatever would let a request's tokens depend on its batch. The fused decoder never does.
         seed: of the draws of requests that bring no seed.
         scheduling_policy: who goes first: ``fcfs``, or ``priority`` (the smallest ``priority`` of a request).
         priority_aging_s: with ``priority``, seconds of waiting that are worth one level.
@@ -79,6 +89,10 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     eviction_policy: str = "lru"
     attention_backend: AttentionBackend = "auto"
+    model_impl: ModelImpl = "auto"
+    quantization: Literal["int8"] | None = None
+    threads: int | None = None
+    batch_invariant: bool = False
     seed: int = 0
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     priority_aging_s: float = 60.0
@@ -92,6 +106,8 @@ class EngineConfig:
         _check_types(self)
         _one_of("dtype", self.dtype, _DTYPES)
         _one_of("attention_backend", self.attention_backend, _BACKENDS)
+        _one_of("model_impl", self.model_impl, _MODEL_IMPLS)
+        _one_of("quantization", self.quantization, (None, "int8"))
         _one_of("eviction_policy", self.eviction_policy, tuple(POLICIES))
         _one_of("scheduling_policy", self.scheduling_policy, _SCHEDULING_POLICIES)
         if not self.priority_aging_s > 0:
@@ -103,6 +119,11 @@ class EngineConfig:
             raise ConfigError(msg, remedy="Give a built-in name such as smollm2-135m, a local folder, or a hub id.")
         if not 1 <= self.block_size <= _MAX_BLOCK_SIZE or self.block_size & (self.block_size - 1):
             raise _bad("block_size", self.block_size, f"a power of two up to {_MAX_BLOCK_SIZE}")
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        if self.threads is not None and self.threads < 1:
+            raise _bad("threads", self.threads, "at least 1")
         if self.kv_cache_memory_bytes is not None and self.kv_cache_memory_bytes <= 0:
             raise _bad("kv_cache_memory_bytes", self.kv_cache_memory_bytes, "a positive number of bytes")
         if isinstance(self.max_model_len, str):
@@ -212,9 +233,9 @@ def _check_types(record: object) -> None:
         raise _bad(wrong.field, repr(wrong.value), wrong.allowed)
 
 
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+def _one_of(name: str, value: object, allowed: tuple[str | None, ...]) -> None:
     if value not in allowed:
-        raise _bad(name, repr(value), f"one of {', '.join(allowed)}")
+        raise _bad(name, repr(value), f"one of {', '.join(map(str, allowed))}")
 
 
 def _bad(name: str, value: object, allowed: str) -> ConfigError:
@@ -224,6 +245,19 @@ def _bad(name: str, value: object, allowed: str) -> ConfigError:
 def cache_dir() -> Path:
     """Return the folder for models and compiled kernels: ``$PAGEFOLD_CACHE``, else ``~/.cache/pagefold``."""
     return Path(os.environ.get("PAGEFOLD_CACHE") or Path.home() / ".cache" / "pagefold")
+
+
+def available_cpus() -> int:
+    """Return how many cores this process may use: those of its affinity, or fewer where its cgroup has a quota."""
+    num_cpus = float(len(os.sched_getaffinity(0)))
+    for folder in _cgroup_folders():
+        try:
+            quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
+        except (OSError, ValueError):  # absent, as in v1
+            continue
+        if quota != "max":
+            num_cpus = min(num_cpus, int(quota) / int(period))
+    return max(1, math.ceil(num_cpus))
 
 
 def environment_admin_key() -> str | None:

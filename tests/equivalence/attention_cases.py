@@ -91,11 +91,7 @@ class Case:
 
     def to(self, dtype: torch.dtype) -> tuple[Any, ...]:
         """Return fresh operands of that dtype, in the op's order."""
-        slab = object.__new__(Slab)
-        slab.block_size = self.slab.block_size
-        slab.data = self.slab.data.to(dtype, copy=True)
-        shape = self.slab.keys.shape
-        slab.keys, slab.values = slab.data[:, :, 0].view(shape), slab.data[:, :, 1].view(shape)
+        slab = Slab(self.slab.data.to(dtype, copy=True), self.slab.keys.shape[-1])
         operands = (tensor.to(dtype, copy=True) for tensor in (self.query, self.key, self.value))
         return *operands, slab, self.inputs, self.layer, self.scale, self.softcap
 
@@ -156,7 +152,7 @@ class _CaseMaker:
         num_cells = num_layers * num_kv_heads
         spare_cells = 1 if self.per_head else 0
         geometry = KVGeometry(1, num_cells + spare_cells, shape.head_dim, 8, block_size)
-        slab = Slab(geometry, num_blocks, torch.float64)
+        slab = Slab.allocate(geometry, num_blocks, torch.float64)
         slab.data.fill_(float("nan"))
         free = list(range(num_blocks))
         self.random.shuffle(free)

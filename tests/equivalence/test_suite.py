@@ -104,8 +104,9 @@ def forget_one_slot(engine):
 
 def forget_softcap(engine):
     """Scores are not capped."""
-    attention = engine.runner._attention
-    engine.runner._attention = lambda *operands: attention(*operands[:-1], 0.0)
+    decoder = engine.runner.decoder
+    attention = decoder._attention
+    decoder._attention = lambda *operands: attention(*operands[:-1], 0.0)
 
 
 MISTAKES = {

@@ -58,14 +58,15 @@ def test_a_slab_is_what_was_planned(family, settings, smollm2, tiny_folder, free
     asked = {"max_num_seqs": 128, "dtype": "auto"} | settings
     planned = plan_memory(find_model(str(folder)), cpu(free_bytes), PlanSettings(**asked)).devices[0].capacity
     backend = "reference" if settings.get("dtype") == "bfloat16" else "auto"
-    blueprint = plan_engine(EngineConfig(model=str(folder), attention_backend=backend, **asked))
+    config = EngineConfig(model=str(folder), attention_backend=backend, model_impl="transformers", **asked)
+    blueprint = plan_engine(config)
     assert blueprint.capacity == planned
     if family == "smollm2" and settings.get("kv_cache_memory_bytes") is None:
         return  # its weights are loaded once below; here the blueprint is what is built
     engine = build_engine(blueprint)
     assert engine.runner.slab.num_bytes == planned.kv_budget_bytes
     assert engine.runner.slab.data.shape[0] == planned.num_blocks == engine.scheduler.core.pool.num_blocks
-    assert sum(parameter.nbytes for parameter in engine.runner.model.parameters()) == planned.weight_bytes
+    assert sum(parameter.nbytes for parameter in engine.runner.decoder.model.parameters()) == planned.weight_bytes
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

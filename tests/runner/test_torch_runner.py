@@ -23,6 +23,7 @@ from pagefold.runner.models import inspect_model
 from pagefold.runner.sampler import sample
 from pagefold.runner.slab import Slab
 from pagefold.runner.torch_runner import TorchRunner
+from pagefold.runner.transformers_decoder import TransformersDecoder
 from pagefold.steps import PromptPart, StepPlan
 
 if TYPE_CHECKING:
@@ -34,10 +35,11 @@ PROMPTS = [[5, 9, 11, 23, 40, 3], [17, 8, 61, 33, 2, 7, 12, 50, 44], [30]]
 
 def make_runner(folder: Path, num_layers: int = 2, num_kv_heads: int = 2, max_model_len: int = 64) -> TorchRunner:
     geometry = KVGeometry(num_layers, num_kv_heads, 8, 8, BLOCK_SIZE)
-    slab = Slab(geometry, 16, torch.float64)
+    slab = Slab.allocate(geometry, 16, torch.float64)
     slab.data.fill_(float("nan"))  # whoever reads what nobody wrote is found out
     model = load_model(folder, torch.float64)
-    return TorchRunner(model, geometry, slab, reference_attention, max_model_len=max_model_len)
+    decoder = TransformersDecoder(model, slab, reference_attention, max_model_len=max_model_len)
+    return TorchRunner(decoder, geometry, slab)
 
 
 def make_plan(*rows: tuple[list[int], int, list[int], bool]) -> StepPlan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -19,7 +20,7 @@ from pagefold.errors import ConfigError, InvalidRequestError, PagefoldError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pagefold.config import Account, AttentionBackend, Dtype
+    from pagefold.config import Account, AttentionBackend, Dtype, ModelImpl
     from pagefold.engine.engine import Engine
     from pagefold.events import Emit
     from pagefold.server.process import WarmPrompt
@@ -130,6 +131,23 @@ def serve(  # noqa: PLR0913 - one parameter a flag
         str, typer.Option(help="Which cached blocks go first: lru, lfu or fifo.", rich_help_panel=_ENGINE)
     ] = "lru",
     attention_backend: Annotated[str, typer.Option(help="auto, cpu or reference.", rich_help_panel=_ENGINE)] = "auto",
+    model_impl: Annotated[
+        str, typer.Option(help="Who computes the layers: auto, pagefold or transformers.", rich_help_panel=_ENGINE)
+    ] = "auto",
+    quantization: Annotated[
+        str | None, typer.Option(help="int8: weights of a quarter of the size.", rich_help_panel=_ENGINE)
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="Threads that compute; all cores if not given.", rich_help_panel=_ENGINE)
+    ] = None,
+    batch_invariant: Annotated[
+        bool,
+        typer.Option(
+            "--batch-invariant",
+            help="Refuse what would let a request's tokens depend on its batch.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = False,
     scheduling_policy: Annotated[
         str, typer.Option(help="Who goes first: fcfs, or priority (the smallest).", rich_help_panel=_ENGINE)
     ] = "fcfs",
@@ -172,6 +190,10 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             enable_prefix_caching=enable_prefix_caching,
             eviction_policy=eviction_policy,
             attention_backend=cast("AttentionBackend", attention_backend),
+            model_impl=cast("ModelImpl", model_impl),
+            quantization=cast("Literal['int8'] | None", quantization),
+            threads=threads,
+            batch_invariant=batch_invariant,
             seed=seed,
             scheduling_policy=cast('Literal["fcfs", "priority"]', scheduling_policy),
             priority_aging_s=priority_aging,
@@ -296,7 +318,11 @@ def _start_engine(config: EngineConfig, emit: Emit, say: Callable[[str], None]) 
     with progress_bar() as progress:
         blueprint = plan_engine(config, progress=progress)
     _quiet_transformers()
-    return build_engine(blueprint, emit=emit, say=say)
+    engine = build_engine(blueprint, emit=emit, say=say)
+    # What is there now stays: the collector need not walk through all of it again, in the middle of some step.
+    gc.collect()
+    gc.freeze()
+    return engine
 
 
 def _quiet_transformers() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pagefold.capacity import Capacity, plan_capacity
-from pagefold.config import available_memory_bytes, cache_dir
+from pagefold.config import available_cpus, available_memory_bytes, cache_dir
 from pagefold.engine.engine import Engine, ModelLimits
+from pagefold.errors import ConfigError
 from pagefold.events import Emit, ignore
 from pagefold.kv import KVCore, KVGeometry, Namespace, PinLimits, make_policy
 from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from pagefold.config import EngineConfig
     from pagefold.hub.progress import Progress
     from pagefold.runner.models import ModelSpec
+    from pagefold.runner.slab import Slab
+    from pagefold.runner.torch_runner import Decoder
     from pagefold.structured.compiler import GrammarCompiler
     from pagefold.tokenizer import Tokenizer
 
@@ -39,6 +42,7 @@ class Blueprint:
         geometry: of its KV.
         capacity: what fits.
         dtype: of weights, activations and KV.
+        is_fused: whether the fused decoder computes it, rather than transformers.
     """
 
     config: EngineConfig
@@ -46,6 +50,7 @@ class Blueprint:
     geometry: KVGeometry
     capacity: Capacity
     dtype: torch.dtype
+    is_fused: bool
 
 
 def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Blueprint:
@@ -68,7 +73,7 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
     geometry = KVGeometry(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype.itemsize, config.block_size)
     capacity = plan_capacity(
         layout=geometry.layout,
-        weight_bytes=spec.num_parameters * dtype.itemsize,
+        weight_bytes=spec.num_parameters * (1 if config.quantization else dtype.itemsize),
         model_max_len=spec.max_exact_len,
         model_limit=spec.limit,
         max_model_len=config.max_model_len,
@@ -77,7 +82,32 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
         available_bytes=available_memory_bytes(),
     )
     choose_backend(config.attention_backend, dtype, block_size=config.block_size, head_dim=spec.head_dim)
-    return Blueprint(config, spec, geometry, capacity, dtype)
+    return Blueprint(config, spec, geometry, capacity, dtype, _is_fused(config, spec, dtype))
+
+
+def _is_fused(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> bool:
+    """Decide who computes the layers.
+
+    Raises:
+        ConfigError: the fused decoder, or what only it gives, was asked for and cannot be had.
+    """
+    why_not = spec.not_fused
+    if not why_not and str(dtype) != "torch.float32":
+        why_not = f"{dtype} (it computes in float32)"
+    if not why_not and (config.block_size % 4 or spec.head_dim % 8):
+        why_not = f"block_size {config.block_size} with head_dim {spec.head_dim}"
+    if not why_not and config.attention_backend == "reference":
+        why_not = "attention_backend=reference"
+    if why_not and config.model_impl == "pagefold":
+        msg = f"The fused decoder does not compute {spec.folder.name}: not {why_not}."
+        raise ConfigError(msg, remedy="Use model_impl=auto or transformers.")
+    is_fused = not why_not and config.model_impl != "transformers"
+    wanted = "batch_invariant" if config.batch_invariant else "quantization" if config.quantization else ""
+    if wanted and not is_fused:
+        why_not = why_not or "model_impl=transformers"
+        msg = f"{wanted} takes the fused decoder, which {spec.folder.name} cannot have: not {why_not}."
+        raise ConfigError(msg, remedy=f"Leave {wanted} out, or change that.")
+    return is_fused
 
 
 def build_engine(blueprint: Blueprint, *, emit: Emit = ignore, say: Callable[[str], None] = _log.info) -> Engine:
@@ -86,7 +116,8 @@ def build_engine(blueprint: Blueprint, *, emit: Emit = ignore, say: Callable[[st
     Raises:
         UnsupportedModelError: the model calls its attention in a way that would be computed wrongly.
     """
-    from pagefold.runner.attention import choose_backend  # noqa: PLC0415 - heavy rooms are entered when they are needed
+    import torch  # noqa: PLC0415 - heavy rooms are entered when they are needed
+
     from pagefold.runner.loader import load_model  # noqa: PLC0415
     from pagefold.runner.slab import LAYOUT, Slab  # noqa: PLC0415
     from pagefold.runner.torch_runner import TorchRunner  # noqa: PLC0415
@@ -98,13 +129,12 @@ def build_engine(blueprint: Blueprint, *, emit: Emit = ignore, say: Callable[[st
     if spec.limit:
         longest = f"{spec.max_exact_len:,} of {spec.max_positions:,} tokens"
         say(f"limit      {longest}, beyond which {spec.limit} is not computed yet")
-    attention = choose_backend(
-        config.attention_backend, blueprint.dtype, block_size=config.block_size, head_dim=spec.head_dim
-    )
+    torch.set_num_threads(config.threads or available_cpus())
     tokenizer = Tokenizer(spec.folder) if (spec.folder / "tokenizer_config.json").is_file() else None
     model = load_model(spec.folder, blueprint.dtype)
-    slab = Slab(geometry, capacity.num_blocks, blueprint.dtype)
-    runner = TorchRunner(model, geometry, slab, attention, max_model_len=capacity.max_model_len)
+    slab = Slab.allocate(geometry, capacity.num_blocks, blueprint.dtype)
+    runner = TorchRunner(_decoder(blueprint, model, slab), geometry, slab)
+    del model  # the fused decoder has taken the weights out of it
     runner.warm_up()
     core = KVCore(
         capacity.num_blocks,
@@ -132,6 +162,28 @@ def build_engine(blueprint: Blueprint, *, emit: Emit = ignore, say: Callable[[st
         request_timeout_s=config.request_timeout_s,
         emit=emit,
     )
+
+
+def _decoder(blueprint: Blueprint, model: Any, slab: Slab) -> Decoder:  # noqa: ANN401 - transformers' models have no type
+    from pagefold.runner.attention import choose_backend  # noqa: PLC0415
+    from pagefold.runner.transformers_decoder import TransformersDecoder  # noqa: PLC0415
+
+    config, max_model_len = blueprint.config, blueprint.capacity.max_model_len
+    num_threads = config.threads or available_cpus()
+    if blueprint.is_fused:
+        from pagefold.runner.fused.decoder import FusedDecoder  # noqa: PLC0415 - compiles
+
+        return FusedDecoder(
+            model,
+            slab,
+            max_model_len=max_model_len,
+            num_threads=num_threads,
+            is_int8=config.quantization == "int8",
+        )
+    attention = choose_backend(
+        config.attention_backend, blueprint.dtype, block_size=slab.block_size, head_dim=blueprint.spec.head_dim
+    )
+    return TransformersDecoder(model, slab, attention, max_model_len=max_model_len)
 
 
 def _compiler(tokenizer: Tokenizer, spec: ModelSpec) -> GrammarCompiler:

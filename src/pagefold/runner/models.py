@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pagefold.errors import ModelNotFoundError, UnsupportedModelError
+from pagefold.runner.fused.families import why_not_fused
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -65,6 +66,7 @@ class ModelSpec:
         eos_token_ids: each of them ends a sequence.
         num_parameters: elements of all weight tensors.
         fingerprint: changes when config or weight files change.
+        not_fused: what of it the fused decoder does not compute; empty where there is nothing.
     """
 
     folder: Path
@@ -80,6 +82,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     num_parameters: int
     fingerprint: str
+    not_fused: str = ""
 
 
 def inspect_model(folder: Path) -> ModelSpec:
@@ -139,6 +142,7 @@ def inspect_model(folder: Path) -> ModelSpec:
         eos_token_ids=_eos_token_ids(folder, config),
         num_parameters=sum(_num_parameters(file) for file in weight_files),
         fingerprint=_fingerprint(folder / "config.json", weight_files),
+        not_fused=why_not_fused(config),
     )
 
 

@@ -2,7 +2,7 @@
 
 ::
 
-    slab[block][cell][0] = K of the cell as [slot][head_dim]
+    slab[block][cell][0] = K of the cell as [head_dim][slot]: a panel, so that one vector holds as many slots' scores
     slab[block][cell][1] = V of the cell as [slot][head_dim]
 """
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LAYOUT", "Slab"]
 
-LAYOUT = "rows-v1"
+LAYOUT = "panels-v1"
 """Names the arrangement of bytes inside a block, for the namespace."""
 
 
@@ -27,20 +27,30 @@ class Slab:
     Pages of memory are taken from the system as blocks are first written. What was never written is undefined, and
     attention never reads it.
 
+    Args:
+        data: ``[num_blocks, num_cells, 2, block_size * head_dim]``.
+        head_dim: numbers of a head.
+
     Attributes:
         data: ``[num_blocks, num_cells, 2, block_size * head_dim]``.
         keys: view ``[num_blocks, num_cells, block_size, head_dim]``.
         values: view ``[num_blocks, num_cells, block_size, head_dim]``.
     """
 
-    def __init__(self, geometry: KVGeometry, num_blocks: int, dtype: torch.dtype) -> None:
+    def __init__(self, data: torch.Tensor, head_dim: int) -> None:
+        num_blocks, num_cells, _, numbers = data.shape
+        self.block_size = size = numbers // head_dim
+        self.data = data
+        self.keys = data[:, :, 0].view(num_blocks, num_cells, head_dim, size).transpose(2, 3)
+        self.values = data[:, :, 1].view(num_blocks, num_cells, size, head_dim)
+
+    @classmethod
+    def allocate(cls, geometry: KVGeometry, num_blocks: int, dtype: torch.dtype) -> Slab:
+        """Return ``num_blocks`` blocks of ``geometry``, not yet written."""
         assert dtype.itemsize == geometry.element_bytes, "geometry and slab disagree about the element size"
         num_cells = geometry.groups[0].num_cells
-        size, dim = geometry.block_size, geometry.head_dim
-        self.block_size = size
-        self.data = torch.empty((num_blocks, num_cells, 2, size * dim), dtype=dtype)
-        self.keys = self.data[:, :, 0].view(num_blocks, num_cells, size, dim)
-        self.values = self.data[:, :, 1].view(num_blocks, num_cells, size, dim)
+        shape = (num_blocks, num_cells, 2, geometry.block_size * geometry.head_dim)
+        return cls(torch.empty(shape, dtype=dtype), geometry.head_dim)
 
     @property
     def num_bytes(self) -> int:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from array import array
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from pagefold.errors import UnsupportedModelError
 from pagefold.kv import BlockId
 from pagefold.request import SamplingParams
 from pagefold.runner.inputs import make_inputs
-from pagefold.runner.loader import AttentionContext
 from pagefold.runner.logits import adjust
 from pagefold.runner.logprobs import token_logprobs
 from pagefold.runner.sampler import sample
@@ -20,37 +18,32 @@ from pagefold.steps import StepPlan, StepResult, TokenLogprobs
 
 if TYPE_CHECKING:
     from pagefold.kv import KVGeometry
-    from pagefold.runner.attention import AttentionBackend
+    from pagefold.runner.inputs import StepInputs
     from pagefold.runner.slab import Slab
 
-__all__ = ["TorchRunner"]
+__all__ = ["Decoder", "TorchRunner"]
+
+
+class Decoder(Protocol):
+    """Computes a step's tokens: their K and V into the blocks, and logits of some of them."""
+
+    def logits(self, inputs: StepInputs) -> torch.Tensor:
+        """Return the logits of ``inputs.logit_rows``, ``[R, vocab]``. They may be valid until the next step only."""
 
 
 class TorchRunner:
-    """A :class:`~pagefold.steps.Runner` over a transformers decoder.
+    """A :class:`~pagefold.steps.Runner` over a decoder.
 
     Args:
-        model: what :func:`~pagefold.runner.loader.load_model` returned.
+        decoder: the model.
         geometry: of its KV.
         slab: its blocks.
-        attention: the implementation.
-        max_model_len: no sequence gets longer.
     """
 
-    def __init__(
-        self,
-        model: Any,  # noqa: ANN401
-        geometry: KVGeometry,
-        slab: Slab,
-        attention: AttentionBackend,
-        *,
-        max_model_len: int,
-    ) -> None:
-        self.model = model
+    def __init__(self, decoder: Decoder, geometry: KVGeometry, slab: Slab) -> None:
         self.geometry = geometry
         self.slab = slab
-        self._attention = attention
-        self._max_model_len = max_model_len
+        self.decoder = decoder
 
     def run(self, plan: StepPlan) -> StepResult:
         """Run one step; see :class:`~pagefold.steps.Runner`."""
@@ -67,18 +60,7 @@ class TorchRunner:
         """Run one step; return the logits of its sampling rows and of its prompt parts' tokens, ``[., vocab]``."""
         self.slab.copy(plan.copies)
         inputs = make_inputs(plan, self.geometry)
-        context = AttentionContext(self._attention, self.slab, inputs.attention, max_model_len=self._max_model_len)
-        output = self.model(
-            input_ids=inputs.token_ids,
-            position_ids=inputs.positions,
-            use_cache=False,
-            logits_to_keep=inputs.logit_rows,
-            paged=context,
-        )
-        if context.layers != list(range(self.geometry.num_layers)):
-            msg = f"The model attended in layers {context.layers}, not once in each of {self.geometry.num_layers}."
-            raise UnsupportedModelError(msg, remedy="Use a model with one plain attention a layer.")
-        logits: torch.Tensor = output.logits[0]
+        logits = self.decoder.logits(inputs)
         num_parts = sum(len(part.token_ids) for part in plan.prompt_parts)
         num_sampling = len(logits) - num_parts
         sampled = logits[:num_sampling] if inputs.samples is None else logits[inputs.samples]

@@ -31,6 +31,6 @@ def choose_backend(name: str, dtype: torch.dtype, *, block_size: int, head_dim: 
         )
         msg += f"{block_size} and {head_dim}."
         raise ConfigError(msg, remedy="Use attention_backend=auto or reference.")
-    from pagefold.runner.attention.cpu import cpu_attention  # noqa: PLC0415 - numba takes a second to import
+    from pagefold.runner.attention.cpu import CpuAttention  # noqa: PLC0415 - numba takes a second to import
 
-    return cpu_attention
+    return CpuAttention(torch.get_num_threads())

@@ -1,0 +1,163 @@
+"""Where a decode step of 32 requests goes: the share of it that is neither matrix products nor attention.
+
+Workload: SmolLM2-135M-Instruct, float32, 32 requests of 512 shared and 64 own random tokens, all of them decoding: 48
+steps of the whole engine, from scheduling to the finished text. The decoder says when each of its phases was over; what
+is left of a step's wall time is Python: scheduling, inputs, sampling, outputs. SiLU happens inside a matrix phase;
+it is timed alone over as many rows, and counted as what it is: neither.
+
+Floors, in the same run: the bytes of weights and KV over the bandwidth that a plain sum of 256 MiB reaches; and the
+operations over the rate of torch's best matrix product here.
+
+    python benchmarks/decode_step.py [--repeats 3] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from report import Row, machine, parser, print_report
+from rich.console import Console
+from rich.progress import track
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pagefold.engine.engine import Engine
+
+NUM_REQUESTS, SHARED, OWN, NUM_STEPS = 32, 512, 64, 48
+ASKED = 0.06
+MATRICES = ("qkv", "out", "gate_up", "down", "head")
+ATTENTION = ("attention", "merge")
+BANDWIDTH_BYTES = 2**28
+MATRIX_SIZE = 1024
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of one decode step: the whole, and the decoder's phases."""
+
+    whole: float
+    phases: dict[str, float]
+
+
+def decode_steps(engine: Engine, rng: random.Random, vocab_size: int) -> list[Step]:
+    """Run 32 requests; return the steps in which all of them decoded."""
+    from pagefold.request import SamplingParams
+    from pagefold.runner.fused.decoder import FusedDecoder
+
+    decoder = engine.runner.decoder
+    assert isinstance(decoder, FusedDecoder)
+    prefix = [rng.randrange(vocab_size) for _ in range(SHARED)]
+    how = SamplingParams(temperature=0.0, max_tokens=NUM_STEPS + 8, ignore_eos=True)
+    for index in range(NUM_REQUESTS):
+        engine.add(str(index), prefix + [rng.randrange(vocab_size) for _ in range(OWN)], how)
+    steps = []
+    while engine.has_work:
+        begin = time.perf_counter()
+        deltas = engine.step()
+        whole = time.perf_counter() - begin
+        phases = decoder.profile()
+        if len(deltas) == NUM_REQUESTS and sum(phases[name] for name in MATRICES) < whole:
+            steps.append(Step(whole, phases))
+    return steps[-NUM_STEPS:]
+
+
+def silu_s(num_rows: int, width: int, num_layers: int) -> float:
+    """Return the seconds that SiLU takes for so many rows in all layers, on one core."""
+    from numba import njit
+
+    from pagefold.runner.kernels.exponential import silu_times
+
+    @njit
+    def rows(gate: np.ndarray, up: np.ndarray, powers: np.ndarray) -> None:  # type: ignore[type-arg]
+        for row in range(len(gate)):
+            silu_times(gate[row], up[row], powers)
+
+    gate, up = np.ones((2, num_rows, width), np.float32)
+    powers = np.zeros(width, np.int32)
+    return num_layers * best_s(lambda: rows(gate, up, powers), 20)
+
+
+def best_s(run: Callable[[], object], repeats: int) -> float:
+    """Return the seconds of the fastest of so many runs, after one that is not counted."""
+    run()
+    taken = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        run()
+        taken.append(time.perf_counter() - begin)
+    return min(taken)
+
+
+def main() -> None:
+    """Measure and report."""
+    import torch
+    from transformers import AutoConfig
+
+    from pagefold.config import EngineConfig, available_cpus
+    from pagefold.engine.build import build_engine, plan_engine
+
+    arguments = parser(__doc__)
+    arguments.add_argument("--repeats", type=int, default=3)
+    args = arguments.parse_args()
+    where = machine()
+    config = EngineConfig(model="smollm2-135m", kv_cache_memory_bytes=2**30, max_model_len=2048)
+    blueprint = plan_engine(config)
+    engine = build_engine(blueprint, say=lambda _: None)
+    spec = blueprint.spec
+    rng = random.Random(7)
+    steps: list[Step] = []
+    for _ in track(range(args.repeats), "decoding", console=Console(stderr=True), transient=True):
+        steps += decode_steps(engine, rng, spec.vocab_size)
+    numbers = torch.ones(BANDWIDTH_BYTES // 4)
+    bandwidth = BANDWIDTH_BYTES / best_s(numbers.sum, 5)
+    left, right = torch.ones(2, MATRIX_SIZE, MATRIX_SIZE)
+    peak = 2 * MATRIX_SIZE**3 / best_s(lambda: left @ right, 10)
+    weight_bytes = 4 * spec.num_parameters
+    kv_tokens = SHARED + NUM_REQUESTS * (OWN + NUM_STEPS // 2)
+    kv_bytes = kv_tokens * blueprint.geometry.bytes_per_token
+    width = AutoConfig.from_pretrained(spec.folder).intermediate_size
+    silu = silu_s(NUM_REQUESTS, width, spec.num_layers) / available_cpus()
+
+    whole = statistics.median(step.whole for step in steps)
+    matrices = statistics.median(sum(step.phases[name] for name in MATRICES) for step in steps) - silu
+    attention = statistics.median(sum(step.phases[name] for name in ATTENTION) for step in steps)
+    small = statistics.median(
+        sum(step.phases.values()) - sum(step.phases[name] for name in MATRICES + ATTENTION) for step in steps
+    )
+    python = statistics.median(step.whole - sum(step.phases.values()) for step in steps)
+    share = statistics.median(
+        1 - (sum(step.phases[name] for name in MATRICES + ATTENTION) - silu) / step.whole for step in steps
+    )
+    floor_bytes, floor_operations = (weight_bytes + kv_bytes) / bandwidth, 2 * spec.num_parameters * NUM_REQUESTS / peak
+
+    def ms(seconds: float) -> str:
+        return f"{1000 * seconds:.2f} ms"
+
+    rows = [
+        Row("a step of 32 requests", "", ms(whole), values={"seconds": whole}),
+        Row("matrix products", "", ms(matrices), values={"seconds": matrices}),
+        Row("  their floor by operations (torch's rate)", "", ms(floor_operations), values={"flops": peak}),
+        Row("  floor by bytes of weights and KV", "", ms(floor_bytes), values={"bytes_per_s": bandwidth}),
+        Row("attention", "", ms(attention), values={"seconds": attention}),
+        Row("norms, rope, KV into blocks, embedding", "", ms(small), values={"seconds": small}),
+        Row("SiLU, timed alone", "", ms(silu), values={"seconds": silu}),
+        Row("scheduling, inputs, sampling, outputs, waking threads", "", ms(python), values={"seconds": python}),
+        Row(
+            "neither matrix products nor attention",
+            f"<= {ASKED:.0%}",
+            f"{share:.1%}",
+            share <= ASKED,
+            {"share": share, "steps": len(steps)},
+        ),
+    ]
+    print_report("decode_step", rows, where, args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Room that attention works in: made once, grown when a step needs more, never made in a step that fits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["Scratch", "make_scratch"]
+
+
+class Scratch(NamedTuple):
+    """Room for one item of each member of the team: M members, R rows, W entries of a split, D of head_dim.
+
+    Attributes:
+        query, acc, state: float32 ``[M, R, D]``: scaled queries, one split's sum, what is folded so far.
+        scores: float32 ``[M, R, W]``.
+        powers: int32 ``[M, W]``.
+        tops, totals, state_tops, state_totals: float32 ``[M, R]``.
+        limits, ends: int32 ``[M, R]``: entries that a row sees of the split, and of all.
+        blocks: int64 ``[M, W]``: addresses of a split's blocks.
+    """
+
+    query: NDArray[np.float32]
+    acc: NDArray[np.float32]
+    state: NDArray[np.float32]
+    scores: NDArray[np.float32]
+    powers: NDArray[np.int32]
+    tops: NDArray[np.float32]
+    totals: NDArray[np.float32]
+    state_tops: NDArray[np.float32]
+    state_totals: NDArray[np.float32]
+    limits: NDArray[np.int32]
+    ends: NDArray[np.int32]
+    blocks: NDArray[np.int64]
+
+
+def make_scratch(num_members: int, num_rows: int, split_size: int, head_dim: int, lanes: int) -> Scratch:
+    """Make room for items of ``num_rows`` rows. A row of scores ends with room for an odd column's partner."""
+    rows = (num_members, num_rows)
+    width = split_size + 2 * lanes
+
+    def floats(*shape: int) -> NDArray[np.float32]:
+        return np.zeros(shape, np.float32)
+
+    return Scratch(
+        query=floats(*rows, head_dim),
+        acc=floats(*rows, head_dim),
+        state=floats(*rows, head_dim),
+        scores=floats(*rows, width),
+        powers=np.zeros((num_members, width), np.int32),
+        tops=floats(*rows),
+        totals=floats(*rows),
+        state_tops=floats(*rows),
+        state_totals=floats(*rows),
+        limits=np.zeros(rows, np.int32),
+        ends=np.zeros(rows, np.int32),
+        blocks=np.zeros((num_members, width), np.int64),
+    )

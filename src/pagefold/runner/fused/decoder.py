@@ -1,0 +1,133 @@
+"""FusedDecoder: packed weights, the room they are multiplied in, and the compiled forward pass over both."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import numba
+import numpy as np
+import torch
+
+from pagefold.runner.attention.cpu import AttentionRoom, scale_and_cap
+from pagefold.runner.fused.kernel import (
+    TOKENS_A_TILE,
+    DecoderRoom,
+    DecoderStep,
+    phases,
+    run_decoder,
+)
+from pagefold.runner.fused.weights import PANEL_WIDTH, num_panels, pack_model
+from pagefold.runner.kernels.compiled import specialised
+from pagefold.runner.kernels.simd import weight_tiles
+from pagefold.runner.kernels.team import SYNC_WIDTH, ends
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pagefold.runner.inputs import StepInputs
+    from pagefold.runner.slab import Slab
+
+__all__ = ["FusedDecoder"]
+
+
+class FusedDecoder:
+    """A :class:`~pagefold.runner.torch_runner.Decoder` that is one compiled function.
+
+    A token's logits are the same to the bit in any batch, whatever was cached, however prompts are cut into chunks, and
+    with any number of threads.
+
+    Args:
+        model: a loaded transformers model of a family that :func:`~pagefold.runner.fused.weights.why_not_fused` has
+            nothing against, float32. Its weights are taken out of it.
+        slab: where its KV is.
+        max_model_len: no sequence gets longer.
+        num_threads: how many work together.
+        is_int8: whether matrices are kept as int8.
+    """
+
+    def __init__(
+        self,
+        model: Any,  # noqa: ANN401 - transformers' models have no common type
+        slab: Slab,
+        *,
+        max_model_len: int,
+        num_threads: int,
+        is_int8: bool = False,
+    ) -> None:
+        config = model.config
+        self._slab = slab
+        self._num_threads = min(num_threads, numba.config.NUMBA_NUM_THREADS)
+        self._num_heads = config.num_attention_heads
+        self._num_kv_heads = config.num_key_value_heads
+        self._head_dim = slab.keys.shape[-1]
+        self._vocab_size = config.vocab_size
+        attention = model.model.layers[0].self_attn
+        self._scale, _ = scale_and_cap(attention.scaling, 0.0)
+        self._weights = pack_model(model, max_model_len, is_int8=is_int8)
+        self._attention = AttentionRoom(slab, self._num_heads, self._num_kv_heads, self._num_threads)
+        self._phases = phases(len(self._weights.norms))
+        self._sync = np.zeros((len(self._phases), SYNC_WIDTH), np.int64)
+        self._began = 0.0
+        self._tiles = weight_tiles()
+        self._room = self._make_room(1, 1)
+        self._kernel: Callable[..., None] | None = None
+
+    def logits(self, inputs: StepInputs) -> torch.Tensor:
+        """Compute a step; return the logits of its ``logit_rows``, ``[R, vocab]``, valid until the next step."""
+        work = self._attention.dealer.deal(inputs.attention)
+        step = DecoderStep(inputs.token_ids[0].numpy(), inputs.positions[0].numpy(), inputs.logit_rows.numpy())
+        num_tokens, num_rows = len(step.token_ids), len(step.logit_rows)
+        if num_tokens > len(self._room.hidden) or num_rows > len(self._room.logits):
+            most = max(num_tokens, len(self._room.hidden)), max(num_rows, len(self._room.logits))
+            self._room = self._make_room(*most)
+        self._sync[:] = 0
+        numba.set_num_threads(self._num_threads)  # of the calling thread
+        arguments = (
+            self._tiles,
+            self._attention.tiles,
+            self._num_threads,
+            self._sync,
+            self._weights,
+            step,
+            work,
+            self._scale,
+            self._slab.data.numpy(),
+            self._room,
+            self._attention.scratch,
+            self._attention.partials(work.num_slots),
+        )
+        if self._kernel is None:
+            self._kernel = specialised(run_decoder, arguments)
+        self._began = time.monotonic()
+        self._kernel(*arguments)
+        return torch.from_numpy(self._room.logits)[:num_rows, : self._vocab_size]
+
+    def profile(self) -> dict[str, float]:
+        """Return how long the last step's phases took, in seconds, those of all layers together."""
+        seconds: defaultdict[str, float] = defaultdict(float)
+        for name, taken in zip(self._phases, np.diff(ends(self._sync), prepend=self._began), strict=True):
+            seconds[name] += float(taken)
+        return dict(seconds)
+
+    def _make_room(self, num_tokens: int, num_rows: int) -> DecoderRoom:
+        weights, head_dim = self._weights, self._head_dim
+        hidden = weights.norms.shape[2]
+        columns = weights.qkv.shape[1] * PANEL_WIDTH
+        columns += -columns % head_dim  # rows of whole heads
+        return DecoderRoom(
+            hidden=_zeros(num_tokens, num_panels(hidden) * PANEL_WIDTH),
+            normed=_zeros(num_tokens, hidden),
+            qkv=_zeros(num_tokens, columns),
+            attended=_zeros(num_tokens, self._num_heads, head_dim),
+            inner=_zeros(num_tokens, num_panels(weights.intermediate) * PANEL_WIDTH),
+            rows=_zeros(num_rows, hidden),
+            logits=_zeros(num_rows, len(weights.head) * PANEL_WIDTH),
+            up=_zeros(self._num_threads, TOKENS_A_TILE, PANEL_WIDTH),
+            powers=np.zeros((self._num_threads, PANEL_WIDTH), np.int32),
+        )
+
+
+def _zeros(*shape: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return np.zeros(shape, np.float32)

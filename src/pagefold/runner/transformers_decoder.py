@@ -1,0 +1,59 @@
+"""TransformersDecoder: a model as transformers computes it, with our attention in it. Any family."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pagefold.errors import UnsupportedModelError
+from pagefold.runner.loader import AttentionContext
+
+if TYPE_CHECKING:
+    from pagefold.runner.attention import AttentionBackend
+    from pagefold.runner.inputs import StepInputs
+    from pagefold.runner.slab import Slab
+
+__all__ = ["TransformersDecoder"]
+
+
+class TransformersDecoder:
+    """A :class:`~pagefold.runner.torch_runner.Decoder` over a transformers model.
+
+    Args:
+        model: what :func:`~pagefold.runner.loader.load_model` returned.
+        slab: its blocks.
+        attention: the implementation.
+        max_model_len: no sequence gets longer.
+    """
+
+    def __init__(
+        self,
+        model: Any,  # noqa: ANN401 - transformers' models have no common type
+        slab: Slab,
+        attention: AttentionBackend,
+        *,
+        max_model_len: int,
+    ) -> None:
+        self.model = model
+        self._slab = slab
+        self._attention = attention
+        self._max_model_len = max_model_len
+
+    @torch.inference_mode()
+    def logits(self, inputs: StepInputs) -> torch.Tensor:
+        """Compute a step; see :class:`~pagefold.runner.torch_runner.Decoder`."""
+        context = AttentionContext(self._attention, self._slab, inputs.attention, max_model_len=self._max_model_len)
+        output = self.model(
+            input_ids=inputs.token_ids,
+            position_ids=inputs.positions,
+            use_cache=False,
+            logits_to_keep=inputs.logit_rows,
+            paged=context,
+        )
+        num_layers = inputs.attention.cells.shape[1]
+        if context.layers != list(range(num_layers)):
+            msg = f"The model attended in layers {context.layers}, not once in each of {num_layers}."
+            raise UnsupportedModelError(msg, remedy="Use a model with one plain attention a layer.")
+        logits: torch.Tensor = output.logits[0]
+        return logits
