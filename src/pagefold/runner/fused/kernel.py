@@ -22,7 +22,7 @@ from pagefold.runner.kernels.team import claim, finish, wait
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["TOKENS_A_TILE", "DecoderRoom", "DecoderStep", "phases", "run_decoder"]
+__all__ = ["TOKENS_A_TILE", "DecoderRoom", "DecoderStep", "phases", "rotate", "run_decoder"]
 
 _LAYER_PHASES = ("norm", "qkv", "place", "attention", "merge", "out", "norm", "gate_up", "down")
 _PHASES_A_LAYER = len(_LAYER_PHASES)
@@ -97,7 +97,7 @@ def _norm(row, weight, epsilon, out):
 
 
 @part()
-def _rotate(row, rope):
+def rotate(row, rope):
     """Rotary embedding of one head ``[D]``, in place: pairs are half a head apart."""
     half = len(row) // 2
     for d in range(half):
@@ -266,7 +266,7 @@ def _place(sync, phase, weights, step, work, layer, room, slab):
                 head = row[h * head_dim : (h + 1) * head_dim]
                 if len(weights.head_norms):
                     _norm(head, weights.head_norms[layer, 0 if h < num_heads else 1], weights.epsilon, head)
-                _rotate(head, rope)
+                rotate(head, rope)
             for h in range(num_kv_heads):
                 key = (num_heads + h) * head_dim
                 value = key + num_kv_heads * head_dim
