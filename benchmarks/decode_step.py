@@ -4,8 +4,8 @@ Workload: SmolLM2-135M-Instruct, float32, 32 requests of 512 shared and 64 own r
 steps of the whole engine, from scheduling to the finished text. The decoder says when each of its phases was over; what
 is left of a step's wall time is Python: scheduling, inputs, sampling, outputs. SiLU happens inside a matrix phase; it
 is timed alone over as many rows, and counted as what it is: neither. Rope shares a phase with the writing of K and V
-into blocks; it is timed alone too. That writing is attention's, as it is in the attention op of models that transformers
-computes; the share is told with it and without.
+into blocks; it is timed alone too. That writing is attention's, as it is in the attention op of models that
+transformers computes; the share is told with it and without.
 
 Floors, in the same run: the bytes of weights and KV over the bandwidth that a plain sum of 256 MiB reaches; and the
 operations over the rate of torch's best matrix product here.
