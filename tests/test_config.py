@@ -61,6 +61,8 @@ def test_what_is_in_range_is_taken(setting):
         ({"max_model_len": 0}, "max_model_len is 0"),
         ({"max_model_len": "long"}, "max_model_len is 'long'"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+        ({"priority_aging_s": 0.0}, "priority_aging_s is 0.0"),
+        ({"priority_aging_s": float("inf")}, "priority_aging_s is inf"),
         ({"max_num_batched_tokens": 127}, r"max_num_batched_tokens is 127. It must be at least max_num_seqs \(128\)"),
     ],
     ids=str,

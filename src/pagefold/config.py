@@ -110,7 +110,7 @@ class EngineConfig:
         _one_of("quantization", self.quantization, (None, "int8"))
         _one_of("eviction_policy", self.eviction_policy, tuple(POLICIES))
         _one_of("scheduling_policy", self.scheduling_policy, _SCHEDULING_POLICIES)
-        if not self.priority_aging_s > 0:
+        if not 0 < self.priority_aging_s < float("inf"):  # without end, priority 0 would have no order
             raise _bad("priority_aging_s", self.priority_aging_s, "a positive number of seconds")
         if self.request_timeout_s is not None and not self.request_timeout_s > 0:
             raise _bad("request_timeout_s", self.request_timeout_s, "a positive number of seconds, or none at all")

@@ -212,3 +212,22 @@ def test_a_slow_reader_gets_what_waits_as_one(client: EngineThread) -> None:
     for column in (0, 1):
         joined = [piece for delta in slow for piece in delta[column]]
         assert joined == [piece for delta in told for piece in delta[column]]
+
+
+def test_a_slow_reader_of_several_samples_gets_what_waits_of_each_as_one(client: EngineThread) -> None:
+    how = SamplingParams(n=3, max_tokens=60, ignore_eos=True, seed=1)
+
+    async def read(*, slowly: bool) -> list[tuple[int, str, int]]:
+        with closing(client.submit("n", [5, 6, 7], how)) as stream:
+            while slowly and client._num_requests:
+                await asyncio.sleep(0.005)
+            return [(delta.index, delta.text, len(delta.token_ids)) async for delta in stream]
+
+    def by_sample(told: list[tuple[int, str, int]]) -> list[tuple[str, int]]:
+        mine = [[delta for delta in told if delta[0] == index] for index in range(3)]
+        return [("".join(text for _, text, _ in some), sum(num for *_, num in some)) for some in mine]
+
+    at_once, slow = asyncio.run(read(slowly=False)), asyncio.run(read(slowly=True))
+    assert by_sample(slow) == by_sample(at_once)
+    assert [num for _, num in by_sample(slow)] == [60] * 3
+    assert len(slow) == 6, "of each sample what waits, and its end"

@@ -231,6 +231,24 @@ def test_leaving_while_waiting_prefilling_and_decoding():
     assert house.histogram("vllm:time_to_first_token_seconds")[0] == 1
 
 
+@pytest.mark.parametrize("num_steps", [0, 1], ids=["waiting", "prefilling"])
+@pytest.mark.parametrize("reason", ["abort", "timeout"])
+def test_samples_that_never_began_end_too(reason, num_steps):
+    house = House(budget=8, timeout_s=5.0)
+    how = SamplingParams(n=3, max_tokens=4)
+    house.seen["a"] = Seen(0.0, 12)
+    house.engine.add("a", list(range(12)), how)
+    for _ in range(num_steps):
+        house.step()
+    if reason == "abort":
+        house.engine.abort("a")
+    else:
+        house.clock.advance(10.0)
+        assert len(house.engine.step()) == 3
+    assert house.value("vllm:request_success_total", finished_reason=reason) == 3
+    assert house.histogram("vllm:e2e_request_latency_seconds")[0] == 3
+
+
 def test_waste_is_what_rounding_costs_at_any_moment():
     house = House()
     house.add("a", [1] * 5, 4)

@@ -474,3 +474,14 @@ def test_our_own_bugs_are_asserted():
         house.scheduler.abandon("it died")
     with pytest.raises(AssertionError, match="needs a token"):
         Scheduler(house.core, SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=7))
+
+
+def test_deadlines_of_requests_that_have_ended_are_forgotten():
+    house = House()
+    for number in range(500):
+        house.add(str(number), [1, 2, 3], 1, deadline_s=1e9)
+        house.run()
+    assert len(house.scheduler._deadlines) < 100
+    late = house.add("late", [1, 2, 3], 1, deadline_s=0.0)
+    assert house.scheduler.schedule(0.0).num_rows == 0
+    assert house.scheduler.timed_out == [late]

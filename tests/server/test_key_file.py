@@ -92,6 +92,8 @@ def test_others_may_not_read_it(tmp_path, mode):
         ('[[keys]]\nkey = "sk-secret"\ntenant = "a"\n[classes]\ngold = 99999999999\n', 5),
         ('keys = ["sk-secret"]\n', 1),
         ('keys = "sk-secret"\n', 1),
+        (f'[[keys]]\nkey = "sk-secret"\ntenant = {"9" * 5000}\n', 3),
+        (f'[[keys]]\nkey = "sk-secret"\ntenant = {"[" * 5000}\n', 3),
     ],
 )
 def test_what_is_wrong_is_told_by_line_and_never_quoted(tmp_path, text, line):

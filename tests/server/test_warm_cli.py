@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import signal
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -111,6 +113,7 @@ def test_what_is_refused_is_told_by_line_and_the_rest_is_warmed(empty, tmp_path)
     [
         (['{"prompt": "a"}', '{"prompt": "b"'], "Line 2 of .*prompts.jsonl is not valid JSON"),
         (["", '["a"]'], "Line 2 of .*prompts.jsonl is no JSON object"),
+        ([f'{{"prompt": [{"9" * 5000}]}}'], "Line 1 of .*prompts.jsonl is not valid JSON: it holds a number"),
         ([], "holds no prompts"),
         (["  ", ""], "holds no prompts"),
     ],
@@ -147,6 +150,26 @@ def test_nobody_is_there_or_not_for_us(empty, tmp_path):
     _refused("No Pagefold server answers at http://127.0.0.1:9:", "warm", path, "--url", "http://127.0.0.1:9")
     _refused("does not bring the admin key", "warm", path, "--url", empty.url)
     _refused("It looks like http://", "warm", path, "--url", "file:///etc/passwd")
+
+
+@pytest.mark.parametrize("answer", [b"[]", b"{}", b"5", b"<html>"])
+def test_another_server_answers(tmp_path, answer):
+    class Other(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Other) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        _refused("o Pagefold server", "warm", written(tmp_path, PLAIN), "--url", url)
+        server.shutdown()
 
 
 def _refused(said: str, *arguments: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import threading
 
 import pytest
@@ -76,6 +78,30 @@ def test_threads_compile_at_once(fresh):
         thread.join()
     assert len(found) == 32
     assert len(fresh._grammars) == 8
+
+
+def test_a_server_with_many_connections_vets_too(fresh):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 1200:
+        pytest.skip("this machine lets no process open so many files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    connections = []
+    try:
+        connections += (os.dup(0) for _ in range(1050))
+        fresh.compile(regex(1))
+        assert fresh._vetter._process.stdout.fileno() > 1024
+    finally:
+        for connection in connections:
+            os.close(connection)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_signal_to_all_processes_leaves_the_vetting_to_the_server(fresh):
+    fresh.compile(regex(1))
+    process = fresh._vetter._process
+    process.terminate()
+    fresh.compile(regex(2))
+    assert fresh._vetter._process is process
 
 
 def test_the_vetting_process_ends_with_the_compiler(fresh):

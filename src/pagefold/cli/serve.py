@@ -306,6 +306,7 @@ def _leave_at_once(exit_code: int) -> NoReturn:
     from rich.console import Console  # noqa: PLC0415 - only here
 
     Console(stderr=True).show_cursor()  # that thread may be drawing a progress bar, which hides it
+    logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)

@@ -24,6 +24,7 @@ __all__ = ["warm"]
 
 _UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND, _UNAVAILABLE = 401, 403, 404, 503
 _PATIENCE_S = 600.0
+_NO_SERVER = "Start one with pagefold serve, or give its --url."
 
 
 def warm(  # noqa: PLR0913 - one parameter a flag
@@ -83,8 +84,7 @@ class _Server:
         )
         try:
             with urllib.request.urlopen(request, timeout=_PATIENCE_S) as response:  # noqa: S310 - as above
-                answer: dict[str, Any] = json.load(response)
-                return answer
+                answer = json.load(response)
         except urllib.error.HTTPError as error:
             message = _message(error)
             if error.code in (_UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND, _UNAVAILABLE):
@@ -93,7 +93,11 @@ class _Server:
         except (OSError, http.client.HTTPException, ValueError) as error:
             reason = getattr(error, "reason", None) or error
             msg = f"No Pagefold server answers at {self._url}: {reason}."
-            raise ConfigError(msg, remedy="Start one with pagefold serve, or give its --url.") from None
+            raise ConfigError(msg, remedy=_NO_SERVER) from None
+        if not isinstance(answer, dict) or answer.get("object") != "cache.warm":
+            msg = f"What answers at {self._url} is no Pagefold server."
+            raise ConfigError(msg, remedy=_NO_SERVER)
+        return answer
 
 
 def _progress(server: _Server, lines: list[WarmLine]) -> Iterator[dict[str, Any]]:

@@ -46,9 +46,9 @@ def _parsed(path: str, number: int, line: str) -> WarmLine:
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
-        reason = (
-            f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else "it nests too deep"
-        )
+        reason = "it nests too deep" if isinstance(error, RecursionError) else "it holds a number of too many digits"
+        if isinstance(error, json.JSONDecodeError):
+            reason = f"{error.msg} at column {error.colno}"
         msg = f"Line {number} of {path} is not valid JSON: {reason}."
         raise ConfigError(msg, remedy='A line looks like {"prompt": "You are ...", "pin": true}.') from None
     if not isinstance(fields, dict):

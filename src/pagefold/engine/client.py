@@ -166,7 +166,8 @@ class TokenStream:
         self.loop = loop
         self.num_samples = num_samples
         self.deltas: asyncio.Queue[OutputDelta | Exception] = asyncio.Queue()
-        self._next: OutputDelta | Exception | None = None  # taken from the queue, and not told with what was before
+        self._held: deque[list[OutputDelta] | Exception] = deque()  # taken from the queue; a list is told as one
+        self._growing: dict[int, list[OutputDelta]] = {}  # the lists of ``_held`` that may grow, by sample
         self._abort = abort
         self._has_ended = False
 
@@ -178,21 +179,31 @@ class TokenStream:
         """Return the next delta."""
         if self._has_ended:
             raise StopAsyncIteration
-        first = await self.deltas.get() if self._next is None else self._next
-        self._next = None
+        if not self._held:
+            self._hold(await self.deltas.get())
+        while not self.deltas.empty():
+            self._hold(self.deltas.get_nowait())
+        first = self._held.popleft()
         if isinstance(first, Exception):
             self._has_ended = True
             raise first
-        waiting = [first]
-        while waiting[-1].can_merge and not self.deltas.empty():
-            following = self.deltas.get_nowait()
-            if isinstance(following, Exception) or not following.can_merge or following.index != first.index:
-                self._next = following
-                break
-            waiting.append(following)
-        delta = OutputDelta.merged(waiting)
+        if self._growing.get(first[0].index) is first:
+            del self._growing[first[0].index]
+        delta = OutputDelta.merged(first)
         self._has_ended = delta.is_last
         return delta
+
+    def _hold(self, arrived: OutputDelta | Exception) -> None:
+        """Put what has arrived to what waits of its sample, or else behind all: each sample's deltas stay in order."""
+        if isinstance(arrived, Exception):
+            self._held.append(arrived)
+        elif arrived.can_merge and arrived.index in self._growing:
+            self._growing[arrived.index].append(arrived)
+        else:
+            self._held.append(alone := [arrived])
+            self._growing.pop(arrived.index, None)
+            if arrived.can_merge:
+                self._growing[arrived.index] = alone
 
     def close(self) -> None:
         """Stop reading: a request that has not ended ends now, and gives its blocks back. Again does nothing."""
@@ -259,8 +270,10 @@ class EngineThread:
 
     async def compile_grammar(self, params: StructuredOutputsParams) -> Grammar:
         """See :class:`EngineClient`."""
-        self.ensure_ready()
-        return await asyncio.get_running_loop().run_in_executor(self._compilers, self._engine.compile_grammar, params)
+        with self._gate:  # once it drains, the compilers take nothing more
+            self.ensure_ready()
+            compiling = self._compilers.submit(self._engine.compile_grammar, params)
+        return await asyncio.wrap_future(compiling)
 
     def submit(
         self,

@@ -234,7 +234,8 @@ class Engine:
             del self._texts[sample_id]
             request = self.scheduler.finish(sample_id, "abort")
             if request is not None:
-                tell_end(self._emit, request, "abort", self._clock())
+                for sample in (request, *request.forks):
+                    tell_end(self._emit, sample, "abort", self._clock())
         return bool(sample_ids)
 
     def reset_prefix_cache(self) -> int:

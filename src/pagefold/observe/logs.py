@@ -8,10 +8,13 @@ from __future__ import annotations
 import json
 import logging
 import re
+import sys
 from contextvars import ContextVar
 
 from pythonjsonlogger.core import RESERVED_ATTRS
 from pythonjsonlogger.json import JsonFormatter
+
+from pagefold.observe.line_handler import LineHandler
 
 __all__ = ["current_request_id", "set_up_logs"]
 
@@ -30,7 +33,7 @@ def set_up_logs(form: str, level: str) -> None:
         level: of Pagefold's own logs: ``debug``, ``info``, ``warning`` or ``error``. Those of libraries begin at
             ``warning``, or at ``level`` where that is higher.
     """
-    handler = logging.StreamHandler()
+    handler = LineHandler(getattr(sys.stderr.buffer, "raw", sys.stderr.buffer))
     handler.addFilter(_name_request)
     handler.setFormatter(_json_formatter() if form == "json" else _TextFormatter())
     own = logging.getLevelNamesMapping()[level.upper()]

@@ -127,7 +127,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.timed_out: list[Request] = []
         self._by_id: dict[str, Request] = {}
-        self._deadlines: list[tuple[float, int, str]] = []  # a heap; entries of requests that have ended stay in it
+        self._deadlines: list[tuple[float, int, str]] = []  # a heap; also of some that have ended
         self._emit = emit
         self._step: _StepInFlight | None = None
         self._num_steps = 0
@@ -564,6 +564,9 @@ class Scheduler:
         self._by_id[request.request_id] = request
         if request.deadline_s is not None:
             heapq.heappush(self._deadlines, (request.deadline_s, request.index, request.request_id))
+            if len(self._deadlines) > 2 * len(self._by_id) + 64:  # mostly of the ended: rebuild, amortised O(1)
+                self._deadlines = [entry for entry in self._deadlines if entry[2] in self._by_id]
+                heapq.heapify(self._deadlines)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         if request.table is not None:

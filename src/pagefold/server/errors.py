@@ -140,7 +140,13 @@ def _form(error: Exception) -> _Form:
 
 
 def _body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
+    message, param = _text(message), None if param is None else _text(param)
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _text(text: str) -> str:
+    """Return what can be sent: JSON may name half of a surrogate pair, and an error may repeat it."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 async def _on_error(_request: Request, error: Exception) -> JSONResponse:

@@ -78,7 +78,6 @@ class Generation:
         self.request_ids = [f"{request_id}-{index}" for index in range(len(prompts))]
         for prompt in prompts:
             _check_length(len(prompt), sampling.max_tokens, client.max_model_len, param)
-        self.outputs = [Output() for _ in range(len(prompts) * sampling.num_samples)]
         self.request_id = request_id
         self._tenant = caller.tenant
         self._prompts = prompts
@@ -91,6 +90,7 @@ class Generation:
         except BaseException:
             self.close()
             raise
+        self.outputs = [Output() for _ in range(len(prompts) * sampling.num_samples)]  # as many as may be here
 
     def close(self) -> None:
         """End all sequences that have not ended."""

@@ -62,7 +62,7 @@ def _accounts(path: str, text: str) -> tuple[Account, ...]:
     lines = text.splitlines()
     try:
         tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:  # its message may quote the file
+    except (ValueError, RecursionError) as error:  # its message may quote the file
         at = _AT_LINE.search(str(error))
         raise _bad(path, int(at[1]) if at else len(lines), "is not valid TOML") from None
     unknown = [name for name in tables if name not in _TABLES]

@@ -60,6 +60,7 @@ __all__ = [
 
 _MAX_PROMPTS = 2048
 _MAX_TOOLS = 128
+_MAX_STOP_IDS = 4096
 MAX_PARTS = 10_000
 """Messages of a request, and parts of all of them: each is an object to check while everybody else waits."""
 
@@ -237,7 +238,9 @@ class GenerationRequest(RequestBody):
     min_tokens: Annotated[StrictInt, stated(minimum=0)] = 0
     seed: Annotated[StrictInt | None, Field(ge=-_MAX_INT64, le=_MAX_INT64)] = None
     stop: Annotated[list[Text], FailFast(), BeforeValidator(_as_list, json_schema_input_type=_Stop)] = []  # noqa: RUF012 - as above
-    stop_token_ids: Annotated[list[Annotated[StrictInt, stated(minimum=0)]], FailFast()] = []  # noqa: RUF012 - as above
+    stop_token_ids: Annotated[
+        list[Annotated[StrictInt, stated(minimum=0)]], Field(max_length=_MAX_STOP_IDS), FailFast()
+    ] = []  # noqa: RUF012 - as above
     ignore_eos: StrictBool = False
     stream: StrictBool = False
     stream_options: StreamOptions | None = None

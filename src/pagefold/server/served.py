@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Served"]
 
-_TOOL_CHARACTERS = 200
-"""What a tool is guessed to add to a chat."""
+_MESSAGE_CHARACTERS = 20
+"""What a template is guessed to put around a message."""
 
 _Tokens = TypeVar("_Tokens")
 
@@ -116,16 +116,15 @@ class Served:
             ContextLengthError: it is certainly longer than the context, unless ``any_length`` will do.
         """
         tokenizer = self._tokenizer(param)
-        plain = [message.for_template() for message in messages]
-        told = _told(tools, plain, tokenizer)
 
         def encode() -> list[list[int]]:
-            text = tokenizer.render_chat(plain, told)
+            plain = [message.for_template() for message in messages]
+            text = tokenizer.render_chat(plain, _told(tools, plain, tokenizer))
             if not any_length:
                 self._refuse_if_too_long(text, tokenizer, param)
             return [tokenizer.encode_rendered(text)]
 
-        return await _aside(sum(len(message["content"]) for message in plain) + _TOOL_CHARACTERS * len(tools), encode)
+        return await _aside(_LONG_TEXT if tools else _num_characters(messages), encode)
 
     def tool_format(self) -> ToolFormat:
         """Return how the model writes calls of tools.
@@ -167,14 +166,15 @@ class Served:
             return StablePrefix(prompt, len(prompt))
         param = "prompt" if asked.messages is None else "messages"
         tokenizer = self._tokenizer(param)
-        messages = [message.for_template() for message in asked.messages or ()]
+        messages = asked.messages or ()
 
         def encode() -> StablePrefix:
-            text = tokenizer.render_chat_prefix(messages) if prompt is None else prompt
+            plain = [message.for_template() for message in messages]
+            text = tokenizer.render_chat_prefix(plain) if prompt is None else prompt
             self._refuse_if_too_long(text, tokenizer, param)
             return tokenizer.encode_rendered_prefix(text) if prompt is None else tokenizer.encode_prefix(text)
 
-        found = await _aside(len(prompt or "") + sum(len(message["content"]) for message in messages), encode)
+        found = await _aside(len(prompt or "") + _num_characters(messages), encode)
         if not found.token_ids:
             msg = (
                 f"Whatever follows may change all {found.num_tokens} tokens of the {param}: none can be cached for it."
@@ -182,11 +182,12 @@ class Served:
             raise InvalidRequestError(msg, param=param, remedy="Add some words, or send token ids.")
         return found
 
-    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+    async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """Return the text of each token alone."""
-        return self._tokenizer("prompt").token_texts(token_ids)
+        tokenizer = self._tokenizer("prompt")
+        return await _aside(len(token_ids), lambda: tokenizer.token_texts(token_ids))
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    async def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included.
 
         Raises:
@@ -197,7 +198,7 @@ class Served:
         if largest >= tokenizer.vocab_size:
             msg = f"Token id {largest} is not in the model's vocabulary."
             raise InvalidRequestError(msg, param="tokens", remedy=f"Ids go from 0 to {tokenizer.vocab_size - 1}.")
-        return tokenizer.decode(token_ids, skip_special_tokens=False)
+        return await _aside(len(token_ids), lambda: tokenizer.decode(token_ids, skip_special_tokens=False))
 
     def about_model(self) -> dict[str, Any]:
         """Return the model as ``/v1/models`` lists it; ``max_model_len`` as vLLM adds it."""
@@ -225,6 +226,14 @@ class Served:
             msg = "This model's folder has no tokenizer."
             raise InvalidRequestError(msg, param=param, remedy="Send token ids to /v1/completions.")
         return self.client.tokenizer
+
+
+def _num_characters(messages: Sequence[ChatMessage | InputMessage]) -> int:
+    """Return about how many characters a chat has. Calls of tools are written out first: they count as long."""
+    if any("tool_calls" in message.model_fields_set for message in messages):
+        return _LONG_TEXT
+    contents = sum(len(part.text) for message in messages for part in message.content)
+    return contents + _MESSAGE_CHARACTERS * len(messages)
 
 
 async def _aside(num_characters: int, encode: Callable[[], _Tokens]) -> _Tokens:

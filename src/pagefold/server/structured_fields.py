@@ -87,9 +87,16 @@ def _as_structured_outputs(value: object) -> StructuredOutputsParams:
 
 
 def _guided(kind: str) -> PlainValidator:
-    return PlainValidator(
-        lambda value: StructuredOutputsParams(**{kind: value}), json_schema_input_type=_GUIDED_TYPES[kind]
-    )
+    field = f"guided_{kind}"
+
+    def as_params(value: Any) -> StructuredOutputsParams:  # noqa: ANN401 - whatever the JSON was
+        try:
+            return StructuredOutputsParams(**{kind: value})
+        except InvalidRequestError as error:
+            message = error.message.replace(f"{FIELD}.{kind}", field)
+            raise InvalidRequestError(message, param=field, remedy=error.remedy) from None
+
+    return PlainValidator(as_params, json_schema_input_type=_GUIDED_TYPES[kind])
 
 
 _GUIDED_TYPES: dict[str, Any] = {

@@ -27,7 +27,7 @@ def tokenize_routes(served: Served) -> APIRouter:
             (token_ids,) = await served.encode_chat(asked.messages, any_length=True)
         else:
             (token_ids,) = await served.encode([asked.prompt or ""], any_length=True)
-        texts = served.token_texts(token_ids) if asked.return_token_strs else None
+        texts = await served.token_texts(token_ids) if asked.return_token_strs else None
         return {
             "count": len(token_ids),
             "max_model_len": served.client.max_model_len,
@@ -39,6 +39,6 @@ def tokenize_routes(served: Served) -> APIRouter:
     async def detokenize(asked: DetokenizeRequest, request: Request) -> dict[str, str]:
         """Return the text of tokens, special ones included."""
         served.admit(asked, request)
-        return {"prompt": served.decode(asked.tokens)}
+        return {"prompt": await served.decode(asked.tokens)}
 
     return router

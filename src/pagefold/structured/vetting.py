@@ -13,7 +13,7 @@ import contextlib
 import json
 import os
 import random
-import select
+import selectors
 import signal
 import subprocess
 import sys
@@ -26,6 +26,8 @@ from pagefold.errors import EngineStoppedError, InvalidRequestError, PagefoldErr
 from pagefold.structured.params import FIELD
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pagefold.structured.grammar import Grammar, GrammarSource, GrammarTokenizer
 
 __all__ = ["Vetter", "serve"]
@@ -56,6 +58,7 @@ class Vetter:
         self._hello = {"tokenizer_json": tokenizer_json, "vocab_size": vocab_size, "eos_token_ids": eos_token_ids}
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._end_process: Callable[[], object] | None = None
 
     def vet(self, source: GrammarSource) -> GrammarSource:
         """Return ``source`` as the library compiles it. Blocks, up to ``TIME_LIMIT_S`` for each one before it.
@@ -85,7 +88,7 @@ class Vetter:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        weakref.finalize(self, _end_process, process)
+        self._end_process = weakref.finalize(self, _end_process, process)
         if self._ask(self._hello, _START_LIMIT_S) is None:
             self._end()
             msg = "The process that vets grammars does not start."
@@ -104,19 +107,21 @@ class Vetter:
             return None
         deadline = time.monotonic() + limit_s
         line = b""
-        while not line.endswith(b"\n"):
-            readable, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
-            piece = os.read(process.stdout.fileno(), 2**16) if readable else b""
-            if not piece:
-                return None
-            line += piece
+        with selectors.DefaultSelector() as selector:  # select() itself knows no file beyond the first 1,024
+            selector.register(process.stdout, selectors.EVENT_READ)
+            while not line.endswith(b"\n"):
+                is_readable = selector.select(max(0.0, deadline - time.monotonic()))
+                piece = os.read(process.stdout.fileno(), 2**16) if is_readable else b""
+                if not piece:
+                    return None
+                line += piece
         answer: dict[str, Any] = json.loads(line)
         return answer
 
     def _end(self) -> None:
-        if self._process is not None:
-            _end_process(self._process)
-            self._process = None
+        if self._end_process is not None:
+            self._end_process()
+        self._process = self._end_process = None
 
 
 def _end_process(process: subprocess.Popen[bytes]) -> None:
@@ -133,7 +138,8 @@ def _end_process(process: subprocess.Popen[bytes]) -> None:
 
 def serve() -> None:
     """Be the process that vets, until nobody asks any more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server; this ends with its pipe
+    for number in (signal.SIGINT, signal.SIGTERM):  # they are for the server, also when all its processes get them:
+        signal.signal(number, signal.SIG_IGN)  # it may still vet while it drains, and this ends with its pipe
     _limit_memory()
     threading.stack_size(_STACK_BYTES)
     thread = threading.Thread(target=_answer_all)
