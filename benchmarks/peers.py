@@ -439,9 +439,10 @@ def main() -> None:
                     engine.stop()
                 can = [each for each in engine_names if variant in known[each]["variants"]]
                 engines = [make_engine(each, variant, known[each], peers, args.timeout) for each in can]
-            if engines:
-                measure(name, engines, args.repeats, results)
-                rows += rows_of(name, [engine.name for engine in engines], results)
+            taking_part = [engine for engine in engines if name not in known[engine.name].get("without", ())]
+            if taking_part:
+                measure(name, taking_part, args.repeats, results)
+                rows += rows_of(name, [engine.name for engine in taking_part], results)
     finally:
         for engine in engines:
             engine.stop()
