@@ -167,13 +167,20 @@ class Engine:
         """Return the next reply."""
         assert self._process is not None
         assert self._process.stdout is not None
-        timer = threading.Timer(self._timeout_s, self._signal, [signal.SIGKILL])
+        is_late = threading.Event()
+
+        def end() -> None:
+            is_late.set()
+            self._signal(signal.SIGKILL)
+
+        timer = threading.Timer(self._timeout_s, end)
         timer.start()
-        line = self._process.stdout.readline()
-        is_late = not timer.is_alive()
-        timer.cancel()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            timer.cancel()
         if not line:
-            self._fail(f"took longer than {self._timeout_s:.0f} s" if is_late else "ended")
+            self._fail(f"took longer than {self._timeout_s:.0f} s" if is_late.is_set() else "ended")
         reply: dict[str, Any] = json.loads(line)
         if "error" in reply:
             self._fail(reply["error"])
