@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup serve demo test test-long check format docs docs-serve bench wheel clean
+.PHONY: help setup serve demo test test-long check format docs docs-serve bench peers bench-peers wheel clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -59,8 +59,14 @@ docs: setup ## write what docs/ has from the code, and build the site into build
 docs-serve: docs ## the same, and show it on 127.0.0.1:8001
 	@exec $(BIN)/zensical serve --dev-addr 127.0.0.1:8001
 
-bench: setup ## every benchmark of benchmarks/, one after another
-	@for script in $$(ls benchmarks/*.py | grep -v report); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+bench: setup ## every benchmark of benchmarks/ that needs nothing else, one after another
+	@for script in $$(ls benchmarks/*.py | grep -v -e report -e peers); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+peers: setup ## make .peers: vLLM, OpenVINO GenAI and llama.cpp, each in an environment of its own (half an hour, 8 GB)
+	@$(BIN)/python benchmarks/peers/install.py $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX),)
+
+bench-peers: peers ## this machine's CPU: Pagefold beside its peers (an hour or two, alone on the machine); flags in ARGS
+	@$(BIN)/python benchmarks/peers.py $(ARGS)
 
 wheel: setup ## build the wheel, install its base in a bare environment, and run the demo there
 	@$(BIN)/python -m build -q --wheel

@@ -18,7 +18,11 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 SITE = ROOT / "build" / "site"
-OTHERS = ("--index-url", "--no-deps", "--json", "--help", "--check", "--site")  # pip's, scripts'
+# Flags of pip, and of scripts.
+OTHERS = (
+    *("--index-url", "--no-deps", "--json", "--help", "--check", "--site"),
+    *("--engines", "--repeats", "--workloads"),
+)
 
 
 def ran(*command: str) -> str:
