@@ -317,7 +317,8 @@ def _start_engine(config: EngineConfig, emit: Emit, say: Callable[[str], None]) 
 
     with progress_bar() as progress:
         blueprint = plan_engine(config, progress=progress)
-    _quiet_transformers()
+    if not blueprint.is_fused:
+        _quiet_transformers()
     engine = build_engine(blueprint, emit=emit, say=say)
     # What is there now stays: the collector need not walk through all of it again, in the middle of some step.
     gc.collect()
