@@ -317,8 +317,7 @@ def _start_engine(config: EngineConfig, emit: Emit, say: Callable[[str], None]) 
 
     with progress_bar() as progress:
         blueprint = plan_engine(config, progress=progress)
-    if not blueprint.is_fused:
-        _quiet_transformers()
+    _quiet_transformers()
     engine = build_engine(blueprint, emit=emit, say=say)
     # What is there now stays: the collector need not walk through all of it again, in the middle of some step.
     gc.collect()
@@ -327,11 +326,13 @@ def _start_engine(config: EngineConfig, emit: Emit, say: Callable[[str], None]) 
 
 
 def _quiet_transformers() -> None:
-    """Keep its progress bars and advice out of a server's log."""
-    from transformers.utils import logging as transformers_logging  # noqa: PLC0415 - heavy
+    """Keep its progress bars and advice out of a server's log; without importing it, which many models do not need."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # which it reads if something imports it later
+    if "transformers" in sys.modules:
+        from transformers.utils import logging as transformers_logging  # noqa: PLC0415 - as above
 
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+        transformers_logging.set_verbosity_error()
 
 
 def _check_installed() -> None:

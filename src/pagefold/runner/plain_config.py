@@ -47,14 +47,17 @@ def read_plain_config(raw: Mapping[str, Any]) -> PlainConfig | None:
         return None
     if not all((needed.get(name) or known[name])(value) for name, value in raw.items()):
         return None
-    hidden_size, num_heads = raw["hidden_size"], raw["num_attention_heads"]
-    head_dim = raw.get("head_dim", hidden_size // num_heads)
-    layer_types = raw.get("layer_types") or ["full_attention"] * raw["num_hidden_layers"]
-    if hidden_size % num_heads or head_dim % 2 or layer_types != ["full_attention"] * raw["num_hidden_layers"]:
-        return None
-    if not _is_plain_rope(raw):
+    if not (_are_plain_sizes(raw) and _is_plain_rope(raw)):
         return None
     return PlainConfig(**{**raw, "sliding_window": None})  # it is not in use, whatever is written
+
+
+def _are_plain_sizes(raw: Mapping[str, Any]) -> bool:
+    hidden_size, num_heads = raw["hidden_size"], raw["num_attention_heads"]
+    head_dim = raw.get("head_dim", hidden_size // num_heads)
+    layer_types = raw.get("layer_types")
+    is_all_full = layer_types is None or layer_types == ["full_attention"] * raw["num_hidden_layers"]
+    return hidden_size % num_heads == 0 and head_dim % 2 == 0 and is_all_full
 
 
 def _is_plain_rope(raw: Mapping[str, Any]) -> bool:

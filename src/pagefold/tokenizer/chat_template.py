@@ -23,13 +23,13 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 def is_plain_template(template: str) -> bool:
     """Whether :func:`render_template` makes of a template what transformers makes of it."""
-    from jinja2 import TemplateSyntaxError, meta  # noqa: PLC0415 - models without a template do without
+    from jinja2 import TemplateSyntaxError, nodes  # noqa: PLC0415 - models without a template do without
 
     try:
         parsed = _environment().parse(template)
     except TemplateSyntaxError:  # one that is wrong, or has transformers' own tags
         return False
-    return not meta.find_undeclared_variables(parsed) & _NOT_PLAIN
+    return not any(name.name in _NOT_PLAIN for name in parsed.find_all(nodes.Name))
 
 
 def render_template(

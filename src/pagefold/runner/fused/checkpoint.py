@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import pickle
 import zipfile
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from pagefold.errors import UnsupportedModelError
 
@@ -42,7 +41,7 @@ class Checkpoint:
         for path in _weight_files(folder):
             try:
                 file = _Safetensors(path) if path.suffix == ".safetensors" else _Pickled(path)
-            except (OSError, SafetensorError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+            except Exception as error:  # a damaged pickle can raise anything
                 why = " ".join(str(error).split()) or type(error).__name__
                 msg = f"{path} cannot be read: {why[:_MAX_WHY]}"
                 raise UnsupportedModelError(msg, remedy="Download it again.") from error
