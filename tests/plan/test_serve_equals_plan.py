@@ -71,7 +71,7 @@ def test_a_slab_is_what_was_planned(family, settings, smollm2, tiny_folder, free
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_every_family_is_read_alike(family, tiny_folder, free_bytes):
-    """The planner reads config.json by itself, the server through transformers: both come to the same."""
+    """The planner reads config.json by itself, the server mostly through transformers: both come to the same."""
     folder = tiny_folder(family)
     blueprint = plan_engine(EngineConfig(model=str(folder), kv_cache_memory_bytes=2**24, dtype="float32"))
     shape = find_model(str(folder))

@@ -327,11 +327,13 @@ def _start_engine(config: EngineConfig, emit: Emit, say: Callable[[str], None]) 
 
 
 def _quiet_transformers() -> None:
-    """Keep its progress bars and advice out of a server's log."""
-    from transformers.utils import logging as transformers_logging  # noqa: PLC0415 - heavy
+    """Keep its progress bars and advice out of a server's log; without importing it, which many models do not need."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # which it reads if something imports it later
+    if "transformers" in sys.modules:
+        from transformers.utils import logging as transformers_logging  # noqa: PLC0415 - as above
 
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+        transformers_logging.set_verbosity_error()
 
 
 def _check_installed() -> None:

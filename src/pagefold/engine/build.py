@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pagefold.capacity import Capacity, plan_capacity
 from pagefold.config import available_cpus, available_memory_bytes, cache_dir
@@ -118,7 +118,6 @@ def build_engine(blueprint: Blueprint, *, emit: Emit = ignore, say: Callable[[st
     """
     import torch  # noqa: PLC0415 - heavy rooms are entered when they are needed
 
-    from pagefold.runner.loader import load_model  # noqa: PLC0415
     from pagefold.runner.slab import LAYOUT, Slab  # noqa: PLC0415
     from pagefold.runner.torch_runner import TorchRunner  # noqa: PLC0415
     from pagefold.tokenizer import Tokenizer  # noqa: PLC0415
@@ -131,10 +130,8 @@ def build_engine(blueprint: Blueprint, *, emit: Emit = ignore, say: Callable[[st
         say(f"limit      {longest}, beyond which {spec.limit} is not computed yet")
     torch.set_num_threads(config.threads or available_cpus())
     tokenizer = Tokenizer(spec.folder) if (spec.folder / "tokenizer_config.json").is_file() else None
-    model = load_model(spec.folder, blueprint.dtype)
     slab = Slab.allocate(geometry, capacity.num_blocks, blueprint.dtype)
-    runner = TorchRunner(_decoder(blueprint, model, slab), geometry, slab)
-    del model  # the fused decoder has taken the weights out of it
+    runner = TorchRunner(_decoder(blueprint, slab), geometry, slab)
     runner.warm_up()
     core = KVCore(
         capacity.num_blocks,
@@ -164,26 +161,24 @@ def build_engine(blueprint: Blueprint, *, emit: Emit = ignore, say: Callable[[st
     )
 
 
-def _decoder(blueprint: Blueprint, model: Any, slab: Slab) -> Decoder:  # noqa: ANN401 - transformers' models have no type
-    from pagefold.runner.attention import choose_backend  # noqa: PLC0415
-    from pagefold.runner.transformers_decoder import TransformersDecoder  # noqa: PLC0415
-
-    config, max_model_len = blueprint.config, blueprint.capacity.max_model_len
-    num_threads = config.threads or available_cpus()
+def _decoder(blueprint: Blueprint, slab: Slab) -> Decoder:
+    """Load the weights into who computes the layers. transformers is imported for its own decoder only."""
+    config, spec, max_model_len = blueprint.config, blueprint.spec, blueprint.capacity.max_model_len
     if blueprint.is_fused:
         from pagefold.runner.fused.decoder import FusedDecoder  # noqa: PLC0415 - compiles
+        from pagefold.runner.fused.weights import pack_model  # noqa: PLC0415
 
-        return FusedDecoder(
-            model,
-            slab,
-            max_model_len=max_model_len,
-            num_threads=num_threads,
-            is_int8=config.quantization == "int8",
-        )
+        assert spec.fused is not None, "a fused decoder of a model that it does not compute"
+        weights = pack_model(spec.fused, spec.folder, max_model_len, is_int8=config.quantization == "int8")
+        return FusedDecoder(spec.fused, weights, slab, num_threads=config.threads or available_cpus())
+    from pagefold.runner.attention import choose_backend  # noqa: PLC0415
+    from pagefold.runner.loader import load_model  # noqa: PLC0415
+    from pagefold.runner.transformers_decoder import TransformersDecoder  # noqa: PLC0415
+
     attention = choose_backend(
-        config.attention_backend, blueprint.dtype, block_size=slab.block_size, head_dim=blueprint.spec.head_dim
+        config.attention_backend, blueprint.dtype, block_size=slab.block_size, head_dim=spec.head_dim
     )
-    return TransformersDecoder(model, slab, attention, max_model_len=max_model_len)
+    return TransformersDecoder(load_model(spec.folder, blueprint.dtype), slab, attention, max_model_len=max_model_len)
 
 
 def _compiler(tokenizer: Tokenizer, spec: ModelSpec) -> GrammarCompiler:

@@ -16,12 +16,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pagefold.errors import ModelNotFoundError, UnsupportedModelError
-from pagefold.runner.fused.families import why_not_fused
+from pagefold.runner.fused.families import FusedConfig, read_fused_config
+from pagefold.runner.plain_config import read_plain_config
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from transformers import PretrainedConfig
+
+    from pagefold.runner.plain_config import PlainConfig
 
 __all__ = ["ModelSpec", "inspect_model"]
 
@@ -66,6 +69,7 @@ class ModelSpec:
         eos_token_ids: each of them ends a sequence.
         num_parameters: elements of all weight tensors.
         fingerprint: changes when config or weight files change.
+        fused: the model as the fused decoder computes it; None where it does not.
         not_fused: what of it the fused decoder does not compute; empty where there is nothing.
     """
 
@@ -82,6 +86,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     num_parameters: int
     fingerprint: str
+    fused: FusedConfig | None = None
     not_fused: str = ""
 
 
@@ -92,12 +97,48 @@ def inspect_model(folder: Path) -> ModelSpec:
         ModelNotFoundError: no config or no weights.
         UnsupportedModelError: transformers lacks the class, or the model is one that would be computed wrongly.
     """
-    from transformers import AutoConfig  # noqa: PLC0415 - heavy, and not needed to import this module
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: PLC0415
-
     if not (folder / "config.json").is_file():
         msg = f"{folder} has no config.json."
         raise ModelNotFoundError(msg, remedy="Name a folder that save_pretrained wrote, or a built-in name.")
+    config: Any = read_plain_config(_read_json(folder / "config.json")) or _config_of_transformers(folder)
+    num_heads = int(config.num_attention_heads)
+    num_kv_heads = int(getattr(config, "num_key_value_heads", None) or num_heads)
+    if num_heads % num_kv_heads:
+        msg = f"{folder} names {num_heads} attention heads for {num_kv_heads} KV heads, which cannot share them evenly."
+        raise UnsupportedModelError(msg, remedy="Check num_attention_heads and num_key_value_heads in config.json.")
+    weight_files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    # The same weights again, for other programs; nobody loads them.
+    weight_files = [file for file in weight_files if not file.name.startswith("consolidated")] or weight_files
+    if not weight_files:
+        msg = f"{folder} has a config but no weights (*.safetensors)."
+        raise ModelNotFoundError(msg, remedy="Download the whole model, or name another folder.")
+    max_positions = int(config.max_position_embeddings)
+    fused = read_fused_config(config.to_dict())
+    limits = [limit for limit in _limits(config) if limit.length < max_positions]
+    return ModelSpec(
+        folder=folder,
+        model_type=str(config.model_type),
+        num_layers=int(config.num_hidden_layers),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // num_heads),
+        max_positions=max_positions,
+        max_exact_len=min((limit.length for limit in limits), default=max_positions),
+        limit=min(limits).what if limits else "",
+        vocab_size=int(config.vocab_size),
+        eos_token_ids=_eos_token_ids(folder, config),
+        num_parameters=sum(_num_parameters(file) for file in weight_files),
+        fingerprint=_fingerprint(folder / "config.json", weight_files),
+        fused=fused if isinstance(fused, FusedConfig) else None,
+        not_fused=fused if isinstance(fused, str) else "",
+    )
+
+
+def _config_of_transformers(folder: Path) -> PretrainedConfig:
+    """Read a config with transformers, and refuse what would be computed wrongly."""
+    from transformers import AutoConfig  # noqa: PLC0415 - heavy, and not needed to import this module
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: PLC0415
+
     try:
         config = AutoConfig.from_pretrained(folder)
     except Exception as error:  # noqa: BLE001 - each config class checks the user's values in its own way
@@ -115,35 +156,7 @@ def inspect_model(folder: Path) -> ModelSpec:
     if reason:
         msg = f"{config.model_type} ({folder.name}) uses {reason}, which Pagefold does not compute rightly yet."
         raise UnsupportedModelError(msg, remedy="Use a model with plain full attention.")
-    num_heads = int(config.num_attention_heads)
-    num_kv_heads = int(getattr(config, "num_key_value_heads", None) or num_heads)
-    if num_heads % num_kv_heads:
-        msg = f"{folder} names {num_heads} attention heads for {num_kv_heads} KV heads, which cannot share them evenly."
-        raise UnsupportedModelError(msg, remedy="Check num_attention_heads and num_key_value_heads in config.json.")
-    weight_files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
-    # The same weights again, for other programs; transformers does not load them.
-    weight_files = [file for file in weight_files if not file.name.startswith("consolidated")] or weight_files
-    if not weight_files:
-        msg = f"{folder} has a config but no weights (*.safetensors)."
-        raise ModelNotFoundError(msg, remedy="Download the whole model, or name another folder.")
-    max_positions = int(config.max_position_embeddings)
-    limits = [limit for limit in _limits(config) if limit.length < max_positions]
-    return ModelSpec(
-        folder=folder,
-        model_type=str(config.model_type),
-        num_layers=int(config.num_hidden_layers),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // num_heads),
-        max_positions=max_positions,
-        max_exact_len=min((limit.length for limit in limits), default=max_positions),
-        limit=min(limits).what if limits else "",
-        vocab_size=int(config.vocab_size),
-        eos_token_ids=_eos_token_ids(folder, config),
-        num_parameters=sum(_num_parameters(file) for file in weight_files),
-        fingerprint=_fingerprint(folder / "config.json", weight_files),
-        not_fused=why_not_fused(config),
-    )
+    return config
 
 
 def _why_refused(config: PretrainedConfig) -> str | None:  # noqa: PLR0911 - one reason after another
@@ -180,7 +193,7 @@ class _Limit(NamedTuple):
     what: str
 
 
-def _limits(config: PretrainedConfig) -> list[_Limit]:
+def _limits(config: PretrainedConfig | PlainConfig) -> list[_Limit]:
     limits = []
     window = _window(config)
     if window is not None:
@@ -191,7 +204,7 @@ def _limits(config: PretrainedConfig) -> list[_Limit]:
     return limits
 
 
-def _window(config: PretrainedConfig) -> int | None:
+def _window(config: PretrainedConfig | PlainConfig) -> int | None:
     """Return how many tokens, itself included, a token sees in the layers with a sliding window; None without any.
 
     None also for a window below 2: a prompt's token and the one after it are no room for a request.
@@ -202,7 +215,7 @@ def _window(config: PretrainedConfig) -> int | None:
     return int(window) if is_used and window is not None and int(window) > 1 else None
 
 
-def _rope_type(config: PretrainedConfig) -> str:
+def _rope_type(config: PretrainedConfig | PlainConfig) -> str:
     rope = getattr(config, "rope_parameters", None) or {}
     return "several" if any(isinstance(v, dict) for v in rope.values()) else str(rope.get("rope_type", "default"))
 
@@ -214,7 +227,7 @@ def _uses_attention_interface(config: PretrainedConfig) -> bool:
     return bool(getattr(model_class, "_supports_attention_backend", False))
 
 
-def _eos_token_ids(folder: Path, config: PretrainedConfig) -> tuple[int, ...]:
+def _eos_token_ids(folder: Path, config: PretrainedConfig | PlainConfig) -> tuple[int, ...]:
     """Return the end-of-sequence ids; generation_config.json knows better than config.json."""
     eos = getattr(config, "eos_token_id", None)
     file = folder / "generation_config.json"

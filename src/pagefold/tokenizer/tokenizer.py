@@ -1,4 +1,4 @@
-"""Tokenizer: a model folder's own tokenizer and chat template, as transformers loads them."""
+"""Tokenizer: a model folder's own tokenizer and chat template, as transformers loads them, or as it would."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pagefold.tokenizer.boundary import Boundary, Encoded, StablePrefix
 from pagefold.tokenizer.detokenizer import Detokenizer
 from pagefold.tokenizer.length_bound import LengthBound
 from pagefold.tokenizer.pieces import bytes_of_piece
+from pagefold.tokenizer.plain import load_plain_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,13 +38,7 @@ class Tokenizer:
     """
 
     def __init__(self, folder: Path) -> None:
-        from transformers import AutoTokenizer  # noqa: PLC0415 - heavy, and not needed to import this module
-
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-        except (ValueError, OSError, KeyError, TypeError) as error:
-            msg = f"The tokenizer of {folder} cannot be loaded: {str(error).splitlines()[0]}"
-            raise UnsupportedModelError(msg, remedy="Use a folder with a tokenizer.json.") from None
+        self._tokenizer: Any = load_plain_tokenizer(folder) or _load_with_transformers(folder)
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
             msg = f"The tokenizer of {folder} has no fast form (tokenizer.json)."
@@ -186,6 +181,16 @@ class Tokenizer:
     def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
         """Return a detokenizer for what follows ``prompt_token_ids``."""
         return Detokenizer(self._backend, prompt_token_ids)
+
+
+def _load_with_transformers(folder: Path) -> Any:  # noqa: ANN401 - its classes have no common type
+    from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds, and plain folders do without
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        msg = f"The tokenizer of {folder} cannot be loaded: {str(error).splitlines()[0]}"
+        raise UnsupportedModelError(msg, remedy="Use a folder with a tokenizer.json.") from None
 
 
 @cache

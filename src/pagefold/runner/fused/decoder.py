@@ -18,7 +18,7 @@ from pagefold.runner.fused.kernel import (
     phases,
     run_decoder,
 )
-from pagefold.runner.fused.weights import PANEL_WIDTH, num_panels, pack_model
+from pagefold.runner.fused.weights import PANEL_WIDTH, num_panels
 from pagefold.runner.kernels.compiled import specialised
 from pagefold.runner.kernels.simd import weight_tiles
 from pagefold.runner.kernels.team import SYNC_WIDTH, ends
@@ -26,6 +26,8 @@ from pagefold.runner.kernels.team import SYNC_WIDTH, ends
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pagefold.runner.fused.families import FusedConfig
+    from pagefold.runner.fused.weights import DecoderWeights
     from pagefold.runner.inputs import StepInputs
     from pagefold.runner.slab import Slab
 
@@ -39,33 +41,21 @@ class FusedDecoder:
     with any number of threads.
 
     Args:
-        model: a loaded transformers model of a family that :func:`~pagefold.runner.fused.weights.why_not_fused` has
-            nothing against, float32. Its weights are taken out of it.
+        config: of the model.
+        weights: of the model.
         slab: where its KV is.
-        max_model_len: no sequence gets longer.
         num_threads: how many work together.
-        is_int8: whether matrices are kept as int8.
     """
 
-    def __init__(
-        self,
-        model: Any,  # noqa: ANN401 - transformers' models have no common type
-        slab: Slab,
-        *,
-        max_model_len: int,
-        num_threads: int,
-        is_int8: bool = False,
-    ) -> None:
-        config = model.config
+    def __init__(self, config: FusedConfig, weights: DecoderWeights, slab: Slab, *, num_threads: int) -> None:
         self._slab = slab
         self._num_threads = min(num_threads, numba.config.NUMBA_NUM_THREADS)
-        self._num_heads = config.num_attention_heads
-        self._num_kv_heads = config.num_key_value_heads
-        self._head_dim = slab.keys.shape[-1]
+        self._num_heads = config.num_heads
+        self._num_kv_heads = config.num_kv_heads
+        self._head_dim = config.head_dim
         self._vocab_size = config.vocab_size
-        attention = model.model.layers[0].self_attn
-        self._scale, _ = scale_and_cap(attention.scaling, 0.0)
-        self._weights = pack_model(model, max_model_len, is_int8=is_int8)
+        self._scale, _ = scale_and_cap(config.attention_scale, 0.0)
+        self._weights = weights
         self._attention = AttentionRoom(slab, self._num_heads, self._num_kv_heads, self._num_threads)
         self._phases = phases(len(self._weights.norms))
         self._sync = np.zeros((len(self._phases), SYNC_WIDTH), np.int64)

@@ -1,10 +1,10 @@
-"""The weights of a loaded transformers model, packed for the fused decoder.
+"""The weights of a model, packed for the fused decoder.
 
 A matrix ``[N, K]`` becomes panels ``[N / width, K, width]``: a panel is what one matrix tile walks through, and the
 whole matrix is read in one stream. q, k and v are one matrix; gate and up alternate panel by panel, so that a tile of
 both is there when they are multiplied. N is filled up with zeros to whole panels.
 
-The model's own tensors are let go layer by layer, so that packing needs room for few layers more, not for a model more.
+They are packed from the checkpoint's files, layer by layer, so that there is never a second copy of the model.
 """
 
 from __future__ import annotations
@@ -16,10 +16,16 @@ import numpy as np
 import torch
 
 from pagefold.config import available_cpus
+from pagefold.runner.fused.checkpoint import Checkpoint
+from pagefold.runner.fused.rope import rope_table
 from pagefold.runner.kernels.simd import MAX_LANES, PANEL_VECTORS
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from numpy.typing import NDArray
+
+    from pagefold.runner.fused.families import FusedConfig
 
 __all__ = ["PANEL_WIDTH", "DecoderWeights", "num_panels", "pack_model"]
 
@@ -100,58 +106,64 @@ def _pack(matrix: torch.Tensor, into: NDArray[Any]) -> None:
         into[whole, :, : num % PANEL_WIDTH] = numbers[whole * PANEL_WIDTH :].T
 
 
-@torch.inference_mode()
-def pack_model(model: Any, num_positions: int, *, is_int8: bool = False) -> DecoderWeights:  # noqa: ANN401 - transformers
-    """Pack a float32 model. It is used up.
+_EMBEDDING, _HEAD, _LAST_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+
+
+def pack_model(config: FusedConfig, folder: Path, num_positions: int, *, is_int8: bool = False) -> DecoderWeights:
+    """Read and pack a model, on all cores.
 
     Args:
-        model: what :func:`~pagefold.runner.loader.load_model` returned, of a family that
-            :func:`~pagefold.runner.fused.families.why_not_fused` has nothing against.
+        config: of the model.
+        folder: where its weights are, in any float type.
         num_positions: how many positions a sequence can have.
         is_int8: whether to keep matrices as int8, symmetrically rounded, with one scale an output channel.
+
+    Raises:
+        UnsupportedModelError: the weights are not those that the config asks for.
     """
-    config, decoder = model.config, model.model
-    layers = decoder.layers
-    first = layers[0].self_attn
-    hidden, inner = config.hidden_size, config.intermediate_size
-    num_qkv = first.q_proj.out_features + 2 * first.k_proj.out_features
-    has_bias, has_norms = first.q_proj.bias is not None, hasattr(first, "q_norm")
-    num_layers, head_dim = len(layers), first.head_dim
+    checkpoint = Checkpoint(folder)
+    checkpoint.check(_shapes(config, checkpoint))
+    num_layers, hidden, inner = config.num_layers, config.hidden_size, config.intermediate_size
+    num_out = config.num_heads * config.head_dim
+    num_qkv = num_out + 2 * config.num_kv_heads * config.head_dim
     qkv = _Panels(num_layers, num_qkv, hidden, is_int8=is_int8)
-    out = _Panels(num_layers, hidden, first.o_proj.in_features, is_int8=is_int8)
+    out = _Panels(num_layers, hidden, num_out, is_int8=is_int8)
     gate_up = _Panels(num_layers, 2 * num_panels(inner) * PANEL_WIDTH, hidden, is_int8=is_int8)
     down = _Panels(num_layers, hidden, inner, is_int8=is_int8)
-    bias = np.zeros((num_layers, num_qkv) if has_bias else (0, 0), np.float32)
-    head_norms = np.zeros((num_layers, 2, head_dim) if has_norms else (0, 2, 0), np.float32)
+    head = _Panels(1, config.vocab_size, hidden, is_int8=is_int8)
+    bias = np.zeros((num_layers, num_qkv) if config.has_biases else (0, 0), np.float32)
+    head_norms = np.zeros((num_layers, 2, config.head_dim) if config.has_head_norms else (0, 2, 0), np.float32)
     norms = np.zeros((num_layers, 2, hidden), np.float32)
 
     @torch.inference_mode()
     def pack_layer(index: int) -> None:
-        layer = layers[index]
-        attention, mlp = layer.self_attn, layer.mlp
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        qkv.put(index, torch.cat([one.weight for one in projections]))
-        if has_bias:
-            bias[index] = torch.cat([one.bias for one in projections]).numpy()
-        if has_norms:
-            head_norms[index, 0] = attention.q_norm.weight.numpy()
-            head_norms[index, 1] = attention.k_norm.weight.numpy()
-        out.put(index, attention.o_proj.weight)
-        gate_up.put(index, mlp.gate_proj.weight, every=2)
-        gate_up.put(index, mlp.up_proj.weight, every=2, offset=1)
-        down.put(index, mlp.down_proj.weight)
-        norms[index, 0] = layer.input_layernorm.weight.numpy()
-        norms[index, 1] = layer.post_attention_layernorm.weight.numpy()
-        for one in (*projections, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
-            one.weight = None
+        def tensor(name: str) -> torch.Tensor:
+            return checkpoint.tensor(f"model.layers.{index}.{name}")
+
+        qkv.put(index, torch.cat([tensor(f"self_attn.{one}_proj.weight") for one in "qkv"]))
+        if config.has_biases:
+            bias[index] = torch.cat([tensor(f"self_attn.{one}_proj.bias") for one in "qkv"]).numpy()
+        if config.has_head_norms:
+            head_norms[index, 0] = tensor("self_attn.q_norm.weight").numpy()
+            head_norms[index, 1] = tensor("self_attn.k_norm.weight").numpy()
+        out.put(index, tensor("self_attn.o_proj.weight"))
+        gate_up.put(index, tensor("mlp.gate_proj.weight"), every=2)
+        gate_up.put(index, tensor("mlp.up_proj.weight"), every=2, offset=1)
+        down.put(index, tensor("mlp.down_proj.weight"))
+        norms[index, 0] = tensor("input_layernorm.weight").numpy()
+        norms[index, 1] = tensor("post_attention_layernorm.weight").numpy()
+
+    @torch.inference_mode()
+    def pack_head() -> NDArray[np.float32]:
+        """Pack the head; return the embedding, or nothing where it is the same matrix."""
+        matrix, embedding = _head_and_embedding(config, checkpoint)
+        head.put(0, matrix)
+        return np.zeros((0, 0), np.float32) if embedding is None else embedding.numpy().copy()
 
     with ThreadPoolExecutor(available_cpus()) as threads:  # copying lets go of the GIL
+        packed_head = threads.submit(pack_head)  # the largest piece first
         list(threads.map(pack_layer, range(num_layers)))
-    rope = _rope(decoder, num_positions, head_dim)
-    matrix, embedding = model.lm_head.weight, decoder.embed_tokens.weight
-    head = _Panels(1, len(matrix), hidden, is_int8=is_int8)
-    head.put(0, matrix)
-    is_tied = matrix is embedding or matrix.data_ptr() == embedding.data_ptr()
+        embedding = packed_head.result()
     return DecoderWeights(
         qkv=qkv.panels,
         bias=bias,
@@ -160,11 +172,11 @@ def pack_model(model: Any, num_positions: int, *, is_int8: bool = False) -> Deco
         gate_up=gate_up.panels,
         down=down.panels,
         norms=norms,
-        last_norm=decoder.norm.weight.numpy().copy(),
+        last_norm=checkpoint.tensor(_LAST_NORM).numpy().copy(),
         head=head.panels[0],
-        embedding=np.zeros((0, 0), np.float32) if is_tied else embedding.numpy().copy(),
-        rope=rope,
-        epsilon=np.float32(config.rms_norm_eps),
+        embedding=embedding,
+        rope=rope_table(config, folder, num_positions),
+        epsilon=np.float32(config.epsilon),
         intermediate=inner,
         qkv_scales=qkv.scales,
         out_scales=out.scales,
@@ -174,10 +186,38 @@ def pack_model(model: Any, num_positions: int, *, is_int8: bool = False) -> Deco
     )
 
 
-def _rope(decoder: Any, num_positions: int, head_dim: int) -> NDArray[np.float32]:  # noqa: ANN401
-    """Return the model's own cosines and sines, ``[positions, 2, D]``: its ropes do not depend on the batch."""
-    positions = torch.arange(num_positions)[None]
-    cosines, sines = decoder.rotary_emb(torch.zeros(1, dtype=torch.float32), positions)
-    rope = torch.stack([cosines[0], sines[0]], dim=1).numpy().copy()
-    assert rope.shape == (num_positions, 2, head_dim), "a rope of a part of the head"
-    return np.ascontiguousarray(rope, np.float32)
+def _shapes(config: FusedConfig, checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of all tensors that a model of this config has."""
+    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    heads = {"q": config.num_heads * head_dim, "k": config.num_kv_heads * head_dim, "v": config.num_kv_heads * head_dim}
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "self_attn.o_proj.weight": (hidden, heads["q"]),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+        **{f"self_attn.{one}_proj.weight": (num, hidden) for one, num in heads.items()},
+    }
+    if config.has_biases:
+        layer |= {f"self_attn.{one}_proj.bias": (num,) for one, num in heads.items()}
+    if config.has_head_norms:
+        layer |= {f"self_attn.{one}_norm.weight": (head_dim,) for one in "qk"}
+    matrices = dict.fromkeys((_EMBEDDING, _HEAD), (config.vocab_size, hidden))
+    if config.is_tied and _EMBEDDING in checkpoint and _HEAD not in checkpoint:
+        del matrices[_HEAD]
+    elif config.is_tied and _HEAD in checkpoint and _EMBEDDING not in checkpoint:
+        del matrices[_EMBEDDING]
+    layers = {f"model.layers.{index}.{name}": layer[name] for index in range(config.num_layers) for name in layer}
+    return layers | matrices | {_LAST_NORM: (hidden,)}
+
+
+def _head_and_embedding(config: FusedConfig, checkpoint: Checkpoint) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the head's matrix, and the embedding's if it is another.
+
+    A config may say that they are tied and the files have both: then, as for transformers, the files are right.
+    """
+    if config.is_tied and not (_HEAD in checkpoint and _EMBEDDING in checkpoint):
+        return checkpoint.tensor(_HEAD if _HEAD in checkpoint else _EMBEDDING), None
+    matrix, embedding = checkpoint.tensor(_HEAD), checkpoint.tensor(_EMBEDDING)
+    return matrix, None if config.is_tied and torch.equal(matrix, embedding) else embedding
