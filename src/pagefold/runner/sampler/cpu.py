@@ -1,4 +1,4 @@
-"""The race on a CPU: one compiled kernel, a row at a time.
+"""The race on a CPU: one compiled kernel, a row at a time, on one thread.
 
 Two logarithms a token would be most of the cost. So each token first gets a bound of what it can reach, by the bits of
 a float (they are its logarithm to base 2, linear between the powers); only who could still win is looked at exactly,
@@ -89,7 +89,7 @@ def _race(logits, row_size, vocab_size, draws, chosen):
             n = _keep_likely(own, top, scale, draws.log_min_p[d], row, tokens)
             if 0 < top_k < n:
                 weights[:n] = 1.0
-                n = _keep_largest(row[:n], tokens, weights, top_k, masses)
+                n = _keep_largest(row[:n], tokens, weights, np.float64(top_k), masses)
             if top_p < 1.0:
                 _weigh(row[:n], top, scale, weights, bits)
                 n = _keep_largest(row[:n], tokens, weights, _sum(weights[:n]) * top_p * REACHED, masses)
@@ -109,7 +109,7 @@ def _largest(row):
 def _has_distribution(row, top):
     num_nan = 0
     for t in range(len(row)):
-        num_nan += row[t] != row[t]
+        num_nan += row[t] != row[t]  # NaN alone is not itself
     return num_nan == 0 and np.isfinite(top)
 
 
