@@ -75,8 +75,8 @@ class SamplingParams:
         stop: texts that end the output; they are not part of it. One text, several, or None.
         stop_token_ids: token ids that end the output; or None.
         ignore_eos: go on after the model's end-of-sequence token.
-        seed: of this request's random draws. A request with a seed draws the same numbers in every batch. Sample ``i``
-            draws what a request with ``seed + i`` would draw, as in vLLM.
+        seed: of this request's random draws. A request with a seed draws the same tokens in every batch, but where two
+            are equal within rounding. Sample ``i`` draws what a request with ``seed + i`` would draw, as in vLLM.
         logprobs: return each output token's logprob, and those of so many most likely tokens, 0 to 20. They are of
             the model's own distribution: without bias, penalties, temperature and cuts. None returns none.
         prompt_logprobs: the same of the prompt's tokens, which are all computed then: what the prefix cache holds of

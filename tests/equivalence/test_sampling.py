@@ -18,7 +18,8 @@ import torch
 from equivalence.prompts import short_prompts
 from equivalence.settings import SETTINGS
 from equivalence.suite import Counts, Key, Trial, Workload
-from equivalence.tiny_models import EOS_TOKEN_IDS, VOCAB_SIZE
+from equivalence.tiny_models import EOS_TOKEN_IDS, VOCAB_SIZE, save_tiny_model
+from pagefold import LLM
 from pagefold.request import SamplingParams
 from pagefold.runner.sampler import sample
 
@@ -201,3 +202,20 @@ def test_the_workload_tells_what_is_asked_from_what_is_not(tiny_folder):
     assert array("i", asking.outputs[too_early[0]]) != array("i", hasty.outputs[too_early[0]])
     some = [key for key in asking.outputs if asking.sampling(key).min_tokens and len(asking.outputs[key]) < 24]
     assert some, "no output ends by a stop token"
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt-neox"])
+def test_a_seed_draws_the_same_alone_and_in_a_batch_where_rounding_differs(family, tmp_path):
+    """Families that transformers computes, in float32: a row's logits depend on the batch, its tokens do not.
+
+    Flat distributions over 49,152 tokens; logits are of size 1 and differ by up to 1e-5 between the batches.
+    """
+    folder = save_tiny_model(family, tmp_path, dtype=torch.float32, vocab_size=49_152)
+    llm = LLM(str(folder), dtype="float32", kv_cache_memory_bytes=2**22, max_model_len=160, enable_prefix_caching=False)
+    random = Random(3)
+    prompts = [{"prompt_token_ids": [random.randrange(100, 49_152) for _ in range(3 + 9 * i)]} for i in range(5)]
+    how = [SamplingParams(temperature=1.5, seed=i, max_tokens=50, ignore_eos=True) for i in range(5)]
+    together = [result.outputs[0].token_ids for result in llm.generate(prompts, how, use_tqdm=False)]
+    for at in range(5):
+        (alone,) = llm.generate(prompts[at], how[at], use_tqdm=False)
+        assert alone.outputs[0].token_ids == together[at], at

@@ -135,11 +135,15 @@ def _sizes(*, num_kv_heads: int, head_dim: int = 16, num_layers: int = 2) -> dic
     }
 
 
-def save_tiny_model(family: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> Path:
+def save_tiny_model(
+    family: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float64, vocab_size: int = VOCAB_SIZE
+) -> Path:
     """Write the model of that family into ``folder``, as ``save_pretrained`` does; return the folder."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=dtype)
+    config = FAMILIES[family]()
+    config.vocab_size = vocab_size
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
         with torch.no_grad():
