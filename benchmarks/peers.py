@@ -450,10 +450,10 @@ def main() -> None:
             if taking_part:
                 measure(name, taking_part, args.repeats, results)
                 rows += rows_of(name, [engine.name for engine in taking_part], results)
-    finally:
+    finally:  # a run that is ended before its time shows the workloads that it finished
         for engine in engines:
             engine.stop()
-    print_report("peers", rows + agreement_rows(results), machine() | versions(about), args.json)
+        print_report("peers", rows + agreement_rows(results), machine() | versions(about), args.json)
 
 
 def agreement_rows(results: Results) -> list[Row]:

@@ -41,11 +41,15 @@ def start(model: str, settings: dict[str, Any]) -> Generate:
         response = connection.getresponse()
         if response.status != http.client.OK:
             raise RuntimeError(response.read().decode())
+        num_streamed = 0
         for line in response:
-            if line.startswith(b"data: "):
-                event = json.loads(line[6:])
-                if not event.get("stop"):  # the last event repeats them all
-                    emit(index, event["tokens"])
+            if not line.startswith(b"data: "):
+                continue
+            event = json.loads(line[6:])
+            # A token that ends inside a character is never streamed; the last event only counts it.
+            new = [0] * (event["tokens_predicted"] - num_streamed) if event.get("stop") else event["tokens"]
+            num_streamed += len(new)
+            emit(index, new)
         connection.close()
 
     def generate(prompts: list[list[int]], num_output_tokens: int, emit: Emit) -> None:
