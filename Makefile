@@ -35,7 +35,8 @@ demo: setup ## the cache at work, without a model
 test: setup ## everything that CI runs
 	@$(BIN)/pagefold models get smollm2-135m
 	@$(MAKE) -s check
-	@$(BIN)/python -m pytest -q -m "not long"
+	@# A worker a core; the tests of a file stay together, and share what is dear to make.
+	@$(BIN)/python -m pytest -q -n auto --dist loadfile -m "not long"
 
 test-long: setup ## the long property and equality runs
 	@$(BIN)/pagefold models get smollm2-135m
