@@ -156,8 +156,11 @@ def test_a_bias_a_penalty_and_min_tokens_do_what_they_say(tiny):
 def test_a_field_reaches_the_engine(tiny, field):
     """Over HTTP as asked directly, and not as without it."""
     prompt, common = [5, 6, 7], {"seed": 4, "max_tokens": 24, "temperature": 0.05}
+    if "logit_bias" not in field:  # few tokens, which come again and again: something to penalise
+        common |= {"temperature": 1.0, "logit_bias": {str(token): 20 for token in range(300, 308)}}
     over_http = tiny.complete(prompt, ignore_eos=True, **common, **field)["choices"][0]["text"]
-    if "logit_bias" in field:
-        field = {"logit_bias": {int(token): bias for token, bias in field["logit_bias"].items()}}
-    assert over_http == "".join(delta.text for delta in told_by_engine(tiny, prompt, **common, **field))
+    asked = common | field
+    if "logit_bias" in asked:
+        asked["logit_bias"] = {int(token): bias for token, bias in asked["logit_bias"].items()}
+    assert over_http == "".join(delta.text for delta in told_by_engine(tiny, prompt, **asked))
     assert over_http != tiny.complete(prompt, ignore_eos=True, **common)["choices"][0]["text"]
