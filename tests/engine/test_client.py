@@ -65,7 +65,8 @@ def test_who_stops_reading_frees_the_blocks(client: EngineThread) -> None:
                 break
         await _until_idle(client)
         waiting = [asyncio.create_task(_collect(client, f"{i}", LONG)) for i in range(12)]  # more than seats
-        await asyncio.sleep(0.05)
+        while not client.status().num_running:  # the first of them have begun, and none has come far
+            await asyncio.sleep(0)
         for task in waiting[::2]:
             task.cancel()
         results = await asyncio.gather(*waiting, return_exceptions=True)
@@ -81,9 +82,10 @@ def test_a_stream_of_samples_ends_with_the_last_of_them(client: EngineThread) ->
         how = SamplingParams(n=4, max_tokens=5, ignore_eos=True, seed=1)
         with closing(client.submit("samples", [1, 2, 3], how)) as deltas:
             got = [delta async for delta in deltas]
-        assert Counter(delta.index for delta in got) == dict.fromkeys(range(4), 5)
+        # A reader that falls behind gets several tokens in a delta.
+        assert Counter(delta.index for delta in got for _ in delta.token_ids) == dict.fromkeys(range(4), 5)
         assert [delta.index for delta in got if delta.finish_reason] == [0, 1, 2, 3]
-        assert [delta.is_last for delta in got] == [False] * 19 + [True]
+        assert [delta.is_last for delta in got] == [False] * (len(got) - 1) + [True]
         await _until_idle(client)
 
     asyncio.run(asyncio.wait_for(run(), 120))
