@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pagefold.errors import ModelNotFoundError, UnsupportedModelError
+from pagefold.json_object import read_json_object
 from pagefold.runner.fused.families import FusedConfig, read_fused_config
 from pagefold.runner.plain_config import read_plain_config
 
@@ -100,7 +101,7 @@ def inspect_model(folder: Path) -> ModelSpec:
     if not (folder / "config.json").is_file():
         msg = f"{folder} has no config.json."
         raise ModelNotFoundError(msg, remedy="Name a folder that save_pretrained wrote, or a built-in name.")
-    config: Any = read_plain_config(_read_json(folder / "config.json")) or _config_of_transformers(folder)
+    config: Any = read_plain_config(read_json_object(folder / "config.json")) or _config_of_transformers(folder)
     num_heads = int(config.num_attention_heads)
     num_kv_heads = int(getattr(config, "num_key_value_heads", None) or num_heads)
     if num_heads % num_kv_heads:
@@ -142,7 +143,7 @@ def _config_of_transformers(folder: Path) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(folder)
     except Exception as error:  # noqa: BLE001 - each config class checks the user's values in its own way
-        raw = _read_json(folder / "config.json")
+        raw = read_json_object(folder / "config.json")
         name = raw.get("model_type") or raw.get("architectures") or "no model_type"
         why = " ".join(str(error).split()) or type(error).__name__
         msg = f"transformers cannot read the config of {folder} ({name}): {why[:_MAX_WHY]}"
@@ -232,7 +233,7 @@ def _eos_token_ids(folder: Path, config: PretrainedConfig | PlainConfig) -> tupl
     eos = getattr(config, "eos_token_id", None)
     file = folder / "generation_config.json"
     if file.is_file():
-        generation = _read_json(file)
+        generation = read_json_object(file)
         if not generation:
             msg = f"{file} is not a JSON object."
             raise UnsupportedModelError(msg, remedy="Mend it, or take it away: config.json will do.")
@@ -279,11 +280,3 @@ def _fingerprint(config_file: Path, weight_files: list[Path]) -> str:
         if file.suffix == ".safetensors":
             digest.update(_safetensors_header(file))
     return digest.hexdigest()
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        loaded = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return loaded if isinstance(loaded, dict) else {}

@@ -6,9 +6,9 @@ Where it does none of that, both come to the same tokens; every other folder is 
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
+from pagefold.json_object import read_json_object
 from pagefold.tokenizer.chat_template import is_plain_template, render_template
 
 if TYPE_CHECKING:
@@ -88,16 +88,16 @@ class PlainTokenizer:
 
 def load_plain_tokenizer(folder: Path) -> PlainTokenizer | None:
     """Load a folder's tokenizer; None if it is not plain, or not right."""
-    settings = _read(folder / "tokenizer_config.json")
+    settings = read_json_object(folder / "tokenizer_config.json")
     special_tokens = {name: settings[name] for name in _SPECIAL_TOKENS if name in settings}
     beside = {file.name for pattern in ("*token*", "*chat_template*") for file in folder.glob(pattern)}
     if not (
         settings.get("tokenizer_class") in _CLASSES
-        and _read(folder / "config.json").get("model_type") in _MODEL_TYPES
+        and read_json_object(folder / "config.json").get("model_type") in _MODEL_TYPES
         and beside <= _FILES
         and settings.keys() <= _KNOWN.keys()
         and all(_KNOWN[name](value) for name, value in settings.items())
-        and _read(folder / "special_tokens_map.json").items() <= special_tokens.items()
+        and read_json_object(folder / "special_tokens_map.json").items() <= special_tokens.items()
     ):
         return None
     from tokenizers import Tokenizer  # noqa: PLC0415 - not needed to import this module
@@ -118,14 +118,6 @@ def load_plain_tokenizer(folder: Path) -> PlainTokenizer | None:
     if isinstance(template, list):
         template = {one["name"]: one["template"] for one in template}
     return PlainTokenizer(backend, template, special_tokens)
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        loaded = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return loaded if isinstance(loaded, dict) else {}
 
 
 def _is_text(value: Any) -> bool:  # noqa: ANN401 - of JSON
