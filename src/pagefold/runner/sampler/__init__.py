@@ -44,13 +44,18 @@ def sample(logits: torch.Tensor, params: list[SamplingParams], seeds: list[int],
         seeds: of each row.
         draws: of each row: how many tokens its request has sampled before.
     """
-    token_ids = _likeliest(logits)
+    token_ids = [-1] * len(params)
     random = [row for row, how in enumerate(params) if not how.is_greedy]
     if random:
         chosen = _draw(logits, make_draws(random, params, seeds, draws))
         for row, token_id in zip(random, chosen.tolist(), strict=True):
-            if token_id >= 0:
-                token_ids[row] = token_id
+            token_ids[row] = token_id
+    greedy = [row for row, token_id in enumerate(token_ids) if token_id < 0]
+    if greedy:
+        # Most steps are all greedy: no copy of the logits then.
+        likeliest = _likeliest(logits if len(greedy) == len(params) else logits[greedy])
+        for row, token_id in zip(greedy, likeliest, strict=True):
+            token_ids[row] = token_id
     return token_ids
 
 
