@@ -318,7 +318,7 @@ def _start_engine(config: EngineConfig, emit: Emit, say: Callable[[str], None]) 
 
     with progress_bar() as progress:
         blueprint = plan_engine(config, progress=progress)
-    _quiet_transformers()
+    _quiet_transformers(is_loaded=not blueprint.is_fused)
     engine = build_engine(blueprint, emit=emit, say=say)
     # What is there now stays: the collector need not walk through all of it again, in the middle of some step.
     gc.collect()
@@ -326,10 +326,14 @@ def _start_engine(config: EngineConfig, emit: Emit, say: Callable[[str], None]) 
     return engine
 
 
-def _quiet_transformers() -> None:
-    """Keep its progress bars and advice out of a server's log; without importing it, which many models do not need."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # which it reads if something imports it later
-    if "transformers" in sys.modules:
+def _quiet_transformers(*, is_loaded: bool) -> None:
+    """Keep its progress bars and advice out of a server's log; without importing it, which many models do not need.
+
+    Args:
+        is_loaded: whether it will load the model.
+    """
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # which it reads if something else imports it later
+    if is_loaded or "transformers" in sys.modules:
         from transformers.utils import logging as transformers_logging  # noqa: PLC0415 - as above
 
         transformers_logging.disable_progress_bar()
