@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from report import Row, machine, parser, print_report
+from report import Row, machine, parser, print_report, read_bandwidth
 from rich.console import Console
 from rich.progress import track
 
@@ -35,7 +35,6 @@ NUM_REQUESTS, SHARED, OWN, NUM_STEPS = 32, 512, 64, 48
 ASKED = 0.06
 MATRICES = ("qkv", "out", "gate_up", "down", "head")
 ATTENTION = ("attention", "merge")
-BANDWIDTH_BYTES = 2**28
 MATRIX_SIZE = 1024
 
 
@@ -131,8 +130,7 @@ def main() -> None:
     steps: list[Step] = []
     for _ in track(range(args.repeats), "decoding", console=Console(stderr=True), transient=True):
         steps += decode_steps(engine, rng, spec.vocab_size)
-    numbers = torch.ones(BANDWIDTH_BYTES // 4)
-    bandwidth = BANDWIDTH_BYTES / best_s(numbers.sum, 5)
+    bandwidth = read_bandwidth()
     left, right = torch.ones(2, MATRIX_SIZE, MATRIX_SIZE)
     peak = 2 * MATRIX_SIZE**3 / best_s(lambda: left @ right, 10)
     weight_bytes = 4 * spec.num_parameters

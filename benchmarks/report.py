@@ -19,8 +19,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["Row", "machine", "parser", "print_report"]
+__all__ = ["Row", "machine", "parser", "print_report", "read_bandwidth"]
 
+_BANDWIDTH_BYTES = 2**28
 _PACKAGES = ("pagefold", "torch", "transformers", "numba", "numpy")
 
 
@@ -65,6 +66,19 @@ def machine() -> dict[str, object]:
             continue
     facts["date"] = time.strftime("%Y-%m-%d")
     return facts
+
+
+def read_bandwidth() -> float:
+    """Return bytes a second that a plain sum of 256 MiB reads: what floors by bytes are counted with."""
+    import torch
+
+    numbers = torch.ones(_BANDWIDTH_BYTES // 4)
+    taken = []
+    for _ in range(6):
+        begin = time.perf_counter()
+        numbers.sum()
+        taken.append(time.perf_counter() - begin)
+    return _BANDWIDTH_BYTES / min(taken)
 
 
 def print_report(name: str, rows: list[Row], where: dict[str, object], json_file: str | None = None) -> None:

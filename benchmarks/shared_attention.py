@@ -15,12 +15,11 @@ import statistics
 import time
 
 import numpy as np
-from report import Row, machine, parser, print_report
+from report import Row, machine, parser, print_report, read_bandwidth
 
 NUM_REQUESTS, OWN = 32, 64
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 9, 3, 64, 16
 ASKED = 3.0
-BANDWIDTH_BYTES = 2**28
 
 
 def main() -> None:
@@ -71,13 +70,7 @@ def main() -> None:
             results[name] = attention(query, key, value, slab, one, 0, HEAD_DIM**-0.5)
             taken[name].append(time.perf_counter() - begin)
     assert torch.equal(results["shared"], results["distinct"])
-    numbers = torch.ones(BANDWIDTH_BYTES // 4)
-    sums = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        numbers.sum()
-        sums.append(time.perf_counter() - begin)
-    bandwidth = BANDWIDTH_BYTES / min(sums)
+    bandwidth = read_bandwidth()
     block_bytes = slab.data[0].nbytes
     blocks = {"shared": num_prefix + NUM_REQUESTS * num_own, "distinct": num_blocks}
     rows = []
