@@ -36,6 +36,8 @@ class Capacity:
         block_size: tokens a block.
         max_model_len: the longest sequence that is served, in tokens.
         num_blocks_per_request: blocks of a sequence of ``max_model_len``.
+        num_host_blocks: blocks that the host keeps of those that were evicted.
+        host_bytes: theirs.
     """
 
     weight_bytes: int
@@ -44,6 +46,8 @@ class Capacity:
     block_size: int
     max_model_len: int
     num_blocks_per_request: int
+    num_host_blocks: int = 0
+    host_bytes: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -56,13 +60,17 @@ class Capacity:
         return self.num_blocks / self.num_blocks_per_request
 
     def lines(self) -> list[str]:
-        """Return the three lines that a start prints."""
+        """Return the lines that a start prints."""
         blocks = f"{self.num_blocks:,} blocks of {self.block_size} tokens"
-        return [
+        lines = [
             f"weights    {human_bytes(self.weight_bytes)}",
             f"KV budget  {human_bytes(self.kv_budget_bytes)} = {blocks} = {self.num_tokens:,} tokens",
             f"fits       {self.max_concurrency:,.1f} requests of max_model_len = {self.max_model_len:,} tokens at once",
         ]
+        if self.num_host_blocks:
+            num_tokens = self.num_host_blocks * self.block_size
+            lines.append(f"host       {human_bytes(self.host_bytes)} for {num_tokens:,} tokens that were evicted")
+        return lines
 
 
 def plan_capacity(  # noqa: PLR0913 - the facts that it weighs, by name
@@ -75,6 +83,7 @@ def plan_capacity(  # noqa: PLR0913 - the facts that it weighs, by name
     kv_cache_memory_bytes: int | None,
     max_num_seqs: int,
     available_bytes: int,
+    host_bytes: int = 0,
     is_ours: bool = False,
 ) -> Capacity:
     """Decide budget, blocks and ``max_model_len``.
@@ -88,6 +97,7 @@ def plan_capacity(  # noqa: PLR0913 - the facts that it weighs, by name
         kv_cache_memory_bytes: the budget asked for, or None for the default share.
         max_num_seqs: sequences at once; bounds the default budget.
         available_bytes: memory that is free before the weights are loaded.
+        host_bytes: what to set aside for blocks that are evicted, of the same memory.
         is_ours: whether all of it is for weights and blocks, as on a GPU whose share for the rest is already taken off;
             the default budget is then all that the weights leave.
 
@@ -110,6 +120,9 @@ def plan_capacity(  # noqa: PLR0913 - the facts that it weighs, by name
             needed = layout.num_blocks_for(max_model_len) * layout.bytes_per_block
         remedy = "Use a smaller model or a machine with more memory."
         raise DoesNotFitError(msg, missing_bytes=needed - left, remedy=remedy)
+    num_host_blocks = host_bytes // layout.bytes_per_block
+    if host_bytes:
+        left = _beside_host(host_bytes, num_host_blocks, layout, left)
     budget = kv_cache_memory_bytes
     wanted_len = model_max_len if max_model_len is None or max_model_len == "auto" else max_model_len
     if budget is None:
@@ -141,7 +154,24 @@ def plan_capacity(  # noqa: PLR0913 - the facts that it weighs, by name
         block_size=layout.block_size,
         max_model_len=wanted_len,
         num_blocks_per_request=num_blocks_needed,
+        num_host_blocks=num_host_blocks,
+        host_bytes=num_host_blocks * layout.bytes_per_block,
     )
+
+
+def _beside_host(host_bytes: int, num_host_blocks: int, layout: CacheLayout, left: int) -> int:
+    """Return what is left beside the host's blocks; refuse a size that holds none, or leaves nothing."""
+    if not num_host_blocks:
+        msg = f"kv_offloading_size is {human_bytes(host_bytes)}, and one block takes {layout.bytes_per_block:,} bytes."
+        raise ConfigError(msg, remedy="Give more, or 0 for none.")
+    if host_bytes >= left:
+        msg = (
+            f"kv_offloading_size is {human_bytes(host_bytes)}, but beside the weights only {human_bytes(max(left, 0))} "
+            "of memory are free."
+        )
+        missing = host_bytes + layout.num_blocks_for(2) * layout.bytes_per_block - left
+        raise DoesNotFitError(msg, missing_bytes=missing, remedy="Give less: blocks that are in use need memory too.")
+    return left - host_bytes
 
 
 def _remedy(smallest_bytes: int, left_bytes: int, longest: int) -> str:

@@ -56,6 +56,7 @@ class EngineConfig:
         dtype: of weights, activations and KV. ``auto`` on a CPU is float32, whatever the checkpoint holds.
         block_size: tokens a block.
         kv_cache_memory_bytes: the KV budget; None for a share of the memory that is free (see ``capacity.py``).
+        kv_offloading_size: GiB of host memory for blocks that are evicted, beside the KV budget; 0 for none.
         max_model_len: longest prompt and output together, in tokens; None for what the model was made for, ``auto``
             for as much of that as the budget holds.
         max_num_seqs: sequences running at once.
@@ -83,6 +84,7 @@ class EngineConfig:
     dtype: Dtype = "auto"
     block_size: int = 16
     kv_cache_memory_bytes: int | None = None
+    kv_offloading_size: float = 0.0
     max_model_len: int | Literal["auto"] | None = None
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 512
@@ -126,6 +128,11 @@ class EngineConfig:
             raise _bad("threads", self.threads, "at least 1")
         if self.kv_cache_memory_bytes is not None and self.kv_cache_memory_bytes <= 0:
             raise _bad("kv_cache_memory_bytes", self.kv_cache_memory_bytes, "a positive number of bytes")
+        if not 0 <= self.kv_offloading_size < float("inf"):
+            raise _bad("kv_offloading_size", self.kv_offloading_size, "a number of GiB, 0 for none")
+        if self.kv_offloading_size and not self.enable_prefix_caching:
+            msg = f"kv_offloading_size is {self.kv_offloading_size}, but without prefix caching nothing is ever kept."
+            raise ConfigError(msg, remedy="Leave it out, or set enable_prefix_caching.")
         if isinstance(self.max_model_len, str):
             _one_of("max_model_len", self.max_model_len, ("auto",))
         elif self.max_model_len is not None and self.max_model_len < 2:  # noqa: PLR2004 - a prompt and an output token

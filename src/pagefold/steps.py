@@ -6,11 +6,13 @@ from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from pagefold.kv.plans import NO_HOST_OPS
+
 if TYPE_CHECKING:
-    from pagefold.kv import BlockId, CopyOp
+    from pagefold.kv import BlockId, CopyOp, HostOps
     from pagefold.request import SamplingParams
 
-__all__ = ["PromptPart", "Runner", "StepPlan", "StepResult", "TokenLogprobs"]
+__all__ = ["DamagedSlotsError", "PromptPart", "Runner", "StepPlan", "StepResult", "TokenLogprobs"]
 
 
 class TokenLogprobs(NamedTuple):
@@ -54,7 +56,8 @@ class StepPlan:
             or is written in this same step by an earlier row.
         num_tokens: how many tokens of ``token_ids`` are each row's.
         block_ids: each row's block table; position ``p`` lies in ``block_ids[i][p // block_size]``.
-        copies: whole-block copies to make before the first write.
+        host_ops: what to move between the blocks and the host arena, before anything else.
+        copies: whole-block copies to make then, before the first write.
         sampling_rows: the rows that have all their tokens after this step, and so sample the next one; ascending. A row
             comes several times where several samples of one prompt begin: each place is a sample of its own.
         sampling: how, for each of ``sampling_rows``.
@@ -75,6 +78,7 @@ class StepPlan:
     starts: list[int] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
     block_ids: list[list[BlockId]] = field(default_factory=list)
+    host_ops: HostOps = NO_HOST_OPS
     copies: list[CopyOp] = field(default_factory=list)
     sampling_rows: list[int] = field(default_factory=list)
     sampling: list[SamplingParams] = field(default_factory=list)
@@ -109,8 +113,24 @@ class StepResult:
     prompt_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
 
 
+class DamagedSlotsError(Exception):
+    """What a step was to load is not what was stored. Nobody's request is at fault.
+
+    Args:
+        slots: of the host arena, all that the step found damaged.
+    """
+
+    def __init__(self, slots: frozenset[int]) -> None:
+        super().__init__(f"{len(slots)} slots of the host arena are damaged")
+        self.slots = slots
+
+
 class Runner(Protocol):
     """Carries out a plan."""
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Copy, compute, write KV, sample. If it raises, nothing of the step counts."""
+        """Move, copy, compute, write KV, sample. If it raises, nothing of the step counts.
+
+        Raises:
+            DamagedSlotsError: before anything was computed.
+        """

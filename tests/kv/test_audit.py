@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 import pagefold.kv
-from pagefold.kv import AuditError, BlockState, BlockTable, CopyOp, KVCore, audit
+from pagefold.kv import AuditError, BlockState, BlockTable, CopyOp, HostTier, KVCore, StoreOp, audit
 from pagefold.kv.block import Block
+from pagefold.kv.tiers import HeldBlock
 from pagefold.kv.tree import Node
 
 if TYPE_CHECKING:
@@ -35,11 +36,21 @@ class World:
         promising: holds out a promise of one block.
         cached: one of two leaves under a block, all three cached.
         free: a block that nobody has.
+        held: a block in a slot of the host, which is to be loaded; another is to be stored.
     """
 
     def __init__(self) -> None:
-        self.core = core = KVCore(16, block_size=4)
+        self.host = HostTier(4)
+        self.core = core = KVCore(18, block_size=4, host=self.host)
         self.pool = core.pool
+        core.release(self.serve(range(90, 94)))
+        core.reclaim(1)
+        core.host_done(core.take_host_ops())
+        loading, _ = core.acquire(core.match(NS, pack(range(90, 96)), 5))
+        (self.held,) = self.host.held()
+        assert loading.block_ids == [load.block_id for load in self.host.pending.loads]
+        core.release(self.serve(range(80, 84)))
+        core.reclaim(1)
         core.release(self.serve([50, 51, 52, 53, 60, 61, 62, 63]))
         core.release(self.serve(range(50, 58)))
         self.cached = core.match(NS, pack(range(50, 58)), 8).nodes[1]
@@ -295,6 +306,27 @@ def cached_pinned_blocks_miscounted(world: World) -> None:
     world.pool.num_pinned += 1
 
 
+def lost_slot(world: World) -> None:
+    world.host._free.pop()
+
+
+def slot_pins_miscounted(world: World) -> None:
+    world.held.num_pins += 1
+
+
+def slot_written_twice(world: World) -> None:
+    world.host._stores += [StoreOp(world.block(world.table, 0).block_id, world.held.slot)] * 2
+    world.held.num_pins += 2
+
+
+def store_into_a_free_slot(world: World) -> None:
+    world.host._stores.append(StoreOp(world.block(world.table, 0).block_id, world.host._free[0]))
+
+
+def held_without_a_slot(world: World) -> None:
+    world.host._held[b"?"] = HeldBlock(b"?", b"", -1)
+
+
 def candidate_missing(world: World) -> None:
     world.core.policy.on_busy(world.cached)
 
@@ -354,6 +386,11 @@ CORRUPTIONS: list[tuple[Callable[[World], None], str]] = [
     (candidate_missing, "policy offers 1 nodes, 2 are evictable"),
     (candidate_too_many, "policy offers 3 nodes, 2 are evictable"),
     (candidates_but_no_victim, "no victim among its candidates"),
+    (lost_slot, "slots [0, 1] in use"),
+    (slot_pins_miscounted, "slot 0: 2 pins"),
+    (slot_written_twice, "slot 0 is written 2 times"),
+    (store_into_a_free_slot, "is to be written, and holds nothing"),
+    (held_without_a_slot, "blocks are held that have no slot"),
 ]
 
 

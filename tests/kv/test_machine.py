@@ -10,6 +10,7 @@ Held after every operation, for every policy:
 * the tree is exactly what the model says was published, less what events said was evicted and what was reset;
 * ``match`` finds exactly the model's longest prefix: whole blocks, then a part of one more;
 * memory is refused only when it is short, and what is evicted is a leaf that nobody holds and no pin keeps;
+* what the host tier holds has the bytes that its path promises, and a match goes on in it as far as it does;
 * pins are those of the model, which looks at all of them: they never keep more than their quota, end at their time, and
   the one that is given up has the least priority of those that alone keep a block from being evicted.
 
@@ -25,6 +26,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import takewhile
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -34,9 +36,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from pagefold.events import BlockEvicted, Event, PinDropped
-from pagefold.kv import KeyPolicy, KVCore, Namespace, PinLimits, PrefixHit, audit, make_policy
+from pagefold.kv import (
+    NO_HOST_OPS,
+    HostOps,
+    HostTier,
+    KeyPolicy,
+    KVCore,
+    Namespace,
+    PinLimits,
+    PrefixHit,
+    audit,
+    make_policy,
+)
 from pagefold.kv.block import BlockState
 from pagefold.kv.eviction import POLICIES
+from pagefold.kv.tiers import path_digest, root_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -67,6 +81,14 @@ Prefix = tuple[int, tuple[int, ...]]
 def pack(tokens: list[int] | tuple[int, ...]) -> bytes:
     """Return ``tokens`` as the core wants them."""
     return array("i", tokens).tobytes()
+
+
+def digest(namespace: int, tokens: list[int] | tuple[int, ...]) -> bytes:
+    """Name a path of whole blocks as the host tier does."""
+    found = root_digest(NAMESPACES[namespace])
+    for start in range(0, len(tokens), BLOCK_SIZE):
+        found = path_digest(found, pack(tokens[start : start + BLOCK_SIZE]))
+    return found
 
 
 class Picky(KeyPolicy):
@@ -230,10 +252,17 @@ class Machine:
         variety: how many pairs of a stream and a namespace prompts are made of, 1 to 9: with few, nearly all sequences
             run the same tokens beside each other.
         enable_prefix_caching: as for KVCore.
+        num_slots: of the host tier; 0 for none.
     """
 
     def __init__(
-        self, policy: str, *, num_blocks: int = NUM_BLOCKS, variety: int = 9, enable_prefix_caching: bool = True
+        self,
+        policy: str,
+        *,
+        num_blocks: int = NUM_BLOCKS,
+        variety: int = 9,
+        enable_prefix_caching: bool = True,
+        num_slots: int = 0,
     ) -> None:
         self.core = KVCore(
             num_blocks,
@@ -241,8 +270,13 @@ class Machine:
             policy=policy_of(policy),
             enable_prefix_caching=enable_prefix_caching,
             pin_limits=PinLimits(PINNED_SHARE, HALF_LIFE),
+            host=HostTier(num_slots) if num_slots else None,
             emit=self._on_event,
         )
+        self.arena: list[list[int]] = [POISONED] * num_slots
+        self.evicted: dict[bytes, list[int]] = {}  # what each evicted path's last block must be
+        self.offered: set[bytes] = set()  # those that were evicted since the last reset
+        self.host_ops: HostOps = NO_HOST_OPS
         self.max_pinned = int(num_blocks * PINNED_SHARE)
         self.pins: dict[str, ModelPin] = {}
         self.num_pins = 0
@@ -348,6 +382,7 @@ class Machine:
         num_cached = self.core.pool.num_cached
         self.pins.clear()
         self.model.known.clear()
+        self.offered.clear()
         assert self.core.reset() == num_cached
         for sequence in self.running:
             sequence.publishes = False
@@ -433,15 +468,28 @@ class Machine:
         self.in_flight = False
         copies, self.copies = self.copies, []
         if order % 2:
-            self.core.copies_done(copies)
+            self._moved(copies)
         for row in self.plan:
             row.sequence.num_computed = row.end
             if row.promise is not None:
                 self._commit(row, row.promise)
         if not order % 2:
-            self.core.copies_done(copies)
+            self._moved(copies)
         self.plan = []
         return True
+
+    def _moved(self, copies: list[CopyOp]) -> None:
+        self.core.copies_done(copies)
+        self.core.host_done(self.host_ops)
+        self.host_ops = NO_HOST_OPS
+
+    def _not_moved(self, copies: list[CopyOp], order: int) -> None:
+        self.core.copies_failed(copies)
+        damaged = frozenset(load.slot for load in self.host_ops.loads[:: 1 + order // 8 % 2]) if order // 4 % 2 else ()
+        self._saw("damaged slot", bool(damaged))
+        self._saw("lost store", bool(self.host_ops.stores))
+        self.core.host_failed(self.host_ops, frozenset(damaged))
+        self.host_ops = NO_HOST_OPS
 
     def fail(self, how_far: int, order: int) -> bool:
         """Fail the step: before its copies, or after them and some of its rows, or when all had run."""
@@ -457,7 +505,7 @@ class Machine:
         copies, self.copies = self.copies, []
         self._saw("failed step with copies", bool(copies))
         if order % 2:
-            self.core.copies_failed(copies)
+            self._not_moved(copies, order)
         for row in reversed(self.plan):
             self._abandon(row)
         plan, self.plan = self.plan, []
@@ -466,7 +514,7 @@ class Machine:
                 self._release(row.sequence)
                 self.waiting = [*self.waiting[1 - MAX_WAITING :], row.sequence]
         if not order % 2:
-            self.core.copies_failed(copies)
+            self._not_moved(copies, order)
         return True
 
     # What must hold.
@@ -476,7 +524,7 @@ class Machine:
         core = self.core
         audit(core)
         for block_id in core.pool.free_ids:
-            self.slab[block_id * BLOCK_SIZE : (block_id + 1) * BLOCK_SIZE] = POISONED
+            self._poison(block_id)
         tree = {
             prefix: (node.block.block_id, node.committed) for prefix, node in self._tree() if node.block is not None
         }
@@ -487,6 +535,14 @@ class Machine:
                 assert self._bytes(known.block_id) == known.cells, f"published block {known.block_id} has wrong bytes"
         self._check_pins()
         self._check_sequences()
+        if core.host is not None:
+            self._check_host(core.host)
+
+    def _check_host(self, host: HostTier) -> None:
+        unwritten = {store.slot for store in host.pending.stores}
+        for held in host.held():
+            if held.slot not in unwritten:
+                assert self.arena[held.slot] == self.evicted[held.digest], f"slot {held.slot} holds wrong bytes"
 
     def _check_pins(self) -> None:
         prefix_of = {node: prefix for prefix, node in self._tree()}
@@ -501,6 +557,7 @@ class Machine:
 
     def _check_sequences(self) -> None:
         pending = {copy.dst: copy for copy in self.core.pending_copies}
+        loading = {load.block_id for load in self.core.host.pending.loads} if self.core.host is not None else set()
         planned = {row.sequence: row for row in self.plan}
         promised = {block_id for row in self.plan for block_id in row.promised_ids}
         for sequence in self.running:
@@ -514,6 +571,8 @@ class Machine:
                 wanted = sequence.cells[start : min(start + BLOCK_SIZE, sequence.num_computed)]
                 if leans and block_id in promised:
                     continue  # an earlier row of this step is going to write it
+                if block_id in loading:
+                    continue
                 if block_id in pending:
                     assert pending[block_id].num_tokens == len(wanted)
                     block_id = pending[block_id].src
@@ -528,6 +587,7 @@ class Machine:
         for sequence in list(self.running):
             self._release(sequence)
         self.core.copies_done(self.core.take_copies())
+        self.core.host_failed(self.core.take_host_ops())
         self.check()
         pool = self.core.pool
         assert pool.num_free + pool.num_cached == pool.num_blocks
@@ -539,23 +599,50 @@ class Machine:
         assert pool.num_free == pool.num_blocks
         assert not self.core.tree.roots
         self.check()
+        if self.core.host is not None:
+            self.core.host_failed(self.core.take_host_ops())
+            self.core.reset()
+            assert len(self.core.host.free_slots()) == self.core.host.num_slots
 
     # Inside: planning.
 
     def _match(self, namespace: int, tokens: list[int]) -> PrefixHit:
         hit = self.core.match(NAMESPACES[namespace], pack(tokens), len(tokens) - 1)
         longest = self.model.longest(namespace, tokens, len(tokens) - 1)
+        assert len(hit.held) == self._num_held(namespace, tokens[: len(tokens) - 1], longest.num_blocks)
+        if hit.held:
+            longest = longest._replace(num_partial_tokens=0)
         assert (len(hit.nodes), hit.num_partial_tokens) == longest
         assert (hit.partial is not None) == bool(hit.num_partial_tokens)
         return hit
+
+    def _num_held(self, namespace: int, tokens: list[int], first: int) -> int:
+        """Count the whole blocks of ``tokens`` from block ``first`` on that the host tier holds in a row."""
+        if self.core.host is None:
+            return 0
+        held = {held.digest for held in self.core.host.held()} & self.offered
+        index = first
+        while (index + 1) * BLOCK_SIZE <= len(tokens) and digest(namespace, tokens[: (index + 1) * BLOCK_SIZE]) in held:
+            index += 1
+        return index - first
 
     def _admit(self, sequence: Sequence, hit: PrefixHit, chunk: int, victim: int) -> bool:
         attached = [node for node in hit.nodes if node.attached]
         takes_partial = hit.partial is not None and hit.partial.attached and len(attached) == len(hit.nodes)
         self._saw("stale hit", len(attached) < len(hit.nodes))
         self._saw("lean on a promise", any(not node.committed for node in attached))
+        still = list(takewhile(lambda held: held.slot >= 0, hit.held)) if len(attached) == len(hit.nodes) else []
+        self._saw("stale held block", len(still) < len(hit.held))
         table, num_tokens = self.core.acquire(hit)
-        num_whole = len(attached) * BLOCK_SIZE
+        num_loaded = len(table.block_ids) - len(attached) if hit.held else 0
+        if num_loaded != len(still):
+            self._saw("no block for a held one")
+            assert num_loaded < len(still)
+            assert self._num_obtainable() == 0
+        for block_id in table.block_ids[len(attached) :] if hit.held else ():
+            self._saw("loaded block")
+            self._poison(block_id)
+        num_whole = (len(attached) + num_loaded) * BLOCK_SIZE
         if takes_partial and num_tokens == num_whole:
             self._saw("no block for a partial match")
             assert self._num_obtainable(pinned=hit.partial) == 0
@@ -705,10 +792,19 @@ class Machine:
 
     def _take_copies(self) -> None:
         self.copies = self.core.take_copies()
+        self.host_ops = self.core.take_host_ops()
         assert not self.core.pending_copies
 
     def _copy(self, *, batched: bool) -> None:
-        """Make the copies one after another, or all at once: it must not matter."""
+        """Move between blocks and slots, then make the copies one after another, or all at once: it must not matter."""
+        for store in self.host_ops.stores:
+            self.arena[store.slot] = self._bytes(store.block_id)
+            assert POISON not in self.arena[store.slot], "an evicted block was overwritten before it was stored"
+            self._saw("stored block")
+        for store in self.host_ops.stores:
+            self._poison(store.block_id)
+        for load in self.host_ops.loads:
+            self.slab[load.block_id * BLOCK_SIZE : (load.block_id + 1) * BLOCK_SIZE] = self.arena[load.slot]
         if batched:
             sources = [self._bytes(copy.src) for copy in self.copies]
             for copy, source in zip(self.copies, sources, strict=True):
@@ -733,6 +829,9 @@ class Machine:
         return self.slab[block_id * BLOCK_SIZE : (block_id + 1) * BLOCK_SIZE]
 
     def _poison(self, block_id: int) -> None:
+        host = self.core.host
+        if host is not None and any(store.block_id == block_id for store in host.pending.stores):
+            return  # its bytes are still wanted, until the step that stores them
         self.slab[block_id * BLOCK_SIZE : (block_id + 1) * BLOCK_SIZE] = POISONED
 
     # Inside: the slow looks.
@@ -829,6 +928,10 @@ class Machine:
         assert isinstance(event, BlockEvicted)
         if event.cause != "reset":
             self._saw(event.cause)
+            for (namespace, tokens), known in self.model.known.items():
+                if known.block_id == event.block_id and self.core.host is not None:
+                    self.evicted[digest(namespace, tokens)] = known.cells
+                    self.offered.add(digest(namespace, tokens))
             self.model.evicted(event.block_id)
 
 
@@ -857,7 +960,13 @@ OPERATIONS: tuple[tuple[str, int], ...] = (
 
 
 def random_operations(
-    seed: int, num_operations: int, policy: str, *, variety: int = 0, enable_prefix_caching: bool = True
+    seed: int,
+    num_operations: int,
+    policy: str,
+    *,
+    variety: int = 0,
+    enable_prefix_caching: bool = True,
+    num_slots: int = 0,
 ) -> dict[str, int]:
     """Do ``num_operations`` random operations with everything checked after each. Return how often what happened.
 
@@ -870,6 +979,7 @@ def random_operations(
         num_blocks=rng.choice((13, 18, 24)),
         variety=variety or rng.choice((1, 2, 9)),
         enable_prefix_caching=enable_prefix_caching,
+        num_slots=num_slots,
     )
     names = rng.choices([name for name, _ in OPERATIONS], [weight for _, weight in OPERATIONS], k=num_operations)
     log: list[str] = []
@@ -913,10 +1023,14 @@ class KVCoreMachine(RuleBasedStateMachine):
 
     policy = "lru"
 
-    @initialize(num_blocks=st.sampled_from((24, 13, 6)), variety=st.sampled_from((1, 2, 9)))
-    def start(self, num_blocks: int, variety: int) -> None:
+    @initialize(
+        num_blocks=st.sampled_from((24, 13, 6)),
+        variety=st.sampled_from((1, 2, 9)),
+        num_slots=st.sampled_from((0, 3, 30)),
+    )
+    def start(self, num_blocks: int, variety: int, num_slots: int) -> None:
         """Begin with an empty pool."""
-        self.machine = Machine(self.policy, num_blocks=num_blocks, variety=variety)
+        self.machine = Machine(self.policy, num_blocks=num_blocks, variety=variety, num_slots=num_slots)
 
     @rule(prompt=prompts, chunk=ints, victim=ints)
     def admit(self, prompt: tuple[int, int, int, int], chunk: int, victim: int) -> None:
@@ -1034,6 +1148,12 @@ def test_random_operations(policy: str, seed: int) -> None:
     random_operations(seed, 900, policy)
 
 
+@pytest.mark.parametrize("num_slots", [1, 4, 9, 40])
+def test_random_operations_with_a_host_tier(num_slots: int) -> None:
+    """3,600 operations: what is evicted is kept, comes back, is damaged, and is lost for want of slots."""
+    random_operations(num_slots, 900, "lru", num_slots=num_slots)
+
+
 def test_random_operations_without_caching() -> None:
     """With caching off nothing is ever shared, and nothing is cached."""
     seen = random_operations(0, 900, "lru", enable_prefix_caching=False)
@@ -1047,17 +1167,22 @@ def test_what_is_worth_testing_happens() -> None:
     seen: Counter[str] = Counter()
     for seed in range(8):
         seen.update(random_operations(seed, 1500, "lru", variety=1))
+        seen.update(random_operations(seed, 900, "lru", num_slots=(4, 9, 40)[seed % 3]))
     for what in (
         "allocation",
         "beyond the quota",
         "copy-on-write",
+        "damaged slot",
         "duplicate at promise",
         "duplicate still in flight at commit",
         "expired pin",
         "failed step with copies",
         "joined at commit",
         "lean on a promise",
+        "loaded block",
+        "lost store",
         "memory short",
+        "no block for a held one",
         "nothing to pin",
         "partial match",
         "pin given up for memory",
@@ -1066,7 +1191,9 @@ def test_what_is_worth_testing_happens() -> None:
         "renewed pin",
         "reset with open promises",
         "reset with pins",
+        "stale held block",
         "stale hit",
+        "stored block",
     ):
         assert seen[what] > 0, f"{what} never happened: {seen}"
 

@@ -112,6 +112,14 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             rich_help_panel=_ENGINE,
         ),
     ] = None,
+    kv_offloading_size: Annotated[
+        float,
+        typer.Option(
+            metavar="GIB",
+            help="Host memory for evicted blocks, beside the KV budget.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = 0.0,
     max_model_len: Annotated[
         str | None,
         typer.Option(
@@ -184,6 +192,7 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             dtype=cast("Dtype", dtype),  # the config checks it
             block_size=block_size,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
+            kv_offloading_size=kv_offloading_size,
             max_model_len=_num_tokens(max_model_len),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

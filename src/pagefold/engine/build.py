@@ -11,7 +11,7 @@ from pagefold.config import available_cpus, available_memory_bytes, cache_dir
 from pagefold.engine.engine import Engine, ModelLimits
 from pagefold.errors import ConfigError
 from pagefold.events import Emit, ignore
-from pagefold.kv import KVCore, KVGeometry, Namespace, PinLimits, make_policy
+from pagefold.kv import HostTier, KVCore, KVGeometry, Namespace, PinLimits, make_policy
 from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
         max_num_seqs=config.max_num_seqs,
         available_bytes=available_memory_bytes(),
+        host_bytes=int(config.kv_offloading_size * 2**30),
     )
     choose_backend(config.attention_backend, dtype, block_size=config.block_size, head_dim=spec.head_dim)
     return Blueprint(config, spec, geometry, capacity, dtype, _is_fused(config, spec, dtype))
@@ -120,6 +121,7 @@ def build_engine(blueprint: Blueprint, *, emit: Emit = ignore, say: Callable[[st
 
     from pagefold.runner.slab import LAYOUT, Slab  # noqa: PLC0415
     from pagefold.runner.torch_runner import TorchRunner  # noqa: PLC0415
+    from pagefold.store import HostArena  # noqa: PLC0415
     from pagefold.tokenizer import Tokenizer  # noqa: PLC0415
 
     config, spec, geometry, capacity = blueprint.config, blueprint.spec, blueprint.geometry, blueprint.capacity
@@ -131,7 +133,9 @@ def build_engine(blueprint: Blueprint, *, emit: Emit = ignore, say: Callable[[st
     torch.set_num_threads(config.threads or available_cpus())
     tokenizer = Tokenizer(spec.folder) if (spec.folder / "tokenizer_config.json").is_file() else None
     slab = Slab.allocate(geometry, capacity.num_blocks, blueprint.dtype)
-    runner = TorchRunner(_decoder(blueprint, slab), geometry, slab)
+    num_held = capacity.num_host_blocks
+    arena = HostArena(num_held, capacity.host_bytes // num_held) if num_held else None
+    runner = TorchRunner(_decoder(blueprint, slab), geometry, slab, arena)
     runner.warm_up()
     core = KVCore(
         capacity.num_blocks,
@@ -139,6 +143,7 @@ def build_engine(blueprint: Blueprint, *, emit: Emit = ignore, say: Callable[[st
         policy=make_policy(config.eviction_policy),
         enable_prefix_caching=config.enable_prefix_caching,
         pin_limits=PinLimits(config.max_pinned_share, config.pin_half_life_s),
+        host=HostTier(num_held) if num_held else None,
         emit=emit,
     )
     scheduler = Scheduler(

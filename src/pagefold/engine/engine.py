@@ -22,6 +22,7 @@ from pagefold.errors import InvalidRequestError, PinQuotaError
 from pagefold.events import Emit, ignore
 from pagefold.kv import Namespace
 from pagefold.request import ANYBODY, Caller, Request, SamplingParams, StopRule
+from pagefold.steps import DamagedSlotsError
 from pagefold.structured.params import FIELD
 
 if TYPE_CHECKING:
@@ -269,12 +270,14 @@ class Engine:
             return deltas
         try:
             result = self.runner.run(plan)
+        except DamagedSlotsError as damage:
+            _log.warning("step %d found %s; they are dropped, and what they held is computed", plan.step_id, damage)
+            ended = self.scheduler.abandon(str(damage), damage.slots)
+            return deltas + self._all_failed(ended, damage)
         except Exception as error:  # noqa: BLE001 - whatever a step dies of, its requests must not be lost
             _log.exception("step %d failed with %d requests", plan.step_id, plan.num_rows)
             ended = self.scheduler.abandon(f"{type(error).__name__}: {error}")
-            now = self._clock()
-            deltas += [self._failed(request, error, now) for request in ended if request.request_id in self._texts]
-            return deltas
+            return deltas + self._all_failed(ended, error)
         except BaseException as interrupt:  # not the step's fault: whoever catches it finds no step in flight
             self.scheduler.abandon(type(interrupt).__name__)
             raise
@@ -384,9 +387,15 @@ class Engine:
             told["prompt_logprobs"] = [None, *named_logprobs(self.tokenizer, rest, request.prompt_logprobs)]
         return told
 
-    def _failed(self, request: Request, error: Exception, now: float) -> OutputDelta:
-        told = f"The step failed {request.num_failed_steps} times: {type(error).__name__}: {error}"
-        return self._cut_off(request, told, now)
+    def _all_failed(self, ended: list[Request], error: Exception) -> list[OutputDelta]:
+        """Return the last deltas of requests that ended by a failed step; who cancelled is told nothing."""
+        now = self._clock()
+        told = "The step failed {} times: " + f"{type(error).__name__}: {error}"
+        return [
+            self._cut_off(request, told.replace("{}", str(request.num_failed_steps), 1), now)
+            for request in ended
+            if request.request_id in self._texts
+        ]
 
     def _timed_out(self, request: Request, now: float) -> OutputDelta:
         where = f"after {request.num_output_tokens} tokens" if request.num_cached_tokens >= 0 else "while it waited"

@@ -8,12 +8,14 @@ from pagefold.kv.eviction import EvictionPolicy, KeyPolicy, make_policy
 from pagefold.kv.geometry import CacheGroup, CacheLayout, KVGeometry, LayerKV, lay_out
 from pagefold.kv.namespace import Namespace
 from pagefold.kv.pins import DroppedPin, Pin, PinLimits, PinTable
-from pagefold.kv.plans import CopyOp
+from pagefold.kv.plans import NO_HOST_OPS, CopyOp, HostOps, LoadOp, StoreOp
 from pagefold.kv.table import BlockTable
+from pagefold.kv.tiers import HostTier
 from pagefold.kv.tree import PrefixHit
 
 __all__ = [
     "CODECS",
+    "NO_HOST_OPS",
     "AuditError",
     "Block",
     "BlockId",
@@ -25,16 +27,20 @@ __all__ = [
     "CopyOp",
     "DroppedPin",
     "EvictionPolicy",
+    "HostOps",
+    "HostTier",
     "KVCore",
     "KVGeometry",
     "KeyPolicy",
     "LayerKV",
+    "LoadOp",
     "Namespace",
     "Pin",
     "PinLimits",
     "PinTable",
     "PrefixHit",
     "Promise",
+    "StoreOp",
     "audit",
     "lay_out",
     "make_policy",

@@ -14,6 +14,8 @@ from pagefold.kv.tree import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from pagefold.kv.core import KVCore
+    from pagefold.kv.plans import HostOps
+    from pagefold.kv.tiers import HostTier
     from pagefold.kv.tree import Node
 
 __all__ = ["AuditError", "audit"]
@@ -39,6 +41,8 @@ def audit(core: KVCore) -> None:
     _audit_tables(core)
     _audit_pins(core)
     _audit_policy(core)
+    if core.host is not None:
+        _audit_host(core.host)
 
 
 def _check(holds: bool, what: str) -> None:  # noqa: FBT001 - the one thing it is about
@@ -61,6 +65,8 @@ def _audit_references(core: KVCore) -> None:
     transfers = Counter(
         block_id for copy in (*core.pending_copies, *core.copies_in_flight) for block_id in (copy.src, copy.dst)
     )
+    if core.host is not None:
+        transfers.update(load.block_id for ops in _host_ops(core.host) for load in ops.loads)
     pins = Counter(node.block.block_id for pin in core.pins for node in pin.path() if node.block is not None)
     for block in core.pool.blocks:
         _check(block.num_pin_refs == pins[block.block_id], f"{block}: {pins[block.block_id]} pins keep it")
@@ -155,3 +161,23 @@ def _audit_policy(core: KVCore) -> None:
     _check(candidates == evictable, f"policy offers {len(candidates)} nodes, {len(evictable)} are evictable")
     victim = core.policy.victim()
     _check((victim is None) == (not candidates), "the policy finds no victim among its candidates")
+
+
+def _host_ops(host: HostTier) -> list[HostOps]:
+    return [host.pending, *host.in_flight]
+
+
+def _audit_host(host: HostTier) -> None:
+    """Slots: each is free or holds one block, and is pinned once for each copy that reads or writes it."""
+    held = list(host.held())
+    slots = [one.slot for one in held]
+    free = host.free_slots()
+    _check(sorted(slots + free) == list(range(host.num_slots)), f"slots {sorted(slots)} in use, {sorted(free)} free")
+    stores = Counter(store.slot for ops in _host_ops(host) for store in ops.stores)
+    loads = Counter(load.slot for ops in _host_ops(host) for load in ops.loads)
+    for one in held:
+        _check(one.num_pins == stores[one.slot] + loads[one.slot], f"slot {one.slot}: {one.num_pins} pins")
+    for slot, num in stores.items():
+        _check(num == 1, f"slot {slot} is written {num} times")
+        _check(slot in slots, f"slot {slot} is to be written, and holds nothing")
+    _check(host.num_held <= len(held), "blocks are held that have no slot")

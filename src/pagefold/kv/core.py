@@ -16,18 +16,30 @@ What must stay cached though no table holds it is ``core.pins``' business. And o
 
     copies = core.take_copies()                         when all of it is planned, before it runs
     core.copies_done(copies)  |  core.copies_failed(copies)
+
+Where there is a host tier (``tiers.py``), what is evicted goes there and comes back, by copies that are taken likewise:
+``take_host_ops``, ``host_done``, ``host_failed``.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from pagefold.events import BlockEvicted, Emit, EvictionCause, ignore
 from pagefold.kv.block import Block, BlockState
 from pagefold.kv.eviction import EvictionPolicy, make_policy
 from pagefold.kv.pins import PinLimits, PinTable
-from pagefold.kv.plans import CopyOp
+from pagefold.kv.plans import NO_HOST_OPS, CopyOp
 from pagefold.kv.pool import BlockPool
 from pagefold.kv.table import BlockTable, num_blocks_for
+from pagefold.kv.tiers import digest_of, root_digest
 from pagefold.kv.tree import TOKEN_BYTES, Node, PrefixHit, PrefixTree
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pagefold.kv.plans import HostOps, LoadOp
+    from pagefold.kv.tiers import HeldBlock, HostTier
 
 __all__ = ["KVCore", "Promise"]
 
@@ -62,11 +74,13 @@ class KVCore:
         policy: who is evicted first; LRU by default.
         enable_prefix_caching: False publishes nothing, so nothing is ever matched.
         pin_limits: what pins may keep, and how long they count.
+        host: where evicted blocks go; None for nowhere.
         emit: where events go.
 
     Attributes:
         publishes: whether anything is ever cached.
         pins: prefixes that stay cached though nobody holds them.
+        host: the host tier, if there is one.
     """
 
     def __init__(  # noqa: PLR0913 - settings, by name
@@ -77,6 +91,7 @@ class KVCore:
         policy: EvictionPolicy | None = None,
         enable_prefix_caching: bool = True,
         pin_limits: PinLimits | None = None,
+        host: HostTier | None = None,
         emit: Emit = ignore,
     ) -> None:
         self.block_size = block_size
@@ -87,6 +102,7 @@ class KVCore:
         self.copies_in_flight: list[CopyOp] = []
         self._copies: list[CopyOp] = []
         self.publishes = enable_prefix_caching
+        self.host = host
         self._emit = emit
         self.pins = PinTable(self.pool, pin_limits or PinLimits(), update_evictable=self._update_evictable, emit=emit)
         self._stride = block_size * TOKEN_BYTES
@@ -118,7 +134,13 @@ class KVCore:
             max_tokens: a bound; a request passes its length less one, since its last token must be computed to
                 know the next.
         """
-        return self.tree.match(namespace, packed, max_tokens)
+        hit = self.tree.match(namespace, packed, max_tokens)
+        if self.host is None:
+            return hit
+        rest = packed[len(hit.nodes) * self._stride : max_tokens * TOKEN_BYTES]
+        parent = digest_of(hit.nodes[-1]) if hit.nodes else root_digest(namespace)
+        held = self.host.match(parent, rest, self._stride)
+        return hit._replace(partial=None, num_partial_tokens=0, held=held) if held else hit
 
     # Tables.
 
@@ -126,11 +148,12 @@ class KVCore:
         """Make a table that starts with what ``hit`` found, and pin it. Return it and the number of tokens it holds.
 
         A hit is a value and may be stale: what has left the tree since is cut off. A partial block is taken over by
-        copying it, if a block can be had for the copy.
+        copying it, and a block that the host tier holds by loading it, if a block can be had for that. What is loaded
+        is published by the table's next promise, as what the step computes.
         """
         self._tick = tick = self._tick + 1
         nodes = hit.nodes
-        num_nodes = len(nodes)
+        num_nodes = num_found = len(nodes)
         while num_nodes and not nodes[num_nodes - 1].attached:  # leaves leave first: parents are attached
             num_nodes -= 1
         if num_nodes < len(nodes):
@@ -153,6 +176,8 @@ class KVCore:
         num_tokens = len(nodes) * self.block_size
         if hit.partial is not None and hit.partial.attached:  # then all of hit.nodes are
             num_tokens += self._acquire_partial(table, hit.partial, hit.num_partial_tokens)
+        elif hit.held and num_nodes == num_found:
+            num_tokens += self._acquire_held(table, hit.held)
         table.capacity = len(table.block_ids) * self.block_size
         return table, num_tokens
 
@@ -222,6 +247,8 @@ class KVCore:
         table.tail = None
         if self._copies:
             self._drop_copies()
+        if self.host is not None and self.host.pending.loads:
+            self._drop_loads(self.host)
 
     # Promises.
 
@@ -359,13 +386,37 @@ class KVCore:
         """Copies decided and not handed over yet."""
         return self._copies
 
+    def take_host_ops(self) -> HostOps:
+        """Hand over what the step being planned must move between device and host before its copies."""
+        return NO_HOST_OPS if self.host is None else self.host.take()
+
+    def host_done(self, ops: HostOps) -> None:
+        """The step ran: what it loaded and stored is there."""
+        if self.host is not None:
+            self._unpin_loads(ops.loads)
+            self.host.done(ops)
+
+    def host_failed(self, ops: HostOps, damaged_slots: frozenset[int] = frozenset()) -> None:
+        """The step failed. What it was to store is lost, and so is what came back damaged.
+
+        Tables that wait for loads of the step must be released by the caller: their blocks hold nothing.
+        """
+        if self.host is not None:
+            self._unpin_loads(ops.loads)
+            self.host.failed(ops, damaged_slots)
+
     def reclaim(self, num_blocks: int) -> int:
-        """Evict up to ``num_blocks`` cached blocks into the free list. Return how many went."""
+        """Evict up to ``num_blocks`` cached blocks into the free list, and keep them on the host if there is a tier.
+
+        Return how many went.
+        """
         num_evicted = 0
         while num_evicted < num_blocks:
             node = self.policy.victim()
             if node is None:
                 break
+            if self.host is not None and node.block is not None:
+                self.host.keep(node, node.block.block_id)
             self._evict(node, "allocation")
             num_evicted += 1
         return num_evicted
@@ -376,6 +427,8 @@ class KVCore:
         Pins are dropped: what they keep must not be used any more. Return how many cached blocks were freed.
         """
         self.pins.clear()
+        if self.host is not None:
+            self.host.reset()
         num_cached = self.pool.num_cached
         for node in reversed(list(self.tree.nodes())):
             assert node.block is not None
@@ -410,6 +463,35 @@ class KVCore:
         self._copies.append(CopyOp(src.block_id, dst.block_id, num_tokens))
         table.block_ids.append(dst.block_id)
         return num_tokens
+
+    def _acquire_held(self, table: BlockTable, held: tuple[HeldBlock, ...]) -> int:
+        assert self.host is not None
+        pinned = self.host.pin(held)  # before allocating, which may evict into the arena
+        num_loaded = 0
+        for one in pinned:
+            block = self._allocate()
+            if block is None:
+                break
+            self.pool.pin_io(block)
+            self.host.load(one, block.block_id)
+            table.block_ids.append(block.block_id)
+            num_loaded += 1
+        self.host.unpin(pinned[num_loaded:])
+        return num_loaded * self.block_size
+
+    def _drop_loads(self, host: HostTier) -> None:
+        """Forget the loads into blocks that no table holds any more."""
+        blocks = self.pool.blocks
+        loads = [load for load in host.pending.loads if not blocks[load.block_id].num_table_refs]
+        host.cancel_loads(frozenset(load.block_id for load in loads))
+        self._unpin_loads(loads)
+
+    def _unpin_loads(self, loads: Sequence[LoadOp]) -> None:
+        for load in loads:
+            block = self.pool.blocks[load.block_id]
+            self.pool.unpin_io(block)
+            if block.node is not None:
+                self._update_evictable(block.node)
 
     def _drop_copies(self) -> None:
         """Forget the copies into blocks that no table holds any more, so that they are pinned no longer."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pagefold.kv.block import BlockId
 
-__all__ = ["CopyOp"]
+__all__ = ["NO_HOST_OPS", "CopyOp", "HostOps", "LoadOp", "StoreOp"]
 
 
 class CopyOp(NamedTuple):
@@ -22,3 +24,31 @@ class CopyOp(NamedTuple):
     src: BlockId
     dst: BlockId
     num_tokens: int
+
+
+class StoreOp(NamedTuple):
+    """Copy a block that was evicted into a slot of the host arena, before anything of the step writes the block."""
+
+    block_id: BlockId
+    slot: int
+
+
+class LoadOp(NamedTuple):
+    """Check a slot of the host arena and copy it into a block, before the step computes."""
+
+    slot: int
+    block_id: BlockId
+
+
+class HostOps(NamedTuple):
+    """What a step moves between device and host arena: first all stores, then all loads, and then its copies.
+
+    A load may read what a store of the same step wrote. No two stores write one slot, and none writes what a load
+    reads otherwise.
+    """
+
+    stores: Sequence[StoreOp]
+    loads: Sequence[LoadOp]
+
+
+NO_HOST_OPS = HostOps((), ())

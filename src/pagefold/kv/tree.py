@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pagefold.kv.block import Block
+    from pagefold.kv.tiers import HeldBlock
 
 __all__ = ["TOKEN_BYTES", "Node", "PrefixHit", "PrefixTree"]
 
@@ -37,6 +38,7 @@ class Node:
         evictable: cached, without children, read by no transfer, kept by no pin: the policy may choose it.
         created_at, last_used: ticks of the core's logical clock.
         num_hits: how often an acquire went through it.
+        digest: names the node's whole path outside the device (see ``tiers.py``); empty until somebody asks.
     """
 
     __slots__ = (
@@ -46,6 +48,7 @@ class Node:
         "committed",
         "created_at",
         "depth",
+        "digest",
         "evictable",
         "key",
         "last_used",
@@ -65,6 +68,7 @@ class Node:
         self.created_at = tick
         self.last_used = tick
         self.num_hits = 0
+        self.digest = b""
 
 
 class PrefixHit(NamedTuple):
@@ -74,12 +78,14 @@ class PrefixHit(NamedTuple):
         namespace: the key of the namespace that was searched.
         nodes: the nodes of the whole blocks that match, from the first block on.
         partial: a further node that agrees on its first ``num_partial_tokens`` tokens, to be copied and gone on from.
+        held: the blocks behind ``nodes`` that the host tier holds, to be loaded; then there is no ``partial``.
     """
 
     namespace: bytes
     nodes: list[Node]
     partial: Node | None
     num_partial_tokens: int
+    held: tuple[HeldBlock, ...] = ()
 
 
 class PrefixTree:

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from pagefold.kv import CopyOp, KVGeometry
 
 __all__ = ["LAYOUT", "Slab"]
@@ -56,6 +59,10 @@ class Slab:
     def num_bytes(self) -> int:
         """Bytes of all blocks."""
         return self.data.nbytes
+
+    def as_bytes(self) -> NDArray[np.uint8]:
+        """Return a view of all blocks as bytes, ``[num_blocks, block_bytes]``, of a slab on the CPU."""
+        return self.data.flatten(1).view(torch.uint8).numpy()
 
     def copy(self, ops: list[CopyOp]) -> None:
         """Carry out copies, in order."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pagefold.kv import KVGeometry
     from pagefold.runner.inputs import StepInputs
     from pagefold.runner.slab import Slab
+    from pagefold.store import HostArena
 
 __all__ = ["Decoder", "TorchRunner"]
 
@@ -38,11 +39,13 @@ class TorchRunner:
         decoder: the model.
         geometry: of its KV.
         slab: its blocks.
+        arena: where evicted blocks are; None without a host tier.
     """
 
-    def __init__(self, decoder: Decoder, geometry: KVGeometry, slab: Slab) -> None:
+    def __init__(self, decoder: Decoder, geometry: KVGeometry, slab: Slab, arena: HostArena | None = None) -> None:
         self.geometry = geometry
         self.slab = slab
+        self.arena = arena
         self.decoder = decoder
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -58,6 +61,8 @@ class TorchRunner:
     @torch.inference_mode()
     def _forward(self, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """Run one step; return the logits of its sampling rows and of its prompt parts' tokens, ``[., vocab]``."""
+        if self.arena is not None:
+            self.arena.carry_out(plan.host_ops, self.slab.as_bytes())
         self.slab.copy(plan.copies)
         inputs = make_inputs(plan, self.geometry)
         logits = self.decoder.logits(inputs)

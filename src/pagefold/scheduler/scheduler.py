@@ -205,6 +205,8 @@ class Scheduler:
         if not step.requests:
             assert not plan.copies, "nobody runs, so nobody waits for a copy"
             self._step = None
+        else:
+            plan.host_ops = self.core.take_host_ops()
         return plan
 
     def apply(self, result: StepResult) -> list[Request]:
@@ -219,6 +221,7 @@ class Scheduler:
             core.commit(promise)
         if plan.copies:
             core.copies_done(plan.copies)
+        core.host_done(plan.host_ops)
         requests = step.requests
         self._tell_lookups(step)
         any_ended = False
@@ -253,21 +256,26 @@ class Scheduler:
         )
         return sampled
 
-    def abandon(self, error: str) -> list[Request]:
+    def abandon(self, error: str, damaged_slots: frozenset[int] = frozenset()) -> list[Request]:
         """The step failed: take back all that it had promised, and let those that it admitted wait again.
+
+        Args:
+            error: what it failed of.
+            damaged_slots: what of the host arena it could not load; then no request is at fault.
 
         Returns the requests that ended by it: those that were cancelled meanwhile, and those whose steps failed too
         often in a row.
         """
         step = self._take_step()
         self.core.copies_failed(step.plan.copies)
+        self.core.host_failed(step.plan.host_ops, damaged_slots)
         for promise in reversed(step.promises):
             self.core.abandon(promise)
         for _ in range(step.num_admitted):
             self._back_to_waiting(self.running.pop())
         ended: list[Request] = []
         for request in step.requests:
-            request.num_failed_steps += 1
+            request.num_failed_steps += not damaged_slots
             if request.num_failed_steps >= _MAX_FAILED_STEPS and not request.is_aborted:
                 request.finish_reason = "error"
             if request.finish_reason is not None:

@@ -1,0 +1,78 @@
+"""HostArena: slots of host memory for blocks, each with a checksum that is compared whenever a block comes back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xxhash
+
+from pagefold.steps import DamagedSlotsError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from pagefold.kv import HostOps
+
+__all__ = ["HostArena"]
+
+_CHUNK_BYTES = 2**18
+"""What is copied and digested at a time: small enough to be read from memory once for both."""
+
+
+class HostArena:
+    """Blocks in host memory.
+
+    A slot's bytes and their checksum (XXH3, 128 bits) are written together; a load compares them. So a bit that turned,
+    or a slot that was never written, is found before anything is computed with it.
+
+    Pages of memory are taken from the system as slots are first written.
+
+    Args:
+        num_slots: how many blocks it holds.
+        block_bytes: of a block.
+    """
+
+    def __init__(self, num_slots: int, block_bytes: int) -> None:
+        self.slots = np.empty((num_slots, block_bytes), np.uint8)
+        self._checksums = [b""] * num_slots
+
+    @property
+    def num_slots(self) -> int:
+        """How many blocks it holds."""
+        return len(self.slots)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slots."""
+        return self.slots.nbytes
+
+    def carry_out(self, ops: HostOps, blocks: NDArray[np.uint8]) -> None:
+        """Make a step's stores, then its loads.
+
+        Args:
+            ops: what the core decided.
+            blocks: uint8 ``[num_blocks, block_bytes]``: the device's blocks, which this reads and writes.
+
+        Raises:
+            DamagedSlotsError: some loads; all stores and all other loads were made.
+        """
+        for store in ops.stores:
+            self._checksums[store.slot] = _copy(blocks[store.block_id], self.slots[store.slot])
+        damaged = {
+            load.slot
+            for load in ops.loads
+            if _copy(self.slots[load.slot], blocks[load.block_id]) != self._checksums[load.slot]
+        }
+        if damaged:
+            raise DamagedSlotsError(frozenset(damaged))
+
+
+def _copy(src: NDArray[np.uint8], dst: NDArray[np.uint8]) -> bytes:
+    """Copy bytes and return their digest."""
+    digest = xxhash.xxh3_128()
+    for start in range(0, len(src), _CHUNK_BYTES):
+        chunk = src[start : start + _CHUNK_BYTES]
+        digest.update(chunk.data)
+        dst[start : start + _CHUNK_BYTES] = chunk
+    return digest.digest()
