@@ -15,6 +15,7 @@ __all__ = [
     "Event",
     "EvictionCause",
     "FirstToken",
+    "HostTransfer",
     "NextTokens",
     "OutputFinished",
     "PinCause",
@@ -45,6 +46,21 @@ class BlockEvicted:
     block_id: int
     depth: int
     cause: EvictionCause
+
+
+@dataclass(frozen=True, slots=True)
+class HostTransfer:
+    """A step moved blocks between the device and the host's memory.
+
+    Attributes:
+        num_stored_blocks: that were evicted and are kept.
+        num_loaded_blocks: that came back, as they had been.
+        num_damaged_blocks: that did not come back as they had been, and are computed anew.
+    """
+
+    num_stored_blocks: int
+    num_loaded_blocks: int
+    num_damaged_blocks: int
 
 
 PinCause: TypeAlias = Literal["expired", "memory", "removed", "renewed", "reset", "quota"]
@@ -199,6 +215,7 @@ class StepAbandoned:
 
 Event: TypeAlias = (
     BlockEvicted
+    | HostTransfer
     | PinDropped
     | PrefixLookup
     | RequestPreempted

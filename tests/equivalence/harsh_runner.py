@@ -1,7 +1,8 @@
 """HarshRunner: a runner around another one, in a world where everything that may go wrong does.
 
 Memory that nothing should read holds NaN: every block that is free, from the moment it became so. Steps fail before
-they compute, between two layers, or when all is written; what a failed step has written becomes NaN too.
+they compute, between two layers, or when all is written; what a failed step has written becomes NaN too. Bits turn in
+the host's memory before they are loaded.
 """
 
 from __future__ import annotations
@@ -32,14 +33,22 @@ class HarshRunner:
         engine: whose runner is wrapped.
         failure_rate: share of steps that fail.
         random: decides which, and how.
+        damage_rate: share of loads from the host whose bytes are not what was stored.
         during_step: called while a step is in flight.
     """
 
     def __init__(
-        self, engine: Engine, *, failure_rate: float, random: Random, during_step: Callable[[], None] = lambda: None
+        self,
+        engine: Engine,
+        *,
+        failure_rate: float,
+        random: Random,
+        damage_rate: float = 0.0,
+        during_step: Callable[[], None] = lambda: None,
     ) -> None:
         self.inner = engine.runner
-        self._pool = engine.scheduler.core.pool
+        self._core = engine.scheduler.core
+        self._damage_rate = damage_rate
         self._failure_rate = failure_rate
         self._random = random
         self._during_step = during_step
@@ -48,10 +57,14 @@ class HarshRunner:
 
     def run(self, plan: StepPlan) -> StepResult:
         """Run the step, or fail."""
-        free = set(self._pool.free_ids)
+        free = set(self._core.pool.free_ids) - {store.block_id for store in plan.host_ops.stores}
         self.inner.slab.data[sorted(free - self._free)] = float("nan")
         self._free = free
         self._during_step()
+        for load in plan.host_ops.loads:
+            if self._random.random() < self._damage_rate:
+                slot = self.inner.arena.slots[load.slot]
+                slot[self._random.randrange(len(slot))] ^= 1 << self._random.randrange(8)
         if self._num_failures_in_a_row < _MAX_FAILURES_IN_A_ROW and self._random.random() < self._failure_rate:
             self._num_failures_in_a_row += 1
             self._fail(plan)
@@ -69,20 +82,24 @@ class HarshRunner:
         raise InjectedError(how)
 
     def _run_to_second_layer(self, plan: StepPlan) -> None:
-        attention = self.inner._attention
+        decoder = self.inner.decoder
+        attention = decoder._attention
+        if not callable(attention):  # the fused decoder's layers are one function
+            self.inner.run(plan)
+            return
 
         def trip(query, key, value, slab, inputs, layer, scale, softcap):  # noqa: PLR0917 - the op's own signature
             if layer:
                 raise InjectedError
             return attention(query, key, value, slab, inputs, layer, scale, softcap)
 
-        self.inner._attention = trip
+        decoder._attention = trip
         try:
             self.inner.run(plan)
         except InjectedError:
             pass
         finally:
-            self.inner._attention = attention
+            decoder._attention = attention
 
 
 def poison(slab: Slab, plan: StepPlan) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 from equivalence.harsh_runner import HarshRunner
 from pagefold.config import EngineConfig
 from pagefold.engine.build import build_engine, plan_engine
-from pagefold.events import PrefixLookup, RequestPreempted, StepAbandoned, StepApplied
+from pagefold.events import HostTransfer, PrefixLookup, RequestPreempted, StepAbandoned, StepApplied
 from pagefold.kv import KVGeometry, audit
 from pagefold.request import SamplingParams
 from pagefold.runner.models import inspect_model
@@ -48,6 +48,8 @@ class Setting:
         block_size, max_num_batched_tokens, max_num_seqs, enable_prefix_caching, eviction_policy, attention_backend,
             dtype: as in ``EngineConfig``.
         spare_blocks: the KV budget: so many blocks more than the longest request needs; None for plenty.
+        num_host_blocks: what the host keeps of evicted blocks; 0 for no host tier.
+        damage_rate: share of the blocks that come back from there damaged.
         arrivals: ``together`` queues all before the first step, ``alone`` one after the other has finished, ``trickle``
             up to three between two steps.
         shuffle: whether the order of the prompts is random.
@@ -66,6 +68,8 @@ class Setting:
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
     spare_blocks: int | None = None
+    num_host_blocks: int = 0
+    damage_rate: float = 0.0
     enable_prefix_caching: bool = True
     eviction_policy: str = "lru"
     attention_backend: AttentionBackend = "reference"
@@ -93,6 +97,7 @@ class Counts:
         num_hit_tokens: prefix hits of requests that had not been preempted.
         num_first_step_hit_tokens: those of requests admitted in the first step.
         num_cancelled: requests that the trial cancelled before they had ended.
+        num_stored_blocks, num_loaded_blocks, num_damaged_blocks: to and from the host.
     """
 
     num_steps: int = 0
@@ -102,6 +107,9 @@ class Counts:
     num_hit_tokens: int = 0
     num_first_step_hit_tokens: int = 0
     num_cancelled: int = 0
+    num_stored_blocks: int = 0
+    num_loaded_blocks: int = 0
+    num_damaged_blocks: int = 0
 
     def emit(self, event: Event) -> None:
         """Subscribe an engine to this."""
@@ -112,6 +120,10 @@ class Counts:
             self.num_failed_steps += 1
         elif isinstance(event, RequestPreempted):
             self.num_preemptions += 1
+        elif isinstance(event, HostTransfer):
+            self.num_stored_blocks += event.num_stored_blocks
+            self.num_loaded_blocks += event.num_loaded_blocks
+            self.num_damaged_blocks += event.num_damaged_blocks
         elif isinstance(event, PrefixLookup) and not event.after_preemption:
             self.num_hit_tokens += event.num_hit_tokens
             if not self.num_steps:
@@ -161,6 +173,7 @@ def build(setting: Setting, folder: Path, budget: Budget, emit: Emit) -> Engine:
         dtype=setting.dtype,
         block_size=setting.block_size,
         kv_cache_memory_bytes=budget.num_blocks * geometry.bytes_per_block,
+        kv_offloading_size=setting.num_host_blocks * geometry.bytes_per_block / 2**30,
         max_model_len=budget.max_model_len,
         max_num_seqs=setting.max_num_seqs,
         max_num_batched_tokens=setting.max_num_batched_tokens,
@@ -223,6 +236,7 @@ class Trial:
             self.engine,
             failure_rate=self.setting.failure_rate,
             random=self._random,
+            damage_rate=self.setting.damage_rate,
             during_step=lambda: self._cancel_some(0.5),
         )
         for number in range(self.setting.num_rounds):

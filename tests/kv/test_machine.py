@@ -35,7 +35,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from pagefold.events import BlockEvicted, Event, PinDropped
+from pagefold.events import BlockEvicted, Event, HostTransfer, PinDropped
 from pagefold.kv import (
     NO_HOST_OPS,
     HostOps,
@@ -923,7 +923,7 @@ class Machine:
             self.seen[what] = self.seen.get(what, 0) + 1
 
     def _on_event(self, event: Event) -> None:
-        if isinstance(event, PinDropped):
+        if isinstance(event, PinDropped | HostTransfer):
             return
         assert isinstance(event, BlockEvicted)
         if event.cause != "reset":

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagefold.events import BlockEvicted, Emit, EvictionCause, ignore
+from pagefold.events import BlockEvicted, Emit, EvictionCause, HostTransfer, ignore
 from pagefold.kv.block import Block, BlockState
 from pagefold.kv.eviction import EvictionPolicy, make_policy
 from pagefold.kv.pins import PinLimits, PinTable
@@ -395,6 +395,8 @@ class KVCore:
         if self.host is not None:
             self._unpin_loads(ops.loads)
             self.host.done(ops)
+            if ops.stores or ops.loads:
+                self._emit(HostTransfer(len(ops.stores), len(ops.loads), 0))
 
     def host_failed(self, ops: HostOps, damaged_slots: frozenset[int] = frozenset()) -> None:
         """The step failed. What it was to store is lost, and so is what came back damaged.
@@ -404,6 +406,8 @@ class KVCore:
         if self.host is not None:
             self._unpin_loads(ops.loads)
             self.host.failed(ops, damaged_slots)
+            if damaged_slots:
+                self._emit(HostTransfer(0, 0, len(damaged_slots)))
 
     def reclaim(self, num_blocks: int) -> int:
         """Evict up to ``num_blocks`` cached blocks into the free list, and keep them on the host if there is a tier.

@@ -12,6 +12,7 @@ from pagefold.events import (
     BlockEvicted,
     EvictionCause,
     FirstToken,
+    HostTransfer,
     NextTokens,
     OutputFinished,
     PinCause,
@@ -100,6 +101,7 @@ class Metrics:
         self._on: dict[type, Callable[[Any], None]] = {
             BlockEvicted: self._on_block_evicted,
             FirstToken: self._on_first_token,
+            HostTransfer: self._on_host_transfer,
             NextTokens: self._on_next_tokens,
             OutputFinished: self._on_output_finished,
             PinDropped: self._on_pin_dropped,
@@ -178,6 +180,13 @@ class Metrics:
             "pagefold:tokens_recomputed",
             "Tokens computed again after a preemption. (vLLM's prompt_tokens_recomputed is another thing: the last "
             "token of a prompt that was found whole.)",
+        )
+        self._host_blocks = self._counters(
+            "pagefold:host_blocks",
+            "Blocks that went to the host's memory when they were evicted (stored), came back from there (loaded), or "
+            "did not come back as they had been, and were computed anew (damaged).",
+            "move",
+            ("stored", "loaded", "damaged"),
         )
         self._preemptions = self._counter("vllm:num_preemptions", "Times that a running request gave its blocks back.")
         self._finished = self._counters(
@@ -272,6 +281,11 @@ class Metrics:
 
     def _on_block_evicted(self, event: BlockEvicted) -> None:
         self._evicted[event.cause].inc()
+
+    def _on_host_transfer(self, event: HostTransfer) -> None:
+        self._host_blocks["stored"].inc(event.num_stored_blocks)
+        self._host_blocks["loaded"].inc(event.num_loaded_blocks)
+        self._host_blocks["damaged"].inc(event.num_damaged_blocks)
 
     def _on_prefix_lookup(self, event: PrefixLookup) -> None:
         if event.after_preemption:  # its own blocks, found again, are no saving
