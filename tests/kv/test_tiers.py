@@ -1,0 +1,244 @@
+"""HostTier: what is kept, in which order it goes, and what pins, failures and resets do to it."""
+
+from __future__ import annotations
+
+from array import array
+from random import Random
+from typing import TYPE_CHECKING
+
+from pagefold.kv import HostTier, KVCore, LoadOp, Namespace, StoreOp, audit
+from pagefold.kv.tiers import digest_of, path_digest, root_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pagefold.kv import BlockTable
+
+NS = Namespace(tenant="t").key()
+
+
+def pack(tokens: Sequence[int]) -> bytes:
+    return array("i", tokens).tobytes()
+
+
+class Core(KVCore):
+    """A core of blocks of 4, whose steps are one call."""
+
+    def __init__(self, num_blocks: int = 3, num_slots: int = 4) -> None:
+        self.tier = HostTier(num_slots)
+        super().__init__(num_blocks, block_size=4, host=self.tier)
+
+    def step(self, tokens: Sequence[int]) -> tuple[BlockTable, int]:
+        """Compute all tokens; return their table and how many were there before."""
+        table, num_found = self.acquire(self.match(NS, pack(tokens), len(tokens) - 1))
+        assert self.extend(table, num_found, len(tokens))
+        promise = self.promise(table, pack(tokens), len(tokens))
+        ops = self.take_host_ops()
+        if promise is not None:
+            self.commit(promise)
+        self.host_done(ops)
+        audit(self)
+        return table, num_found
+
+    def serve(self, tokens: Sequence[int]) -> int:
+        """Compute all tokens and end; return how many were there before."""
+        table, num_found = self.step(tokens)
+        self.release(table)
+        audit(self)
+        return num_found
+
+
+def held_keys(tier: HostTier) -> set[tuple[int, ...]]:
+    return {tuple(memoryview(held.key).cast("i")) for held in tier.held()}
+
+
+A, B, C = (list(range(start, start + 9)) for start in (0, 100, 200))
+
+
+def test_what_was_evicted_is_loaded_and_published_again():
+    core = Core()
+    assert [core.serve(A), core.serve(B), core.serve(A)] == [0, 0, 8]
+    assert (core.tier.num_stored, core.tier.num_loaded) == (4, 2)
+    assert len(core.match(NS, pack(A), 8).nodes) == 2
+    assert core.match(NS, pack(A), 8).held == ()
+
+
+def test_the_device_is_looked_at_first_and_goes_on_on_the_host():
+    core = Core(num_blocks=5)
+    core.serve(A)
+    core.reclaim(1)  # the tail
+    core.host_done(core.take_host_ops())
+    hit = core.match(NS, pack(A), 8)
+    assert (len(hit.nodes), len(hit.held), hit.partial) == (1, 1, None)
+    table, num_found = core.acquire(hit)
+    assert (num_found, table.num_published, len(table.block_ids)) == (8, 1, 2)
+    assert core.tier.pending.loads == [LoadOp(hit.held[0].slot, table.block_ids[1])]
+
+
+def test_what_came_back_is_not_stored_again():
+    core = Core()
+    for tokens in (A, B, A, B, A, B):
+        core.serve(tokens)
+    assert core.tier.num_stored == 4
+    assert core.tier.num_held == 4
+    assert core.tier.num_dropped == 0
+
+
+def test_used_longest_ago_goes_first_and_tails_before_heads():
+    core = Core(num_slots=3)
+    core.serve(A)
+    core.serve(B)
+    assert held_keys(core.tier) == {tuple(A[:4]), tuple(A[4:8])}
+    core.serve(C)  # B's two blocks come, and there are three slots: A's tail goes
+    assert held_keys(core.tier) == {tuple(A[:4]), tuple(B[:4]), tuple(B[4:8])}
+    assert core.serve([*A[:4], 7]) == 4  # A's head is used again: now B's tail goes
+    core.serve([*range(300, 305)])
+    assert tuple(A[:4]) in held_keys(core.tier)
+    assert tuple(B[4:8]) not in held_keys(core.tier)
+
+
+def test_slots_of_the_step_are_nobody_elses():
+    """A load's slot is not given to what the same step evicts for it."""
+    core = Core(num_slots=2)
+    core.serve(A)
+    core.serve(B)  # A is in both slots
+    table, num_found = core.step(A)  # loads both, and evicts both blocks of B, for which there is no slot
+    assert num_found == 8
+    assert core.tier.num_dropped == 2
+    core.release(table)
+
+
+def test_a_step_stores_and_another_of_its_requests_loads_the_same():
+    core = Core(num_blocks=6)
+    core.serve(A)
+    big, _ = core.acquire(core.match(NS, pack(range(500, 520)), 19))
+    assert core.extend(big, 0, 20)  # five blocks: A's tail is evicted
+    assert core.tier.pending.stores
+    table, num_found = core.acquire(core.match(NS, pack(A), 8))
+    assert num_found == 4, "there is no block to load into"
+    core.release(big)
+    core.release(table)
+    table, num_found = core.acquire(core.match(NS, pack(A), 8))
+    assert num_found == 8
+    ops = core.take_host_ops()
+    assert [store.slot for store in ops.stores] == [load.slot for load in ops.loads]
+    core.host_done(ops)
+    core.release(table)
+    audit(core)
+
+
+def test_a_failed_step_loses_what_it_was_to_store_and_nothing_else():
+    core = Core()
+    core.serve(A)
+    core.serve(B)  # A is on the host
+    table, _ = core.acquire(core.match(NS, pack(A), 8))
+    ops = core.take_host_ops()
+    assert (len(ops.stores), len(ops.loads)) == (1, 2)
+    core.host_failed(ops)
+    core.release(table)
+    audit(core)
+    assert held_keys(core.tier) == {tuple(A[:4]), tuple(A[4:8])}
+
+
+def test_a_damaged_block_is_forgotten_and_the_rest_of_its_path_is_not_found():
+    core = Core()
+    core.serve(A)
+    core.serve(B)
+    table, _ = core.acquire(core.match(NS, pack(A), 8))
+    ops = core.take_host_ops()
+    core.host_failed(ops, frozenset({ops.loads[0].slot}))
+    core.release(table)
+    audit(core)
+    assert core.match(NS, pack(A), 8).held == ()
+    assert held_keys(core.tier) == {tuple(A[4:8])}
+
+
+def test_a_table_that_goes_before_the_step_takes_its_loads_with_it():
+    core = Core()
+    core.serve(A)
+    core.serve(B)
+    table, _ = core.acquire(core.match(NS, pack(A), 8))
+    assert core.tier.pending.loads
+    core.release(table)
+    assert not core.tier.pending.loads
+    assert core.pool.num_free == 2, "and one block of B is still there"
+    audit(core)
+
+
+def test_a_reset_forgets_also_what_a_step_in_flight_uses():
+    core = Core()
+    core.serve(A)
+    core.serve(B)
+    table, _ = core.acquire(core.match(NS, pack(A), 8))
+    ops = core.take_host_ops()
+    core.reset()
+    audit(core)
+    assert core.tier.num_held == 0
+    assert core.match(NS, pack(A), 8).held == ()
+    core.host_done(ops)
+    core.release(table)
+    audit(core)
+    assert core.tier.free_slots()
+    assert sorted(core.tier.free_slots()) == [0, 1, 2, 3]
+
+
+def test_a_hit_that_is_stale_loads_only_what_is_still_there():
+    core = Core(num_slots=2)
+    core.serve(A)
+    core.serve(B)
+    hit = core.match(NS, pack(A), 8)
+    assert len(hit.held) == 2
+    core.serve(C)  # B takes the slots
+    table, num_found = core.acquire(hit)
+    assert num_found == 0
+    core.release(table)
+    audit(core)
+
+
+def test_namespaces_do_not_meet():
+    core = Core()
+    core.serve(A)
+    core.serve(B)
+    other = Namespace(tenant="u").key()
+    assert core.match(NS, pack(A), 8).held
+    assert not core.match(other, pack(A), 8).held
+    assert root_digest(NS) != root_digest(other)
+
+
+def test_with_caching_off_nothing_is_kept():
+    core = KVCore(4, block_size=4, enable_prefix_caching=False, host=HostTier(4))
+    table, _ = core.acquire(core.match(NS, pack(A), 8))
+    core.extend(table, 0, 9)
+    core.release(table)
+    core.reclaim(4)
+    assert core.take_host_ops() == ([], [])
+
+
+def test_a_path_is_named_by_all_its_tokens():
+    """The digest of a node is that of its tokens, folded from the root: the slow twin."""
+    core = Core(num_blocks=64)
+    rng = Random(3)
+    tokens = [rng.randrange(1000) for _ in range(160)]
+    table, _ = core.step(tokens)
+    digest = root_digest(NS)
+    for index in range(40):
+        digest = path_digest(digest, pack(tokens[4 * index : 4 * index + 4]))
+        node = core.pool.blocks[table.block_ids[index]].node
+        assert node is not None
+        assert digest_of(node) == digest
+    core.release(table)
+
+
+def test_a_digest_is_not_enough():
+    """What a slot holds is compared by its tokens too."""
+    core = Core()
+    core.serve(A)
+    core.serve(B)
+    held = core.match(NS, pack(A), 8).held[0]
+    held.key = pack([9, 9, 9, 9])
+    assert core.match(NS, pack(A), 8).held == ()
+
+
+def test_stores_and_loads_are_told_apart():
+    assert StoreOp(1, 2) == (1, 2)
+    assert LoadOp(slot=2, block_id=1) == (2, 1)

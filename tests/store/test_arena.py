@@ -1,0 +1,69 @@
+"""HostArena: bytes go and come back, and what does not come back as it was is found."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from pagefold.kv import BlockId, HostOps, LoadOp, StoreOp
+from pagefold.steps import DamagedSlotsError
+from pagefold.store import HostArena
+
+
+def ops(stores=(), loads=()) -> HostOps:
+    return HostOps(
+        [StoreOp(BlockId(block), slot) for block, slot in stores],
+        [LoadOp(slot, BlockId(block)) for slot, block in loads],
+    )
+
+
+def random_blocks(num_blocks: int, block_bytes: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (num_blocks, block_bytes), np.uint8)
+
+
+@pytest.mark.parametrize("block_bytes", [1, 37, 2**18, 2**18 + 1, 737_280])
+def test_bytes_come_back_as_they_were(block_bytes):
+    arena, blocks = HostArena(3, block_bytes), random_blocks(4, block_bytes)
+    before = blocks.copy()
+    arena.carry_out(ops(stores=[(0, 2), (3, 0)]), blocks)
+    assert np.array_equal(blocks, before), "a store reads"
+    blocks[:] = 0
+    arena.carry_out(ops(loads=[(2, 1), (0, 2), (2, 3)]), blocks)
+    assert np.array_equal(blocks, [np.zeros_like(before[0]), before[0], before[3], before[0]])
+    assert arena.num_bytes == 3 * block_bytes
+
+
+def test_a_load_sees_what_a_store_of_the_same_step_wrote():
+    arena, blocks = HostArena(1, 64), random_blocks(2, 64)
+    arena.carry_out(ops(stores=[(0, 0)], loads=[(0, 1)]), blocks)
+    assert np.array_equal(blocks[0], blocks[1])
+
+
+def test_any_bit_that_turns_is_found():
+    rng = Random(1)
+    arena, blocks = HostArena(2, 1000), random_blocks(3, 1000)
+    for _ in range(200):
+        arena.carry_out(ops(stores=[(0, 0), (1, 1)]), blocks)
+        arena.slots[0][rng.randrange(1000)] ^= 1 << rng.randrange(8)
+        with pytest.raises(DamagedSlotsError) as damage:
+            arena.carry_out(ops(loads=[(0, 2), (1, 2)]), blocks)
+        assert damage.value.slots == {0}
+        assert np.array_equal(blocks[2], blocks[1]), "the other load was made"
+
+
+def test_all_that_are_damaged_are_named_at_once():
+    arena, blocks = HostArena(3, 100), random_blocks(3, 100)
+    arena.carry_out(ops(stores=[(0, 0), (1, 1), (2, 2)]), blocks)
+    arena.slots[0] += 1
+    arena.slots[2] += 1
+    with pytest.raises(DamagedSlotsError, match="2 slots of the host arena are damaged") as damage:
+        arena.carry_out(ops(loads=[(2, 0), (1, 1), (0, 2)]), blocks)
+    assert damage.value.slots == {0, 2}
+
+
+def test_a_slot_that_was_never_written_is_no_block():
+    arena, blocks = HostArena(1, 100), random_blocks(1, 100)
+    with pytest.raises(DamagedSlotsError):
+        arena.carry_out(ops(loads=[(0, 0)]), blocks)
