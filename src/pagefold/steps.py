@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pagefold.kv import BlockId, CopyOp, HostOps
     from pagefold.request import SamplingParams
 
-__all__ = ["DamagedSlotsError", "PromptPart", "Runner", "StepPlan", "StepResult", "TokenLogprobs"]
+__all__ = ["DamagedBlocksError", "PromptPart", "Runner", "StepPlan", "StepResult", "TokenLogprobs"]
 
 
 class TokenLogprobs(NamedTuple):
@@ -113,16 +113,16 @@ class StepResult:
     prompt_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
 
 
-class DamagedSlotsError(Exception):
+class DamagedBlocksError(Exception):
     """What a step was to load is not what was stored. Nobody's request is at fault.
 
     Args:
-        slots: of the host arena, all that the step found damaged.
+        host_ids: blocks of the host arena, all that the step found damaged.
     """
 
-    def __init__(self, slots: frozenset[int]) -> None:
-        super().__init__(f"{len(slots)} slots of the host arena are damaged")
-        self.slots = slots
+    def __init__(self, host_ids: frozenset[int]) -> None:
+        super().__init__(f"{len(host_ids)} blocks of the host arena are damaged")
+        self.host_ids = host_ids
 
 
 class Runner(Protocol):
@@ -132,5 +132,5 @@ class Runner(Protocol):
         """Move, copy, compute, write KV, sample. If it raises, nothing of the step counts.
 
         Raises:
-            DamagedSlotsError: before anything was computed.
+            DamagedBlocksError: before anything was computed.
         """

@@ -63,8 +63,8 @@ class HarshRunner:
         self._during_step()
         for load in plan.host_ops.loads:
             if self._random.random() < self._damage_rate:
-                slot = self.inner.arena.slots[load.slot]
-                slot[self._random.randrange(len(slot))] ^= 1 << self._random.randrange(8)
+                held = self.inner.arena.blocks[load.host_id]
+                held[self._random.randrange(len(held))] ^= 1 << self._random.randrange(8)
         if self._num_failures_in_a_row < _MAX_FAILURES_IN_A_ROW and self._random.random() < self._failure_rate:
             self._num_failures_in_a_row += 1
             self._fail(plan)

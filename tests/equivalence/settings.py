@@ -82,7 +82,7 @@ SETTINGS = (
         at_least=Counts(num_stored_blocks=40, num_loaded_blocks=50, num_hit_tokens=1200),
     ),
     Setting(
-        name="host tier with few slots, chunks of 17",
+        name="host tier with little room, chunks of 17",
         block_size=8,
         spare_blocks=2,
         num_host_blocks=60,

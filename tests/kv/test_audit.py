@@ -36,7 +36,7 @@ class World:
         promising: holds out a promise of one block.
         cached: one of two leaves under a block, all three cached.
         free: a block that nobody has.
-        held: a block in a slot of the host, which is to be loaded; another is to be stored.
+        held: a block on the host, which is to be loaded; another is to be stored.
     """
 
     def __init__(self) -> None:
@@ -306,24 +306,24 @@ def cached_pinned_blocks_miscounted(world: World) -> None:
     world.pool.num_pinned += 1
 
 
-def lost_slot(world: World) -> None:
+def lost_host_block(world: World) -> None:
     world.host._free.pop()
 
 
-def slot_pins_miscounted(world: World) -> None:
+def host_pins_miscounted(world: World) -> None:
     world.held.num_pins += 1
 
 
-def slot_written_twice(world: World) -> None:
-    world.host._stores += [StoreOp(world.block(world.table, 0).block_id, world.held.slot)] * 2
+def host_block_written_twice(world: World) -> None:
+    world.host._stores += [StoreOp(world.block(world.table, 0).block_id, world.held.host_id)] * 2
     world.held.num_pins += 2
 
 
-def store_into_a_free_slot(world: World) -> None:
+def store_into_a_free_host_block(world: World) -> None:
     world.host._stores.append(StoreOp(world.block(world.table, 0).block_id, world.host._free[0]))
 
 
-def held_without_a_slot(world: World) -> None:
+def held_without_a_place(world: World) -> None:
     world.host._held[b"?"] = HeldBlock(b"?", b"", -1)
 
 
@@ -386,11 +386,11 @@ CORRUPTIONS: list[tuple[Callable[[World], None], str]] = [
     (candidate_missing, "policy offers 1 nodes, 2 are evictable"),
     (candidate_too_many, "policy offers 3 nodes, 2 are evictable"),
     (candidates_but_no_victim, "no victim among its candidates"),
-    (lost_slot, "slots [0, 1] in use"),
-    (slot_pins_miscounted, "slot 0: 2 pins"),
-    (slot_written_twice, "slot 0 is written 2 times"),
-    (store_into_a_free_slot, "is to be written, and holds nothing"),
-    (held_without_a_slot, "blocks are held that have no slot"),
+    (lost_host_block, "host blocks [0, 1] in use"),
+    (host_pins_miscounted, "host block 0: 2 pins"),
+    (host_block_written_twice, "host block 0 is written 2 times"),
+    (store_into_a_free_host_block, "is to be written, and holds nothing"),
+    (held_without_a_place, "blocks are held that have no place"),
 ]
 
 

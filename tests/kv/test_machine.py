@@ -252,7 +252,7 @@ class Machine:
         variety: how many pairs of a stream and a namespace prompts are made of, 1 to 9: with few, nearly all sequences
             run the same tokens beside each other.
         enable_prefix_caching: as for KVCore.
-        num_slots: of the host tier; 0 for none.
+        num_host_blocks: of the host tier; 0 for none.
     """
 
     def __init__(
@@ -262,7 +262,7 @@ class Machine:
         num_blocks: int = NUM_BLOCKS,
         variety: int = 9,
         enable_prefix_caching: bool = True,
-        num_slots: int = 0,
+        num_host_blocks: int = 0,
     ) -> None:
         self.core = KVCore(
             num_blocks,
@@ -270,10 +270,10 @@ class Machine:
             policy=policy_of(policy),
             enable_prefix_caching=enable_prefix_caching,
             pin_limits=PinLimits(PINNED_SHARE, HALF_LIFE),
-            host=HostTier(num_slots) if num_slots else None,
+            host=HostTier(num_host_blocks) if num_host_blocks else None,
             emit=self._on_event,
         )
-        self.arena: list[list[int]] = [POISONED] * num_slots
+        self.arena: list[list[int]] = [POISONED] * num_host_blocks
         self.evicted: dict[bytes, list[int]] = {}  # what each evicted path's last block must be
         self.offered: set[bytes] = set()  # those that were evicted since the last reset
         self.host_ops: HostOps = NO_HOST_OPS
@@ -485,8 +485,10 @@ class Machine:
 
     def _not_moved(self, copies: list[CopyOp], order: int) -> None:
         self.core.copies_failed(copies)
-        damaged = frozenset(load.slot for load in self.host_ops.loads[:: 1 + order // 8 % 2]) if order // 4 % 2 else ()
-        self._saw("damaged slot", bool(damaged))
+        damaged = (
+            frozenset(load.host_id for load in self.host_ops.loads[:: 1 + order // 8 % 2]) if order // 4 % 2 else ()
+        )
+        self._saw("damaged block", bool(damaged))
         self._saw("lost store", bool(self.host_ops.stores))
         self.core.host_failed(self.host_ops, frozenset(damaged))
         self.host_ops = NO_HOST_OPS
@@ -539,10 +541,12 @@ class Machine:
             self._check_host(core.host)
 
     def _check_host(self, host: HostTier) -> None:
-        unwritten = {store.slot for store in host.pending.stores}
+        unwritten = {store.host_id for store in host.pending.stores}
         for held in host.held():
-            if held.slot not in unwritten:
-                assert self.arena[held.slot] == self.evicted[held.digest], f"slot {held.slot} holds wrong bytes"
+            if held.host_id not in unwritten:
+                assert self.arena[held.host_id] == self.evicted[held.digest], (
+                    f"host block {held.host_id} holds wrong bytes"
+                )
 
     def _check_pins(self) -> None:
         prefix_of = {node: prefix for prefix, node in self._tree()}
@@ -602,7 +606,7 @@ class Machine:
         if self.core.host is not None:
             self.core.host_failed(self.core.take_host_ops())
             self.core.reset()
-            assert len(self.core.host.free_slots()) == self.core.host.num_slots
+            assert len(self.core.host.free_ids()) == self.core.host.num_blocks
 
     # Inside: planning.
 
@@ -631,7 +635,7 @@ class Machine:
         takes_partial = hit.partial is not None and hit.partial.attached and len(attached) == len(hit.nodes)
         self._saw("stale hit", len(attached) < len(hit.nodes))
         self._saw("lean on a promise", any(not node.committed for node in attached))
-        still = list(takewhile(lambda held: held.slot >= 0, hit.held)) if len(attached) == len(hit.nodes) else []
+        still = list(takewhile(lambda held: held.host_id >= 0, hit.held)) if len(attached) == len(hit.nodes) else []
         self._saw("stale held block", len(still) < len(hit.held))
         table, num_tokens = self.core.acquire(hit)
         num_loaded = len(table.block_ids) - len(attached) if hit.held else 0
@@ -798,13 +802,13 @@ class Machine:
     def _copy(self, *, batched: bool) -> None:
         """Move between blocks and slots, then make the copies one after another, or all at once: it must not matter."""
         for store in self.host_ops.stores:
-            self.arena[store.slot] = self._bytes(store.block_id)
-            assert POISON not in self.arena[store.slot], "an evicted block was overwritten before it was stored"
+            self.arena[store.host_id] = self._bytes(store.block_id)
+            assert POISON not in self.arena[store.host_id], "an evicted block was overwritten before it was stored"
             self._saw("stored block")
         for store in self.host_ops.stores:
             self._poison(store.block_id)
         for load in self.host_ops.loads:
-            self.slab[load.block_id * BLOCK_SIZE : (load.block_id + 1) * BLOCK_SIZE] = self.arena[load.slot]
+            self.slab[load.block_id * BLOCK_SIZE : (load.block_id + 1) * BLOCK_SIZE] = self.arena[load.host_id]
         if batched:
             sources = [self._bytes(copy.src) for copy in self.copies]
             for copy, source in zip(self.copies, sources, strict=True):
@@ -966,7 +970,7 @@ def random_operations(
     *,
     variety: int = 0,
     enable_prefix_caching: bool = True,
-    num_slots: int = 0,
+    num_host_blocks: int = 0,
 ) -> dict[str, int]:
     """Do ``num_operations`` random operations with everything checked after each. Return how often what happened.
 
@@ -979,7 +983,7 @@ def random_operations(
         num_blocks=rng.choice((13, 18, 24)),
         variety=variety or rng.choice((1, 2, 9)),
         enable_prefix_caching=enable_prefix_caching,
-        num_slots=num_slots,
+        num_host_blocks=num_host_blocks,
     )
     names = rng.choices([name for name, _ in OPERATIONS], [weight for _, weight in OPERATIONS], k=num_operations)
     log: list[str] = []
@@ -1026,11 +1030,11 @@ class KVCoreMachine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.sampled_from((24, 13, 6)),
         variety=st.sampled_from((1, 2, 9)),
-        num_slots=st.sampled_from((0, 3, 30)),
+        num_host_blocks=st.sampled_from((0, 3, 30)),
     )
-    def start(self, num_blocks: int, variety: int, num_slots: int) -> None:
+    def start(self, num_blocks: int, variety: int, num_host_blocks: int) -> None:
         """Begin with an empty pool."""
-        self.machine = Machine(self.policy, num_blocks=num_blocks, variety=variety, num_slots=num_slots)
+        self.machine = Machine(self.policy, num_blocks=num_blocks, variety=variety, num_host_blocks=num_host_blocks)
 
     @rule(prompt=prompts, chunk=ints, victim=ints)
     def admit(self, prompt: tuple[int, int, int, int], chunk: int, victim: int) -> None:
@@ -1148,10 +1152,10 @@ def test_random_operations(policy: str, seed: int) -> None:
     random_operations(seed, 900, policy)
 
 
-@pytest.mark.parametrize("num_slots", [1, 4, 9, 40])
-def test_random_operations_with_a_host_tier(num_slots: int) -> None:
-    """3,600 operations: what is evicted is kept, comes back, is damaged, and is lost for want of slots."""
-    random_operations(num_slots, 900, "lru", num_slots=num_slots)
+@pytest.mark.parametrize("num_host_blocks", [1, 4, 9, 40])
+def test_random_operations_with_a_host_tier(num_host_blocks: int) -> None:
+    """3,600 operations: what is evicted is kept, comes back, is damaged, and is lost for want of room."""
+    random_operations(num_host_blocks, 900, "lru", num_host_blocks=num_host_blocks)
 
 
 def test_random_operations_without_caching() -> None:
@@ -1167,12 +1171,12 @@ def test_what_is_worth_testing_happens() -> None:
     seen: Counter[str] = Counter()
     for seed in range(8):
         seen.update(random_operations(seed, 1500, "lru", variety=1))
-        seen.update(random_operations(seed, 900, "lru", num_slots=(4, 9, 40)[seed % 3]))
+        seen.update(random_operations(seed, 900, "lru", num_host_blocks=(4, 9, 40)[seed % 3]))
     for what in (
         "allocation",
         "beyond the quota",
         "copy-on-write",
-        "damaged slot",
+        "damaged block",
         "duplicate at promise",
         "duplicate still in flight at commit",
         "expired pin",

@@ -24,8 +24,8 @@ def pack(tokens: Sequence[int]) -> bytes:
 class Core(KVCore):
     """A core of blocks of 4, whose steps are one call."""
 
-    def __init__(self, num_blocks: int = 3, num_slots: int = 4) -> None:
-        self.tier = HostTier(num_slots)
+    def __init__(self, num_blocks: int = 3, num_held: int = 4) -> None:
+        self.tier = HostTier(num_held)
         super().__init__(num_blocks, block_size=4, host=self.tier)
 
     def step(self, tokens: Sequence[int]) -> tuple[BlockTable, int]:
@@ -72,7 +72,7 @@ def test_the_device_is_looked_at_first_and_goes_on_on_the_host():
     assert (len(hit.nodes), len(hit.held), hit.partial) == (1, 1, None)
     table, num_found = core.acquire(hit)
     assert (num_found, table.num_published, len(table.block_ids)) == (8, 1, 2)
-    assert core.tier.pending.loads == [LoadOp(hit.held[0].slot, table.block_ids[1])]
+    assert core.tier.pending.loads == [LoadOp(hit.held[0].host_id, table.block_ids[1])]
 
 
 def test_what_came_back_is_not_stored_again():
@@ -85,11 +85,11 @@ def test_what_came_back_is_not_stored_again():
 
 
 def test_used_longest_ago_goes_first_and_tails_before_heads():
-    core = Core(num_slots=3)
+    core = Core(num_held=3)
     core.serve(A)
     core.serve(B)
     assert held_keys(core.tier) == {tuple(A[:4]), tuple(A[4:8])}
-    core.serve(C)  # B's two blocks come, and there are three slots: A's tail goes
+    core.serve(C)  # B's two blocks come, and there is room for three: A's tail goes
     assert held_keys(core.tier) == {tuple(A[:4]), tuple(B[:4]), tuple(B[4:8])}
     assert core.serve([*A[:4], 7]) == 4  # A's head is used again: now B's tail goes
     core.serve([*range(300, 305)])
@@ -97,12 +97,12 @@ def test_used_longest_ago_goes_first_and_tails_before_heads():
     assert tuple(B[4:8]) not in held_keys(core.tier)
 
 
-def test_slots_of_the_step_are_nobody_elses():
-    """A load's slot is not given to what the same step evicts for it."""
-    core = Core(num_slots=2)
+def test_host_blocks_of_the_step_are_nobody_elses():
+    """What a load reads is not given to what the same step evicts for it."""
+    core = Core(num_held=2)
     core.serve(A)
-    core.serve(B)  # A is in both slots
-    table, num_found = core.step(A)  # loads both, and evicts both blocks of B, for which there is no slot
+    core.serve(B)  # A takes both places
+    table, num_found = core.step(A)  # loads both, and evicts both blocks of B, for which there is no place
     assert num_found == 8
     assert core.tier.num_dropped == 2
     core.release(table)
@@ -121,7 +121,7 @@ def test_a_step_stores_and_another_of_its_requests_loads_the_same():
     table, num_found = core.acquire(core.match(NS, pack(A), 8))
     assert num_found == 8
     ops = core.take_host_ops()
-    assert [store.slot for store in ops.stores] == [load.slot for load in ops.loads]
+    assert [store.host_id for store in ops.stores] == [load.host_id for load in ops.loads]
     core.host_done(ops)
     core.release(table)
     audit(core)
@@ -146,7 +146,7 @@ def test_a_damaged_block_is_forgotten_and_the_rest_of_its_path_is_not_found():
     core.serve(B)
     table, _ = core.acquire(core.match(NS, pack(A), 8))
     ops = core.take_host_ops()
-    core.host_failed(ops, frozenset({ops.loads[0].slot}))
+    core.host_failed(ops, frozenset({ops.loads[0].host_id}))
     core.release(table)
     audit(core)
     assert core.match(NS, pack(A), 8).held == ()
@@ -178,17 +178,17 @@ def test_a_reset_forgets_also_what_a_step_in_flight_uses():
     core.host_done(ops)
     core.release(table)
     audit(core)
-    assert core.tier.free_slots()
-    assert sorted(core.tier.free_slots()) == [0, 1, 2, 3]
+    assert core.tier.free_ids()
+    assert sorted(core.tier.free_ids()) == [0, 1, 2, 3]
 
 
 def test_a_hit_that_is_stale_loads_only_what_is_still_there():
-    core = Core(num_slots=2)
+    core = Core(num_held=2)
     core.serve(A)
     core.serve(B)
     hit = core.match(NS, pack(A), 8)
     assert len(hit.held) == 2
-    core.serve(C)  # B takes the slots
+    core.serve(C)  # B takes the places
     table, num_found = core.acquire(hit)
     assert num_found == 0
     core.release(table)
@@ -230,7 +230,7 @@ def test_a_path_is_named_by_all_its_tokens():
 
 
 def test_a_digest_is_not_enough():
-    """What a slot holds is compared by its tokens too."""
+    """What is held is compared by its tokens too."""
     core = Core()
     core.serve(A)
     core.serve(B)
@@ -241,4 +241,4 @@ def test_a_digest_is_not_enough():
 
 def test_stores_and_loads_are_told_apart():
     assert StoreOp(1, 2) == (1, 2)
-    assert LoadOp(slot=2, block_id=1) == (2, 1)
+    assert LoadOp(host_id=2, block_id=1) == (2, 1)

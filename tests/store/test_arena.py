@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from pagefold.kv import BlockId, HostOps, LoadOp, StoreOp
-from pagefold.steps import DamagedSlotsError
+from pagefold.steps import DamagedBlocksError
 from pagefold.store import HostArena
 
 
 def ops(stores=(), loads=()) -> HostOps:
     return HostOps(
-        [StoreOp(BlockId(block), slot) for block, slot in stores],
-        [LoadOp(slot, BlockId(block)) for slot, block in loads],
+        [StoreOp(BlockId(block), host_id) for block, host_id in stores],
+        [LoadOp(host_id, BlockId(block)) for host_id, block in loads],
     )
 
 
@@ -46,24 +46,24 @@ def test_any_bit_that_turns_is_found():
     arena, blocks = HostArena(2, 1000), random_blocks(3, 1000)
     for _ in range(200):
         arena.carry_out(ops(stores=[(0, 0), (1, 1)]), blocks)
-        arena.slots[0][rng.randrange(1000)] ^= 1 << rng.randrange(8)
-        with pytest.raises(DamagedSlotsError) as damage:
+        arena.blocks[0][rng.randrange(1000)] ^= 1 << rng.randrange(8)
+        with pytest.raises(DamagedBlocksError) as damage:
             arena.carry_out(ops(loads=[(0, 2), (1, 2)]), blocks)
-        assert damage.value.slots == {0}
+        assert damage.value.host_ids == {0}
         assert np.array_equal(blocks[2], blocks[1]), "the other load was made"
 
 
 def test_all_that_are_damaged_are_named_at_once():
     arena, blocks = HostArena(3, 100), random_blocks(3, 100)
     arena.carry_out(ops(stores=[(0, 0), (1, 1), (2, 2)]), blocks)
-    arena.slots[0] += 1
-    arena.slots[2] += 1
-    with pytest.raises(DamagedSlotsError, match="2 slots of the host arena are damaged") as damage:
+    arena.blocks[0] += 1
+    arena.blocks[2] += 1
+    with pytest.raises(DamagedBlocksError, match="2 blocks of the host arena are damaged") as damage:
         arena.carry_out(ops(loads=[(2, 0), (1, 1), (0, 2)]), blocks)
-    assert damage.value.slots == {0, 2}
+    assert damage.value.host_ids == {0, 2}
 
 
-def test_a_slot_that_was_never_written_is_no_block():
+def test_a_block_that_was_never_written_is_no_block():
     arena, blocks = HostArena(1, 100), random_blocks(1, 100)
-    with pytest.raises(DamagedSlotsError):
+    with pytest.raises(DamagedBlocksError):
         arena.carry_out(ops(loads=[(0, 0)]), blocks)

@@ -22,7 +22,7 @@ from pagefold.errors import InvalidRequestError, PinQuotaError
 from pagefold.events import Emit, ignore
 from pagefold.kv import Namespace
 from pagefold.request import ANYBODY, Caller, Request, SamplingParams, StopRule
-from pagefold.steps import DamagedSlotsError
+from pagefold.steps import DamagedBlocksError
 from pagefold.structured.params import FIELD
 
 if TYPE_CHECKING:
@@ -270,9 +270,9 @@ class Engine:
             return deltas
         try:
             result = self.runner.run(plan)
-        except DamagedSlotsError as damage:
+        except DamagedBlocksError as damage:
             _log.warning("step %d found %s; they are dropped, and what they held is computed", plan.step_id, damage)
-            ended = self.scheduler.abandon(str(damage), damage.slots)
+            ended = self.scheduler.abandon(str(damage), damage.host_ids)
             return deltas + self._all_failed(ended, damage)
         except Exception as error:  # noqa: BLE001 - whatever a step dies of, its requests must not be lost
             _log.exception("step %d failed with %d requests", plan.step_id, plan.num_rows)

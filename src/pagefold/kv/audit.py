@@ -168,16 +168,18 @@ def _host_ops(host: HostTier) -> list[HostOps]:
 
 
 def _audit_host(host: HostTier) -> None:
-    """Slots: each is free or holds one block, and is pinned once for each copy that reads or writes it."""
+    """Host blocks: each is free or holds one block, and is pinned once for each copy that reads or writes it."""
     held = list(host.held())
-    slots = [one.slot for one in held]
-    free = host.free_slots()
-    _check(sorted(slots + free) == list(range(host.num_slots)), f"slots {sorted(slots)} in use, {sorted(free)} free")
-    stores = Counter(store.slot for ops in _host_ops(host) for store in ops.stores)
-    loads = Counter(load.slot for ops in _host_ops(host) for load in ops.loads)
+    ids = [one.host_id for one in held]
+    free = host.free_ids()
+    _check(sorted(ids + free) == list(range(host.num_blocks)), f"host blocks {sorted(ids)} in use, {sorted(free)} free")
+    stores = Counter(store.host_id for ops in _host_ops(host) for store in ops.stores)
+    loads = Counter(load.host_id for ops in _host_ops(host) for load in ops.loads)
     for one in held:
-        _check(one.num_pins == stores[one.slot] + loads[one.slot], f"slot {one.slot}: {one.num_pins} pins")
-    for slot, num in stores.items():
-        _check(num == 1, f"slot {slot} is written {num} times")
-        _check(slot in slots, f"slot {slot} is to be written, and holds nothing")
-    _check(host.num_held <= len(held), "blocks are held that have no slot")
+        _check(
+            one.num_pins == stores[one.host_id] + loads[one.host_id], f"host block {one.host_id}: {one.num_pins} pins"
+        )
+    for host_id, num in stores.items():
+        _check(num == 1, f"host block {host_id} is written {num} times")
+        _check(host_id in ids, f"host block {host_id} is to be written, and holds nothing")
+    _check(host.num_held <= len(held), "blocks are held that have no place")

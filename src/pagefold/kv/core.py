@@ -398,16 +398,16 @@ class KVCore:
             if ops.stores or ops.loads:
                 self._emit(HostTransfer(len(ops.stores), len(ops.loads), 0))
 
-    def host_failed(self, ops: HostOps, damaged_slots: frozenset[int] = frozenset()) -> None:
+    def host_failed(self, ops: HostOps, damaged_ids: frozenset[int] = frozenset()) -> None:
         """The step failed. What it was to store is lost, and so is what came back damaged.
 
         Tables that wait for loads of the step must be released by the caller: their blocks hold nothing.
         """
         if self.host is not None:
             self._unpin_loads(ops.loads)
-            self.host.failed(ops, damaged_slots)
-            if damaged_slots:
-                self._emit(HostTransfer(0, 0, len(damaged_slots)))
+            self.host.failed(ops, damaged_ids)
+            if damaged_ids:
+                self._emit(HostTransfer(0, 0, len(damaged_ids)))
 
     def reclaim(self, num_blocks: int) -> int:
         """Evict up to ``num_blocks`` cached blocks into the free list, and keep them on the host if there is a tier.

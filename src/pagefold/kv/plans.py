@@ -27,23 +27,23 @@ class CopyOp(NamedTuple):
 
 
 class StoreOp(NamedTuple):
-    """Copy a block that was evicted into a slot of the host arena, before anything of the step writes the block."""
+    """Copy a block that was evicted into a block of the host arena, before anything of the step writes the block."""
 
     block_id: BlockId
-    slot: int
+    host_id: int
 
 
 class LoadOp(NamedTuple):
-    """Check a slot of the host arena and copy it into a block, before the step computes."""
+    """Check a block of the host arena and copy it into a block, before the step computes."""
 
-    slot: int
+    host_id: int
     block_id: BlockId
 
 
 class HostOps(NamedTuple):
     """What a step moves between device and host arena: first all stores, then all loads, and then its copies.
 
-    A load may read what a store of the same step wrote. No two stores write one slot, and none writes what a load
+    A load may read what a store of the same step wrote. No two stores write one host block, and none writes what a load
     reads otherwise.
     """
 

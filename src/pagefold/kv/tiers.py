@@ -1,13 +1,13 @@
-"""HostTier: which evicted blocks the host's memory holds, and in which slot of its arena. It decides; others copy.
+"""HostTier: which evicted blocks the host's memory holds, and in which block of its arena. It decides; others copy.
 
-A block that is evicted from the device goes to a slot, and stays there when it comes back: evicted again, it need not
-be copied again. What was used longest ago makes room. Of one path the tail was always used before the head, as on the
-device, so that what is left of a path can be used.
+A block that is evicted from the device is copied to a block of the arena, and stays there when it comes back: evicted
+again, it need not be copied again. What was used longest ago makes room. Of one path the tail was always used before
+the head, as on the device, so that what is left of a path can be used.
 
 Outside the device a block is named by a digest of its whole path: its namespace and all tokens up to its end. Two paths
 have the same digest only if BLAKE2b (RFC 7693, 256 bits) collides; the block's own tokens are compared as well.
 
-A slot is pinned while a step reads or writes it, from when that is planned until the step is over.
+A host block is pinned while a step reads or writes it, from when that is planned until the step is over.
 """
 
 from __future__ import annotations
@@ -61,40 +61,40 @@ class HeldBlock:
     Attributes:
         digest: names its path.
         key: its own packed tokens.
-        slot: where it is; -1 when it is there no more.
+        host_id: where it is; -1 when it is there no more.
         num_pins: how many planned copies read or write it.
     """
 
-    __slots__ = ("digest", "key", "num_pins", "slot")
+    __slots__ = ("digest", "host_id", "key", "num_pins")
 
-    def __init__(self, digest: bytes, key: bytes, slot: int) -> None:
+    def __init__(self, digest: bytes, key: bytes, host_id: int) -> None:
         self.digest = digest
         self.key = key
-        self.slot = slot
+        self.host_id = host_id
         self.num_pins = 0
 
 
 class HostTier:
-    """The slots of a host arena, and what is in them.
+    """The blocks of a host arena, and what is in them.
 
     A step's copies are planned one by one, handed over by :meth:`take`, and end with :meth:`done` or :meth:`failed`.
 
     Args:
-        num_slots: of the arena.
+        num_blocks: of the arena.
 
     Attributes:
         num_stored, num_loaded, num_dropped: blocks since the start: stored, loaded, and lost for want of room.
     """
 
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
         self.num_stored = self.num_loaded = self.num_dropped = 0
         self._held: dict[bytes, HeldBlock] = {}
         self._idle: OrderedDict[bytes, HeldBlock] = OrderedDict()  # those that no copy pins; used longest ago first
-        self._free = list(reversed(range(num_slots)))
+        self._free = list(reversed(range(num_blocks)))
         self._stores: list[StoreOp] = []
         self._loads: list[LoadOp] = []
-        self._by_slot: dict[int, HeldBlock] = {}
+        self._by_id: dict[int, HeldBlock] = {}
         self.in_flight: list[HostOps] = []
 
     @property
@@ -126,26 +126,26 @@ class HostTier:
         return tuple(found)
 
     def keep(self, node: Node, block_id: BlockId) -> None:
-        """Keep the bytes of an evicted node: plan to store them, unless they are held or all slots are in use."""
+        """Keep the bytes of an evicted node: plan to store them, unless they are held or all host blocks are in use."""
         digest = digest_of(node)
         held = self._held.get(digest)
         if held is not None:
             self._touch(held)
             return
-        slot = self._take_slot()
-        if slot is None:
+        host_id = self._take_id()
+        if host_id is None:
             self.num_dropped += 1
             return
-        held = HeldBlock(digest, node.key, slot)
-        self._held[digest] = self._by_slot[slot] = held
+        held = HeldBlock(digest, node.key, host_id)
+        self._held[digest] = self._by_id[host_id] = held
         held.num_pins = 1
-        self._stores.append(StoreOp(block_id, slot))
+        self._stores.append(StoreOp(block_id, host_id))
 
     def pin(self, held: tuple[HeldBlock, ...]) -> list[HeldBlock]:
         """Pin the blocks of a match that are still there, up to the first that is not, and return them."""
         pinned: list[HeldBlock] = []
         for one in held:
-            if one.slot < 0:
+            if one.host_id < 0:
                 break
             self._pin(one)
             pinned.append(one)
@@ -158,14 +158,14 @@ class HostTier:
 
     def load(self, held: HeldBlock, block_id: BlockId) -> None:
         """Plan to load a pinned block; it stays pinned until the step is over."""
-        self._loads.append(LoadOp(held.slot, block_id))
+        self._loads.append(LoadOp(held.host_id, block_id))
 
     def cancel_loads(self, block_ids: frozenset[BlockId]) -> None:
         """Forget the planned loads into these blocks."""
         cancelled = [load for load in self._loads if load.block_id in block_ids]
         if cancelled:
             self._loads = [load for load in self._loads if load.block_id not in block_ids]
-            self.unpin([self._by_slot[load.slot] for load in cancelled])
+            self.unpin([self._by_id[load.host_id] for load in cancelled])
 
     def take(self) -> HostOps:
         """Hand over the copies of the step being planned."""
@@ -181,22 +181,22 @@ class HostTier:
             return
         self.in_flight.remove(ops)
         for store in ops.stores:
-            self._unpin(self._by_slot[store.slot])
-        self.unpin([self._by_slot[load.slot] for load in ops.loads])
+            self._unpin(self._by_id[store.host_id])
+        self.unpin([self._by_id[load.host_id] for load in ops.loads])
         self.num_stored += len(ops.stores)
         self.num_loaded += len(ops.loads)
 
-    def failed(self, ops: HostOps, damaged_slots: frozenset[int] = frozenset()) -> None:
+    def failed(self, ops: HostOps, damaged_ids: frozenset[int] = frozenset()) -> None:
         """The step failed: what it was to store may not be there, and is dropped; so is what is damaged."""
         if not (ops.stores or ops.loads):
             return
         self.in_flight.remove(ops)
-        self.unpin([self._by_slot[load.slot] for load in ops.loads])
-        lost = {store.slot for store in ops.stores}
-        for slot in sorted(lost):
-            self._unpin(self._by_slot[slot])
-        for slot in sorted(lost | damaged_slots):
-            held = self._by_slot.get(slot)
+        self.unpin([self._by_id[load.host_id] for load in ops.loads])
+        lost = {store.host_id for store in ops.stores}
+        for host_id in sorted(lost):
+            self._unpin(self._by_id[host_id])
+        for host_id in sorted(lost | damaged_ids):
+            held = self._by_id.get(host_id)
             if held is not None:
                 self._drop(held)
 
@@ -209,16 +209,16 @@ class HostTier:
         return num_held
 
     def held(self) -> Iterator[HeldBlock]:
-        """Yield all blocks whose slots are in use: for audits."""
-        return iter(self._by_slot.values())
+        """Yield all that have a host block: for audits."""
+        return iter(self._by_id.values())
 
-    def free_slots(self) -> list[int]:
-        """Return the slots that hold nothing: for audits."""
+    def free_ids(self) -> list[int]:
+        """Return the host blocks that hold nothing: for audits."""
         return list(self._free)
 
     # Inside.
 
-    def _take_slot(self) -> int | None:
+    def _take_id(self) -> int | None:
         if not self._free:
             if not self._idle:
                 return None
@@ -231,9 +231,9 @@ class HostTier:
         self._idle.pop(held.digest, None)
         if self._held.get(held.digest) is held:
             del self._held[held.digest]
-        del self._by_slot[held.slot]
-        self._free.append(held.slot)
-        held.slot = -1
+        del self._by_id[held.host_id]
+        self._free.append(held.host_id)
+        held.host_id = -1
 
     def _touch(self, held: HeldBlock) -> None:
         if held.digest in self._idle:

@@ -256,26 +256,26 @@ class Scheduler:
         )
         return sampled
 
-    def abandon(self, error: str, damaged_slots: frozenset[int] = frozenset()) -> list[Request]:
+    def abandon(self, error: str, damaged_ids: frozenset[int] = frozenset()) -> list[Request]:
         """The step failed: take back all that it had promised, and let those that it admitted wait again.
 
         Args:
             error: what it failed of.
-            damaged_slots: what of the host arena it could not load; then no request is at fault.
+            damaged_ids: what of the host arena it could not load; then no request is at fault.
 
         Returns the requests that ended by it: those that were cancelled meanwhile, and those whose steps failed too
         often in a row.
         """
         step = self._take_step()
         self.core.copies_failed(step.plan.copies)
-        self.core.host_failed(step.plan.host_ops, damaged_slots)
+        self.core.host_failed(step.plan.host_ops, damaged_ids)
         for promise in reversed(step.promises):
             self.core.abandon(promise)
         for _ in range(step.num_admitted):
             self._back_to_waiting(self.running.pop())
         ended: list[Request] = []
         for request in step.requests:
-            request.num_failed_steps += not damaged_slots
+            request.num_failed_steps += not damaged_ids
             if request.num_failed_steps >= _MAX_FAILED_STEPS and not request.is_aborted:
                 request.finish_reason = "error"
             if request.finish_reason is not None:

@@ -1,4 +1,4 @@
-"""HostArena: slots of host memory for blocks, each with a checksum that is compared whenever a block comes back."""
+"""HostArena: host memory for blocks, each with a checksum that is compared whenever a block comes back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
-from pagefold.steps import DamagedSlotsError
+from pagefold.steps import DamagedBlocksError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -16,36 +16,36 @@ if TYPE_CHECKING:
 
 __all__ = ["HostArena"]
 
-_CHUNK_BYTES = 2**18
+_CHUNK_BYTES = 2**17
 """What is copied and digested at a time: small enough to be read from memory once for both."""
 
 
 class HostArena:
     """Blocks in host memory.
 
-    A slot's bytes and their checksum (XXH3, 128 bits) are written together; a load compares them. So a bit that turned,
-    or a slot that was never written, is found before anything is computed with it.
+    The bytes of a block and their checksum (XXH3, 128 bits) are written together; a load compares them. So a bit that
+    turned, or a block that was never written, is found before anything is computed with it.
 
-    Pages of memory are taken from the system as slots are first written.
+    Pages of memory are taken from the system as blocks are first written.
 
     Args:
-        num_slots: how many blocks it holds.
+        num_blocks: how many blocks it holds.
         block_bytes: of a block.
     """
 
-    def __init__(self, num_slots: int, block_bytes: int) -> None:
-        self.slots = np.empty((num_slots, block_bytes), np.uint8)
-        self._checksums = [b""] * num_slots
+    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+        self.blocks = np.empty((num_blocks, block_bytes), np.uint8)
+        self._checksums = [b""] * num_blocks
 
     @property
-    def num_slots(self) -> int:
+    def num_blocks(self) -> int:
         """How many blocks it holds."""
-        return len(self.slots)
+        return len(self.blocks)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all slots."""
-        return self.slots.nbytes
+        """Bytes of all blocks."""
+        return self.blocks.nbytes
 
     def carry_out(self, ops: HostOps, blocks: NDArray[np.uint8]) -> None:
         """Make a step's stores, then its loads.
@@ -55,17 +55,17 @@ class HostArena:
             blocks: uint8 ``[num_blocks, block_bytes]``: the device's blocks, which this reads and writes.
 
         Raises:
-            DamagedSlotsError: some loads; all stores and all other loads were made.
+            DamagedBlocksError: some loads; all stores and all other loads were made.
         """
         for store in ops.stores:
-            self._checksums[store.slot] = _copy(blocks[store.block_id], self.slots[store.slot])
+            self._checksums[store.host_id] = _copy(blocks[store.block_id], self.blocks[store.host_id])
         damaged = {
-            load.slot
+            load.host_id
             for load in ops.loads
-            if _copy(self.slots[load.slot], blocks[load.block_id]) != self._checksums[load.slot]
+            if _copy(self.blocks[load.host_id], blocks[load.block_id]) != self._checksums[load.host_id]
         }
         if damaged:
-            raise DamagedSlotsError(frozenset(damaged))
+            raise DamagedBlocksError(frozenset(damaged))
 
 
 def _copy(src: NDArray[np.uint8], dst: NDArray[np.uint8]) -> bytes:

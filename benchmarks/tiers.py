@@ -1,0 +1,198 @@
+"""The host tier: what coming back from the host's memory costs, beside computing anew and beside plain copies.
+
+Rows, all of SmolLM2-135M-Instruct in float32 on this machine:
+
+* restore: blocks from the arena into the slab, checked, over the same bytes copied by numpy, paired;
+* returning conversation: time to the first token of 4,000 tokens that were evicted, over the same computed cold;
+* hit over miss: the same for prompts of 16 to 4,000 tokens, the worst of the medians;
+* no reuse: CPU time of a process over prompts that never come back, tier on over off, in ABBA pairs;
+* returning conversations: 16 of 768 tokens, 4 rounds of 48 in and 32 out, a KV budget of 4,608 tokens: output tokens a
+  second of rounds 2 to 4, tier on over off.
+
+    python benchmarks/tiers.py [--repeats 5] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+from report import Row, machine, parser, print_report
+from rich.console import Console
+from rich.progress import track
+
+from pagefold.config import EngineConfig
+from pagefold.engine.build import build_engine, plan_engine
+from pagefold.kv import BlockId, HostOps, LoadOp, StoreOp
+from pagefold.request import SamplingParams
+from pagefold.store import HostArena
+
+if TYPE_CHECKING:
+    from pagefold.engine.engine import Engine
+
+MODEL = "smollm2-135m"
+VOCAB_SIZE = 49_000
+BLOCK_BYTES = 737_280  # of SmolLM2: 16 tokens, 30 layers, 3 KV heads, K and V of 64 float32 each
+NUM_COPIED = 128
+LONG = 4_000
+LENGTHS = (16, 64, 256, 1_024, LONG)
+CONVERSATIONS, TURNS, FIRST, IN, OUT, BUDGET = 16, 4, 768, 48, 32, 4_608
+
+
+def make_engine(kv_tokens: int, host_tokens: int) -> Engine:
+    """Return an engine with room for so many tokens on the device, and on the host."""
+    config = EngineConfig(
+        model=MODEL,
+        kv_cache_memory_bytes=kv_tokens // 16 * BLOCK_BYTES,
+        kv_offloading_size=host_tokens // 16 * BLOCK_BYTES / 2**30,
+        max_model_len=min(8_192, kv_tokens),
+    )
+    return build_engine(plan_engine(config), say=lambda _: None)
+
+
+def run(engine: Engine, prompts: list[list[int]], num_outputs: int) -> list[list[int]]:
+    """Send prompts together and return their outputs."""
+    how = SamplingParams(temperature=0.0, max_tokens=num_outputs, ignore_eos=True)
+    for index, prompt in enumerate(prompts):
+        engine.add(str(index), prompt, how)
+    outputs: dict[str, list[int]] = {}
+    while engine.has_work:
+        for delta in engine.step():
+            outputs.setdefault(delta.request_id, []).extend(delta.token_ids)
+    return [outputs[str(index)] for index in range(len(prompts))]
+
+
+def restore_ratio(repeats: int) -> float:
+    """Return the speed of restoring blocks over that of copying them: the median of pairs."""
+    arena = HostArena(NUM_COPIED, BLOCK_BYTES)
+    rng = np.random.default_rng(0)
+    blocks = rng.integers(0, 256, (NUM_COPIED, BLOCK_BYTES), np.uint8)
+    order = rng.permutation(NUM_COPIED)
+    arena.carry_out(HostOps([StoreOp(BlockId(i), i) for i in range(NUM_COPIED)], []), blocks)
+    loads = HostOps([], [LoadOp(int(host_id), BlockId(i)) for i, host_id in enumerate(order)])
+
+    def copy() -> None:
+        for i, host_id in enumerate(order):
+            np.copyto(blocks[i], arena.blocks[host_id])
+
+    copy()
+    ratios = []
+    for _ in range(10 * repeats):
+        copied, restored = seconds(copy), seconds(lambda: arena.carry_out(loads, blocks))
+        ratios.append(copied / restored)
+    return statistics.median(ratios)
+
+
+def seconds(what: object) -> float:
+    """Return how long a call takes."""
+    begin = time.perf_counter()
+    what()  # type: ignore[operator]
+    return time.perf_counter() - begin
+
+
+def hit_over_miss(repeats: int) -> dict[int, float]:
+    """Return, by length, the time to the first token of what comes back from the host over that of what is new."""
+    engine = make_engine(LONG + 512, 16 * LONG)
+    rng = random.Random(1)
+    ratios: dict[int, float] = {}
+    for length in track(LENGTHS, "returning", console=Console(stderr=True), transient=True):
+        pairs = []
+        for _ in range(max(3, repeats if length == LONG else 4 * repeats)):
+            prompt = random_tokens(rng, length)
+            miss = seconds(lambda prompt=prompt: run(engine, [prompt], 1))
+            evict(engine)
+            hit = seconds(lambda prompt=prompt: run(engine, [prompt], 1))
+            pairs.append(hit / miss)
+            evict(engine)
+        ratios[length] = statistics.median(pairs)
+    return ratios
+
+
+def evict(engine: Engine) -> None:
+    """Empty the device's cache; a step of something else carries it to the host."""
+    engine.scheduler.core.reclaim(2**20)
+    run(engine, [[0]], 1)
+
+
+def random_tokens(rng: random.Random, num: int) -> list[int]:
+    """Return so many tokens."""
+    return [rng.randrange(VOCAB_SIZE) for _ in range(num)]
+
+
+def no_reuse_ratio(repeats: int) -> float:
+    """Return the CPU time of new prompts with a tier over that without: medians of ABBA pairs."""
+    rng = random.Random(2)
+    engines = {"off": make_engine(2_048, 0), "on": make_engine(2_048, 16_384)}
+    for engine in engines.values():
+        run(engine, [random_tokens(rng, 1_500)], 8)
+
+    def cpu_s(name: str) -> float:
+        begin = time.process_time()
+        for _ in range(3):
+            run(engines[name], [random_tokens(rng, 600) for _ in range(3)], 16)
+        return time.process_time() - begin
+
+    ratios = []
+    for _ in track(range(repeats), "no reuse", console=Console(stderr=True), transient=True):
+        spent: dict[str, float] = {"on": 0.0, "off": 0.0}
+        for name in ("off", "on", "on", "off"):
+            spent[name] += cpu_s(name)
+        ratios.append(spent["on"] / spent["off"])
+    return statistics.median(ratios)
+
+
+def returning_rate(host_tokens: int) -> float:
+    """Return output tokens a second of conversations that return, from their second round on."""
+    engine = make_engine(BUDGET, host_tokens)
+    rng = random.Random(3)
+    said = [random_tokens(rng, FIRST) for _ in range(CONVERSATIONS)]
+    taken = 0.0
+    for turn in range(TURNS):
+        said = [so_far + random_tokens(rng, IN) for so_far in said]
+        begin = time.perf_counter()
+        answers = run(engine, said, OUT)
+        if turn:
+            taken += time.perf_counter() - begin
+        said = [so_far + answer for so_far, answer in zip(said, answers, strict=True)]
+    return (TURNS - 1) * CONVERSATIONS * OUT / taken
+
+
+def main() -> None:
+    """Measure, print, write."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--repeats", type=int, default=5)
+    args = arguments.parse_args()
+    where = machine()
+    restored = restore_ratio(args.repeats)
+    ratios = hit_over_miss(args.repeats)
+    worst = max(ratios, key=lambda length: ratios[length])
+    no_reuse = no_reuse_ratio(args.repeats)
+    rates = [(returning_rate(0), returning_rate(32_768)) for _ in range(max(1, args.repeats // 2))]
+    gain = statistics.median(on / off for off, on in rates)
+    rows = [
+        Row("restore from RAM, of a plain copy's speed", ">= 0.8", f"{restored:.2f}", restored >= 0.8),
+        Row(f"first token of {LONG:,} returning, of cold", "<= 3%", f"{ratios[LONG]:.1%}", ratios[LONG] <= 0.03),
+        Row(
+            f"hit time over miss time, worst length ({worst})",
+            "<= 1.05",
+            f"{ratios[worst]:.2f}",
+            ratios[worst] <= 1.05,
+            {"by_length": ratios},
+        ),
+        Row("no reuse: CPU a token, tier on over off", "<= 1.03 x", f"{no_reuse:.3f} x", no_reuse <= 1.03),
+        Row(
+            "returning conversations: output tokens/s over tier off",
+            ">= 4 x",
+            f"{gain:.1f} x ({rates[0][0]:.0f} to {rates[0][1]:.0f})",
+            gain >= 4,
+            {"rates": rates},
+        ),
+    ]
+    print_report("tiers", rows, where, args.json)
+
+
+if __name__ == "__main__":
+    main()
