@@ -26,6 +26,7 @@ __all__ = [
     "available_memory_bytes",
     "cache_dir",
     "environment_admin_key",
+    "environment_traces",
     "is_key",
 ]
 
@@ -263,6 +264,12 @@ def available_cpus() -> int:
 def environment_admin_key() -> str | None:
     """Return the admin's key of ``$PAGEFOLD_ADMIN_API_KEY``, which no list of processes shows, if it is set."""
     return os.environ.get("PAGEFOLD_ADMIN_API_KEY") or None
+
+
+def environment_traces() -> Path | None:
+    """Return the folder of ``$PAGEFOLD_TRACES``, where real traces lie, if it is set."""
+    folder = os.environ.get("PAGEFOLD_TRACES")
+    return Path(folder) if folder else None
 
 
 def available_memory_bytes() -> int:

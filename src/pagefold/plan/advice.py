@@ -15,17 +15,18 @@ from typing import TYPE_CHECKING, Any
 from pagefold.capacity import human_bytes
 from pagefold.errors import ConfigError
 from pagefold.kv.eviction import POLICIES
-from pagefold.plan.trace import request_of, workload_of
+from pagefold.plan.trace import workload_of
 from pagefold.request import Request, SamplingParams, StopRule
 from pagefold.sim import LinearStepCost, SimConfig, simulate
+from pagefold.sim.traces import request_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from pagefold.plan.plan import Plan
-    from pagefold.plan.trace import TraceRequest
     from pagefold.plan.workload import Workload
     from pagefold.sim import Report
+    from pagefold.sim.traces import TraceRequest
 
 __all__ = ["Advice", "advise", "read_bench", "workload_of_bench"]
 

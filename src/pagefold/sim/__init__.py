@@ -5,7 +5,7 @@ from pagefold.sim.null_runner import NullRunner, hashed_token
 from pagefold.sim.replay import SimConfig, replay, simulate
 from pagefold.sim.report import PoolSample, Report, Tally
 from pagefold.sim.step_cost import LinearStepCost
-from pagefold.sim.workload import ChatWorkload
+from pagefold.sim.traces import ChatWorkload, TraceRequest, read_trace
 
 __all__ = [
     "ChatWorkload",
@@ -15,8 +15,10 @@ __all__ = [
     "Report",
     "SimConfig",
     "Tally",
+    "TraceRequest",
     "VirtualClock",
     "hashed_token",
+    "read_trace",
     "replay",
     "simulate",
 ]
