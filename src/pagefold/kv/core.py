@@ -20,6 +20,8 @@ What must stay cached though no table holds it is ``core.pins``' business. And o
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from pagefold.events import BlockEvicted, Emit, EvictionCause, ignore
 from pagefold.kv.block import Block, BlockState
 from pagefold.kv.eviction import EvictionPolicy, make_policy
@@ -28,6 +30,9 @@ from pagefold.kv.plans import CopyOp
 from pagefold.kv.pool import BlockPool
 from pagefold.kv.table import BlockTable, num_blocks_for
 from pagefold.kv.tree import TOKEN_BYTES, Node, PrefixHit, PrefixTree
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = ["KVCore", "Promise"]
 
@@ -196,6 +201,17 @@ class KVCore:
             self.pool.acquire(self.pool.blocks[block_id])
         self.tables.add(twin)
         return twin
+
+    def hint(self, table: BlockTable, will_be_reused: Sequence[bool]) -> None:
+        """Say of the first blocks of ``table`` whether they will be used again; call it before releasing the table.
+
+        Policies may heed it, as far as hints have proved right; nothing else does. It holds until the next user's hint.
+        """
+        blocks = self.pool.blocks
+        for block_id, hint in zip(table.block_ids[: table.num_published], will_be_reused, strict=False):
+            node = blocks[block_id].node
+            assert node is not None, "published blocks have nodes"
+            node.reuse_hint = hint
 
     def release(self, table: BlockTable) -> None:
         """Let go of all blocks of ``table``: published ones become cached, private ones free.

@@ -37,6 +37,7 @@ class Node:
         evictable: cached, without children, read by no transfer, kept by no pin: the policy may choose it.
         created_at, last_used: ticks of the core's logical clock.
         num_hits: how often an acquire went through it.
+        reuse_hint: whether it will be used again, as its last user believed; None for not said. No promise.
     """
 
     __slots__ = (
@@ -51,6 +52,7 @@ class Node:
         "last_used",
         "num_hits",
         "parent",
+        "reuse_hint",
     )
 
     def __init__(self, key: bytes, parent: Node | None, block: Block | None, tick: int) -> None:
@@ -65,6 +67,7 @@ class Node:
         self.created_at = tick
         self.last_used = tick
         self.num_hits = 0
+        self.reuse_hint: bool | None = None
 
 
 class PrefixHit(NamedTuple):

@@ -1,5 +1,6 @@
 """The real scheduler and cache without a model: virtual time, a runner that computes nothing, workloads."""
 
+from pagefold.sim.cache_only import CacheOnlyReport, replay_cache_only
 from pagefold.sim.clock import VirtualClock
 from pagefold.sim.null_runner import NullRunner, hashed_token
 from pagefold.sim.replay import SimConfig, replay, simulate
@@ -8,6 +9,7 @@ from pagefold.sim.step_cost import LinearStepCost
 from pagefold.sim.traces import ChatWorkload, TraceRequest, read_trace
 
 __all__ = [
+    "CacheOnlyReport",
     "ChatWorkload",
     "LinearStepCost",
     "NullRunner",
@@ -20,5 +22,6 @@ __all__ = [
     "hashed_token",
     "read_trace",
     "replay",
+    "replay_cache_only",
     "simulate",
 ]
