@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from pagefold.kv import EvictionPolicy
-    from pagefold.plan.trace import TraceRequest
+    from pagefold.sim.traces import TraceRequest
 
 __all__ = ["BELADY", "CacheOnlyReport", "replay_cache_only", "reuse_oracle"]
 
