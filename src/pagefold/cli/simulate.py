@@ -134,6 +134,10 @@ def simulate(  # noqa: PLR0913 - one parameter a flag
     from pagefold.sim.comparison import Limits, Question, compare  # noqa: PLC0415 - so that --help answers at once
 
     try:
+        if png is not None:
+            from pagefold.sim.figure import ensure_matplotlib  # noqa: PLC0415
+
+            ensure_matplotlib()
         source = _read(trace, skip_bad_lines=skip_bad_lines, max_requests=max_requests)
         machine = _machine(step_cost, model, device, calibrate)
         defaults = Limits()
@@ -291,6 +295,8 @@ def _print(comparison: Comparison, trace: Trace, *, as_json: bool) -> None:
         console.print(f"{trace.num_bad_lines:,} bad lines were skipped. {trace.first_bad_line}", markup=False)
     console.print(_table("Token hit ratio", cache_rows(comparison)))
     if not comparison.question.is_cache_only:
+        if comparison.bounds is not None:
+            console.print("Bounds are of prompts alone: what was answered is cached too, and may be found beyond them.")
         console.print(_table("What requests met, in virtual time", timed_rows(comparison)))
     if comparison.curves is not None:
         console.print(_table("Miss-ratio curve of LRU", curve_rows(comparison)))
@@ -301,7 +307,7 @@ def _table(title: str, rows: list[list[str]]) -> Table:
     head, *body = rows
     table = Table(title=f"\n{title}", title_justify="left", box=None, pad_edge=False)
     for index, name in enumerate(head):
-        table.add_column(name, justify="left" if index == 0 else "right", header_style="cyan")
+        table.add_column(name, justify="left" if index == 0 else "right", header_style="cyan", no_wrap=True)
     for row in body:
         table.add_row(*row)
     return table

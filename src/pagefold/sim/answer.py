@@ -41,16 +41,17 @@ OVER_TIME = (
 """What is drawn of a run with timing."""
 
 _TIMED: tuple[tuple[str, Callable[[Report], str]], ...] = (
-    ("TTFT p50", lambda report: f"{report.ttft_p50_s:,.3g} s"),
-    ("p95", lambda report: f"{report.ttft_p95_s:,.3g} s"),
-    ("ITL p50", lambda report: f"{report.itl_p50_s * 1e3:,.3g} ms"),
-    ("p95", lambda report: f"{report.itl_p95_s * 1e3:,.3g} ms"),
-    ("waiting", lambda report: f"{report.mean_waiting:,.1f}"),
-    ("in use", lambda report: f"{report.mean_use:.0%}"),
+    ("TTFT p50, p95", lambda report: f"{_seconds(report.ttft_p50_s)}, {_seconds(report.ttft_p95_s)}"),
+    ("ITL p50, p95", lambda report: f"{_seconds(report.itl_p50_s)}, {_seconds(report.itl_p95_s)}"),
+    ("queue", lambda report: f"{report.mean_waiting:,.0f}"),
+    ("use", lambda report: f"{report.mean_use:.0%}"),
     ("evicted", lambda report: f"{sum(report.num_evictions.values()):,}"),
     ("preempted", lambda report: f"{report.num_preemptions:,}"),
-    ("took", lambda report: f"{report.duration_s:,.0f} s"),
 )
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.0f} ms" if seconds < 1 else f"{seconds:,.1f} s"
 
 
 def run_name(run: Run) -> str:
@@ -79,11 +80,11 @@ def cache_rows(comparison: Comparison) -> list[list[str]]:
 
 def timed_rows(comparison: Comparison) -> list[list[str]]:
     """Return a table with a row a run: what its requests met; the head first. Of runs without timing only the head."""
-    rows = [["policy", "cache (tokens)", "hit ratio", *(name for name, _ in _TIMED)]]
+    rows = [["policy", "cache", "hits", *(name for name, _ in _TIMED)]]
     for run in comparison.runs:
         if isinstance(run.report, Report):
             told = (tell(run.report) for _, tell in _TIMED)
-            rows.append([run.policy, f"{run.cache_tokens:,}", f"{run.token_hit_ratio:.4f}", *told])
+            rows.append([run.policy, f"{run.cache_tokens:,}", f"{run.token_hit_ratio:.1%}", *told])
     return rows
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from io import BytesIO
 from typing import TYPE_CHECKING
 
@@ -15,9 +16,20 @@ if TYPE_CHECKING:
 
     from pagefold.sim.comparison import Comparison
 
-__all__ = ["comparison_png"]
+__all__ = ["comparison_png", "ensure_matplotlib"]
 
 _WIDTH, _HEIGHT, _DPI = 6.0, 3.2, 110
+
+
+def ensure_matplotlib() -> None:
+    """Return if a picture can be drawn.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        msg = "To draw a PNG, matplotlib must be installed."
+        raise ConfigError(msg, remedy='pip install "pagefold[sim]", or write a page with --html.')
 
 
 def comparison_png(comparison: Comparison) -> bytes:
@@ -28,12 +40,10 @@ def comparison_png(comparison: Comparison) -> bytes:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - an extra
-        from matplotlib.figure import Figure  # noqa: PLC0415
-    except ImportError:
-        msg = "To draw a PNG, matplotlib must be installed."
-        raise ConfigError(msg, remedy='pip install "pagefold[sim]", or write a page with --html.') from None
+    ensure_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - an extra
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
     timed = [(run_name(run), run.report) for run in comparison.runs if isinstance(run.report, Report)]
     plots = OVER_TIME if timed else ()
     num_plots = 1 + (comparison.curves is not None) + len(plots)
