@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pagefold.config import EngineConfig
 from pagefold.errors import ConfigError
-from pagefold.kv.eviction import POLICIES
+from pagefold.kv.policies import POLICIES
 from pagefold.sim.cache_only import BELADY, CacheOnlyReport, replay_cache_only
 from pagefold.sim.curves import HitCurve, lru_curve, mean_error
 from pagefold.sim.replay import SimConfig, simulate
