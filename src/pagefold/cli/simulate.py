@@ -132,12 +132,17 @@ def simulate(  # noqa: PLR0913 - one parameter a flag
     A recording of the server is replayed step by step if nothing else is asked of it.
     """
     from pagefold.sim.comparison import Limits, Question, compare  # noqa: PLC0415 - so that --help answers at once
+    from pagefold.sim.traces.recording import is_recording  # noqa: PLC0415
 
     try:
         if png is not None:
             from pagefold.sim.figure import ensure_matplotlib  # noqa: PLC0415
 
             ensure_matplotlib()
+        asks_more = policy or cache_tokens or block_size or cache_only or bounds or curve or step_cost or device
+        if is_recording(Path(trace)) and not (asks_more or calibrate or html or png):
+            _replay(Path(trace), as_json=as_json, is_shown=not (quiet or as_json))
+            return
         source = _read(trace, skip_bad_lines=skip_bad_lines, max_requests=max_requests)
         machine = _machine(step_cost, model, device, calibrate)
         defaults = Limits()
@@ -163,6 +168,43 @@ def simulate(  # noqa: PLR0913 - one parameter a flag
         _print(comparison, source.trace, as_json=as_json)
     except PagefoldError as error:
         fail(error)
+
+
+def _replay(file: Path, *, as_json: bool, is_shown: bool) -> None:
+    """Do again what a server did, and say whether it came to the same."""
+    from pagefold.sim.replay_recording import replay_recording  # noqa: PLC0415
+    from pagefold.sim.traces.recording import read_recording  # noqa: PLC0415
+
+    recording = read_recording(file)
+    with _progress(is_shown=is_shown) as progress:
+
+        def told(num_done: int) -> None:
+            if progress is not None:
+                progress("replaying", num_done, len(recording.happened))
+
+        report = replay_recording(recording, progress=told)
+    settings = recording.settings
+    if as_json:
+        told_settings = {name: getattr(settings, name) for name in settings.__dataclass_fields__}
+        typer.echo(json.dumps({"trace": recording.name, **told_settings, **report.figures()}, indent=2))
+    else:
+        rows = [
+            ["what", "server and replay"],
+            ["requests", f"{report.num_requests:,}, {report.num_cancelled:,} of them cancelled"],
+            ["steps", f"{report.num_steps:,}, {report.num_failed_steps:,} of them failed"],
+            ["prompt tokens found", f"{report.num_hit_tokens:,} of {report.num_asked_tokens:,}"],
+            ["blocks evicted", f"{report.num_evictions:,}"],
+            ["requests preempted", f"{report.num_preemptions:,}"],
+            ["steps that found and evicted the same", f"{report.num_equal_steps:,}"],
+        ]
+        blocks = f"{settings.num_blocks:,} blocks of {settings.block_size} tokens, {settings.eviction_policy}"
+        console = Console()
+        console.print(_table(f"{recording.name}: {blocks}", rows))
+        if not recording.is_whole:
+            console.print("The recording was cut off: what there is was replayed.")
+    if report.first_difference:
+        typer.echo(f"It differs: {report.first_difference}.", err=True)
+        raise typer.Exit(1)
 
 
 class _Source(NamedTuple):
