@@ -944,7 +944,7 @@ def test_with_caching_off_nothing_is_ever_matched() -> None:
         core.drop(one)
     assert core.states() == (16, 0, 0)
     assert core.reset() == 0
-    assert core.events == []
+    assert core.events == [CacheReset()]
 
 
 def test_namespaces_do_not_share_and_come_and_go_alone() -> None:

@@ -33,6 +33,7 @@ __all__ = ["simulate"]
 _CACHE, _TIME, _TRACE, _ANSWER = "Cache", "Time", "Trace", "Answer"
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?)\s*([kKmMgG]?)")
 _CALIBRATED_LEN = 1024
+_FAULTS = "faults"
 _TIMES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 
@@ -42,7 +43,7 @@ def simulate(  # noqa: PLR0913 - one parameter a flag
         typer.Argument(
             metavar="TRACE",
             help="A trace (CSV, JSON lines, a recording of the server), or a generator: "
-            "chat, shared, agents, retrieval, bursts, as chat:num_chats=200,seed=1.",
+            "chat, shared, agents, retrieval, bursts, as chat:num_chats=200,seed=1. Or faults:steps=10000,seed=1.",
         ),
     ],
     *,
@@ -139,6 +140,9 @@ def simulate(  # noqa: PLR0913 - one parameter a flag
             from pagefold.sim.figure import ensure_matplotlib  # noqa: PLC0415
 
             ensure_matplotlib()
+        if trace.partition(":")[0] == _FAULTS and not Path(trace).exists():
+            _hunt(trace, as_json=as_json, is_shown=not (quiet or as_json))
+            return
         asks_more = policy or cache_tokens or block_size or cache_only or bounds or curve or step_cost or device
         if is_recording(Path(trace)) and not (asks_more or calibrate or html or png):
             _replay(Path(trace), as_json=as_json, is_shown=not (quiet or as_json))
@@ -168,6 +172,36 @@ def simulate(  # noqa: PLR0913 - one parameter a flag
         _print(comparison, source.trace, as_json=as_json)
     except PagefoldError as error:
         fail(error)
+
+
+def _hunt(text: str, *, as_json: bool, is_shown: bool) -> None:
+    """Do random runs with faults, and print the test of one that fails."""
+    from pagefold.sim.fault_hunt import as_test, hunt  # noqa: PLC0415
+
+    given = {"steps": 10_000, "seed": 0}
+    for part in filter(None, text.partition(":")[2].split(",")):
+        name, _, number = part.partition("=")
+        if name not in given or not number.isdecimal():
+            msg = f"{part!r} is nothing that faults take."
+            raise ConfigError(msg, remedy="They take steps and seed, as faults:steps=10000,seed=1.")
+        given[name] = int(number)
+    with _progress(is_shown=is_shown) as progress:
+
+        def told(num_done: int) -> None:
+            if progress is not None:
+                progress("steps", num_done, given["steps"])
+
+        found = hunt(given["steps"], seed=given["seed"], progress=told)
+    test = None if found is None else as_test(found)
+    if as_json:
+        typer.echo(json.dumps({**given, "error": found and found.error, "test": test}, indent=2))
+    elif test is None:
+        typer.echo(f"{given['steps']:,} steps with faults, from seed {given['seed']} on: every invariant held.")
+    else:
+        typer.echo(test)
+    if found is not None:
+        typer.echo(f"Seed {found.seed} fails: {found.error}", err=True)
+        raise typer.Exit(1)
 
 
 def _replay(file: Path, *, as_json: bool, is_shown: bool) -> None:
