@@ -1,12 +1,12 @@
 """The simulator: steps a second with 200 running requests, a whole trace through the cache, curves, and faults.
 
-Full mode: 400 generated requests (prompts of 50 to 500 tokens under 4 system prompts, outputs of 400 to 600 tokens) that
-all come within a second, at most 200 running, 20,000 blocks of 16 tokens, 2,048 tokens a step: the real scheduler and
-cache, the null runner, and all that the report counts. Counted are the steps in which 200 run. The same with 2,000 blocks,
-where memory is short: cached blocks are evicted and requests preempted.
+Full mode: 400 generated requests (prompts of 50 to 500 tokens under 4 system prompts, outputs of 400 to 600 tokens)
+that all come within a second, at most 200 running, 20,000 blocks of 16 tokens, 2,048 tokens a step: the real scheduler
+and cache, the null runner, and all that the report counts. Counted are the steps in which 200 run. The same with 2,000
+blocks, where memory is short: cached blocks are evicted and requests preempted.
 
-Cache only: the conversation trace of Mooncake (where there is one: PAGEFOLD_TRACES) or 12,000 generated requests, LRU, 3.0M
-tokens, blocks of 512. Curves: LRU at every size, exact and sampled, on the same.
+Cache only: the conversation trace of Mooncake (where there is one: PAGEFOLD_TRACES) or 12,000 generated requests, LRU,
+3.0M tokens, blocks of 512. Curves: LRU at every size, exact and sampled, on the same.
 
 Process CPU time, since the machine may be shared; medians of the repeats.
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import statistics
 from time import process_time
+from typing import TYPE_CHECKING
 
 from report import Row, machine, parser, print_report
 
@@ -25,7 +26,9 @@ from pagefold.sim.curves import lru_curve, mean_error
 from pagefold.sim.fault_hunt import hunt
 from pagefold.sim.step_cost import LinearStepCost
 from pagefold.sim.traces import Trace, parse_workload, read_trace, traces_folder
-from pagefold.steps import StepPlan
+
+if TYPE_CHECKING:
+    from pagefold.steps import StepPlan
 
 WORKLOAD = ChatWorkload(
     num_chats=400,
@@ -53,6 +56,7 @@ class FullSteps:
         self.taken: list[float] = []
 
     def __call__(self, plan: StepPlan) -> float:
+        """Return the virtual seconds of a plan."""
         now = process_time()
         if self._last is not None:
             self.taken.append(now - self._last)
@@ -133,7 +137,14 @@ def main() -> None:
     begin = process_time()
     found = hunt(FAULT_STEPS)
     seconds = process_time() - begin
-    rows.append(Row(f"faults: {FAULT_STEPS:,} steps, audited", asked="none found", got="none", ok=found is None))
+    rows.append(
+        Row(
+            f"faults: {FAULT_STEPS:,} steps, audited",
+            asked="none found",
+            got="none" if found is None else found.error,
+            ok=found is None,
+        )
+    )
     rows.append(Row("  a step", asked="", got=f"{seconds / FAULT_STEPS * 1e3:.2f} ms"))
     print_report("simulate", rows, machine(), args.json)
 
