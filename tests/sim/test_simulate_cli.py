@@ -85,7 +85,7 @@ def test_full_mode_tells_what_requests_met():
 
 def test_tables_for_people():
     output = run(SMALL, "--policy", "default,lfu", "--cache-tokens", "4k,40k", "--bounds", "--curve", "0.5").output
-    for what in ("default", "lfu", "Belady", "infinite", "TTFT p50, p95", "queue", "evicted", "sampled at 0.5"):
+    for what in ("default", "lfu", "Belady", "infinite", "TTFT 50/95", "queue", "evicted", "sampled at 0.5"):
         assert what in output, what
     assert "mean absolute error of the sampled curve" in output
     assert max(map(len, output.splitlines())) <= 120

@@ -369,7 +369,8 @@ def _print(comparison: Comparison, trace: Trace, *, as_json: bool) -> None:
     console.print(f"{trace.name}: {len(trace.requests):,} requests, {trace.prompt_tokens:,} prompt tokens")
     if trace.num_bad_lines:
         console.print(f"{trace.num_bad_lines:,} bad lines were skipped. {trace.first_bad_line}", markup=False)
-    console.print(_table("Token hit ratio", cache_rows(comparison)))
+    told = ", and its share of Belady's" if comparison.bounds is not None else ""
+    console.print(_table(f"Token hit ratio by tokens of the cache{told}", cache_rows(comparison)))
     if not comparison.question.is_cache_only:
         if comparison.bounds is not None:
             console.print("Bounds are of prompts alone: what was answered is cached too, and may be found beyond them.")
@@ -381,7 +382,7 @@ def _print(comparison: Comparison, trace: Trace, *, as_json: bool) -> None:
 
 def _table(title: str, rows: list[list[str]]) -> Table:
     head, *body = rows
-    table = Table(title=f"\n{title}", title_justify="left", box=None, pad_edge=False)
+    table = Table(title=f"\n{title}", title_justify="left", box=None, pad_edge=False, collapse_padding=True)
     for index, name in enumerate(head):
         table.add_column(name, justify="left" if index == 0 else "right", header_style="cyan", no_wrap=True)
     for row in body:
