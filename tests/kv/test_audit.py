@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import pagefold.kv
-from pagefold.kv import AuditError, BlockState, BlockTable, CopyOp, KVCore, audit
+from pagefold.kv import AuditError, BlockState, BlockTable, CopyOp, KVCore, audit, make_policy
 from pagefold.kv.block import Block
 from pagefold.kv.tree import Node
 
@@ -38,7 +38,7 @@ class World:
     """
 
     def __init__(self) -> None:
-        self.core = core = KVCore(16, block_size=4)
+        self.core = core = KVCore(16, block_size=4, policy=make_policy("lru"))
         self.pool = core.pool
         core.release(self.serve([50, 51, 52, 53, 60, 61, 62, 63]))
         core.release(self.serve(range(50, 58)))
@@ -304,7 +304,7 @@ def candidate_too_many(world: World) -> None:
 
 
 def candidates_but_no_victim(world: World) -> None:
-    world.core.policy._heap.clear()
+    world.core.policy._idle._heap.clear()
 
 
 CORRUPTIONS: list[tuple[Callable[[World], None], str]] = [

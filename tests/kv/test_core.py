@@ -15,7 +15,7 @@ import pytest
 
 import pagefold.kv
 from pagefold.events import CacheReset
-from pagefold.kv import BlockState, BlockTable, CopyOp, KVCore, Promise, audit
+from pagefold.kv import BlockState, BlockTable, CopyOp, KVCore, Promise, audit, make_policy
 from pagefold.kv.table import num_blocks_for, slot_of
 
 if TYPE_CHECKING:
@@ -948,7 +948,7 @@ def test_with_caching_off_nothing_is_ever_matched() -> None:
 
 
 def test_namespaces_do_not_share_and_come_and_go_alone() -> None:
-    core = Core()
+    core = Core(policy=make_policy("lru"))
     one = core.serve(range(9))
     other = core.serve(range(9), b"other")
     assert not set(one.block_ids) & set(other.block_ids)

@@ -34,9 +34,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from pagefold.events import BlockEvicted, Event, PinDropped
-from pagefold.kv import KeyPolicy, KVCore, Namespace, PinLimits, PrefixHit, audit, make_policy
+from pagefold.kv import POLICIES, KeyPolicy, KVCore, Namespace, PinLimits, PrefixHit, audit, make_policy
 from pagefold.kv.block import BlockState
-from pagefold.kv.eviction import POLICIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -73,7 +72,7 @@ class Picky(KeyPolicy):
     """LRU that refuses to keep deep blocks: the one policy here whose ``admit`` ever says no."""
 
     def __init__(self) -> None:
-        super().__init__(POLICIES["lru"])
+        super().__init__(lambda node: (node.last_used, -node.depth))
 
     def admit(self, node: Node) -> bool:
         """Keep the first three blocks of a prefix."""
@@ -1017,7 +1016,7 @@ class KVCoreMachine(RuleBasedStateMachine):
             self.machine.drain()
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_hypothesis_finds_nothing(policy: str) -> None:
     """About 2,000 operations a policy, found and shrunk by hypothesis."""
     machine = type(f"KVCoreMachine_{policy}", (KVCoreMachine,), {"policy": policy})
@@ -1028,7 +1027,7 @@ def test_hypothesis_finds_nothing(policy: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo", "picky"])
+@pytest.mark.parametrize("policy", [*POLICIES, "picky"])
 def test_random_operations(policy: str, seed: int) -> None:
     """7,200 operations over all policies."""
     random_operations(seed, 900, policy)

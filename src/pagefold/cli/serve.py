@@ -139,8 +139,13 @@ def serve(  # noqa: PLR0913 - one parameter a flag
         bool, typer.Option(help="Share blocks between requests that begin alike.", rich_help_panel=_ENGINE)
     ] = True,
     eviction_policy: Annotated[
-        str, typer.Option(help="Which cached blocks go first: lru, lfu or fifo.", rich_help_panel=_ENGINE)
-    ] = "lru",
+        str,
+        typer.Option(
+            help="Which cached blocks go first: default (learned), lru, lfu, fifo, slru, 2q, s3-fifo, weighted, "
+            "cost-aware, learned or adaptive.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = "default",
     attention_backend: Annotated[str, typer.Option(help="auto, cpu or reference.", rich_help_panel=_ENGINE)] = "auto",
     model_impl: Annotated[
         str, typer.Option(help="Who computes the layers: auto, pagefold or transformers.", rich_help_panel=_ENGINE)

@@ -369,8 +369,8 @@ def _print(comparison: Comparison, trace: Trace, *, as_json: bool) -> None:
     console.print(f"{trace.name}: {len(trace.requests):,} requests, {trace.prompt_tokens:,} prompt tokens")
     if trace.num_bad_lines:
         console.print(f"{trace.num_bad_lines:,} bad lines were skipped. {trace.first_bad_line}", markup=False)
-    told = ", and its share of Belady's" if comparison.bounds is not None else ""
-    console.print(_table(f"Token hit ratio by tokens of the cache{told}", cache_rows(comparison)))
+    more = ", and its share of Belady's" if comparison.bounds is not None else ""
+    console.print(_table(f"Token hit ratio by tokens of the cache{more}", cache_rows(comparison)))
     if not comparison.question.is_cache_only:
         if comparison.bounds is not None:
             console.print("Bounds are of prompts alone: what was answered is cached too, and may be found beyond them.")

@@ -4,16 +4,19 @@ from pagefold.kv.audit import AuditError, audit
 from pagefold.kv.block import Block, BlockId, BlockState
 from pagefold.kv.codec import CODECS, Codec
 from pagefold.kv.core import KVCore, Promise
-from pagefold.kv.eviction import EvictionPolicy, KeyPolicy, make_policy
+from pagefold.kv.eviction import EvictionPolicy, KeyPolicy, RequestFacts
 from pagefold.kv.geometry import CacheGroup, CacheLayout, KVGeometry, LayerKV, lay_out
 from pagefold.kv.namespace import Namespace
 from pagefold.kv.pins import DroppedPin, Pin, PinLimits, PinTable
 from pagefold.kv.plans import CopyOp
+from pagefold.kv.policies import DEFAULT_POLICY, POLICIES, make_policy
 from pagefold.kv.table import BlockTable
 from pagefold.kv.tree import PrefixHit
 
 __all__ = [
     "CODECS",
+    "DEFAULT_POLICY",
+    "POLICIES",
     "AuditError",
     "Block",
     "BlockId",
@@ -35,6 +38,7 @@ __all__ = [
     "PinTable",
     "PrefixHit",
     "Promise",
+    "RequestFacts",
     "audit",
     "lay_out",
     "make_policy",

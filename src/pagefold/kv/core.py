@@ -24,15 +24,17 @@ from typing import TYPE_CHECKING
 
 from pagefold.events import BlockEvicted, CacheReset, Emit, EvictionCause, ignore
 from pagefold.kv.block import Block, BlockState
-from pagefold.kv.eviction import EvictionPolicy, make_policy
 from pagefold.kv.pins import PinLimits, PinTable
 from pagefold.kv.plans import CopyOp
+from pagefold.kv.policies import make_policy
 from pagefold.kv.pool import BlockPool
 from pagefold.kv.table import BlockTable, num_blocks_for
 from pagefold.kv.tree import TOKEN_BYTES, Node, PrefixHit, PrefixTree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from pagefold.kv.eviction import EvictionPolicy
 
 __all__ = ["KVCore", "Promise"]
 
@@ -64,7 +66,7 @@ class KVCore:
     Args:
         num_blocks: blocks of the slab.
         block_size: tokens a block.
-        policy: who is evicted first; LRU by default.
+        policy: who is evicted first; the default of ``policies/`` if none is given.
         enable_prefix_caching: False publishes nothing, so nothing is ever matched.
         pin_limits: what pins may keep, and how long they count.
         emit: where events go.
@@ -87,7 +89,7 @@ class KVCore:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
         self.tree = PrefixTree(block_size)
-        self.policy: EvictionPolicy = make_policy("lru") if policy is None else policy
+        self.policy: EvictionPolicy = make_policy("default") if policy is None else policy
         self.tables: set[BlockTable] = set()
         self.copies_in_flight: list[CopyOp] = []
         self._copies: list[CopyOp] = []
@@ -221,6 +223,8 @@ class KVCore:
         assert table.promise is None, "commit or abandon a promise before releasing its table"
         self._tick = tick = self._tick + 1
         self.tables.remove(table)
+        if table.num_published and table.tail is not None and table.tail.attached:  # else the step that wrote it failed
+            self.policy.on_release(table.tail, table.facts)
         blocks = self.pool.blocks
         release = self.pool.release
         for block_id in reversed(table.block_ids):

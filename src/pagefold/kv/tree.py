@@ -31,6 +31,8 @@ class Node:
         parent: the node of the block before it; None for a root.
         block: the block; None for a root.
         depth: how many blocks lie above it: 0 for the first block of a prefix.
+        path_hash: of its namespace and all tokens up to its end: what policies remember it by when it is gone. Equal
+            paths have equal hashes; nothing but a guess about the future may rest on the reverse.
         committed: its bytes have been written. Until then the node is promised: a request of the same step may lean
             on it, and :meth:`KVCore.abandon` takes it back.
         attached: the node is in the tree. Once removed a node never comes back.
@@ -52,6 +54,7 @@ class Node:
         "last_used",
         "num_hits",
         "parent",
+        "path_hash",
         "reuse_hint",
     )
 
@@ -59,7 +62,12 @@ class Node:
         self.key = key
         self.parent = parent
         self.block = block
-        self.depth: int = -1 if parent is None else parent.depth + 1
+        if parent is None:
+            self.depth = -1
+            self.path_hash = hash(key)
+        else:
+            self.depth = parent.depth + 1
+            self.path_hash = hash((parent.path_hash, key))
         self.children: dict[bytes, Node] = {}
         self.committed = False
         self.attached = True

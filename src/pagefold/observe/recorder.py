@@ -33,6 +33,7 @@ from pagefold.events import (
     StepApplied,
     StepPlanned,
 )
+from pagefold.kv.policies import DEFAULT_POLICY
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,6 +92,8 @@ class TraceRecorder:
     def begin(self, config: EngineConfig, num_blocks: int) -> None:
         """Write what the engine was started with: before its first event."""
         settings = {name: getattr(config, name) for name in _SETTINGS}
+        if config.eviction_policy == "default":  # which may be another one day
+            settings["eviction_policy"] = DEFAULT_POLICY
         self._put({"pagefold_recording": _VERSION, "num_blocks": num_blocks, **settings})
 
     def __call__(self, event: Event) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagefold.capacity import human_bytes
 from pagefold.errors import ConfigError
-from pagefold.kv.eviction import POLICIES
+from pagefold.kv.policies import DEFAULT_POLICY, POLICIES
 from pagefold.plan.trace import workload_of
 from pagefold.request import Request, SamplingParams, StopRule
 from pagefold.sim import LinearStepCost, SimConfig, simulate
@@ -156,7 +156,7 @@ class _Replayer:
         self.longest = max(request.prompt_tokens + request.output_tokens for request in requests)
         self.asked_tokens = sum(request.prompt_tokens + request.output_tokens for request in requests)
 
-    def run(self, block_size: int, times: float = 1.0, policy: str = "lru") -> Report:
+    def run(self, block_size: int, times: float = 1.0, policy: str = "default") -> Report:
         """Return what the requests would have met with that block size, so many times the budget, and that policy."""
         key = (block_size, times, policy)
         if key not in self._done:
@@ -221,9 +221,10 @@ def _budget(replayer: _Replayer, size: int, plan: Plan) -> Advice:
 
 def _policy(replayer: _Replayer, size: int) -> Advice:
     found = {name: replayer.run(size, policy=name) for name in POLICIES}
-    best = max(found, key=lambda name: (round(found[name].hit_share, 3), name == "lru"))
-    if found[best].hit_share < found["lru"].hit_share + _WORTH:
-        best = "lru"
+    now = DEFAULT_POLICY
+    best = max(found, key=lambda name: (round(found[name].hit_share, 3), name == now))
+    if found[best].hit_share < found[now].hit_share + _WORTH:
+        best = now
     said = "; ".join(f"{name}: {report.hit_share:.1%} found" for name, report in found.items())
     return Advice("policy", f"--eviction-policy {best}", said)
 

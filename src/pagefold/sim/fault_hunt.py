@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
-from pagefold.kv.eviction import POLICIES
+from pagefold.kv.policies import POLICIES
 from pagefold.scheduler import SCHEDULING_POLICIES
 from pagefold.sim.faults import Action, Ask, Cancel, Fault, FaultyRun, ResetCache, Shrink, Step, run_faulty
 

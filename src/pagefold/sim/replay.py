@@ -43,7 +43,7 @@ class SimConfig:
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 512
     enable_prefix_caching: bool = True
-    eviction_policy: str = "lru"
+    eviction_policy: str = "default"
 
 
 def simulate(
