@@ -72,7 +72,7 @@ def folder_with(tmp_path: Path, *names: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin", "pytorch_model-00001-of-00002.bin"])
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
 def test_a_local_folder(tmp_path: Path, weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folder_with(tmp_path, "config.json", weights)
     assert resolve(str(folder), tmp_path / "cache") == folder
@@ -91,6 +91,7 @@ def test_a_local_folder(tmp_path: Path, weights: str, monkeypatch: pytest.Monkey
         (["model.safetensors"], "holds no config.json"),
         (["config.json"], "holds no weights"),
         (["config.json", "training_args.bin", "optimizer.pt"], "holds no weights"),
+        (["config.json", "pytorch_model-00001-of-00002.bin"], "holds no weights"),
         (["config.json", "model.safetensors.index.json"], "cannot be read as an index"),
     ],
 )

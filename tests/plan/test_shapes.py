@@ -363,6 +363,9 @@ def test_files_that_hold_the_weights_again_are_not_counted(tmp_path):
         header = json.dumps({"w": {"dtype": "F16", "shape": [3, 5], "data_offsets": [0, 30]}}).encode()
         data = len(header).to_bytes(8, "little") + header + bytes(30)
         (tmp_path / f"{name}.safetensors").write_bytes(data)
+    assert count_parameters(tmp_path) is None, "no index says that they are weights"
+    parts = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": parts}))
     assert count_parameters(tmp_path) == 30
 
 

@@ -161,11 +161,6 @@ def test_without_any_of_a_tied_matrix_both_lack(folder):
     assert "lacks 2 of the tensors" in refusal(folder).message
 
 
-def test_files_of_other_names_are_no_checkpoint(folder):
-    (folder / "model.safetensors").rename(folder / "weights.safetensors")
-    assert "has neither model.safetensors nor" in refusal(folder).message
-
-
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"<html>404</html>", b"\x80\x02."])
 def test_a_pickle_that_is_none_is_refused(folder, content):
     (folder / "model.safetensors").unlink()
@@ -183,16 +178,3 @@ def test_a_pickle_that_is_a_program_is_not_run(folder, capsys):
     torch.save({"lm_head.weight": Program()}, folder / "pytorch_model.bin")
     assert "pytorch_model.bin cannot be read" in refusal(folder).message
     assert capsys.readouterr().out == ""
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 1}', '{"weight_map": {"a": 1}}'])
-def test_an_index_that_is_none_is_refused(folder, text):
-    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
-    (folder / "model.safetensors.index.json").write_text(text)
-    assert "does not say which tensors are in which file" in refusal(folder).message
-
-
-def test_a_part_that_is_not_there_is_named(folder):
-    shutil.move(folder / "model.safetensors", folder / "other.safetensors")
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": "gone.safetensors"}}')
-    assert "gone.safetensors cannot be read" in refusal(folder).message

@@ -115,8 +115,19 @@ def test_a_long_rope_limits_the_length_to_the_original_one(tmp_path, written, wi
 def test_parameters_are_counted_over_all_weight_files(tmp_path):
     folder = save_config(tmp_path, "LlamaConfig", SIZES)
     assert inspect_model(folder).num_parameters == 12 + 1 + 2
-    shutil.copy(folder / "model.safetensors", folder / "model-2.safetensors")
+    shutil.copy(folder / "model.safetensors", folder / "consolidated.safetensors")
+    shutil.copy(folder / "model.safetensors", folder / "another.safetensors")
+    assert inspect_model(folder).num_parameters == 15, "of another program"
+    in_parts(folder)
     assert inspect_model(folder).num_parameters == 30
+
+
+def in_parts(folder):
+    """Make two parts with an index of a folder's one weight file: the same tensors twice, which nobody loads here."""
+    shutil.copy(folder / "model.safetensors", folder / "part-1.safetensors")
+    (folder / "model.safetensors").rename(folder / "part-2.safetensors")
+    index = {"weight_map": {"a": "part-1.safetensors", "b": "part-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def test_pickled_weights_count_two_bytes_each(tmp_path):
@@ -152,7 +163,7 @@ def test_the_fingerprint_changes_with_config_and_weights_and_nothing_else(tmp_pa
     config = folder / "config.json"
     config.write_text(config.read_text() + "\n")
     second = inspect_model(folder)
-    shutil.copy(folder / "model.safetensors", folder / "more.safetensors")
+    in_parts(folder)
     assert len({first.fingerprint, second.fingerprint, inspect_model(folder).fingerprint}) == 3
 
 
@@ -332,7 +343,8 @@ def test_a_weight_file_of_something_else_is_found_out(tmp_path, content):
 
 def test_one_broken_file_of_several_is_named(tmp_path):
     folder = save_config(tmp_path, "LlamaConfig", SIZES)
-    (folder / "part-2.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-1])
+    in_parts(folder)
+    (folder / "part-2.safetensors").write_bytes((folder / "part-1.safetensors").read_bytes()[:-1])
     with pytest.raises(ModelNotFoundError, match="part-2"):
         inspect_model(folder)
 

@@ -33,6 +33,7 @@ __all__ = ["simulate"]
 _CACHE, _TIME, _TRACE, _ANSWER = "Cache", "Time", "Trace", "Answer"
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?)\s*([kKmMgG]?)")
 _CALIBRATED_LEN = 1024
+_FAULTS = "faults"
 _TIMES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 
@@ -42,7 +43,7 @@ def simulate(  # noqa: PLR0913 - one parameter a flag
         typer.Argument(
             metavar="TRACE",
             help="A trace (CSV, JSON lines, a recording of the server), or a generator: "
-            "chat, shared, agents, retrieval, bursts, as chat:num_chats=200,seed=1.",
+            "chat, shared, agents, retrieval, bursts, as chat:num_chats=200,seed=1. Or faults:steps=10000,seed=1.",
         ),
     ],
     *,
@@ -132,12 +133,20 @@ def simulate(  # noqa: PLR0913 - one parameter a flag
     A recording of the server is replayed step by step if nothing else is asked of it.
     """
     from pagefold.sim.comparison import Limits, Question, compare  # noqa: PLC0415 - so that --help answers at once
+    from pagefold.sim.traces.recording import is_recording  # noqa: PLC0415
 
     try:
         if png is not None:
             from pagefold.sim.figure import ensure_matplotlib  # noqa: PLC0415
 
             ensure_matplotlib()
+        if trace.partition(":")[0] == _FAULTS and not Path(trace).exists():
+            _hunt(trace, as_json=as_json, is_shown=not (quiet or as_json))
+            return
+        asks_more = policy or cache_tokens or block_size or cache_only or bounds or curve or step_cost or device
+        if is_recording(Path(trace)) and not (asks_more or calibrate or html or png):
+            _replay(Path(trace), as_json=as_json, is_shown=not (quiet or as_json))
+            return
         source = _read(trace, skip_bad_lines=skip_bad_lines, max_requests=max_requests)
         machine = _machine(step_cost, model, device, calibrate)
         defaults = Limits()
@@ -163,6 +172,73 @@ def simulate(  # noqa: PLR0913 - one parameter a flag
         _print(comparison, source.trace, as_json=as_json)
     except PagefoldError as error:
         fail(error)
+
+
+def _hunt(text: str, *, as_json: bool, is_shown: bool) -> None:
+    """Do random runs with faults, and print the test of one that fails."""
+    from pagefold.sim.fault_hunt import as_test, hunt  # noqa: PLC0415
+
+    given = {"steps": 10_000, "seed": 0}
+    for part in filter(None, text.partition(":")[2].split(",")):
+        name, _, number = part.partition("=")
+        if name not in given or not number.isdecimal():
+            msg = f"{part!r} is nothing that faults take."
+            raise ConfigError(msg, remedy="They take steps and seed, as faults:steps=10000,seed=1.")
+        given[name] = int(number)
+    with _progress(is_shown=is_shown) as progress:
+
+        def told(num_done: int) -> None:
+            if progress is not None:
+                progress("steps", num_done, given["steps"])
+
+        found = hunt(given["steps"], seed=given["seed"], progress=told)
+    test = None if found is None else as_test(found)
+    if as_json:
+        typer.echo(json.dumps({**given, "error": found and found.error, "test": test}, indent=2))
+    elif test is None:
+        typer.echo(f"{given['steps']:,} steps with faults, from seed {given['seed']} on: every invariant held.")
+    else:
+        typer.echo(test)
+    if found is not None:
+        typer.echo(f"Seed {found.seed} fails: {found.error}", err=True)
+        raise typer.Exit(1)
+
+
+def _replay(file: Path, *, as_json: bool, is_shown: bool) -> None:
+    """Do again what a server did, and say whether it came to the same."""
+    from pagefold.sim.replay_recording import replay_recording  # noqa: PLC0415
+    from pagefold.sim.traces.recording import read_recording  # noqa: PLC0415
+
+    recording = read_recording(file)
+    with _progress(is_shown=is_shown) as progress:
+
+        def told(num_done: int) -> None:
+            if progress is not None:
+                progress("replaying", num_done, len(recording.happened))
+
+        report = replay_recording(recording, progress=told)
+    settings = recording.settings
+    if as_json:
+        told_settings = {name: getattr(settings, name) for name in settings.__dataclass_fields__}
+        typer.echo(json.dumps({"trace": recording.name, **told_settings, **report.figures()}, indent=2))
+    else:
+        rows = [
+            ["what", "server and replay"],
+            ["requests", f"{report.num_requests:,}, {report.num_cancelled:,} of them cancelled"],
+            ["steps", f"{report.num_steps:,}, {report.num_failed_steps:,} of them failed"],
+            ["prompt tokens found", f"{report.num_hit_tokens:,} of {report.num_asked_tokens:,}"],
+            ["blocks evicted", f"{report.num_evictions:,}"],
+            ["requests preempted", f"{report.num_preemptions:,}"],
+            ["steps that found and evicted the same", f"{report.num_equal_steps:,}"],
+        ]
+        blocks = f"{settings.num_blocks:,} blocks of {settings.block_size} tokens, {settings.eviction_policy}"
+        console = Console()
+        console.print(_table(f"{recording.name}: {blocks}", rows))
+        if not recording.is_whole:
+            console.print("The recording was cut off: what there is was replayed.")
+    if report.first_difference:
+        typer.echo(f"It differs: {report.first_difference}.", err=True)
+        raise typer.Exit(1)
 
 
 class _Source(NamedTuple):
@@ -293,7 +369,8 @@ def _print(comparison: Comparison, trace: Trace, *, as_json: bool) -> None:
     console.print(f"{trace.name}: {len(trace.requests):,} requests, {trace.prompt_tokens:,} prompt tokens")
     if trace.num_bad_lines:
         console.print(f"{trace.num_bad_lines:,} bad lines were skipped. {trace.first_bad_line}", markup=False)
-    console.print(_table("Token hit ratio", cache_rows(comparison)))
+    more = ", and its share of Belady's" if comparison.bounds is not None else ""
+    console.print(_table(f"Token hit ratio by tokens of the cache{more}", cache_rows(comparison)))
     if not comparison.question.is_cache_only:
         if comparison.bounds is not None:
             console.print("Bounds are of prompts alone: what was answered is cached too, and may be found beyond them.")
@@ -305,7 +382,7 @@ def _print(comparison: Comparison, trace: Trace, *, as_json: bool) -> None:
 
 def _table(title: str, rows: list[list[str]]) -> Table:
     head, *body = rows
-    table = Table(title=f"\n{title}", title_justify="left", box=None, pad_edge=False)
+    table = Table(title=f"\n{title}", title_justify="left", box=None, pad_edge=False, collapse_padding=True)
     for index, name in enumerate(head):
         table.add_column(name, justify="left" if index == 0 else "right", header_style="cyan", no_wrap=True)
     for row in body:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagefold.events import BlockEvicted, Emit, EvictionCause, ignore
+from pagefold.events import BlockEvicted, CacheReset, Emit, EvictionCause, ignore
 from pagefold.kv.block import Block, BlockState
 from pagefold.kv.pins import PinLimits, PinTable
 from pagefold.kv.plans import CopyOp
@@ -395,6 +395,7 @@ class KVCore:
 
         Pins are dropped: what they keep must not be used any more. Return how many cached blocks were freed.
         """
+        self._emit(CacheReset())
         self.pins.clear()
         num_cached = self.pool.num_cached
         for node in reversed(list(self.tree.nodes())):

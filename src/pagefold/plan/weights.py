@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
-import struct
 from dataclasses import dataclass
 from fractions import Fraction
 from types import MappingProxyType
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from pagefold.errors import ConfigError
 from pagefold.plan.nearest import nearest_names
+from pagefold.weight_files import find_weight_files, num_elements
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -103,22 +102,10 @@ def stored_dtype(quantization: str) -> WeightDtype:
 def count_parameters(folder: Path) -> int | None:
     """Return the elements of all tensors in a folder's safetensors, from their headers; None without such files.
 
-    Files called ``consolidated`` hold the same weights again, for other programs.
-
     Raises:
-        ConfigError: a file is no whole safetensors file.
+        ModelNotFoundError: a file is not there, or not whole.
     """
-    weight_files = sorted(folder.glob("*.safetensors"))
-    weight_files = [file for file in weight_files if not file.name.startswith("consolidated")] or weight_files
-    try:
-        return sum(_elements(file) for file in weight_files) if weight_files else None
-    except (OSError, ValueError, KeyError, TypeError, struct.error):
-        message = f"The weights in {folder} are no whole safetensors files."
-        raise ConfigError(message, remedy="Download them again, or name the config.json alone.") from None
-
-
-def _elements(file: Path) -> int:
-    with file.open("rb") as opened:
-        (length,) = struct.unpack("<Q", opened.read(8))
-        header = json.loads(opened.read(min(length, file.stat().st_size)))
-    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    files = find_weight_files(folder)
+    if not files or files[0].suffix != ".safetensors":
+        return None
+    return sum(num_elements(file) for file in files)

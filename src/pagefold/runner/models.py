@@ -9,9 +9,6 @@ right only up to some length, a sliding window or a rope that changes behind its
 from __future__ import annotations
 
 import hashlib
-import json
-import math
-import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +16,7 @@ from pagefold.errors import ModelNotFoundError, UnsupportedModelError
 from pagefold.json_object import read_json_object
 from pagefold.runner.fused.families import FusedConfig, read_fused_config
 from pagefold.runner.plain_config import read_plain_config
+from pagefold.weight_files import find_weight_files, num_elements, read_header
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -107,11 +105,9 @@ def inspect_model(folder: Path) -> ModelSpec:
     if num_heads % num_kv_heads:
         msg = f"{folder} names {num_heads} attention heads for {num_kv_heads} KV heads, which cannot share them evenly."
         raise UnsupportedModelError(msg, remedy="Check num_attention_heads and num_key_value_heads in config.json.")
-    weight_files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
-    # The same weights again, for other programs; nobody loads them.
-    weight_files = [file for file in weight_files if not file.name.startswith("consolidated")] or weight_files
+    weight_files = find_weight_files(folder)
     if not weight_files:
-        msg = f"{folder} has a config but no weights (*.safetensors)."
+        msg = f"{folder} has a config but no weights: neither model.safetensors nor an index of its parts."
         raise ModelNotFoundError(msg, remedy="Download the whole model, or name another folder.")
     max_positions = int(config.max_position_embeddings)
     fused = read_fused_config(config.to_dict())
@@ -128,7 +124,7 @@ def inspect_model(folder: Path) -> ModelSpec:
         limit=min(limits).what if limits else "",
         vocab_size=int(config.vocab_size),
         eos_token_ids=_eos_token_ids(folder, config),
-        num_parameters=sum(_num_parameters(file) for file in weight_files),
+        num_parameters=sum(num_elements(file) for file in weight_files),
         fingerprint=_fingerprint(folder / "config.json", weight_files),
         fused=fused if isinstance(fused, FusedConfig) else None,
         not_fused=fused if isinstance(fused, str) else "",
@@ -245,38 +241,11 @@ def _eos_token_ids(folder: Path, config: PretrainedConfig | PlainConfig) -> tupl
     return tuple(token_ids)
 
 
-def _num_parameters(weights: Path) -> int:
-    """Count elements from a safetensors header; for a pickled file, assume two bytes each."""
-    if weights.suffix != ".safetensors":
-        return weights.stat().st_size // 2
-    return sum(math.prod(tensor["shape"]) for tensor in _tensors(_safetensors_header(weights)))
-
-
-def _tensors(header: bytes) -> list[dict[str, Any]]:
-    return [tensor for name, tensor in json.loads(header).items() if name != "__metadata__"]
-
-
-def _safetensors_header(weights: Path) -> bytes:
-    """Return the header of a whole file: the data of its tensors end where the file does."""
-    try:
-        with weights.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = file.read(min(length, weights.stat().st_size))
-        end = max((tensor["data_offsets"][1] for tensor in _tensors(header)), default=0)
-        is_whole = 8 + length + end == weights.stat().st_size
-    except (struct.error, ValueError, OSError, AttributeError, TypeError, LookupError):
-        is_whole = False
-    if not is_whole:
-        msg = f"{weights} is not a whole safetensors file."
-        raise ModelNotFoundError(msg, remedy="Download it again.")
-    return header
-
-
 def _fingerprint(config_file: Path, weight_files: list[Path]) -> str:
     digest = hashlib.sha256(config_file.read_bytes())
     for file in weight_files:
         stat = file.stat()
         digest.update(f"\n{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
         if file.suffix == ".safetensors":
-            digest.update(_safetensors_header(file))
+            digest.update(read_header(file))
     return digest.hexdigest()

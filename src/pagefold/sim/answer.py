@@ -41,8 +41,8 @@ OVER_TIME = (
 """What is drawn of a run with timing."""
 
 _TIMED: tuple[tuple[str, Callable[[Report], str]], ...] = (
-    ("TTFT p50, p95", lambda report: f"{_seconds(report.ttft_p50_s)}, {_seconds(report.ttft_p95_s)}"),
-    ("ITL p50, p95", lambda report: f"{_seconds(report.itl_p50_s)}, {_seconds(report.itl_p95_s)}"),
+    ("TTFT 50/95", lambda report: _pair(report.ttft_p50_s, report.ttft_p95_s)),
+    ("ITL 50/95", lambda report: _pair(report.itl_p50_s, report.itl_p95_s)),
     ("queue", lambda report: f"{report.mean_waiting:,.0f}"),
     ("use", lambda report: f"{report.mean_use:.0%}"),
     ("evicted", lambda report: f"{sum(report.num_evictions.values()):,}"),
@@ -50,8 +50,11 @@ _TIMED: tuple[tuple[str, Callable[[Report], str]], ...] = (
 )
 
 
-def _seconds(seconds: float) -> str:
-    return f"{seconds * 1e3:,.0f} ms" if seconds < 1 else f"{seconds:,.1f} s"
+def _pair(median_s: float, high_s: float) -> str:
+    """Return two durations in the unit that the longer one needs."""
+    if high_s < 1:
+        return f"{median_s * 1e3:,.0f}/{high_s * 1e3:,.0f} ms"
+    return f"{median_s:,.1f}/{high_s:,.1f} s"
 
 
 def run_name(run: Run) -> str:
@@ -60,21 +63,23 @@ def run_name(run: Run) -> str:
 
 
 def cache_rows(comparison: Comparison) -> list[list[str]]:
-    """Return a table with a row a size: the size, the ratio of each policy, and of each bound; the head first."""
-    policies = list(dict.fromkeys(run.policy for run in comparison.runs))
+    """Return a table with a row a policy and bound and a column a size of the cache; the head first.
+
+    With bounds, a policy's ratio is followed by its share of what Belady's rule reaches.
+    """
     bounds = comparison.bounds
-    head = ["cache (tokens)", *policies]
-    if bounds is not None:
-        head += ["Belady", "infinite", *(f"{name} / Belady" for name in policies)]
-    rows = [head]
-    for size in dict.fromkeys(run.cache_tokens for run in comparison.runs):
-        ratios = {run.policy: run.token_hit_ratio for run in comparison.runs if run.cache_tokens == size}
-        row = [f"{size:,}", *(f"{ratio:.4f}" for ratio in ratios.values())]
-        if bounds is not None:
-            best = bounds.belady[size]
-            row += [f"{best:.4f}", f"{bounds.infinite:.4f}"]
-            row += [f"{ratio / best:.1%}" if best else "-" for ratio in ratios.values()]
+    sizes = list(dict.fromkeys(run.cache_tokens for run in comparison.runs))
+    rows = [["policy", *(f"{size:,}" for size in sizes)]]
+    for policy in dict.fromkeys(run.policy for run in comparison.runs):
+        row = [policy]
+        for run in comparison.runs:
+            if run.policy == policy:
+                best = 0.0 if bounds is None else bounds.belady[run.cache_tokens]
+                row.append(f"{run.token_hit_ratio:.4f}" + (f" {run.token_hit_ratio / best:4.0%}" if best else ""))
         rows.append(row)
+    if bounds is not None:
+        rows.append(["Belady", *(f"{bounds.belady[size]:.4f} 100%" for size in sizes)])
+        rows.append(["infinite", *(f"{bounds.infinite:.4f}     " for _ in sizes)])
     return rows
 
 

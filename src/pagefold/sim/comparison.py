@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from pagefold.config import EngineConfig
 from pagefold.errors import ConfigError
 from pagefold.kv.policies import POLICIES
 from pagefold.sim.cache_only import BELADY, CacheOnlyReport, replay_cache_only
@@ -173,11 +172,6 @@ def policy_names() -> tuple[str, ...]:
     return tuple(dict.fromkeys(("default", *POLICIES, BELADY)))
 
 
-def server_policy() -> str:
-    """Return the name of the policy that a server uses if nobody names one."""
-    return next(str(each.default) for each in fields(EngineConfig) if each.name == "eviction_policy")
-
-
 def compare(question: Question, *, progress: Progress | None = None) -> Comparison:
     """Run every policy at every size.
 
@@ -198,7 +192,6 @@ def compare(question: Question, *, progress: Progress | None = None) -> Comparis
 
 def _run(question: Question, policy: str, cache_tokens: int, progress: Progress | None) -> Run:
     size = question.block_size
-    used = server_policy() if policy == "default" else policy
     what = f"{policy}, {cache_tokens:,} tokens"
 
     def told(num_done: int) -> None:
@@ -208,7 +201,7 @@ def _run(question: Question, policy: str, cache_tokens: int, progress: Progress 
     told(0)
     if question.is_cache_only:
         report: Report | CacheOnlyReport = replay_cache_only(
-            question.requests, policy=used, block_size=size, cache_tokens=cache_tokens, progress=told
+            question.requests, policy=policy, block_size=size, cache_tokens=cache_tokens, progress=told
         )
     else:
         config = SimConfig(
@@ -216,7 +209,7 @@ def _run(question: Question, policy: str, cache_tokens: int, progress: Progress 
             block_size=size,
             max_num_seqs=question.limits.max_num_seqs,
             max_num_batched_tokens=question.limits.max_num_batched_tokens,
-            eviction_policy=used,
+            eviction_policy=policy,
         )
         timed = question.timed or question.requests
         report = simulate(timed, config, step_cost=question.step_cost, progress=told)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import zipfile
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -10,6 +9,7 @@ import torch
 from safetensors import safe_open
 
 from pagefold.errors import UnsupportedModelError
+from pagefold.weight_files import find_weight_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
 __all__ = ["Checkpoint"]
 
 _BASE = "model."
+_MAX_WHY = 300
 _REMEDY = "Check that config.json and the weights belong together, or download them again."
 
 
 class Checkpoint:
     """The tensors of a model folder, by the names that transformers gives them.
 
-    The files are those that transformers would take: ``model.safetensors``, or the parts that its index names, or
-    ``pytorch_model.bin`` likewise. A model that was saved without its head has no ``model.`` in its names; it is found
-    all the same.
+    A model that was saved without its head has no ``model.`` in its names; it is found all the same.
 
     Args:
         folder: the model's.
 
     Raises:
-        UnsupportedModelError: no such file, or one that cannot be read.
+        ModelNotFoundError: a file is not there.
+        UnsupportedModelError: one cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: dict[str, _File] = {}
-        for path in _weight_files(folder):
+        for path in find_weight_files(folder):
             try:
                 file = _Safetensors(path) if path.suffix == ".safetensors" else _Pickled(path)
             except Exception as error:  # a damaged pickle can raise anything
@@ -75,25 +75,6 @@ class Checkpoint:
     def _stored(self, name: str) -> str:
         """Return the name under which the files have it."""
         return name if name in self._files else name.removeprefix(_BASE)
-
-
-_MAX_WHY = 300
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    for single in ("model.safetensors", "pytorch_model.bin"):
-        if (folder / single).is_file():
-            return [folder / single]
-        index = folder / f"{single}.index.json"
-        if index.is_file():
-            try:
-                names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-                return [folder / name for name in sorted(names)]
-            except (ValueError, LookupError, AttributeError, TypeError):
-                msg = f"{index} does not say which tensors are in which file."
-                raise UnsupportedModelError(msg, remedy="Download it again.") from None
-    msg = f"{folder} has neither model.safetensors nor pytorch_model.bin, nor an index of either's parts."
-    raise UnsupportedModelError(msg, remedy="Download the whole model, or save it with save_pretrained.")
 
 
 class _File(Protocol):

@@ -35,6 +35,8 @@ def phases(num_layers: int) -> tuple[str, ...]:
 
 _FLOAT_BYTES = 4
 _TOKENS_A_CHUNK = 4  # of the small phases
+_MANY_TOKENS = 128  # from here on, tokens are placed by whole blocks: no two members write the same cache lines of K
+_TOKENS_A_BLOCK = 16
 TOKENS_A_TILE = 182  # thirteen full tiles of rows: their inputs stay in the second-level cache
 _CHUNKS_A_MEMBER = 4
 _MAX_K = 2048  # of one pass over a panel: a panel's part stays in the cache for all rows
@@ -250,13 +252,14 @@ def _place(sync, phase, weights, step, work, layer, room, slab):
     num_tokens = len(step.token_ids)
     num_heads, head_dim = room.attended.shape[1], room.attended.shape[2]
     num_kv_heads = work.cells.shape[2]
-    num_chunks = (num_tokens + _TOKENS_A_CHUNK - 1) // _TOKENS_A_CHUNK
+    size = _TOKENS_A_CHUNK if num_tokens < _MANY_TOKENS else _TOKENS_A_BLOCK
+    num_chunks = (num_tokens + size - 1) // size
     num_columns = (num_heads + 2 * num_kv_heads) * head_dim
     while True:
         chunk = claim(sync, phase)
         if chunk >= num_chunks:
             break
-        for t in range(chunk * _TOKENS_A_CHUNK, min((chunk + 1) * _TOKENS_A_CHUNK, num_tokens)):
+        for t in range(chunk * size, min((chunk + 1) * size, num_tokens)):
             row = room.qkv[t]
             rope = weights.rope[step.positions[t]]
             if len(weights.bias):

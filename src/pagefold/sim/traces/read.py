@@ -16,6 +16,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pagefold.errors import TraceError
+from pagefold.sim.traces.recording import is_recording, read_recording
 from pagefold.sim.traces.request import TOKENS_PER_ID, Trace, TraceRequest, request_of
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ def read_trace(
     Raises:
         TraceError: the file cannot be read, holds no requests, or a line is bad; says which, and what is wrong.
     """
+    if is_recording(path):
+        return read_recording(path).trace(max_requests)
     requests: list[TraceRequest] = []
     bad: list[str] = []
     try:

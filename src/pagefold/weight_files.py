@@ -1,0 +1,85 @@
+"""Which files of a model folder are its weights, and what the header of one says. Nobody else decides this."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from typing import TYPE_CHECKING, Any
+
+from pagefold.errors import ModelNotFoundError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["find_weight_files", "num_elements", "read_header"]
+
+_SINGLES = ("model.safetensors", "pytorch_model.bin")
+
+
+def find_weight_files(folder: Path) -> list[Path]:
+    """Return the files that transformers would load from ``folder``, in order of their names; none if there are none.
+
+    They are ``model.safetensors``, or the parts that its index names, or ``pytorch_model.bin`` likewise. Others hold
+    the same weights again for other programs, or no weights.
+
+    Raises:
+        ModelNotFoundError: an index cannot be read, or names parts that are not there.
+    """
+    for single in _SINGLES:
+        if (folder / single).is_file():  # a broken link, of a cache that was cleared, is no file
+            return [folder / single]
+        index = folder / f"{single}.index.json"
+        if index.is_file():
+            return _parts(index)
+    return []
+
+
+def _parts(index: Path) -> list[Path]:
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        parts = [index.parent / name for name in sorted(names)]
+    except (OSError, ValueError, LookupError, AttributeError, TypeError):
+        message = f"{index} cannot be read as an index: it does not say which tensors are in which file."
+        raise ModelNotFoundError(message, remedy="Download it again.") from None
+    missing = [part.name for part in parts if not part.is_file()]
+    if missing:
+        message = f"{index.parent} lacks {len(missing)} of its weight files, such as {missing[0]}."
+        raise ModelNotFoundError(message, remedy="Finish the download, or fetch it again.")
+    return parts
+
+
+def read_header(file: Path) -> bytes:
+    """Return the header, JSON, of a safetensors file that is whole: the data of its tensors end where the file does.
+
+    Raises:
+        ModelNotFoundError: it is not whole.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            header = opened.read(min(length, size))
+        end = max((tensor["data_offsets"][1] for tensor in _tensors(header)), default=0)
+        is_whole = 8 + length + end == size
+    except (struct.error, ValueError, OSError, AttributeError, TypeError, LookupError):
+        is_whole = False
+    if not is_whole:
+        message = f"{file} is not a whole safetensors file."
+        raise ModelNotFoundError(message, remedy="Download it again.")
+    return header
+
+
+def num_elements(file: Path) -> int:
+    """Return the elements of all tensors in a weight file; of a pickled one, as if each took two bytes.
+
+    Raises:
+        ModelNotFoundError: it is a safetensors file that is not whole.
+    """
+    if file.suffix != ".safetensors":
+        return file.stat().st_size // 2
+    return sum(math.prod(tensor["shape"]) for tensor in _tensors(read_header(file)))
+
+
+def _tensors(header: bytes) -> list[dict[str, Any]]:
+    return [tensor for name, tensor in json.loads(header).items() if name != "__metadata__"]
