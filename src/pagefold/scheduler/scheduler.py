@@ -37,6 +37,7 @@ from pagefold.events import (
     StepPlanned,
     ignore,
 )
+from pagefold.kv.eviction import RequestFacts
 from pagefold.request import FinishReason, Request, RequestStatus
 from pagefold.scheduler.extras import apply_extras, plan_extras
 from pagefold.scheduler.policy import FirstComeFirstServed
@@ -558,6 +559,8 @@ class Scheduler:
         if is_preempted:
             request.num_preemptions += 1
             request.max_computed_tokens = max(request.max_computed_tokens, request.num_computed_tokens)
+        progress = request.num_computed_tokens / request.stop.max_total_tokens
+        request.table.facts = RequestFacts(min(progress, 1.0), request.priority)
         self.core.release(request.table)
         request.table = None
         request.num_computed_tokens = 0
@@ -598,6 +601,7 @@ class Scheduler:
         if request.table is not None:
             if request.warm_up is not None and request.warm_up.pin and reason in ("stop", "length"):
                 self._pin(request, request.warm_up, request.table)
+            request.table.facts = RequestFacts(priority=request.priority)
             self.core.release(request.table)
             request.table = None
         del self._by_id[request.request_id]
