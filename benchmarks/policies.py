@@ -5,8 +5,9 @@ else ../shared/traces beside the repository; and the generators of ``pagefold.si
 file only the generated ones are run, and the table says so.
 
 All by ``replay_cache_only``: prompts one after another through the real core, blocks of 512 tokens for the trace and of
-64 for what is generated; outputs are not cached. Decisions are timed with 100,000 blocks cached: evicting one and
-offering its parent, as a full cache does for each block that a prompt needs, the median of batches.
+64 for what is generated (the default, LRU and the bound only); outputs are not cached. Decisions are timed with 100,000
+blocks cached: evicting one and offering its parent, as a full cache does for each block that a prompt needs, the median
+of batches.
 
     python benchmarks/policies.py [--quick] [--jobs N] [--json FILE]
 """
@@ -40,9 +41,9 @@ ASKED = {3_000_000: 0.20, 1_540_000: 0.14}
 GENERATED = (
     "chat:num_chats=2500",
     "chat:num_chats=2500,turn_gap_s=5-120,num_turns=1-9",
-    "shared:num_requests=4000,num_prompts=300",
-    "agents:num_tasks=400",
-    "retrieval:num_requests=4000,num_documents=3000",
+    "shared:num_requests=8000,num_prompts=300",
+    "agents:num_tasks=700",
+    "retrieval:num_requests=8000,num_documents=3000",
     "bursts:num_bursts=150",
 )
 GENERATED_BLOCK = 64
@@ -82,6 +83,11 @@ def requests_of(workload: str) -> Sequence[TraceRequest]:
     if folder is None or not (folder / TRACE).is_file():
         return ()
     return read_trace(folder / TRACE).requests
+
+
+def policies_for(workload: str) -> Sequence[str]:
+    """Return what is compared: all on the trace; the default, LRU and the bound on what is generated."""
+    return (*POLICIES, BELADY) if workload == TRACE else (DEFAULT_POLICY, "lru", BELADY)
 
 
 def replay(job: Job) -> Found:
@@ -126,7 +132,7 @@ def ratio_rows(found: dict[Job, Found], workload: str, sizes: Sequence[int]) -> 
     rows = []
     least = 2.0
     for size in sizes:
-        ratios = {name: found[Job(workload, name, size)].ratio for name in (*POLICIES, BELADY)}
+        ratios = {name: found[Job(workload, name, size)].ratio for name in policies_for(workload)}
         default, lru = ratios[DEFAULT_POLICY], ratios["lru"]
         least = min(least, default / lru if lru else 1.0)
         asked = ASKED.get(size) if workload == TRACE else None
@@ -165,7 +171,10 @@ def main() -> None:
         asked = sum(request.prompt_tokens for request in requests_of(workload))
         sizes[workload] = tuple(int(share * asked) for share in GENERATED_SHARES)
     jobs = [
-        Job(workload, policy, size) for workload in sizes for size in sizes[workload] for policy in (*POLICIES, BELADY)
+        Job(workload, policy, size)
+        for workload in sizes
+        for size in sizes[workload]
+        for policy in policies_for(workload)
     ]
     hinted = Job(TRACE, DEFAULT_POLICY, HINTED_SIZE, HINT_ERROR)
     if TRACE in sizes:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagefold.capacity import human_bytes
 from pagefold.errors import ConfigError
-from pagefold.kv.policies import DEFAULT_POLICY, POLICIES
+from pagefold.kv.policies import DEFAULT_POLICY
 from pagefold.plan.trace import workload_of
 from pagefold.request import Request, SamplingParams, StopRule
 from pagefold.sim import LinearStepCost, SimConfig, simulate
@@ -35,6 +35,9 @@ _LISTS = ("start_times", "input_lens", "output_lens", "hash_ids", "errors")
 
 _BLOCK_SIZES = (8, 16, 32, 64)
 _BUDGETS = (0.5, 1.0, 2.0, 4.0)
+_POLICIES = (DEFAULT_POLICY, "lru", "lfu", "s3-fifo")
+"""The default, and those that differ most from it and each other: every one is a replay."""
+
 _WORTH = 0.01
 """A share of the prompt tokens that is worth a change."""
 
@@ -220,7 +223,7 @@ def _budget(replayer: _Replayer, size: int, plan: Plan) -> Advice:
 
 
 def _policy(replayer: _Replayer, size: int) -> Advice:
-    found = {name: replayer.run(size, policy=name) for name in POLICIES}
+    found = {name: replayer.run(size, policy=name) for name in _POLICIES}
     now = DEFAULT_POLICY
     best = max(found, key=lambda name: (round(found[name].hit_share, 3), name == now))
     if found[best].hit_share < found[now].hit_share + _WORTH:
