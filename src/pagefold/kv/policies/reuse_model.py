@@ -93,6 +93,17 @@ class _Risk(NamedTuple):
     at_risk: list[float]
 
 
+class _Worths(dict[int, list[float]]):
+    def __init__(self, base: list[list[float]]) -> None:
+        super().__init__()
+        self._base = list(base)
+
+    def __missing__(self, class_index: int) -> list[float]:
+        group, level = divmod(class_index, NUM_LEVELS)
+        worth = self[class_index] = _worth(self._base[group], 2.0 ** ((level - _MOST_LEVEL) / _LEVELS_PER_OCTAVE))
+        return worth
+
+
 class ReuseModel:
     """Learns from ``hit`` and ``lose``; ``fit`` makes ranks of it. Counts are of blocks.
 
@@ -104,7 +115,6 @@ class ReuseModel:
         self._counts: dict[Kind, _Counts] = {}
         self._factors: dict[Kind, float] = {}
         self._base: list[list[float]] = [[_BELIEF_HAZARD] * NUM_AGES] * 2
-        self._tables: dict[int, list[float]] = {}
 
     def hit(self, kind: Kind, age: int, num_blocks: int) -> None:
         """Count blocks that were used again at that range of ages."""
@@ -123,12 +133,8 @@ class ReuseModel:
         return (kind.shared > 0) * NUM_LEVELS + level + _MOST_LEVEL
 
     def ranks(self) -> Ranks:
-        """Return the worth of every class at every age, by what is known now."""
-        return {
-            group * NUM_LEVELS + level: _worth(self._base[group], 2.0 ** ((level - _MOST_LEVEL) / _LEVELS_PER_OCTAVE))
-            for group in range(2)
-            for level in range(NUM_LEVELS)
-        }
+        """Return the worth of every class at every age, by what is known now; each is computed when it is asked for."""
+        return _Worths(self._base)
 
     def fit(self, waiting: Iterable[tuple[Kind, int, int]], blocks_per_use: float) -> None:
         """Estimate hazards and factors anew.
