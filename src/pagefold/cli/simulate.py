@@ -233,7 +233,7 @@ def _replay(file: Path, *, as_json: bool, is_shown: bool) -> None:
         ]
         blocks = f"{settings.num_blocks:,} blocks of {settings.block_size} tokens, {settings.eviction_policy}"
         console = Console()
-        console.print(_table(f"{recording.name}: {blocks}", rows))
+        _show(console, f"{recording.name}: {blocks}", rows)
         if not recording.is_whole:
             console.print("The recording was cut off: what there is was replayed.")
     if report.first_difference:
@@ -370,21 +370,23 @@ def _print(comparison: Comparison, trace: Trace, *, as_json: bool) -> None:
     if trace.num_bad_lines:
         console.print(f"{trace.num_bad_lines:,} bad lines were skipped. {trace.first_bad_line}", markup=False)
     more = ", and its share of Belady's" if comparison.bounds is not None else ""
-    console.print(_table(f"Token hit ratio by tokens of the cache{more}", cache_rows(comparison)))
+    _show(console, f"Token hit ratio by tokens of the cache{more}", cache_rows(comparison))
     if not comparison.question.is_cache_only:
         if comparison.bounds is not None:
             console.print("Bounds are of prompts alone: what was answered is cached too, and may be found beyond them.")
-        console.print(_table("What requests met, in virtual time", timed_rows(comparison)))
+        _show(console, "What requests met, in virtual time", timed_rows(comparison))
     if comparison.curves is not None:
-        console.print(_table("Miss-ratio curve of LRU", curve_rows(comparison)))
+        _show(console, "Miss-ratio curve of LRU", curve_rows(comparison))
         console.print(f"mean absolute error of the sampled curve: {comparison.curves.error:.5f}")
 
 
-def _table(title: str, rows: list[list[str]]) -> Table:
+def _show(console: Console, title: str, rows: list[list[str]]) -> None:
+    """Print a table with its head; the title is not bound to its width."""
     head, *body = rows
-    table = Table(title=f"\n{title}", title_justify="left", box=None, pad_edge=False, collapse_padding=True)
+    table = Table(box=None, pad_edge=False, collapse_padding=True)
     for index, name in enumerate(head):
         table.add_column(name, justify="left" if index == 0 else "right", header_style="cyan", no_wrap=True)
     for row in body:
         table.add_row(*row)
-    return table
+    console.print(f"\n{title}", style="italic", highlight=False)
+    console.print(table)
