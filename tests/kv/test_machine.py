@@ -33,7 +33,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from pagefold.events import BlockEvicted, Event, PinDropped
+from pagefold.events import BlockEvicted, CacheReset, Event, PinDropped
 from pagefold.kv import POLICIES, KeyPolicy, KVCore, Namespace, PinLimits, PrefixHit, audit, make_policy
 from pagefold.kv.block import BlockState
 
@@ -823,7 +823,7 @@ class Machine:
             self.seen[what] = self.seen.get(what, 0) + 1
 
     def _on_event(self, event: Event) -> None:
-        if isinstance(event, PinDropped):
+        if isinstance(event, (CacheReset, PinDropped)):
             return
         assert isinstance(event, BlockEvicted)
         if event.cause != "reset":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from local_server import LocalServer, until
 
-from pagefold.sim import replay_cache_only
+from pagefold.sim import NullRunner, SimConfig, replay_cache_only, simulate
 from pagefold.sim.replay_recording import replay_recording
 from pagefold.sim.traces import read_trace
 from pagefold.sim.traces.recording import RecordedCut, RecordedReset, RecordedStep, RecordedUnpin, read_recording
@@ -128,6 +128,16 @@ def test_a_recording_is_a_trace(recorded):
     assert len(trace.requests) > 72
     report = replay_cache_only(trace.requests, policy="lru", block_size=16, cache_tokens=10**6)
     assert report.token_hit_ratio > 0.2
+
+
+def test_a_recording_is_simulated_with_other_settings_too(recorded):
+    recording = read_recording(recorded)
+    requests = recording.requests()
+    config = SimConfig(num_blocks=4000, eviction_policy="lru")
+    report = simulate(requests, config, runner=NullRunner(recording.sampled))
+    assert report.num_output_tokens == sum(each.num_tokens - each.num_prompt_tokens for each in requests)
+    by_ids = simulate(recording.trace().requests, config)
+    assert report.num_hit_tokens > by_ids.num_hit_tokens  # which do not tell inside blocks, nor what was answered
 
 
 def test_of_a_recording_that_was_cut_off_all_that_is_there_is_replayed(recorded, tmp_path):

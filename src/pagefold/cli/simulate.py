@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pagefold.sim.comparison import Comparison, Progress
     from pagefold.sim.step_cost import LinearStepCost, RooflineStepCost
     from pagefold.sim.traces import Trace
+    from pagefold.steps import Runner
 
 __all__ = ["simulate"]
 
@@ -154,6 +155,7 @@ def simulate(  # noqa: PLR0913 - one parameter a flag
             name=source.trace.name,
             requests=source.trace.requests,
             timed=source.timed,
+            runner=source.runner,
             policies=_split(policy) or ("default",),
             cache_tokens=tuple(_num_tokens(size) for size in _split(cache_tokens)) or machine.cache_tokens,
             block_size=16 if block_size is None else block_size,
@@ -233,7 +235,7 @@ def _replay(file: Path, *, as_json: bool, is_shown: bool) -> None:
         ]
         blocks = f"{settings.num_blocks:,} blocks of {settings.block_size} tokens, {settings.eviction_policy}"
         console = Console()
-        console.print(_table(f"{recording.name}: {blocks}", rows))
+        _show(console, f"{recording.name}: {blocks}", rows)
         if not recording.is_whole:
             console.print("The recording was cut off: what there is was replayed.")
     if report.first_difference:
@@ -242,21 +244,30 @@ def _replay(file: Path, *, as_json: bool, is_shown: bool) -> None:
 
 
 class _Source(NamedTuple):
-    """What was read: the trace, and the same as a server sees it if more is known than ids."""
+    """What was read: the trace, the same as a server sees it if more is known than ids, and what samples then."""
 
     trace: Trace
     timed: Sequence[AnyRequest]
+    runner: Runner
 
 
 def _read(text: str, *, skip_bad_lines: bool, max_requests: int | None) -> _Source:
+    from pagefold.sim import NullRunner  # noqa: PLC0415
     from pagefold.sim.traces import GENERATORS, parse_workload, read_trace  # noqa: PLC0415
+    from pagefold.sim.traces.recording import is_recording, read_recording  # noqa: PLC0415
 
     path = Path(text)
+    if is_recording(path):
+        recording = read_recording(path)
+        known = recording.requests()[:max_requests]
+        return _Source(recording.trace(max_requests), known, NullRunner(recording.sampled))
     if text.partition(":")[0] in GENERATORS and not path.exists():
         workload = parse_workload(text)
         trace = workload.trace()
-        return _Source(replace(trace, requests=trace.requests[:max_requests]), workload.generate()[:max_requests])
-    return _Source(read_trace(path, skip_bad_lines=skip_bad_lines, max_requests=max_requests), ())
+        return _Source(
+            replace(trace, requests=trace.requests[:max_requests]), workload.generate()[:max_requests], NullRunner()
+        )
+    return _Source(read_trace(path, skip_bad_lines=skip_bad_lines, max_requests=max_requests), (), NullRunner())
 
 
 def _split(values: list[str] | None) -> tuple[str, ...]:
@@ -366,25 +377,28 @@ def _print(comparison: Comparison, trace: Trace, *, as_json: bool) -> None:
         typer.echo(json.dumps(told, indent=2))
         return
     console = Console()
-    console.print(f"{trace.name}: {len(trace.requests):,} requests, {trace.prompt_tokens:,} prompt tokens")
+    heading = f"{trace.name}: {len(trace.requests):,} requests, {trace.prompt_tokens:,} prompt tokens"
+    console.print(heading, markup=False)
     if trace.num_bad_lines:
         console.print(f"{trace.num_bad_lines:,} bad lines were skipped. {trace.first_bad_line}", markup=False)
     more = ", and its share of Belady's" if comparison.bounds is not None else ""
-    console.print(_table(f"Token hit ratio by tokens of the cache{more}", cache_rows(comparison)))
+    _show(console, f"Token hit ratio by tokens of the cache{more}", cache_rows(comparison))
     if not comparison.question.is_cache_only:
         if comparison.bounds is not None:
             console.print("Bounds are of prompts alone: what was answered is cached too, and may be found beyond them.")
-        console.print(_table("What requests met, in virtual time", timed_rows(comparison)))
+        _show(console, "What requests met, in virtual time", timed_rows(comparison))
     if comparison.curves is not None:
-        console.print(_table("Miss-ratio curve of LRU", curve_rows(comparison)))
+        _show(console, "Miss-ratio curve of LRU", curve_rows(comparison))
         console.print(f"mean absolute error of the sampled curve: {comparison.curves.error:.5f}")
 
 
-def _table(title: str, rows: list[list[str]]) -> Table:
+def _show(console: Console, title: str, rows: list[list[str]]) -> None:
+    """Print a table with its head; the title is not bound to its width."""
     head, *body = rows
-    table = Table(title=f"\n{title}", title_justify="left", box=None, pad_edge=False, collapse_padding=True)
+    table = Table(box=None, pad_edge=False, collapse_padding=True)
     for index, name in enumerate(head):
         table.add_column(name, justify="left" if index == 0 else "right", header_style="cyan", no_wrap=True)
     for row in body:
         table.add_row(*row)
-    return table
+    console.print(f"\n{title}", style="italic", highlight=False, markup=False)
+    console.print(table)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-from array import array
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,6 @@ from pagefold.capacity import human_bytes
 from pagefold.errors import ConfigError
 from pagefold.kv.policies import DEFAULT_POLICY
 from pagefold.plan.trace import workload_of
-from pagefold.request import Request, SamplingParams, StopRule
 from pagefold.sim import LinearStepCost, SimConfig, simulate
 from pagefold.sim.traces import request_of
 
@@ -42,7 +40,6 @@ _WORTH = 0.01
 """A share of the prompt tokens that is worth a change."""
 
 _MAX_REQUESTS = 600
-_SAMPLING = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 _DEFAULT_STEP_S = 0.02
 
 
@@ -171,26 +168,12 @@ class _Replayer:
                 max_num_batched_tokens=self._batched,
                 eviction_policy=policy,
             )
-            self._done[key] = simulate(_requests(self._requests), config, step_cost=self._cost)
+            self._done[key] = simulate(self._requests, config, step_cost=self._cost)
         return self._done[key]
 
     def unlimited(self, block_size: int) -> Report:
         """Return what they would have met with a cache that never evicts."""
         return self.run(block_size, max(1.0, 2 * self.asked_tokens / self._num_tokens))
-
-
-def _requests(recorded: list[TraceRequest]) -> list[Request]:
-    made = []
-    for index, request in enumerate(recorded):
-        tokens = array("i")
-        for each in request.prefix_ids or (-1 - index,):
-            tokens.extend(((each * 2654435761 + slot * 40503) & 0x3FFFFFFF) for slot in range(request.tokens_per_id))
-        while len(tokens) < request.prompt_tokens:
-            tokens.append((index * 7919 + len(tokens)) & 0x3FFFFFFF)
-        del tokens[request.prompt_tokens :]
-        stop = StopRule(frozenset(), request.prompt_tokens + request.output_tokens)
-        made.append(Request(f"r{index}", tokens, _SAMPLING, stop=stop, seed=index, arrival_s=request.arrival_s))
-    return made
 
 
 def _block_size(replayer: _Replayer, size: int) -> Advice:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pagefold.request import Request, SamplingParams, StopRule
+from pagefold.sim.traces.recording import RecordedRequest
 from pagefold.sim.traces.request import TraceRequest
 from pagefold.sim.traces.segments import GeneratedRequest
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AnyRequest", "Arrival", "arrivals"]
 
-AnyRequest: TypeAlias = Request | TraceRequest | GeneratedRequest
+AnyRequest: TypeAlias = Request | TraceRequest | GeneratedRequest | RecordedRequest
 """What can be replayed. A request with its tokens is used up by that; the others make a fresh one each time."""
 
 _SAMPLING = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
@@ -50,6 +51,8 @@ def _arrival(index: int, request: AnyRequest, tokens: _IdTokens) -> Arrival:
         case GeneratedRequest():
             num_tokens = request.prompt_tokens + request.answer.num_tokens
             return Arrival(request.arrival_s, num_tokens, request.request)
+        case RecordedRequest():
+            return Arrival(request.arrival_s, request.num_tokens, request.request)
         case TraceRequest():
             num_tokens = request.prompt_tokens + request.output_tokens
             return Arrival(request.arrival_s, num_tokens, partial(tokens.request, index, request))

@@ -9,6 +9,7 @@ from pagefold.errors import ConfigError
 from pagefold.kv.policies import POLICIES
 from pagefold.sim.cache_only import BELADY, CacheOnlyReport, replay_cache_only
 from pagefold.sim.curves import HitCurve, lru_curve, mean_error
+from pagefold.sim.null_runner import NullRunner
 from pagefold.sim.replay import SimConfig, simulate
 from pagefold.sim.report import Report
 from pagefold.sim.step_cost import LinearStepCost
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from pagefold.sim.arrivals import AnyRequest
     from pagefold.sim.step_cost import StepCost
     from pagefold.sim.traces.request import TraceRequest
+    from pagefold.steps import Runner
 
 __all__ = ["Bounds", "Comparison", "Curves", "Limits", "Progress", "Question", "Run", "compare", "policy_names"]
 
@@ -57,6 +59,7 @@ class Question:
         is_cache_only: prompts one after another, with no timing, and outputs not cached.
         limits: of a step, where there is timing.
         step_cost: seconds that a step takes, where there is timing.
+        runner: what samples, where there is timing.
         with_bounds: whether to find what Belady's rule and an infinite cache would reach.
         sample_rate: of the sampled curve; None for no curves.
 
@@ -73,6 +76,7 @@ class Question:
     is_cache_only: bool = False
     limits: Limits = field(default_factory=Limits)
     step_cost: StepCost = field(default_factory=LinearStepCost)
+    runner: Runner = field(default_factory=NullRunner)
     with_bounds: bool = False
     sample_rate: float | None = None
 
@@ -212,7 +216,7 @@ def _run(question: Question, policy: str, cache_tokens: int, progress: Progress 
             eviction_policy=policy,
         )
         timed = question.timed or question.requests
-        report = simulate(timed, config, step_cost=question.step_cost, progress=told)
+        report = simulate(timed, config, step_cost=question.step_cost, runner=question.runner, progress=told)
     return Run(policy, cache_tokens, report)
 
 

@@ -51,6 +51,7 @@ def simulate(
     config: SimConfig,
     *,
     step_cost: Callable[[StepPlan], float] | None = None,
+    runner: Runner | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Report:
     """Replay ``requests`` with a fresh cache and a runner that computes nothing.
@@ -59,6 +60,7 @@ def simulate(
         requests: with their arrival times: of a trace, of a generator, or requests with tokens, which are used up.
         config: memory and limits.
         step_cost: virtual seconds that a plan takes; :class:`LinearStepCost` by default.
+        runner: samples; :class:`~pagefold.sim.NullRunner` by default.
         progress: told how many requests have ended, when some have.
 
     Raises:
@@ -74,7 +76,8 @@ def simulate(
     )
     limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens)
     scheduler = Scheduler(core, limits, emit=tally)
-    return replay(requests, scheduler, NullRunner(), VirtualClock(), step_cost or LinearStepCost(), tally=tally)
+    cost = step_cost or LinearStepCost()
+    return replay(requests, scheduler, runner or NullRunner(), VirtualClock(), cost, tally=tally)
 
 
 def replay(  # noqa: PLR0913 - what goes in, the four parts of a machine, and who watches

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from pagefold.errors import TraceError
+from pagefold.request import Request, SamplingParams, StopRule
 from pagefold.sim.traces.request import Trace, TraceRequest
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "RecordedAdd",
     "RecordedCut",
+    "RecordedRequest",
     "RecordedReset",
     "RecordedSettings",
     "RecordedStep",
@@ -32,6 +34,7 @@ __all__ = [
 _VERSION = 1
 _MARK = "pagefold_recording"
 _TOKEN_BYTES = 4
+_SAMPLING = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +123,42 @@ class RecordedStep:
     evicted: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class RecordedRequest:
+    """One sample of a recording, for a simulation with other settings.
+
+    Attributes:
+        number: of the sample; also the seed of its draws.
+        arrival_s: seconds after the first one came.
+        namespace: of its blocks: a number.
+        num_prompt_tokens: how many of ``tokens`` are the prompt.
+        tokens: hashes of prompt and output.
+    """
+
+    number: int
+    arrival_s: float
+    namespace: int
+    num_prompt_tokens: int
+    tokens: array[int]
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output together; one without an output still has a step."""
+        return max(self.num_prompt_tokens + 1, len(self.tokens))
+
+    def request(self) -> Request:
+        """Return a fresh request with its prompt; what it samples, :meth:`Recording.sampled` tells."""
+        return Request(
+            f"r{self.number}",
+            self.tokens[: self.num_prompt_tokens],
+            _SAMPLING,
+            stop=StopRule(frozenset(), self.num_tokens),
+            namespace=str(self.namespace).encode(),
+            seed=self.number,
+            arrival_s=self.arrival_s,
+        )
+
+
 Recorded: TypeAlias = RecordedAdd | RecordedCut | RecordedUnpin | RecordedReset | RecordedStep
 
 
@@ -142,10 +181,33 @@ class Recording:
     tokens: dict[int, array[int]] = field(default_factory=dict)
     ended: dict[int, str] = field(default_factory=dict)
     is_whole: bool = False
+    _prompts: dict[int, int] = field(default_factory=dict)
 
     def adds(self) -> Iterator[RecordedAdd]:
         """Yield the requests."""
         return (each for each in self.happened if isinstance(each, RecordedAdd))
+
+    def requests(self) -> list[RecordedRequest]:
+        """Return every sample whose tokens are known, in order of arrival."""
+        began_s = min((add.arrival_s for add in self.adds()), default=0.0)
+        return [
+            RecordedRequest(number, add.arrival_s - began_s, add.namespace, add.num_prompt_tokens, self.tokens[number])
+            for add in self.adds()
+            for number in range(add.number, add.number + add.num_samples)
+            if len(self.tokens.get(number, ())) >= add.num_prompt_tokens
+        ]
+
+    def sampled(self, number: int, draw: int) -> int:
+        """Return the token that a sample got after ``draw`` others; 0 where it got none."""
+        tokens, place = self.tokens[number], self._num_prompt(number) + draw
+        return tokens[place] if place < len(tokens) else 0
+
+    def _num_prompt(self, number: int) -> int:
+        if not self._prompts:
+            for add in self.adds():
+                for each in range(add.number, add.number + add.num_samples):
+                    self._prompts[each] = add.num_prompt_tokens
+        return self._prompts[number]
 
     def trace(self, max_requests: int | None = None) -> Trace:
         """Return its requests as a trace: every sample one, with an id a block."""
