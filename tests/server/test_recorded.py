@@ -43,13 +43,14 @@ def ask(server: LocalServer, rng: random.Random, num_requests: int) -> None:
                 server.complete(text + answer + " so", max_tokens=4, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def recorded(tiny_chat_model: Path, tmp_path_factory) -> Path:
+@pytest.fixture(scope="module", params=["learned", "weighted"])
+def recorded(request, tiny_chat_model: Path, tmp_path_factory) -> Path:
     """Six clients at a server with room for about four of their requests, whose steps sometimes fail."""
     file = tmp_path_factory.mktemp("recorded") / "trace.jsonl"
     server = LocalServer(
         tiny_chat_model,
         record_trace=file,
+        eviction_policy=request.param,
         kv_cache_memory_bytes=20 * 2**13,
         max_model_len=256,
         max_num_seqs=6,

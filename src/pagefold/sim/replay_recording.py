@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 __all__ = ["RecordingReport", "replay_recording"]
 
 _ENDS_BY_ITSELF = ("stop", "length", "error")
+_END = -1
+_ENDS = frozenset({_END})
+"""No hash is negative. The last token of an output may be any: its KV is not computed, so no block holds it."""
 _NO_LOGPROB = TokenLogprobs(0.0, 1, ())
 
 
@@ -202,7 +205,7 @@ class _Replayer:
                 _name(number),
                 prompt,
                 sampling,
-                stop=StopRule(frozenset(), self._length(add, number)),
+                stop=StopRule(_ENDS, add.most_tokens),
                 namespace=str(add.namespace).encode(),
                 seed=number,
                 arrival_s=add.arrival_s,
@@ -217,11 +220,8 @@ class _Replayer:
         first, *first.forks = samples
         return first
 
-    def _length(self, add: RecordedAdd, number: int) -> int:
-        """Return at how many tokens a sample ends by itself."""
-        if number in self._cut or self._recording.ended.get(number) not in _ENDS_BY_ITSELF:
-            return add.most_tokens
-        return len(self._tokens(number))
+    def _ends_by_itself(self, number: int) -> bool:
+        return number not in self._cut and self._recording.ended.get(number) in _ENDS_BY_ITSELF
 
     def _tokens(self, number: int) -> array[int]:
         return self._recording.tokens.get(number, array("i"))
@@ -235,7 +235,8 @@ class _Replayer:
                 plan.starts[row] + plan.num_tokens[row]
             )  # a row that samples has all its tokens, so this is the next
             assert draw <= place
-            sampled.append(tokens[place] if place < len(tokens) else 0)
+            is_last = place == len(tokens) - 1 and self._ends_by_itself(seed)
+            sampled.append(_END if is_last else tokens[place] if place < len(tokens) else 0)
         parts = [[_NO_LOGPROB] * len(part.token_ids) for part in plan.prompt_parts]
         return StepResult(sampled, logprobs=[_NO_LOGPROB] * len(plan.logprob_rows), prompt_logprobs=parts)
 
