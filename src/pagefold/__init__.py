@@ -9,9 +9,10 @@ if TYPE_CHECKING:
     from pagefold.engine.llm import LLM
     from pagefold.kv import KVCore
     from pagefold.request import SamplingParams
+    from pagefold.sim import SimConfig, simulate
     from pagefold.structured.params import StructuredOutputsParams
 
-__all__ = ["LLM", "KVCore", "SamplingParams", "StructuredOutputsParams", "__version__"]
+__all__ = ["LLM", "KVCore", "SamplingParams", "SimConfig", "StructuredOutputsParams", "__version__", "simulate"]
 
 __version__ = "0.1.0"
 
@@ -20,6 +21,8 @@ _HOMES = {
     "SamplingParams": "pagefold.request",
     "StructuredOutputsParams": "pagefold.structured.params",
     "KVCore": "pagefold.kv",
+    "SimConfig": "pagefold.sim",
+    "simulate": "pagefold.sim",
 }
 
 

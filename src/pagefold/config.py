@@ -26,6 +26,7 @@ __all__ = [
     "available_memory_bytes",
     "cache_dir",
     "environment_admin_key",
+    "environment_traces",
     "is_key",
 ]
 
@@ -62,7 +63,7 @@ class EngineConfig:
         max_num_seqs: sequences running at once.
         max_num_batched_tokens: tokens computed in one step; prompts longer than that are computed in chunks.
         enable_prefix_caching: whether blocks are shared between requests that begin alike.
-        eviction_policy: which cached blocks go first: ``lru``, ``lfu`` or ``fifo``.
+        eviction_policy: which cached blocks go first: a name of ``kv/policies``, such as ``lru``, or ``default``.
         attention_backend: ``cpu`` (Numba), ``reference`` (plain torch, slow, any dtype), or ``auto``.
         model_impl: who computes the layers: ``pagefold`` (the fused decoder), ``transformers`` (any family), or
             ``auto`` for the fused decoder where it can.
@@ -89,7 +90,7 @@ class EngineConfig:
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 512
     enable_prefix_caching: bool = True
-    eviction_policy: str = "lru"
+    eviction_policy: str = "default"
     attention_backend: AttentionBackend = "auto"
     model_impl: ModelImpl = "auto"
     quantization: Literal["int8"] | None = None
@@ -103,14 +104,14 @@ class EngineConfig:
     pin_half_life_s: float = 3600.0
 
     def __post_init__(self) -> None:
-        from pagefold.kv.eviction import POLICIES  # noqa: PLC0415 - kv stands on nothing here; keeps imports one-way
+        from pagefold.kv.policies import POLICIES  # noqa: PLC0415 - kv stands on nothing here; keeps imports one-way
 
         _check_types(self)
         _one_of("dtype", self.dtype, _DTYPES)
         _one_of("attention_backend", self.attention_backend, _BACKENDS)
         _one_of("model_impl", self.model_impl, _MODEL_IMPLS)
         _one_of("quantization", self.quantization, (None, "int8"))
-        _one_of("eviction_policy", self.eviction_policy, tuple(POLICIES))
+        _one_of("eviction_policy", self.eviction_policy, ("default", *POLICIES))
         _one_of("scheduling_policy", self.scheduling_policy, _SCHEDULING_POLICIES)
         if not 0 < self.priority_aging_s < float("inf"):  # without end, priority 0 would have no order
             raise _bad("priority_aging_s", self.priority_aging_s, "a positive number of seconds")
@@ -270,6 +271,12 @@ def available_cpus() -> int:
 def environment_admin_key() -> str | None:
     """Return the admin's key of ``$PAGEFOLD_ADMIN_API_KEY``, which no list of processes shows, if it is set."""
     return os.environ.get("PAGEFOLD_ADMIN_API_KEY") or None
+
+
+def environment_traces() -> Path | None:
+    """Return the folder of ``$PAGEFOLD_TRACES``, where real traces lie, if it is set."""
+    folder = os.environ.get("PAGEFOLD_TRACES")
+    return Path(folder) if folder else None
 
 
 def available_memory_bytes() -> int:

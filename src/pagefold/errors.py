@@ -18,6 +18,7 @@ __all__ = [
     "QueueFullError",
     "RequestTimeoutError",
     "StepFailedError",
+    "TraceError",
     "UnsupportedModelError",
 ]
 
@@ -54,6 +55,10 @@ class DoesNotFitError(ConfigError):
 
 class BudgetTooSmallError(DoesNotFitError):
     """The KV budget holds less than one request of ``max_model_len`` tokens."""
+
+
+class TraceError(ConfigError):
+    """A trace that cannot be read, or one of its lines that contradicts itself; says which."""
 
 
 class ModelNotFoundError(PagefoldError):

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from array import array
 
 __all__ = [
     "BlockEvicted",
+    "CacheReset",
     "Emit",
     "Event",
     "EvictionCause",
@@ -21,10 +25,13 @@ __all__ = [
     "PinCause",
     "PinDropped",
     "PrefixLookup",
+    "RequestAdded",
+    "RequestCut",
     "RequestFinished",
     "RequestPreempted",
     "StepAbandoned",
     "StepApplied",
+    "StepPlanned",
     "fan_out",
     "ignore",
 ]
@@ -63,6 +70,11 @@ class HostTransfer:
     num_damaged_blocks: int
 
 
+@dataclass(frozen=True, slots=True)
+class CacheReset:
+    """Every prefix is forgotten, by request."""
+
+
 PinCause: TypeAlias = Literal["expired", "memory", "removed", "renewed", "reset", "quota"]
 """Why a pin is no more: its time was up, a request needed the memory, it was asked for, another pin took its place, or
 the cache was reset; ``quota`` for one that never came to be."""
@@ -75,6 +87,46 @@ class PinDropped:
     pin_id: str
     num_blocks: int
     cause: PinCause
+
+
+@dataclass(frozen=True, slots=True)
+class RequestAdded:
+    """A request was queued, with those that will fork from it: all that decides how it goes, but the model.
+
+    Attributes:
+        sample_ids: of it and of its forks, in order.
+        token_ids: of each of them: the prompt, and then what is sampled. They grow; nobody who is told may change them.
+        num_prompt_tokens: of the prompt, which they all have.
+        max_total_tokens: prompt and output together, at most.
+        namespace: of its blocks.
+        arrival_s, deadline_s, priority: as in ``Request``.
+        has_prompt_logprobs: whether all of the prompt is computed, though the cache may hold some of it.
+        pin: if it only warms the cache and pins what it computed: (seconds until the pin expires, priority).
+    """
+
+    sample_ids: tuple[str, ...]
+    token_ids: tuple[array[int], ...]
+    num_prompt_tokens: int
+    max_total_tokens: int
+    namespace: bytes
+    arrival_s: float
+    deadline_s: float | None
+    priority: int
+    has_prompt_logprobs: bool
+    pin: tuple[float | None, float] | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCut:
+    """A request was ended from outside, or because it is late; ``RequestFinished`` follows when its blocks are free.
+
+    Attributes:
+        is_in_step: a step with it is in flight, which goes on.
+    """
+
+    request_id: str
+    reason: str
+    is_in_step: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +237,24 @@ class OutputFinished:
 
 
 @dataclass(frozen=True, slots=True)
+class StepPlanned:
+    """A step is about to run; without rows there is nothing to do, and none runs.
+
+    Attributes:
+        now_s: the time that it was planned for.
+        num_rows: sequences that take part.
+        num_tokens: tokens that it computes.
+        num_read: tokens of KV that it reads: those before, and those that it computes.
+    """
+
+    step_id: int
+    now_s: float
+    num_rows: int
+    num_tokens: int
+    num_read: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepApplied:
     """A step ran and its results are in.
 
@@ -216,7 +286,11 @@ class StepAbandoned:
 Event: TypeAlias = (
     BlockEvicted
     | HostTransfer
+    | CacheReset
     | PinDropped
+    | RequestAdded
+    | RequestCut
+    | StepPlanned
     | PrefixLookup
     | RequestPreempted
     | RequestFinished

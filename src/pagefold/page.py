@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from pagefold.errors import ConfigError
+from pagefold.whole_file import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -63,8 +63,4 @@ class Page:
         Raises:
             ConfigError: the file cannot be written.
         """
-        try:
-            file.write_text(self.html(), encoding="utf-8")
-        except OSError as error:
-            message = f"Cannot write {file}: {error.strerror}."
-            raise ConfigError(message, remedy="Name a file in a folder that can be written.") from None
+        write_whole(file, self.html())

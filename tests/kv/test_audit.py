@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import pagefold.kv
-from pagefold.kv import AuditError, BlockState, BlockTable, CopyOp, HostTier, KVCore, StoreOp, audit
+from pagefold.kv import AuditError, BlockState, BlockTable, CopyOp, HostTier, KVCore, StoreOp, audit, make_policy
 from pagefold.kv.block import Block
 from pagefold.kv.tiers import HeldBlock
 from pagefold.kv.tree import Node
@@ -41,7 +41,7 @@ class World:
 
     def __init__(self) -> None:
         self.host = HostTier(4)
-        self.core = core = KVCore(18, block_size=4, host=self.host)
+        self.core = core = KVCore(18, block_size=4, policy=make_policy("lru"), host=self.host)
         self.pool = core.pool
         core.release(self.serve(range(90, 94)))
         core.reclaim(1)
@@ -336,7 +336,7 @@ def candidate_too_many(world: World) -> None:
 
 
 def candidates_but_no_victim(world: World) -> None:
-    world.core.policy._heap.clear()
+    world.core.policy._idle._heap.clear()
 
 
 CORRUPTIONS: list[tuple[Callable[[World], None], str]] = [

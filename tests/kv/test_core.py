@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 import pagefold.kv
-from pagefold.kv import BlockState, BlockTable, CopyOp, KVCore, Promise, audit
+from pagefold.events import CacheReset
+from pagefold.kv import BlockState, BlockTable, CopyOp, KVCore, Promise, audit, make_policy
 from pagefold.kv.table import num_blocks_for, slot_of
 
 if TYPE_CHECKING:
@@ -873,6 +874,7 @@ def test_reset_forgets_everything_and_frees_what_is_cached() -> None:
     audit(core)
     assert core.states() == (16, 0, 0)
     assert core.hit_tokens(range(12)) == 0
+    assert core.events.pop(0) == CacheReset()
     assert sorted(event.depth for event in core.events) == [0, 1, 1, 2]
     assert {event.cause for event in core.events} == {"reset"}
     assert core.reset() == 0
@@ -942,11 +944,11 @@ def test_with_caching_off_nothing_is_ever_matched() -> None:
         core.drop(one)
     assert core.states() == (16, 0, 0)
     assert core.reset() == 0
-    assert core.events == []
+    assert core.events == [CacheReset()]
 
 
 def test_namespaces_do_not_share_and_come_and_go_alone() -> None:
-    core = Core()
+    core = Core(policy=make_policy("lru"))
     one = core.serve(range(9))
     other = core.serve(range(9), b"other")
     assert not set(one.block_ids) & set(other.block_ids)

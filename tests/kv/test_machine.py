@@ -35,9 +35,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from pagefold.events import BlockEvicted, Event, HostTransfer, PinDropped
+from pagefold.events import BlockEvicted, CacheReset, Event, HostTransfer, PinDropped
 from pagefold.kv import (
     NO_HOST_OPS,
+    POLICIES,
     HostOps,
     HostTier,
     KeyPolicy,
@@ -49,7 +50,6 @@ from pagefold.kv import (
     make_policy,
 )
 from pagefold.kv.block import BlockState
-from pagefold.kv.eviction import POLICIES
 from pagefold.kv.tiers import path_digest, root_digest
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Picky(KeyPolicy):
     """LRU that refuses to keep deep blocks: the one policy here whose ``admit`` ever says no."""
 
     def __init__(self) -> None:
-        super().__init__(POLICIES["lru"])
+        super().__init__(lambda node: (node.last_used, -node.depth))
 
     def admit(self, node: Node) -> bool:
         """Keep the first three blocks of a prefix."""
@@ -927,7 +927,7 @@ class Machine:
             self.seen[what] = self.seen.get(what, 0) + 1
 
     def _on_event(self, event: Event) -> None:
-        if isinstance(event, PinDropped | HostTransfer):
+        if isinstance(event, CacheReset | HostTransfer | PinDropped):
             return
         assert isinstance(event, BlockEvicted)
         if event.cause != "reset":
@@ -1135,7 +1135,7 @@ class KVCoreMachine(RuleBasedStateMachine):
             self.machine.drain()
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_hypothesis_finds_nothing(policy: str) -> None:
     """About 2,000 operations a policy, found and shrunk by hypothesis."""
     machine = type(f"KVCoreMachine_{policy}", (KVCoreMachine,), {"policy": policy})
@@ -1146,7 +1146,7 @@ def test_hypothesis_finds_nothing(policy: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo", "picky"])
+@pytest.mark.parametrize("policy", [*POLICIES, "picky"])
 def test_random_operations(policy: str, seed: int) -> None:
     """7,200 operations over all policies."""
     random_operations(seed, 900, policy)

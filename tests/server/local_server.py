@@ -20,8 +20,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from pagefold.config import EngineConfig, ServerConfig
 from pagefold.engine.build import build_engine, plan_engine
 from pagefold.engine.client import EngineThread
+from pagefold.events import fan_out
 from pagefold.kv import audit
 from pagefold.observe.metrics import Metrics
+from pagefold.observe.recorder import TraceRecorder
 from pagefold.server import create_app
 from pagefold.server.listener import listen
 from pagefold.steps import StepResult
@@ -191,12 +193,19 @@ class LocalServer(AnyServer):
         max_requests: int | None = None,
         door: dict[str, Any] | None = None,
         send_buffer_bytes: int | None = None,
+        record_trace: Path | None = None,
         **settings: Any,
     ) -> None:
         self.model = "tiny"
         metrics = Metrics(self.model)
         config = EngineConfig(model=str(folder), dtype="float64", attention_backend="reference", **settings)
-        self.engine = build_engine(plan_engine(config), emit=metrics.emit)
+        blueprint = plan_engine(config)
+        emit = metrics.emit
+        self.recorder = None if record_trace is None else TraceRecorder(record_trace, time.monotonic)
+        if self.recorder is not None:
+            self.recorder.begin(config, blueprint.capacity.num_blocks)
+            emit = fan_out(emit, self.recorder)
+        self.engine = build_engine(blueprint, emit=emit)
         self.runner = ControlledRunner(self.engine.runner)
         self.engine.runner = self.runner
         self.client = EngineThread(self.engine, max_requests=max_requests)
@@ -234,6 +243,8 @@ class LocalServer(AnyServer):
         self._server.should_exit = True
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
+        if self.recorder is not None:
+            self.recorder.close()
 
 
 class ProcessServer(AnyServer):

@@ -37,7 +37,7 @@ def run(*arguments: str) -> str:
 
 def test_a_newcomer_sees_what_sharing_gives():
     output = run()
-    assert "160 chats under 4 system prompts: 472 requests" in output
+    assert "160 chats under 4 system prompts: 483 requests" in output
     for what in ("prefix hits", "evicted", "preempted", "in use", "waste", "first token", "without"):
         assert what in output
     for cell in "█▒·":

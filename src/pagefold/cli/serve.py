@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from importlib.util import find_spec
+from pathlib import Path  # noqa: TC003 - typer reads it
 from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, cast
 
 import typer
@@ -16,6 +17,7 @@ from pagefold.cli.fail import fail
 from pagefold.cli.size import parse_size
 from pagefold.config import EngineConfig, ServerConfig, environment_admin_key
 from pagefold.errors import ConfigError, InvalidRequestError, PagefoldError
+from pagefold.events import fan_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from pagefold.config import Account, AttentionBackend, Dtype, ModelImpl
     from pagefold.engine.engine import Engine
     from pagefold.events import Emit
+    from pagefold.observe.recorder import TraceRecorder
     from pagefold.server.process import WarmPrompt
 
 __all__ = ["serve"]
@@ -93,6 +96,14 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             rich_help_panel=_DOOR,
         ),
     ] = None,
+    record_trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Record what requests did to the cache, for pagefold simulate: lengths, times, hashes; never text.",
+            rich_help_panel=_DOOR,
+        ),
+    ] = None,
     log_format: Annotated[
         str, typer.Option(help="text, or json for one object a line.", rich_help_panel=_DOOR)
     ] = "text",
@@ -136,8 +147,13 @@ def serve(  # noqa: PLR0913 - one parameter a flag
         bool, typer.Option(help="Share blocks between requests that begin alike.", rich_help_panel=_ENGINE)
     ] = True,
     eviction_policy: Annotated[
-        str, typer.Option(help="Which cached blocks go first: lru, lfu or fifo.", rich_help_panel=_ENGINE)
-    ] = "lru",
+        str,
+        typer.Option(
+            help="Which cached blocks go first: default (learned), lru, lfu, fifo, slru, 2q, s3-fifo, weighted, "
+            "cost-aware, learned or adaptive.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = "default",
     attention_backend: Annotated[str, typer.Option(help="auto, cpu or reference.", rich_help_panel=_ENGINE)] = "auto",
     model_impl: Annotated[
         str, typer.Option(help="Who computes the layers: auto, pagefold or transformers.", rich_help_panel=_ENGINE)
@@ -225,7 +241,7 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             tool_call_parser=tool_call_parser,
         )
         prompts = [] if warm is None else _warm_prompts(warm)
-        exit_code = _run(engine_config, server_config, prompts, began)
+        exit_code = _run(engine_config, server_config, prompts, began, _recorder(record_trace))
     except PagefoldError as error:
         fail(error)
     raise typer.Exit(exit_code)
@@ -274,7 +290,19 @@ def _num_tokens(max_model_len: str | None) -> int | Literal["auto"] | None:
         raise typer.BadParameter(msg, param_hint="--max-model-len") from None
 
 
-def _run(engine_config: EngineConfig, config: ServerConfig, prompts: list[WarmPrompt], began: float) -> int:
+def _recorder(file: Path | None) -> TraceRecorder | None:
+    from pagefold.observe.recorder import TraceRecorder  # noqa: PLC0415 - only here
+
+    return None if file is None else TraceRecorder(file, time.monotonic)
+
+
+def _run(
+    engine_config: EngineConfig,
+    config: ServerConfig,
+    prompts: list[WarmPrompt],
+    began: float,
+    recorder: TraceRecorder | None,
+) -> int:
     from pagefold.observe.logs import set_up_logs  # noqa: PLC0415 - imports python-json-logger
     from pagefold.server.listener import listen, raise_open_files  # noqa: PLC0415 - as below
     from pagefold.server.process import ServerProcess  # noqa: PLC0415 - imports fastapi and uvicorn
@@ -300,11 +328,13 @@ def _run(engine_config: EngineConfig, config: ServerConfig, prompts: list[WarmPr
         model_name=model_name,
         config=config,
         listener=listener,
-        start_engine=lambda emit: _start_engine(engine_config, emit, say),
+        start_engine=lambda emit: _start_engine(engine_config, emit, say, recorder),
         on_ready=say_ready,
         warm=prompts,
     )
     exit_code = process.run()
+    if recorder is not None:
+        recorder.close()
     if process.is_starting:
         _leave_at_once(exit_code)
     return exit_code
@@ -321,13 +351,18 @@ def _leave_at_once(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-def _start_engine(config: EngineConfig, emit: Emit, say: Callable[[str], None]) -> Engine:
+def _start_engine(
+    config: EngineConfig, emit: Emit, say: Callable[[str], None], recorder: TraceRecorder | None
+) -> Engine:
     from pagefold.cli.models import progress_bar  # noqa: PLC0415 - only here
     from pagefold.engine.build import build_engine, plan_engine  # noqa: PLC0415 - torch comes with it
 
     with progress_bar() as progress:
         blueprint = plan_engine(config, progress=progress)
     _quiet_transformers(is_loaded=not blueprint.is_fused)
+    if recorder is not None:
+        recorder.begin(config, blueprint.capacity.num_blocks)
+        emit = fan_out(emit, recorder)
     engine = build_engine(blueprint, emit=emit, say=say)
     # What is there now stays: the collector need not walk through all of it again, in the middle of some step.
     gc.collect()

@@ -4,18 +4,21 @@ from pagefold.kv.audit import AuditError, audit
 from pagefold.kv.block import Block, BlockId, BlockState
 from pagefold.kv.codec import CODECS, Codec
 from pagefold.kv.core import KVCore, Promise
-from pagefold.kv.eviction import EvictionPolicy, KeyPolicy, make_policy
+from pagefold.kv.eviction import EvictionPolicy, KeyPolicy, RequestFacts
 from pagefold.kv.geometry import CacheGroup, CacheLayout, KVGeometry, LayerKV, lay_out
 from pagefold.kv.namespace import Namespace
 from pagefold.kv.pins import DroppedPin, Pin, PinLimits, PinTable
 from pagefold.kv.plans import NO_HOST_OPS, CopyOp, HostOps, LoadOp, StoreOp
+from pagefold.kv.policies import DEFAULT_POLICY, POLICIES, make_policy
 from pagefold.kv.table import BlockTable
 from pagefold.kv.tiers import HostTier
 from pagefold.kv.tree import PrefixHit
 
 __all__ = [
     "CODECS",
+    "DEFAULT_POLICY",
     "NO_HOST_OPS",
+    "POLICIES",
     "AuditError",
     "Block",
     "BlockId",
@@ -40,6 +43,7 @@ __all__ = [
     "PinTable",
     "PrefixHit",
     "Promise",
+    "RequestFacts",
     "StoreOp",
     "audit",
     "lay_out",

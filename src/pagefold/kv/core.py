@@ -25,11 +25,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagefold.events import BlockEvicted, Emit, EvictionCause, HostTransfer, ignore
+from pagefold.events import BlockEvicted, CacheReset, Emit, EvictionCause, HostTransfer, ignore
 from pagefold.kv.block import Block, BlockState
-from pagefold.kv.eviction import EvictionPolicy, make_policy
 from pagefold.kv.pins import PinLimits, PinTable
 from pagefold.kv.plans import NO_HOST_OPS, CopyOp
+from pagefold.kv.policies import make_policy
 from pagefold.kv.pool import BlockPool
 from pagefold.kv.table import BlockTable, num_blocks_for
 from pagefold.kv.tiers import digest_of, root_digest
@@ -38,6 +38,7 @@ from pagefold.kv.tree import TOKEN_BYTES, Node, PrefixHit, PrefixTree
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pagefold.kv.eviction import EvictionPolicy
     from pagefold.kv.plans import HostOps, LoadOp
     from pagefold.kv.tiers import HeldBlock, HostTier
 
@@ -71,7 +72,7 @@ class KVCore:
     Args:
         num_blocks: blocks of the slab.
         block_size: tokens a block.
-        policy: who is evicted first; LRU by default.
+        policy: who is evicted first; the default of ``policies/`` if none is given.
         enable_prefix_caching: False publishes nothing, so nothing is ever matched.
         pin_limits: what pins may keep, and how long they count.
         host: where evicted blocks go; None for nowhere.
@@ -97,7 +98,7 @@ class KVCore:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
         self.tree = PrefixTree(block_size)
-        self.policy: EvictionPolicy = make_policy("lru") if policy is None else policy
+        self.policy: EvictionPolicy = make_policy("default") if policy is None else policy
         self.tables: set[BlockTable] = set()
         self.copies_in_flight: list[CopyOp] = []
         self._copies: list[CopyOp] = []
@@ -222,6 +223,17 @@ class KVCore:
         self.tables.add(twin)
         return twin
 
+    def hint(self, table: BlockTable, will_be_reused: Sequence[bool]) -> None:
+        """Say of the first blocks of ``table`` whether they will be used again; call it before releasing the table.
+
+        Policies may heed it, as far as hints have proved right; nothing else does. It holds until the next user's hint.
+        """
+        blocks = self.pool.blocks
+        for block_id, hint in zip(table.block_ids[: table.num_published], will_be_reused, strict=False):
+            node = blocks[block_id].node
+            assert node is not None, "published blocks have nodes"
+            node.reuse_hint = hint
+
     def release(self, table: BlockTable) -> None:
         """Let go of all blocks of ``table``: published ones become cached, private ones free.
 
@@ -230,6 +242,8 @@ class KVCore:
         assert table.promise is None, "commit or abandon a promise before releasing its table"
         self._tick = tick = self._tick + 1
         self.tables.remove(table)
+        if table.num_published and table.tail is not None and table.tail.attached:  # else the step that wrote it failed
+            self.policy.on_release(table.tail, table.facts)
         blocks = self.pool.blocks
         release = self.pool.release
         for block_id in reversed(table.block_ids):
@@ -430,6 +444,7 @@ class KVCore:
 
         Pins are dropped: what they keep must not be used any more. Return how many cached blocks were freed.
         """
+        self._emit(CacheReset())
         self.pins.clear()
         if self.host is not None:
             self.host.reset()

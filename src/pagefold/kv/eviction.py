@@ -1,4 +1,4 @@
-"""What to evict: one protocol, and an adapter that makes a policy from a key function.
+"""What to evict: the protocol of a policy, and an adapter that makes one from a key function. See ``policies/``.
 
 Leaf first, always: the tree offers a node (``on_idle``) only when it is cached, has no children and no transfer reads
 it, and takes it back (``on_busy``) when that ends. So no policy can break a prefix in the middle.
@@ -6,15 +6,30 @@ it, and takes it back (``on_busy``) when that ends. So no policy can break a pre
 
 from __future__ import annotations
 
-from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from pagefold.kv.ordered import OrderedNodes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pagefold.kv.tree import Node
 
-__all__ = ["POLICIES", "EvictionPolicy", "KeyPolicy", "make_policy"]
+__all__ = ["EvictionPolicy", "KeyPolicy", "RequestFacts"]
+
+
+class RequestFacts(NamedTuple):
+    """What is known of the request that lets go of its blocks.
+
+    Attributes:
+        progress: share of its tokens that were computed, 0 to 1; 1 for a request that is done.
+        priority: as its client gave it: the smaller, the sooner it is served.
+        weight: what its customer's class is worth; 1 for everybody.
+    """
+
+    progress: float = 1.0
+    priority: int = 0
+    weight: float = 1.0
 
 
 class EvictionPolicy(Protocol):
@@ -25,6 +40,9 @@ class EvictionPolicy(Protocol):
 
     def on_hit(self, path: list[Node]) -> None:
         """A request acquired all of ``path``, from the first block on."""
+
+    def on_release(self, tail: Node, facts: RequestFacts) -> None:
+        """A table lets go of the path from the root to ``tail``: all of it was used just now."""
 
     def on_evict(self, node: Node) -> None:
         """``node`` has left the tree."""
@@ -46,25 +64,26 @@ class EvictionPolicy(Protocol):
 
 
 class KeyPolicy:
-    """Evicts the node with the smallest key. O(log n) a change, by a heap whose stale entries are skipped.
+    """Evicts the node with the smallest key. O(log n) a change.
 
     A key is read when its node becomes evictable; it must not change while the node stays so.
 
     Args:
-        key: node to a comparable tuple of ints.
+        key: node to a comparable tuple of numbers.
     """
 
-    def __init__(self, key: Callable[[Node], tuple[int, ...]]) -> None:
+    def __init__(self, key: Callable[[Node], tuple[float, ...]]) -> None:
         self._key = key
-        self._heap: list[tuple[tuple[int, ...], int, Node]] = []
-        self._live: dict[Node, int] = {}  # evictable node -> the ticket of its one valid heap entry
-        self._ticket = 0
+        self._idle = OrderedNodes()
 
     def on_insert(self, node: Node) -> None:
         """Nothing to do: keys are read when a node becomes evictable."""
 
     def on_hit(self, path: list[Node]) -> None:
         """Nothing to do: the core stamps use and hits on the nodes themselves."""
+
+    def on_release(self, tail: Node, facts: RequestFacts) -> None:
+        """Nothing to do: ``on_idle`` follows."""
 
     def on_evict(self, node: Node) -> None:
         """Nothing to do: ``on_busy`` came first."""
@@ -75,42 +94,16 @@ class KeyPolicy:
 
     def on_idle(self, node: Node) -> None:
         """Offer ``node``."""
-        self._ticket += 1
-        self._live[node] = self._ticket
-        heappush(self._heap, (self._key(node), self._ticket, node))
-        if len(self._heap) > 2 * len(self._live) + 64:  # mostly stale: rebuild, amortised O(1)
-            self._heap = [entry for entry in self._heap if self._live.get(entry[2]) == entry[1]]
-            heapify(self._heap)
+        self._idle.add(node, self._key(node))
 
     def on_busy(self, node: Node) -> None:
-        """Withdraw ``node``; its heap entry goes stale."""
-        del self._live[node]
+        """Withdraw ``node``."""
+        self._idle.remove(node)
 
     def victim(self) -> Node | None:
         """Return the evictable node with the smallest key, ties by who became evictable first."""
-        while self._heap:
-            _, ticket, node = self._heap[0]
-            if self._live.get(node) == ticket:
-                return node
-            heappop(self._heap)
-        return None
+        return self._idle.first()
 
     def candidates(self) -> Iterator[Node]:
         """Yield all evictable nodes."""
-        return iter(self._live)
-
-
-POLICIES: dict[str, Callable[[Node], tuple[int, ...]]] = {
-    "lru": lambda node: (node.last_used, -node.depth),
-    "lfu": lambda node: (node.num_hits, node.last_used, -node.depth),
-    "fifo": lambda node: (node.created_at, -node.depth),
-}
-
-
-def make_policy(name: str) -> EvictionPolicy:
-    """Return a fresh policy by name.
-
-    Raises:
-        KeyError: no policy has that name; ``POLICIES`` lists them.
-    """
-    return KeyPolicy(POLICIES[name])
+        return iter(self._idle)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pagefold.kv.eviction import RequestFacts
+
 if TYPE_CHECKING:
     from pagefold.kv.block import BlockId
     from pagefold.kv.core import Promise
     from pagefold.kv.tree import Node
 
 __all__ = ["BlockTable", "num_blocks_for", "slot_of"]
+
+_NO_FACTS = RequestFacts()
 
 
 class BlockTable:
@@ -23,12 +27,13 @@ class BlockTable:
             publishes nothing, because caching is off or the cache was reset.
         may_share_tail: a fork may hold the last block too, so a write must look first.
         promise: what the step being planned or run will add, if anything.
+        facts: of the request that holds it, for the eviction policy; whoever releases the table may set them before.
 
     Always: ``num_published <= len(block_ids)``, and the path from the root to ``tail`` publishes exactly
     ``block_ids[:num_published]``.
     """
 
-    __slots__ = ("block_ids", "capacity", "may_share_tail", "num_published", "promise", "tail")
+    __slots__ = ("block_ids", "capacity", "facts", "may_share_tail", "num_published", "promise", "tail")
 
     def __init__(self, tail: Node | None) -> None:
         self.block_ids: list[BlockId] = []
@@ -37,6 +42,7 @@ class BlockTable:
         self.tail = tail
         self.may_share_tail = False
         self.promise: Promise | None = None
+        self.facts = _NO_FACTS
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:

@@ -32,6 +32,8 @@ class Node:
         parent: the node of the block before it; None for a root.
         block: the block; None for a root.
         depth: how many blocks lie above it: 0 for the first block of a prefix.
+        path_hash: of its namespace and all tokens up to its end: what policies remember it by when it is gone. Equal
+            paths have equal hashes; nothing but a guess about the future may rest on the reverse.
         committed: its bytes have been written. Until then the node is promised: a request of the same step may lean
             on it, and :meth:`KVCore.abandon` takes it back.
         attached: the node is in the tree. Once removed a node never comes back.
@@ -39,6 +41,7 @@ class Node:
         created_at, last_used: ticks of the core's logical clock.
         num_hits: how often an acquire went through it.
         digest: names the node's whole path outside the device (see ``tiers.py``); empty until somebody asks.
+        reuse_hint: whether it will be used again, as its last user believed; None for not said. No promise.
     """
 
     __slots__ = (
@@ -54,13 +57,20 @@ class Node:
         "last_used",
         "num_hits",
         "parent",
+        "path_hash",
+        "reuse_hint",
     )
 
     def __init__(self, key: bytes, parent: Node | None, block: Block | None, tick: int) -> None:
         self.key = key
         self.parent = parent
         self.block = block
-        self.depth: int = -1 if parent is None else parent.depth + 1
+        if parent is None:
+            self.depth = -1
+            self.path_hash = hash(key)
+        else:
+            self.depth = parent.depth + 1
+            self.path_hash = hash((parent.path_hash, key))
         self.children: dict[bytes, Node] = {}
         self.committed = False
         self.attached = True
@@ -69,6 +79,7 @@ class Node:
         self.last_used = tick
         self.num_hits = 0
         self.digest = b""
+        self.reuse_hint: bool | None = None
 
 
 class PrefixHit(NamedTuple):

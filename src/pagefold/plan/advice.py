@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import json
 import math
-from array import array
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from pagefold.capacity import human_bytes
 from pagefold.errors import ConfigError
-from pagefold.kv.eviction import POLICIES
-from pagefold.plan.trace import request_of, workload_of
-from pagefold.request import Request, SamplingParams, StopRule
+from pagefold.kv.policies import DEFAULT_POLICY
+from pagefold.plan.trace import workload_of
 from pagefold.sim import LinearStepCost, SimConfig, simulate
+from pagefold.sim.traces import request_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from pagefold.plan.plan import Plan
-    from pagefold.plan.trace import TraceRequest
     from pagefold.plan.workload import Workload
     from pagefold.sim import Report
+    from pagefold.sim.traces import TraceRequest
 
 __all__ = ["Advice", "advise", "read_bench", "workload_of_bench"]
 
@@ -34,11 +33,13 @@ _LISTS = ("start_times", "input_lens", "output_lens", "hash_ids", "errors")
 
 _BLOCK_SIZES = (8, 16, 32, 64)
 _BUDGETS = (0.5, 1.0, 2.0, 4.0)
+_POLICIES = (DEFAULT_POLICY, "lru", "lfu", "s3-fifo")
+"""The default, and those that differ most from it and each other: every one is a replay."""
+
 _WORTH = 0.01
 """A share of the prompt tokens that is worth a change."""
 
 _MAX_REQUESTS = 600
-_SAMPLING = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 _DEFAULT_STEP_S = 0.02
 
 
@@ -155,7 +156,7 @@ class _Replayer:
         self.longest = max(request.prompt_tokens + request.output_tokens for request in requests)
         self.asked_tokens = sum(request.prompt_tokens + request.output_tokens for request in requests)
 
-    def run(self, block_size: int, times: float = 1.0, policy: str = "lru") -> Report:
+    def run(self, block_size: int, times: float = 1.0, policy: str = "default") -> Report:
         """Return what the requests would have met with that block size, so many times the budget, and that policy."""
         key = (block_size, times, policy)
         if key not in self._done:
@@ -167,26 +168,12 @@ class _Replayer:
                 max_num_batched_tokens=self._batched,
                 eviction_policy=policy,
             )
-            self._done[key] = simulate(_requests(self._requests), config, step_cost=self._cost)
+            self._done[key] = simulate(self._requests, config, step_cost=self._cost)
         return self._done[key]
 
     def unlimited(self, block_size: int) -> Report:
         """Return what they would have met with a cache that never evicts."""
         return self.run(block_size, max(1.0, 2 * self.asked_tokens / self._num_tokens))
-
-
-def _requests(recorded: list[TraceRequest]) -> list[Request]:
-    made = []
-    for index, request in enumerate(recorded):
-        tokens = array("i")
-        for each in request.prefix_ids or (-1 - index,):
-            tokens.extend(((each * 2654435761 + slot * 40503) & 0x3FFFFFFF) for slot in range(request.tokens_per_id))
-        while len(tokens) < request.prompt_tokens:
-            tokens.append((index * 7919 + len(tokens)) & 0x3FFFFFFF)
-        del tokens[request.prompt_tokens :]
-        stop = StopRule(frozenset(), request.prompt_tokens + request.output_tokens)
-        made.append(Request(f"r{index}", tokens, _SAMPLING, stop=stop, seed=index, arrival_s=request.arrival_s))
-    return made
 
 
 def _block_size(replayer: _Replayer, size: int) -> Advice:
@@ -219,10 +206,11 @@ def _budget(replayer: _Replayer, size: int, plan: Plan) -> Advice:
 
 
 def _policy(replayer: _Replayer, size: int) -> Advice:
-    found = {name: replayer.run(size, policy=name) for name in POLICIES}
-    best = max(found, key=lambda name: (round(found[name].hit_share, 3), name == "lru"))
-    if found[best].hit_share < found["lru"].hit_share + _WORTH:
-        best = "lru"
+    found = {name: replayer.run(size, policy=name) for name in _POLICIES}
+    now = DEFAULT_POLICY
+    best = max(found, key=lambda name: (round(found[name].hit_share, 3), name == now))
+    if found[best].hit_share < found[now].hit_share + _WORTH:
+        best = now
     said = "; ".join(f"{name}: {report.hit_share:.1%} found" for name, report in found.items())
     return Advice("policy", f"--eviction-policy {best}", said)
 

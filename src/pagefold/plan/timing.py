@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pagefold.plan.tables import Device
     from pagefold.plan.workload import Workload
 
-__all__ = ["Timing", "read_weight_bytes", "request_rate", "time_workload"]
+__all__ = ["Timing", "peaks", "read_weight_bytes", "request_rate", "time_workload"]
 
 _NUDGE = 1.1
 _ANY_NUMBER = 1000
@@ -109,7 +109,7 @@ def _with(device: Device, *, flops: float = 1.0, bandwidth: float = 1.0) -> Devi
     )
 
 
-def _peaks(device: Device, memory: Memory) -> tuple[float | None, float | None]:
+def peaks(device: Device, memory: Memory) -> tuple[float | None, float | None]:
     """Return (operations, bytes) a second of one device."""
     is_8_bit = memory.weight_dtype.name in {"fp8", "int8"}
     return (device.flops_8 if is_8_bit and device.flops_8 else device.flops_16), device.bandwidth
@@ -117,7 +117,7 @@ def _peaks(device: Device, memory: Memory) -> tuple[float | None, float | None]:
 
 def _prefill(shape: ModelShape, device: Device, memory: Memory, num_tokens: int, num_cached: int) -> Floor:
     """The stages of a pipeline work on a prompt one after another, the devices of a stage together."""
-    flops, bandwidth = _peaks(device, memory)
+    flops, bandwidth = peaks(device, memory)
     size = memory.tensor_parallel_size
     operations = prefill_operations(shape, num_tokens, num_cached) / size
     read = read_weight_bytes(shape, memory, num_tokens) + memory.layout.num_bytes_for(num_tokens) / size
@@ -125,7 +125,7 @@ def _prefill(shape: ModelShape, device: Device, memory: Memory, num_tokens: int,
 
 
 def _decode(shape: ModelShape, device: Device, memory: Memory, context: float, num_sequences: float) -> Floor:
-    flops, bandwidth = _peaks(device, memory)
+    flops, bandwidth = peaks(device, memory)
     size = memory.tensor_parallel_size
     kv_bytes = sum(device.shard.layout.num_bytes_for(round(context)) for device in memory.devices)
     read = read_weight_bytes(shape, memory, num_sequences) + num_sequences * kv_bytes
@@ -144,7 +144,7 @@ def request_rate(  # noqa: PLR0913 - what time depends on
     same time, on different requests. And each request itself: its prefill and its decode steps come one after another,
     none faster than alone.
     """
-    flops, bandwidth = _peaks(device, memory)
+    flops, bandwidth = peaks(device, memory)
     if flops is None or bandwidth is None:
         return None
     prompt = round(workload.mean_prompt)

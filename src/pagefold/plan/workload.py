@@ -9,17 +9,16 @@ from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagefold.errors import ConfigError
+from pagefold.sim.traces import MAX_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["MAX_TOKENS", "Lengths", "Workload", "draw_lengths", "parse_length", "spread"]
+__all__ = ["Lengths", "Workload", "draw_lengths", "parse_length", "spread"]
 
 _NUM_DRAWN = 512
 _Z95 = 1.6448536269514722
 """The 95th percentile of the normal distribution."""
-MAX_TOKENS = 2**31
-"""No request is longer."""
 _LONGEST_PAUSE_S = 366 * 24 * 3600
 
 

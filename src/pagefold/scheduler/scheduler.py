@@ -28,12 +28,16 @@ from typing import TYPE_CHECKING
 from pagefold.events import (
     Emit,
     PrefixLookup,
+    RequestAdded,
+    RequestCut,
     RequestFinished,
     RequestPreempted,
     StepAbandoned,
     StepApplied,
+    StepPlanned,
     ignore,
 )
+from pagefold.kv.eviction import RequestFacts
 from pagefold.request import FinishReason, Request, RequestStatus
 from pagefold.scheduler.extras import apply_extras, plan_extras
 from pagefold.scheduler.policy import FirstComeFirstServed
@@ -154,6 +158,7 @@ class Scheduler:
             sample.order = self.policy.key(sample)
         self._enter(request)
         self._queue(request)
+        self._tell_added(request)
 
     def get(self, request_id: str) -> Request | None:
         """Return the request of that id, if it has not finished."""
@@ -168,7 +173,9 @@ class Scheduler:
         request = self._by_id.get(request_id)
         if request is None:
             return None
-        if self._step is not None and request.status is RequestStatus.RUNNING:
+        is_in_step = self._step is not None and request.status is RequestStatus.RUNNING
+        self._emit(RequestCut(request_id, reason, is_in_step))
+        if is_in_step:
             for sample in (request, *request.forks):
                 sample.is_aborted = True
                 sample.finish_reason = reason
@@ -207,6 +214,8 @@ class Scheduler:
             self._step = None
         else:
             plan.host_ops = self.core.take_host_ops()
+        num_tokens = len(plan.token_ids)
+        self._emit(StepPlanned(plan.step_id, now, plan.num_rows, num_tokens, sum(plan.starts) + num_tokens))
         return plan
 
     def apply(self, result: StepResult) -> list[Request]:
@@ -402,6 +411,24 @@ class Scheduler:
         if request.times.scheduled_s is None:
             request.times.scheduled_s = now
 
+    def _tell_added(self, request: Request) -> None:
+        samples = (request, *request.forks)
+        warm_up = request.warm_up
+        self._emit(
+            RequestAdded(
+                tuple(sample.request_id for sample in samples),
+                tuple(sample.token_ids for sample in samples),
+                request.num_prompt_tokens,
+                request.stop.max_total_tokens,
+                request.namespace,
+                request.arrival_s,
+                request.deadline_s,
+                request.priority,
+                has_prompt_logprobs=request.sampling.prompt_logprobs is not None,
+                pin=(warm_up.ttl_s, warm_up.retention_priority) if warm_up is not None and warm_up.pin else None,
+            )
+        )
+
     def _tell_lookups(self, step: _StepInFlight) -> None:
         """Tell what those that the step admitted had found: only now, since a step that fails is no lookup."""
         for row in range(len(step.requests) - step.num_admitted, len(step.requests)):
@@ -540,6 +567,8 @@ class Scheduler:
         if is_preempted:
             request.num_preemptions += 1
             request.max_computed_tokens = max(request.max_computed_tokens, request.num_computed_tokens)
+        progress = request.num_computed_tokens / request.stop.max_total_tokens
+        request.table.facts = RequestFacts(min(progress, 1.0), request.priority)
         self.core.release(request.table)
         request.table = None
         request.num_computed_tokens = 0
@@ -580,6 +609,7 @@ class Scheduler:
         if request.table is not None:
             if request.warm_up is not None and request.warm_up.pin and reason in ("stop", "length"):
                 self._pin(request, request.warm_up, request.table)
+            request.table.facts = RequestFacts(priority=request.priority)
             self.core.release(request.table)
             request.table = None
         del self._by_id[request.request_id]

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pagefold.errors import BudgetTooSmallError
-from pagefold.events import FirstToken
+from pagefold.events import FirstToken, NextTokens
 from pagefold.kv import KVCore, make_policy
 from pagefold.scheduler import Scheduler, SchedulerLimits
+from pagefold.sim.arrivals import AnyRequest, Arrival, arrivals
 from pagefold.sim.clock import VirtualClock
 from pagefold.sim.null_runner import NullRunner
 from pagefold.sim.report import Report, Tally
@@ -42,23 +43,30 @@ class SimConfig:
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 512
     enable_prefix_caching: bool = True
-    eviction_policy: str = "lru"
+    eviction_policy: str = "default"
 
 
 def simulate(
-    requests: Iterable[Request], config: SimConfig, *, step_cost: Callable[[StepPlan], float] | None = None
+    requests: Iterable[AnyRequest],
+    config: SimConfig,
+    *,
+    step_cost: Callable[[StepPlan], float] | None = None,
+    runner: Runner | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> Report:
     """Replay ``requests`` with a fresh cache and a runner that computes nothing.
 
     Args:
-        requests: with their arrival times; they are used up.
+        requests: with their arrival times: of a trace, of a generator, or requests with tokens, which are used up.
         config: memory and limits.
         step_cost: virtual seconds that a plan takes; :class:`LinearStepCost` by default.
+        runner: samples; :class:`~pagefold.sim.NullRunner` by default.
+        progress: told how many requests have ended, when some have.
 
     Raises:
         BudgetTooSmallError: a request can never fit.
     """
-    tally = Tally()
+    tally = Tally(progress)
     core = KVCore(
         config.num_blocks,
         block_size=config.block_size,
@@ -68,11 +76,12 @@ def simulate(
     )
     limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens)
     scheduler = Scheduler(core, limits, emit=tally)
-    return replay(requests, scheduler, NullRunner(), VirtualClock(), step_cost or LinearStepCost(), tally=tally)
+    cost = step_cost or LinearStepCost()
+    return replay(requests, scheduler, runner or NullRunner(), VirtualClock(), cost, tally=tally)
 
 
 def replay(  # noqa: PLR0913 - what goes in, the four parts of a machine, and who watches
-    requests: Iterable[Request],
+    requests: Iterable[AnyRequest],
     scheduler: Scheduler,
     runner: Runner,
     clock: VirtualClock,
@@ -83,7 +92,7 @@ def replay(  # noqa: PLR0913 - what goes in, the four parts of a machine, and wh
     """Run ``requests`` to their ends: each is added when its time has come, and steps follow each other at their cost.
 
     Args:
-        requests: with their arrival times, in any order; they are used up.
+        requests: with their arrival times, in any order.
         scheduler: with its core; both emit to ``tally``.
         runner: carries out plans.
         clock: moved on by each step, and to the next arrival when there is nothing to do.
@@ -93,29 +102,43 @@ def replay(  # noqa: PLR0913 - what goes in, the four parts of a machine, and wh
     Raises:
         BudgetTooSmallError: a request can never fit.
     """
-    coming = deque(sorted(requests, key=lambda request: request.arrival_s))
+    coming = deque(arrivals(requests))
     _check_fit(coming, scheduler.core)
     while coming or scheduler.has_work:
         if not scheduler.has_work:
             clock.advance_to(coming[0].arrival_s)
         while coming and coming[0].arrival_s <= clock():
-            scheduler.add(coming.popleft())
+            scheduler.add(coming.popleft().make())
         plan = scheduler.schedule(clock())
         assert plan.num_rows, "the oldest request always gets on"
         result = runner.run(plan)
         clock.advance(step_cost(plan))
-        for request in scheduler.apply(result):
-            if request.num_output_tokens == 1 and request.sample_index == 0:
-                num_cached = request.num_cached_tokens
-                num_copied = num_cached % scheduler.core.block_size
-                ttft_s = clock() - request.arrival_s
-                tally(FirstToken(request.request_id, ttft_s, request.num_prompt_tokens, num_cached, num_copied))
+        _tell_tokens(tally, scheduler.apply(result), clock(), scheduler.core.block_size)
         tally.look(scheduler, clock())
     return tally.report()
 
 
-def _check_fit(requests: Iterable[Request], core: KVCore) -> None:
-    longest = max((request.stop.max_total_tokens for request in requests), default=0)
+def _tell_tokens(tally: Tally, requests: list[Request], now_s: float, block_size: int) -> None:
+    """Tell that each of ``requests`` has just got a token, as the engine does."""
+    gaps: dict[float, int] = {}
+    for request in requests:
+        times = request.times
+        last_s = times.last_token_s
+        times.last_token_s = now_s
+        if last_s is not None:
+            gap_s = now_s - last_s
+            gaps[gap_s] = gaps.get(gap_s, 0) + 1
+        elif not request.sample_index:
+            num_cached = request.num_cached_tokens
+            ttft_s = now_s - times.arrival_s
+            num_copied = num_cached % block_size
+            tally(FirstToken(request.request_id, ttft_s, request.num_prompt_tokens, num_cached, num_copied))
+    if gaps:
+        tally(NextTokens(gaps))
+
+
+def _check_fit(coming: Iterable[Arrival], core: KVCore) -> None:
+    longest = max((arrival.num_tokens for arrival in coming), default=0)
     num_blocks_needed = -(-longest // core.block_size)
     if num_blocks_needed > core.pool.num_blocks:
         msg = (

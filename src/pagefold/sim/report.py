@@ -10,13 +10,17 @@ from pagefold.events import (
     BlockEvicted,
     Event,
     FirstToken,
+    NextTokens,
     PrefixLookup,
     RequestFinished,
     RequestPreempted,
     StepApplied,
 )
+from pagefold.sim.windows import Window, Windows
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pagefold.scheduler import Scheduler
 
 __all__ = ["PoolSample", "Report", "Tally"]
@@ -57,7 +61,13 @@ class Report:
         waste: share of the token positions in running requests' blocks that hold no token, 0 to 1.
         mean_resident_tokens: tokens that a running request had in its blocks.
         ttft_p50_s, ttft_p95_s: virtual seconds from arrival to first token, nearest rank.
+        itl_p50_s, itl_p95_s: virtual seconds from a request's token to its next (inter-token latency), nearest rank, to
+            the microsecond.
+        mean_waiting, peak_waiting: requests that waited.
+        mean_running: requests that ran.
         samples: the pool over time, evenly thinned out.
+        windows: what happened over time, in windows of equally many steps.
+        num_blocks: of the pool.
     """
 
     num_requests: int
@@ -76,7 +86,14 @@ class Report:
     mean_resident_tokens: float
     ttft_p50_s: float
     ttft_p95_s: float
+    itl_p50_s: float
+    itl_p95_s: float
+    mean_waiting: float
+    peak_waiting: int
+    mean_running: float
     samples: tuple[PoolSample, ...] = field(repr=False)
+    windows: tuple[Window, ...] = field(repr=False)
+    num_blocks: int
 
     @property
     def hit_share(self) -> float:
@@ -84,9 +101,9 @@ class Report:
         return _ratio(self.num_hit_tokens, self.num_asked_tokens)
 
     def figures(self) -> dict[str, object]:
-        """Return all figures by name, without the samples: what ``--json`` prints."""
+        """Return all figures by name, without samples and windows: what ``--json`` prints."""
         figures: dict[str, object] = {
-            name: getattr(self, name) for name in self.__dataclass_fields__ if name != "samples"
+            name: getattr(self, name) for name in self.__dataclass_fields__ if name not in {"samples", "windows"}
         }
         figures["hit_share"] = self.hit_share
         return figures
@@ -96,9 +113,14 @@ class Tally:
     """Counts events, as a subscriber of core and scheduler, and looks at the pool after each step.
 
     Events of failed steps are counted as they come; a replay has none.
+
+    Args:
+        progress: told how many requests have ended, after each step in which some have.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Callable[[int], None] | None = None) -> None:
+        self._progress = progress
+        self._num_told = 0
         self._num_requests = 0
         self._num_steps = 0
         self._num_asked = 0
@@ -109,6 +131,10 @@ class Tally:
         self._evictions: Counter[str] = Counter()
         self._num_preemptions = 0
         self._ttfts_s: list[float] = []
+        self._gaps_us: Counter[int] = Counter()
+        self._windows = Windows()
+        self._waiting = 0
+        self._peak_waiting = 0
         self._num_looks = 0
         self._active_blocks = 0
         self._peak_blocks = 0
@@ -123,6 +149,7 @@ class Tally:
 
     def __call__(self, event: Event) -> None:
         """Count ``event``."""
+        self._windows.count(event)
         match event:
             case StepApplied():
                 self._num_steps += 1
@@ -139,6 +166,9 @@ class Tally:
                 self._num_preemptions += 1
             case FirstToken():
                 self._ttfts_s.append(event.ttft_s)
+            case NextTokens():
+                for gap_s, count in event.gaps.items():
+                    self._gaps_us[round(gap_s * 1e6)] += count
             case RequestFinished():
                 self._num_requests += 1
             case _:
@@ -155,6 +185,12 @@ class Tally:
         self._wasted_positions += scheduler.num_wasted_slots
         self._resident_tokens += sum(request.num_computed_tokens for request in scheduler.running)
         self._resident_requests += len(scheduler.running)
+        self._waiting += len(scheduler.waiting)
+        self._peak_waiting = max(self._peak_waiting, len(scheduler.waiting))
+        self._windows.end_step(now_s, scheduler)
+        if self._progress is not None and self._num_requests > self._num_told:
+            self._num_told = self._num_requests
+            self._progress(self._num_requests)
         if self._num_looks % self._looks_per_sample == 0:
             self._samples.append(PoolSample(now_s, num_active, core.pool.num_cached, core.pool.num_free))
             if len(self._samples) == _MAX_SAMPLES:
@@ -183,6 +219,13 @@ class Tally:
             mean_resident_tokens=_ratio(self._resident_tokens, self._resident_requests),
             ttft_p50_s=_percentile(ttfts_s, 50),
             ttft_p95_s=_percentile(ttfts_s, 95),
+            itl_p50_s=_weighted_percentile(self._gaps_us, 50) / 1e6,
+            itl_p95_s=_weighted_percentile(self._gaps_us, 95) / 1e6,
+            mean_waiting=_ratio(self._waiting, self._num_looks),
+            peak_waiting=self._peak_waiting,
+            mean_running=_ratio(self._resident_requests, self._num_looks),
+            windows=self._windows.all(),
+            num_blocks=self._num_blocks,
             samples=tuple(self._samples),
         )
 
@@ -194,3 +237,13 @@ def _ratio(part: float, whole: float) -> float:
 def _percentile(ascending: list[float], percent: int) -> float:
     """Return the nearest-rank percentile; 0 of nothing."""
     return ascending[max(0, -(-len(ascending) * percent // 100) - 1)] if ascending else 0.0
+
+
+def _weighted_percentile(counts: Counter[int], percent: int) -> int:
+    """Return the nearest-rank percentile of values that came so often each; 0 of nothing."""
+    left = -(-counts.total() * percent // 100)
+    for value in sorted(counts):
+        left -= counts[value]
+        if left <= 0:
+            return value
+    return 0

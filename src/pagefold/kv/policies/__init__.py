@@ -1,0 +1,53 @@
+"""All eviction policies, by name: one file a policy. ``docs/policies`` tells when each wins and loses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pagefold.errors import ConfigError
+from pagefold.kv.policies.adaptive import Adaptive
+from pagefold.kv.policies.cost_aware import CostAware
+from pagefold.kv.policies.fifo import Fifo
+from pagefold.kv.policies.learned import Learned
+from pagefold.kv.policies.lfu import Lfu
+from pagefold.kv.policies.lru import Lru
+from pagefold.kv.policies.s3_fifo import S3Fifo
+from pagefold.kv.policies.slru import Slru
+from pagefold.kv.policies.two_queues import TwoQueues
+from pagefold.kv.policies.weighted import Weighted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pagefold.kv.eviction import EvictionPolicy
+
+__all__ = ["DEFAULT_POLICY", "POLICIES", "make_policy"]
+
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
+    "lru": Lru,
+    "lfu": Lfu,
+    "fifo": Fifo,
+    "slru": Slru,
+    "2q": TwoQueues,
+    "s3-fifo": S3Fifo,
+    "weighted": Weighted,
+    "cost-aware": CostAware,
+    "learned": Learned,
+    "adaptive": Adaptive,
+}
+
+DEFAULT_POLICY = "learned"
+"""What server, simulator and planner use: see docs/policies/index.md for how it was chosen."""
+
+
+def make_policy(name: str) -> EvictionPolicy:
+    """Return a fresh policy by name; ``default`` is that of the server.
+
+    Raises:
+        ConfigError: no policy has that name; lists those there are.
+    """
+    made = POLICIES.get(DEFAULT_POLICY if name == "default" else name)
+    if made is None:
+        msg = f"There is no eviction policy {name!r}."
+        raise ConfigError(msg, remedy=f"It must be one of {', '.join(POLICIES)}.")
+    return made()

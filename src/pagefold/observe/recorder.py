@@ -1,0 +1,250 @@
+"""TraceRecorder: a subscriber that writes what a server did into a file, so that the simulator can do it again.
+
+What it writes is all that timing and the model decided: which requests came, were cancelled and were sampled how long,
+before which step and when; and what each step found and evicted, to compare with. Of tokens only hashes: token ``i`` is
+31 bits of BLAKE2b of all tokens up to it, under a random key that is made for the recording and kept out of the file.
+So equal prefixes are equal, down to the token, and nothing else can be read from them.
+
+Hashing and writing are the business of a thread of its own; an event costs the engine what it takes to queue it.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import queue
+import secrets
+import sys
+import threading
+from array import array
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pagefold.errors import ConfigError
+from pagefold.events import (
+    BlockEvicted,
+    CacheReset,
+    PinDropped,
+    PrefixLookup,
+    RequestAdded,
+    RequestCut,
+    RequestFinished,
+    StepAbandoned,
+    StepApplied,
+    StepPlanned,
+)
+from pagefold.kv.policies import DEFAULT_POLICY
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from pagefold.config import EngineConfig
+    from pagefold.events import Event
+
+__all__ = ["TraceRecorder", "hashed_tokens"]
+
+_VERSION = 1
+_SETTINGS = (
+    "block_size",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "enable_prefix_caching",
+    "eviction_policy",
+    "scheduling_policy",
+    "priority_aging_s",
+    "max_pinned_share",
+    "pin_half_life_s",
+)
+_KEY_BYTES = 32
+_STATE_BYTES = 16
+_PATIENCE_S = 30.0
+
+
+class TraceRecorder:
+    """Writes a recording, as JSON lines; events come from one thread.
+
+    Args:
+        file: to write; what is there is replaced.
+        clock: seconds, of what a step took.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+
+    def __init__(self, file: Path, clock: Callable[[], float]) -> None:
+        try:
+            self._out = file.open("w", encoding="utf-8")
+        except OSError as error:
+            msg = f"Cannot write {file}: {error.strerror}."
+            raise ConfigError(msg, remedy="Name a file in a folder that can be written.") from None
+        self._clock = clock
+        self._numbers: dict[str, int] = {}  # sample id -> its number, of those that have not ended
+        self._tokens: dict[int, array[int]] = {}  # of the same, by number
+        self._pins: dict[str, int] = {}  # pin id -> the number of the request that it is named after
+        self._num_samples = 0
+        self._namespaces: dict[bytes, int] = {}
+        self._step = _Step()
+        self._lines: queue.SimpleQueue[_Line | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write, name="trace-recorder", daemon=True)
+        self._writer.start()
+
+    def begin(self, config: EngineConfig, num_blocks: int) -> None:
+        """Write what the engine was started with: before its first event."""
+        settings = {name: getattr(config, name) for name in _SETTINGS}
+        if config.eviction_policy == "default":  # which may be another one day
+            settings["eviction_policy"] = DEFAULT_POLICY
+        self._put({"pagefold_recording": _VERSION, "num_blocks": num_blocks, **settings})
+
+    def __call__(self, event: Event) -> None:
+        """Note ``event``."""
+        match event:
+            case StepPlanned():
+                self._step.plan = event
+                self._step.began_s = self._clock()
+                if not event.num_rows:
+                    self._end_step(has_failed=False)
+            case StepApplied() | StepAbandoned():
+                self._end_step(has_failed=isinstance(event, StepAbandoned))
+            case PrefixLookup():
+                self._step.hits.append((self._numbers[event.request_id], event.num_hit_tokens))
+            case BlockEvicted():
+                self._step.evicted.append(event.block_id)
+            case RequestFinished():
+                self._end(event)
+            case _:
+                self._note_from_outside(event)
+
+    def close(self) -> None:
+        """Write what requests that have not ended have so far, and end the recording."""
+        for number in self._numbers.values():
+            self._put_tokens(number, "")
+        self._put({"end": True})
+        self._lines.put(None)
+        self._writer.join(_PATIENCE_S)
+
+    # Events.
+
+    def _note_from_outside(self, event: Event) -> None:
+        match event:
+            case RequestAdded():
+                self._add(event)
+            case RequestCut() if event.reason != "timeout":  # which follows from deadlines
+                self._put({"cut": self._numbers[event.request_id], "in_step": event.is_in_step})
+            case PinDropped():
+                number = self._pins.pop(event.pin_id)
+                if event.cause in ("removed", "expired"):  # else it follows from what a step does
+                    self._put({"unpin": number})
+            case CacheReset():
+                self._put({"reset": True})
+            case _:
+                pass
+
+    def _add(self, event: RequestAdded) -> None:
+        first = self._num_samples
+        for sample_id, token_ids in zip(event.sample_ids, event.token_ids, strict=True):
+            self._numbers[sample_id] = self._num_samples
+            self._tokens[self._num_samples] = token_ids
+            self._num_samples += 1
+        line: dict[str, Any] = {
+            "add": first,
+            "samples": len(event.sample_ids),
+            "prompt": event.num_prompt_tokens,
+            "most": event.max_total_tokens,
+            "namespace": self._namespaces.setdefault(event.namespace, len(self._namespaces)),
+            "at": event.arrival_s,
+        }
+        if event.deadline_s is not None:
+            line["deadline"] = event.deadline_s
+        if event.priority:
+            line["priority"] = event.priority
+        if event.has_prompt_logprobs:
+            line["prompt_logprobs"] = True
+        if event.pin is not None:
+            line["pin"] = event.pin
+            self._pins[event.sample_ids[0]] = first
+        self._put(line)
+
+    def _end(self, event: RequestFinished) -> None:
+        number = self._numbers.pop(event.request_id)
+        if event.finish_reason not in ("stop", "length"):
+            self._pins.pop(event.request_id, None)
+        if self._step.plan is None:
+            self._put_tokens(number, event.finish_reason)
+        else:
+            self._step.ended.append((number, event.finish_reason))
+
+    def _end_step(self, *, has_failed: bool) -> None:
+        step, self._step = self._step, _Step()
+        plan = step.plan
+        assert plan is not None, "a step is planned before it ends"
+        line: dict[str, Any] = {"step": plan.step_id, "at": plan.now_s, "rows": plan.num_rows}
+        if plan.num_rows:
+            line |= {"computed": plan.num_tokens, "read": plan.num_read, "took": self._clock() - step.began_s}
+        if has_failed:
+            line["failed"] = True
+        if step.hits:
+            line["hits"] = step.hits
+        if step.evicted:
+            line["evicted"] = step.evicted
+        self._put(line)
+        for number, reason in step.ended:
+            self._put_tokens(number, "failed" if has_failed and reason == "error" else reason)
+
+    # The file.
+
+    def _put(self, fields: dict[str, Any], token_ids: array[int] | None = None) -> None:
+        self._lines.put(_Line(fields, token_ids))
+
+    def _put_tokens(self, number: int, reason: str) -> None:
+        self._put({"tokens": number, "ended": reason}, self._tokens.pop(number))
+
+    def _write(self) -> None:
+        key = secrets.token_bytes(_KEY_BYTES)
+        with self._out as out:
+            while (line := self._lines.get()) is not None:
+                fields = line.fields
+                if line.token_ids is not None:
+                    hashes = hashed_tokens(line.token_ids, key)
+                    fields["hashes"] = base64.b64encode(_little(hashes).tobytes()).decode()
+                out.write(json.dumps(fields, separators=(",", ":")) + "\n")
+                if self._lines.empty():
+                    out.flush()
+
+
+class _Line(NamedTuple):
+    """A line to write, with hashes of these tokens if there are any."""
+
+    fields: dict[str, Any]
+    token_ids: array[int] | None
+
+
+class _Step:
+    """What has happened since the last step ended."""
+
+    __slots__ = ("began_s", "ended", "evicted", "hits", "plan")
+
+    def __init__(self) -> None:
+        self.plan: StepPlanned | None = None
+        self.began_s = 0.0
+        self.hits: list[tuple[int, int]] = []
+        self.evicted: list[int] = []
+        self.ended: list[tuple[int, str]] = []
+
+
+def hashed_tokens(token_ids: array[int], key: bytes) -> array[int]:
+    """Return for each token 31 bits that depend on it, on all before it, and on the key."""
+    hashes = array("i")
+    state = b""
+    packed = token_ids.tobytes()
+    for start in range(0, len(packed), token_ids.itemsize):
+        state = blake2b(state + packed[start : start + token_ids.itemsize], digest_size=_STATE_BYTES, key=key).digest()
+        hashes.append(int.from_bytes(state[:4], "little") & 0x7FFFFFFF)
+    return hashes
+
+
+def _little(numbers: array[int]) -> array[int]:
+    """Return the numbers so that their bytes are in the order of the file, which is the same on every machine."""
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers

@@ -1,0 +1,76 @@
+"""Arrivals: requests of any origin in the order in which they come, with their tokens made when their time has come."""
+
+from __future__ import annotations
+
+from array import array
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from pagefold.request import Request, SamplingParams, StopRule
+from pagefold.sim.traces.recording import RecordedRequest
+from pagefold.sim.traces.request import TraceRequest
+from pagefold.sim.traces.segments import GeneratedRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+__all__ = ["AnyRequest", "Arrival", "arrivals"]
+
+AnyRequest: TypeAlias = Request | TraceRequest | GeneratedRequest | RecordedRequest
+"""What can be replayed. A request with its tokens is used up by that; the others make a fresh one each time."""
+
+_SAMPLING = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+
+
+class Arrival(NamedTuple):
+    """A request that will come.
+
+    Attributes:
+        arrival_s: when.
+        num_tokens: of its prompt and its output, at most.
+        make: returns it, with all its tokens.
+    """
+
+    arrival_s: float
+    num_tokens: int
+    make: Callable[[], Request]
+
+
+def arrivals(requests: Iterable[AnyRequest]) -> list[Arrival]:
+    """Return when each request comes, in that order; those that come together in the order given."""
+    tokens = _IdTokens()
+    made = [_arrival(index, request, tokens) for index, request in enumerate(requests)]
+    made.sort(key=lambda arrival: arrival.arrival_s)
+    return made
+
+
+def _arrival(index: int, request: AnyRequest, tokens: _IdTokens) -> Arrival:
+    match request:
+        case Request():
+            return Arrival(request.arrival_s, request.stop.max_total_tokens, lambda: request)
+        case GeneratedRequest():
+            num_tokens = request.prompt_tokens + request.answer.num_tokens
+            return Arrival(request.arrival_s, num_tokens, request.request)
+        case RecordedRequest():
+            return Arrival(request.arrival_s, request.num_tokens, request.request)
+        case TraceRequest():
+            num_tokens = request.prompt_tokens + request.output_tokens
+            return Arrival(request.arrival_s, num_tokens, partial(tokens.request, index, request))
+
+
+class _IdTokens:
+    """Tokens for a trace's ids: an id is one token, as often as it stands for tokens."""
+
+    def __init__(self) -> None:
+        self._token_of: dict[int, int] = {}
+
+    def request(self, index: int, recorded: TraceRequest) -> Request:
+        """Return a recorded request; what no id speaks of is its own."""
+        prompt = array("i")
+        for each in recorded.prefix_ids:
+            token = self._token_of.setdefault(each, len(self._token_of))
+            prompt.extend(array("i", [token]) * recorded.tokens_per_id)
+        prompt.extend(array("i", [-1 - index]) * (recorded.prompt_tokens - len(prompt)))
+        del prompt[recorded.prompt_tokens :]
+        stop = StopRule(frozenset(), recorded.prompt_tokens + recorded.output_tokens)
+        return Request(f"r{index}", prompt, _SAMPLING, stop=stop, seed=index, arrival_s=recorded.arrival_s)

@@ -1,0 +1,251 @@
+"""Comparison: one workload under several policies and sizes of the cache, with or without timing, and their bounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from pagefold.errors import ConfigError
+from pagefold.kv.policies import POLICIES
+from pagefold.sim.cache_only import BELADY, CacheOnlyReport, replay_cache_only
+from pagefold.sim.curves import HitCurve, lru_curve, mean_error
+from pagefold.sim.null_runner import NullRunner
+from pagefold.sim.replay import SimConfig, simulate
+from pagefold.sim.report import Report
+from pagefold.sim.step_cost import LinearStepCost
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from pagefold.sim.arrivals import AnyRequest
+    from pagefold.sim.step_cost import StepCost
+    from pagefold.sim.traces.request import TraceRequest
+    from pagefold.steps import Runner
+
+__all__ = ["Bounds", "Comparison", "Curves", "Limits", "Progress", "Question", "Run", "compare", "policy_names"]
+
+Progress: TypeAlias = "Callable[[str, int, int], None]"
+"""Called with what is being run, how many requests are done, and how many there are."""
+
+_POINTS = 50
+_SHARES = (32, 16, 8, 4, 2)
+"""Sizes to try where nobody names some: these parts of what a cache that never evicts would hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one step may hold; names as in ``EngineConfig``.
+
+    Attributes:
+        max_num_seqs: sequences running at once.
+        max_num_batched_tokens: tokens computed in one step.
+    """
+
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is to be compared.
+
+    Attributes:
+        name: of the workload, for people.
+        requests: as the cache sees them: what prompts share is told by ids.
+        timed: as a server sees them, with tokens and what is answered; ``requests`` where there is nothing more.
+        policies: names of policies; ``belady`` without timing only.
+        cache_tokens: sizes of the cache; none for parts of what a cache that never evicts would hold.
+        block_size: tokens a block.
+        is_cache_only: prompts one after another, with no timing, and outputs not cached.
+        limits: of a step, where there is timing.
+        step_cost: seconds that a step takes, where there is timing.
+        runner: what samples, where there is timing.
+        with_bounds: whether to find what Belady's rule and an infinite cache would reach.
+        sample_rate: of the sampled curve; None for no curves.
+
+    Raises:
+        ConfigError: a value is out of range, or a policy has no such name.
+    """
+
+    name: str
+    requests: Sequence[TraceRequest]
+    timed: Sequence[AnyRequest] = ()
+    policies: tuple[str, ...] = ("default",)
+    cache_tokens: tuple[int, ...] = ()
+    block_size: int = 16
+    is_cache_only: bool = False
+    limits: Limits = field(default_factory=Limits)
+    step_cost: StepCost = field(default_factory=LinearStepCost)
+    runner: Runner = field(default_factory=NullRunner)
+    with_bounds: bool = False
+    sample_rate: float | None = None
+
+    def __post_init__(self) -> None:
+        known = policy_names()
+        for name in self.policies:
+            if name not in known:
+                msg = f"There is no policy {name!r}."
+                raise ConfigError(msg, remedy=f"There are {', '.join(known)}.")
+        if BELADY in self.policies and not self.is_cache_only:
+            msg = "Belady's rule knows which requests come, but not when."
+            raise ConfigError(msg, remedy="Ask for it with --cache-only, or leave it out.")
+        if self.block_size < 1:
+            raise _bad("block_size", self.block_size, "at least 1 token")
+        if any(size < self.block_size for size in self.cache_tokens):
+            raise _bad("cache_tokens", min(self.cache_tokens), f"at least a block of {self.block_size} tokens")
+        if self.sample_rate is not None and not 0 < self.sample_rate <= 1:
+            raise _bad("sample_rate", self.sample_rate, "above 0 and at most 1")
+        if not 1 <= self.limits.max_num_seqs <= self.limits.max_num_batched_tokens:
+            raise _bad("max_num_seqs", self.limits.max_num_seqs, "at least 1 and at most max_num_batched_tokens")
+
+    def sizes(self) -> tuple[int, ...]:
+        """Return the sizes to run, in whole blocks."""
+        if self.cache_tokens:
+            return tuple(size // self.block_size * self.block_size for size in self.cache_tokens)
+        size = self.block_size
+        blocks = lru_curve(self.requests, block_size=size).num_blocks
+        longest = max(request.prompt_tokens + request.output_tokens for request in self.requests)
+        least = 1 if self.is_cache_only else -(-longest // size) + 1
+        return tuple(sorted({max(least, blocks // share) * size for share in _SHARES}))
+
+
+class Run(NamedTuple):
+    """One policy at one size.
+
+    Attributes:
+        policy, cache_tokens: they.
+        report: what happened.
+    """
+
+    policy: str
+    cache_tokens: int
+    report: Report | CacheOnlyReport
+
+    @property
+    def token_hit_ratio(self) -> float:
+        """Share of the prompt tokens that were found, 0 to 1."""
+        return self.report.hit_share if isinstance(self.report, Report) else self.report.token_hit_ratio
+
+
+class Bounds(NamedTuple):
+    """What no policy can beat, in token hit ratios; outputs are not counted as cached.
+
+    Attributes:
+        belady: at each size of the comparison.
+        infinite: with a cache that never evicts.
+    """
+
+    belady: dict[int, float]
+    infinite: float
+
+
+class Curves(NamedTuple):
+    """LRU at every size.
+
+    Attributes:
+        exact: by stack distances.
+        sampled: by SHARDS.
+        sizes: at which the error was taken.
+        error: mean absolute error of the sampled curve, in token hit ratio.
+    """
+
+    exact: HitCurve
+    sampled: HitCurve
+    sizes: tuple[int, ...]
+    error: float
+
+
+class Comparison(NamedTuple):
+    """The answer.
+
+    Attributes:
+        question: what was asked.
+        runs: by policy, then by size.
+        bounds: if asked for.
+        curves: if asked for.
+    """
+
+    question: Question
+    runs: tuple[Run, ...]
+    bounds: Bounds | None
+    curves: Curves | None
+
+
+def policy_names() -> tuple[str, ...]:
+    """Return the names that a comparison takes: what the server uses, its policies, and Belady's bound."""
+    return tuple(dict.fromkeys(("default", *POLICIES, BELADY)))
+
+
+def compare(question: Question, *, progress: Progress | None = None) -> Comparison:
+    """Run every policy at every size.
+
+    Raises:
+        BudgetTooSmallError: a request can never fit into one of the sizes.
+    """
+    sizes = question.sizes()
+    runs = tuple(_run(question, name, size, progress) for name in question.policies for size in sizes)
+    bounds = curves = None
+    if question.with_bounds or question.sample_rate is not None:
+        exact = lru_curve(question.requests, block_size=question.block_size)
+        if question.with_bounds:
+            bounds = Bounds(_belady(question, runs, sizes, progress), exact.infinite)
+        if question.sample_rate is not None:
+            curves = _curves(question, exact, question.sample_rate)
+    return Comparison(question, runs, bounds, curves)
+
+
+def _run(question: Question, policy: str, cache_tokens: int, progress: Progress | None) -> Run:
+    size = question.block_size
+    what = f"{policy}, {cache_tokens:,} tokens"
+
+    def told(num_done: int) -> None:
+        if progress is not None:
+            progress(what, num_done, len(question.requests))
+
+    told(0)
+    if question.is_cache_only:
+        report: Report | CacheOnlyReport = replay_cache_only(
+            question.requests, policy=policy, block_size=size, cache_tokens=cache_tokens, progress=told
+        )
+    else:
+        config = SimConfig(
+            num_blocks=cache_tokens // size,
+            block_size=size,
+            max_num_seqs=question.limits.max_num_seqs,
+            max_num_batched_tokens=question.limits.max_num_batched_tokens,
+            eviction_policy=policy,
+        )
+        timed = question.timed or question.requests
+        report = simulate(timed, config, step_cost=question.step_cost, runner=question.runner, progress=told)
+    return Run(policy, cache_tokens, report)
+
+
+def _belady(
+    question: Question, runs: Iterable[Run], sizes: tuple[int, ...], progress: Progress | None
+) -> dict[int, float]:
+    if question.is_cache_only:
+        found = {run.cache_tokens: run.token_hit_ratio for run in runs if run.policy == BELADY}
+    else:
+        found = {}
+    ratios: dict[int, float] = {}
+    for size in sizes:
+        if size not in found:
+            if progress is not None:
+                progress(f"{BELADY}, {size:,} tokens", 0, len(question.requests))
+            report = replay_cache_only(
+                question.requests, policy=BELADY, block_size=question.block_size, cache_tokens=size
+            )
+            found[size] = report.token_hit_ratio
+        ratios[size] = found[size]
+    return ratios
+
+
+def _curves(question: Question, exact: HitCurve, rate: float) -> Curves:
+    sampled = lru_curve(question.requests, block_size=question.block_size, rate=rate)
+    largest = max(exact.largest, question.block_size)
+    sizes = tuple(largest * place // _POINTS for place in range(1, _POINTS + 1))
+    return Curves(exact, sampled, sizes, mean_error(sampled, exact, sizes))
+
+
+def _bad(name: str, value: object, allowed: str) -> ConfigError:
+    return ConfigError(f"{name} is {value}.", remedy=f"It must be {allowed}.")

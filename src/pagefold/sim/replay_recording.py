@@ -1,0 +1,245 @@
+"""Replaying a recording: the same scheduler and cache, given what the server was given, must do what it did.
+
+What timing and the model decided comes from the recording: when requests came, before which step they were cancelled,
+what was sampled, which steps failed. What each request found and which blocks were evicted is decided anew, and
+compared.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pagefold.events import BlockEvicted, PrefixLookup, RequestPreempted
+from pagefold.kv import KVCore, PinLimits, audit, make_policy
+from pagefold.request import Request, SamplingParams, StopRule, WarmUp
+from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits
+from pagefold.sim.traces.recording import (
+    RecordedAdd,
+    RecordedCut,
+    RecordedReset,
+    RecordedStep,
+    RecordedUnpin,
+    Recording,
+)
+from pagefold.steps import StepResult, TokenLogprobs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pagefold.events import Event
+    from pagefold.steps import StepPlan
+
+__all__ = ["RecordingReport", "replay_recording"]
+
+_ENDS_BY_ITSELF = ("stop", "length", "error")
+_END = -1
+_ENDS = frozenset({_END})
+"""No hash is negative. The last token of an output may be any: its KV is not computed, so no block holds it."""
+_NO_LOGPROB = TokenLogprobs(0.0, 1, ())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordingReport:
+    """How a replay went.
+
+    Attributes:
+        num_requests: that came.
+        num_steps: that were replayed; empty ones count.
+        num_failed_steps, num_cancelled, num_preemptions: of them.
+        num_asked_tokens, num_hit_tokens: of first admissions.
+        num_evictions: cached blocks that went.
+        num_equal_steps: steps that found and evicted just what the server's did.
+        first_difference: what was other than in the recording; empty where nothing was. Nothing after it is replayed.
+    """
+
+    num_requests: int
+    num_steps: int
+    num_failed_steps: int
+    num_cancelled: int
+    num_preemptions: int
+    num_asked_tokens: int
+    num_hit_tokens: int
+    num_evictions: int
+    num_equal_steps: int
+    first_difference: str
+
+    @property
+    def token_hit_ratio(self) -> float:
+        """Share of prompt tokens that were found, 0 to 1."""
+        return self.num_hit_tokens / self.num_asked_tokens if self.num_asked_tokens else 0.0
+
+    def figures(self) -> dict[str, object]:
+        """Return all figures by name, for JSON."""
+        told: dict[str, object] = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return told | {"token_hit_ratio": self.token_hit_ratio}
+
+
+def replay_recording(recording: Recording, *, progress: Callable[[int], None] | None = None) -> RecordingReport:
+    """Replay a recording on the real scheduler and cache, step by step, and compare each with what was recorded.
+
+    Args:
+        recording: of a server.
+        progress: told how many of ``recording.happened`` are done.
+    """
+    return _Replayer(recording).replay(progress)
+
+
+class _Replayer:
+    def __init__(self, recording: Recording) -> None:
+        settings = recording.settings
+        self._recording = recording
+        self._cut = {each.number for each in recording.happened if isinstance(each, RecordedCut)}
+        self._hits: list[tuple[int, int]] = []
+        self._evicted: list[int] = []
+        self._num_preemptions = self._num_asked = self._num_hit = self._num_evictions = 0
+        self._core = KVCore(
+            settings.num_blocks,
+            block_size=settings.block_size,
+            policy=make_policy(settings.eviction_policy),
+            enable_prefix_caching=settings.enable_prefix_caching,
+            pin_limits=PinLimits(settings.max_pinned_share, settings.pin_half_life_s),
+            emit=self._note,
+        )
+        self._scheduler = Scheduler(
+            self._core,
+            SchedulerLimits(settings.max_num_seqs, settings.max_num_batched_tokens),
+            policy=SCHEDULING_POLICIES[settings.scheduling_policy](settings.priority_aging_s),
+            emit=self._note,
+        )
+
+    def replay(self, progress: Callable[[int], None] | None) -> RecordingReport:
+        happened = self._recording.happened
+        in_step: list[RecordedCut] = []
+        steps = [each for each in happened if isinstance(each, RecordedStep)]
+        num_equal = num_steps = num_requests = 0
+        difference = ""
+        for index, each in enumerate(happened):
+            match each:
+                case RecordedAdd():
+                    num_requests += 1
+                    self._scheduler.add(self._request(each))
+                case RecordedCut():
+                    in_step.append(each) if each.is_in_step else self._finish(each)
+                case RecordedUnpin():
+                    self._core.pins.remove(_name(each.number))
+                case RecordedReset():
+                    self._core.reset()
+                case RecordedStep():
+                    num_steps += 1
+                    difference = self._step(each, in_step)
+                    in_step = []
+                    if difference:
+                        break
+                    num_equal += 1
+            if progress is not None:
+                progress(index + 1)
+        audit(self._core)
+        return RecordingReport(
+            num_requests=num_requests,
+            num_steps=num_steps,
+            num_failed_steps=sum(step.has_failed for step in steps[:num_steps]),
+            num_cancelled=len(self._cut),
+            num_preemptions=self._num_preemptions,
+            num_asked_tokens=self._num_asked,
+            num_hit_tokens=self._num_hit,
+            num_evictions=self._num_evictions,
+            num_equal_steps=num_equal,
+            first_difference=difference,
+        )
+
+    def _step(self, recorded: RecordedStep, in_step: list[RecordedCut]) -> str:
+        """Run a step; return what was other than recorded, if anything."""
+        plan = self._scheduler.schedule(recorded.now_s)
+        where = f"step {recorded.step_id}"
+        if plan.num_rows != recorded.num_rows or len(plan.token_ids) != recorded.num_computed:
+            if plan.num_rows:
+                self._scheduler.abandon("the replay ends here")
+            was = f"{recorded.num_rows} sequences and {recorded.num_computed} tokens"
+            return f"{where} had {was}; the replay has {plan.num_rows} and {len(plan.token_ids)}"
+        for cut in in_step:
+            self._finish(cut)
+        if not plan.num_rows:
+            pass
+        elif recorded.has_failed:
+            self._scheduler.abandon("as recorded")
+        else:
+            self._scheduler.apply(self._result(plan))
+        hits, self._hits = tuple(self._hits), []
+        evicted, self._evicted = tuple(self._evicted), []
+        if hits != recorded.hits:
+            return f"{where} found {recorded.hits} (request, tokens); the replay found {hits}"
+        if evicted != recorded.evicted:
+            return f"{where} evicted blocks {recorded.evicted}; the replay evicted {evicted}"
+        return ""
+
+    def _note(self, event: Event) -> None:
+        match event:
+            case PrefixLookup():
+                self._hits.append((int(event.request_id[1:]), event.num_hit_tokens))
+                if not event.after_preemption:
+                    self._num_asked += event.num_tokens
+                    self._num_hit += event.num_hit_tokens
+            case BlockEvicted():
+                self._evicted.append(event.block_id)
+                self._num_evictions += 1
+            case RequestPreempted():
+                self._num_preemptions += 1
+            case _:
+                pass
+
+    def _finish(self, cut: RecordedCut) -> None:
+        self._scheduler.finish(_name(cut.number), "abort")
+
+    def _request(self, add: RecordedAdd) -> Request:
+        """Return a request that will sample what was recorded."""
+        prompt = self._tokens(add.number)[: add.num_prompt_tokens]
+        prompt.extend([0] * (add.num_prompt_tokens - len(prompt)))  # of a recording that was cut off
+        sampling = SamplingParams(
+            max_tokens=None, ignore_eos=True, prompt_logprobs=0 if add.has_prompt_logprobs else None
+        )
+        pin = None if add.pin is None else WarmUp(pin=True, ttl_s=add.pin[0], retention_priority=add.pin[1])
+        samples = [
+            Request(
+                _name(number),
+                prompt,
+                sampling,
+                stop=StopRule(_ENDS, add.most_tokens),
+                namespace=str(add.namespace).encode(),
+                seed=number,
+                arrival_s=add.arrival_s,
+                deadline_s=add.deadline_s,
+                priority=add.priority,
+                parent_id=_name(add.number),
+                sample_index=number - add.number,
+                warm_up=pin,
+            )
+            for number in range(add.number, add.number + add.num_samples)
+        ]
+        first, *first.forks = samples
+        return first
+
+    def _ends_by_itself(self, number: int) -> bool:
+        return number not in self._cut and self._recording.ended.get(number) in _ENDS_BY_ITSELF
+
+    def _tokens(self, number: int) -> array[int]:
+        return self._recording.tokens.get(number, array("i"))
+
+    def _result(self, plan: StepPlan) -> StepResult:
+        """Return what the server sampled; seeds are numbers of samples."""
+        sampled = []
+        for row, seed, draw in zip(plan.sampling_rows, plan.seeds, plan.draws, strict=True):
+            tokens = self._tokens(seed)
+            place = (
+                plan.starts[row] + plan.num_tokens[row]
+            )  # a row that samples has all its tokens, so this is the next
+            assert draw <= place
+            is_last = place == len(tokens) - 1 and self._ends_by_itself(seed)
+            sampled.append(_END if is_last else tokens[place] if place < len(tokens) else 0)
+        parts = [[_NO_LOGPROB] * len(part.token_ids) for part in plan.prompt_parts]
+        return StepResult(sampled, logprobs=[_NO_LOGPROB] * len(plan.logprob_rows), prompt_logprobs=parts)
+
+
+def _name(number: int) -> str:
+    return f"r{number}"

@@ -1,0 +1,35 @@
+"""Traces: requests that somebody recorded, and workloads that are generated. Their readers, and where traces lie."""
+
+from pagefold.sim.traces.folder import traces_folder
+from pagefold.sim.traces.generators import (
+    GENERATORS,
+    AgentTreeWorkload,
+    BurstWorkload,
+    ChatWorkload,
+    RetrievalWorkload,
+    SharedPromptWorkload,
+    Workload,
+    parse_workload,
+)
+from pagefold.sim.traces.read import read_trace
+from pagefold.sim.traces.request import MAX_TOKENS, Trace, TraceRequest, request_of
+from pagefold.sim.traces.segments import GeneratedRequest, Segment
+
+__all__ = [
+    "GENERATORS",
+    "MAX_TOKENS",
+    "AgentTreeWorkload",
+    "BurstWorkload",
+    "ChatWorkload",
+    "GeneratedRequest",
+    "RetrievalWorkload",
+    "Segment",
+    "SharedPromptWorkload",
+    "Trace",
+    "TraceRequest",
+    "Workload",
+    "parse_workload",
+    "read_trace",
+    "request_of",
+    "traces_folder",
+]

@@ -1,0 +1,341 @@
+"""Recordings of the server, as ``pagefold serve --record-trace`` writes them: what came from outside, and each step."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import sys
+from array import array
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from pagefold.errors import TraceError
+from pagefold.request import Request, SamplingParams, StopRule
+from pagefold.sim.traces.request import Trace, TraceRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+__all__ = [
+    "RecordedAdd",
+    "RecordedCut",
+    "RecordedRequest",
+    "RecordedReset",
+    "RecordedSettings",
+    "RecordedStep",
+    "RecordedUnpin",
+    "Recording",
+    "is_recording",
+    "read_recording",
+]
+
+_VERSION = 1
+_MARK = "pagefold_recording"
+_TOKEN_BYTES = 4
+_SAMPLING = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedSettings:
+    """What the server was started with; names as in ``EngineConfig``, and ``num_blocks`` of its pool."""
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_prefix_caching: bool
+    eviction_policy: str
+    scheduling_policy: str
+    priority_aging_s: float
+    max_pinned_share: float
+    pin_half_life_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedAdd:
+    """A request came.
+
+    Attributes:
+        number: of its first sample; the others follow.
+        num_samples: how many outputs it has.
+        num_prompt_tokens: of the prompt.
+        most_tokens: prompt and output together, at most.
+        namespace: of its blocks: a number.
+        arrival_s, deadline_s, priority: as in ``Request``.
+        has_prompt_logprobs: whether all of the prompt is computed, whatever the cache holds.
+        pin: (seconds until it expires, priority) of the pin that it makes; None for no pin.
+    """
+
+    number: int
+    num_samples: int
+    num_prompt_tokens: int
+    most_tokens: int
+    namespace: int
+    arrival_s: float
+    deadline_s: float | None = None
+    priority: int = 0
+    has_prompt_logprobs: bool = False
+    pin: tuple[float | None, float] | None = None
+
+
+class RecordedCut(NamedTuple):
+    """A sample was ended from outside; ``is_in_step`` if a step with it was in flight: the next one recorded."""
+
+    number: int
+    is_in_step: bool
+
+
+class RecordedUnpin(NamedTuple):
+    """The pin of a request was taken away, or expired."""
+
+    number: int
+
+
+class RecordedReset(NamedTuple):
+    """The cache was reset."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """A step.
+
+    Attributes:
+        step_id: its number.
+        now_s: the time that it was planned for.
+        num_rows: sequences that took part; with 0 nothing ran.
+        num_computed, num_read: tokens that it computed, and tokens of KV that it read.
+        took_s: seconds.
+        has_failed: it was taken back.
+        hits: (number, tokens that were found) of each sample that it admitted.
+        evicted: ids of the blocks that were evicted since the step before, in order.
+    """
+
+    step_id: int
+    now_s: float
+    num_rows: int
+    num_computed: int = 0
+    num_read: int = 0
+    took_s: float = 0.0
+    has_failed: bool = False
+    hits: tuple[tuple[int, int], ...] = ()
+    evicted: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRequest:
+    """One sample of a recording, for a simulation with other settings.
+
+    Attributes:
+        number: of the sample; also the seed of its draws.
+        arrival_s: seconds after the first one came.
+        namespace: of its blocks: a number.
+        num_prompt_tokens: how many of ``tokens`` are the prompt.
+        tokens: hashes of prompt and output.
+    """
+
+    number: int
+    arrival_s: float
+    namespace: int
+    num_prompt_tokens: int
+    tokens: array[int]
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output together; one without an output still has a step."""
+        return max(self.num_prompt_tokens + 1, len(self.tokens))
+
+    def request(self) -> Request:
+        """Return a fresh request with its prompt; what it samples, :meth:`Recording.sampled` tells."""
+        return Request(
+            f"r{self.number}",
+            self.tokens[: self.num_prompt_tokens],
+            _SAMPLING,
+            stop=StopRule(frozenset(), self.num_tokens),
+            namespace=str(self.namespace).encode(),
+            seed=self.number,
+            arrival_s=self.arrival_s,
+        )
+
+
+Recorded: TypeAlias = RecordedAdd | RecordedCut | RecordedUnpin | RecordedReset | RecordedStep
+
+
+@dataclass(slots=True)
+class Recording:
+    """All of a recording.
+
+    Attributes:
+        name: of the file.
+        settings: what the server was started with.
+        happened: in order.
+        tokens: of each sample, by its number: hashes of prompt and output, each of all tokens up to it.
+        ended: why each sample ended; ``failed`` if its steps did, empty if it had not ended.
+        is_whole: the server ended it, rather than being killed.
+    """
+
+    name: str
+    settings: RecordedSettings
+    happened: list[Recorded] = field(default_factory=list)
+    tokens: dict[int, array[int]] = field(default_factory=dict)
+    ended: dict[int, str] = field(default_factory=dict)
+    is_whole: bool = False
+    _prompts: dict[int, int] = field(default_factory=dict)
+
+    def adds(self) -> Iterator[RecordedAdd]:
+        """Yield the requests."""
+        return (each for each in self.happened if isinstance(each, RecordedAdd))
+
+    def requests(self) -> list[RecordedRequest]:
+        """Return every sample whose tokens are known, in order of arrival."""
+        began_s = min((add.arrival_s for add in self.adds()), default=0.0)
+        return [
+            RecordedRequest(number, add.arrival_s - began_s, add.namespace, add.num_prompt_tokens, self.tokens[number])
+            for add in self.adds()
+            for number in range(add.number, add.number + add.num_samples)
+            if len(self.tokens.get(number, ())) >= add.num_prompt_tokens
+        ]
+
+    def sampled(self, number: int, draw: int) -> int:
+        """Return the token that a sample got after ``draw`` others; 0 where it got none."""
+        tokens, place = self.tokens[number], self._num_prompt(number) + draw
+        return tokens[place] if place < len(tokens) else 0
+
+    def _num_prompt(self, number: int) -> int:
+        if not self._prompts:
+            for add in self.adds():
+                for each in range(add.number, add.number + add.num_samples):
+                    self._prompts[each] = add.num_prompt_tokens
+        return self._prompts[number]
+
+    def trace(self, max_requests: int | None = None) -> Trace:
+        """Return its requests as a trace: every sample one, with an id a block."""
+        size = self.settings.block_size
+        known: dict[tuple[int, bytes], int] = {}
+        made: list[TraceRequest] = []
+        began_s = min((add.arrival_s for add in self.adds()), default=0.0)
+        for add in self.adds():
+            for number in range(add.number, add.number + add.num_samples):
+                tokens = self.tokens.get(number, array("i"))
+                packed = tokens[: add.num_prompt_tokens].tobytes()
+                stride = size * tokens.itemsize
+                name = -1 - add.namespace
+                ids: list[int] = []
+                for start in range(0, len(packed), stride):
+                    name = known.setdefault((name, packed[start : start + stride]), len(known))
+                    ids.append(name)
+                num_output = max(1, len(tokens) - add.num_prompt_tokens)
+                made.append(TraceRequest(add.arrival_s - began_s, add.num_prompt_tokens, num_output, tuple(ids), size))
+        if not made:
+            msg = f"The recording {self.name} holds no requests."
+            raise TraceError(msg, remedy="Record a server that somebody asks something.")
+        return Trace(self.name, tuple(made[:max_requests]))
+
+
+def is_recording(path: Path) -> bool:
+    """Whether a file begins as recordings do. False also for what cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_MARK) + 2).startswith(f'{{"{_MARK}'.encode())
+    except OSError:
+        return False
+
+
+def read_recording(path: Path) -> Recording:
+    """Return a recording; of one that was cut off, what there is.
+
+    Raises:
+        TraceError: it cannot be read, is of another version, or a line is damaged; says which.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            lines = file.readlines()
+    except OSError as error:
+        msg = f"The recording {path} cannot be read: {error.strerror}."
+        raise TraceError(msg, remedy="Name a file that can be read.") from None
+    except UnicodeDecodeError:
+        msg = f"The recording {path} is no text."
+        raise TraceError(msg, remedy="Record it again.") from None
+    recording: Recording | None = None
+    for number, line in enumerate(lines, start=1):
+        if number == len(lines) and not line.endswith("\n"):
+            break  # the server was killed while it wrote it
+        try:
+            fields = json.loads(line)
+            if recording is None:
+                recording = _begin(path, fields)
+            else:
+                _take(recording, fields)
+        except (ValueError, KeyError, TypeError, RecursionError, binascii.Error) as error:
+            msg = f"Line {number} of the recording {path} is damaged: {type(error).__name__} {str(error)[:60]}."
+            raise TraceError(msg, remedy="Record it again.") from None
+    if recording is None:
+        msg = f"{path} is no recording of a server."
+        raise TraceError(msg, remedy="Make one with pagefold serve --record-trace.")
+    return recording
+
+
+def _begin(path: Path, fields: dict[str, Any]) -> Recording:
+    version = fields.pop(_MARK)
+    if version != _VERSION:
+        msg = f"The recording {path} is of version {version}; this Pagefold reads version {_VERSION}."
+        raise TraceError(msg, remedy="Record it again.")
+    return Recording(path.name, RecordedSettings(**fields))
+
+
+def _take(recording: Recording, fields: dict[str, Any]) -> None:
+    """Take in a line."""
+    kind = next(iter(fields), "")
+    if kind == "tokens":
+        packed = base64.b64decode(fields["hashes"], validate=True)
+        tokens = array("i")
+        assert tokens.itemsize == _TOKEN_BYTES
+        tokens.frombytes(packed)
+        if sys.byteorder == "big":
+            tokens.byteswap()
+        recording.tokens[int(fields["tokens"])] = tokens
+        recording.ended[int(fields["tokens"])] = str(fields["ended"])
+    elif kind == "end":
+        recording.is_whole = True
+    else:
+        recording.happened.append(_KINDS[kind](fields))
+
+
+def _add(fields: dict[str, Any]) -> RecordedAdd:
+    pin = fields.get("pin")
+    return RecordedAdd(
+        number=int(fields["add"]),
+        num_samples=int(fields["samples"]),
+        num_prompt_tokens=int(fields["prompt"]),
+        most_tokens=int(fields["most"]),
+        namespace=int(fields["namespace"]),
+        arrival_s=float(fields["at"]),
+        deadline_s=fields.get("deadline"),
+        priority=int(fields.get("priority", 0)),
+        has_prompt_logprobs=bool(fields.get("prompt_logprobs", False)),
+        pin=None if pin is None else (pin[0], float(pin[1])),
+    )
+
+
+def _step(fields: dict[str, Any]) -> RecordedStep:
+    return RecordedStep(
+        step_id=int(fields["step"]),
+        now_s=float(fields["at"]),
+        num_rows=int(fields["rows"]),
+        num_computed=int(fields.get("computed", 0)),
+        num_read=int(fields.get("read", 0)),
+        took_s=float(fields.get("took", 0.0)),
+        has_failed=bool(fields.get("failed", False)),
+        hits=tuple((int(number), int(found)) for number, found in fields.get("hits", ())),
+        evicted=tuple(int(each) for each in fields.get("evicted", ())),
+    )
+
+
+_KINDS: dict[str, Callable[[dict[str, Any]], Recorded]] = {
+    "add": _add,
+    "cut": lambda fields: RecordedCut(int(fields["cut"]), bool(fields["in_step"])),
+    "unpin": lambda fields: RecordedUnpin(int(fields["unpin"])),
+    "reset": lambda _: RecordedReset(),
+    "step": _step,
+}

@@ -1,0 +1,146 @@
+"""Seeded faults: nothing is found where nothing is wrong, and a bug that somebody plants is found and shrunk."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from pagefold.kv import KVCore
+from pagefold.kv import tree as tree_module
+from pagefold.scheduler import Scheduler
+from pagefold.sim import faults
+from pagefold.sim.fault_hunt import Found, as_test, draw_run, hunt
+from pagefold.sim.faults import Ask, Cancel, FaultyRun, ResetCache, Shrink, Step, run_faulty
+
+
+def test_every_invariant_holds():
+    assert hunt(3_000, seed=0) is None
+
+
+@pytest.mark.long
+def test_every_invariant_holds_for_long():
+    assert hunt(100_000, seed=1_000) is None
+
+
+def test_runs_are_what_their_seeds_say():
+    assert draw_run(5) == draw_run(5)
+    assert draw_run(5) != draw_run(6)
+    assert run_faulty(draw_run(5)) == run_faulty(draw_run(5))
+
+
+def test_everything_that_can_go_wrong_does(monkeypatch):
+    """In a few dozen runs: preemption, hits inside a block, timeouts, pins, forks, and every fault."""
+    seen: Counter[str] = Counter()
+    machines = []
+    real = faults.Scheduler
+
+    def watched(core, limits, *, policy):
+        core._emit = core.pins._emit = count
+        machines.append(core)
+        return real(core, limits, policy=policy, emit=count)
+
+    def count(event):
+        seen[type(event).__name__] += 1
+        if type(event).__name__ == "PrefixLookup" and event.num_hit_tokens % machines[-1].block_size:
+            seen["partial"] += 1
+        if type(event).__name__ == "RequestFinished":
+            seen[event.finish_reason] += 1
+
+    monkeypatch.setattr(faults, "Scheduler", watched)
+    for seed in range(25):
+        run_faulty(draw_run(seed, num_steps=80))
+    for what in ("RequestPreempted", "BlockEvicted", "PinDropped", "StepAbandoned", "CacheReset", "partial"):
+        assert seen[what] > 5, what
+    for reason in ("length", "abort", "timeout", "error"):
+        assert seen[reason], reason
+    drawn = Counter(type(action) for seed in range(40) for action in draw_run(seed).actions)
+    assert min(drawn[kind] for kind in (Ask, Cancel, ResetCache, Shrink, Step)) > 5
+
+
+# Bugs that somebody plants.
+
+
+def forget_to_take_back(monkeypatch) -> None:
+    """A failed step's blocks stay published, though nothing was written."""
+
+    def abandon(self, promise):
+        promise.table.promise = None
+        node = promise.table.tail
+        while node is not None and node is not promise.tail:
+            node.committed = True
+            node = node.parent
+
+    monkeypatch.setattr(KVCore, "abandon", abandon)
+
+
+def lean_on_what_is_not_written(monkeypatch) -> None:
+    """A partial match counts a token more than agree."""
+    real = tree_module._best_partial
+
+    def wrong(parent, rest):
+        node, num_tokens = real(parent, rest)
+        return node, num_tokens + (node is not None and (num_tokens + 1) * 4 <= len(rest))
+
+    monkeypatch.setattr(tree_module, "_best_partial", wrong)
+
+
+def lose_a_block(monkeypatch) -> None:
+    """Who is cancelled during a step keeps its blocks."""
+    real = Scheduler._finish
+
+    def leak(self, request, reason):
+        if reason == "abort" and request.table is not None and request.is_aborted:
+            self.core.fork(request.table)
+        real(self, request, reason)
+
+    monkeypatch.setattr(Scheduler, "_finish", leak)
+
+
+@pytest.mark.parametrize("plant", [forget_to_take_back, lean_on_what_is_not_written, lose_a_block])
+def test_a_bug_is_found_and_shrunk_to_a_test(plant):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        plant(monkeypatch)
+        found = hunt(20_000, seed=0)
+        assert found is not None
+        assert len(found.run.actions) < 10 < len(draw_run(found.seed).actions)
+        test = as_test(found)
+        with pytest.raises(Exception, match=r".+") as raised:
+            run_test(test, found.seed)
+        assert found.error.startswith(type(raised.value).__name__)
+        if plant is forget_to_take_back:
+            assert hunt(20_000, seed=0) == found  # the same, always
+    run_test(test, found.seed)  # and without the bug it passes
+
+
+def run_test(text: str, seed: int) -> None:
+    """Do what somebody does who pastes the text into a file."""
+    names: dict[str, object] = {}
+    exec(compile(text, "pasted.py", "exec"), names)
+    test = names[f"test_run_{seed}_holds"]
+    assert callable(test)
+    test()
+
+
+def test_a_test_reads_well():
+    run = FaultyRun(num_blocks=8, actions=(Ask(0, (1, 2), num_output=3), Step("lost"), Cancel(0)))
+    text = as_test(Found(7, run, "RunError: blocks were lost"))
+    assert (
+        text
+        == '''from pagefold.sim.faults import Ask, Cancel, FaultyRun, Step, run_faulty
+
+
+def test_run_7_holds():
+    """Found by seed 7: RunError: blocks were lost"""
+    run_faulty(
+        FaultyRun(
+            num_blocks=8,
+            actions=(
+                Ask(number=0, prompt=(1, 2), num_output=3),
+                Step(fault='lost'),
+                Cancel(number=0),
+            ),
+        )
+    )
+'''
+    )
