@@ -62,12 +62,12 @@ class HostTransfer:
     Attributes:
         num_stored_blocks: that were evicted and are kept.
         num_loaded_blocks: that came back, as they had been.
-        num_damaged_blocks: that did not come back as they had been, and are computed anew.
+        damaged_ids: host blocks that were not as they had been; what they held is computed anew.
     """
 
     num_stored_blocks: int
     num_loaded_blocks: int
-    num_damaged_blocks: int
+    damaged_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

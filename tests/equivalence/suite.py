@@ -123,7 +123,7 @@ class Counts:
         elif isinstance(event, HostTransfer):
             self.num_stored_blocks += event.num_stored_blocks
             self.num_loaded_blocks += event.num_loaded_blocks
-            self.num_damaged_blocks += event.num_damaged_blocks
+            self.num_damaged_blocks += len(event.damaged_ids)
         elif isinstance(event, PrefixLookup) and not event.after_preemption:
             self.num_hit_tokens += event.num_hit_tokens
             if not self.num_steps:

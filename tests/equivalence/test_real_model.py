@@ -8,16 +8,22 @@ at most 1 % of sequences differ (rounded up: one, in the short form), and each i
 from __future__ import annotations
 
 import math
+from array import array
 from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from equivalence.real_model import LOGIT_BOUND, Forced, RealReferences, real_prompts
 from equivalence.references import References
 from equivalence.suite import Counts, Setting, Trial, Workload
 from pagefold import LLM, SamplingParams
+from pagefold.config import EngineConfig
+from pagefold.engine.build import build_engine, plan_engine
+from pagefold.kv import BlockId
+from pagefold.steps import PromptPart, StepPlan
 from pagefold.tokenizer import Tokenizer
 
 PLAIN = Setting(name="batched", dtype="float32", attention_backend="cpu")
@@ -111,6 +117,27 @@ def test_every_logit_is_near_the_reference_in_full(setting, smollm2, real_refere
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 def test_free_running_outputs_are_the_references_in_full(setting, smollm2, real_references):
     hold_free_running(real_references(60, 1000, 64), setting, smollm2)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_rounding_is_no_worse_than_torchs(smollm2):
+    """Logits against float64: float32 of the fused decoder is about as near as float32 of transformers is."""
+    (prompt,) = real_prompts(Tokenizer(smollm2), 60, 1000)[8:9]
+    prompt = prompt[:300]
+
+    def reference(dtype):
+        model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=dtype)
+        with torch.inference_mode():
+            return model(torch.tensor([prompt])).logits[0].double()
+
+    exact = reference(torch.float64)
+    engine = build_engine(plan_engine(EngineConfig(model=str(smollm2), max_model_len=512, kv_cache_memory_bytes=2**28)))
+    plan = StepPlan(0, token_ids=array("i", prompt), starts=[0], num_tokens=[len(prompt)])
+    plan.block_ids = [[BlockId(index) for index in range(len(prompt) // 16 + 1)]]
+    plan.prompt_parts = [PromptPart(0, 0, array("i", prompt), 0)]
+    ours = engine.runner._forward(plan)[1].double()
+    error, theirs = ((each - exact).square().mean().sqrt() for each in (ours, reference(torch.float32)))
+    assert error <= 1.5 * theirs
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pagefold.events import BlockEvicted
 from pagefold.kv import DEFAULT_POLICY, POLICIES, KVCore, RequestFacts, audit, make_policy
 from pagefold.kv.ordered import OrderedNodes
 from pagefold.kv.policies.adaptive import Adaptive, GhostCache
@@ -25,7 +26,6 @@ from pagefold.kv.policies.reuse_model import NUM_LEVELS, Kind, ReuseModel, _wort
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pagefold.events import BlockEvicted
     from pagefold.kv import EvictionPolicy
     from pagefold.kv.tree import Node
 
@@ -342,7 +342,7 @@ class Server:
                 self.core.release(running.pop(rng.randrange(3)))
             if request % 8 == 0:
                 audit(self.core)
-        return [(event.block_id, event.depth) for event in self.evicted]
+        return [(event.block_id, event.depth) for event in self.evicted if isinstance(event, BlockEvicted)]
 
 
 @pytest.mark.parametrize("name", TWINS)

@@ -203,9 +203,10 @@ class LocalServer(AnyServer):
         emit = metrics.emit
         self.recorder = None if record_trace is None else TraceRecorder(record_trace, time.monotonic)
         if self.recorder is not None:
-            self.recorder.begin(config, blueprint.capacity.num_blocks)
+            self.recorder.begin(config, blueprint.capacity.num_blocks, blueprint.capacity.num_host_blocks)
             emit = fan_out(emit, self.recorder)
         self.engine = build_engine(blueprint, emit=emit)
+        self.arena = self.engine.runner.arena
         self.runner = ControlledRunner(self.engine.runner)
         self.engine.runner = self.runner
         self.client = EngineThread(self.engine, max_requests=max_requests)

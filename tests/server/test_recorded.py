@@ -43,15 +43,23 @@ def ask(server: LocalServer, rng: random.Random, num_requests: int) -> None:
                 server.complete(text + answer + " so", max_tokens=4, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=["learned", "weighted"])
+BLOCK_BYTES = 2**13
+
+
+@pytest.fixture(scope="module", params=[("learned", 40), ("weighted", 0)], ids=["with a host tier", "weighted"])
 def recorded(request, tiny_chat_model: Path, tmp_path_factory) -> Path:
-    """Six clients at a server with room for about four of their requests, whose steps sometimes fail."""
+    """Six clients at a server with room for about four of their requests, whose steps sometimes fail.
+
+    Bits turn in what its host tier holds, if it has one.
+    """
+    policy, num_host_blocks = request.param
     file = tmp_path_factory.mktemp("recorded") / "trace.jsonl"
     server = LocalServer(
         tiny_chat_model,
         record_trace=file,
-        eviction_policy=request.param,
-        kv_cache_memory_bytes=20 * 2**13,
+        eviction_policy=policy,
+        kv_cache_memory_bytes=20 * BLOCK_BYTES,
+        kv_offloading_size=num_host_blocks * BLOCK_BYTES / 2**30,
         max_model_len=256,
         max_num_seqs=6,
         max_num_batched_tokens=48,
@@ -67,6 +75,8 @@ def recorded(request, tiny_chat_model: Path, tmp_path_factory) -> Path:
             server.runner.fail(1)
             response = server.http.post("/v1/cache/warm", json=body, headers=admin)
             assert response.status_code in (200, 429), response.text
+            if num_host_blocks:
+                server.arena.blocks[:, 7] += 1 + index
             if index == 3:
                 server.http.post("/reset_prefix_cache", headers=admin).raise_for_status()
         for client in clients:
@@ -98,6 +108,7 @@ def test_a_replay_finds_and_evicts_what_the_server_did(recorded):
     assert sum(len(step.evicted) for step in steps) == report.num_evictions > 50
     found = [tokens for step in steps for _, tokens in step.hits]
     assert any(tokens % recording.settings.block_size for tokens in found), "a hit inside a block"
+    assert any(step.damaged for step in steps) == bool(recording.settings.num_host_blocks)
 
 
 def test_a_difference_is_told(recorded):

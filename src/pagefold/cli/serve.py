@@ -361,7 +361,7 @@ def _start_engine(
         blueprint = plan_engine(config, progress=progress)
     _quiet_transformers(is_loaded=not blueprint.is_fused)
     if recorder is not None:
-        recorder.begin(config, blueprint.capacity.num_blocks)
+        recorder.begin(config, blueprint.capacity.num_blocks, blueprint.capacity.num_host_blocks)
         emit = fan_out(emit, recorder)
     engine = build_engine(blueprint, emit=emit, say=say)
     # What is there now stays: the collector need not walk through all of it again, in the middle of some step.

@@ -410,7 +410,7 @@ class KVCore:
             self._unpin_loads(ops.loads)
             self.host.done(ops)
             if ops.stores or ops.loads:
-                self._emit(HostTransfer(len(ops.stores), len(ops.loads), 0))
+                self._emit(HostTransfer(len(ops.stores), len(ops.loads)))
 
     def host_failed(self, ops: HostOps, damaged_ids: frozenset[int] = frozenset()) -> None:
         """The step failed. What it was to store is lost, and so is what came back damaged.
@@ -421,7 +421,7 @@ class KVCore:
             self._unpin_loads(ops.loads)
             self.host.failed(ops, damaged_ids)
             if damaged_ids:
-                self._emit(HostTransfer(0, 0, len(damaged_ids)))
+                self._emit(HostTransfer(0, 0, tuple(sorted(damaged_ids))))
 
     def reclaim(self, num_blocks: int) -> int:
         """Evict up to ``num_blocks`` cached blocks into the free list, and keep them on the host if there is a tier.

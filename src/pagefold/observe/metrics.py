@@ -285,7 +285,7 @@ class Metrics:
     def _on_host_transfer(self, event: HostTransfer) -> None:
         self._host_blocks["stored"].inc(event.num_stored_blocks)
         self._host_blocks["loaded"].inc(event.num_loaded_blocks)
-        self._host_blocks["damaged"].inc(event.num_damaged_blocks)
+        self._host_blocks["damaged"].inc(len(event.damaged_ids))
 
     def _on_prefix_lookup(self, event: PrefixLookup) -> None:
         if event.after_preemption:  # its own blocks, found again, are no saving

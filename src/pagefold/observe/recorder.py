@@ -24,6 +24,7 @@ from pagefold.errors import ConfigError
 from pagefold.events import (
     BlockEvicted,
     CacheReset,
+    HostTransfer,
     PinDropped,
     PrefixLookup,
     RequestAdded,
@@ -89,12 +90,13 @@ class TraceRecorder:
         self._writer = threading.Thread(target=self._write, name="trace-recorder", daemon=True)
         self._writer.start()
 
-    def begin(self, config: EngineConfig, num_blocks: int) -> None:
-        """Write what the engine was started with: before its first event."""
+    def begin(self, config: EngineConfig, num_blocks: int, num_host_blocks: int) -> None:
+        """Write what the engine was started with, and how many blocks it has: before its first event."""
         settings = {name: getattr(config, name) for name in _SETTINGS}
         if config.eviction_policy == "default":  # which may be another one day
             settings["eviction_policy"] = DEFAULT_POLICY
-        self._put({"pagefold_recording": _VERSION, "num_blocks": num_blocks, **settings})
+        sizes = {"num_blocks": num_blocks, "num_host_blocks": num_host_blocks}
+        self._put({"pagefold_recording": _VERSION, **sizes, **settings})
 
     def __call__(self, event: Event) -> None:
         """Note ``event``."""
@@ -110,6 +112,8 @@ class TraceRecorder:
                 self._step.hits.append((self._numbers[event.request_id], event.num_hit_tokens))
             case BlockEvicted():
                 self._step.evicted.append(event.block_id)
+            case HostTransfer():
+                self._step.damaged += event.damaged_ids
             case RequestFinished():
                 self._end(event)
             case _:
@@ -187,6 +191,8 @@ class TraceRecorder:
             line["hits"] = step.hits
         if step.evicted:
             line["evicted"] = step.evicted
+        if step.damaged:
+            line["damaged"] = step.damaged
         self._put(line)
         for number, reason in step.ended:
             self._put_tokens(number, "failed" if has_failed and reason == "error" else reason)
@@ -222,13 +228,14 @@ class _Line(NamedTuple):
 class _Step:
     """What has happened since the last step ended."""
 
-    __slots__ = ("began_s", "ended", "evicted", "hits", "plan")
+    __slots__ = ("began_s", "damaged", "ended", "evicted", "hits", "plan")
 
     def __init__(self) -> None:
         self.plan: StepPlanned | None = None
         self.began_s = 0.0
         self.hits: list[tuple[int, int]] = []
         self.evicted: list[int] = []
+        self.damaged: list[int] = []
         self.ended: list[tuple[int, str]] = []
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pagefold.events import BlockEvicted, PrefixLookup, RequestPreempted
-from pagefold.kv import KVCore, PinLimits, audit, make_policy
+from pagefold.kv import HostTier, KVCore, PinLimits, audit, make_policy
 from pagefold.request import Request, SamplingParams, StopRule, WarmUp
 from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits
 from pagefold.sim.traces.recording import (
@@ -100,6 +100,7 @@ class _Replayer:
             policy=make_policy(settings.eviction_policy),
             enable_prefix_caching=settings.enable_prefix_caching,
             pin_limits=PinLimits(settings.max_pinned_share, settings.pin_half_life_s),
+            host=HostTier(settings.num_host_blocks) if settings.num_host_blocks else None,
             emit=self._note,
         )
         self._scheduler = Scheduler(
@@ -163,7 +164,7 @@ class _Replayer:
         if not plan.num_rows:
             pass
         elif recorded.has_failed:
-            self._scheduler.abandon("as recorded")
+            self._scheduler.abandon("as recorded", frozenset(recorded.damaged))
         else:
             self._scheduler.apply(self._result(plan))
         hits, self._hits = tuple(self._hits), []

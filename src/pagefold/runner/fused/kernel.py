@@ -39,7 +39,7 @@ _MANY_TOKENS = 128  # from here on, tokens are placed by whole blocks: no two me
 _TOKENS_A_BLOCK = 16
 TOKENS_A_TILE = 182  # thirteen full tiles of rows: their inputs stay in the second-level cache
 _CHUNKS_A_MEMBER = 4
-_MAX_K = 2048  # of one pass over a panel: a panel's part stays in the cache for all rows
+_MAX_K = 288  # of one pass over a panel: short sums that are added up round less than one long sum
 
 
 class DecoderStep(NamedTuple):
@@ -185,8 +185,10 @@ def _columns(tiles, x, t, num_rows, panels, scales, panel, end, y, column, adds)
         x.ctypes.data + t * x.shape[1] * _FLOAT_BYTES,
         y.ctypes.data + (t * y.shape[1] + column) * _FLOAT_BYTES,
     )
-    for k in range(0, num_k, _MAX_K):
-        length = min(_MAX_K, num_k - k)
+    num_passes = (num_k + _MAX_K - 1) // _MAX_K
+    pass_k = (num_k + num_passes - 1) // num_passes
+    for k in range(0, num_k, pass_k):
+        length = min(pass_k, num_k - k)
         here = base + (panel * num_k + k) * width * panels.itemsize
         following = here + length * width * panels.itemsize
         if k + length == num_k and panel + 1 == end:

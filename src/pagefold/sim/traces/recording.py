@@ -39,9 +39,10 @@ _SAMPLING = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedSettings:
-    """What the server was started with; names as in ``EngineConfig``, and ``num_blocks`` of its pool."""
+    """What the server was started with, by the names of ``EngineConfig``; and the blocks of pool and host tier."""
 
     num_blocks: int
+    num_host_blocks: int
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -110,6 +111,7 @@ class RecordedStep:
         has_failed: it was taken back.
         hits: (number, tokens that were found) of each sample that it admitted.
         evicted: ids of the blocks that were evicted since the step before, in order.
+        damaged: host blocks that it failed of.
     """
 
     step_id: int
@@ -121,6 +123,7 @@ class RecordedStep:
     has_failed: bool = False
     hits: tuple[tuple[int, int], ...] = ()
     evicted: tuple[int, ...] = ()
+    damaged: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,6 +332,7 @@ def _step(fields: dict[str, Any]) -> RecordedStep:
         has_failed=bool(fields.get("failed", False)),
         hits=tuple((int(number), int(found)) for number, found in fields.get("hits", ())),
         evicted=tuple(int(each) for each in fields.get("evicted", ())),
+        damaged=tuple(int(each) for each in fields.get("damaged", ())),
     )
 
 
