@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from io import BytesIO
+from math import nan
 from typing import TYPE_CHECKING
 
 from pagefold.errors import ConfigError
@@ -12,6 +13,8 @@ from pagefold.sim.html import size_lines
 from pagefold.sim.report import Report
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from matplotlib.axes import Axes
 
     from pagefold.sim.comparison import Comparison
@@ -60,7 +63,7 @@ def comparison_png(comparison: Comparison) -> bytes:
         axis = next(axes)
         for name, report in timed:
             points = over_time(report, plot.name)
-            axis.plot([x for x, _ in points], [float("nan") if y is None else y for _, y in points], label=name)
+            axis.plot([x for x, _ in points], _drawn(points), label=name)
         _name(axis, plot.title, "virtual seconds", plot.unit)
     for axis in axes:
         axis.set_axis_off()
@@ -71,8 +74,13 @@ def comparison_png(comparison: Comparison) -> bytes:
 
 def _sizes(axis: Axes, comparison: Comparison) -> None:
     for line in size_lines(comparison):
-        axis.plot([x for x, _ in line.points], [y for _, y in line.points], marker="o", label=line.label)
+        axis.plot([x for x, _ in line.points], _drawn(line.points), marker="o", label=line.label)
     _name(axis, "Token hit ratio by size of the cache", "tokens", "")
+
+
+def _drawn(points: Sequence[tuple[float, float | None]]) -> list[float]:
+    """Return the values; where there is none the line has a gap."""
+    return [nan if y is None else y for _, y in points]
 
 
 def _curve(axis: Axes, comparison: Comparison) -> None:
