@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from contextlib import contextmanager
 from dataclasses import replace
@@ -141,7 +142,7 @@ def simulate(  # noqa: PLR0913 - one parameter a flag
             from pagefold.sim.figure import ensure_matplotlib  # noqa: PLC0415
 
             ensure_matplotlib()
-        if trace.partition(":")[0] == _FAULTS and not Path(trace).exists():
+        if trace.partition(":")[0] == _FAULTS and not _is_there(trace):
             _hunt(trace, as_json=as_json, is_shown=not (quiet or as_json))
             return
         asks_more = policy or cache_tokens or block_size or cache_only or bounds or curve or step_cost or device
@@ -161,8 +162,10 @@ def simulate(  # noqa: PLR0913 - one parameter a flag
             block_size=16 if block_size is None else block_size,
             is_cache_only=cache_only,
             limits=Limits(
-                max_num_seqs=max_num_seqs or defaults.max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens or defaults.max_num_batched_tokens,
+                max_num_seqs=defaults.max_num_seqs if max_num_seqs is None else max_num_seqs,
+                max_num_batched_tokens=(
+                    defaults.max_num_batched_tokens if max_num_batched_tokens is None else max_num_batched_tokens
+                ),
             ),
             step_cost=machine.step_cost,
             with_bounds=bounds,
@@ -174,6 +177,10 @@ def simulate(  # noqa: PLR0913 - one parameter a flag
         _print(comparison, source.trace, as_json=as_json)
     except PagefoldError as error:
         fail(error)
+
+
+def _is_there(text: str) -> bool:
+    return os.path.exists(text)  # noqa: PTH110 - Path.exists raises where a name is too long for a file
 
 
 def _hunt(text: str, *, as_json: bool, is_shown: bool) -> None:
@@ -261,7 +268,7 @@ def _read(text: str, *, skip_bad_lines: bool, max_requests: int | None) -> _Sour
         recording = read_recording(path)
         known = recording.requests()[:max_requests]
         return _Source(recording.trace(max_requests), known, NullRunner(recording.sampled))
-    if text.partition(":")[0] in GENERATORS and not path.exists():
+    if text.partition(":")[0] in GENERATORS and not _is_there(text):
         workload = parse_workload(text)
         trace = workload.trace()
         return _Source(

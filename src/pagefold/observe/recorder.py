@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import queue
 import secrets
 import sys
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TraceRecorder", "hashed_tokens"]
 
+_log = logging.getLogger(__name__)
+
 _VERSION = 1
 _SETTINGS = (
     "block_size",
@@ -66,7 +69,7 @@ class TraceRecorder:
     """Writes a recording, as JSON lines; events come from one thread.
 
     Args:
-        file: to write; what is there is replaced.
+        file: to write; what is there is replaced when the recording begins.
         clock: seconds, of what a step took.
 
     Raises:
@@ -75,7 +78,7 @@ class TraceRecorder:
 
     def __init__(self, file: Path, clock: Callable[[], float]) -> None:
         try:
-            self._out = file.open("w", encoding="utf-8")
+            self._out = file.open("a", encoding="utf-8")  # a server that does not start leaves what is there
         except OSError as error:
             msg = f"Cannot write {file}: {error.strerror}."
             raise ConfigError(msg, remedy="Name a file in a folder that can be written.") from None
@@ -86,6 +89,7 @@ class TraceRecorder:
         self._num_samples = 0
         self._namespaces: dict[bytes, int] = {}
         self._step = _Step()
+        self._is_broken = False
         self._lines: queue.SimpleQueue[_Line | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="trace-recorder", daemon=True)
         self._writer.start()
@@ -95,6 +99,7 @@ class TraceRecorder:
         settings = {name: getattr(config, name) for name in _SETTINGS}
         if config.eviction_policy == "default":  # which may be another one day
             settings["eviction_policy"] = DEFAULT_POLICY
+        self._out.truncate(0)
         sizes = {"num_blocks": num_blocks, "num_host_blocks": num_host_blocks}
         self._put({"pagefold_recording": _VERSION, **sizes, **settings})
 
@@ -200,12 +205,23 @@ class TraceRecorder:
     # The file.
 
     def _put(self, fields: dict[str, Any], token_ids: array[int] | None = None) -> None:
+        if self._is_broken:
+            return
         self._lines.put(_Line(fields, token_ids))
 
     def _put_tokens(self, number: int, reason: str) -> None:
         self._put({"tokens": number, "ended": reason}, self._tokens.pop(number))
 
     def _write(self) -> None:
+        try:
+            self._write_all()
+        except OSError as error:
+            self._is_broken = True
+            _log.error("the recording %s ends here: %s", self._out.name, error.strerror)
+            while self._lines.get() is not None:
+                pass
+
+    def _write_all(self) -> None:
         key = secrets.token_bytes(_KEY_BYTES)
         with self._out as out:
             while (line := self._lines.get()) is not None:

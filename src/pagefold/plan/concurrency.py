@@ -15,7 +15,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from pagefold.events import RequestFinished, RequestPreempted
-from pagefold.kv import KVCore
+from pagefold.kv import KVCore, make_policy
 from pagefold.request import Request, SamplingParams, StopRule
 from pagefold.scheduler import Scheduler, SchedulerLimits
 from pagefold.sim import NullRunner
@@ -166,7 +166,8 @@ def _simulate(pool: Pool, workload: Workload, expected: float, scale: float, *, 
         seen[type(event)] += 1
 
     num_seqs = min(pool.max_num_seqs or pool.max_num_batched_tokens, pool.max_num_batched_tokens)
-    core = KVCore(pool.num_blocks, block_size=pool.block_size)  # what is preempted finds its own blocks again
+    # What is preempted finds its own blocks again, and nothing else comes back: the cheapest policy will do.
+    core = KVCore(pool.num_blocks, block_size=pool.block_size, policy=make_policy("lru"))
     scheduler = Scheduler(core, SchedulerLimits(num_seqs, pool.max_num_batched_tokens), emit=watch)
     runner = NullRunner()
     rng = Random(0)  # noqa: S311 - a workload, no secret

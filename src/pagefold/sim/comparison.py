@@ -101,7 +101,7 @@ class Question:
     def sizes(self) -> tuple[int, ...]:
         """Return the sizes to run, in whole blocks."""
         if self.cache_tokens:
-            return tuple(size // self.block_size * self.block_size for size in self.cache_tokens)
+            return tuple(dict.fromkeys(size // self.block_size * self.block_size for size in self.cache_tokens))
         size = self.block_size
         blocks = lru_curve(self.requests, block_size=size).num_blocks
         longest = max(request.prompt_tokens + request.output_tokens for request in self.requests)

@@ -72,16 +72,25 @@ class AgingNodes:
 
     def rank_again(self, ranks: Ranks, class_of: Callable[[Node], int], now: int) -> None:
         """Order all nodes by other ranks, and by the classes that they have now."""
+        self._grow(now)
         self._ranks = ranks
-        nodes = list(self._cell_of)
-        self._cells.clear()
-        self._by_rank.clear()
-        self._is_ranked.clear()
-        self._due.clear()
-        for node in nodes:
-            self._class_of[node] = class_of(node)
-            self._put(node, self._class_of[node], self._used_at[node], now)
+        for node, known in list(self._class_of.items()):
+            class_index = class_of(node)
+            if class_index != known:  # others stay in their cells, whose ranks change
+                self._cells[self._cell_of[node]].remove(node)
+                self._class_of[node] = class_index
+                self._put(node, class_index, self._used_at[node], now)
+        self._cells = {cell: nodes for cell, nodes in self._cells.items() if len(nodes)}
+        self._by_rank = [(ranks[cell // NUM_AGES][cell % NUM_AGES], cell) for cell in self._cells]
+        self._is_ranked = set(self._cells)
+        self._due = []
+        for cell, nodes in self._cells.items():
+            oldest = nodes.first_key()
+            assert oldest is not None, "an empty cell was left out"
+            if cell % NUM_AGES + 1 < NUM_AGES:
+                self._due.append((int(oldest[0]) + AGE_STARTS[cell % NUM_AGES + 1], cell))
         heapify(self._by_rank)
+        heapify(self._due)
 
     def _put(self, node: Node, class_index: int, used_at: int, now: int) -> None:
         age = age_range(now - used_at)

@@ -66,7 +66,7 @@ def read_trace(
     requests: list[TraceRequest] = []
     bad: list[str] = []
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:
             rows = _rows(file, path)
             for row in rows:
                 try:
@@ -178,7 +178,11 @@ def _seconds(fields: Mapping[str, Any]) -> float:
         if value is None:
             continue
         if isinstance(value, (int, float)):
-            return value / 1000
+            try:
+                return value / 1000
+            except OverflowError:
+                msg = "its time is no number of milliseconds"
+                raise ValueError(msg) from None
         text = str(value)
         try:
             moment = datetime.fromisoformat(text)

@@ -270,7 +270,7 @@ def read_recording(path: Path) -> Recording:
                 recording = _begin(path, fields)
             else:
                 _take(recording, fields)
-        except (ValueError, KeyError, TypeError, RecursionError, binascii.Error) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError, binascii.Error) as error:
             msg = f"Line {number} of the recording {path} is damaged: {type(error).__name__} {str(error)[:60]}."
             raise TraceError(msg, remedy="Record it again.") from None
     if recording is None:
