@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pagefold.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = ["write_whole"]
 
@@ -18,13 +20,10 @@ def write_whole(file: Path, content: str | bytes) -> None:
         ConfigError: the file cannot be written.
     """
     data = content.encode() if isinstance(content, str) else content
+    part = file.parent / f"{file.name}.{os.getpid()}"
     try:
-        handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-        part = Path(name)
         try:
-            with os.fdopen(handle, "wb") as out:
-                out.write(data)
-            part.chmod(0o666 & ~_umask())
+            part.write_bytes(data)
             part.replace(file)
         except BaseException:
             part.unlink(missing_ok=True)
@@ -32,10 +31,3 @@ def write_whole(file: Path, content: str | bytes) -> None:
     except OSError as error:
         message = f"Cannot write {file}: {error.strerror}."
         raise ConfigError(message, remedy="Name a file in a folder that can be written.") from None
-
-
-def _umask() -> int:
-    """Return what a file that is simply opened would not be allowed."""
-    umask = os.umask(0)
-    os.umask(umask)
-    return umask

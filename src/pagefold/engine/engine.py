@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, TypedDict
 from pagefold.engine.logprobs import named_logprobs
 from pagefold.engine.outputs import Logprob, OutputDelta, OutputText
 from pagefold.engine.pins import PinReport, report_pins
-from pagefold.engine.times import tell_end, tell_tokens
 from pagefold.errors import InvalidRequestError, PinQuotaError
 from pagefold.events import Emit, ignore
 from pagefold.kv import Namespace
 from pagefold.request import ANYBODY, Caller, Request, SamplingParams, StopRule
 from pagefold.steps import DamagedBlocksError
 from pagefold.structured.params import FIELD
+from pagefold.times import tell_end, tell_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -390,9 +390,9 @@ class Engine:
     def _all_failed(self, ended: list[Request], error: Exception) -> list[OutputDelta]:
         """Return the last deltas of requests that ended by a failed step; who cancelled is told nothing."""
         now = self._clock()
-        told = "The step failed {} times: " + f"{type(error).__name__}: {error}"
+        why = f"{type(error).__name__}: {error}"
         return [
-            self._cut_off(request, told.replace("{}", str(request.num_failed_steps), 1), now)
+            self._cut_off(request, f"The step failed {request.num_failed_steps} times: {why}", now)
             for request in ended
             if request.request_id in self._texts
         ]

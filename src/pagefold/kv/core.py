@@ -502,7 +502,7 @@ class KVCore:
         """Forget the loads into blocks that no table holds any more."""
         blocks = self.pool.blocks
         loads = [load for load in host.pending.loads if not blocks[load.block_id].num_table_refs]
-        host.cancel_loads(frozenset(load.block_id for load in loads))
+        host.cancel(loads)
         self._unpin_loads(loads)
 
     def _unpin_loads(self, loads: Sequence[LoadOp]) -> None:

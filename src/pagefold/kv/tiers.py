@@ -41,18 +41,14 @@ def path_digest(parent: bytes, key: bytes) -> bytes:
 
 def digest_of(node: Node) -> bytes:
     """Return what names a node's path. Each node is digested once."""
-    path = []
-    while not node.digest:
+    path: list[Node] = []
+    while not node.digest and node.parent is not None:
         path.append(node)
-        if node.parent is None:
-            node.digest = root_digest(node.key)
-            break
         node = node.parent
+    digest = node.digest = node.digest or root_digest(node.key)
     for child in reversed(path):
-        if not child.digest:
-            assert child.parent is not None
-            child.digest = path_digest(child.parent.digest, child.key)
-    return path[0].digest if path else node.digest
+        digest = child.digest = path_digest(digest, child.key)
+    return digest
 
 
 class HeldBlock:
@@ -130,7 +126,8 @@ class HostTier:
         digest = digest_of(node)
         held = self._held.get(digest)
         if held is not None:
-            self._touch(held)
+            if not held.num_pins:
+                self._idle.move_to_end(digest)
             return
         host_id = self._take_id()
         if host_id is None:
@@ -147,7 +144,8 @@ class HostTier:
         for one in held:
             if one.host_id < 0:
                 break
-            self._pin(one)
+            one.num_pins += 1
+            self._idle.pop(one.digest, None)
             pinned.append(one)
         return pinned
 
@@ -160,12 +158,11 @@ class HostTier:
         """Plan to load a pinned block; it stays pinned until the step is over."""
         self._loads.append(LoadOp(held.host_id, block_id))
 
-    def cancel_loads(self, block_ids: frozenset[BlockId]) -> None:
-        """Forget the planned loads into these blocks."""
-        cancelled = [load for load in self._loads if load.block_id in block_ids]
-        if cancelled:
-            self._loads = [load for load in self._loads if load.block_id not in block_ids]
-            self.unpin([self._by_id[load.host_id] for load in cancelled])
+    def cancel(self, loads: list[LoadOp]) -> None:
+        """Forget planned loads."""
+        for load in loads:
+            self._loads.remove(load)
+        self.unpin([self._by_id[load.host_id] for load in loads])
 
     def take(self) -> HostOps:
         """Hand over the copies of the step being planned."""
@@ -200,13 +197,11 @@ class HostTier:
             if held is not None:
                 self._drop(held)
 
-    def reset(self) -> int:
-        """Forget all that no copy pins, and never give out the rest again. Return how many blocks were forgotten."""
-        num_held = len(self._held)
+    def reset(self) -> None:
+        """Forget all that no copy pins, and never give out the rest again."""
         self._held.clear()
         for held in list(self._idle.values()):
             self._drop(held)
-        return num_held
 
     def held(self) -> Iterator[HeldBlock]:
         """Yield all that have a host block: for audits."""
@@ -234,14 +229,6 @@ class HostTier:
         del self._by_id[held.host_id]
         self._free.append(held.host_id)
         held.host_id = -1
-
-    def _touch(self, held: HeldBlock) -> None:
-        if held.digest in self._idle:
-            self._idle.move_to_end(held.digest)
-
-    def _pin(self, held: HeldBlock) -> None:
-        held.num_pins += 1
-        self._idle.pop(held.digest, None)
 
     def _unpin(self, held: HeldBlock) -> None:
         held.num_pins -= 1

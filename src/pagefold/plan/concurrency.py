@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 
 from pagefold.events import RequestFinished, RequestPreempted
 from pagefold.kv import KVCore, make_policy
-from pagefold.request import Request, SamplingParams, StopRule
+from pagefold.request import Request, StopRule
 from pagefold.scheduler import Scheduler, SchedulerLimits
 from pagefold.sim import NullRunner
+from pagefold.sim.traces.request import GREEDY_TO_LENGTH
 
 if TYPE_CHECKING:
     from pagefold.kv import CacheLayout
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Pool", "Reached", "Rounding", "reach"]
 
-_SAMPLING = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 _POINTS = 4096
 """Moments of requests' lives that a mean over them looks at, all requests together."""
 
@@ -199,4 +199,4 @@ def _request(index: int, seed: int, lengths: Lengths, shared: int, first: int) -
     prompt = array("i", range(shared))
     prompt.extend(range(first + shared, first + lengths.prompt))
     stop = StopRule(frozenset(), lengths.prompt + lengths.output)
-    return Request(f"r{index}", prompt, _SAMPLING, stop=stop, seed=seed, arrival_s=0.0)
+    return Request(f"r{index}", prompt, GREEDY_TO_LENGTH, stop=stop, seed=seed, arrival_s=0.0)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from array import array
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from pagefold.request import Request, SamplingParams, StopRule
+from pagefold.request import Request, StopRule
 from pagefold.sim.traces.recording import RecordedRequest
-from pagefold.sim.traces.request import TraceRequest
+from pagefold.sim.traces.request import GREEDY_TO_LENGTH, TraceRequest
 from pagefold.sim.traces.segments import GeneratedRequest
+from pagefold.sim.traces.tokens import IdTokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -18,8 +18,6 @@ __all__ = ["AnyRequest", "Arrival", "arrivals"]
 
 AnyRequest: TypeAlias = Request | TraceRequest | GeneratedRequest | RecordedRequest
 """What can be replayed. A request with its tokens is used up by that; the others make a fresh one each time."""
-
-_SAMPLING = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 
 
 class Arrival(NamedTuple):
@@ -38,13 +36,13 @@ class Arrival(NamedTuple):
 
 def arrivals(requests: Iterable[AnyRequest]) -> list[Arrival]:
     """Return when each request comes, in that order; those that come together in the order given."""
-    tokens = _IdTokens()
+    tokens = IdTokens()
     made = [_arrival(index, request, tokens) for index, request in enumerate(requests)]
     made.sort(key=lambda arrival: arrival.arrival_s)
     return made
 
 
-def _arrival(index: int, request: AnyRequest, tokens: _IdTokens) -> Arrival:
+def _arrival(index: int, request: AnyRequest, tokens: IdTokens) -> Arrival:
     match request:
         case Request():
             return Arrival(request.arrival_s, request.stop.max_total_tokens, lambda: request)
@@ -55,22 +53,10 @@ def _arrival(index: int, request: AnyRequest, tokens: _IdTokens) -> Arrival:
             return Arrival(request.arrival_s, request.num_tokens, request.request)
         case TraceRequest():
             num_tokens = request.prompt_tokens + request.output_tokens
-            return Arrival(request.arrival_s, num_tokens, partial(tokens.request, index, request))
+            return Arrival(request.arrival_s, num_tokens, partial(_traced, index, request, tokens))
 
 
-class _IdTokens:
-    """Tokens for a trace's ids: an id is one token, as often as it stands for tokens."""
-
-    def __init__(self) -> None:
-        self._token_of: dict[int, int] = {}
-
-    def request(self, index: int, recorded: TraceRequest) -> Request:
-        """Return a recorded request; what no id speaks of is its own."""
-        prompt = array("i")
-        for each in recorded.prefix_ids:
-            token = self._token_of.setdefault(each, len(self._token_of))
-            prompt.extend(array("i", [token]) * recorded.tokens_per_id)
-        prompt.extend(array("i", [-1 - index]) * (recorded.prompt_tokens - len(prompt)))
-        del prompt[recorded.prompt_tokens :]
-        stop = StopRule(frozenset(), recorded.prompt_tokens + recorded.output_tokens)
-        return Request(f"r{index}", prompt, _SAMPLING, stop=stop, seed=index, arrival_s=recorded.arrival_s)
+def _traced(index: int, recorded: TraceRequest, tokens: IdTokens) -> Request:
+    stop = StopRule(frozenset(), recorded.prompt_tokens + recorded.output_tokens)
+    prompt = tokens.prompt(index, recorded)
+    return Request(f"r{index}", prompt, GREEDY_TO_LENGTH, stop=stop, seed=index, arrival_s=recorded.arrival_s)

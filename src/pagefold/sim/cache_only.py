@@ -7,17 +7,20 @@ what came. (In a server it must; the simulator's full mode shows what that costs
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from pagefold.errors import ConfigError
+from pagefold.events import BlockEvicted
 from pagefold.kv import KVCore, make_policy
+from pagefold.kv.tree import TOKEN_BYTES
 from pagefold.sim.belady import BeladyCache, next_uses
+from pagefold.sim.traces.tokens import IdTokens, name_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from pagefold.events import Event
     from pagefold.kv import EvictionPolicy
     from pagefold.sim.traces import TraceRequest
 
@@ -115,7 +118,7 @@ class _Replayer:
     def __init__(self, requests: Sequence[TraceRequest], block_size: int) -> None:
         self.requests = requests
         self.block_size = block_size
-        self._tokens: dict[int, bytes] = {}  # an id of the trace -> its one token, packed
+        self._tokens = IdTokens()
 
     def prompts(self) -> Iterator[bytes]:
         """Yield each prompt's packed tokens, its last block filled up."""
@@ -136,9 +139,9 @@ class _Replayer:
         evictor = make_policy(policy) if isinstance(policy, str) else policy
         num_evictions = 0
 
-        def count(_: object) -> None:
+        def count(event: Event) -> None:
             nonlocal num_evictions
-            num_evictions += 1
+            num_evictions += isinstance(event, BlockEvicted)
 
         room = max(map(self.num_blocks_of, self.requests), default=0)
         core = KVCore(num_blocks + room, block_size=size, policy=evictor, emit=count)
@@ -199,32 +202,13 @@ class _Replayer:
         )
 
     def _packed(self, index: int, request: TraceRequest) -> bytes:
-        tokens = self._tokens
-        parts: list[bytes] = []
-        for each in request.prefix_ids:
-            token = tokens.get(each)
-            if token is None:
-                token = tokens[each] = array("i", [len(tokens)]).tobytes()
-            parts.append(token * request.tokens_per_id)
-        num_tokens = self.num_blocks_of(request) * self.block_size
-        missing = num_tokens - len(request.prefix_ids) * request.tokens_per_id
-        if missing > 0:  # what no id speaks of is this request's own; where only the end of a block is, it is its id's
-            own_id = len(request.prefix_ids) * request.tokens_per_id < request.prompt_tokens
-            token = array("i", [-1 - index]).tobytes() if own_id else parts[-1][:4]
-            parts.append(token * missing)
-        return b"".join(parts)[: num_tokens * 4]
+        prompt = self._tokens.prompt(index, request)
+        missing = self.num_blocks_of(request) * self.block_size - len(prompt)
+        prompt.extend(prompt[-1:] * missing)  # the end of a block is what it begins with
+        return prompt.tobytes()
 
 
 def _paths(replayer: _Replayer) -> list[list[int]]:
     """Return each prompt as names of blocks; two have a name in common where they agree up to there."""
-    stride = replayer.block_size * 4
     names: dict[tuple[int, bytes], int] = {}
-    paths = []
-    for packed in replayer.prompts():
-        name = -1
-        path = []
-        for start in range(0, len(packed), stride):
-            name = names.setdefault((name, packed[start : start + stride]), len(names))
-            path.append(name)
-        paths.append(path)
-    return paths
+    return [name_blocks(packed, replayer.block_size * TOKEN_BYTES, names) for packed in replayer.prompts()]

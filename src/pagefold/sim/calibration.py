@@ -6,8 +6,9 @@ from random import Random
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from pagefold.request import Request, SamplingParams, StopRule
+from pagefold.request import Request, StopRule
 from pagefold.sim.step_cost import LinearStepCost, MeasuredStep, fit_step_cost
+from pagefold.sim.traces.request import GREEDY_TO_LENGTH
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,7 +22,6 @@ _LOADS = ((1, 32), (1, 400), (4, 100), (16, 32), (16, 200), (32, 64), (8, 700))
 """Requests at once, and tokens of their prompts."""
 
 _NUM_OUTPUT = 12
-_SAMPLING = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 
 
 class TimedRunner:
@@ -73,7 +73,7 @@ def calibrate(scheduler: Scheduler, runner: Runner, *, vocab_size: int, seconds:
         for index in range(num_requests):
             prompt = [rng.randrange(vocab_size) for _ in range(num_prompt)]
             stop = StopRule(frozenset(), num_prompt + _NUM_OUTPUT)
-            scheduler.add(Request(f"calibration-{number}-{index}", prompt, _SAMPLING, stop=stop))
+            scheduler.add(Request(f"calibration-{number}-{index}", prompt, GREEDY_TO_LENGTH, stop=stop))
         while scheduler.has_work:
             scheduler.apply(timed.run(scheduler.schedule(0.0)))
     return fit_step_cost(timed.steps)

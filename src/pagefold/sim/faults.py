@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from pagefold.kv import BlockTable, KVCore, PinLimits, audit, make_policy
 from pagefold.kv.tree import PrefixHit
-from pagefold.request import Request, SamplingParams, StopRule, WarmUp
+from pagefold.request import Request, StopRule, WarmUp
 from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits
 from pagefold.sim.shadow_runner import ShadowRunner, expected_token
+from pagefold.sim.traces.request import GREEDY_TO_LENGTH
 
 if TYPE_CHECKING:
     from pagefold.steps import StepPlan
@@ -189,7 +190,7 @@ class _Machine:
             Request(
                 _name(ask.number) if index == 0 else f"{_name(ask.number)}/{index}",
                 ask.prompt,
-                SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True),
+                GREEDY_TO_LENGTH,
                 stop=StopRule(frozenset(), len(ask.prompt) + ask.num_output),
                 namespace=bytes([ask.namespace]),
                 seed=7 * ask.number + index,

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pagefold.errors import BudgetTooSmallError
-from pagefold.events import FirstToken, NextTokens
 from pagefold.kv import KVCore, make_policy
 from pagefold.scheduler import Scheduler, SchedulerLimits
 from pagefold.sim.arrivals import AnyRequest, Arrival, arrivals
@@ -15,11 +14,11 @@ from pagefold.sim.clock import VirtualClock
 from pagefold.sim.null_runner import NullRunner
 from pagefold.sim.report import Report, Tally
 from pagefold.sim.step_cost import LinearStepCost
+from pagefold.times import tell_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from pagefold.request import Request
     from pagefold.steps import Runner, StepPlan
 
 __all__ = ["SimConfig", "replay", "simulate"]
@@ -113,28 +112,9 @@ def replay(  # noqa: PLR0913 - what goes in, the four parts of a machine, and wh
         assert plan.num_rows, "the oldest request always gets on"
         result = runner.run(plan)
         clock.advance(step_cost(plan))
-        _tell_tokens(tally, scheduler.apply(result), clock(), scheduler.core.block_size)
+        tell_tokens(tally, scheduler.apply(result), clock(), scheduler.core.block_size)
         tally.look(scheduler, clock())
     return tally.report()
-
-
-def _tell_tokens(tally: Tally, requests: list[Request], now_s: float, block_size: int) -> None:
-    """Tell that each of ``requests`` has just got a token, as the engine does."""
-    gaps: dict[float, int] = {}
-    for request in requests:
-        times = request.times
-        last_s = times.last_token_s
-        times.last_token_s = now_s
-        if last_s is not None:
-            gap_s = now_s - last_s
-            gaps[gap_s] = gaps.get(gap_s, 0) + 1
-        elif not request.sample_index:
-            num_cached = request.num_cached_tokens
-            ttft_s = now_s - times.arrival_s
-            num_copied = num_cached % block_size
-            tally(FirstToken(request.request_id, ttft_s, request.num_prompt_tokens, num_cached, num_copied))
-    if gaps:
-        tally(NextTokens(gaps))
 
 
 def _check_fit(coming: Iterable[Arrival], core: KVCore) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from typing import TYPE_CHECKING
 
 import llvmlite.binding as llvm
 
+from pagefold.errors import ConfigError
 from pagefold.runner.kernels import KERNEL_CACHE
+from pagefold.whole_file import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -88,10 +89,8 @@ def _read(file: Path) -> bytes | None:
 
 def _write(file: Path, code: bytes) -> None:
     """Keep code for the next start. Where nothing can be written, it starts slower."""
-    written = file.with_name(f"{file.name}.{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        written.write_bytes(hashlib.sha256(code).digest() + code)
-        written.replace(file)
-    except OSError as error:
+        write_whole(file, hashlib.sha256(code).digest() + code)
+    except (OSError, ConfigError) as error:
         _log.warning("compiled code cannot be kept in %s (%s)", file.parent, error)

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from pagefold.errors import TraceError
-from pagefold.request import Request, SamplingParams, StopRule
-from pagefold.sim.traces.request import Trace, TraceRequest
+from pagefold.request import Request, StopRule
+from pagefold.sim.traces.request import GREEDY_TO_LENGTH, Trace, TraceRequest
+from pagefold.sim.traces.tokens import name_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,7 +35,6 @@ __all__ = [
 _VERSION = 1
 _MARK = "pagefold_recording"
 _TOKEN_BYTES = 4
-_SAMPLING = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +154,7 @@ class RecordedRequest:
         return Request(
             f"r{self.number}",
             self.tokens[: self.num_prompt_tokens],
-            _SAMPLING,
+            GREEDY_TO_LENGTH,
             stop=StopRule(frozenset(), self.num_tokens),
             namespace=str(self.namespace).encode(),
             seed=self.number,
@@ -223,11 +223,7 @@ class Recording:
                 tokens = self.tokens.get(number, array("i"))
                 packed = tokens[: add.num_prompt_tokens].tobytes()
                 stride = size * tokens.itemsize
-                name = -1 - add.namespace
-                ids: list[int] = []
-                for start in range(0, len(packed), stride):
-                    name = known.setdefault((name, packed[start : start + stride]), len(known))
-                    ids.append(name)
+                ids = name_blocks(packed, stride, known, root=-1 - add.namespace)
                 num_output = max(1, len(tokens) - add.num_prompt_tokens)
                 made.append(TraceRequest(add.arrival_s - began_s, add.num_prompt_tokens, num_output, tuple(ids), size))
         if not made:

@@ -7,10 +7,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["MAX_TOKENS", "TOKENS_PER_ID", "Trace", "TraceRequest", "request_of"]
+from pagefold.request import SamplingParams
+
+__all__ = ["GREEDY_TO_LENGTH", "MAX_TOKENS", "TOKENS_PER_ID", "Trace", "TraceRequest", "request_of"]
 
 MAX_TOKENS = 2**31
 """No request is longer."""
+
+GREEDY_TO_LENGTH = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+"""What a simulated request samples: as many tokens as its ``StopRule`` lets it have."""
 
 TOKENS_PER_ID = 512
 """In Mooncake's traces."""

@@ -6,16 +6,14 @@ from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from pagefold.request import Request, SamplingParams, StopRule
+from pagefold.request import Request, StopRule
 from pagefold.sim.null_runner import hashed_token
-from pagefold.sim.traces.request import TraceRequest
+from pagefold.sim.traces.request import GREEDY_TO_LENGTH, TraceRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 __all__ = ["GeneratedRequest", "Segment", "as_trace"]
-
-_SAMPLING = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 
 
 class Segment(NamedTuple):
@@ -61,7 +59,7 @@ class GeneratedRequest:
         for segment in self.segments:
             prompt.extend(segment.tokens())
         stop = StopRule(frozenset(), len(prompt) + self.answer.num_tokens)
-        return Request(self.name, prompt, _SAMPLING, stop=stop, seed=self.answer.seed, arrival_s=self.arrival_s)
+        return Request(self.name, prompt, GREEDY_TO_LENGTH, stop=stop, seed=self.answer.seed, arrival_s=self.arrival_s)
 
 
 def as_trace(requests: Iterable[GeneratedRequest], tokens_per_id: int) -> tuple[TraceRequest, ...]:
