@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from pagefold.errors import ConfigError
+from pagefold.kv.slow_tiers import WRITE_POLICIES, WritePolicy
 from pagefold.typecheck import wrong_type
 
 __all__ = [
@@ -57,7 +58,16 @@ class EngineConfig:
         dtype: of weights, activations and KV. ``auto`` on a CPU is float32, whatever the checkpoint holds.
         block_size: tokens a block.
         kv_cache_memory_bytes: the KV budget; None for a share of the memory that is free (see ``capacity.py``).
-        kv_offloading_size: GiB of host memory for blocks that are evicted, beside the KV budget; 0 for none.
+        kv_offloading_size: GiB of host memory for blocks that are evicted, beside the KV budget; 0 for none, or for a
+            little where there are slower tiers, which go through it.
+        kv_disk_path: a folder of the server's own, where blocks are kept on a disk; None for none.
+        kv_disk_size: GiB that it may take, everything counted.
+        kv_remote_url: where a pool of blocks is that machines share: ``redis://host:port``, ``mooncake://host:port``;
+            None for none.
+        kv_remote_required: whether a start fails when that does not answer, rather than going on without it.
+        kv_write_policy: when blocks are written to disk and pool: ``write_back`` (when the host's memory is needed, and
+            at the end), ``write_through`` (when their request has ended), ``write_through_selective`` (the same for
+            what was found at least once).
         max_model_len: longest prompt and output together, in tokens; None for what the model was made for, ``auto``
             for as much of that as the budget holds.
         max_num_seqs: sequences running at once.
@@ -86,6 +96,11 @@ class EngineConfig:
     block_size: int = 16
     kv_cache_memory_bytes: int | None = None
     kv_offloading_size: float = 0.0
+    kv_disk_path: str | None = None
+    kv_disk_size: float = 10.0
+    kv_remote_url: str | None = None
+    kv_remote_required: bool = False
+    kv_write_policy: WritePolicy = "write_back"
     max_model_len: int | Literal["auto"] | None = None
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 512
@@ -131,9 +146,7 @@ class EngineConfig:
             raise _bad("kv_cache_memory_bytes", self.kv_cache_memory_bytes, "a positive number of bytes")
         if not 0 <= self.kv_offloading_size < float("inf"):
             raise _bad("kv_offloading_size", self.kv_offloading_size, "a number of GiB, 0 for none")
-        if self.kv_offloading_size and not self.enable_prefix_caching:
-            msg = f"kv_offloading_size is {self.kv_offloading_size}, but without prefix caching nothing is ever kept."
-            raise ConfigError(msg, remedy="Leave it out, or set enable_prefix_caching.")
+        self._check_tiers()
         if isinstance(self.max_model_len, str):
             _one_of("max_model_len", self.max_model_len, ("auto",))
         elif self.max_model_len is not None and self.max_model_len < 2:  # noqa: PLR2004 - a prompt and an output token
@@ -147,6 +160,26 @@ class EngineConfig:
                 f"at least max_num_seqs ({self.max_num_seqs}), so that every running request gets a token in each step",
             )
         self._check_pins()
+
+    @property
+    def has_slow_tiers(self) -> bool:
+        """Whether blocks are kept on a disk or in a remote pool."""
+        return self.kv_disk_path is not None or self.kv_remote_url is not None
+
+    def _check_tiers(self) -> None:
+        _one_of("kv_write_policy", self.kv_write_policy, WRITE_POLICIES)
+        if not 0 < self.kv_disk_size < float("inf"):
+            raise _bad("kv_disk_size", self.kv_disk_size, "a positive number of GiB")
+        for name in ("kv_disk_path", "kv_remote_url"):
+            if getattr(self, name) == "":
+                raise _bad(name, "empty", "left out where there is none")
+        if self.kv_remote_required and self.kv_remote_url is None:
+            msg = "kv_remote_required is set, but there is no kv_remote_url."
+            raise ConfigError(msg, remedy="Give one, or leave it out.")
+        for name in ("kv_offloading_size", "kv_disk_path", "kv_remote_url"):
+            if getattr(self, name) and not self.enable_prefix_caching:
+                msg = f"{name} is {getattr(self, name)}, but without prefix caching nothing is ever kept."
+                raise ConfigError(msg, remedy="Leave it out, or set enable_prefix_caching.")
 
     def _check_pins(self) -> None:
         if not 0 <= self.max_pinned_share <= 1:

@@ -32,6 +32,8 @@ __all__ = [
     "StepAbandoned",
     "StepApplied",
     "StepPlanned",
+    "TierRead",
+    "TierWritten",
     "fan_out",
     "ignore",
 ]
@@ -68,6 +70,37 @@ class HostTransfer:
     num_stored_blocks: int
     num_loaded_blocks: int
     damaged_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TierRead:
+    """Blocks were asked for from a slow tier, and have come into the host's memory, or not.
+
+    Attributes:
+        tier: which.
+        num_blocks, num_bytes: that came, and were right.
+        seconds: how long it took, as if the tier had done nothing else meanwhile.
+        num_missed: how many did not come, by cause.
+    """
+
+    tier: str
+    num_blocks: int
+    num_bytes: int
+    seconds: float
+    num_missed: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class TierWritten:
+    """Blocks of the host's memory were given to the slow tiers.
+
+    Attributes:
+        num_blocks: that were given.
+        num_kept: how many of them at least one tier keeps.
+    """
+
+    num_blocks: int
+    num_kept: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +319,8 @@ class StepAbandoned:
 Event: TypeAlias = (
     BlockEvicted
     | HostTransfer
+    | TierRead
+    | TierWritten
     | CacheReset
     | PinDropped
     | RequestAdded

@@ -256,18 +256,21 @@ class RequestStatus(Enum):
     """Where a request is in the scheduler."""
 
     WAITING = "waiting"
+    FETCHING = "fetching"
     RUNNING = "running"
     PREEMPTED = "preempted"
     FINISHED = "finished"
 
 
 LEGAL_MOVES: dict[RequestStatus, frozenset[RequestStatus]] = {
-    RequestStatus.WAITING: frozenset({RequestStatus.RUNNING, RequestStatus.FINISHED}),
+    RequestStatus.WAITING: frozenset({RequestStatus.RUNNING, RequestStatus.FETCHING, RequestStatus.FINISHED}),
+    RequestStatus.FETCHING: frozenset({RequestStatus.WAITING, RequestStatus.FINISHED}),
     RequestStatus.RUNNING: frozenset({RequestStatus.PREEMPTED, RequestStatus.WAITING, RequestStatus.FINISHED}),
     RequestStatus.PREEMPTED: frozenset({RequestStatus.RUNNING, RequestStatus.FINISHED}),
     RequestStatus.FINISHED: frozenset(),
 }
-"""RUNNING -> WAITING is a failed first step: the request had not computed anything yet."""
+"""RUNNING -> WAITING is a failed first step: the request had not computed anything yet. FETCHING is waiting for blocks
+that slow tiers bring: others are admitted meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,6 +368,7 @@ class Request:
         num_prompt_tokens: how many of them are the prompt.
         num_computed_tokens: [0, num_computed_tokens) has KV; [num_computed_tokens, len(token_ids)) is to be computed.
         num_cached_tokens: how much of the prompt was a prefix hit at the first admission; -1 before.
+        num_loaded_tokens: how much of that did not come from the device, by tier.
         max_computed_tokens: the most that was ever computed: what is computed again below it is recomputation.
         namespace: :meth:`Namespace.key` of its blocks.
         table: its blocks while it runs.
@@ -390,6 +394,7 @@ class Request:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_failed_steps",
+        "num_loaded_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "order",
@@ -450,6 +455,7 @@ class Request:
         self.num_computed_tokens = 0
         self.max_computed_tokens = 0
         self.num_cached_tokens = -1
+        self.num_loaded_tokens: dict[str, int] = {}
         self.num_preemptions = 0
         self.num_failed_steps = 0
         self.is_aborted = False

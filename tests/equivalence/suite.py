@@ -16,13 +16,24 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
+from store.memory_store import MemoryStore, always_load
+
 from equivalence.harsh_runner import HarshRunner
 from pagefold.config import EngineConfig
 from pagefold.engine.build import build_engine, plan_engine
-from pagefold.events import HostTransfer, PrefixLookup, RequestPreempted, StepAbandoned, StepApplied
-from pagefold.kv import KVGeometry, audit
+from pagefold.events import (
+    HostTransfer,
+    PrefixLookup,
+    RequestPreempted,
+    StepAbandoned,
+    StepApplied,
+    TierRead,
+    TierWritten,
+)
+from pagefold.kv import TOKEN_BYTES, KVGeometry, audit
 from pagefold.request import SamplingParams
 from pagefold.runner.models import inspect_model
+from pagefold.store import FrameFormat
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,6 +43,7 @@ if TYPE_CHECKING:
     from pagefold.engine.engine import Engine
     from pagefold.engine.outputs import OutputDelta
     from pagefold.events import Emit, Event
+    from pagefold.kv import WritePolicy
 
 __all__ = ["Budget", "Counts", "EngineFactory", "Key", "Setting", "Trial", "Workload", "assert_clean", "build"]
 
@@ -50,6 +62,8 @@ class Setting:
         spare_blocks: the KV budget: so many blocks more than the longest request needs; None for plenty.
         num_host_blocks: what the host keeps of evicted blocks; 0 for no host tier.
         damage_rate: share of the blocks that come back from there damaged.
+        slow_policy: when blocks are written to a slow tier behind the host; None for no such tier.
+        slow_fault_rate: share of its blocks that do not come back, or not as they were.
         arrivals: ``together`` queues all before the first step, ``alone`` one after the other has finished, ``trickle``
             up to three between two steps.
         shuffle: whether the order of the prompts is random.
@@ -69,6 +83,8 @@ class Setting:
     max_num_seqs: int = 64
     spare_blocks: int | None = None
     num_host_blocks: int = 0
+    slow_policy: WritePolicy | None = None
+    slow_fault_rate: float = 0.0
     damage_rate: float = 0.0
     enable_prefix_caching: bool = True
     eviction_policy: str = "lru"
@@ -98,6 +114,7 @@ class Counts:
         num_first_step_hit_tokens: those of requests admitted in the first step.
         num_cancelled: requests that the trial cancelled before they had ended.
         num_stored_blocks, num_loaded_blocks, num_damaged_blocks: to and from the host.
+        num_written_blocks, num_fetched_blocks, num_missed_blocks: to and from a slow tier.
     """
 
     num_steps: int = 0
@@ -110,6 +127,9 @@ class Counts:
     num_stored_blocks: int = 0
     num_loaded_blocks: int = 0
     num_damaged_blocks: int = 0
+    num_written_blocks: int = 0
+    num_fetched_blocks: int = 0
+    num_missed_blocks: int = 0
 
     def emit(self, event: Event) -> None:
         """Subscribe an engine to this."""
@@ -124,6 +144,11 @@ class Counts:
             self.num_stored_blocks += event.num_stored_blocks
             self.num_loaded_blocks += event.num_loaded_blocks
             self.num_damaged_blocks += len(event.damaged_ids)
+        elif isinstance(event, TierWritten):
+            self.num_written_blocks += event.num_kept
+        elif isinstance(event, TierRead):
+            self.num_fetched_blocks += event.num_blocks
+            self.num_missed_blocks += sum(event.num_missed.values())
         elif isinstance(event, PrefixLookup) and not event.after_preemption:
             self.num_hit_tokens += event.num_hit_tokens
             if not self.num_steps:
@@ -180,8 +205,15 @@ def build(setting: Setting, folder: Path, budget: Budget, emit: Emit) -> Engine:
         enable_prefix_caching=setting.enable_prefix_caching,
         eviction_policy=setting.eviction_policy,
         attention_backend=setting.attention_backend,
+        kv_write_policy=setting.slow_policy or "write_back",
     )
-    return build_engine(plan_engine(config), emit=emit)
+    if setting.slow_policy is None:
+        return build_engine(plan_engine(config), emit=emit)
+    frames = FrameFormat(bytes(32), geometry.bytes_per_block, setting.block_size * TOKEN_BYTES)
+    store = MemoryStore(frames, fault_rate=setting.slow_fault_rate, seed=setting.seed)
+    engine = build_engine(plan_engine(config), emit=emit, stores=[store])
+    always_load(engine)
+    return engine
 
 
 class Key(NamedTuple):
@@ -282,7 +314,9 @@ class Trial:
         arriving = self._arrivals(number)
         at_once = {"together": len(arriving), "alone": 1, "trickle": 0}[self.setting.arrivals]
         num_idle = 0
-        while arriving or self.engine.has_work:
+        while arriving or self.engine.has_requests:
+            if not arriving and not self.engine.has_work:
+                self.engine.wait()
             if self.setting.arrivals == "trickle":
                 at_once = self._random.randint(0, 3)
             if self.setting.arrivals != "alone" or not self.engine.has_work:
@@ -329,7 +363,11 @@ class Trial:
 def assert_clean(engine: Engine) -> None:
     """An engine without work holds no block, and every invariant of its core is kept."""
     core = engine.scheduler.core
-    assert not engine.has_work
+    assert not engine.has_requests
+    if engine.tiering is not None:
+        engine.close(30.0)
+        assert core.slow is not None
+        assert not list(core.slow.pins()), "something is kept for nobody"
     assert not core.tables, "a table was not released"
     assert core.num_active == 0, f"{core.num_active} blocks are held by nobody"
     assert core.num_available == core.pool.num_blocks

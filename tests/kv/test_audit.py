@@ -13,6 +13,7 @@ import pytest
 import pagefold.kv
 from pagefold.kv import AuditError, BlockState, BlockTable, CopyOp, HostTier, KVCore, StoreOp, audit, make_policy
 from pagefold.kv.block import Block
+from pagefold.kv.names import BlockName
 from pagefold.kv.tiers import HeldBlock
 from pagefold.kv.tree import Node
 
@@ -324,7 +325,7 @@ def store_into_a_free_host_block(world: World) -> None:
 
 
 def held_without_a_place(world: World) -> None:
-    world.host._held[b"?"] = HeldBlock(b"?", b"", -1)
+    world.host._held[b"?"] = HeldBlock(BlockName(b"?", b"", b"", b""), -1)
 
 
 def candidate_missing(world: World) -> None:

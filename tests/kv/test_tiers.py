@@ -7,7 +7,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from pagefold.kv import HostTier, KVCore, LoadOp, Namespace, StoreOp, audit
-from pagefold.kv.tiers import digest_of, path_digest, root_digest
+from pagefold.kv.names import digest_of, path_digest, root_digest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,7 +49,7 @@ class Core(KVCore):
 
 
 def held_keys(tier: HostTier) -> set[tuple[int, ...]]:
-    return {tuple(memoryview(held.key).cast("i")) for held in tier.held()}
+    return {tuple(memoryview(held.name.key).cast("i")) for held in tier.held()}
 
 
 A, B, C = (list(range(start, start + 9)) for start in (0, 100, 200))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pagefold.config import Account, AttentionBackend, Dtype, ModelImpl
     from pagefold.engine.engine import Engine
     from pagefold.events import Emit
+    from pagefold.kv import WritePolicy
     from pagefold.observe.recorder import TraceRecorder
     from pagefold.server.process import WarmPrompt
 
@@ -131,6 +132,32 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             rich_help_panel=_ENGINE,
         ),
     ] = 0.0,
+    kv_disk_path: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="Keep blocks on a disk too, in this folder.", rich_help_panel=_ENGINE),
+    ] = None,
+    kv_disk_size: Annotated[
+        float, typer.Option(metavar="GIB", help="What that folder may take at most.", rich_help_panel=_ENGINE)
+    ] = 10.0,
+    kv_remote_url: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Share blocks with other machines: redis://HOST:PORT or mooncake://HOST:PORT.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = None,
+    kv_remote_required: Annotated[
+        bool,
+        typer.Option("--kv-remote-required", help="Do not start without that pool.", rich_help_panel=_ENGINE),
+    ] = False,
+    kv_write_policy: Annotated[
+        str,
+        typer.Option(
+            help="When blocks are written to disk and pool: write_back, write_through or write_through_selective.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = "write_back",
     max_model_len: Annotated[
         str | None,
         typer.Option(
@@ -209,6 +236,11 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             block_size=block_size,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             kv_offloading_size=kv_offloading_size,
+            kv_disk_path=kv_disk_path,
+            kv_disk_size=kv_disk_size,
+            kv_remote_url=kv_remote_url,
+            kv_remote_required=kv_remote_required,
+            kv_write_policy=cast("WritePolicy", kv_write_policy),
             max_model_len=_num_tokens(max_model_len),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -240,6 +272,9 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             log_level=cast('Literal["debug", "info", "warning", "error"]', log_level),
             tool_call_parser=tool_call_parser,
         )
+        if record_trace is not None and engine_config.has_slow_tiers:
+            msg = "What slow tiers bring, and when, is not part of a recording yet."
+            raise ConfigError(msg, remedy="Leave out --record-trace, or --kv-disk-path and --kv-remote-url.")
         prompts = [] if warm is None else _warm_prompts(warm)
         exit_code = _run(engine_config, server_config, prompts, began, _recorder(record_trace))
     except PagefoldError as error:

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pagefold.capacity import Capacity, plan_capacity
 from pagefold.config import available_cpus, available_memory_bytes, cache_dir
 from pagefold.engine.engine import Engine, ModelLimits
+from pagefold.engine.tiering import Tiering
 from pagefold.errors import ConfigError
 from pagefold.events import Emit, ignore
-from pagefold.kv import HostTier, KVCore, KVGeometry, Namespace, PinLimits, make_policy
+from pagefold.kv import (
+    Arbiter,
+    HostTier,
+    KVCore,
+    KVGeometry,
+    LinkModel,
+    Namespace,
+    PinLimits,
+    SlowTiers,
+    make_policy,
+)
 from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -24,12 +36,16 @@ if TYPE_CHECKING:
     from pagefold.runner.models import ModelSpec
     from pagefold.runner.slab import Slab
     from pagefold.runner.torch_runner import Decoder
+    from pagefold.store import BlockStore
     from pagefold.structured.compiler import GrammarCompiler
     from pagefold.tokenizer import Tokenizer
 
 __all__ = ["Blueprint", "build_engine", "plan_engine"]
 
 _log = logging.getLogger(__name__)
+
+_MIN_STAGING_BLOCKS, _MAX_STAGING_BYTES, _STAGING_SHARE = 64, 2**30, 16
+"""Host memory that slower tiers get if none is asked for: a share of what is free, within bounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +87,7 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
     spec = inspect_model(folder)
     dtype: torch.dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
     geometry = KVGeometry(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype.itemsize, config.block_size)
+    available_bytes = available_memory_bytes()
     capacity = plan_capacity(
         layout=geometry.layout,
         weight_bytes=spec.num_parameters * (1 if config.quantization else dtype.itemsize),
@@ -79,11 +96,19 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
         max_model_len=config.max_model_len,
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
         max_num_seqs=config.max_num_seqs,
-        available_bytes=available_memory_bytes(),
-        host_bytes=int(config.kv_offloading_size * 2**30),
+        available_bytes=available_bytes,
+        host_bytes=_host_bytes(config, geometry, available_bytes),
     )
     choose_backend(config.attention_backend, dtype, block_size=config.block_size, head_dim=spec.head_dim)
     return Blueprint(config, spec, geometry, capacity, dtype, _is_fused(config, spec, dtype))
+
+
+def _host_bytes(config: EngineConfig, geometry: KVGeometry, available_bytes: int) -> int:
+    """Return how much of the host's memory is for blocks: what was asked, or a little if all go through it."""
+    if config.kv_offloading_size or not config.has_slow_tiers:
+        return int(config.kv_offloading_size * 2**30)
+    least = _MIN_STAGING_BLOCKS * geometry.bytes_per_block
+    return max(least, min(_MAX_STAGING_BYTES, available_bytes // _STAGING_SHARE))
 
 
 def _is_fused(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> bool:
@@ -111,17 +136,30 @@ def _is_fused(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> bool
     return is_fused
 
 
-def build_engine(blueprint: Blueprint, *, emit: Emit = ignore, say: Callable[[str], None] = _log.info) -> Engine:
+def build_engine(
+    blueprint: Blueprint,
+    *,
+    emit: Emit = ignore,
+    say: Callable[[str], None] = _log.info,
+    stores: Sequence[BlockStore] = (),
+) -> Engine:
     """Load weights, allocate blocks, warm up, and return an engine that is ready.
+
+    Args:
+        blueprint: what was decided.
+        emit: where events go.
+        say: takes the lines that a start prints.
+        stores: slow tiers of one's own, behind those of the config. There must be a host tier then.
 
     Raises:
         UnsupportedModelError: the model calls its attention in a way that would be computed wrongly.
+        ConfigError: a slow tier cannot be used, and must be.
     """
     import torch  # noqa: PLC0415 - heavy rooms are entered when they are needed
 
     from pagefold.runner.slab import LAYOUT, Slab  # noqa: PLC0415
     from pagefold.runner.torch_runner import TorchRunner  # noqa: PLC0415
-    from pagefold.store import HostArena  # noqa: PLC0415
+    from pagefold.store import FrameFormat, HostArena, Transfer, open_stores  # noqa: PLC0415
     from pagefold.tokenizer import Tokenizer  # noqa: PLC0415
 
     config, spec, geometry, capacity = blueprint.config, blueprint.spec, blueprint.geometry, blueprint.capacity
@@ -137,13 +175,22 @@ def build_engine(blueprint: Blueprint, *, emit: Emit = ignore, say: Callable[[st
     arena = HostArena(num_held, capacity.host_bytes // num_held) if num_held else None
     runner = TorchRunner(_decoder(blueprint, slab), geometry, slab, arena)
     runner.warm_up()
+    namespace = Namespace(model=spec.fingerprint, layout=f"{LAYOUT}/{geometry.block_size}", dtype=str(blueprint.dtype))
+    stores = [*open_stores(config, FrameFormat.of(namespace, geometry), say), *stores]
+    host = HostTier(num_held, notes_unsaved=bool(stores)) if num_held else None
+    slow = None
+    if stores:
+        compute_s = runner.seconds_per_token()
+        arbiter = Arbiter(geometry.bytes_per_block, geometry.block_size, compute_s_per_token=compute_s)
+        slow = _slow_tiers(config, host, arbiter, stores, say)
     core = KVCore(
         capacity.num_blocks,
         block_size=config.block_size,
         policy=make_policy(config.eviction_policy),
         enable_prefix_caching=config.enable_prefix_caching,
         pin_limits=PinLimits(config.max_pinned_share, config.pin_half_life_s),
-        host=HostTier(num_held) if num_held else None,
+        host=host,
+        slow=slow,
         emit=emit,
     )
     scheduler = Scheduler(
@@ -152,18 +199,44 @@ def build_engine(blueprint: Blueprint, *, emit: Emit = ignore, say: Callable[[st
         policy=SCHEDULING_POLICIES[config.scheduling_policy](config.priority_aging_s),
         emit=emit,
     )
-    namespace = Namespace(model=spec.fingerprint, layout=f"{LAYOUT}/{geometry.block_size}", dtype=str(blueprint.dtype))
+    tiering = None
+    if slow is not None:
+        assert arena is not None, "slow tiers go through the host's"
+        move = partial(arena.carry_out, blocks=slab.as_bytes())
+        tiering = Tiering(scheduler, slow, Transfer(arena, stores), arena, move, emit=emit)
     return Engine(
         scheduler=scheduler,
         runner=runner,
         tokenizer=tokenizer,
         limits=ModelLimits(spec.vocab_size, spec.eos_token_ids, namespace),
         capacity=capacity,
+        tiering=tiering,
         compiler=None if tokenizer is None else _compiler(tokenizer, spec),
         seed=config.seed,
         request_timeout_s=config.request_timeout_s,
         emit=emit,
     )
+
+
+def _slow_tiers(
+    config: EngineConfig, host: HostTier | None, arbiter: Arbiter, stores: list[BlockStore], say: Callable[[str], None]
+) -> SlowTiers | None:
+    """Try every store, and return what decides about those that can ever win; ``stores`` keeps only these."""
+    for store in list(stores):
+        verdict = store.self_test()
+        say(verdict.told)
+        if verdict.is_ok:
+            arbiter.links[store.tier] = LinkModel(verdict.latency_s, verdict.read_bytes_per_s)
+            if arbiter.pays(store.tier):
+                continue
+            load_s, compute_s = arbiter.block_bytes / verdict.read_bytes_per_s, arbiter.compute_s(1)
+            say(f"           off: to read a block takes {1e3 * load_s:.2f} ms, to compute it {1e3 * compute_s:.2f} ms")
+        stores.remove(store)
+        store.close()
+    if not stores:
+        return None
+    assert host is not None, "slow tiers go through the host's"
+    return SlowTiers(host, config.kv_write_policy, arbiter)
 
 
 def _decoder(blueprint: Blueprint, slab: Slab) -> Decoder:

@@ -74,7 +74,7 @@ class EngineStatus:
         num_wasted_slots = scheduler.num_wasted_slots
         return cls(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=len(scheduler.waiting) + len(scheduler.fetching),
             kv_cache_usage=core.usage,
             num_free_blocks=core.pool.num_free,
             num_cached_blocks=core.pool.num_cached,
@@ -218,10 +218,12 @@ class EngineThread:
     Args:
         engine: nobody else may call it from now on.
         max_requests: how many may be here at once, those that wait included, each sample counted; None for any number.
+        flush_s: seconds that it may spend at its end on writing to slow tiers what is cached.
     """
 
-    def __init__(self, engine: Engine, *, max_requests: int | None = None) -> None:
+    def __init__(self, engine: Engine, *, max_requests: int | None = None, flush_s: float = 0.0) -> None:
         self._engine = engine
+        self._flush_s = flush_s
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._max_requests = max_requests
         self._streams: dict[str, TokenStream] = {}  # touched by the engine's thread only
@@ -237,6 +239,8 @@ class EngineThread:
 
     def start(self) -> None:
         """Start the thread."""
+        if self._engine.tiering is not None:
+            self._engine.tiering.transfer.notify = lambda: self._commands.put(_look_up)
         self._thread.start()
 
     @property
@@ -396,18 +400,21 @@ class EngineThread:
                 self._take_commands()
                 if self._engine.has_work:
                     self._deliver(self._engine.step())
-                elif self._is_draining and self._commands.empty():
-                    return
+                elif self._is_draining and self._commands.empty() and not self._engine.has_requests:
+                    break
                 else:
                     self._wait()
+                    if self._engine.has_requests:  # one that waited for blocks may be ready, or its time be up
+                        self._deliver(self._engine.step())
+            self._engine.close(self._flush_s)
         except Exception as error:  # noqa: BLE001 - a bug of ours: everybody is told, nobody waits for ever
             _log.exception("the engine's thread has failed")
             self._failure = error
             self._fail_all(error)
 
     def _wait(self) -> None:
-        """Nothing runs: take the next command when it comes, and meanwhile let pins expire at their time."""
-        wait_s = self._engine.expire_pins()
+        """Nothing runs: take the next command when it comes, or return when something else is due."""
+        wait_s = self._engine.idle()
         try:
             command = self._commands.get(timeout=min(wait_s, threading.TIMEOUT_MAX))
         except queue.Empty:
@@ -455,6 +462,10 @@ class EngineThread:
             if self._must_stop or (self._is_draining and self._commands.empty()):
                 return
             self._commands.get()()  # requests that were queued meanwhile learn it too
+
+
+def _look_up() -> None:
+    """The command that only wakes the engine's thread: something has come from a slow tier."""
 
 
 def _call(loop: asyncio.AbstractEventLoop, what: Callable[[], object]) -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from pagefold.capacity import Capacity
+    from pagefold.engine.tiering import Tiering
     from pagefold.request import FinishReason, WarmUp
     from pagefold.scheduler import Scheduler
     from pagefold.steps import Runner
@@ -72,6 +73,7 @@ class Engine:
         tokenizer: for text and stop strings; None works in tokens only.
         limits: of the model.
         capacity: what fits.
+        tiering: of slow tiers; None without any.
         compiler: of grammars; None for free output only.
         seed: of requests that bring none; the n-th such request draws the same in every run.
         request_timeout_s: seconds after which a request that has not finished is ended; None for never.
@@ -87,6 +89,7 @@ class Engine:
         tokenizer: Tokenizer | None,
         limits: ModelLimits,
         capacity: Capacity,
+        tiering: Tiering | None = None,
         compiler: GrammarCompiler | None = None,
         seed: int = 0,
         request_timeout_s: float | None = None,
@@ -98,6 +101,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.limits = limits
         self.capacity = capacity
+        self.tiering = tiering
         self._compiler = compiler
         self._seed = seed
         self._request_timeout_s = request_timeout_s
@@ -111,6 +115,11 @@ class Engine:
     def has_work(self) -> bool:
         """Whether a step would do anything."""
         return self.scheduler.has_work
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether any request is here: also if all of them wait for blocks."""
+        return self.scheduler.has_requests
 
     def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, caller: Caller = ANYBODY) -> None:
         """Refuse what can never be served. Reads nothing that changes, so any thread may call it.
@@ -227,6 +236,8 @@ class Engine:
         self._open[request_id] = sample_ids
         first, *first.forks = samples
         self.scheduler.add(first)
+        if self.tiering is not None:
+            self.tiering.begin(first, now)
 
     def abort(self, request_id: str) -> bool:
         """End a request whose caller has gone, with all its samples. False when it has ended already."""
@@ -241,7 +252,10 @@ class Engine:
 
     def reset_prefix_cache(self) -> int:
         """Forget every cached prefix, between steps; running requests go on. Return how many blocks became free."""
-        return self.scheduler.core.reset()
+        num_freed = self.scheduler.core.reset()
+        if self.tiering is not None:
+            self.tiering.reset()
+        return num_freed
 
     def pins(self) -> PinReport:
         """Return what is pinned now."""
@@ -251,12 +265,32 @@ class Engine:
         """Take a pin away; its blocks stay cached. False if there is no such pin."""
         return self.scheduler.core.pins.remove(pin_id) is not None
 
-    def expire_pins(self) -> float:
-        """Drop the pins whose time has come, as every step does. Return the seconds until the next one's; or inf."""
+    def idle(self) -> float:
+        """Nothing runs: do what is due. Return the seconds until something will be; or inf.
+
+        Nobody need call :meth:`step` before that, unless something is told to ``tiering.transfer.notify``.
+        """
         now = self._clock()
         pins = self.scheduler.core.pins
         pins.expire(now)
-        return pins.next_expiry_s - now
+        due_s = min(pins.next_expiry_s, self.scheduler.next_deadline_s)
+        if self.tiering is not None:
+            self.tiering.store_pending()
+            self.tiering.poll(now)
+            due_s = min(due_s, self.tiering.next_due_s())
+        return 0.0 if self.scheduler.has_work else max(0.0, due_s - now)
+
+    def wait(self) -> None:
+        """All requests wait for blocks: return when something has come, or is due."""
+        due_s = self.idle()
+        if self.tiering is not None and due_s:
+            self.tiering.wait(due_s)
+
+    def close(self, timeout_s: float = 0.0) -> None:
+        """Let go of slow tiers, and before that spend up to ``timeout_s`` seconds on writing to them what is cached."""
+        if self.tiering is not None:
+            self.tiering.close(timeout_s)
+            self.tiering = None
 
     def step(self) -> list[OutputDelta]:
         """Run one step and return what it added, request by request.
@@ -264,6 +298,8 @@ class Engine:
         A step that fails is taken back, and its requests run again; one that keeps failing ends with ``error``.
         """
         now = self._clock()
+        if self.tiering is not None:
+            self.tiering.poll(now)
         plan = self.scheduler.schedule(now)
         deltas = [self._timed_out(request, now) for request in self.scheduler.timed_out]
         if not plan.num_rows:
@@ -281,7 +317,9 @@ class Engine:
         except BaseException as interrupt:  # not the step's fault: whoever catches it finds no step in flight
             self.scheduler.abandon(type(interrupt).__name__)
             raise
-        now = self._clock()
+        began, now = now, self._clock()
+        if self.tiering is not None:
+            self.tiering.computed(len(plan.token_ids), now - began)
         requests = self.scheduler.apply(result)
         tell_tokens(self._emit, requests, now, self.scheduler.core.block_size)
         deltas += [self._delta(request, now) for request in requests]

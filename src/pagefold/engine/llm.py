@@ -105,6 +105,14 @@ class LLM:
                 result.keep_best(how.n)
         return results
 
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Write what is cached to the disk or the remote pool, if there are any, and let go of them.
+
+        Args:
+            timeout_s: seconds that it may take; what is not written by then is lost.
+        """
+        self.engine.close(timeout_s)
+
     def get_metrics(self) -> list[Metric]:
         """Return what was counted so far: the families that a server shows at ``/metrics``, of this LLM alone.
 
@@ -132,8 +140,10 @@ class LLM:
         with Progress(*columns, console=Console(stderr=True), disable=not use_tqdm, transient=True) as bar:
             task = bar.add_task("generating", total=len(by_id), speed="")
             num_tokens = 0
-            while self.engine.has_work:
+            while self.engine.has_requests:
                 raise_if_interrupted()
+                if not self.engine.has_work:
+                    self.engine.wait()
                 for delta in self.engine.step():
                     by_id[delta.request_id].add(delta)
                     num_tokens += len(delta.token_ids)

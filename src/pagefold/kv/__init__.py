@@ -1,27 +1,34 @@
 """THE CENTRE: paged blocks and shared prefixes. Standard library only: no torch, no numpy, no I/O, no clock."""
 
+from pagefold.kv.arbiter import Arbiter, LinkModel, Verdict
 from pagefold.kv.audit import AuditError, audit
 from pagefold.kv.block import Block, BlockId, BlockState
 from pagefold.kv.codec import CODECS, Codec
 from pagefold.kv.core import KVCore, Promise
 from pagefold.kv.eviction import EvictionPolicy, KeyPolicy, RequestFacts
 from pagefold.kv.geometry import CacheGroup, CacheLayout, KVGeometry, LayerKV, lay_out
+from pagefold.kv.names import BlockName, root_digest
 from pagefold.kv.namespace import Namespace
 from pagefold.kv.pins import DroppedPin, Pin, PinLimits, PinTable
-from pagefold.kv.plans import NO_HOST_OPS, CopyOp, HostOps, LoadOp, StoreOp
+from pagefold.kv.plans import NO_HOST_OPS, CopyOp, FetchOp, HostOps, LoadOp, StoreOp, WriteOp
 from pagefold.kv.policies import DEFAULT_POLICY, POLICIES, make_policy
+from pagefold.kv.slow_tiers import WRITE_POLICIES, Fetch, SlowTiers, WritePolicy
 from pagefold.kv.table import BlockTable
 from pagefold.kv.tiers import HostTier
-from pagefold.kv.tree import PrefixHit
+from pagefold.kv.tree import TOKEN_BYTES, PrefixHit
 
 __all__ = [
     "CODECS",
     "DEFAULT_POLICY",
     "NO_HOST_OPS",
     "POLICIES",
+    "TOKEN_BYTES",
+    "WRITE_POLICIES",
+    "Arbiter",
     "AuditError",
     "Block",
     "BlockId",
+    "BlockName",
     "BlockState",
     "BlockTable",
     "CacheGroup",
@@ -30,12 +37,15 @@ __all__ = [
     "CopyOp",
     "DroppedPin",
     "EvictionPolicy",
+    "Fetch",
+    "FetchOp",
     "HostOps",
     "HostTier",
     "KVCore",
     "KVGeometry",
     "KeyPolicy",
     "LayerKV",
+    "LinkModel",
     "LoadOp",
     "Namespace",
     "Pin",
@@ -44,8 +54,13 @@ __all__ = [
     "PrefixHit",
     "Promise",
     "RequestFacts",
+    "SlowTiers",
     "StoreOp",
+    "Verdict",
+    "WriteOp",
+    "WritePolicy",
     "audit",
     "lay_out",
     "make_policy",
+    "root_digest",
 ]

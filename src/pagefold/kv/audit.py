@@ -42,7 +42,7 @@ def audit(core: KVCore) -> None:
     _audit_pins(core)
     _audit_policy(core)
     if core.host is not None:
-        _audit_host(core.host)
+        _audit_host(core.host, Counter(core.slow.pins() if core.slow is not None else ()))
 
 
 def _check(holds: bool, what: str) -> None:  # noqa: FBT001 - the one thing it is about
@@ -66,7 +66,9 @@ def _audit_references(core: KVCore) -> None:
         block_id for copy in (*core.pending_copies, *core.copies_in_flight) for block_id in (copy.src, copy.dst)
     )
     if core.host is not None:
-        transfers.update(load.block_id for ops in _host_ops(core.host) for load in ops.loads)
+        for ops in _host_ops(core.host):
+            transfers.update(load.block_id for load in ops.loads)
+            transfers.update(store.block_id for store in ops.stores if store.is_live)
     pins = Counter(node.block.block_id for pin in core.pins for node in pin.path() if node.block is not None)
     for block in core.pool.blocks:
         _check(block.num_pin_refs == pins[block.block_id], f"{block}: {pins[block.block_id]} pins keep it")
@@ -167,8 +169,8 @@ def _host_ops(host: HostTier) -> list[HostOps]:
     return [host.pending, *host.in_flight]
 
 
-def _audit_host(host: HostTier) -> None:
-    """Host blocks: each is free or holds one block, and is pinned once for each copy that reads or writes it."""
+def _audit_host(host: HostTier, slow: Counter[int]) -> None:
+    """Host blocks: each is free or holds one block, and is pinned once for all that reads, writes or waits for it."""
     held = list(host.held())
     ids = [one.host_id for one in held]
     free = host.free_ids()
@@ -176,10 +178,12 @@ def _audit_host(host: HostTier) -> None:
     stores = Counter(store.host_id for ops in _host_ops(host) for store in ops.stores)
     loads = Counter(load.host_id for ops in _host_ops(host) for load in ops.loads)
     for one in held:
-        _check(
-            one.num_pins == stores[one.host_id] + loads[one.host_id], f"host block {one.host_id}: {one.num_pins} pins"
-        )
+        num_pins = stores[one.host_id] + loads[one.host_id] + slow[one.host_id]
+        _check(one.num_pins == num_pins, f"host block {one.host_id}: {one.num_pins} pins, not {num_pins}")
+        _check(one.num_pins > 0 or host.get(one.name.digest) is one, f"host block {one.host_id}: kept for nobody")
     for host_id, num in stores.items():
         _check(num == 1, f"host block {host_id} is written {num} times")
         _check(host_id in ids, f"host block {host_id} is to be written, and holds nothing")
     _check(host.num_held <= len(held), "blocks are held that have no place")
+    for digest, one in host.unsaved.items():
+        _check(host.get(digest) is one, f"host block {one.host_id}: to be written, and not held")

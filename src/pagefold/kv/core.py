@@ -27,19 +27,24 @@ from typing import TYPE_CHECKING
 
 from pagefold.events import BlockEvicted, CacheReset, Emit, EvictionCause, HostTransfer, ignore
 from pagefold.kv.block import Block, BlockState
+from pagefold.kv.names import digest_of, names_behind, root_digest
 from pagefold.kv.pins import PinLimits, PinTable
 from pagefold.kv.plans import NO_HOST_OPS, CopyOp
 from pagefold.kv.policies import make_policy
 from pagefold.kv.pool import BlockPool
 from pagefold.kv.table import BlockTable, num_blocks_for
-from pagefold.kv.tiers import digest_of, root_digest
+from pagefold.kv.tiers import HOST
 from pagefold.kv.tree import TOKEN_BYTES, Node, PrefixHit, PrefixTree
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections import deque
+    from collections.abc import Iterable, Sequence
 
+    from pagefold.kv.block import BlockId
     from pagefold.kv.eviction import EvictionPolicy
+    from pagefold.kv.names import BlockName
     from pagefold.kv.plans import HostOps, LoadOp
+    from pagefold.kv.slow_tiers import SlowTiers
     from pagefold.kv.tiers import HeldBlock, HostTier
 
 __all__ = ["KVCore", "Promise"]
@@ -76,12 +81,14 @@ class KVCore:
         enable_prefix_caching: False publishes nothing, so nothing is ever matched.
         pin_limits: what pins may keep, and how long they count.
         host: where evicted blocks go; None for nowhere.
+        slow: what is behind the host; None for nothing.
         emit: where events go.
 
     Attributes:
         publishes: whether anything is ever cached.
         pins: prefixes that stay cached though nobody holds them.
         host: the host tier, if there is one.
+        slow: slower tiers, if there are any.
     """
 
     def __init__(  # noqa: PLR0913 - settings, by name
@@ -93,6 +100,7 @@ class KVCore:
         enable_prefix_caching: bool = True,
         pin_limits: PinLimits | None = None,
         host: HostTier | None = None,
+        slow: SlowTiers | None = None,
         emit: Emit = ignore,
     ) -> None:
         self.block_size = block_size
@@ -103,7 +111,9 @@ class KVCore:
         self.copies_in_flight: list[CopyOp] = []
         self._copies: list[CopyOp] = []
         self.publishes = enable_prefix_caching
+        assert slow is None or slow.host is host, "slow tiers of another arena"
         self.host = host
+        self.slow = slow
         self._emit = emit
         self.pins = PinTable(self.pool, pin_limits or PinLimits(), update_evictable=self._update_evictable, emit=emit)
         self._stride = block_size * TOKEN_BYTES
@@ -142,6 +152,19 @@ class KVCore:
         parent = digest_of(hit.nodes[-1]) if hit.nodes else root_digest(namespace)
         held = self.host.match(parent, rest, self._stride)
         return hit._replace(partial=None, num_partial_tokens=0, held=held) if held else hit
+
+    def missing(self, namespace: bytes, packed: bytes, max_tokens: int) -> list[BlockName]:
+        """Return the names of the whole blocks of ``packed`` that neither device nor host has, behind those they have.
+
+        Arguments are those of :meth:`match`. There must be a host tier.
+        """
+        hit = self.match(namespace, packed, max_tokens)
+        root = root_digest(namespace)
+        parent = digest_of(hit.nodes[-1]) if hit.nodes else root
+        if hit.held:
+            parent = hit.held[-1].name.digest
+        num_found = len(hit.nodes) + len(hit.held)
+        return names_behind(root, parent, packed[num_found * self._stride : max_tokens * TOKEN_BYTES], self._stride)
 
     # Tables.
 
@@ -263,6 +286,23 @@ class KVCore:
             self._drop_copies()
         if self.host is not None and self.host.pending.loads:
             self._drop_loads(self.host)
+
+    def write_through(self, table: BlockTable) -> None:
+        """Plan to store what the policy of slow tiers wants written of a table that will be released."""
+        node = table.tail
+        if self.slow is None or node is None:
+            return
+        while node is not None and node.block is not None and node.attached:
+            if node.committed and self.slow.wants(node):
+                self._store_live(node)
+            node = node.parent
+
+    def store_cached(self, nodes: deque[Node], num_blocks: int) -> None:
+        """Plan to store up to ``num_blocks`` of ``nodes`` that are still cached and not held, taking them off."""
+        while nodes and num_blocks > 0:
+            node = nodes.popleft()
+            if node.attached and node.committed:
+                num_blocks -= self._store_live(node)
 
     # Promises.
 
@@ -407,7 +447,7 @@ class KVCore:
     def host_done(self, ops: HostOps) -> None:
         """The step ran: what it loaded and stored is there."""
         if self.host is not None:
-            self._unpin_loads(ops.loads)
+            self._unpin_host_ops(ops)
             self.host.done(ops)
             if ops.stores or ops.loads:
                 self._emit(HostTransfer(len(ops.stores), len(ops.loads)))
@@ -418,7 +458,7 @@ class KVCore:
         Tables that wait for loads of the step must be released by the caller: their blocks hold nothing.
         """
         if self.host is not None:
-            self._unpin_loads(ops.loads)
+            self._unpin_host_ops(ops)
             self.host.failed(ops, damaged_ids)
             if damaged_ids:
                 self._emit(HostTransfer(0, 0, tuple(sorted(damaged_ids))))
@@ -448,6 +488,8 @@ class KVCore:
         self.pins.clear()
         if self.host is not None:
             self.host.reset()
+        if self.slow is not None:
+            self.slow.reset()
         num_cached = self.pool.num_cached
         for node in reversed(list(self.tree.nodes())):
             assert node.block is not None
@@ -462,7 +504,7 @@ class KVCore:
 
     def _allocate(self) -> Block | None:
         block = self.pool.allocate()
-        if block is None and self.reclaim(1):
+        if block is None and (self.reclaim(1) or (self._cancel_live_stores() and self.reclaim(1))):
             block = self.pool.allocate()
         return block
 
@@ -494,9 +536,30 @@ class KVCore:
             self.pool.pin_io(block)
             self.host.load(one, block.block_id)
             table.block_ids.append(block.block_id)
+            table.num_loaded_tokens[one.origin] = table.num_loaded_tokens.get(one.origin, 0) + self.block_size
+            one.origin = HOST
             num_loaded += 1
         self.host.unpin(pinned[num_loaded:])
         return num_loaded * self.block_size
+
+    def _store_live(self, node: Node) -> bool:
+        """Plan to store a node's block, which stays what it is; False if the host holds it or has no room."""
+        assert self.host is not None
+        assert node.block is not None
+        if not self.host.keep(node, node.block.block_id, is_live=True):
+            return False
+        self.pool.pin_io(node.block)
+        self._update_evictable(node)
+        return True
+
+    def _cancel_live_stores(self) -> bool:
+        """Let go of the blocks that are to be stored though they are cached; whether there were any.
+
+        Else a request that needs all memory would wait for a step that cannot be planned without it.
+        """
+        stores = [] if self.host is None else self.host.cancel_live_stores()
+        self._unpin_io(store.block_id for store in stores)
+        return bool(stores)
 
     def _drop_loads(self, host: HostTier) -> None:
         """Forget the loads into blocks that no table holds any more."""
@@ -505,9 +568,16 @@ class KVCore:
         host.cancel(loads)
         self._unpin_loads(loads)
 
+    def _unpin_host_ops(self, ops: HostOps) -> None:
+        self._unpin_loads(ops.loads)
+        self._unpin_io(store.block_id for store in ops.stores if store.is_live)
+
     def _unpin_loads(self, loads: Sequence[LoadOp]) -> None:
-        for load in loads:
-            block = self.pool.blocks[load.block_id]
+        self._unpin_io(load.block_id for load in loads)
+
+    def _unpin_io(self, block_ids: Iterable[BlockId]) -> None:
+        for block_id in block_ids:
+            block = self.pool.blocks[block_id]
             self.pool.unpin_io(block)
             if block.node is not None:
                 self._update_evictable(block.node)
@@ -522,11 +592,7 @@ class KVCore:
                 self._unpin_copy(copy)
 
     def _unpin_copy(self, copy: CopyOp) -> None:
-        for block_id in (copy.dst, copy.src):
-            block = self.pool.blocks[block_id]
-            self.pool.unpin_io(block)
-            if block.node is not None:
-                self._update_evictable(block.node)
+        self._unpin_io((copy.dst, copy.src))
 
     def _unshare(self, table: BlockTable, start: int) -> bool:
         """Give ``table`` blocks of its own from position ``start`` on; False when memory is short."""

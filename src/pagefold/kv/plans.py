@@ -8,8 +8,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pagefold.kv.block import BlockId
+    from pagefold.kv.names import BlockName
 
-__all__ = ["NO_HOST_OPS", "CopyOp", "HostOps", "LoadOp", "StoreOp"]
+__all__ = ["NO_HOST_OPS", "CopyOp", "FetchOp", "HostOps", "LoadOp", "StoreOp", "WriteOp"]
 
 
 class CopyOp(NamedTuple):
@@ -27,10 +28,17 @@ class CopyOp(NamedTuple):
 
 
 class StoreOp(NamedTuple):
-    """Copy a block that was evicted into a block of the host arena, before anything of the step writes the block."""
+    """Copy a block into a block of the host arena, before anything of the step writes it.
+
+    Attributes:
+        block_id: where it is.
+        host_id: where to.
+        is_live: whether it is still cached; then it is pinned until the step is over. Otherwise it was just evicted.
+    """
 
     block_id: BlockId
     host_id: int
+    is_live: bool = False
 
 
 class LoadOp(NamedTuple):
@@ -52,3 +60,17 @@ class HostOps(NamedTuple):
 
 
 NO_HOST_OPS = HostOps((), ())
+
+
+class FetchOp(NamedTuple):
+    """Bring a block from a slow tier into a block of the host arena, at any time."""
+
+    host_id: int
+    name: BlockName
+
+
+class WriteOp(NamedTuple):
+    """Give a block of the host arena to the slow tiers, at any time."""
+
+    host_id: int
+    name: BlockName

@@ -27,13 +27,23 @@ class BlockTable:
             publishes nothing, because caching is off or the cache was reset.
         may_share_tail: a fork may hold the last block too, so a write must look first.
         promise: what the step being planned or run will add, if anything.
+        num_loaded_tokens: how many of its tokens were loaded when it was acquired, by the tier that they came from.
         facts: of the request that holds it, for the eviction policy; whoever releases the table may set them before.
 
     Always: ``num_published <= len(block_ids)``, and the path from the root to ``tail`` publishes exactly
     ``block_ids[:num_published]``.
     """
 
-    __slots__ = ("block_ids", "capacity", "facts", "may_share_tail", "num_published", "promise", "tail")
+    __slots__ = (
+        "block_ids",
+        "capacity",
+        "facts",
+        "may_share_tail",
+        "num_loaded_tokens",
+        "num_published",
+        "promise",
+        "tail",
+    )
 
     def __init__(self, tail: Node | None) -> None:
         self.block_ids: list[BlockId] = []
@@ -42,6 +52,7 @@ class BlockTable:
         self.tail = tail
         self.may_share_tail = False
         self.promise: Promise | None = None
+        self.num_loaded_tokens: dict[str, int] = {}
         self.facts = _NO_FACTS
 
 

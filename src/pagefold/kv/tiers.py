@@ -4,69 +4,50 @@ A block that is evicted from the device is copied to a block of the arena, and s
 again, it need not be copied again. What was used longest ago makes room. Of one path the tail was always used before
 the head, as on the device, so that what is left of a path can be used.
 
-Outside the device a block is named by a digest of its whole path: its namespace and all tokens up to its end. Two paths
-have the same digest only if BLAKE2b (RFC 7693, 256 bits) collides; the block's own tokens are compared as well.
+Slower tiers (``slow_tiers.py``) fill the arena and are written from it; a request never waits for them in a step.
 
-A host block is pinned while a step reads or writes it, from when that is planned until the step is over.
+A host block is pinned while something reads or writes it, from when that is planned until it is over.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from hashlib import blake2b
+from collections import OrderedDict, deque
 from typing import TYPE_CHECKING
 
+from pagefold.kv.names import name_of, path_digest
 from pagefold.kv.plans import HostOps, LoadOp, StoreOp
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from pagefold.kv.block import BlockId
+    from pagefold.kv.names import BlockName
     from pagefold.kv.tree import Node
 
-__all__ = ["HeldBlock", "HostTier", "digest_of", "path_digest", "root_digest"]
+__all__ = ["HOST", "HeldBlock", "HostTier"]
 
-_DIGEST_BYTES = 32
-
-
-def root_digest(namespace: bytes) -> bytes:
-    """Return what names the empty path of a namespace, given its exact key."""
-    return blake2b(namespace, digest_size=_DIGEST_BYTES).digest()
-
-
-def path_digest(parent: bytes, key: bytes) -> bytes:
-    """Return what names the path of ``parent`` and one more block, whose packed tokens are ``key``."""
-    return blake2b(parent + key, digest_size=_DIGEST_BYTES).digest()
-
-
-def digest_of(node: Node) -> bytes:
-    """Return what names a node's path. Each node is digested once."""
-    path: list[Node] = []
-    while not node.digest and node.parent is not None:
-        path.append(node)
-        node = node.parent
-    digest = node.digest = node.digest or root_digest(node.key)
-    for child in reversed(path):
-        digest = child.digest = path_digest(digest, child.key)
-    return digest
+HOST = "host"
+"""The origin of what came from the device itself."""
 
 
 class HeldBlock:
     """A block in the host arena.
 
     Attributes:
-        digest: names its path.
-        key: its own packed tokens.
+        name: of it.
         host_id: where it is; -1 when it is there no more.
-        num_pins: how many planned copies read or write it.
+        num_pins: how many planned copies and transfers read or write it, and requests wait for it.
+        num_hits: how often it had been found on the device when it left.
+        origin: the tier that it came from, until it is used: ``host``, ``disk`` or ``remote``.
     """
 
-    __slots__ = ("digest", "host_id", "key", "num_pins")
+    __slots__ = ("host_id", "name", "num_hits", "num_pins", "origin")
 
-    def __init__(self, digest: bytes, key: bytes, host_id: int) -> None:
-        self.digest = digest
-        self.key = key
+    def __init__(self, name: BlockName, host_id: int, *, num_hits: int = 0, origin: str = HOST) -> None:
+        self.name = name
         self.host_id = host_id
+        self.num_hits = num_hits
+        self.origin = origin
         self.num_pins = 0
 
 
@@ -77,16 +58,22 @@ class HostTier:
 
     Args:
         num_blocks: of the arena.
+        notes_unsaved: whether ``unsaved`` and ``fresh`` are kept, for slower tiers.
 
     Attributes:
         num_stored, num_loaded, num_dropped: blocks since the start: stored, loaded, and lost for want of room.
+        unsaved: what was stored here and nobody has taken for a slower tier yet; used longest ago first.
+        fresh: of these, what nobody has looked at yet.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, *, notes_unsaved: bool = False) -> None:
         self.num_blocks = num_blocks
         self.num_stored = self.num_loaded = self.num_dropped = 0
+        self.unsaved: OrderedDict[bytes, HeldBlock] = OrderedDict()
+        self.fresh: deque[HeldBlock] = deque()
+        self._notes_unsaved = notes_unsaved
         self._held: dict[bytes, HeldBlock] = {}
-        self._idle: OrderedDict[bytes, HeldBlock] = OrderedDict()  # those that no copy pins; used longest ago first
+        self._idle: OrderedDict[bytes, HeldBlock] = OrderedDict()  # those that nothing pins; used longest ago first
         self._free = list(reversed(range(num_blocks)))
         self._stores: list[StoreOp] = []
         self._loads: list[LoadOp] = []
@@ -99,9 +86,18 @@ class HostTier:
         return len(self._held)
 
     @property
+    def num_spare(self) -> int:
+        """How many host blocks could be given out without losing what no slower tier was given."""
+        return len(self._free) + len(self._idle) - len(self.unsaved)
+
+    @property
     def pending(self) -> HostOps:
         """What was planned and not taken yet."""
         return HostOps(self._stores, self._loads)
+
+    def get(self, digest: bytes) -> HeldBlock | None:
+        """Return the block of that name, if it is held."""
+        return self._held.get(digest)
 
     def match(self, parent: bytes, packed: bytes, stride: int) -> tuple[HeldBlock, ...]:
         """Find the blocks that go on from the path ``parent``: as many whole ones of ``packed`` as are held in a row.
@@ -116,43 +112,58 @@ class HostTier:
             key = packed[offset : offset + stride]
             parent = path_digest(parent, key)
             held = self._held.get(parent)
-            if held is None or held.key != key:
+            if held is None or held.name.key != key:
                 break
             found.append(held)
         return tuple(found)
 
-    def keep(self, node: Node, block_id: BlockId) -> None:
-        """Keep the bytes of an evicted node: plan to store them, unless they are held or all host blocks are in use."""
-        digest = digest_of(node)
-        held = self._held.get(digest)
+    def keep(self, node: Node, block_id: BlockId, *, is_live: bool = False) -> bool:
+        """Keep the bytes of a node: plan to store them, unless they are held or all host blocks are in use.
+
+        Args:
+            node: of the tree; or just evicted from it.
+            block_id: where its bytes are.
+            is_live: whether the block stays that node's, so that the caller pins it until the store is over.
+
+        Returns whether a store was planned.
+        """
+        name = name_of(node)
+        held = self._held.get(name.digest)
         if held is not None:
-            if not held.num_pins:
-                self._idle.move_to_end(digest)
-            return
+            self._touch(held)
+            return False
         host_id = self._take_id()
         if host_id is None:
             self.num_dropped += 1
-            return
-        held = HeldBlock(digest, node.key, host_id)
-        self._held[digest] = self._by_id[host_id] = held
+            return False
+        held = HeldBlock(name, host_id, num_hits=node.num_hits)
+        self._held[name.digest] = self._by_id[host_id] = held
         held.num_pins = 1
-        self._stores.append(StoreOp(block_id, host_id))
+        self._stores.append(StoreOp(block_id, host_id, is_live))
+        return True
 
-    def pin(self, held: tuple[HeldBlock, ...]) -> list[HeldBlock]:
+    def pin(self, held: Sequence[HeldBlock]) -> list[HeldBlock]:
         """Pin the blocks of a match that are still there, up to the first that is not, and return them."""
         pinned: list[HeldBlock] = []
         for one in held:
-            if one.host_id < 0:
+            if self._held.get(one.name.digest) is not one:
                 break
             one.num_pins += 1
-            self._idle.pop(one.digest, None)
+            self._idle.pop(one.name.digest, None)
             pinned.append(one)
         return pinned
 
-    def unpin(self, held: list[HeldBlock]) -> None:
-        """Let go of blocks that :meth:`pin` returned. The first becomes the one used last: tails leave before heads."""
+    def unpin(self, held: Sequence[HeldBlock]) -> None:
+        """Let go of pinned blocks. The first becomes the one used last: tails leave before heads."""
         for one in reversed(held):
-            self._unpin(one)
+            one.num_pins -= 1
+            if one.num_pins:
+                continue
+            if self._held.get(one.name.digest) is one:
+                self._idle[one.name.digest] = one
+                self._touch(one)
+            else:  # forgotten while it was pinned
+                self._free_up(one)
 
     def load(self, held: HeldBlock, block_id: BlockId) -> None:
         """Plan to load a pinned block; it stays pinned until the step is over."""
@@ -163,6 +174,17 @@ class HostTier:
         for load in loads:
             self._loads.remove(load)
         self.unpin([self._by_id[load.host_id] for load in loads])
+
+    def cancel_live_stores(self) -> list[StoreOp]:
+        """Forget the planned stores of blocks that are still cached, and return them."""
+        cancelled = [store for store in self._stores if store.is_live]
+        if cancelled:
+            self._stores = [store for store in self._stores if not store.is_live]
+        for store in cancelled:
+            held = self._by_id[store.host_id]
+            self.forget(held)
+            self.unpin([held])
+        return cancelled
 
     def take(self) -> HostOps:
         """Hand over the copies of the step being planned."""
@@ -178,7 +200,11 @@ class HostTier:
             return
         self.in_flight.remove(ops)
         for store in ops.stores:
-            self._unpin(self._by_id[store.host_id])
+            held = self._by_id[store.host_id]
+            if self._notes_unsaved and self._held.get(held.name.digest) is held:
+                self.unsaved[held.name.digest] = held
+                self.fresh.append(held)
+            self.unpin([held])
         self.unpin([self._by_id[load.host_id] for load in ops.loads])
         self.num_stored += len(ops.stores)
         self.num_loaded += len(ops.loads)
@@ -188,27 +214,55 @@ class HostTier:
         if not (ops.stores or ops.loads):
             return
         self.in_flight.remove(ops)
-        self.unpin([self._by_id[load.host_id] for load in ops.loads])
-        lost = {store.host_id for store in ops.stores}
-        for host_id in sorted(lost):
-            self._unpin(self._by_id[host_id])
-        for host_id in sorted(lost | damaged_ids):
+        for host_id in sorted({store.host_id for store in ops.stores} | damaged_ids):
             held = self._by_id.get(host_id)
             if held is not None:
-                self._drop(held)
+                self.forget(held)
+        self.unpin([self._by_id[load.host_id] for load in ops.loads])
+        for store in ops.stores:
+            self.unpin([self._by_id[store.host_id]])
 
     def reset(self) -> None:
-        """Forget all that no copy pins, and never give out the rest again."""
-        self._held.clear()
-        for held in list(self._idle.values()):
-            self._drop(held)
+        """Forget all. What is pinned is never given out again, and leaves when nothing pins it."""
+        for held in list(self._held.values()):
+            self.forget(held)
+
+    # For slower tiers.
+
+    def reserve(self, name: BlockName, origin: str) -> HeldBlock | None:
+        """Return a host block for what a slower tier is to bring, pinned; None when all are in use.
+
+        Nobody finds it until :meth:`arrived`.
+        """
+        host_id = self._take_id()
+        if host_id is None:
+            return None
+        held = self._by_id[host_id] = HeldBlock(name, host_id, origin=origin)
+        held.num_pins = 1
+        return held
+
+    def arrived(self, held: HeldBlock) -> None:
+        """A reserved block's bytes are there and right: it is found from now on, unless another one already is."""
+        self._held.setdefault(held.name.digest, held)
+
+    def forget(self, held: HeldBlock) -> None:
+        """Let a block not be found any more; its host block is free once nothing pins it."""
+        digest = held.name.digest
+        self._idle.pop(digest, None)
+        if self._held.get(digest) is held:
+            del self._held[digest]
+            self.unsaved.pop(digest, None)
+        if not held.num_pins:
+            self._free_up(held)
+
+    # For audits.
 
     def held(self) -> Iterator[HeldBlock]:
-        """Yield all that have a host block: for audits."""
+        """Yield all that have a host block."""
         return iter(self._by_id.values())
 
     def free_ids(self) -> list[int]:
-        """Return the host blocks that hold nothing: for audits."""
+        """Return the host blocks that hold nothing."""
         return list(self._free)
 
     # Inside.
@@ -217,24 +271,16 @@ class HostTier:
         if not self._free:
             if not self._idle:
                 return None
-            self._drop(next(iter(self._idle.values())))
+            self.forget(next(iter(self._idle.values())))
             self.num_dropped += 1
         return self._free.pop()
 
-    def _drop(self, held: HeldBlock) -> None:
-        assert not held.num_pins, "a copy reads or writes it"
-        self._idle.pop(held.digest, None)
-        if self._held.get(held.digest) is held:
-            del self._held[held.digest]
+    def _touch(self, held: HeldBlock) -> None:
+        for order in (self._idle, self.unsaved):
+            if held.name.digest in order:
+                order.move_to_end(held.name.digest)
+
+    def _free_up(self, held: HeldBlock) -> None:
         del self._by_id[held.host_id]
         self._free.append(held.host_id)
         held.host_id = -1
-
-    def _unpin(self, held: HeldBlock) -> None:
-        held.num_pins -= 1
-        if held.num_pins:
-            return
-        if self._held.get(held.digest) is held:
-            self._idle[held.digest] = held
-        else:  # forgotten by reset() while a step used it
-            self._drop(held)

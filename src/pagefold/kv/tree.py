@@ -30,6 +30,7 @@ class Node:
     Attributes:
         key: packed tokens of the block; of a root, the namespace's key.
         parent: the node of the block before it; None for a root.
+        root: the node of its namespace; a root is its own.
         block: the block; None for a root.
         depth: how many blocks lie above it: 0 for the first block of a prefix.
         path_hash: of its namespace and all tokens up to its end: what policies remember it by when it is gone. Equal
@@ -40,7 +41,7 @@ class Node:
         evictable: cached, without children, read by no transfer, kept by no pin: the policy may choose it.
         created_at, last_used: ticks of the core's logical clock.
         num_hits: how often an acquire went through it.
-        digest: names the node's whole path outside the device (see ``tiers.py``); empty until somebody asks.
+        digest: names the node's whole path outside the device (see ``names.py``); empty until somebody asks.
         reuse_hint: whether it will be used again, as its last user believed; None for not said. No promise.
     """
 
@@ -59,6 +60,7 @@ class Node:
         "parent",
         "path_hash",
         "reuse_hint",
+        "root",
     )
 
     def __init__(self, key: bytes, parent: Node | None, block: Block | None, tick: int) -> None:
@@ -68,9 +70,11 @@ class Node:
         if parent is None:
             self.depth = -1
             self.path_hash = hash(key)
+            self.root = self
         else:
             self.depth = parent.depth + 1
             self.path_hash = hash((parent.path_hash, key))
+            self.root = parent.root
         self.children: dict[bytes, Node] = {}
         self.committed = False
         self.attached = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from pagefold.store import HostArena
 
 __all__ = ["Decoder", "TorchRunner"]
+
+
+_PROBE_TOKENS = 256
+"""What prefilling takes is measured with so many tokens."""
 
 
 class Decoder(Protocol):
@@ -71,11 +76,25 @@ class TorchRunner:
         sampled = logits[:num_sampling] if inputs.samples is None else logits[inputs.samples]
         return sampled, logits[num_sampling:]
 
+    def seconds_per_token(self) -> float:
+        """Measure what prefilling takes a token, before any block is in use."""
+        num_blocks = min(-(-_PROBE_TOKENS // self.geometry.block_size), len(self.slab.data))
+        num_tokens = min(_PROBE_TOKENS, num_blocks * self.geometry.block_size)
+        times: list[float] = []
+        for _ in range(2):  # the first of its shape may compile, and takes new pages of memory
+            began = time.perf_counter()
+            self._dummy(num_tokens, num_blocks)
+            times.append(time.perf_counter() - began)
+        return times[-1] / num_tokens
+
     def warm_up(self) -> None:
         """Run one dummy step on block 0: loads or compiles kernels, and finds out a model that cannot work."""
+        self._dummy(1, 1)
+
+    def _dummy(self, num_tokens: int, num_blocks: int) -> None:
         plan = StepPlan(0)
-        plan.token_ids = array("i", [0])
-        plan.starts, plan.num_tokens, plan.block_ids = [0], [1], [[BlockId(0)]]
+        plan.token_ids = array("i", [0] * num_tokens)
+        plan.starts, plan.num_tokens, plan.block_ids = [0], [num_tokens], [list(map(BlockId, range(num_blocks)))]
         plan.sampling_rows, plan.sampling = [0], [SamplingParams()]  # not greedy: the sampler has a kernel too
         plan.seeds, plan.draws = [0], [0]
         self.run(plan)

@@ -112,6 +112,7 @@ class Scheduler:
 
     Attributes:
         waiting, running: requests, in order.
+        fetching: those that wait for blocks, by id.
         timed_out: those that the last call of :meth:`schedule` ended.
     """
 
@@ -129,6 +130,7 @@ class Scheduler:
         self.policy = policy or FirstComeFirstServed()
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self.fetching: dict[str, Request] = {}
         self.timed_out: list[Request] = []
         self._by_id: dict[str, Request] = {}
         self._deadlines: list[tuple[float, int, str]] = []  # a heap; also of some that have ended
@@ -143,8 +145,18 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request waits or runs."""
+        """Whether any request runs or could be admitted: whether a step would do anything."""
         return bool(self.running or self.waiting)
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether any request is here, those included that wait for blocks."""
+        return bool(self._by_id)
+
+    @property
+    def next_deadline_s(self) -> float:
+        """When the next request's time may be up; inf for never."""
+        return self._deadlines[0][0] if self._deadlines else float("inf")
 
     def add(self, request: Request) -> None:
         """Queue a request, with those that will fork from it.
@@ -159,6 +171,18 @@ class Scheduler:
         self._enter(request)
         self._queue(request)
         self._tell_added(request)
+
+    def hold(self, request: Request) -> None:
+        """Let a request that waits not be admitted before :meth:`ready`: blocks are brought for it."""
+        self.waiting.remove(request)
+        request.to(RequestStatus.FETCHING)
+        self.fetching[request.request_id] = request
+
+    def ready(self, request: Request) -> None:
+        """Let a held request be admitted, in its place among those that wait."""
+        del self.fetching[request.request_id]
+        request.to(RequestStatus.WAITING)
+        self._queue(request)
 
     def get(self, request_id: str) -> Request | None:
         """Return the request of that id, if it has not finished."""
@@ -182,6 +206,8 @@ class Scheduler:
             return request
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
+        elif request.status is RequestStatus.FETCHING:
+            del self.fetching[request_id]
         else:
             self.waiting.remove(request)
         self._finish(request, reason)
@@ -396,8 +422,8 @@ class Scheduler:
                 core.release(table)
                 break
             self.waiting.popleft()
-            self._start(request, start, step.now)
             request.table = table
+            self._start(request, start, step.now)
             self.running.append(request)
             self._plan_admitted(step, request, num_tokens, packed)
             budget -= num_tokens
@@ -406,6 +432,8 @@ class Scheduler:
     def _start(self, request: Request, num_hit_tokens: int, now: float) -> None:
         if request.status is not RequestStatus.PREEMPTED:
             request.num_cached_tokens = num_hit_tokens
+            assert request.table is not None
+            request.num_loaded_tokens = request.table.num_loaded_tokens
         request.to(RequestStatus.RUNNING)
         request.num_computed_tokens = num_hit_tokens
         if request.times.scheduled_s is None:
@@ -487,6 +515,7 @@ class Scheduler:
                 fork.table = self.core.fork(request.table)
                 fork.num_computed_tokens = request.num_computed_tokens
                 fork.num_cached_tokens = request.num_cached_tokens
+                fork.num_loaded_tokens = request.num_loaded_tokens
                 fork.prompt_logprobs = request.prompt_logprobs
                 fork.times.scheduled_s = request.times.scheduled_s
                 self._enter(fork)
@@ -610,6 +639,7 @@ class Scheduler:
             if request.warm_up is not None and request.warm_up.pin and reason in ("stop", "length"):
                 self._pin(request, request.warm_up, request.table)
             request.table.facts = RequestFacts(priority=request.priority)
+            self.core.write_through(request.table)
             self.core.release(request.table)
             request.table = None
         del self._by_id[request.request_id]

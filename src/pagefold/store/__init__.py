@@ -1,5 +1,22 @@
 """Where blocks are beside the device: it carries out what ``kv`` decides, and trusts no byte that comes back."""
 
 from pagefold.store.arena import HostArena
+from pagefold.store.frame import FrameFormat, MissCause
+from pagefold.store.open import open_stores
+from pagefold.store.protocol import BlockStore, Get, Put, StoreError, StoreUse
+from pagefold.store.self_test import SelfTest
+from pagefold.store.transfer import Transfer
 
-__all__ = ["HostArena"]
+__all__ = [
+    "BlockStore",
+    "FrameFormat",
+    "Get",
+    "HostArena",
+    "MissCause",
+    "Put",
+    "SelfTest",
+    "StoreError",
+    "StoreUse",
+    "Transfer",
+    "open_stores",
+]

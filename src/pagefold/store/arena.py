@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,7 +27,8 @@ class HostArena:
     The bytes of a block and their checksum (XXH3, 128 bits) are written together; a load compares them. So a bit that
     turned, or a block that was never written, is found before anything is computed with it.
 
-    Pages of memory are taken from the system as blocks are first written.
+    Pages of memory are taken from the system as blocks are first written. The first block is at the beginning of one:
+    where a block is a multiple of a page, direct I/O can read into it.
 
     Args:
         num_blocks: how many blocks it holds.
@@ -34,7 +36,9 @@ class HostArena:
     """
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
-        self.blocks = np.empty((num_blocks, block_bytes), np.uint8)
+        memory = mmap.mmap(-1, max(1, num_blocks * block_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        self.blocks = np.frombuffer(memory, np.uint8, num_blocks * block_bytes).reshape(num_blocks, block_bytes)
         self._checksums = [b""] * num_blocks
 
     @property
@@ -46,6 +50,18 @@ class HostArena:
     def num_bytes(self) -> int:
         """Bytes of all blocks."""
         return self.blocks.nbytes
+
+    def payload(self, host_id: int) -> memoryview:
+        """Return the bytes of a block, for a transfer to read or write."""
+        return memoryview(self.blocks[host_id])
+
+    def checksum(self, host_id: int) -> bytes:
+        """Return the checksum of a block."""
+        return self._checksums[host_id]
+
+    def arrived(self, host_id: int, checksum: bytes) -> None:
+        """A transfer has written a block, whose bytes had this checksum."""
+        self._checksums[host_id] = checksum
 
     def carry_out(self, ops: HostOps, blocks: NDArray[np.uint8]) -> None:
         """Make a step's stores, then its loads.

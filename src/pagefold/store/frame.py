@@ -19,16 +19,17 @@
                    zeros to the end of the header, then the payload
 
 All numbers are little-endian. A frame is used only if every field is what the request needs; whatever is not is a miss
-with a cause. Digests are those of ``kv/tiers.py``.
+with a cause. Digests are those of ``kv/names.py``.
 """
 
 from __future__ import annotations
 
 import struct
 from enum import StrEnum
-from typing import NamedTuple
 
 import xxhash
+
+from pagefold.kv import TOKEN_BYTES, BlockName, KVGeometry, Namespace, root_digest
 
 __all__ = ["ALIGNMENT", "BlockName", "FrameFormat", "MissCause", "checksum_of"]
 
@@ -52,22 +53,6 @@ class MissCause(StrEnum):
     OTHER_BLOCK = "other_block"
     IO_ERROR = "io_error"
     LATE = "late"
-
-
-class BlockName(NamedTuple):
-    """What a block is, outside the device.
-
-    Attributes:
-        digest: names its path, itself included; 32 bytes.
-        parent: names the path before it; 32 bytes.
-        namespace: names the empty path of its namespace; 32 bytes.
-        key: its own packed tokens.
-    """
-
-    digest: bytes
-    parent: bytes
-    namespace: bytes
-    key: bytes
 
 
 def checksum_of(payload: memoryview | bytes) -> bytes:
@@ -94,6 +79,17 @@ class FrameFormat:
         self.key_bytes = key_bytes
         self.header_bytes = -(-(_HEAD.size + key_bytes + _CHECKSUM_BYTES) // ALIGNMENT) * ALIGNMENT
         self.frame_bytes = self.header_bytes + block_bytes
+
+    @classmethod
+    def of(cls, namespace: Namespace, geometry: KVGeometry) -> FrameFormat:
+        """Return the format of a model's blocks.
+
+        Args:
+            namespace: of its blocks; what is a tenant's or an adapter's is not looked at.
+            geometry: of its KV.
+        """
+        layout = Namespace(model=namespace.model, layout=namespace.layout, dtype=namespace.dtype)
+        return cls(root_digest(layout.key()), geometry.bytes_per_block, geometry.block_size * TOKEN_BYTES)
 
     def header(self, name: BlockName, checksum: bytes) -> bytes:
         """Return the header of a block, whose payload has ``checksum``."""

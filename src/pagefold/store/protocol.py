@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pagefold.store.frame import BlockName, MissCause
+    from pagefold.kv import BlockName
+    from pagefold.store.frame import MissCause
+    from pagefold.store.self_test import SelfTest
 
 __all__ = ["BlockStore", "Get", "Put", "StoreError", "StoreUse"]
 
@@ -88,6 +90,9 @@ class BlockStore(Protocol):
 
     def clear(self) -> int:
         """Forget all blocks of this layout; return how many, or -1 if it cannot tell."""
+
+    def self_test(self) -> SelfTest:
+        """Try it: write, read, and find a flipped bit. What it keeps stays."""
 
     def use(self) -> StoreUse:
         """Return what it holds."""

@@ -1,0 +1,261 @@
+"""Tiering: requests that wait for blocks of slow tiers, and what is written to those. The engine's thread calls it.
+
+A request that arrives is held back if slow tiers have what it would have to compute and bringing that is sooner
+(``kv/arbiter.py``). It is let go when all has come, or when waiting on does not pay any more; then it finds in the host
+arena what has come, and computes the rest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from pagefold.events import Emit, TierRead, TierWritten, ignore
+from pagefold.request import RequestStatus
+from pagefold.store.frame import MissCause
+from pagefold.store.transfer import Fetched, Found, Written
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pagefold.kv import BlockName, Fetch, HostOps, SlowTiers, Verdict
+    from pagefold.request import Request
+    from pagefold.scheduler import Scheduler
+    from pagefold.store.arena import HostArena
+    from pagefold.store.transfer import Transfer
+
+__all__ = ["Tiering"]
+
+_FAST = "disk"
+"""The tier that says at once what it has: its index is in memory."""
+
+_LOOK_SHARE = 0.05
+"""A request waits for a tier to say what it has for at most this share of the time that computing would take."""
+
+_ROOM_SHARE = 0.5
+"""A request waits for room in the arena for at most this share of the time that computing would take."""
+
+_MIN_LEARNT_TOKENS = 64
+"""A step that computes fewer tokens says little of what prefilling takes."""
+
+
+class _Waiting:
+    """A request that is held back: first until it is known what tiers have, then until there is room, then for that."""
+
+    __slots__ = ("fetch", "found", "late_s", "names", "request", "verdict")
+
+    def __init__(self, request: Request, names: list[BlockName], found: list[str]) -> None:
+        self.request = request
+        self.names = names
+        self.found = found  # of the first names the tiers that have them
+        self.late_s = 0.0  # when it does not wait for answers, or for room, any more
+        self.verdict: Verdict | None = None
+        self.fetch: Fetch | None = None
+
+
+class Tiering:
+    """Holds requests back while blocks are brought for them.
+
+    Args:
+        scheduler: its core has slow tiers.
+        slow: they.
+        transfer: carries out what is decided.
+        arena: the host's blocks.
+        move: carries out stores outside a step.
+        emit: where events go.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(  # noqa: PLR0913 - the parts that it holds together
+        self,
+        scheduler: Scheduler,
+        slow: SlowTiers,
+        transfer: Transfer,
+        arena: HostArena,
+        move: Callable[[HostOps], None],
+        *,
+        emit: Emit = ignore,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.transfer = transfer
+        self._scheduler = scheduler
+        self._slow = slow
+        self._arena = arena
+        self._move = move
+        self._emit = emit
+        self._clock = clock
+        self._waiting: dict[int, _Waiting] = {}  # by ticket: asked for, held back, or let go and not admitted yet
+        self._num_tickets = 0
+        self._queued_bytes: dict[str, int] = {}
+
+    def begin(self, request: Request, now: float) -> None:
+        """Hold a request back that has just been queued, if slow tiers have what it lacks, or may have."""
+        core = self._scheduler.core
+        if not core.publishes:
+            return
+        names = core.missing(request.namespace, request.packed(), request.max_hit_tokens)
+        if not names:
+            return
+        arbiter = self._slow.arbiter
+        found: list[str] = []
+        for store in self.transfer.stores:
+            rest = names[len(found) :]
+            if not rest or not arbiter.pays(store.tier):
+                continue
+            if store.tier == _FAST:
+                found += [store.tier] * self.transfer.count(store.tier, rest)
+            elif arbiter.links[store.tier].latency_s < _LOOK_SHARE * arbiter.compute_s(len(rest)):
+                self._look(_Waiting(request, names, found), store.tier, now)
+                return
+        waiting = _Waiting(request, names, found)
+        if self._decide(waiting, now):
+            self._hold(waiting)
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when the transfer has done something, and take note of it; or after ``timeout_s``."""
+        for outcome in self.transfer.collect(timeout_s):
+            self._note(outcome, self._clock())
+
+    def poll(self, now: float) -> None:
+        """Take note of what the transfer has done, let go whoever need not wait, and write what is due."""
+        for outcome in self.transfer.collect():
+            self._note(outcome, now)
+        self._slow.late(now)
+        self._let_go()
+        for ticket, waiting in list(self._waiting.items()):
+            if waiting.request.status is RequestStatus.FETCHING:
+                self._advance(ticket, waiting, now)
+        self.transfer.write(self._slow.take_writes())
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """Take note of a step, and of nothing else, since it says what prefilling takes."""
+        if num_tokens >= _MIN_LEARNT_TOKENS:
+            self._slow.arbiter.learn_compute(num_tokens, seconds)
+
+    def next_due_s(self) -> float:
+        """Return when :meth:`poll` has something to do though nothing has come; inf for never."""
+        looking = (waiting.late_s for waiting in self._waiting.values() if waiting.fetch is None)
+        return min(self._slow.next_late_s(), min(looking, default=float("inf")))
+
+    def store_pending(self) -> None:
+        """No step will run soon: make the stores that wait for one."""
+        core = self._scheduler.core
+        ops = core.take_host_ops()
+        if ops.stores:
+            self._move(ops)
+            core.host_done(ops)
+            self.transfer.write(self._slow.take_writes())
+
+    def reset(self) -> None:
+        """Have the slow tiers forget everything; the core has been reset."""
+        self.transfer.clear()
+
+    def close(self, timeout_s: float) -> None:
+        """Write what is cached and unsaved, as far as ``timeout_s`` seconds go, and close the tiers."""
+        core, slow = self._scheduler.core, self._slow
+        end = self._clock() + timeout_s
+        nodes = deque(core.tree.nodes())  # heads before tails: what is left out cuts off least
+        while self._clock() < end:
+            core.store_cached(nodes, slow.host.num_spare)
+            ops = core.take_host_ops()
+            if ops.stores:
+                self._move(ops)
+                core.host_done(ops)
+            writes = slow.take_writes(is_flush=True)
+            self.transfer.write(writes)
+            if slow.is_quiet and not nodes and not writes:
+                break
+            for outcome in self.transfer.collect(0.0 if slow.is_quiet else end - self._clock()):
+                self._note(outcome, self._clock())
+        self.transfer.close()
+
+    # Inside.
+
+    def _look(self, waiting: _Waiting, tier: str, now: float) -> None:
+        rest = waiting.names[len(waiting.found) :]
+        waiting.late_s = now + _LOOK_SHARE * self._slow.arbiter.compute_s(len(rest))
+        self._hold(waiting)
+        self.transfer.look(tier, rest, self._num_tickets)
+
+    def _hold(self, waiting: _Waiting) -> None:
+        self._num_tickets += 1
+        self._waiting[self._num_tickets] = waiting
+        self._scheduler.hold(waiting.request)
+
+    def _decide(self, waiting: _Waiting, now: float) -> bool:
+        """Let a request wait for what is known to be found, if that pays; whether it does."""
+        if not waiting.found:
+            return False
+        arbiter = self._slow.arbiter
+        waiting.verdict = verdict = arbiter.weigh(waiting.found, self._queued_bytes)
+        if not verdict.num_blocks:
+            return False
+        waiting.late_s = now + _ROOM_SHARE * verdict.compute_s
+        self._fetch(waiting, now)
+        return True
+
+    def _fetch(self, waiting: _Waiting, now: float) -> None:
+        """Begin to bring what was decided, if there is room for it."""
+        verdict = waiting.verdict
+        assert verdict is not None, "it was not decided"
+        found = list(zip(waiting.found, waiting.names, strict=False))[: verdict.num_blocks]
+        waiting.fetch = fetch = self._slow.begin(found, verdict.patience_s, now)
+        if fetch is not None:
+            for tier, ops in fetch.ops.items():
+                num_bytes = len(ops) * self._slow.arbiter.block_bytes
+                self._queued_bytes[tier] = self._queued_bytes.get(tier, 0) + num_bytes
+            self.transfer.fetch(fetch)
+
+    def _note(self, outcome: Fetched | Found | Written, now: float) -> None:
+        if isinstance(outcome, Found):
+            waiting = self._waiting.get(outcome.ticket)
+            if waiting is not None and waiting.verdict is None:
+                waiting.found += [outcome.tier] * outcome.num_blocks
+                waiting.late_s = now
+        elif isinstance(outcome, Written):
+            self._slow.written(outcome.ops, outcome.num_kept)
+            self._emit(TierWritten(len(outcome.ops), outcome.num_kept))
+        else:
+            self._note_fetched(outcome, now)
+
+    def _note_fetched(self, fetched: Fetched, now: float) -> None:
+        arbiter = self._slow.arbiter
+        self._queued_bytes[fetched.tier] -= len(fetched.ops) * arbiter.block_bytes
+        causes: dict[str, int] = {}
+        for op, found in zip(fetched.ops, fetched.found, strict=True):
+            is_good = not isinstance(found, MissCause)
+            if isinstance(found, MissCause):
+                causes[found.value] = causes.get(found.value, 0) + 1
+            else:
+                self._arena.arrived(op.host_id, found)
+            self._slow.arrived(op.host_id, now, is_good=is_good)
+        num_found = len(fetched.ops) - sum(causes.values())
+        if num_found == len(fetched.ops):
+            arbiter.links[fetched.tier].learn(num_found * arbiter.block_bytes, fetched.seconds)
+        self._emit(TierRead(fetched.tier, num_found, num_found * arbiter.block_bytes, fetched.seconds, causes))
+
+    def _let_go(self) -> None:
+        """Keep nothing for requests that were admitted, or have ended: first, since others wait for the room."""
+        for ticket, waiting in list(self._waiting.items()):
+            if waiting.request.status not in (RequestStatus.FETCHING, RequestStatus.WAITING):
+                del self._waiting[ticket]
+                if waiting.fetch is not None:
+                    self._slow.end(waiting.fetch)
+
+    def _advance(self, ticket: int, waiting: _Waiting, now: float) -> None:
+        """Let a request go on that need not wait any more."""
+        if waiting.verdict is None:  # a tier is asked what it has
+            is_waiting = now < waiting.late_s or self._decide(waiting, now)
+        elif waiting.fetch is None:  # there was no room
+            self._fetch(waiting, now)
+            is_waiting = waiting.fetch is not None or now < waiting.late_s
+        else:
+            is_waiting = not waiting.fetch.is_over
+        if is_waiting:
+            return
+        self._scheduler.ready(waiting.request)
+        if waiting.fetch is None:
+            del self._waiting[ticket]
+        else:
+            self._slow.arbiter.account(waiting.fetch.num_arrived, now - waiting.fetch.begun_s)

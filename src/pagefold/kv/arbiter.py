@@ -1,0 +1,149 @@
+"""Arbiter: load a block from a slow tier, or compute it? Whichever is sooner, by what was measured.
+
+Each tier has a model of two numbers, a latency and a bandwidth; computing has one, seconds a token. All three follow
+what happens. Attention makes later tokens of a prompt dearer than this says, so what it gives to computing is never too
+little by much.
+
+Waiting has a bound: a request for which nothing arrives for a while (a share of what computing would have taken) goes
+on with what it has. So a tier that stalls without warning costs that share and no more, and one that drips is left as
+soon as computing would be sooner.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["Arbiter", "LinkModel", "Verdict"]
+
+_WEIGHT = 0.2
+"""Of the newest measurement in each average."""
+
+_PATIENCE = 0.15
+"""Share of the time that computing would take, for which a request waits though nothing arrives."""
+
+_MARGIN = 0.8
+"""Loading must take at most this share of computing: measurements err, and a hit is not to be slower than a miss."""
+
+
+class LinkModel:
+    """How fast a tier delivers: ``latency_s + num_bytes / bytes_per_s``.
+
+    Args:
+        latency_s: seconds until the first byte.
+        bytes_per_s: from then on.
+    """
+
+    __slots__ = ("bytes_per_s", "latency_s")
+
+    def __init__(self, latency_s: float, bytes_per_s: float) -> None:
+        self.latency_s = latency_s
+        self.bytes_per_s = bytes_per_s
+
+    def seconds(self, num_bytes: int) -> float:
+        """Return how long ``num_bytes`` take."""
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+    def learn(self, num_bytes: int, seconds: float) -> None:
+        """Take note that ``num_bytes`` took ``seconds``, the tier doing nothing else."""
+        if num_bytes and seconds > 0:
+            rate = num_bytes / max(seconds - self.latency_s, 0.1 * seconds)
+            self.bytes_per_s += _WEIGHT * (rate - self.bytes_per_s)
+            self.latency_s += _WEIGHT * (min(seconds, self.latency_s * 2) - self.latency_s) * 0.1
+
+
+class Verdict(NamedTuple):
+    """What to do about blocks that slow tiers hold.
+
+    Attributes:
+        num_blocks: load the first so many, and compute the rest.
+        load_s: how long that should take.
+        compute_s: how long computing them would take.
+        patience_s: how long to wait though nothing arrives.
+    """
+
+    num_blocks: int
+    load_s: float
+    compute_s: float
+    patience_s: float
+
+
+class Arbiter:
+    """Weighs loading against computing.
+
+    Args:
+        block_bytes: of a block.
+        block_size: tokens a block.
+        compute_s_per_token: what prefilling takes, as far as known.
+
+    Attributes:
+        links: of each tier.
+        compute_s_per_token: what prefilling takes.
+        num_loaded, num_refused, num_late: requests for which it chose to load, to compute, and which it let go on
+            without all that they waited for.
+        regret_s: seconds that requests lost by waiting, against computing.
+        gain_s: seconds that they won.
+    """
+
+    def __init__(self, block_bytes: int, block_size: int, *, compute_s_per_token: float) -> None:
+        self.block_bytes = block_bytes
+        self.block_size = block_size
+        self.compute_s_per_token = compute_s_per_token
+        self.links: dict[str, LinkModel] = {}
+        self.num_loaded = self.num_refused = self.num_late = 0
+        self.regret_s = self.gain_s = 0.0
+
+    def compute_s(self, num_blocks: int) -> float:
+        """Return how long computing so many blocks takes."""
+        return num_blocks * self.block_size * self.compute_s_per_token
+
+    def pays(self, tier: str) -> bool:
+        """Whether a tier can ever win: it brings a block sooner than the block is computed."""
+        return self.block_bytes / self.links[tier].bytes_per_s < _MARGIN * self.compute_s(1)
+
+    def weigh(self, tiers: list[str], queued_bytes: dict[str, int]) -> Verdict:
+        """Decide about blocks of one path.
+
+        Args:
+            tiers: of each block the tier that holds it, from the path's first missing block on.
+            queued_bytes: what each tier has to deliver before.
+        """
+        best = Verdict(0, 0.0, 0.0, 0.0)
+        best_gain = 0.0
+        load_s: dict[str, float] = {}
+        for num_blocks, tier in enumerate(tiers, 1):
+            link = self.links[tier]
+            if tier not in load_s:
+                load_s[tier] = link.seconds(queued_bytes.get(tier, 0))
+            load_s[tier] += self.block_bytes / link.bytes_per_s
+            compute_s = self.compute_s(num_blocks)
+            slowest_s = max(load_s.values())  # tiers deliver beside each other
+            gain = _MARGIN * compute_s - slowest_s
+            if gain > best_gain:
+                waits_s = max(link.seconds(queued_bytes.get(tier, 0)) for tier in load_s)
+                best_gain = gain
+                best = Verdict(num_blocks, slowest_s, compute_s, max(_PATIENCE * compute_s, 2 * waits_s))
+        if best.num_blocks:
+            best = best._replace(patience_s=min(best.patience_s, best.compute_s))
+            self.num_loaded += 1
+        else:
+            self.num_refused += 1
+        return best
+
+    def goes_on(self, num_arrived: int, num_blocks: int, waited_s: float) -> bool:
+        """Whether a request should wait for the rest, given that so many blocks came in ``waited_s`` so far."""
+        if not num_arrived:
+            return True  # its patience bounds that
+        rest = num_blocks - num_arrived
+        return rest * waited_s / num_arrived < self.compute_s(rest)
+
+    def learn_compute(self, num_tokens: int, seconds: float) -> None:
+        """Take note that a step computed ``num_tokens`` in ``seconds``."""
+        self.compute_s_per_token += _WEIGHT * (seconds / num_tokens - self.compute_s_per_token)
+
+    def account(self, num_arrived: int, waited_s: float) -> None:
+        """Take note that a request waited ``waited_s``, and then had ``num_arrived`` blocks."""
+        gain = self.compute_s(num_arrived) - waited_s
+        if gain >= 0:
+            self.gain_s += gain
+        else:
+            self.regret_s -= gain

@@ -1,0 +1,81 @@
+"""What a block is called outside the device: digests of its path.
+
+Inside, a prefix is found by its exact tokens. A name must be short, survive a restart and mean the same on another
+machine: it is a digest of the block's whole path, its namespace and all tokens up to its end (BLAKE2b, RFC 7693,
+256 bits). Two paths have the same digest only if that collides; the block's own tokens are compared as well.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from pagefold.kv.tree import Node
+
+__all__ = ["BlockName", "digest_of", "name_of", "names_behind", "path_digest", "root_digest"]
+
+_DIGEST_BYTES = 32
+
+
+class BlockName(NamedTuple):
+    """What a block is, outside the device.
+
+    Attributes:
+        digest: names its path, itself included; 32 bytes.
+        parent: names the path before it; 32 bytes.
+        namespace: names the empty path of its namespace; 32 bytes.
+        key: its own packed tokens.
+    """
+
+    digest: bytes
+    parent: bytes
+    namespace: bytes
+    key: bytes
+
+
+def root_digest(namespace: bytes) -> bytes:
+    """Return what names the empty path of a namespace, given its exact key."""
+    return blake2b(namespace, digest_size=_DIGEST_BYTES).digest()
+
+
+def path_digest(parent: bytes, key: bytes) -> bytes:
+    """Return what names the path of ``parent`` and one more block, whose packed tokens are ``key``."""
+    return blake2b(parent + key, digest_size=_DIGEST_BYTES).digest()
+
+
+def digest_of(node: Node) -> bytes:
+    """Return what names a node's path. Each node is digested once."""
+    path: list[Node] = []
+    while not node.digest and node.parent is not None:
+        path.append(node)
+        node = node.parent
+    digest = node.digest = node.digest or root_digest(node.key)
+    for child in reversed(path):
+        digest = child.digest = path_digest(digest, child.key)
+    return digest
+
+
+def name_of(node: Node) -> BlockName:
+    """Return the name of a node's block; the node is no root."""
+    assert node.parent is not None, "a root has no block"
+    digest = digest_of(node)
+    return BlockName(digest, node.parent.digest, digest_of(node.root), node.key)
+
+
+def names_behind(namespace: bytes, parent: bytes, packed: bytes, stride: int) -> list[BlockName]:
+    """Return the names of the whole blocks of ``packed``, which come behind the path ``parent``.
+
+    Args:
+        namespace: digest of the empty path.
+        parent: digest of the path before.
+        packed: tokens, packed.
+        stride: bytes of a block's packed tokens.
+    """
+    names: list[BlockName] = []
+    for offset in range(0, len(packed) - stride + 1, stride):
+        key = packed[offset : offset + stride]
+        digest = path_digest(parent, key)
+        names.append(BlockName(digest, parent, namespace, key))
+        parent = digest
+    return names

@@ -1,0 +1,276 @@
+"""SlowTiers: what goes from the host arena to slower tiers, and what is brought from them for whom. It decides only.
+
+What a request would find in slow tiers is brought into the arena while the request waits in a state of its own; from
+there a step loads it as anything else that the host holds. So slow tiers are never part of a step, and nobody else
+waits. What is brought is pinned by who reads it in, and by every request that waits for it, until that was admitted.
+
+Writing is behind: what the arena holds and slow tiers do not is *unsaved*. When it is written, the policy says:
+
+    write_back               just before the arena would need its place
+    write_through            as soon as a request that computed it has ended
+    write_through_selective  the same for what was found at least once; the rest as in write_back
+
+Names are SGLang's (HiCache).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from itertools import islice
+from typing import TYPE_CHECKING, Literal
+
+from pagefold.kv.plans import FetchOp, WriteOp
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pagefold.kv.arbiter import Arbiter
+    from pagefold.kv.names import BlockName
+    from pagefold.kv.tiers import HeldBlock, HostTier
+    from pagefold.kv.tree import Node
+
+__all__ = ["WRITE_POLICIES", "Fetch", "SlowTiers", "WritePolicy"]
+
+WritePolicy = Literal["write_back", "write_through", "write_through_selective"]
+WRITE_POLICIES: tuple[WritePolicy, ...] = ("write_back", "write_through", "write_through_selective")
+
+_MIN_HITS = 1
+"""``write_through_selective`` writes what was found so often."""
+
+_SHARE_SPARE, _NUM_SPARE = 8, 64
+"""``write_back`` keeps one host block in so many spare (free, or written), but so many at least, as far as half of all
+allow: a step that lets long prompts in takes as many at once. As many may be being written; what a tier cannot keep up
+with is dropped."""
+
+_SHARE_ARRIVING = 2
+"""At most one host block in so many is on its way in, or held by a request that waits."""
+
+
+class _Arrival:
+    """A block on its way, and who waits for it."""
+
+    __slots__ = ("held", "is_wanted", "waiting")
+
+    def __init__(self, held: HeldBlock, fetch: Fetch) -> None:
+        self.held = held
+        self.waiting = [fetch]
+        self.is_wanted = True  # nobody has asked to forget everything since
+
+
+class Fetch:
+    """Blocks that one request waits for, in order.
+
+    Attributes:
+        blocks: those that are on their way or here, pinned.
+        num_arrived: the first so many are here.
+        begun_s, last_s: when it began, and when something last arrived.
+        patience_s: how long it waits though nothing arrives.
+        is_over: nothing more will be waited for.
+        ops: what must be brought for it, by tier.
+    """
+
+    __slots__ = ("begun_s", "blocks", "is_over", "last_s", "num_arrived", "ops", "patience_s")
+
+    def __init__(self, now: float, patience_s: float) -> None:
+        self.blocks: list[HeldBlock] = []
+        self.num_arrived = 0
+        self.begun_s = self.last_s = now
+        self.patience_s = patience_s
+        self.is_over = False
+        self.ops: dict[str, list[FetchOp]] = {}
+
+
+class SlowTiers:
+    """What moves between the host arena and slower tiers.
+
+    Args:
+        host: the arena's blocks.
+        policy: when what the arena holds is written.
+        arbiter: whether loading pays.
+
+    Attributes:
+        num_fetched, num_lost, num_written, num_unwritten: blocks since the start: brought, not brought though they were
+            asked for, written, and not kept by any tier.
+    """
+
+    def __init__(self, host: HostTier, policy: WritePolicy, arbiter: Arbiter) -> None:
+        self.host = host
+        self.policy = policy
+        self._is_selective = policy == "write_through_selective"
+        self.arbiter = arbiter
+        self.num_fetched = self.num_lost = self.num_written = self.num_unwritten = 0
+        self._arriving: dict[int, _Arrival] = {}  # by host block
+        self._by_digest: dict[bytes, _Arrival] = {}
+        self._fetches: OrderedDict[int, Fetch] = OrderedDict()
+        self._num_waited = 0  # host blocks in the fetches, each as often as it is
+        self._writing: dict[int, HeldBlock] = {}
+        num_blocks = host.num_blocks
+        self._num_spare = max(1, num_blocks // _SHARE_SPARE, min(_NUM_SPARE, num_blocks // 2))
+        self._early: deque[HeldBlock] = deque()  # of the unsaved, those that the policy writes at once
+
+    # From slow tiers.
+
+    def begin(self, found: Sequence[tuple[str, BlockName]], patience_s: float, now: float) -> Fetch | None:
+        """Let a request wait for blocks that slow tiers hold. None if there is no room for them now.
+
+        Args:
+            found: the blocks of a path in order, each with the tier that holds it.
+            patience_s: how long it waits though nothing arrives.
+            now: seconds.
+        """
+        room = max(1, self.host.num_blocks // _SHARE_ARRIVING)
+        found = found[:room]
+        if self._num_waited + len(found) > room:
+            return None
+        fetch = Fetch(now, patience_s)
+        for tier, name in found:
+            held = self._join(name, fetch) or self._reserve(tier, name, fetch)
+            if held is None:
+                break
+            fetch.blocks.append(held)
+        if not fetch.blocks:
+            return None
+        self._num_waited += len(fetch.blocks)
+        self._fetches[id(fetch)] = fetch
+        self._advance(fetch)
+        return fetch
+
+    def arrived(self, host_id: int, now: float, *, is_good: bool) -> None:
+        """A transfer has let go of a block: it is there, and right, or it could not be had."""
+        arrival = self._arriving.pop(host_id)
+        held = arrival.held
+        del self._by_digest[held.name.digest]
+        if is_good and arrival.is_wanted:
+            self.num_fetched += 1
+            self.host.arrived(held)
+        else:
+            self.num_lost += 1
+        for fetch in arrival.waiting:
+            if not fetch.is_over:
+                self._advance(fetch)
+                fetch.last_s = now
+                if is_good and not self.arbiter.goes_on(fetch.num_arrived, len(fetch.blocks), now - fetch.begun_s):
+                    fetch.is_over = True
+        self.host.unpin([held])
+
+    def late(self, now: float) -> list[Fetch]:
+        """Give up the fetches for which nothing has arrived for too long, and return them."""
+        late = [one for one in self._fetches.values() if not one.is_over and now - one.last_s >= one.patience_s]
+        for fetch in late:
+            fetch.is_over = True
+            self.arbiter.num_late += 1
+        return late
+
+    def next_late_s(self) -> float:
+        """Return when the next fetch will be given up unless something arrives; inf for never."""
+        return min(
+            (one.last_s + one.patience_s for one in self._fetches.values() if not one.is_over), default=float("inf")
+        )
+
+    def end(self, fetch: Fetch) -> None:
+        """The request that waited was admitted, or is gone: nothing is kept for it any more."""
+        del self._fetches[id(fetch)]
+        fetch.is_over = True
+        self._num_waited -= len(fetch.blocks)
+        self.host.unpin(fetch.blocks)
+
+    def reset(self) -> None:
+        """Forget all: what arrives from now on is of no use, and nobody waits for it."""
+        for fetch in self._fetches.values():
+            fetch.is_over = True
+        for arrival in self._arriving.values():
+            arrival.waiting.clear()
+            arrival.is_wanted = False
+
+    # To slow tiers.
+
+    def wants(self, node: Node) -> bool:
+        """Whether a node's block is to be written as soon as nobody uses it."""
+        if self.policy == "write_through":
+            return True
+        return self._is_selective and node.num_hits >= _MIN_HITS
+
+    def take_writes(self, *, is_flush: bool = False) -> list[WriteOp]:
+        """Return what is to be written now, pinned until :meth:`written`.
+
+        Args:
+            is_flush: all that is unsaved, whatever the policy.
+        """
+        host = self.host
+        while host.fresh:
+            held = host.fresh.popleft()
+            if self.policy == "write_through" or (self._is_selective and held.num_hits >= _MIN_HITS):
+                self._early.append(held)
+        room = self._num_spare - len(self._writing)
+        ops: list[WriteOp] = []
+        while self._early and len(ops) < room:
+            self._write(self._early.popleft(), ops)
+        num_short = len(host.unsaved) if is_flush else self._num_spare - host.num_spare
+        if num_short > 0:
+            for held in list(islice(host.unsaved.values(), max(0, min(num_short, room - len(ops))))):
+                self._write(held, ops)
+        return ops
+
+    def written(self, ops: Sequence[WriteOp], num_kept: int) -> None:
+        """The slow tiers have let go of the blocks; they keep ``num_kept`` of them."""
+        self.num_written += num_kept
+        self.num_unwritten += len(ops) - num_kept
+        for op in ops:
+            self.host.unpin([self._writing.pop(op.host_id)])
+
+    # For audits.
+
+    def pins(self) -> Iterator[int]:
+        """Yield the host block of every pin that transfers and waiting requests have."""
+        yield from self._arriving
+        yield from self._writing
+        for fetch in self._fetches.values():
+            yield from (held.host_id for held in fetch.blocks)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is on its way, in or out."""
+        return not self._arriving and not self._writing
+
+    # Inside.
+
+    def _write(self, held: HeldBlock, ops: list[WriteOp]) -> None:
+        host = self.host
+        if host.unsaved.pop(held.name.digest, None) is not None:
+            host.pin([held])
+            self._writing[held.host_id] = held
+            ops.append(WriteOp(held.host_id, held.name))
+
+    def _join(self, name: BlockName, fetch: Fetch) -> HeldBlock | None:
+        """Pin a block that is here, or on its way for somebody else, and wait for it too."""
+        held = self.host.get(name.digest)
+        if held is not None:
+            return held if self.host.pin([held]) else None
+        arrival = self._by_digest.get(name.digest)
+        if arrival is None or not arrival.is_wanted:
+            return None
+        arrival.held.num_pins += 1
+        arrival.waiting.append(fetch)
+        return arrival.held
+
+    def _reserve(self, tier: str, name: BlockName, fetch: Fetch) -> HeldBlock | None:
+        if name.digest in self._by_digest:
+            return None  # on its way since before a reset
+        held = self.host.reserve(name, tier)
+        if held is None:
+            return None
+        held.num_pins += 1  # one is the transfer's, one the request's
+        self._arriving[held.host_id] = self._by_digest[name.digest] = _Arrival(held, fetch)
+        fetch.ops.setdefault(tier, []).append(FetchOp(held.host_id, name))
+        return held
+
+    def _advance(self, fetch: Fetch) -> None:
+        """Count what has arrived in a row; over, if that is all or the next one will not come."""
+        blocks = fetch.blocks
+        while fetch.num_arrived < len(blocks):
+            held = blocks[fetch.num_arrived]
+            if self.host.get(held.name.digest) is None:
+                fetch.is_over = held.host_id not in self._arriving
+                return
+            fetch.num_arrived += 1
+        fetch.is_over = True

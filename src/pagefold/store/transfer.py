@@ -1,0 +1,209 @@
+"""Transfer: carries blocks between the host arena and slow tiers, on threads of its own.
+
+The engine's thread hands over what was decided, and collects what has happened; nothing here decides. A host block
+belongs to a transfer from when it is handed over until its outcome is collected.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, NamedTuple
+
+from pagefold.store.frame import MissCause
+from pagefold.store.protocol import Get, Put, StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pagefold.kv import BlockName, Fetch, FetchOp, WriteOp
+    from pagefold.store.arena import HostArena
+    from pagefold.store.protocol import BlockStore
+
+__all__ = ["Fetched", "Found", "Outcome", "Transfer", "Written"]
+
+_log = logging.getLogger(__name__)
+
+_BATCH_BYTES = 8 * 2**20
+"""Blocks are asked for in batches of about so many bytes: what arrives early tells how fast a tier is."""
+
+_NUM_READERS = 2
+"""Threads that read from one tier: one checks what it has read while the other reads."""
+
+
+class Fetched(NamedTuple):
+    """Blocks were brought, or not.
+
+    Attributes:
+        tier: from which.
+        ops: which were asked for.
+        found: for each its checksum, or why it could not be had.
+        seconds: how long it took, as if the tier had done nothing else meanwhile.
+    """
+
+    tier: str
+    ops: Sequence[FetchOp]
+    found: Sequence[bytes | MissCause]
+    seconds: float
+
+
+class Found(NamedTuple):
+    """A tier has said how much of what was asked for it probably has.
+
+    Attributes:
+        tier: which.
+        ticket: of the question.
+        num_blocks: so many, from the first on.
+    """
+
+    tier: str
+    ticket: int
+    num_blocks: int
+
+
+class Written(NamedTuple):
+    """Blocks were given to the tiers.
+
+    Attributes:
+        ops: which.
+        num_kept: how many of them at least one tier keeps.
+    """
+
+    ops: Sequence[WriteOp]
+    num_kept: int
+
+
+Outcome = Fetched | Found | Written
+
+
+class _Lane:
+    """A store with the threads that read from it and write to it."""
+
+    def __init__(self, store: BlockStore) -> None:
+        self.store = store
+        self.readers = ThreadPoolExecutor(_NUM_READERS, f"pagefold-{store.tier}-read")
+        self.writer = ThreadPoolExecutor(1, f"pagefold-{store.tier}-write")
+        self.num_reading = 0
+
+
+class Transfer:
+    """Moves blocks, and says what became of them.
+
+    Args:
+        arena: where blocks come to and from.
+        stores: the slow tiers, faster ones first.
+
+    Attributes:
+        stores: they.
+        notify: called on a thread of the transfer's whenever there is something to collect.
+    """
+
+    def __init__(self, arena: HostArena, stores: Sequence[BlockStore]) -> None:
+        self.stores = list(stores)
+        self.notify: Callable[[], None] = lambda: None
+        self._arena = arena
+        self._lanes = {store.tier: _Lane(store) for store in stores}
+        self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+
+    def count(self, tier: str, names: Sequence[BlockName]) -> int:
+        """Return how many of ``names``, from the first on, a tier that answers at once has."""
+        try:
+            return self._lanes[tier].store.count(names)
+        except StoreError as error:
+            _log.warning("%s", error)
+            return 0
+
+    def look(self, tier: str, names: Sequence[BlockName], ticket: int) -> None:
+        """Ask a tier that does not answer at once how much of ``names`` it has."""
+        self._lanes[tier].readers.submit(lambda: self._tell(Found(tier, ticket, self.count(tier, names))))
+
+    def fetch(self, fetch: Fetch) -> None:
+        """Bring what a fetch lacks. What is not begun when the fetch is over is not brought."""
+        num = max(1, _BATCH_BYTES // self._arena.blocks.shape[1])
+        for tier, ops in fetch.ops.items():
+            lane = self._lanes[tier]
+            for at in range(0, len(ops), num):
+                lane.readers.submit(self._read, lane, ops[at : at + num], fetch)
+
+    def write(self, ops: Sequence[WriteOp]) -> None:
+        """Give blocks to all tiers."""
+        if not ops:
+            return
+        puts = [Put(op.name, self._arena.payload(op.host_id), self._arena.checksum(op.host_id)) for op in ops]
+        left = list(self._lanes.values())
+        num_kept = 0
+
+        def write_on() -> None:
+            nonlocal num_kept
+            lane = left.pop(0)
+            try:
+                num_kept = max(num_kept, lane.store.put(puts))
+            except StoreError as error:
+                _log.warning("%s", error)
+            except Exception:  # noqa: BLE001 - a bug of a store's: the blocks must be let go of all the same
+                _log.exception("blocks were not written to the %s tier", lane.store.tier)
+            if left:
+                left[0].writer.submit(write_on)
+            else:
+                self._tell(Written(ops, num_kept))
+
+        left[0].writer.submit(write_on)
+
+    def collect(self, timeout_s: float = 0.0) -> list[Outcome]:
+        """Return what has happened, in order; wait up to ``timeout_s`` for something to happen."""
+        outcomes: list[Outcome] = []
+        try:
+            if timeout_s > 0:
+                outcomes.append(self._outcomes.get(timeout=min(timeout_s, threading.TIMEOUT_MAX)))
+            while True:
+                outcomes.append(self._outcomes.get_nowait())
+        except queue.Empty:
+            return outcomes
+
+    def clear(self) -> None:
+        """Have all tiers forget everything, also what is being written. Blocks."""
+        clearing: list[Future[int]] = [lane.writer.submit(lane.store.clear) for lane in self._lanes.values()]
+        for future in clearing:
+            try:
+                future.result()
+            except StoreError as error:
+                _log.warning("a tier could not be cleared: %s", error)
+
+    def close(self) -> None:
+        """Let what was begun end, and close all stores."""
+        for lane in self._lanes.values():
+            lane.readers.shutdown(wait=True, cancel_futures=True)
+            lane.writer.shutdown(wait=True)
+        for lane in self._lanes.values():
+            lane.store.close()
+
+    # On the transfer's threads.
+
+    def _read(self, lane: _Lane, ops: Sequence[FetchOp], fetch: Fetch) -> None:
+        with self._lock:
+            lane.num_reading += 1
+            num_reading = lane.num_reading
+        began = time.monotonic()
+        found: list[bytes | MissCause] = []
+        try:
+            if not fetch.is_over:
+                found = lane.store.get([Get(op.name, self._arena.payload(op.host_id)) for op in ops])
+            else:
+                found = [MissCause.LATE] * len(ops)
+        except StoreError as error:
+            _log.warning("%s", error)
+        except Exception:  # noqa: BLE001 - as above
+            _log.exception("blocks were not read from the %s tier", lane.store.tier)
+        seconds = (time.monotonic() - began) / num_reading
+        with self._lock:
+            lane.num_reading -= 1
+        found += [MissCause.IO_ERROR] * (len(ops) - len(found))
+        self._tell(Fetched(lane.store.tier, ops, found, seconds))
+
+    def _tell(self, outcome: Outcome) -> None:
+        self._outcomes.put(outcome)
+        self.notify()

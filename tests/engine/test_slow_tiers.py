@@ -1,0 +1,109 @@
+"""An engine with slow tiers: what they hold is found and answered alike, and whatever goes wrong is computed."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from store.memory_store import MemoryStore, always_load
+
+from pagefold import LLM, SamplingParams
+from pagefold.config import EngineConfig
+from pagefold.engine.build import build_engine, plan_engine
+from pagefold.kv import audit
+from pagefold.store import FrameFormat
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+SMALL = {"max_model_len": 128, "max_num_seqs": 4, "block_size": 16}
+
+
+def prompts(num=12):
+    return [{"prompt_token_ids": [1000 + 7 * index + position % 40 for position in range(100)]} for index in range(num)]
+
+
+class TieredLLM(LLM):
+    """An LLM with a slow tier of the test's own, memory for one request, and a host that holds six."""
+
+    def __init__(self, model, *, store=None, policy="write_back", num_host=48, **faults):
+        probe = LLM(model=model, kv_cache_memory_bytes=2**20, **SMALL).engine
+        block_bytes = probe.capacity.kv_budget_bytes // probe.capacity.num_blocks
+        self.config = EngineConfig(
+            model=model,
+            kv_cache_memory_bytes=8 * block_bytes,
+            kv_offloading_size=num_host * block_bytes / 2**30,
+            kv_write_policy=policy,
+            **SMALL,
+        )
+        blueprint = plan_engine(self.config)
+        self.events = []
+        self.store = store
+        if store is None:
+            frames = FrameFormat(bytes(32), block_bytes, 64)
+            self.store = MemoryStore(frames, **faults)
+        self.engine = build_engine(blueprint, emit=self.events.append, stores=[self.store])
+        always_load(self.engine)
+        self._busy = threading.Lock()
+        self._num_requests = 0
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_chat_model):
+    plain = LLM(model=str(tiny_chat_model), kv_cache_memory_bytes=2**22, **SMALL)
+    return [result.outputs[0].token_ids for result in plain.generate(prompts(), GREEDY, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("policy", ["write_back", "write_through", "write_through_selective"])
+def test_what_the_host_had_to_give_up_comes_back(tiny_chat_model, expected, policy):
+    llm = TieredLLM(str(tiny_chat_model), policy=policy)
+    for _ in range(3):
+        results = llm.generate(prompts(), GREEDY, use_tqdm=False)
+        assert [result.outputs[0].token_ids for result in results] == expected
+        audit(llm.engine.scheduler.core)
+    assert sum(result.num_cached_tokens for result in results) > 3 * 96
+    assert llm.engine.tiering._slow.num_fetched > 20
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_tier_that_goes_wrong_costs_nothing_but_time(tiny_chat_model, expected, seed):
+    llm = TieredLLM(str(tiny_chat_model), fault_rate=0.2, seed=seed)
+    for _ in range(4):
+        results = llm.generate(prompts(), GREEDY, use_tqdm=False)
+        assert [result.outputs[0].token_ids for result in results] == expected
+        audit(llm.engine.scheduler.core)
+    assert llm.store.num_faults
+    assert llm.engine.tiering._slow.num_lost
+
+
+def test_what_is_cached_at_the_end_is_found_by_the_next(tiny_chat_model, expected):
+    llm = TieredLLM(str(tiny_chat_model))
+    llm.generate(prompts(3), GREEDY, use_tqdm=False)
+    llm.close()
+    assert llm.store.is_closed
+    again = TieredLLM(str(tiny_chat_model), store=llm.store)
+    results = again.generate(prompts(3), GREEDY, use_tqdm=False)
+    assert [result.outputs[0].token_ids for result in results] == expected[:3]
+    assert [result.num_cached_tokens for result in results] == [96] * 3
+
+
+def test_a_tier_that_stalls_is_not_waited_for(tiny_chat_model, expected):
+    llm = TieredLLM(str(tiny_chat_model))
+    for _ in range(2):
+        llm.generate(prompts(), GREEDY, use_tqdm=False)
+    llm.store.delay_s = 0.5
+    llm.engine.tiering._slow.arbiter.compute_s_per_token = 1e-3  # 0.1 s a prompt
+    results = llm.generate(prompts(), GREEDY, use_tqdm=False)
+    assert [result.outputs[0].token_ids for result in results] == expected
+    assert llm.engine.tiering._slow.arbiter.num_late
+    llm.store.delay_s = 0.0
+    llm.close()
+    audit(llm.engine.scheduler.core)
+
+
+def test_a_reset_reaches_slow_tiers(tiny_chat_model):
+    llm = TieredLLM(str(tiny_chat_model))
+    for _ in range(2):
+        llm.generate(prompts(), GREEDY, use_tqdm=False)
+    assert llm.store.kept
+    llm.engine.reset_prefix_cache()
+    assert not llm.store.kept
+    assert [result.num_cached_tokens for result in llm.generate(prompts(1), GREEDY, use_tqdm=False)] == [0]
