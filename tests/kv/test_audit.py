@@ -328,6 +328,15 @@ def held_without_a_place(world: World) -> None:
     world.host._held[b"?"] = HeldBlock(BlockName(b"?", b"", b"", b""), -1)
 
 
+def kept_for_nobody(world: World) -> None:
+    host_id = world.host._free.pop()
+    world.host._by_id[host_id] = HeldBlock(BlockName(b"?", b"", b"", b""), host_id)
+
+
+def unsaved_and_not_held(world: World) -> None:
+    world.host.unsaved[b"?"] = HeldBlock(BlockName(b"?", b"", b"", b""), -1)
+
+
 def candidate_missing(world: World) -> None:
     world.core.policy.on_busy(world.cached)
 
@@ -391,6 +400,8 @@ CORRUPTIONS: list[tuple[Callable[[World], None], str]] = [
     (host_pins_miscounted, "host block 0: 2 pins"),
     (host_block_written_twice, "host block 0 is written 2 times"),
     (store_into_a_free_host_block, "is to be written, and holds nothing"),
+    (kept_for_nobody, "kept for nobody"),
+    (unsaved_and_not_held, "to be written, and not held"),
     (held_without_a_place, "blocks are held that have no place"),
 ]
 
