@@ -8,8 +8,11 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +22,6 @@ from pagefold.store.protocol import Get, Put
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 PATIENCE_S = 60.0
 """How long anything may take before a test gives up: for a machine that is busy, not for a measurement."""
@@ -77,6 +79,31 @@ def redis_server(folder: Path, *flags: str, tls: bool = False) -> Iterator[Serve
     listen = ["--port", "0", "--tls-port", str(port)] if tls else ["--port", str(port)]
     quiet = ["--save", "", "--appendonly", "no", "--bind", "127.0.0.1"]
     server = Server([REDIS_SERVER, *listen, *quiet, *flags], port, folder / f"redis-{port}.log")
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+def _mooncake_master() -> Path | None:
+    """Return the program that the package brings, if its client can be loaded here."""
+    found = find_spec("mooncake")
+    folder = next(iter(found.submodule_search_locations or []), None) if found else None
+    if folder is None:
+        return None
+    loads = subprocess.run([sys.executable, "-c", "import mooncake.store"], capture_output=True, check=False)
+    return None if loads.returncode else Path(folder) / "mooncake_master"
+
+
+MOONCAKE_MASTER = _mooncake_master()
+NO_MOONCAKE = "needs the extra mooncake, and Debian's libibverbs1 librdmacm1 libnuma1"
+
+
+@contextlib.contextmanager
+def mooncake_master(folder: Path, *flags: str) -> Iterator[Server]:
+    port, metrics_port = free_port(), free_port()
+    own = [f"-rpc_port={port}", f"-metrics_port={metrics_port}", "-rpc_address=127.0.0.1", "-metrics_host=127.0.0.1"]
+    server = Server([str(MOONCAKE_MASTER), *own, *flags], port, folder / f"mooncake-{port}.log")
     try:
         yield server
     finally:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from pagefold.errors import ConfigError
 from pagefold.store.address import RemoteAddress, masked
 from pagefold.store.guarded import GuardedStore
+from pagefold.store.mooncake_store import DEFAULT_PORT as MOONCAKE_PORT
+from pagefold.store.mooncake_store import MooncakeStore
 from pagefold.store.redis_store import DEFAULT_PORT as REDIS_PORT
 from pagefold.store.redis_store import RedisStore
 
@@ -24,7 +26,11 @@ def _redis(url: str, form: FrameFormat, timeout_s: float) -> RemoteStore:
     return RedisStore(RemoteAddress.parse(url, default_port=REDIS_PORT), form, timeout_s=timeout_s)
 
 
-SCHEMES = {"redis": _redis, "rediss": _redis, "valkey": _redis, "valkeys": _redis}
+def _mooncake(url: str, form: FrameFormat, timeout_s: float) -> RemoteStore:
+    return MooncakeStore(RemoteAddress.parse(url, default_port=MOONCAKE_PORT), form, timeout_s=timeout_s)
+
+
+SCHEMES = {"redis": _redis, "rediss": _redis, "valkey": _redis, "valkeys": _redis, "mooncake": _mooncake}
 """What a URL may begin with, and what it opens."""
 
 
