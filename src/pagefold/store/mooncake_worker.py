@@ -10,6 +10,7 @@ memory, and answers with what the client returned.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import mmap
@@ -40,12 +41,11 @@ def main() -> None:
         begin = address + index * lane_bytes
         threading.Thread(target=_serve, args=(store, lane, begin, settings["frame_bytes"]), daemon=True).start()
     control.send("")
-    try:
-        control.recv()
-    except (EOFError, OSError):  # the server closed it, or is gone
-        if settings["segment_bytes"]:
-            store.close()  # takes its memory out of the pool: nobody will look for blocks in it
-        os._exit(0)
+    with contextlib.suppress(EOFError, OSError):
+        control.recv()  # the server wishes it to end, or is gone
+    if settings["segment_bytes"]:
+        store.close()  # takes its memory out of the pool: nobody will look for blocks in it
+    os._exit(0)
 
 
 def _open(settings: dict[str, Any], address: int, num_bytes: int) -> Any:  # noqa: ANN401  # of a library without types

@@ -9,11 +9,12 @@ from __future__ import annotations
 import socket
 import ssl
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from pagefold.errors import ConfigError
-from pagefold.store.deadline import Deadline, Workers
+from pagefold.store.deadline import Deadline
 from pagefold.store.frame import MissCause
 from pagefold.store.protocol import StoreError, StoreUse
 from pagefold.store.resp import RespConnection, ServerError, begin_command, command, words
@@ -71,7 +72,8 @@ class RedisStore:
         self._prefix = b"pagefold:%b:" % form.layout.hex().encode()
         self._tls = _tls_of(address)
         self._num_batched = max(1, _BATCH_BYTES // form.frame_bytes)
-        self._resolver = Workers(2, "redis-name")
+        # The system's look-up of names knows no time limit: it has threads of its own, and is left to itself when late.
+        self._resolver = ThreadPoolExecutor(2, "redis-name")
         self._lock = threading.Lock()
         self._idle: list[RespConnection] = []
         self._closed = False
@@ -165,7 +167,7 @@ class RedisStore:
             idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()
-        self._resolver.close()
+        self._resolver.shutdown(wait=False, cancel_futures=True)
 
     # Inside.
 
@@ -255,7 +257,11 @@ class RedisStore:
 
     def _connect(self, deadline: Deadline) -> RespConnection:
         host, port = self.address.host, self.address.port
-        found = self._resolver.call(lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), deadline)
+        looked_up = self._resolver.submit(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        try:
+            found = looked_up.result(deadline.left_s())
+        finally:
+            looked_up.cancel()
         refused: OSError | None = None
         for family, _, _, _, where in found:
             try:
@@ -301,7 +307,7 @@ def _is_full(reply: Reply) -> bool:
 def _told(error: Exception, deadline: Deadline) -> str:
     """Return an error in words."""
     if isinstance(error, TimeoutError):
-        return str(error) if str(error).startswith(("no answer", "all")) else deadline.told()
+        return deadline.told()
     return (error.strerror if isinstance(error, OSError) else "") or str(error) or type(error).__name__
 
 
