@@ -42,6 +42,18 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
+@contextlib.contextmanager
+def frozen(pid: int) -> Iterator[None]:
+    """Stop a process, all its threads, as if its machine hung; let it go on afterwards."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        threads = Path(f"/proc/{pid}/task")
+        until(lambda: all("State:\tT" in (t / "status").read_text() for t in threads.iterdir()), "threads to stop")
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
 class Server:
     """A process that listens on a port, and can be stopped for a while, killed and started again."""
 
@@ -61,14 +73,10 @@ class Server:
             return True
         return False
 
-    def freeze(self) -> None:
-        os.kill(self.process.pid, signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        os.kill(self.process.pid, signal.SIGCONT)
+    def frozen(self) -> contextlib.AbstractContextManager[None]:
+        return frozen(self.process.pid)
 
     def kill(self) -> None:
-        self.thaw()
         self.process.kill()
         self.process.wait()
 
@@ -100,8 +108,8 @@ NO_MOONCAKE = "needs the extra mooncake, and Debian's libibverbs1 librdmacm1 lib
 
 
 @contextlib.contextmanager
-def mooncake_master(folder: Path, *flags: str) -> Iterator[Server]:
-    port, metrics_port = free_port(), free_port()
+def mooncake_master(folder: Path, *flags: str, port: int = 0) -> Iterator[Server]:
+    port, metrics_port = port or free_port(), free_port()
     own = [f"-rpc_port={port}", f"-metrics_port={metrics_port}", "-rpc_address=127.0.0.1", "-metrics_host=127.0.0.1"]
     server = Server([str(MOONCAKE_MASTER), *own, *flags], port, folder / f"mooncake-{port}.log")
     try:

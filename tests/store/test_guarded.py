@@ -67,27 +67,26 @@ def test_a_store_that_hangs_goes_out_and_comes_back_by_itself(tmp_path):
         until(lambda: not guarded.state.is_out and guarded.put(puts) == 3, "a first put")
         changes.clear()
         assert num_threads_named("store-probe") == 0, "a thread only while it is out"
-        server.freeze()
-        now[0] = 1005.0
-        assert guarded.get(gets_of(puts)) == [MissCause.IO_ERROR] * 3
-        assert [change.is_out for change in changes] == [True]
-        assert "no answer within 0.3 s" in changes[0].why
-        state = guarded.state
-        assert (state.is_out, state.since) == (True, 1005.0)
-        assert "no answer" in state.last_error
-        begin = time.monotonic()
-        for _ in range(100):  # none waits for its time limit
-            assert guarded.get(gets_of(puts)) == [MissCause.ABSENT] * 3
-            assert guarded.put(puts) == 0
-            assert guarded.count([put.name for put in puts]) == 0
-            assert guarded.use() == StoreUse(-1, -1, 0)
-        assert time.monotonic() - begin < 300 * 0.3 / 4
-        for call in (guarded.clear, lambda: guarded.delete([puts[0].name.digest])):
-            with pytest.raises(StoreError, match=r"redis://127.0.0.1:\d+ is out: .*no answer"):
-                call()
-        until(lambda: guarded.state.num_failures >= 3, "it to be asked in vain")
-        now[0] = 1017.0
-        server.thaw()
+        with server.frozen():
+            now[0] = 1005.0
+            assert guarded.get(gets_of(puts)) == [MissCause.IO_ERROR] * 3
+            assert [change.is_out for change in changes] == [True]
+            assert "no answer within 0.3 s" in changes[0].why
+            state = guarded.state
+            assert (state.is_out, state.since) == (True, 1005.0)
+            assert "no answer" in state.last_error
+            begin = time.monotonic()
+            for _ in range(100):  # none waits for its time limit
+                assert guarded.get(gets_of(puts)) == [MissCause.ABSENT] * 3
+                assert guarded.put(puts) == 0
+                assert guarded.count([put.name for put in puts]) == 0
+                assert guarded.use() == StoreUse(-1, -1, 0)
+            assert time.monotonic() - begin < 300 * 0.3 / 4
+            for call in (guarded.clear, lambda: guarded.delete([puts[0].name.digest])):
+                with pytest.raises(StoreError, match=r"redis://127.0.0.1:\d+ is out: .*no answer"):
+                    call()
+            until(lambda: guarded.state.num_failures >= 3, "it to be asked in vain")
+            now[0] = 1017.0
         until(lambda: len(changes) == 2, "it to come back")
         assert (changes[1].is_out, changes[1].lasted_s) == (False, 12.0)
         until(lambda: num_threads_named("store-probe") == 0, "the thread to end")
@@ -101,15 +100,15 @@ def test_many_callers_see_one_outage(tmp_path):
     changes = []
     with redis_server(tmp_path) as server:
         guarded = GuardedStore(open_store(server.port, timeout_s=0.5), on_change=changes.append, first_wait_s=30)
-        server.freeze()
-        callers = [threading.Thread(target=guarded.get, args=(gets_of(path(1)),)) for _ in range(6)]
-        for caller in callers:
-            caller.start()
-        for caller in callers:
-            caller.join()
-        assert len(changes) == 1
-        assert guarded.state.num_failures >= 1
-        assert num_threads_named("store-probe") == 1
+        with server.frozen():
+            callers = [threading.Thread(target=guarded.get, args=(gets_of(path(1)),)) for _ in range(6)]
+            for caller in callers:
+                caller.start()
+            for caller in callers:
+                caller.join()
+            assert len(changes) == 1
+            assert guarded.state.num_failures >= 1
+            assert num_threads_named("store-probe") == 1
         begin = time.monotonic()
         guarded.close()
         guarded.close()

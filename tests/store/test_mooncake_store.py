@@ -21,6 +21,7 @@ from real_servers import (
     PATIENCE_S,
     came_back,
     free_port,
+    frozen,
     gets_of,
     mooncake_master,
     path,
@@ -278,18 +279,17 @@ def test_a_master_that_hangs_costs_the_time_limit(tmp_path):
         puts = path(3)
         store.put(puts)
         store._timeout_s = 0.3
-        master.freeze()
-        for call in (
-            lambda: store.put(path(1, seed=1)),
-            lambda: store.get(gets_of(puts)),
-            lambda: store.count([puts[0].name]),
-            store.use,
-        ):
-            begin = time.monotonic()
-            with pytest.raises(StoreError, match=r"mooncake://127.0.0.1:\d+: no answer within 0.3 s"):
-                call()
-            assert time.monotonic() - begin < PATIENCE_S / 4
-        master.thaw()
+        with master.frozen():
+            for call in (
+                lambda: store.put(path(1, seed=1)),
+                lambda: store.get(gets_of(puts)),
+                lambda: store.count([puts[0].name]),
+                store.use,
+            ):
+                begin = time.monotonic()
+                with pytest.raises(StoreError, match=r"mooncake://127.0.0.1:\d+: no answer within 0.3 s"):
+                    call()
+                assert time.monotonic() - begin < PATIENCE_S / 4
         gets = gets_of(puts)
         until(lambda: came_back(puts, gets, quiet(store.get, gets)), "the master to answer again")
         store.close()
@@ -318,14 +318,13 @@ def test_what_a_late_call_still_writes_goes_nowhere(tmp_path):
         store.put(others)
         store._timeout_s = 0.3
         process = store._process
-        os.kill(pool._process.pid, signal.SIGSTOP)
-        gets = gets_of(puts)
-        with pytest.raises(StoreError, match="no answer within"):
-            store.get(gets)
-        assert len(process._owed) == 1
-        before = [bytes(get.into) for get in gets]
-        assert store.count([put.name for put in others]) == 3, "the master answers, on another lane"
-        os.kill(pool._process.pid, signal.SIGCONT)
+        with frozen(pool._process.pid):
+            gets = gets_of(puts)
+            with pytest.raises(StoreError, match="no answer within"):
+                store.get(gets)
+            assert len(process._owed) == 1
+            before = [bytes(get.into) for get in gets]
+            assert store.count([put.name for put in others]) == 3, "the master answers, on another lane"
         again = gets_of(others)
         until(lambda: came_back(others, again, quiet(store.get, again)), "the blocks to come")
         store._timeout_s = PATIENCE_S
@@ -349,11 +348,10 @@ def test_when_all_lanes_hang_the_client_is_ended_and_started_anew(tmp_path):
         store.put(puts)
         store._timeout_s = 0.2
         first = store._process
-        os.kill(pool._process.pid, signal.SIGSTOP)
-        said = [str(quiet(store.get, gets_of(puts))) for _ in range(5)]
-        assert "all 4 calls that may be under way hang: Mooncake's client was ended" in said[-1]
-        assert first.has_ended()
-        os.kill(pool._process.pid, signal.SIGCONT)
+        with frozen(pool._process.pid):
+            said = [str(quiet(store.get, gets_of(puts))) for _ in range(5)]
+            assert "all 4 calls that may be under way hang: Mooncake's client was ended" in said[-1]
+            assert first.has_ended()
         store._timeout_s = PATIENCE_S
         gets = gets_of(puts)
         assert came_back(puts, gets, store.get(gets))
@@ -374,6 +372,24 @@ def test_a_client_that_dies_is_started_anew(tmp_path):
         assert came_back(puts, gets, store.get(gets))
         store.close()
         kill(pool)
+
+
+def test_a_server_that_dies_takes_its_client_with_it(master):
+    code = (
+        "import sys, time\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from test_mooncake_store import open_store\n"
+        f"store = open_store({master.port})\n"
+        "store.use()\n"
+        "print(store._process.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    server = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    pid = int(server.stdout.readline())
+    assert Path(f"/proc/{pid}/fd").exists()
+    server.kill()
+    server.communicate()
+    until(lambda: not Path(f"/proc/{pid}/fd").exists() or not list(Path(f"/proc/{pid}/fd").iterdir()), "it to end")
 
 
 def test_a_master_that_dies_and_returns_is_found_again(tmp_path):
@@ -421,8 +437,19 @@ def test_a_master_that_is_not_there_at_first_is_waited_for(tmp_path):
         guarded.connect()
     assert time.monotonic() - begin < PATIENCE_S / 4
     assert guarded.state.is_out
-    begin = time.monotonic()
+    with mooncake_master(tmp_path, port=port):
+        until(lambda: not guarded.state.is_out, "the store to come")
+        assert guarded.put(path(1)) == 0, "no memory is in the pool"
+        assert not guarded.state.is_out
     guarded.close()
+
+
+def test_a_client_that_still_looks_for_its_master_is_closed_at_once():
+    store = open_store(free_port(), timeout_s=0.3)
+    with pytest.raises(StoreError, match=r"no answer within 0.3 s"):
+        store.use()
+    begin = time.monotonic()
+    store.close()
     assert time.monotonic() - begin < PATIENCE_S / 4
 
 

@@ -275,20 +275,19 @@ def test_a_server_that_hangs_costs_its_time_limit(tmp_path):
     with redis_server(tmp_path) as server:
         store = open_store(f"redis://127.0.0.1:{server.port}", timeout_s=0.3)
         store.put(path(3))
-        server.freeze()
-        for call in (
-            lambda: store.put(path(1, seed=1)),
-            lambda: store.put(path(300, seed=2)),
-            lambda: store.get(gets_of(path(3))),
-            lambda: store.count([path(1)[0].name]),
-            store.clear,
-            store.use,
-        ):
-            begin = time.monotonic()
-            with pytest.raises(StoreError, match=r"redis://127.0.0.1:\d+: no answer within 0.3 s"):
-                call()
-            assert time.monotonic() - begin < PATIENCE_S / 4
-        server.thaw()
+        with server.frozen():
+            for call in (
+                lambda: store.put(path(1, seed=1)),
+                lambda: store.put(path(300, seed=2)),
+                lambda: store.get(gets_of(path(3))),
+                lambda: store.count([path(1)[0].name]),
+                store.clear,
+                store.use,
+            ):
+                begin = time.monotonic()
+                with pytest.raises(StoreError, match=r"redis://127.0.0.1:\d+: no answer within 0.3 s"):
+                    call()
+                assert time.monotonic() - begin < PATIENCE_S / 4
         gets = gets_of(path(3))
         until(lambda: came_back(path(3), gets, quiet(store.get, gets)), "the server to answer again")
         store.close()
@@ -307,12 +306,11 @@ def test_an_answer_that_comes_too_late_goes_nowhere(tmp_path):
         store = open_store(f"redis://127.0.0.1:{server.port}", timeout_s=0.3)
         puts = path(4)
         store.put(puts)
-        server.freeze()
-        gets = gets_of(puts)
-        with pytest.raises(StoreError):
-            store.get(gets)
-        before = [bytes(get.into) for get in gets]
-        server.thaw()
+        with server.frozen():
+            gets = gets_of(puts)
+            with pytest.raises(StoreError):
+                store.get(gets)
+            before = [bytes(get.into) for get in gets]
         again = gets_of(puts[::-1])
         until(lambda: came_back(puts[::-1], again, quiet(store.get, again)), "the server to answer again")
         assert [bytes(get.into) for get in gets] == before

@@ -59,6 +59,7 @@ _MISSES = {
     _LEASE_EXPIRED: MissCause.LATE,
     _TRANSFER_FAILED: MissCause.IO_ERROR,  # the machine that holds it is gone; the others are there
 }
+_NO_MASTER = {-900, -901}
 _NOT_KEPT = {_NO_ROOM, _TRANSFER_FAILED, _NOT_READY}
 
 
@@ -249,6 +250,7 @@ def _checked(answers: list[int], *, fine: Container[int] = ()) -> list[int]:
     """Return what the client answered, if no answer means that the store cannot be used."""
     for answer in answers:
         if answer < 0 and answer not in fine:
-            msg = f"Mooncake's client answers with error {answer}"
+            why = "its master does not answer" if answer in _NO_MASTER else "it cannot be used"
+            msg = f"{why} (Mooncake's error {answer})"
             raise StoreError(msg)
     return answers
