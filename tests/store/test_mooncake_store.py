@@ -412,7 +412,7 @@ def test_a_master_that_dies_and_returns_is_found_again(tmp_path):
 
 
 def test_a_machine_of_the_pool_that_dies_loses_its_blocks_only(tmp_path):
-    with mooncake_master(tmp_path, "-client_ttl=3") as master:
+    with mooncake_master(tmp_path, "-client_ttl=2") as master:
         pool, store = open_pool(master.port), open_store(master.port)
         puts = path(3)
         store.put(puts)
