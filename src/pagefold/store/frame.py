@@ -30,13 +30,15 @@ from typing import NamedTuple
 
 import xxhash
 
-__all__ = ["ALIGNMENT", "BlockName", "FrameFormat", "MissCause", "checksum_of"]
+__all__ = ["ALIGNMENT", "VERSION", "BlockName", "FrameFormat", "MissCause", "checksum_of"]
 
 ALIGNMENT = 4096
 """Headers are multiples of it, and so are frames on a disk: what direct I/O asks for at most."""
 
+VERSION = 1
+"""Of the frames that are written here. Frames of another one are not read."""
+
 _MAGIC = b"PAGEFOLD"
-_VERSION = 1
 _HEAD = struct.Struct("<8sII32s32s32s32sIIQ16s")
 _CHECKSUM_BYTES = 16
 
@@ -100,7 +102,7 @@ class FrameFormat:
         assert len(name.key) == self.key_bytes, "a block of another size"
         head = _HEAD.pack(
             _MAGIC,
-            _VERSION,
+            VERSION,
             self.header_bytes,
             self.layout,
             name.namespace,
@@ -122,7 +124,7 @@ class FrameFormat:
         _, version, header_bytes, layout, namespace, parent, digest, key_bytes, _, block_bytes, checksum = (
             _HEAD.unpack_from(raw)
         )
-        if version != _VERSION:
+        if version != VERSION:
             return MissCause.OTHER_VERSION
         end = _HEAD.size + key_bytes
         if raw[end : end + _CHECKSUM_BYTES] != checksum_of(raw[:end]):
