@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from random import Random
 
@@ -249,3 +250,42 @@ def test_a_path_that_cannot_be_a_folder_is_refused(tmp_path):
     for path in (tmp_path / "file", tmp_path / "file" / "below", "/proc/pagefold"):
         with pytest.raises(ConfigError, match="cannot be used"):
             DiskStore(path, 64 * MIB, frame_format())
+
+
+@pytest.mark.parametrize("block_bytes", [1, 5000, 65_536, 737_280])
+@pytest.mark.parametrize("why_not", ["", "no reason"])
+def test_the_self_test_measures_and_leaves_all_blocks(folder, monkeypatch, block_bytes, why_not):
+    monkeypatch.setattr("pagefold.store.disk.why_not_direct", lambda _: why_not)
+    store = DiskStore(folder, 64 * MIB, frame_format(block_bytes))
+    blocks = path_of(100, block_bytes=block_bytes)
+    kept = put(store, blocks)
+    verdict = store.self_test()
+    assert verdict.ok, verdict.line
+    assert verdict.trial.read_s > 0
+    assert verdict.num_blocks == kept <= verdict.max_blocks
+    how = r"through the system's cache \(no reason\)" if why_not else "O_DIRECT"
+    assert re.fullmatch(
+        rf"disk       {folder}: [\d.]+ GB/s read, [\d.]+ GB/s write, {how}, "
+        rf"{kept:,} blocks of {verdict.max_blocks:,} kept, 0.1 GiB limit",
+        verdict.line,
+    )
+    assert get(store, blocks[:kept]) == checksums(blocks[:kept])
+    assert sorted(path.name for path in folder.iterdir() if path.suffix == ".tmp") == []
+    store.close()
+
+
+def test_as_many_blocks_as_the_self_test_says_can_be_kept(folder):
+    store = DiskStore(folder, 8 * MIB, frame_format())
+    most = store.self_test().max_blocks
+    assert put(store, path_of(most + 100)) == most
+    assert store.use().num_bytes <= 8 * MIB
+    store.close()
+
+
+def test_a_disk_that_does_not_keep_what_it_is_given_is_off(folder, monkeypatch):
+    store = DiskStore(folder, 64 * MIB, frame_format())
+    monkeypatch.setattr("pagefold.store.disk_self_test._flip_a_bit", lambda *_: None)
+    verdict = store.self_test()
+    assert not verdict.ok
+    assert verdict.line == f"disk       {folder}: off: a flipped bit was not found"
+    store.close()

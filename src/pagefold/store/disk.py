@@ -16,13 +16,13 @@ import contextlib
 import threading
 import time
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pagefold.errors import ConfigError
 from pagefold.store.disk_budget import checked_budget
 from pagefold.store.disk_folder import (
+    SELF_TEST_NAME,
     check_is_ours,
     drop_contents,
     drop_layout_folders,
@@ -38,7 +38,9 @@ from pagefold.store.disk_index import (
 from pagefold.store.disk_lock import FolderLock
 from pagefold.store.disk_places import OtherLayout, Places
 from pagefold.store.disk_probe import why_not_direct
+from pagefold.store.disk_read import FrameReader
 from pagefold.store.disk_segments import FileCalls, SegmentFiles
+from pagefold.store.disk_self_test import DiskVerdict, try_disk
 from pagefold.store.frame import VERSION, FrameFormat, MissCause
 from pagefold.store.protocol import StoreError, StoreUse
 
@@ -53,7 +55,6 @@ __all__ = ["DiskStore"]
 _EVICTED_AT_ONCE = 32
 """Places that are freed together when room is needed: one transaction for several puts."""
 _TOUCHED_AT_ONCE = 512
-_NUM_READERS = 4
 
 
 class _Entry:
@@ -128,6 +129,42 @@ class DiskStore:
             self._open(opened, label)
             self._opened = opened.pop_all()
 
+    def self_test(self) -> DiskVerdict:
+        """Write, read, flip a bit on the disk, measure, compare what is there with the limit. Kept blocks stay.
+
+        Raises:
+            StoreError: the folder is not there any more.
+        """
+        with self._busy():
+            trial = try_disk(
+                self.path / SELF_TEST_NAME,
+                self._budget.self_test_bytes,
+                self.frames,
+                self._reader,
+                direct=not self.why_not_direct,
+            )
+            failure = trial.failure
+            if not failure and (there := folder_bytes(self.path)) > self.limit_bytes:
+                failure = f"{there:,} bytes are there, over the limit"
+            num_blocks, max_blocks = len(self._entries), self._places.num_allowed
+            if failure:
+                said = f"off: {failure}"
+            else:
+                how = f"through the system's cache ({self.why_not_direct})" if self.why_not_direct else "O_DIRECT"
+                said = (
+                    f"{trial.read_bytes_per_s / 1e9:.1f} GB/s read, {trial.write_bytes_per_s / 1e9:.1f} GB/s write, "
+                    f"{how}, {num_blocks:,} blocks of {max_blocks:,} kept, {self.limit_bytes / 2**30:.1f} GiB limit"
+                )
+            return DiskVerdict(
+                not failure,
+                f"disk       {self.path}: {said}",
+                trial._replace(failure=failure),
+                self.why_not_direct,
+                num_blocks,
+                max_blocks,
+                self.limit_bytes,
+            )
+
     # Opening.
 
     def _open(self, opened: contextlib.ExitStack, label: str) -> None:
@@ -165,8 +202,8 @@ class DiskStore:
         except StoreError as error:
             msg = f"The cache folder {self.path} cannot be used: {error}."
             raise ConfigError(msg, remedy="Name a folder that this user may write to, on a disk with room.") from None
-        self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="pagefold-disk")
-        opened.callback(self._readers.shutdown)
+        self._reader = FrameReader(self.frames)
+        opened.callback(self._reader.close)
 
     def _open_index(self) -> DiskIndex:
         try:
@@ -264,7 +301,8 @@ class DiskStore:
             results: list[bytes | MissCause] = [MissCause.ABSENT] * len(gets)
             try:
                 if found:
-                    self._read(gets, found, results)
+                    read = self._reader.read(self._segments, [entry.place for entry in found], gets[: len(found)])
+                    results[: len(found)] = read
             finally:
                 wrong = [entry for entry, result in zip(found, results, strict=False) if isinstance(result, MissCause)]
                 with self._mutex:
@@ -294,10 +332,7 @@ class DiskStore:
             self._index.delete_range(self._layout_id, 0, max(self._segments.places(), default=-1) + 1)
             self._forget(entries)
             if self._num_busy == 1:  # nobody else reads or writes
-                try:
-                    self._places.give_all_back()
-                except OSError as error:
-                    raise StoreError(self._said(error)) from None
+                self._places.give_all_back()
             return len(entries)
 
     def use(self) -> StoreUse:
@@ -323,7 +358,11 @@ class DiskStore:
         if len(places) < num and self._order:
             num_victims = max(num - len(places), min(_EVICTED_AT_ONCE, self._segments.num_places // 64))
             victims = [entry for entry, _ in zip(self._order.values(), range(num_victims), strict=False)]
-            self._index.delete(self._layout_id, [entry.place for entry in victims])
+            try:
+                self._index.delete(self._layout_id, [entry.place for entry in victims])
+            except StoreError:
+                self._places.give_back(places)
+                raise
             self._forget(victims)
             places += self._places.take(num - len(places))
         return sorted(places)
@@ -413,44 +452,17 @@ class DiskStore:
         """Write frames; return how many were, from the first on.
 
         Raises:
-            StoreError: none was, for the disk fails.
+            OSError: none was, for the disk fails.
         """
         for run in self._segments.runs(places):
             headers = [self.frames.header(put.name, put.checksum) for put in puts[run]]
             try:
                 self._segments.write(places[run.start], headers, [put.payload for put in puts[run]])
-            except OSError as error:
+            except OSError:
                 if not run.start:
-                    raise StoreError(self._said(error)) from None
+                    raise
                 return int(run.start)
         return len(puts)
-
-    def _read(self, gets: Sequence[Get], found: Sequence[_Entry], results: list[bytes | MissCause]) -> None:
-        """Read and check frames, several runs at once: one is checked while others are read."""
-        places = [entry.place for entry in found]
-        runs = list(self._segments.runs(places))
-        if len(runs) == 1:
-            self._read_run(runs[0], gets, places, results)
-            return
-        for done in [self._readers.submit(self._read_run, run, gets, places, results) for run in runs]:
-            done.result()
-
-    def _read_run(
-        self, run: slice, gets: Sequence[Get], places: Sequence[int], results: list[bytes | MissCause]
-    ) -> None:
-        wanted = gets[run]
-        try:
-            frames = self._segments.read(places[run.start], [get.into for get in wanted])
-        except OSError:
-            if len(wanted) > 1:  # find out which of them it is
-                for index in range(run.start, run.stop):
-                    self._read_run(slice(index, index + 1), gets, places, results)
-            else:
-                results[run.start] = MissCause.IO_ERROR
-            return
-        for index, (get, frame) in enumerate(zip(wanted, frames, strict=True), start=run.start):
-            payload = get.into if frame.is_whole else b""
-            results[index] = self.frames.check(frame.header, payload, get.name)
 
     # Using it.
 
@@ -467,6 +479,8 @@ class DiskStore:
             self._num_busy += 1
         try:
             yield
+        except OSError as error:
+            raise StoreError(self._said(error)) from None
         finally:
             with self._mutex:
                 self._num_busy -= 1

@@ -36,7 +36,6 @@ __all__ = [
 ]
 
 SELF_TEST_NAME = "self-test.tmp"
-_TEMPORARY = (PROBE_NAME, SELF_TEST_NAME)
 _LAYOUT_NAME = re.compile(r"[0-9a-f]{16}")
 _OTHERS_MAY_MAKE = ("lost+found",)
 
@@ -71,9 +70,9 @@ def drop_layout_folders(folder: Path, keep: set[str]) -> None:
 
 def drop_temporary(folder: Path) -> None:
     """Remove what a probe or a self-test left when its process died."""
-    for place in (folder, *(path for path in folder.iterdir() if _LAYOUT_NAME.fullmatch(path.name))):
-        for name in _TEMPORARY:
-            (place / name).unlink(missing_ok=True)
+    shutil.rmtree(folder / SELF_TEST_NAME, ignore_errors=True)
+    for file in (folder / PROBE_NAME, *folder.glob(f"*/{PROBE_NAME}")):
+        file.unlink(missing_ok=True)
 
 
 def folder_bytes(folder: Path) -> int:
@@ -96,4 +95,4 @@ def _files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def _is_ours(name: str) -> bool:
-    return name in (LOCK_NAME, *INDEX_NAMES, *_TEMPORARY) or _LAYOUT_NAME.fullmatch(name) is not None
+    return name in (LOCK_NAME, *INDEX_NAMES, PROBE_NAME, SELF_TEST_NAME) or _LAYOUT_NAME.fullmatch(name) is not None

@@ -60,7 +60,7 @@ _SCHEMA = """
 """
 
 
-class UnreadableIndexError(Exception):
+class UnreadableIndexError(StoreError):
     """The index is damaged, or of another version: what it names cannot be used any more."""
 
 
@@ -124,20 +124,13 @@ class DiskIndex:
         self._log = folder / INDEX_NAMES[1]
         file = folder / INDEX_NAME
         uri = f"file:{_quoted(file)}?mode={'ro' if read_only else 'rwc'}"
-        try:
+        with _errors():
             # Checkpoints wait for nobody: who reads keeps the log from being begun anew, not the store from going on.
             self._sql = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=0)
-        except sqlite3.Error as error:
-            raise StoreError(_said(error)) from None
         try:
-            self._prepare(read_only=read_only)
-        except sqlite3.OperationalError as error:
-            self._sql.close()
-            raise StoreError(_said(error)) from None
-        except sqlite3.DatabaseError as error:
-            self._sql.close()
-            raise UnreadableIndexError(_said(error)) from None
-        except UnreadableIndexError:
+            with _errors():
+                self._prepare(read_only=read_only)
+        except StoreError:
             self._sql.close()
             raise
 
@@ -311,11 +304,10 @@ def _errors() -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        raise StoreError(_said(error)) from None
-
-
-def _said(error: sqlite3.Error) -> str:
-    return f"its index fails: {error}"
+        # SQLite's own class alone says that the file is none of SQLite's, or is damaged.
+        kind = UnreadableIndexError if type(error) is sqlite3.DatabaseError else StoreError
+        msg = f"its index fails: {error}"
+        raise kind(msg) from None
 
 
 def _quoted(file: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -49,8 +50,9 @@ class FolderLock:
             msg = f"The cache folder {folder} cannot be locked: {error.strerror}."
             raise ConfigError(msg, remedy="Name a folder of a local disk.") from None
         who = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, json.dumps(who).encode()[:_MAX_BYTES], 0)
+        with contextlib.suppress(OSError):  # a full disk: it is locked all the same, and nobody is told by whom
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, json.dumps(who).encode()[:_MAX_BYTES], 0)
 
     @property
     def is_there(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from bisect import insort
 from typing import TYPE_CHECKING, NamedTuple
@@ -81,10 +82,17 @@ class Places:
         """Take up to ``num`` places: free neighbours if there are so many, else new ones; then any that are free.
 
         Fewer are returned where only frames that are kept could make room.
+
+        Raises:
+            StoreError, OSError: none is taken.
         """
         places = self._take_neighbours(num)
         while len(places) < num:
-            grown = self._grow(num - len(places))
+            try:
+                grown = self._grow(num - len(places))
+            except BaseException:
+                self.give_back(places)
+                raise
             if not grown:
                 break
             places += grown
@@ -151,8 +159,10 @@ class Places:
             return []
         try:
             grown = self._segments.grow(min(num, fits))
-        except OSError:
-            return []  # somebody else filled the disk: what is here already can be used again
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                return []  # somebody else filled the disk: what is here already can be used again
+            raise
         self._index.allow(self._budget.index_bytes(self._all_segments()))
         return list(grown)
 
