@@ -1,4 +1,8 @@
-"""Reading and checking frames: adjacent ones by one call, several calls at once, one checked while others are read."""
+"""Reading and checking frames: adjacent ones by one call, several calls at once, some checked while others are read.
+
+Threads only read, and the caller alone checks: a check is a little Python a frame, and several threads would spend more
+time on waiting for each other's than on their own.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,14 @@ from pagefold.store.frame import MissCause
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pagefold.store.disk_segments import SegmentFiles
+    from pagefold.store.disk_segments import FoundFrame, SegmentFiles
     from pagefold.store.frame import FrameFormat
     from pagefold.store.protocol import Get
 
 __all__ = ["FrameReader"]
 
 _NUM_THREADS = 4
-"""A disk needs several calls in flight, and a core that checks what others have read."""
+"""A disk needs several calls in flight."""
 
 
 class FrameReader:
@@ -40,24 +44,30 @@ class FrameReader:
             gets: which blocks they should be, and where they go.
         """
         runs = list(segments.runs(places))
-        if len(runs) == 1:
-            return self._read_run(segments, places, gets)
-        parts = [self._threads.submit(self._read_run, segments, places[run], gets[run]) for run in runs]
-        return [result for part in parts for result in part.result()]
+        results: list[bytes | MissCause] = []
+        parts = [self._threads.submit(_read, segments, places[run], gets[run]) for run in runs[1:]]
+        for index, run in enumerate(runs):
+            # One of them the caller reads itself: where there is only one, no thread is woken.
+            found = parts[index - 1].result() if index else _read(segments, places[run], gets[run])
+            results += [self._check(frame, get) for frame, get in zip(found, gets[run], strict=True)]
+        return results
 
     def close(self) -> None:
         """End the threads."""
         self._threads.shutdown()
 
-    def _read_run(self, segments: SegmentFiles, places: Sequence[int], gets: Sequence[Get]) -> list[bytes | MissCause]:
-        try:
-            found = segments.read(places[0], [get.into for get in gets])
-        except OSError:
-            if len(gets) == 1:
-                return [MissCause.IO_ERROR]
-            # Find out which of them it is.
-            return [self._read_run(segments, [place], [get])[0] for place, get in zip(places, gets, strict=True)]
-        return [
-            self._frames.check(frame.header, get.into if frame.is_whole else b"", get.name)
-            for frame, get in zip(found, gets, strict=True)
-        ]
+    def _check(self, frame: FoundFrame | None, get: Get) -> bytes | MissCause:
+        if frame is None:
+            return MissCause.IO_ERROR
+        return self._frames.check(frame.header, get.into if frame.is_whole else b"", get.name)
+
+
+def _read(segments: SegmentFiles, places: Sequence[int], gets: Sequence[Get]) -> list[FoundFrame | None]:
+    """Read a run; None for what the disk does not give."""
+    try:
+        return [*segments.read(places[0], [get.into for get in gets])]
+    except OSError:
+        if len(gets) == 1:
+            return [None]
+        # Find out which of them it is.
+        return [_read(segments, [place], [get])[0] for place, get in zip(places, gets, strict=True)]

@@ -259,7 +259,8 @@ class SegmentFiles:
     # Inside.
 
     def _is_aligned(self, payload: memoryview) -> bool:
-        return payload.nbytes % ALIGNMENT == 0 and np.frombuffer(payload, np.uint8).ctypes.data % ALIGNMENT == 0
+        address = np.frombuffer(payload, np.uint8).__array_interface__["data"][0]
+        return payload.nbytes % ALIGNMENT == 0 and address % ALIGNMENT == 0
 
     def _adopt(self, segment: int, file: Path) -> None:
         """Take over a file that is there. What is not a whole place was left by a crash while the file grew."""
