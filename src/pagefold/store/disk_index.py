@@ -191,7 +191,8 @@ class DiskIndex:
         with _errors(), self._writing():
             self._sql.execute(
                 "INSERT INTO layouts (digest, version, label, block_bytes, key_bytes, used) VALUES (?, ?, ?, ?, ?, ?)"
-                " ON CONFLICT (digest) DO UPDATE SET used = excluded.used, label = excluded.label",
+                " ON CONFLICT (digest) DO UPDATE SET used = excluded.used,"
+                " label = iif(excluded.label = '', label, excluded.label)",
                 row[1:],
             )
         return self._value("SELECT id FROM layouts WHERE digest = ?", row.digest)

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     from pagefold.store.frame import FrameFormat
 
-__all__ = ["SEGMENT_NAME", "FileCalls", "FoundFrame", "SegmentFiles", "place_bytes_of", "places_of_segment"]
+__all__ = ["FileCalls", "FoundFrame", "SegmentFiles", "place_bytes_of", "places_of_segment", "segment_name"]
 
-SEGMENT_NAME = re.compile(r"segment-(\d{5,})\.frames")
+_SEGMENT_NAME = re.compile(r"segment-(\d{5,})\.frames")
 _SEGMENT_BYTES = 2**26
 _RUN_BYTES = 2**22
 """What one call reads or writes at most: enough for a disk's bandwidth, few enough that several are in flight."""
@@ -43,6 +43,11 @@ def place_bytes_of(frame_bytes: int) -> int:
 def places_of_segment(place_bytes: int) -> int:
     """Return how many places a segment has. It follows from their size alone, so that a restart finds them again."""
     return max(1, _SEGMENT_BYTES // place_bytes)
+
+
+def segment_name(segment: int) -> str:
+    """Return the name of a segment's file."""
+    return f"segment-{segment:05}.frames"
 
 
 class FileCalls:
@@ -109,7 +114,7 @@ class SegmentFiles:
         self._fds: dict[int, int] = {}
         self._scratch = _Scratch()
         for file in folder.iterdir():
-            if match := SEGMENT_NAME.fullmatch(file.name):
+            if match := _SEGMENT_NAME.fullmatch(file.name):
                 self._adopt(int(match[1]), file)
 
     @property
@@ -278,7 +283,7 @@ class SegmentFiles:
         return self._fds.get(segment) or self._open(segment), index * self.place_bytes
 
     def _file(self, segment: int) -> Path:
-        return self._folder / f"segment-{segment:05}.frames"
+        return self._folder / segment_name(segment)
 
     def _open(self, segment: int) -> int:
         fd = self._fds.get(segment)

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import xxhash
 
-__all__ = ["ALIGNMENT", "VERSION", "BlockName", "FrameFormat", "MissCause", "checksum_of"]
+__all__ = ["ALIGNMENT", "VERSION", "BlockName", "FrameFormat", "MissCause", "checksum_of", "sizes_of"]
 
 ALIGNMENT = 4096
 """Headers are multiples of it, and so are frames on a disk: what direct I/O asks for at most."""
@@ -157,3 +157,18 @@ class FrameFormat:
         if memoryview(payload).nbytes != self.block_bytes or checksum_of(payload) != checksum:
             return MissCause.DAMAGED
         return checksum
+
+
+def sizes_of(header: bytes) -> FrameFormat | None:
+    """Return the format that the begin of a header, its first 4,096 bytes, says a frame has; None if it is damaged."""
+    if len(header) < _HEAD.size or header[: len(_MAGIC)] != _MAGIC:
+        return None
+    fields = _HEAD.unpack_from(header)
+    layout, key_bytes, block_bytes = fields[3], fields[7], fields[9]
+    end = _HEAD.size + key_bytes
+    frames = FrameFormat(layout, block_bytes, key_bytes)
+    if fields[2] != frames.header_bytes:
+        return None
+    if end + _CHECKSUM_BYTES <= len(header) and header[end : end + _CHECKSUM_BYTES] != checksum_of(header[:end]):
+        return None
+    return frames
