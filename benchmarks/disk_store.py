@@ -5,6 +5,7 @@ Rows, for blocks of SmolLM2-135M (737,280 bytes) and for small ones (65,536 byte
 * restore: a conversation's blocks by ``DiskStore.get`` over the same files read one piece of 4 MiB after another past
   the system's cache (O_DIRECT, an aligned buffer), in ABBA pairs: their median. What four threads that only read reach
   together is shown beside it;
+* restore to memory that direct I/O cannot read into, which costs a copy more;
 * write: ``DiskStore.put`` over writing a new file likewise, only to compare;
 * latency: one block.
 
@@ -59,20 +60,23 @@ class RawFiles:
 
     Args:
         folder: all segments below it.
+        into: where to, and then again from its begin: the very memory that blocks go to, since huge pages are faster.
         direct: whether past the system's cache.
     """
 
-    def __init__(self, folder: Path, *, direct: bool) -> None:
+    def __init__(self, folder: Path, into: np.ndarray, *, direct: bool) -> None:
         flags = os.O_RDWR | (os.O_DIRECT if direct else 0)
         self._fds = [os.open(file, flags) for file in sorted(folder.rglob("*.frames"))]
         self._pieces = [(fd, offset) for fd in self._fds for offset in range(0, os.fstat(fd).st_size, RAW_BYTES)]
         self.num_bytes = sum(os.fstat(fd).st_size for fd in self._fds)
-        self._buffers = [aligned(RAW_BYTES) for _ in range(4)]
+        self._into = into
 
     def read(self, index: int = 0, step: int = 1) -> None:
         """Read all of it, or each so many pieces."""
-        for fd, offset in self._pieces[index::step]:
-            os.preadv(fd, [self._buffers[index]], offset)
+        room = len(self._into) // RAW_BYTES
+        for number, (fd, offset) in list(enumerate(self._pieces))[index::step]:
+            at = number % room * RAW_BYTES
+            os.preadv(fd, [self._into[at : at + RAW_BYTES]], offset)
 
     def read_by_four(self) -> None:
         """Read all of it by four threads."""
@@ -126,16 +130,20 @@ def measure(name: str, folder: Path, num_mib: int, repeats: int) -> list[Row]:
     num_bytes = len(puts) * block_bytes
     back = aligned(num_bytes).reshape(len(puts), block_bytes)
     gets = [Get(put.name, into.data) for put, into in zip(puts, back, strict=True)]
+    anywhere = aligned(num_bytes + 64)[64:].reshape(back.shape)
+    gets_anywhere = [Get(put.name, into.data) for put, into in zip(puts, anywhere, strict=True)]
     wanted = [put.checksum for put in puts]
     store = DiskStore(folder / "cache", 2 * num_bytes + 2**25, FrameFormat(b"?" * 32, block_bytes, KEY_BYTES))
     direct = not store.why_not_direct
-    found: dict[str, list[float]] = {key: [] for key in ("raw write", "put", "raw", "get", "raw by four", "one")}
+    found: dict[str, list[float]] = {
+        key: [] for key in ("raw write", "put", "raw", "get", "raw by four", "unaligned", "one")
+    }
     for _ in range(repeats):
         store.clear()
         raw_bytes = num_mib * 2**20 // RAW_BYTES * RAW_BYTES
         found["raw write"].append(raw_write(folder / "raw", raw_bytes, direct=direct))
         found["put"].append(num_bytes / seconds(lambda: store.put(puts)))
-        raw = RawFiles(folder / "cache", direct=direct)
+        raw = RawFiles(folder / "cache", back.reshape(-1), direct=direct)
         taken = {"raw": 0.0, "get": 0.0}
         for name_of in ("raw", "get", "get", "raw"):  # whatever changes meanwhile, changes for both
             raw.drop()
@@ -144,6 +152,8 @@ def measure(name: str, folder: Path, num_mib: int, repeats: int) -> list[Row]:
         found["get"].append(2 * num_bytes / taken["get"])
         raw.drop()
         found["raw by four"].append(raw.num_bytes / seconds(raw.read_by_four))
+        raw.drop()
+        found["unaligned"].append(num_bytes / seconds(lambda: store.get(gets_anywhere)))
         assert store.get(gets) == wanted, "blocks came back wrong"
         for get in gets[:: max(1, len(gets) * repeats // NUM_LATENCIES)]:
             raw.drop()
@@ -169,6 +179,7 @@ def measure(name: str, folder: Path, num_mib: int, repeats: int) -> list[Row]:
             "",
             f"{by_four:.2f} ({median('raw by four') / 1e9:.2f} GB/s)",
         ),
+        Row(f"{said}: restore to unaligned memory", "", f"{median('unaligned') / 1e9:.2f} GB/s"),
         Row(f"{said}: write, of a raw write", "", f"{written:.2f} ({writes})"),
         Row(f"{said}: one block", "", f"{1e3 * median('one'):.2f} ms"),
     ]

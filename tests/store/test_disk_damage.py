@@ -201,6 +201,14 @@ def test_leftovers_are_dropped_and_what_is_not_ours_stays(store, folder):
     again.close()
 
 
+def test_a_damaged_block_that_is_asked_for_twice_is_dropped_once(store, folder):
+    blocks = path_of(3)
+    put(store, blocks)
+    overwrite(segment(folder), 4096, b"?")
+    assert get(store, [blocks[0], blocks[0], blocks[1]])[0] == MissCause.DAMAGED
+    assert store.use().num_blocks == 2
+
+
 # Other layouts, other limits.
 
 

@@ -398,7 +398,7 @@ class DiskStore:
 
     def _drop(self, entries: Sequence[_Entry]) -> None:
         """Forget entries, in the index first."""
-        entries = [entry for entry in entries if not entry.is_gone]
+        entries = [entry for entry in dict.fromkeys(entries) if not entry.is_gone]
         if entries:
             self._index.delete(self._layout_id, [entry.place for entry in entries])
             self._forget(entries)
