@@ -107,7 +107,7 @@ class DiskMachine(RuleBasedStateMachine):
 
 
 def test_any_order_of_operations():
-    run_state_machine_as_test(DiskMachine, settings=settings(max_examples=12, stateful_step_count=30, deadline=None))
+    run_state_machine_as_test(DiskMachine, settings=settings(max_examples=8, stateful_step_count=30, deadline=None))
 
 
 @pytest.mark.long

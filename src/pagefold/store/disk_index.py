@@ -47,6 +47,7 @@ _PAGE_BYTES = 4096
 _LOG_PAGES = 256  # from here on the log is written back and begun anew
 _LOG_TOO_LONG_BYTES = 3 * 2**19  # somebody reads it, and it cannot be begun anew
 _ROWS_AT_ONCE = 32  # of a transaction, so that one cannot make the log much longer
+_TOUCHED_AT_ONCE = 256  # these change a page each at most
 _SCHEMA = """
     CREATE TABLE layouts (
         id INTEGER PRIMARY KEY, digest BLOB NOT NULL UNIQUE, version INTEGER NOT NULL, label TEXT NOT NULL,
@@ -243,7 +244,7 @@ class DiskIndex:
 
     def touch(self, layout_id: int, used: Iterable[tuple[int, int]]) -> None:
         """Note when frames were used: pairs of place and time."""
-        for part in _parts(list(used)):
+        for part in _parts(sorted(used), _TOUCHED_AT_ONCE):
             with _errors(), self._writing():
                 self._sql.executemany(
                     "UPDATE frames SET used = ? WHERE layout = ? AND place = ?",
@@ -295,9 +296,9 @@ class DiskIndex:
             return 0
 
 
-def _parts(rows: Sequence[_Row]) -> Iterator[Sequence[_Row]]:
-    for begin in range(0, len(rows), _ROWS_AT_ONCE):
-        yield rows[begin : begin + _ROWS_AT_ONCE]
+def _parts(rows: Sequence[_Row], at_once: int = _ROWS_AT_ONCE) -> Iterator[Sequence[_Row]]:
+    for begin in range(0, len(rows), at_once):
+        yield rows[begin : begin + at_once]
 
 
 @contextlib.contextmanager
