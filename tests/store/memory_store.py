@@ -39,6 +39,8 @@ class MemoryStore:
         seed: of the faults.
     """
 
+    is_out = False
+
     def __init__(
         self, frames: FrameFormat, *, tier: str = "disk", fault_rate: float = 0.0, delay_s: float = 0.0, seed: int = 0
     ) -> None:

@@ -44,6 +44,9 @@ __all__ = ["Blueprint", "build_engine", "plan_engine"]
 
 _log = logging.getLogger(__name__)
 
+_UNTRIED_LINK = 1e-3, 1e9
+"""Latency and bandwidth, in seconds and bytes a second, of a tier that could not be tried yet."""
+
 _MIN_STAGING_BLOCKS, _MAX_STAGING_BYTES, _STAGING_SHARE = 64, 2**30, 16
 """Host memory that slower tiers get if none is asked for: a share of what is free, within bounds."""
 
@@ -176,7 +179,7 @@ def build_engine(
     runner = TorchRunner(_decoder(blueprint, slab), geometry, slab, arena)
     runner.warm_up()
     namespace = Namespace(model=spec.fingerprint, layout=f"{LAYOUT}/{geometry.block_size}", dtype=str(blueprint.dtype))
-    stores = [*open_stores(config, FrameFormat.of(namespace, geometry), say), *stores]
+    stores = [*open_stores(config, FrameFormat.of(namespace, geometry)), *stores]
     host = HostTier(num_held, notes_unsaved=bool(stores)) if num_held else None
     slow = None
     if stores:
@@ -225,7 +228,10 @@ def _slow_tiers(
     for store in list(stores):
         verdict = store.self_test()
         say(verdict.told)
-        if verdict.is_ok:
+        if store.is_out:
+            arbiter.links[store.tier] = LinkModel(*_UNTRIED_LINK)
+            continue
+        if verdict.ok:
             arbiter.links[store.tier] = LinkModel(verdict.latency_s, verdict.read_bytes_per_s)
             if arbiter.pays(store.tier):
                 continue

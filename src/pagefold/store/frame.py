@@ -31,13 +31,15 @@ import xxhash
 
 from pagefold.kv import TOKEN_BYTES, BlockName, KVGeometry, Namespace, root_digest
 
-__all__ = ["ALIGNMENT", "BlockName", "FrameFormat", "MissCause", "checksum_of"]
+__all__ = ["ALIGNMENT", "VERSION", "BlockName", "FrameFormat", "MissCause", "checksum_of", "sizes_of"]
 
 ALIGNMENT = 4096
 """Headers are multiples of it, and so are frames on a disk: what direct I/O asks for at most."""
 
+VERSION = 1
+"""Of the frames that are written here. Frames of another one are not read."""
+
 _MAGIC = b"PAGEFOLD"
-_VERSION = 1
 _HEAD = struct.Struct("<8sII32s32s32s32sIIQ16s")
 _CHECKSUM_BYTES = 16
 
@@ -96,7 +98,7 @@ class FrameFormat:
         assert len(name.key) == self.key_bytes, "a block of another size"
         head = _HEAD.pack(
             _MAGIC,
-            _VERSION,
+            VERSION,
             self.header_bytes,
             self.layout,
             name.namespace,
@@ -118,7 +120,7 @@ class FrameFormat:
         _, version, header_bytes, layout, namespace, parent, digest, key_bytes, _, block_bytes, checksum = (
             _HEAD.unpack_from(raw)
         )
-        if version != _VERSION:
+        if version != VERSION:
             return MissCause.OTHER_VERSION
         end = _HEAD.size + key_bytes
         if raw[end : end + _CHECKSUM_BYTES] != checksum_of(raw[:end]):
@@ -151,3 +153,18 @@ class FrameFormat:
         if memoryview(payload).nbytes != self.block_bytes or checksum_of(payload) != checksum:
             return MissCause.DAMAGED
         return checksum
+
+
+def sizes_of(header: bytes) -> FrameFormat | None:
+    """Return the format that the begin of a header, its first 4,096 bytes, says a frame has; None if it is damaged."""
+    if len(header) < _HEAD.size or header[: len(_MAGIC)] != _MAGIC:
+        return None
+    fields = _HEAD.unpack_from(header)
+    layout, key_bytes, block_bytes = fields[3], fields[7], fields[9]
+    end = _HEAD.size + key_bytes
+    frames = FrameFormat(layout, block_bytes, key_bytes)
+    if fields[2] != frames.header_bytes:
+        return None
+    if end + _CHECKSUM_BYTES <= len(header) and header[end : end + _CHECKSUM_BYTES] != checksum_of(header[:end]):
+        return None
+    return frames

@@ -94,6 +94,11 @@ class GuardedStore:
             breaker = self._breaker
             return GuardState(breaker.is_out, breaker.since, breaker.num_failures, breaker.last_error)
 
+    @property
+    def is_out(self) -> bool:
+        """See :class:`BlockStore`."""
+        return self.state.is_out
+
     def put(self, puts: Sequence[Put]) -> int:
         """Keep blocks, if it answers."""
         if self._breaker.is_out:

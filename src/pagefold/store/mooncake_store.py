@@ -80,6 +80,7 @@ class MooncakeStore:
         ConfigError: an option is wrong, or Mooncake is not installed.
     """
 
+    is_out = False
     tier = "remote"
 
     def __init__(self, address: RemoteAddress, form: FrameFormat, *, timeout_s: float = 1.0) -> None:

@@ -73,6 +73,10 @@ class BlockStore(Protocol):
 
     tier: str
 
+    @property
+    def is_out(self) -> bool:
+        """Whether it did not answer, and is asked again from time to time: until then it holds nothing."""
+
     def put(self, puts: Sequence[Put]) -> int:
         """Keep blocks, making room as needed. Return how many are kept now; known ones count, and are not rewritten."""
 

@@ -58,6 +58,7 @@ class RedisStore:
         ConfigError: an option is wrong.
     """
 
+    is_out = False
     tier = "remote"
 
     def __init__(self, address: RemoteAddress, form: FrameFormat, *, timeout_s: float = 1.0) -> None:

@@ -1,0 +1,509 @@
+"""DiskStore: blocks in files of a folder, within a hard limit of bytes, across crashes and restarts.
+
+It holds at every moment, also if the process is killed:
+
+* All files of the folder together never exceed the limit: places are given out only as far as their bytes, their rows
+  of the index, the longest log of the index and what else may be written fit.
+* An entry is in the index only after its frame is in its place, and a place is written only after its old entry is out
+  of the index.
+* Whatever is read is checked, whole, against what was asked for. So the index is never believed, and what a power
+  failure left behind is a miss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import OrderedDict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pagefold.errors import ConfigError
+from pagefold.store.disk_budget import checked_budget
+from pagefold.store.disk_folder import (
+    SELF_TEST_NAME,
+    check_is_ours,
+    drop_contents,
+    drop_layout_folders,
+    drop_temporary,
+    folder_bytes,
+)
+from pagefold.store.disk_index import (
+    DiskIndex,
+    FrameRow,
+    LayoutRow,
+    UnreadableIndexError,
+)
+from pagefold.store.disk_lock import FolderLock
+from pagefold.store.disk_places import OtherLayout, Places
+from pagefold.store.disk_probe import why_not_direct
+from pagefold.store.disk_read import FrameReader
+from pagefold.store.disk_segments import FileCalls, SegmentFiles
+from pagefold.store.disk_self_test import try_disk
+from pagefold.store.frame import VERSION, FrameFormat, MissCause
+from pagefold.store.protocol import StoreError, StoreUse
+from pagefold.store.self_test import SelfTest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from pagefold.store.frame import BlockName
+    from pagefold.store.protocol import Get, Put
+
+__all__ = ["DiskStore"]
+
+_EVICTED_AT_ONCE = 32
+"""Places that are freed together when room is needed: one transaction for several puts."""
+_TOUCHED_AT_ONCE = 512
+"""Uses that a put writes back; a crash loses fewer, and with them some of the order in which blocks leave."""
+_TOUCHED_BY_GETS = 2**16
+"""Uses that a get writes back, where nothing is ever put: whoever waits for blocks shall not wait for the index."""
+
+
+class _Entry:
+    """A frame that can be found.
+
+    Attributes:
+        digest: of its block.
+        place: where it is.
+        used: when it was last used.
+        num_reads: how many read it now: its place is not given to another.
+        is_gone: whether it was forgotten meanwhile.
+    """
+
+    __slots__ = ("digest", "is_gone", "num_reads", "place", "used")
+
+    def __init__(self, digest: bytes, place: int, used: int) -> None:
+        self.digest = digest
+        self.place = place
+        self.used = used
+        self.num_reads = 0
+        self.is_gone = False
+
+
+class DiskStore:
+    """A :class:`~pagefold.store.protocol.BlockStore` in a folder. One process at a time uses the folder.
+
+    Args:
+        path: the folder; made if it is not there.
+        limit_bytes: of all its files together, of whatever layout.
+        frames: the format of this model's and layout's frames. Frames of others stay as long as there is room.
+        label: what people call the model and layout.
+        calls: to the system.
+
+    Attributes:
+        tier: "disk".
+        path: the folder.
+        limit_bytes: of all its files.
+        why_not_direct: why reads and writes go through the system's cache; empty if they do not.
+        notes: what was found at the start that people should know, a line each.
+
+    Raises:
+        ConfigError: the folder cannot be used or is in use, or the limit is too small or too large for it.
+    """
+
+    is_out = False
+    tier = "disk"
+
+    def __init__(
+        self,
+        path: str | Path,
+        limit_bytes: int,
+        frames: FrameFormat,
+        *,
+        label: str = "",
+        calls: FileCalls | None = None,
+    ) -> None:
+        self.path = Path(path)
+        self.limit_bytes = limit_bytes
+        self.frames = frames
+        self.notes: list[str] = []
+        self._calls = calls or FileCalls()
+        self._mutex = threading.RLock()  # guards all below, but for bytes in places
+        self._is_idle = threading.Condition(self._mutex)
+        self._num_busy = 0
+        self._is_closed = False
+        self._failure = ""
+        self._entries: dict[bytes, _Entry] = {}
+        self._order: OrderedDict[bytes, _Entry] = OrderedDict()  # those that nobody reads; used longest ago first
+        self._writing: set[bytes] = set()
+        self._touched: dict[int, int] = {}
+        self._last_used = 0
+        with contextlib.ExitStack() as opened:
+            self._open(opened, label)
+            self._opened = opened.pop_all()
+
+    def self_test(self) -> SelfTest:
+        """Write, read, flip a bit on the disk, measure, compare what is there with the limit. Kept blocks stay.
+
+        Raises:
+            StoreError: the folder is not there any more.
+        """
+        with self._busy():
+            trial = try_disk(
+                self.path / SELF_TEST_NAME,
+                self._budget.self_test_bytes,
+                self.frames,
+                self._reader,
+                direct=not self.why_not_direct,
+            )
+            failure = trial.failure
+            if not failure and (there := folder_bytes(self.path)) > self.limit_bytes:
+                failure = f"{there:,} bytes are there, over the limit"
+            num_blocks, max_blocks = len(self._entries), self._places.num_allowed
+            if failure:
+                said = f"off: {failure}"
+            else:
+                how = f"through the system's cache ({self.why_not_direct})" if self.why_not_direct else "O_DIRECT"
+                said = (
+                    f"{trial.read_bytes_per_s / 1e9:.1f} GB/s read, {trial.write_bytes_per_s / 1e9:.1f} GB/s write, "
+                    f"{how}, {num_blocks:,} blocks of {max_blocks:,} kept, {self.limit_bytes / 2**30:.1f} GiB limit"
+                )
+            return SelfTest(
+                self.tier,
+                not failure,
+                trial.read_bytes_per_s,
+                trial.write_bytes_per_s,
+                trial.latency_s(self.frames.block_bytes),
+                f"disk       {self.path}: {said}",
+            )
+
+    # Opening.
+
+    def _open(self, opened: contextlib.ExitStack, label: str) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            check_is_ours(self.path)
+        except OSError as error:
+            msg = f"The cache folder {self.path} cannot be used: {error.strerror}."
+            raise ConfigError(msg, remedy="Name a folder that this user may write to.") from None
+        self._lock = FolderLock(self.path)
+        opened.callback(self._lock.release)
+        try:
+            drop_temporary(self.path)
+            self._index = self._open_index()
+            opened.callback(self._index.close)
+            self._budget = checked_budget(self.path, self.limit_bytes, self.frames)
+            *others, own = self._open_layouts(label)
+            self._layout_id = own.layout_id
+            self.why_not_direct = why_not_direct(self.path / own.folder_name)
+            self._segments = self._open_segments(own, direct=not self.why_not_direct)
+            self._places = Places(
+                self._segments,
+                [
+                    OtherLayout(row, self.path / row.folder_name, self._open_segments(row, direct=False))
+                    for row in others
+                ],
+                self._index,
+                self._budget,
+            )
+            opened.callback(self._places.close)
+            self._load()
+        except OSError as error:
+            msg = f"The cache folder {self.path} cannot be used: {error.strerror or error}."
+            raise ConfigError(msg, remedy="Name a folder that this user may write to, on a disk with room.") from None
+        except StoreError as error:
+            msg = f"The cache folder {self.path} cannot be used: {error}."
+            raise ConfigError(msg, remedy="Name a folder that this user may write to, on a disk with room.") from None
+        self._reader = FrameReader(self.frames)
+        opened.callback(self._reader.close)
+
+    def _open_index(self) -> DiskIndex:
+        try:
+            return DiskIndex(self.path)
+        except UnreadableIndexError as error:
+            self.notes.append(f"the index of {self.path} cannot be used ({error}): the cache starts empty")
+            drop_contents(self.path)
+            return DiskIndex(self.path)
+
+    def _open_layouts(self, label: str) -> list[LayoutRow]:
+        """Drop what no version of today reads, and leftovers; return the layouts that stay, this one last."""
+        for row in self._index.layouts():
+            if row.version != VERSION:
+                self.notes.append(f"{self.path} has frames of version {row.version}: they are dropped")
+                self._index.remove_layout(row.layout_id)
+        self._index.add_layout(
+            LayoutRow(
+                0, self.frames.layout, VERSION, label, self.frames.block_bytes, self.frames.key_bytes, time.time_ns()
+            )
+        )
+        self._index.set("limit_bytes", self.limit_bytes)
+        rows = sorted(self._index.layouts(), key=lambda row: row.digest == self.frames.layout)
+        drop_layout_folders(self.path, keep={row.folder_name for row in rows})
+        for row in rows:
+            (self.path / row.folder_name).mkdir(exist_ok=True)
+        return rows
+
+    def _open_segments(self, row: LayoutRow, *, direct: bool) -> SegmentFiles:
+        frames = FrameFormat(row.digest, row.block_bytes, row.key_bytes)
+        return SegmentFiles(self.path / row.folder_name, frames, direct=direct, calls=self._calls)
+
+    def _load(self) -> None:
+        """Read the index. Frames whose places are not there, or are beyond the limit, are forgotten."""
+        lost: list[int] = []
+        for row in self._index.frames(self._layout_id):
+            if row.digest in self._entries or not self._segments.has(row.place):
+                lost.append(row.place)
+                continue
+            self._entries[row.digest] = self._order[row.digest] = _Entry(row.digest, row.place, row.used)
+            self._last_used = max(self._last_used, row.used)
+        self._index.delete(self._layout_id, lost)
+        self._places.begin({entry.place for entry in self._entries.values()})
+        while excess := self._places.excess():
+            self._index.delete_range(self._layout_id, excess.start, excess.stop)
+            self._forget([entry for entry in self._entries.values() if entry.place in excess])
+            self._places.cut(excess)
+
+    # What BlockStore asks for.
+
+    def put(self, puts: Sequence[Put]) -> int:
+        """Keep blocks, making room as needed. Return how many are kept now; known ones count, and are not rewritten.
+
+        Blocks of one path lie one behind the other where that can be, so that they are read as one.
+
+        Raises:
+            StoreError: none is kept that was not known.
+        """
+        with self._busy():
+            with self._mutex:
+                ordered = _in_path_order(puts)
+                known = [put for put in ordered if put.name.digest in self._entries]
+                new = [
+                    put
+                    for put in ordered
+                    if put.name.digest not in self._entries and put.name.digest not in self._writing
+                ]
+                for put in reversed(known):
+                    self._touch(self._entries[put.name.digest])
+                places = self._take_places(len(new))
+                new = new[: len(places)]
+                self._writing.update(put.name.digest for put in new)
+            written = 0
+            try:
+                written = self._write(new, places)
+            finally:
+                with self._mutex:
+                    self._writing.difference_update(put.name.digest for put in new)
+                    self._places.give_back(places[written:])
+            with self._mutex:
+                self._publish(new[:written], places[:written])
+            self._flush_if(_TOUCHED_AT_ONCE)
+            return len(known) + written
+
+    def get(self, gets: Sequence[Get]) -> list[bytes | MissCause]:
+        """Bring blocks. For each its checksum, or why it is not there; a frame that is wrong is dropped.
+
+        The blocks are of one path, first to last; what is behind the first miss need not be brought, and is ``ABSENT``.
+
+        Raises:
+            StoreError: the folder is not there any more.
+        """
+        with self._busy():
+            with self._mutex:
+                found = self._pin([get.name for get in gets])
+            results: list[bytes | MissCause] = [MissCause.ABSENT] * len(gets)
+            try:
+                if found:
+                    read = self._reader.read(self._segments, [entry.place for entry in found], gets[: len(found)])
+                    results[: len(found)] = read
+            finally:
+                wrong = [entry for entry, result in zip(found, results, strict=False) if isinstance(result, MissCause)]
+                with self._mutex:
+                    self._unpin(found)
+                    self._drop_wrong(wrong)
+            self._flush_if(_TOUCHED_BY_GETS)
+            end = next((index for index, result in enumerate(results) if isinstance(result, MissCause)), len(results))
+            return results[: end + 1] + [MissCause.ABSENT] * (len(results) - end - 1)
+
+    def count(self, names: Sequence[BlockName]) -> int:
+        """Return how many of ``names``, from the first on in a row, it probably holds."""
+        with self._mutex:
+            for index, name in enumerate(names):
+                if name.digest not in self._entries:
+                    return index
+            return len(names)
+
+    def delete(self, digests: Sequence[bytes]) -> None:
+        """Forget blocks, if it holds them."""
+        with self._busy(), self._mutex:
+            self._drop([self._entries[digest] for digest in dict.fromkeys(digests) if digest in self._entries])
+
+    def clear(self) -> int:
+        """Forget all blocks of this layout; return how many. Their room goes back to the disk."""
+        with self._busy(), self._mutex:
+            entries = list(self._entries.values())
+            self._index.delete_range(self._layout_id, 0, max(self._segments.places(), default=-1) + 1)
+            self._forget(entries)
+            if self._num_busy == 1:  # nobody else reads or writes
+                self._places.give_all_back()
+            return len(entries)
+
+    def use(self) -> StoreUse:
+        """Return what it holds."""
+        with self._busy():
+            return StoreUse(len(self._entries), folder_bytes(self.path), self.limit_bytes)
+
+    def close(self) -> None:
+        """Finish what was begun and let go of all resources. Again does nothing."""
+        with self._mutex:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._is_idle.wait_for(lambda: not self._num_busy)
+            self._flush()
+        self._opened.close()
+
+    # Entries.
+
+    def _take_places(self, num: int) -> list[int]:
+        """Take up to ``num`` places; if there are fewer, those of what was used longest ago."""
+        places = self._places.take(num) if num else []
+        if len(places) < num and self._order:
+            num_victims = max(num - len(places), min(_EVICTED_AT_ONCE, self._segments.num_places // 64))
+            victims = [entry for entry, _ in zip(self._order.values(), range(num_victims), strict=False)]
+            try:
+                self._index.delete(self._layout_id, [entry.place for entry in victims])
+            except StoreError:
+                self._places.give_back(places)
+                raise
+            self._forget(victims)
+            places += self._places.take(num - len(places))
+        return sorted(places)
+
+    def _touch(self, entry: _Entry) -> None:
+        self._last_used = entry.used = max(self._last_used + 1, time.time_ns())
+        self._touched[entry.place] = entry.used
+        if not entry.num_reads:
+            self._order.move_to_end(entry.digest)
+
+    def _pin(self, names: list[BlockName]) -> list[_Entry]:
+        found: list[_Entry] = []
+        for name in names:
+            entry = self._entries.get(name.digest)
+            if entry is None:
+                break
+            entry.num_reads += 1
+            self._order.pop(name.digest, None)
+            found.append(entry)
+        return found
+
+    def _unpin(self, found: list[_Entry]) -> None:
+        """Let go of entries. The first becomes the one used last: tails leave before heads."""
+        for entry in reversed(found):
+            entry.num_reads -= 1
+            if entry.is_gone:
+                if not entry.num_reads:
+                    self._places.give_back([entry.place])
+                continue
+            if not entry.num_reads:
+                self._order[entry.digest] = entry
+            self._touch(entry)
+
+    def _drop(self, entries: Sequence[_Entry]) -> None:
+        """Forget entries, in the index first."""
+        entries = [entry for entry in dict.fromkeys(entries) if not entry.is_gone]
+        if entries:
+            self._index.delete(self._layout_id, [entry.place for entry in entries])
+            self._forget(entries)
+
+    def _drop_wrong(self, entries: Sequence[_Entry]) -> None:
+        """Drop entries whose frames are not theirs, also if the index cannot be written any more."""
+        try:
+            self._drop(entries)
+        except StoreError:  # the index still names them, so their places are not used again before a restart
+            for entry in entries:
+                entry.is_gone = True
+                self._entries.pop(entry.digest, None)
+                self._order.pop(entry.digest, None)
+
+    def _forget(self, entries: Iterable[_Entry]) -> None:
+        """Forget entries that the index has no more. Their places are free when nobody reads them."""
+        for entry in entries:
+            entry.is_gone = True
+            del self._entries[entry.digest]
+            self._order.pop(entry.digest, None)
+            self._touched.pop(entry.place, None)
+            if not entry.num_reads:
+                self._places.give_back([entry.place])
+
+    def _publish(self, puts: Sequence[Put], places: Sequence[int]) -> None:
+        """Put frames that are written into the index; heads become those used last."""
+        used = max(self._last_used, time.time_ns())
+        self._last_used = used + len(puts)
+        rows = [
+            FrameRow(place, put.name.digest, put.name.parent, put.name.namespace, self._last_used - index)
+            for index, (put, place) in enumerate(zip(puts, places, strict=True))
+        ]
+        self._index.insert(self._layout_id, rows)  # if this fails, these places are not used again before a restart
+        for row in reversed(rows):
+            self._entries[row.digest] = self._order[row.digest] = _Entry(row.digest, row.place, row.used)
+
+    def _flush_if(self, many: int) -> None:
+        with self._mutex:
+            if len(self._touched) >= many:
+                self._flush()
+
+    def _flush(self) -> None:
+        """Write back when entries were used. If that fails, some order is lost and nothing else."""
+        touched, self._touched = self._touched, {}
+        with contextlib.suppress(StoreError):
+            self._index.touch(self._layout_id, touched.items())
+
+    # Bytes.
+
+    def _write(self, puts: Sequence[Put], places: Sequence[int]) -> int:
+        """Write frames; return how many were, from the first on.
+
+        Raises:
+            OSError: none was, for the disk fails.
+        """
+        for run in self._segments.runs(places):
+            headers = [self.frames.header(put.name, put.checksum) for put in puts[run]]
+            try:
+                self._segments.write(places[run.start], headers, [put.payload for put in puts[run]])
+            except OSError:
+                if not run.start:
+                    raise
+                return int(run.start)
+        return len(puts)
+
+    # Using it.
+
+    @contextlib.contextmanager
+    def _busy(self) -> Iterator[None]:
+        """Do something for which the folder must be there."""
+        with self._mutex:
+            if self._is_closed:
+                msg = "it is closed"
+                raise StoreError(msg)
+            if not self._lock.is_there:
+                msg = f"the folder {self.path} was removed or replaced"
+                raise StoreError(msg)
+            self._num_busy += 1
+        try:
+            yield
+        except OSError as error:
+            raise StoreError(self._said(error)) from None
+        finally:
+            with self._mutex:
+                self._num_busy -= 1
+                self._is_idle.notify_all()
+
+    def _said(self, error: OSError) -> str:
+        return f"{self.path}: {error.strerror or error}"
+
+
+def _in_path_order(puts: Sequence[Put]) -> list[Put]:
+    """Return blocks with each behind its parent, and each path as one; of several of one name, one."""
+    by_digest = {put.name.digest: put for put in puts}
+    children: dict[bytes, list[Put]] = {}
+    for put in by_digest.values():
+        children.setdefault(put.name.parent, []).append(put)
+    stack = [put for put in reversed(by_digest.values()) if put.name.parent not in by_digest]
+    ordered: list[Put] = []
+    while stack:
+        put = stack.pop()
+        ordered.append(put)
+        stack.extend(reversed(children.get(put.name.digest, ())))
+    return ordered

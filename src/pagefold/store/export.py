@@ -1,0 +1,204 @@
+"""All frames of a cache folder in one file, and back: for another machine.
+
+::
+
+    offset  bytes  field
+         0     16  magic: "PAGEFOLD EXPORT" and a zero
+        16      4  version: 1
+        20      4  zero
+        24      8  how many frames follow
+        32      8  bytes of the file
+        40     16  checksum of all before it: XXH3, 128 bits
+                   zeros up to 4,096; then the frames, one behind the other, without padding
+
+Frames say themselves what they are (``frame.py``), so those of several layouts can follow each other; of each layout
+those that were used longest ago come first, so that what does not fit elsewhere is what matters least.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+from typing import TYPE_CHECKING, NamedTuple
+
+from pagefold.errors import ConfigError
+from pagefold.store.cache_folder import check_frame, look, read_frames
+from pagefold.store.disk import DiskStore
+from pagefold.store.disk_index import INDEX_NAME
+from pagefold.store.frame import VERSION, FrameFormat, MissCause, checksum_of, sizes_of
+from pagefold.store.protocol import Put, StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+    from typing import BinaryIO
+
+    from pagefold.store.frame import BlockName
+
+__all__ = ["Imported", "export_frames", "import_frames"]
+
+_MAGIC = b"PAGEFOLD EXPORT\0"
+_HEAD = struct.Struct("<16sIIQQ")
+_HEADER_BYTES = 4096
+_SIZES_BYTES = 4096  # of a frame, in which its sizes are
+_BATCH = 8  # frames, which the smallest folder holds: of more at once it would keep the first, not the last
+
+
+class Imported(NamedTuple):
+    """What came of an import.
+
+    Attributes:
+        num_frames: of the file.
+        num_kept: blocks that are in the folder now.
+        wrong: how many frames were left out, by what is wrong with them.
+    """
+
+    num_frames: int
+    num_kept: int
+    wrong: dict[MissCause, int]
+
+
+def export_frames(folder: Path, file: Path, progress: Callable[[int, int], None]) -> tuple[int, int]:
+    """Write all right frames of a cache folder to ``file``; return how many, and how many were wrong and left out.
+
+    The file is there whole or not at all. A server may be using the folder.
+
+    Args:
+        folder: a cache folder.
+        file: replaced if it is there.
+        progress: is told how many frames of how many were read.
+
+    Raises:
+        ConfigError: it is no cache folder, or the file cannot be written.
+    """
+    total = sum(layout.num_blocks for layout in look(folder).layouts)
+    part = file.parent / f"{file.name}.{os.getpid()}"
+    num_frames = num_wrong = 0
+    try:
+        try:
+            with part.open("wb") as out:
+                out.write(bytes(_HEADER_BYTES))
+                progress(0, total)
+                for frame in read_frames(folder):
+                    if frame.cause is None:
+                        out.write(frame.header)
+                        out.write(frame.payload)
+                        num_frames += 1
+                    else:
+                        num_wrong += 1
+                    progress(num_frames + num_wrong, total)
+                head = _HEAD.pack(_MAGIC, VERSION, 0, num_frames, out.tell())
+                out.seek(0)
+                out.write(head + checksum_of(head))
+            part.replace(file)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        msg = f"Cannot write {file}: {error.strerror}."
+        raise ConfigError(msg, remedy="Name a file in a folder that can be written, on a disk with room.") from None
+    return num_frames, num_wrong
+
+
+def import_frames(file: Path, folder: Path, limit_bytes: int | None, progress: Callable[[int, int], None]) -> Imported:
+    """Put the frames of an exported file into a cache folder, each checked. What does not fit makes room as always.
+
+    Args:
+        file: an exported one.
+        folder: a cache folder that nobody uses, or one that is to become one.
+        limit_bytes: of it; None for what it has.
+        progress: is told how many frames of how many were read.
+
+    Raises:
+        ConfigError: the file is none or is not whole, or the folder cannot be used. Nothing was imported.
+    """
+    if limit_bytes is None:
+        if not (folder / INDEX_NAME).is_file():
+            msg = f"{folder} is no cache folder yet."
+            raise ConfigError(msg, remedy="Say with --limit how large it may become.")
+        limit_bytes = look(folder).limit_bytes
+    try:
+        with file.open("rb") as opened:
+            num_frames = _num_frames(opened, file)
+            progress(0, num_frames)
+            return _import(opened, num_frames, folder, limit_bytes, progress)
+    except OSError as error:
+        msg = f"Cannot read {file}: {error.strerror}."
+        raise ConfigError(msg, remedy="Name a file that pagefold cache export wrote.") from None
+
+
+def _num_frames(opened: BinaryIO, file: Path) -> int:
+    raw = opened.read(_HEADER_BYTES)
+    remedy = "Name a file that pagefold cache export wrote."
+    if len(raw) < _HEADER_BYTES or raw[: len(_MAGIC)] != _MAGIC:
+        msg = f"{file} is no exported cache."
+        raise ConfigError(msg, remedy=remedy)
+    _, version, _, num_frames, num_bytes = _HEAD.unpack_from(raw)
+    if version != VERSION:
+        msg = f"{file} is of version {version}; this is version {VERSION}."
+        raise ConfigError(msg, remedy="Export it again with this version of Pagefold.")
+    there = os.fstat(opened.fileno()).st_size
+    if raw[_HEAD.size : _HEAD.size + 16] != checksum_of(raw[: _HEAD.size]) or there != num_bytes:
+        msg = f"{file} is not whole: it has {there:,} bytes of {num_bytes:,}."
+        raise ConfigError(msg, remedy="Copy it again.")
+    return int(num_frames)
+
+
+def _import(
+    opened: BinaryIO, num_frames: int, folder: Path, limit_bytes: int, progress: Callable[[int, int], None]
+) -> Imported:
+    wrong: dict[MissCause, int] = {}
+    num_kept = 0
+    batch: list[Put] = []
+    names: list[BlockName] = []  # of what was put into the store that is open
+    with contextlib.ExitStack() as stores:
+        store: DiskStore | None = None
+        for number, read in enumerate(_frames(opened, num_frames), start=1):
+            progress(number, num_frames)
+            if isinstance(read, MissCause):
+                wrong[read] = wrong.get(read, 0) + 1
+                continue
+            frames, put = read
+            if store is None or store.frames.layout != frames.layout:
+                num_kept += _put(store, batch, names)
+                names.clear()
+                stores.close()
+                store = DiskStore(folder, limit_bytes, frames)
+                stores.callback(store.close)
+            batch.append(put)
+            names.append(put.name)
+            if len(batch) == _BATCH:
+                _put(store, batch)
+        num_kept += _put(store, batch, names)
+    return Imported(num_frames, num_kept, wrong)
+
+
+def _frames(opened: BinaryIO, num_frames: int) -> Iterator[tuple[FrameFormat, Put] | MissCause]:
+    """Yield what is right and what is wrong. Where not even sizes can be read, the rest is wrong too."""
+    for index in range(num_frames):
+        begin = opened.read(_SIZES_BYTES)
+        frames = sizes_of(begin)
+        if frames is None or frames.frame_bytes > os.fstat(opened.fileno()).st_size:
+            for _ in range(index, num_frames):
+                yield MissCause.DAMAGED
+            return
+        header = begin + opened.read(frames.header_bytes - len(begin))
+        payload = opened.read(frames.block_bytes)
+        name = check_frame(frames, header, payload)
+        if isinstance(name, MissCause):
+            yield name
+        else:
+            yield frames, Put(name, memoryview(payload), checksum_of(payload))
+
+
+def _put(store: DiskStore | None, batch: list[Put], names: Sequence[BlockName] = ()) -> int:
+    """Put a batch and empty it; return how many of ``names`` the store holds then."""
+    if store is None:
+        return 0
+    try:
+        store.put(batch)
+    except StoreError as error:
+        msg = f"The cache folder {store.path} cannot be written: {error}."
+        raise ConfigError(msg, remedy="What was imported before stays. Make room on its disk.") from None
+    batch.clear()
+    return sum(store.count([name]) for name in names)
