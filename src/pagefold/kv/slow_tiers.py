@@ -63,17 +63,18 @@ class Fetch:
     Attributes:
         blocks: those that are on their way or here, pinned.
         num_arrived: the first so many are here.
+        num_here: so many are here, those included that came before others in front of them.
         begun_s, last_s: when it began, and when something last arrived.
         patience_s: how long it waits though nothing arrives.
         is_over: nothing more will be waited for.
         ops: what must be brought for it, by tier.
     """
 
-    __slots__ = ("begun_s", "blocks", "is_over", "last_s", "num_arrived", "ops", "patience_s")
+    __slots__ = ("begun_s", "blocks", "is_over", "last_s", "num_arrived", "num_here", "ops", "patience_s")
 
     def __init__(self, now: float, patience_s: float) -> None:
         self.blocks: list[HeldBlock] = []
-        self.num_arrived = 0
+        self.num_arrived = self.num_here = 0
         self.begun_s = self.last_s = now
         self.patience_s = patience_s
         self.is_over = False
@@ -147,15 +148,14 @@ class SlowTiers:
             self.num_lost += 1
         for fetch in arrival.waiting:
             if not fetch.is_over:
-                self._advance(fetch)
+                fetch.num_here += is_good
                 fetch.last_s = now
-                if is_good and not self.arbiter.goes_on(fetch.num_arrived, len(fetch.blocks), now - fetch.begun_s):
-                    fetch.is_over = True
+                self._advance(fetch)
         self.host.unpin([held])
 
     def late(self, now: float) -> list[Fetch]:
-        """Give up the fetches for which nothing has arrived for too long, and return them."""
-        late = [one for one in self._fetches.values() if not one.is_over and now - one.last_s >= one.patience_s]
+        """Give up the fetches that do not pay any more, and return them."""
+        late = [one for one in self._fetches.values() if not one.is_over and not self._pays(one, now)]
         for fetch in late:
             fetch.is_over = True
             self.arbiter.num_late += 1
@@ -234,6 +234,11 @@ class SlowTiers:
 
     # Inside.
 
+    def _pays(self, fetch: Fetch, now: float) -> bool:
+        if now - fetch.last_s >= fetch.patience_s:
+            return False
+        return self.arbiter.goes_on(fetch.num_here, len(fetch.blocks), fetch.last_s - fetch.begun_s)
+
     def _write(self, held: HeldBlock, ops: list[WriteOp]) -> None:
         host = self.host
         if host.unsaved.pop(held.name.digest, None) is not None:
@@ -245,7 +250,9 @@ class SlowTiers:
         """Pin a block that is here, or on its way for somebody else, and wait for it too."""
         held = self.host.get(name.digest)
         if held is not None:
-            return held if self.host.pin([held]) else None
+            self.host.pin([held])
+            fetch.num_here += 1
+            return held
         arrival = self._by_digest.get(name.digest)
         if arrival is None or not arrival.is_wanted:
             return None
