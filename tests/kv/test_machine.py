@@ -50,7 +50,7 @@ from pagefold.kv import (
     make_policy,
 )
 from pagefold.kv.block import BlockState
-from pagefold.kv.tiers import path_digest, root_digest
+from pagefold.kv.names import path_digest, root_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -544,7 +544,7 @@ class Machine:
         unwritten = {store.host_id for store in host.pending.stores}
         for held in host.held():
             if held.host_id not in unwritten:
-                assert self.arena[held.host_id] == self.evicted[held.digest], (
+                assert self.arena[held.host_id] == self.evicted[held.name.digest], (
                     f"host block {held.host_id} holds wrong bytes"
                 )
 
@@ -624,7 +624,7 @@ class Machine:
         """Count the whole blocks of ``tokens`` from block ``first`` on that the host tier holds in a row."""
         if self.core.host is None:
             return 0
-        held = {held.digest for held in self.core.host.held()} & self.offered
+        held = {held.name.digest for held in self.core.host.held()} & self.offered
         index = first
         while (index + 1) * BLOCK_SIZE <= len(tokens) and digest(namespace, tokens[: (index + 1) * BLOCK_SIZE]) in held:
             index += 1

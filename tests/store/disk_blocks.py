@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pagefold.kv.tiers import path_digest, root_digest
+from pagefold.kv.names import path_digest, root_digest
 from pagefold.store.disk_folder import folder_bytes
 from pagefold.store.frame import BlockName, FrameFormat, checksum_of
 from pagefold.store.protocol import Get, Put

@@ -241,7 +241,8 @@ class SlowTiers:
 
     def _write(self, held: HeldBlock, ops: list[WriteOp]) -> None:
         host = self.host
-        if host.unsaved.pop(held.name.digest, None) is not None:
+        if host.unsaved.get(held.name.digest) is held:  # and has not left meanwhile
+            del host.unsaved[held.name.digest]
             host.pin([held])
             self._writing[held.host_id] = held
             ops.append(WriteOp(held.host_id, held.name))
