@@ -17,6 +17,7 @@ from disk_blocks import bytes_of, checksums, count, frame_format, get, least_lim
 
 from pagefold.errors import ConfigError
 from pagefold.store.disk import DiskStore
+from pagefold.store.disk_index import DiskIndex
 from pagefold.store.disk_segments import FileCalls
 from pagefold.store.frame import MissCause
 from pagefold.store.protocol import StoreError
@@ -207,6 +208,30 @@ def test_a_damaged_block_that_is_asked_for_twice_is_dropped_once(store, folder):
     overwrite(segment(folder), 4096, b"?")
     assert get(store, [blocks[0], blocks[0], blocks[1]])[0] == MissCause.DAMAGED
     assert store.use().num_blocks == 2
+
+
+def test_a_damaged_block_whose_entry_cannot_be_removed_is_not_found_again(store, folder, monkeypatch):
+    """Nor is its place used again, since the index still names it."""
+    blocks = path_of(3)
+    put(store, blocks)
+    overwrite(segment(folder), FRAME + 4096, b"?")
+
+    def full(*_):
+        message = "its index fails: database or disk is full"
+        raise StoreError(message)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskIndex, "delete", full)
+        assert get(store, blocks) == [blocks[0].checksum, MissCause.DAMAGED, MissCause.ABSENT]
+    assert count(store, blocks) == 1
+    others = path_of(5, of=1)
+    assert put(store, others) == 5
+    assert put(store, blocks) == 3
+    store = reopened(store)
+    assert [get(store, [block])[0] for block in others] == checksums(others)
+    assert put(store, blocks) == 3
+    assert get(store, blocks) == checksums(blocks)
+    store.close()
 
 
 # Other layouts, other limits.

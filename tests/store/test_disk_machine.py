@@ -112,4 +112,4 @@ def test_any_order_of_operations():
 
 @pytest.mark.long
 def test_any_order_of_operations_for_long():
-    run_state_machine_as_test(DiskMachine, settings=settings(max_examples=1000, stateful_step_count=60, deadline=None))
+    run_state_machine_as_test(DiskMachine, settings=settings(max_examples=300, stateful_step_count=60, deadline=None))

@@ -80,9 +80,9 @@ def show_stats(folder: _Folder, *, as_json: _Json = False) -> None:
 @app.command("verify")
 def verify_blocks(folder: _Folder, *, as_json: _Json = False) -> None:
     """Read every block and drop those that are damaged. No server may be using the folder."""
-    from pagefold.store.cache_folder import verify  # noqa: PLC0415 - heavy
-
     with _failing(), _bar("verifying") as progress:
+        from pagefold.store.cache_folder import verify  # noqa: PLC0415 - heavy
+
         verified = verify(folder, progress)
     num_dropped = sum(verified.dropped.values())
     if as_json:
@@ -96,9 +96,9 @@ def verify_blocks(folder: _Folder, *, as_json: _Json = False) -> None:
 @app.command("clear")
 def clear_blocks(folder: _Folder, *, as_json: _Json = False) -> None:
     """Drop all blocks of a folder. No server may be using it; a server's own: POST /reset_prefix_cache."""
-    from pagefold.store.cache_folder import clear  # noqa: PLC0415 - heavy
-
     with _failing():
+        from pagefold.store.cache_folder import clear  # noqa: PLC0415 - heavy
+
         num_blocks = clear(folder)
     typer.echo(json.dumps({"num_dropped": num_blocks}) if as_json else f"{num_blocks:,} blocks dropped")
 
@@ -111,9 +111,9 @@ def export_blocks(
     as_json: _Json = False,
 ) -> None:
     """Write all blocks of a folder into one file; also while a server uses it. Prompts can be read from it."""
-    from pagefold.store.export import export_frames  # noqa: PLC0415 - heavy
-
     with _failing(), _bar("exporting") as progress:
+        from pagefold.store.export import export_frames  # noqa: PLC0415 - heavy
+
         num_blocks, num_wrong = export_frames(folder, file, progress)
     num_bytes = file.stat().st_size
     if as_json:
@@ -135,10 +135,10 @@ def import_blocks(
     as_json: _Json = False,
 ) -> None:
     """Put an exported file's blocks into a folder that no server is using, each checked. Import only what you trust."""
-    from pagefold.store.export import import_frames  # noqa: PLC0415 - heavy
-
     limit_bytes = None if limit is None else parse_size(limit)
     with _failing(), _bar("importing") as progress:
+        from pagefold.store.export import import_frames  # noqa: PLC0415 - heavy
+
         imported = import_frames(file, folder, limit_bytes, progress)
     num_wrong = sum(imported.wrong.values())
     if as_json:
@@ -152,9 +152,9 @@ def import_blocks(
 
 
 def _look(folder: Path) -> CacheView:
-    from pagefold.store.cache_folder import look  # noqa: PLC0415 - heavy
-
     with _failing():
+        from pagefold.store.cache_folder import look  # noqa: PLC0415 - heavy
+
         return look(folder)
 
 

@@ -15,12 +15,12 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pagefold.errors import ConfigError
 from pagefold.store.disk_budget import checked_budget
+from pagefold.store.disk_entries import Entries
 from pagefold.store.disk_folder import (
     SELF_TEST_NAME,
     check_is_ours,
@@ -46,8 +46,9 @@ from pagefold.store.protocol import StoreError, StoreUse
 from pagefold.store.self_test import SelfTest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
+    from pagefold.store.disk_entries import Entry
     from pagefold.store.frame import BlockName
     from pagefold.store.protocol import Get, Put
 
@@ -59,27 +60,6 @@ _TOUCHED_AT_ONCE = 512
 """Uses that a put writes back; a crash loses fewer, and with them some of the order in which blocks leave."""
 _TOUCHED_BY_GETS = 2**16
 """Uses that a get writes back, where nothing is ever put: whoever waits for blocks shall not wait for the index."""
-
-
-class _Entry:
-    """A frame that can be found.
-
-    Attributes:
-        digest: of its block.
-        place: where it is.
-        used: when it was last used.
-        num_reads: how many read it now: its place is not given to another.
-        is_gone: whether it was forgotten meanwhile.
-    """
-
-    __slots__ = ("digest", "is_gone", "num_reads", "place", "used")
-
-    def __init__(self, digest: bytes, place: int, used: int) -> None:
-        self.digest = digest
-        self.place = place
-        self.used = used
-        self.num_reads = 0
-        self.is_gone = False
 
 
 class DiskStore:
@@ -124,12 +104,8 @@ class DiskStore:
         self._is_idle = threading.Condition(self._mutex)
         self._num_busy = 0
         self._is_closed = False
-        self._failure = ""
-        self._entries: dict[bytes, _Entry] = {}
-        self._order: OrderedDict[bytes, _Entry] = OrderedDict()  # those that nobody reads; used longest ago first
+        self._entries = Entries()
         self._writing: set[bytes] = set()
-        self._touched: dict[int, int] = {}
-        self._last_used = 0
         with contextlib.ExitStack() as opened:
             self._open(opened, label)
             self._opened = opened.pop_all()
@@ -243,16 +219,16 @@ class DiskStore:
         """Read the index. Frames whose places are not there, or are beyond the limit, are forgotten."""
         lost: list[int] = []
         for row in self._index.frames(self._layout_id):
-            if row.digest in self._entries or not self._segments.has(row.place):
+            if not self._segments.has(row.place):
                 lost.append(row.place)
                 continue
-            self._entries[row.digest] = self._order[row.digest] = _Entry(row.digest, row.place, row.used)
-            self._last_used = max(self._last_used, row.used)
+            lost += self._entries.forget(self._entries.find([row.digest]))  # written anew: the older one was wrong
+            self._entries.add(row)
         self._index.delete(self._layout_id, lost)
-        self._places.begin({entry.place for entry in self._entries.values()})
+        self._places.begin({entry.place for entry in self._entries})
         while excess := self._places.excess():
             self._index.delete_range(self._layout_id, excess.start, excess.stop)
-            self._forget([entry for entry in self._entries.values() if entry.place in excess])
+            self._entries.forget([entry for entry in self._entries if entry.place in excess])
             self._places.cut(excess)
 
     # What BlockStore asks for.
@@ -274,8 +250,8 @@ class DiskStore:
                     for put in ordered
                     if put.name.digest not in self._entries and put.name.digest not in self._writing
                 ]
-                for put in reversed(known):
-                    self._touch(self._entries[put.name.digest])
+                for entry in reversed(self._entries.find(put.name.digest for put in known)):
+                    self._entries.touch(entry)
                 places = self._take_places(len(new))
                 new = new[: len(places)]
                 self._writing.update(put.name.digest for put in new)
@@ -301,20 +277,19 @@ class DiskStore:
         """
         with self._busy():
             with self._mutex:
-                found = self._pin([get.name for get in gets])
-            results: list[bytes | MissCause] = [MissCause.ABSENT] * len(gets)
+                found = self._entries.pin(get.name.digest for get in gets)
+            results: list[bytes | MissCause] = []
             try:
                 if found:
-                    read = self._reader.read(self._segments, [entry.place for entry in found], gets[: len(found)])
-                    results[: len(found)] = read
+                    results = self._reader.read(self._segments, [entry.place for entry in found], gets[: len(found)])
             finally:
                 wrong = [entry for entry, result in zip(found, results, strict=False) if isinstance(result, MissCause)]
                 with self._mutex:
-                    self._unpin(found)
+                    self._places.give_back(self._entries.unpin(found))
                     self._drop_wrong(wrong)
             self._flush_if(_TOUCHED_BY_GETS)
             end = next((index for index, result in enumerate(results) if isinstance(result, MissCause)), len(results))
-            return results[: end + 1] + [MissCause.ABSENT] * (len(results) - end - 1)
+            return results[: end + 1] + [MissCause.ABSENT] * (len(gets) - len(results[: end + 1]))
 
     def count(self, names: Sequence[BlockName]) -> int:
         """Return how many of ``names``, from the first on in a row, it probably holds."""
@@ -327,14 +302,14 @@ class DiskStore:
     def delete(self, digests: Sequence[bytes]) -> None:
         """Forget blocks, if it holds them."""
         with self._busy(), self._mutex:
-            self._drop([self._entries[digest] for digest in dict.fromkeys(digests) if digest in self._entries])
+            self._drop(self._entries.find(digests))
 
     def clear(self) -> int:
         """Forget all blocks of this layout; return how many. Their room goes back to the disk."""
         with self._busy(), self._mutex:
-            entries = list(self._entries.values())
+            entries = list(self._entries)
             self._index.delete_range(self._layout_id, 0, max(self._segments.places(), default=-1) + 1)
-            self._forget(entries)
+            self._places.give_back(self._entries.forget(entries))
             if self._num_busy == 1:  # nobody else reads or writes
                 self._places.give_all_back()
             return len(entries)
@@ -354,103 +329,54 @@ class DiskStore:
             self._flush()
         self._opened.close()
 
-    # Entries.
+    # Inside.
 
     def _take_places(self, num: int) -> list[int]:
         """Take up to ``num`` places; if there are fewer, those of what was used longest ago."""
         places = self._places.take(num) if num else []
-        if len(places) < num and self._order:
+        if len(places) < num:
             num_victims = max(num - len(places), min(_EVICTED_AT_ONCE, self._segments.num_places // 64))
-            victims = [entry for entry, _ in zip(self._order.values(), range(num_victims), strict=False)]
             try:
-                self._index.delete(self._layout_id, [entry.place for entry in victims])
+                self._drop(self._entries.oldest(num_victims))
             except StoreError:
                 self._places.give_back(places)
                 raise
-            self._forget(victims)
             places += self._places.take(num - len(places))
         return sorted(places)
 
-    def _touch(self, entry: _Entry) -> None:
-        self._last_used = entry.used = max(self._last_used + 1, time.time_ns())
-        self._touched[entry.place] = entry.used
-        if not entry.num_reads:
-            self._order.move_to_end(entry.digest)
-
-    def _pin(self, names: list[BlockName]) -> list[_Entry]:
-        found: list[_Entry] = []
-        for name in names:
-            entry = self._entries.get(name.digest)
-            if entry is None:
-                break
-            entry.num_reads += 1
-            self._order.pop(name.digest, None)
-            found.append(entry)
-        return found
-
-    def _unpin(self, found: list[_Entry]) -> None:
-        """Let go of entries. The first becomes the one used last: tails leave before heads."""
-        for entry in reversed(found):
-            entry.num_reads -= 1
-            if entry.is_gone:
-                if not entry.num_reads:
-                    self._places.give_back([entry.place])
-                continue
-            if not entry.num_reads:
-                self._order[entry.digest] = entry
-            self._touch(entry)
-
-    def _drop(self, entries: Sequence[_Entry]) -> None:
+    def _drop(self, entries: Sequence[Entry]) -> None:
         """Forget entries, in the index first."""
-        entries = [entry for entry in dict.fromkeys(entries) if not entry.is_gone]
         if entries:
             self._index.delete(self._layout_id, [entry.place for entry in entries])
-            self._forget(entries)
+            self._places.give_back(self._entries.forget(entries))
 
-    def _drop_wrong(self, entries: Sequence[_Entry]) -> None:
+    def _drop_wrong(self, entries: Sequence[Entry]) -> None:
         """Drop entries whose frames are not theirs, also if the index cannot be written any more."""
+        entries = [entry for entry in dict.fromkeys(entries) if not entry.is_gone]
         try:
             self._drop(entries)
-        except StoreError:  # the index still names them, so their places are not used again before a restart
-            for entry in entries:
-                entry.is_gone = True
-                self._entries.pop(entry.digest, None)
-                self._order.pop(entry.digest, None)
-
-    def _forget(self, entries: Iterable[_Entry]) -> None:
-        """Forget entries that the index has no more. Their places are free when nobody reads them."""
-        for entry in entries:
-            entry.is_gone = True
-            del self._entries[entry.digest]
-            self._order.pop(entry.digest, None)
-            self._touched.pop(entry.place, None)
-            if not entry.num_reads:
-                self._places.give_back([entry.place])
+        except StoreError:
+            self._entries.abandon(entries)
 
     def _publish(self, puts: Sequence[Put], places: Sequence[int]) -> None:
         """Put frames that are written into the index; heads become those used last."""
-        used = max(self._last_used, time.time_ns())
-        self._last_used = used + len(puts)
         rows = [
-            FrameRow(place, put.name.digest, put.name.parent, put.name.namespace, self._last_used - index)
-            for index, (put, place) in enumerate(zip(puts, places, strict=True))
+            FrameRow(place, put.name.digest, put.name.parent, put.name.namespace, used)
+            for put, place, used in zip(puts, places, reversed(self._entries.times(len(puts))), strict=True)
         ]
         self._index.insert(self._layout_id, rows)  # if this fails, these places are not used again before a restart
         for row in reversed(rows):
-            self._entries[row.digest] = self._order[row.digest] = _Entry(row.digest, row.place, row.used)
+            self._entries.add(row)
 
     def _flush_if(self, many: int) -> None:
         with self._mutex:
-            if len(self._touched) >= many:
+            if self._entries.num_touched >= many:
                 self._flush()
 
     def _flush(self) -> None:
         """Write back when entries were used. If that fails, some order is lost and nothing else."""
-        touched, self._touched = self._touched, {}
         with contextlib.suppress(StoreError):
-            self._index.touch(self._layout_id, touched.items())
-
-    # Bytes.
+            self._index.touch(self._layout_id, self._entries.take_touched())
 
     def _write(self, puts: Sequence[Put], places: Sequence[int]) -> int:
         """Write frames; return how many were, from the first on.
@@ -467,8 +393,6 @@ class DiskStore:
                     raise
                 return int(run.start)
         return len(puts)
-
-    # Using it.
 
     @contextlib.contextmanager
     def _busy(self) -> Iterator[None]:
