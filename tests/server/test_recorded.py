@@ -13,7 +13,8 @@ from local_server import LocalServer, until
 from pagefold.sim import NullRunner, SimConfig, replay_cache_only, simulate
 from pagefold.sim.replay_recording import replay_recording
 from pagefold.sim.traces import read_trace
-from pagefold.sim.traces.recording import RecordedCut, RecordedReset, RecordedStep, RecordedUnpin, read_recording
+from pagefold.sim.traces.read_recording import read_recording
+from pagefold.sim.traces.recording import RecordedCut, RecordedReset, RecordedStep, RecordedUnpin
 
 if TYPE_CHECKING:
     from pathlib import Path
