@@ -279,13 +279,14 @@ class SlowLearned(Learned):
     """The same learning, but every rank is looked up for every idle node, each time."""
 
     def victim(self) -> Node | None:
-        ranks = self._ranks()
+        ranks = self._idle._ranks
+        class_of = self._idle._class_of  # which a lesson may still be about to change
 
         def key(node: Node) -> tuple[float, ...]:
             use = self._seen[node].use
             used_at = self.added_at[node] if use is None else use.tick
-            rank = ranks[self._class_of(node)][age_range(self._now - used_at)]
-            return (rank, self._class_of(node), age_range(self._now - used_at), used_at, -node.depth)
+            rank = ranks[class_of[node]][age_range(self._now - used_at)]
+            return (rank, class_of[node], age_range(self._now - used_at), used_at, -node.depth)
 
         return min(self._idle, key=key, default=None)
 

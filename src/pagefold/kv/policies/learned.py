@@ -33,11 +33,11 @@ _GHOSTS_PER_NODE = 4.0
 _LEAST_GHOSTS = 1 << 16
 _MOST_USES_KEPT = 1 << 16
 _FIRST_FIT = 32
-_FIT_EVERY = 256
+_FIT_EVERY = 128
 _IDLE_PER_USE = 64
-_LEARN_US = 2000
+_LEARN_US = 1500
 _PIECE = 256
-_WORTH_US, _RANK_US, _MOVE_US = 100, 500, 5
+_WORTH_US, _RANK_US, _MOVE_US = 150, 1500, 10
 _MOST_TURNS = 6
 _LEAST_LENGTH, _MOST_LENGTH = 4, 17
 _MANY_CHILDREN = 3
@@ -320,7 +320,7 @@ class Learned:
         nodes = list(self._idle)
         for start in range(0, len(nodes), _PIECE):
             num_moved = self._idle.classify(nodes[start : start + _PIECE], self._class_of, self._now)
-            yield _PIECE // 2 + _MOVE_US * num_moved
+            yield _PIECE + _MOVE_US * num_moved
 
     def _look_at_uses(self, waiting: dict[Kind, list[float]]) -> Iterator[int]:
         """Count the uses that nothing has become of yet; forget those that something has, and the oldest of too many."""
@@ -340,7 +340,7 @@ class Learned:
                 if by_age is None:
                     by_age = waiting[use.kind] = [0.0] * NUM_AGES
                 by_age[age] += use.num_blocks
-            yield _PIECE // 2
+            yield _PIECE
         self._uses = kept + self._uses
 
     def _judge(self) -> None:

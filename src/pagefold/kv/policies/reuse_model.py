@@ -60,7 +60,7 @@ _MOST_LEVEL = 12
 NUM_LEVELS = 2 * _MOST_LEVEL + 1
 """Classes of a group: kinds of about the same factor."""
 
-_GROUP_STRENGTH = 4
+_GROUP_STRENGTH = 16
 _FACTOR_STRENGTH = 40
 """How many uses a belief counts as much as."""
 
@@ -73,7 +73,7 @@ _TAIL = 0.2
 _MEAN_LENGTH = 11
 _MEAN_TURNS = 2
 _ROUNDS = 3
-_FORGET = 0.98
+_FORGET = 0.99
 _MOST_HAZARD = 0.9
 _HINTS = (1.0, 2.0, 0.3)
 
