@@ -20,6 +20,7 @@ from array import array
 from time import process_time
 from typing import TYPE_CHECKING
 
+from pagefold.engine.times import tell_tokens
 from prometheus_client import CollectorRegistry
 from prometheus_client import Histogram as TheirHistogram
 from report import Row, machine, parser, print_report
@@ -27,7 +28,6 @@ from report import Row, machine, parser, print_report
 from pagefold.capacity import Capacity
 from pagefold.engine.client import EngineStatus
 from pagefold.engine.engine import Engine, ModelLimits
-from pagefold.engine.times import tell_tokens
 from pagefold.events import ignore
 from pagefold.kv import KVCore, Namespace
 from pagefold.observe.metrics import Metrics

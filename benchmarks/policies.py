@@ -133,7 +133,7 @@ def decision_us(policy: str) -> float:
 
 
 class Timed:
-    """A policy whose calls are timed: seconds of its thread's CPU time in all of them since ``taken`` was last set to 0."""
+    """A policy whose calls are timed: seconds of CPU time in all of them since ``taken`` was last set to 0."""
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self.policy = policy

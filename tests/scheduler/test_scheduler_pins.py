@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from pagefold.events import RequestPreempted
 from pagefold.kv import KVCore, Namespace, PinLimits, audit
 from pagefold.request import Request, SamplingParams, StopRule, WarmUp

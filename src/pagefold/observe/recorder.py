@@ -3,7 +3,7 @@
 What it writes is all that timing and the model decided: which requests came, were cancelled and were sampled how long,
 before which step and when; and what each step found and evicted, to compare with. Of tokens only hashes: token ``i`` is
 31 bits of BLAKE2b of all tokens up to it, under a random key that is made for the recording and kept out of the file.
-So equal prefixes are equal, down to the token, and nothing else can be read from them. Prompts are written when requests
+So equal prefixes are equal, down to the token, and nothing else can be read from them. Prompts are written when they
 come and outputs when they end: of a server that is killed, what is there can be replayed.
 
 Hashing and writing are the business of a thread of its own; an event costs the engine what it takes to queue it.

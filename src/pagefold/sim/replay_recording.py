@@ -35,7 +35,7 @@ __all__ = ["RecordingReport", "replay_recording"]
 _ENDS_BY_ITSELF = ("stop", "length", "error")
 _END = -1
 """No hash is negative. The last token of an output may be any: its KV is not computed, so no block holds it. Numbers
-below it are tokens that nobody knows, since the server was killed before the request ended; no two of them are equal."""
+below it are tokens that nobody knows, since the server was killed before their request ended; no two are equal."""
 _ENDS = frozenset({_END})
 _NO_LOGPROB = TokenLogprobs(0.0, 1, ())
 

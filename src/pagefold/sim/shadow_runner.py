@@ -2,8 +2,8 @@
 
 The cell of a position depends on its token and on the cell before it, as it lies in the slab: so it stands for the
 namespace and all tokens up to there, as the K and V of a real model do. A sampled token depends on all cells that its
-row reads after every row has written. So a wrong share, a stale block or a copy that was not made shows twice: as a cell
-that is not what :func:`cells_of` says, and as a token that is not what :func:`expected_token` says.
+row reads after every row has written. So a wrong share, a stale block or a copy that was not made shows twice: as a
+cell that is not what :func:`cells_of` says, and as a token that is not what :func:`expected_token` says.
 
 It has a host arena too. A block there is stored together with what was stored, as the real arena's are with a checksum.
 """

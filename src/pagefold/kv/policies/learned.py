@@ -250,9 +250,7 @@ class Learned:
         self._close(seen)
         self._use(path, seen, num_known, turns, kinds)
 
-    def _use(
-        self, path: list[Node], seen: list[_Seen], num_known: int, turns: int, kinds: Sequence[Kind] = ()
-    ) -> None:
+    def _use(self, path: list[Node], seen: list[_Seen], num_known: int, turns: int, kinds: Sequence[Kind] = ()) -> None:
         """Open a use for each kind of block on a path; the first blocks may have kinds that stay."""
         num_new = len(path) - num_known
         new_tokens = num_new * (len(path[0].key) // TOKEN_BYTES)
@@ -323,7 +321,7 @@ class Learned:
             yield _PIECE + _MOVE_US * num_moved
 
     def _look_at_uses(self, waiting: dict[Kind, list[float]]) -> Iterator[int]:
-        """Count the uses that nothing has become of yet; forget those that something has, and the oldest of too many."""
+        """Count the uses that nothing has become of yet; forget the others, and the oldest of too many."""
         uses, self._uses = self._uses, []
         kept: list[_Use] = []
         num_forgotten = len(uses) - _MOST_USES_KEPT

@@ -161,8 +161,8 @@ class ReuseModel:
             counts.fade()
             yield _RISK_US
         every = _no_risk()
-        for group in sums:
-            _add(every, group)
+        for its in sums:
+            _add(every, its)
         everywhere = _hazards(every, [_BELIEF_HAZARD] * NUM_AGES, _GROUP_STRENGTH * blocks_per_use)
         for group, its in enumerate(sums):
             self._base[group] = base = _hazards(its, everywhere, _GROUP_STRENGTH * blocks_per_use)

@@ -1,4 +1,4 @@
-"""Fields: what a line of JSON says, by name and within bounds; what is wrong is said in words that follow the line's number."""
+"""Fields: what a line of JSON says, by name and within bounds. Errors go on behind the line's number."""
 
 from __future__ import annotations
 

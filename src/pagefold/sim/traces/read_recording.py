@@ -7,7 +7,7 @@ import binascii
 import json
 import sys
 from array import array
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pagefold.errors import TraceError
 from pagefold.kv.policies import POLICIES
@@ -15,6 +15,7 @@ from pagefold.scheduler import SCHEDULING_POLICIES
 from pagefold.sim.size_limits import MAX_BLOCKS, MAX_TOKENS
 from pagefold.sim.traces.fields import Fields
 from pagefold.sim.traces.recording import (
+    Recorded,
     RecordedAdd,
     RecordedCut,
     RecordedReset,
@@ -110,31 +111,25 @@ class _Reader:
         if recording.is_whole:
             msg = "it comes after the end"
             raise ValueError(msg)
-        settings = recording.settings
+        if line.first == "add":
+            recording.happened.append(self._add(line, recording))
+        elif line.first == "tokens":
+            self._end(line, recording)
+        elif line.first == "end":
+            recording.is_whole = True
+        else:
+            recording.happened.append(self._event(line, recording.settings))
+
+    def _event(self, line: Fields, settings: RecordedSettings) -> Recorded:
         match line.first:
-            case "add":
-                add = self._add(line, settings)
-                recording.happened.append(add)
-                prompt = _hashes(line)
-                if len(prompt) != add.num_prompt_tokens:
-                    msg = f"it has {len(prompt)} hashes of a prompt of {add.num_prompt_tokens} tokens"
-                    raise ValueError(msg)
-                for number in range(add.number, add.number + add.num_samples):
-                    self._adds[number] = add
-                    recording.tokens[number] = prompt[:]
-                    recording.ended[number] = ""
-            case "tokens":
-                self._end(line, recording)
             case "cut":
-                recording.happened.append(RecordedCut(self._known(line, "cut"), line.flag("in_step")))
+                return RecordedCut(self._known(line, "cut"), line.flag("in_step"))
             case "unpin":
-                recording.happened.append(RecordedUnpin(self._known(line, "unpin")))
+                return RecordedUnpin(self._known(line, "unpin"))
             case "reset":
-                recording.happened.append(RecordedReset())
+                return RecordedReset()
             case "step":
-                recording.happened.append(self._step(line, settings))
-            case "end":
-                recording.is_whole = True
+                return self._step(line, settings)
             case other:
                 msg = f"nothing is known of {other[:40]!r}"
                 raise ValueError(msg)
@@ -160,11 +155,12 @@ class _Reader:
         )
         return Recording(self._path.name, settings)
 
-    def _add(self, line: Fields, settings: RecordedSettings) -> RecordedAdd:
+    def _add(self, line: Fields, recording: Recording) -> RecordedAdd:
+        settings = recording.settings
         number = line.whole("add", len(self._adds), len(self._adds))
         num_prompt_tokens = line.whole("prompt", 1, MAX_TOKENS)
         most_fitting = settings.num_blocks * settings.block_size
-        return RecordedAdd(
+        add = RecordedAdd(
             number=number,
             num_samples=line.whole("samples", 1, settings.max_num_seqs),
             num_prompt_tokens=num_prompt_tokens,
@@ -176,6 +172,15 @@ class _Reader:
             has_prompt_logprobs="prompt_logprobs" in line and line.flag("prompt_logprobs"),
             pin=_pin(line) if "pin" in line else None,
         )
+        prompt = _hashes(line)
+        if len(prompt) != num_prompt_tokens:
+            msg = f"it has {len(prompt)} hashes of a prompt of {num_prompt_tokens} tokens"
+            raise ValueError(msg)
+        for each in range(number, number + add.num_samples):
+            self._adds[each] = add
+            recording.tokens[each] = prompt[:]
+            recording.ended[each] = ""
+        return add
 
     def _step(self, line: Fields, settings: RecordedSettings) -> RecordedStep:
         self._now_s = now_s = line.number("at", self._now_s, _FOREVER_S)

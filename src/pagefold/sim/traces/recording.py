@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = [
+    "Recorded",
     "RecordedAdd",
     "RecordedCut",
     "RecordedRequest",
