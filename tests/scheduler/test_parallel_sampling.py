@@ -51,6 +51,22 @@ def add(
     return samples
 
 
+def test_the_policy_is_told_once_that_somebody_asked(monkeypatch):
+    """However many samples let go of the prompt's blocks, and how often: preempted, failed and at its end."""
+    house = House(12, seqs=6, budget=32)
+    told: list[tuple[int, bool]] = []
+    monkeypatch.setattr(house.core.policy, "on_release", lambda tail, facts: told.append((tail.depth, facts.is_repeat)))
+    add(house, "a", range(9), 3, num_new=6)
+    add(house, "b", range(100, 109), 1, num_new=20)
+    house.scheduler.schedule(0.0)
+    house.scheduler.abandon("it died")  # nothing of it was published: nobody is told
+    assert told == []
+    plans = house.run(ShadowRunner(house.scheduler))
+    assert len(plans) > 6
+    assert len(told) >= 4
+    assert [is_repeat for _, is_repeat in told].count(False) == 2
+
+
 def run(house: House, samples: list[Request]) -> list[StepPlan]:
     """Run everything, and hold each sample to what it is alone."""
     expected = [alone(sample) for sample in samples]
