@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 _SEED_BITS = 30
+_SHOWN = 40
 
 
 class MostOf(NamedTuple):
@@ -410,7 +411,7 @@ def _parse(name: str, text: str, default: object) -> object:
         return float(text) if isinstance(default, float) else int(text)
     except ValueError:
         what = "LEAST-MOST" if isinstance(default, tuple) else "a number"
-        msg = f"{name} is {text!r}."
+        msg = f"{name} is {text[:_SHOWN]!r}."
         raise ConfigError(msg, remedy=f"It must be {what}, such as {_told(default)}.") from None
 
 
@@ -431,7 +432,7 @@ def _check(name: str, value: object) -> None:
     floor = 0 if is_share or name.startswith("singles") else 1 if isinstance(least, int) else 1e-9
     if not floor <= least <= most <= MAX_TOKENS:
         msg = f"{name} is {_told(value)}."
-        raise ConfigError(msg, remedy=f"It must be at least {floor:g}, the lesser first.")
+        raise ConfigError(msg, remedy=f"It must be at least {floor:g} and at most {MAX_TOKENS:,}, the lesser first.")
 
 
 def _segment(rng: Random, num_tokens: tuple[int, int]) -> Segment:
