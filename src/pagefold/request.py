@@ -347,6 +347,19 @@ class TokenMatcher(Protocol):
         """Advance by a token of the mask; after that ask ``is_complete`` and ``error`` before the next mask."""
 
 
+class PromptUse:
+    """Whether the eviction policy was told that somebody asked this prompt.
+
+    One for all samples, and for as long as any of them lives: blocks are let go of at each sample's end, at each
+    preemption and each failed admission, and yet the prompt came once.
+    """
+
+    __slots__ = ("is_told",)
+
+    def __init__(self) -> None:
+        self.is_told = False
+
+
 class Request:
     """One sequence: its tokens, how far its KV is computed, and what it waits for.
 
@@ -377,6 +390,7 @@ class Request:
         priority: how urgent it is: the smaller, the more. It counts only with a policy that looks at it.
         order: the scheduling policy's key of it.
         warm_up: if it only warms the cache: its latencies are nobody's.
+        prompt_use: of its prompt, shared by all samples of it.
     """
 
     __slots__ = (
@@ -401,6 +415,7 @@ class Request:
         "parent_id",
         "priority",
         "prompt_logprobs",
+        "prompt_use",
         "request_id",
         "sample_index",
         "sampling",
@@ -449,6 +464,7 @@ class Request:
         self.deadline_s = deadline_s
         self.priority = priority
         self.warm_up = warm_up
+        self.prompt_use = PromptUse()
         self.index = -1  # place in the order of arrival; set by the scheduler
         self.order = (0.0, -1)  # likewise
         self.status = RequestStatus.WAITING

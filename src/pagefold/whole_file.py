@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from errno import EISDIR
 from typing import TYPE_CHECKING
 
 from pagefold.errors import ConfigError
@@ -10,7 +11,7 @@ from pagefold.errors import ConfigError
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["write_whole"]
+__all__ = ["check_writable", "write_whole"]
 
 
 def write_whole(file: Path, content: str | bytes) -> None:
@@ -20,7 +21,7 @@ def write_whole(file: Path, content: str | bytes) -> None:
         ConfigError: the file cannot be written.
     """
     data = content.encode() if isinstance(content, str) else content
-    part = file.parent / f"{file.name}.{os.getpid()}"
+    part = _part_of(file)
     try:
         try:
             part.write_bytes(data)
@@ -28,6 +29,32 @@ def write_whole(file: Path, content: str | bytes) -> None:
         except BaseException:
             part.unlink(missing_ok=True)
             raise
-    except OSError as error:
-        message = f"Cannot write {file}: {error.strerror}."
-        raise ConfigError(message, remedy="Name a file in a folder that can be written.") from None
+    except (OSError, ValueError) as error:
+        raise _cannot_write(file, error) from None
+
+
+def check_writable(file: Path) -> None:
+    """Find out whether ``write_whole`` could write ``file``, before the work is done that it is to hold.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    part = _part_of(file)
+    try:
+        if file.is_dir():
+            raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
+        try:
+            part.touch(exist_ok=False)
+        finally:
+            part.unlink(missing_ok=True)
+    except (OSError, ValueError) as error:
+        raise _cannot_write(file, error) from None
+
+
+def _part_of(file: Path) -> Path:
+    return file.parent / f"{file.name}.{os.getpid()}"
+
+
+def _cannot_write(file: Path, error: OSError | ValueError) -> ConfigError:
+    why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return ConfigError(f"Cannot write {file}: {why}.", remedy="Name a file in a folder that can be written.")

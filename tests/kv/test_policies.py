@@ -279,13 +279,14 @@ class SlowLearned(Learned):
     """The same learning, but every rank is looked up for every idle node, each time."""
 
     def victim(self) -> Node | None:
-        ranks = self._ranks()
+        ranks = self._idle._ranks
+        class_of = self._idle._class_of  # which a lesson may still be about to change
 
         def key(node: Node) -> tuple[float, ...]:
             use = self._seen[node].use
             used_at = self.added_at[node] if use is None else use.tick
-            rank = ranks[self._class_of(node)][age_range(self._now - used_at)]
-            return (rank, self._class_of(node), age_range(self._now - used_at), used_at, -node.depth)
+            rank = ranks[class_of[node]][age_range(self._now - used_at)]
+            return (rank, class_of[node], age_range(self._now - used_at), used_at, -node.depth)
 
         return min(self._idle, key=key, default=None)
 
@@ -465,7 +466,7 @@ def test_shared_blocks_and_long_conversations_are_worth_more_once_they_were_seen
     for _ in range(200):
         model.hit(returning, age_range(100), 10)
         model.lose(passing, age_range(5000), 10)
-    model.fit([], 10.0)
+    assert sum(model.fit({}, 10.0)) > 0
     ranks = model.ranks()
     assert 0 <= model.class_of(passing) < model.class_of(returning) < 2 * NUM_LEVELS
     assert all(ranks[model.class_of(returning)][age] > ranks[model.class_of(passing)][age] for age in range(NUM_AGES))
@@ -501,6 +502,66 @@ def test_the_shadow_of_lru_counts_what_was_used_since(seed: int) -> None:
                 del last[block]
             shadow.add(tick, 1)
             last[block] = tick
+
+
+def serve_one(core: KVCore, tokens: Sequence[int], facts: RequestFacts | None = None) -> None:
+    table, start = core.acquire(core.match(NS, pack(tokens), len(tokens)))
+    assert core.extend(table, start, len(tokens))
+    promise = core.promise(table, pack(tokens), len(tokens))
+    if promise is not None:
+        core.commit(promise)
+    if facts is not None:
+        table.facts = facts
+    core.release(table)
+
+
+def test_no_use_waits_long_for_what_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces of work, not seconds: with 20,000 blocks idle, what one use does has a bound that 2,000 reach too."""
+    most = {}
+    for num_blocks in (2_000, 20_000):
+        counts = []
+        monkeypatch.setattr("pagefold.kv.policies.aging.OrderedNodes", Counting)
+        core = KVCore(num_blocks, block_size=1, policy=Learned())
+        for prompt in range(num_blocks + 4_000):  # the last 4,000 evict one each
+            before = Counting.num_operations
+            serve_one(core, [prompt % (3 * num_blocks)])
+            counts.append(Counting.num_operations - before)
+        most[num_blocks] = max(counts)
+    assert most[20_000] < 1.5 * most[2_000] + 64
+
+
+def test_looking_at_all_uses_is_cut_into_pieces() -> None:
+    policy = Learned()
+    core = KVCore(30_000, block_size=1, policy=policy)
+    for prompt in range(20_000):
+        serve_one(core, [prompt])
+    policy._learning = None
+    pieces = list(policy._lesson())
+    assert sum(pieces) > 20_000
+    assert max(pieces) < 4_000  # of about a microsecond
+
+
+def test_samples_and_second_tries_of_a_prompt_are_no_turns() -> None:
+    """The kinds of use are those that one sample alone would have left; only how many blocks there are differs."""
+    once, often = Learned(), Learned()
+    for policy, num_samples in ((once, 1), (often, 4)):
+        core = KVCore(400, block_size=1, policy=policy)
+        for chat in range(12):
+            said: list[int] = []
+            for turn in range(3):
+                said += [100 * chat + turn] * 3
+                for sample in range(num_samples):
+                    answer = [1_000_000 + 10 * chat + turn, sample]
+                    serve_one(core, said + answer, RequestFacts(is_repeat=sample > 0))
+                said += [1_000_000 + 10 * chat + turn, 0]
+    hits_once, hits_often = (
+        {kind: sum(counts.hits) for kind, counts in policy._model._counts.items() if sum(counts.hits)}
+        for policy in (once, often)
+    )
+    assert once._now == often._now
+    assert {kind.turns for kind in hits_once} == {kind.turns for kind in hits_often}
+    assert sum(hits_often.values()) == pytest.approx(sum(hits_once.values()), rel=0.02)
+    assert often.accuracy().num_hit_blocks == once.accuracy().num_hit_blocks
 
 
 def test_ghosts_forget_the_oldest() -> None:

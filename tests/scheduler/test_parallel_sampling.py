@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from slab_runner import SlabRunner, alone
 from test_scheduler import House
 
 from pagefold.events import PrefixLookup, RequestFinished, StepApplied
 from pagefold.kv import audit
 from pagefold.request import Request, RequestStatus, SamplingParams, StopRule
 from pagefold.sim import NullRunner, hashed_token
+from pagefold.sim.shadow_runner import ShadowRunner, alone
 from pagefold.steps import StepResult, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -51,10 +51,26 @@ def add(
     return samples
 
 
+def test_the_policy_is_told_once_that_somebody_asked(monkeypatch):
+    """However many samples let go of the prompt's blocks, and how often: preempted, failed and at its end."""
+    house = House(12, seqs=6, budget=32)
+    told: list[tuple[int, bool]] = []
+    monkeypatch.setattr(house.core.policy, "on_release", lambda tail, facts: told.append((tail.depth, facts.is_repeat)))
+    add(house, "a", range(9), 3, num_new=6)
+    add(house, "b", range(100, 109), 1, num_new=20)
+    house.scheduler.schedule(0.0)
+    house.scheduler.abandon("it died")  # nothing of it was published: nobody is told
+    assert told == []
+    plans = house.run(ShadowRunner(house.scheduler))
+    assert len(plans) > 6
+    assert len(told) >= 4
+    assert [is_repeat for _, is_repeat in told].count(False) == 2
+
+
 def run(house: House, samples: list[Request]) -> list[StepPlan]:
     """Run everything, and hold each sample to what it is alone."""
     expected = [alone(sample) for sample in samples]
-    plans = house.run(SlabRunner(house.scheduler))
+    plans = house.run(ShadowRunner(house.scheduler))
     assert [sample.output_token_ids for sample in samples] == expected
     assert house.core.num_active == 0
     return plans
@@ -227,7 +243,7 @@ def test_cancelled_in_the_step_that_forks_no_sample_begins(fails):
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_one_that_is_cancelled_later_leaves_the_others_alone(which):
     house = House()
-    runner = SlabRunner(house.scheduler)
+    runner = ShadowRunner(house.scheduler)
     samples = add(house, "a", [1, 2, 0, 0, 1, 2], 3, 8)
     expected = [alone(sample) for sample in samples]
     for _ in range(3):
@@ -255,7 +271,7 @@ def test_all_are_late_together(num_steps):
 
 def test_a_failed_step_forks_nothing_and_is_run_again():
     house = House(budget=8)
-    runner = SlabRunner(house.scheduler)
+    runner = ShadowRunner(house.scheduler)
     samples = add(house, "a", [1, 2, 0, 0, 1, 2, 2, 2, 0, 1], 3, 8)
     expected = [alone(sample) for sample in samples]
     for num_good in (0, 1, 2, 3):  # the first chunk, the one that forks, the one that copies, one later
@@ -283,7 +299,7 @@ def test_three_failed_steps_end_all_samples():
 
 def test_preempted_before_it_forks_it_begins_again_with_all_samples():
     house = House(num_blocks=9, budget=8, size=4)
-    runner = SlabRunner(house.scheduler)
+    runner = ShadowRunner(house.scheduler)
     first = house.add("first", [1, 2, 0, 1] * 2, 20)
     house.step(runner)
     samples = add(house, "a", [2, 2, 0, 1] * 3, 2, 8)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from itertools import permutations
 
 import pytest
-from slab_runner import SlabRunner, alone
 from test_scheduler import House, new_request
 
 from pagefold.kv import audit
 from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits
+from pagefold.sim.shadow_runner import ShadowRunner, alone
 
 
 class PriorityHouse(House):
@@ -75,7 +75,7 @@ def test_a_stream_of_urgent_requests_starves_nobody():
 
 def test_the_least_urgent_gives_way_and_comes_back():
     house = PriorityHouse(num_blocks=8, seqs=3)
-    runner = SlabRunner(house.scheduler)
+    runner = ShadowRunner(house.scheduler)
     low = house.add("low", [1, 0, 2, 2], 16, priority=9)
     house.step(runner)
     high = house.add("high", [2, 2, 0, 1], 16, priority=0)
@@ -113,7 +113,7 @@ def test_a_request_ends_when_its_time_is_up():
     assert house.scheduler.timed_out == [running, waiting]
     assert {request.finish_reason for request in (running, waiting)} == {"timeout"}
     assert plan.num_rows == 1
-    house.scheduler.apply(SlabRunner(house.scheduler).run(plan))
+    house.scheduler.apply(ShadowRunner(house.scheduler).run(plan))
     assert house.scheduler.schedule(6.0).num_rows == 1
     assert house.scheduler.timed_out == []
 

@@ -6,13 +6,13 @@ from random import Random
 from typing import TYPE_CHECKING
 
 import pytest
-from slab_runner import VOCAB_SIZE, SlabRunner, alone
 
 from pagefold.events import Event, PrefixLookup, RequestFinished, RequestPreempted, StepAbandoned, StepApplied
 from pagefold.kv import KVCore, Namespace, audit
 from pagefold.request import Request, RequestStatus, SamplingParams, StopRule
 from pagefold.scheduler import Scheduler, SchedulerLimits
 from pagefold.sim import NullRunner, hashed_token
+from pagefold.sim.shadow_runner import VOCAB_SIZE, ShadowRunner, alone
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -110,7 +110,7 @@ def test_chunk_sizes_change_nothing(budget):
     house = House(budget=budget, seqs=1, num_blocks=40)
     requests = [house.add(f"r{i}", [1, 2, 0, 1] * 5 + [i], 20, seed=i) for i in range(3)]
     expected = [alone(request) for request in requests]
-    house.run(SlabRunner(house.scheduler))
+    house.run(ShadowRunner(house.scheduler))
     assert outputs_of(*requests) == expected
 
 
@@ -197,7 +197,7 @@ def test_requests_of_one_step_read_what_the_first_of_them_writes():
     shared = [1, 0, 2, 2, 1, 0, 0, 1, 2]
     requests = [house.add(f"r{index}", [*shared, index], 6, seed=index) for index in range(3)]
     expected = [alone(request) for request in requests]
-    runner = SlabRunner(house.scheduler)
+    runner = ShadowRunner(house.scheduler)
     plan = house.step(runner)
     assert plan.starts == [0, 8, 8]
     house.run(runner)
@@ -206,7 +206,7 @@ def test_requests_of_one_step_read_what_the_first_of_them_writes():
 
 def test_a_part_of_a_block_is_copied_and_gone_on_from():
     house = House()
-    runner = SlabRunner(house.scheduler)
+    runner = ShadowRunner(house.scheduler)
     house.add("first", [1, 0, 2, 2, 1, 0, 0, 1], 1)
     house.run(runner)
     second = house.add("second", [1, 0, 2, 2, 1, 0, 2, 2, 1], 5)
@@ -252,7 +252,7 @@ def test_with_caching_off_nothing_is_shared():
 
 def test_a_reset_between_and_during_steps_changes_no_output():
     house = House(budget=9)
-    runner = SlabRunner(house.scheduler)
+    runner = ShadowRunner(house.scheduler)
     requests = [house.add(f"r{index}", [1, 0, 2] * 5 + [index], 12, seed=index % 2) for index in range(6)]
     expected = [alone(request) for request in requests]
     rng = Random(3)
@@ -294,7 +294,7 @@ def test_many_preemptions_change_no_output_and_nobody_starves():
     house = House(num_blocks=16, seqs=8)
     requests = [house.add(f"r{index}", [index % VOCAB_SIZE, 1], 60, seed=index) for index in range(12)]
     expected = [alone(request) for request in requests]
-    plans = house.run(SlabRunner(house.scheduler))
+    plans = house.run(ShadowRunner(house.scheduler))
     assert outputs_of(*requests) == expected
     assert sum(request.num_preemptions for request in requests) >= 30
     assert requests[0].num_preemptions == 0
@@ -303,7 +303,7 @@ def test_many_preemptions_change_no_output_and_nobody_starves():
 
 def test_a_request_that_fills_the_pool_alone_gets_through():
     house = House(num_blocks=8, budget=9)
-    runner = SlabRunner(house.scheduler)
+    runner = ShadowRunner(house.scheduler)
     house.add("before", [1, 0, 2] * 8, 8)
     house.run(runner)  # the pool is full of cached blocks now
     request = house.add("all", [1, 0, 2] * 7 + [0], 10)
@@ -314,7 +314,7 @@ def test_a_request_that_fills_the_pool_alone_gets_through():
 
 def test_a_copy_is_given_up_where_its_source_would_take_the_last_block():
     house = House(num_blocks=8)
-    runner = SlabRunner(house.scheduler)
+    runner = ShadowRunner(house.scheduler)
     known = [1, 0, 2] * 7
     house.add("before", known, 1)
     house.run(runner)
@@ -387,7 +387,7 @@ def test_finish_during_a_step_that_fails():
 
 def test_who_leaned_on_a_cancelled_request_keeps_what_it_wrote():
     house = House()
-    runner = SlabRunner(house.scheduler)
+    runner = ShadowRunner(house.scheduler)
     house.add("writes", [1, 0, 2, 2, 1, 0, 0, 1, 2], 4)
     leans = house.add("leans", [1, 0, 2, 2, 1, 0, 0, 1, 0], 4)
     expected = alone(leans)
@@ -404,7 +404,7 @@ def test_who_leaned_on_a_cancelled_request_keeps_what_it_wrote():
 
 def test_after_a_failed_step_the_admitted_wait_again_in_order():
     house = House()
-    runner = SlabRunner(house.scheduler)
+    runner = ShadowRunner(house.scheduler)
     old = house.add("old", [1, 0, 2, 2, 1], 6)
     house.step(runner)
     new = [house.add(f"n{index}", [1, 0, 2, 2, 1, 0, 0, 1, index], 6) for index in range(3)]
@@ -452,12 +452,12 @@ def test_outputs_are_those_of_each_request_alone(num_blocks, seqs, budget, cachi
     for index, prompt in enumerate(prompts):
         house = House(num_blocks=200, seqs=1, budget=4096, caching=False)
         request = house.add("alone", prompt, 25, seed=index % 3)
-        house.run(SlabRunner(house.scheduler))
+        house.run(ShadowRunner(house.scheduler))
         assert request.output_token_ids == alone(request), "the twin of the twin"
         expected.append(request.output_token_ids)
     together = House(num_blocks=num_blocks, seqs=seqs, budget=budget, caching=caching)
     requests = [together.add(f"r{index}", prompt, 25, seed=index % 3) for index, prompt in enumerate(prompts)]
-    together.run(SlabRunner(together.scheduler))
+    together.run(ShadowRunner(together.scheduler))
     assert outputs_of(*requests) == expected
 
 

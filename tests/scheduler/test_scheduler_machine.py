@@ -31,12 +31,12 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
-from slab_runner import VOCAB_SIZE, SlabRunner, alone, cells_of
 
 from pagefold.events import Event, PinDropped, PrefixLookup, RequestPreempted, StepApplied
 from pagefold.kv import KVCore, Namespace, PinLimits, audit, make_policy
 from pagefold.request import Request, RequestStatus, SamplingParams, StopRule, WarmUp
 from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits
+from pagefold.sim.shadow_runner import VOCAB_SIZE, ShadowRunner, alone, cells_of
 
 if TYPE_CHECKING:
     from pagefold.kv import BlockTable
@@ -83,7 +83,7 @@ class Machine:
         limits = SchedulerLimits(setup.max_num_seqs, setup.max_num_batched_tokens)
         scheduling = SCHEDULING_POLICIES[setup.scheduling](2.5)
         self.scheduler = Scheduler(self.core, limits, policy=scheduling, emit=self._on_event)
-        self.runner = SlabRunner(self.scheduler)
+        self.runner = ShadowRunner(self.scheduler)
         self.max_total_tokens = min(60, setup.num_blocks * BLOCK_SIZE)
         self.plan: StepPlan | None = None
         self.requests: dict[str, Request] = {}

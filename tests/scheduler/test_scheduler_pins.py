@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from slab_runner import SlabRunner
-
 from pagefold.events import RequestPreempted
 from pagefold.kv import KVCore, Namespace, PinLimits, audit
 from pagefold.request import Request, SamplingParams, StopRule, WarmUp
 from pagefold.scheduler import Scheduler, SchedulerLimits
+from pagefold.sim.shadow_runner import ShadowRunner
 
 NS = Namespace(model="m").key()
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=None)
@@ -21,7 +20,7 @@ class World:
         limits = PinLimits(max_share=1.0, half_life_s=100.0)
         self.core = KVCore(num_blocks, block_size=4, pin_limits=limits, emit=self.events.append)
         self.scheduler = Scheduler(self.core, SchedulerLimits(4, 64), emit=self.events.append)
-        self.runner = SlabRunner(self.scheduler)
+        self.runner = ShadowRunner(self.scheduler)
         self.now = 0.0
 
     def add(self, name: str, tokens: range, num_output: int, warm_up: WarmUp | None = None) -> Request:

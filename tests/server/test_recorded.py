@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import random
 import threading
 from typing import TYPE_CHECKING
 
 import pytest
-from local_server import LocalServer, until
+from local_server import LocalServer, ProcessServer, until
+from typer.testing import CliRunner
 
+from pagefold.cli import app
+from pagefold.errors import TraceError
 from pagefold.sim import NullRunner, SimConfig, replay_cache_only, simulate
 from pagefold.sim.replay_recording import replay_recording
 from pagefold.sim.traces import read_trace
-from pagefold.sim.traces.recording import RecordedCut, RecordedReset, RecordedStep, RecordedUnpin, read_recording
+from pagefold.sim.traces.read_recording import read_recording
+from pagefold.sim.traces.recording import RecordedCut, RecordedReset, RecordedStep, RecordedUnpin
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -153,26 +156,169 @@ def test_a_recording_is_simulated_with_other_settings_too(recorded):
 
 
 def test_of_a_recording_that_was_cut_off_all_that_is_there_is_replayed(recorded, tmp_path):
+    """Wherever it was cut, in the middle of a line too: requests that were running then have no outputs in it."""
     content = recorded.read_text()
     part = tmp_path / "part.jsonl"
-    part.write_text(content[: len(content) // 2])
-    recording = read_recording(part)
+    num_steps = []
+    for share in range(1, 12):
+        part.write_text(content[: len(content) * share // 12])
+        recording = read_recording(part)
+        assert not recording.is_whole
+        report = replay_recording(recording)
+        assert report.first_difference == ""
+        num_steps.append(report.num_equal_steps)
+        assert report.num_equal_steps == sum(isinstance(each, RecordedStep) for each in recording.happened)
+    assert num_steps == sorted(num_steps)
+    assert num_steps[-1] > 100
+
+
+def test_a_server_that_is_killed_leaves_a_recording_that_is_replayed(tiny_chat_model, tmp_path):
+    """By SIGKILL, with requests running that have been preempted."""
+    file = tmp_path / "trace.jsonl"
+    server = ProcessServer(
+        str(tiny_chat_model),
+        *("--record-trace", str(file), "--kv-cache-memory-bytes", "64K", "--served-model-name", "tiny"),
+        *("--max-model-len", "256", "--log-level", "warning"),
+    )
+    try:
+        server.complete(" ".join(WORDS), max_tokens=20, ignore_eos=True)
+        open_ones = [
+            server.post_raw(
+                "/v1/completions",
+                {"prompt": " ".join(WORDS[: 3 + index]), "max_tokens": 150, "ignore_eos": True, "seed": index, "n": n},
+            )
+            for index, n in enumerate((1, 2, 1, 1, 1, 1))
+        ]
+        until(lambda: server.metric("vllm:num_preemptions_total") > 0, "somebody to be preempted")
+        assert server.metric("vllm:num_requests_running") > 0
+        server.process.kill()
+        server.process.wait()
+    finally:
+        server.close()
+    for connection in open_ones:
+        connection.close()
+    recording = read_recording(file)
     assert not recording.is_whole
-    assert replay_recording(recording).num_steps > 10
+    assert "" in recording.ended.values(), "some ran when it was killed"
+    report = replay_recording(recording)
+    assert report.first_difference == ""
+    assert report.num_equal_steps == report.num_steps > 20
+    assert report.num_preemptions
+    result = CliRunner().invoke(app, ["simulate", str(file)])
+    assert result.exit_code == 0, result.output
+    assert "was cut off" in result.output
+
+
+# Damage.
+
+ADD = '{"add":0,"samples":1,"prompt":2,"most":20,"namespace":0,"at":1.0,"hashes":"AQAAAAIAAAA="}'
+STEP = '{"step":0,"at":1.0,"rows":1,"computed":2,"read":2,"took":0.1,"hits":[[0,0]]}'
+SETTINGS = (
+    '{"pagefold_recording":2,"num_blocks":9,"num_host_blocks":2,"block_size":4,"max_num_seqs":4,'
+    '"max_num_batched_tokens":16,"enable_prefix_caching":true,"eviction_policy":"lru","scheduling_policy":"fcfs",'
+    '"priority_aging_s":60.0,"max_pinned_share":0.5,"pin_half_life_s":3600.0}'
+)
+
+
+def test_a_recording_written_by_hand(tmp_path):
+    file = tmp_path / "recording.jsonl"
+    file.write_text(f"{SETTINGS}\n{ADD}\n{STEP}\n")
+    assert CliRunner().invoke(app, ["simulate", str(file)]).exit_code == 0
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
-    [("{}", "Line 2 .* damaged"), ('{"tokens":0,"ended":"","hashes":"?"}', "damaged"), ("[]", "damaged")],
+    ("lines", "message"),
+    [
+        (["{}"], "Line 2 .* is damaged: it is no JSON object that says anything: '{}'"),
+        (["[]"], "Line 2 .* it is no JSON object"),
+        (["[" * 100_000], "Line 2 .* it is no JSON object"),
+        (['{"jump": 1}'], "Line 2 .* nothing is known of 'jump'"),
+        (['{"tokens":0,"ended":"stop","hashes":""}'], "Line 2 .* its tokens is 0, a request that never came"),
+        ([ADD, '{"tokens":0,"ended":"stop","hashes":"?"}'], "Line 3 .* its hashes are no numbers of 32 bits"),
+        ([ADD, '{"tokens":0,"ended":"stop","hashes":"AAA="}'], "Line 3 .* its hashes are no numbers of 32 bits"),
+        ([ADD, '{"tokens":0,"ended":"stop","hashes":"/////w=="}'], "Line 3 .* a hash is negative"),
+        ([ADD, '{"tokens":0,"ended":7,"hashes":""}'], "Line 3 .* its ended is 7, not a text"),
+        ([ADD, *['{"tokens":0,"ended":"stop","hashes":""}'] * 2], "Line 4 .* request 0 has ended before"),
+        ([ADD, ADD], "Line 3 .* its add is 0, not 1"),
+        ([ADD.replace('"prompt":2', '"prompt":3')], "Line 2 .* 2 hashes of a prompt of 3 tokens"),
+        ([ADD.replace('"prompt":2', '"prompt":1e9')], "Line 2 .* its prompt is 1000000000.0, not a whole number"),
+        ([ADD.replace('"samples":1', '"samples":5')], "Line 2 .* its samples is 5, not a whole number from 1 to 4"),
+        ([ADD.replace('"most":20', '"most":37')], "Line 2 .* its most is 37, not a whole number from 2 to 36"),
+        ([ADD.replace('"at":1.0', '"at":NaN')], "Line 2 .* its at is nan, not a number"),
+        ([ADD.replace(',"at":1.0', "")], "Line 2 .* it has no at"),
+        ([ADD.replace('"at":1.0', '"at":1.0,"pin":[1]')], "Line 2 .* its pin is \\[1\\], not two values"),
+        ([ADD, '{"cut":1,"in_step":false}'], "Line 3 .* its cut is 1, a request that never came"),
+        ([ADD, '{"cut":0,"in_step":0}'], "Line 3 .* its in_step is 0, not true or false"),
+        ([ADD, '{"unpin":"a"}'], "Line 3 .* its unpin is 'a', not a whole number"),
+        ([ADD, STEP, STEP.replace('"at":1.0', '"at":0.5')], "Line 4 .* its at is 0.5, not a number from 1 to"),
+        ([ADD, STEP.replace("[[0,0]]", "[[3,0]]")], "Line 3 .* its hits is 3"),
+        ([ADD, STEP.replace("[[0,0]]", "[0]")], "Line 3 .* its hits is 0, not two values"),
+        ([ADD, STEP.replace('"rows":1', '"rows":"1","evicted":[9]')], "Line 3 .* its rows is '1'"),
+        ([ADD, STEP.replace('"rows":1', '"rows":1,"evicted":[9]')], "Line 3 .* its evicted is 9"),
+        ([ADD, STEP.replace('"rows":1', '"rows":1,"damaged":{}')], "Line 3 .* its damaged is {}, not a list"),
+        (['{"end":true}', ADD], "Line 3 .* it comes after the end"),
+    ],
 )
-def test_damage_is_told(recorded, tmp_path, line, message):
-    from pagefold.errors import TraceError
-
-    head = recorded.read_text().splitlines()[0]
+def test_damage_is_told(tmp_path, lines, message):
     file = tmp_path / "damaged.jsonl"
-    file.write_text(f"{head}\n{line}\n")
+    file.write_text("".join(f"{line}\n" for line in (SETTINGS, *lines)))
     with pytest.raises(TraceError, match=message):
         read_recording(file)
-    file.write_text(json.dumps({"pagefold_recording": 9}) + "\n")
-    with pytest.raises(TraceError, match="version 9"):
+    result = CliRunner().invoke(app, ["simulate", str(file)])
+    assert result.exit_code == 2
+    assert result.output.startswith("error: Line ")
+    assert result.output.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ('"pagefold_recording":2', '"pagefold_recording":9', "of version 9; this Pagefold reads version 2"),
+        (',"block_size":4', "", "Line 1 .* it has no block_size"),
+        ('"block_size":4', '"block_size":0', "Line 1 .* its block_size is 0, not a whole number from 1"),
+        ('"block_size":4', '"block_size":4.5', "Line 1 .* its block_size is 4.5, not a whole number from 1"),
+        ('"num_blocks":9', '"num_blocks":1000000000000', "Line 1 .* its num_blocks is 1000000000000, not"),
+        ('"max_num_batched_tokens":16', '"max_num_batched_tokens":3', "its max_num_batched_tokens is 3"),
+        ('"enable_prefix_caching":true', '"enable_prefix_caching":"yes"', "is 'yes', not true or false"),
+        ('"eviction_policy":"lru"', '"eviction_policy":"best"', "its eviction_policy is 'best', not one of lru, "),
+        ('"scheduling_policy":"fcfs"', '"scheduling_policy":[]', r"its scheduling_policy is \[\], not one of fcfs"),
+        ('"max_pinned_share":0.5', '"max_pinned_share":7', "its max_pinned_share is 7, not a number from 0 to 1"),
+    ],
+)
+def test_damaged_settings_are_told(tmp_path, before, after, message):
+    file = tmp_path / "damaged.jsonl"
+    assert before in SETTINGS
+    file.write_text(f"{SETTINGS.replace(before, after)}\n{ADD}\n")
+    with pytest.raises(TraceError, match=message):
         read_recording(file)
+
+
+def test_a_recording_that_contradicts_itself_differs(tmp_path):
+    """Each line may be right by itself: then the replay says where it parts."""
+    file = tmp_path / "recording.jsonl"
+    step = STEP.replace('"rows":1', '"rows":1,"failed":true,"damaged":[1]')
+    file.write_text(f"{SETTINGS}\n{ADD}\n{step}\n")
+    result = CliRunner().invoke(app, ["simulate", str(file)])
+    assert result.exit_code == 1
+    assert "step 0 failed of host blocks (1,); the replay does not load them" in result.output
+
+
+# Flags.
+
+
+@pytest.mark.parametrize(
+    "flags", [["--block-size", "0"], ["--max-num-seqs", "0"], ["--max-num-seqs", "600"], ["--cache-tokens", "1"]]
+)
+def test_every_flag_counts_with_a_recording_too(tmp_path, flags):
+    file = tmp_path / "recording.jsonl"
+    file.write_text(f"{SETTINGS}\n{ADD}\n{STEP}\n")
+    result = CliRunner().invoke(app, ["simulate", str(file), *flags])
+    assert result.exit_code == 2, result.output
+
+
+def test_lines_of_a_recording_are_not_skipped(tmp_path):
+    file = tmp_path / "recording.jsonl"
+    file.write_text(f"{SETTINGS}\n{ADD}\n{STEP}\n")
+    result = CliRunner().invoke(app, ["simulate", str(file), "--skip-bad-lines"])
+    assert result.exit_code == 2
+    assert "--skip-bad-lines says nothing to a recording: its replay needs every line. Leave it out." in result.output

@@ -6,12 +6,12 @@ from collections import Counter
 
 import pytest
 
-from pagefold.kv import KVCore
+from pagefold.kv import DEFAULT_POLICY, KVCore, make_policy
 from pagefold.kv import tree as tree_module
 from pagefold.scheduler import Scheduler
-from pagefold.sim import faults
+from pagefold.sim import faults, shadow_runner
 from pagefold.sim.fault_hunt import Found, as_test, draw_run, hunt
-from pagefold.sim.faults import Ask, Cancel, FaultyRun, ResetCache, Shrink, Step, run_faulty
+from pagefold.sim.faults import Ask, Cancel, Damage, FaultyRun, ResetCache, Shrink, Step, run_faulty
 
 
 def test_every_invariant_holds():
@@ -30,7 +30,7 @@ def test_runs_are_what_their_seeds_say():
 
 
 def test_everything_that_can_go_wrong_does(monkeypatch):
-    """In a few dozen runs: preemption, hits inside a block, timeouts, pins, forks, and every fault."""
+    """In a few dozen runs: preemption, hits inside a block, timeouts, pins, forks, loads, damage, and every fault."""
     seen: Counter[str] = Counter()
     machines = []
     real = faults.Scheduler
@@ -44,6 +44,9 @@ def test_everything_that_can_go_wrong_does(monkeypatch):
         seen[type(event).__name__] += 1
         if type(event).__name__ == "PrefixLookup" and event.num_hit_tokens % machines[-1].block_size:
             seen["partial"] += 1
+        if type(event).__name__ == "HostTransfer":
+            seen["loaded"] += event.num_loaded_blocks > 0
+            seen["damaged"] += len(event.damaged_ids) > 0
         if type(event).__name__ == "RequestFinished":
             seen[event.finish_reason] += 1
 
@@ -52,10 +55,16 @@ def test_everything_that_can_go_wrong_does(monkeypatch):
         run_faulty(draw_run(seed, num_steps=80))
     for what in ("RequestPreempted", "BlockEvicted", "PinDropped", "StepAbandoned", "CacheReset", "partial"):
         assert seen[what] > 5, what
+    assert seen["loaded"] > 5
+    assert seen["damaged"] > 0
     for reason in ("length", "abort", "timeout", "error"):
         assert seen[reason], reason
     drawn = Counter(type(action) for seed in range(40) for action in draw_run(seed).actions)
-    assert min(drawn[kind] for kind in (Ask, Cancel, ResetCache, Shrink, Step)) > 5
+    assert min(drawn[kind] for kind in (Ask, Cancel, Damage, ResetCache, Shrink, Step)) > 5
+
+
+def test_a_run_is_of_the_servers_default_policy_if_nothing_is_said():
+    assert type(make_policy(FaultyRun(num_blocks=8).eviction_policy)) is type(make_policy(DEFAULT_POLICY))
 
 
 # Bugs that somebody plants.
@@ -97,13 +106,21 @@ def lose_a_block(monkeypatch) -> None:
     monkeypatch.setattr(Scheduler, "_finish", leak)
 
 
-@pytest.mark.parametrize("plant", [forget_to_take_back, lean_on_what_is_not_written, lose_a_block])
+def trust_what_comes_back(monkeypatch) -> None:
+    """A host block is loaded as it is, whatever was stored in it."""
+    monkeypatch.setattr(shadow_runner._Stored, "is_damaged", False)
+
+
+@pytest.mark.parametrize(
+    "plant", [forget_to_take_back, lean_on_what_is_not_written, lose_a_block, trust_what_comes_back]
+)
 def test_a_bug_is_found_and_shrunk_to_a_test(plant):
     with pytest.MonkeyPatch.context() as monkeypatch:
         plant(monkeypatch)
         found = hunt(20_000, seed=0)
         assert found is not None
-        assert len(found.run.actions) < 10 < len(draw_run(found.seed).actions)
+        most = 40 if plant is trust_what_comes_back else 10  # to evict, damage and load again takes some steps
+        assert len(found.run.actions) < most < len(draw_run(found.seed).actions)
         test = as_test(found)
         with pytest.raises(Exception, match=r".+") as raised:
             run_test(test, found.seed)

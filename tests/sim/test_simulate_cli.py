@@ -195,6 +195,16 @@ def test_without_matplotlib_a_picture_is_refused_before_anything_runs(monkeypatc
         ([SMALL, "--step-cost", __file__], "is no step cost"),
         ([SMALL, "--cache-tokens", "9k", "--html", "/no/such/a.html"], "error: Cannot write /no/such/a.html"),
         (["faults:runs=3"], "'runs=3' is nothing that faults take"),
+        (["faults:seed=" + "9" * 5000], "is nothing that faults take"),
+        (["faults", "--policy", "lru", "--html", "a"], "--policy, --html say nothing to runs with faults"),
+        (
+            [SMALL, "--cache-tokens", "1" + "0" * 18],
+            "cache_tokens is 1000000000000000000. It must be at most 160,000,000",
+        ),
+        ([SMALL, "--cache-tokens", "9" * 29 + "G"], "It must be at most 160,000,000 tokens"),
+        ([SMALL, "--block-size", "1" + "0" * 18, "--cache-tokens", "9" * 20], "block_size is 1000000000000000000"),
+        (["chat:num_chats=1000000000000"], "num_chats is 1000000000000"),
+        (["bursts:num_bursts=1000000"], "Choose parameters for at most 2,000,000"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(arguments, message):
@@ -202,6 +212,28 @@ def test_what_cannot_be_is_refused_in_one_line(arguments, message):
     assert message in output
     assert output.startswith("error: ")
     assert output.count("\n") == 1
+
+
+@pytest.mark.parametrize("flag", ["--html", "--png", "--calibrate"])
+def test_what_cannot_be_written_is_refused_before_anything_runs(flag, tmp_path, monkeypatch):
+    if flag == "--png" and find_spec("matplotlib") is None:
+        pytest.skip("matplotlib is not installed: pip install pagefold[sim]")
+    monkeypatch.setattr("pagefold.sim.comparison.compare", lambda *_: pytest.fail("it ran"))
+    for target in ("/no/such/a", str(tmp_path), f"{tmp_path}/{'a' * 300}"):
+        output = run(SMALL, flag, target, "--model", "/no/such", "--cache-tokens", "9k", code=2).output
+        assert output.startswith(f"error: Cannot write {target}: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_does_not_fit_into_memory_is_said(monkeypatch):
+    def compare(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr("pagefold.sim.comparison.compare", compare)
+    assert (
+        run(SMALL, code=2).output
+        == "error: This is too large for this machine. Ask for less: fewer requests or tokens.\n"
+    )
 
 
 def test_a_bad_line_is_named_or_skipped_and_counted(tmp_path):

@@ -20,6 +20,7 @@ from pagefold import __version__
 from pagefold.cli.fail import fail
 from pagefold.config import EngineConfig, available_cpus
 from pagefold.errors import ConfigError, PagefoldError
+from pagefold.whole_file import check_writable, write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,9 +34,10 @@ if TYPE_CHECKING:
 __all__ = ["simulate"]
 
 _CACHE, _TIME, _TRACE, _ANSWER = "Cache", "Time", "Trace", "Answer"
-_SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?)\s*([kKmMgG]?)")
+_SIZE = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,6})?)\s*([kKmMgG]?)")
 _CALIBRATED_LEN = 1024
 _FAULTS = "faults"
+_MOST_DIGITS = 18
 _TIMES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 
@@ -134,21 +136,44 @@ def simulate(  # noqa: PLR0913 - one parameter a flag
 
     A recording of the server is replayed step by step if nothing else is asked of it.
     """
+    asked = _asked(
+        ("--policy", policy),
+        ("--cache-tokens", cache_tokens),
+        ("--block-size", block_size),
+        ("--cache-only", cache_only),
+        ("--bounds", bounds),
+        ("--curve", curve),
+        ("--max-num-seqs", max_num_seqs),
+        ("--max-num-batched-tokens", max_num_batched_tokens),
+        ("--step-cost", step_cost),
+        ("--model", model),
+        ("--device", device),
+        ("--calibrate", calibrate),
+        ("--max-requests", max_requests),
+        ("--html", html),
+        ("--png", png),
+    )
     from pagefold.sim.comparison import Limits, Question, compare  # noqa: PLC0415 - so that --help answers at once
-    from pagefold.sim.traces.recording import is_recording  # noqa: PLC0415
+    from pagefold.sim.traces.read_recording import is_recording  # noqa: PLC0415
 
     try:
         if png is not None:
             from pagefold.sim.figure import ensure_matplotlib  # noqa: PLC0415
 
             ensure_matplotlib()
+        skip = ("--skip-bad-lines",) if skip_bad_lines else ()
         if trace.partition(":")[0] == _FAULTS and not _is_there(trace):
+            _refuse((*asked, *skip), "runs with faults, which draw their own machines")
             _hunt(trace, as_json=as_json, is_shown=not (quiet or as_json))
             return
-        asks_more = policy or cache_tokens or block_size or cache_only or bounds or curve or step_cost or device
-        if is_recording(Path(trace)) and not (asks_more or calibrate or html or png):
-            _replay(Path(trace), as_json=as_json, is_shown=not (quiet or as_json))
-            return
+        if _is_there(trace) and is_recording(Path(trace)):
+            _refuse(skip, "a recording: its replay needs every line")
+            if not asked:
+                _replay(Path(trace), as_json=as_json, is_shown=not (quiet or as_json))
+                return
+        for file in (html, png, calibrate):
+            if file is not None:
+                check_writable(file)
         source = _read(trace, skip_bad_lines=skip_bad_lines, max_requests=max_requests)
         machine = _machine(step_cost, model, device, calibrate)
         defaults = Limits()
@@ -177,6 +202,24 @@ def simulate(  # noqa: PLR0913 - one parameter a flag
         _print(comparison, source.trace, as_json=as_json)
     except PagefoldError as error:
         fail(error)
+    except (MemoryError, OverflowError):
+        fail(ConfigError("This is too large for this machine.", remedy="Ask for less: fewer requests or tokens."))
+
+
+def _asked(*flags: tuple[str, object]) -> tuple[str, ...]:
+    """Return the names of those that were given. Zero was given too."""
+    return tuple(name for name, value in flags if value is not None and value is not False and value != [])
+
+
+def _refuse(flags: Sequence[str], what: str) -> None:
+    """Refuse flags that would be passed over.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    if flags:
+        msg = f"{', '.join(flags)} {'says' if len(flags) == 1 else 'say'} nothing to {what}."
+        raise ConfigError(msg, remedy=f"Leave {'it' if len(flags) == 1 else 'them'} out.")
 
 
 def _is_there(text: str) -> bool:
@@ -190,7 +233,7 @@ def _hunt(text: str, *, as_json: bool, is_shown: bool) -> None:
     given = {"steps": 10_000, "seed": 0}
     for part in filter(None, text.partition(":")[2].split(",")):
         name, _, number = part.partition("=")
-        if name not in given or not number.isdecimal():
+        if name not in given or not number.isdecimal() or len(number) > _MOST_DIGITS:
             msg = f"{part!r} is nothing that faults take."
             raise ConfigError(msg, remedy="They take steps and seed, as faults:steps=10000,seed=1.")
         given[name] = int(number)
@@ -216,7 +259,7 @@ def _hunt(text: str, *, as_json: bool, is_shown: bool) -> None:
 def _replay(file: Path, *, as_json: bool, is_shown: bool) -> None:
     """Do again what a server did, and say whether it came to the same."""
     from pagefold.sim.replay_recording import replay_recording  # noqa: PLC0415
-    from pagefold.sim.traces.recording import read_recording  # noqa: PLC0415
+    from pagefold.sim.traces.read_recording import read_recording  # noqa: PLC0415
 
     recording = read_recording(file)
     with _progress(is_shown=is_shown) as progress:
@@ -261,7 +304,7 @@ class _Source(NamedTuple):
 def _read(text: str, *, skip_bad_lines: bool, max_requests: int | None) -> _Source:
     from pagefold.sim import NullRunner  # noqa: PLC0415
     from pagefold.sim.traces import GENERATORS, parse_workload, read_trace  # noqa: PLC0415
-    from pagefold.sim.traces.recording import is_recording, read_recording  # noqa: PLC0415
+    from pagefold.sim.traces.read_recording import is_recording, read_recording  # noqa: PLC0415
 
     path = Path(text)
     if is_recording(path):
@@ -333,7 +376,6 @@ def _calibrated(file: Path, model: str) -> _Machine:
     from pagefold.engine.build import build_engine, plan_engine  # noqa: PLC0415 - torch comes with it
     from pagefold.sim.calibration import calibrate  # noqa: PLC0415
     from pagefold.sim.step_cost import step_cost_json  # noqa: PLC0415
-    from pagefold.whole_file import write_whole  # noqa: PLC0415
 
     config = EngineConfig(model=model, max_model_len=_CALIBRATED_LEN, enable_prefix_caching=False)
     engine = build_engine(plan_engine(config), say=lambda _: None)
@@ -362,7 +404,6 @@ def _progress(*, is_shown: bool) -> Iterator[Progress | None]:
 
 def _write(comparison: Comparison, html: Path | None, png: Path | None) -> None:
     from pagefold.sim.html import comparison_page  # noqa: PLC0415
-    from pagefold.whole_file import write_whole  # noqa: PLC0415
 
     drawn = None
     if png is not None:

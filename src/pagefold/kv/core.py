@@ -265,7 +265,8 @@ class KVCore:
         assert table.promise is None, "commit or abandon a promise before releasing its table"
         self._tick = tick = self._tick + 1
         self.tables.remove(table)
-        if table.num_published and table.tail is not None and table.tail.attached:  # else the step that wrote it failed
+        if table.has_path:
+            assert table.tail is not None
             self.policy.on_release(table.tail, table.facts)
         blocks = self.pool.blocks
         release = self.pool.release

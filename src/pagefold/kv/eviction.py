@@ -25,11 +25,14 @@ class RequestFacts(NamedTuple):
         progress: share of its tokens that were computed, 0 to 1; 1 for a request that is done.
         priority: as its client gave it: the smaller, the sooner it is served.
         weight: what its customer's class is worth; 1 for everybody.
+        is_repeat: its prompt was told of before: by another sample of it, or by the same one before it was preempted or
+            its step failed. Somebody asked once, however often blocks are let go of.
     """
 
     progress: float = 1.0
     priority: int = 0
     weight: float = 1.0
+    is_repeat: bool = False
 
 
 class EvictionPolicy(Protocol):

@@ -55,6 +55,11 @@ class BlockTable:
         self.num_loaded_tokens: dict[str, int] = {}
         self.facts = _NO_FACTS
 
+    @property
+    def has_path(self) -> bool:
+        """Whether it holds published blocks that are still in the tree: not if the step failed that wrote them."""
+        return bool(self.num_published) and self.tail is not None and self.tail.attached
+
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
     """Return how many blocks ``num_tokens`` need: a ceiling division."""

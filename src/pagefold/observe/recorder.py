@@ -3,7 +3,8 @@
 What it writes is all that timing and the model decided: which requests came, were cancelled and were sampled how long,
 before which step and when; and what each step found and evicted, to compare with. Of tokens only hashes: token ``i`` is
 31 bits of BLAKE2b of all tokens up to it, under a random key that is made for the recording and kept out of the file.
-So equal prefixes are equal, down to the token, and nothing else can be read from them.
+So equal prefixes are equal, down to the token, and nothing else can be read from them. Prompts are written when they
+come and outputs when they end: of a server that is killed, what is there can be replayed.
 
 Hashing and writing are the business of a thread of its own; an event costs the engine what it takes to queue it.
 """
@@ -44,11 +45,11 @@ if TYPE_CHECKING:
     from pagefold.config import EngineConfig
     from pagefold.events import Event
 
-__all__ = ["TraceRecorder", "hashed_tokens"]
+__all__ = ["TraceRecorder"]
 
 _log = logging.getLogger(__name__)
 
-_VERSION = 1
+_VERSION = 2
 _SETTINGS = (
     "block_size",
     "max_num_seqs",
@@ -84,7 +85,7 @@ class TraceRecorder:
             raise ConfigError(msg, remedy="Name a file in a folder that can be written.") from None
         self._clock = clock
         self._numbers: dict[str, int] = {}  # sample id -> its number, of those that have not ended
-        self._tokens: dict[int, array[int]] = {}  # of the same, by number
+        self._tokens: dict[int, tuple[array[int], int]] = {}  # of the same, by number; and how many are the prompt
         self._pins: dict[str, int] = {}  # pin id -> the number of the request that it is named after
         self._num_samples = 0
         self._namespaces: dict[bytes, int] = {}
@@ -126,7 +127,7 @@ class TraceRecorder:
 
     def close(self) -> None:
         """Write what requests that have not ended have so far, and end the recording."""
-        for number in self._numbers.values():
+        for number in list(self._numbers.values()):
             self._put_tokens(number, "")
         self._put({"end": True})
         self._lines.put(None)
@@ -153,7 +154,7 @@ class TraceRecorder:
         first = self._num_samples
         for sample_id, token_ids in zip(event.sample_ids, event.token_ids, strict=True):
             self._numbers[sample_id] = self._num_samples
-            self._tokens[self._num_samples] = token_ids
+            self._tokens[self._num_samples] = (token_ids, event.num_prompt_tokens)
             self._num_samples += 1
         line: dict[str, Any] = {
             "add": first,
@@ -172,7 +173,8 @@ class TraceRecorder:
         if event.pin is not None:
             line["pin"] = event.pin
             self._pins[event.sample_ids[0]] = first
-        self._put(line)
+        prompt = event.token_ids[0][: event.num_prompt_tokens]  # now: it grows, and hashing is for later
+        self._put(line, _Tokens(range(first, self._num_samples), prompt))
 
     def _end(self, event: RequestFinished) -> None:
         number = self._numbers.pop(event.request_id)
@@ -204,13 +206,15 @@ class TraceRecorder:
 
     # The file.
 
-    def _put(self, fields: dict[str, Any], token_ids: array[int] | None = None) -> None:
+    def _put(self, fields: dict[str, Any], tokens: _Tokens | None = None) -> None:
         if self._is_broken:
             return
-        self._lines.put(_Line(fields, token_ids))
+        self._lines.put(_Line(fields, tokens))
 
     def _put_tokens(self, number: int, reason: str) -> None:
-        self._put({"tokens": number, "ended": reason}, self._tokens.pop(number))
+        token_ids, num_prompt_tokens = self._tokens.pop(number)
+        output = _Tokens(range(number, number + 1), token_ids[num_prompt_tokens:])
+        self._put({"tokens": number, "ended": reason}, output)
 
     def _write(self) -> None:
         try:
@@ -222,23 +226,29 @@ class TraceRecorder:
                 pass
 
     def _write_all(self) -> None:
-        key = secrets.token_bytes(_KEY_BYTES)
+        hashing = _Hashing(secrets.token_bytes(_KEY_BYTES))
         with self._out as out:
             while (line := self._lines.get()) is not None:
                 fields = line.fields
-                if line.token_ids is not None:
-                    hashes = hashed_tokens(line.token_ids, key)
-                    fields["hashes"] = base64.b64encode(_little(hashes).tobytes()).decode()
+                if line.tokens is not None:
+                    fields["hashes"] = base64.b64encode(_little(hashing.go_on(line.tokens)).tobytes()).decode()
                 out.write(json.dumps(fields, separators=(",", ":")) + "\n")
                 if self._lines.empty():
                     out.flush()
+
+
+class _Tokens(NamedTuple):
+    """What goes on behind all that was written of these samples, in all of them the same."""
+
+    numbers: range
+    token_ids: array[int]
 
 
 class _Line(NamedTuple):
     """A line to write, with hashes of these tokens if there are any."""
 
     fields: dict[str, Any]
-    token_ids: array[int] | None
+    tokens: _Tokens | None
 
 
 class _Step:
@@ -255,15 +265,30 @@ class _Step:
         self.ended: list[tuple[int, str]] = []
 
 
-def hashed_tokens(token_ids: array[int], key: bytes) -> array[int]:
-    """Return for each token 31 bits that depend on it, on all before it, and on the key."""
-    hashes = array("i")
-    state = b""
-    packed = token_ids.tobytes()
-    for start in range(0, len(packed), token_ids.itemsize):
-        state = blake2b(state + packed[start : start + token_ids.itemsize], digest_size=_STATE_BYTES, key=key).digest()
-        hashes.append(int.from_bytes(state[:4], "little") & 0x7FFFFFFF)
-    return hashes
+class _Hashing:
+    """Makes for each token 31 bits that depend on it, on all before it, and on the key.
+
+    Knows of each sample how far it came, from its prompt until its end.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._states: dict[int, bytes] = {}
+
+    def go_on(self, tokens: _Tokens) -> array[int]:
+        """Return the hashes of what follows in these samples. They have a prompt, then an output, then nothing."""
+        first = tokens.numbers[0]
+        is_prompt = first not in self._states
+        state = self._states.pop(first, b"")
+        hashes = array("i")
+        packed = tokens.token_ids.tobytes()
+        size = tokens.token_ids.itemsize
+        for start in range(0, len(packed), size):
+            state = blake2b(state + packed[start : start + size], digest_size=_STATE_BYTES, key=self._key).digest()
+            hashes.append(int.from_bytes(state[:4], "little") & 0x7FFFFFFF)
+        if is_prompt:
+            self._states |= dict.fromkeys(tokens.numbers, state)
+        return hashes
 
 
 def _little(numbers: array[int]) -> array[int]:

@@ -516,6 +516,7 @@ class Scheduler:
                 fork.num_computed_tokens = request.num_computed_tokens
                 fork.num_cached_tokens = request.num_cached_tokens
                 fork.num_loaded_tokens = request.num_loaded_tokens
+                fork.prompt_use = request.prompt_use
                 fork.prompt_logprobs = request.prompt_logprobs
                 fork.times.scheduled_s = request.times.scheduled_s
                 self._enter(fork)
@@ -597,9 +598,7 @@ class Scheduler:
             request.num_preemptions += 1
             request.max_computed_tokens = max(request.max_computed_tokens, request.num_computed_tokens)
         progress = request.num_computed_tokens / request.stop.max_total_tokens
-        request.table.facts = RequestFacts(min(progress, 1.0), request.priority)
-        self.core.release(request.table)
-        request.table = None
+        self._release(request, min(progress, 1.0))
         request.num_computed_tokens = 0
         request.to(RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING)
         self._queue(request)
@@ -638,10 +637,8 @@ class Scheduler:
         if request.table is not None:
             if request.warm_up is not None and request.warm_up.pin and reason in ("stop", "length"):
                 self._pin(request, request.warm_up, request.table)
-            request.table.facts = RequestFacts(priority=request.priority)
             self.core.write_through(request.table)
-            self.core.release(request.table)
-            request.table = None
+            self._release(request, 1.0)
         del self._by_id[request.request_id]
         for sample in (request, *request.forks):
             sample.finish_reason = reason
@@ -651,6 +648,15 @@ class Scheduler:
                     sample.request_id, reason, sample.num_prompt_tokens, sample.num_output_tokens, sample.sample_index
                 )
             )
+
+    def _release(self, request: Request, progress: float) -> None:
+        """Give back a request's blocks, and tell the policy whose they were."""
+        table, use = request.table, request.prompt_use
+        assert table is not None
+        table.facts = RequestFacts(progress, request.priority, is_repeat=use.is_told)
+        use.is_told = use.is_told or table.has_path
+        self.core.release(table)
+        request.table = None
 
     def _pin(self, request: Request, warm_up: WarmUp, table: BlockTable) -> None:
         """Pin what a warm-up has computed, under its own id; ``core.pins.dropped`` says why if it cannot be."""

@@ -12,6 +12,7 @@ from pagefold.sim.curves import HitCurve, lru_curve, mean_error
 from pagefold.sim.null_runner import NullRunner
 from pagefold.sim.replay import SimConfig, simulate
 from pagefold.sim.report import Report
+from pagefold.sim.size_limits import MAX_BLOCKS, MAX_TOKENS
 from pagefold.sim.step_cost import LinearStepCost
 
 if TYPE_CHECKING:
@@ -89,10 +90,14 @@ class Question:
         if BELADY in self.policies and not self.is_cache_only:
             msg = "Belady's rule knows which requests come, but not when."
             raise ConfigError(msg, remedy="Ask for it with --cache-only, or leave it out.")
-        if self.block_size < 1:
-            raise _bad("block_size", self.block_size, "at least 1 token")
+        if not 1 <= self.block_size <= MAX_TOKENS:
+            raise _bad("block_size", self.block_size, f"at least 1 token and at most {MAX_TOKENS:,}")
         if any(size < self.block_size for size in self.cache_tokens):
             raise _bad("cache_tokens", min(self.cache_tokens), f"at least a block of {self.block_size} tokens")
+        most = MAX_BLOCKS * self.block_size
+        if any(size > most for size in self.cache_tokens):
+            allowed = f"at most {most:,} tokens, {MAX_BLOCKS:,} blocks of {self.block_size}"
+            raise _bad("cache_tokens", max(self.cache_tokens), allowed)
         if self.sample_rate is not None and not 0 < self.sample_rate <= 1:
             raise _bad("sample_rate", self.sample_rate, "above 0 and at most 1")
         if not 1 <= self.limits.max_num_seqs <= self.limits.max_num_batched_tokens:

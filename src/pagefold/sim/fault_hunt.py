@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pagefold.kv.policies import POLICIES
 from pagefold.scheduler import SCHEDULING_POLICIES
-from pagefold.sim.faults import Action, Ask, Cancel, Fault, FaultyRun, ResetCache, Shrink, Step, run_faulty
+from pagefold.sim.faults import Action, Ask, Cancel, Damage, Fault, FaultyRun, ResetCache, Shrink, Step, run_faulty
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,6 +40,7 @@ def draw_run(seed: int, *, num_steps: int = 120) -> FaultyRun:
     rng = Random(seed)  # noqa: S311 - no secret
     block_size = rng.choice((1, 2, 4, 8))
     num_blocks = rng.randint(6, 40)
+    num_host_blocks = rng.choice((0, 0, rng.randint(1, 8), rng.randint(8, 80)))
     max_num_seqs = rng.randint(1, 6)
     longest = num_blocks * block_size
     prompts: list[tuple[int, ...]] = [(0,)]
@@ -60,6 +61,8 @@ def draw_run(seed: int, *, num_steps: int = 120) -> FaultyRun:
             actions.append(Shrink(rng.choice((0, 0, num_blocks // 4, num_blocks // 2, num_blocks))))
         elif kind < 0.275:  # noqa: PLR2004
             actions.append(ResetCache())
+        elif num_host_blocks and kind < 0.3:  # noqa: PLR2004
+            actions.append(Damage(rng.randrange(num_host_blocks)))
         else:
             is_cancelled = rng.random() < 0.05  # noqa: PLR2004
             actions.append(Step(rng.choice(_FAULTS), rng.randrange(max(1, number)) if is_cancelled else None))
@@ -67,6 +70,7 @@ def draw_run(seed: int, *, num_steps: int = 120) -> FaultyRun:
     return FaultyRun(
         num_blocks=num_blocks,
         block_size=block_size,
+        num_host_blocks=num_host_blocks,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + rng.randint(0, 40),
         eviction_policy=rng.choice(sorted(POLICIES)),
@@ -124,6 +128,8 @@ def shrink_run(run: FaultyRun, kind: type[Exception]) -> FaultyRun:
 
     while True:
         before = run
+        without_host = replace(run, num_host_blocks=0)
+        run = without_host if fails(without_host) else run
         run = _fewer_actions(run, fails)
         run = _simpler_actions(run, fails)
         if run == before:

@@ -1,4 +1,4 @@
-"""Seeded faults: random runs in which steps fail, are lost or late, requests are cancelled, and memory shrinks.
+"""Seeded faults: random runs in which steps fail, are lost or late, requests are cancelled, memory shrinks, bits turn.
 
 A run is data: a small machine, and what happens to it. After each step ``kv.audit`` looks at every invariant, and each
 sampled token is compared with what follows from its request alone; at the end all that still waits must finish, and no
@@ -10,12 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from pagefold.kv import BlockTable, KVCore, PinLimits, audit, make_policy
+from pagefold.kv import BlockTable, HostTier, KVCore, PinLimits, audit, make_policy
 from pagefold.kv.tree import PrefixHit
 from pagefold.request import Request, StopRule, WarmUp
 from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits
 from pagefold.sim.shadow_runner import ShadowRunner, expected_token
 from pagefold.sim.traces.request import GREEDY_TO_LENGTH
+from pagefold.steps import DamagedBlocksError, StepResult
 
 if TYPE_CHECKING:
     from pagefold.steps import StepPlan
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Ask",
     "Cancel",
+    "Damage",
     "Fault",
     "FaultyRun",
     "ResetCache",
@@ -87,11 +89,18 @@ class Shrink:
 
 
 @dataclass(frozen=True, slots=True)
+class Damage:
+    """Bits turn in a block of the host arena, if there is one of that number."""
+
+    host_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class ResetCache:
     """Every prefix is forgotten."""
 
 
-Action: TypeAlias = Ask | Step | Cancel | Shrink | ResetCache
+Action: TypeAlias = Ask | Step | Cancel | Shrink | Damage | ResetCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +109,7 @@ class FaultyRun:
 
     Attributes:
         num_blocks, block_size: of its pool.
+        num_host_blocks: of its host tier; 0 for none.
         max_num_seqs, max_num_batched_tokens: of a step.
         eviction_policy, scheduling_policy: their names.
         actions: what happens, in order.
@@ -107,9 +117,10 @@ class FaultyRun:
 
     num_blocks: int
     block_size: int = 4
+    num_host_blocks: int = 0
     max_num_seqs: int = 4
     max_num_batched_tokens: int = 16
-    eviction_policy: str = "lru"
+    eviction_policy: str = "default"
     scheduling_policy: str = "fcfs"
     actions: tuple[Action, ...] = ()
 
@@ -142,6 +153,7 @@ class _Machine:
             block_size=run.block_size,
             policy=make_policy(run.eviction_policy),
             pin_limits=PinLimits(0.5, 5.0),
+            host=HostTier(run.num_host_blocks) if run.num_host_blocks else None,
         )
         limits = SchedulerLimits(run.max_num_seqs, run.max_num_batched_tokens)
         policy = SCHEDULING_POLICIES[run.scheduling_policy](60.0)
@@ -160,6 +172,9 @@ class _Machine:
                 self._scheduler.finish(_name(action.number), "abort")
             case Shrink():
                 self._shrink(action.num_blocks)
+            case Damage():
+                if action.host_id < self._run.num_host_blocks:
+                    self._runner.damage(action.host_id)
             case ResetCache():
                 self._core.reset()
         audit(self._core)
@@ -220,16 +235,21 @@ class _Machine:
             return
         self.num_steps += 1
         audit(self._core)
+        damaged: frozenset[int] = frozenset()
+        result = StepResult([])
         if step.fault == "fails":
             self._runner.die(plan, (plan.num_rows + 1) // 2)
         else:
-            result = self._runner.run(plan)
+            try:
+                result = self._runner.run(plan)
+            except DamagedBlocksError as damage:
+                damaged = damage.host_ids
         if step.fault == "late":
             self._now_s += _LATE_S
         if step.cancelled is not None:
             self._scheduler.finish(_name(step.cancelled), "abort")
-        if step.fault in ("fails", "lost"):
-            self._scheduler.abandon(step.fault)
+        if step.fault in ("fails", "lost") or damaged:
+            self._scheduler.abandon(step.fault, damaged)
             return
         expected = self._expected(plan)
         for got, wanted, request_id in zip(result.token_ids, *expected, strict=True):

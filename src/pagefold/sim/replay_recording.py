@@ -7,7 +7,6 @@ compared.
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,8 +34,9 @@ __all__ = ["RecordingReport", "replay_recording"]
 
 _ENDS_BY_ITSELF = ("stop", "length", "error")
 _END = -1
+"""No hash is negative. The last token of an output may be any: its KV is not computed, so no block holds it. Numbers
+below it are tokens that nobody knows, since the server was killed before their request ended; no two are equal."""
 _ENDS = frozenset({_END})
-"""No hash is negative. The last token of an output may be any: its KV is not computed, so no block holds it."""
 _NO_LOGPROB = TokenLogprobs(0.0, 1, ())
 
 
@@ -93,6 +93,7 @@ class _Replayer:
         self._cut = {each.number for each in recording.happened if isinstance(each, RecordedCut)}
         self._hits: list[tuple[int, int]] = []
         self._evicted: list[int] = []
+        self._num_unknown = 0
         self._num_preemptions = self._num_asked = self._num_hit = self._num_evictions = 0
         self._core = KVCore(
             settings.num_blocks,
@@ -163,6 +164,9 @@ class _Replayer:
             self._finish(cut)
         if not plan.num_rows:
             pass
+        elif not frozenset(recorded.damaged) <= {load.host_id for load in plan.host_ops.loads}:
+            self._scheduler.abandon("the replay ends here")
+            return f"{where} failed of host blocks {recorded.damaged}; the replay does not load them"
         elif recorded.has_failed:
             self._scheduler.abandon("as recorded", frozenset(recorded.damaged))
         else:
@@ -195,8 +199,7 @@ class _Replayer:
 
     def _request(self, add: RecordedAdd) -> Request:
         """Return a request that will sample what was recorded."""
-        prompt = self._tokens(add.number)[: add.num_prompt_tokens]
-        prompt.extend([0] * (add.num_prompt_tokens - len(prompt)))  # of a recording that was cut off
+        prompt = self._recording.tokens[add.number][: add.num_prompt_tokens]
         sampling = SamplingParams(
             max_tokens=None, ignore_eos=True, prompt_logprobs=0 if add.has_prompt_logprobs else None
         )
@@ -224,20 +227,21 @@ class _Replayer:
     def _ends_by_itself(self, number: int) -> bool:
         return number not in self._cut and self._recording.ended.get(number) in _ENDS_BY_ITSELF
 
-    def _tokens(self, number: int) -> array[int]:
-        return self._recording.tokens.get(number, array("i"))
-
     def _result(self, plan: StepPlan) -> StepResult:
         """Return what the server sampled; seeds are numbers of samples."""
         sampled = []
         for row, seed, draw in zip(plan.sampling_rows, plan.seeds, plan.draws, strict=True):
-            tokens = self._tokens(seed)
-            place = (
-                plan.starts[row] + plan.num_tokens[row]
-            )  # a row that samples has all its tokens, so this is the next
+            tokens = self._recording.tokens[seed]
+            place = plan.starts[row] + plan.num_tokens[row]  # a row that samples has all its tokens: this is the next
             assert draw <= place
             is_last = place == len(tokens) - 1 and self._ends_by_itself(seed)
-            sampled.append(_END if is_last else tokens[place] if place < len(tokens) else 0)
+            if is_last:
+                sampled.append(_END)
+            elif place < len(tokens):
+                sampled.append(tokens[place])
+            else:
+                self._num_unknown += 1
+                sampled.append(_END - self._num_unknown)
         parts = [[_NO_LOGPROB] * len(part.token_ids) for part in plan.prompt_parts]
         return StepResult(sampled, logprobs=[_NO_LOGPROB] * len(plan.logprob_rows), prompt_logprobs=parts)
 

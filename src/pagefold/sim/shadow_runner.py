@@ -2,39 +2,62 @@
 
 The cell of a position depends on its token and on the cell before it, as it lies in the slab: so it stands for the
 namespace and all tokens up to there, as the K and V of a real model do. A sampled token depends on all cells that its
-row reads after every row has written. So a wrong share, a stale block or a copy that was not made ends in a wrong
-token, and :func:`expected_token` says which is right.
+row reads after every row has written. So a wrong share, a stale block or a copy that was not made shows twice: as a
+cell that is not what :func:`cells_of` says, and as a token that is not what :func:`expected_token` says.
+
+It has a host arena too. A block there is stored together with what was stored, as the real arena's are with a checksum.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagefold.steps import StepResult
+from pagefold.steps import DamagedBlocksError, StepResult
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pagefold.kv import BlockId
+    from pagefold.request import Request
     from pagefold.scheduler import Scheduler
     from pagefold.steps import StepPlan
 
-__all__ = ["ShadowRunner", "expected_token"]
+__all__ = ["VOCAB_SIZE", "ShadowRunner", "alone", "cells_of", "expected_token"]
 
-_MASK = (1 << 61) - 1
-_GARBAGE = -2
-_VOCAB_SIZE = 3
+VOCAB_SIZE = 3
 """Few tokens, so that outputs agree by accident, and part again."""
+
+_POISON = -1
+_GARBAGE = -2
+_MASK = (1 << 61) - 1
+
+
+def cells_of(namespace: bytes, token_ids: Sequence[int]) -> list[int]:
+    """Return the cells that ``token_ids`` must have."""
+    cells: list[int] = []
+    cell = _root(namespace)
+    for token_id in token_ids:
+        cell = _next(cell, token_id)
+        cells.append(cell)
+    return cells
 
 
 def expected_token(namespace: bytes, token_ids: Sequence[int], seed: int) -> int:
     """Return the token that follows ``token_ids``, by nothing but their values."""
-    cell = _root(namespace)
-    total = seed
-    for token_id in token_ids:
-        cell = _next(cell, token_id)
-        total = _mix(total, cell)
-    return total % _VOCAB_SIZE
+    return _sampled(cells_of(namespace, token_ids), seed)
+
+
+def alone(request: Request) -> list[int]:
+    """Return what a request generates with no scheduler, no cache and nobody else: output tokens to its end."""
+    num_prompt_tokens = request.num_prompt_tokens
+    token_ids = list(request.token_ids[:num_prompt_tokens])
+    cells = cells_of(request.namespace, token_ids)
+    while len(token_ids) < request.stop.max_total_tokens:
+        token_ids.append(_sampled(cells, request.seed))
+        if token_ids[-1] in request.stop.token_ids:
+            break
+        cells.append(_next(cells[-1], token_ids[-1]))
+    return token_ids[num_prompt_tokens:]
 
 
 class ShadowRunner:
@@ -45,57 +68,114 @@ class ShadowRunner:
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
+        core = scheduler.core
         self._scheduler = scheduler
-        self._size = scheduler.core.block_size
-        self._slab = [[_GARBAGE] * self._size for _ in range(scheduler.core.pool.num_blocks)]
+        self._size = core.block_size
+        self._slab = [[_POISON] * self._size for _ in range(core.pool.num_blocks)]
+        self._arena = [_Stored([_POISON] * self._size) for _ in range(core.host.num_blocks if core.host else 0)]
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Copy, write row by row, then sample."""
-        self._copy(plan)
+        """Store and load, copy, write row by row, then sample.
+
+        Raises:
+            DamagedBlocksError: some loads; all stores and all other loads were made, and nothing after them.
+        """
+        self.move(plan)
+        self.copy(plan)
         at = 0
         for row, (start, num_tokens) in enumerate(zip(plan.starts, plan.num_tokens, strict=True)):
             self._write(plan.block_ids[row], start, plan.token_ids[at : at + num_tokens], row)
             at += num_tokens
-        sampled = []
-        for row, seed in zip(plan.sampling_rows, plan.seeds, strict=True):
-            total = seed
-            for position in range(plan.starts[row] + plan.num_tokens[row]):
-                total = _mix(total, self._cell(plan.block_ids[row], position))
-            sampled.append(total % _VOCAB_SIZE)
-        return StepResult(sampled)
+        return StepResult(
+            [
+                _sampled(self.read(plan.block_ids[row], plan.starts[row] + plan.num_tokens[row]), seed)
+                for row, seed in zip(plan.sampling_rows, plan.seeds, strict=True)
+            ]
+        )
 
-    def die(self, plan: StepPlan, num_rows: int) -> None:
-        """Leave what a step that died may leave: garbage wherever its first ``num_rows`` rows write, and in copies."""
-        if num_rows:
-            for copy in plan.copies:
-                self._slab[copy.dst] = [_GARBAGE] * self._size
+    def move(self, plan: StepPlan) -> None:
+        """Make the stores and loads.
+
+        Raises:
+            DamagedBlocksError: as ``run`` does.
+        """
+        for store in plan.host_ops.stores:
+            self._arena[store.host_id] = _Stored(self._slab[store.block_id])
+        damaged = set()
+        for load in plan.host_ops.loads:
+            stored = self._arena[load.host_id]
+            self._slab[load.block_id] = list(stored.cells)
+            if stored.is_damaged:
+                damaged.add(load.host_id)
+        if damaged:
+            raise DamagedBlocksError(frozenset(damaged))
+
+    def copy(self, plan: StepPlan) -> None:
+        """Make the copies; no block is read by one and written by another, so their order does not matter."""
+        written = [copy.dst for copy in plan.copies]
+        assert len(set(written)) == len(written), "two copies into one block"
+        assert not {copy.src for copy in plan.copies} & set(written), "a copy leans on a copy"
+        for copy in plan.copies:
+            self._slab[copy.dst] = list(self._slab[copy.src])
+
+    def spoil(self, plan: StepPlan, num_rows: int) -> None:
+        """Leave what a step that died may leave: anything, wherever its first ``num_rows`` rows write."""
         rows = list(zip(plan.block_ids, plan.starts, plan.num_tokens, strict=True))
         for block_ids, start, num_tokens in rows[:num_rows]:
             for position in range(start, start + num_tokens):
                 self._slab[block_ids[position // self._size]][position % self._size] = _GARBAGE
 
-    def _copy(self, plan: StepPlan) -> None:
-        for copy in plan.copies:
-            self._slab[copy.dst] = list(self._slab[copy.src])
+    def die(self, plan: StepPlan, num_rows: int) -> None:
+        """Die in the middle: of what was to be moved and copied nothing is sure, and of the rows some were written."""
+        for block_id in [load.block_id for load in plan.host_ops.loads] + [copy.dst for copy in plan.copies]:
+            self._slab[block_id] = [_GARBAGE] * self._size
+        self.spoil(plan, num_rows)
+
+    def damage(self, host_id: int) -> None:
+        """Let bits turn in a block of the arena."""
+        self._arena[host_id].cells[0] += 1
+
+    def poison(self, block_id: int, begin: int = 0) -> None:
+        """Make cells [begin, block_size) of a block mean nothing."""
+        self._slab[block_id][begin:] = [_POISON] * (self._size - begin)
+
+    def read(self, block_ids: list[BlockId], num_tokens: int) -> list[int]:
+        """Return cells [0, num_tokens) of a table."""
+        num_blocks = -(-num_tokens // self._size)
+        return [cell for block_id in block_ids[:num_blocks] for cell in self._slab[block_id]][:num_tokens]
 
     def _write(self, block_ids: list[BlockId], start: int, token_ids: Sequence[int], row: int) -> None:
-        before = self._cell(block_ids, start - 1) if start else _root(self._scheduler.running[row].namespace)
+        if start:
+            before = self._slab[block_ids[(start - 1) // self._size]][(start - 1) % self._size]
+        else:
+            before = _root(self._scheduler.running[row].namespace)
         for position, token_id in enumerate(token_ids, start):
             before = _next(before, token_id)
             self._slab[block_ids[position // self._size]][position % self._size] = before
 
-    def _cell(self, block_ids: list[BlockId], position: int) -> int:
-        return self._slab[block_ids[position // self._size]][position % self._size]
+
+class _Stored:
+    """A block of the arena, and what was stored into it."""
+
+    __slots__ = ("_cells_then", "cells")
+
+    def __init__(self, cells: list[int]) -> None:
+        self.cells = list(cells)
+        self._cells_then = tuple(cells)
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether it is no more what was stored."""
+        return tuple(self.cells) != self._cells_then
 
 
 def _root(namespace: bytes) -> int:
     return int.from_bytes(namespace, "little") + 1
 
 
-def _next(cell: int, token_id: int) -> int:
-    return (cell * 0x9E3779B97F4A7C15 + token_id * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & _MASK
+def _next(before: int, token_id: int) -> int:
+    return hash((before, token_id)) & _MASK
 
 
-def _mix(total: int, cell: int) -> int:
-    mixed = ((total ^ cell) * 0xD6E8FEB86659FD93) & _MASK
-    return mixed ^ (mixed >> 29)
+def _sampled(cells: Sequence[int], seed: int) -> int:
+    return (hash((tuple(cells), seed)) & _MASK) % VOCAB_SIZE

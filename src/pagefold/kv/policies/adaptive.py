@@ -157,7 +157,8 @@ class Adaptive:
         room = max(self._room or self._num_nodes, len(path))
         for each in self._candidates:
             each.real.on_release(tail, facts)
-            each.found += each.ghost.use(path, facts, room)
+            num_found = each.ghost.use(path, facts, room)
+            each.found += 0 if facts.is_repeat else num_found
         best = max(self._candidates, key=lambda each: each.found)
         if best.found > _BETTER * self._leader.found:
             self._leader = best

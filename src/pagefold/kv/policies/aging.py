@@ -14,11 +14,14 @@ from pagefold.kv.ordered import OrderedNodes
 from pagefold.kv.policies.ages import AGE_STARTS, NUM_AGES, age_range
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from pagefold.kv.tree import Node
 
 __all__ = ["AgingNodes", "Ranks"]
+
+_MOST_MOVES = 64
+"""Nodes that grow older at one call: who calls at every use is hardly ever behind, and never waits long."""
 
 Ranks = dict[int, list[float]]
 """Of each class, the rank of each range of ages: the smallest goes first."""
@@ -39,7 +42,8 @@ class AgingNodes:
         self._cells: dict[int, OrderedNodes] = {}  # class * NUM_AGES + range of ages
         self._by_rank: list[tuple[float, int]] = []  # (rank, cell), of all cells that hold anything, and some more
         self._is_ranked: set[int] = set()
-        self._due: list[tuple[int, int]] = []  # (when its oldest node grows out of it, cell)
+        self._due: list[tuple[int, int]] = []  # (when its oldest node may grow out of it, cell)
+        self._due_at: dict[int, int] = {}  # cell -> of its one valid entry there
 
     def __len__(self) -> int:
         return len(self._cell_of)
@@ -60,7 +64,7 @@ class AgingNodes:
 
     def first(self, now: int) -> Node | None:
         """Return the node of the smallest rank, the least recently used one of its cell, then the deepest."""
-        self._grow(now)
+        self.grow(now)
         while self._by_rank:
             cell = self._by_rank[0][1]
             node = self._cells[cell].first()
@@ -70,27 +74,59 @@ class AgingNodes:
             self._is_ranked.remove(cell)
         return None
 
-    def rank_again(self, ranks: Ranks, class_of: Callable[[Node], int], now: int) -> None:
-        """Order all nodes by other ranks, and by the classes that they have now."""
-        self._grow(now)
+    def rank_again(self, ranks: Ranks) -> None:
+        """Order the cells by other ranks: no node moves."""
         self._ranks = ranks
-        for node, known in list(self._class_of.items()):
-            class_index = class_of(node)
-            if class_index != known:  # others stay in their cells, whose ranks change
-                self._cells[self._cell_of[node]].remove(node)
-                self._class_of[node] = class_index
-                self._put(node, class_index, self._used_at[node], now)
         self._cells = {cell: nodes for cell, nodes in self._cells.items() if len(nodes)}
         self._by_rank = [(ranks[cell // NUM_AGES][cell % NUM_AGES], cell) for cell in self._cells]
         self._is_ranked = set(self._cells)
-        self._due = []
-        for cell, nodes in self._cells.items():
-            oldest = nodes.first_key()
-            assert oldest is not None, "an empty cell was left out"
-            if cell % NUM_AGES + 1 < NUM_AGES:
-                self._due.append((int(oldest[0]) + AGE_STARTS[cell % NUM_AGES + 1], cell))
         heapify(self._by_rank)
-        heapify(self._due)
+
+    def classes(self) -> set[int]:
+        """Return the classes that have nodes."""
+        return {cell // NUM_AGES for cell, nodes in self._cells.items() if len(nodes)}
+
+    def classify(self, nodes: Iterable[Node], class_of: Callable[[Node], int], now: int) -> int:
+        """Give those of some nodes that are in the set the classes that they have now. Return how many moved."""
+        num_moved = 0
+        for node in nodes:
+            known = self._class_of.get(node)
+            if known is None:
+                continue
+            class_index = class_of(node)
+            if class_index != known:
+                self._cells[self._cell_of[node]].remove(node)
+                self._class_of[node] = class_index
+                self._put(node, class_index, self._used_at[node], now)
+                num_moved += 1
+        return num_moved
+
+    def grow(self, now: int) -> None:
+        """Move what has grown out of its cell to the next one: so many nodes at most, the rest when asked again."""
+        num_left = _MOST_MOVES
+        while self._due and self._due[0][0] <= now and num_left:
+            at, cell = heappop(self._due)
+            if self._due_at.get(cell) != at:
+                continue
+            del self._due_at[cell]
+            nodes = self._cells.get(cell)
+            if nodes is None:
+                continue
+            until = AGE_STARTS[cell % NUM_AGES + 1]
+            node = nodes.first()
+            while node is not None and self._used_at[node] + until <= now and num_left:
+                nodes.remove(node)
+                self._put(node, self._class_of[node], self._used_at[node], now)
+                node = nodes.first()
+                num_left -= 1
+            if node is not None:
+                self._wait(cell, self._used_at[node] + until)
+
+    def _wait(self, cell: int, at: int) -> None:
+        """Look at ``cell`` at that time, if not sooner."""
+        if at < self._due_at.get(cell, at + 1):
+            self._due_at[cell] = at
+            heappush(self._due, (at, cell))
 
     def _put(self, node: Node, class_index: int, used_at: int, now: int) -> None:
         age = age_range(now - used_at)
@@ -98,25 +134,10 @@ class AgingNodes:
         nodes = self._cells.get(cell)
         if nodes is None:
             nodes = self._cells[cell] = OrderedNodes()
-        oldest = nodes.first_key()
         nodes.add(node, (used_at, -node.depth))
         self._cell_of[node] = cell
-        if age + 1 < NUM_AGES and (oldest is None or used_at < oldest[0]):
-            heappush(self._due, (used_at + AGE_STARTS[age + 1], cell))
+        if age + 1 < NUM_AGES:
+            self._wait(cell, used_at + AGE_STARTS[age + 1])
         if cell not in self._is_ranked:
             self._is_ranked.add(cell)
             heappush(self._by_rank, (self._ranks[class_index][age], cell))
-
-    def _grow(self, now: int) -> None:
-        """Move what has grown out of its cell to the next one."""
-        while self._due and self._due[0][0] <= now:
-            cell = heappop(self._due)[1]
-            nodes = self._cells[cell]
-            until = AGE_STARTS[cell % NUM_AGES + 1]
-            node = nodes.first()
-            while node is not None and self._used_at[node] + until <= now:
-                nodes.remove(node)
-                self._put(node, self._class_of[node], self._used_at[node], now)
-                node = nodes.first()
-            if node is not None:
-                heappush(self._due, (self._used_at[node] + until, cell))

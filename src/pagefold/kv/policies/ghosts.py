@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Generic, TypeVar
 
 __all__ = ["Ghosts"]
@@ -22,7 +23,7 @@ class Ghosts(Generic[T]):
     def __init__(self, per_node: float, least: int = _LEAST) -> None:
         self._per_node = per_node
         self._least = least
-        self._values: dict[int, T] = {}
+        self._values: OrderedDict[int, T] = OrderedDict()  # a dict looks for its first entry behind all that have left
 
     def __len__(self) -> int:
         return len(self._values)
@@ -34,7 +35,7 @@ class Ghosts(Generic[T]):
         values[path_hash] = value
         most = max(self._least, int(self._per_node * num_nodes))
         for _ in range(min(2, len(values) - most)):  # two at a time, so that it shrinks when the cache did
-            del values[next(iter(values))]
+            values.popitem(last=False)
 
     def recall(self, path_hash: int) -> T | None:
         """Return what is remembered of a block that came back, and forget it; None for nothing."""

@@ -11,11 +11,10 @@ NSDI 2020 (learn from a window of past requests, evicted objects included); LHD 
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pagefold.kv.policies.ages import AGE_STARTS, age_range
+from pagefold.kv.policies.ages import AGE_STARTS, NUM_AGES, age_range
 from pagefold.kv.policies.aging import AgingNodes
 from pagefold.kv.policies.ghosts import Ghosts
 from pagefold.kv.policies.recency import RecencyShadow
@@ -23,10 +22,9 @@ from pagefold.kv.policies.reuse_model import Kind, ReuseModel
 from pagefold.kv.tree import TOKEN_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from pagefold.kv.eviction import RequestFacts
-    from pagefold.kv.policies.aging import Ranks
     from pagefold.kv.tree import Node
 
 __all__ = ["Accuracy", "Learned"]
@@ -35,7 +33,11 @@ _GHOSTS_PER_NODE = 4.0
 _LEAST_GHOSTS = 1 << 16
 _MOST_USES_KEPT = 1 << 16
 _FIRST_FIT = 32
-_FIT_EVERY = 256
+_FIT_EVERY = 128
+_IDLE_PER_USE = 64
+_LEARN_US = 1500
+_PIECE = 256
+_WORTH_US, _RANK_US, _MOVE_US = 150, 1500, 10
 _MOST_TURNS = 6
 _LEAST_LENGTH, _MOST_LENGTH = 4, 17
 _MANY_CHILDREN = 3
@@ -45,6 +47,7 @@ _JUDGE_EVERY = 512
 _BASE_IS_BETTER = 0.98
 _FADE = 0.75
 _MOST_PATIENCE = 16
+_OLDEST_FIRST = [-float(start) for start in AGE_STARTS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +125,12 @@ class Learned:
         self._model = ReuseModel()
         self._seen: dict[Node, _Seen] = {}
         self._ghosts: Ghosts[_Seen] = Ghosts(_GHOSTS_PER_NODE, _LEAST_GHOSTS)
-        self._uses: deque[_Use] = deque()
+        self._uses: list[_Use] = []
         self._now = 0
         self._next_fit = _FIRST_FIT
-        self._idle = AgingNodes(self._model.ranks())
+        self._learning: Iterator[int] | None = None
+        self._ranks = self._model.ranks()
+        self._idle = AgingNodes(self._ranks)
         self._recency = RecencyShadow()
         self._num_blocks_used = 0
         self._num_hits = self._num_base_hits = self._num_evicted = self._num_regretted = 0
@@ -145,9 +150,6 @@ class Learned:
         seen = self._ghosts.recall(node.path_hash)
         if seen is None:
             seen = _Seen()
-            parent = None if node.parent is None else self._seen.get(node.parent)
-            if parent is not None:
-                parent.num_children += 1
         else:
             seen.was_missed = True
             self._num_regretted += 1
@@ -156,26 +158,33 @@ class Learned:
     def on_hit(self, path: list[Node]) -> None:
         """Nothing to do: ``on_release`` sees all of the path."""
 
-    def on_release(self, tail: Node, facts: RequestFacts) -> None:  # noqa: ARG002 - all requests teach the same
-        """Learn when the blocks of the path were used last, and what kind of use this one was."""
+    def on_release(self, tail: Node, facts: RequestFacts) -> None:
+        """Learn when the blocks of the path were used last, and what kind of use this one was.
+
+        What is let go of again teaches nothing: nobody came back. Its blocks are as fresh as any.
+        """
         path = []
         node = tail
         while node.parent is not None:
             path.append(node)
             node = node.parent
         path.reverse()
-        self._now += 1
         seen = [self._seen[node] for node in path]
         num_known = 0
         while num_known < len(seen) and seen[num_known].use is not None:
             num_known += 1
+        if facts.is_repeat:
+            self._use_again(path, seen, num_known)
+            return
+        self._now += 1
+        for parent in seen[max(num_known, 1) - 1 : -1]:
+            parent.num_children += 1
         turns = _turns(seen[num_known - 1], num_known - 1) if num_known else 1
         self._settle(seen)
         self._use(path, seen, num_known, turns)
         self._num_blocks_used += len(path)
-        self._forget()
-        if self._now >= self._next_fit:
-            self._fit()
+        self._idle.grow(self._now)
+        self._learn()
         if self._now >= self._judge_at:
             self._judge()
 
@@ -211,6 +220,7 @@ class Learned:
     def _settle(self, seen: list[_Seen]) -> None:
         """Close the last uses of the blocks of a path that was just used again."""
         room = len(self._seen)
+        is_base_hit: dict[int, bool] = {}
         for each in seen:
             use = each.use
             if use is None:
@@ -219,16 +229,29 @@ class Learned:
             if not each.was_missed:
                 self._num_hits += 1
                 self._lately += 1
-            if self._recency.num_newer(use.tick) < room:
+            if use.tick not in is_base_hit:
+                is_base_hit[use.tick] = self._recency.num_newer(use.tick) < room
+            if is_base_hit[use.tick]:
                 self._num_base_hits += 1
                 self._base_lately += 1
+        self._close(seen)
+
+    def _close(self, seen: list[_Seen]) -> None:
         for each in seen:
             if each.use is not None:
                 each.use.num_blocks -= 1
                 self._recency.take(each.use.tick)
 
-    def _use(self, path: list[Node], seen: list[_Seen], num_known: int, turns: int) -> None:
-        """Open a use for each kind of block on a path."""
+    def _use_again(self, path: list[Node], seen: list[_Seen], num_known: int) -> None:
+        """Let the last use of the blocks of a path go on until now; blocks that are new are of the same turn."""
+        before = seen[num_known - 1].use if num_known else None
+        turns = 1 if before is None else before.turns
+        kinds = [each.use.kind for each in seen[:num_known] if each.use is not None]
+        self._close(seen)
+        self._use(path, seen, num_known, turns, kinds)
+
+    def _use(self, path: list[Node], seen: list[_Seen], num_known: int, turns: int, kinds: Sequence[Kind] = ()) -> None:
+        """Open a use for each kind of block on a path; the first blocks may have kinds that stay."""
         num_new = len(path) - num_known
         new_tokens = num_new * (len(path[0].key) // TOKEN_BYTES)
         new_length = max(_LEAST_LENGTH, min(_MOST_LENGTH, new_tokens.bit_length() - 1))
@@ -236,10 +259,12 @@ class Learned:
         num_reused = _num_reused(path)
         uses: dict[Kind, _Use] = {}
         for depth, each in enumerate(seen):
-            each.num_uses += 1
+            each.num_uses += depth >= len(kinds)
             each.was_missed = False
             hint = 0 if num_reused is None else 1 if depth < num_reused else 2
-            if each.num_uses > turns + 1:
+            if depth < len(kinds):
+                kind = kinds[depth]
+            elif each.num_uses > turns + 1:
                 kind = Kind(each.num_uses.bit_length(), 0, _NO_LENGTH, False, False, 0, hint)  # noqa: FBT003
             else:
                 kind = Kind(
@@ -259,18 +284,62 @@ class Learned:
             each.use = use
         self._recency.add(self._now, len(path))
 
-    def _forget(self) -> None:
-        while len(self._uses) > _MOST_USES_KEPT:
-            use = self._uses.popleft()
-            if use.num_blocks:
-                self._model.lose(use.kind, age_range(self._now - use.tick), use.num_blocks)
+    def _learn(self) -> None:
+        """Go on with what was begun to be learned, or begin anew when it is time: a little at each use."""
+        if self._learning is None:
+            if self._now < self._next_fit:
+                return
+            self._next_fit = min(2 * self._now, self._now + max(_FIT_EVERY, len(self._idle) // _IDLE_PER_USE))
+            self._learning = self._lesson()
+        room_us = _LEARN_US
+        while room_us > 0:
+            took_us = next(self._learning, None)
+            if took_us is None:
+                self._learning = None
+                return
+            room_us -= took_us
 
-    def _fit(self) -> None:
-        self._next_fit = min(2 * self._now, self._now + _FIT_EVERY)
-        self._uses = deque(use for use in self._uses if use.num_blocks)
-        waiting = [(use.kind, age_range(self._now - use.tick), use.num_blocks) for use in self._uses]
-        self._model.fit(waiting, self._num_blocks_used / self._now)
-        self._idle.rank_again(self._ranks(), self._class_of, self._now)
+    def _lesson(self) -> Iterator[int]:
+        """Fit the model to all uses, then give idle nodes the ranks and classes that follow; yield about microseconds.
+
+        Uses that come meanwhile are for the next lesson. No piece takes long, however much there is.
+        """
+        waiting: dict[Kind, list[float]] = {}
+        yield from self._look_at_uses(waiting)
+        yield from self._model.fit(waiting, self._num_blocks_used / self._now)
+        ranks = self._model.ranks()
+        for class_index in self._idle.classes():
+            assert ranks[class_index], "made when it is asked for first"
+            yield _WORTH_US
+        self._ranks = ranks
+        if not self._is_base:
+            self._idle.rank_again(ranks)
+        yield _RANK_US
+        nodes = list(self._idle)
+        for start in range(0, len(nodes), _PIECE):
+            num_moved = self._idle.classify(nodes[start : start + _PIECE], self._class_of, self._now)
+            yield _PIECE + _MOVE_US * num_moved
+
+    def _look_at_uses(self, waiting: dict[Kind, list[float]]) -> Iterator[int]:
+        """Count the uses that nothing has become of yet; forget the others, and the oldest of too many."""
+        uses, self._uses = self._uses, []
+        kept: list[_Use] = []
+        num_forgotten = len(uses) - _MOST_USES_KEPT
+        for start in range(0, len(uses), _PIECE):
+            for index, use in enumerate(uses[start : start + _PIECE], start):
+                if not use.num_blocks:
+                    continue
+                age = age_range(self._now - use.tick)
+                if index < num_forgotten:
+                    self._model.lose(use.kind, age, use.num_blocks)
+                    continue
+                kept.append(use)
+                by_age = waiting.get(use.kind)
+                if by_age is None:
+                    by_age = waiting[use.kind] = [0.0] * NUM_AGES
+                by_age[age] += use.num_blocks
+            yield _PIECE
+        self._uses = kept + self._uses
 
     def _judge(self) -> None:
         """Change over to LRU if it found more lately, and back after a while, longer each time that was in vain."""
@@ -287,16 +356,18 @@ class Learned:
             self._base_lately *= _FADE
             self._judge_at = self._now + _JUDGE_EVERY
             return
-        self._idle.rank_again(self._ranks(), self._class_of, self._now)
-
-    def _ranks(self) -> Ranks:
-        return {0: [-float(start) for start in AGE_STARTS]} if self._is_base else self._model.ranks()
+        self._idle.rank_again(_RecencyRanks() if self._is_base else self._ranks)
 
     def _class_of(self, node: Node) -> int:
         use = self._seen[node].use
-        if self._is_base or use is None:
-            return 0
-        return self._model.class_of(use.kind)
+        return 0 if use is None else self._model.class_of(use.kind)
+
+
+class _RecencyRanks(dict[int, list[float]]):
+    """Ranks of LRU: whatever the class, the oldest first."""
+
+    def __missing__(self, class_index: int) -> list[float]:
+        return _OLDEST_FIRST
 
 
 def _turns(last_known: _Seen, depth: int) -> int:

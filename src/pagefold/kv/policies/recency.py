@@ -2,8 +2,8 @@
 
 LRU with room for ``n`` blocks holds a block exactly if fewer than ``n`` others were used since its last use: its stack
 distance (R. L. Mattson et al., "Evaluation techniques for storage hierarchies", IBM Systems Journal 1970, section 4).
-Counted by a tree of sums over time (P. M. Fenwick, "A new data structure for cumulative frequency tables", 1994):
-O(log n).
+Counted by spans of times: a sum over whole spans and over one span's times. What is too old is dropped a span at a
+time, so that no use ever waits for a tree that is built anew.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 __all__ = ["RecencyShadow"]
 
 _WINDOW = 1 << 15
+_SPAN = 256
+"""Times a span: about as many as there are spans, so that both sums are short."""
 
 
 class RecencyShadow:
@@ -21,45 +23,34 @@ class RecencyShadow:
     """
 
     def __init__(self, window: int = _WINDOW) -> None:
-        self._window = window
-        self._counts: dict[int, int] = {}  # time -> blocks that were used last then
-        self._first = 0  # of the times in the tree
-        self._sums = [0] * (2 * window + 1)
-        self._total = 0
+        self._most_spans = window // _SPAN + 2
+        self._first = 0  # number of the first span that is kept
+        self._counts: list[list[int]] = []  # of each span, by time: blocks that were used last then
+        self._sums: list[int] = []  # of each span
 
     def add(self, tick: int, num_blocks: int) -> None:
         """Count blocks that were used now; times do not go back."""
-        if tick - self._first >= 2 * self._window:
-            self._rebuild(tick - self._window)
-        self._counts[tick] = self._counts.get(tick, 0) + num_blocks
-        self._change(tick, num_blocks)
+        span, offset = divmod(tick, _SPAN)
+        while span - self._first >= len(self._sums):
+            self._counts.append([0] * _SPAN)
+            self._sums.append(0)
+            if len(self._sums) > self._most_spans:
+                del self._counts[0], self._sums[0]
+                self._first += 1
+        self._counts[span - self._first][offset] += num_blocks
+        self._sums[span - self._first] += num_blocks
 
     def take(self, tick: int) -> None:
         """Count one block less: it was used again since."""
-        if tick >= self._first:
-            self._counts[tick] -= 1
-            self._change(tick, -1)
+        span, offset = divmod(tick, _SPAN)
+        if span >= self._first:
+            self._counts[span - self._first][offset] -= 1
+            self._sums[span - self._first] -= 1
 
     def num_newer(self, tick: int) -> int:
         """Return how many blocks were used later than at that time."""
-        index = tick - self._first + 1
-        older = 0
-        while index > 0:
-            older += self._sums[index]
-            index &= index - 1
-        return self._total - older
-
-    def _change(self, tick: int, by: int) -> None:
-        self._total += by
-        index = tick - self._first + 1
-        while index < len(self._sums):
-            self._sums[index] += by
-            index += index & -index
-
-    def _rebuild(self, first: int) -> None:
-        counts = {tick: count for tick, count in self._counts.items() if tick >= first and count}
-        self._counts, self._first, self._total = {}, first, 0
-        self._sums = [0] * (2 * self._window + 1)
-        for tick, count in counts.items():
-            self._counts[tick] = count
-            self._change(tick, count)
+        span, offset = divmod(tick, _SPAN)
+        if span < self._first:
+            return sum(self._sums)
+        index = span - self._first
+        return sum(self._sums[index + 1 :]) + sum(self._counts[index][offset + 1 :])

@@ -18,13 +18,15 @@ Three steps, each from a paper or a textbook:
 
 from __future__ import annotations
 
+from itertools import accumulate
 from math import log2
+from operator import add, mul
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagefold.kv.policies.ages import NUM_AGES, RANGE_LENGTHS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterator
 
     from pagefold.kv.policies.aging import Ranks
 
@@ -58,7 +60,7 @@ _MOST_LEVEL = 12
 NUM_LEVELS = 2 * _MOST_LEVEL + 1
 """Classes of a group: kinds of about the same factor."""
 
-_GROUP_STRENGTH = 4
+_GROUP_STRENGTH = 16
 _FACTOR_STRENGTH = 40
 """How many uses a belief counts as much as."""
 
@@ -71,9 +73,12 @@ _TAIL = 0.2
 _MEAN_LENGTH = 11
 _MEAN_TURNS = 2
 _ROUNDS = 3
-_FORGET = 0.98
+_FORGET = 0.99
 _MOST_HAZARD = 0.9
 _HINTS = (1.0, 2.0, 0.3)
+
+_RISK_US, _EXPECTED_US = 20, 8
+_NONE = [0.0] * NUM_AGES
 
 
 class _Counts:
@@ -84,6 +89,11 @@ class _Counts:
     def __init__(self) -> None:
         self.hits = [0.0] * NUM_AGES
         self.lost = [0.0] * NUM_AGES
+
+    def fade(self) -> None:
+        """Count the past a little less, in new lists."""
+        self.hits = [_FORGET * value for value in self.hits]
+        self.lost = [_FORGET * value for value in self.lost]
 
 
 class _Risk(NamedTuple):
@@ -113,7 +123,7 @@ class ReuseModel:
 
     def __init__(self) -> None:
         self._counts: dict[Kind, _Counts] = {}
-        self._factors: dict[Kind, float] = {}
+        self._classes: dict[Kind, int] = {}
         self._base: list[list[float]] = [[_BELIEF_HAZARD] * NUM_AGES] * 2
 
     def hit(self, kind: Kind, age: int, num_blocks: int) -> None:
@@ -126,58 +136,49 @@ class ReuseModel:
 
     def class_of(self, kind: Kind) -> int:
         """Return the class of ``kind``, one of ``2 * NUM_LEVELS``."""
-        factor = self._factors.get(kind)
-        if factor is None:
-            factor = self._factors[kind] = _belief(kind)
-        level = max(-_MOST_LEVEL, min(_MOST_LEVEL, round(_LEVELS_PER_OCTAVE * log2(factor))))
-        return (kind.shared > 0) * NUM_LEVELS + level + _MOST_LEVEL
+        known = self._classes.get(kind)
+        if known is None:
+            known = self._classes[kind] = _class_of(kind, _belief(kind))
+        return known
 
     def ranks(self) -> Ranks:
         """Return the worth of every class at every age, by what is known now; each is computed when it is asked for."""
         return _Worths(self._base)
 
-    def fit(self, waiting: Iterable[tuple[Kind, int, int]], blocks_per_use: float) -> None:
-        """Estimate hazards and factors anew.
+    def fit(self, waiting: dict[Kind, list[float]], blocks_per_use: float) -> Iterator[int]:
+        """Estimate hazards and factors anew, piece by piece: each yields what it took, in about microseconds.
 
         Args:
-            waiting: uses that nothing has become of yet: kind, range of ages, blocks.
+            waiting: blocks of uses that nothing has become of yet: by kind, then by range of ages.
             blocks_per_use: how many blocks a use has, on average: what beliefs are weighed in.
         """
-        risks = self._risks(waiting)
-        every = _sum(risks.values())
+        risks: dict[Kind, _Risk] = {}
+        sums = (_no_risk(), _no_risk())
+        for kind in dict.fromkeys((*self._counts, *waiting)):
+            counts = self._counts_of(kind)
+            risks[kind] = risk = _risk(counts, waiting.get(kind, _NONE))
+            _add(sums[kind.shared > 0], risk)
+            counts.fade()
+            yield _RISK_US
+        every = _no_risk()
+        for its in sums:
+            _add(every, its)
         everywhere = _hazards(every, [_BELIEF_HAZARD] * NUM_AGES, _GROUP_STRENGTH * blocks_per_use)
-        for group in range(2):
+        for group, its in enumerate(sums):
+            self._base[group] = base = _hazards(its, everywhere, _GROUP_STRENGTH * blocks_per_use)
             members = {kind: risk for kind, risk in risks.items() if (kind.shared > 0) == group}
-            base = _hazards(_sum(members.values()), everywhere, _GROUP_STRENGTH * blocks_per_use)
-            self._base[group] = base
-            self._factors.update(_fit_factors(members, base, _FACTOR_STRENGTH * blocks_per_use))
-        for counts in self._counts.values():
-            counts.hits = [_FORGET * value for value in counts.hits]
-            counts.lost = [_FORGET * value for value in counts.lost]
-
-    def _risks(self, waiting: Iterable[tuple[Kind, int, int]]) -> dict[Kind, _Risk]:
-        ended: dict[Kind, list[float]] = {kind: list(counts.lost) for kind, counts in self._counts.items()}
-        for kind, age, num_blocks in waiting:
-            if kind not in ended:
-                ended[kind] = [0.0] * NUM_AGES
-            ended[kind][age] += num_blocks
-        risks = {}
-        for kind, lost in ended.items():
-            counts = self._counts.get(kind)
-            hits = counts.hits if counts is not None else [0.0] * NUM_AGES
-            at_risk = [0.0] * NUM_AGES
-            older = 0.0
-            for age in reversed(range(NUM_AGES)):
-                at_risk[age] = older + hits[age] + lost[age] / 2
-                older += hits[age] + lost[age]
-            risks[kind] = _Risk(hits, at_risk)
-        return risks
+            yield from _fit_factors(members, base, _FACTOR_STRENGTH * blocks_per_use, self._classes)
 
     def _counts_of(self, kind: Kind) -> _Counts:
         counts = self._counts.get(kind)
         if counts is None:
             counts = self._counts[kind] = _Counts()
         return counts
+
+
+def _class_of(kind: Kind, factor: float) -> int:
+    level = max(-_MOST_LEVEL, min(_MOST_LEVEL, round(_LEVELS_PER_OCTAVE * log2(factor))))
+    return (kind.shared > 0) * NUM_LEVELS + level + _MOST_LEVEL
 
 
 def _belief(kind: Kind) -> float:
@@ -203,14 +204,20 @@ def _believed(feature: int, value: int) -> float:
     return 1.0
 
 
-def _sum(risks: Iterable[_Risk]) -> _Risk:
-    hits = [0.0] * NUM_AGES
-    at_risk = [0.0] * NUM_AGES
-    for risk in risks:
-        for age in range(NUM_AGES):
-            hits[age] += risk.hits[age]
-            at_risk[age] += risk.at_risk[age]
-    return _Risk(hits, at_risk)
+def _risk(counts: _Counts, waiting: list[float]) -> _Risk:
+    ended = list(map(add, counts.lost, waiting))
+    reached = accumulate(reversed(list(map(add, counts.hits, ended))))
+    at_risk = [num - half / 2 for num, half in zip(reversed(list(reached)), ended, strict=True)]
+    return _Risk(counts.hits, at_risk)
+
+
+def _no_risk() -> _Risk:
+    return _Risk([0.0] * NUM_AGES, [0.0] * NUM_AGES)
+
+
+def _add(total: _Risk, risk: _Risk) -> None:
+    total.hits[:] = map(add, total.hits, risk.hits)
+    total.at_risk[:] = map(add, total.at_risk, risk.at_risk)
 
 
 def _hazards(risk: _Risk, belief: list[float], strength: float) -> list[float]:
@@ -220,14 +227,17 @@ def _hazards(risk: _Risk, belief: list[float], strength: float) -> list[float]:
     ]
 
 
-def _fit_factors(risks: dict[Kind, _Risk], base: list[float], strength: float) -> dict[Kind, float]:
-    """Return the product of factors of each kind, such that of each feature's value hits are as many as expected."""
+def _fit_factors(
+    risks: dict[Kind, _Risk], base: list[float], strength: float, classes: dict[Kind, int]
+) -> Iterator[int]:
+    """Put the class of each kind into ``classes``, by factors such that each feature's value has the hits expected.
+
+    Yields as :meth:`ReuseModel.fit` does.
+    """
     hits = {kind: sum(risk.hits) for kind, risk in risks.items()}
-    expected = {
-        kind: sum(at_risk * hazard for at_risk, hazard in zip(risk.at_risk, base, strict=True))
-        for kind, risk in risks.items()
-    }
+    expected = {kind: sum(map(mul, risk.at_risk, base)) for kind, risk in risks.items()}
     product = {kind: _belief(kind) for kind in risks}
+    yield _EXPECTED_US * len(risks)
     num_features = len(Kind._fields)
     factors: list[dict[int, float]] = [
         {kind[feature]: _believed(feature, kind[feature]) for kind in risks} for feature in range(num_features)
@@ -248,16 +258,22 @@ def _fit_factors(risks: dict[Kind, _Risk], base: list[float], strength: float) -
             for kind in risks:
                 product[kind] *= changed[kind[feature]] / values[kind[feature]]
             factors[feature] = changed
-    return product
+            yield len(risks)
+    for kind, factor in product.items():
+        classes[kind] = _class_of(kind, factor)
 
 
 def _worth(base: list[float], factor: float) -> list[float]:
     """Return, for each range of ages, the most hits per time that keeping a block from then on can find."""
     hazards = [min(_MOST_HAZARD, factor * hazard) for hazard in base]
+    densities = [hazard / (length * (1 - hazard / 2)) for hazard, length in zip(hazards, RANGE_LENGTHS, strict=True)]
+    densest = list(accumulate(reversed(densities), max))[::-1]  # from each age on: no ratio can grow beyond it
     worth = []
     for start in range(NUM_AGES):
         alive, hits, time, best = 1.0, 0.0, 0.0, 0.0
         for age in range(start, NUM_AGES):
+            if densest[age] <= best:
+                break
             length = RANGE_LENGTHS[age] / 2 if age == start else RANGE_LENGTHS[age]
             hit = alive * hazards[age]
             time += length * (alive - hit / 2)

@@ -10,10 +10,11 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from itertools import accumulate
 from random import Random
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from pagefold.errors import ConfigError
-from pagefold.sim.traces.request import MAX_TOKENS, Trace
+from pagefold.sim.size_limits import MAX_REQUESTS, MAX_TOKENS, MAX_WORKLOAD_TOKENS
+from pagefold.sim.traces.request import Trace
 from pagefold.sim.traces.segments import GeneratedRequest, Segment, as_trace
 
 if TYPE_CHECKING:
@@ -33,6 +34,19 @@ __all__ = [
 ]
 
 _SEED_BITS = 30
+_SHOWN = 40
+
+
+class MostOf(NamedTuple):
+    """The largest workload that some parameters allow.
+
+    Attributes:
+        num_requests: of all; also of what they share, where that is more.
+        prompt_tokens: of the longest prompt.
+    """
+
+    num_requests: int
+    prompt_tokens: int
 
 
 class Workload(ABC):
@@ -47,6 +61,19 @@ class Workload(ABC):
     def __post_init__(self) -> None:
         for field in fields(self):  # type: ignore[arg-type] # every workload is a dataclass
             _check(field.name, getattr(self, field.name))
+        most = self.most()
+        for what, value, allowed in (
+            ("requests", most.num_requests, MAX_REQUESTS),
+            ("tokens in its longest prompt", most.prompt_tokens, MAX_TOKENS),
+            ("tokens in all prompts", most.num_requests * most.prompt_tokens, MAX_WORKLOAD_TOKENS),
+        ):
+            if value > allowed:
+                msg = f"{self} may have {value:,} {what}."
+                raise ConfigError(msg, remedy=f"Choose parameters for at most {allowed:,}.")
+
+    @abstractmethod
+    def most(self) -> MostOf:
+        """Return how large it can become, without drawing any of it."""
 
     @abstractmethod
     def generate(self) -> list[GeneratedRequest]:
@@ -98,6 +125,12 @@ class ChatWorkload(Workload):
     turn_gap_s: tuple[float, float] = (2.0, 8.0)
     seed: int = 0
 
+    def most(self) -> MostOf:
+        """Return how large it can become."""
+        turns = self.num_turns[1]
+        said = self.system_prompt_tokens[1] + turns * (self.question_tokens[1] + self.answer_tokens[1])
+        return MostOf(max(self.num_chats * turns, self.num_system_prompts), said)
+
     def generate(self) -> list[GeneratedRequest]:
         """Return the requests in order of arrival."""
         rng = Random(self.seed)  # noqa: S311 - a workload, no secret
@@ -142,6 +175,10 @@ class SharedPromptWorkload(Workload):
     answer_tokens: tuple[int, int] = (20, 200)
     requests_per_s: float = 10.0
     seed: int = 0
+
+    def most(self) -> MostOf:
+        """Return how large it can become."""
+        return MostOf(max(self.num_requests, self.num_prompts), self.prompt_tokens[1] + self.question_tokens[1])
 
     def generate(self) -> list[GeneratedRequest]:
         """Return the requests in order of arrival."""
@@ -190,6 +227,16 @@ class AgentTreeWorkload(Workload):
     tasks_per_s: float = 0.5
     step_gap_s: tuple[float, float] = (1.0, 15.0)
     seed: int = 0
+
+    def most(self) -> MostOf:
+        """Return how large it can become."""
+        levels, branches = self.num_levels[1], self.num_branches[1]
+        if levels > MAX_REQUESTS or (branches > 1 and levels > MAX_REQUESTS.bit_length()):
+            num_nodes = MAX_REQUESTS + 1  # at least
+        else:
+            num_nodes = sum(branches**level for level in range(levels))
+        said = self.instruction_tokens[1] + self.task_tokens[1] + levels * (self.tool_tokens[1] + self.answer_tokens[1])
+        return MostOf(self.num_tasks * num_nodes, said)
 
     def generate(self) -> list[GeneratedRequest]:
         """Return the requests in order of arrival."""
@@ -243,6 +290,12 @@ class RetrievalWorkload(Workload):
     requests_per_s: float = 5.0
     seed: int = 0
 
+    def most(self) -> MostOf:
+        """Return how large it can become."""
+        found = self.documents_per_request[1] * self.document_tokens[1]
+        longest = self.instruction_tokens[1] + found + self.question_tokens[1]
+        return MostOf(max(self.num_requests, self.num_documents), longest)
+
     def generate(self) -> list[GeneratedRequest]:
         """Return the requests in order of arrival."""
         rng = Random(self.seed)  # noqa: S311 - a workload, no secret
@@ -291,6 +344,11 @@ class BurstWorkload(Workload):
     answer_tokens: tuple[int, int] = (20, 200)
     burst_gap_s: tuple[float, float] = (5.0, 60.0)
     seed: int = 0
+
+    def most(self) -> MostOf:
+        """Return how large it can become."""
+        num_requests = self.num_bursts * (self.requests_per_burst[1] + self.singles_per_burst[1])
+        return MostOf(num_requests, max(self.prompt_tokens[1] + self.question_tokens[1], self.single_tokens[1]))
 
     def generate(self) -> list[GeneratedRequest]:
         """Return the requests in order of arrival."""
@@ -353,7 +411,7 @@ def _parse(name: str, text: str, default: object) -> object:
         return float(text) if isinstance(default, float) else int(text)
     except ValueError:
         what = "LEAST-MOST" if isinstance(default, tuple) else "a number"
-        msg = f"{name} is {text!r}."
+        msg = f"{name} is {text[:_SHOWN]!r}."
         raise ConfigError(msg, remedy=f"It must be {what}, such as {_told(default)}.") from None
 
 
@@ -374,7 +432,7 @@ def _check(name: str, value: object) -> None:
     floor = 0 if is_share or name.startswith("singles") else 1 if isinstance(least, int) else 1e-9
     if not floor <= least <= most <= MAX_TOKENS:
         msg = f"{name} is {_told(value)}."
-        raise ConfigError(msg, remedy=f"It must be at least {floor:g}, the lesser first.")
+        raise ConfigError(msg, remedy=f"It must be at least {floor:g} and at most {MAX_TOKENS:,}, the lesser first.")
 
 
 def _segment(rng: Random, num_tokens: tuple[int, int]) -> Segment:

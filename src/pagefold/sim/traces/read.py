@@ -16,7 +16,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pagefold.errors import TraceError
-from pagefold.sim.traces.recording import is_recording, read_recording
+from pagefold.sim.traces.read_recording import is_recording, read_recording
 from pagefold.sim.traces.request import TOKENS_PER_ID, Trace, TraceRequest, request_of
 
 if TYPE_CHECKING:

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
-import json
-import sys
-from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pagefold.errors import TraceError
 from pagefold.request import Request, StopRule
@@ -16,10 +11,11 @@ from pagefold.sim.traces.request import GREEDY_TO_LENGTH, Trace, TraceRequest
 from pagefold.sim.traces.tokens import name_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
+    from array import array
+    from collections.abc import Iterator
 
 __all__ = [
+    "Recorded",
     "RecordedAdd",
     "RecordedCut",
     "RecordedRequest",
@@ -28,13 +24,7 @@ __all__ = [
     "RecordedStep",
     "RecordedUnpin",
     "Recording",
-    "is_recording",
-    "read_recording",
 ]
-
-_VERSION = 1
-_MARK = "pagefold_recording"
-_TOKEN_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +163,8 @@ class Recording:
         name: of the file.
         settings: what the server was started with.
         happened: in order.
-        tokens: of each sample, by its number: hashes of prompt and output, each of all tokens up to it.
+        tokens: of each sample, by its number: hashes of prompt and output, each of all tokens up to it; of one that had
+            not ended when the server was killed, of its prompt.
         ended: why each sample ended; ``failed`` if its steps did, empty if it had not ended.
         is_whole: the server ended it, rather than being killed.
     """
@@ -191,13 +182,12 @@ class Recording:
         return (each for each in self.happened if isinstance(each, RecordedAdd))
 
     def requests(self) -> list[RecordedRequest]:
-        """Return every sample whose tokens are known, in order of arrival."""
+        """Return every sample, in order of arrival."""
         began_s = min((add.arrival_s for add in self.adds()), default=0.0)
         return [
             RecordedRequest(number, add.arrival_s - began_s, add.namespace, add.num_prompt_tokens, self.tokens[number])
             for add in self.adds()
             for number in range(add.number, add.number + add.num_samples)
-            if len(self.tokens.get(number, ())) >= add.num_prompt_tokens
         ]
 
     def sampled(self, number: int, draw: int) -> int:
@@ -220,7 +210,7 @@ class Recording:
         began_s = min((add.arrival_s for add in self.adds()), default=0.0)
         for add in self.adds():
             for number in range(add.number, add.number + add.num_samples):
-                tokens = self.tokens.get(number, array("i"))
+                tokens = self.tokens[number]
                 packed = tokens[: add.num_prompt_tokens].tobytes()
                 stride = size * tokens.itemsize
                 ids = name_blocks(packed, stride, known, root=-1 - add.namespace)
@@ -230,112 +220,3 @@ class Recording:
             msg = f"The recording {self.name} holds no requests."
             raise TraceError(msg, remedy="Record a server that somebody asks something.")
         return Trace(self.name, tuple(made[:max_requests]))
-
-
-def is_recording(path: Path) -> bool:
-    """Whether a file begins as recordings do. False also for what cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return file.read(len(_MARK) + 2).startswith(f'{{"{_MARK}'.encode())
-    except OSError:
-        return False
-
-
-def read_recording(path: Path) -> Recording:
-    """Return a recording; of one that was cut off, what there is.
-
-    Raises:
-        TraceError: it cannot be read, is of another version, or a line is damaged; says which.
-    """
-    try:
-        with path.open(encoding="utf-8") as file:
-            lines = file.readlines()
-    except OSError as error:
-        msg = f"The recording {path} cannot be read: {error.strerror}."
-        raise TraceError(msg, remedy="Name a file that can be read.") from None
-    except UnicodeDecodeError:
-        msg = f"The recording {path} is no text."
-        raise TraceError(msg, remedy="Record it again.") from None
-    recording: Recording | None = None
-    for number, line in enumerate(lines, start=1):
-        if number == len(lines) and not line.endswith("\n"):
-            break  # the server was killed while it wrote it
-        try:
-            fields = json.loads(line)
-            if recording is None:
-                recording = _begin(path, fields)
-            else:
-                _take(recording, fields)
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError, binascii.Error) as error:
-            msg = f"Line {number} of the recording {path} is damaged: {type(error).__name__} {str(error)[:60]}."
-            raise TraceError(msg, remedy="Record it again.") from None
-    if recording is None:
-        msg = f"{path} is no recording of a server."
-        raise TraceError(msg, remedy="Make one with pagefold serve --record-trace.")
-    return recording
-
-
-def _begin(path: Path, fields: dict[str, Any]) -> Recording:
-    version = fields.pop(_MARK)
-    if version != _VERSION:
-        msg = f"The recording {path} is of version {version}; this Pagefold reads version {_VERSION}."
-        raise TraceError(msg, remedy="Record it again.")
-    return Recording(path.name, RecordedSettings(**fields))
-
-
-def _take(recording: Recording, fields: dict[str, Any]) -> None:
-    """Take in a line."""
-    kind = next(iter(fields), "")
-    if kind == "tokens":
-        packed = base64.b64decode(fields["hashes"], validate=True)
-        tokens = array("i")
-        assert tokens.itemsize == _TOKEN_BYTES
-        tokens.frombytes(packed)
-        if sys.byteorder == "big":
-            tokens.byteswap()
-        recording.tokens[int(fields["tokens"])] = tokens
-        recording.ended[int(fields["tokens"])] = str(fields["ended"])
-    elif kind == "end":
-        recording.is_whole = True
-    else:
-        recording.happened.append(_KINDS[kind](fields))
-
-
-def _add(fields: dict[str, Any]) -> RecordedAdd:
-    pin = fields.get("pin")
-    return RecordedAdd(
-        number=int(fields["add"]),
-        num_samples=int(fields["samples"]),
-        num_prompt_tokens=int(fields["prompt"]),
-        most_tokens=int(fields["most"]),
-        namespace=int(fields["namespace"]),
-        arrival_s=float(fields["at"]),
-        deadline_s=fields.get("deadline"),
-        priority=int(fields.get("priority", 0)),
-        has_prompt_logprobs=bool(fields.get("prompt_logprobs", False)),
-        pin=None if pin is None else (pin[0], float(pin[1])),
-    )
-
-
-def _step(fields: dict[str, Any]) -> RecordedStep:
-    return RecordedStep(
-        step_id=int(fields["step"]),
-        now_s=float(fields["at"]),
-        num_rows=int(fields["rows"]),
-        num_computed=int(fields.get("computed", 0)),
-        num_read=int(fields.get("read", 0)),
-        took_s=float(fields.get("took", 0.0)),
-        has_failed=bool(fields.get("failed", False)),
-        hits=tuple((int(number), int(found)) for number, found in fields.get("hits", ())),
-        evicted=tuple(int(each) for each in fields.get("evicted", ())),
-        damaged=tuple(int(each) for each in fields.get("damaged", ())),
-    )
-
-
-_KINDS: dict[str, Callable[[dict[str, Any]], Recorded]] = {
-    "add": _add,
-    "cut": lambda fields: RecordedCut(int(fields["cut"]), bool(fields["in_step"])),
-    "unpin": lambda fields: RecordedUnpin(int(fields["unpin"])),
-    "reset": lambda _: RecordedReset(),
-    "step": _step,
-}

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagefold.request import SamplingParams
+from pagefold.sim.size_limits import MAX_TOKENS
 
 __all__ = ["GREEDY_TO_LENGTH", "MAX_TOKENS", "TOKENS_PER_ID", "Trace", "TraceRequest", "request_of"]
-
-MAX_TOKENS = 2**31
-"""No request is longer."""
 
 GREEDY_TO_LENGTH = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 """What a simulated request samples: as many tokens as its ``StopRule`` lets it have."""
@@ -78,16 +76,28 @@ def request_of(arrival_s: Any, prompt: Any, output: Any, ids: Any, tokens_per_id
         msg = f"its ids are {str(ids)[:40]!r}, no list"
         raise ValueError(msg)  # noqa: TRY004 - a file's fault
     try:
-        chain = tuple(int(each) for each in ids)
+        chain = tuple(_exactly(each) for each in ids)
     except (TypeError, ValueError, OverflowError):
         msg = "an id is no whole number"
         raise ValueError(msg) from None
     return TraceRequest(float(arrival_s), num_prompt, max(1, num_output), chain, size)
 
 
+def _exactly(value: Any) -> int:  # noqa: ANN401 - a cell of a file
+    """Return the whole number that a cell holds. Half a token was never asked for: nothing is rounded.
+
+    Raises:
+        TypeError, ValueError, OverflowError: it holds none.
+    """
+    number = int(value)
+    if isinstance(value, float) and number != value:
+        raise ValueError
+    return number
+
+
 def _whole(what: str, value: Any, least: int) -> int:  # noqa: ANN401 - a cell of a file
     try:
-        number = int(value)
+        number = _exactly(value)
     except (TypeError, ValueError, OverflowError):
         number = -1
     if isinstance(value, bool) or not least <= number <= MAX_TOKENS:
