@@ -32,6 +32,7 @@ __all__ = [
     "StepAbandoned",
     "StepApplied",
     "StepPlanned",
+    "TierMissCause",
     "TierRead",
     "TierWritten",
     "fan_out",
@@ -72,6 +73,19 @@ class HostTransfer:
     damaged_ids: tuple[int, ...] = ()
 
 
+TierMissCause: TypeAlias = Literal[
+    "absent",
+    "damaged",
+    "other_version",
+    "other_layout",
+    "other_namespace",
+    "other_block",
+    "io_error",
+    "late",
+]
+"""Why a block did not come from a slow tier. ``late``: nobody waited for it any more."""
+
+
 @dataclass(frozen=True, slots=True)
 class TierRead:
     """Blocks were asked for from a slow tier, and have come into the host's memory, or not.
@@ -87,7 +101,7 @@ class TierRead:
     num_blocks: int
     num_bytes: int
     seconds: float
-    num_missed: dict[str, int]
+    num_missed: dict[TierMissCause, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +234,7 @@ class FirstToken:
         num_prompt_tokens: of its prompt.
         num_cached_tokens: the part of them that was found when it was first admitted, instead of computed.
         num_copied_tokens: the part of ``num_cached_tokens`` that lay in a block of which only a part could be used.
+        num_loaded_tokens: the part of ``num_cached_tokens`` that was not on the device but in a tier behind it.
         is_warm_up: whether it only warms the cache: nobody waited for its token.
     """
 
@@ -228,6 +243,7 @@ class FirstToken:
     num_prompt_tokens: int
     num_cached_tokens: int
     num_copied_tokens: int
+    num_loaded_tokens: int = 0
     is_warm_up: bool = False
 
 

@@ -35,6 +35,7 @@ def tell_tokens(emit: Emit, requests: list[Request], now: float, block_size: int
                     request.num_prompt_tokens,
                     num_cached,
                     num_cached % block_size,
+                    sum(request.num_loaded_tokens.values()),
                     is_warm_up=request.warm_up is not None,
                 )
             )

@@ -397,6 +397,7 @@ class Engine:
             index=request.sample_index,
             is_last=is_last,
             times=request.times,
+            num_loaded_tokens=request.num_loaded_tokens,
         )
         if reason == "error":
             delta = replace(delta, error=_grammar_error(request), param=FIELD)

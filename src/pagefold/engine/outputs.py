@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from pagefold.request import FinishReason, RequestTimes
     from pagefold.tokenizer import Detokenizer
@@ -38,6 +38,7 @@ class OutputDelta:
         text: text that is certain now: it ends at a character, and no stop string can still begin in it.
         token_ids: tokens sampled in the step.
         num_cached_tokens: how much of the prompt was a prefix hit.
+        num_loaded_tokens: how much of that came from tiers behind the device, by tier.
         finish_reason: why it ended, in the sample's last delta.
         error: what went wrong, when ``finish_reason`` is ``error`` or ``timeout``.
         param: the request's field at fault, when it was the request that went wrong.
@@ -65,6 +66,7 @@ class OutputDelta:
     param: str | None = None
     index: int = 0
     is_last: bool = False
+    num_loaded_tokens: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def can_merge(self) -> bool:
@@ -112,6 +114,7 @@ class RequestOutput:
         prompt_token_ids: its tokens.
         outputs: the ``n`` that were asked for; with ``best_of``, the best first.
         num_cached_tokens: how much of the prompt was a prefix hit.
+        num_loaded_tokens: how much of that came from tiers behind the device: by ``host``, ``disk``, ``remote``.
         error: what went wrong, when an output's ``finish_reason`` is ``error``.
         prompt_logprobs: for each token of the prompt, those of it and of the most likely tokens by token id, if asked
             for; None for the first.
@@ -122,6 +125,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
+    num_loaded_tokens: Mapping[str, int] = field(default_factory=dict)
     error: str | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
@@ -145,6 +149,7 @@ class RequestOutput:
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
         self.num_cached_tokens = delta.num_cached_tokens
+        self.num_loaded_tokens = delta.num_loaded_tokens
         self.error = self.error or delta.error
 
     def keep_best(self, n: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from pagefold.events import Emit, TierRead, TierWritten, ignore
 from pagefold.request import RequestStatus
@@ -19,6 +19,7 @@ from pagefold.store.transfer import Fetched, Found, Written
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pagefold.events import TierMissCause
     from pagefold.kv import BlockName, Fetch, HostOps, SlowTiers, Verdict
     from pagefold.request import Request
     from pagefold.scheduler import Scheduler
@@ -222,11 +223,12 @@ class Tiering:
     def _note_fetched(self, fetched: Fetched, now: float) -> None:
         arbiter = self._slow.arbiter
         self._queued_bytes[fetched.tier] -= len(fetched.ops) * arbiter.block_bytes
-        causes: dict[str, int] = {}
+        causes: dict[TierMissCause, int] = {}
         for op, found in zip(fetched.ops, fetched.found, strict=True):
             is_good = not isinstance(found, MissCause)
             if isinstance(found, MissCause):
-                causes[found.value] = causes.get(found.value, 0) + 1
+                cause = cast("TierMissCause", found.value)
+                causes[cause] = causes.get(cause, 0) + 1
             else:
                 self._arena.arrived(op.host_id, found)
             self._slow.arrived(op.host_id, now, is_good=is_good)

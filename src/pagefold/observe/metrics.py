@@ -21,6 +21,9 @@ from pagefold.events import (
     RequestPreempted,
     StepAbandoned,
     StepApplied,
+    TierMissCause,
+    TierRead,
+    TierWritten,
 )
 from pagefold.observe.histogram import Histogram
 from pagefold.request import FinishReason
@@ -50,7 +53,8 @@ _REQUEST_S = (
 _STEP_TOKENS = (1, *(2**power for power in range(3, 15)))
 _REQUEST_TOKENS = (*(digit * 10**power for power in range(6) for digit in (1, 2, 5)), 10**6)
 
-_TOKEN_SOURCES = ("local_compute", "local_cache_hit")
+_TOKEN_SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
+_TIERS = ("disk", "remote")
 
 _GAUGES: dict[str, tuple[str, str]] = {
     "vllm:num_requests_running": ("num_running", "Requests that a step computes tokens for."),
@@ -109,6 +113,8 @@ class Metrics:
             RequestPreempted: self._on_request_preempted,
             StepAbandoned: self._on_step_abandoned,
             StepApplied: self._on_step_applied,
+            TierRead: self._on_tier_read,
+            TierWritten: self._on_tier_written,
         }
 
     def watch(self, status: Callable[[], EngineStatus]) -> None:
@@ -166,7 +172,7 @@ class Metrics:
         )
         self._by_source = self._counters(
             "vllm:prompt_tokens_by_source",
-            "The same tokens by where their KV came from: computed, or found in the cache.",
+            "The same tokens by where their KV came from: computed, found on the device, loaded from a tier behind it.",
             "source",
             _TOKEN_SOURCES,
         )
@@ -187,6 +193,27 @@ class Metrics:
             "did not come back as they had been, and were computed anew (damaged).",
             "move",
             ("stored", "loaded", "damaged"),
+        )
+        self._tier_bytes = self._counters(
+            "vllm:kv_offload_tiering_read_bytes",
+            "Bytes of blocks that came from slow tiers, and were right.",
+            "tier",
+            _TIERS,
+        )
+        self._tier_s = self._counters(
+            "vllm:kv_offload_tiering_read_time", "Seconds that this took, checks included.", "tier", _TIERS
+        )
+        self._tier_misses = self._counters(
+            "pagefold:tier_blocks_missed",
+            "Blocks that were asked for from slow tiers and did not come, by cause; they were computed.",
+            "cause",
+            get_args(TierMissCause),
+        )
+        self._tier_writes = self._counters(
+            "pagefold:tier_blocks_written",
+            "Blocks that were given to slow tiers: kept by one at least, or by none.",
+            "outcome",
+            ("kept", "not_kept"),
         )
         self._preemptions = self._counter("vllm:num_preemptions", "Times that a running request gave its blocks back.")
         self._finished = self._counters(
@@ -287,6 +314,16 @@ class Metrics:
         self._host_blocks["loaded"].inc(event.num_loaded_blocks)
         self._host_blocks["damaged"].inc(len(event.damaged_ids))
 
+    def _on_tier_read(self, event: TierRead) -> None:
+        self._tier_bytes[event.tier].inc(event.num_bytes)
+        self._tier_s[event.tier].inc(event.seconds)
+        for cause, num_blocks in event.num_missed.items():
+            self._tier_misses[cause].inc(num_blocks)
+
+    def _on_tier_written(self, event: TierWritten) -> None:
+        self._tier_writes["kept"].inc(event.num_kept)
+        self._tier_writes["not_kept"].inc(event.num_blocks - event.num_kept)
+
     def _on_prefix_lookup(self, event: PrefixLookup) -> None:
         if event.after_preemption:  # its own blocks, found again, are no saving
             return
@@ -298,7 +335,8 @@ class Metrics:
             self._ttft_s.observe(event.ttft_s)
         self._prompt_tokens.inc(event.num_prompt_tokens)
         self._by_source["local_compute"].inc(event.num_prompt_tokens - event.num_cached_tokens)
-        self._by_source["local_cache_hit"].inc(event.num_cached_tokens)
+        self._by_source["local_cache_hit"].inc(event.num_cached_tokens - event.num_loaded_tokens)
+        self._by_source["external_kv_transfer"].inc(event.num_loaded_tokens)
         self._cached_tokens.inc(event.num_cached_tokens)
         self._copied_tokens.inc(event.num_copied_tokens)
 

@@ -34,6 +34,7 @@ STREAMED: dict[str, Any] = {"text/event-stream": {"schema": _EVENT}}
 
 class _CachedTokens(BaseModel):
     cached_tokens: int = Field(ge=0)
+    cached_tokens_by_tier: dict[str, int] | None = None
 
 
 class _Usage(BaseModel):

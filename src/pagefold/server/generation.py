@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from pagefold.server.errors import ContextLengthError
 from pagefold.server.logprobs import ToldToken, told_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Mapping
 
     from pagefold.engine.client import EngineClient, TokenStream
     from pagefold.engine.outputs import OutputDelta
@@ -31,6 +32,7 @@ class Output:
         text: pieces of it.
         num_tokens: sampled, a stop token included.
         num_cached_tokens: how much of the prompt was a prefix hit.
+        num_loaded_tokens: how much of that came from tiers behind the device, by tier.
         finish_reason: why it ended.
         told: its tokens with their logprobs, if asked for.
         times: when things happened to it, once it has got a token.
@@ -40,6 +42,7 @@ class Output:
     text: list[str] = field(default_factory=list)
     num_tokens: int = 0
     num_cached_tokens: int = 0
+    num_loaded_tokens: Mapping[str, int] = field(default_factory=dict)
     finish_reason: FinishReason | None = None
     told: list[ToldToken] = field(default_factory=list)
     times: RequestTimes | None = None
@@ -113,6 +116,7 @@ class Generation:
                 output.text.append(delta.text)
                 output.num_tokens += len(delta.token_ids)
                 output.num_cached_tokens = delta.num_cached_tokens
+                output.num_loaded_tokens = delta.num_loaded_tokens
                 output.finish_reason = delta.finish_reason
                 output.told += told_tokens(delta)
                 output.times = delta.times
@@ -147,15 +151,24 @@ class Generation:
         return chosen
 
     def usage(self) -> dict[str, Any]:
-        """Return the tokens so far, in OpenAI's form: each prompt once, and all that was sampled after it."""
+        """Return the tokens so far, in OpenAI's form: each prompt once, and all that was sampled after it.
+
+        Where cached tokens came from tiers behind the device, the details say how many from which.
+        """
         num_prompt_tokens = sum(len(prompt) for prompt in self._prompts)
         num_output_tokens = sum(output.num_tokens for output in self.outputs)
         firsts = self.outputs[:: self._sampling.num_samples]
+        by_tier: Counter[str] = Counter()
+        for output in firsts:
+            by_tier.update(output.num_loaded_tokens)
+        details: dict[str, Any] = {"cached_tokens": sum(output.num_cached_tokens for output in firsts)}
+        if by_tier:
+            details["cached_tokens_by_tier"] = {"device": details["cached_tokens"] - by_tier.total(), **by_tier}
         return {
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": num_output_tokens,
             "total_tokens": num_prompt_tokens + num_output_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in firsts)},
+            "prompt_tokens_details": details,
         }
 
     def summary(self) -> dict[str, Any]:
