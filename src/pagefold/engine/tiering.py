@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from pagefold.events import Emit, TierRead, TierWritten, ignore
 from pagefold.request import RequestStatus
@@ -227,7 +227,7 @@ class Tiering:
         for op, found in zip(fetched.ops, fetched.found, strict=True):
             is_good = not isinstance(found, MissCause)
             if isinstance(found, MissCause):
-                cause = cast("TierMissCause", found.value)
+                cause: TierMissCause = found.value
                 causes[cause] = causes.get(cause, 0) + 1
             else:
                 self._arena.arrived(op.host_id, found)
