@@ -14,6 +14,17 @@ from pagefold.errors import ConfigError
 GIB = 2**30
 
 
+# Secrets.
+
+
+def test_a_remote_url_is_never_shown():
+    url = "redis://me:pa55@host"
+    assert "pa55" not in repr(EngineConfig(model="m", kv_remote_url=url))
+    with pytest.raises(ConfigError, match="kv_remote_url is set, but without prefix caching") as refused:
+        EngineConfig(model="m", kv_remote_url=url, enable_prefix_caching=False)
+    assert "pa55" not in str(refused.value)
+
+
 # Ranges.
 
 

@@ -27,6 +27,7 @@ __all__ = [
     "available_memory_bytes",
     "cache_dir",
     "environment_admin_key",
+    "environment_remote_url",
     "environment_traces",
     "is_key",
 ]
@@ -63,7 +64,7 @@ class EngineConfig:
         kv_disk_path: a folder of the server's own, where blocks are kept on a disk; None for none.
         kv_disk_size: GiB that it may take, everything counted.
         kv_remote_url: where a pool of blocks is that machines share: ``redis://host:port``, ``mooncake://host:port``;
-            None for none.
+            None for none. It may hold a password, and is never shown.
         kv_remote_required: whether a start fails when that does not answer, rather than going on without it.
         kv_write_policy: when blocks are written to disk and pool: ``write_back`` (when the host's memory is needed, and
             at the end), ``write_through`` (when their request has ended), ``write_through_selective`` (the same for
@@ -98,7 +99,7 @@ class EngineConfig:
     kv_offloading_size: float = 0.0
     kv_disk_path: str | None = None
     kv_disk_size: float = 10.0
-    kv_remote_url: str | None = None
+    kv_remote_url: str | None = field(default=None, repr=False)
     kv_remote_required: bool = False
     kv_write_policy: WritePolicy = "write_back"
     max_model_len: int | Literal["auto"] | None = None
@@ -178,7 +179,7 @@ class EngineConfig:
             raise ConfigError(msg, remedy="Give one, or leave it out.")
         for name in ("kv_offloading_size", "kv_disk_path", "kv_remote_url"):
             if getattr(self, name) and not self.enable_prefix_caching:
-                msg = f"{name} is {getattr(self, name)}, but without prefix caching nothing is ever kept."
+                msg = f"{name} is set, but without prefix caching nothing is ever kept."
                 raise ConfigError(msg, remedy="Leave it out, or set enable_prefix_caching.")
 
     def _check_pins(self) -> None:
@@ -304,6 +305,11 @@ def available_cpus() -> int:
 def environment_admin_key() -> str | None:
     """Return the admin's key of ``$PAGEFOLD_ADMIN_API_KEY``, which no list of processes shows, if it is set."""
     return os.environ.get("PAGEFOLD_ADMIN_API_KEY") or None
+
+
+def environment_remote_url() -> str | None:
+    """Return the remote store of ``$PAGEFOLD_KV_REMOTE_URL``, which no list of processes shows, if it is set."""
+    return os.environ.get("PAGEFOLD_KV_REMOTE_URL") or None
 
 
 def environment_traces() -> Path | None:

@@ -275,6 +275,22 @@ def test_wrong_usage_is_exit_code_2(arguments):
     assert "Traceback" not in result.output
 
 
+@pytest.mark.parametrize(
+    ("url", "flags", "said"),
+    [
+        ("redis://:pa55@host", [], "error: kv_remote_url is set, but without prefix caching nothing is ever kept."),
+        ("redis://:pa55@host", ["--kv-remote-url", ""], "error: kv_remote_url is empty."),
+        ("", ["--kv-remote-required"], "error: kv_remote_required is set, but there is no kv_remote_url."),
+    ],
+)
+def test_a_remote_store_may_come_from_the_environment(monkeypatch, url, flags, said):
+    monkeypatch.setenv("PAGEFOLD_KV_REMOTE_URL", url)
+    result = CliRunner().invoke(app, ["serve", "m", "--no-enable-prefix-caching", *flags])
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.split())
+    assert "pa55" not in result.output
+
+
 def test_missing_dependencies_are_named(monkeypatch):
     monkeypatch.setattr("pagefold.cli.serve.find_spec", lambda name: None if name in ("torch", "fastapi") else object())
     result = CliRunner().invoke(app, ["serve", "smollm2-135m"])

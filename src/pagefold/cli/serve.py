@@ -15,7 +15,7 @@ import typer
 
 from pagefold.cli.fail import fail
 from pagefold.cli.size import parse_size
-from pagefold.config import EngineConfig, ServerConfig, environment_admin_key
+from pagefold.config import EngineConfig, ServerConfig, environment_admin_key, environment_remote_url
 from pagefold.errors import ConfigError, InvalidRequestError, PagefoldError
 from pagefold.events import fan_out
 
@@ -143,7 +143,8 @@ def serve(  # noqa: PLR0913 - one parameter a flag
         str | None,
         typer.Option(
             metavar="URL",
-            help="Share blocks with other machines: redis://HOST:PORT or mooncake://HOST:PORT.",
+            help="Share blocks with other machines: redis://HOST:PORT or mooncake://HOST:PORT. "
+            "Or $PAGEFOLD_KV_REMOTE_URL.",
             rich_help_panel=_ENGINE,
         ),
     ] = None,
@@ -238,7 +239,7 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             kv_offloading_size=kv_offloading_size,
             kv_disk_path=kv_disk_path,
             kv_disk_size=kv_disk_size,
-            kv_remote_url=kv_remote_url,
+            kv_remote_url=environment_remote_url() if kv_remote_url is None else kv_remote_url,
             kv_remote_required=kv_remote_required,
             kv_write_policy=cast("WritePolicy", kv_write_policy),
             max_model_len=_num_tokens(max_model_len),
@@ -274,7 +275,7 @@ def serve(  # noqa: PLR0913 - one parameter a flag
         )
         if record_trace is not None and engine_config.has_slow_tiers:
             msg = "What slow tiers bring, and when, is not part of a recording yet."
-            raise ConfigError(msg, remedy="Leave out --record-trace, or --kv-disk-path and --kv-remote-url.")
+            raise ConfigError(msg, remedy="Leave out --record-trace, or the disk and the remote store.")
         prompts = [] if warm is None else _warm_prompts(warm)
         exit_code = _run(engine_config, server_config, prompts, began, _recorder(record_trace))
     except PagefoldError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from pagefold.errors import ConfigError
@@ -9,8 +10,6 @@ from pagefold.store.address import RemoteAddress, masked
 from pagefold.store.guarded import GuardedStore
 from pagefold.store.mooncake_store import DEFAULT_PORT as MOONCAKE_PORT
 from pagefold.store.mooncake_store import MooncakeStore
-from pagefold.store.redis_store import DEFAULT_PORT as REDIS_PORT
-from pagefold.store.redis_store import RedisStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,9 +20,17 @@ if TYPE_CHECKING:
 
 __all__ = ["SCHEMES", "open_remote"]
 
+_REDIS_PORT = 6379
+
 
 def _redis(url: str, form: FrameFormat, timeout_s: float) -> RemoteStore:
-    return RedisStore(RemoteAddress.parse(url, default_port=REDIS_PORT), form, timeout_s=timeout_s)
+    address = RemoteAddress.parse(url, default_port=_REDIS_PORT)
+    if find_spec("redis") is None:
+        msg = f"{address}: redis-py is not installed."
+        raise ConfigError(msg, remedy="pip install 'pagefold[redis]'.")
+    from pagefold.store.redis_store import RedisStore  # noqa: PLC0415 - it needs redis-py
+
+    return RedisStore(address, form, timeout_s=timeout_s)
 
 
 def _mooncake(url: str, form: FrameFormat, timeout_s: float) -> RemoteStore:
