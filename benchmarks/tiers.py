@@ -1,4 +1,4 @@
-"""The host tier: what coming back from the host's memory costs, beside computing anew and beside plain copies.
+"""Tiers: what coming back from the host's memory or from a disk costs, beside computing anew and beside plain copies.
 
 Rows, all of SmolLM2-135M-Instruct in float32 on this machine:
 
@@ -7,16 +7,22 @@ Rows, all of SmolLM2-135M-Instruct in float32 on this machine:
 * hit over miss: the same for prompts of 16 to 4,000 tokens, the worst of the medians;
 * no reuse: CPU time of a process over prompts that never come back, tier on over off, in ABBA pairs;
 * returning conversations: 16 of 768 tokens, 4 rounds of 48 in and 32 out, a KV budget of 4,608 tokens: output tokens a
-  second of rounds 2 to 4, tier on over off.
+  second of rounds 2 to 4, tier on over off;
+* from a disk: the first three of these again, with blocks that neither the device nor the host's memory has; and with a
+  disk that stalls: every read takes 10 s, and nobody has said so.
 
-    python benchmarks/tiers.py [--repeats 5] [--json FILE]
+What a disk gives is measured by ``disk_store.py``.
+
+    python benchmarks/tiers.py [--repeats 5] [--disk FOLDER] [--json FILE]
 """
 
 from __future__ import annotations
 
 import random
 import statistics
+import tempfile
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,16 +45,19 @@ BLOCK_BYTES = 737_280  # of SmolLM2: 16 tokens, 30 layers, 3 KV heads, K and V o
 NUM_COPIED = 128
 LONG = 4_000
 LENGTHS = (16, 64, 256, 1_024, LONG)
+_DISK_GIB, _STALL_S = 6.0, 10.0
 CONVERSATIONS, TURNS, FIRST, IN, OUT, BUDGET = 16, 4, 768, 48, 32, 4_608
 
 
-def make_engine(kv_tokens: int, host_tokens: int) -> Engine:
-    """Return an engine with room for so many tokens on the device, and on the host."""
+def make_engine(kv_tokens: int, host_tokens: int, disk: Path | None = None) -> Engine:
+    """Return an engine with room for so many tokens on the device and on the host, and perhaps a disk."""
     config = EngineConfig(
         model=MODEL,
         kv_cache_memory_bytes=kv_tokens // 16 * BLOCK_BYTES,
         kv_offloading_size=host_tokens // 16 * BLOCK_BYTES / 2**30,
         max_model_len=min(8_192, kv_tokens),
+        kv_disk_path=None if disk is None else str(disk),
+        kv_disk_size=_DISK_GIB,
     )
     return build_engine(plan_engine(config), say=lambda _: None)
 
@@ -59,7 +68,9 @@ def run(engine: Engine, prompts: list[list[int]], num_outputs: int) -> list[list
     for index, prompt in enumerate(prompts):
         engine.add(str(index), prompt, how)
     outputs: dict[str, list[int]] = {}
-    while engine.has_work:
+    while engine.has_requests:
+        if not engine.has_work:
+            engine.wait()
         for delta in engine.step():
             outputs.setdefault(delta.request_id, []).extend(delta.token_ids)
     return [outputs[str(index)] for index in range(len(prompts))]
@@ -117,6 +128,47 @@ def evict(engine: Engine) -> None:
     run(engine, [[0]], 1)
 
 
+def from_disk(repeats: int, folder: Path, *, stalls: bool = False) -> dict[int, float]:
+    """Return, by length, the time to the first token of what a disk alone has, over that of what is new."""
+    with tempfile.TemporaryDirectory(dir=folder) as made:
+        engine = make_engine(LONG + 512, 2 * LONG, Path(made))
+        assert engine.tiering is not None, "the disk is slower than computing"
+        (store,) = engine.tiering.transfer.stores
+        read = store.get
+        rng = random.Random(4)
+        ratios: dict[int, float] = {}
+        run(engine, [random_tokens(rng, LONG)], 1)
+        for length in track(LENGTHS, "from disk", console=Console(stderr=True), transient=True):
+            pairs = []
+            for _ in range(3 if stalls else max(3, repeats if length == LONG else 4 * repeats)):
+                prompt = random_tokens(rng, length)
+                miss = seconds(lambda prompt=prompt: run(engine, [prompt], 1))
+                to_disk(engine)
+                if stalls:
+                    store.get = lambda gets: time.sleep(_STALL_S) or read(gets)
+                hit = seconds(lambda prompt=prompt: run(engine, [prompt], 1))
+                store.get = read
+                while not engine.scheduler.core.slow.is_quiet:
+                    engine.wait()
+                pairs.append(hit / miss)
+                to_disk(engine)
+            ratios[length] = statistics.median(pairs)
+        engine.close()
+    return ratios
+
+
+def to_disk(engine: Engine) -> None:
+    """Empty the device's cache and the host's, once the disk has what was in them."""
+    evict(engine)
+    core, tiering = engine.scheduler.core, engine.tiering
+    while core.host.unsaved or not core.slow.is_quiet:
+        tiering.transfer.write(core.slow.take_writes(is_flush=True))
+        tiering.wait(0.1)
+    core.reclaim(2**20)
+    core.host_done(core.take_host_ops())
+    core.host.reset()
+
+
 def random_tokens(rng: random.Random, num: int) -> list[int]:
     """Return so many tokens."""
     return [rng.randrange(VOCAB_SIZE) for _ in range(num)]
@@ -164,11 +216,16 @@ def main() -> None:
     """Measure, print, write."""
     arguments = parser(__doc__)
     arguments.add_argument("--repeats", type=int, default=5)
+    arguments.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), metavar="FOLDER")
     args = arguments.parse_args()
     where = machine()
     restored = restore_ratio(args.repeats)
     ratios = hit_over_miss(args.repeats)
     worst = max(ratios, key=lambda length: ratios[length])
+    disk = from_disk(args.repeats, args.disk)
+    worst_disk = max(disk, key=lambda length: disk[length])
+    stalled = from_disk(args.repeats, args.disk, stalls=True)
+    worst_stalled = max(stalled, key=lambda length: stalled[length])
     no_reuse = no_reuse_ratio(args.repeats)
     rates = [(returning_rate(0), returning_rate(32_768)) for _ in range(max(1, args.repeats // 2))]
     gain = statistics.median(on / off for off, on in rates)
@@ -181,6 +238,21 @@ def main() -> None:
             f"{ratios[worst]:.2f}",
             ratios[worst] <= 1.05,
             {"by_length": ratios},
+        ),
+        Row(f"the same from disk: first token of {LONG:,}", "<= 5%", f"{disk[LONG]:.1%}", disk[LONG] <= 0.05),
+        Row(
+            f"from disk: hit over miss, worst length ({worst_disk})",
+            "<= 1.05",
+            f"{disk[worst_disk]:.2f}",
+            disk[worst_disk] <= 1.05,
+            {"by_length": disk},
+        ),
+        Row(
+            f"from a disk that stalls: hit over miss, worst length ({worst_stalled})",
+            "<= 1.25",
+            f"{stalled[worst_stalled]:.2f}",
+            stalled[worst_stalled] <= 1.25,
+            {"by_length": stalled},
         ),
         Row("no reuse: CPU a token, tier on over off", "<= 1.03 x", f"{no_reuse:.3f} x", no_reuse <= 1.03),
         Row(

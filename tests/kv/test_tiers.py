@@ -235,10 +235,10 @@ def test_a_digest_is_not_enough():
     core.serve(A)
     core.serve(B)
     held = core.match(NS, pack(A), 8).held[0]
-    held.key = pack([9, 9, 9, 9])
+    held.name = held.name._replace(key=pack([9, 9, 9, 9]))
     assert core.match(NS, pack(A), 8).held == ()
 
 
 def test_stores_and_loads_are_told_apart():
-    assert StoreOp(1, 2) == (1, 2)
+    assert StoreOp(block_id=1, host_id=2) == (1, 2, False)
     assert LoadOp(host_id=2, block_id=1) == (2, 1)

@@ -103,7 +103,9 @@ class MemoryStore:
         return num
 
     def self_test(self) -> SelfTest:
-        return SelfTest(self.tier, True, 1e-5, 1e12, 1e12, f"{self.tier}       in memory")
+        return SelfTest(
+            self.tier, ok=True, read_bytes_per_s=1e12, write_bytes_per_s=1e12, latency_s=1e-5, told="a tier in memory"
+        )
 
     def use(self) -> StoreUse:
         return StoreUse(len(self.kept), sum(map(len, self.kept.values())), 0)

@@ -171,6 +171,8 @@ def build_engine(
     if spec.limit:
         longest = f"{spec.max_exact_len:,} of {spec.max_positions:,} tokens"
         say(f"limit      {longest}, beyond which {spec.limit} is not computed yet")
+    namespace = Namespace(model=spec.fingerprint, layout=f"{LAYOUT}/{geometry.block_size}", dtype=str(blueprint.dtype))
+    stores = [*open_stores(config, FrameFormat.of(namespace, geometry)), *stores]  # refused before weights are loaded
     torch.set_num_threads(config.threads or available_cpus())
     tokenizer = Tokenizer(spec.folder) if (spec.folder / "tokenizer_config.json").is_file() else None
     slab = Slab.allocate(geometry, capacity.num_blocks, blueprint.dtype)
@@ -178,8 +180,6 @@ def build_engine(
     arena = HostArena(num_held, capacity.host_bytes // num_held) if num_held else None
     runner = TorchRunner(_decoder(blueprint, slab), geometry, slab, arena)
     runner.warm_up()
-    namespace = Namespace(model=spec.fingerprint, layout=f"{LAYOUT}/{geometry.block_size}", dtype=str(blueprint.dtype))
-    stores = [*open_stores(config, FrameFormat.of(namespace, geometry)), *stores]
     host = HostTier(num_held, notes_unsaved=bool(stores)) if num_held else None
     slow = None
     if stores:

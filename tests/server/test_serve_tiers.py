@@ -1,0 +1,131 @@
+"""``pagefold serve`` with a disk and a pool: restarts, kills, remotes that hang; through HTTP, and real processes."""
+
+from __future__ import annotations
+
+import pytest
+from local_server import ProcessServer, start_cli, until
+from store.real_servers import NO_REDIS, REDIS_SERVER, redis_server
+
+MODEL = "smollm2-135m"
+SMALL = ("--kv-cache-memory-bytes", "64M", "--kv-offloading-size", "0.1", "--max-model-len", "1024")
+PROMPT = " ".join(f"Line {number} of a long letter to nobody." for number in range(40))
+ASKED = {"max_tokens": 8, "temperature": 0}
+
+
+def disk(folder, *more):
+    return (*SMALL, "--kv-disk-path", str(folder), "--kv-disk-size", "0.3", *more)
+
+
+def by_tier(usage):
+    return usage["prompt_tokens_details"].get("cached_tokens_by_tier", {})
+
+
+def num_written(server):
+    return server.metric("pagefold:tier_blocks_written_total", "kept")
+
+
+def test_what_was_cached_is_found_after_a_restart(tmp_path):
+    server = ProcessServer(MODEL, *disk(tmp_path / "kv"))
+    try:
+        first = server.complete(PROMPT, **ASKED)
+        server.process.terminate()  # what is cached is written
+        assert server.process.wait(60) == 0
+        assert "disk       " in server.output()
+    finally:
+        server.close()
+    again = ProcessServer(MODEL, *disk(tmp_path / "kv"))
+    try:
+        answer = again.complete(PROMPT, **ASKED)
+        assert answer["choices"][0]["text"] == first["choices"][0]["text"]
+        num_prompt = answer["usage"]["prompt_tokens"]
+        assert by_tier(answer["usage"]) == {"device": 0, "disk": (num_prompt - 1) // 16 * 16}
+        assert again.metric("vllm:prompt_tokens_by_source_total", "external_kv_transfer") > 0
+        answer = again.complete(PROMPT, **ASKED)  # now it is on the device
+        assert not by_tier(answer["usage"])
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    finally:
+        again.close()
+
+
+def test_a_killed_server_has_lost_little(tmp_path):
+    flags = disk(tmp_path / "kv", "--kv-write-policy", "write_through")
+    server = ProcessServer(MODEL, *flags)
+    try:
+        first = server.complete(PROMPT, **ASKED)
+        num_blocks = first["usage"]["prompt_tokens"] // 16
+        until(lambda: num_written(server) >= num_blocks, "the blocks are written")
+        server.process.kill()
+        server.process.wait()
+    finally:
+        server.close()
+    again = ProcessServer(MODEL, *flags)
+    try:
+        answer = again.complete(PROMPT, **ASKED)
+        assert answer["choices"][0]["text"] == first["choices"][0]["text"]
+        assert by_tier(answer["usage"])["disk"] >= 16 * (num_blocks - 1)
+    finally:
+        again.close()
+
+
+def test_one_server_a_folder(tmp_path):
+    server = ProcessServer(MODEL, *disk(tmp_path / "kv"))
+    try:
+        second = start_cli("serve", MODEL, "--port", "0", *disk(tmp_path / "kv"))
+        said, _ = second.communicate(timeout=60)
+        assert second.returncode not in (0, None)
+        assert str(server.process.pid) in said
+        assert "Traceback" not in said
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--kv-disk-path", "/proc/nowhere"), "/proc/nowhere"),
+        (("--kv-disk-path", "{folder}", "--kv-disk-size", "1e9"), "bytes less than"),
+        (("--kv-disk-path", "{folder}", "--kv-disk-size", "0"), "kv_disk_size is 0"),
+        (("--kv-disk-path", "{folder}", "--kv-disk-size", "0.001"), "small"),
+        (("--kv-remote-url", "ftp://127.0.0.1"), "no remote store"),
+        (("--kv-remote-required",), "there is no kv_remote_url"),
+        (("--kv-remote-url", "redis://:secret@127.0.0.1:1", "--kv-remote-required"), "127.0.0.1:1"),
+        (("--kv-write-policy", "sometimes", "--kv-disk-path", "{folder}"), "write_through_selective"),
+        (("--kv-disk-path", "{folder}", "--record-trace", "{folder}/trace"), "--record-trace"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_line(tiny_chat_model, tmp_path, flags, told):
+    flags = [flag.format(folder=tmp_path) for flag in flags]
+    process = start_cli("serve", str(tiny_chat_model), "--port", "0", *flags)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode not in (0, None)
+    assert told in said, said
+    assert "Traceback" not in said
+    assert "secret" not in said
+
+
+@pytest.mark.skipif(REDIS_SERVER is None, reason=NO_REDIS)
+def test_a_pool_that_hangs_or_is_not_there_holds_up_nobody(tmp_path):
+    with redis_server(tmp_path) as redis:
+        redis.kill()
+        flags = (*SMALL, "--kv-remote-url", f"redis://127.0.0.1:{redis.port}", "--kv-write-policy", "write_through")
+        server = ProcessServer(MODEL, *flags)  # it starts without
+        try:
+            use_pool(server, redis)
+        finally:
+            server.close()
+
+
+def use_pool(server, redis):
+    first = server.complete(PROMPT, **ASKED)
+    redis.start()
+    text = first["choices"][0]["text"]
+
+    def is_written():
+        server.complete("Another letter. " + PROMPT, **ASKED)
+        return num_written(server) > 0
+
+    until(is_written, "the pool is used once it answers")
+    with redis.frozen():
+        for number in range(3):
+            answer = server.complete(PROMPT, cache_salt=str(number), **ASKED)
+            assert answer["choices"][0]["text"] == text
