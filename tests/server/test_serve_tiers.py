@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 from local_server import ProcessServer, start_cli, until
 from store.real_servers import NO_REDIS, REDIS_SERVER, redis_server
@@ -120,8 +122,10 @@ def use_pool(server, redis):
     redis.start()
     text = first["choices"][0]["text"]
 
+    numbers = count()
+
     def is_written():
-        server.complete("Another letter. " + PROMPT, **ASKED)
+        server.complete(f"Letter {next(numbers)}. " + PROMPT, **ASKED)
         return num_written(server) > 0
 
     until(is_written, "the pool is used once it answers")
