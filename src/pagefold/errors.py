@@ -105,5 +105,9 @@ class PinQuotaError(PagefoldError):
     """More blocks would be pinned than may be."""
 
 
+class TierError(PagefoldError):
+    """A tier did not do what was asked for; what is cached in it may still be found."""
+
+
 class RequestTimeoutError(PagefoldError):
     """The request had not finished when its time was up."""

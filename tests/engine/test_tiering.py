@@ -10,6 +10,7 @@ from store.memory_store import MemoryStore, always_load
 from pagefold import LLM, SamplingParams
 from pagefold.config import EngineConfig
 from pagefold.engine.build import build_engine, plan_engine
+from pagefold.errors import ConfigError
 from pagefold.kv import audit
 from pagefold.store import FrameFormat
 
@@ -107,3 +108,30 @@ def test_a_reset_reaches_slow_tiers(tiny_chat_model):
     llm.engine.reset_prefix_cache()
     assert not llm.store.kept
     assert [result.num_cached_tokens for result in llm.generate(prompts(1), GREEDY, use_tqdm=False)] == [0]
+
+
+def test_blocks_of_other_arithmetic_are_other_blocks(tiny_chat_model, tmp_path):
+    """int8 weights, or another decoder, give other bytes: a folder that all use gives none what another computed."""
+    outputs, cached = {}, {}
+    for turn in range(2):
+        for how in ({"quantization": "int8"}, {}, {"model_impl": "transformers"}):
+            config = {"kv_disk_path": str(tmp_path), "kv_disk_size": 0.1, **how, **SMALL}
+            llm = LLM(str(tiny_chat_model), kv_cache_memory_bytes=2**22, **config)
+            if llm.engine.tiering is None:
+                pytest.skip("a tiny model is computed sooner than this disk is read")
+            always_load(llm.engine)
+            results = llm.generate(prompts(3), GREEDY, use_tqdm=False)
+            cached[turn, str(how)] = sum(result.num_cached_tokens for result in results)
+            told = [result.outputs[0].token_ids for result in results]
+            assert outputs.setdefault(str(how), told) == told
+            llm.close()
+    assert [cached[0, how] for how in outputs] == [0, 0, 0]
+    assert [cached[1, how] for how in outputs] == [3 * 96] * 3
+
+
+def test_a_start_that_fails_lets_go_of_the_folder(tiny_chat_model, tmp_path):
+    config = {"kv_disk_path": str(tmp_path), "kv_disk_size": 0.1, "kv_cache_memory_bytes": 2**22, **SMALL}
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"127\.0\.0\.1:1"):
+            LLM(str(tiny_chat_model), kv_remote_url="redis://127.0.0.1:1", kv_remote_required=True, **config)
+    LLM(str(tiny_chat_model), **config).close()

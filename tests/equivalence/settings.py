@@ -109,10 +109,10 @@ SETTINGS = (
     Setting(
         name="slow tier, little host",
         spare_blocks=2,
-        num_host_blocks=160,
+        num_host_blocks=48,
         slow_policy="write_back",
-        num_rounds=3,
-        at_least=Counts(num_written_blocks=40, num_fetched_blocks=40, num_loaded_blocks=40),
+        num_rounds=4,
+        at_least=Counts(num_written_blocks=20, num_fetched_blocks=5, num_loaded_blocks=5),
     ),
     Setting(
         name="slow tier that goes wrong, with failing steps and cancels",
@@ -128,7 +128,7 @@ SETTINGS = (
         shuffle=True,
         max_num_batched_tokens=64,
         num_rounds=3,
-        at_least=Counts(num_written_blocks=40, num_fetched_blocks=20, num_missed_blocks=2, num_failed_steps=10),
+        at_least=Counts(num_written_blocks=40, num_fetched_blocks=10, num_failed_steps=10),
     ),
     Setting(name="cancels", cancel_share=1.0, at_least=Counts(num_cancelled=8)),
     Setting(

@@ -365,7 +365,7 @@ def assert_clean(engine: Engine) -> None:
     core = engine.scheduler.core
     assert not engine.has_requests
     if engine.tiering is not None:
-        engine.close(30.0)
+        engine.close(lambda: 30.0)
         assert core.slow is not None
         assert not list(core.slow.pins()), "something is kept for nobody"
     assert not core.tables, "a table was not released"

@@ -12,9 +12,12 @@ import struct
 from dataclasses import asdict
 
 import pytest
+import torch
 from model_folders import SIZES, save_config
+from safetensors.torch import save
 
 from pagefold.errors import ModelNotFoundError, UnsupportedModelError
+from pagefold.runner.content import content_fingerprint
 from pagefold.runner.models import inspect_model
 
 WITHOUT_GROUPS = {name: value for name, value in SIZES.items() if name not in {"num_key_value_heads", "head_dim"}}
@@ -363,3 +366,21 @@ def test_a_broken_generation_config_is_refused(tmp_path, content, says):
     with pytest.raises(UnsupportedModelError, match=says) as refused:
         inspect_model(folder)
     assert refused.value.remedy
+
+
+def test_what_files_hold_is_known_by_their_bytes_alone(tmp_path):
+    """Equal where the same bytes came at other times; another one where a bit differs that no header shows."""
+    digests = []
+    for number in range(3):
+        folder, cache = tmp_path / f"model{number}", tmp_path / f"cache{number}"
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        weights = bytearray(save({"w": torch.zeros(8)}))
+        weights[-1] ^= number == 2
+        (folder / "model.safetensors").write_bytes(bytes(weights))
+        os.utime(folder / "model.safetensors", (number * 1000, number * 1000))
+        digests.append(content_fingerprint(folder, cache))
+        assert content_fingerprint(folder, cache) == digests[-1], "from the note"
+    assert digests[0] == digests[1] != digests[2]
+    (tmp_path / "model0" / "model.safetensors").write_bytes(bytes(weights))
+    assert content_fingerprint(tmp_path / "model0", tmp_path / "cache0") == digests[2]

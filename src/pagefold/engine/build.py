@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import dataclass
 from functools import partial
@@ -158,12 +159,7 @@ def build_engine(
         UnsupportedModelError: the model calls its attention in a way that would be computed wrongly.
         ConfigError: a slow tier cannot be used, and must be.
     """
-    import torch  # noqa: PLC0415 - heavy rooms are entered when they are needed
-
-    from pagefold.runner.slab import LAYOUT, Slab  # noqa: PLC0415
-    from pagefold.runner.torch_runner import TorchRunner  # noqa: PLC0415
-    from pagefold.store import FrameFormat, HostArena, Transfer, open_stores  # noqa: PLC0415
-    from pagefold.tokenizer import Tokenizer  # noqa: PLC0415
+    from pagefold.store import FrameFormat, open_stores  # noqa: PLC0415 - heavy rooms are entered when they are needed
 
     config, spec, geometry, capacity = blueprint.config, blueprint.spec, blueprint.geometry, blueprint.capacity
     for line in capacity.lines():
@@ -171,8 +167,45 @@ def build_engine(
     if spec.limit:
         longest = f"{spec.max_exact_len:,} of {spec.max_positions:,} tokens"
         say(f"limit      {longest}, beyond which {spec.limit} is not computed yet")
-    namespace = Namespace(model=spec.fingerprint, layout=f"{LAYOUT}/{geometry.block_size}", dtype=str(blueprint.dtype))
+    namespace = _namespace(blueprint)
     stores = [*open_stores(config, FrameFormat.of(namespace, geometry)), *stores]  # refused before weights are loaded
+    with contextlib.ExitStack() as opened:
+        for store in stores:
+            opened.callback(store.close)
+        engine = _assemble(blueprint, namespace, stores, emit, say)
+        opened.pop_all()
+    return engine
+
+
+def _namespace(blueprint: Blueprint) -> Namespace:
+    """Return what all blocks of the model share, whoever computes: other weights or another decoder give other bytes.
+
+    What leaves this process is named by what the model's files hold, which is the same on every machine.
+    """
+    from pagefold.runner.content import content_fingerprint  # noqa: PLC0415 - only with slow tiers
+    from pagefold.runner.slab import LAYOUT  # noqa: PLC0415 - torch comes with it
+
+    config, spec = blueprint.config, blueprint.spec
+    decoder = f"fused-{config.quantization or 'plain'}" if blueprint.is_fused else "transformers"
+    return Namespace(
+        model=content_fingerprint(spec.folder, cache_dir()) if config.has_slow_tiers else spec.fingerprint,
+        layout=f"{LAYOUT}/{blueprint.geometry.block_size}/{decoder}",
+        dtype=str(blueprint.dtype),
+    )
+
+
+def _assemble(
+    blueprint: Blueprint, namespace: Namespace, stores: list[BlockStore], emit: Emit, say: Callable[[str], None]
+) -> Engine:
+    """Load weights, and put all parts together; ``stores`` keeps only those that are worth having."""
+    import torch  # noqa: PLC0415 - heavy rooms are entered when they are needed
+
+    from pagefold.runner.slab import Slab  # noqa: PLC0415
+    from pagefold.runner.torch_runner import TorchRunner  # noqa: PLC0415
+    from pagefold.store import HostArena, Transfer  # noqa: PLC0415
+    from pagefold.tokenizer import Tokenizer  # noqa: PLC0415
+
+    config, spec, geometry, capacity = blueprint.config, blueprint.spec, blueprint.geometry, blueprint.capacity
     torch.set_num_threads(config.threads or available_cpus())
     tokenizer = Tokenizer(spec.folder) if (spec.folder / "tokenizer_config.json").is_file() else None
     slab = Slab.allocate(geometry, capacity.num_blocks, blueprint.dtype)

@@ -132,6 +132,7 @@ class EngineClient(Protocol):
 
         Raises:
             EngineStoppedError: the engine takes no more commands.
+            TierError: a slow tier could not forget.
         """
 
     async def pins(self) -> PinReport:
@@ -218,12 +219,11 @@ class EngineThread:
     Args:
         engine: nobody else may call it from now on.
         max_requests: how many may be here at once, those that wait included, each sample counted; None for any number.
-        flush_s: seconds that it may spend at its end on writing to slow tiers what is cached.
     """
 
-    def __init__(self, engine: Engine, *, max_requests: int | None = None, flush_s: float = 0.0) -> None:
+    def __init__(self, engine: Engine, *, max_requests: int | None = None) -> None:
         self._engine = engine
-        self._flush_s = flush_s
+        self._end_s = 0.0  # until then it may write to slow tiers what is cached, once it drains
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._max_requests = max_requests
         self._streams: dict[str, TokenStream] = {}  # touched by the engine's thread only
@@ -317,7 +317,9 @@ class EngineThread:
 
     async def reset_prefix_cache(self) -> int:
         """See :class:`EngineClient`."""
-        return await self._ask(self._engine.reset_prefix_cache)
+        num_freed, finish = await self._ask(self._engine.begin_reset)
+        await asyncio.to_thread(finish)
+        return num_freed
 
     async def pins(self) -> PinReport:
         """See :class:`EngineClient`."""
@@ -328,10 +330,11 @@ class EngineThread:
         return await self._ask(lambda: self._engine.unpin(pin_id))
 
     def drain(self, timeout_s: float) -> bool:
-        """Take no more requests, let those that are here finish, and stop. Blocks.
+        """Take no more requests, let those that are here finish, write what slow tiers are to keep, and stop. Blocks.
 
         After ``timeout_s`` what still runs is ended with ``abort``. True when all that was here has finished.
         """
+        self._end_s = time.monotonic() + timeout_s
         with self._gate:
             self._takes_requests = False
             self._compilers.shutdown(wait=False)
@@ -406,11 +409,12 @@ class EngineThread:
                     self._wait()
                     if self._engine.has_requests:  # one that waited for blocks may be ready, or its time be up
                         self._deliver(self._engine.step())
-            self._engine.close(self._flush_s)
+            self._engine.close(lambda: self._end_s - time.monotonic())
         except Exception as error:  # noqa: BLE001 - a bug of ours: everybody is told, nobody waits for ever
             _log.exception("the engine's thread has failed")
             self._failure = error
             self._fail_all(error)
+            self._engine.close()
 
     def _wait(self) -> None:
         """Nothing runs: take the next command when it comes, or return when something else is due."""

@@ -251,11 +251,25 @@ class Engine:
         return bool(sample_ids)
 
     def reset_prefix_cache(self) -> int:
-        """Forget every cached prefix, between steps; running requests go on. Return how many blocks became free."""
-        num_freed = self.scheduler.core.reset()
-        if self.tiering is not None:
-            self.tiering.reset()
+        """Forget every cached prefix, between steps; running requests go on. Return how many blocks became free.
+
+        Raises:
+            TierError: a slow tier could not forget.
+        """
+        num_freed, finish = self.begin_reset()
+        finish()
         return num_freed
+
+    def begin_reset(self) -> tuple[int, Callable[[], None]]:
+        """Forget every cached prefix on device and host. Return how many blocks became free, and what is left to do.
+
+        That may take long, and any thread may call it.
+        """
+        num_freed = self.scheduler.core.reset()
+        if self.tiering is None:
+            return num_freed, lambda: None
+        self.tiering.begin_reset()
+        return num_freed, self.tiering.finish_reset
 
     def pins(self) -> PinReport:
         """Return what is pinned now."""
@@ -286,10 +300,10 @@ class Engine:
         if self.tiering is not None and due_s:
             self.tiering.wait(due_s)
 
-    def close(self, timeout_s: float = 0.0) -> None:
-        """Let go of slow tiers, and before that spend up to ``timeout_s`` seconds on writing to them what is cached."""
+    def close(self, left_s: Callable[[], float] = lambda: 0.0) -> None:
+        """Let go of slow tiers, and before that write to them what is cached, as long as ``left_s()`` is positive."""
         if self.tiering is not None:
-            self.tiering.close(timeout_s)
+            self.tiering.close(left_s)
             self.tiering = None
 
     def step(self) -> list[OutputDelta]:
@@ -319,7 +333,7 @@ class Engine:
             raise
         began, now = now, self._clock()
         if self.tiering is not None:
-            self.tiering.computed(len(plan.token_ids), now - began)
+            self.tiering.computed(len(plan.token_ids), plan.num_rows, now - began)
         requests = self.scheduler.apply(result)
         tell_tokens(self._emit, requests, now, self.scheduler.core.block_size)
         deltas += [self._delta(request, now) for request in requests]

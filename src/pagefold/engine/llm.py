@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 from pagefold.config import EngineConfig
@@ -111,7 +112,8 @@ class LLM:
         Args:
             timeout_s: seconds that it may take; what is not written by then is lost.
         """
-        self.engine.close(timeout_s)
+        end = time.monotonic() + timeout_s
+        self.engine.close(lambda: end - time.monotonic())
 
     def get_metrics(self) -> list[Metric]:
         """Return what was counted so far: the families that a server shows at ``/metrics``, of this LLM alone.

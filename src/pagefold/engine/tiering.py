@@ -11,9 +11,11 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
+from pagefold.errors import TierError
 from pagefold.events import Emit, TierRead, TierWritten, ignore
 from pagefold.request import RequestStatus
 from pagefold.store.frame import MissCause
+from pagefold.store.protocol import StoreError
 from pagefold.store.transfer import Fetched, Found, Written
 
 if TYPE_CHECKING:
@@ -37,8 +39,11 @@ _LOOK_SHARE = 0.05
 _ROOM_SHARE = 0.5
 """A request waits for room in the arena for at most this share of the time that computing would take."""
 
-_MIN_LEARNT_TOKENS = 64
-"""A step that computes fewer tokens says little of what prefilling takes."""
+_MIN_LEARNT_TOKENS, _MIN_LEARNT_A_ROW = 64, 8
+"""A step that computes fewer tokens, or fewer for each of its sequences, says little of what prefilling takes."""
+
+_LOOK_UP_S = 0.2
+"""How long a close waits at most before it asks again how long it may take."""
 
 
 class _Waiting:
@@ -86,6 +91,7 @@ class Tiering:
         self._move = move
         self._emit = emit
         self._clock = clock
+        self._is_resetting = False
         self._waiting: dict[int, _Waiting] = {}  # by ticket: asked for, held back, or let go and not admitted yet
         self._num_tickets = 0
         self._queued_bytes: dict[str, int] = {}
@@ -93,7 +99,7 @@ class Tiering:
     def begin(self, request: Request, now: float) -> None:
         """Hold a request back that has just been queued, if slow tiers have what it lacks, or may have."""
         core = self._scheduler.core
-        if not core.publishes:
+        if self._is_resetting or not core.publishes:
             return
         names = core.missing(request.namespace, request.packed(), request.max_hit_tokens)
         if not names:
@@ -129,9 +135,9 @@ class Tiering:
                 self._advance(ticket, waiting, now)
         self.transfer.write(self._slow.take_writes())
 
-    def computed(self, num_tokens: int, seconds: float) -> None:
-        """Take note of a step, and of nothing else, since it says what prefilling takes."""
-        if num_tokens >= _MIN_LEARNT_TOKENS:
+    def computed(self, num_tokens: int, num_rows: int, seconds: float) -> None:
+        """Take note of what a step of ``num_rows`` sequences took, if it was mostly prefilling."""
+        if num_tokens >= max(_MIN_LEARNT_TOKENS, _MIN_LEARNT_A_ROW * num_rows):
             self._slow.arbiter.learn_compute(num_tokens, seconds)
 
     def next_due_s(self) -> float:
@@ -148,16 +154,34 @@ class Tiering:
             core.host_done(ops)
             self.transfer.write(self._slow.take_writes())
 
-    def reset(self) -> None:
-        """Have the slow tiers forget everything; the core has been reset."""
-        self.transfer.clear()
+    def begin_reset(self) -> None:
+        """The core is being reset: bring nothing until :meth:`finish_reset`."""
+        self._is_resetting = True
 
-    def close(self, timeout_s: float) -> None:
-        """Write what is cached and unsaved, as far as ``timeout_s`` seconds go, and close the tiers."""
+    def finish_reset(self) -> None:
+        """Have the slow tiers forget everything. Blocks; any thread may call it.
+
+        Raises:
+            TierError: one could not.
+        """
+        try:
+            self.transfer.clear()
+        except StoreError as error:
+            msg = f"Device and host have forgotten everything, but not all other tiers: {error}."
+            raise TierError(msg, remedy="Try again, or clear that tier by its own means.") from None
+        finally:
+            self._is_resetting = False
+
+    def close(self, left_s: Callable[[], float]) -> None:
+        """Write what is cached and unsaved as far as time goes, and close the tiers.
+
+        Args:
+            left_s: how many seconds are left; it may change its mind.
+        """
         core, slow = self._scheduler.core, self._slow
-        end = self._clock() + timeout_s
+        slow.give_up()
         nodes = deque(core.tree.nodes())  # heads before tails: what is left out cuts off least
-        while self._clock() < end:
+        while left_s() > 0:
             core.store_cached(nodes, slow.host.num_spare)
             ops = core.take_host_ops()
             if ops.stores:
@@ -167,9 +191,9 @@ class Tiering:
             self.transfer.write(writes)
             if slow.is_quiet and not nodes and not writes:
                 break
-            for outcome in self.transfer.collect(0.0 if slow.is_quiet else end - self._clock()):
+            for outcome in self.transfer.collect(0.0 if slow.is_quiet else min(left_s(), _LOOK_UP_S)):
                 self._note(outcome, self._clock())
-        self.transfer.close()
+        self.transfer.close(left_s())
 
     # Inside.
 
@@ -186,9 +210,10 @@ class Tiering:
 
     def _decide(self, waiting: _Waiting, now: float) -> bool:
         """Let a request wait for what is known to be found, if that pays; whether it does."""
-        if not waiting.found:
-            return False
         arbiter = self._slow.arbiter
+        del waiting.found[self._slow.max_waited :]
+        if not waiting.found or self._is_resetting:
+            return False
         waiting.verdict = verdict = arbiter.weigh(waiting.found, self._queued_bytes)
         if not verdict.num_blocks:
             return False

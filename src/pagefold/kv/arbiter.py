@@ -18,6 +18,9 @@ __all__ = ["Arbiter", "LinkModel", "Verdict"]
 _WEIGHT = 0.2
 """Of the newest measurement in each average."""
 
+_RECOVERY = 0.01
+"""How much a tier that is left out is forgiven with each request that could have used it."""
+
 _PATIENCE = 0.15
 """Share of the time that computing would take, for which a request waits though nothing arrives."""
 
@@ -33,11 +36,11 @@ class LinkModel:
         bytes_per_s: from then on.
     """
 
-    __slots__ = ("bytes_per_s", "latency_s")
+    __slots__ = ("_first_bytes_per_s", "bytes_per_s", "latency_s")
 
     def __init__(self, latency_s: float, bytes_per_s: float) -> None:
         self.latency_s = latency_s
-        self.bytes_per_s = bytes_per_s
+        self.bytes_per_s = self._first_bytes_per_s = bytes_per_s
 
     def seconds(self, num_bytes: int) -> float:
         """Return how long ``num_bytes`` take."""
@@ -46,9 +49,12 @@ class LinkModel:
     def learn(self, num_bytes: int, seconds: float) -> None:
         """Take note that ``num_bytes`` took ``seconds``, the tier doing nothing else."""
         if num_bytes and seconds > 0:
-            rate = num_bytes / max(seconds - self.latency_s, 0.1 * seconds)
-            self.bytes_per_s += _WEIGHT * (rate - self.bytes_per_s)
-            self.latency_s += _WEIGHT * (min(seconds, self.latency_s * 2) - self.latency_s) * 0.1
+            self.latency_s = min(self.latency_s, seconds / 2)
+            self.bytes_per_s += _WEIGHT * (num_bytes / (seconds - self.latency_s) - self.bytes_per_s)
+
+    def recover(self) -> None:
+        """It was not used, since it is thought too slow: in time it is thought as fast as at first, and tried again."""
+        self.bytes_per_s += _RECOVERY * (self._first_bytes_per_s - self.bytes_per_s)
 
 
 class Verdict(NamedTuple):
@@ -98,7 +104,11 @@ class Arbiter:
 
     def pays(self, tier: str) -> bool:
         """Whether a tier can ever win: it brings a block sooner than the block is computed."""
-        return self.block_bytes / self.links[tier].bytes_per_s < _MARGIN * self.compute_s(1)
+        link = self.links[tier]
+        pays = self.block_bytes / link.bytes_per_s < _MARGIN * self.compute_s(1)
+        if not pays:
+            link.recover()
+        return pays
 
     def weigh(self, tiers: list[str], queued_bytes: dict[str, int]) -> Verdict:
         """Decide about blocks of one path.
@@ -119,7 +129,7 @@ class Arbiter:
             slowest_s = max(load_s.values())  # tiers deliver beside each other
             gain = _MARGIN * compute_s - slowest_s
             if gain > best_gain:
-                waits_s = max(link.seconds(queued_bytes.get(tier, 0)) for tier in load_s)
+                waits_s = max(self.links[one].seconds(queued_bytes.get(one, 0)) for one in load_s)
                 best_gain = gain
                 best = Verdict(num_blocks, slowest_s, compute_s, max(_PATIENCE * compute_s, 2 * waits_s))
         if best.num_blocks:
@@ -127,10 +137,12 @@ class Arbiter:
             self.num_loaded += 1
         else:
             self.num_refused += 1
+            for tier in load_s:
+                self.links[tier].recover()
         return best
 
     def goes_on(self, num_arrived: int, num_blocks: int, waited_s: float) -> bool:
-        """Whether a request should wait for the rest, given that so many blocks came in ``waited_s`` so far."""
+        """Whether a request should wait for the rest of ``num_blocks``, of which so many came in ``waited_s``."""
         if not num_arrived:
             return True  # its patience bounds that
         rest = num_blocks - num_arrived

@@ -63,22 +63,40 @@ class Fetch:
     Attributes:
         blocks: those that are on their way or here, pinned.
         num_arrived: the first so many are here.
-        num_here: so many are here, those included that came before others in front of them.
+        num_coming, num_here: so many had to come when it began, and so many of these are here.
+        followers: others that wait for blocks that are brought for this one.
         begun_s, last_s: when it began, and when something last arrived.
         patience_s: how long it waits though nothing arrives.
         is_over: nothing more will be waited for.
         ops: what must be brought for it, by tier.
     """
 
-    __slots__ = ("begun_s", "blocks", "is_over", "last_s", "num_arrived", "num_here", "ops", "patience_s")
+    __slots__ = (
+        "begun_s",
+        "blocks",
+        "followers",
+        "is_over",
+        "last_s",
+        "num_arrived",
+        "num_coming",
+        "num_here",
+        "ops",
+        "patience_s",
+    )
 
     def __init__(self, now: float, patience_s: float) -> None:
         self.blocks: list[HeldBlock] = []
-        self.num_arrived = self.num_here = 0
+        self.num_arrived = self.num_coming = self.num_here = 0
+        self.followers: set[Fetch] = set()
         self.begun_s = self.last_s = now
         self.patience_s = patience_s
         self.is_over = False
         self.ops: dict[str, list[FetchOp]] = {}
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anybody waits for what is brought for it. Any thread may ask."""
+        return not self.is_over or any(not one.is_over for one in tuple(self.followers))
 
 
 class SlowTiers:
@@ -103,11 +121,15 @@ class SlowTiers:
         self._arriving: dict[int, _Arrival] = {}  # by host block
         self._by_digest: dict[bytes, _Arrival] = {}
         self._fetches: OrderedDict[int, Fetch] = OrderedDict()
-        self._num_waited = 0  # host blocks in the fetches, each as often as it is
         self._writing: dict[int, HeldBlock] = {}
         num_blocks = host.num_blocks
         self._num_spare = max(1, num_blocks // _SHARE_SPARE, min(_NUM_SPARE, num_blocks // 2))
         self._early: deque[HeldBlock] = deque()  # of the unsaved, those that the policy writes at once
+
+    @property
+    def max_waited(self) -> int:
+        """How many host blocks may be on their way in, or held by requests that wait."""
+        return max(1, self.host.num_blocks // _SHARE_ARRIVING)
 
     # From slow tiers.
 
@@ -119,9 +141,9 @@ class SlowTiers:
             patience_s: how long it waits though nothing arrives.
             now: seconds.
         """
-        room = max(1, self.host.num_blocks // _SHARE_ARRIVING)
-        found = found[:room]
-        if self._num_waited + len(found) > room:
+        found = found[: self.max_waited]
+        num_more = sum(name.digest not in self._by_digest for _, name in found)
+        if num_more > self.max_waited - len({*self._arriving, *self._waited_ids()}):
             return None
         fetch = Fetch(now, patience_s)
         for tier, name in found:
@@ -131,7 +153,6 @@ class SlowTiers:
             fetch.blocks.append(held)
         if not fetch.blocks:
             return None
-        self._num_waited += len(fetch.blocks)
         self._fetches[id(fetch)] = fetch
         self._advance(fetch)
         return fetch
@@ -171,13 +192,16 @@ class SlowTiers:
         """The request that waited was admitted, or is gone: nothing is kept for it any more."""
         del self._fetches[id(fetch)]
         fetch.is_over = True
-        self._num_waited -= len(fetch.blocks)
         self.host.unpin(fetch.blocks)
+
+    def give_up(self) -> None:
+        """Let nobody wait any more."""
+        for fetch in self._fetches.values():
+            fetch.is_over = True
 
     def reset(self) -> None:
         """Forget all: what arrives from now on is of no use, and nobody waits for it."""
-        for fetch in self._fetches.values():
-            fetch.is_over = True
+        self.give_up()
         for arrival in self._arriving.values():
             arrival.waiting.clear()
             arrival.is_wanted = False
@@ -224,8 +248,7 @@ class SlowTiers:
         """Yield the host block of every pin that transfers and waiting requests have."""
         yield from self._arriving
         yield from self._writing
-        for fetch in self._fetches.values():
-            yield from (held.host_id for held in fetch.blocks)
+        yield from self._waited_ids()
 
     @property
     def is_quiet(self) -> bool:
@@ -234,10 +257,14 @@ class SlowTiers:
 
     # Inside.
 
+    def _waited_ids(self) -> Iterator[int]:
+        for fetch in self._fetches.values():
+            yield from (held.host_id for held in fetch.blocks)
+
     def _pays(self, fetch: Fetch, now: float) -> bool:
         if now - fetch.last_s >= fetch.patience_s:
             return False
-        return self.arbiter.goes_on(fetch.num_here, len(fetch.blocks), fetch.last_s - fetch.begun_s)
+        return self.arbiter.goes_on(fetch.num_here, fetch.num_coming, fetch.last_s - fetch.begun_s)
 
     def _write(self, held: HeldBlock, ops: list[WriteOp]) -> None:
         host = self.host
@@ -252,13 +279,14 @@ class SlowTiers:
         held = self.host.get(name.digest)
         if held is not None:
             self.host.pin([held])
-            fetch.num_here += 1
             return held
         arrival = self._by_digest.get(name.digest)
         if arrival is None or not arrival.is_wanted:
             return None
         arrival.held.num_pins += 1
         arrival.waiting.append(fetch)
+        arrival.waiting[0].followers.add(fetch)
+        fetch.num_coming += 1
         return arrival.held
 
     def _reserve(self, tier: str, name: BlockName, fetch: Fetch) -> HeldBlock | None:
@@ -269,6 +297,7 @@ class SlowTiers:
             return None
         held.num_pins += 1  # one is the transfer's, one the request's
         self._arriving[held.host_id] = self._by_digest[name.digest] = _Arrival(held, fetch)
+        fetch.num_coming += 1
         fetch.ops.setdefault(tier, []).append(FetchOp(held.host_id, name))
         return held
 

@@ -20,6 +20,7 @@ from pagefold.errors import (
     QueueFullError,
     RequestTimeoutError,
     StepFailedError,
+    TierError,
 )
 from pagefold.observe.logs import current_request_id
 
@@ -60,6 +61,7 @@ _FORMS: dict[type[Exception], _Form] = {
     PinQuotaError: _Form(409, "invalid_request_error", "pin_quota_exceeded"),
     QueueFullError: _Form(429, "rate_limit_error", "queue_full"),
     RequestTimeoutError: _Form(504, "timeout_error", "request_timeout"),
+    TierError: _Form(502, "service_unavailable_error", "tier_failed"),
     StepFailedError: _Form(500, "server_error", "step_failed"),
     Exception: _Form(500, "server_error", "internal_error"),
 }

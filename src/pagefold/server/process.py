@@ -145,7 +145,7 @@ class ServerProcess:
             self._server.should_exit = True
             return
         max_requests = engine.scheduler.limits.max_num_seqs + self._config.max_queued_requests
-        self._engine = EngineThread(engine, max_requests=max_requests, flush_s=self._config.drain_s)
+        self._engine = EngineThread(engine, max_requests=max_requests)
         self._engine.start()
         self._run_task(self._open(self._engine))
 

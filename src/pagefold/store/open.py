@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import TYPE_CHECKING
 
@@ -29,12 +30,21 @@ def open_stores(config: EngineConfig, frames: FrameFormat) -> list[BlockStore]:
     Raises:
         ConfigError: one cannot be used, and must be.
     """
+    with contextlib.ExitStack() as opened:
+        stores = _opened(config, frames, opened)
+        opened.pop_all()
+    return stores
+
+
+def _opened(config: EngineConfig, frames: FrameFormat, opened: contextlib.ExitStack) -> list[BlockStore]:
     stores: list[BlockStore] = []
     if config.kv_disk_path is not None:
         limit_bytes = int(config.kv_disk_size * 2**30)
         stores.append(DiskStore(config.kv_disk_path, limit_bytes, frames, label=config.model))
+        opened.callback(stores[-1].close)
     if config.kv_remote_url is not None:
         remote = open_remote(config.kv_remote_url, frames, on_change=_tell)
+        opened.callback(remote.close)
         if config.kv_remote_required:
             remote.connect()
         stores.append(remote)

@@ -6,11 +6,12 @@ belongs to a transfer from when it is handed over until its outcome is collected
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagefold.store.frame import MissCause
@@ -29,6 +30,9 @@ _log = logging.getLogger(__name__)
 
 _BATCH_BYTES = 8 * 2**20
 """Blocks are asked for in batches of about so many bytes: what arrives early tells how fast a tier is."""
+
+_LAST_S, _POLL_S = 2.0, 0.005
+"""What is begun is waited for so long at least when all is closed, and looked at so often."""
 
 _NUM_READERS = 2
 """Threads that read from one tier: one checks what it has read while the other reads."""
@@ -86,7 +90,12 @@ class _Lane:
         self.store = store
         self.readers = ThreadPoolExecutor(_NUM_READERS, f"pagefold-{store.tier}-read")
         self.writer = ThreadPoolExecutor(1, f"pagefold-{store.tier}-write")
-        self.num_reading = 0
+        self.num_reading = self.num_writing = 0
+
+    @property
+    def num_busy(self) -> int:
+        """How many of its threads are in a call."""
+        return self.num_reading + self.num_writing
 
 
 class Transfer:
@@ -140,6 +149,7 @@ class Transfer:
         def write_on() -> None:
             nonlocal num_kept
             lane = left.pop(0)
+            lane.num_writing = 1
             try:
                 num_kept = max(num_kept, lane.store.put(puts))
             except StoreError as error:
@@ -147,9 +157,11 @@ class Transfer:
             except Exception:  # noqa: BLE001 - a bug of a store's: the blocks must be let go of all the same
                 _log.exception("blocks were not written to the %s tier", lane.store.tier)
             if left:
-                left[0].writer.submit(write_on)
+                with contextlib.suppress(RuntimeError):  # all is being closed
+                    left[0].writer.submit(write_on)
             else:
                 self._tell(Written(ops, num_kept))
+            lane.num_writing = 0
 
         left[0].writer.submit(write_on)
 
@@ -165,21 +177,33 @@ class Transfer:
             return outcomes
 
     def clear(self) -> None:
-        """Have all tiers forget everything, also what is being written. Blocks."""
-        clearing: list[Future[int]] = [lane.writer.submit(lane.store.clear) for lane in self._lanes.values()]
-        for future in clearing:
-            try:
-                future.result()
-            except StoreError as error:
-                _log.warning("a tier could not be cleared: %s", error)
+        """Have all tiers forget everything, also what was handed over to be written before. Blocks.
 
-    def close(self) -> None:
-        """Let what was begun end, and close all stores."""
+        Raises:
+            StoreError: a tier could not; what it holds may be found again.
+        """
+        failures: list[str] = []
+        for lane in self._lanes.values():  # in the order of writes: what is being written goes from lane to lane
+            try:
+                lane.writer.submit(lane.store.clear).result()
+            except StoreError as error:
+                failures.append(f"{lane.store.tier}: {error}")
+        if failures:
+            raise StoreError("; ".join(failures))
+
+    def close(self, timeout_s: float = 0.0) -> None:
+        """Close all stores. What is not begun is left out; what is begun is waited for as long as ``timeout_s``."""
+        end = time.monotonic() + max(timeout_s, _LAST_S)
         for lane in self._lanes.values():
-            lane.readers.shutdown(wait=True, cancel_futures=True)
-            lane.writer.shutdown(wait=True)
+            lane.readers.shutdown(wait=False, cancel_futures=True)
+            lane.writer.shutdown(wait=False, cancel_futures=True)
         for lane in self._lanes.values():
-            lane.store.close()
+            while lane.num_busy and time.monotonic() < end:
+                time.sleep(_POLL_S)
+            if not lane.num_busy:
+                lane.store.close()
+            else:
+                _log.warning("the %s tier did not come to an end", lane.store.tier)
 
     # On the transfer's threads.
 
@@ -190,7 +214,7 @@ class Transfer:
         began = time.monotonic()
         found: list[bytes | MissCause] = []
         try:
-            if not fetch.is_over:
+            if fetch.is_wanted:
                 found = lane.store.get([Get(op.name, self._arena.payload(op.host_id)) for op in ops])
             else:
                 found = [MissCause.LATE] * len(ops)

@@ -1,0 +1,57 @@
+"""Arbiter: what it learns of a link, when it loads, and how long it waits."""
+
+from __future__ import annotations
+
+import pytest
+
+from pagefold.kv import Arbiter, LinkModel
+
+MIB = 2**20
+
+
+def arbiter_of(**links: LinkModel) -> Arbiter:
+    """Return one for blocks of 1 MiB that take 16 ms to compute."""
+    arbiter = Arbiter(MIB, 16, compute_s_per_token=1e-3)
+    arbiter.links.update(links)
+    return arbiter
+
+
+@pytest.mark.parametrize("sizes", [[8 * MIB], [MIB, 8 * MIB, 3 * MIB]])
+def test_a_steady_link_is_known_for_what_it_is_however_long(sizes):
+    link = LinkModel(1e-4, 1e9)
+    for number in range(2000):
+        num_bytes = sizes[number % len(sizes)]
+        link.learn(num_bytes, 1e-4 + num_bytes / 2e9)
+    for num_bytes in (MIB // 4, MIB, 64 * MIB):
+        assert link.seconds(num_bytes) == pytest.approx(1e-4 + num_bytes / 2e9, rel=0.05)
+
+
+def test_what_is_sooner_brought_is_brought_and_the_rest_is_computed():
+    arbiter = arbiter_of(disk=LinkModel(1e-4, 1e9), remote=LinkModel(1e-3, 1e7))
+    assert arbiter.weigh(["disk"] * 10, {}).num_blocks == 10
+    assert arbiter.weigh(["remote"] * 10, {}).num_blocks == 0
+    assert arbiter.weigh(["disk"] * 4 + ["remote"] * 10, {}).num_blocks == 4
+    assert arbiter.weigh(["disk"] * 2, {"disk": 2**30}).num_blocks == 0, "others are in front"
+
+
+def test_patience_is_that_of_the_tiers_it_waits_for():
+    arbiter = arbiter_of(disk=LinkModel(1e-4, 1e9), remote=LinkModel(1e-3, 1e9))
+    alone = arbiter.weigh(["disk"] * 100, {"disk": 100 * MIB}).patience_s
+    both = arbiter.weigh(["disk"] * 99 + ["remote"], {"disk": 100 * MIB}).patience_s
+    assert both == pytest.approx(alone, rel=0.02)
+    assert alone <= 0.25 * arbiter.compute_s(100)
+
+
+def test_a_tier_that_was_slow_for_a_moment_is_tried_again():
+    arbiter = arbiter_of(disk=LinkModel(1e-4, 1e9))
+    for _ in range(20):
+        arbiter.links["disk"].learn(8 * MIB, 5.0)
+    assert not arbiter.pays("disk")
+    assert any(arbiter.pays("disk") for _ in range(500))
+
+
+def test_a_drip_is_left_as_soon_as_computing_is_sooner():
+    arbiter = arbiter_of(disk=LinkModel(1e-4, 1e9))
+    assert arbiter.goes_on(0, 10, 1.0), "patience bounds that"
+    assert arbiter.goes_on(5, 10, 5 * 0.015)
+    assert not arbiter.goes_on(5, 10, 5 * 0.017)
