@@ -6,7 +6,7 @@
          0      8  magic: "PAGEFOLD"
          8      4  version: 1
         12      4  bytes of the header: a multiple of 4,096, so that the payload is aligned
-        16     32  layout: digest of model, rope, dtype, codec and block size
+        16     32  layout: digest of weights, config, dtype, block size and who computed the block
         48     32  namespace: digest of the whole namespace, tenant and salt included
         80     32  parent: digest of the path before the block
        112     32  block: digest of the path up to its end
