@@ -17,18 +17,6 @@ from pagefold.store.protocol import StoreError
 MIB = 2**20
 
 
-@pytest.fixture
-def folder(tmp_path):
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def store(folder):
-    made = DiskStore(folder, 64 * MIB, frame_format())
-    yield made
-    made.close()
-
-
 @pytest.mark.parametrize("block_bytes", [1, 4095, 4096, 5000, 65_536, 737_280])
 @pytest.mark.parametrize("in_line", [True, False])
 def test_bytes_come_back_as_they_were_also_after_a_restart(folder, block_bytes, in_line):

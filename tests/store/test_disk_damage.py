@@ -29,18 +29,6 @@ MIB = 2**20
 FRAME = 8192  # header and payload of 4,096 each
 
 
-@pytest.fixture
-def folder(tmp_path):
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def store(folder):
-    made = DiskStore(folder, 64 * MIB, frame_format())
-    yield made
-    made.close()
-
-
 def reopened(store) -> DiskStore:
     store.close()
     return DiskStore(store.path, store.limit_bytes, store.frames)

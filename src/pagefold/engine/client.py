@@ -317,6 +317,9 @@ class EngineThread:
 
     async def reset_prefix_cache(self) -> int:
         """See :class:`EngineClient`."""
+        return await asyncio.shield(self._reset())  # what was begun is finished, though nobody waits for it
+
+    async def _reset(self) -> int:
         num_freed, finish = await self._ask(self._engine.begin_reset)
         await asyncio.to_thread(finish)
         return num_freed

@@ -147,12 +147,8 @@ class Tiering:
 
     def store_pending(self) -> None:
         """No step will run soon: make the stores that wait for one."""
-        core = self._scheduler.core
-        ops = core.take_host_ops()
-        if ops.stores:
-            self._move(ops)
-            core.host_done(ops)
-            self.transfer.write(self._slow.take_writes())
+        self._store()
+        self.transfer.write(self._slow.take_writes())
 
     def begin_reset(self) -> None:
         """The core is being reset: bring nothing until :meth:`finish_reset`."""
@@ -183,10 +179,7 @@ class Tiering:
         nodes = deque(core.tree.nodes())  # heads before tails: what is left out cuts off least
         while left_s() > 0:
             core.store_cached(nodes, slow.host.num_spare)
-            ops = core.take_host_ops()
-            if ops.stores:
-                self._move(ops)
-                core.host_done(ops)
+            self._store()
             writes = slow.take_writes(is_flush=True)
             self.transfer.write(writes)
             if slow.is_quiet and not nodes and not writes:
@@ -196,6 +189,14 @@ class Tiering:
         self.transfer.close(left_s())
 
     # Inside.
+
+    def _store(self) -> None:
+        """Make the stores that wait for a step."""
+        core = self._scheduler.core
+        ops = core.take_host_ops()
+        if ops.stores:
+            self._move(ops)
+            core.host_done(ops)
 
     def _look(self, waiting: _Waiting, tier: str, now: float) -> None:
         rest = waiting.names[len(waiting.found) :]

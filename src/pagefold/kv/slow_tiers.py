@@ -15,7 +15,7 @@ Names are SGLang's (HiCache).
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
@@ -115,12 +115,11 @@ class SlowTiers:
     def __init__(self, host: HostTier, policy: WritePolicy, arbiter: Arbiter) -> None:
         self.host = host
         self.policy = policy
-        self._is_selective = policy == "write_through_selective"
         self.arbiter = arbiter
         self.num_fetched = self.num_lost = self.num_written = self.num_unwritten = 0
         self._arriving: dict[int, _Arrival] = {}  # by host block
         self._by_digest: dict[bytes, _Arrival] = {}
-        self._fetches: OrderedDict[int, Fetch] = OrderedDict()
+        self._fetches: dict[int, Fetch] = {}
         self._writing: dict[int, HeldBlock] = {}
         num_blocks = host.num_blocks
         self._num_spare = max(1, num_blocks // _SHARE_SPARE, min(_NUM_SPARE, num_blocks // 2))
@@ -174,13 +173,12 @@ class SlowTiers:
                 self._advance(fetch)
         self.host.unpin([held])
 
-    def late(self, now: float) -> list[Fetch]:
-        """Give up the fetches that do not pay any more, and return them."""
-        late = [one for one in self._fetches.values() if not one.is_over and not self._pays(one, now)]
-        for fetch in late:
-            fetch.is_over = True
-            self.arbiter.num_late += 1
-        return late
+    def late(self, now: float) -> None:
+        """Give up the fetches that do not pay any more."""
+        for fetch in self._fetches.values():
+            if not fetch.is_over and not self._pays(fetch, now):
+                fetch.is_over = True
+                self.arbiter.num_late += 1
 
     def next_late_s(self) -> float:
         """Return when the next fetch will be given up unless something arrives; inf for never."""
@@ -210,9 +208,7 @@ class SlowTiers:
 
     def wants(self, node: Node) -> bool:
         """Whether a node's block is to be written as soon as nobody uses it."""
-        if self.policy == "write_through":
-            return True
-        return self._is_selective and node.num_hits >= _MIN_HITS
+        return self._is_early(node.num_hits)
 
     def take_writes(self, *, is_flush: bool = False) -> list[WriteOp]:
         """Return what is to be written now, pinned until :meth:`written`.
@@ -223,7 +219,7 @@ class SlowTiers:
         host = self.host
         while host.fresh:
             held = host.fresh.popleft()
-            if self.policy == "write_through" or (self._is_selective and held.num_hits >= _MIN_HITS):
+            if self._is_early(held.num_hits):
                 self._early.append(held)
         room = self._num_spare - len(self._writing)
         ops: list[WriteOp] = []
@@ -265,6 +261,11 @@ class SlowTiers:
         if now - fetch.last_s >= fetch.patience_s:
             return False
         return self.arbiter.goes_on(fetch.num_here, fetch.num_coming, fetch.last_s - fetch.begun_s)
+
+    def _is_early(self, num_hits: int) -> bool:
+        """Whether the policy writes at once what was found so often."""
+        is_proved = self.policy == "write_through_selective" and num_hits >= _MIN_HITS
+        return self.policy == "write_through" or is_proved
 
     def _write(self, held: HeldBlock, ops: list[WriteOp]) -> None:
         host = self.host
