@@ -20,6 +20,9 @@ KV_SHARE_OF_FREE_MEMORY = 0.5
 activations, compiled kernels, the server, and the machine's other processes, which share this memory with us, unlike a
 GPU's. Slabs are touched block by block, so what is never used is never taken."""
 
+_MIN_STREAMING_BLOCKS = 2
+"""A sequence that streams has one block that it fills and one more."""
+
 _MIN_DEFAULT_TOKENS = 2**18
 """The default budget stops where more could not be used: at ``max_num_seqs`` requests of full length, or at so many
 tokens if that is more (for prefixes to stay cached)."""
@@ -84,6 +87,7 @@ def plan_capacity(  # noqa: PLR0913 - the facts that it weighs, by name
     max_num_seqs: int,
     available_bytes: int,
     host_bytes: int = 0,
+    allow_streaming: bool = False,
     is_ours: bool = False,
 ) -> Capacity:
     """Decide budget, blocks and ``max_model_len``.
@@ -98,6 +102,7 @@ def plan_capacity(  # noqa: PLR0913 - the facts that it weighs, by name
         max_num_seqs: sequences at once; bounds the default budget.
         available_bytes: memory that is free before the weights are loaded.
         host_bytes: what to set aside for blocks that are evicted, of the same memory.
+        allow_streaming: whether a sequence may be larger than the budget, and lie in those blocks for the rest.
         is_ours: whether all of it is for weights and blocks, as on a GPU whose share for the rest is already taken off;
             the default budget is then all that the weights leave.
 
@@ -136,11 +141,14 @@ def plan_capacity(  # noqa: PLR0913 - the facts that it weighs, by name
         remedy = "Give a smaller budget, or leave it out to take a share of what is free."
         raise DoesNotFitError(msg, missing_bytes=budget - left, remedy=remedy)
     num_blocks = layout.num_blocks(budget)
-    longest = layout.longest_in(num_blocks, model_max_len)
+    num_usable = num_blocks
+    if allow_streaming and num_blocks >= _MIN_STREAMING_BLOCKS:
+        num_usable = max(num_blocks, num_host_blocks + num_blocks // 2)  # it takes half of the device
+    longest = layout.longest_in(num_usable, model_max_len)
     if max_model_len == "auto":
         wanted_len = longest
     num_blocks_needed = layout.num_blocks_for(max(wanted_len, 2))
-    if num_blocks < num_blocks_needed:
+    if num_usable < num_blocks_needed:
         msg = (
             f"The KV budget of {budget:,} bytes is {num_blocks} blocks of {layout.bytes_per_block:,} bytes; one "
             f"request of max_model_len = {max(wanted_len, 2)} tokens needs {num_blocks_needed}."

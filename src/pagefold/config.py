@@ -61,6 +61,8 @@ class EngineConfig:
         kv_cache_memory_bytes: the KV budget; None for a share of the memory that is free (see ``capacity.py``).
         kv_offloading_size: GiB of host memory for blocks that are evicted, beside the KV budget; 0 for none, or for a
             little where there are slower tiers, which go through it.
+        allow_streaming: whether a request may be larger than the KV budget: what of it does not fit is read where it
+            is, in the host's memory (see ``kv/streaming.py``).
         kv_disk_path: a folder of the server's own, where blocks are kept on a disk; None for none.
         kv_disk_size: GiB that it may take, everything counted.
         kv_remote_url: where a pool of blocks is that machines share: ``redis://host:port``, ``mooncake://host:port``;
@@ -97,6 +99,7 @@ class EngineConfig:
     block_size: int = 16
     kv_cache_memory_bytes: int | None = None
     kv_offloading_size: float = 0.0
+    allow_streaming: bool = False
     kv_disk_path: str | None = None
     kv_disk_size: float = 10.0
     kv_remote_url: str | None = field(default=None, repr=False)
@@ -148,6 +151,9 @@ class EngineConfig:
         if not 0 <= self.kv_offloading_size < float("inf"):
             raise _bad("kv_offloading_size", self.kv_offloading_size, "a number of GiB, 0 for none")
         self._check_tiers()
+        if self.allow_streaming and not self.kv_offloading_size:
+            msg = "allow_streaming is set, but kv_offloading_size is 0: what of a request does not fit has no place."
+            raise ConfigError(msg, remedy="Give kv_offloading_size, in GiB.")
         if isinstance(self.max_model_len, str):
             _one_of("max_model_len", self.max_model_len, ("auto",))
         elif self.max_model_len is not None and self.max_model_len < 2:  # noqa: PLR2004 - a prompt and an output token

@@ -29,6 +29,7 @@ __all__ = [
     "RequestCut",
     "RequestFinished",
     "RequestPreempted",
+    "RequestStreamed",
     "StepAbandoned",
     "StepApplied",
     "StepPlanned",
@@ -208,6 +209,20 @@ class RequestPreempted:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestStreamed:
+    """A request was admitted that is larger than the device: what does not fit is read in the host's memory.
+
+    Attributes:
+        num_tokens: that it has.
+        num_cold_blocks: of them, found already.
+    """
+
+    request_id: str
+    num_tokens: int
+    num_cold_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class RequestFinished:
     """A request left the scheduler, for whatever reason. What its caller is told is :class:`OutputFinished`.
 
@@ -344,6 +359,7 @@ Event: TypeAlias = (
     | StepPlanned
     | PrefixLookup
     | RequestPreempted
+    | RequestStreamed
     | RequestFinished
     | FirstToken
     | NextTokens

@@ -61,9 +61,11 @@ class HarshRunner:
         self.inner.slab.data[sorted(free - self._free)] = float("nan")
         self._free = free
         self._during_step()
-        for load in plan.host_ops.loads:
+        if self._core.streaming is not None:  # then attention reads the arena
+            self.inner.arena.blocks[self._core.host.free_ids()] = 0xFF  # NaN
+        for host_id in sorted(plan.host_ops.ids_read):
             if self._random.random() < self._damage_rate:
-                held = self.inner.arena.blocks[load.host_id]
+                held = self.inner.arena.blocks[host_id]
                 held[self._random.randrange(len(held))] ^= 1 << self._random.randrange(8)
         if self._num_failures_in_a_row < _MAX_FAILURES_IN_A_ROW and self._random.random() < self._failure_rate:
             self._num_failures_in_a_row += 1

@@ -25,6 +25,7 @@ from pagefold.events import (
     HostTransfer,
     PrefixLookup,
     RequestPreempted,
+    RequestStreamed,
     StepAbandoned,
     StepApplied,
     TierRead,
@@ -60,6 +61,7 @@ class Setting:
         block_size, max_num_batched_tokens, max_num_seqs, enable_prefix_caching, eviction_policy, attention_backend,
             dtype: as in ``EngineConfig``.
         spare_blocks: the KV budget: so many blocks more than the longest request needs; None for plenty.
+        allow_streaming: as in ``EngineConfig``; then ``spare_blocks`` may be negative.
         num_host_blocks: what the host keeps of evicted blocks; 0 for no host tier.
         damage_rate: share of the blocks that come back from there damaged.
         slow_policy: when blocks are written to a slow tier behind the host; None for no such tier.
@@ -82,6 +84,7 @@ class Setting:
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
     spare_blocks: int | None = None
+    allow_streaming: bool = False
     num_host_blocks: int = 0
     slow_policy: WritePolicy | None = None
     slow_fault_rate: float = 0.0
@@ -109,6 +112,7 @@ class Counts:
         num_steps: steps that ran.
         num_failed_steps: steps that did not.
         num_preemptions: of requests.
+        num_streamed: admissions of requests that stream.
         num_recomputed_tokens: computed again after a preemption.
         num_hit_tokens: prefix hits of requests that had not been preempted.
         num_first_step_hit_tokens: those of requests admitted in the first step.
@@ -120,6 +124,7 @@ class Counts:
     num_steps: int = 0
     num_failed_steps: int = 0
     num_preemptions: int = 0
+    num_streamed: int = 0
     num_recomputed_tokens: int = 0
     num_hit_tokens: int = 0
     num_first_step_hit_tokens: int = 0
@@ -140,6 +145,8 @@ class Counts:
             self.num_failed_steps += 1
         elif isinstance(event, RequestPreempted):
             self.num_preemptions += 1
+        elif isinstance(event, RequestStreamed):
+            self.num_streamed += 1
         elif isinstance(event, HostTransfer):
             self.num_stored_blocks += event.num_stored_blocks
             self.num_loaded_blocks += event.num_loaded_blocks
@@ -199,6 +206,7 @@ def build(setting: Setting, folder: Path, budget: Budget, emit: Emit) -> Engine:
         block_size=setting.block_size,
         kv_cache_memory_bytes=budget.num_blocks * geometry.bytes_per_block,
         kv_offloading_size=setting.num_host_blocks * geometry.bytes_per_block / 2**30,
+        allow_streaming=setting.allow_streaming,
         max_model_len=budget.max_model_len,
         max_num_seqs=setting.max_num_seqs,
         max_num_batched_tokens=setting.max_num_batched_tokens,

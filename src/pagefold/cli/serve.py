@@ -132,6 +132,14 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             rich_help_panel=_ENGINE,
         ),
     ] = 0.0,
+    allow_streaming: Annotated[
+        bool,
+        typer.Option(
+            "--allow-streaming",
+            help="Serve requests larger than the KV budget: what does not fit is read from the host's memory.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = False,
     kv_disk_path: Annotated[
         str | None,
         typer.Option(metavar="FOLDER", help="Keep blocks on a disk too, in this folder.", rich_help_panel=_ENGINE),
@@ -237,6 +245,7 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             block_size=block_size,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             kv_offloading_size=kv_offloading_size,
+            allow_streaming=allow_streaming,
             kv_disk_path=kv_disk_path,
             kv_disk_size=kv_disk_size,
             kv_remote_url=environment_remote_url() if kv_remote_url is None else kv_remote_url,

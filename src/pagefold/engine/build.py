@@ -102,6 +102,7 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
         max_num_seqs=config.max_num_seqs,
         available_bytes=available_bytes,
         host_bytes=_host_bytes(config, geometry, available_bytes),
+        allow_streaming=config.allow_streaming,
     )
     choose_backend(config.attention_backend, dtype, block_size=config.block_size, head_dim=spec.head_dim)
     return Blueprint(config, spec, geometry, capacity, dtype, _is_fused(config, spec, dtype))
@@ -208,9 +209,11 @@ def _assemble(
     config, spec, geometry, capacity = blueprint.config, blueprint.spec, blueprint.geometry, blueprint.capacity
     torch.set_num_threads(config.threads or available_cpus())
     tokenizer = Tokenizer(spec.folder) if (spec.folder / "tokenizer_config.json").is_file() else None
-    slab = Slab.allocate(geometry, capacity.num_blocks, blueprint.dtype)
     num_held = capacity.num_host_blocks
-    arena = HostArena(num_held, capacity.host_bytes // num_held) if num_held else None
+    num_read = capacity.num_blocks + (num_held if config.allow_streaming else 0)  # blocks that attention reads
+    slab = Slab.allocate(geometry, num_read, blueprint.dtype)
+    behind = slab.as_bytes()[capacity.num_blocks :] if config.allow_streaming else None
+    arena = HostArena(num_held, capacity.host_bytes // num_held, behind) if num_held else None
     runner = TorchRunner(_decoder(blueprint, slab), geometry, slab, arena)
     runner.warm_up()
     host = HostTier(num_held, notes_unsaved=bool(stores)) if num_held else None
@@ -227,6 +230,7 @@ def _assemble(
         pin_limits=PinLimits(config.max_pinned_share, config.pin_half_life_s),
         host=host,
         slow=slow,
+        allow_streaming=config.allow_streaming,
         emit=emit,
     )
     scheduler = Scheduler(

@@ -42,7 +42,12 @@ def audit(core: KVCore) -> None:
     _audit_pins(core)
     _audit_policy(core)
     if core.host is not None:
-        _audit_host(core.host, Counter(core.slow.pins() if core.slow is not None else ()))
+        others = Counter(core.slow.pins() if core.slow is not None else ())
+        others.update(held.host_id for table in core.tables for held in table.cold)
+        _audit_host(core.host, others)
+    if core.streaming is not None:
+        num_cold = sum(len(table.cold) for table in core.tables)
+        _check(num_cold == core.streaming.num_cold_blocks, f"{core.streaming.num_cold_blocks=}, {num_cold} are held")
 
 
 def _check(holds: bool, what: str) -> None:  # noqa: FBT001 - the one thing it is about
@@ -61,7 +66,7 @@ def _audit_conservation(core: KVCore) -> None:
 
 
 def _audit_references(core: KVCore) -> None:
-    tables = Counter(block_id for table in core.tables for block_id in table.block_ids)
+    tables = Counter(block_id for table in core.tables for block_id in table.block_ids[len(table.cold) :])
     transfers = Counter(
         block_id for copy in (*core.pending_copies, *core.copies_in_flight) for block_id in (copy.src, copy.dst)
     )
@@ -138,8 +143,12 @@ def _audit_tables(core: KVCore) -> None:
             _check(node.attached, f"a table's path leads through block {node.block.block_id}, which left the tree")
             path.append(node.block.block_id)
             node = node.parent
+        num_cold = len(table.cold)
+        cold_ids = [core.pool.num_blocks + held.host_id for held in table.cold]
+        _check(cold_ids == ids[:num_cold], f"cold blocks {cold_ids} are not the first of {ids}")
+        _check(table.cold_root is None or not table.num_published, "a table that streams has published blocks")
         _check(path[::-1] == ids[: table.num_published], f"path {path[::-1]} is not the table {ids}")
-        for block_id in ids[table.num_published :]:
+        for block_id in ids[max(num_cold, table.num_published) :]:
             _check(
                 core.pool.blocks[block_id].node is None, f"block {block_id} is published but not by its table's path"
             )
@@ -169,7 +178,7 @@ def _host_ops(host: HostTier) -> list[HostOps]:
     return [host.pending, *host.in_flight]
 
 
-def _audit_host(host: HostTier, slow: Counter[int]) -> None:
+def _audit_host(host: HostTier, others: Counter[int]) -> None:
     """Host blocks: each is free or holds one block, and is pinned once for all that reads, writes or waits for it."""
     held = list(host.held())
     ids = [one.host_id for one in held]
@@ -178,7 +187,7 @@ def _audit_host(host: HostTier, slow: Counter[int]) -> None:
     stores = Counter(store.host_id for ops in _host_ops(host) for store in ops.stores)
     loads = Counter(load.host_id for ops in _host_ops(host) for load in ops.loads)
     for one in held:
-        num_pins = stores[one.host_id] + loads[one.host_id] + slow[one.host_id]
+        num_pins = stores[one.host_id] + loads[one.host_id] + others[one.host_id]
         _check(one.num_pins == num_pins, f"host block {one.host_id}: {one.num_pins} pins, not {num_pins}")
         _check(one.num_pins > 0 or host.get(one.name.digest) is one, f"host block {one.host_id}: kept for nobody")
     for host_id, num in stores.items():

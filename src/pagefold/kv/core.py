@@ -17,6 +17,8 @@ What must stay cached though no table holds it is ``core.pins``' business. And o
     copies = core.take_copies()                         when all of it is planned, before it runs
     core.copies_done(copies)  |  core.copies_failed(copies)
 
+A sequence that is larger than the device begins with ``begin_streaming`` instead of ``acquire``: see ``streaming.py``.
+
 Where there is a host tier (``tiers.py``), what is evicted goes there and comes back, by copies that are taken likewise:
 ``take_host_ops``, ``host_done``, ``host_failed``.
 """
@@ -27,13 +29,13 @@ from typing import TYPE_CHECKING
 
 from pagefold.events import BlockEvicted, CacheReset, Emit, EvictionCause, HostTransfer, ignore
 from pagefold.kv.block import Block, BlockState
-from pagefold.kv.names import digest_of, names_behind, root_digest
+from pagefold.kv.names import digest_of, name_of, names_behind, root_digest
 from pagefold.kv.pins import PinLimits, PinTable
 from pagefold.kv.plans import NO_HOST_OPS, CopyOp
 from pagefold.kv.policies import make_policy
 from pagefold.kv.pool import BlockPool
+from pagefold.kv.streaming import Streaming
 from pagefold.kv.table import BlockTable, num_blocks_for
-from pagefold.kv.tiers import HOST
 from pagefold.kv.tree import TOKEN_BYTES, Node, PrefixHit, PrefixTree
 
 if TYPE_CHECKING:
@@ -82,6 +84,7 @@ class KVCore:
         pin_limits: what pins may keep, and how long they count.
         host: where evicted blocks go; None for nowhere.
         slow: what is behind the host; None for nothing.
+        allow_streaming: whether sequences may be larger than the device; there must be a host tier then.
         emit: where events go.
 
     Attributes:
@@ -89,6 +92,7 @@ class KVCore:
         pins: prefixes that stay cached though nobody holds them.
         host: the host tier, if there is one.
         slow: slower tiers, if there are any.
+        streaming: of sequences larger than the device, if they are allowed.
     """
 
     def __init__(  # noqa: PLR0913 - settings, by name
@@ -101,6 +105,7 @@ class KVCore:
         pin_limits: PinLimits | None = None,
         host: HostTier | None = None,
         slow: SlowTiers | None = None,
+        allow_streaming: bool = False,
         emit: Emit = ignore,
     ) -> None:
         self.block_size = block_size
@@ -117,6 +122,10 @@ class KVCore:
         self._emit = emit
         self.pins = PinTable(self.pool, pin_limits or PinLimits(), update_evictable=self._update_evictable, emit=emit)
         self._stride = block_size * TOKEN_BYTES
+        self.streaming: Streaming | None = None
+        if allow_streaming:
+            assert host is not None, "what streams lies in the host's arena"
+            self.streaming = Streaming(self.pool, host, block_size, self._store_live)
         self._tick = 0  # logical time: one for every acquire and release, so recency has no ties between tables
 
     # What there is.
@@ -205,6 +214,17 @@ class KVCore:
         table.capacity = len(table.block_ids) * self.block_size
         return table, num_tokens
 
+    def begin_streaming(self, hit: PrefixHit) -> tuple[BlockTable, int]:
+        """Make a table that streams and starts with what ``hit`` found. Return it and the number of tokens it holds.
+
+        The table holds none of the device's blocks yet, and what it will hold is never published.
+        """
+        assert self.streaming is not None, "streaming is not allowed"
+        table = self.streaming.begin(hit)
+        self.tables.add(table)
+        table.capacity = len(table.block_ids) * self.block_size
+        return table, table.capacity
+
     def extend(self, table: BlockTable, start: int, end: int) -> bool:
         """Make room for writing positions [start, end), evicting cached blocks if need be.
 
@@ -236,6 +256,7 @@ class KVCore:
         Both go on from the same position: what lies before it in the shared block is what the copy is for.
         """
         assert table.promise is None, "a table forks between steps"
+        assert table.cold_root is None, "a table that streams does not fork"
         twin = BlockTable(table.tail)
         twin.block_ids = list(table.block_ids)
         twin.capacity = table.capacity
@@ -268,6 +289,8 @@ class KVCore:
         if table.has_path:
             assert table.tail is not None
             self.policy.on_release(table.tail, table.facts)
+        if table.cold and self.streaming is not None:
+            self.streaming.release(table)
         blocks = self.pool.blocks
         release = self.pool.release
         for block_id in reversed(table.block_ids):
@@ -475,10 +498,18 @@ class KVCore:
             if node is None:
                 break
             if self.host is not None and node.block is not None:
-                self.host.keep(node, node.block.block_id)
+                self.host.keep(name_of(node), node.block.block_id, num_hits=node.num_hits)
             self._evict(node, "allocation")
             num_evicted += 1
         return num_evicted
+
+    def make_free(self, num_blocks: int) -> bool:
+        """Evict until so many blocks are free, those included that were to be stored; False if they cannot be had."""
+        pool = self.pool
+        self.reclaim(num_blocks - pool.num_free)
+        if pool.num_free < num_blocks and self._cancel_live_stores():
+            self.reclaim(num_blocks - pool.num_free)
+        return pool.num_free >= num_blocks
 
     def reset(self) -> int:
         """Forget every prefix: cached blocks become free, and what running tables hold is never published again.
@@ -537,8 +568,7 @@ class KVCore:
             self.pool.pin_io(block)
             self.host.load(one, block.block_id)
             table.block_ids.append(block.block_id)
-            table.num_loaded_tokens[one.origin] = table.num_loaded_tokens.get(one.origin, 0) + self.block_size
-            one.origin = HOST
+            one.count_use(table.num_loaded_tokens, self.block_size)
             num_loaded += 1
         self.host.unpin(pinned[num_loaded:])
         return num_loaded * self.block_size
@@ -547,7 +577,7 @@ class KVCore:
         """Plan to store a node's block, which stays what it is; False if the host holds it or has no room."""
         assert self.host is not None
         assert node.block is not None
-        if not self.host.keep(node, node.block.block_id, is_live=True):
+        if not self.host.keep(name_of(node), node.block.block_id, num_hits=node.num_hits, is_live=True):
             return False
         self.pool.pin_io(node.block)
         self._update_evictable(node)

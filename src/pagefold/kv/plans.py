@@ -51,12 +51,18 @@ class LoadOp(NamedTuple):
 class HostOps(NamedTuple):
     """What a step moves between device and host arena: first all stores, then all loads, and then its copies.
 
-    A load may read what a store of the same step wrote. No two stores write one host block, and none writes what a load
+    Then blocks of the arena are checked that the step is the first to read where they are. A load may read what a store of the same step wrote. No two stores write one host block, and none writes what a load
     reads otherwise.
     """
 
     stores: Sequence[StoreOp]
     loads: Sequence[LoadOp]
+    checks: Sequence[int] = ()
+
+    @property
+    def ids_read(self) -> set[int]:
+        """Blocks of the arena whose bytes may be found damaged."""
+        return {load.host_id for load in self.loads}.union(self.checks)
 
 
 NO_HOST_OPS = HostOps((), ())

@@ -9,6 +9,7 @@ from pagefold.kv.eviction import RequestFacts
 if TYPE_CHECKING:
     from pagefold.kv.block import BlockId
     from pagefold.kv.core import Promise
+    from pagefold.kv.tiers import HeldBlock
     from pagefold.kv.tree import Node
 
 __all__ = ["BlockTable", "num_blocks_for", "slot_of"]
@@ -20,13 +21,16 @@ class BlockTable:
     """The blocks of one sequence, in order of position.
 
     Attributes:
-        block_ids: position ``p`` lies in block ``block_ids[p // block_size]``, at ``p % block_size``.
+        block_ids: position ``p`` lies in block ``block_ids[p // block_size]``, at ``p % block_size``. Ids from the
+            number of the device's blocks on are blocks of the host's arena, of a table that streams.
         capacity: how many tokens the blocks can hold: ``len(block_ids) * block_size``.
         num_published: the first so many blocks are those of the tree path that ends in ``tail``.
         tail: the deepest node of that path; the namespace's root when nothing is published; None when this table
             publishes nothing, because caching is off or the cache was reset.
         may_share_tail: a fork may hold the last block too, so a write must look first.
         promise: what the step being planned or run will add, if anything.
+        cold_root: digest of its namespace, if it is one that streams (``streaming.py``); else None.
+        cold: the host's blocks that are its first ones, if it streams.
         num_loaded_tokens: how many of its tokens were loaded when it was acquired, by the tier that they came from.
         facts: of the request that holds it, for the eviction policy; whoever releases the table may set them before.
 
@@ -37,6 +41,8 @@ class BlockTable:
     __slots__ = (
         "block_ids",
         "capacity",
+        "cold",
+        "cold_root",
         "facts",
         "may_share_tail",
         "num_loaded_tokens",
@@ -52,6 +58,8 @@ class BlockTable:
         self.tail = tail
         self.may_share_tail = False
         self.promise: Promise | None = None
+        self.cold_root: bytes | None = None
+        self.cold: list[HeldBlock] = []
         self.num_loaded_tokens: dict[str, int] = {}
         self.facts = _NO_FACTS
 

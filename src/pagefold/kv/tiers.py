@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from typing import TYPE_CHECKING
 
-from pagefold.kv.names import name_of, path_digest
+from pagefold.kv.names import path_digest
 from pagefold.kv.plans import HostOps, LoadOp, StoreOp
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from pagefold.kv.block import BlockId
     from pagefold.kv.names import BlockName
-    from pagefold.kv.tree import Node
 
 __all__ = ["HOST", "HeldBlock", "HostTier"]
 
@@ -49,6 +48,11 @@ class HeldBlock:
         self.num_hits = num_hits
         self.origin = origin
         self.num_pins = 0
+
+    def count_use(self, num_tokens: dict[str, int], block_size: int) -> None:
+        """Count it in ``num_tokens`` under the tier that it came from; from now on it is the host's."""
+        num_tokens[self.origin] = num_tokens.get(self.origin, 0) + block_size
+        self.origin = HOST
 
 
 class HostTier:
@@ -77,6 +81,7 @@ class HostTier:
         self._free = list(reversed(range(num_blocks)))
         self._stores: list[StoreOp] = []
         self._loads: list[LoadOp] = []
+        self._checks: list[HeldBlock] = []
         self._by_id: dict[int, HeldBlock] = {}
         self.in_flight: list[HostOps] = []
 
@@ -93,7 +98,8 @@ class HostTier:
     @property
     def pending(self) -> HostOps:
         """What was planned and not taken yet."""
-        return HostOps(self._stores, self._loads)
+        checks = [held.host_id for held in self._checks if held.host_id >= 0]  # not of what has left since
+        return HostOps(self._stores, self._loads, checks)
 
     def get(self, digest: bytes) -> HeldBlock | None:
         """Return the block of that name, if it is held."""
@@ -117,17 +123,17 @@ class HostTier:
             found.append(held)
         return tuple(found)
 
-    def keep(self, node: Node, block_id: BlockId, *, is_live: bool = False) -> bool:
-        """Keep the bytes of a node: plan to store them, unless they are held or all host blocks are in use.
+    def keep(self, name: BlockName, block_id: BlockId, *, num_hits: int = 0, is_live: bool = False) -> bool:
+        """Keep the bytes of a block: plan to store them, unless they are held or all host blocks are in use.
 
         Args:
-            node: of the tree; or just evicted from it.
+            name: of it.
             block_id: where its bytes are.
-            is_live: whether the block stays that node's, so that the caller pins it until the store is over.
+            num_hits: how often it was found on the device.
+            is_live: whether the block stays what it is, so that the caller pins it until the store is over.
 
         Returns whether a store was planned.
         """
-        name = name_of(node)
         held = self._held.get(name.digest)
         if held is not None:
             self._touch(held)
@@ -136,7 +142,7 @@ class HostTier:
         if host_id is None:
             self.num_dropped += 1
             return False
-        held = HeldBlock(name, host_id, num_hits=node.num_hits)
+        held = HeldBlock(name, host_id, num_hits=num_hits)
         self._held[name.digest] = self._by_id[host_id] = held
         held.num_pins = 1
         self._stores.append(StoreOp(block_id, host_id, is_live))
@@ -169,6 +175,10 @@ class HostTier:
         """Plan to load a pinned block; it stays pinned until the step is over."""
         self._loads.append(LoadOp(held.host_id, block_id))
 
+    def check(self, held: HeldBlock) -> None:
+        """Plan to check a pinned block that will be read where it is."""
+        self._checks.append(held)
+
     def cancel(self, loads: list[LoadOp]) -> None:
         """Forget planned loads."""
         for load in loads:
@@ -176,10 +186,11 @@ class HostTier:
         self.unpin([self._by_id[load.host_id] for load in loads])
 
     def cancel_live_stores(self) -> list[StoreOp]:
-        """Forget the planned stores of blocks that are still cached, and return them."""
-        cancelled = [store for store in self._stores if store.is_live]
+        """Forget the planned stores of blocks that are still cached and that nobody waits for, and return them."""
+        cancelled = [store for store in self._stores if store.is_live and self._by_id[store.host_id].num_pins == 1]
         if cancelled:
-            self._stores = [store for store in self._stores if not store.is_live]
+            dropped = set(cancelled)
+            self._stores = [store for store in self._stores if store not in dropped]
         for store in cancelled:
             held = self._by_id[store.host_id]
             self.forget(held)
@@ -188,8 +199,8 @@ class HostTier:
 
     def take(self) -> HostOps:
         """Hand over the copies of the step being planned."""
-        ops = HostOps(self._stores, self._loads)
-        self._stores, self._loads = [], []
+        ops = self.pending
+        self._stores, self._loads, self._checks = [], [], []
         if ops.stores or ops.loads:
             self.in_flight.append(ops)
         return ops
@@ -211,9 +222,10 @@ class HostTier:
 
     def failed(self, ops: HostOps, damaged_ids: frozenset[int] = frozenset()) -> None:
         """The step failed: what it was to store may not be there, and is dropped; so is what is damaged."""
-        if not (ops.stores or ops.loads):
+        if not (ops.stores or ops.loads or damaged_ids):
             return
-        self.in_flight.remove(ops)
+        if ops.stores or ops.loads:
+            self.in_flight.remove(ops)
         for host_id in sorted({store.host_id for store in ops.stores} | damaged_ids):
             held = self._by_id.get(host_id)
             if held is not None:

@@ -19,6 +19,7 @@ from pagefold.events import (
     PinDropped,
     PrefixLookup,
     RequestPreempted,
+    RequestStreamed,
     StepAbandoned,
     StepApplied,
     TierMissCause,
@@ -111,6 +112,7 @@ class Metrics:
             PinDropped: self._on_pin_dropped,
             PrefixLookup: self._on_prefix_lookup,
             RequestPreempted: self._on_request_preempted,
+            RequestStreamed: self._on_request_streamed,
             StepAbandoned: self._on_step_abandoned,
             StepApplied: self._on_step_applied,
             TierRead: self._on_tier_read,
@@ -214,6 +216,9 @@ class Metrics:
             "Blocks that were given to slow tiers: kept by one at least, or by none.",
             "outcome",
             ("kept", "not_kept"),
+        )
+        self._streamed = self._counter(
+            "pagefold:requests_streamed", "Times that a request was admitted which is larger than the KV budget."
         )
         self._preemptions = self._counter("vllm:num_preemptions", "Times that a running request gave its blocks back.")
         self._finished = self._counters(
@@ -363,6 +368,9 @@ class Metrics:
 
     def _on_pin_dropped(self, event: PinDropped) -> None:
         self._pins_dropped[event.cause].inc()
+
+    def _on_request_streamed(self, _event: RequestStreamed) -> None:
+        self._streamed.inc()
 
     def _on_request_preempted(self, _event: RequestPreempted) -> None:
         self._preemptions.inc()

@@ -59,6 +59,7 @@ _SETTINGS = (
     "scheduling_policy",
     "priority_aging_s",
     "max_pinned_share",
+    "allow_streaming",
     "pin_half_life_s",
 )
 _KEY_BYTES = 32

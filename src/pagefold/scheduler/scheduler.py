@@ -32,19 +32,22 @@ from pagefold.events import (
     RequestCut,
     RequestFinished,
     RequestPreempted,
+    RequestStreamed,
     StepAbandoned,
     StepApplied,
     StepPlanned,
     ignore,
 )
+from pagefold.kv import PrefixHit
 from pagefold.kv.eviction import RequestFacts
 from pagefold.request import FinishReason, Request, RequestStatus
 from pagefold.scheduler.extras import apply_extras, plan_extras
 from pagefold.scheduler.policy import FirstComeFirstServed
+from pagefold.scheduler.streaming import Streamer
 from pagefold.steps import StepPlan, StepResult
 
 if TYPE_CHECKING:
-    from pagefold.kv import BlockTable, KVCore, PrefixHit, Promise
+    from pagefold.kv import BlockTable, KVCore, Promise
     from pagefold.request import WarmUp
     from pagefold.scheduler.policy import SchedulingPolicy
 
@@ -139,6 +142,7 @@ class Scheduler:
         self._num_steps = 0
         self._num_arrived = 0
         self._now_s = 0.0  # of the last call of schedule()
+        self._streamer = Streamer(core)
         self._watermark_blocks = int(core.pool.num_blocks * _WATERMARK)
 
     # Requests come and go.
@@ -308,6 +312,9 @@ class Scheduler:
             self.core.abandon(promise)
         for _ in range(step.num_admitted):
             self._back_to_waiting(self.running.pop())
+        for request in [one for one in self.running if not self._streamer.is_intact(one)]:
+            self.running.remove(request)
+            self._back_to_waiting(request)
         ended: list[Request] = []
         for request in step.requests:
             request.num_failed_steps += not damaged_ids
@@ -370,9 +377,11 @@ class Scheduler:
             num_tokens = len(token_ids) - start
             allowed = budget - (len(running) - row - 1)
             num_tokens = min(num_tokens, allowed)
-            end = start + num_tokens
             table = request.table
             assert table is not None
+            if table.cold_root is not None:
+                num_tokens = self._streamer.limit(num_tokens)
+            end = start + num_tokens
             if (end > table.capacity or table.may_share_tail) and not self._make_room(request, start, end):
                 continue  # it was the last and went itself; the loop ends
             budget -= num_tokens
@@ -413,16 +422,25 @@ class Scheduler:
         while self.waiting and budget > 0 and self.waiting[0].num_seqs <= num_seats:
             request = self.waiting[0]
             packed = request.packed()
-            hit = self._affordable(request, core.match(request.namespace, packed, request.max_hit_tokens))
+            streams = self._streamer.streams(request)
+            if streams and not self._can_stream(request):
+                break
+            hit: PrefixHit | None = core.match(request.namespace, packed, request.max_hit_tokens)
+            if not streams:
+                hit = self._affordable(request, hit)
             if hit is None:
                 break  # in order: nobody overtakes the head of the queue
-            table, start = core.acquire(hit)
+            table, start = core.begin_streaming(hit) if streams else core.acquire(hit)
             num_tokens = min(request.num_tokens - start, budget)
+            if streams:
+                num_tokens = self._streamer.limit(num_tokens)
             if not core.extend(table, start, start + num_tokens):
                 core.release(table)
                 break
             self.waiting.popleft()
             request.table = table
+            if streams:
+                self._emit(RequestStreamed(request.request_id, request.num_tokens, len(table.cold)))
             self._start(request, start, step.now)
             self.running.append(request)
             self._plan_admitted(step, request, num_tokens, packed)
@@ -534,8 +552,7 @@ class Scheduler:
         core = self.core
         needed = -(-(request.num_tokens + 1) // core.block_size)
         for other in self.running:
-            assert other.table is not None
-            needed += max(0, -(-other.num_tokens // core.block_size) - len(other.table.block_ids)) + len(other.forks)
+            needed += self._streamer.num_growth(other) + len(other.forks)
         if self.running:
             needed += self._watermark_blocks + len(request.forks)
         missing = self._num_missing(needed, hit)
@@ -544,6 +561,19 @@ class Scheduler:
         if self._num_missing(needed, hit) == 0:  # a copy keeps its source pinned for this step: one block more
             return hit._replace(partial=None, num_partial_tokens=0)
         return hit
+
+    def _can_stream(self, request: Request) -> bool:
+        """Make room for what a request that streams needs of the device at a time; False if there is none."""
+        core = self.core
+        if request.forks or not self._streamer.fits(request, self.running):
+            return False
+        needed = self._streamer.num_hot_blocks(request.num_tokens)
+        needed += sum(self._streamer.num_growth(other) for other in self.running)
+        hit = PrefixHit(request.namespace, [], None, 0)
+        missing = self._num_missing(needed, hit)
+        if missing > 0 and not self._give_up_pins(missing, hit):
+            return False
+        return core.make_free(needed)
 
     def _num_missing(self, needed: int, hit: PrefixHit) -> int:
         """Return how many of ``needed`` blocks can neither be allocated nor are a gift of ``hit``; may be negative."""
@@ -572,8 +602,10 @@ class Scheduler:
         False when ``request`` itself had to go.
         """
         assert request.table is not None
+        if request.table.cold_root is not None:
+            self._streamer.make_room(request, end)
         while not self.core.extend(request.table, start, end):
-            if self.core.pins.give_up(self._now_s):
+            if self._streamer.cool(self.running) or self.core.pins.give_up(self._now_s):
                 continue
             victim = self.running.pop()
             self._preempt(victim, request)
@@ -653,6 +685,7 @@ class Scheduler:
         """Give back a request's blocks, and tell the policy whose they were."""
         table, use = request.table, request.prompt_use
         assert table is not None
+        self._streamer.keep(request)
         table.facts = RequestFacts(progress, request.priority, is_repeat=use.is_told)
         use.is_told = use.is_told or table.has_path
         self.core.release(table)

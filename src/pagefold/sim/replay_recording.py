@@ -102,6 +102,7 @@ class _Replayer:
             enable_prefix_caching=settings.enable_prefix_caching,
             pin_limits=PinLimits(settings.max_pinned_share, settings.pin_half_life_s),
             host=HostTier(settings.num_host_blocks) if settings.num_host_blocks else None,
+            allow_streaming=settings.allow_streaming,
             emit=self._note,
         )
         self._scheduler = Scheduler(
@@ -164,7 +165,7 @@ class _Replayer:
             self._finish(cut)
         if not plan.num_rows:
             pass
-        elif not frozenset(recorded.damaged) <= {load.host_id for load in plan.host_ops.loads}:
+        elif not frozenset(recorded.damaged) <= plan.host_ops.ids_read:
             self._scheduler.abandon("the replay ends here")
             return f"{where} failed of host blocks {recorded.damaged}; the replay does not load them"
         elif recorded.has_failed:

@@ -33,12 +33,15 @@ class HostArena:
     Args:
         num_blocks: how many blocks it holds.
         block_bytes: of a block.
+        blocks: uint8 ``[num_blocks, block_bytes]``: memory to use, where it is not to take some itself.
     """
 
-    def __init__(self, num_blocks: int, block_bytes: int) -> None:
-        memory = mmap.mmap(-1, max(1, num_blocks * block_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        self.blocks = np.frombuffer(memory, np.uint8, num_blocks * block_bytes).reshape(num_blocks, block_bytes)
+    def __init__(self, num_blocks: int, block_bytes: int, blocks: NDArray[np.uint8] | None = None) -> None:
+        if blocks is None:
+            memory = mmap.mmap(-1, max(1, num_blocks * block_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory.madvise(mmap.MADV_HUGEPAGE)
+            blocks = np.frombuffer(memory, np.uint8, num_blocks * block_bytes).reshape(num_blocks, block_bytes)
+        self.blocks = blocks
         self._checksums = [b""] * num_blocks
 
     @property
@@ -64,14 +67,14 @@ class HostArena:
         self._checksums[host_id] = checksum
 
     def carry_out(self, ops: HostOps, blocks: NDArray[np.uint8]) -> None:
-        """Make a step's stores, then its loads.
+        """Make a step's stores, then its loads, and then its checks.
 
         Args:
             ops: what the core decided.
             blocks: uint8 ``[num_blocks, block_bytes]``: the device's blocks, which this reads and writes.
 
         Raises:
-            DamagedBlocksError: some loads; all stores and all other loads were made.
+            DamagedBlocksError: some of what was loaded or checked; all stores and all other loads were made.
         """
         for store in ops.stores:
             self._checksums[store.host_id] = _copy(blocks[store.block_id], self.blocks[store.host_id])
@@ -79,6 +82,11 @@ class HostArena:
             load.host_id
             for load in ops.loads
             if _copy(self.blocks[load.host_id], blocks[load.block_id]) != self._checksums[load.host_id]
+        }
+        damaged |= {
+            host_id
+            for host_id in ops.checks
+            if xxhash.xxh3_128_digest(self.blocks[host_id].data) != self._checksums[host_id]
         }
         if damaged:
             raise DamagedBlocksError(frozenset(damaged))

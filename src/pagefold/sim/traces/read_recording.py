@@ -152,6 +152,7 @@ class _Reader:
             priority_aging_s=line.number("priority_aging_s", 1e-9, _FOREVER_S),
             max_pinned_share=line.number("max_pinned_share", 0, 1),
             pin_half_life_s=line.number("pin_half_life_s", 1e-9, _FOREVER_S),
+            allow_streaming="allow_streaming" in line and line.flag("allow_streaming"),
         )
         return Recording(self._path.name, settings)
 
@@ -160,6 +161,8 @@ class _Reader:
         number = line.whole("add", len(self._adds), len(self._adds))
         num_prompt_tokens = line.whole("prompt", 1, MAX_TOKENS)
         most_fitting = settings.num_blocks * settings.block_size
+        if settings.allow_streaming:
+            most_fitting += settings.num_host_blocks * settings.block_size
         add = RecordedAdd(
             number=number,
             num_samples=line.whole("samples", 1, settings.max_num_seqs),

@@ -42,6 +42,7 @@ class RecordedSettings:
     priority_aging_s: float
     max_pinned_share: float
     pin_half_life_s: float
+    allow_streaming: bool = False
 
 
 @dataclass(frozen=True, slots=True)

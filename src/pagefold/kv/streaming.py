@@ -1,0 +1,132 @@
+"""Streaming: sequences that are larger than the device, whose cold blocks are read where they are, in the host's arena.
+
+A table that streams is ``[cold ... cold][hot ... hot]``: cold blocks lie in the arena, hot ones on the device, and new
+tokens are written into hot ones only. Attention reads both: a cold block's id is ``num_blocks + host_id``, and who
+computes has the arena behind the device's blocks. So nothing is staged: of a cold block a layer reads its own cells
+only, and the device never holds more than its budget.
+
+What is cold is named and found like all that the host holds, so that a later sequence goes on from it. What is hot is
+private to its table: a path can only be published from its beginning.
+
+Always: a table's cold blocks are held by the arena and pinned there once for each such table.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pagefold.kv.block import BlockId
+from pagefold.kv.names import digest_of, names_behind, root_digest
+from pagefold.kv.table import BlockTable
+from pagefold.kv.tree import TOKEN_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pagefold.kv.pool import BlockPool
+    from pagefold.kv.tiers import HeldBlock, HostTier
+    from pagefold.kv.tree import Node, PrefixHit
+
+__all__ = ["Streaming"]
+
+_HOT_SHARE = 2
+"""One over the share of the device that a table that streams may take: others run beside it."""
+
+
+class Streaming:
+    """Cold blocks: taking them over, making them of hot ones, letting go of them.
+
+    Args:
+        pool: the device's blocks.
+        host: where cold blocks are.
+        block_size: tokens a block.
+        store: plans to store the block of a node that stays cached, unless the host holds it or has no room.
+
+    Attributes:
+        max_hot_blocks: how many hot blocks a table has, beside the one that is being filled.
+        num_cold_blocks: that tables hold now.
+    """
+
+    def __init__(self, pool: BlockPool, host: HostTier, block_size: int, store: Callable[[Node], object]) -> None:
+        self.max_hot_blocks = max(1, pool.num_blocks // _HOT_SHARE)
+        self.num_cold_blocks = 0
+        self._pool = pool
+        self._host = host
+        self._stride = block_size * TOKEN_BYTES
+        self._store = store
+
+    @property
+    def max_blocks(self) -> int:
+        """Blocks of the longest sequence that can be streamed."""
+        return self._host.num_blocks + self.max_hot_blocks
+
+    @property
+    def num_cold_available(self) -> int:
+        """Cold blocks that another table could have, if nothing else had a claim on the arena."""
+        return self._host.num_blocks - self.num_cold_blocks
+
+    def begin(self, hit: PrefixHit) -> BlockTable:
+        """Make a table that starts with what ``hit`` found, all of it cold: what the device has is stored first."""
+        table = BlockTable(None)
+        table.cold_root = root_digest(hit.namespace)
+        host = self._host
+        for node in hit.nodes:
+            if not (node.attached and node.committed):  # promised only: it cannot be stored before it is written
+                return table
+            self._store(node)  # nothing happens if the host holds it
+            held = host.get(digest_of(node))
+            if held is None:
+                return table
+            host.pin([held])
+            self._append(table, held)
+        for held in host.pin(hit.held):
+            host.check(held)
+            self._append(table, held)
+            held.count_use(table.num_loaded_tokens, self._stride // TOKEN_BYTES)
+        return table
+
+    def cool(self, table: BlockTable, packed: bytes, num_tokens: int, num_hot: int) -> int:
+        """Make hot blocks cold, from the first on, until ``num_hot`` are left. Return how many blocks became free.
+
+        Args:
+            table: one that streams.
+            packed: its tokens.
+            num_tokens: how many are written; a block that is not full of them stays hot.
+            num_hot: how many hot blocks to leave, at least.
+        """
+        root = table.cold_root
+        assert root is not None, "a table that does not stream"
+        first = len(table.cold)
+        end = min(len(table.block_ids) - num_hot, num_tokens * TOKEN_BYTES // self._stride)
+        parent = table.cold[-1].name.digest if table.cold else root
+        num_cooled = 0
+        for name in names_behind(root, parent, packed[first * self._stride : max(first, end) * self._stride], self._stride):
+            block = self._pool.blocks[table.block_ids[first + num_cooled]]
+            held = self._host.get(name.digest)
+            if held is None:
+                self._host.keep(name, block.block_id)
+                held = self._host.get(name.digest)
+            if held is None:
+                break
+            self._host.pin([held])
+            del table.block_ids[first + num_cooled]
+            self._append(table, held)
+            self._pool.release(block)
+            num_cooled += 1
+        return num_cooled
+
+    def release(self, table: BlockTable) -> None:
+        """Let go of the cold blocks of ``table``: the host keeps them as all others."""
+        self._host.unpin(table.cold)
+        self.num_cold_blocks -= len(table.cold)
+        del table.block_ids[: len(table.cold)]
+        table.cold = []
+
+    def is_intact(self, table: BlockTable) -> bool:
+        """Whether all cold blocks of ``table`` are found: not after a step failed that was to store some."""
+        return all(self._host.get(held.name.digest) is held for held in table.cold)
+
+    def _append(self, table: BlockTable, held: HeldBlock) -> None:
+        table.block_ids.insert(len(table.cold), BlockId(self._pool.num_blocks + held.host_id))
+        table.cold.append(held)
+        self.num_cold_blocks += 1

@@ -1,0 +1,97 @@
+"""Requests that are larger than the device: when they run, how much at a time, and when they make room.
+
+A request streams from its admission on if its tokens do not fit the device then; one that outgrows the device while it
+runs is preempted, as the last of all, and streams when it is admitted again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pagefold.kv import num_blocks_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pagefold.kv import KVCore
+    from pagefold.request import Request
+
+__all__ = ["Streamer"]
+
+
+class Streamer:
+    """What the scheduler asks about requests that stream. Without streaming in the core no request does.
+
+    Args:
+        core: the KV core.
+    """
+
+    def __init__(self, core: KVCore) -> None:
+        self._core = core
+        self._streaming = core.streaming
+
+    def streams(self, request: Request) -> bool:
+        """Whether ``request``, which waits, must stream: with the next token it does not fit the device."""
+        return self._streaming is not None and self._num_blocks(request) > self._core.pool.num_blocks
+
+    def limit(self, num_tokens: int) -> int:
+        """Return how many of ``num_tokens`` a request that streams may compute in one step."""
+        assert self._streaming is not None, "streaming is not allowed"
+        return min(num_tokens, self._streaming.max_hot_blocks * self._core.block_size)
+
+    def num_hot_blocks(self, num_tokens: int) -> int:
+        """Return the most hot blocks that a request has which computes so many tokens more."""
+        return num_blocks_for(self.limit(num_tokens), self._core.block_size) + 1
+
+    def num_growth(self, request: Request) -> int:
+        """Return the most blocks that a running request takes yet, of what it has tokens for."""
+        table = request.table
+        assert table is not None
+        num_more = num_blocks_for(request.num_tokens, self._core.block_size) - len(table.block_ids)
+        if table.cold_root is not None:
+            num_hot = len(table.block_ids) - len(table.cold)
+            num_more = min(num_more, self.num_hot_blocks(request.num_tokens) - num_hot)
+        return max(0, num_more)
+
+    def fits(self, request: Request, running: Iterable[Request]) -> bool:
+        """Whether the arena could hold ``request`` beside what streams already."""
+        assert self._streaming is not None, "streaming is not allowed"
+        if not any(other.table is not None and other.table.cold_root is not None for other in running):
+            return True
+        num_cold = self._num_blocks(request) - self._streaming.max_hot_blocks
+        return num_cold <= self._streaming.num_cold_available
+
+    def make_room(self, request: Request, end: int) -> None:
+        """Make cold what ``request`` has too much of on the device, before it is given room up to ``end``."""
+        table = request.table
+        assert table is not None
+        assert self._streaming is not None
+        num_new = num_blocks_for(end, self._core.block_size) - len(table.block_ids)
+        self._cool(request, max(0, self._streaming.max_hot_blocks - num_new))
+
+    def cool(self, running: Iterable[Request]) -> bool:
+        """Make cold all that can be of those that stream, for others; whether any block became free."""
+        if self._streaming is None:
+            return False
+        return any([self._cool(request, 0) for request in running])
+
+    def keep(self, request: Request) -> None:
+        """Make cold what ``request`` has, before its table is released: so that it can be gone on from."""
+        if request.table is not None and request.table.cold_root is not None:
+            self._cool(request, 0)
+
+    def is_intact(self, request: Request) -> bool:
+        """Whether all that ``request`` has is still there, after a step failed."""
+        table = request.table
+        return self._streaming is None or table is None or self._streaming.is_intact(table)
+
+    def _cool(self, request: Request, num_hot: int) -> int:
+        table = request.table
+        if self._streaming is None or table is None or table.cold_root is None:
+            return 0
+        if len(table.block_ids) - len(table.cold) <= num_hot:
+            return 0
+        return self._streaming.cool(table, request.packed(), request.num_computed_tokens, num_hot)
+
+    def _num_blocks(self, request: Request) -> int:
+        return num_blocks_for(request.num_tokens + 1, self._core.block_size)
