@@ -141,9 +141,7 @@ def plan_capacity(  # noqa: PLR0913 - the facts that it weighs, by name
         remedy = "Give a smaller budget, or leave it out to take a share of what is free."
         raise DoesNotFitError(msg, missing_bytes=budget - left, remedy=remedy)
     num_blocks = layout.num_blocks(budget)
-    num_usable = num_blocks
-    if allow_streaming and num_blocks >= _MIN_STREAMING_BLOCKS:
-        num_usable = max(num_blocks, num_host_blocks + num_blocks // 2)  # it takes half of the device
+    num_usable = _num_streamed(num_blocks, num_host_blocks) if allow_streaming else num_blocks
     longest = layout.longest_in(num_usable, model_max_len)
     if max_model_len == "auto":
         wanted_len = longest
@@ -165,6 +163,13 @@ def plan_capacity(  # noqa: PLR0913 - the facts that it weighs, by name
         num_host_blocks=num_host_blocks,
         host_bytes=num_host_blocks * layout.bytes_per_block,
     )
+
+
+def _num_streamed(num_blocks: int, num_host_blocks: int) -> int:
+    """Return how many blocks a sequence may have that takes half of the device and all of the host's."""
+    if num_blocks < _MIN_STREAMING_BLOCKS:
+        return num_blocks
+    return max(num_blocks, num_host_blocks + num_blocks // 2)
 
 
 def _beside_host(host_bytes: int, num_host_blocks: int, layout: CacheLayout, left: int) -> int:

@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING
 import pytest
 
 import pagefold.kv
-from pagefold.kv import AuditError, BlockState, BlockTable, CopyOp, HostTier, KVCore, StoreOp, audit, make_policy
+from pagefold.kv import (
+    AuditError,
+    BlockState,
+    BlockTable,
+    CopyOp,
+    HostTier,
+    KVCore,
+    PrefixHit,
+    StoreOp,
+    audit,
+    make_policy,
+)
 from pagefold.kv.block import Block
 from pagefold.kv.names import BlockName
 from pagefold.kv.tiers import HeldBlock
@@ -37,12 +48,13 @@ class World:
         promising: holds out a promise of one block.
         cached: one of two leaves under a block, all three cached.
         free: a block that nobody has.
-        held: a block on the host, which is to be loaded; another is to be stored.
+        held: a block on the host, which is to be loaded; others are to be stored.
+        streamed: a table with a cold block and a hot one.
     """
 
     def __init__(self) -> None:
         self.host = HostTier(4)
-        self.core = core = KVCore(18, block_size=4, policy=make_policy("lru"), host=self.host)
+        self.core = core = KVCore(20, block_size=4, policy=make_policy("lru"), host=self.host, allow_streaming=True)
         self.pool = core.pool
         core.release(self.serve(range(90, 94)))
         core.reclaim(1)
@@ -57,6 +69,9 @@ class World:
         self.cached = core.match(NS, pack(range(50, 58)), 8).nodes[1]
         self.table = self.serve(range(10))
         self.promising = self.plan(range(70, 74))
+        self.streamed, _ = core.begin_streaming(PrefixHit(NS, [], None, 0))
+        assert core.extend(self.streamed, 0, 8)
+        assert core.streaming.cool(self.streamed, pack(range(100, 108)), 8, 1) == 1
         self.free = self.pool.blocks[self.pool.free_ids[0]]
         audit(core)
 
@@ -307,6 +322,18 @@ def cached_pinned_blocks_miscounted(world: World) -> None:
     world.pool.num_pinned += 1
 
 
+def cold_block_elsewhere(world: World) -> None:
+    world.streamed.block_ids[0] += 1
+
+
+def streamed_and_published(world: World) -> None:
+    world.streamed.num_published = 1
+
+
+def cold_blocks_miscounted(world: World) -> None:
+    world.core.streaming.num_cold_blocks += 1
+
+
 def lost_host_block(world: World) -> None:
     world.host._free.pop()
 
@@ -396,7 +423,10 @@ CORRUPTIONS: list[tuple[Callable[[World], None], str]] = [
     (candidate_missing, "policy offers 1 nodes, 2 are evictable"),
     (candidate_too_many, "policy offers 3 nodes, 2 are evictable"),
     (candidates_but_no_victim, "no victim among its candidates"),
-    (lost_host_block, "host blocks [0, 1] in use"),
+    (cold_block_elsewhere, "are not the first of"),
+    (streamed_and_published, "a table that streams has published blocks"),
+    (cold_blocks_miscounted, "core.streaming.num_cold_blocks=2, 1 are held"),
+    (lost_host_block, "host blocks [0, 1, 2] in use"),
     (host_pins_miscounted, "host block 0: 2 pins"),
     (host_block_written_twice, "host block 0 is written 2 times"),
     (store_into_a_free_host_block, "is to be written, and holds nothing"),

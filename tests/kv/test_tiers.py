@@ -211,7 +211,7 @@ def test_with_caching_off_nothing_is_kept():
     core.extend(table, 0, 9)
     core.release(table)
     core.reclaim(4)
-    assert core.take_host_ops() == ([], [])
+    assert core.take_host_ops() == ([], [], [])
 
 
 def test_a_path_is_named_by_all_its_tokens():

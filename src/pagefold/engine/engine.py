@@ -154,9 +154,11 @@ class Engine:
             msg = f"{param} is {getattr(sampling, param)}, but at most {max_samples} sequences run at once."
             remedy = f"Ask for at most {max_samples}, or start with a larger max_num_seqs."
             raise InvalidRequestError(msg, param=param, remedy=remedy)
-        max_block_tokens = self.capacity.num_blocks * self.capacity.block_size
-        if sampling.num_samples > 1 and num_tokens >= max_block_tokens:
-            msg = f"The prompt has {num_tokens} tokens, more than the KV budget's {max_block_tokens}: it is streamed, alone."
+        max_in_blocks = self.capacity.num_blocks * self.capacity.block_size
+        if sampling.num_samples > 1 and num_tokens >= max_in_blocks:
+            msg = (
+                f"The prompt has {num_tokens} tokens; of more than the KV budget's {max_in_blocks} one sample is made."
+            )
             raise InvalidRequestError(msg, param="n", remedy="Ask for one sample a request.")
         if caller.priority and self.scheduler.policy.name == "fcfs":
             msg = f"priority is {caller.priority}, but requests are served first come first served."

@@ -51,7 +51,9 @@ class LoadOp(NamedTuple):
 class HostOps(NamedTuple):
     """What a step moves between device and host arena: first all stores, then all loads, and then its copies.
 
-    Then blocks of the arena are checked that the step is the first to read where they are. A load may read what a store of the same step wrote. No two stores write one host block, and none writes what a load
+    Then blocks of the arena are checked that the step is the first to read where they are.
+
+    A load may read what a store of the same step wrote. No two stores write one host block, and none writes what a load
     reads otherwise.
     """
 

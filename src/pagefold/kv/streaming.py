@@ -40,14 +40,14 @@ class Streaming:
         pool: the device's blocks.
         host: where cold blocks are.
         block_size: tokens a block.
-        store: plans to store the block of a node that stays cached, unless the host holds it or has no room.
+        store: plans to store the block of a node that stays cached; False if the host holds it or has no room.
 
     Attributes:
         max_hot_blocks: how many hot blocks a table has, beside the one that is being filled.
         num_cold_blocks: that tables hold now.
     """
 
-    def __init__(self, pool: BlockPool, host: HostTier, block_size: int, store: Callable[[Node], object]) -> None:
+    def __init__(self, pool: BlockPool, host: HostTier, block_size: int, store: Callable[[Node], bool]) -> None:
         self.max_hot_blocks = max(1, pool.num_blocks // _HOT_SHARE)
         self.num_cold_blocks = 0
         self._pool = pool
@@ -73,15 +73,15 @@ class Streaming:
         for node in hit.nodes:
             if not (node.attached and node.committed):  # promised only: it cannot be stored before it is written
                 return table
-            self._store(node)  # nothing happens if the host holds it
+            is_stored = self._store(node)
             held = host.get(digest_of(node))
             if held is None:
                 return table
-            host.pin([held])
-            self._append(table, held)
-        for held in host.pin(hit.held):
-            host.check(held)
-            self._append(table, held)
+            self._take(table, held, is_new=is_stored)
+        for held in hit.held:
+            if host.get(held.name.digest) is not held:
+                break
+            self._take(table, held, is_new=False)
             held.count_use(table.num_loaded_tokens, self._stride // TOKEN_BYTES)
         return table
 
@@ -100,17 +100,16 @@ class Streaming:
         end = min(len(table.block_ids) - num_hot, num_tokens * TOKEN_BYTES // self._stride)
         parent = table.cold[-1].name.digest if table.cold else root
         num_cooled = 0
-        for name in names_behind(root, parent, packed[first * self._stride : max(first, end) * self._stride], self._stride):
+        for name in names_behind(
+            root, parent, packed[first * self._stride : max(first, end) * self._stride], self._stride
+        ):
             block = self._pool.blocks[table.block_ids[first + num_cooled]]
+            is_stored = self._host.keep(name, block.block_id)
             held = self._host.get(name.digest)
             if held is None:
-                self._host.keep(name, block.block_id)
-                held = self._host.get(name.digest)
-            if held is None:
                 break
-            self._host.pin([held])
             del table.block_ids[first + num_cooled]
-            self._append(table, held)
+            self._take(table, held, is_new=is_stored)
             self._pool.release(block)
             num_cooled += 1
         return num_cooled
@@ -126,7 +125,11 @@ class Streaming:
         """Whether all cold blocks of ``table`` are found: not after a step failed that was to store some."""
         return all(self._host.get(held.name.digest) is held for held in table.cold)
 
-    def _append(self, table: BlockTable, held: HeldBlock) -> None:
+    def _take(self, table: BlockTable, held: HeldBlock, *, is_new: bool) -> None:
+        """Make ``held`` the next cold block of ``table``. What is not stored just now is checked before it is read."""
+        self._host.pin([held])
+        if not is_new:
+            self._host.check(held)
         table.block_ids.insert(len(table.cold), BlockId(self._pool.num_blocks + held.host_id))
         table.cold.append(held)
         self.num_cold_blocks += 1

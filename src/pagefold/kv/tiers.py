@@ -221,9 +221,11 @@ class HostTier:
         self.num_loaded += len(ops.loads)
 
     def failed(self, ops: HostOps, damaged_ids: frozenset[int] = frozenset()) -> None:
-        """The step failed: what it was to store may not be there, and is dropped; so is what is damaged."""
-        if not (ops.stores or ops.loads or damaged_ids):
-            return
+        """The step failed: what it was to store may not be there, and is dropped; so is what is damaged.
+
+        What it was to check the next step checks.
+        """
+        self._checks += [self._by_id[host_id] for host_id in ops.checks if host_id in self._by_id]  # perhaps not made
         if ops.stores or ops.loads:
             self.in_flight.remove(ops)
         for host_id in sorted({store.host_id for store in ops.stores} | damaged_ids):

@@ -78,7 +78,7 @@ class ShadowRunner:
         """Store and load, copy, write row by row, then sample.
 
         Raises:
-            DamagedBlocksError: some loads; all stores and all other loads were made, and nothing after them.
+            DamagedBlocksError: some loads and checks; all stores and all other loads were made, and nothing after them.
         """
         self.move(plan)
         self.copy(plan)
@@ -107,6 +107,7 @@ class ShadowRunner:
             self._slab[load.block_id] = list(stored.cells)
             if stored.is_damaged:
                 damaged.add(load.host_id)
+        damaged.update(host_id for host_id in plan.host_ops.checks if self._arena[host_id].is_damaged)
         if damaged:
             raise DamagedBlocksError(frozenset(damaged))
 
@@ -135,6 +136,10 @@ class ShadowRunner:
         """Let bits turn in a block of the arena."""
         self._arena[host_id].cells[0] += 1
 
+    def poison_host(self, host_id: int) -> None:
+        """Make a block of the arena mean nothing."""
+        self._arena[host_id] = _Stored([_POISON] * self._size)
+
     def poison(self, block_id: int, begin: int = 0) -> None:
         """Make cells [begin, block_size) of a block mean nothing."""
         self._slab[block_id][begin:] = [_POISON] * (self._size - begin)
@@ -142,11 +147,16 @@ class ShadowRunner:
     def read(self, block_ids: list[BlockId], num_tokens: int) -> list[int]:
         """Return cells [0, num_tokens) of a table."""
         num_blocks = -(-num_tokens // self._size)
-        return [cell for block_id in block_ids[:num_blocks] for cell in self._slab[block_id]][:num_tokens]
+        return [cell for block_id in block_ids[:num_blocks] for cell in self._cells(block_id)][:num_tokens]
+
+    def _cells(self, block_id: int) -> list[int]:
+        """Return a block's cells; those of the arena lie behind the device's, for requests that stream."""
+        num_blocks = len(self._slab)
+        return self._slab[block_id] if block_id < num_blocks else self._arena[block_id - num_blocks].cells
 
     def _write(self, block_ids: list[BlockId], start: int, token_ids: Sequence[int], row: int) -> None:
         if start:
-            before = self._slab[block_ids[(start - 1) // self._size]][(start - 1) % self._size]
+            before = self._cells(block_ids[(start - 1) // self._size])[(start - 1) % self._size]
         else:
             before = _root(self._scheduler.running[row].namespace)
         for position, token_id in enumerate(token_ids, start):
