@@ -117,15 +117,14 @@ class Machine:
         self.core.reset()
 
     def drain(self):
-        for _ in range(20_000):
-            if self.plan is None and not self.scheduler.has_work:
-                break
+        num_steps = 0
+        while self.plan is not None or self.scheduler.has_work:
             self.schedule()
             self.check()
             self.apply()
             self.check()
-        else:
-            raise AssertionError("somebody starves")
+            num_steps += 1
+            assert num_steps < 20_000, "somebody starves"
         assert not self.core.num_active
         assert not self.core.streaming.num_cold_blocks
 

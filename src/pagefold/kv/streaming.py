@@ -100,9 +100,8 @@ class Streaming:
         end = min(len(table.block_ids) - num_hot, num_tokens * TOKEN_BYTES // self._stride)
         parent = table.cold[-1].name.digest if table.cold else root
         num_cooled = 0
-        for name in names_behind(
-            root, parent, packed[first * self._stride : max(first, end) * self._stride], self._stride
-        ):
+        packed = packed[first * self._stride : max(first, end) * self._stride]
+        for name in names_behind(root, parent, packed, self._stride):
             block = self._pool.blocks[table.block_ids[first + num_cooled]]
             is_stored = self._host.keep(name, block.block_id)
             held = self._host.get(name.digest)

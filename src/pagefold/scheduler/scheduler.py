@@ -360,7 +360,7 @@ class Scheduler:
                 late += (request, *request.forks)
         return late
 
-    def _schedule_running(self, step: _StepInFlight, budget: int) -> int:
+    def _schedule_running(self, step: _StepInFlight, budget: int) -> int:  # noqa: C901 - the hot loop
         """Plan a row for every running request, preempting from the end where memory is short; return what is left."""
         plan = step.plan
         running = self.running
@@ -425,9 +425,8 @@ class Scheduler:
             streams = self._streamer.streams(request)
             if streams and not self._can_stream(request):
                 break
-            hit: PrefixHit | None = core.match(request.namespace, packed, request.max_hit_tokens)
-            if not streams:
-                hit = self._affordable(request, hit)
+            found = core.match(request.namespace, packed, request.max_hit_tokens)
+            hit = found if streams else self._affordable(request, found)
             if hit is None:
                 break  # in order: nobody overtakes the head of the queue
             table, start = core.begin_streaming(hit) if streams else core.acquire(hit)

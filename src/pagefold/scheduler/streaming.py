@@ -70,10 +70,10 @@ class Streamer:
         self._cool(request, max(0, self._streaming.max_hot_blocks - num_new))
 
     def cool(self, running: Iterable[Request]) -> bool:
-        """Make cold all that can be of those that stream, for others; whether any block became free."""
+        """Make cold all that can be of those that stream, for others; whether any block became free. One request's at a time."""
         if self._streaming is None:
             return False
-        return any([self._cool(request, 0) for request in running])
+        return any(self._cool(request, 0) for request in running)
 
     def keep(self, request: Request) -> None:
         """Make cold what ``request`` has, before its table is released: so that it can be gone on from."""
