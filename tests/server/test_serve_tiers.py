@@ -75,6 +75,26 @@ def test_a_killed_server_has_lost_little(tmp_path):
         again.close()
 
 
+def test_a_prompt_larger_than_the_budget_is_streamed():
+    long_prompt = " ".join(PROMPTS)
+    plain = ProcessServer(MODEL, "--kv-cache-memory-bytes", "256M", "--max-model-len", "4096")
+    try:
+        expected = plain.complete(long_prompt, **ASKED)["choices"][0]["text"]
+    finally:
+        plain.close()
+    small = ("--kv-cache-memory-bytes", "16M", "--kv-offloading-size", "0.2", "--max-model-len", "4096")
+    server = ProcessServer(MODEL, *small, "--allow-streaming")
+    try:
+        for _ in range(2):
+            answer = server.complete(long_prompt, **ASKED)
+            assert answer["choices"][0]["text"] == expected
+        assert by_tier(answer["usage"])["host"] > 1000
+        assert server.metric("pagefold:requests_streamed_total") == 2
+        assert server.complete("A short one.", **ASKED)["choices"]
+    finally:
+        server.close()
+
+
 def test_one_server_a_folder(tmp_path):
     server = ProcessServer(MODEL, *disk(tmp_path / "kv"))
     try:

@@ -70,7 +70,7 @@ class Streamer:
         self._cool(request, max(0, self._streaming.max_hot_blocks - num_new))
 
     def cool(self, running: Iterable[Request]) -> bool:
-        """Make cold all that can be of those that stream, for others; whether any block became free. One request's at a time."""
+        """Make cold what can be of one that streams, for others; whether any block became free."""
         if self._streaming is None:
             return False
         return any(self._cool(request, 0) for request in running)
