@@ -11,8 +11,7 @@ from disk_blocks import checksums, count, frame_format, get, least_limit, path_o
 
 from pagefold.errors import ConfigError
 from pagefold.store.disk import DiskStore
-from pagefold.store.frame import MissCause
-from pagefold.store.protocol import StoreError
+from pagefold.transfers import MissCause, StoreError
 
 MIB = 2**20
 

@@ -20,7 +20,7 @@ from pagefold.store.disk import DiskStore
 from pagefold.store.disk_index import DiskIndex
 from pagefold.store.disk_lock import holder_of
 from pagefold.store.disk_segments import FileCalls
-from pagefold.store.frame import MissCause
+from pagefold.transfers import MissCause
 
 LIMIT = least_limit(200, BLOCK_BYTES)
 WRITER = Path(__file__).with_name("disk_writer.py")

@@ -19,8 +19,7 @@ from pagefold.errors import ConfigError
 from pagefold.store.disk import DiskStore
 from pagefold.store.disk_index import DiskIndex
 from pagefold.store.disk_segments import FileCalls
-from pagefold.store.frame import MissCause
-from pagefold.store.protocol import StoreError
+from pagefold.transfers import MissCause, StoreError
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -22,10 +22,10 @@ from real_servers import (
 from pagefold.errors import ConfigError
 from pagefold.store.address import RemoteAddress
 from pagefold.store.breaker import Breaker
-from pagefold.store.frame import MissCause
 from pagefold.store.guarded import GuardedStore
-from pagefold.store.protocol import StoreError, StoreUse
+from pagefold.store.protocol import StoreUse
 from pagefold.store.redis_store import RedisStore
+from pagefold.transfers import MissCause, StoreError
 
 
 def open_store(port: int, timeout_s: float = 60.0) -> RedisStore:

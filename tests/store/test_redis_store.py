@@ -29,9 +29,9 @@ from real_servers import (
 
 from pagefold.errors import ConfigError
 from pagefold.store.address import RemoteAddress
-from pagefold.store.frame import BlockName, FrameFormat, MissCause
-from pagefold.store.protocol import StoreError
+from pagefold.store.frame import BlockName, FrameFormat
 from pagefold.store.redis_store import RedisStore
+from pagefold.transfers import MissCause, StoreError
 
 pytestmark = pytest.mark.skipif(REDIS_SERVER is None, reason=NO_REDIS)
 

@@ -8,7 +8,7 @@ import re
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -28,15 +28,17 @@ if TYPE_CHECKING:
     from pagefold.sim.arrivals import AnyRequest
     from pagefold.sim.comparison import Comparison, Progress
     from pagefold.sim.step_cost import LinearStepCost, RooflineStepCost
+    from pagefold.sim.tiers import TierModel
     from pagefold.sim.traces import Trace
     from pagefold.steps import Runner
 
 __all__ = ["simulate"]
 
-_CACHE, _TIME, _TRACE, _ANSWER = "Cache", "Time", "Trace", "Answer"
+_CACHE, _TIERS, _TIME, _TRACE, _ANSWER = "Cache", "Tiers", "Time", "Trace", "Answer"
 _SIZE = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,6})?)\s*([kKmMgG]?)")
 _CALIBRATED_LEN = 1024
 _FAULTS = "faults"
+_GB = 1e9
 _MOST_DIGITS = 18
 _TIMES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
@@ -90,6 +92,30 @@ def simulate(  # noqa: PLR0913 - one parameter a flag
             rich_help_panel=_CACHE,
         ),
     ] = None,
+    host_tokens: Annotated[
+        str | None,
+        typer.Option(metavar="TOKENS", help="What the host's memory keeps of evicted blocks.", rich_help_panel=_TIERS),
+    ] = None,
+    disk_tokens: Annotated[
+        str | None, typer.Option(metavar="TOKENS", help="What a disk keeps, behind that.", rich_help_panel=_TIERS)
+    ] = None,
+    token_bytes: Annotated[
+        int | None, typer.Option(help="Bytes of KV that a token takes [46080].", rich_help_panel=_TIERS)
+    ] = None,
+    host_bandwidth: Annotated[
+        float | None, typer.Option(metavar="GB/S", help="Between host and device [8].", rich_help_panel=_TIERS)
+    ] = None,
+    disk_bandwidth: Annotated[
+        float | None, typer.Option(metavar="GB/S", help="Of reading, and of writing [2].", rich_help_panel=_TIERS)
+    ] = None,
+    disk_latency: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Of each read [0.0002].", rich_help_panel=_TIERS)
+    ] = None,
+    fault_rate: Annotated[
+        float | None,
+        typer.Option(help="Share of the disk's blocks that come back wrong [0].", rich_help_panel=_TIERS),
+    ] = None,
+    fault_seed: Annotated[int | None, typer.Option(help="Which those are.", rich_help_panel=_TIERS)] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Sequences running at once.", rich_help_panel=_TIME)] = None,
     max_num_batched_tokens: Annotated[
         int | None, typer.Option(help="Tokens computed in one step.", rich_help_panel=_TIME)
@@ -143,6 +169,14 @@ def simulate(  # noqa: PLR0913 - one parameter a flag
         ("--cache-only", cache_only),
         ("--bounds", bounds),
         ("--curve", curve),
+        ("--host-tokens", host_tokens),
+        ("--disk-tokens", disk_tokens),
+        ("--token-bytes", token_bytes),
+        ("--host-bandwidth", host_bandwidth),
+        ("--disk-bandwidth", disk_bandwidth),
+        ("--disk-latency", disk_latency),
+        ("--fault-rate", fault_rate),
+        ("--fault-seed", fault_seed),
         ("--max-num-seqs", max_num_seqs),
         ("--max-num-batched-tokens", max_num_batched_tokens),
         ("--step-cost", step_cost),
@@ -176,6 +210,16 @@ def simulate(  # noqa: PLR0913 - one parameter a flag
                 check_writable(file)
         source = _read(trace, skip_bad_lines=skip_bad_lines, max_requests=max_requests)
         machine = _machine(step_cost, model, device, calibrate)
+        tiers = _tiers(
+            host_tokens=None if host_tokens is None else _num_tokens("host_tokens", host_tokens),
+            disk_tokens=None if disk_tokens is None else _num_tokens("disk_tokens", disk_tokens),
+            token_bytes=token_bytes,
+            host_bytes_per_s=None if host_bandwidth is None else host_bandwidth * _GB,
+            disk_bytes_per_s=None if disk_bandwidth is None else disk_bandwidth * _GB,
+            disk_latency_s=disk_latency,
+            fault_rate=fault_rate,
+            seed=fault_seed,
+        )
         defaults = Limits()
         question = Question(
             name=source.trace.name,
@@ -183,7 +227,8 @@ def simulate(  # noqa: PLR0913 - one parameter a flag
             timed=source.timed,
             runner=source.runner,
             policies=_split(policy) or ("default",),
-            cache_tokens=tuple(_num_tokens(size) for size in _split(cache_tokens)) or machine.cache_tokens,
+            cache_tokens=tuple(_num_tokens("cache_tokens", size) for size in _split(cache_tokens))
+            or machine.cache_tokens,
             block_size=16 if block_size is None else block_size,
             is_cache_only=cache_only,
             limits=Limits(
@@ -193,6 +238,7 @@ def simulate(  # noqa: PLR0913 - one parameter a flag
                 ),
             ),
             step_cost=machine.step_cost,
+            tiers=tiers,
             with_bounds=bounds,
             sample_rate=curve,
         )
@@ -326,10 +372,25 @@ def _split(values: list[str] | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(part for part in parts if part))
 
 
-def _num_tokens(text: str) -> int:
+def _tiers(**given: float | None) -> TierModel:
+    """Return the tiers that were asked for.
+
+    Raises:
+        ConfigError: something was said of tiers, and there are none; or a value is out of range.
+    """
+    from pagefold.sim.tiers import TierModel  # noqa: PLC0415
+
+    known: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if known and not known.get("host_tokens"):
+        msg = "Something is said of tiers, and there is no host memory."
+        raise ConfigError(msg, remedy="Give --host-tokens: what is evicted goes there first.")
+    return TierModel(**known)
+
+
+def _num_tokens(name: str, text: str) -> int:
     match = _SIZE.fullmatch(text)
     if match is None:
-        msg = f"cache_tokens is {text!r}."
+        msg = f"{name} is {text!r}."
         raise ConfigError(msg, remedy="It must be a number of tokens, such as 500000, 500k or 3M.")
     return round(float(match[1]) * _TIMES[match[2].lower()])
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from pagefold.capacity import Capacity, plan_capacity
 from pagefold.config import available_cpus, available_memory_bytes, cache_dir
 from pagefold.engine.engine import Engine, ModelLimits
-from pagefold.engine.tiering import Tiering
 from pagefold.errors import ConfigError
 from pagefold.events import Emit, ignore
 from pagefold.kv import (
@@ -25,7 +24,7 @@ from pagefold.kv import (
     SlowTiers,
     make_policy,
 )
-from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits
+from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits, Tiering
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

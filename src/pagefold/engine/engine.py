@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from pagefold.capacity import Capacity
-    from pagefold.engine.tiering import Tiering
     from pagefold.request import FinishReason, WarmUp
-    from pagefold.scheduler import Scheduler
+    from pagefold.scheduler import Scheduler, Tiering
     from pagefold.steps import Runner
     from pagefold.structured.compiler import GrammarCompiler
     from pagefold.structured.grammar import Grammar

@@ -225,7 +225,7 @@ class SlowTiers:
         ops: list[WriteOp] = []
         while self._early and len(ops) < room:
             self._write(self._early.popleft(), ops)
-        num_short = len(host.unsaved) if is_flush else self._num_spare - host.num_spare
+        num_short = len(host.unsaved) if is_flush else self._num_spare - host.num_ready - len(self._writing)
         if num_short > 0:
             for held in list(islice(host.unsaved.values(), max(0, min(num_short, room - len(ops))))):
                 self._write(held, ops)
@@ -235,8 +235,12 @@ class SlowTiers:
         """The slow tiers have let go of the blocks; they keep ``num_kept`` of them."""
         self.num_written += num_kept
         self.num_unwritten += len(ops) - num_kept
-        for op in ops:
-            self.host.unpin([self._writing.pop(op.host_id)])
+        for op in reversed(ops):  # the oldest one becomes the first again
+            held = self._writing.pop(op.host_id)
+            if self._is_early(held.num_hits):
+                self.host.unpin([held])
+            else:
+                self.host.unpin_unused(held)
 
     # For audits.
 

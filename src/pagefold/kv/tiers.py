@@ -78,6 +78,7 @@ class HostTier:
         self._notes_unsaved = notes_unsaved
         self._held: dict[bytes, HeldBlock] = {}
         self._idle: OrderedDict[bytes, HeldBlock] = OrderedDict()  # those that nothing pins; used longest ago first
+        self._aged: set[bytes] = set()  # of these the first ones, which slower tiers have
         self._free = list(reversed(range(num_blocks)))
         self._stores: list[StoreOp] = []
         self._loads: list[LoadOp] = []
@@ -94,6 +95,11 @@ class HostTier:
     def num_spare(self) -> int:
         """How many host blocks could be given out without losing what no slower tier was given."""
         return len(self._free) + len(self._idle) - len(self.unsaved)
+
+    @property
+    def num_ready(self) -> int:
+        """How many host blocks will be given out next without losing what no slower tier was given."""
+        return len(self._free) + len(self._aged)
 
     @property
     def pending(self) -> HostOps:
@@ -156,6 +162,7 @@ class HostTier:
                 break
             one.num_pins += 1
             self._idle.pop(one.name.digest, None)
+            self._aged.discard(one.name.digest)
             pinned.append(one)
         return pinned
 
@@ -170,6 +177,13 @@ class HostTier:
                 self._touch(one)
             else:  # forgotten while it was pinned
                 self._free_up(one)
+
+    def unpin_unused(self, held: HeldBlock) -> None:
+        """Let go of a block that was pinned for its age, and not used: if nothing else pins it, it leaves first."""
+        self.unpin([held])
+        if not held.num_pins and self._held.get(held.name.digest) is held:
+            self._idle.move_to_end(held.name.digest, last=False)
+            self._aged.add(held.name.digest)
 
     def load(self, held: HeldBlock, block_id: BlockId) -> None:
         """Plan to load a pinned block; it stays pinned until the step is over."""
@@ -263,6 +277,7 @@ class HostTier:
         """Let a block not be found any more; its host block is free once nothing pins it."""
         digest = held.name.digest
         self._idle.pop(digest, None)
+        self._aged.discard(digest)
         if self._held.get(digest) is held:
             del self._held[digest]
             self.unsaved.pop(digest, None)
@@ -290,6 +305,7 @@ class HostTier:
         return self._free.pop()
 
     def _touch(self, held: HeldBlock) -> None:
+        self._aged.discard(held.name.digest)
         for order in (self._idle, self.unsaved):
             if held.name.digest in order:
                 order.move_to_end(held.name.digest)

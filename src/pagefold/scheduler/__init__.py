@@ -2,5 +2,6 @@
 
 from pagefold.scheduler.policy import SCHEDULING_POLICIES, SchedulingPolicy
 from pagefold.scheduler.scheduler import Scheduler, SchedulerLimits
+from pagefold.scheduler.tiering import Tiering
 
-__all__ = ["SCHEDULING_POLICIES", "Scheduler", "SchedulerLimits", "SchedulingPolicy"]
+__all__ = ["SCHEDULING_POLICIES", "Scheduler", "SchedulerLimits", "SchedulingPolicy", "Tiering"]

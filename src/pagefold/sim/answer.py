@@ -49,6 +49,12 @@ _TIMED: tuple[tuple[str, Callable[[Report], str]], ...] = (
     ("preempted", lambda report: f"{report.num_preemptions:,}"),
 )
 
+_TIERED: tuple[tuple[str, Callable[[Report], str]], ...] = (
+    ("from host", lambda report: f"{report.num_host_loaded:,}"),
+    ("from disk", lambda report: f"{report.num_disk_read:,}"),
+)
+"""Blocks, where there are tiers."""
+
 
 def _pair(median_s: float, high_s: float) -> str:
     """Return two durations in the unit that the longer one needs."""
@@ -85,10 +91,11 @@ def cache_rows(comparison: Comparison) -> list[list[str]]:
 
 def timed_rows(comparison: Comparison) -> list[list[str]]:
     """Return a table with a row a run: what its requests met; the head first. Of runs without timing only the head."""
-    rows = [["policy", "cache", "hits", *(name for name, _ in _TIMED)]]
+    columns = _TIMED + (_TIERED if comparison.question.tiers.host_tokens else ())
+    rows = [["policy", "cache", "hits", *(name for name, _ in columns)]]
     for run in comparison.runs:
         if isinstance(run.report, Report):
-            told = (tell(run.report) for _, tell in _TIMED)
+            told = (tell(run.report) for _, tell in columns)
             rows.append([run.policy, f"{run.cache_tokens:,}", f"{run.token_hit_ratio:.1%}", *told])
     return rows
 

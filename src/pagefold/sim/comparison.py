@@ -14,6 +14,7 @@ from pagefold.sim.replay import SimConfig, simulate
 from pagefold.sim.report import Report
 from pagefold.sim.size_limits import MAX_BLOCKS, MAX_TOKENS
 from pagefold.sim.step_cost import LinearStepCost
+from pagefold.sim.tiers import TierModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -61,6 +62,7 @@ class Question:
         limits: of a step, where there is timing.
         step_cost: seconds that a step takes, where there is timing.
         runner: what samples, where there is timing.
+        tiers: what is behind the cache, where there is timing.
         with_bounds: whether to find what Belady's rule and an infinite cache would reach.
         sample_rate: of the sampled curve; None for no curves.
 
@@ -78,6 +80,7 @@ class Question:
     limits: Limits = field(default_factory=Limits)
     step_cost: StepCost = field(default_factory=LinearStepCost)
     runner: Runner = field(default_factory=NullRunner)
+    tiers: TierModel = field(default_factory=TierModel)
     with_bounds: bool = False
     sample_rate: float | None = None
 
@@ -90,6 +93,9 @@ class Question:
         if BELADY in self.policies and not self.is_cache_only:
             msg = "Belady's rule knows which requests come, but not when."
             raise ConfigError(msg, remedy="Ask for it with --cache-only, or leave it out.")
+        if self.tiers.host_tokens and self.is_cache_only:
+            msg = "Tiers take time, and --cache-only has none."
+            raise ConfigError(msg, remedy="Leave --cache-only out, or the tiers.")
         if not 1 <= self.block_size <= MAX_TOKENS:
             raise _bad("block_size", self.block_size, f"at least 1 token and at most {MAX_TOKENS:,}")
         if any(size < self.block_size for size in self.cache_tokens):
@@ -219,6 +225,7 @@ def _run(question: Question, policy: str, cache_tokens: int, progress: Progress 
             max_num_seqs=question.limits.max_num_seqs,
             max_num_batched_tokens=question.limits.max_num_batched_tokens,
             eviction_policy=policy,
+            tiers=question.tiers,
         )
         timed = question.timed or question.requests
         report = simulate(timed, config, step_cost=question.step_cost, runner=question.runner, progress=told)

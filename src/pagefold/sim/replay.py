@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 from pagefold.errors import BudgetTooSmallError
 from pagefold.kv import KVCore, make_policy
-from pagefold.scheduler import Scheduler, SchedulerLimits
+from pagefold.scheduler import Scheduler, SchedulerLimits, Tiering
 from pagefold.sim.arrivals import AnyRequest, Arrival, arrivals
 from pagefold.sim.clock import VirtualClock
 from pagefold.sim.null_runner import NullRunner
 from pagefold.sim.report import Report, Tally
 from pagefold.sim.step_cost import LinearStepCost
+from pagefold.sim.tiers import SimArena, SimTransfers, TierModel
+from pagefold.steps import StepPlan
 from pagefold.times import tell_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from pagefold.steps import Runner, StepPlan
+    from pagefold.steps import Runner
 
 __all__ = ["SimConfig", "replay", "simulate"]
+
+_PROBE_TOKENS = 256
+"""What prefilling takes is asked with so many tokens, as a server measures it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +40,7 @@ class SimConfig:
         max_num_batched_tokens: tokens computed in one step.
         enable_prefix_caching: whether blocks are shared between requests that begin alike.
         eviction_policy: which cached blocks go first.
+        tiers: what is behind the pool.
     """
 
     num_blocks: int
@@ -43,6 +49,7 @@ class SimConfig:
     max_num_batched_tokens: int = 512
     enable_prefix_caching: bool = True
     eviction_policy: str = "default"
+    tiers: TierModel = field(default_factory=TierModel)
 
 
 def simulate(
@@ -64,22 +71,48 @@ def simulate(
 
     Raises:
         BudgetTooSmallError: a request can never fit.
+        ConfigError: a tier is smaller than a block.
     """
     tally = Tally(progress)
+    cost = step_cost or LinearStepCost()
+    tiers = config.tiers
+    host = tiers.host(config.block_size)
     core = KVCore(
         config.num_blocks,
         block_size=config.block_size,
         policy=make_policy(config.eviction_policy),
         enable_prefix_caching=config.enable_prefix_caching,
+        host=host,
+        slow=tiers.slow(host, config.block_size, _compute_s(cost)),
         emit=tally,
     )
     limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens)
     scheduler = Scheduler(core, limits, emit=tally)
-    cost = step_cost or LinearStepCost()
-    return replay(requests, scheduler, runner or NullRunner(), VirtualClock(), cost, tally=tally)
+    clock = VirtualClock()
+
+    def whole_cost(plan: StepPlan) -> float:
+        return cost(plan) + tiers.step_s(plan.host_ops, config.block_size)
+
+    disk = None
+    if core.slow is not None:
+        transfers = SimTransfers(tiers, config.block_size, clock)
+        tiering = Tiering(scheduler, core.slow, transfers, SimArena(), lambda _: None, emit=tally, clock=clock)
+        disk = _Disk(tiering, transfers)
+    return replay(requests, scheduler, runner or NullRunner(), clock, whole_cost, tally=tally, disk=disk)
 
 
-def replay(  # noqa: PLR0913 - what goes in, the four parts of a machine, and who watches
+class _Disk(NamedTuple):
+    """A slow tier: who decides, and who moves."""
+
+    tiering: Tiering
+    transfers: SimTransfers
+
+    def next_s(self) -> float:
+        """Return when something will have come, or somebody waits no longer; inf for never."""
+        return min(self.transfers.next_due_s, self.tiering.next_due_s())
+
+
+def replay(  # noqa: PLR0913 - what goes in, the parts of a machine, and who watches
     requests: Iterable[AnyRequest],
     scheduler: Scheduler,
     runner: Runner,
@@ -87,6 +120,7 @@ def replay(  # noqa: PLR0913 - what goes in, the four parts of a machine, and wh
     step_cost: Callable[[StepPlan], float],
     *,
     tally: Tally,
+    disk: _Disk | None = None,
 ) -> Report:
     """Run ``requests`` to their ends: each is added when its time has come, and steps follow each other at their cost.
 
@@ -97,24 +131,47 @@ def replay(  # noqa: PLR0913 - what goes in, the four parts of a machine, and wh
         clock: moved on by each step, and to the next arrival when there is nothing to do.
         step_cost: virtual seconds that a plan takes.
         tally: counts what happens.
+        disk: a slow tier behind the core's host tier.
 
     Raises:
         BudgetTooSmallError: a request can never fit.
     """
     coming = deque(arrivals(requests))
     _check_fit(coming, scheduler.core)
-    while coming or scheduler.has_work:
+    while coming or scheduler.has_requests:
         if not scheduler.has_work:
-            clock.advance_to(coming[0].arrival_s)
+            next_s = coming[0].arrival_s if coming else float("inf")
+            if disk is not None:
+                disk.tiering.store_pending()
+                next_s = min(next_s, disk.next_s())
+            clock.advance_to(next_s)
         while coming and coming[0].arrival_s <= clock():
-            scheduler.add(coming.popleft().make())
+            request = coming.popleft().make()
+            scheduler.add(request)
+            if disk is not None:
+                disk.tiering.begin(request, clock())
+        if disk is not None:
+            disk.tiering.poll(clock())
+        if not scheduler.has_work:
+            continue
         plan = scheduler.schedule(clock())
         assert plan.num_rows, "the oldest request always gets on"
         result = runner.run(plan)
-        clock.advance(step_cost(plan))
+        took_s = step_cost(plan)
+        clock.advance(took_s)
+        if disk is not None:
+            disk.tiering.computed(len(plan.token_ids), plan.num_rows, took_s)
         tell_tokens(tally, scheduler.apply(result), clock(), scheduler.core.block_size)
         tally.look(scheduler, clock())
     return tally.report()
+
+
+def _compute_s(cost: Callable[[StepPlan], float]) -> float:
+    """Return the seconds that prefilling takes a token."""
+    plan = StepPlan(0)
+    plan.token_ids.extend([0] * _PROBE_TOKENS)
+    plan.starts, plan.num_tokens = [0], [_PROBE_TOKENS]
+    return cost(plan) / _PROBE_TOKENS
 
 
 def _check_fit(coming: Iterable[Arrival], core: KVCore) -> None:

@@ -10,11 +10,14 @@ from pagefold.events import (
     BlockEvicted,
     Event,
     FirstToken,
+    HostTransfer,
     NextTokens,
     PrefixLookup,
     RequestFinished,
     RequestPreempted,
     StepApplied,
+    TierRead,
+    TierWritten,
 )
 from pagefold.sim.windows import Window, Windows
 
@@ -57,6 +60,9 @@ class Report:
         num_hit_tokens: prompt tokens found in the cache when their requests were first admitted.
         num_evictions: cached blocks that went, by cause.
         num_preemptions: how often a running request gave its blocks back.
+        num_host_stored, num_host_loaded: blocks that went to the host's memory, and that came back from there.
+        num_disk_written, num_disk_read, num_disk_missed: blocks that the disk was given, that came from it, and that
+            were asked for and did not come, or not right.
         mean_use, peak_use: share of all blocks that sequences held, 0 to 1.
         waste: share of the token positions in running requests' blocks that hold no token, 0 to 1.
         mean_resident_tokens: tokens that a running request had in its blocks.
@@ -80,6 +86,11 @@ class Report:
     num_hit_tokens: int
     num_evictions: dict[str, int]
     num_preemptions: int
+    num_host_stored: int
+    num_host_loaded: int
+    num_disk_written: int
+    num_disk_read: int
+    num_disk_missed: int
     mean_use: float
     peak_use: float
     waste: float
@@ -130,6 +141,8 @@ class Tally:
         self._num_output = 0
         self._evictions: Counter[str] = Counter()
         self._num_preemptions = 0
+        self._num_stored = self._num_loaded = 0
+        self._num_written = self._num_read = self._num_missed = 0
         self._ttfts_s: list[float] = []
         self._gaps_us: Counter[int] = Counter()
         self._windows = Windows()
@@ -147,7 +160,7 @@ class Tally:
         self._looks_per_sample = 1
         self._last_s = 0.0
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: Event) -> None:  # noqa: C901 - one case an event
         """Count ``event``."""
         self._windows.count(event)
         match event:
@@ -162,6 +175,8 @@ class Tally:
                 if not event.after_preemption:
                     self._num_asked += event.num_tokens
                     self._num_hit += event.num_hit_tokens
+            case HostTransfer() | TierRead() | TierWritten():
+                self._count_moves(event)
             case RequestPreempted():
                 self._num_preemptions += 1
             case FirstToken():
@@ -213,6 +228,11 @@ class Tally:
             num_hit_tokens=self._num_hit,
             num_evictions=dict(sorted(self._evictions.items())),
             num_preemptions=self._num_preemptions,
+            num_host_stored=self._num_stored,
+            num_host_loaded=self._num_loaded,
+            num_disk_written=self._num_written,
+            num_disk_read=self._num_read,
+            num_disk_missed=self._num_missed,
             mean_use=_ratio(self._active_blocks, self._num_looks * self._num_blocks),
             peak_use=_ratio(self._peak_blocks, self._num_blocks),
             waste=_ratio(self._wasted_positions, self._held_positions),
@@ -228,6 +248,17 @@ class Tally:
             num_blocks=self._num_blocks,
             samples=tuple(self._samples),
         )
+
+    def _count_moves(self, event: HostTransfer | TierRead | TierWritten) -> None:
+        match event:
+            case HostTransfer():
+                self._num_stored += event.num_stored_blocks
+                self._num_loaded += event.num_loaded_blocks
+            case TierRead():
+                self._num_read += event.num_blocks
+                self._num_missed += sum(event.num_missed.values())
+            case TierWritten():
+                self._num_written += event.num_kept
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -1,11 +1,12 @@
 """Where blocks are beside the device: it carries out what ``kv`` decides, and trusts no byte that comes back."""
 
 from pagefold.store.arena import HostArena
-from pagefold.store.frame import FrameFormat, MissCause
+from pagefold.store.frame import FrameFormat
 from pagefold.store.open import open_stores
-from pagefold.store.protocol import BlockStore, Get, Put, StoreError, StoreUse
+from pagefold.store.protocol import BlockStore, Get, Put, StoreUse
 from pagefold.store.self_test import SelfTest
 from pagefold.store.transfer import Transfer
+from pagefold.transfers import MissCause, StoreError
 
 __all__ = [
     "BlockStore",

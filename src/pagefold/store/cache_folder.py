@@ -14,8 +14,8 @@ from pagefold.store.disk_folder import drop_contents, drop_layout_folders, folde
 from pagefold.store.disk_index import INDEX_NAME, DiskIndex, UnreadableIndexError
 from pagefold.store.disk_lock import FolderLock, holder_of
 from pagefold.store.disk_segments import place_bytes_of, places_of_segment, segment_name
-from pagefold.store.frame import FrameFormat, MissCause
-from pagefold.store.protocol import StoreError
+from pagefold.store.frame import FrameFormat
+from pagefold.transfers import MissCause, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

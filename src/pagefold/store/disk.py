@@ -41,9 +41,10 @@ from pagefold.store.disk_probe import why_not_direct
 from pagefold.store.disk_read import FrameReader
 from pagefold.store.disk_segments import FileCalls, SegmentFiles
 from pagefold.store.disk_self_test import try_disk
-from pagefold.store.frame import VERSION, FrameFormat, MissCause
-from pagefold.store.protocol import StoreError, StoreUse
+from pagefold.store.frame import VERSION, FrameFormat
+from pagefold.store.protocol import StoreUse
 from pagefold.store.self_test import SelfTest
+from pagefold.transfers import MissCause, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

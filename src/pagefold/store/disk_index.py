@@ -11,7 +11,7 @@ import sqlite3
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from urllib.parse import quote
 
-from pagefold.store.protocol import StoreError
+from pagefold.transfers import StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from pagefold.store.disk_segments import FileCalls, SegmentFiles
-from pagefold.store.frame import ALIGNMENT, BlockName, MissCause, checksum_of
+from pagefold.store.frame import ALIGNMENT, BlockName, checksum_of
 from pagefold.store.protocol import Get
+from pagefold.transfers import MissCause
 
 if TYPE_CHECKING:
     from pathlib import Path

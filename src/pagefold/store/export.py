@@ -26,8 +26,9 @@ from pagefold.errors import ConfigError
 from pagefold.store.cache_folder import check_frame, look, read_frames
 from pagefold.store.disk import DiskStore
 from pagefold.store.disk_index import INDEX_NAME
-from pagefold.store.frame import VERSION, FrameFormat, MissCause, checksum_of, sizes_of
-from pagefold.store.protocol import Put, StoreError
+from pagefold.store.frame import VERSION, FrameFormat, checksum_of, sizes_of
+from pagefold.store.protocol import Put
+from pagefold.transfers import MissCause, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -25,13 +25,13 @@ with a cause. Digests are those of ``kv/names.py``.
 from __future__ import annotations
 
 import struct
-from enum import StrEnum
 
 import xxhash
 
 from pagefold.kv import TOKEN_BYTES, BlockName, KVGeometry, Namespace, root_digest
+from pagefold.transfers import MissCause
 
-__all__ = ["ALIGNMENT", "VERSION", "BlockName", "FrameFormat", "MissCause", "checksum_of", "sizes_of"]
+__all__ = ["ALIGNMENT", "VERSION", "BlockName", "FrameFormat", "checksum_of", "sizes_of"]
 
 ALIGNMENT = 4096
 """Headers are multiples of it, and so are frames on a disk: what direct I/O asks for at most."""
@@ -42,19 +42,6 @@ VERSION = 1
 _MAGIC = b"PAGEFOLD"
 _HEAD = struct.Struct("<8sII32s32s32s32sIIQ16s")
 _CHECKSUM_BYTES = 16
-
-
-class MissCause(StrEnum):
-    """Why a block did not come from a tier."""
-
-    ABSENT = "absent"
-    DAMAGED = "damaged"
-    OTHER_VERSION = "other_version"
-    OTHER_LAYOUT = "other_layout"
-    OTHER_NAMESPACE = "other_namespace"
-    OTHER_BLOCK = "other_block"
-    IO_ERROR = "io_error"
-    LATE = "late"
 
 
 def checksum_of(payload: memoryview | bytes) -> bytes:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from pagefold.errors import ConfigError
 from pagefold.store.breaker import Breaker
-from pagefold.store.frame import MissCause
-from pagefold.store.protocol import BlockStore, StoreError, StoreUse
+from pagefold.store.protocol import BlockStore, StoreUse
+from pagefold.transfers import MissCause, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

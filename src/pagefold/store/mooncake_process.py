@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pagefold.store.protocol import StoreError
+from pagefold.transfers import StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -12,14 +12,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pagefold.kv import BlockName
-    from pagefold.store.frame import MissCause
     from pagefold.store.self_test import SelfTest
+    from pagefold.transfers import MissCause
 
-__all__ = ["BlockStore", "Get", "Put", "StoreError", "StoreUse"]
-
-
-class StoreError(Exception):
-    """A store cannot be used now: its machine does not answer, or its disk fails. Nothing of the call counts."""
+__all__ = ["BlockStore", "Get", "Put", "StoreUse"]
 
 
 class Put(NamedTuple):
@@ -65,7 +61,7 @@ class StoreUse(NamedTuple):
 class BlockStore(Protocol):
     """Keeps blocks by name. Any thread may call it, several at once.
 
-    Every method but ``close`` raises :class:`StoreError` when the store cannot be used.
+    Every method but ``close`` raises :class:`~pagefold.transfers.StoreError` when the store cannot be used.
 
     Attributes:
         tier: what users call it: "disk" or "remote".

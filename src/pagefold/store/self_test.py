@@ -7,8 +7,9 @@ import statistics
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from pagefold.store.frame import BlockName, MissCause, checksum_of
-from pagefold.store.protocol import Get, Put, StoreError
+from pagefold.store.frame import BlockName, checksum_of
+from pagefold.store.protocol import Get, Put
+from pagefold.transfers import MissCause, StoreError
 
 if TYPE_CHECKING:
     from pagefold.store.frame import FrameFormat

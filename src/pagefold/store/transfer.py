@@ -12,10 +12,10 @@ import queue
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from pagefold.store.frame import MissCause
-from pagefold.store.protocol import Get, Put, StoreError
+from pagefold.store.protocol import Get, Put
+from pagefold.transfers import Fetched, Found, MissCause, Outcome, StoreError, Written
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pagefold.store.arena import HostArena
     from pagefold.store.protocol import BlockStore
 
-__all__ = ["Fetched", "Found", "Outcome", "Transfer", "Written"]
+__all__ = ["Transfer"]
 
 _log = logging.getLogger(__name__)
 
@@ -36,51 +36,6 @@ _LAST_S, _POLL_S = 2.0, 0.005
 
 _NUM_READERS = 2
 """Threads that read from one tier: one checks what it has read while the other reads."""
-
-
-class Fetched(NamedTuple):
-    """Blocks were brought, or not.
-
-    Attributes:
-        tier: from which.
-        ops: which were asked for.
-        found: for each its checksum, or why it could not be had.
-        seconds: how long it took, as if the tier had done nothing else meanwhile.
-    """
-
-    tier: str
-    ops: Sequence[FetchOp]
-    found: Sequence[bytes | MissCause]
-    seconds: float
-
-
-class Found(NamedTuple):
-    """A tier has said how much of what was asked for it probably has.
-
-    Attributes:
-        tier: which.
-        ticket: of the question.
-        num_blocks: so many, from the first on.
-    """
-
-    tier: str
-    ticket: int
-    num_blocks: int
-
-
-class Written(NamedTuple):
-    """Blocks were given to the tiers.
-
-    Attributes:
-        ops: which.
-        num_kept: how many of them at least one tier keeps.
-    """
-
-    ops: Sequence[WriteOp]
-    num_kept: int
-
-
-Outcome = Fetched | Found | Written
 
 
 class _Lane:
@@ -99,7 +54,7 @@ class _Lane:
 
 
 class Transfer:
-    """Moves blocks, and says what became of them.
+    """Moves blocks; see :class:`~pagefold.transfers.Transfers`.
 
     Args:
         arena: where blocks come to and from.
@@ -117,6 +72,11 @@ class Transfer:
         self._lanes = {store.tier: _Lane(store) for store in stores}
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._lock = threading.Lock()
+
+    @property
+    def tiers(self) -> list[str]:
+        """The names of the slow tiers, faster ones first."""
+        return [store.tier for store in self.stores]
 
     def count(self, tier: str, names: Sequence[BlockName]) -> int:
         """Return how many of ``names``, from the first on, a tier that answers at once has."""

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, Protocol
 
 from pagefold.errors import TierError
 from pagefold.events import Emit, TierRead, TierWritten, ignore
 from pagefold.request import RequestStatus
-from pagefold.store.frame import MissCause
-from pagefold.store.protocol import StoreError
-from pagefold.store.transfer import Fetched, Found, Written
+from pagefold.transfers import Fetched, Found, MissCause, StoreError, Written
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,9 +23,8 @@ if TYPE_CHECKING:
     from pagefold.events import TierMissCause
     from pagefold.kv import BlockName, Fetch, HostOps, SlowTiers, Verdict
     from pagefold.request import Request
-    from pagefold.scheduler import Scheduler
-    from pagefold.store.arena import HostArena
-    from pagefold.store.transfer import Transfer
+    from pagefold.scheduler.scheduler import Scheduler
+    from pagefold.transfers import Transfers
 
 __all__ = ["Tiering"]
 
@@ -39,6 +37,9 @@ _LOOK_SHARE = 0.05
 _ROOM_SHARE = 0.5
 """A request waits for room in the arena for at most this share of the time that computing would take."""
 
+_NUM_AHEAD = 4
+"""So many of the requests that wait are looked at again: what device and host had when they came may have gone since."""
+
 _MIN_LEARNT_TOKENS, _MIN_LEARNT_A_ROW = 64, 8
 """A step that computes fewer tokens, or fewer for each of its sequences, says little of what prefilling takes."""
 
@@ -46,10 +47,17 @@ _LOOK_UP_S = 0.2
 """How long a close waits at most before it asks again how long it may take."""
 
 
+class Arena(Protocol):
+    """What is told that a transfer has written a host block."""
+
+    def arrived(self, host_id: int, checksum: bytes) -> None:
+        """The block's bytes had this checksum."""
+
+
 class _Waiting:
     """A request that is held back: first until it is known what tiers have, then until there is room, then for that."""
 
-    __slots__ = ("fetch", "found", "late_s", "names", "request", "verdict")
+    __slots__ = ("fetch", "found", "is_over", "late_s", "names", "request", "verdict")
 
     def __init__(self, request: Request, names: list[BlockName], found: list[str]) -> None:
         self.request = request
@@ -58,6 +66,7 @@ class _Waiting:
         self.late_s = 0.0  # when it does not wait for answers, or for room, any more
         self.verdict: Verdict | None = None
         self.fetch: Fetch | None = None
+        self.is_over = False  # the request does not wait any more; what has come is kept until it is admitted
 
 
 class Tiering:
@@ -77,8 +86,8 @@ class Tiering:
         self,
         scheduler: Scheduler,
         slow: SlowTiers,
-        transfer: Transfer,
-        arena: HostArena,
+        transfer: Transfers,
+        arena: Arena,
         move: Callable[[HostOps], None],
         *,
         emit: Emit = ignore,
@@ -94,10 +103,11 @@ class Tiering:
         self._is_resetting = False
         self._waiting: dict[int, _Waiting] = {}  # by ticket: asked for, held back, or let go and not admitted yet
         self._num_tickets = 0
+        self._ahead: set[str] = set()  # of those at the head of the queue, who was looked at there
         self._queued_bytes: dict[str, int] = {}
 
     def begin(self, request: Request, now: float) -> None:
-        """Hold a request back that has just been queued, if slow tiers have what it lacks, or may have."""
+        """Hold a queued request back, if slow tiers have what it lacks, or may have."""
         core = self._scheduler.core
         if self._is_resetting or not core.publishes:
             return
@@ -106,14 +116,14 @@ class Tiering:
             return
         arbiter = self._slow.arbiter
         found: list[str] = []
-        for store in self.transfer.stores:
+        for tier in self.transfer.tiers:
             rest = names[len(found) :]
-            if not rest or not arbiter.pays(store.tier):
+            if not rest or not arbiter.pays(tier):
                 continue
-            if store.tier == _FAST:
-                found += [store.tier] * self.transfer.count(store.tier, rest)
-            elif arbiter.links[store.tier].latency_s < _LOOK_SHARE * arbiter.compute_s(len(rest)):
-                self._look(_Waiting(request, names, found), store.tier, now)
+            if tier == _FAST:
+                found += [tier] * self.transfer.count(tier, rest)
+            elif arbiter.links[tier].latency_s < _LOOK_SHARE * arbiter.compute_s(len(rest)):
+                self._look(_Waiting(request, names, found), tier, now)
                 return
         waiting = _Waiting(request, names, found)
         if self._decide(waiting, now):
@@ -130,8 +140,9 @@ class Tiering:
             self._note(outcome, now)
         self._slow.late(now)
         self._let_go()
+        self._look_ahead(now)
         for ticket, waiting in list(self._waiting.items()):
-            if waiting.request.status is RequestStatus.FETCHING:
+            if waiting.request.status is RequestStatus.FETCHING and not waiting.is_over:
                 self._advance(ticket, waiting, now)
         self.transfer.write(self._slow.take_writes())
 
@@ -197,6 +208,15 @@ class Tiering:
         if ops.stores:
             self._move(ops)
             core.host_done(ops)
+
+    def _look_ahead(self, now: float) -> None:
+        """Look again at those who will be admitted next, once each."""
+        ahead = list(islice(self._scheduler.waiting, _NUM_AHEAD))
+        self._ahead &= {request.request_id for request in ahead}.union(self._scheduler.fetching)
+        for request in ahead:
+            if request.status is RequestStatus.WAITING and request.request_id not in self._ahead:
+                self._ahead.add(request.request_id)
+                self.begin(request, now)
 
     def _look(self, waiting: _Waiting, tier: str, now: float) -> None:
         rest = waiting.names[len(waiting.found) :]
@@ -283,6 +303,7 @@ class Tiering:
         if is_waiting:
             return
         self._scheduler.ready(waiting.request)
+        waiting.is_over = True
         if waiting.fetch is None:
             del self._waiting[ticket]
         else:

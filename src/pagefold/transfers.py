@@ -1,0 +1,120 @@
+"""What crosses between who decides about slow tiers and who moves blocks: outcomes, and the protocol of a transfer.
+
+``scheduler/tiering.py`` decides; ``store/transfer.py`` moves real blocks on threads, ``sim/tiers.py`` none in virtual
+time.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pagefold.kv import BlockName, Fetch, FetchOp, WriteOp
+
+__all__ = ["Fetched", "Found", "MissCause", "Outcome", "StoreError", "Transfers", "Written"]
+
+
+class StoreError(Exception):
+    """A store cannot be used now: its machine does not answer, or its disk fails. Nothing of the call counts."""
+
+
+class MissCause(StrEnum):
+    """Why a block did not come from a tier."""
+
+    ABSENT = "absent"
+    DAMAGED = "damaged"
+    OTHER_VERSION = "other_version"
+    OTHER_LAYOUT = "other_layout"
+    OTHER_NAMESPACE = "other_namespace"
+    OTHER_BLOCK = "other_block"
+    IO_ERROR = "io_error"
+    LATE = "late"
+
+
+class Fetched(NamedTuple):
+    """Blocks were brought, or not.
+
+    Attributes:
+        tier: from which.
+        ops: which were asked for.
+        found: for each its checksum, or why it could not be had.
+        seconds: how long it took, as if the tier had done nothing else meanwhile.
+    """
+
+    tier: str
+    ops: Sequence[FetchOp]
+    found: Sequence[bytes | MissCause]
+    seconds: float
+
+
+class Found(NamedTuple):
+    """A tier has said how much of what was asked for it probably has.
+
+    Attributes:
+        tier: which.
+        ticket: of the question.
+        num_blocks: so many, from the first on.
+    """
+
+    tier: str
+    ticket: int
+    num_blocks: int
+
+
+class Written(NamedTuple):
+    """Blocks were given to the tiers.
+
+    Attributes:
+        ops: which.
+        num_kept: how many of them at least one tier keeps.
+    """
+
+    ops: Sequence[WriteOp]
+    num_kept: int
+
+
+Outcome = Fetched | Found | Written
+
+
+class Transfers(Protocol):
+    """Moves blocks between the host arena and slow tiers, and says what became of them. Nothing here decides.
+
+    A host block belongs to a transfer from when it is handed over until its outcome is collected.
+
+    Attributes:
+        notify: called, on any thread, whenever there is something to collect.
+    """
+
+    notify: Callable[[], None]
+
+    @property
+    def tiers(self) -> Sequence[str]:
+        """The names of the slow tiers, faster ones first."""
+
+    def count(self, tier: str, names: Sequence[BlockName]) -> int:
+        """Return how many of ``names``, from the first on, a tier that answers at once has."""
+
+    def look(self, tier: str, names: Sequence[BlockName], ticket: int) -> None:
+        """Ask a tier that does not answer at once how much of ``names`` it has."""
+
+    def fetch(self, fetch: Fetch) -> None:
+        """Bring what a fetch lacks. What is not begun when the fetch is over is not brought."""
+
+    def write(self, ops: Sequence[WriteOp]) -> None:
+        """Give blocks to all tiers."""
+
+    def collect(self, timeout_s: float = 0.0) -> list[Outcome]:
+        """Return what has happened, in order; wait up to ``timeout_s`` for something to happen."""
+
+    def clear(self) -> None:
+        """Have all tiers forget everything, also what was handed over to be written before. Blocks.
+
+        Raises:
+            StoreError: a tier could not; what it holds may be found again.
+        """
+
+    def close(self, timeout_s: float = 0.0) -> None:
+        """Close all tiers. What is not begun is left out; what is begun is waited for as long as ``timeout_s``."""
