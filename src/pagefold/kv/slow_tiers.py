@@ -262,7 +262,7 @@ class SlowTiers:
             yield from (held.host_id for held in fetch.blocks)
 
     def _pays(self, fetch: Fetch, now: float) -> bool:
-        if now - fetch.last_s >= fetch.patience_s:
+        if now >= fetch.last_s + fetch.patience_s:  # as in next_late_s(), to the last bit
             return False
         return self.arbiter.goes_on(fetch.num_here, fetch.num_coming, fetch.last_s - fetch.begun_s)
 

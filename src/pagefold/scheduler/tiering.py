@@ -38,7 +38,7 @@ _ROOM_SHARE = 0.5
 """A request waits for room in the arena for at most this share of the time that computing would take."""
 
 _NUM_AHEAD = 4
-"""So many of the requests that wait are looked at again: what device and host had when they came may have gone since."""
+"""So many of those that wait are looked at again: what device and host had when they came may have gone since."""
 
 _MIN_LEARNT_TOKENS, _MIN_LEARNT_A_ROW = 64, 8
 """A step that computes fewer tokens, or fewer for each of its sequences, says little of what prefilling takes."""
