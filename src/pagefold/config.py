@@ -27,6 +27,7 @@ __all__ = [
     "available_memory_bytes",
     "cache_dir",
     "environment_admin_key",
+    "environment_npm_registry",
     "environment_remote_url",
     "environment_traces",
     "is_key",
@@ -305,6 +306,11 @@ def available_cpus() -> int:
 def environment_admin_key() -> str | None:
     """Return the admin's key of ``$PAGEFOLD_ADMIN_API_KEY``, which no list of processes shows, if it is set."""
     return os.environ.get("PAGEFOLD_ADMIN_API_KEY") or None
+
+
+def environment_npm_registry() -> str | None:
+    """Return the registry of npm packages of ``$NPM_CONFIG_REGISTRY``, in npm's two spellings, if it is set."""
+    return os.environ.get("NPM_CONFIG_REGISTRY") or os.environ.get("npm_config_registry") or None
 
 
 def environment_remote_url() -> str | None:
