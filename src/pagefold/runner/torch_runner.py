@@ -20,7 +20,7 @@ from pagefold.steps import StepPlan, StepResult, TokenLogprobs
 if TYPE_CHECKING:
     from pagefold.kv import KVGeometry
     from pagefold.runner.inputs import StepInputs
-    from pagefold.runner.slab import Slab
+    from pagefold.runner.slab import AnySlab
     from pagefold.store import HostArena
 
 __all__ = ["Decoder", "TorchRunner"]
@@ -47,7 +47,7 @@ class TorchRunner:
         arena: where evicted blocks are; None without a host tier.
     """
 
-    def __init__(self, decoder: Decoder, geometry: KVGeometry, slab: Slab, arena: HostArena | None = None) -> None:
+    def __init__(self, decoder: Decoder, geometry: KVGeometry, slab: AnySlab, arena: HostArena | None = None) -> None:
         self.geometry = geometry
         self.slab = slab
         self.arena = arena
