@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from pagefold.errors import ConfigError
+from pagefold.kv import KV_CACHE_DTYPES
 from pagefold.kv.slow_tiers import WRITE_POLICIES, WritePolicy
 from pagefold.typecheck import wrong_type
 
@@ -59,6 +60,9 @@ class EngineConfig:
         model: a built-in name, a local folder, or a hub id.
         dtype: of weights, activations and KV. ``auto`` on a CPU is float32, whatever the checkpoint holds.
         block_size: tokens a block.
+        kv_cache_dtype: how K and V are stored: ``auto`` for as they are computed, or a codec such as
+            ``int8_per_token_head`` (see ``kv/codec.py``).
+        kv_cache_dtype_skip_layers: layers that stay in 16 bit all the same, counted from 0.
         kv_cache_memory_bytes: the KV budget; None for a share of the memory that is free (see ``capacity.py``).
         kv_offloading_size: GiB of host memory for blocks that are evicted, beside the KV budget; 0 for none, or for a
             little where there are slower tiers, which go through it.
@@ -96,6 +100,8 @@ class EngineConfig:
     model: str
     dtype: Dtype = "auto"
     block_size: int = 16
+    kv_cache_dtype: str = "auto"
+    kv_cache_dtype_skip_layers: tuple[int, ...] = ()
     kv_cache_memory_bytes: int | None = None
     kv_offloading_size: float = 0.0
     kv_disk_path: str | None = None
@@ -127,6 +133,10 @@ class EngineConfig:
         _one_of("dtype", self.dtype, _DTYPES)
         _one_of("attention_backend", self.attention_backend, _BACKENDS)
         _one_of("model_impl", self.model_impl, _MODEL_IMPLS)
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", *KV_CACHE_DTYPES))
+        if self.kv_cache_dtype_skip_layers and self.kv_cache_dtype == "auto":
+            msg = "kv_cache_dtype_skip_layers is set, but no layer's KV is encoded."
+            raise ConfigError(msg, remedy="Leave it out, or give a kv_cache_dtype such as int8_per_token_head.")
         _one_of("quantization", self.quantization, (None, "int8"))
         _one_of("eviction_policy", self.eviction_policy, ("default", *POLICIES))
         _one_of("scheduling_policy", self.scheduling_policy, _SCHEDULING_POLICIES)

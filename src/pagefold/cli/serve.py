@@ -115,6 +115,21 @@ def serve(  # noqa: PLR0913 - one parameter a flag
         str, typer.Option(help="auto, float32, float64, bfloat16 or float16.", rich_help_panel=_ENGINE)
     ] = "auto",
     block_size: Annotated[int, typer.Option(help="Tokens a KV block.", rich_help_panel=_ENGINE)] = 16,
+    kv_cache_dtype: Annotated[
+        str,
+        typer.Option(
+            help="How K and V are stored: auto (as computed), float16, bfloat16 or int8_per_token_head.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = "auto",
+    kv_cache_dtype_skip_layers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LAYERS",
+            help="Layers that stay in 16 bit all the same, such as 0,29.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = None,
     kv_cache_memory_bytes: Annotated[
         int | None,
         typer.Option(
@@ -235,6 +250,8 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             model=model,
             dtype=cast("Dtype", dtype),  # the config checks it
             block_size=block_size,
+            kv_cache_dtype=kv_cache_dtype,
+            kv_cache_dtype_skip_layers=_layers(kv_cache_dtype_skip_layers),
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             kv_offloading_size=kv_offloading_size,
             kv_disk_path=kv_disk_path,
@@ -324,6 +341,14 @@ def _num_tokens(max_model_len: str | None) -> int | Literal["auto"] | None:
     except ValueError:
         msg = f"{max_model_len!r} is neither a number of tokens nor auto."
         raise typer.BadParameter(msg, param_hint="--max-model-len") from None
+
+
+def _layers(text: str | None) -> tuple[int, ...]:
+    try:
+        return tuple(int(layer) for layer in text.split(",")) if text else ()
+    except ValueError:
+        msg = f"{text!r} is no list of layers."
+        raise typer.BadParameter(msg, param_hint="--kv-cache-dtype-skip-layers") from None
 
 
 def _recorder(file: Path | None) -> TraceRecorder | None:

@@ -15,6 +15,8 @@ from pagefold.engine.tiering import Tiering
 from pagefold.errors import ConfigError
 from pagefold.events import Emit, ignore
 from pagefold.kv import (
+    CODECS,
+    KV_CACHE_DTYPES,
     Arbiter,
     HostTier,
     KVCore,
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from pagefold.config import EngineConfig
     from pagefold.hub.progress import Progress
     from pagefold.runner.models import ModelSpec
-    from pagefold.runner.slab import Slab
+    from pagefold.runner.slab import AnySlab
     from pagefold.runner.torch_runner import Decoder
     from pagefold.store import BlockStore
     from pagefold.structured.compiler import GrammarCompiler
@@ -90,7 +92,7 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
 
     spec = inspect_model(folder)
     dtype: torch.dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
-    geometry = KVGeometry(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype.itemsize, config.block_size)
+    geometry = _geometry(config, spec, dtype)
     available_bytes = available_memory_bytes()
     capacity = plan_capacity(
         layout=geometry.layout,
@@ -103,8 +105,36 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
         available_bytes=available_bytes,
         host_bytes=_host_bytes(config, geometry, available_bytes),
     )
-    choose_backend(config.attention_backend, dtype, block_size=config.block_size, head_dim=spec.head_dim)
-    return Blueprint(config, spec, geometry, capacity, dtype, _is_fused(config, spec, dtype))
+    is_encoded = geometry.codec is not None
+    choose_backend(
+        config.attention_backend, dtype, block_size=config.block_size, head_dim=spec.head_dim, is_encoded=is_encoded
+    )
+    return Blueprint(config, spec, geometry, capacity, dtype, _is_fused(config, spec, dtype, is_encoded=is_encoded))
+
+
+def _geometry(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> KVGeometry:
+    """Return what a block holds.
+
+    Raises:
+        ConfigError: the codec cannot pack the model's heads, or layers are to be skipped that it has not.
+    """
+    shape = spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype.itemsize, config.block_size
+    name = KV_CACHE_DTYPES.get(config.kv_cache_dtype)
+    if name is None or f"torch.{name}" == str(dtype):
+        return KVGeometry(*shape)
+    from pagefold.runner.codecs import CELL_CODECS  # noqa: PLC0415 - torch comes with it
+
+    wanted = CELL_CODECS[name].cannot_pack(spec.head_dim)
+    if wanted:
+        msg = f"{name} cannot store heads of {spec.head_dim} numbers, which {spec.folder.name} has."
+        raise ConfigError(msg, remedy=f"It takes {wanted}; int8_per_token_head takes any.")
+    unknown = [layer for layer in config.kv_cache_dtype_skip_layers if not 0 <= layer < spec.num_layers]
+    if unknown:
+        msg = f"kv_cache_dtype_skip_layers has {unknown[0]}, and {spec.folder.name} has {spec.num_layers} layers."
+        raise ConfigError(msg, remedy=f"Give layers between 0 and {spec.num_layers - 1}.")
+    skipped = tuple(sorted(set(config.kv_cache_dtype_skip_layers)))
+    skip_codec = CODECS["bfloat16" if str(dtype) == "torch.bfloat16" else "float16"]
+    return KVGeometry(*shape, CODECS[name], skipped, skip_codec if skipped else None)
 
 
 def _host_bytes(config: EngineConfig, geometry: KVGeometry, available_bytes: int) -> int:
@@ -115,7 +145,7 @@ def _host_bytes(config: EngineConfig, geometry: KVGeometry, available_bytes: int
     return max(least, min(_MAX_STAGING_BYTES, available_bytes // _STAGING_SHARE))
 
 
-def _is_fused(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> bool:
+def _is_fused(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, *, is_encoded: bool) -> bool:
     """Decide who computes the layers.
 
     Raises:
@@ -128,6 +158,8 @@ def _is_fused(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> bool
         why_not = f"block_size {config.block_size} with head_dim {spec.head_dim}"
     if not why_not and config.attention_backend == "reference":
         why_not = "attention_backend=reference"
+    if not why_not and is_encoded:
+        why_not = f"kv_cache_dtype={config.kv_cache_dtype}"
     if why_not and config.model_impl == "pagefold":
         msg = f"The fused decoder does not compute {spec.folder.name}: not {why_not}."
         raise ConfigError(msg, remedy="Use model_impl=auto or transformers.")
@@ -182,14 +214,20 @@ def _namespace(blueprint: Blueprint) -> Namespace:
 
     What leaves this process is named by what the model's files hold, which is the same on every machine.
     """
+    from pagefold.runner.codec_slab import CODEC_LAYOUT  # noqa: PLC0415 - torch comes with it
     from pagefold.runner.content import content_fingerprint  # noqa: PLC0415 - only with slow tiers
-    from pagefold.runner.slab import LAYOUT  # noqa: PLC0415 - torch comes with it
+    from pagefold.runner.slab import LAYOUT  # noqa: PLC0415
 
     config, spec = blueprint.config, blueprint.spec
     decoder = f"fused-{config.quantization or 'plain'}" if blueprint.is_fused else "transformers"
+    geometry = blueprint.geometry
+    layout = LAYOUT
+    if geometry.codec is not None:
+        skipped = ",".join(map(str, geometry.skip_layers))
+        layout = f"{CODEC_LAYOUT}/{geometry.codec.name}/{skipped}"
     return Namespace(
         model=content_fingerprint(spec.folder, cache_dir()) if config.has_slow_tiers else spec.fingerprint,
-        layout=f"{LAYOUT}/{blueprint.geometry.block_size}/{decoder}",
+        layout=f"{layout}/{geometry.block_size}/{decoder}",
         dtype=str(blueprint.dtype),
     )
 
@@ -200,7 +238,6 @@ def _assemble(
     """Load weights, and put all parts together; ``stores`` keeps only those that are worth having."""
     import torch  # noqa: PLC0415 - heavy rooms are entered when they are needed
 
-    from pagefold.runner.slab import Slab  # noqa: PLC0415
     from pagefold.runner.torch_runner import TorchRunner  # noqa: PLC0415
     from pagefold.store import HostArena, Transfer  # noqa: PLC0415
     from pagefold.tokenizer import Tokenizer  # noqa: PLC0415
@@ -208,7 +245,7 @@ def _assemble(
     config, spec, geometry, capacity = blueprint.config, blueprint.spec, blueprint.geometry, blueprint.capacity
     torch.set_num_threads(config.threads or available_cpus())
     tokenizer = Tokenizer(spec.folder) if (spec.folder / "tokenizer_config.json").is_file() else None
-    slab = Slab.allocate(geometry, capacity.num_blocks, blueprint.dtype)
+    slab = _allocate(geometry, capacity.num_blocks, blueprint.dtype)
     num_held = capacity.num_host_blocks
     arena = HostArena(num_held, capacity.host_bytes // num_held) if num_held else None
     runner = TorchRunner(_decoder(blueprint, slab), geometry, slab, arena)
@@ -254,6 +291,16 @@ def _assemble(
     )
 
 
+def _allocate(geometry: KVGeometry, num_blocks: int, dtype: torch.dtype) -> AnySlab:
+    """Return blocks of a geometry, for K and V that are computed in ``dtype``."""
+    from pagefold.runner.codec_slab import CodecSlab  # noqa: PLC0415 - torch comes with it
+    from pagefold.runner.slab import Slab  # noqa: PLC0415
+
+    if geometry.codec is None:
+        return Slab.allocate(geometry, num_blocks, dtype)
+    return CodecSlab.allocate(geometry, num_blocks)
+
+
 def _slow_tiers(
     config: EngineConfig, host: HostTier | None, arbiter: Arbiter, stores: list[BlockStore], say: Callable[[str], None]
 ) -> SlowTiers | None:
@@ -278,7 +325,7 @@ def _slow_tiers(
     return SlowTiers(host, config.kv_write_policy, arbiter)
 
 
-def _decoder(blueprint: Blueprint, slab: Slab) -> Decoder:
+def _decoder(blueprint: Blueprint, slab: AnySlab) -> Decoder:
     """Load the weights into who computes the layers. transformers is imported for its own decoder only."""
     config, spec, max_model_len = blueprint.config, blueprint.spec, blueprint.capacity.max_model_len
     if blueprint.is_fused:
@@ -293,7 +340,11 @@ def _decoder(blueprint: Blueprint, slab: Slab) -> Decoder:
     from pagefold.runner.transformers_decoder import TransformersDecoder  # noqa: PLC0415
 
     attention = choose_backend(
-        config.attention_backend, blueprint.dtype, block_size=slab.block_size, head_dim=spec.head_dim
+        config.attention_backend,
+        blueprint.dtype,
+        block_size=slab.block_size,
+        head_dim=spec.head_dim,
+        is_encoded=blueprint.geometry.codec is not None,
     )
     return TransformersDecoder(load_model(spec.folder, blueprint.dtype), slab, attention, max_model_len=max_model_len)
 

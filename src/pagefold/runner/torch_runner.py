@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from pagefold.kv import KVGeometry
     from pagefold.runner.inputs import StepInputs
-    from pagefold.runner.slab import Slab
+    from pagefold.runner.slab import AnySlab
     from pagefold.store import HostArena
 
 __all__ = ["Decoder", "TorchRunner"]
@@ -53,7 +53,7 @@ class TorchRunner:
             part after another, ``[P, vocab]``; they may be valid until the next step only.
     """
 
-    def __init__(self, decoder: Decoder, geometry: KVGeometry, slab: Slab, arena: HostArena | None = None) -> None:
+    def __init__(self, decoder: Decoder, geometry: KVGeometry, slab: AnySlab, arena: HostArena | None = None) -> None:
         self.geometry = geometry
         self.slab = slab
         self.arena = arena

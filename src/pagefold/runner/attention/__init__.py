@@ -14,15 +14,24 @@ if TYPE_CHECKING:
 __all__ = ["AttentionBackend", "AttentionInputs", "choose_backend"]
 
 
-def choose_backend(name: str, dtype: torch.dtype, *, block_size: int, head_dim: int) -> AttentionBackend:
+def choose_backend(
+    name: str, dtype: torch.dtype, *, block_size: int, head_dim: int, is_encoded: bool = False
+) -> AttentionBackend:
     """Return the implementation of that name; ``auto`` is the fastest that can do this dtype and shape.
+
+    Args:
+        name: ``auto``, ``cpu`` or ``reference``.
+        dtype: of queries, keys and values.
+        block_size: tokens a block.
+        head_dim: numbers of a head.
+        is_encoded: whether blocks have a codec.
 
     Raises:
         ConfigError: ``cpu`` was asked for and cannot.
     """
     import torch  # noqa: PLC0415 - the one thing needed of it
 
-    can_cpu = dtype == torch.float32 and block_size % 4 == 0 and head_dim % 4 == 0
+    can_cpu = dtype == torch.float32 and block_size % 4 == 0 and head_dim % 4 == 0 and not is_encoded
     if name == "reference" or (name == "auto" and not can_cpu):
         return reference_attention
     if not can_cpu:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pagefold.runner.attention.inputs import AttentionInputs
-    from pagefold.runner.slab import Slab
+    from pagefold.runner.slab import AnySlab
 
 __all__ = ["AttentionRoom", "CpuAttention", "scale_and_cap"]
 
@@ -45,8 +45,8 @@ def scale_and_cap(scale: float, softcap: float) -> tuple[np.float32, np.float32]
 class AttentionRoom:
     """The dealer and the room to work in, for one slab and one model's heads: what is kept between steps."""
 
-    def __init__(self, slab: Slab, num_heads: int, num_kv_heads: int, num_members: int) -> None:
-        head_dim = slab.keys.shape[-1]
+    def __init__(self, slab: AnySlab, num_heads: int, num_kv_heads: int, num_members: int) -> None:
+        head_dim = slab.head_dim
         self.tiles = attention_tiles(slab.block_size, head_dim)
         self.group = num_heads // num_kv_heads
         self.dealer = WorkDealer(len(slab.data), slab.block_size, self.group)
@@ -73,7 +73,7 @@ class CpuAttention:
     def __init__(self, num_threads: int) -> None:
         self._num_threads = min(num_threads, numba.config.NUMBA_NUM_THREADS)
         self._room: AttentionRoom | None = None
-        self._slab: Slab | None = None
+        self._slab: AnySlab | None = None
         self._inputs: AttentionInputs | None = None
         self._work: AttentionWork | None = None
         self._sync = np.zeros((_NUM_PHASES, SYNC_WIDTH), np.int64)
@@ -84,7 +84,7 @@ class CpuAttention:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        slab: Slab,
+        slab: AnySlab,
         inputs: AttentionInputs,
         layer: int,
         scale: float,
@@ -118,7 +118,7 @@ class CpuAttention:
         self._kernel(*arguments)
         return out
 
-    def _room_for(self, slab: Slab, num_heads: int, num_kv_heads: int) -> AttentionRoom:
+    def _room_for(self, slab: AnySlab, num_heads: int, num_kv_heads: int) -> AttentionRoom:
         if self._room is None or self._slab is not slab or self._room.group != num_heads // num_kv_heads:
             self._room = AttentionRoom(slab, num_heads, num_kv_heads, self._num_threads)
             self._slab, self._inputs, self._kernel = slab, None, None

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pagefold.runner.attention.inputs import AttentionInputs
-    from pagefold.runner.slab import Slab
+    from pagefold.runner.slab import AnySlab
 
 __all__ = ["reference_attention"]
 
@@ -20,7 +20,7 @@ def reference_attention(  # noqa: PLR0913, PLR0917 - the operands of the op
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    slab: Slab,
+    slab: AnySlab,
     inputs: AttentionInputs,
     layer: int,
     scale: float,
@@ -33,12 +33,12 @@ def reference_attention(  # noqa: PLR0913, PLR0917 - the operands of the op
     parts = list(_parts(inputs, layer, slab.block_size))
     for tokens, heads, blocks, cells, offsets in parts:
         num_old = len(offsets) - (tokens.stop - tokens.start)
-        new = blocks[:, num_old:], cells, offsets[num_old:]
-        slab.keys[new] = key[tokens, heads].transpose(0, 1)
-        slab.values[new] = value[tokens, heads].transpose(0, 1)
+        for h, (cell, block_ids) in enumerate(zip(cells.tolist(), blocks, strict=True)):
+            kv = key[tokens, heads[h]], value[tokens, heads[h]]
+            slab.write(cell, block_ids[num_old:], offsets[num_old:], kv)
     for tokens, heads, blocks, cells, offsets in parts:
-        keys = slab.keys[blocks, cells, offsets]  # [h, n, D]
-        values = slab.values[blocks, cells, offsets]  # [h, n, D]
+        read = [slab.read(cell, block_ids, offsets) for cell, block_ids in zip(cells.tolist(), blocks, strict=True)]
+        keys, values = (torch.stack(vectors).to(query.dtype) for vectors in zip(*read, strict=True))  # [h, n, D] each
         scores = torch.einsum("qhgd,hnd->hgqn", queries[tokens, heads], keys) * scale
         if softcap:
             scores = softcap * (scores / softcap).tanh()
@@ -57,7 +57,7 @@ class _Part(NamedTuple):
         tokens: which of the step's tokens are the sequence's.
         heads: int64 ``[h]``.
         blocks: int64 ``[h, n]``: where each entry lies: its block,
-        cells: int64 ``[h, 1]``: the cell in it,
+        cells: int64 ``[h]``: the cell in it,
         offsets: int64 ``[n]``: and the slot in that.
     """
 
@@ -78,6 +78,6 @@ def _parts(inputs: AttentionInputs, layer: int, block_size: int) -> Iterator[_Pa
                 tokens,
                 torch.from_numpy(heads),
                 torch.from_numpy(inputs.tables[s, heads][:, entries // block_size].astype(np.int64)),
-                torch.from_numpy(inputs.cells[s, layer, heads].astype(np.int64))[:, None],
+                torch.from_numpy(inputs.cells[s, layer, heads].astype(np.int64)),
                 torch.from_numpy(entries % block_size),
             )
