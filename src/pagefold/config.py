@@ -63,6 +63,9 @@ class EngineConfig:
         kv_cache_dtype: how K and V are stored: ``auto`` for as they are computed, or a codec such as
             ``int8_per_token_head`` (see ``kv/codec.py``).
         kv_cache_dtype_skip_layers: layers that stay in 16 bit all the same, counted from 0.
+        kv_quality_floor: the least share of positions at which the likeliest token must be that of ``auto``, as
+            ``pagefold eval`` found it, 0 to 1. 0 asks for no verdict; None is 0.97 for codecs of 8 bit, 0.95 for less.
+        force_kv_cache_dtype: start also with a codec under that floor.
         kv_cache_memory_bytes: the KV budget; None for a share of the memory that is free (see ``capacity.py``).
         kv_offloading_size: GiB of host memory for blocks that are evicted, beside the KV budget; 0 for none, or for a
             little where there are slower tiers, which go through it.
@@ -102,6 +105,8 @@ class EngineConfig:
     block_size: int = 16
     kv_cache_dtype: str = "auto"
     kv_cache_dtype_skip_layers: tuple[int, ...] = ()
+    kv_quality_floor: float | None = None
+    force_kv_cache_dtype: bool = False
     kv_cache_memory_bytes: int | None = None
     kv_offloading_size: float = 0.0
     kv_disk_path: str | None = None
@@ -156,6 +161,8 @@ class EngineConfig:
             raise _bad("threads", self.threads, "at least 1")
         if self.kv_cache_memory_bytes is not None and self.kv_cache_memory_bytes <= 0:
             raise _bad("kv_cache_memory_bytes", self.kv_cache_memory_bytes, "a positive number of bytes")
+        if self.kv_quality_floor is not None and not 0 <= self.kv_quality_floor <= 1:
+            raise _bad("kv_quality_floor", self.kv_quality_floor, "a share between 0 and 1, such as 0.97")
         if not 0 <= self.kv_offloading_size < float("inf"):
             raise _bad("kv_offloading_size", self.kv_offloading_size, "a number of GiB, 0 for none")
         self._check_tiers()
@@ -319,8 +326,8 @@ def environment_admin_key() -> str | None:
 
 
 def environment_npm_registry() -> str | None:
-    """Return the registry of npm packages of ``$NPM_CONFIG_REGISTRY``, in npm's two spellings, if it is set."""
-    return os.environ.get("NPM_CONFIG_REGISTRY") or os.environ.get("npm_config_registry") or None
+    """Return the registry of npm packages of ``$NPM_CONFIG_REGISTRY``, if it is set."""
+    return os.environ.get("NPM_CONFIG_REGISTRY") or None
 
 
 def environment_remote_url() -> str | None:

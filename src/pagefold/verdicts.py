@@ -9,19 +9,20 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagefold.errors import ConfigError, QualityError
 from pagefold.json_object import read_json_object
+from pagefold.kv import CODECS, KV_CACHE_DTYPES
 from pagefold.whole_file import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
     from pagefold.config import EngineConfig
 
-__all__ = ["QUALITY_FIELDS", "Verdict", "check_quality", "default_floor", "read_verdict", "subject_of", "write_verdict"]
+__all__ = ["QUALITY_FIELDS", "Verdict", "check_quality", "floor_of", "read_verdict", "subject_of", "write_verdict"]
 
 FORMAT = 1
 """Of the files that are written here; others are as if they were not there."""
@@ -76,8 +77,10 @@ class Verdict:
 
 
 def subject_of(config: EngineConfig) -> dict[str, Any]:
-    """Return what of a config a verdict is about, as JSON has it."""
-    found: dict[str, Any] = json.loads(json.dumps({name: getattr(config, name) for name in QUALITY_FIELDS}))
+    """Return what of a config a verdict is about, as JSON has it: however a codec is spelled, it is the same one."""
+    found = {name: getattr(config, name) for name in QUALITY_FIELDS}
+    found["kv_cache_dtype"] = KV_CACHE_DTYPES.get(config.kv_cache_dtype, config.kv_cache_dtype)
+    found["kv_cache_dtype_skip_layers"] = sorted(set(config.kv_cache_dtype_skip_layers))
     return found
 
 
@@ -111,47 +114,56 @@ def read_verdict(fingerprint: str, subject: Mapping[str, Any], cache_dir: Path) 
     return verdict if is_whole and is_ours else None
 
 
-def default_floor(element_bits: int) -> float:
-    """Return the least top-1 agreement that is served unforced: 97 % for 8 bit, 95 % for less.
+def floor_of(config: EngineConfig) -> float:
+    """Return the least top-1 agreement that is served unforced: what was asked, or 97 % for 8 bit and 95 % for less.
 
-    Args:
-        element_bits: of the codec's elements of K and V, those of fewer bits.
+    0 where there is nothing to measure: K and V are stored in 16 bit or more.
     """
+    codec = CODECS.get(KV_CACHE_DTYPES.get(config.kv_cache_dtype, ""))
+    element_bits = 16 if codec is None else min(codec.element_bits, (codec.values or codec).element_bits)
+    if element_bits >= 16:  # noqa: PLR2004 - 16 bit
+        return 0.0
+    if config.kv_quality_floor is not None:
+        return config.kv_quality_floor
     return _FLOOR_8_BIT if element_bits >= 8 else _FLOOR_LESS  # noqa: PLR2004 - 8 bit
 
 
-def check_quality(config: EngineConfig, fingerprint: str, floor: float, cache_dir: Path, say: Callable[[str], None]) -> None:
-    """Refuse a codec whose verdict is under ``floor``, unless it is forced; say what is known.
+def check_quality(
+    config: EngineConfig, fingerprint: Callable[[], str], cache_dir: Path, say: Callable[[str], None]
+) -> None:
+    """Refuse a codec whose verdict is under its floor, unless it is forced.
 
     Args:
-        config: with a codec.
-        fingerprint: of the model's weights and config.
-        floor: the least top-1 agreement.
+        config: of the engine.
+        fingerprint: returns that of the model's weights and config; called only where there is a floor.
         cache_dir: where verdicts are.
-        say: takes a line for people.
+        say: takes a warning: there is no verdict, or a codec is forced.
 
     Raises:
         QualityError: the verdict is under the floor.
     """
-    verdict = read_verdict(fingerprint, subject_of(config), cache_dir)
+    floor = floor_of(config)
+    if not floor:
+        return
+    verdict = read_verdict(fingerprint(), subject_of(config), cache_dir)
     if verdict is None:
         say(
-            f"Nobody has measured what --kv-cache-dtype {config.kv_cache_dtype} costs on this model. To find out: "
+            f"nobody has measured what kv_cache_dtype {config.kv_cache_dtype} costs on this model; to find out: "
             f"{_command(config)}"
         )
         return
     if verdict.top1_agreement >= floor:
-        say(f"quality    {config.kv_cache_dtype}: {verdict.told()}")
         return
-    what = f"--kv-cache-dtype {config.kv_cache_dtype} is under the quality floor of {floor:.0%} on this model"
+    what = f"kv_cache_dtype {config.kv_cache_dtype} is under the quality floor of {floor:.1%} on this model"
     if config.force_kv_cache_dtype:
-        say(f"{what}, and is forced: {verdict.told()}.")
+        say(f"{what}, and is forced: {verdict.told()}")
         return
     remedy = (
-        "Use another codec (pagefold eval MODEL --recommend names one), keep layers in 16 bit with "
+        "Use another codec (pagefold eval --recommend names one), keep layers in 16 bit with "
         "--kv-cache-dtype-skip-layers, set another --kv-quality-floor, or force it with --force-kv-cache-dtype."
     )
-    raise QualityError(f"{what}: {verdict.told()}.", remedy=remedy)
+    msg = f"{what}: {verdict.told()}."
+    raise QualityError(msg, remedy=remedy)
 
 
 def _command(config: EngineConfig) -> str:
@@ -161,7 +173,9 @@ def _command(config: EngineConfig) -> str:
     for name in QUALITY_FIELDS:
         value = getattr(config, name)
         if name != "kv_cache_dtype" and value != getattr(defaults, name):
-            told.append(f"--{name.replace('_', '-')} {','.join(map(str, value)) if isinstance(value, tuple) else value}")
+            told.append(
+                f"--{name.replace('_', '-')} {','.join(map(str, value)) if isinstance(value, tuple) else value}"
+            )
     return " ".join(told)
 
 

@@ -28,6 +28,7 @@ from pagefold.kv import (
     make_policy,
 )
 from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits
+from pagefold.verdicts import check_quality
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -190,10 +191,13 @@ def build_engine(
     Raises:
         UnsupportedModelError: the model calls its attention in a way that would be computed wrongly.
         ConfigError: a slow tier cannot be used, and must be.
+        QualityError: the codec is under the quality floor on this model.
     """
-    from pagefold.store import FrameFormat, open_stores  # noqa: PLC0415 - heavy rooms are entered when they are needed
+    from pagefold.runner.content import content_fingerprint  # noqa: PLC0415 - heavy rooms are entered when they are needed
+    from pagefold.store import FrameFormat, open_stores  # noqa: PLC0415
 
     config, spec, geometry, capacity = blueprint.config, blueprint.spec, blueprint.geometry, blueprint.capacity
+    check_quality(config, lambda: content_fingerprint(spec.folder, cache_dir()), cache_dir(), _log.warning)
     for line in capacity.lines():
         say(line)
     if spec.limit:

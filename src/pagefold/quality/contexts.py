@@ -94,4 +94,4 @@ def _of_text(  # noqa: PLR0913 - what is cut, from what, how
 
 def _line_start(content: str, at: int) -> int:
     """Return where the next line begins, or ``at`` itself at the begin of the text, or if there is no such line."""
-    return at and content.find("\n", at) + 1 or at
+    return (at and content.find("\n", at) + 1) or at

@@ -1,8 +1,8 @@
 """Divergence: how far next-token distributions are from those of the exact cache, row by row.
 
 The divergence is Kullback and Leibler's (1951), KL(exact || other), in nats: what a coder of the exact distribution
-pays for believing the other. It needs all of the vocabulary, which is why it is computed here from logits and not from the
-few logprobs that a server tells.
+pays for believing the other. It needs all of the vocabulary, which is why it is computed here from logits and not from
+the few logprobs that a server tells.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Question:
     context_len: int = 2048
     num_contexts: int | None = None
     num_greedy_tokens: int = 64
-    num_haystacks: int = 4
+    num_haystacks: int = 2
     num_bins: int = 8
     seed: int = 0
 
@@ -91,7 +91,12 @@ def evaluate(config: EngineConfig, question: Question, *, progress: Progress = s
         ModelNotFoundError, UnsupportedModelError: the model cannot be used.
     """
     base = replace(
-        config, kv_disk_path=None, kv_remote_url=None, kv_offloading_size=0.0, enable_prefix_caching=True, max_num_seqs=8
+        config,
+        kv_quality_floor=0.0,  # to find out is no use of it
+        enable_prefix_caching=True,
+        kv_offloading_size=0.0,
+        kv_disk_path=None,
+        kv_remote_url=None,
     )
     spec = plan_engine(replace(base, max_model_len="auto"), progress=progress).spec
     if question.context_len >= spec.max_exact_len:
@@ -169,7 +174,7 @@ def _read_and_continue(
         if num_greedy_tokens:
             prompts = [token_ids[:-num_greedy_tokens] for token_ids in batch]
             for subject, outputs in zip(subjects, continued, strict=True):
-                outputs += subject.continue_all(prompts, num_greedy_tokens)
+                outputs.extend(subject.continue_all(prompts, num_greedy_tokens))
     return [stack(of_subject) for of_subject in zip(*of_contexts, strict=True)], continued
 
 

@@ -1,17 +1,16 @@
 """Needles: a sentence with a number is hidden at some depth of a long text, and the model is asked for the number.
 
-The sentences are those of RULER (Hsieh et al., 2024, appendix B, single needle). Depth 0 is the begin of the text, 1 its
-end.
+The sentences are in the form of RULER's single needle (Hsieh et al., 2024). Depth 0 is the begin of the text, 1 its end.
 """
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagefold.errors import ConfigError
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Sequence
 
     from pagefold.tokenizer import Tokenizer

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from pagefold.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pagefold.config import EngineConfig
 
 __all__ = ["EXACT", "Setting"]

@@ -1,13 +1,14 @@
 """Estimates: a mean over contexts, how uncertain it is, and the same by position.
 
-Tokens of one context are not independent, contexts are: so errors come from resampling contexts (the bootstrap of Efron,
-1979). Both caches read the same tokens, so differences are paired, and their errors are much smaller than those of
-either.
+Tokens of one context are not independent, contexts are: so errors come from resampling contexts (the bootstrap of
+Efron, 1979). Both caches read the same tokens, so differences are paired, and their errors are much smaller than those
+of either.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -64,4 +65,4 @@ def bins_of(num_positions: int, num_bins: int) -> list[slice]:
     """Cut ``[0, num_positions)`` into at most ``num_bins`` slices of about equal length, none of them empty."""
     num_bins = min(num_bins, num_positions)
     edges = [num_positions * place // num_bins for place in range(num_bins + 1)]
-    return [slice(first, last) for first, last in zip(edges, edges[1:], strict=False)]
+    return [slice(first, last) for first, last in pairwise(edges)]

