@@ -65,8 +65,8 @@ def _compare(logits: Sequence[torch.Tensor], next_ids: Sequence[int]) -> list[Ro
     figures = []
     for rows in logits:
         logprobs = exact if rows is logits[0] else _logprobs(rows)
-        # Where both are minus infinity (a token that a model can never say), nothing is lost.
-        lost = (exact - logprobs).nan_to_num_(nan=0.0).mul_(probabilities).nan_to_num_(nan=0.0, posinf=float("inf"))
+        # What the exact cache never says, minus infinity, has no share in the sum, whatever the other makes of it.
+        lost = (exact - logprobs).mul_(probabilities).masked_fill_(probabilities == 0, 0.0)
         figures.append(
             RowFigures(
                 -logprobs.gather(-1, came)[:, 0].double().numpy(),

@@ -1,6 +1,7 @@
 """Needles: a sentence with a number is hidden at some depth of a long text, and the model is asked for the number.
 
-The sentences are in the form of RULER's single needle (Hsieh et al., 2024). Depth 0 is the begin of the text, 1 its end.
+The sentences are in the form of RULER's single needle (Hsieh et al., 2024). Depth 0 is the begin of the text, 1 its
+end.
 """
 
 from __future__ import annotations
