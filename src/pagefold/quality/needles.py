@@ -78,7 +78,7 @@ def hide_needles(
         num_tokens = len(tokenizer.encode_rendered(f" {number}")) + _SPARE_TOKENS
         room = len(hay) - len(sentence) - len(question) - num_tokens
         if room < _LEAST_HAYSTACK:
-            short = _LEAST_HAYSTACK - room + len(haystack)
+            short = 2 * _LEAST_HAYSTACK - room + len(haystack)  # other keys and numbers may have some tokens more
             msg = f"A context of {len(haystack)} tokens has no room to hide a needle in."
             raise ConfigError(msg, remedy=f"Give a context length of at least {short}, or no needles.")
         at = round(depth * room)
