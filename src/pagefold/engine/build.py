@@ -105,11 +105,11 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
         available_bytes=available_bytes,
         host_bytes=_host_bytes(config, geometry, available_bytes),
     )
-    is_encoded = geometry.codec is not None
+    pairs_codes = _pairs_codes(geometry)
     choose_backend(
-        config.attention_backend, dtype, block_size=config.block_size, head_dim=spec.head_dim, is_encoded=is_encoded
+        config.attention_backend, dtype, block_size=config.block_size, head_dim=spec.head_dim, pairs_codes=pairs_codes
     )
-    return Blueprint(config, spec, geometry, capacity, dtype, _is_fused(config, spec, dtype, is_encoded=is_encoded))
+    return Blueprint(config, spec, geometry, capacity, dtype, _is_fused(config, spec, dtype))
 
 
 def _geometry(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> KVGeometry:
@@ -137,6 +137,12 @@ def _geometry(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> KVGe
     return KVGeometry(*shape, CODECS[name], skipped, skip_codec if skipped else None)
 
 
+def _pairs_codes(geometry: KVGeometry) -> bool:
+    from pagefold.runner.codecs import CELL_CODECS  # noqa: PLC0415 - torch comes with it
+
+    return geometry.codec is not None and CELL_CODECS[geometry.codec.name].pairs_codes
+
+
 def _host_bytes(config: EngineConfig, geometry: KVGeometry, available_bytes: int) -> int:
     """Return how much of the host's memory is for blocks: what was asked, or a little if all go through it."""
     if config.kv_offloading_size or not config.has_slow_tiers:
@@ -145,7 +151,7 @@ def _host_bytes(config: EngineConfig, geometry: KVGeometry, available_bytes: int
     return max(least, min(_MAX_STAGING_BYTES, available_bytes // _STAGING_SHARE))
 
 
-def _is_fused(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, *, is_encoded: bool) -> bool:
+def _is_fused(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> bool:
     """Decide who computes the layers.
 
     Raises:
@@ -158,8 +164,6 @@ def _is_fused(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, *, is_e
         why_not = f"block_size {config.block_size} with head_dim {spec.head_dim}"
     if not why_not and config.attention_backend == "reference":
         why_not = "attention_backend=reference"
-    if not why_not and is_encoded:
-        why_not = f"kv_cache_dtype={config.kv_cache_dtype}"
     if why_not and config.model_impl == "pagefold":
         msg = f"The fused decoder does not compute {spec.folder.name}: not {why_not}."
         raise ConfigError(msg, remedy="Use model_impl=auto or transformers.")
@@ -344,7 +348,7 @@ def _decoder(blueprint: Blueprint, slab: AnySlab) -> Decoder:
         blueprint.dtype,
         block_size=slab.block_size,
         head_dim=spec.head_dim,
-        is_encoded=blueprint.geometry.codec is not None,
+        pairs_codes=_pairs_codes(blueprint.geometry),
     )
     return TransformersDecoder(load_model(spec.folder, blueprint.dtype), slab, attention, max_model_len=max_model_len)
 
