@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -65,6 +65,7 @@ class Blueprint:
         capacity: what fits.
         dtype: of weights, activations and KV.
         is_fused: whether the fused decoder computes it, rather than transformers.
+        centres: what is taken off K before it is encoded (see ``centring.py``); None for nothing, or not known yet.
     """
 
     config: EngineConfig
@@ -73,6 +74,7 @@ class Blueprint:
     capacity: Capacity
     dtype: torch.dtype
     is_fused: bool
+    centres: torch.Tensor | None = None
 
 
 def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Blueprint:
@@ -203,6 +205,7 @@ def build_engine(
     if spec.limit:
         longest = f"{spec.max_exact_len:,} of {spec.max_positions:,} tokens"
         say(f"limit      {longest}, beyond which {spec.limit} is not computed yet")
+    blueprint = replace(blueprint, centres=_centres(blueprint, say))
     namespace = _namespace(blueprint)
     stores = [*open_stores(config, FrameFormat.of(namespace, geometry)), *stores]  # refused before weights are loaded
     with contextlib.ExitStack() as opened:
@@ -211,6 +214,14 @@ def build_engine(
         engine = _assemble(blueprint, namespace, stores, emit, say)
         opened.pop_all()
     return engine
+
+
+def _centres(blueprint: Blueprint, say: Callable[[str], None]) -> torch.Tensor | None:
+    if blueprint.geometry.codec is None:
+        return None
+    from pagefold.engine.centring import find_centres  # noqa: PLC0415 - torch comes with it
+
+    return find_centres(blueprint, _decoder, say)
 
 
 def _namespace(blueprint: Blueprint) -> Namespace:
@@ -228,7 +239,9 @@ def _namespace(blueprint: Blueprint) -> Namespace:
     layout = LAYOUT
     if geometry.codec is not None:
         skipped = ",".join(map(str, geometry.skip_layers))
-        layout = f"{CODEC_LAYOUT}/{geometry.codec.name}/{skipped}"
+        from pagefold.engine.centring import digest_of  # noqa: PLC0415
+
+        layout = f"{CODEC_LAYOUT}/{geometry.codec.name}/{skipped}/{digest_of(blueprint.centres)}"
     return Namespace(
         model=content_fingerprint(spec.folder, cache_dir()) if config.has_slow_tiers else spec.fingerprint,
         layout=f"{layout}/{geometry.block_size}/{decoder}",
@@ -249,7 +262,7 @@ def _assemble(
     config, spec, geometry, capacity = blueprint.config, blueprint.spec, blueprint.geometry, blueprint.capacity
     torch.set_num_threads(config.threads or available_cpus())
     tokenizer = Tokenizer(spec.folder) if (spec.folder / "tokenizer_config.json").is_file() else None
-    slab = _allocate(geometry, capacity.num_blocks, blueprint.dtype)
+    slab = _allocate(geometry, capacity.num_blocks, blueprint.dtype, blueprint.centres)
     num_held = capacity.num_host_blocks
     arena = HostArena(num_held, capacity.host_bytes // num_held) if num_held else None
     runner = TorchRunner(_decoder(blueprint, slab), geometry, slab, arena)
@@ -295,14 +308,14 @@ def _assemble(
     )
 
 
-def _allocate(geometry: KVGeometry, num_blocks: int, dtype: torch.dtype) -> AnySlab:
+def _allocate(geometry: KVGeometry, num_blocks: int, dtype: torch.dtype, centres: torch.Tensor | None) -> AnySlab:
     """Return blocks of a geometry, for K and V that are computed in ``dtype``."""
     from pagefold.runner.codec_slab import CodecSlab  # noqa: PLC0415 - torch comes with it
     from pagefold.runner.slab import Slab  # noqa: PLC0415
 
     if geometry.codec is None:
         return Slab.allocate(geometry, num_blocks, dtype)
-    return CodecSlab.allocate(geometry, num_blocks)
+    return CodecSlab.allocate(geometry, num_blocks, centres)
 
 
 def _slow_tiers(

@@ -157,6 +157,9 @@ def _attend_split(tiles, slab, cell, table, first, num_entries, query, room, acc
         _read_scales(slab, table, first, parts[KEY_SCALES], num_scales, num_entries, room.scales, room.zeros)
         for r in range(num_rows):
             _scale_scores(scores[r], room.scales, room.zeros, num_scales, query[r], num_entries)
+            if softcap != 0.0:  # tanh sees a shift, as softmax does not
+                for e in range(num_entries):
+                    scores[r, e] += room.shifts[r]
     for r in range(num_rows):
         room.tops[r], room.totals[r] = exp2_row(scores[r], limits[r], num_entries, softcap, room.powers, _NOTHING)
     num_scales = _num_scales(value_format)
@@ -253,8 +256,11 @@ def attend(tiles, sync, phase, work, query, slab, layer, scale, softcap, scratch
             for g in range(group):
                 row = (i - first) * group + g
                 scratch.ends[row] = limit
+                shift = np.float32(0.0)
                 for d in range(head_dim):
                     q[row, d] = query[t, h * group + g, d] * scale
+                    shift += q[row, d] * slab.centres[cell, d]
+                scratch.shifts[row] = shift
                 if rotation:
                     hadamard(q[row], rotation)
         first_split, end_split = (0, (longest + split_size - 1) // split_size) if split < 0 else (split, split + 1)

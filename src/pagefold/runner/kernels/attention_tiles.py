@@ -74,10 +74,10 @@ class AttentionTiles(NamedTuple):
             ``y[num_rows, 2 * lanes] = x[num_rows, num_k] @ [w0 | w1]``: two panels of one vector, each where it lies,
             whose rows are ``ldw`` apart, in bytes (of float32 in numbers).
         values: int64 ``[NUM_FORMATS]``, each (x, ldx, blocks, num_blocks, block_size, num_k, offset, ldw, y, ldy,
-            num_rows): ``y[num_rows, vectors * lanes] = x[num_rows, num_k] @ the rows of several blocks``, from ``offset``
-            on, which is in bytes, as ``ldw`` is (of float32 in numbers). ``blocks`` is where ``num_blocks`` addresses are;
-            each block has ``block_size`` rows, of which the last block gives only what is left of ``num_k``: the rest
-            is never read. Of ``INT4`` y is as many columns from half of ``ldy`` on too.
+            num_rows): ``y[num_rows, vectors * lanes] = x[num_rows, num_k] @ the rows of several blocks``, from
+            ``offset`` on, which is in bytes, as ``ldw`` is (of float32 in numbers). ``blocks`` is where ``num_blocks``
+            addresses are; each block has ``block_size`` rows, of which the last block gives only what is left of
+            ``num_k``: the rest is never read. Of ``INT4`` y is as many columns from half of ``ldy`` on too.
         lanes: numbers of a vector: so many entries of a block, and so many numbers of a head, are handled at once.
         vectors: of a head's numbers, or of its pairs of codes, that are summed at once.
     """
