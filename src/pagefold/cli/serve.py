@@ -118,7 +118,8 @@ def serve(  # noqa: PLR0913 - one parameter a flag
     kv_cache_dtype: Annotated[
         str,
         typer.Option(
-            help="How K and V are stored: auto (as computed), float16, bfloat16 or int8_per_token_head.",
+            help="How K and V are stored: auto (as computed), float16, bfloat16, fp8, fp8_e5m2, "
+            "int8_per_token_head, k8v4, int4_per_token_head, ...",
             rich_help_panel=_ENGINE,
         ),
     ] = "auto",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -66,6 +66,7 @@ class Blueprint:
         capacity: what fits.
         dtype: of weights, activations and KV.
         is_fused: whether the fused decoder computes it, rather than transformers.
+        centres: what is taken off K before it is encoded (see ``centring.py``); None for nothing, or not known yet.
     """
 
     config: EngineConfig
@@ -74,6 +75,7 @@ class Blueprint:
     capacity: Capacity
     dtype: torch.dtype
     is_fused: bool
+    centres: torch.Tensor | None = None
 
 
 def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Blueprint:
@@ -106,11 +108,11 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
         available_bytes=available_bytes,
         host_bytes=_host_bytes(config, geometry, available_bytes),
     )
-    is_encoded = geometry.codec is not None
+    pairs_codes = _pairs_codes(geometry)
     choose_backend(
-        config.attention_backend, dtype, block_size=config.block_size, head_dim=spec.head_dim, is_encoded=is_encoded
+        config.attention_backend, dtype, block_size=config.block_size, head_dim=spec.head_dim, pairs_codes=pairs_codes
     )
-    return Blueprint(config, spec, geometry, capacity, dtype, _is_fused(config, spec, dtype, is_encoded=is_encoded))
+    return Blueprint(config, spec, geometry, capacity, dtype, _is_fused(config, spec, dtype))
 
 
 def _geometry(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> KVGeometry:
@@ -138,6 +140,12 @@ def _geometry(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> KVGe
     return KVGeometry(*shape, CODECS[name], skipped, skip_codec if skipped else None)
 
 
+def _pairs_codes(geometry: KVGeometry) -> bool:
+    from pagefold.runner.codecs import CELL_CODECS  # noqa: PLC0415 - torch comes with it
+
+    return geometry.codec is not None and CELL_CODECS[geometry.codec.name].pairs_codes
+
+
 def _host_bytes(config: EngineConfig, geometry: KVGeometry, available_bytes: int) -> int:
     """Return how much of the host's memory is for blocks: what was asked, or a little if all go through it."""
     if config.kv_offloading_size or not config.has_slow_tiers:
@@ -146,7 +154,7 @@ def _host_bytes(config: EngineConfig, geometry: KVGeometry, available_bytes: int
     return max(least, min(_MAX_STAGING_BYTES, available_bytes // _STAGING_SHARE))
 
 
-def _is_fused(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, *, is_encoded: bool) -> bool:
+def _is_fused(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> bool:
     """Decide who computes the layers.
 
     Raises:
@@ -159,8 +167,6 @@ def _is_fused(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, *, is_e
         why_not = f"block_size {config.block_size} with head_dim {spec.head_dim}"
     if not why_not and config.attention_backend == "reference":
         why_not = "attention_backend=reference"
-    if not why_not and is_encoded:
-        why_not = f"kv_cache_dtype={config.kv_cache_dtype}"
     if why_not and config.model_impl == "pagefold":
         msg = f"The fused decoder does not compute {spec.folder.name}: not {why_not}."
         raise ConfigError(msg, remedy="Use model_impl=auto or transformers.")
@@ -203,6 +209,7 @@ def build_engine(
     if spec.limit:
         longest = f"{spec.max_exact_len:,} of {spec.max_positions:,} tokens"
         say(f"limit      {longest}, beyond which {spec.limit} is not computed yet")
+    blueprint = replace(blueprint, centres=_centres(blueprint, say))
     namespace = _namespace(blueprint)
     stores = [*open_stores(config, FrameFormat.of(namespace, geometry)), *stores]  # refused before weights are loaded
     with contextlib.ExitStack() as opened:
@@ -211,6 +218,14 @@ def build_engine(
         engine = _assemble(blueprint, namespace, stores, emit, say)
         opened.pop_all()
     return engine
+
+
+def _centres(blueprint: Blueprint, say: Callable[[str], None]) -> torch.Tensor | None:
+    if blueprint.geometry.codec is None:
+        return None
+    from pagefold.engine.centring import find_centres  # noqa: PLC0415 - torch comes with it
+
+    return find_centres(blueprint, _decoder, say)
 
 
 def _namespace(blueprint: Blueprint) -> Namespace:
@@ -228,7 +243,9 @@ def _namespace(blueprint: Blueprint) -> Namespace:
     layout = LAYOUT
     if geometry.codec is not None:
         skipped = ",".join(map(str, geometry.skip_layers))
-        layout = f"{CODEC_LAYOUT}/{geometry.codec.name}/{skipped}"
+        from pagefold.engine.centring import digest_of  # noqa: PLC0415
+
+        layout = f"{CODEC_LAYOUT}/{geometry.codec.name}/{skipped}/{digest_of(blueprint.centres)}"
     return Namespace(
         model=content_fingerprint(spec.folder, cache_dir()) if config.has_slow_tiers else spec.fingerprint,
         layout=f"{layout}/{geometry.block_size}/{decoder}",
@@ -249,7 +266,7 @@ def _assemble(
     config, spec, geometry, capacity = blueprint.config, blueprint.spec, blueprint.geometry, blueprint.capacity
     torch.set_num_threads(config.threads or available_cpus())
     tokenizer = Tokenizer(spec.folder) if (spec.folder / "tokenizer_config.json").is_file() else None
-    slab = _allocate(geometry, capacity.num_blocks, blueprint.dtype)
+    slab = _allocate(geometry, capacity.num_blocks, blueprint.dtype, blueprint.centres)
     num_held = capacity.num_host_blocks
     arena = HostArena(num_held, capacity.host_bytes // num_held) if num_held else None
     runner = TorchRunner(_decoder(blueprint, slab), geometry, slab, arena)
@@ -295,14 +312,14 @@ def _assemble(
     )
 
 
-def _allocate(geometry: KVGeometry, num_blocks: int, dtype: torch.dtype) -> AnySlab:
+def _allocate(geometry: KVGeometry, num_blocks: int, dtype: torch.dtype, centres: torch.Tensor | None) -> AnySlab:
     """Return blocks of a geometry, for K and V that are computed in ``dtype``."""
     from pagefold.runner.codec_slab import CodecSlab  # noqa: PLC0415 - torch comes with it
     from pagefold.runner.slab import Slab  # noqa: PLC0415
 
     if geometry.codec is None:
         return Slab.allocate(geometry, num_blocks, dtype)
-    return CodecSlab.allocate(geometry, num_blocks)
+    return CodecSlab.allocate(geometry, num_blocks, centres)
 
 
 def _slow_tiers(
@@ -348,7 +365,7 @@ def _decoder(blueprint: Blueprint, slab: AnySlab) -> Decoder:
         blueprint.dtype,
         block_size=slab.block_size,
         head_dim=spec.head_dim,
-        is_encoded=blueprint.geometry.codec is not None,
+        pairs_codes=_pairs_codes(blueprint.geometry),
     )
     return TransformersDecoder(load_model(spec.folder, blueprint.dtype), slab, attention, max_model_len=max_model_len)
 

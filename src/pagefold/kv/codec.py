@@ -85,12 +85,20 @@ CODECS: Mapping[str, Codec] = MappingProxyType({codec.name: codec for codec in _
 
 KV_CACHE_DTYPES: Mapping[str, str] = MappingProxyType(
     {
-        "float16": "float16",
-        "bfloat16": "bfloat16",
-        "int8_per_token_head": "int8_per_token_head",
-        "fp16": "float16",
-        "bf16": "bfloat16",
-        "int8": "int8_per_token_head",
+        name: name
+        for name in (
+            "float16",
+            "bfloat16",
+            "fp8",
+            "fp8_e4m3",
+            "fp8_e5m2",
+            "fp8_per_token_head",
+            "int8_per_token_head",
+            "k8v4",
+            "int4_per_token_head",
+            "int4_plain",
+        )
     }
+    | {"fp16": "float16", "bf16": "bfloat16", "int8": "int8_per_token_head", "int4": "int4_per_token_head"}
 )
 """What ``--kv-cache-dtype`` of a server takes beside ``auto``, and the codec that each is."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from pagefold.runner.codecs import CELL_CODECS
+from pagefold.runner.codecs.hadamard import hadamard
 
 if TYPE_CHECKING:
     import numpy as np
@@ -80,23 +81,31 @@ class CodecSlab:
     Args:
         data: uint8 ``[num_blocks, bytes_per_block]``.
         geometry: of the blocks; has a codec.
+        centres: float32 ``[num_cells, D]``: what is taken off K before it is encoded, in cells whose codec says so;
+            None for nothing. Scores are all lower by the same then, and weights as they were.
 
     Attributes:
         data: as given.
         block_size, head_dim: of the geometry.
+        places: where the parts of each cell are.
+        centres: float32 ``[num_cells, D]``: zeros in cells whose codec takes nothing off.
     """
 
-    def __init__(self, data: torch.Tensor, geometry: KVGeometry) -> None:
+    def __init__(self, data: torch.Tensor, geometry: KVGeometry, centres: torch.Tensor | None = None) -> None:
         self.data = data
         self.block_size = geometry.block_size
         self.head_dim = geometry.head_dim
         self._geometry = geometry
-        self._places = cell_places(geometry)
+        self.places = cell_places(geometry)
+        self.centres = torch.zeros((len(self.places), geometry.head_dim))
+        for cell in range(len(self.places)):
+            if centres is not None and self.codec(cell).centres:
+                self.centres[cell] = centres[cell]
 
     @classmethod
-    def allocate(cls, geometry: KVGeometry, num_blocks: int) -> CodecSlab:
+    def allocate(cls, geometry: KVGeometry, num_blocks: int, centres: torch.Tensor | None = None) -> CodecSlab:
         """Return ``num_blocks`` blocks of ``geometry``, not yet written."""
-        return cls(torch.empty((num_blocks, geometry.bytes_per_block), dtype=torch.uint8), geometry)
+        return cls(torch.empty((num_blocks, geometry.bytes_per_block), dtype=torch.uint8), geometry, centres)
 
     @property
     def num_bytes(self) -> int:
@@ -121,8 +130,11 @@ class CodecSlab:
             slots: int64 ``[n]``: of each token in its block.
             kv: K and V, ``[n, D]`` each, in any dtype.
         """
-        codec, places = self._codec(cell), self._places[cell]
+        codec, places = self.codec(cell), self.places[cell]
         keys, values = (vectors.float() for vectors in kv)
+        keys = keys - self.centres[cell]
+        if codec.rotates:
+            keys, values = hadamard(keys), hadamard(values)
         codes, scales = codec.keys.encode(keys)
         self._panels(places, codec)[block_ids, :, slots] = _in_units(codes, codec.keys)
         self._scales(places.key_scales, codec.keys)[block_ids, :, slots] = scales
@@ -132,14 +144,17 @@ class CodecSlab:
 
     def read(self, cell: int, block_ids: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the K and V, float32 ``[n, D]`` each, that slots of one cell hold; arguments as in :meth:`write`."""
-        codec, places = self._codec(cell), self._places[cell]
+        codec, places = self.codec(cell), self.places[cell]
         codes = self._panels(places, codec)[block_ids, :, slots].flatten(1)
         keys = codec.keys.decode(codes, self._scales(places.key_scales, codec.keys)[block_ids, :, slots])
         codes = self._rows(places, codec)[block_ids, slots]
         values = codec.values.decode(codes, self._scales(places.value_scales, codec.values)[block_ids, :, slots])
-        return keys, values
+        if codec.rotates:
+            keys, values = hadamard(keys), hadamard(values)
+        return keys + self.centres[cell], values
 
-    def _codec(self, cell: int) -> CellCodec:
+    def codec(self, cell: int) -> CellCodec:
+        """Return how a cell's K and V are stored."""
         return CELL_CODECS[self._geometry.codec_of(cell // self._geometry.num_kv_heads).name]
 
     def _panels(self, places: CellPlaces, codec: CellCodec) -> torch.Tensor:
@@ -162,4 +177,5 @@ class CodecSlab:
 
 def _in_units(codes: torch.Tensor, form: VectorFormat) -> torch.Tensor:
     """Return codes ``[n, bytes]`` as ``[n, units, bytes a unit]``: what lies together in a panel."""
-    return codes.view(len(codes), -1, max(1, form.bits // 8))
+    unit = max(1, form.bits // 8)
+    return codes.view(len(codes), codes.shape[1] // unit, unit)

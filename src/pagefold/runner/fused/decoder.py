@@ -48,7 +48,6 @@ class FusedDecoder:
     """
 
     def __init__(self, config: FusedConfig, weights: DecoderWeights, slab: AnySlab, *, num_threads: int) -> None:
-        self._slab = slab
         self._num_threads = min(num_threads, numba.config.NUMBA_NUM_THREADS)
         self._num_heads = config.num_heads
         self._num_kv_heads = config.num_kv_heads
@@ -83,7 +82,7 @@ class FusedDecoder:
             step,
             work,
             self._scale,
-            self._slab.data.numpy(),
+            self._attention.slab,
             self._room,
             self._attention.scratch,
             self._attention.partials(work.num_slots),
