@@ -14,6 +14,7 @@ from typing import Literal, TypeAlias
 from pagefold.errors import ConfigError
 from pagefold.kv import KV_CACHE_DTYPES
 from pagefold.kv.slow_tiers import WRITE_POLICIES, WritePolicy
+from pagefold.transport.plan import DROPPED_BITS, TransportCodec
 from pagefold.typecheck import wrong_type
 
 __all__ = [
@@ -74,6 +75,8 @@ class EngineConfig:
         kv_remote_url: where a pool of blocks is that machines share: ``redis://host:port``, ``mooncake://host:port``;
             None for none. It may hold a password, and is never shown.
         kv_remote_required: whether a start fails when that does not answer, rather than going on without it.
+        kv_transport_codec: how blocks are packed on their way to the pool: ``none``; ``lossless``; ``lossy7`` or
+            ``lossy6``, which first round codes of 8 bit to so many bits.
         kv_write_policy: when blocks are written to disk and pool: ``write_back`` (when the host's memory is needed, and
             at the end), ``write_through`` (when their request has ended), ``write_through_selective`` (the same for
             what was found at least once).
@@ -113,6 +116,7 @@ class EngineConfig:
     kv_disk_size: float = 10.0
     kv_remote_url: str | None = field(default=None, repr=False)
     kv_remote_required: bool = False
+    kv_transport_codec: TransportCodec = "none"
     kv_write_policy: WritePolicy = "write_back"
     max_model_len: int | Literal["auto"] | None = None
     max_num_seqs: int = 128
@@ -187,6 +191,10 @@ class EngineConfig:
 
     def _check_tiers(self) -> None:
         _one_of("kv_write_policy", self.kv_write_policy, WRITE_POLICIES)
+        _one_of("kv_transport_codec", self.kv_transport_codec, tuple(DROPPED_BITS))
+        if self.kv_transport_codec != "none" and self.kv_remote_url is None:
+            msg = f"kv_transport_codec is {self.kv_transport_codec}, but no block goes over a network."
+            raise ConfigError(msg, remedy="Leave it out, or give a kv_remote_url. Blocks on a disk are not packed.")
         if not 0 < self.kv_disk_size < float("inf"):
             raise _bad("kv_disk_size", self.kv_disk_size, "a positive number of GiB")
         for name in ("kv_disk_path", "kv_remote_url"):

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pagefold.kv import WritePolicy
     from pagefold.observe.recorder import TraceRecorder
     from pagefold.server.process import WarmPrompt
+    from pagefold.transport.plan import TransportCodec
 
 __all__ = ["check_installed", "parse_layers", "quiet_transformers", "serve"]
 
@@ -181,6 +182,13 @@ def serve(  # noqa: PLR0913 - one parameter a flag
         bool,
         typer.Option("--kv-remote-required", help="Do not start without that pool.", rich_help_panel=_ENGINE),
     ] = False,
+    kv_transport_codec: Annotated[
+        str,
+        typer.Option(
+            help="How blocks are packed on their way to that pool: none, lossless, lossy7 or lossy6.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = "none",
     kv_write_policy: Annotated[
         str,
         typer.Option(
@@ -274,6 +282,7 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             kv_disk_size=kv_disk_size,
             kv_remote_url=environment_remote_url() if kv_remote_url is None else kv_remote_url,
             kv_remote_required=kv_remote_required,
+            kv_transport_codec=cast("TransportCodec", kv_transport_codec),
             kv_write_policy=cast("WritePolicy", kv_write_policy),
             max_model_len=_num_tokens(max_model_len),
             max_num_seqs=max_num_seqs,

@@ -199,6 +199,7 @@ def build_engine(
         ConfigError: a slow tier cannot be used, and must be.
         QualityError: the codec is under the quality floor on this model.
     """
+    from pagefold.runner.block_plan import block_plan  # noqa: PLC0415 - heavy rooms are entered when they are needed
     from pagefold.runner.content import content_fingerprint  # noqa: PLC0415 - heavy rooms are entered when they are needed
     from pagefold.store import FrameFormat, open_stores  # noqa: PLC0415
 
@@ -211,7 +212,8 @@ def build_engine(
         say(f"limit      {longest}, beyond which {spec.limit} is not computed yet")
     blueprint = replace(blueprint, centres=_centres(blueprint, say))
     namespace = _namespace(blueprint)
-    stores = [*open_stores(config, FrameFormat.of(namespace, geometry)), *stores]  # refused before weights are loaded
+    frames = FrameFormat.of(namespace, geometry)
+    stores = [*open_stores(config, frames, lambda: block_plan(geometry)), *stores]  # refused before weights are loaded
     with contextlib.ExitStack() as opened:
         for store in stores:
             opened.callback(store.close)

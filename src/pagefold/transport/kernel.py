@@ -8,8 +8,8 @@ nothing but codes is written::
     slots 1..3   predicted; again one table each
     slots 4..    the table by how much was left of the row's first three predictions, and of those of the whole part
 
-K is predicted as the mean of the row's last number and of its mean so far (rotated keys change slowly along tokens), V as
-its mean so far. Four rows are coded side by side, each into a stream of its own: four chains of table look-ups keep a
+K is predicted as the mean of the row's last number and of its mean so far (rotated keys change slowly along tokens), V
+as its mean so far. Four rows are coded side by side, each into a stream of its own: four chains of table look-ups keep a
 core busy where one would wait. A decoder never reads behind a stream: what is damaged gives wrong bytes, which the
 checksum finds.
 """
@@ -28,13 +28,14 @@ NUM_STREAMS = 4
 PART_FIELDS = ("begin", "is_value", "num_rows", "num_slots", "row_stride", "slot_stride")
 """Of a part: where its first number is, what it is, and its shape; strides in bytes. Rows are a multiple of 4."""
 
-_U0, _U1, _U2, _U3, _U4 = (np.uint64(number) for number in range(5))
+_U0, _U1, _U2, _U3, _U4, _U5 = (np.uint64(number) for number in range(6))
 _LEN_SHIFT, _CODE_SHIFT, _WORD, _TABLE_SHIFT = np.uint64(8), np.uint64(16), np.uint64(32), np.uint64(MAX_BITS)
 _NEXT = np.uint64(2**MAX_BITS - 1)
 _CODE = np.uint64(0xFFFF)
 
 _WARM = 4
-_FIRST_TABLE, _WARM_TABLE = (7, 13), (5, 12)  # of K, of V
+_FIRST_TABLE, _WARM_TABLE = (15, 21), (13, 20)  # of K, of V
+_TABLES_PER_BIT = 4  # a number of half the scale, for 1.18^4 is nearly 2
 _OF_PART, _OF_ROW = (54, 76), (30, 18)  # how the scale follows, in 256ths, from what is left of three predictions
 _MOST_SCALE = 8191
 
@@ -61,13 +62,10 @@ def _predict(is_value, total, last, reciprocal):
 
 @part(inline="always")
 def _refill(word, at, end, bits, num):
-    """Have at least 32 bits: with the stream's next word, or with zeros behind its end."""
-    if num < _WORD:
-        if at < end:
-            bits |= np.uint64(word) << num
-            at += _U1
-        num += _WORD
-    return at, bits, num
+    """Have at least 32 bits. What comes behind the stream's end means nothing. No branch: nobody can guess it."""
+    lacks = np.uint64(num < _WORD)
+    bits |= (np.uint64(word) * lacks) << num
+    return at + (lacks & np.uint64(at < end)), bits, num + (lacks << _U5)
 
 
 @part(inline="always")
@@ -133,12 +131,13 @@ def _table_of(nearest, kind, of_part, of_row):
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def pack_parts(data, parts, codes, nearest, reciprocals, streams, ends):
+def pack_parts(data, parts, dropped_bits, codes, nearest, reciprocals, streams, ends):
     """Code the parts of one block.
 
     Args:
         data: uint8 ``[block_bytes]``.
         parts: int64 ``[P, 6]``; see ``PART_FIELDS``.
+        dropped_bits: of the numbers, which are 0: they are coded without.
         codes, nearest: of the tables, codes flat.
         reciprocals: ``RECIPROCALS``.
         streams: uint32 ``[4, N]``, written; long enough for codes of the greatest length.
@@ -151,15 +150,17 @@ def pack_parts(data, parts, codes, nearest, reciprocals, streams, ends):
     at_1, bits_1, num_1 = _U0, _U0, _U0
     at_2, bits_2, num_2 = _U0, _U0, _U0
     at_3, bits_3, num_3 = _U0, _U0, _U0
+    coarser = _TABLES_PER_BIT * dropped_bits
     for index in range(len(parts)):
         begin, kind, num_rows, num_slots, row_stride, slot_stride = parts[index]
         for slot in range(num_slots):
             for row in range(num_rows):
-                numbers[slot * num_rows + row] = data[begin + row * row_stride + slot * slot_stride]
+                number = np.int8(data[begin + row * row_stride + slot * slot_stride])
+                numbers[slot * num_rows + row] = np.uint8(number >> dropped_bits)
         _predict_rows(numbers, residuals, left, kind == 1, (num_rows, num_slots), reciprocals[kind])
         rows = np.uint64(num_rows)
         for slot in range(min(_WARM, num_slots)):
-            table = np.uint64(_WARM_TABLE[kind] if slot else _FIRST_TABLE[kind]) << _LEN_SHIFT
+            table = np.uint64((_WARM_TABLE[kind] if slot else _FIRST_TABLE[kind]) - coarser) << _LEN_SHIFT
             place, last = np.uint64(slot) * rows, np.uint64(slot + 1) * rows
             while place < last:
                 bits_0, num_0 = _append(codes[table + np.uint64(residuals[place])], bits_0, num_0)
@@ -213,13 +214,13 @@ def pack_parts(data, parts, codes, nearest, reciprocals, streams, ends):
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def unpack_parts(words, ends, parts, symbols, nearest, reciprocals, data):
+def unpack_parts(words, ends, parts, dropped_bits, symbols, nearest, reciprocals, data):
     """Restore the parts of one block; see :func:`pack_parts`.
 
     Args:
         words: uint32 ``[N + 1]``: the streams, one behind the other, and a word that is not read.
         ends: int64 ``[5]``: where each begins, and where the last one ends; ascending, up to N.
-        parts, nearest, reciprocals: as there.
+        parts, dropped_bits, nearest, reciprocals: as there.
         symbols: of the tables, flat.
         data: uint8 ``[block_bytes]``, written where there are parts.
     """
@@ -230,13 +231,14 @@ def unpack_parts(words, ends, parts, symbols, nearest, reciprocals, data):
     at_1, end_1, bits_1, num_1 = np.uint64(ends[1]), np.uint64(ends[2]), _U0, _U0
     at_2, end_2, bits_2, num_2 = np.uint64(ends[2]), np.uint64(ends[3]), _U0, _U0
     at_3, end_3, bits_3, num_3 = np.uint64(ends[3]), np.uint64(ends[4]), _U0, _U0
+    coarser = _TABLES_PER_BIT * dropped_bits
     for index in range(len(parts)):
         begin, kind, num_rows, num_slots, row_stride, slot_stride = parts[index]
         left[:], totals[:], lasts[:] = 0, 0, 0
         rows = np.uint64(num_rows)
         num_warm = min(_WARM, num_slots)
         for slot in range(num_warm):
-            table = np.uint64(_WARM_TABLE[kind] if slot else _FIRST_TABLE[kind]) << _TABLE_SHIFT
+            table = np.uint64((_WARM_TABLE[kind] if slot else _FIRST_TABLE[kind]) - coarser) << _TABLE_SHIFT
             place, last = np.uint64(slot) * rows, np.uint64(slot + 1) * rows
             while place < last:
                 at_0, bits_0, num_0 = _refill(words[at_0], at_0, end_0, bits_0, num_0)
@@ -274,4 +276,5 @@ def unpack_parts(words, ends, parts, symbols, nearest, reciprocals, data):
             _restore_rows(residuals, left, totals, lasts, kind == 1, num_rows, (num_warm, num_slots), reciprocals[kind])
         for row in range(num_rows):
             for slot in range(num_slots):
-                data[begin + row * row_stride + slot * slot_stride] = residuals[slot * num_rows + row]
+                number = np.int8(residuals[slot * num_rows + row])
+                data[begin + row * row_stride + slot * slot_stride] = np.uint8(number << dropped_bits)

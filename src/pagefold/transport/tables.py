@@ -1,8 +1,8 @@
 """Prefix codes of what is left of a number when it has been predicted: fixed tables, the same on every machine.
 
-What is left of codes of 8 bit looks like Student's t with 4 degrees of freedom, ``(1 + r^2 / (4 s^2))^(-5/2)``, whatever
-its scale: within 0.01 bit of its entropy on the models that were looked at. So a table needs a scale and no counting,
-and none has to travel with a block. There are 16 scales. Codes are Huffman's, at most 13 bits long (package-merge;
+What is left of codes of 8 bit looks like Student's t with 4 degrees of freedom, ``(1 + r^2 / (4 s^2))^(-5/2)``,
+whatever its scale: within 0.01 bit of its entropy on the models that were looked at. So a table needs a scale and no counting,
+and none has to travel with a block. There are 24 scales. Codes are Huffman's, at most 13 bits long (package-merge;
 Larmore and Hirschberg, 1990), canonical, and read from the lowest bit of a word on. All arithmetic is with whole
 numbers: no machine rounds otherwise.
 """
@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 __all__ = ["MAX_BITS", "NUM_TABLES", "SCALES", "Tables", "code_lengths", "tables"]
 
 MAX_BITS = 13
-NUM_TABLES = 16
-SCALES = tuple(80 * 118**k // 100**k for k in range(NUM_TABLES))
-"""Of each table, in sixteenths: from 5 to 60, a ratio of 1.18."""
+NUM_TABLES = 24
+SCALES = tuple(21 * 118**k // 100**k for k in range(NUM_TABLES))
+"""Of each table, in sixteenths: from 1.3 to 59, by a ratio of 1.18."""
 
 _NUM_SYMBOLS = 256
 
