@@ -9,8 +9,8 @@ nothing but codes is written::
     slots 4..    the table by how much was left of the row's first three predictions, and of those of the whole part
 
 K is predicted as the mean of the row's last number and of its mean so far (rotated keys change slowly along tokens), V
-as its mean so far. Four rows are coded side by side, each into a stream of its own: four chains of table look-ups keep a
-core busy where one would wait. A decoder never reads behind a stream: what is damaged gives wrong bytes, which the
+as its mean so far. Four rows are coded side by side, each into a stream of its own: four chains of look-ups keep a core
+busy where one would wait. A decoder never reads behind the streams: what is damaged gives wrong bytes, which the
 checksum finds.
 """
 

@@ -2,8 +2,8 @@
 
 After CacheGen (Liu et al., SIGCOMM 2024), which stores differences along tokens and codes them by statistics of each
 layer and channel. Here codes of 8 bit go through ``kernel.py``, which has its statistics from the block itself, so
-that a frame needs nothing but itself to be read. All other bytes (scales, numbers of 16 and 32 bit, codes of 4 bit) are sorted into
-planes, the first bytes of all numbers, then the second ones, and compressed by zstd.
+that a frame needs nothing but itself to be read. All other bytes (scales, numbers of 16 and 32 bit, codes of 4 bit)
+are sorted into planes, the first bytes of all numbers, then the second ones, and compressed by zstd.
 
 ::
 

@@ -1,10 +1,10 @@
 """Prefix codes of what is left of a number when it has been predicted: fixed tables, the same on every machine.
 
 What is left of codes of 8 bit looks like Student's t with 4 degrees of freedom, ``(1 + r^2 / (4 s^2))^(-5/2)``,
-whatever its scale: within 0.01 bit of its entropy on the models that were looked at. So a table needs a scale and no counting,
-and none has to travel with a block. There are 24 scales. Codes are Huffman's, at most 13 bits long (package-merge;
-Larmore and Hirschberg, 1990), canonical, and read from the lowest bit of a word on. All arithmetic is with whole
-numbers: no machine rounds otherwise.
+whatever its scale: within 0.01 bit of its entropy on SmolLM2. So a table needs a scale and no counting, and none has to
+travel with a block. There are 24 scales. Codes are Huffman's, at most 13 bits long (package-merge; Larmore and
+Hirschberg, 1990), canonical, and read from the lowest bit of a word on. All arithmetic is with whole numbers: no
+machine rounds otherwise.
 """
 
 from __future__ import annotations
