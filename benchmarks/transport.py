@@ -1,11 +1,12 @@
 """How small blocks become on their way to a remote pool, and how fast: lossless, and with codes rounded first.
 
 Workload: SmolLM2-135M reads contexts of 1,024 tokens of State of the Union addresses and Moby-Dick (``make texts``)
-with ``kv_cache_dtype=int8_per_token_head``; its full blocks are packed and restored one by one, on one thread. The bound
-is the entropy of each channel's codes over all tokens (each layer, KV head, K or V, and channel a source without
-memory), which no coder of single codes can beat; one that looks along tokens can. Its tables, which a coder would have
-to know, are for free, and it is measured on the very codes that it bounds. Speeds are bytes of blocks as they were;
-medians.
+with ``kv_cache_dtype=int8_per_token_head``; its full blocks are packed and restored one by one, on one thread.
+
+The bound is the entropy of each channel's codes over all tokens (each layer, KV head, K or V, and channel a source
+without memory), which no coder of single codes can beat; one that looks along tokens can. Its tables, which a coder
+would have to know, are for free, and it is measured on the very codes that it bounds. Speeds are bytes of blocks as
+they were; medians.
 
     python benchmarks/transport.py [--contexts 8] [--json FILE]
 """
