@@ -4,10 +4,10 @@
 * attention: the op alone, SmolLM2's shape (9 query heads, 3 KV heads of 64, blocks of 16), 32 requests of 4,096 tokens,
   each in blocks of its own, one new token each. Blocks of every codec against float32's, interleaved, medians of the
   ratio of two neighbours;
-* decode: SmolLM2-135M, 32 requests of 2,048 tokens of prompt, each its own, 32 output tokens: how many of these a
-  second, from when the last has its first to the end; codec and float32 in turn, in one process;
-* concurrency: how many of 64 requests of 512 + 64 tokens run at once in the same KV bytes, reached by the scheduler of
-  a real engine, against blocks of 16 bit (``float16``).
+* decode: SmolLM2-135M, 32 requests of 2,048 tokens, each in blocks of its own (filled with random K and V, so that no
+  prompt has to be computed), one greedy token each a step: the runner's whole step. Codec and float32 step in turn;
+* concurrency: how many of 64 requests of 96 + 64 tokens run at once in the same KV bytes: the mean over the
+  engine's steps while others wait, against blocks of 16 bit (``float16``).
 
 How much quality a codec costs, ``pagefold eval`` says.
 
@@ -26,6 +26,8 @@ from report import Row, machine, parser, print_report
 
 if TYPE_CHECKING:
     from pagefold.engine.engine import Engine
+    from pagefold.runner.slab import AnySlab
+    from pagefold.steps import StepPlan
 
 NUM_REQUESTS, CONTEXT = 32, 4096
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 9, 3, 64, 16
@@ -111,12 +113,22 @@ def measure_attention(repeats: int) -> list[Row]:
 
 
 def measure_decode(repeats: int) -> list[Row]:
-    """Output tokens a second of a whole engine."""
-    engines = {name: _engine(name, kv_cache_memory_bytes=None) for name in ("auto", *DECODE_ASKED)}
-    speeds: dict[str, list[float]] = {name: [] for name in engines}
-    for turn in range(max(1, repeats // 3)):
-        for name, engine in engines.items():
-            speeds[name].append(_decode(engine, turn))
+    """Output tokens a second of the runner, model and sampler included."""
+    num_tokens = 2048
+    width = num_tokens // BLOCK_SIZE + 1
+    runners = {
+        name: _engine(name, num_requests=NUM_REQUESTS, num_tokens=2080).runner for name in ("auto", *DECODE_ASKED)
+    }
+    for runner in runners.values():
+        _fill(runner.slab, runner.geometry.groups[0].num_cells, NUM_REQUESTS * width)
+    speeds: dict[str, list[float]] = {name: [] for name in runners}
+    for turn in range(2 * repeats + 2):
+        plan = _step(num_tokens + turn % BLOCK_SIZE, width)
+        for name, runner in runners.items():
+            begin = time.perf_counter()
+            runner.run(plan)
+            speeds[name].append(NUM_REQUESTS / (time.perf_counter() - begin))
+    speeds = {name: told[2:] for name, told in speeds.items()}
     rows = [Row("float32: output tokens/s, 32 requests of 2k", "", f"{statistics.median(speeds['auto']):.0f}")]
     for name, asked in DECODE_ASKED.items():
         ratio = statistics.median(a / b for a, b in zip(speeds[name], speeds["auto"], strict=True))
@@ -124,55 +136,69 @@ def measure_decode(repeats: int) -> list[Row]:
     return rows
 
 
+def _fill(slab: AnySlab, num_cells: int, num_blocks: int) -> None:
+    import torch
+
+    block_ids = torch.arange(num_blocks).repeat_interleave(BLOCK_SIZE)
+    slots = torch.arange(BLOCK_SIZE).repeat(num_blocks)
+    kv = torch.randn(2, len(slots), HEAD_DIM)
+    for cell in range(num_cells):
+        slab.write(cell, block_ids, slots, (kv[0], kv[1]))
+
+
+def _step(start: int, width: int) -> StepPlan:
+    from pagefold import SamplingParams
+    from pagefold.kv import BlockId
+    from pagefold.steps import StepPlan
+
+    plan = StepPlan(start)
+    plan.token_ids = array("i", range(100, 100 + NUM_REQUESTS))
+    plan.starts, plan.num_tokens = [start] * NUM_REQUESTS, [1] * NUM_REQUESTS
+    plan.block_ids = [[BlockId(width * row + at) for at in range(width)] for row in range(NUM_REQUESTS)]
+    plan.sampling_rows = list(range(NUM_REQUESTS))
+    plan.sampling = [SamplingParams(temperature=0.0)] * NUM_REQUESTS
+    plan.seeds = plan.draws = [0] * NUM_REQUESTS
+    return plan
+
+
 def measure_concurrency(_repeats: int) -> list[Row]:
     """Requests that run at once in the same bytes."""
-    num_bytes = 8 * 36 * BLOCK_SIZE * 30 * NUM_KV_HEADS * 2 * 128  # eight requests of 576 tokens in 16 bit
+    from pagefold import SamplingParams
+
+    num_bytes = 12 * 160 * 30 * NUM_KV_HEADS * 2 * 128  # twelve requests of 160 tokens in 16 bit
     held = {}
     for name in ("float16", *HELD_ASKED):
-        engine = _engine(name, kv_cache_memory_bytes=num_bytes, max_num_seqs=64, max_num_batched_tokens=2048)
-        _submit(engine, num_requests=64, prompt=512, output=64, seed=1)
-        most = 0
+        engine = _engine(name, num_requests=64, num_tokens=160, num_bytes=num_bytes)
+        random = np.random.default_rng(1)
+        for index in range(64):
+            token_ids = array("i", random.integers(100, 40_000, 96).tolist())
+            engine.add(str(index), token_ids, SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True))
+        running: list[int] = []
         while engine.has_work:
             engine.step()
-            most = max(most, len(engine.scheduler.running))
-        held[name] = most
+            if engine.scheduler.waiting:
+                running.append(len(engine.scheduler.running))
+        held[name] = statistics.mean(running)
     rows = []
     for name, asked in HELD_ASKED.items():
-        what = f"{name}: requests at once in the bytes that hold {held['float16']} in 16 bit"
+        what = f"{name}: requests at once, {held[name]:.1f}, in bytes that hold {held['float16']:.1f} in 16 bit"
         rows.append(_row(what, asked, held[name] / held["float16"], at_most=False))
     return rows
 
 
-def _engine(name: str, **settings: object) -> Engine:
+def _engine(name: str, *, num_requests: int, num_tokens: int, num_bytes: int | None = None) -> Engine:
     from pagefold import LLM
 
-    how = {"max_model_len": 2304, "max_num_seqs": NUM_REQUESTS, "enable_prefix_caching": False} | settings
-    return LLM(MODEL, kv_cache_dtype=name, **how).engine
-
-
-def _submit(engine: Engine, *, num_requests: int, prompt: int, output: int, seed: int) -> None:
-    from pagefold import SamplingParams
-
-    random = np.random.default_rng(seed)
-    for index in range(num_requests):
-        token_ids = array("i", random.integers(100, 40_000, prompt).tolist())
-        engine.add(f"{seed}-{index}", token_ids, SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True))
-
-
-def _decode(engine: Engine, seed: int) -> float:
-    """Return output tokens a second, from when all requests have one."""
-    num_outputs = 32
-    _submit(engine, num_requests=NUM_REQUESTS, prompt=2048, output=num_outputs, seed=seed)
-    begun: set[str] = set()
-    num_tokens, since = 0, 0.0
-    while engine.has_work:
-        deltas = engine.step()
-        if since:
-            num_tokens += sum(len(delta.token_ids) for delta in deltas)
-        begun.update(delta.request_id for delta in deltas if delta.token_ids)
-        if not since and len(begun) == NUM_REQUESTS:
-            since = time.perf_counter()
-    return num_tokens / (time.perf_counter() - since)
+    llm = LLM(
+        MODEL,
+        kv_cache_dtype=name,
+        max_model_len=num_tokens,
+        max_num_seqs=num_requests,
+        max_num_batched_tokens=512,
+        kv_cache_memory_bytes=num_bytes,
+        enable_prefix_caching=False,
+    )
+    return llm.engine
 
 
 def _row(what: str, asked: float | None, got: float, *, at_most: bool) -> Row:
