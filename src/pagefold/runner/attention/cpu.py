@@ -146,6 +146,7 @@ def member_scratch(scratch, member):
         scratch.scales[member],
         scratch.zeros[member],
         scratch.vector[member],
+        scratch.spare[member],
         scratch.limits[member],
         scratch.ends[member],
         scratch.blocks[member],
@@ -163,12 +164,12 @@ def _member(tiles, member, sync, work, query, key, value, slab, layer, scale, so
             break
         for t in range(chunk * _TOKENS_A_WRITE, min((chunk + 1) * _TOKENS_A_WRITE, num_tokens)):
             for h in range(num_kv_heads):
-                write(slab, work, layer, t, h, key[t, h], value[t, h], own.vector)
+                write(slab, work, layer, t, h, key[t, h], value[t, h], own)
         finish(sync, _WRITE)
     wait(sync, _WRITE, num_chunks)
     attend(tiles, sync, _ATTEND, work, query, slab, layer, scale, softcap, own, partials, out)
     if work.num_slots:
-        merge(sync, _MERGE, work, slab, layer, partials, out)
+        merge(sync, _MERGE, work, slab, layer, own, partials, out)
 
 
 @njit(cache=True, parallel=True, nogil=True, error_model="numpy")

@@ -35,13 +35,13 @@ from pagefold.runner.kernels.attention_tiles import (
     INT8,
 )
 from pagefold.runner.kernels.compiled import part
-from pagefold.runner.kernels.emit import call_tile
+from pagefold.runner.kernels.emit import call_tile, fetch
 from pagefold.runner.kernels.exponential import exp2_row
 from pagefold.runner.kernels.team import claim, finish, wait
 
 __all__ = ["AttentionWork", "attend", "merge", "write"]
 
-_FLOAT_BYTES = 4
+_FLOAT_BYTES, _LINE_BYTES = 4, 64
 _NOTHING = np.float32(-1e30)  # the score of no entry at all: finite, so that no difference of two is NaN
 _TOKENS_A_MERGE = 4
 
@@ -72,8 +72,8 @@ def _num_scales(form):
 
 
 @part()
-def write(slab, work, layer, t, h, key, value, room):
-    """Write K and V, ``[D]``, of token ``t`` and KV head ``h`` into the token's block. ``room`` is float32 ``[D]``."""
+def write(slab, work, layer, t, h, key, value, scratch):
+    """Write K and V, ``[D]``, of token ``t`` and KV head ``h`` into the token's block. ``scratch`` is the member's."""
     head_dim, block_size = slab.head_dim, slab.block_size
     s = work.seq_of[t]
     entry = work.lengths[s, h if work.lengths.shape[1] > 1 else 0] - (work.query_starts[s + 1] - t)
@@ -89,17 +89,18 @@ def write(slab, work, layer, t, h, key, value, room):
             values[slot * head_dim + d] = value[d]
         return
     views = slab.codes[block], slab.halves[block], slab.floats[block]
+    room = scratch.vector
     for d in range(head_dim):
         room[d] = key[d] - slab.centres[cell, d]
     if rotation:
-        hadamard(room, rotation)
+        hadamard(room, rotation, scratch.spare)
     size = _code_bytes(key_format)
     begin, step = parts[KEYS] + slot * size, block_size * size
     encode(views, key_format, room, begin, step, parts[KEY_SCALES] + 2 * slot, block_size)
     for d in range(head_dim):
         room[d] = value[d]
     if rotation:
-        hadamard(room, rotation)
+        hadamard(room, rotation, scratch.spare)
     size = _code_bytes(value_format)
     row_bytes = head_dim // 2 if value_format == INT4 else head_dim * size
     begin = parts[VALUES] + slot * row_bytes
@@ -134,8 +135,11 @@ def _attend_split(tiles, slab, cell, table, first, num_entries, query, room, acc
     key_format, value_format = parts[KEY_FORMAT], parts[VALUE_FORMAT]
     num_blocks = (num_entries + block_size - 1) // block_size
     base = slab.codes.ctypes.data + parts[KEYS]
+    is_encoded = _num_scales(key_format) + _num_scales(value_format) > 0
     for b in range(num_blocks):
         blocks[b] = base + np.int64(table[first + b]) * slab.codes.shape[1]
+        if is_encoded:
+            fetch(blocks[b] + parts[KEY_SCALES] - parts[KEYS])
     columns_a_block = block_size // lanes
     num_columns = (num_entries + lanes - 1) // lanes
     column_bytes = lanes * _code_bytes(key_format)
@@ -144,6 +148,10 @@ def _attend_split(tiles, slab, cell, table, first, num_entries, query, room, acc
         d = min(c + 1, num_columns - 1)  # an odd one's partner is itself: nobody reads those scores
         e = min(c + 2, num_columns - 1)
         f = min(c + 3, num_columns - 1)
+        if value_format != FLOAT32:  # narrow rows end before the processor has noticed that they are a stream
+            for at in range(parts[VALUES] - parts[KEYS], parts[KEY_SCALES] - parts[KEYS], _LINE_BYTES):
+                fetch(blocks[c // columns_a_block] + at)
+                fetch(blocks[d // columns_a_block] + at)
         w0 = blocks[c // columns_a_block] + (c % columns_a_block) * column_bytes
         w1 = blocks[d // columns_a_block] + (d % columns_a_block) * column_bytes
         n0 = blocks[e // columns_a_block] + (e % columns_a_block) * column_bytes
@@ -262,7 +270,7 @@ def attend(tiles, sync, phase, work, query, slab, layer, scale, softcap, scratch
                     shift += q[row, d] * slab.centres[cell, d]
                 scratch.shifts[row] = shift
                 if rotation:
-                    hadamard(q[row], rotation)
+                    hadamard(q[row], rotation, scratch.spare)
         first_split, end_split = (0, (longest + split_size - 1) // split_size) if split < 0 else (split, split + 1)
         for k in range(first_split, end_split):
             start = k * split_size
@@ -289,7 +297,7 @@ def attend(tiles, sync, phase, work, query, slab, layer, scale, softcap, scratch
                     for d in range(head_dim):
                         out[t, h * group + g, d] = state[row, d] * weight
                     if rotation:
-                        hadamard(out[t, h * group + g], rotation)
+                        hadamard(out[t, h * group + g], rotation, scratch.spare)
                 else:
                     part = partials[slot + split, h * group + g]
                     for d in range(head_dim):
@@ -301,7 +309,7 @@ def attend(tiles, sync, phase, work, query, slab, layer, scale, softcap, scratch
 
 
 @part()
-def merge(sync, phase, work, slab, layer, partials, out):
+def merge(sync, phase, work, slab, layer, scratch, partials, out):
     """Put the splits of each token together, in order. ``partials`` is folded in place."""
     num_tokens, num_heads, head_dim = out.shape
     group = num_heads // work.cells.shape[2]
@@ -330,6 +338,6 @@ def merge(sync, phase, work, slab, layer, partials, out):
                 for d in range(head_dim):
                     out[t, head, d] = state[d] * weight
                 if rotation:
-                    hadamard(out[t, head], rotation)
+                    hadamard(out[t, head], rotation, scratch.spare)
         finish(sync, phase)
     wait(sync, phase, num_chunks)

@@ -23,7 +23,7 @@ class Scratch(NamedTuple):
         sums: float32 ``[M, R]``: what zero points of V add.
         shifts: float32 ``[M, R]``: what centring took off a row's scores.
         scales, zeros: float32 ``[M, W]``: of a split's entries.
-        vector: float32 ``[M, D]``: one K or V that is being encoded.
+        vector, spare: float32 ``[M, D]``: one K or V that is being encoded, and room to rotate it.
         limits, ends: int32 ``[M, R]``: entries that a row sees of the split, and of all.
         blocks: int64 ``[M, W]``: addresses of a split's blocks.
     """
@@ -42,6 +42,7 @@ class Scratch(NamedTuple):
     scales: NDArray[np.float32]
     zeros: NDArray[np.float32]
     vector: NDArray[np.float32]
+    spare: NDArray[np.float32]
     limits: NDArray[np.int32]
     ends: NDArray[np.int32]
     blocks: NDArray[np.int64]
@@ -70,6 +71,7 @@ def make_scratch(num_members: int, num_rows: int, split_size: int, head_dim: int
         scales=floats(num_members, width),
         zeros=floats(num_members, width),
         vector=floats(num_members, head_dim),
+        spare=floats(num_members, head_dim),
         limits=np.zeros(rows, np.int32),
         ends=np.zeros(rows, np.int32),
         blocks=np.zeros((num_members, width), np.int64),

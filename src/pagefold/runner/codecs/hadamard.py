@@ -19,13 +19,12 @@ def hadamard_size(head_dim: int) -> int:
 def hadamard(vectors: torch.Tensor) -> torch.Tensor:
     """Return ``[..., D]`` rotated, in runs of ``hadamard_size(D)``; it is its own inverse, up to rounding.
 
-    The order of additions is that of the kernel's, so both give the same bits.
+    The order of additions is that of the kernel's, so both give the same bits: every pass adds and subtracts
+    neighbours, and puts sums before differences.
     """
-    shape = vectors.shape
-    size, width = hadamard_size(shape[-1]), 1
-    while width < size:
-        halves = vectors.reshape(*shape[:-1], shape[-1] // (2 * width), 2, width)
-        a, b = halves[..., 0, :], halves[..., 1, :]
-        vectors = torch.stack((a + b, a - b), -2).reshape(shape)
-        width *= 2
-    return vectors * (torch.tensor(1.0) / torch.tensor(float(size)).sqrt())
+    size = hadamard_size(vectors.shape[-1])
+    runs = vectors.reshape(*vectors.shape[:-1], vectors.shape[-1] // size, size)
+    for _ in range(size.bit_length() - 1):
+        a, b = runs[..., 0::2], runs[..., 1::2]
+        runs = torch.cat((a + b, a - b), -1)
+    return (runs * (torch.tensor(1.0) / torch.tensor(float(size)).sqrt())).reshape(vectors.shape)

@@ -188,16 +188,22 @@ def encode(block, form, vector, begin, step, scale_at, block_size):
 
 
 @part()
-def hadamard(vector, size):
-    """Rotate a vector in place: runs of ``size`` numbers, a power of two; see ``hadamard.py``."""
-    width = 1
-    while width < size:
-        for first in range(0, len(vector), 2 * width):
-            for d in range(first, first + width):
-                a, b = vector[d], vector[d + width]
-                vector[d] = a + b
-                vector[d + width] = a - b
-        width *= 2
+def hadamard(vector, size, room):
+    """Rotate a vector in place: runs of ``size`` numbers, a power of two; see ``hadamard.py``. ``room`` is as long.
+
+    Every pass adds and subtracts neighbours and puts sums before differences, so its loop is the same each time.
+    """
     factor = _ONE / np.sqrt(np.float32(size))
-    for d in range(len(vector)):
-        vector[d] *= factor
+    half = size // 2
+    for first in range(0, len(vector), size):
+        here, there = vector[first : first + size], room[first : first + size]
+        width = 1
+        while width < size:
+            for i in range(half):
+                a, b = here[2 * i], here[2 * i + 1]
+                there[i] = a + b
+                there[half + i] = a - b
+            here, there = there, here
+            width *= 2
+        for i in range(size):
+            vector[first + i] = here[i] * factor

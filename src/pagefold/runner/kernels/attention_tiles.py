@@ -194,8 +194,7 @@ def _code_column_tile(module: ir.Module, number: int, mr: int, lanes: int, *, fe
 def _code_block_tile(module: ir.Module, number: int, mr: int, lanes: int, nv: int) -> ir.Function:
     """``y[mr, nv * lanes] = x[mr, :] @ rows of several blocks`` of codes; arguments as of :func:`_block_tile`.
 
-    ``offset`` and ``ldw`` are in bytes. Of ``INT4`` columns from ``ldy / 2`` on are summed too. While a block is summed
-    the next one's rows are fetched: narrow rows end before the processor has noticed that they are a stream.
+    ``offset`` and ``ldw`` are in bytes. Of ``INT4`` columns from ``ldy / 2`` on are summed too.
     """
     name = f"pagefold_code_blocks_{mr}"
     kinds = [F32_P, I64, I64_P, I64, I64, I64, I64, I64, F32_P, I64]
@@ -209,21 +208,13 @@ def _code_block_tile(module: ir.Module, number: int, mr: int, lanes: int, nv: in
     width = lanes * _CODE_BITS[number] * parts // 8
     acc = emit.accumulators(nv * parts * mr)
     rows = [emit.at(x, builder.mul(ldx, I64(r))) for r in range(mr)]
-
-    def address(index: ir.Value) -> ir.Value:
-        return emit.at(builder.inttoptr(builder.load(emit.at(blocks, index)), I8_P), offset)
-
     with cgutils.for_range(builder, num_blocks, intp=I64) as outer:
         first = builder.mul(outer.index, block_size)
-        base = address(outer.index)
-        following = builder.add(outer.index, I64(1))
-        is_last = builder.icmp_signed("==", following, num_blocks)
-        ahead = address(builder.select(is_last, outer.index, following))
+        base = emit.at(builder.inttoptr(builder.load(emit.at(blocks, outer.index)), I8_P), offset)
         left = builder.sub(num_k, first)
         length = builder.select(builder.icmp_signed("<", left, block_size), left, block_size)
         with cgutils.for_range(builder, length, intp=I64) as inner:
             at = builder.mul(inner.index, ldw)
-            emit.fetch(emit.at(ahead, at))
             loaded = [_load_codes(emit, number, emit.at(base, builder.add(at, I64(v * width)))) for v in range(nv)]
             panel = [loaded[v][part] for part in range(parts) for v in range(nv)]
             emit.multiply_add(rows, builder.add(first, inner.index), panel, acc)

@@ -31,6 +31,7 @@ __all__ = [
     "call_tile",
     "column_tile",
     "entry",
+    "fetch",
     "in_tiles",
     "max_rows",
     "new_function",
@@ -64,6 +65,20 @@ def call_tile(typing, address, arguments):
         return context.get_dummy_value()
 
     return types.void(types.intp, arguments), generate
+
+
+@intrinsic
+def fetch(typing, address):
+    """Fetch the cache line at ``address`` ahead."""
+
+    def generate(_context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> ir.Value:
+        kind = ir.FunctionType(ir.VoidType(), [I8_P, I32, I32, I32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        where = builder.inttoptr(args[0], I8_P)
+        builder.call(function, [where, I32(_FETCH_READ), I32(_FETCH_ALL_LEVELS), I32(_FETCH_DATA)])
+        return _context.get_dummy_value()
+
+    return types.void(types.intp), generate
 
 
 def max_rows(num_vectors: int) -> int:
