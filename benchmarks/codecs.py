@@ -86,12 +86,12 @@ def measure_attention(repeats: int) -> list[Row]:
     query = torch.randn(NUM_REQUESTS, NUM_HEADS, HEAD_DIM, generator=generator)
     key, value = torch.randn(2, NUM_REQUESTS, NUM_KV_HEADS, HEAD_DIM, generator=generator)
     block_ids = torch.arange(num_blocks).repeat_interleave(BLOCK_SIZE)
-    slots = torch.arange(BLOCK_SIZE).repeat(num_blocks)
+    entries = torch.arange(num_blocks * BLOCK_SIZE)
 
     def attend(name: str) -> tuple[CpuAttention, CodecSlab]:
         slab = CodecSlab.allocate(KVGeometry(1, NUM_KV_HEADS, HEAD_DIM, 4, BLOCK_SIZE, CODECS[name]), num_blocks)
         for cell in range(NUM_KV_HEADS):
-            slab.write(cell, block_ids, slots, tuple(torch.randn(2, len(slots), HEAD_DIM, generator=generator)))
+            slab.write(cell, block_ids, entries, tuple(torch.randn(2, len(entries), HEAD_DIM, generator=generator)))
         return CpuAttention(1), slab
 
     def seconds(attention: CpuAttention, slab: CodecSlab) -> float:
@@ -139,10 +139,10 @@ def _fill(slab: AnySlab, num_cells: int, num_blocks: int) -> None:
     import torch
 
     block_ids = torch.arange(num_blocks).repeat_interleave(BLOCK_SIZE)
-    slots = torch.arange(BLOCK_SIZE).repeat(num_blocks)
-    kv = torch.randn(2, len(slots), HEAD_DIM)
+    entries = torch.arange(num_blocks * BLOCK_SIZE)
+    kv = torch.randn(2, len(entries), HEAD_DIM)
     for cell in range(num_cells):
-        slab.write(cell, block_ids, slots, (kv[0], kv[1]))
+        slab.write(cell, block_ids, entries, (kv[0], kv[1]))
 
 
 def _step(start: int, width: int) -> StepPlan:
