@@ -2,11 +2,11 @@
 
 * bytes a token of a head of 64 with its scales, against 16 bit: arithmetic, which a test holds the slab to;
 * attention: the op alone, SmolLM2's shape (9 query heads, 3 KV heads of 64, blocks of 16), 32 requests of 4,096 tokens,
-  each in blocks of its own, one new token each. Blocks of every codec against float32's, interleaved, medians of the
-  ratio of two neighbours;
+  each in blocks of its own, one new token each. CPU time of one thread, blocks of every codec against float32's,
+  interleaved, the median of the ratio of two neighbours;
 * decode: SmolLM2-135M, 32 requests of 2,048 tokens, each in blocks of its own (filled with random K and V, so that no
   prompt has to be computed), one greedy token each a step: the runner's whole step. Codec and float32 step in turn;
-* concurrency: how many of 64 requests of 96 + 64 tokens run at once in the same KV bytes: the mean over the
+* concurrency: how many of 128 requests of 96 + 64 tokens run at once in the same KV bytes: the mean over the
   engine's steps while others wait, against blocks of 16 bit (``float16``).
 
 How much quality a codec costs, ``pagefold eval`` says.
@@ -68,7 +68,6 @@ def measure_attention(repeats: int) -> list[Row]:
     """Kernel time over distinct contexts."""
     import torch
 
-    from pagefold.config import available_cpus
     from pagefold.kv import CODECS, KVGeometry
     from pagefold.runner.attention.cpu import CpuAttention
     from pagefold.runner.attention.inputs import AttentionInputs
@@ -87,18 +86,18 @@ def measure_attention(repeats: int) -> list[Row]:
     query = torch.randn(NUM_REQUESTS, NUM_HEADS, HEAD_DIM, generator=generator)
     key, value = torch.randn(2, NUM_REQUESTS, NUM_KV_HEADS, HEAD_DIM, generator=generator)
     block_ids = torch.arange(num_blocks).repeat_interleave(BLOCK_SIZE)
-    slots = torch.arange(BLOCK_SIZE).repeat(num_blocks)
+    entries = torch.arange(num_blocks * BLOCK_SIZE)
 
     def attend(name: str) -> tuple[CpuAttention, CodecSlab]:
         slab = CodecSlab.allocate(KVGeometry(1, NUM_KV_HEADS, HEAD_DIM, 4, BLOCK_SIZE, CODECS[name]), num_blocks)
         for cell in range(NUM_KV_HEADS):
-            slab.write(cell, block_ids, slots, tuple(torch.randn(2, len(slots), HEAD_DIM, generator=generator)))
-        return CpuAttention(available_cpus()), slab
+            slab.write(cell, block_ids, entries, tuple(torch.randn(2, len(entries), HEAD_DIM, generator=generator)))
+        return CpuAttention(1), slab
 
     def seconds(attention: CpuAttention, slab: CodecSlab) -> float:
-        begin = time.perf_counter()
+        begin = time.process_time()
         attention(query, key, value, slab, inputs, 0, HEAD_DIM**-0.5)
-        return time.perf_counter() - begin
+        return time.process_time() - begin
 
     exact = attend("float32")
     rows = []
@@ -140,10 +139,10 @@ def _fill(slab: AnySlab, num_cells: int, num_blocks: int) -> None:
     import torch
 
     block_ids = torch.arange(num_blocks).repeat_interleave(BLOCK_SIZE)
-    slots = torch.arange(BLOCK_SIZE).repeat(num_blocks)
-    kv = torch.randn(2, len(slots), HEAD_DIM)
+    entries = torch.arange(num_blocks * BLOCK_SIZE)
+    kv = torch.randn(2, len(entries), HEAD_DIM)
     for cell in range(num_cells):
-        slab.write(cell, block_ids, slots, (kv[0], kv[1]))
+        slab.write(cell, block_ids, entries, (kv[0], kv[1]))
 
 
 def _step(start: int, width: int) -> StepPlan:
@@ -168,9 +167,9 @@ def measure_concurrency(_repeats: int) -> list[Row]:
     num_bytes = 12 * 160 * 30 * NUM_KV_HEADS * 2 * 128  # twelve requests of 160 tokens in 16 bit
     held = {}
     for name in ("float16", *HELD_ASKED):
-        engine = _engine(name, num_requests=64, num_tokens=160, num_bytes=num_bytes)
+        engine = _engine(name, num_requests=128, num_tokens=160, num_bytes=num_bytes)
         random = np.random.default_rng(1)
-        for index in range(64):
+        for index in range(128):
             token_ids = array("i", random.integers(100, 40_000, 96).tolist())
             engine.add(str(index), token_ids, SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True))
         running: list[int] = []

@@ -109,6 +109,6 @@ def poison(slab: AnySlab, num_cells: int, plan: StepPlan) -> None:
     nothing = torch.full((1, slab.head_dim), torch.nan)
     for block_ids, start, num_tokens in zip(plan.block_ids, plan.starts, plan.num_tokens, strict=True):
         for position in range(start, start + num_tokens):
-            block, slot = block_ids[position // slab.block_size], position % slab.block_size
+            block = block_ids[position // slab.block_size]
             for cell in range(num_cells):
-                slab.write(cell, torch.tensor([block]), torch.tensor([slot]), (nothing, nothing))
+                slab.write(cell, torch.tensor([block]), torch.tensor([position]), (nothing, nothing))

@@ -54,12 +54,14 @@ def encoded(case, name, seed):
     slab = case.slab
     num_blocks, num_cells = slab.data.shape[:2]
     geometry = KVGeometry(1, num_cells, slab.head_dim, 4, slab.block_size, CODECS[name])
-    centres = torch.randn(num_cells, slab.head_dim, generator=torch.Generator().manual_seed(seed))
+    centres = torch.randn(num_cells, 2, slab.head_dim, generator=torch.Generator().manual_seed(seed))
     made = CodecSlab.allocate(geometry, num_blocks, centres)
     made.data.fill_(0xFF)
+    first_blocks = torch.from_numpy(np.unique(case.inputs.tables[:, :, 0])).long()
     for cell in range(num_cells):
         blocks, slots = torch.nonzero(~slab.keys[:, cell, :, 0].isnan(), as_tuple=True)
-        made.write(cell, blocks, slots, slab.read(cell, blocks, slots))
+        entries = torch.where(torch.isin(blocks, first_blocks), 0, slab.block_size) + slots
+        made.write(cell, blocks, entries, slab.read(cell, blocks, entries))
     return made, CodecSlab(made.data.clone(), geometry, centres)
 
 

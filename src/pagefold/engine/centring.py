@@ -5,6 +5,10 @@ scores of a query, which softmax does not see, and what is left needs fewer step
 rope applied, of the first ``_NUM_TOKENS`` tokens of a text that comes with Pagefold. It depends on no request, so what
 is stored depends on no request; and its digest is part of a block's namespace.
 
+A sequence's first entry has a constant of its own, the first key of that text: models attend to it whatever it is (an
+attention sink; Xiao et al., 2023), its key is much the same for all tokens and far from others', and an error of its
+score is felt in every output. The kernel gives that score back what the two constants differ by.
+
 KIVI (Liu et al., 2024) shows the channels; that a constant can go is in SageAttention (Zhang et al., 2024), section
 4.2, whose constant is each sequence's own.
 """
@@ -13,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 from array import array
 from dataclasses import replace
 from pathlib import Path
@@ -53,7 +58,7 @@ def digest_of(centres: torch.Tensor | None) -> str:
 def find_centres(
     blueprint: Blueprint, make_decoder: Callable[[Blueprint, AnySlab], Decoder], say: Callable[[str], None]
 ) -> torch.Tensor | None:
-    """Return the constants of a model, float32 ``[num_cells, D]``; None where its codec or its folder gives none.
+    """Return a model's constants, float32 ``[num_cells, 2, D]``; None where its codec or its folder gives none.
 
     Args:
         blueprint: the model, and how its KV is stored.
@@ -69,7 +74,7 @@ def find_centres(
     facts = content_fingerprint(spec.folder, cache_dir()), blueprint.is_fused, str(blueprint.dtype), _NUM_TOKENS
     name = hashlib.sha256(repr(facts).encode() + text).hexdigest()[:32]
     file = cache_dir() / "centres" / f"{name}.f32"
-    shape = geometry.num_layers * geometry.num_kv_heads, geometry.head_dim
+    shape = geometry.num_layers * geometry.num_kv_heads, 2, geometry.head_dim
     kept = _read(file, shape)
     if kept is not None:
         return kept
@@ -81,19 +86,19 @@ def find_centres(
     return centres
 
 
-def _read(file: Path, shape: tuple[int, int]) -> torch.Tensor | None:
+def _read(file: Path, shape: tuple[int, int, int]) -> torch.Tensor | None:
     try:
         numbers = np.frombuffer(file.read_bytes(), np.float32)
     except (OSError, ValueError):
         return None
-    if numbers.size != shape[0] * shape[1] or not np.isfinite(numbers).all():
+    if numbers.size != math.prod(shape) or not np.isfinite(numbers).all():
         return None
     return torch.from_numpy(numbers.reshape(shape).copy())
 
 
 @torch.inference_mode()
 def _measure(blueprint: Blueprint, make_decoder: Callable[[Blueprint, AnySlab], Decoder], text: str) -> torch.Tensor:
-    """Return the mean of each cell's keys over the text's first tokens."""
+    """Return each cell's key of the text's first token, and the mean of its keys over all of them."""
     from pagefold.tokenizer import Tokenizer  # noqa: PLC0415 - heavy rooms are entered when they are needed
 
     spec = blueprint.spec
@@ -111,4 +116,5 @@ def _measure(blueprint: Blueprint, make_decoder: Callable[[Blueprint, AnySlab], 
         plan.sampling_rows = [0]
         decoder.logits(make_inputs(plan, plain))
     keys = slab.keys.transpose(0, 1).flatten(1, 2)  # [num_cells, slots, D]
-    return keys[:, : len(token_ids)].double().mean(1).float().contiguous()
+    mean = keys[:, : len(token_ids)].double().mean(1).float()
+    return torch.stack((keys[:, 0].float(), mean), 1).contiguous()

@@ -81,14 +81,15 @@ class CodecSlab:
     Args:
         data: uint8 ``[num_blocks, bytes_per_block]``.
         geometry: of the blocks; has a codec.
-        centres: float32 ``[num_cells, D]``: what is taken off K before it is encoded, in cells whose codec says so;
-            None for nothing. Scores are all lower by the same then, and weights as they were.
+        centres: float32 ``[num_cells, 2, D]``: what is taken off K before it is encoded, in cells whose codec says so:
+            off a sequence's first entry, and off all others; None for nothing. Scores of the others are all lower by
+            the same then, and weights as they were.
 
     Attributes:
         data: as given.
         block_size, head_dim: of the geometry.
         places: where the parts of each cell are.
-        centres: float32 ``[num_cells, D]``: zeros in cells whose codec takes nothing off.
+        centres: float32 ``[num_cells, 2, D]``: zeros in cells whose codec takes nothing off.
     """
 
     def __init__(self, data: torch.Tensor, geometry: KVGeometry, centres: torch.Tensor | None = None) -> None:
@@ -97,7 +98,7 @@ class CodecSlab:
         self.head_dim = geometry.head_dim
         self._geometry = geometry
         self.places = cell_places(geometry)
-        self.centres = torch.zeros((len(self.places), geometry.head_dim))
+        self.centres = torch.zeros((len(self.places), 2, geometry.head_dim))
         for cell in range(len(self.places)):
             if centres is not None and self.codec(cell).centres:
                 self.centres[cell] = centres[cell]
@@ -121,18 +122,18 @@ class CodecSlab:
         for op in ops:
             self.data[op.dst] = self.data[op.src]
 
-    def write(self, cell: int, block_ids: torch.Tensor, slots: torch.Tensor, kv: tuple[torch.Tensor, ...]) -> None:
+    def write(self, cell: int, block_ids: torch.Tensor, entries: torch.Tensor, kv: tuple[torch.Tensor, ...]) -> None:
         """Encode K and V of some tokens into their slots of one cell.
 
         Args:
             cell: of all of them.
             block_ids: int64 ``[n]``: of each token.
-            slots: int64 ``[n]``: of each token in its block.
+            entries: int64 ``[n]``: which of its sequence's entries each is.
             kv: K and V, ``[n, D]`` each, in any dtype.
         """
-        codec, places = self.codec(cell), self.places[cell]
+        codec, places, slots = self.codec(cell), self.places[cell], entries % self.block_size
         keys, values = (vectors.float() for vectors in kv)
-        keys = keys - self.centres[cell]
+        keys = keys - self.centres[cell, entries.clamp(max=1)]
         if codec.rotates:
             keys, values = hadamard(keys), hadamard(values)
         codes, scales = codec.keys.encode(keys)
@@ -142,16 +143,16 @@ class CodecSlab:
         self._rows(places, codec)[block_ids, slots] = codes
         self._scales(places.value_scales, codec.values)[block_ids, :, slots] = scales
 
-    def read(self, cell: int, block_ids: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, cell: int, block_ids: torch.Tensor, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the K and V, float32 ``[n, D]`` each, that slots of one cell hold; arguments as in :meth:`write`."""
-        codec, places = self.codec(cell), self.places[cell]
+        codec, places, slots = self.codec(cell), self.places[cell], entries % self.block_size
         codes = self._panels(places, codec)[block_ids, :, slots].flatten(1)
         keys = codec.keys.decode(codes, self._scales(places.key_scales, codec.keys)[block_ids, :, slots])
         codes = self._rows(places, codec)[block_ids, slots]
         values = codec.values.decode(codes, self._scales(places.value_scales, codec.values)[block_ids, :, slots])
         if codec.rotates:
             keys, values = hadamard(keys), hadamard(values)
-        return keys + self.centres[cell], values
+        return keys + self.centres[cell, entries.clamp(max=1)], values
 
     def codec(self, cell: int) -> CellCodec:
         """Return how a cell's K and V are stored."""

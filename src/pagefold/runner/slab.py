@@ -50,19 +50,19 @@ class AnySlab(Protocol):
         """Carry out copies, in order."""
         ...
 
-    def write(self, cell: int, block_ids: torch.Tensor, slots: torch.Tensor, kv: tuple[torch.Tensor, ...]) -> None:
-        """Put K and V of some tokens into their slots of one cell.
+    def write(self, cell: int, block_ids: torch.Tensor, entries: torch.Tensor, kv: tuple[torch.Tensor, ...]) -> None:
+        """Put K and V of some tokens into the slots of one cell.
 
         Args:
             cell: of all of them.
             block_ids: int64 ``[n]``: of each token.
-            slots: int64 ``[n]``: of each token in its block.
+            entries: int64 ``[n]``: which of its sequence's entries each is.
             kv: K and V, ``[n, D]`` each, in any dtype.
         """
         ...
 
-    def read(self, cell: int, block_ids: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the K and V, ``[n, D]`` each, that slots of one cell hold; arguments as in :meth:`write`."""
+    def read(self, cell: int, block_ids: torch.Tensor, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the K and V, ``[n, D]`` each, that entries have in one cell; arguments as in :meth:`write`."""
         ...
 
 
@@ -114,10 +114,12 @@ class Slab:
         for op in ops:
             self.data[op.dst] = self.data[op.src]
 
-    def write(self, cell: int, block_ids: torch.Tensor, slots: torch.Tensor, kv: tuple[torch.Tensor, ...]) -> None:
-        """Put K and V of some tokens into their slots of one cell; see :meth:`AnySlab.write`."""
+    def write(self, cell: int, block_ids: torch.Tensor, entries: torch.Tensor, kv: tuple[torch.Tensor, ...]) -> None:
+        """Put K and V of some tokens into the slots of one cell; see :meth:`AnySlab.write`."""
+        slots = entries % self.block_size
         self.keys[block_ids, cell, slots], self.values[block_ids, cell, slots] = kv
 
-    def read(self, cell: int, block_ids: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the K and V that slots of one cell hold; see :meth:`AnySlab.read`."""
+    def read(self, cell: int, block_ids: torch.Tensor, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the K and V that entries have in one cell; see :meth:`AnySlab.read`."""
+        slots = entries % self.block_size
         return self.keys[block_ids, cell, slots], self.values[block_ids, cell, slots]

@@ -143,6 +143,7 @@ def member_scratch(scratch, member):
         scratch.state_totals[member],
         scratch.sums[member],
         scratch.shifts[member],
+        scratch.first_shifts[member],
         scratch.scales[member],
         scratch.zeros[member],
         scratch.vector[member],

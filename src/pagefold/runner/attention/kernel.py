@@ -91,7 +91,7 @@ def write(slab, work, layer, t, h, key, value, scratch):
     views = slab.codes[block], slab.halves[block], slab.floats[block]
     room = scratch.vector
     for d in range(head_dim):
-        room[d] = key[d] - slab.centres[cell, d]
+        room[d] = key[d] - slab.centres[cell, min(entry, 1), d]
     if rotation:
         hadamard(room, rotation, scratch.spare)
     size = _code_bytes(key_format)
@@ -165,6 +165,8 @@ def _attend_split(tiles, slab, cell, table, first, num_entries, query, room, acc
         _read_scales(slab, table, first, parts[KEY_SCALES], num_scales, num_entries, room.scales, room.zeros)
         for r in range(num_rows):
             _scale_scores(scores[r], room.scales, room.zeros, num_scales, query[r], num_entries)
+            if first == 0:  # the first entry has a centre of its own
+                scores[r, 0] += room.first_shifts[r] - room.shifts[r]
             if softcap != 0.0:  # tanh sees a shift, as softmax does not
                 for e in range(num_entries):
                     scores[r, e] += room.shifts[r]
@@ -264,11 +266,12 @@ def attend(tiles, sync, phase, work, query, slab, layer, scale, softcap, scratch
             for g in range(group):
                 row = (i - first) * group + g
                 scratch.ends[row] = limit
-                shift = np.float32(0.0)
+                shift = first_shift = np.float32(0.0)
                 for d in range(head_dim):
                     q[row, d] = query[t, h * group + g, d] * scale
-                    shift += q[row, d] * slab.centres[cell, d]
-                scratch.shifts[row] = shift
+                    first_shift += q[row, d] * slab.centres[cell, 0, d]
+                    shift += q[row, d] * slab.centres[cell, 1, d]
+                scratch.shifts[row], scratch.first_shifts[row] = shift, first_shift
                 if rotation:
                     hadamard(q[row], rotation, scratch.spare)
         first_split, end_split = (0, (longest + split_size - 1) // split_size) if split < 0 else (split, split + 1)

@@ -42,7 +42,8 @@ class KernelSlab(NamedTuple):
         floats: float32 ``[num_blocks, block_bytes / 4]``.
         cells: int64 ``[num_cells, 7]``: of each cell the bytes where K's codes, V's codes, K's scales and V's scales
             begin, the numbers of K's and V's formats, and how many numbers are rotated together, 0 for none.
-        centres: float32 ``[num_cells, D]``: what is taken off K before it is encoded.
+        centres: float32 ``[num_cells, 2, D]``: what is taken off K before it is encoded: off a sequence's first entry,
+            and off all others.
         block_size: tokens a block.
         head_dim: D.
     """
@@ -69,7 +70,7 @@ def kernel_slab(slab: AnySlab) -> KernelSlab:
         cells, centres = _encoded_cells(slab), slab.centres.numpy()
     else:
         assert isinstance(slab, Slab), "a slab of a kind that kernels do not know"
-        cells, centres = _plain_cells(slab), np.zeros((slab.data.shape[1], slab.head_dim), np.float32)
+        cells, centres = _plain_cells(slab), np.zeros((slab.data.shape[1], 2, slab.head_dim), np.float32)
     codes = slab.as_bytes()
     return KernelSlab(
         codes, codes.view(np.uint16), codes.view(np.float32), cells, centres, slab.block_size, slab.head_dim

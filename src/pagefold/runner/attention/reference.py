@@ -31,18 +31,18 @@ def reference_attention(  # noqa: PLR0913, PLR0917 - the operands of the op
     queries = query.reshape(num_tokens, num_kv_heads, -1, head_dim)  # [T, Hkv, G, D]
     out = torch.empty(queries.shape, dtype=query.dtype)
     parts = list(_parts(inputs, layer, slab.block_size))
-    for tokens, heads, blocks, cells, offsets in parts:
-        num_old = len(offsets) - (tokens.stop - tokens.start)
+    for tokens, heads, blocks, cells, entries in parts:
+        num_old = len(entries) - (tokens.stop - tokens.start)
         for h, (cell, block_ids) in enumerate(zip(cells.tolist(), blocks, strict=True)):
             kv = key[tokens, heads[h]], value[tokens, heads[h]]
-            slab.write(cell, block_ids[num_old:], offsets[num_old:], kv)
-    for tokens, heads, blocks, cells, offsets in parts:
-        read = [slab.read(cell, block_ids, offsets) for cell, block_ids in zip(cells.tolist(), blocks, strict=True)]
+            slab.write(cell, block_ids[num_old:], entries[num_old:], kv)
+    for tokens, heads, blocks, cells, entries in parts:
+        read = [slab.read(cell, block_ids, entries) for cell, block_ids in zip(cells.tolist(), blocks, strict=True)]
         keys, values = (torch.stack(vectors).to(query.dtype) for vectors in zip(*read, strict=True))  # [h, n, D] each
         scores = torch.einsum("qhgd,hnd->hgqn", queries[tokens, heads], keys) * scale
         if softcap:
             scores = softcap * (scores / softcap).tanh()
-        num_entries = len(offsets)
+        num_entries = len(entries)
         last_seen = torch.arange(num_entries - (tokens.stop - tokens.start), num_entries)
         visible = torch.arange(num_entries)[None] <= last_seen[:, None]  # [q, n]
         weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
@@ -58,14 +58,14 @@ class _Part(NamedTuple):
         heads: int64 ``[h]``.
         blocks: int64 ``[h, n]``: where each entry lies: its block,
         cells: int64 ``[h]``: the cell in it,
-        offsets: int64 ``[n]``: and the slot in that.
+        entries: int64 ``[n]``: and which entry it is, from which follows the slot in that.
     """
 
     tokens: slice
     heads: torch.Tensor
     blocks: torch.Tensor
     cells: torch.Tensor
-    offsets: torch.Tensor
+    entries: torch.Tensor
 
 
 def _parts(inputs: AttentionInputs, layer: int, block_size: int) -> Iterator[_Part]:
@@ -79,5 +79,5 @@ def _parts(inputs: AttentionInputs, layer: int, block_size: int) -> Iterator[_Pa
                 torch.from_numpy(heads),
                 torch.from_numpy(inputs.tables[s, heads][:, entries // block_size].astype(np.int64)),
                 torch.from_numpy(inputs.cells[s, layer, heads].astype(np.int64)),
-                torch.from_numpy(entries % block_size),
+                torch.from_numpy(entries),
             )

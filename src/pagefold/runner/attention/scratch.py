@@ -21,7 +21,7 @@ class Scratch(NamedTuple):
         powers: int32 ``[M, W]``.
         tops, totals, state_tops, state_totals: float32 ``[M, R]``.
         sums: float32 ``[M, R]``: what zero points of V add.
-        shifts: float32 ``[M, R]``: what centring took off a row's scores.
+        shifts, first_shifts: float32 ``[M, R]``: what centring took off a row's scores, off that of entry 0.
         scales, zeros: float32 ``[M, W]``: of a split's entries.
         vector, spare: float32 ``[M, D]``: one K or V that is being encoded, and room to rotate it.
         limits, ends: int32 ``[M, R]``: entries that a row sees of the split, and of all.
@@ -39,6 +39,7 @@ class Scratch(NamedTuple):
     state_totals: NDArray[np.float32]
     sums: NDArray[np.float32]
     shifts: NDArray[np.float32]
+    first_shifts: NDArray[np.float32]
     scales: NDArray[np.float32]
     zeros: NDArray[np.float32]
     vector: NDArray[np.float32]
@@ -68,6 +69,7 @@ def make_scratch(num_members: int, num_rows: int, split_size: int, head_dim: int
         state_totals=floats(*rows),
         sums=floats(*rows),
         shifts=floats(*rows),
+        first_shifts=floats(*rows),
         scales=floats(num_members, width),
         zeros=floats(num_members, width),
         vector=floats(num_members, head_dim),
