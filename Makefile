@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup serve demo test test-long check format docs docs-serve bench peers bench-peers wheel clean
+.PHONY: help setup serve demo test test-long check format texts docs docs-serve bench peers bench-peers wheel clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -53,6 +53,9 @@ check: setup ## lint, types, import contracts
 format: setup ## let ruff format and mend what it can
 	@$(BIN)/ruff format -q .
 	@$(BIN)/ruff check -q --fix .
+
+texts: setup ## fetch the texts that pagefold eval reads into the cache folder (9 MB, once)
+	@$(BIN)/python -c "from pagefold.config import cache_dir; from pagefold.quality.texts import fetch_default_texts; fetch_default_texts(cache_dir())"
 
 docs: setup ## write what docs/ has from the code, and build the site into build/site; any warning fails
 	@$(BIN)/python tools/docs

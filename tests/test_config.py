@@ -197,3 +197,12 @@ def test_a_kernel_without_the_line_is_told(machine):
 
 def test_this_machine_has_memory():
     assert available_memory_bytes() > 2**20
+
+
+def test_packing_is_for_blocks_that_go_over_a_network() -> None:
+    EngineConfig(model="m", kv_transport_codec="lossy6", kv_remote_url="redis://host")
+    with pytest.raises(ConfigError, match="no block goes over a network") as refused:
+        EngineConfig(model="m", kv_transport_codec="lossless", kv_disk_path="d")
+    assert "kv_remote_url" in refused.value.remedy
+    with pytest.raises(ConfigError, match="none, lossless, lossy7, lossy6"):
+        EngineConfig(model="m", kv_transport_codec="gzip", kv_remote_url="redis://host")

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from pagefold.errors import ConfigError
+from pagefold.kv import KV_CACHE_DTYPES
 from pagefold.kv.slow_tiers import WRITE_POLICIES, WritePolicy
+from pagefold.transport.plan import DROPPED_BITS, TransportCodec
 from pagefold.typecheck import wrong_type
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "available_memory_bytes",
     "cache_dir",
     "environment_admin_key",
+    "environment_npm_registry",
     "environment_remote_url",
     "environment_traces",
     "is_key",
@@ -58,6 +61,12 @@ class EngineConfig:
         model: a built-in name, a local folder, or a hub id.
         dtype: of weights, activations and KV. ``auto`` on a CPU is float32, whatever the checkpoint holds.
         block_size: tokens a block.
+        kv_cache_dtype: how K and V are stored: ``auto`` for as they are computed, or a codec such as
+            ``int8_per_token_head`` (see ``kv/codec.py``).
+        kv_cache_dtype_skip_layers: layers that stay in 16 bit all the same, counted from 0.
+        kv_quality_floor: the least share of positions at which the likeliest token must be that of ``auto``, as
+            ``pagefold eval`` found it, 0 to 1. 0 asks for no verdict; None is 0.97 for codecs of 8 bit, 0.95 for less.
+        force_kv_cache_dtype: start also with a codec under that floor.
         kv_cache_memory_bytes: the KV budget; None for a share of the memory that is free (see ``capacity.py``).
         kv_offloading_size: GiB of host memory for blocks that are evicted, beside the KV budget; 0 for none, or for a
             little where there are slower tiers, which go through it.
@@ -68,6 +77,8 @@ class EngineConfig:
         kv_remote_url: where a pool of blocks is that machines share: ``redis://host:port``, ``mooncake://host:port``;
             None for none. It may hold a password, and is never shown.
         kv_remote_required: whether a start fails when that does not answer, rather than going on without it.
+        kv_transport_codec: how blocks are packed on their way to the pool: ``none``; ``lossless``; ``lossy7`` or
+            ``lossy6``, which first round codes of 8 bit to so many bits.
         kv_write_policy: when blocks are written to disk and pool: ``write_back`` (when the host's memory is needed, and
             at the end), ``write_through`` (when their request has ended), ``write_through_selective`` (the same for
             what was found at least once).
@@ -97,6 +108,10 @@ class EngineConfig:
     model: str
     dtype: Dtype = "auto"
     block_size: int = 16
+    kv_cache_dtype: str = "auto"
+    kv_cache_dtype_skip_layers: tuple[int, ...] = ()
+    kv_quality_floor: float | None = None
+    force_kv_cache_dtype: bool = False
     kv_cache_memory_bytes: int | None = None
     kv_offloading_size: float = 0.0
     allow_streaming: bool = False
@@ -104,6 +119,7 @@ class EngineConfig:
     kv_disk_size: float = 10.0
     kv_remote_url: str | None = field(default=None, repr=False)
     kv_remote_required: bool = False
+    kv_transport_codec: TransportCodec = "none"
     kv_write_policy: WritePolicy = "write_back"
     max_model_len: int | Literal["auto"] | None = None
     max_num_seqs: int = 128
@@ -129,6 +145,10 @@ class EngineConfig:
         _one_of("dtype", self.dtype, _DTYPES)
         _one_of("attention_backend", self.attention_backend, _BACKENDS)
         _one_of("model_impl", self.model_impl, _MODEL_IMPLS)
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", *KV_CACHE_DTYPES))
+        if self.kv_cache_dtype_skip_layers and self.kv_cache_dtype == "auto":
+            msg = "kv_cache_dtype_skip_layers is set, but no layer's KV is encoded."
+            raise ConfigError(msg, remedy="Leave it out, or give a kv_cache_dtype such as int8_per_token_head.")
         _one_of("quantization", self.quantization, (None, "int8"))
         _one_of("eviction_policy", self.eviction_policy, ("default", *POLICIES))
         _one_of("scheduling_policy", self.scheduling_policy, _SCHEDULING_POLICIES)
@@ -148,6 +168,8 @@ class EngineConfig:
             raise _bad("threads", self.threads, "at least 1")
         if self.kv_cache_memory_bytes is not None and self.kv_cache_memory_bytes <= 0:
             raise _bad("kv_cache_memory_bytes", self.kv_cache_memory_bytes, "a positive number of bytes")
+        if self.kv_quality_floor is not None and not 0 <= self.kv_quality_floor <= 1:
+            raise _bad("kv_quality_floor", self.kv_quality_floor, "a share between 0 and 1, such as 0.97")
         if not 0 <= self.kv_offloading_size < float("inf"):
             raise _bad("kv_offloading_size", self.kv_offloading_size, "a number of GiB, 0 for none")
         self._check_tiers()
@@ -175,6 +197,10 @@ class EngineConfig:
 
     def _check_tiers(self) -> None:
         _one_of("kv_write_policy", self.kv_write_policy, WRITE_POLICIES)
+        _one_of("kv_transport_codec", self.kv_transport_codec, tuple(DROPPED_BITS))
+        if self.kv_transport_codec != "none" and self.kv_remote_url is None:
+            msg = f"kv_transport_codec is {self.kv_transport_codec}, but no block goes over a network."
+            raise ConfigError(msg, remedy="Leave it out, or give a kv_remote_url. Blocks on a disk are not packed.")
         if not 0 < self.kv_disk_size < float("inf"):
             raise _bad("kv_disk_size", self.kv_disk_size, "a positive number of GiB")
         for name in ("kv_disk_path", "kv_remote_url"):
@@ -311,6 +337,11 @@ def available_cpus() -> int:
 def environment_admin_key() -> str | None:
     """Return the admin's key of ``$PAGEFOLD_ADMIN_API_KEY``, which no list of processes shows, if it is set."""
     return os.environ.get("PAGEFOLD_ADMIN_API_KEY") or None
+
+
+def environment_npm_registry() -> str | None:
+    """Return the registry of npm packages of ``$NPM_CONFIG_REGISTRY``, if it is set."""
+    return os.environ.get("NPM_CONFIG_REGISTRY") or None
 
 
 def environment_remote_url() -> str | None:

@@ -15,6 +15,7 @@ __all__ = [
     "ModelNotFoundError",
     "PagefoldError",
     "PinQuotaError",
+    "QualityError",
     "QueueFullError",
     "RequestTimeoutError",
     "StepFailedError",
@@ -55,6 +56,10 @@ class DoesNotFitError(ConfigError):
 
 class BudgetTooSmallError(DoesNotFitError):
     """The KV budget holds less than one request of ``max_model_len`` tokens."""
+
+
+class QualityError(ConfigError):
+    """A codec that was measured on this model, and changes what the model says more than the floor allows."""
 
 
 class TraceError(ConfigError):

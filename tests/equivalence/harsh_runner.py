@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from random import Random
 
     from pagefold.engine.engine import Engine
-    from pagefold.runner.slab import Slab
+    from pagefold.runner.slab import AnySlab
     from pagefold.steps import StepPlan, StepResult
 
 __all__ = ["HarshRunner", "InjectedError", "poison"]
@@ -58,7 +60,7 @@ class HarshRunner:
     def run(self, plan: StepPlan) -> StepResult:
         """Run the step, or fail."""
         free = set(self._core.pool.free_ids) - {store.block_id for store in plan.host_ops.stores}
-        self.inner.slab.data[sorted(free - self._free)] = float("nan")
+        self.inner.slab.as_bytes()[sorted(free - self._free)] = 0xFF  # NaN in every codec that has one
         self._free = free
         self._during_step()
         if self._core.streaming is not None:  # then attention reads the arena
@@ -80,7 +82,7 @@ class HarshRunner:
         elif how == "between layers":
             self._run_to_second_layer(plan)
         if how != "before":
-            poison(self.inner.slab, plan)
+            poison(self.inner.slab, self.inner.geometry.groups[0].num_cells, plan)
         raise InjectedError(how)
 
     def _run_to_second_layer(self, plan: StepPlan) -> None:
@@ -104,10 +106,11 @@ class HarshRunner:
             decoder._attention = attention
 
 
-def poison(slab: Slab, plan: StepPlan) -> None:
+def poison(slab: AnySlab, num_cells: int, plan: StepPlan) -> None:
     """Make NaN of every slot that the step was to write."""
+    nothing = torch.full((1, slab.head_dim), torch.nan)
     for block_ids, start, num_tokens in zip(plan.block_ids, plan.starts, plan.num_tokens, strict=True):
         for position in range(start, start + num_tokens):
-            block, slot = block_ids[position // slab.block_size], position % slab.block_size
-            slab.keys[block, :, slot] = float("nan")
-            slab.values[block, :, slot] = float("nan")
+            block = block_ids[position // slab.block_size]
+            for cell in range(num_cells):
+                slab.write(cell, torch.tensor([block]), torch.tensor([position]), (nothing, nothing))

@@ -31,7 +31,7 @@ from pagefold.events import (
     TierRead,
     TierWritten,
 )
-from pagefold.kv import TOKEN_BYTES, KVGeometry, audit
+from pagefold.kv import CODECS, TOKEN_BYTES, KVGeometry, audit
 from pagefold.request import SamplingParams
 from pagefold.runner.models import inspect_model
 from pagefold.store import FrameFormat
@@ -58,8 +58,8 @@ class Setting:
 
     Attributes:
         name: of the test.
-        block_size, max_num_batched_tokens, max_num_seqs, enable_prefix_caching, eviction_policy, attention_backend,
-            dtype: as in ``EngineConfig``.
+        block_size, kv_cache_dtype, max_num_batched_tokens, max_num_seqs, enable_prefix_caching, eviction_policy,
+            attention_backend, dtype: as in ``EngineConfig``.
         spare_blocks: the KV budget: so many blocks more than the longest request needs; None for plenty.
         allow_streaming: as in ``EngineConfig``; then ``spare_blocks`` may be negative.
         num_host_blocks: what the host keeps of evicted blocks; 0 for no host tier.
@@ -81,6 +81,7 @@ class Setting:
 
     name: str
     block_size: int = 16
+    kv_cache_dtype: str = "auto"
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
     spare_blocks: int | None = None
@@ -199,11 +200,13 @@ def build(setting: Setting, folder: Path, budget: Budget, emit: Emit) -> Engine:
     """Make Pagefold's own engine, as its users do: the default ``EngineFactory``."""
     spec = inspect_model(folder)
     element_bytes = 8 if setting.dtype == "float64" else 4
-    geometry = KVGeometry(spec.num_layers, spec.num_kv_heads, spec.head_dim, element_bytes, setting.block_size)
+    codec = CODECS.get(setting.kv_cache_dtype)
+    geometry = KVGeometry(spec.num_layers, spec.num_kv_heads, spec.head_dim, element_bytes, setting.block_size, codec)
     config = EngineConfig(
         model=str(folder),
         dtype=setting.dtype,
         block_size=setting.block_size,
+        kv_cache_dtype=setting.kv_cache_dtype,
         kv_cache_memory_bytes=budget.num_blocks * geometry.bytes_per_block,
         kv_offloading_size=setting.num_host_blocks * geometry.bytes_per_block / 2**30,
         allow_streaming=setting.allow_streaming,

@@ -46,8 +46,8 @@ class AloneOutputs:
 
     smallest_gap = float("inf")  # equal to the bit needs no gap
 
-    def __init__(self, folder, num_outputs):
-        self._engine = _engine(folder, max_num_batched_tokens=2**16, enable_prefix_caching=False, threads=1)
+    def __init__(self, folder, num_outputs, **settings):
+        self._engine = _engine(folder, **settings, max_num_batched_tokens=2**16, enable_prefix_caching=False, threads=1)
         self._num_outputs = num_outputs
         self._eos = frozenset(self._engine.limits.eos_token_ids)
         self._outputs = {}

@@ -57,7 +57,7 @@ def test_everything_follows_from_the_shape(geometry: KVGeometry, budget_bytes: i
     num_cells = geometry.num_layers * geometry.num_kv_heads
     assert geometry.bytes_per_token == 2 * num_cells * geometry.head_dim * geometry.element_bytes
     assert geometry.bytes_per_block == geometry.bytes_per_token * geometry.block_size
-    assert geometry.bytes_per_block == geometry.cell_bytes * num_cells
+    assert geometry.bytes_per_block == geometry.cell_bytes(0) * num_cells
     num_blocks = geometry.num_blocks(budget_bytes)
     assert num_blocks * geometry.bytes_per_block <= budget_bytes < (num_blocks + 1) * geometry.bytes_per_block
 
@@ -140,7 +140,7 @@ def test_one_kind_is_one_group_as_the_slab_has_it() -> None:
     geometry = KVGeometry(30, 3, 64, element_bytes=4)
     layout = lay_out([LayerKV(3, 64, 64)] * 30, CODECS["float32"])
     assert layout.groups == geometry.groups == geometry.layout.groups
-    assert layout.bytes_per_block == geometry.bytes_per_block == geometry.cell_bytes * 90
+    assert layout.bytes_per_block == geometry.bytes_per_block == geometry.cell_bytes(29) * 90
 
 
 def test_fewer_cells_have_more_tokens_a_block() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pagefold.errors import ConfigError, DoesNotFitError
-from pagefold.kv import CODECS, KVGeometry, LayerKV, lay_out
+from pagefold.kv import CODECS, Codec, KVGeometry, LayerKV, lay_out
 from pagefold.plan import (
     Lengths,
     PlanSettings,
@@ -112,11 +112,11 @@ ROWS = [
     row("S2-4 in whole blocks", 999 * 16 * Rounding(GQA, PROMPT_200).shared_blocks, 191_808),
     row("S2-6 kept", KEPT_SHARE * 2000, 400),
     row("S2-6 64 sequences", 50 * GB / (64 * layout_of("meta-llama/Llama-2-7b-hf").bytes_per_token), 1490, 1e-3),
-    row("S2-6 128 in fp8", CODECS["float16"].vector_bytes(128) / CODECS["fp8"].vector_bytes(128), 128 / 64),
+    row("S2-6 128 in fp8", CODECS["float16"].key_bytes(128) / CODECS["fp8"].key_bytes(128), 128 / 64),
     row("S3-2 bytes a parameter, 70B", GQA.bytes_per_token / LLAMA_3_70B.num_parameters, 4.6e-6, 2e-2),
     row("S3-2 bytes a parameter, 8B", LLAMA_3_8B_TOKEN / LLAMA_3_8B.num_parameters, 1.6e-5, 3e-2),
     row("S3-2 a layer, K and V", LLAMA_3_8B_TOKEN / 32, 2 * 2048),
-    row("S3-2 a layer, K", FP16.vector_bytes(8 * 128), 2048),
+    row("S3-2 a layer, K", FP16.key_bytes(8 * 128), 2048),
     row("S3-5 30 days", saving(monthly_cost(150 / 24), 3), 3_000, 1e-9),
     row("S3-5 150 a day", token_cost(150 / 24, 1, 10e6 / 86_400), 15, 1e-9),
     row("S3-7", throughput_gain_of_less(1 - 50 / 200) - 1, 3),
@@ -127,8 +127,8 @@ ROWS = [
     row("S4-1 4096 tokens of MHA", MHA.num_bytes_for(4096) / GB, 10.7, 5e-3),
     row("X-1 GQA", GQA.bytes_per_token / 1024, 320),
     row("X-1 MHA", MHA.bytes_per_token / 2**20, 2.5),
-    row("4 bit and a norm", 16 / bits("int4_per_token_head"), 3.88, 1e-3),
-    row("int8 and a scale, bytes", CODECS["int8_per_token_head"].vector_bytes(128), 130),
+    row("4 bit and a norm", 16 / Codec("", 4, scale_bytes=2).bits_per_element(128), 3.88, 1e-3),
+    row("int8 and a scale, bytes", CODECS["int8_per_token_head"].key_bytes(128), 130),
     row("q8_0, bits", bits("q8_0"), 8.5),
     row("q4_0, bits", bits("q4_0"), 4.5),
     row("int4 g128, bits", bits("int4_g128"), 4.25),

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from pagefold.kv import WritePolicy
     from pagefold.observe.recorder import TraceRecorder
     from pagefold.server.process import WarmPrompt
+    from pagefold.transport.plan import TransportCodec
 
-__all__ = ["serve"]
+__all__ = ["check_installed", "parse_layers", "quiet_transformers", "serve"]
 
 _NEEDED = (
     "torch",
@@ -115,6 +116,35 @@ def serve(  # noqa: PLR0913 - one parameter a flag
         str, typer.Option(help="auto, float32, float64, bfloat16 or float16.", rich_help_panel=_ENGINE)
     ] = "auto",
     block_size: Annotated[int, typer.Option(help="Tokens a KV block.", rich_help_panel=_ENGINE)] = 16,
+    kv_cache_dtype: Annotated[
+        str,
+        typer.Option(
+            help="How K and V are stored: auto (as computed), float16, bfloat16, fp8, fp8_e5m2, "
+            "int8_per_token_head, k8v4, int4_per_token_head, ...",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = "auto",
+    kv_cache_dtype_skip_layers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LAYERS",
+            help="Layers that stay in 16 bit all the same, such as 0,29.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = None,
+    kv_quality_floor: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            help="Refuse a codec under it: how often, as pagefold eval found, the likeliest token is that of auto. "
+            "0.97 for 8 bit and 0.95 for less if not given.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = None,
+    force_kv_cache_dtype: Annotated[
+        bool,
+        typer.Option("--force-kv-cache-dtype", help="Start with a codec under that floor.", rich_help_panel=_ENGINE),
+    ] = False,
     kv_cache_memory_bytes: Annotated[
         int | None,
         typer.Option(
@@ -160,6 +190,13 @@ def serve(  # noqa: PLR0913 - one parameter a flag
         bool,
         typer.Option("--kv-remote-required", help="Do not start without that pool.", rich_help_panel=_ENGINE),
     ] = False,
+    kv_transport_codec: Annotated[
+        str,
+        typer.Option(
+            help="How blocks are packed on their way to that pool: none, lossless, lossy7 or lossy6.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = "none",
     kv_write_policy: Annotated[
         str,
         typer.Option(
@@ -238,11 +275,15 @@ def serve(  # noqa: PLR0913 - one parameter a flag
     """Serve MODEL with OpenAI's HTTP API."""
     began = time.monotonic()
     try:
-        _check_installed()
+        check_installed()
         engine_config = EngineConfig(
             model=model,
             dtype=cast("Dtype", dtype),  # the config checks it
             block_size=block_size,
+            kv_cache_dtype=kv_cache_dtype,
+            kv_cache_dtype_skip_layers=parse_layers(kv_cache_dtype_skip_layers),
+            kv_quality_floor=kv_quality_floor,
+            force_kv_cache_dtype=force_kv_cache_dtype,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             kv_offloading_size=kv_offloading_size,
             allow_streaming=allow_streaming,
@@ -250,6 +291,7 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             kv_disk_size=kv_disk_size,
             kv_remote_url=environment_remote_url() if kv_remote_url is None else kv_remote_url,
             kv_remote_required=kv_remote_required,
+            kv_transport_codec=cast("TransportCodec", kv_transport_codec),
             kv_write_policy=cast("WritePolicy", kv_write_policy),
             max_model_len=_num_tokens(max_model_len),
             max_num_seqs=max_num_seqs,
@@ -335,6 +377,19 @@ def _num_tokens(max_model_len: str | None) -> int | Literal["auto"] | None:
         raise typer.BadParameter(msg, param_hint="--max-model-len") from None
 
 
+def parse_layers(text: str | None) -> tuple[int, ...]:
+    """Return the layers that a flag names, as ``0,29``; none if it was not given.
+
+    Raises:
+        typer.BadParameter: it is no list of layers.
+    """
+    try:
+        return tuple(int(layer) for layer in text.split(",")) if text else ()
+    except ValueError:
+        msg = f"{text!r} is no list of layers."
+        raise typer.BadParameter(msg, param_hint="--kv-cache-dtype-skip-layers") from None
+
+
 def _recorder(file: Path | None) -> TraceRecorder | None:
     from pagefold.observe.recorder import TraceRecorder  # noqa: PLC0415 - only here
 
@@ -404,7 +459,7 @@ def _start_engine(
 
     with progress_bar() as progress:
         blueprint = plan_engine(config, progress=progress)
-    _quiet_transformers(is_loaded=not blueprint.is_fused)
+    quiet_transformers(is_loaded=not blueprint.is_fused)
     if recorder is not None:
         recorder.begin(config, blueprint.capacity.num_blocks, blueprint.capacity.num_host_blocks)
         emit = fan_out(emit, recorder)
@@ -415,7 +470,7 @@ def _start_engine(
     return engine
 
 
-def _quiet_transformers(*, is_loaded: bool) -> None:
+def quiet_transformers(*, is_loaded: bool) -> None:
     """Keep its progress bars and advice out of a server's log; without importing it, which many models do not need.
 
     Args:
@@ -429,7 +484,12 @@ def _quiet_transformers(*, is_loaded: bool) -> None:
         transformers_logging.set_verbosity_error()
 
 
-def _check_installed() -> None:
+def check_installed() -> None:
+    """Return if all is installed that running a model takes.
+
+    Raises:
+        ConfigError: something is not.
+    """
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         msg = f"To serve, {', '.join(missing)} must be installed."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,8 @@ from pagefold.engine.engine import Engine, ModelLimits
 from pagefold.errors import ConfigError
 from pagefold.events import Emit, ignore
 from pagefold.kv import (
+    CODECS,
+    KV_CACHE_DTYPES,
     Arbiter,
     HostTier,
     KVCore,
@@ -25,6 +27,7 @@ from pagefold.kv import (
     make_policy,
 )
 from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits, Tiering
+from pagefold.verdicts import check_quality
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
     from pagefold.config import EngineConfig
     from pagefold.hub.progress import Progress
     from pagefold.runner.models import ModelSpec
-    from pagefold.runner.slab import Slab
+    from pagefold.runner.slab import AnySlab
     from pagefold.runner.torch_runner import Decoder
     from pagefold.store import BlockStore
     from pagefold.structured.compiler import GrammarCompiler
@@ -62,6 +65,7 @@ class Blueprint:
         capacity: what fits.
         dtype: of weights, activations and KV.
         is_fused: whether the fused decoder computes it, rather than transformers.
+        centres: what is taken off K before it is encoded (see ``centring.py``); None for nothing, or not known yet.
     """
 
     config: EngineConfig
@@ -70,6 +74,7 @@ class Blueprint:
     capacity: Capacity
     dtype: torch.dtype
     is_fused: bool
+    centres: torch.Tensor | None = None
 
 
 def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Blueprint:
@@ -89,7 +94,7 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
 
     spec = inspect_model(folder)
     dtype: torch.dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
-    geometry = KVGeometry(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype.itemsize, config.block_size)
+    geometry = _geometry(config, spec, dtype)
     available_bytes = available_memory_bytes()
     capacity = plan_capacity(
         layout=geometry.layout,
@@ -103,8 +108,42 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
         host_bytes=_host_bytes(config, geometry, available_bytes),
         allow_streaming=config.allow_streaming,
     )
-    choose_backend(config.attention_backend, dtype, block_size=config.block_size, head_dim=spec.head_dim)
+    pairs_codes = _pairs_codes(geometry)
+    choose_backend(
+        config.attention_backend, dtype, block_size=config.block_size, head_dim=spec.head_dim, pairs_codes=pairs_codes
+    )
     return Blueprint(config, spec, geometry, capacity, dtype, _is_fused(config, spec, dtype))
+
+
+def _geometry(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> KVGeometry:
+    """Return what a block holds.
+
+    Raises:
+        ConfigError: the codec cannot pack the model's heads, or layers are to be skipped that it has not.
+    """
+    shape = spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype.itemsize, config.block_size
+    name = KV_CACHE_DTYPES.get(config.kv_cache_dtype)
+    if name is None or f"torch.{name}" == str(dtype):
+        return KVGeometry(*shape)
+    from pagefold.runner.codecs import CELL_CODECS  # noqa: PLC0415 - torch comes with it
+
+    wanted = CELL_CODECS[name].cannot_pack(spec.head_dim)
+    if wanted:
+        msg = f"{name} cannot store heads of {spec.head_dim} numbers, which {spec.folder.name} has."
+        raise ConfigError(msg, remedy=f"It takes {wanted}; int8_per_token_head takes any.")
+    unknown = [layer for layer in config.kv_cache_dtype_skip_layers if not 0 <= layer < spec.num_layers]
+    if unknown:
+        msg = f"kv_cache_dtype_skip_layers has {unknown[0]}, and {spec.folder.name} has {spec.num_layers} layers."
+        raise ConfigError(msg, remedy=f"Give layers between 0 and {spec.num_layers - 1}.")
+    skipped = tuple(sorted(set(config.kv_cache_dtype_skip_layers)))
+    skip_codec = CODECS["bfloat16" if str(dtype) == "torch.bfloat16" else "float16"]
+    return KVGeometry(*shape, CODECS[name], skipped, skip_codec if skipped else None)
+
+
+def _pairs_codes(geometry: KVGeometry) -> bool:
+    from pagefold.runner.codecs import CELL_CODECS  # noqa: PLC0415 - torch comes with it
+
+    return geometry.codec is not None and CELL_CODECS[geometry.codec.name].pairs_codes
 
 
 def _host_bytes(config: EngineConfig, geometry: KVGeometry, available_bytes: int) -> int:
@@ -158,17 +197,23 @@ def build_engine(
     Raises:
         UnsupportedModelError: the model calls its attention in a way that would be computed wrongly.
         ConfigError: a slow tier cannot be used, and must be.
+        QualityError: the codec is under the quality floor on this model.
     """
-    from pagefold.store import FrameFormat, open_stores  # noqa: PLC0415 - heavy rooms are entered when they are needed
+    from pagefold.runner.block_plan import block_plan  # noqa: PLC0415 - heavy rooms are entered when they are needed
+    from pagefold.runner.content import content_fingerprint  # noqa: PLC0415 - heavy rooms are entered when they are needed
+    from pagefold.store import FrameFormat, open_stores  # noqa: PLC0415
 
     config, spec, geometry, capacity = blueprint.config, blueprint.spec, blueprint.geometry, blueprint.capacity
+    check_quality(config, lambda: content_fingerprint(spec.folder, cache_dir()), cache_dir(), _log.warning)
     for line in capacity.lines():
         say(line)
     if spec.limit:
         longest = f"{spec.max_exact_len:,} of {spec.max_positions:,} tokens"
         say(f"limit      {longest}, beyond which {spec.limit} is not computed yet")
+    blueprint = replace(blueprint, centres=_centres(blueprint, say))
     namespace = _namespace(blueprint)
-    stores = [*open_stores(config, FrameFormat.of(namespace, geometry)), *stores]  # refused before weights are loaded
+    frames = FrameFormat.of(namespace, geometry)
+    stores = [*open_stores(config, frames, lambda: block_plan(geometry)), *stores]  # refused before weights are loaded
     with contextlib.ExitStack() as opened:
         for store in stores:
             opened.callback(store.close)
@@ -177,19 +222,35 @@ def build_engine(
     return engine
 
 
+def _centres(blueprint: Blueprint, say: Callable[[str], None]) -> torch.Tensor | None:
+    if blueprint.geometry.codec is None:
+        return None
+    from pagefold.engine.centring import find_centres  # noqa: PLC0415 - torch comes with it
+
+    return find_centres(blueprint, _decoder, say)
+
+
 def _namespace(blueprint: Blueprint) -> Namespace:
     """Return what all blocks of the model share, whoever computes: other weights or another decoder give other bytes.
 
     What leaves this process is named by what the model's files hold, which is the same on every machine.
     """
+    from pagefold.runner.codec_slab import CODEC_LAYOUT  # noqa: PLC0415 - torch comes with it
     from pagefold.runner.content import content_fingerprint  # noqa: PLC0415 - only with slow tiers
-    from pagefold.runner.slab import LAYOUT  # noqa: PLC0415 - torch comes with it
+    from pagefold.runner.slab import LAYOUT  # noqa: PLC0415
 
     config, spec = blueprint.config, blueprint.spec
     decoder = f"fused-{config.quantization or 'plain'}" if blueprint.is_fused else "transformers"
+    geometry = blueprint.geometry
+    layout = LAYOUT
+    if geometry.codec is not None:
+        skipped = ",".join(map(str, geometry.skip_layers))
+        from pagefold.engine.centring import digest_of  # noqa: PLC0415
+
+        layout = f"{CODEC_LAYOUT}/{geometry.codec.name}/{skipped}/{digest_of(blueprint.centres)}"
     return Namespace(
         model=content_fingerprint(spec.folder, cache_dir()) if config.has_slow_tiers else spec.fingerprint,
-        layout=f"{LAYOUT}/{blueprint.geometry.block_size}/{decoder}",
+        layout=f"{layout}/{geometry.block_size}/{decoder}",
         dtype=str(blueprint.dtype),
     )
 
@@ -200,7 +261,6 @@ def _assemble(
     """Load weights, and put all parts together; ``stores`` keeps only those that are worth having."""
     import torch  # noqa: PLC0415 - heavy rooms are entered when they are needed
 
-    from pagefold.runner.slab import Slab  # noqa: PLC0415
     from pagefold.runner.torch_runner import TorchRunner  # noqa: PLC0415
     from pagefold.store import HostArena, Transfer  # noqa: PLC0415
     from pagefold.tokenizer import Tokenizer  # noqa: PLC0415
@@ -210,7 +270,7 @@ def _assemble(
     tokenizer = Tokenizer(spec.folder) if (spec.folder / "tokenizer_config.json").is_file() else None
     num_held = capacity.num_host_blocks
     num_read = capacity.num_blocks + (num_held if config.allow_streaming else 0)  # blocks that attention reads
-    slab = Slab.allocate(geometry, num_read, blueprint.dtype)
+    slab = _allocate(geometry, num_read, blueprint.dtype, blueprint.centres)
     behind = slab.as_bytes()[capacity.num_blocks :] if config.allow_streaming else None
     arena = HostArena(num_held, capacity.host_bytes // num_held, behind) if num_held else None
     runner = TorchRunner(_decoder(blueprint, slab), geometry, slab, arena)
@@ -257,6 +317,16 @@ def _assemble(
     )
 
 
+def _allocate(geometry: KVGeometry, num_blocks: int, dtype: torch.dtype, centres: torch.Tensor | None) -> AnySlab:
+    """Return blocks of a geometry, for K and V that are computed in ``dtype``."""
+    from pagefold.runner.codec_slab import CodecSlab  # noqa: PLC0415 - torch comes with it
+    from pagefold.runner.slab import Slab  # noqa: PLC0415
+
+    if geometry.codec is None:
+        return Slab.allocate(geometry, num_blocks, dtype)
+    return CodecSlab.allocate(geometry, num_blocks, centres)
+
+
 def _slow_tiers(
     config: EngineConfig, host: HostTier | None, arbiter: Arbiter, stores: list[BlockStore], say: Callable[[str], None]
 ) -> SlowTiers | None:
@@ -281,7 +351,7 @@ def _slow_tiers(
     return SlowTiers(host, config.kv_write_policy, arbiter)
 
 
-def _decoder(blueprint: Blueprint, slab: Slab) -> Decoder:
+def _decoder(blueprint: Blueprint, slab: AnySlab) -> Decoder:
     """Load the weights into who computes the layers. transformers is imported for its own decoder only."""
     config, spec, max_model_len = blueprint.config, blueprint.spec, blueprint.capacity.max_model_len
     if blueprint.is_fused:
@@ -296,7 +366,11 @@ def _decoder(blueprint: Blueprint, slab: Slab) -> Decoder:
     from pagefold.runner.transformers_decoder import TransformersDecoder  # noqa: PLC0415
 
     attention = choose_backend(
-        config.attention_backend, blueprint.dtype, block_size=slab.block_size, head_dim=spec.head_dim
+        config.attention_backend,
+        blueprint.dtype,
+        block_size=slab.block_size,
+        head_dim=spec.head_dim,
+        pairs_codes=_pairs_codes(blueprint.geometry),
     )
     return TransformersDecoder(load_model(spec.folder, blueprint.dtype), slab, attention, max_model_len=max_model_len)
 

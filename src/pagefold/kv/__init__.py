@@ -3,7 +3,7 @@
 from pagefold.kv.arbiter import Arbiter, LinkModel, Verdict
 from pagefold.kv.audit import AuditError, audit
 from pagefold.kv.block import Block, BlockId, BlockState
-from pagefold.kv.codec import CODECS, Codec
+from pagefold.kv.codec import CODECS, KV_CACHE_DTYPES, Codec
 from pagefold.kv.core import KVCore, Promise
 from pagefold.kv.eviction import EvictionPolicy, KeyPolicy, RequestFacts
 from pagefold.kv.geometry import CacheGroup, CacheLayout, KVGeometry, LayerKV, lay_out
@@ -20,6 +20,7 @@ from pagefold.kv.tree import TOKEN_BYTES, PrefixHit
 __all__ = [
     "CODECS",
     "DEFAULT_POLICY",
+    "KV_CACHE_DTYPES",
     "NO_HOST_OPS",
     "POLICIES",
     "TOKEN_BYTES",

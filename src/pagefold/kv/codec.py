@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["CODECS", "Codec", "plain_codec"]
+__all__ = ["CODECS", "KV_CACHE_DTYPES", "Codec", "plain_codec"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,30 +21,38 @@ class Codec:
         element_bits: bits of one element.
         scale_group: elements that share a scale; 0 for all elements of a head and token.
         scale_bytes: bytes of one scale, with its zero point where there is one; 0 for none.
+        values: how V is stored where it differs from K; None for alike.
     """
 
     name: str
     element_bits: int
     scale_group: int = 0
     scale_bytes: int = 0
+    values: Codec | None = None
 
-    def vector_bytes(self, num_elements: int) -> int:
-        """Return the bytes of the K, or of the V, of one head and token: elements in whole bytes, then scales."""
+    def key_bytes(self, num_elements: int) -> int:
+        """Return the bytes of the K of one head and token: elements in whole bytes, then scales."""
         if num_elements == 0:
             return 0
         elements = -(-num_elements * self.element_bits // 8)
         num_scales = -(-num_elements // self.scale_group) if self.scale_group else 1
         return elements + num_scales * self.scale_bytes
 
+    def value_bytes(self, num_elements: int) -> int:
+        """Return the bytes of the V of one head and token."""
+        return (self.values or self).key_bytes(num_elements)
+
     def bits_per_element(self, num_elements: int) -> float:
-        """Return the bits that an element takes with its share of the scales."""
-        return 8 * self.vector_bytes(num_elements) / num_elements
+        """Return the bits that an element takes with its share of the scales, of K and V together."""
+        return 4 * (self.key_bytes(num_elements) + self.value_bytes(num_elements)) / num_elements
 
 
 def plain_codec(element_bytes: int) -> Codec:
     """Return the codec of elements as they are computed, without scales."""
     return Codec(f"{8 * element_bytes} bit", 8 * element_bytes)
 
+
+_INT4 = Codec("int4_per_token_head", 4, scale_bytes=4)
 
 _ALL = (
     Codec("float64", 64),
@@ -58,7 +66,11 @@ _ALL = (
     # A scale in 16 bit for each token and head.
     Codec("fp8_per_token_head", 8, scale_bytes=2),
     Codec("int8_per_token_head", 8, scale_bytes=2),
-    Codec("int4_per_token_head", 4, scale_bytes=2),
+    # A scale and a zero point, in 16 bit each, for each token and head: first rotated and centred, or not.
+    _INT4,
+    replace(_INT4, name="int4_plain"),
+    # K as int8_per_token_head, V as int4_per_token_head.
+    Codec("k8v4", 8, scale_bytes=2, values=_INT4),
     # A scale in 16 bit and a zero point in 16 bit for 128 elements.
     Codec("int4_g128", 4, scale_group=128, scale_bytes=4),
     # llama.cpp's blocks of 32 elements with a scale in 16 bit.
@@ -70,3 +82,23 @@ _ALL = (
 
 CODECS: Mapping[str, Codec] = MappingProxyType({codec.name: codec for codec in _ALL})
 """Every codec that bytes are known of. Which of them a server runs is another question."""
+
+KV_CACHE_DTYPES: Mapping[str, str] = MappingProxyType(
+    {
+        name: name
+        for name in (
+            "float16",
+            "bfloat16",
+            "fp8",
+            "fp8_e4m3",
+            "fp8_e5m2",
+            "fp8_per_token_head",
+            "int8_per_token_head",
+            "k8v4",
+            "int4_per_token_head",
+            "int4_plain",
+        )
+    }
+    | {"fp16": "float16", "bf16": "bfloat16", "int8": "int8_per_token_head", "int4": "int4_per_token_head"}
+)
+"""What ``--kv-cache-dtype`` of a server takes beside ``auto``, and the codec that each is."""

@@ -35,6 +35,7 @@ class LayerKV:
         value_dim: elements of V of one head; 0 for a latent vector.
         window: how many of the last tokens it keeps, the current one included; None for all.
         is_chunked: it keeps the tokens since the last multiple of ``window`` instead.
+        codec: how it is stored, where that is not as the other layers are.
     """
 
     num_kv_heads: int
@@ -42,10 +43,12 @@ class LayerKV:
     value_dim: int
     window: int | None = None
     is_chunked: bool = False
+    codec: Codec | None = None
 
     def bytes_per_token(self, codec: Codec) -> int:
-        """Return the bytes that a token takes here."""
-        return self.num_kv_heads * (codec.vector_bytes(self.key_dim) + codec.vector_bytes(self.value_dim))
+        """Return the bytes that a token takes here; ``codec`` is of layers that have none of their own."""
+        codec = self.codec or codec
+        return self.num_kv_heads * (codec.key_bytes(self.key_dim) + codec.value_bytes(self.value_dim))
 
     def num_tokens(self, num_tokens: int) -> int:
         """Return how many of ``num_tokens`` it keeps at most."""
@@ -217,13 +220,17 @@ def lay_out(
 class KVGeometry:
     """Shape of a model's KV, one group with all cells: MHA, GQA and MQA without windows. What a slab is made of.
 
-    Bytes a token are ``2 * num_layers * num_kv_heads * head_dim * element_bytes``: K and V of every cell. With as many
-    KV heads as query heads this is MHA, with one MQA, between them GQA; query heads do not enter.
+    Bytes a token are, of every cell, those of a K and of a V in the cell's codec; without one
+    ``2 * num_layers * num_kv_heads * head_dim * element_bytes``. With as many KV heads as query heads this is MHA, with
+    one MQA, between them GQA; query heads do not enter.
 
     Attributes:
         num_layers, num_kv_heads, head_dim: of the model.
-        element_bytes: bytes of one element of K or V.
+        element_bytes: bytes of one element of K or V, where there is no codec.
         block_size: tokens a block.
+        codec: how K and V are stored; None for as they are computed.
+        skip_layers: layers that are stored by ``skip_codec`` instead.
+        skip_codec: how these are stored; None for as they are computed.
     """
 
     num_layers: int
@@ -231,22 +238,37 @@ class KVGeometry:
     head_dim: int
     element_bytes: int
     block_size: int = 16
+    codec: Codec | None = None
+    skip_layers: tuple[int, ...] = ()
+    skip_codec: Codec | None = None
+
+    def codec_of(self, layer: int) -> Codec:
+        """Return how a layer's K and V are stored."""
+        codec = self.skip_codec if layer in self.skip_layers else self.codec
+        return codec or plain_codec(self.element_bytes)
+
+    def cell_bytes(self, layer: int) -> int:
+        """Return the bytes of one of a layer's cells in one block: K and V of ``block_size`` tokens."""
+        codec = self.codec_of(layer)
+        return self.block_size * (codec.key_bytes(self.head_dim) + codec.value_bytes(self.head_dim))
 
     @cached_property
     def layout(self) -> CacheLayout:
-        """All layers in one group."""
-        layer = LayerKV(self.num_kv_heads, self.head_dim, self.head_dim)
-        return lay_out([layer] * self.num_layers, plain_codec(self.element_bytes), block_size=self.block_size)
+        """All layers in one group, also where their codecs differ: blocks are equal because each holds all of them."""
+        one = LayerKV(self.num_kv_heads, self.head_dim, self.head_dim)
+        codec = self.codec or plain_codec(self.element_bytes)
+        layers = tuple(
+            replace(one, codec=self.codec_of(layer)) if layer in self.skip_layers else one
+            for layer in range(self.num_layers)
+        )
+        group = CacheGroup(tuple(range(self.num_layers)), self.num_kv_heads, self.block_size)
+        bytes_per_token = sum(layer.bytes_per_token(codec) for layer in layers)
+        return CacheLayout(layers, codec, self.block_size, (group,), bytes_per_token * self.block_size)
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
         """The cache groups: one, which holds every cell."""
         return self.layout.groups
-
-    @property
-    def cell_bytes(self) -> int:
-        """Bytes of one cell in one block: K and V of ``block_size`` tokens."""
-        return self.bytes_per_block // self.groups[0].num_cells
 
     @property
     def bytes_per_block(self) -> int:

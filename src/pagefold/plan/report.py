@@ -59,7 +59,7 @@ def formula(layout: CacheLayout) -> list[str]:
         kinds[layer] = kinds.get(layer, 0) + 1
     terms = []
     for kind, num_layers in kinds.items():
-        key, value = layout.codec.vector_bytes(kind.key_dim), layout.codec.vector_bytes(kind.value_dim)
+        key, value = layout.codec.key_bytes(kind.key_dim), layout.codec.value_bytes(kind.value_dim)
         if kind.value_dim == 0:
             what = f"{num_layers} layers x {key} B (latent vector of {kind.key_dim})"
         elif key == value:

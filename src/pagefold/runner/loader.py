@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from pagefold.runner.attention import AttentionBackend, AttentionInputs
-    from pagefold.runner.slab import Slab
+    from pagefold.runner.slab import AnySlab
 
 __all__ = ["AttentionContext", "load_model"]
 
@@ -34,7 +34,9 @@ class AttentionContext:
 
     __slots__ = ("backend", "inputs", "layers", "max_model_len", "slab")
 
-    def __init__(self, backend: AttentionBackend, slab: Slab, inputs: AttentionInputs, *, max_model_len: int) -> None:
+    def __init__(
+        self, backend: AttentionBackend, slab: AnySlab, inputs: AttentionInputs, *, max_model_len: int
+    ) -> None:
         self.max_model_len = max_model_len
         self.backend = backend
         self.slab = slab
@@ -93,7 +95,7 @@ def _paged_attention(  # noqa: PLR0913 - transformers calls it so
         raise _refusal(module, "brings a mask of its own")
     if not getattr(module, "is_causal", True):
         raise _refusal(module, "looks at later tokens too: it is an encoder's")
-    shape = paged.inputs.lengths.shape[1], paged.slab.keys.shape[-1]
+    shape = paged.inputs.lengths.shape[1], paged.slab.head_dim
     for states in (key, value):
         if (states.shape[1], states.shape[3]) != shape:
             msg = f"has {states.shape[1]} KV heads of {states.shape[3]}, where the config says {shape[0]} of {shape[1]}"

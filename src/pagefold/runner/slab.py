@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -18,14 +18,56 @@ if TYPE_CHECKING:
 
     from pagefold.kv import CopyOp, KVGeometry
 
-__all__ = ["LAYOUT", "Slab"]
+__all__ = ["LAYOUT", "AnySlab", "Slab"]
 
 LAYOUT = "panels-v1"
 """Names the arrangement of bytes inside a block, for the namespace."""
 
 
+class AnySlab(Protocol):
+    """Blocks of one geometry, however K and V are stored in them: ``Slab``, and ``codec_slab.py``'s.
+
+    Attributes:
+        data: ``[num_blocks, ...]``, contiguous; what is beyond the first dimension is the implementation's own.
+        block_size: tokens a block.
+        head_dim: numbers of a head.
+    """
+
+    data: torch.Tensor
+    block_size: int
+    head_dim: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all blocks."""
+        ...
+
+    def as_bytes(self) -> NDArray[np.uint8]:
+        """Return a view of all blocks as bytes, ``[num_blocks, block_bytes]``, of a slab on the CPU."""
+        ...
+
+    def copy(self, ops: list[CopyOp]) -> None:
+        """Carry out copies, in order."""
+        ...
+
+    def write(self, cell: int, block_ids: torch.Tensor, entries: torch.Tensor, kv: tuple[torch.Tensor, ...]) -> None:
+        """Put K and V of some tokens into the slots of one cell.
+
+        Args:
+            cell: of all of them.
+            block_ids: int64 ``[n]``: of each token.
+            entries: int64 ``[n]``: which of its sequence's entries each is.
+            kv: K and V, ``[n, D]`` each, in any dtype.
+        """
+        ...
+
+    def read(self, cell: int, block_ids: torch.Tensor, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the K and V, ``[n, D]`` each, that entries have in one cell; arguments as in :meth:`write`."""
+        ...
+
+
 class Slab:
-    """Blocks of one geometry.
+    """Blocks of one geometry, whose numbers are stored as they are computed.
 
     Pages of memory are taken from the system as blocks are first written. What was never written is undefined, and
     attention never reads it.
@@ -36,6 +78,8 @@ class Slab:
 
     Attributes:
         data: ``[num_blocks, num_cells, 2, block_size * head_dim]``.
+        block_size: tokens a block.
+        head_dim: numbers of a head.
         keys: view ``[num_blocks, num_cells, block_size, head_dim]``.
         values: view ``[num_blocks, num_cells, block_size, head_dim]``.
     """
@@ -43,6 +87,7 @@ class Slab:
     def __init__(self, data: torch.Tensor, head_dim: int) -> None:
         num_blocks, num_cells, _, numbers = data.shape
         self.block_size = size = numbers // head_dim
+        self.head_dim = head_dim
         self.data = data
         self.keys = data[:, :, 0].view(num_blocks, num_cells, head_dim, size).transpose(2, 3)
         self.values = data[:, :, 1].view(num_blocks, num_cells, size, head_dim)
@@ -68,3 +113,13 @@ class Slab:
         """Carry out copies, in order."""
         for op in ops:
             self.data[op.dst] = self.data[op.src]
+
+    def write(self, cell: int, block_ids: torch.Tensor, entries: torch.Tensor, kv: tuple[torch.Tensor, ...]) -> None:
+        """Put K and V of some tokens into the slots of one cell; see :meth:`AnySlab.write`."""
+        slots = entries % self.block_size
+        self.keys[block_ids, cell, slots], self.values[block_ids, cell, slots] = kv
+
+    def read(self, cell: int, block_ids: torch.Tensor, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the K and V that entries have in one cell; see :meth:`AnySlab.read`."""
+        slots = entries % self.block_size
+        return self.keys[block_ids, cell, slots], self.values[block_ids, cell, slots]

@@ -18,9 +18,11 @@ from pagefold.runner.sampler import sample
 from pagefold.steps import StepPlan, StepResult, TokenLogprobs
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pagefold.kv import KVGeometry
     from pagefold.runner.inputs import StepInputs
-    from pagefold.runner.slab import Slab
+    from pagefold.runner.slab import AnySlab
     from pagefold.store import HostArena
 
 __all__ = ["Decoder", "TorchRunner"]
@@ -45,17 +47,24 @@ class TorchRunner:
         geometry: of its KV.
         slab: its blocks.
         arena: where evicted blocks are; None without a host tier.
+
+    Attributes:
+        on_prompt_logits: told, in each step that has prompt parts, the plan and the logits of these parts' tokens, one
+            part after another, ``[P, vocab]``; they may be valid until the next step only.
     """
 
-    def __init__(self, decoder: Decoder, geometry: KVGeometry, slab: Slab, arena: HostArena | None = None) -> None:
+    def __init__(self, decoder: Decoder, geometry: KVGeometry, slab: AnySlab, arena: HostArena | None = None) -> None:
         self.geometry = geometry
         self.slab = slab
         self.arena = arena
         self.decoder = decoder
+        self.on_prompt_logits: Callable[[StepPlan, torch.Tensor], None] = _ignore
 
     def run(self, plan: StepPlan) -> StepResult:
         """Run one step; see :class:`~pagefold.steps.Runner`."""
         logits, of_prompts = self._forward(plan)
+        if plan.prompt_parts:
+            self.on_prompt_logits(plan, of_prompts)
         token_ids = sample(adjust(logits, plan), plan.sampling, plan.seeds, plan.draws)
         return StepResult(token_ids, _sampled_logprobs(plan, logits, token_ids), _prompt_logprobs(plan, of_prompts))
 
@@ -98,6 +107,10 @@ class TorchRunner:
         plan.sampling_rows, plan.sampling = [0], [SamplingParams()]  # not greedy: the sampler has a kernel too
         plan.seeds, plan.draws = [0], [0]
         self.run(plan)
+
+
+def _ignore(_plan: StepPlan, _logits: torch.Tensor) -> None:
+    pass
 
 
 def _sampled_logprobs(plan: StepPlan, logits: torch.Tensor, token_ids: list[int]) -> list[TokenLogprobs]:

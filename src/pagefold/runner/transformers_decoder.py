@@ -12,7 +12,7 @@ from pagefold.runner.loader import AttentionContext
 if TYPE_CHECKING:
     from pagefold.runner.attention import AttentionBackend
     from pagefold.runner.inputs import StepInputs
-    from pagefold.runner.slab import Slab
+    from pagefold.runner.slab import AnySlab
 
 __all__ = ["TransformersDecoder"]
 
@@ -30,7 +30,7 @@ class TransformersDecoder:
     def __init__(
         self,
         model: Any,  # noqa: ANN401 - transformers' models have no common type
-        slab: Slab,
+        slab: AnySlab,
         attention: AttentionBackend,
         *,
         max_model_len: int,

@@ -4,32 +4,39 @@
 
     offset  bytes  field
          0      8  magic: "PAGEFOLD"
-         8      4  version: 1
+         8      4  version: 1, or 2 where the payload is packed
         12      4  bytes of the header: a multiple of 4,096, so that the payload is aligned
         16     32  layout: digest of weights, config, dtype, block size and who computed the block
         48     32  namespace: digest of the whole namespace, tenant and salt included
         80     32  parent: digest of the path before the block
        112     32  block: digest of the path up to its end
        144      4  bytes of the tokens
-       148      4  zero
-       152      8  bytes of the payload
-       160     16  checksum of the payload: XXH3, 128 bits
+       148      4  zero; in version 2 the bytes of the payload as it is packed
+       152      8  bytes of the block, which is the payload if it is not packed
+       160     16  checksum of the block: XXH3, 128 bits
        176      n  the block's tokens, 4 bytes each
      176+n     16  checksum of all before it
                    zeros to the end of the header, then the payload
 
 All numbers are little-endian. A frame is used only if every field is what the request needs; whatever is not is a miss
-with a cause. Digests are those of ``kv/names.py``.
+with a cause. Digests are those of ``kv/names.py``. How a payload is packed: ``transport/packing.py``.
 """
 
 from __future__ import annotations
 
+import os
 import struct
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import xxhash
 
 from pagefold.kv import TOKEN_BYTES, BlockName, KVGeometry, Namespace, root_digest
 from pagefold.transfers import MissCause
+
+if TYPE_CHECKING:
+    from pagefold.transport.packing import Packing
+    from pagefold.transport.plan import BlockPlan
 
 __all__ = ["ALIGNMENT", "VERSION", "BlockName", "FrameFormat", "checksum_of", "sizes_of"]
 
@@ -37,7 +44,9 @@ ALIGNMENT = 4096
 """Headers are multiples of it, and so are frames on a disk: what direct I/O asks for at most."""
 
 VERSION = 1
-"""Of the frames that are written here. Frames of another one are not read."""
+"""Of frames as they are written here, unpacked."""
+PACKED_VERSION = 2
+"""Of frames whose payload is packed. Frames of other versions are not read."""
 
 _MAGIC = b"PAGEFOLD"
 _HEAD = struct.Struct("<8sII32s32s32s32sIIQ16s")
@@ -56,13 +65,25 @@ class FrameFormat:
         layout: digest of all that decides how a block's bytes are to be read; 32 bytes.
         block_bytes: of a block.
         key_bytes: of a block's packed tokens.
+        plan: of what a block is made; None reads and writes no packed frames.
+        dropped_bits: of codes of 8 bit, when a block is packed; None packs none, and reads those of others.
 
     Attributes:
         header_bytes: of every header.
-        frame_bytes: of a header and a payload.
+        frame_bytes: of a header and a payload, if it is not packed.
     """
 
-    def __init__(self, layout: bytes, block_bytes: int, key_bytes: int) -> None:
+    def __init__(
+        self,
+        layout: bytes,
+        block_bytes: int,
+        key_bytes: int,
+        plan: BlockPlan | None = None,
+        dropped_bits: int | None = None,
+    ) -> None:
+        assert plan is None or plan.block_bytes == block_bytes, "a plan of other blocks"
+        self._plan = plan
+        self._dropped_bits = dropped_bits
         self.layout = layout
         self.block_bytes = block_bytes
         self.key_bytes = key_bytes
@@ -80,19 +101,86 @@ class FrameFormat:
         layout = Namespace(model=namespace.model, layout=namespace.layout, dtype=namespace.dtype)
         return cls(root_digest(layout.key()), geometry.bytes_per_block, geometry.block_size * TOKEN_BYTES)
 
-    def header(self, name: BlockName, checksum: bytes) -> bytes:
-        """Return the header of a block, whose payload has ``checksum``."""
+    def for_transport(self, plan: BlockPlan, dropped_bits: int | None) -> FrameFormat:
+        """Return the format for stores that take frames of any size; see the arguments of the class.
+
+        What is not restored to the same bytes is another layout: nobody takes it for the block itself.
+        """
+        layout = self.layout
+        if dropped_bits:
+            layout = root_digest(Namespace(model=layout.hex(), layout=f"lossy{8 - dropped_bits}").key())
+        return FrameFormat(layout, self.block_bytes, self.key_bytes, plan, dropped_bits)
+
+    @cached_property
+    def _packing(self) -> Packing | None:
+        """Made when it is first needed: it compiles."""
+        if self._plan is None:
+            return None
+        from pagefold.transport.packing import Packing  # noqa: PLC0415 - as above
+
+        return Packing(self._plan, self._dropped_bits or 0)
+
+    def trial_block(self) -> bytes:
+        """Return bytes as a block may have them, for trying a store: they can be packed as well as those of blocks."""
+        if self._dropped_bits is None or self._packing is None:
+            return os.urandom(self.block_bytes)
+        return self._packing.trial_block()
+
+    def encode(self, name: BlockName, payload: memoryview, checksum: bytes) -> tuple[bytes, memoryview]:
+        """Return the header and the payload of a frame as it travels: packed if that makes it smaller.
+
+        Args:
+            name: of the block.
+            payload: uint8, its bytes.
+            checksum: of them.
+        """
+        if self._dropped_bits is None or self._packing is None:
+            return self.header(name, checksum), payload
+        restored = self._packing.coarsened(payload)
+        if restored is not payload:
+            checksum = checksum_of(restored)
+        packed = self._packing.pack(restored)
+        if len(packed) >= self.block_bytes:
+            return self.header(name, checksum), restored
+        return self.header(name, checksum, len(packed)), memoryview(packed)
+
+    def decode(
+        self, header: memoryview | bytes, sent: memoryview, into: memoryview, wanted: BlockName
+    ) -> bytes | MissCause:
+        """Restore a block from a frame that has travelled; return its checksum, or what is wrong.
+
+        Args:
+            header: what was read where the header should be.
+            sent: uint8, what was read behind it.
+            into: uint8, ``block_bytes``, where the block goes; after a miss it means nothing.
+            wanted: the block that was asked for.
+        """
+        found = self._read_header(header)
+        if isinstance(found, MissCause):
+            return found
+        num_packed = found[2]
+        if num_packed:
+            if self._packing is None or len(sent) != num_packed or not self._packing.unpack(sent, into):
+                return MissCause.DAMAGED
+        elif len(sent) != self.block_bytes:
+            return MissCause.DAMAGED
+        else:
+            into[:] = sent
+        return self._verdict(found[0], found[1], into, wanted)
+
+    def header(self, name: BlockName, checksum: bytes, num_packed: int = 0) -> bytes:
+        """Return the header of a block that has ``checksum``, and is packed into so many bytes, or 0 if it is not."""
         assert len(name.key) == self.key_bytes, "a block of another size"
         head = _HEAD.pack(
             _MAGIC,
-            VERSION,
+            PACKED_VERSION if num_packed else VERSION,
             self.header_bytes,
             self.layout,
             name.namespace,
             name.parent,
             name.digest,
             self.key_bytes,
-            0,
+            num_packed,
             self.block_bytes,
             checksum,
         )
@@ -100,14 +188,24 @@ class FrameFormat:
         return (head + checksum_of(head)).ljust(self.header_bytes, b"\0")
 
     def read_header(self, header: memoryview | bytes) -> tuple[BlockName, bytes] | MissCause:
-        """Return what a header says it is the header of, and the checksum of its payload; or what is wrong with it."""
+        """Return what a header says it is the header of, and the checksum of its payload; or what is wrong with it.
+
+        It is one whose payload is not packed.
+        """
+        found = self._read_header(header)
+        if isinstance(found, MissCause):
+            return found
+        return MissCause.OTHER_VERSION if found[2] else found[:2]
+
+    def _read_header(self, header: memoryview | bytes) -> tuple[BlockName, bytes, int] | MissCause:
+        """Return the block's name and checksum, and the bytes that it is packed into; 0 if it is not."""
         raw = bytes(header)
         if len(raw) < _HEAD.size or raw[: len(_MAGIC)] != _MAGIC:
             return MissCause.DAMAGED
-        _, version, header_bytes, layout, namespace, parent, digest, key_bytes, _, block_bytes, checksum = (
+        _, version, header_bytes, layout, namespace, parent, digest, key_bytes, num_packed, block_bytes, checksum = (
             _HEAD.unpack_from(raw)
         )
-        if version != VERSION:
+        if version not in {VERSION, PACKED_VERSION}:
             return MissCause.OTHER_VERSION
         end = _HEAD.size + key_bytes
         if raw[end : end + _CHECKSUM_BYTES] != checksum_of(raw[:end]):
@@ -119,7 +217,9 @@ class FrameFormat:
             self.header_bytes,
         ):
             return MissCause.OTHER_LAYOUT
-        return BlockName(digest, parent, namespace, raw[_HEAD.size : end]), checksum
+        if (num_packed > 0) != (version == PACKED_VERSION):
+            return MissCause.DAMAGED
+        return BlockName(digest, parent, namespace, raw[_HEAD.size : end]), checksum, num_packed
 
     def check(self, header: memoryview | bytes, payload: memoryview | bytes, wanted: BlockName) -> bytes | MissCause:
         """Return the checksum of ``payload`` if this is the frame of ``wanted``, whole and unchanged; or what is wrong.
@@ -132,12 +232,16 @@ class FrameFormat:
         found = self.read_header(header)
         if isinstance(found, MissCause):
             return found
-        name, checksum = found
+        return self._verdict(*found, payload, wanted)
+
+    def _verdict(
+        self, name: BlockName, checksum: bytes, block: memoryview | bytes, wanted: BlockName
+    ) -> bytes | MissCause:
         if name.namespace != wanted.namespace:
             return MissCause.OTHER_NAMESPACE
         if name != wanted:
             return MissCause.OTHER_BLOCK
-        if memoryview(payload).nbytes != self.block_bytes or checksum_of(payload) != checksum:
+        if memoryview(block).nbytes != self.block_bytes or checksum_of(block) != checksum:
             return MissCause.DAMAGED
         return checksum
 

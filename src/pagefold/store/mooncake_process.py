@@ -51,14 +51,20 @@ class Lane:
         self._connection = connection
         self.is_owed = False
 
-    def ask(self, verb: str, keys: Sequence[str], deadline: Deadline) -> list[int]:
+    def ask(self, verb: str, keys: Sequence[str], deadline: Deadline, sizes: Sequence[int] | None = None) -> list[int]:
         """Return what the client answers, a number a key.
+
+        Args:
+            verb: what to do.
+            keys: with what.
+            deadline: of the answer.
+            sizes: bytes of each frame that is put.
 
         Raises:
             TimeoutError: it has not answered in time; the lane is owed an answer.
             EOFError, OSError: the process has ended.
         """
-        self._connection.send((verb, list(keys)))
+        self._connection.send((verb, list(keys), sizes))
         self.is_owed = True
         if not self._connection.poll(deadline.left_s()):
             raise TimeoutError(deadline.told())

@@ -191,10 +191,13 @@ class MooncakeStore:
 
     def _put(self, puts: Sequence[Put]) -> int:
         with self._call() as (lane, deadline):
+            sizes = []
             for put, frame in zip(puts, lane.area, strict=False):
-                frame[: self._form.header_bytes] = np.frombuffer(self._form.header(put.name, put.checksum), np.uint8)
-                np.copyto(frame[self._form.header_bytes :], np.frombuffer(put.payload, np.uint8))
-            answers = lane.ask("put", self._keys([put.name.digest for put in puts]), deadline)
+                header, payload = self._form.encode(put.name, put.payload, put.checksum)
+                sizes.append(len(header) + len(payload))
+                frame[: len(header)] = np.frombuffer(header, np.uint8)
+                np.copyto(frame[len(header) : sizes[-1]], np.frombuffer(payload, np.uint8))
+            answers = lane.ask("put", self._keys([put.name.digest for put in puts]), deadline, sizes)
             return sum(answer in {0, _EXISTS} for answer in _checked(answers, fine=_NOT_KEPT | {_EXISTS}))
 
     def _get(self, gets: Sequence[Get]) -> list[bytes | MissCause]:
@@ -208,10 +211,8 @@ class MooncakeStore:
     def _taken(self, get: Get, frame: NDArray[np.uint8], answer: int) -> bytes | MissCause:
         if answer < 0:
             return _MISSES[answer]
-        num_bytes = max(0, answer - self._form.header_bytes)
-        payload = np.frombuffer(get.into, np.uint8)[:num_bytes]
-        np.copyto(payload, frame[self._form.header_bytes : answer])
-        return self._form.check(frame[: min(answer, self._form.header_bytes)].data, payload.data, get.name)
+        end = self._form.header_bytes
+        return self._form.decode(frame[: min(answer, end)].data, frame[end : max(answer, end)].data, get.into, get.name)
 
     def _ask(self, verb: str, digests: Sequence[bytes], *, fine: Container[int] = ()) -> list[int]:
         with self._call() as (lane, deadline):

@@ -81,15 +81,14 @@ def _own_address(host: str, port: int) -> str:
 def _serve(store: Any, lane: Connection, begin: int, frame_bytes: int) -> None:  # noqa: ANN401
     while True:
         try:
-            verb, keys = lane.recv()
+            verb, keys, sizes = lane.recv()
         except (EOFError, OSError):
             return
         places = [begin + index * frame_bytes for index in range(len(keys))]
-        sizes = [frame_bytes] * len(keys)
         if verb == "put":
             answer = store.batch_put_from(keys, places, sizes)
         elif verb == "get":
-            answer = store.batch_get_into(keys, places, sizes)
+            answer = store.batch_get_into(keys, places, [frame_bytes] * len(keys))
         elif verb == "exist":
             answer = store.batch_is_exist(keys)
         elif verb == "remove":

@@ -8,42 +8,51 @@ from typing import TYPE_CHECKING
 
 from pagefold.store.disk import DiskStore
 from pagefold.store.remote import open_remote
+from pagefold.transport.plan import DROPPED_BITS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pagefold.config import EngineConfig
     from pagefold.store.breaker import Change
     from pagefold.store.frame import FrameFormat
     from pagefold.store.protocol import BlockStore
+    from pagefold.transport.plan import BlockPlan
 
 __all__ = ["open_stores"]
 
 _log = logging.getLogger(__name__)
 
 
-def open_stores(config: EngineConfig, frames: FrameFormat) -> list[BlockStore]:
+def open_stores(config: EngineConfig, frames: FrameFormat, plan: Callable[[], BlockPlan]) -> list[BlockStore]:
     """Open them.
 
     Args:
         config: says where they are.
         frames: of the model's blocks.
+        plan: returns of what they are made, for packing what goes over a network. Places on a disk are all of one
+            size, so there nothing is packed.
 
     Raises:
         ConfigError: one cannot be used, and must be.
     """
     with contextlib.ExitStack() as opened:
-        stores = _opened(config, frames, opened)
+        stores = _opened(config, frames, plan, opened)
         opened.pop_all()
     return stores
 
 
-def _opened(config: EngineConfig, frames: FrameFormat, opened: contextlib.ExitStack) -> list[BlockStore]:
+def _opened(
+    config: EngineConfig, frames: FrameFormat, plan: Callable[[], BlockPlan], opened: contextlib.ExitStack
+) -> list[BlockStore]:
     stores: list[BlockStore] = []
     if config.kv_disk_path is not None:
         limit_bytes = int(config.kv_disk_size * 2**30)
         stores.append(DiskStore(config.kv_disk_path, limit_bytes, frames, label=config.model))
         opened.callback(stores[-1].close)
     if config.kv_remote_url is not None:
-        remote = open_remote(config.kv_remote_url, frames, on_change=_tell)
+        packed = frames.for_transport(plan(), DROPPED_BITS[config.kv_transport_codec])
+        remote = open_remote(config.kv_remote_url, packed, on_change=_tell)
         opened.callback(remote.close)
         if config.kv_remote_required:
             remote.connect()

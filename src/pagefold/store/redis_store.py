@@ -160,18 +160,16 @@ class RedisStore:
         return self._prefix + digest.hex().encode()
 
     def _set(self, put: Put) -> tuple[Any, ...]:
-        frame = self._form.header(put.name, put.checksum) + put.payload
-        return "SET", self._key(put.name.digest), frame, *self._expiry
+        header, payload = self._form.encode(put.name, put.payload, put.checksum)
+        return "SET", self._key(put.name.digest), header + payload, *self._expiry
 
     def _taken(self, get: Get, answer: bytes | redis.ResponseError | None) -> bytes | MissCause:
         if answer is None:
             return MissCause.ABSENT
         if isinstance(answer, redis.ResponseError) or len(answer) > self._form.frame_bytes:
             return MissCause.DAMAGED
-        payload = memoryview(answer)[self._form.header_bytes :]
-        brought = get.into[: len(payload)]
-        brought[:] = payload
-        return self._form.check(answer[: self._form.header_bytes], brought, get.name)
+        sent = memoryview(answer)[self._form.header_bytes :]
+        return self._form.decode(answer[: self._form.header_bytes], sent, get.into, get.name)
 
     def _memory(self) -> Mapping[str, Any]:
         facts: Mapping[str, Any] = next(self._ask([("INFO", "memory")]))

@@ -14,22 +14,32 @@ if TYPE_CHECKING:
 __all__ = ["AttentionBackend", "AttentionInputs", "choose_backend"]
 
 
-def choose_backend(name: str, dtype: torch.dtype, *, block_size: int, head_dim: int) -> AttentionBackend:
+def choose_backend(
+    name: str, dtype: torch.dtype, *, block_size: int, head_dim: int, pairs_codes: bool = False
+) -> AttentionBackend:
     """Return the implementation of that name; ``auto`` is the fastest that can do this dtype and shape.
+
+    Args:
+        name: ``auto``, ``cpu`` or ``reference``.
+        dtype: of queries, keys and values.
+        block_size: tokens a block.
+        head_dim: numbers of a head.
+        pairs_codes: whether a byte of a block holds codes of two of a head's numbers.
 
     Raises:
         ConfigError: ``cpu`` was asked for and cannot.
     """
     import torch  # noqa: PLC0415 - the one thing needed of it
 
-    can_cpu = dtype == torch.float32 and block_size % 4 == 0 and head_dim % 4 == 0
+    multiple = 8 if pairs_codes else 4
+    can_cpu = dtype == torch.float32 and block_size % 4 == 0 and head_dim % multiple == 0
     if name == "reference" or (name == "auto" and not can_cpu):
         return reference_attention
     if not can_cpu:
         msg = (
-            f"The cpu attention backend computes in float32, with block_size and head_dim divisible by 4, not {dtype}, "
+            f"The cpu attention backend computes in float32, with block_size divisible by 4 and head_dim by {multiple}"
         )
-        msg += f"{block_size} and {head_dim}."
+        msg += f": not {dtype}, {block_size} and {head_dim}."
         raise ConfigError(msg, remedy="Use attention_backend=auto or reference.")
     from pagefold.runner.attention.cpu import CpuAttention  # noqa: PLC0415 - numba takes a second to import
 

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from numba import njit, prange
 
-from pagefold.runner.attention.kernel import attend, merge
+from pagefold.runner.attention.kernel import attend, merge, write
+from pagefold.runner.attention.kernel_slab import KEY_FORMAT, VALUE_FORMAT, kernel_slab
 from pagefold.runner.attention.scratch import Scratch, make_scratch
 from pagefold.runner.attention.work import AttentionWork, WorkDealer
+from pagefold.runner.kernels.attention_tiles import attention_tiles
 from pagefold.runner.kernels.compiled import part, specialised
-from pagefold.runner.kernels.simd import attention_tiles
 from pagefold.runner.kernels.team import SYNC_WIDTH, claim, finish, wait
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pagefold.runner.attention.inputs import AttentionInputs
-    from pagefold.runner.slab import Slab
+    from pagefold.runner.slab import AnySlab
 
 __all__ = ["AttentionRoom", "CpuAttention", "scale_and_cap"]
 
@@ -45,9 +46,11 @@ def scale_and_cap(scale: float, softcap: float) -> tuple[np.float32, np.float32]
 class AttentionRoom:
     """The dealer and the room to work in, for one slab and one model's heads: what is kept between steps."""
 
-    def __init__(self, slab: Slab, num_heads: int, num_kv_heads: int, num_members: int) -> None:
-        head_dim = slab.keys.shape[-1]
-        self.tiles = attention_tiles(slab.block_size, head_dim)
+    def __init__(self, slab: AnySlab, num_heads: int, num_kv_heads: int, num_members: int) -> None:
+        head_dim = slab.head_dim
+        self.slab = kernel_slab(slab)
+        formats = np.unique(self.slab.cells[:, [KEY_FORMAT, VALUE_FORMAT]])
+        self.tiles = attention_tiles(slab.block_size, head_dim, map(int, formats))
         self.group = num_heads // num_kv_heads
         self.dealer = WorkDealer(len(slab.data), slab.block_size, self.group)
         num_rows = self.dealer.tokens_per_item * self.group
@@ -73,7 +76,7 @@ class CpuAttention:
     def __init__(self, num_threads: int) -> None:
         self._num_threads = min(num_threads, numba.config.NUMBA_NUM_THREADS)
         self._room: AttentionRoom | None = None
-        self._slab: Slab | None = None
+        self._slab: AnySlab | None = None
         self._inputs: AttentionInputs | None = None
         self._work: AttentionWork | None = None
         self._sync = np.zeros((_NUM_PHASES, SYNC_WIDTH), np.int64)
@@ -84,7 +87,7 @@ class CpuAttention:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        slab: Slab,
+        slab: AnySlab,
         inputs: AttentionInputs,
         layer: int,
         scale: float,
@@ -106,7 +109,7 @@ class CpuAttention:
             query.contiguous().numpy(),
             key.contiguous().numpy(),
             value.contiguous().numpy(),
-            slab.data.numpy(),
+            room.slab,
             layer,
             *scale_and_cap(scale, softcap),
             room.scratch,
@@ -118,27 +121,11 @@ class CpuAttention:
         self._kernel(*arguments)
         return out
 
-    def _room_for(self, slab: Slab, num_heads: int, num_kv_heads: int) -> AttentionRoom:
+    def _room_for(self, slab: AnySlab, num_heads: int, num_kv_heads: int) -> AttentionRoom:
         if self._room is None or self._slab is not slab or self._room.group != num_heads // num_kv_heads:
             self._room = AttentionRoom(slab, num_heads, num_kv_heads, self._num_threads)
             self._slab, self._inputs, self._kernel = slab, None, None
         return self._room
-
-
-@part()
-def write(slab, work, layer, t, h, key, value):
-    """Write K and V, ``[D]``, of token ``t`` and KV head ``h`` into the token's block."""
-    head_dim = len(key)
-    block_size = slab.shape[3] // head_dim
-    s = work.seq_of[t]
-    entry = work.lengths[s, h if work.lengths.shape[1] > 1 else 0] - (work.query_starts[s + 1] - t)
-    block = work.tables[s, h if work.tables.shape[1] > 1 else 0, entry // block_size]
-    cell = work.cells[s if work.cells.shape[0] > 1 else 0, layer, h]
-    keys, values = slab[block, cell, 0], slab[block, cell, 1]
-    offset = entry % block_size
-    for d in range(head_dim):
-        keys[d * block_size + offset] = key[d]
-        values[offset * head_dim + d] = value[d]
 
 
 @part()
@@ -154,6 +141,13 @@ def member_scratch(scratch, member):
         scratch.totals[member],
         scratch.state_tops[member],
         scratch.state_totals[member],
+        scratch.sums[member],
+        scratch.shifts[member],
+        scratch.first_shifts[member],
+        scratch.scales[member],
+        scratch.zeros[member],
+        scratch.vector[member],
+        scratch.spare[member],
         scratch.limits[member],
         scratch.ends[member],
         scratch.blocks[member],
@@ -164,19 +158,19 @@ def member_scratch(scratch, member):
 def _member(tiles, member, sync, work, query, key, value, slab, layer, scale, softcap, scratch, partials, out):
     num_tokens, num_kv_heads = key.shape[0], key.shape[1]
     num_chunks = (num_tokens + _TOKENS_A_WRITE - 1) // _TOKENS_A_WRITE
+    own = member_scratch(scratch, member)
     while True:
         chunk = claim(sync, _WRITE)
         if chunk >= num_chunks:
             break
         for t in range(chunk * _TOKENS_A_WRITE, min((chunk + 1) * _TOKENS_A_WRITE, num_tokens)):
             for h in range(num_kv_heads):
-                write(slab, work, layer, t, h, key[t, h], value[t, h])
+                write(slab, work, layer, t, h, key[t, h], value[t, h], own)
         finish(sync, _WRITE)
     wait(sync, _WRITE, num_chunks)
-    own = member_scratch(scratch, member)
     attend(tiles, sync, _ATTEND, work, query, slab, layer, scale, softcap, own, partials, out)
     if work.num_slots:
-        merge(sync, _MERGE, work, partials, out)
+        merge(sync, _MERGE, work, slab, layer, own, partials, out)
 
 
 @njit(cache=True, parallel=True, nogil=True, error_model="numpy")

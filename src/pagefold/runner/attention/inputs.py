@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from pagefold.runner.slab import Slab
+    from pagefold.runner.slab import AnySlab
 
 __all__ = ["AttentionBackend", "AttentionInputs"]
 
@@ -53,7 +53,7 @@ class AttentionBackend(Protocol):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        slab: Slab,
+        slab: AnySlab,
         inputs: AttentionInputs,
         layer: int,
         scale: float,

@@ -4,21 +4,44 @@ An item's query rows are its tokens times the query heads of one KV head, so K a
 tile of tokens, and for all sequences that share the split. Three passes over a split: scores (a matrix tile over panels
 of K), softmax over each row, the weighted sum (a matrix tile over V). Slots that hold no entry are never read into a
 result.
+
+Where K and V are encoded, tiles load codes (see ``attention_tiles.py``), and scales are applied beside them: with
+``k = code * scale + zero`` a score is ``(q . code) * scale + sum(q) * zero``, and the sum of weighted values is that of
+codes weighted by ``weight * scale``, plus the sum of ``weight * zero``, in each number. Where they are rotated, queries
+are rotated before the first pass and outputs rotated back after the last.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from pagefold.runner.attention.kernel_slab import (
+    KEY_FORMAT,
+    KEY_SCALES,
+    KEYS,
+    ROTATION,
+    VALUE_FORMAT,
+    VALUE_SCALES,
+    VALUES,
+)
 from pagefold.runner.attention.work import AttentionWork
+from pagefold.runner.codecs.kernel import encode, from_bfloat16, hadamard
+from pagefold.runner.kernels.attention_tiles import (
+    BFLOAT16,
+    E4M3_SCALED,
+    FLOAT16,
+    FLOAT32,
+    INT4,
+    INT8,
+)
 from pagefold.runner.kernels.compiled import part
+from pagefold.runner.kernels.emit import call_tile, fetch
 from pagefold.runner.kernels.exponential import exp2_row
-from pagefold.runner.kernels.simd import call_tile
 from pagefold.runner.kernels.team import claim, finish, wait
 
-__all__ = ["AttentionWork", "attend", "merge"]
+__all__ = ["AttentionWork", "attend", "merge", "write"]
 
-_FLOAT_BYTES = 4
+_FLOAT_BYTES, _LINE_BYTES = 4, 64
 _NOTHING = np.float32(-1e30)  # the score of no entry at all: finite, so that no difference of two is NaN
 _TOKENS_A_MERGE = 4
 
@@ -34,37 +57,170 @@ def _fold(top, total, acc, other_top, other_total, other):
 
 
 @part()
-def _attend_split(
-    tiles, blocks, block_size, head_dim, num_entries, query, limits, scores, powers, acc, tops, totals, softcap
-):
-    """Attend to one split: ``query`` [R, D], of which row r sees the first ``limits[r]`` of ``num_entries`` entries.
+def _code_bytes(form):
+    """Return the bytes of a code, or for ``INT4`` of a pair."""
+    if form == FLOAT32:
+        return 4
+    return 2 if form in {FLOAT16, BFLOAT16} else 1
 
-    Leaves the sum of weighted values in ``acc`` [R, D], the largest score in ``tops``, the weights' sum in ``totals``.
+
+@part()
+def _num_scales(form):
+    if form == INT4:
+        return 2
+    return 1 if form in {INT8, E4M3_SCALED} else 0
+
+
+@part()
+def write(slab, work, layer, t, h, key, value, scratch):
+    """Write K and V, ``[D]``, of token ``t`` and KV head ``h`` into the token's block. ``scratch`` is the member's."""
+    head_dim, block_size = slab.head_dim, slab.block_size
+    s = work.seq_of[t]
+    entry = work.lengths[s, h if work.lengths.shape[1] > 1 else 0] - (work.query_starts[s + 1] - t)
+    block = work.tables[s, h if work.tables.shape[1] > 1 else 0, entry // block_size]
+    cell = work.cells[s if work.cells.shape[0] > 1 else 0, layer, h]
+    slot = entry % block_size
+    parts = slab.cells[cell]
+    key_format, value_format, rotation = parts[KEY_FORMAT], parts[VALUE_FORMAT], parts[ROTATION]
+    if key_format == FLOAT32:
+        keys, values = slab.floats[block, parts[KEYS] // 4 :], slab.floats[block, parts[VALUES] // 4 :]
+        for d in range(head_dim):
+            keys[d * block_size + slot] = key[d]
+            values[slot * head_dim + d] = value[d]
+        return
+    views = slab.codes[block], slab.halves[block], slab.floats[block]
+    room = scratch.vector
+    for d in range(head_dim):
+        room[d] = key[d] - slab.centres[cell, min(entry, 1), d]
+    if rotation:
+        hadamard(room, rotation, scratch.spare)
+    size = _code_bytes(key_format)
+    begin, step = parts[KEYS] + slot * size, block_size * size
+    encode(views, key_format, room, begin, step, parts[KEY_SCALES] + 2 * slot, block_size)
+    for d in range(head_dim):
+        room[d] = value[d]
+    if rotation:
+        hadamard(room, rotation, scratch.spare)
+    size = _code_bytes(value_format)
+    row_bytes = head_dim // 2 if value_format == INT4 else head_dim * size
+    begin = parts[VALUES] + slot * row_bytes
+    encode(views, value_format, room, begin, size, parts[VALUE_SCALES] + 2 * slot, block_size)
+
+
+@part()
+def _read_scales(slab, table, first, begin, num_scales, num_entries, scales, zeros):
+    """Read the scales of a split's entries, and their zero points; ``begin`` is where a block has them, in bytes."""
+    block_size = slab.block_size
+    for b in range((num_entries + block_size - 1) // block_size):
+        halves = slab.halves[table[first + b], begin // 2 :]
+        start = b * block_size
+        for e in range(min(block_size, num_entries - start)):
+            scales[start + e] = from_bfloat16(halves[e])
+            if num_scales > 1:
+                zeros[start + e] = from_bfloat16(halves[block_size + e])
+
+
+@part()
+def _attend_split(tiles, slab, cell, table, first, num_entries, query, room, acc, softcap):
+    """Attend to one split: ``query`` [R, D], of which row r sees the first ``room.limits[r]`` of ``num_entries``.
+
+    Leaves the sum of weighted values in ``acc`` [R, D], the largest score in ``room.tops``, the weights' sum in
+    ``room.totals``. ``table[first]`` is the split's first block.
     """
-    num_rows, width, lanes = len(limits), scores.shape[1], tiles.lanes
+    num_rows, lanes = len(query), tiles.lanes
+    block_size, head_dim = slab.block_size, slab.head_dim
+    scores, blocks, limits = room.scores, room.blocks, room.limits
+    width = scores.shape[1]
+    parts = slab.cells[cell]
+    key_format, value_format = parts[KEY_FORMAT], parts[VALUE_FORMAT]
+    num_blocks = (num_entries + block_size - 1) // block_size
+    base = slab.codes.ctypes.data + parts[KEYS]
+    is_encoded = _num_scales(key_format) + _num_scales(value_format) > 0
+    for b in range(num_blocks):
+        blocks[b] = base + np.int64(table[first + b]) * slab.codes.shape[1]
+        if is_encoded:
+            fetch(blocks[b] + parts[KEY_SCALES] - parts[KEYS])
     columns_a_block = block_size // lanes
     num_columns = (num_entries + lanes - 1) // lanes
+    column_bytes = lanes * _code_bytes(key_format)
+    panel_step = block_size if key_format == FLOAT32 else block_size * _code_bytes(key_format)
     for c in range(0, num_columns, 2):
         d = min(c + 1, num_columns - 1)  # an odd one's partner is itself: nobody reads those scores
         e = min(c + 2, num_columns - 1)
         f = min(c + 3, num_columns - 1)
-        w0 = blocks[c // columns_a_block] + (c % columns_a_block) * lanes * _FLOAT_BYTES
-        w1 = blocks[d // columns_a_block] + (d % columns_a_block) * lanes * _FLOAT_BYTES
-        n0 = blocks[e // columns_a_block] + (e % columns_a_block) * lanes * _FLOAT_BYTES
-        n1 = blocks[f // columns_a_block] + (f % columns_a_block) * lanes * _FLOAT_BYTES
-        call_tile(tiles.scores, (
-            query.ctypes.data, head_dim, w0, w1, block_size,
+        if value_format != FLOAT32:  # narrow rows end before the processor has noticed that they are a stream
+            for at in range(parts[VALUES] - parts[KEYS], parts[KEY_SCALES] - parts[KEYS], _LINE_BYTES):
+                fetch(blocks[c // columns_a_block] + at)
+                fetch(blocks[d // columns_a_block] + at)
+        w0 = blocks[c // columns_a_block] + (c % columns_a_block) * column_bytes
+        w1 = blocks[d // columns_a_block] + (d % columns_a_block) * column_bytes
+        n0 = blocks[e // columns_a_block] + (e % columns_a_block) * column_bytes
+        n1 = blocks[f // columns_a_block] + (f % columns_a_block) * column_bytes
+        call_tile(tiles.scores[key_format], (
+            query.ctypes.data, head_dim, w0, w1, panel_step,
             scores.ctypes.data + c * lanes * _FLOAT_BYTES, width, head_dim, num_rows, n0, n1,
         ))  # fmt: skip
+    num_scales = _num_scales(key_format)
+    if num_scales:
+        _read_scales(slab, table, first, parts[KEY_SCALES], num_scales, num_entries, room.scales, room.zeros)
+        for r in range(num_rows):
+            _scale_scores(scores[r], room.scales, room.zeros, num_scales, query[r], num_entries)
+            if first == 0:  # the first entry has a centre of its own
+                scores[r, 0] += room.first_shifts[r] - room.shifts[r]
+            if softcap != 0.0:  # tanh sees a shift, as softmax does not
+                for e in range(num_entries):
+                    scores[r, e] += room.shifts[r]
     for r in range(num_rows):
-        tops[r], totals[r] = exp2_row(scores[r], limits[r], num_entries, softcap, powers, _NOTHING)
+        room.tops[r], room.totals[r] = exp2_row(scores[r], limits[r], num_entries, softcap, room.powers, _NOTHING)
+    num_scales = _num_scales(value_format)
+    if num_scales:
+        _read_scales(slab, table, first, parts[VALUE_SCALES], num_scales, num_entries, room.scales, room.zeros)
+        for r in range(num_rows):
+            room.sums[r] = _scale_weights(scores[r], room.scales, room.zeros, num_scales, limits[r])
     step = lanes * tiles.vectors
-    num_blocks = (num_entries + block_size - 1) // block_size
-    for d in range(0, head_dim, step):
-        call_tile(tiles.values, (
+    num_columns = head_dim // 2 if value_format == INT4 else head_dim
+    size = _code_bytes(value_format)
+    row_step = head_dim if value_format == FLOAT32 else num_columns * size
+    offset = parts[VALUES] - parts[KEYS]
+    for d in range(0, num_columns, step):
+        at = offset // _FLOAT_BYTES + d if value_format == FLOAT32 else offset + d * size
+        call_tile(tiles.values[value_format], (
             scores.ctypes.data, width, blocks.ctypes.data, num_blocks, block_size, num_entries,
-            head_dim * block_size + d, head_dim, acc.ctypes.data + d * _FLOAT_BYTES, head_dim, num_rows,
+            at, row_step, acc.ctypes.data + d * _FLOAT_BYTES, head_dim, num_rows,
         ))  # fmt: skip
+    if num_scales > 1:
+        for r in range(num_rows):
+            for d in range(head_dim):
+                acc[r, d] += room.sums[r]
+
+
+_FAST = {"reassoc", "contract", "nsz"}
+
+
+@part(fastmath=_FAST)
+def _scale_scores(scores, scales, zeros, num_scales, query, num_entries):
+    """Turn products with codes into scores, in place."""
+    if num_scales == 1:
+        for e in range(num_entries):
+            scores[e] *= scales[e]
+    else:
+        total = np.float32(0.0)
+        for d in range(len(query)):
+            total += query[d]
+        for e in range(num_entries):
+            scores[e] = scores[e] * scales[e] + total * zeros[e]
+
+
+@part(fastmath=_FAST)
+def _scale_weights(weights, scales, zeros, num_scales, num_seen):
+    """Make weights of codes of weights of values, in place; return what the zero points come to."""
+    total = np.float32(0.0)
+    if num_scales > 1:
+        for e in range(num_seen):
+            total += weights[e] * zeros[e]
+    for e in range(num_seen):
+        weights[e] *= scales[e]
+    return total
 
 
 @part()
@@ -74,7 +230,7 @@ def attend(tiles, sync, phase, work, query, slab, layer, scale, softcap, scratch
     Args:
         tiles: :class:`AttentionTiles`.
         query: ``[T, H, D]``, or wider: rows are ``query.shape[1]`` heads apart.
-        slab: ``[num_blocks, num_cells, 2, block_size * head_dim]``.
+        slab: :class:`~pagefold.runner.attention.kernel_slab.KernelSlab`.
         scale: factor of the scores; with ``softcap`` it leads to tanh's argument, else to powers of two.
         scratch: this member's :class:`Scratch`.
         partials: ``[num_slots, H, D + 2]``.
@@ -83,16 +239,12 @@ def attend(tiles, sync, phase, work, query, slab, layer, scale, softcap, scratch
     head_dim, num_heads = out.shape[2], out.shape[1]
     num_kv_heads = work.cells.shape[2]
     group = num_heads // num_kv_heads
-    block_size = slab.shape[3] // head_dim
+    block_size = slab.block_size
     split_size = work.split_size
     blocks_a_split = split_size // block_size
     table_step, length_step = int(work.tables.shape[1] > 1), int(work.lengths.shape[1] > 1)
     cell_step = int(work.cells.shape[0] > 1)
     num_items = len(work.items)
-    base = slab.ctypes.data
-    cell_bytes = 2 * slab.shape[3] * _FLOAT_BYTES
-    block_bytes = slab.shape[1] * cell_bytes
-    scores, powers, blocks = scratch.scores, scratch.powers, scratch.blocks
     while True:
         item = claim(sync, phase)
         if item >= num_items:
@@ -104,6 +256,8 @@ def attend(tiles, sync, phase, work, query, slab, layer, scale, softcap, scratch
         limits, tops, totals = scratch.limits[:num_rows], scratch.tops[:num_rows], scratch.totals[:num_rows]
         state_tops, state_totals = scratch.state_tops, scratch.state_totals
         longest = 0
+        cell = work.cells[s * cell_step, layer, h]
+        rotation = slab.cells[cell, ROTATION]
         for i in range(first, end):
             t = work.tokens[i]
             owner = work.seq_of[t]
@@ -112,23 +266,23 @@ def attend(tiles, sync, phase, work, query, slab, layer, scale, softcap, scratch
             for g in range(group):
                 row = (i - first) * group + g
                 scratch.ends[row] = limit
+                shift = first_shift = np.float32(0.0)
                 for d in range(head_dim):
                     q[row, d] = query[t, h * group + g, d] * scale
-        cell = work.cells[s * cell_step, layer, h]
+                    first_shift += q[row, d] * slab.centres[cell, 0, d]
+                    shift += q[row, d] * slab.centres[cell, 1, d]
+                scratch.shifts[row], scratch.first_shifts[row] = shift, first_shift
+                if rotation:
+                    hadamard(q[row], rotation, scratch.spare)
         first_split, end_split = (0, (longest + split_size - 1) // split_size) if split < 0 else (split, split + 1)
         for k in range(first_split, end_split):
             start = k * split_size
             num_entries = min(split_size, longest - start)
-            for b in range((num_entries + block_size - 1) // block_size):
-                block = np.int64(work.tables[s, h * table_step, k * blocks_a_split + b])
-                blocks[b] = base + block * block_bytes + cell * cell_bytes
             for row in range(num_rows):
                 limits[row] = max(0, min(num_entries, scratch.ends[row] - start))
             into = acc if k > first_split else state
-            _attend_split(
-                tiles, blocks, block_size, head_dim, num_entries, q, limits, scores, powers, into, tops,
-                totals, softcap,
-            )  # fmt: skip
+            table = work.tables[s, h * table_step]
+            _attend_split(tiles, slab, cell, table, k * blocks_a_split, num_entries, q, scratch, into, softcap)
             for row in range(num_rows):
                 if k == first_split:
                     state_tops[row], state_totals[row] = tops[row], totals[row]
@@ -145,6 +299,8 @@ def attend(tiles, sync, phase, work, query, slab, layer, scale, softcap, scratch
                     weight = np.float32(1.0) / state_totals[row]
                     for d in range(head_dim):
                         out[t, h * group + g, d] = state[row, d] * weight
+                    if rotation:
+                        hadamard(out[t, h * group + g], rotation, scratch.spare)
                 else:
                     part = partials[slot + split, h * group + g]
                     for d in range(head_dim):
@@ -156,11 +312,12 @@ def attend(tiles, sync, phase, work, query, slab, layer, scale, softcap, scratch
 
 
 @part()
-def merge(sync, phase, work, partials, out):
+def merge(sync, phase, work, slab, layer, scratch, partials, out):
     """Put the splits of each token together, in order. ``partials`` is folded in place."""
     num_tokens, num_heads, head_dim = out.shape
     group = num_heads // work.cells.shape[2]
     length_step = int(work.lengths.shape[1] > 1)
+    rotation = slab.cells[work.cells[0, layer, 0], ROTATION]  # a layer's cells have one codec
     num_chunks = (num_tokens + _TOKENS_A_MERGE - 1) // _TOKENS_A_MERGE
     while True:
         chunk = claim(sync, phase)
@@ -183,5 +340,7 @@ def merge(sync, phase, work, partials, out):
                 weight = np.float32(1.0) / total
                 for d in range(head_dim):
                     out[t, head, d] = state[d] * weight
+                if rotation:
+                    hadamard(out[t, head], rotation, scratch.spare)
         finish(sync, phase)
     wait(sync, phase, num_chunks)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pagefold.runner.attention.inputs import AttentionInputs
-    from pagefold.runner.slab import Slab
+    from pagefold.runner.slab import AnySlab
 
 __all__ = ["reference_attention"]
 
@@ -20,7 +20,7 @@ def reference_attention(  # noqa: PLR0913, PLR0917 - the operands of the op
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    slab: Slab,
+    slab: AnySlab,
     inputs: AttentionInputs,
     layer: int,
     scale: float,
@@ -31,18 +31,18 @@ def reference_attention(  # noqa: PLR0913, PLR0917 - the operands of the op
     queries = query.reshape(num_tokens, num_kv_heads, -1, head_dim)  # [T, Hkv, G, D]
     out = torch.empty(queries.shape, dtype=query.dtype)
     parts = list(_parts(inputs, layer, slab.block_size))
-    for tokens, heads, blocks, cells, offsets in parts:
-        num_old = len(offsets) - (tokens.stop - tokens.start)
-        new = blocks[:, num_old:], cells, offsets[num_old:]
-        slab.keys[new] = key[tokens, heads].transpose(0, 1)
-        slab.values[new] = value[tokens, heads].transpose(0, 1)
-    for tokens, heads, blocks, cells, offsets in parts:
-        keys = slab.keys[blocks, cells, offsets]  # [h, n, D]
-        values = slab.values[blocks, cells, offsets]  # [h, n, D]
+    for tokens, heads, blocks, cells, entries in parts:
+        num_old = len(entries) - (tokens.stop - tokens.start)
+        for h, (cell, block_ids) in enumerate(zip(cells.tolist(), blocks, strict=True)):
+            kv = key[tokens, heads[h]], value[tokens, heads[h]]
+            slab.write(cell, block_ids[num_old:], entries[num_old:], kv)
+    for tokens, heads, blocks, cells, entries in parts:
+        read = [slab.read(cell, block_ids, entries) for cell, block_ids in zip(cells.tolist(), blocks, strict=True)]
+        keys, values = (torch.stack(vectors).to(query.dtype) for vectors in zip(*read, strict=True))  # [h, n, D] each
         scores = torch.einsum("qhgd,hnd->hgqn", queries[tokens, heads], keys) * scale
         if softcap:
             scores = softcap * (scores / softcap).tanh()
-        num_entries = len(offsets)
+        num_entries = len(entries)
         last_seen = torch.arange(num_entries - (tokens.stop - tokens.start), num_entries)
         visible = torch.arange(num_entries)[None] <= last_seen[:, None]  # [q, n]
         weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
@@ -57,15 +57,15 @@ class _Part(NamedTuple):
         tokens: which of the step's tokens are the sequence's.
         heads: int64 ``[h]``.
         blocks: int64 ``[h, n]``: where each entry lies: its block,
-        cells: int64 ``[h, 1]``: the cell in it,
-        offsets: int64 ``[n]``: and the slot in that.
+        cells: int64 ``[h]``: the cell in it,
+        entries: int64 ``[n]``: and which entry it is, from which follows the slot in that.
     """
 
     tokens: slice
     heads: torch.Tensor
     blocks: torch.Tensor
     cells: torch.Tensor
-    offsets: torch.Tensor
+    entries: torch.Tensor
 
 
 def _parts(inputs: AttentionInputs, layer: int, block_size: int) -> Iterator[_Part]:
@@ -78,6 +78,6 @@ def _parts(inputs: AttentionInputs, layer: int, block_size: int) -> Iterator[_Pa
                 tokens,
                 torch.from_numpy(heads),
                 torch.from_numpy(inputs.tables[s, heads][:, entries // block_size].astype(np.int64)),
-                torch.from_numpy(inputs.cells[s, layer, heads].astype(np.int64))[:, None],
-                torch.from_numpy(entries % block_size),
+                torch.from_numpy(inputs.cells[s, layer, heads].astype(np.int64)),
+                torch.from_numpy(entries),
             )

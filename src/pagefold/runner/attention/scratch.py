@@ -20,6 +20,10 @@ class Scratch(NamedTuple):
         scores: float32 ``[M, R, W]``.
         powers: int32 ``[M, W]``.
         tops, totals, state_tops, state_totals: float32 ``[M, R]``.
+        sums: float32 ``[M, R]``: what zero points of V add.
+        shifts, first_shifts: float32 ``[M, R]``: what centring took off a row's scores, off that of entry 0.
+        scales, zeros: float32 ``[M, W]``: of a split's entries.
+        vector, spare: float32 ``[M, D]``: one K or V that is being encoded, and room to rotate it.
         limits, ends: int32 ``[M, R]``: entries that a row sees of the split, and of all.
         blocks: int64 ``[M, W]``: addresses of a split's blocks.
     """
@@ -33,6 +37,13 @@ class Scratch(NamedTuple):
     totals: NDArray[np.float32]
     state_tops: NDArray[np.float32]
     state_totals: NDArray[np.float32]
+    sums: NDArray[np.float32]
+    shifts: NDArray[np.float32]
+    first_shifts: NDArray[np.float32]
+    scales: NDArray[np.float32]
+    zeros: NDArray[np.float32]
+    vector: NDArray[np.float32]
+    spare: NDArray[np.float32]
     limits: NDArray[np.int32]
     ends: NDArray[np.int32]
     blocks: NDArray[np.int64]
@@ -56,6 +67,13 @@ def make_scratch(num_members: int, num_rows: int, split_size: int, head_dim: int
         totals=floats(*rows),
         state_tops=floats(*rows),
         state_totals=floats(*rows),
+        sums=floats(*rows),
+        shifts=floats(*rows),
+        first_shifts=floats(*rows),
+        scales=floats(num_members, width),
+        zeros=floats(num_members, width),
+        vector=floats(num_members, head_dim),
+        spare=floats(num_members, head_dim),
         limits=np.zeros(rows, np.int32),
         ends=np.zeros(rows, np.int32),
         blocks=np.zeros((num_members, width), np.int64),

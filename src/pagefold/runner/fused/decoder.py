@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pagefold.runner.fused.families import FusedConfig
     from pagefold.runner.fused.weights import DecoderWeights
     from pagefold.runner.inputs import StepInputs
-    from pagefold.runner.slab import Slab
+    from pagefold.runner.slab import AnySlab
 
 __all__ = ["FusedDecoder"]
 
@@ -47,8 +47,7 @@ class FusedDecoder:
         num_threads: how many work together.
     """
 
-    def __init__(self, config: FusedConfig, weights: DecoderWeights, slab: Slab, *, num_threads: int) -> None:
-        self._slab = slab
+    def __init__(self, config: FusedConfig, weights: DecoderWeights, slab: AnySlab, *, num_threads: int) -> None:
         self._num_threads = min(num_threads, numba.config.NUMBA_NUM_THREADS)
         self._num_heads = config.num_heads
         self._num_kv_heads = config.num_kv_heads
@@ -83,7 +82,7 @@ class FusedDecoder:
             step,
             work,
             self._scale,
-            self._slab.data.numpy(),
+            self._attention.slab,
             self._room,
             self._attention.scratch,
             self._attention.partials(work.num_slots),

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numba import njit, prange
 
-from pagefold.runner.attention.cpu import member_scratch, write
-from pagefold.runner.attention.kernel import attend, merge
+from pagefold.runner.attention.cpu import member_scratch
+from pagefold.runner.attention.kernel import attend, merge, write
 from pagefold.runner.kernels.compiled import part
+from pagefold.runner.kernels.emit import call_tile
 from pagefold.runner.kernels.exponential import silu_times
-from pagefold.runner.kernels.simd import call_tile
 from pagefold.runner.kernels.team import claim, finish, wait
 
 if TYPE_CHECKING:
@@ -249,7 +249,7 @@ def _matmul_gate_up(tiles, num_members, sync, phase, x, num_tokens, panels, scal
 
 
 @part()
-def _place(sync, phase, weights, step, work, layer, room, slab):
+def _place(sync, phase, weights, step, work, layer, room, slab, scratch):
     """Biases, norms and rope of q and k; K and V go into their blocks."""
     num_tokens = len(step.token_ids)
     num_heads, head_dim = room.attended.shape[1], room.attended.shape[2]
@@ -275,7 +275,7 @@ def _place(sync, phase, weights, step, work, layer, room, slab):
             for h in range(num_kv_heads):
                 key = (num_heads + h) * head_dim
                 value = key + num_kv_heads * head_dim
-                write(slab, work, layer, t, h, row[key : key + head_dim], row[value : value + head_dim])
+                write(slab, work, layer, t, h, row[key : key + head_dim], row[value : value + head_dim], scratch)
         finish(sync, phase)
     wait(sync, phase, num_chunks)
 
@@ -306,10 +306,10 @@ def _member(
             room.qkv,
             0,
         )
-        _place(sync, phase + 2, weights, step, work, layer, room, slab)
+        _place(sync, phase + 2, weights, step, work, layer, room, slab, own)
         attend(attention_tiles, sync, phase + 3, work, query, slab, layer, scale, np.float32(0.0), own, partials, out)
         if work.num_slots:
-            merge(sync, phase + 4, work, partials, out)
+            merge(sync, phase + 4, work, slab, layer, own, partials, out)
         _matmul(
             tiles,
             num_members,

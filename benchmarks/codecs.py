@@ -1,0 +1,211 @@
+"""What codecs of the KV cache cost and give: bytes, the attention kernel, decoding, and requests held at once.
+
+* bytes a token of a head of 64 with its scales, against 16 bit: arithmetic, which a test holds the slab to;
+* attention: the op alone, SmolLM2's shape (9 query heads, 3 KV heads of 64, blocks of 16), 32 requests of 4,096 tokens,
+  each in blocks of its own, one new token each. CPU time of one thread, blocks of every codec against float32's,
+  interleaved, the median of the ratio of two neighbours;
+* decode: SmolLM2-135M, 32 requests of 2,048 tokens, each in blocks of its own (filled with random K and V, so that no
+  prompt has to be computed), one greedy token each a step: the runner's whole step. Codec and float32 step in turn;
+* concurrency: how many of 128 requests of 96 + 64 tokens run at once in the same KV bytes: the mean over the
+  engine's steps while others wait, against blocks of 16 bit (``float16``).
+
+How much quality a codec costs, ``pagefold eval`` says.
+
+    python benchmarks/codecs.py [--only bytes,attention,decode,concurrency] [--repeats 9] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from array import array
+from typing import TYPE_CHECKING
+
+import numpy as np
+from report import Row, machine, parser, print_report
+
+if TYPE_CHECKING:
+    from pagefold.engine.engine import Engine
+    from pagefold.runner.slab import AnySlab
+    from pagefold.steps import StepPlan
+
+NUM_REQUESTS, CONTEXT = 32, 4096
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 9, 3, 64, 16
+MODEL = "smollm2-135m"
+BYTES_ASKED = {"int8_per_token_head": 0.54, "int4_per_token_head": 0.29, "k8v4": 0.42}
+ATTENTION_ASKED = {"int8_per_token_head": 0.6, "int4_per_token_head": 0.6}
+HELD_ASKED = {"int8_per_token_head": 1.85, "int4_per_token_head": 3.4}
+DECODE_ASKED = {"int8_per_token_head": 1.15}
+NAMES = ("float16", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head", "k8v4", "int4_per_token_head")
+
+
+def main() -> None:
+    """Measure and report."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--only", default="bytes,attention,decode,concurrency")
+    arguments.add_argument("--repeats", type=int, default=9)
+    args = arguments.parse_args()
+    where = machine()
+    parts = {"bytes": measure_bytes, "attention": measure_attention, "decode": measure_decode,
+             "concurrency": measure_concurrency}  # fmt: skip
+    rows = [row for name in args.only.split(",") for row in parts[name](args.repeats)]
+    print_report("codecs", rows, where, args.json)
+
+
+def measure_bytes(_repeats: int) -> list[Row]:
+    """Bytes a token."""
+    from pagefold.kv import CODECS
+
+    exact = CODECS["float16"]
+    rows = []
+    for name in NAMES[1:]:
+        ours, theirs = (one.key_bytes(HEAD_DIM) + one.value_bytes(HEAD_DIM) for one in (CODECS[name], exact))
+        rows.append(_row(f"{name}: bytes against 16 bit", BYTES_ASKED.get(name), ours / theirs, at_most=True))
+    return rows
+
+
+def measure_attention(repeats: int) -> list[Row]:
+    """Kernel time over distinct contexts."""
+    import torch
+
+    from pagefold.kv import CODECS, KVGeometry
+    from pagefold.runner.attention.cpu import CpuAttention
+    from pagefold.runner.attention.inputs import AttentionInputs
+    from pagefold.runner.codec_slab import CodecSlab
+
+    width = CONTEXT // BLOCK_SIZE
+    num_blocks = NUM_REQUESTS * width
+    tables = np.random.default_rng(0).permutation(num_blocks).reshape(NUM_REQUESTS, 1, -1).astype(np.int32)
+    inputs = AttentionInputs(
+        query_starts=np.arange(NUM_REQUESTS + 1, dtype=np.int32),
+        tables=np.broadcast_to(tables, (NUM_REQUESTS, NUM_KV_HEADS, width)),
+        lengths=np.broadcast_to(np.int32(CONTEXT), (NUM_REQUESTS, NUM_KV_HEADS)),
+        cells=np.broadcast_to(np.arange(NUM_KV_HEADS, dtype=np.int32), (NUM_REQUESTS, 1, NUM_KV_HEADS)),
+    )
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(NUM_REQUESTS, NUM_HEADS, HEAD_DIM, generator=generator)
+    key, value = torch.randn(2, NUM_REQUESTS, NUM_KV_HEADS, HEAD_DIM, generator=generator)
+    block_ids = torch.arange(num_blocks).repeat_interleave(BLOCK_SIZE)
+    entries = torch.arange(num_blocks * BLOCK_SIZE)
+
+    def attend(name: str) -> tuple[CpuAttention, CodecSlab]:
+        slab = CodecSlab.allocate(KVGeometry(1, NUM_KV_HEADS, HEAD_DIM, 4, BLOCK_SIZE, CODECS[name]), num_blocks)
+        for cell in range(NUM_KV_HEADS):
+            slab.write(cell, block_ids, entries, tuple(torch.randn(2, len(entries), HEAD_DIM, generator=generator)))
+        return CpuAttention(1), slab
+
+    def seconds(attention: CpuAttention, slab: CodecSlab) -> float:
+        begin = time.process_time()
+        attention(query, key, value, slab, inputs, 0, HEAD_DIM**-0.5)
+        return time.process_time() - begin
+
+    exact = attend("float32")
+    rows = []
+    for name in NAMES:
+        ours = attend(name)
+        pairs = [(seconds(*ours), seconds(*exact)) for _ in range(repeats + 1)][1:]
+        ratio = statistics.median(mine / theirs for mine, theirs in pairs)
+        mine, theirs = (1000 * statistics.median(one) for one in zip(*pairs, strict=True))
+        row = _row(f"{name}: decode attention against fp32 blocks", ATTENTION_ASKED.get(name), ratio, at_most=True)
+        rows.append(Row(row.what, row.asked, f"{row.got} ({mine:.1f} of {theirs:.1f} ms)", row.ok, row.values))
+    return rows
+
+
+def measure_decode(repeats: int) -> list[Row]:
+    """Output tokens a second of the runner, model and sampler included."""
+    num_tokens = 2048
+    width = num_tokens // BLOCK_SIZE + 1
+    runners = {
+        name: _engine(name, num_requests=NUM_REQUESTS, num_tokens=2080).runner for name in ("auto", *DECODE_ASKED)
+    }
+    for runner in runners.values():
+        _fill(runner.slab, runner.geometry.groups[0].num_cells, NUM_REQUESTS * width)
+    speeds: dict[str, list[float]] = {name: [] for name in runners}
+    for turn in range(2 * repeats + 2):
+        plan = _step(num_tokens + turn % BLOCK_SIZE, width)
+        for name, runner in runners.items():
+            begin = time.perf_counter()
+            runner.run(plan)
+            speeds[name].append(NUM_REQUESTS / (time.perf_counter() - begin))
+    speeds = {name: told[2:] for name, told in speeds.items()}
+    rows = [Row("float32: output tokens/s, 32 requests of 2k", "", f"{statistics.median(speeds['auto']):.0f}")]
+    for name, asked in DECODE_ASKED.items():
+        ratio = statistics.median(a / b for a, b in zip(speeds[name], speeds["auto"], strict=True))
+        rows.append(_row(f"{name}: output tokens/s, 32 requests of 2k, against float32", asked, ratio, at_most=False))
+    return rows
+
+
+def _fill(slab: AnySlab, num_cells: int, num_blocks: int) -> None:
+    import torch
+
+    block_ids = torch.arange(num_blocks).repeat_interleave(BLOCK_SIZE)
+    entries = torch.arange(num_blocks * BLOCK_SIZE)
+    kv = torch.randn(2, len(entries), HEAD_DIM)
+    for cell in range(num_cells):
+        slab.write(cell, block_ids, entries, (kv[0], kv[1]))
+
+
+def _step(start: int, width: int) -> StepPlan:
+    from pagefold import SamplingParams
+    from pagefold.kv import BlockId
+    from pagefold.steps import StepPlan
+
+    plan = StepPlan(start)
+    plan.token_ids = array("i", range(100, 100 + NUM_REQUESTS))
+    plan.starts, plan.num_tokens = [start] * NUM_REQUESTS, [1] * NUM_REQUESTS
+    plan.block_ids = [[BlockId(width * row + at) for at in range(width)] for row in range(NUM_REQUESTS)]
+    plan.sampling_rows = list(range(NUM_REQUESTS))
+    plan.sampling = [SamplingParams(temperature=0.0)] * NUM_REQUESTS
+    plan.seeds = plan.draws = [0] * NUM_REQUESTS
+    return plan
+
+
+def measure_concurrency(_repeats: int) -> list[Row]:
+    """Requests that run at once in the same bytes."""
+    from pagefold import SamplingParams
+
+    num_bytes = 12 * 160 * 30 * NUM_KV_HEADS * 2 * 128  # twelve requests of 160 tokens in 16 bit
+    held = {}
+    for name in ("float16", *HELD_ASKED):
+        engine = _engine(name, num_requests=128, num_tokens=160, num_bytes=num_bytes)
+        random = np.random.default_rng(1)
+        for index in range(128):
+            token_ids = array("i", random.integers(100, 40_000, 96).tolist())
+            engine.add(str(index), token_ids, SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True))
+        running: list[int] = []
+        while engine.has_work:
+            engine.step()
+            if engine.scheduler.waiting:
+                running.append(len(engine.scheduler.running))
+        held[name] = statistics.mean(running)
+    rows = []
+    for name, asked in HELD_ASKED.items():
+        what = f"{name}: requests at once, {held[name]:.1f}, in bytes that hold {held['float16']:.1f} in 16 bit"
+        rows.append(_row(what, asked, held[name] / held["float16"], at_most=False))
+    return rows
+
+
+def _engine(name: str, *, num_requests: int, num_tokens: int, num_bytes: int | None = None) -> Engine:
+    from pagefold import LLM
+
+    llm = LLM(
+        MODEL,
+        kv_cache_dtype=name,
+        max_model_len=num_tokens,
+        max_num_seqs=num_requests,
+        max_num_batched_tokens=512,
+        kv_cache_memory_bytes=num_bytes,
+        enable_prefix_caching=False,
+    )
+    return llm.engine
+
+
+def _row(what: str, asked: float | None, got: float, *, at_most: bool) -> Row:
+    if asked is None:
+        return Row(what, "", f"{got:.3f} x", values={"ratio": got})
+    is_ok = got <= asked if at_most else got >= asked
+    return Row(what, f"{'<=' if at_most else '>='} {asked:g} x", f"{got:.3f} x", is_ok, {"ratio": got})
+
+
+if __name__ == "__main__":
+    main()

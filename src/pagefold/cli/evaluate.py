@@ -1,0 +1,245 @@
+"""``pagefold eval``: what a KV codec, or another setting, costs on a model and a text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path  # noqa: TC003 - typer reads it
+from typing import TYPE_CHECKING, Annotated, Literal, cast
+
+import typer
+from rich.console import Console
+
+from pagefold.cli.fail import fail
+from pagefold.cli.models import progress_bar
+from pagefold.cli.serve import check_installed, parse_layers, quiet_transformers
+from pagefold.config import EngineConfig, cache_dir
+from pagefold.errors import ConfigError, PagefoldError
+from pagefold.kv import KV_CACHE_DTYPES
+from pagefold.verdicts import Verdict, floor_of, subject_of, write_verdict
+from pagefold.whole_file import check_writable, write_whole
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pagefold.config import AttentionBackend, Dtype, ModelImpl
+    from pagefold.hub.progress import Progress
+    from pagefold.quality.result import Evaluation
+    from pagefold.quality.setting import Setting
+    from pagefold.quality.texts import Text
+
+__all__ = ["evaluate"]
+
+_WHAT, _TEXT, _ANSWER, _ENGINE = "What is evaluated", "Text", "Answer", "Engine"
+
+
+def evaluate(  # noqa: PLR0913 - one parameter a flag
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A built-in name, a local folder, or a hub id org/name.")
+    ] = "smollm2-135m",
+    *,
+    kv_cache_dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CODECS",
+            help="Codecs, with commas: int8_per_token_head,fp8_e4m3. All that have a quality floor if not given.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    kv_cache_dtype_skip_layers: Annotated[
+        str | None,
+        typer.Option(metavar="LAYERS", help="Layers that stay in 16 bit, such as 0,29.", rich_help_panel=_WHAT),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="UTF-8; State of the Union addresses and Moby-Dick if not given, fetched once.",
+            rich_help_panel=_TEXT,
+        ),
+    ] = None,
+    context_len: Annotated[int, typer.Option(help="Tokens of a context.", rich_help_panel=_TEXT)] = 2048,
+    num_contexts: Annotated[
+        int | None, typer.Option(help="How many; 8 if not given and the text has them.", rich_help_panel=_TEXT)
+    ] = None,
+    greedy_tokens: Annotated[
+        int, typer.Option(help="Of each greedy continuation; 0 for none.", rich_help_panel=_TEXT)
+    ] = 64,
+    needles: Annotated[
+        int, typer.Option(help="Needles at each of five depths; 0 for none.", rich_help_panel=_TEXT)
+    ] = 2,
+    num_bins: Annotated[int, typer.Option(help="Into which positions are put.", rich_help_panel=_TEXT)] = 8,
+    seed: Annotated[int, typer.Option(help="Of needles and resampling.", rich_help_panel=_TEXT)] = 0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON instead of tables.", rich_help_panel=_ANSWER)
+    ] = False,
+    png: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw a picture, too.", rich_help_panel=_ANSWER)
+    ] = None,
+    recommend: Annotated[
+        bool,
+        typer.Option("--recommend", help="Name the smallest codec within the bound.", rich_help_panel=_ANSWER),
+    ] = False,
+    max_perplexity_change: Annotated[
+        float,
+        typer.Option(metavar="SHARE", help="That bound: 0.01 is one percent.", rich_help_panel=_ANSWER),
+    ] = 0.01,
+    kv_quality_floor: Annotated[
+        float | None,
+        typer.Option(metavar="SHARE", help="Top-1 agreement, as pagefold serve has it.", rich_help_panel=_ANSWER),
+    ] = None,
+    save: Annotated[
+        bool,
+        typer.Option(help="Keep the verdicts in the cache folder, where serve reads them.", rich_help_panel=_ANSWER),
+    ] = True,
+    dtype: Annotated[
+        str, typer.Option(help="auto, float32, float64, bfloat16 or float16.", rich_help_panel=_ENGINE)
+    ] = "auto",
+    block_size: Annotated[int, typer.Option(help="Tokens a KV block.", rich_help_panel=_ENGINE)] = 16,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(help="Tokens computed in one step: long texts are read in chunks.", rich_help_panel=_ENGINE)
+    ] = 512,
+    attention_backend: Annotated[str, typer.Option(help="auto, cpu or reference.", rich_help_panel=_ENGINE)] = "auto",
+    model_impl: Annotated[
+        str, typer.Option(help="Who computes the layers: auto, pagefold or transformers.", rich_help_panel=_ENGINE)
+    ] = "auto",
+    quantization: Annotated[
+        str | None, typer.Option(help="int8: weights of a quarter of the size, on both sides.", rich_help_panel=_ENGINE)
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="Threads that compute; all cores if not given.", rich_help_panel=_ENGINE)
+    ] = None,
+) -> None:
+    """Measure on MODEL what codecs of its KV cost, against the exact cache in the same run."""
+    try:
+        check_installed()
+        config = EngineConfig(
+            model=model,
+            dtype=cast("Dtype", dtype),  # the config checks it
+            block_size=block_size,
+            kv_quality_floor=kv_quality_floor,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=min(8, max_num_batched_tokens),
+            attention_backend=cast("AttentionBackend", attention_backend),
+            model_impl=cast("ModelImpl", model_impl),
+            quantization=cast("Literal['int8'] | None", quantization),
+            threads=threads,
+        )
+        layers = parse_layers(kv_cache_dtype_skip_layers)
+        if png is not None:
+            from pagefold.quality.figure import ensure_matplotlib  # noqa: PLC0415 - only here
+
+            ensure_matplotlib()
+            check_writable(png)
+        if not max_perplexity_change >= 0:
+            msg = f"max_perplexity_change is {max_perplexity_change}."
+            raise ConfigError(msg, remedy="Give a share, such as 0.01 for one percent.")
+        from pagefold.quality.evaluate import Question  # noqa: PLC0415 - torch comes with it
+        from pagefold.quality.evaluate import evaluate as run  # noqa: PLC0415
+
+        settings = _settings(config, kv_cache_dtype, layers)
+        quiet_transformers(is_loaded=True)
+        with progress_bar() as progress:
+            question = Question(
+                settings=list(settings.values()),
+                texts=_texts(text, progress),
+                context_len=context_len,
+                num_contexts=num_contexts,
+                num_greedy_tokens=greedy_tokens,
+                num_haystacks=needles,
+                num_bins=num_bins,
+                seed=seed,
+            )
+            evaluation = run(config, question, progress=progress)
+        if save:
+            _save(evaluation, config, settings)
+        if png is not None:
+            from pagefold.quality.figure import evaluation_png  # noqa: PLC0415 - matplotlib comes with it
+
+            write_whole(png, evaluation_png(evaluation))
+        floors = {name: floor_of(setting.apply(config)) for name, setting in settings.items()}
+        told = _recommended(evaluation, max_perplexity_change, floors) if recommend else None
+        _print(evaluation, floors, told, as_json=as_json)
+    except PagefoldError as error:
+        fail(error)
+
+
+def _settings(config: EngineConfig, codecs: str | None, layers: tuple[int, ...]) -> dict[str, Setting]:
+    """Return what is evaluated, by name. Codecs that the model cannot have are left out if none was named."""
+    from pagefold.engine.build import plan_engine  # noqa: PLC0415 - torch comes with it
+    from pagefold.quality.setting import Setting  # noqa: PLC0415
+
+    named = [name.strip() for name in codecs.split(",")] if codecs is not None else None
+    settings: dict[str, Setting] = {}
+    for name in named or dict.fromkeys(KV_CACHE_DTYPES.values()):
+        of_codec: dict[str, object] = {"kv_cache_dtype": name}
+        if layers and name != "auto":
+            of_codec["kv_cache_dtype_skip_layers"] = layers
+        setting = Setting("auto again" if name == "auto" else name, of_codec)
+        try:
+            applied = setting.apply(config)
+            if named is None and floor_of(applied):
+                plan_engine(applied)
+        except ConfigError as error:
+            if named is not None:
+                raise
+            typer.echo(f"left out: {error}", err=True)
+            continue
+        if named is not None or floor_of(applied):
+            settings[setting.name] = setting
+    return settings
+
+
+def _texts(file: Path | None, progress: Progress) -> list[Text]:
+    from pagefold.quality.texts import fetch_default_texts, read_text  # noqa: PLC0415
+
+    return fetch_default_texts(cache_dir(), progress=progress) if file is None else [read_text(file)]
+
+
+def _save(evaluation: Evaluation, config: EngineConfig, settings: Mapping[str, Setting]) -> None:
+    for found in evaluation.settings:
+        applied = settings[found.name].apply(config)
+        if floor_of(applied):
+            verdict = Verdict(
+                model=evaluation.model,
+                fingerprint=evaluation.fingerprint,
+                subject=subject_of(applied),
+                top1_agreement=found.top1_agreement.value,
+                top1_standard_error=found.top1_agreement.standard_error,
+                perplexity_change=found.perplexity_change.value,
+                kl=found.kl.value,
+                num_tokens=evaluation.num_tokens,
+                context_len=evaluation.context_len,
+                text=evaluation.text,
+                text_digest=evaluation.text_digest,
+                date=evaluation.date,
+                version=evaluation.version,
+            )
+            write_verdict(verdict, cache_dir())
+
+
+def _recommended(evaluation: Evaluation, max_perplexity_change: float, floors: Mapping[str, float]) -> tuple[str, str]:
+    """Return the codec to use, and why."""
+    from pagefold.quality.recommend import recommend  # noqa: PLC0415
+
+    found = recommend(evaluation, max_perplexity_change, lambda setting: floors[setting.name])
+    bound = f"perplexity within {max_perplexity_change:.2%} of the exact cache's, and top-1 agreement over its floor"
+    if found is None:
+        return "auto", f"no codec that was evaluated has {bound}"
+    share = found.bytes_per_token / evaluation.exact_bytes_per_token
+    return found.name, f"the smallest with {bound}: {share:.0%} of the bytes"
+
+
+def _print(evaluation: Evaluation, floors: Mapping[str, float], told: tuple[str, str] | None, *, as_json: bool) -> None:
+    if as_json:
+        answer = evaluation.as_dict()
+        if told is not None:
+            answer["recommended"] = {"kv_cache_dtype": told[0], "why": told[1]}
+        typer.echo(json.dumps(answer, indent=2))
+        return
+    from pagefold.cli.eval_tables import eval_tables  # noqa: PLC0415
+
+    console = Console()
+    for piece in eval_tables(evaluation, floors):
+        console.print(piece)
+    if told is not None:
+        typer.echo(f"recommended: --kv-cache-dtype {told[0]} ({told[1]})")

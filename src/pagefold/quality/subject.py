@@ -1,0 +1,104 @@
+"""Subject: an engine under one setting, made to read and to continue token sequences.
+
+It is the engine that a server has: the scheduler cuts prompts into chunks, the runner writes their K and V into blocks
+and attends to what the blocks then hold. Nothing of a setting is imitated here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pagefold.engine.build import build_engine, plan_engine
+from pagefold.errors import PagefoldError
+from pagefold.request import SamplingParams
+from pagefold.runner.torch_runner import TorchRunner
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from pagefold.config import EngineConfig
+    from pagefold.engine.outputs import OutputDelta
+    from pagefold.quality.setting import Setting
+    from pagefold.steps import StepPlan
+
+__all__ = ["Subject"]
+
+_READING = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
+
+
+class Subject:
+    """An engine, started.
+
+    Args:
+        setting: which it is under.
+        config: the engine's, the setting included.
+
+    Attributes:
+        setting: as above.
+        bytes_per_token: of its KV, scales included.
+        first: the position of the first of ``rows``.
+        rows: logits of the positions that were read last and not yet taken, ``[N, vocab]``; valid until it reads on.
+    """
+
+    def __init__(self, setting: Setting, config: EngineConfig) -> None:
+        blueprint = plan_engine(config)
+        self.setting = setting
+        self.bytes_per_token = blueprint.geometry.bytes_per_token
+        self.engine = build_engine(blueprint)
+        runner = self.engine.runner
+        assert isinstance(runner, TorchRunner), "logits are what torch runners have"
+        runner.on_prompt_logits = self._note
+        self.first = 0
+        self.rows: torch.Tensor | None = None
+        self._num_requests = 0
+
+    def begin(self, token_ids: Sequence[int]) -> None:
+        """Begin to read a text; nothing else may run."""
+        self._add(token_ids, _READING)
+
+    def read_on(self) -> None:
+        """Compute until there are ``rows``, if none are left of before; None after the last position."""
+        while self.rows is None and self.engine.has_requests:
+            self._step()
+
+    def take(self, num_rows: int) -> torch.Tensor:
+        """Take the next rows, in order of position."""
+        assert self.rows is not None, "nothing was read"
+        taken, rest = self.rows[:num_rows], self.rows[num_rows:]
+        self.first += num_rows
+        self.rows = rest if len(rest) else None
+        return taken
+
+    def continue_all(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
+        """Return the next ``num_tokens`` greedy tokens of each prompt, which run together."""
+        how = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        outputs: dict[str, list[int]] = {self._add(prompt, how): [] for prompt in prompts}
+        while self.engine.has_requests:
+            for delta in self._step():
+                outputs[delta.request_id] += delta.token_ids
+        return list(outputs.values())
+
+    def close(self) -> None:
+        """Let go of what the engine holds beside memory."""
+        self.engine.close()
+
+    def _add(self, token_ids: Sequence[int], how: SamplingParams) -> str:
+        self._num_requests += 1
+        name = f"eval-{self._num_requests}"
+        self.engine.add(name, list(token_ids), how)
+        return name
+
+    def _step(self) -> list[OutputDelta]:
+        deltas = self.engine.step()
+        for delta in deltas:
+            if delta.error is not None:
+                msg = f"The engine failed under the setting {self.setting.name}: {delta.error}"
+                raise PagefoldError(msg)
+        return deltas
+
+    def _note(self, plan: StepPlan, logits: torch.Tensor) -> None:
+        """Keep a step's rows. One request reads at a time, so a plan has one part; a step that failed comes again."""
+        (part,) = plan.prompt_parts
+        self.first, self.rows = plan.starts[part.row] + part.offset, logits

@@ -1,0 +1,96 @@
+"""KernelSlab: the blocks as kernels see them: bytes, and where in a block the parts of each cell are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from pagefold.runner.codecs.hadamard import hadamard_size
+from pagefold.runner.kernels.attention_tiles import FLOAT32
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from pagefold.runner.codec_slab import CodecSlab
+    from pagefold.runner.slab import AnySlab, Slab
+
+__all__ = [
+    "KEYS",
+    "KEY_FORMAT",
+    "KEY_SCALES",
+    "ROTATION",
+    "VALUES",
+    "VALUE_FORMAT",
+    "VALUE_SCALES",
+    "KernelSlab",
+    "kernel_slab",
+]
+
+KEYS, VALUES, KEY_SCALES, VALUE_SCALES, KEY_FORMAT, VALUE_FORMAT, ROTATION = range(7)
+"""Columns of ``KernelSlab.cells``."""
+
+_NO_ROTATION = 0
+
+
+class KernelSlab(NamedTuple):
+    """All blocks, as numbers of several kinds: the same memory.
+
+    Attributes:
+        codes: uint8 ``[num_blocks, block_bytes]``.
+        halves: uint16 ``[num_blocks, block_bytes / 2]``.
+        floats: float32 ``[num_blocks, block_bytes / 4]``.
+        cells: int64 ``[num_cells, 7]``: of each cell the bytes where K's codes, V's codes, K's scales and V's scales
+            begin, the numbers of K's and V's formats, and how many numbers are rotated together, 0 for none.
+        centres: float32 ``[num_cells, 2, D]``: what is taken off K before it is encoded: off a sequence's first entry,
+            and off all others.
+        block_size: tokens a block.
+        head_dim: D.
+    """
+
+    codes: NDArray[np.uint8]
+    halves: NDArray[np.uint16]
+    floats: NDArray[np.float32]
+    cells: NDArray[np.int64]
+    centres: NDArray[np.float32]
+    block_size: int
+    head_dim: int
+
+
+def kernel_slab(slab: AnySlab) -> KernelSlab:
+    """Return the blocks of a slab on the CPU, without copying them.
+
+    Args:
+        slab: of float32 numbers, or encoded.
+    """
+    from pagefold.runner.codec_slab import CodecSlab  # noqa: PLC0415 - it imports what imports this
+    from pagefold.runner.slab import Slab  # noqa: PLC0415
+
+    if isinstance(slab, CodecSlab):
+        cells, centres = _encoded_cells(slab), slab.centres.numpy()
+    else:
+        assert isinstance(slab, Slab), "a slab of a kind that kernels do not know"
+        cells, centres = _plain_cells(slab), np.zeros((slab.data.shape[1], 2, slab.head_dim), np.float32)
+    codes = slab.as_bytes()
+    return KernelSlab(
+        codes, codes.view(np.uint16), codes.view(np.float32), cells, centres, slab.block_size, slab.head_dim
+    )
+
+
+def _plain_cells(slab: Slab) -> NDArray[np.int64]:
+    num_cells, part_bytes = slab.data.shape[1], slab.data[0, 0, 0].nbytes
+    begin = 2 * part_bytes * np.arange(num_cells)
+    cells = np.zeros((num_cells, 7), np.int64)
+    cells[:, KEYS], cells[:, VALUES] = begin, begin + part_bytes
+    cells[:, KEY_FORMAT] = cells[:, VALUE_FORMAT] = FLOAT32
+    cells[:, ROTATION] = _NO_ROTATION
+    return cells
+
+
+def _encoded_cells(slab: CodecSlab) -> NDArray[np.int64]:
+    rows = []
+    for cell, places in enumerate(slab.places):
+        codec = slab.codec(cell)
+        rotation = hadamard_size(slab.head_dim) if codec.rotates else _NO_ROTATION
+        rows.append((*places[:4], codec.keys.number, codec.values.number, rotation))
+    return np.array(rows, np.int64)

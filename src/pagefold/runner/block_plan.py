@@ -1,0 +1,43 @@
+"""Of what a block's bytes are made, for those who pack them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pagefold.runner.codec_slab import cell_places
+from pagefold.runner.codecs import CELL_CODECS
+from pagefold.runner.codecs.int8 import Int8
+from pagefold.transport.plan import BlockPlan
+
+if TYPE_CHECKING:
+    from pagefold.kv import KVGeometry
+    from pagefold.runner.codecs.vectors import VectorFormat
+
+__all__ = ["block_plan"]
+
+_ROWS = 4
+"""Rows of a part are dealt to so many streams."""
+
+
+def block_plan(geometry: KVGeometry) -> BlockPlan:
+    """Return where codes of 8 bit are in a block of ``geometry``, and where numbers of how many bytes."""
+    if geometry.codec is None:
+        return BlockPlan(geometry.bytes_per_block, (), ((0, geometry.bytes_per_block, geometry.element_bytes),))
+    head_dim, size = geometry.head_dim, geometry.block_size
+    parts: list[tuple[int, ...]] = []
+    planes: list[tuple[int, int, int]] = []
+
+    def add(form: VectorFormat, begin: int, end: int, *, is_value: bool) -> None:
+        if isinstance(form, Int8) and head_dim % _ROWS == 0:
+            strides = (1, head_dim) if is_value else (size, 1)
+            parts.append((begin, int(is_value), head_dim, size, *strides))
+        elif end > begin:
+            planes.append((begin, end, max(1, form.bits // 8)))
+
+    for index, places in enumerate(cell_places(geometry)):
+        codec = CELL_CODECS[geometry.codec_of(index // geometry.num_kv_heads).name]
+        add(codec.keys, places.keys, places.values, is_value=False)
+        add(codec.values, places.values, places.key_scales, is_value=True)
+        if places.end > places.key_scales:
+            planes.append((places.key_scales, places.end, 2))
+    return BlockPlan(geometry.bytes_per_block, parts, planes)

@@ -1,0 +1,182 @@
+"""CodecSlab: the bytes of all blocks whose K and V are encoded. As in ``slab.py``, a block is contiguous.
+
+::
+
+    block = the cells of layer 0, those of layer 1, ...; a layer's cells are equal in bytes, layers may differ
+    cell  = K's codes, as [a byte or number of a vector][slot]: panels, so that one vector holds many slots
+            V's codes, as [slot][a byte or number of a vector]
+            K's scales: [slot] of bfloat16, then its zero points where it has them
+            V's scales: the same
+
+A code of 4 bits is half a byte: byte ``i`` of a vector holds element ``i`` (low) and element ``i + D / 2`` (high), so a
+byte belongs to one token, and nobody reads it to write half of it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from pagefold.runner.codecs import CELL_CODECS
+from pagefold.runner.codecs.hadamard import hadamard
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from pagefold.kv import CopyOp, KVGeometry
+    from pagefold.runner.codecs import CellCodec
+    from pagefold.runner.codecs.vectors import VectorFormat
+
+__all__ = ["CODEC_LAYOUT", "CellPlaces", "CodecSlab", "cell_places"]
+
+CODEC_LAYOUT = "codec-panels-v1"
+"""Names the arrangement of bytes inside a block, for the namespace."""
+
+
+class CellPlaces(NamedTuple):
+    """Where a cell's parts begin, in bytes from the beginning of its block.
+
+    Attributes:
+        keys, values: codes.
+        key_scales, value_scales: scales, with zero points behind them.
+        end: where the next cell begins.
+    """
+
+    keys: int
+    values: int
+    key_scales: int
+    value_scales: int
+    end: int
+
+
+def cell_places(geometry: KVGeometry) -> list[CellPlaces]:
+    """Return where the parts of every cell of a block are, in the order of cells."""
+    places: list[CellPlaces] = []
+    begin = 0
+    for layer in range(geometry.num_layers):
+        codec = CELL_CODECS[geometry.codec_of(layer).name]
+        for _ in range(geometry.num_kv_heads):
+            values = begin + _code_bytes(codec.keys, geometry)
+            key_scales = values + _code_bytes(codec.values, geometry)
+            value_scales = key_scales + 2 * codec.keys.num_scales * geometry.block_size
+            end = value_scales + 2 * codec.values.num_scales * geometry.block_size
+            places.append(CellPlaces(begin, values, key_scales, value_scales, end))
+            begin = end
+    assert begin == geometry.bytes_per_block, "codecs and geometry disagree about bytes"
+    return places
+
+
+def _code_bytes(form: VectorFormat, geometry: KVGeometry) -> int:
+    return form.bits * geometry.head_dim // 8 * geometry.block_size
+
+
+class CodecSlab:
+    """Blocks of one geometry, whose cells have codecs.
+
+    Pages of memory are taken from the system as blocks are first written. What was never written is undefined, and
+    attention never reads it.
+
+    Args:
+        data: uint8 ``[num_blocks, bytes_per_block]``.
+        geometry: of the blocks; has a codec.
+        centres: float32 ``[num_cells, 2, D]``: what is taken off K before it is encoded, in cells whose codec says so:
+            off a sequence's first entry, and off all others; None for nothing. Scores of the others are all lower by
+            the same then, and weights as they were.
+
+    Attributes:
+        data: as given.
+        block_size, head_dim: of the geometry.
+        places: where the parts of each cell are.
+        centres: float32 ``[num_cells, 2, D]``: zeros in cells whose codec takes nothing off.
+    """
+
+    def __init__(self, data: torch.Tensor, geometry: KVGeometry, centres: torch.Tensor | None = None) -> None:
+        self.data = data
+        self.block_size = geometry.block_size
+        self.head_dim = geometry.head_dim
+        self._geometry = geometry
+        self.places = cell_places(geometry)
+        self.centres = torch.zeros((len(self.places), 2, geometry.head_dim))
+        for cell in range(len(self.places)):
+            if centres is not None and self.codec(cell).centres:
+                self.centres[cell] = centres[cell]
+
+    @classmethod
+    def allocate(cls, geometry: KVGeometry, num_blocks: int, centres: torch.Tensor | None = None) -> CodecSlab:
+        """Return ``num_blocks`` blocks of ``geometry``, not yet written."""
+        return cls(torch.empty((num_blocks, geometry.bytes_per_block), dtype=torch.uint8), geometry, centres)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return self.data.nbytes
+
+    def as_bytes(self) -> NDArray[np.uint8]:
+        """Return a view of all blocks as bytes, ``[num_blocks, block_bytes]``, of a slab on the CPU."""
+        return self.data.numpy()
+
+    def copy(self, ops: list[CopyOp]) -> None:
+        """Carry out copies, in order."""
+        for op in ops:
+            self.data[op.dst] = self.data[op.src]
+
+    def write(self, cell: int, block_ids: torch.Tensor, entries: torch.Tensor, kv: tuple[torch.Tensor, ...]) -> None:
+        """Encode K and V of some tokens into their slots of one cell.
+
+        Args:
+            cell: of all of them.
+            block_ids: int64 ``[n]``: of each token.
+            entries: int64 ``[n]``: which of its sequence's entries each is.
+            kv: K and V, ``[n, D]`` each, in any dtype.
+        """
+        codec, places, slots = self.codec(cell), self.places[cell], entries % self.block_size
+        keys, values = (vectors.float() for vectors in kv)
+        keys = keys - self.centres[cell, entries.clamp(max=1)]
+        if codec.rotates:
+            keys, values = hadamard(keys), hadamard(values)
+        codes, scales = codec.keys.encode(keys)
+        self._panels(places, codec)[block_ids, :, slots] = _in_units(codes, codec.keys)
+        self._scales(places.key_scales, codec.keys)[block_ids, :, slots] = scales
+        codes, scales = codec.values.encode(values)
+        self._rows(places, codec)[block_ids, slots] = codes
+        self._scales(places.value_scales, codec.values)[block_ids, :, slots] = scales
+
+    def read(self, cell: int, block_ids: torch.Tensor, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the K and V, float32 ``[n, D]`` each, that slots of one cell hold; arguments as in :meth:`write`."""
+        codec, places, slots = self.codec(cell), self.places[cell], entries % self.block_size
+        codes = self._panels(places, codec)[block_ids, :, slots].flatten(1)
+        keys = codec.keys.decode(codes, self._scales(places.key_scales, codec.keys)[block_ids, :, slots])
+        codes = self._rows(places, codec)[block_ids, slots]
+        values = codec.values.decode(codes, self._scales(places.value_scales, codec.values)[block_ids, :, slots])
+        if codec.rotates:
+            keys, values = hadamard(keys), hadamard(values)
+        return keys + self.centres[cell, entries.clamp(max=1)], values
+
+    def codec(self, cell: int) -> CellCodec:
+        """Return how a cell's K and V are stored."""
+        return CELL_CODECS[self._geometry.codec_of(cell // self._geometry.num_kv_heads).name]
+
+    def _panels(self, places: CellPlaces, codec: CellCodec) -> torch.Tensor:
+        """Return a view of K's codes, uint8 ``[num_blocks, units of a vector, slots, bytes a unit]``."""
+        unit = max(1, codec.keys.bits // 8)
+        codes = self.data[:, places.keys : places.values]
+        return codes.view(len(codes), -1, self.block_size, unit)
+
+    def _rows(self, places: CellPlaces, codec: CellCodec) -> torch.Tensor:
+        """Return a view of V's codes, uint8 ``[num_blocks, slots, bytes of a vector]``."""
+        num_bytes = codec.values.bits * self.head_dim // 8
+        return self.data[:, places.values : places.key_scales].view(-1, self.block_size, num_bytes)
+
+    def _scales(self, begin: int, form: VectorFormat) -> torch.Tensor:
+        """Return a view of scales, bfloat16 ``[num_blocks, num_scales, slots]``."""
+        size = 2 * form.num_scales * self.block_size
+        scales = self.data[:, begin : begin + size].view(torch.bfloat16)
+        return scales.view(len(scales), form.num_scales, self.block_size)
+
+
+def _in_units(codes: torch.Tensor, form: VectorFormat) -> torch.Tensor:
+    """Return codes ``[n, bytes]`` as ``[n, units, bytes a unit]``: what lies together in a panel."""
+    unit = max(1, form.bits // 8)
+    return codes.view(len(codes), codes.shape[1] // unit, unit)

@@ -1,0 +1,65 @@
+"""Codecs: how K and V are stored in blocks. Their bytes are ``kv/codec.py``'s, where the planner finds them too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from pagefold.runner.codecs.floats import Float
+from pagefold.runner.codecs.fp8 import ScaledFloat8
+from pagefold.runner.codecs.int4 import Int4
+from pagefold.runner.codecs.int8 import Int8
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pagefold.runner.codecs.vectors import VectorFormat
+
+__all__ = ["CELL_CODECS", "CellCodec"]
+
+
+@dataclass(frozen=True, slots=True)
+class CellCodec:
+    """How the K and the V of a cell are stored.
+
+    Attributes:
+        keys, values: their formats.
+        rotates: whether both are rotated first (see ``hadamard.py``).
+        centres: whether a constant of its channels is taken off K first (see ``centring.py``).
+    """
+
+    keys: VectorFormat
+    values: VectorFormat
+    rotates: bool = False
+    centres: bool = False
+
+    @property
+    def pairs_codes(self) -> bool:
+        """Whether a byte of K or V holds two codes."""
+        return min(self.keys.bits, self.values.bits) < 8  # noqa: PLR2004 - bits of a byte
+
+    def cannot_pack(self, head_dim: int) -> str:
+        """Return what a head must be, where one of ``head_dim`` cannot be stored; else nothing."""
+        return self.keys.cannot_pack(head_dim) or self.values.cannot_pack(head_dim)
+
+
+_FLOAT32, _FLOAT16, _BFLOAT16 = Float(0, torch.float32), Float(1, torch.float16), Float(2, torch.bfloat16)
+_INT8, _INT4 = Int8(), Int4()
+_E4M3, _E5M2, _SCALED = Float(5, torch.float8_e4m3fn), Float(6, torch.float8_e5m2), ScaledFloat8()
+
+CELL_CODECS: Mapping[str, CellCodec] = {
+    "float32": CellCodec(_FLOAT32, _FLOAT32),
+    "float16": CellCodec(_FLOAT16, _FLOAT16),
+    "bfloat16": CellCodec(_BFLOAT16, _BFLOAT16),
+    "int8_per_token_head": CellCodec(_INT8, _INT8),
+    "int4_per_token_head": CellCodec(_INT4, _INT4, rotates=True, centres=True),
+    "int4_plain": CellCodec(_INT4, _INT4),
+    "k8v4": CellCodec(_INT8, _INT4, rotates=True, centres=True),
+    "fp8": CellCodec(_E4M3, _E4M3),
+    "fp8_e4m3": CellCodec(_E4M3, _E4M3),
+    "fp8_e5m2": CellCodec(_E5M2, _E5M2),
+    "fp8_per_token_head": CellCodec(_SCALED, _SCALED),
+}
+"""What can be run, by the names of ``kv/codec.py``."""

@@ -1,0 +1,209 @@
+"""Encoding as kernels do it: the bits of ``vectors.py``'s formats, number by number. float32.
+
+Everything here is a single operation that IEEE 754 rounds, in the order in which torch's twin does it: a slab that was
+written by this and one that was written by the twin are equal in bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from pagefold.runner.kernels.attention_tiles import BFLOAT16, E4M3_SCALED, E5M2, FLOAT16, FLOAT32, INT4, INT8
+from pagefold.runner.kernels.compiled import part
+
+__all__ = ["encode", "from_bfloat16", "hadamard"]
+
+_MAGIC = np.float32(12582912.0)  # 1.5 * 2^23: adding it rounds to whole numbers, halves to even
+_TINY = np.float32(2.0**-126)
+_INFINITY = np.float32(np.inf)
+_SIGN, _SIZE = np.int32(-(2**31)), np.int32(2**31 - 1)
+_UPPER, _LOWER = np.int32(-0x10000), np.int32(0xFFFF)
+_FLOAT16_MAX, _BFLOAT16_MAX = np.float32(65504.0), np.float32(3.3895313892515355e38)
+_E4M3_MAX, _E5M2_MAX = np.float32(448.0), np.float32(57344.0)
+_ONE = np.float32(1.0)
+
+
+@intrinsic
+def _bits_of(typing, number):
+    """Return the bits of a float32, as int32."""
+
+    def generate(_context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> ir.Value:
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.int32(types.float32), generate
+
+
+@intrinsic
+def _of_bits(typing, bits):
+    """Return the float32 of such bits."""
+
+    def generate(_context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> ir.Value:
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.int32), generate
+
+
+@part()
+def from_bfloat16(half):
+    """Return the float32 of a bfloat16's bits, uint16."""
+    return _of_bits(np.int32(np.int32(half) << np.int32(16)))
+
+
+@part()
+def _up(number):
+    """Round a number of at least 0 to bfloat16, up; see ``vectors.up_to_bfloat16``."""
+    if number != number:  # noqa: PLR0124 - NaN
+        return number
+    return _of_bits(np.int32((_bits_of(number) + _LOWER) & _UPPER))
+
+
+@part()
+def _down(number):
+    """Round a number to bfloat16, down; see ``vectors.down_to_bfloat16``."""
+    if number < 0:
+        return -_up(-number)
+    return _of_bits(np.int32(_bits_of(number) & _UPPER))
+
+
+@part()
+def _upper_half(number):
+    """Return the bits of a float32 that is a bfloat16, uint16."""
+    return np.uint16((_bits_of(number) >> np.int32(16)) & _LOWER)
+
+
+@part()
+def _small_float(number, mantissa_bits, least_exponent, largest, infinity_code):
+    """Round to a floating point of few bits, to the nearest, halves to even; it saturates. Return its code."""
+    sign = np.int32(1) if _bits_of(number) < 0 else np.int32(0)
+    size = _of_bits(np.int32(_bits_of(number) & _SIZE))
+    if size != size:  # noqa: PLR0124 - NaN
+        return sign, infinity_code
+    size = min(size, largest)
+    exponent = max(np.int32((_bits_of(size) >> np.int32(23)) - np.int32(127)), least_exponent)
+    one_step = _of_bits(np.int32((exponent - mantissa_bits + np.int32(127)) << np.int32(23)))
+    steps = np.int32((size / one_step + _MAGIC) - _MAGIC)  # up to 2^(mantissa_bits + 1): it may carry into the exponent
+    return sign, np.int32(((exponent - least_exponent) << mantissa_bits) + steps)
+
+
+@part()
+def _encode_float(codes, halves, floats, form, vector, begin, step):
+    for d in range(len(vector)):
+        number, at = vector[d], begin + d * step
+        if form == FLOAT32:
+            floats[at // 4] = number
+        elif form == FLOAT16:
+            sign, code = _small_float(number, np.int32(10), np.int32(-14), _FLOAT16_MAX, np.int32(0x7E00))
+            halves[at // 2] = np.uint16(sign << np.int32(15) | code)
+        elif form == BFLOAT16:
+            size = min(max(number, -_BFLOAT16_MAX), _BFLOAT16_MAX)
+            if number != number:  # noqa: PLR0124 - NaN
+                halves[at // 2] = np.uint16(0x7FC0)
+            else:
+                bits = _bits_of(size)
+                even = (bits >> np.int32(16)) & np.int32(1)
+                halves[at // 2] = np.uint16(((bits + np.int32(0x7FFF) + even) >> np.int32(16)) & _LOWER)
+        elif form == E5M2:
+            sign, code = _small_float(number, np.int32(2), np.int32(-14), _E5M2_MAX, np.int32(0x7F))
+            codes[at] = np.uint8(sign << np.int32(7) | code)
+        else:
+            sign, code = _small_float(number, np.int32(3), np.int32(-6), _E4M3_MAX, np.int32(0x7F))
+            codes[at] = np.uint8(sign << np.int32(7) | code)
+
+
+@part()
+def _largest(vector):
+    """Return the largest size of a vector's numbers; NaN if one is."""
+    top = np.float32(0.0)
+    for d in range(len(vector)):
+        size = abs(vector[d])
+        if size > top or size != size:  # noqa: PLR0124 - NaN, which nothing passes afterwards
+            top = size
+    return top
+
+
+@part()
+def _scale(largest, num_steps):
+    """See ``vectors.scales_of``. NaN stays NaN."""
+    scale = _up(largest / num_steps)
+    return max(scale, _TINY)
+
+
+@part()
+def _rounded(number, least, most):
+    return min(max((number + _MAGIC) - _MAGIC, least), most)
+
+
+@part()
+def encode(block, form, vector, begin, step, scale_at, block_size):
+    """Write one vector into its slot.
+
+    Args:
+        block: (uint8, uint16, float32): the same block as numbers of each kind.
+        form: number of the format.
+        vector: float32 ``[D]``. It may be changed.
+        begin: byte of its first code.
+        step: bytes from one code, or pair of codes, to the next.
+        scale_at: byte of its scale.
+        block_size: so many scales on is its zero point.
+    """
+    codes, halves, floats = block
+    size = len(vector)
+    if form == INT8:
+        scale = _scale(_largest(vector), np.float32(127.0))
+        halves[scale_at // 2] = _upper_half(scale)
+        is_number = scale < _INFINITY  # else what was lost is seen by its scale
+        for d in range(size):
+            code = np.int32(_rounded(vector[d] / scale, np.float32(-127.0), np.float32(127.0))) if is_number else 0
+            codes[begin + d * step] = np.uint8(code & 255)
+    elif form == INT4:
+        least, most, is_lost = vector[0], vector[0], False
+        for d in range(size):
+            least, most = min(least, vector[d]), max(most, vector[d])
+            is_lost = is_lost or vector[d] != vector[d]
+        zero = _down(least)
+        scale = _scale(most - zero, np.float32(15.0))
+        is_lost = is_lost or not scale < _INFINITY
+        halves[scale_at // 2] = np.uint16(0x7FC0) if is_lost else _upper_half(scale)
+        halves[scale_at // 2 + block_size] = np.uint16(0) if is_lost else _upper_half(zero)
+        half = size // 2
+        for d in range(half):
+            low = high = np.int32(0)
+            if not is_lost:
+                low = np.int32(_rounded((vector[d] - zero) / scale, np.float32(0.0), np.float32(15.0)))
+                high = np.int32(_rounded((vector[d + half] - zero) / scale, np.float32(0.0), np.float32(15.0)))
+            codes[begin + d * step] = np.uint8(low | high << np.int32(4))
+    elif form == E4M3_SCALED:
+        scale = _scale(_largest(vector), _E4M3_MAX)
+        halves[scale_at // 2] = _upper_half(scale)
+        for d in range(size):
+            vector[d] /= scale
+        _encode_float(codes, halves, floats, form, vector, begin, step)
+    else:
+        _encode_float(codes, halves, floats, form, vector, begin, step)
+
+
+@part()
+def hadamard(vector, size, room):
+    """Rotate a vector in place: runs of ``size`` numbers, a power of two; see ``hadamard.py``. ``room`` is as long.
+
+    Every pass adds and subtracts neighbours and puts sums before differences, so its loop is the same each time.
+    """
+    factor = _ONE / np.sqrt(np.float32(size))
+    half = size // 2
+    for first in range(0, len(vector), size):
+        here, there = vector[first : first + size], room[first : first + size]
+        width = 1
+        while width < size:
+            for i in range(half):
+                a, b = here[2 * i], here[2 * i + 1]
+                there[i] = a + b
+                there[half + i] = a - b
+            here, there = there, here
+            width *= 2
+        for i in range(size):
+            vector[first + i] = here[i] * factor

@@ -1,0 +1,302 @@
+"""Matrix tiles over blocks of the KV cache, one pair for each format of codes: scores, and the sum of weighted values.
+
+They are built as those of weights are (see ``simd.py``): the accumulators of some rows stay in registers while the tile
+walks along a block. What is different is how a vector of K or V comes into a register: codes are loaded as they lie in
+the block and become float32 there, so nothing is expanded in memory, and fewer bytes are read. Scales are not applied
+here: a slot's scale is the same for a whole vector, so that of K multiplies one score, and that of V one weight.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils
+
+from pagefold.runner.kernels.emit import (
+    F32_P,
+    I8,
+    I8_P,
+    I32,
+    I64,
+    I64_P,
+    IS_WIDE,
+    MAX_LANES,
+    Emitter,
+    column_tile,
+    entry,
+    in_tiles,
+    max_rows,
+    new_function,
+    rows_on,
+)
+from pagefold.runner.kernels.object_code import addresses_in
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from numpy.typing import NDArray
+
+__all__ = [
+    "BFLOAT16",
+    "E4M3",
+    "E4M3_SCALED",
+    "E5M2",
+    "FLOAT16",
+    "FLOAT32",
+    "INT4",
+    "INT8",
+    "NUM_FORMATS",
+    "AttentionTiles",
+    "attention_tiles",
+]
+
+FLOAT32, FLOAT16, BFLOAT16, INT8, INT4, E4M3, E5M2, E4M3_SCALED = range(8)
+"""Numbers of the formats that kernels know, as ``runner/codecs`` has them. A byte of ``INT4`` holds two codes, of a
+vector's first and second half."""
+
+NUM_FORMATS = 8
+
+_CODE_BITS = {FLOAT16: 16, BFLOAT16: 16, INT8: 8, INT4: 4, E4M3: 8, E5M2: 8, E4M3_SCALED: 8}
+_UNROLLED = 4  # rows of a panel at once: narrow codes of several rows share a cache line, which is fetched once
+_F16, _I16 = ir.HalfType(), ir.IntType(16)
+_E4M3_TO_HALF = 256.0  # float16's exponents begin 8 lower
+_E4M3_NAN = 0x7F
+
+
+class AttentionTiles(NamedTuple):
+    """Addresses of products with blocks of the KV cache, and how wide they are. Arguments are integers, as in ``simd``.
+
+    Attributes:
+        scores: int64 ``[NUM_FORMATS]``, each (x, ldx, w0, w1, ldw, y, ldy, num_k, num_rows, next0, next1):
+            ``y[num_rows, 2 * lanes] = x[num_rows, num_k] @ [w0 | w1]``: two panels of one vector, each where it lies,
+            whose rows are ``ldw`` apart, in bytes (of float32 in numbers).
+        values: int64 ``[NUM_FORMATS]``, each (x, ldx, blocks, num_blocks, block_size, num_k, offset, ldw, y, ldy,
+            num_rows): ``y[num_rows, vectors * lanes] = x[num_rows, num_k] @ the rows of several blocks``, from
+            ``offset`` on, which is in bytes, as ``ldw`` is (of float32 in numbers). ``blocks`` is where ``num_blocks``
+            addresses are; each block has ``block_size`` rows, of which the last block gives only what is left of
+            ``num_k``: the rest is never read. Of ``INT4`` y is as many columns from half of ``ldy`` on too.
+        lanes: numbers of a vector: so many entries of a block, and so many numbers of a head, are handled at once.
+        vectors: of a head's numbers, or of its pairs of codes, that are summed at once.
+    """
+
+    scores: NDArray[np.int64]
+    values: NDArray[np.int64]
+    lanes: int
+    vectors: int
+
+
+def attention_tiles(block_size: int, head_dim: int, formats: Iterable[int] = (FLOAT32,)) -> AttentionTiles:
+    """Return tiles as wide as divides such a block and head, compiled for these formats; others are 0.
+
+    Needs a ``block_size`` that 4 divides, and a ``head_dim`` too, or for ``INT4`` half of it.
+    """
+    wanted = frozenset(formats)
+    columns = head_dim // 2 if INT4 in wanted else head_dim
+    widths = (lanes for lanes in (16, 8, 4) if lanes <= MAX_LANES)
+    lanes = next(lanes for lanes in widths if block_size % lanes == columns % lanes == 0)
+    vectors = next(vectors for vectors in (4 if IS_WIDE else 2, 2, 1) if columns % (lanes * vectors) == 0)
+    found = {number: _tiles_of(number, lanes, vectors) for number in wanted}
+    addresses = [found.get(number, {"scores": 0, "values": 0}) for number in range(NUM_FORMATS)]
+    return AttentionTiles(
+        scores=np.array([one["scores"] for one in addresses]),
+        values=np.array([one["values"] for one in addresses]),
+        lanes=lanes,
+        vectors=vectors,
+    )
+
+
+@cache
+def _tiles_of(number: int, lanes: int, vectors: int) -> dict[str, int]:
+    def build() -> ir.Module:
+        module = ir.Module()
+        _add_scores(module, number, lanes)
+        _add_values(module, number, lanes, vectors)
+        return module
+
+    return addresses_in(f"attention-{number}-{lanes}x{vectors}", build, ("scores", "values"))
+
+
+def _load_codes(emit: Emitter, number: int, pointer: ir.Value) -> list[ir.Value]:
+    """Load one vector of codes as float32; of ``INT4`` the vector's low codes and its high ones."""
+    builder, lanes = emit.builder, emit.lanes
+    small = _I16 if _CODE_BITS[number] == 16 else I8
+    kind = ir.VectorType(small, lanes)
+    codes = builder.load(builder.bitcast(pointer, kind.as_pointer()), align=1)
+    wide, half = ir.VectorType(I32, lanes), ir.VectorType(_I16, lanes)
+
+    def of(vector: ir.VectorType, value: int) -> ir.Constant:
+        return ir.Constant(vector, [value] * lanes)
+
+    def from_half(bits: ir.Value) -> ir.Value:
+        return builder.fpext(builder.bitcast(bits, ir.VectorType(_F16, lanes)), emit.vector)
+
+    if number == FLOAT16:
+        return [from_half(codes)]
+    if number == BFLOAT16:
+        return [builder.bitcast(builder.shl(builder.zext(codes, wide), of(wide, 16)), emit.vector)]
+    if number == INT8:
+        return [builder.sitofp(builder.sext(codes, wide), emit.vector)]
+    if number == INT4:
+        both = builder.zext(codes, wide)
+        low, high = builder.and_(both, of(wide, 15)), builder.lshr(both, of(wide, 4))
+        return [builder.sitofp(low, emit.vector), builder.sitofp(high, emit.vector)]
+    bits = builder.zext(codes, half)
+    if number == E5M2:  # the upper half of a float16
+        return [from_half(builder.shl(bits, of(half, 8)))]
+    size, sign = builder.and_(bits, of(half, 0x7F)), builder.and_(bits, of(half, 0x80))
+    as_half = builder.or_(builder.shl(size, of(half, 7)), builder.shl(sign, of(half, 8)))
+    number_of = builder.fmul(from_half(as_half), ir.Constant(emit.vector, [_E4M3_TO_HALF] * lanes))
+    is_nan = builder.icmp_unsigned("==", size, of(half, _E4M3_NAN))
+    return [builder.select(is_nan, ir.Constant(emit.vector, [float("nan")] * lanes), number_of)]
+
+
+def _vectors_a_load(number: int) -> int:
+    return 2 if number == INT4 else 1
+
+
+def _code_column_tile(module: ir.Module, number: int, mr: int, lanes: int, *, fetches: bool) -> ir.Function:
+    """``y[mr, 2 * lanes] = x[mr, k] @ [w0 | w1]`` of codes, whose rows are ``ldw`` bytes apart.
+
+    (x, ldx, w0, w1, ldw, y, ldy, k, next0, next1). Of ``INT4`` there are half as many rows, each of two rows of codes.
+    """
+    name = f"pagefold_code_columns_{mr}_{int(fetches)}"
+    kinds = [F32_P, I64, I8_P, I8_P, I64, F32_P, I64, I64, I8_P, I8_P]
+    function, is_new = new_function(module, name, kinds)
+    if not is_new:
+        return function
+    builder = ir.IRBuilder(function.append_basic_block("entry"))
+    x, ldx, w0, w1, ldw, y, ldy, num_k, next0, next1 = function.args
+    emit = Emitter(builder, lanes)
+    acc = emit.accumulators(2 * mr)
+    rows = [emit.at(x, builder.mul(ldx, I64(r))) for r in range(mr)]
+    num_rows = builder.sdiv(num_k, I64(_vectors_a_load(number)))
+    with cgutils.for_range_slice(builder, I64(0), num_rows, I64(_UNROLLED), intp=I64) as (first, _):
+        for step in range(_UNROLLED):
+            k = builder.add(first, I64(step))
+            offset = builder.mul(k, ldw)
+            left, right = (_load_codes(emit, number, emit.at(w, offset)) for w in (w0, w1))
+            if fetches and step % (16 // _CODE_BITS[number]) == 0:
+                emit.fetch(emit.at(next0, offset))
+                emit.fetch(emit.at(next1, offset))
+            for part, panel in enumerate(zip(left, right, strict=True)):
+                emit.multiply_add(rows, builder.add(k, builder.mul(num_rows, I64(part))), panel, acc)
+    for r in range(mr):
+        out = emit.at(y, builder.mul(ldy, I64(r)))
+        for v in range(2):
+            emit.store(builder.load(acc[2 * r + v]), out, v * lanes)
+    builder.ret_void()
+    return function
+
+
+def _code_block_tile(module: ir.Module, number: int, mr: int, lanes: int, nv: int) -> ir.Function:
+    """``y[mr, nv * lanes] = x[mr, :] @ rows of several blocks`` of codes; arguments as of :func:`_block_tile`.
+
+    ``offset`` and ``ldw`` are in bytes. Of ``INT4`` columns from ``ldy / 2`` on are summed too.
+    """
+    name = f"pagefold_code_blocks_{mr}"
+    kinds = [F32_P, I64, I64_P, I64, I64, I64, I64, I64, F32_P, I64]
+    function, is_new = new_function(module, name, kinds)
+    if not is_new:
+        return function
+    builder = ir.IRBuilder(function.append_basic_block("entry"))
+    x, ldx, blocks, num_blocks, block_size, num_k, offset, ldw, y, ldy = function.args
+    emit = Emitter(builder, lanes)
+    parts = _vectors_a_load(number)
+    width = lanes * _CODE_BITS[number] * parts // 8
+    acc = emit.accumulators(nv * parts * mr)
+    rows = [emit.at(x, builder.mul(ldx, I64(r))) for r in range(mr)]
+    with cgutils.for_range(builder, num_blocks, intp=I64) as outer:
+        first = builder.mul(outer.index, block_size)
+        base = emit.at(builder.inttoptr(builder.load(emit.at(blocks, outer.index)), I8_P), offset)
+        left = builder.sub(num_k, first)
+        length = builder.select(builder.icmp_signed("<", left, block_size), left, block_size)
+        with cgutils.for_range(builder, length, intp=I64) as inner:
+            at = builder.mul(inner.index, ldw)
+            loaded = [_load_codes(emit, number, emit.at(base, builder.add(at, I64(v * width)))) for v in range(nv)]
+            panel = [loaded[v][part] for part in range(parts) for v in range(nv)]
+            emit.multiply_add(rows, builder.add(first, inner.index), panel, acc)
+    half = builder.sdiv(ldy, I64(2))
+    for r in range(mr):
+        for part in range(parts):
+            out = emit.at(y, builder.add(builder.mul(ldy, I64(r)), builder.mul(half, I64(part))))
+            for v in range(nv):
+                emit.store(builder.load(acc[(parts * r + part) * nv + v]), out, v * lanes)
+    builder.ret_void()
+    return function
+
+
+def _block_tile(module: ir.Module, mr: int, lanes: int, nv: int) -> ir.Function:
+    """``y[mr, nv * lanes] = x[mr, :] @ rows of several blocks``, one block behind the other.
+
+    (x, ldx, blocks, num_blocks, block_size, num_k, offset, ldw, y, ldy): ``blocks[b] + offset`` is the first number of
+    block b's rows, which are ``ldw`` apart; all blocks have ``block_size`` of them but the last, which has what is left
+    of ``num_k``.
+    """
+    name = f"pagefold_blocks_{mr}_{lanes}_{nv}"
+    kinds = [F32_P, I64, I64_P, I64, I64, I64, I64, I64, F32_P, I64]
+    function, is_new = new_function(module, name, kinds)
+    if not is_new:
+        return function
+    builder = ir.IRBuilder(function.append_basic_block("entry"))
+    x, ldx, blocks, num_blocks, block_size, num_k, offset, ldw, y, ldy = function.args
+    emit = Emitter(builder, lanes)
+    acc = emit.accumulators(nv * mr)
+    rows = [emit.at(x, builder.mul(ldx, I64(r))) for r in range(mr)]
+    with cgutils.for_range(builder, num_blocks, intp=I64) as outer:
+        first = builder.mul(outer.index, block_size)
+        base = emit.at(builder.inttoptr(builder.load(emit.at(blocks, outer.index)), F32_P), offset)
+        left = builder.sub(num_k, first)
+        length = builder.select(builder.icmp_signed("<", left, block_size), left, block_size)
+        with cgutils.for_range(builder, length, intp=I64) as inner:
+            start = emit.at(base, builder.mul(inner.index, ldw))
+            panel = [emit.load(start, v * lanes) for v in range(nv)]
+            emit.multiply_add(rows, builder.add(first, inner.index), panel, acc)
+    for r in range(mr):
+        out = emit.at(y, builder.mul(ldy, I64(r)))
+        for v in range(nv):
+            emit.store(builder.load(acc[nv * r + v]), out, v * lanes)
+    builder.ret_void()
+    return function
+
+
+def _add_scores(module: ir.Module, number: int, lanes: int) -> None:
+    builder, args = entry(module, "scores", 11)
+    x, ldx, w0, w1, ldw, y, ldy, num_k, num_rows, next0, next1 = args
+    kind = F32_P if number == FLOAT32 else I8_P
+    x, y = (builder.inttoptr(a, F32_P) for a in (x, y))
+    w0, w1, next0, next1 = (builder.inttoptr(a, kind) for a in (w0, w1, next0, next1))
+
+    def call(tile: ir.Function, first: ir.Value) -> None:
+        at_x, at_y = rows_on(builder, x, ldx, first), rows_on(builder, y, ldy, first)
+        adds = [I64(0)] if number == FLOAT32 else []
+        builder.call(tile, [at_x, ldx, w0, w1, ldw, at_y, ldy, num_k, *adds, next0, next1])
+
+    def tile(mr: int, fetches: bool) -> ir.Function:
+        if number == FLOAT32:
+            return column_tile(module, mr, lanes, fetches=fetches)
+        return _code_column_tile(module, number, mr, lanes, fetches=fetches)
+
+    in_tiles(tile, builder, num_rows, max_rows(2), call)
+    builder.ret_void()
+
+
+def _add_values(module: ir.Module, number: int, lanes: int, vectors: int) -> None:
+    builder, args = entry(module, "values", 11)
+    x, ldx, blocks, num_blocks, block_size, num_k, offset, ldw, y, ldy, num_rows = args
+    x, y = (builder.inttoptr(a, F32_P) for a in (x, y))
+    blocks = builder.inttoptr(blocks, I64_P)
+
+    def call(tile: ir.Function, first: ir.Value) -> None:
+        at_x, at_y = rows_on(builder, x, ldx, first), rows_on(builder, y, ldy, first)
+        builder.call(tile, [at_x, ldx, blocks, num_blocks, block_size, num_k, offset, ldw, at_y, ldy])
+
+    def tile(mr: int, _fetches: bool) -> ir.Function:
+        if number == FLOAT32:
+            return _block_tile(module, mr, lanes, vectors)
+        return _code_block_tile(module, number, mr, lanes, vectors)
+
+    in_tiles(tile, builder, num_rows, max_rows(vectors * _vectors_a_load(number)), call)
+    builder.ret_void()

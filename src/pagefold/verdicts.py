@@ -1,0 +1,184 @@
+"""Verdicts: what ``pagefold eval`` found a codec to cost on a model, kept in the cache folder.
+
+An engine that is started with a codec reads the verdict on its model before it loads weights, and refuses what is
+under the floor. Without a verdict nobody knows what the codec costs, and the engine says so and how to find out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from pagefold.errors import ConfigError, QualityError
+from pagefold.json_object import read_json_object
+from pagefold.kv import CODECS, KV_CACHE_DTYPES
+from pagefold.whole_file import write_whole
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from pagefold.config import EngineConfig
+
+__all__ = ["QUALITY_FIELDS", "Verdict", "check_quality", "floor_of", "read_verdict", "subject_of", "write_verdict"]
+
+FORMAT = 1
+"""Of the files that are written here; others are as if they were not there."""
+
+QUALITY_FIELDS = ("dtype", "quantization", "block_size", "kv_cache_dtype", "kv_cache_dtype_skip_layers")
+"""Fields of the engine's config that a verdict is about: another value of any of them needs another one."""
+
+_FLOOR_8_BIT, _FLOOR_LESS = 0.97, 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a setting costs on a model. Figures are those of ``quality/result.py``.
+
+    Attributes:
+        model: what the user called it; for people.
+        fingerprint: of its weights and config: what it is the verdict on.
+        subject: the fields of ``QUALITY_FIELDS``.
+        top1_agreement: share of positions where the likeliest token is that of the exact cache.
+        top1_standard_error: of it; None where there was one context only.
+        perplexity_change: relative.
+        kl: mean divergence, in nats.
+        num_tokens: positions compared.
+        context_len: tokens of each context.
+        text: names of the texts.
+        text_digest: of them.
+        date: ISO 8601, UTC.
+        version: of Pagefold.
+    """
+
+    model: str
+    fingerprint: str
+    subject: Mapping[str, Any]
+    top1_agreement: float
+    top1_standard_error: float | None
+    perplexity_change: float
+    kl: float
+    num_tokens: int
+    context_len: int
+    text: str
+    text_digest: str
+    date: str
+    version: str
+
+    def told(self) -> str:
+        """Return it as a sentence for people, without its full stop."""
+        return (
+            f"the likeliest token is the exact cache's at {self.top1_agreement:.2%} of {self.num_tokens:,} positions, "
+            f"perplexity changes by {self.perplexity_change:+.2%}, KL divergence is {self.kl:.2g} "
+            f"({self.date[:10]}, {self.text}, contexts of {self.context_len:,} tokens)"
+        )
+
+
+def subject_of(config: EngineConfig) -> dict[str, Any]:
+    """Return what of a config a verdict is about, as JSON has it: however a codec is spelled, it is the same one."""
+    found = {name: getattr(config, name) for name in QUALITY_FIELDS}
+    found["kv_cache_dtype"] = KV_CACHE_DTYPES.get(config.kv_cache_dtype, config.kv_cache_dtype)
+    found["kv_cache_dtype_skip_layers"] = sorted(set(config.kv_cache_dtype_skip_layers))
+    return found
+
+
+def write_verdict(verdict: Verdict, cache_dir: Path) -> Path:
+    """Keep a verdict, in place of an older one on the same model and setting; return its file.
+
+    Raises:
+        ConfigError: the cache folder cannot be written.
+    """
+    file = _file(verdict.fingerprint, verdict.subject, cache_dir)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        msg = f"Cannot write {file.parent}: {error.strerror or error}."
+        raise ConfigError(msg, remedy="Name another cache folder in PAGEFOLD_CACHE.") from None
+    write_whole(file, json.dumps({"format": FORMAT, **asdict(verdict)}, indent=2) + "\n")
+    return file
+
+
+def read_verdict(fingerprint: str, subject: Mapping[str, Any], cache_dir: Path) -> Verdict | None:
+    """Return the verdict on a model and setting; None where there is none, or one that cannot be read."""
+    found = read_json_object(_file(fingerprint, subject, cache_dir))
+    if found.pop("format", None) != FORMAT:
+        return None
+    try:
+        verdict = Verdict(**found)
+        is_whole = isinstance(verdict.told(), str) and 0 <= verdict.top1_agreement <= 1
+    except (TypeError, ValueError):
+        return None
+    is_ours = (verdict.fingerprint, verdict.subject) == (fingerprint, subject)
+    return verdict if is_whole and is_ours else None
+
+
+def floor_of(config: EngineConfig) -> float:
+    """Return the least top-1 agreement that is served unforced: what was asked, or 97 % for 8 bit and 95 % for less.
+
+    0 where there is nothing to measure: K and V are stored in 16 bit or more.
+    """
+    codec = CODECS.get(KV_CACHE_DTYPES.get(config.kv_cache_dtype, ""))
+    element_bits = 16 if codec is None else min(codec.element_bits, (codec.values or codec).element_bits)
+    if element_bits >= 16:  # noqa: PLR2004 - 16 bit
+        return 0.0
+    if config.kv_quality_floor is not None:
+        return config.kv_quality_floor
+    return _FLOOR_8_BIT if element_bits >= 8 else _FLOOR_LESS  # noqa: PLR2004 - 8 bit
+
+
+def check_quality(
+    config: EngineConfig, fingerprint: Callable[[], str], cache_dir: Path, say: Callable[[str], None]
+) -> None:
+    """Refuse a codec whose verdict is under its floor, unless it is forced.
+
+    Args:
+        config: of the engine.
+        fingerprint: returns that of the model's weights and config; called only where there is a floor.
+        cache_dir: where verdicts are.
+        say: takes a warning: there is no verdict, or a codec is forced.
+
+    Raises:
+        QualityError: the verdict is under the floor.
+    """
+    floor = floor_of(config)
+    if not floor:
+        return
+    verdict = read_verdict(fingerprint(), subject_of(config), cache_dir)
+    if verdict is None:
+        say(
+            f"nobody has measured what kv_cache_dtype {config.kv_cache_dtype} costs on this model; to find out: "
+            f"{_command(config)}"
+        )
+        return
+    if verdict.top1_agreement >= floor:
+        return
+    what = f"kv_cache_dtype {config.kv_cache_dtype} is under the quality floor of {floor:.1%} on this model"
+    if config.force_kv_cache_dtype:
+        say(f"{what}, and is forced: {verdict.told()}")
+        return
+    remedy = (
+        "Use another codec (pagefold eval --recommend names one), keep layers in 16 bit with "
+        "--kv-cache-dtype-skip-layers, set another --kv-quality-floor, or force it with --force-kv-cache-dtype."
+    )
+    msg = f"{what}: {verdict.told()}."
+    raise QualityError(msg, remedy=remedy)
+
+
+def _command(config: EngineConfig) -> str:
+    """Return the command that finds the verdict on ``config``."""
+    told = [f"pagefold eval {config.model} --kv-cache-dtype {config.kv_cache_dtype}"]
+    defaults = type(config)(model=config.model)
+    for name in QUALITY_FIELDS:
+        value = getattr(config, name)
+        if name != "kv_cache_dtype" and value != getattr(defaults, name):
+            told.append(
+                f"--{name.replace('_', '-')} {','.join(map(str, value)) if isinstance(value, tuple) else value}"
+            )
+    return " ".join(told)
+
+
+def _file(fingerprint: str, subject: Mapping[str, Any], cache_dir: Path) -> Path:
+    digest = hashlib.sha256(json.dumps([fingerprint, dict(subject)], sort_keys=True).encode()).hexdigest()
+    return cache_dir / "verdicts" / f"{digest[:32]}.json"

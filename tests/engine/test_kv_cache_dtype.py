@@ -1,0 +1,93 @@
+"""The choice of how K and V are stored: what is refused, and that blocks of one codec never serve another."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from store.memory_store import always_load
+
+from pagefold import LLM, SamplingParams
+from pagefold.config import EngineConfig
+from pagefold.engine.build import plan_engine
+from pagefold.engine.centring import find_centres
+from pagefold.errors import ConfigError
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+SMALL = {"max_model_len": 128, "max_num_seqs": 4, "block_size": 16, "kv_cache_memory_bytes": 2**22}
+
+
+def prompts(num=3):
+    return [{"prompt_token_ids": [1000 + 7 * index + position % 40 for position in range(100)]} for index in range(num)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"kv_cache_dtype": "int5"}, "int8_per_token_head"),
+        ({"kv_cache_dtype": "int8", "kv_cache_dtype_skip_layers": (30,)}, "between 0 and 29"),
+        ({"kv_cache_dtype": "int8", "kv_cache_dtype_skip_layers": (-1,)}, "between 0 and 29"),
+        ({"kv_cache_dtype_skip_layers": (0,)}, "no layer's KV is encoded"),
+        ({"kv_cache_dtype": 8}, "kv_cache_dtype"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_weights_are_loaded(smollm2, settings, said):
+    with pytest.raises(ConfigError) as caught:
+        plan_engine(EngineConfig(model=str(smollm2), **settings))
+    assert said in f"{caught.value} {caught.value.remedy}"
+
+
+def test_auto_is_what_it_was(smollm2):
+    plain = plan_engine(EngineConfig(model=str(smollm2)))
+    assert plain.geometry.codec is None
+    assert plain.geometry.bytes_per_token == 30 * 3 * 64 * 2 * 4
+    same = plan_engine(EngineConfig(model=str(smollm2), dtype="bfloat16", kv_cache_dtype="bfloat16"))
+    assert same.geometry.codec is None  # as it is computed
+
+
+def test_the_first_and_last_layers_can_stay_in_16_bit(smollm2):
+    plan = plan_engine(EngineConfig(model=str(smollm2), kv_cache_dtype="int4", kv_cache_dtype_skip_layers=(29, 0)))
+    assert plan.geometry.skip_layers == (0, 29)
+    assert plan.geometry.bytes_per_token == 3 * (28 * 2 * 36 + 2 * 2 * 128)
+    assert plan.is_fused
+
+
+def test_blocks_of_one_codec_are_not_those_of_another(tiny_chat_model, tmp_path):
+    """A disk that several servers use in turn gives each only what its own codec wrote, and what that says."""
+    outputs, cached = {}, {}
+    kinds = ({}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "int4"}, {"kv_cache_dtype": "int4_plain"})
+    kinds += ({"kv_cache_dtype": "int8", "kv_cache_dtype_skip_layers": (0,)},)
+    for turn in range(2):
+        for how in kinds:
+            llm = LLM(str(tiny_chat_model), kv_disk_path=str(tmp_path), kv_disk_size=0.1, **how, **SMALL)
+            if llm.engine.tiering is None:
+                pytest.skip("a tiny model is computed sooner than this disk is read")
+            always_load(llm.engine)
+            results = llm.generate(prompts(), GREEDY, use_tqdm=False)
+            cached[turn, str(how)] = sum(result.num_cached_tokens for result in results)
+            told = [result.outputs[0].token_ids for result in results]
+            assert outputs.setdefault(str(how), told) == told
+            llm.close()
+    assert [cached[0, how] for how in outputs] == [0] * len(kinds)
+    assert [cached[1, how] for how in outputs] == [3 * 96] * len(kinds)
+
+
+def test_centres_are_found_once_and_kept(tiny_chat_model, tmp_path, monkeypatch):
+    """They follow from the model alone; a damaged file is measured again."""
+    monkeypatch.setenv("PAGEFOLD_CACHE", str(tmp_path))
+    said = []
+    llm = LLM(str(tiny_chat_model), kv_cache_dtype="int4", **SMALL)
+    first = llm.engine.runner.slab.centres.clone()
+    assert first.abs().max() > 0
+    (file,) = (tmp_path / "centres").iterdir()
+    np.testing.assert_array_equal(np.frombuffer(file.read_bytes(), np.float32).reshape(first.shape), first)
+    blueprint = plan_engine(EngineConfig(model=str(tiny_chat_model), kv_cache_dtype="int4", **SMALL))
+    assert (find_centres(blueprint, _never, said.append) == first).all()
+    assert not said
+    file.write_bytes(file.read_bytes()[:10])
+    again = LLM(str(tiny_chat_model), kv_cache_dtype="int4", **SMALL)
+    assert (again.engine.runner.slab.centres == first).all()
+    assert file.stat().st_size == first.nbytes
+
+
+def _never(blueprint, slab):
+    pytest.fail(f"weights are loaded again: {blueprint}, {slab}")

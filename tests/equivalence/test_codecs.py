@@ -1,0 +1,205 @@
+"""Part 3 of the equality rule: codecs. Encoding is deterministic in bits, attention reads only what is stored.
+
+The kernel is held to the reference, which decodes what it gathers and attends as ever: outputs within ``BOUND``, for
+keys, values and queries of standard deviation 1 (a rotated head of 256 numbers is summed eight times more), and slabs
+equal in bytes. Slots that were never written hold NaN, or the largest code where a codec has none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from equivalence.attention_cases import Lengths, Shape, make_case
+from equivalence.prompts import short_prompts
+from equivalence.settings import SETTINGS
+from equivalence.suite import Trial, Workload
+from equivalence.test_fused import AloneOutputs
+from equivalence.tiny_models import VOCAB_SIZE
+from pagefold.kv import CODECS, KVGeometry
+from pagefold.runner.attention import choose_backend
+from pagefold.runner.codec_slab import CodecSlab
+from pagefold.runner.codecs import CELL_CODECS
+
+BOUND = 3e-5
+
+SHAPES = (
+    Shape(block_size=16, head_dim=64, num_kv_heads=3, group=3),  # SmolLM2
+    Shape(block_size=16, head_dim=32, num_kv_heads=4, group=1),  # MHA
+    Shape(block_size=32, head_dim=128, num_kv_heads=1, group=8),  # MQA
+    Shape(block_size=16, head_dim=256, num_kv_heads=2, group=2),
+    Shape(block_size=8, head_dim=80, num_kv_heads=2, group=4),
+    Shape(block_size=4, head_dim=40, num_kv_heads=1, group=3),
+)
+NAMES = sorted(set(CELL_CODECS) - {"float32", "fp8"})
+SEQUENCES = st.lists(
+    st.builds(
+        Lengths,
+        num_old=st.one_of(st.just(0), st.integers(0, 70), st.integers(0, 800)),
+        num_new=st.one_of(st.just(1), st.integers(1, 20), st.integers(1, 60)),
+        num_shared=st.one_of(st.just(0), st.integers(0, 900)),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def encoded(case, name, seed):
+    """Return a slab of that codec that holds what the case's slab holds, and poison where that has NaN."""
+    slab = case.slab
+    num_blocks, num_cells = slab.data.shape[:2]
+    geometry = KVGeometry(1, num_cells, slab.head_dim, 4, slab.block_size, CODECS[name])
+    centres = torch.randn(num_cells, 2, slab.head_dim, generator=torch.Generator().manual_seed(seed))
+    made = CodecSlab.allocate(geometry, num_blocks, centres)
+    made.data.fill_(0xFF)
+    first_blocks = torch.from_numpy(np.unique(case.inputs.tables[:, :, 0])).long()
+    for cell in range(num_cells):
+        blocks, slots = torch.nonzero(~slab.keys[:, cell, :, 0].isnan(), as_tuple=True)
+        entries = torch.where(torch.isin(blocks, first_blocks), 0, slab.block_size) + slots
+        made.write(cell, blocks, entries, slab.read(cell, blocks, entries))
+    return made, CodecSlab(made.data.clone(), geometry, centres)
+
+
+def hold(case, name, seed, sharpness=1.0):
+    """Hold the kernel to the reference."""
+    shape = {"block_size": case.slab.block_size, "head_dim": case.slab.head_dim}
+    operands = [tensor.float() for tensor in (case.query, case.key, case.value)]
+    outputs, slabs = [], encoded(case, name, seed)
+    for backend, slab in zip(("reference", "cpu"), slabs, strict=True):
+        attention = choose_backend(backend, torch.float32, **shape, pairs_codes=CELL_CODECS[name].pairs_codes)
+        outputs.append(attention(*operands, slab, case.inputs, case.layer, case.scale, case.softcap))
+    assert not outputs[0].isnan().any(), "the reference has read what nothing may read"
+    error = (outputs[0] - outputs[1]).abs().max().item()
+    assert error <= BOUND * sharpness, f"{name} is off by {error:.2e}"
+    assert torch.equal(slabs[0].data, slabs[1].data), f"{name} is not encoded alike"
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=10, suppress_health_check=list(HealthCheck))
+@given(shape=st.sampled_from(SHAPES), sequences=SEQUENCES, per_head=st.booleans(), seed=st.integers(0, 2**32))
+def test_the_kernel_reads_and_writes_what_the_reference_does(name, shape, sequences, per_head, seed):
+    hold(make_case(shape, sequences, per_head=per_head, seed=seed), name, seed)
+
+
+@pytest.mark.parametrize("name", ["int8_per_token_head", "int4_per_token_head", "k8v4"])
+def test_a_softcap_sees_what_centring_takes_off(name):
+    hold(make_case(SHAPES[0], [Lengths(100, 9), Lengths(3, 1)], per_head=True, seed=5, softcap=5.0), name, 5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_outputs_are_near_those_of_what_was_not_encoded(name):
+    """Fewer bits, coarser outputs; but those of the tokens' own values, not of others'."""
+    case = make_case(SHAPES[0], [Lengths(300, 3), Lengths(40, 20, 32)], per_head=False, seed=11)
+    _, slab = encoded(case, name, 11)
+    operands = [tensor.float() for tensor in (case.query, case.key, case.value)]
+    output = choose_backend("auto", torch.float32, block_size=16, head_dim=64)(
+        *operands, slab, case.inputs, case.layer, case.scale
+    )
+    size = case.expected().std().item()
+    asked = {16: 0.02, 8: 0.15, 4: 0.6}[CELL_CODECS[name].values.bits]
+    assert (output - case.expected()).std().item() < asked * size
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=30, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**32), exponent=st.integers(-140, 30), zeros=st.booleans())
+def test_vectors_are_encoded_alone_and_within_their_bound(name, seed, exponent, zeros):
+    """Each vector's codes follow from it alone; nothing is lost to scale, from denormal to large."""
+    codec = CELL_CODECS[name].values
+    vectors = torch.randn(7, 64, generator=torch.Generator().manual_seed(seed)) * 2.0 ** (exponent / 2)
+    vectors = (vectors * 2.0 ** (exponent / 2)) * (0.0 if zeros else 1.0)
+    codes, scales = codec.encode(vectors)
+    for at in range(len(vectors)):
+        alone = codec.encode(vectors[at : at + 1])
+        assert torch.equal(alone[0][0], codes[at])
+        assert torch.equal(alone[1][0], scales[at])
+    decoded = codec.decode(codes, scales)
+    if name in {"int8_per_token_head", "int4_per_token_head", "int4_plain", "k8v4"}:
+        half_a_step = scales[:, :1].float() / 2
+        assert ((decoded - vectors).abs() <= half_a_step * 1.001 + vectors.abs() * 1e-6).all()
+        steps = 127 if codec.bits == 8 else 15
+        span = vectors.abs().amax(1) if codec.bits == 8 else vectors.amax(1) - vectors.amin(1)
+        least = vectors.abs().amax(1) / 64 / steps  # the zero point is a bfloat16 too
+        assert (scales[:, 0].float() <= span / steps * 1.02 + least + 2.0**-126).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_no_number_is_not_hidden(name, bad):
+    """A model that computes NaN is found out, not made plausible; infinity saturates, or is NaN."""
+    codec = CELL_CODECS[name].values
+    vectors = torch.randn(2, 32, generator=torch.Generator().manual_seed(0))
+    vectors[0, 3] = bad
+    decoded = codec.decode(*codec.encode(vectors))
+    assert decoded[0].isnan().any() or (decoded[0, 3].abs() > 100 and bad != bad) or abs(decoded[0, 3]) > 100  # noqa: PLR0124
+    assert not decoded[1].isnan().any()
+
+
+@pytest.mark.parametrize("block_size", [16, 32])
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("name", sorted(CELL_CODECS))
+def test_a_slab_has_the_bytes_of_its_geometry(name, head_dim, block_size):
+    geometry = KVGeometry(3, 2, head_dim, 4, block_size, CODECS[name], (0, 2), CODECS["float16"])
+    slab = CodecSlab.allocate(geometry, 5)
+    assert slab.num_bytes == 5 * geometry.bytes_per_block == 5 * slab.places[-1].end
+    assert slab.as_bytes().shape == (5, geometry.bytes_per_block)
+    assert slab.data[2].is_contiguous()
+    assert geometry.bytes_per_block == 2 * sum(map(geometry.cell_bytes, range(3)))
+    assert geometry.bytes_per_block == geometry.bytes_per_token * block_size
+
+
+@pytest.mark.parametrize(
+    ("name", "share"), [("int8_per_token_head", 0.54), ("int4_per_token_head", 0.29), ("k8v4", 0.42), ("fp8", 0.5)]
+)
+def test_bytes_a_token_against_16_bit(name, share):
+    """Of a head of 64, scales included: what is asked."""
+    ours, exact = (KVGeometry(30, 3, 64, 2, 16, codec).bytes_per_token for codec in (CODECS[name], None))
+    assert ours <= share * exact
+
+
+CODED = [
+    replace(setting, dtype="float32", attention_backend="auto", kv_cache_dtype=name, name=f"{setting.name}-{name}")
+    for setting in SETTINGS
+    if setting.block_size == 16
+    for name in ("int8_per_token_head", "int4_per_token_head")
+]
+SHORT = Workload(short_prompts(VOCAB_SIZE), num_outputs=24)
+
+
+@pytest.fixture(scope="module")
+def coded_alone(tiny_folder):
+    made = {}
+
+    def make(name):
+        if name not in made:
+            made[name] = AloneOutputs(tiny_folder("qwen3"), SHORT.num_outputs, kv_cache_dtype=name)
+        return made[name]
+
+    return make
+
+
+@pytest.mark.parametrize("setting", CODED, ids=lambda setting: setting.name)
+def test_outputs_do_not_depend_on_company_or_history(setting, tiny_folder, coded_alone):
+    """Chunks, sharing, copy-on-write, preemption, offload and damage: every token is that of a request alone."""
+    trial = Trial(setting, SHORT, tiny_folder("qwen3"))
+    trial.run()
+    trial.assert_exact(coded_alone(setting.kv_cache_dtype))
+
+
+def test_a_skipped_layer_is_exact_to_16_bit():
+    """Layers of two codecs lie in one block, and each cell is read as what it is."""
+    geometry = KVGeometry(2, 2, 32, 4, 16, CODECS["int4_per_token_head"], (1,), CODECS["float16"])
+    slab = CodecSlab.allocate(geometry, 2)
+    keys, values = torch.randn(2, 5, 32)
+    slots = torch.arange(5)
+    for cell in range(4):
+        slab.write(cell, torch.ones(5, dtype=torch.int64), slots, (keys, values))
+    coarse, fine = (slab.read(cell, torch.ones(5, dtype=torch.int64), slots) for cell in (0, 3))
+    np.testing.assert_array_equal(fine[0], keys.half().float())
+    np.testing.assert_array_equal(fine[1], values.half().float())
+    assert 0.01 < (coarse[0] - keys).abs().max() < 0.5

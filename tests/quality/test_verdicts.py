@@ -1,0 +1,177 @@
+"""Verdicts: kept by what they are about, read before weights are loaded, and nothing else decides."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+from typer.testing import CliRunner
+
+from pagefold import LLM
+from pagefold.cli import app
+from pagefold.config import EngineConfig
+from pagefold.errors import ConfigError, QualityError
+from pagefold.runner.content import content_fingerprint
+from pagefold.verdicts import Verdict, check_quality, floor_of, read_verdict, subject_of, write_verdict
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pagefold.quality.texts import Text
+
+
+def _config(**settings: object) -> EngineConfig:
+    return EngineConfig(**{"model": "m", "kv_cache_dtype": "int8_per_token_head", **settings})
+
+
+def _verdict(config: EngineConfig, fingerprint: str, top1: float) -> Verdict:
+    return Verdict(
+        config.model, fingerprint, subject_of(config), top1, 0.001, 0.02, 0.003, 1000, 512, "t", "d", "2026-01-02", "0"
+    )
+
+
+def _check(config: EngineConfig, cache: Path) -> list[str]:
+    said: list[str] = []
+    check_quality(config, lambda: "f", cache, said.append)
+    return said
+
+
+def test_a_verdict_comes_back_for_what_it_is_about_and_nothing_else(tmp_path: Path) -> None:
+    verdict = _verdict(_config(), "f", 0.99)
+    write_verdict(verdict, tmp_path)
+    assert read_verdict("f", subject_of(_config()), tmp_path) == verdict
+    assert read_verdict("f", subject_of(_config(kv_cache_dtype="int8")), tmp_path) == verdict  # another spelling
+    for other in ({"block_size": 32}, {"kv_cache_dtype_skip_layers": (0,)}, {"quantization": "int8"}):
+        assert read_verdict("f", subject_of(_config(**other)), tmp_path) is None
+    assert read_verdict("g", subject_of(_config()), tmp_path) is None
+    newer = replace(verdict, top1_agreement=0.5)
+    write_verdict(newer, tmp_path)
+    assert read_verdict("f", subject_of(_config()), tmp_path) == newer
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: text.replace('"format": 1', '"format": 2'),
+        lambda text: text.replace("0.99", "7.5"),
+        lambda text: text.replace("0.99", '"high"'),
+        lambda text: text.replace('"kl"', '"k"'),
+        lambda text: text.replace('"fingerprint": "f"', '"fingerprint": "g"'),
+        lambda _: "[]",
+    ],
+)
+def test_a_damaged_verdict_is_none(tmp_path: Path, damage) -> None:
+    file = write_verdict(_verdict(_config(), "f", 0.99), tmp_path)
+    file.write_text(damage(file.read_text()))
+    assert read_verdict("f", subject_of(_config()), tmp_path) is None
+
+
+def test_a_codec_under_the_floor_is_refused_unless_forced(tmp_path: Path) -> None:
+    write_verdict(_verdict(_config(), "f", 0.9612), tmp_path)
+    with pytest.raises(QualityError, match=r"under the quality floor of 97.0% .* 96.12% of 1,000 positions") as caught:
+        _check(_config(), tmp_path)
+    assert "--force-kv-cache-dtype" in caught.value.remedy
+    (said,) = _check(_config(force_kv_cache_dtype=True), tmp_path)
+    assert "forced" in said
+    assert _check(_config(kv_quality_floor=0.96), tmp_path) == []
+    assert _check(_config(kv_quality_floor=0.0), tmp_path) == []
+    write_verdict(_verdict(_config(), "f", 0.97), tmp_path)
+    assert _check(_config(), tmp_path) == []
+
+
+def test_without_a_verdict_the_command_is_named(tmp_path: Path) -> None:
+    (said,) = _check(_config(block_size=32, kv_cache_dtype_skip_layers=(0, 1)), tmp_path)
+    assert said.endswith(
+        "pagefold eval m --kv-cache-dtype int8_per_token_head --block-size 32 --kv-cache-dtype-skip-layers 0,1"
+    )
+
+
+def test_what_is_stored_in_16_bit_has_no_floor(tmp_path: Path) -> None:
+    def never() -> str:
+        raise AssertionError
+
+    for name in ("auto", "float16", "bf16"):
+        config = _config(kv_cache_dtype=name, kv_quality_floor=0.99)
+        assert floor_of(config) == 0.0
+        check_quality(config, never, tmp_path, never)
+    assert floor_of(_config()) == 0.97
+
+
+def test_a_floor_is_a_share() -> None:
+    with pytest.raises(ConfigError, match="kv_quality_floor"):
+        _config(kv_quality_floor=97.0)
+
+
+def test_an_engine_warns_then_refuses_then_is_forced(
+    tiny_chat_model: Path, own_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"kv_cache_dtype": "int8_per_token_head", "kv_cache_memory_bytes": 2**20, "max_model_len": 64}
+    with caplog.at_level(logging.WARNING):
+        LLM(str(tiny_chat_model), **settings)
+    assert "pagefold eval" in caplog.text
+    config = EngineConfig(model=str(tiny_chat_model), **settings)
+    write_verdict(_verdict(config, content_fingerprint(tiny_chat_model, own_cache), 0.5), own_cache)
+    with pytest.raises(QualityError, match="at 50"):
+        LLM(str(tiny_chat_model), **settings)
+    LLM(str(tiny_chat_model), **settings, force_kv_cache_dtype=True)
+    result = CliRunner().invoke(app, ["serve", str(tiny_chat_model), "--port", "0", "--kv-cache-dtype", "int8"])
+    assert result.exit_code == 2
+    assert "quality floor" in result.output
+
+
+def test_the_command_measures_keeps_and_recommends(
+    tiny_chat_model: Path, own_cache: Path, story: Text, tmp_path: Path
+) -> None:
+    file, png = tmp_path / "story.txt", tmp_path / "story.png"
+    file.write_text(story.content)
+    asked = ["eval", str(tiny_chat_model), "--text", str(file), "--context-len", "96", "--num-contexts", "2"]
+    asked += ["--needles", "0", "--greedy-tokens", "4", "--max-perplexity-change", "0.5", "--kv-quality-floor", "0.3"]
+    asked += ["--kv-cache-dtype", "int8,auto", "--recommend"]
+    result = CliRunner().invoke(app, [*asked, "--json", "--png", str(png)])
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    assert [found["name"] for found in answer["settings"]] == ["int8", "auto again"]
+    assert answer["recommended"]["kv_cache_dtype"] == "int8"
+    assert answer["settings"][1]["kl"]["value"] == 0.0
+    assert png.read_bytes().startswith(b"\x89PNG")
+    config = EngineConfig(model=str(tiny_chat_model), kv_cache_dtype="int8_per_token_head")
+    verdict = read_verdict(answer["fingerprint"], subject_of(config), own_cache)
+    assert verdict is not None
+    assert verdict.top1_agreement == answer["settings"][0]["top1_agreement"]["value"]
+    assert verdict.num_tokens == 190
+    assert len(list((own_cache / "verdicts").iterdir())) == 1  # none on auto
+    again = CliRunner().invoke(app, [*asked, "--no-save"])
+    assert again.exit_code == 0
+    assert "recommended: --kv-cache-dtype int8" in again.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--kv-cache-dtype", "int5"], "one of auto"),
+        (["--context-len", "4096"], "at most 2047"),
+        (["--context-len", "512"], "longer text"),
+        (["--num-contexts", "0"], "at least 1"),
+        (["--text", "/no/such/file"], "Cannot read"),
+        (["--kv-cache-dtype-skip-layers", "7"], "between 0 and 1"),
+        (["--kv-cache-dtype-skip-layers", "a"], "list of layers"),
+        (["--max-perplexity-change", "-1"], "Give a share"),
+        (["--png", "/no/such/folder/x.png"], "Cannot write"),
+        (["--greedy-tokens", "-1"], "too small"),
+    ],
+)
+def test_bad_input_is_refused_at_once(
+    tiny_chat_model: Path, own_cache: Path, tmp_path: Path, flags: list[str], said: str
+) -> None:
+    file = tmp_path / "short.txt"
+    file.write_text("Call me Ishmael. " * 40)
+    asked = ["eval", str(tiny_chat_model), "--text", str(file), "--context-len", "64", "--greedy-tokens", "4"]
+    asked += ["--kv-cache-dtype", "int8", "--needles", "0", *flags]
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.split())
+    assert not (own_cache / "verdicts").exists()
