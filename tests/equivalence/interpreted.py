@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["attend", "attend_in_window", "begin"]
+__all__ = ["attend", "attend_in_window", "attend_padded", "begin", "complete"]
 
 
 def begin() -> None:
@@ -129,3 +129,64 @@ def _hold_writes(case, slab):
             expected.values[at] = case.value[first:last, h].to(slab.data.dtype)
     same = (slab.data == expected.data) | (slab.data.isnan() & expected.data.isnan())
     assert same.all(), "it has written elsewhere"
+
+
+def complete(folder, prompts, num_outputs, *, has_graphs, **settings):
+    """Complete prompts with the engine as a card has it: its decoder, its kernels, its steps filled up as for graphs.
+
+    Only what replays a graph is not a card's: it computes the step again, from the same memory.
+
+    Returns:
+        the tokens, and how many steps were replayed.
+    """
+    import torch
+
+    from pagefold.config import EngineConfig
+    from pagefold.engine.build import build_engine, plan_engine
+    from pagefold.request import SamplingParams
+    from pagefold.runner.attention.cuda.attention import CudaAttention, HeadShape
+    from pagefold.runner.cuda_decoder import CudaDecoder
+    from pagefold.runner.loader import load_model
+    from pagefold.runner.slab import ROWS_LAYOUT, Slab
+    from pagefold.runner.torch_runner import TorchRunner
+
+    config = EngineConfig(
+        model=str(folder),
+        device="cpu",
+        dtype="float32",
+        model_impl="transformers",
+        attention_backend="reference",
+        **settings,
+    )
+    blueprint = plan_engine(config)
+    engine = build_engine(blueprint, say=lambda _: None)
+    spec, geometry = blueprint.spec, blueprint.geometry
+    slab = Slab(torch.full_like(engine.runner.slab.data, float("nan")), spec.head_dim, ROWS_LAYOUT)
+    kernels = CudaAttention(
+        HeadShape(torch.float32, spec.num_heads, spec.num_kv_heads, spec.head_dim, num_processors=2)
+    )
+    model = load_model(folder, torch.float32)
+    decoder = CudaDecoder(model, slab, kernels, max_model_len=engine.capacity.max_model_len)
+    engine.runner = TorchRunner(decoder, geometry, slab)
+    num_replayed = 0
+    if has_graphs:
+
+        def record(compute):
+            out = compute()  # as a capture does: what was captured must not depend on what was in memory then
+
+            def replay():
+                nonlocal num_replayed
+                num_replayed += 1
+                return out.copy_(compute())
+
+            return replay
+
+        decoder.capture(engine.runner.decoding_step(), config.max_num_seqs, record=record)
+    for index, prompt in enumerate(prompts):
+        engine.add(str(index), prompt, SamplingParams(temperature=0.0, max_tokens=num_outputs, ignore_eos=True))
+    tokens = {str(index): [] for index in range(len(prompts))}
+    while engine.has_work:
+        for delta in engine.step():
+            assert delta.error is None
+            tokens[delta.request_id] += delta.token_ids
+    return list(tokens.values()), num_replayed

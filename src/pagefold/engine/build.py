@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from pagefold.capacity import Capacity, plan_capacity
+from pagefold.card_memory import CardBudget, CardUse, bound_use, budget_on_card
 from pagefold.config import available_cpus, available_memory_bytes, cache_dir
 from pagefold.engine.engine import Engine, ModelLimits
 from pagefold.engine.tiering import Tiering
 from pagefold.errors import ConfigError
 from pagefold.events import Emit, ignore
+from pagefold.json_object import read_json_object
 from pagefold.kv import (
     Arbiter,
     HostTier,
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
     from pagefold.config import EngineConfig
     from pagefold.hub.progress import Progress
+    from pagefold.runner.card import Card
     from pagefold.runner.models import ModelSpec
     from pagefold.runner.slab import Slab
     from pagefold.runner.torch_runner import Decoder
@@ -44,6 +47,8 @@ if TYPE_CHECKING:
 __all__ = ["Blueprint", "build_engine", "plan_engine"]
 
 _log = logging.getLogger(__name__)
+
+_NOTHING = Capacity(0, 0, 0, 1, 0, 1)
 
 _UNTRIED_LINK = 1e-3, 1e9
 """Latency and bandwidth, in seconds and bytes a second, of a tier that could not be tried yet."""
@@ -63,6 +68,8 @@ class Blueprint:
         capacity: what fits.
         dtype: of weights, activations and KV.
         is_fused: whether the fused decoder computes it, rather than transformers.
+        device: ``cpu`` or ``cuda``.
+        card: the one that it runs on; None on a CPU. Its ``capacity`` follows from bounds until the rest is measured.
     """
 
     config: EngineConfig
@@ -71,6 +78,8 @@ class Blueprint:
     capacity: Capacity
     dtype: torch.dtype
     is_fused: bool
+    device: str = "cpu"
+    card: Card | None = None
 
 
 def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Blueprint:
@@ -86,11 +95,22 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
     import torch  # noqa: PLC0415
 
     from pagefold.runner.attention import choose_backend  # noqa: PLC0415
+    from pagefold.runner.card import check_attention, choose_device, find_card  # noqa: PLC0415
     from pagefold.runner.models import inspect_model  # noqa: PLC0415
 
+    card = None if config.device == "cpu" else find_card()
+    device = choose_device(config.device, card)
+    if device == "cuda":
+        _check_tiers_on_card(config)
     spec = inspect_model(folder)
-    dtype: torch.dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
+    dtype: torch.dtype = getattr(torch, _dtype(config, device, spec))
+    check_attention(config, device, dtype, spec.head_dim)
     geometry = KVGeometry(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype.itemsize, config.block_size)
+    is_fused = _is_fused(config, spec, dtype, device)
+    if device == "cuda":
+        assert card is not None, "it was chosen"
+        blueprint = Blueprint(config, spec, geometry, _NOTHING, dtype, is_fused, device, card)
+        return replace(blueprint, capacity=_capacity_on_card(blueprint, _bound_use(blueprint)))
     available_bytes = available_memory_bytes()
     capacity = plan_capacity(
         layout=geometry.layout,
@@ -104,7 +124,69 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
         host_bytes=_host_bytes(config, geometry, available_bytes),
     )
     choose_backend(config.attention_backend, dtype, block_size=config.block_size, head_dim=spec.head_dim)
-    return Blueprint(config, spec, geometry, capacity, dtype, _is_fused(config, spec, dtype))
+    return Blueprint(config, spec, geometry, capacity, dtype, is_fused)
+
+
+def _dtype(config: EngineConfig, device: str, spec: ModelSpec) -> str:
+    """Return the dtype that is computed in: what was asked, or what the device is good at."""
+    if config.dtype != "auto":
+        return config.dtype
+    if device == "cpu":
+        return "float32"
+    raw = read_json_object(spec.folder / "config.json")
+    return "float16" if raw.get("dtype", raw.get("torch_dtype")) == "float16" else "bfloat16"
+
+
+def _check_tiers_on_card(config: EngineConfig) -> None:
+    for name in ("kv_offloading_size", "kv_disk_path", "kv_remote_url"):
+        if getattr(config, name):
+            msg = f"{name} is set, and blocks on a card are not moved to other tiers yet."
+            raise ConfigError(msg, remedy="Leave it out, or use device=cpu.")
+
+
+def _bound_use(blueprint: Blueprint) -> CardUse:
+    """Return a bound of what the engine takes of its card beside KV, from the model's shape."""
+    config, spec = blueprint.config, blueprint.spec
+    raw = read_json_object(spec.folder / "config.json")
+    heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    hidden = int(raw.get("hidden_size") or heads)
+    inner = int(raw.get("intermediate_size") or 4 * hidden)
+    # Residuals, norms in float32, projections before and after rope, and what the MLP multiplies.
+    row_bytes = blueprint.dtype.itemsize * (4 * hidden + 3 * heads + 3 * inner) + 8 * hidden
+    return bound_use(
+        weight_bytes=spec.num_parameters * blueprint.dtype.itemsize,
+        vocab_size=spec.vocab_size,
+        row_bytes=row_bytes,
+        num_tokens=config.max_num_batched_tokens,
+        num_seqs=config.max_num_seqs,
+    )
+
+
+def _capacity_on_card(blueprint: Blueprint, use: CardUse) -> Capacity:
+    """Decide what fits on the card beside ``use``."""
+    config, spec, card, layout = blueprint.config, blueprint.spec, blueprint.card, blueprint.geometry.layout
+    assert card is not None
+    longest = spec.max_exact_len
+    asked_len = config.max_model_len
+    budget = CardBudget(card.total_bytes, card.free_bytes, config.gpu_memory_utilization)
+    kv_bytes = budget_on_card(
+        budget,
+        use,
+        layout,
+        kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+        min_len=min(asked_len, longest) if isinstance(asked_len, int) else 2 if asked_len == "auto" else longest,
+        max_len=longest,
+    )
+    return plan_capacity(
+        layout=layout,
+        weight_bytes=use.weight_bytes,
+        model_max_len=longest,
+        model_limit=spec.limit,
+        max_model_len=asked_len,
+        kv_cache_memory_bytes=kv_bytes,
+        max_num_seqs=config.max_num_seqs,
+        available_bytes=use.weight_bytes + kv_bytes,
+    )
 
 
 def _host_bytes(config: EngineConfig, geometry: KVGeometry, available_bytes: int) -> int:
@@ -115,13 +197,15 @@ def _host_bytes(config: EngineConfig, geometry: KVGeometry, available_bytes: int
     return max(least, min(_MAX_STAGING_BYTES, available_bytes // _STAGING_SHARE))
 
 
-def _is_fused(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> bool:
+def _is_fused(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: str = "cpu") -> bool:
     """Decide who computes the layers.
 
     Raises:
         ConfigError: the fused decoder, or what only it gives, was asked for and cannot be had.
     """
     why_not = spec.not_fused
+    if device != "cpu":
+        why_not = f"device={device} (it computes on CPUs)"
     if not why_not and str(dtype) != "torch.float32":
         why_not = f"{dtype} (it computes in float32)"
     if not why_not and (config.block_size % 4 or spec.head_dim % 8):
@@ -161,9 +245,12 @@ def build_engine(
     """
     from pagefold.store import FrameFormat, open_stores  # noqa: PLC0415 - heavy rooms are entered when they are needed
 
-    config, spec, geometry, capacity = blueprint.config, blueprint.spec, blueprint.geometry, blueprint.capacity
-    for line in capacity.lines():
-        say(line)
+    config, spec, geometry = blueprint.config, blueprint.spec, blueprint.geometry
+    if blueprint.card is None:
+        for line in blueprint.capacity.lines():
+            say(line)
+    else:
+        say(f"card       {blueprint.card.name}")
     if spec.limit:
         longest = f"{spec.max_exact_len:,} of {spec.max_positions:,} tokens"
         say(f"limit      {longest}, beyond which {spec.limit} is not computed yet")
@@ -183,13 +270,13 @@ def _namespace(blueprint: Blueprint) -> Namespace:
     What leaves this process is named by what the model's files hold, which is the same on every machine.
     """
     from pagefold.runner.content import content_fingerprint  # noqa: PLC0415 - only with slow tiers
-    from pagefold.runner.slab import LAYOUT  # noqa: PLC0415 - torch comes with it
+    from pagefold.runner.slab import layout_on  # noqa: PLC0415 - torch comes with it
 
     config, spec = blueprint.config, blueprint.spec
     decoder = f"fused-{config.quantization or 'plain'}" if blueprint.is_fused else "transformers"
     return Namespace(
         model=content_fingerprint(spec.folder, cache_dir()) if config.has_slow_tiers else spec.fingerprint,
-        layout=f"{LAYOUT}/{blueprint.geometry.block_size}/{decoder}",
+        layout=f"{layout_on(blueprint.device)}/{blueprint.geometry.block_size}/{decoder}",
         dtype=str(blueprint.dtype),
     )
 
@@ -200,6 +287,7 @@ def _assemble(
     """Load weights, and put all parts together; ``stores`` keeps only those that are worth having."""
     import torch  # noqa: PLC0415 - heavy rooms are entered when they are needed
 
+    from pagefold.engine.on_card import build_runner  # noqa: PLC0415
     from pagefold.runner.slab import Slab  # noqa: PLC0415
     from pagefold.runner.torch_runner import TorchRunner  # noqa: PLC0415
     from pagefold.store import HostArena, Transfer  # noqa: PLC0415
@@ -208,10 +296,13 @@ def _assemble(
     config, spec, geometry, capacity = blueprint.config, blueprint.spec, blueprint.geometry, blueprint.capacity
     torch.set_num_threads(config.threads or available_cpus())
     tokenizer = Tokenizer(spec.folder) if (spec.folder / "tokenizer_config.json").is_file() else None
-    slab = Slab.allocate(geometry, capacity.num_blocks, blueprint.dtype)
     num_held = capacity.num_host_blocks
     arena = HostArena(num_held, capacity.host_bytes // num_held) if num_held else None
-    runner = TorchRunner(_decoder(blueprint, slab), geometry, slab, arena)
+    if blueprint.card is not None:
+        runner, capacity = build_runner(blueprint, blueprint.card, partial(_capacity_on_card, blueprint), say)
+    else:
+        slab = Slab.allocate(geometry, capacity.num_blocks, blueprint.dtype)
+        runner = TorchRunner(_decoder(blueprint, slab), geometry, slab, arena)
     runner.warm_up()
     host = HostTier(num_held, notes_unsaved=bool(stores)) if num_held else None
     slow = None
@@ -238,7 +329,7 @@ def _assemble(
     tiering = None
     if slow is not None:
         assert arena is not None, "slow tiers go through the host's"
-        move = partial(arena.carry_out, blocks=slab.as_bytes())
+        move = partial(arena.carry_out, blocks=runner.slab.as_bytes())
         tiering = Tiering(scheduler, slow, Transfer(arena, stores), arena, move, emit=emit)
     return Engine(
         scheduler=scheduler,

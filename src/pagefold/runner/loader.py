@@ -42,8 +42,8 @@ class AttentionContext:
         self.layers: list[int] = []
 
 
-def load_model(folder: Path, dtype: torch.dtype) -> Any:  # noqa: ANN401 - transformers' models have no common type
-    """Load the model of ``folder`` for inference, with paged attention.
+def load_model(folder: Path, dtype: torch.dtype, device: str = "cpu") -> Any:  # noqa: ANN401 - transformers' models have no common type
+    """Load the model of ``folder`` for inference on ``device``, with paged attention.
 
     No mask function is registered under our name, so transformers builds no mask: causality is our attention's.
 
@@ -63,7 +63,7 @@ def load_model(folder: Path, dtype: torch.dtype) -> Any:  # noqa: ANN401 - trans
         msg = f"{folder} lacks {len(missing)} of the tensors that its config asks for, such as {missing[0]}."
         raise UnsupportedModelError(msg, remedy=_REMEDY)
     model.eval()
-    return model
+    return model.to(device)
 
 
 def _paged_attention(  # noqa: PLR0913 - transformers calls it so

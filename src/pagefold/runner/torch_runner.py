@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from pagefold.errors import CardMemoryError
 from pagefold.kv import BlockId
 from pagefold.request import SamplingParams
 from pagefold.runner.inputs import make_inputs
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Decoder", "TorchRunner"]
 
+
+_MEMORY_REMEDY = (
+    "Start with a smaller gpu_memory_utilization, max_num_batched_tokens or max_num_seqs, or end what else runs there."
+)
 
 _PROBE_TOKENS = 256
 """What prefilling takes is measured with so many tokens."""
@@ -54,7 +59,19 @@ class TorchRunner:
         self.decoder = decoder
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Run one step; see :class:`~pagefold.steps.Runner`."""
+        """Run one step; see :class:`~pagefold.steps.Runner`.
+
+        Raises:
+            CardMemoryError: the card had too little memory for the step. What it held for it is given back.
+        """
+        try:
+            return self._run(plan)
+        except torch.OutOfMemoryError as error:
+            torch.cuda.empty_cache()
+            msg = f"The card has too little memory left for a step of {len(plan.token_ids)} tokens."
+            raise CardMemoryError(msg, remedy=_MEMORY_REMEDY) from error
+
+    def _run(self, plan: StepPlan) -> StepResult:
         logits, of_prompts = self._forward(plan)
         token_ids = sample(adjust(logits, plan), plan.sampling, plan.seeds, plan.draws)
         return StepResult(token_ids, _sampled_logprobs(plan, logits, token_ids), _prompt_logprobs(plan, of_prompts))
@@ -91,13 +108,29 @@ class TorchRunner:
         """Run one dummy step on block 0: loads or compiles kernels, and finds out a model that cannot work."""
         self._dummy(1, 1)
 
+    def decoding_step(self) -> StepInputs:
+        """Return a decoding step of one row, on block 0: what is the same in all of them."""
+        return make_inputs(_dummy_plan([1], 1), self.geometry)
+
+    def run_largest(self, num_tokens: int, num_rows: int) -> None:
+        """Run a dummy step of so many tokens and rows that sample, all of them on the same blocks."""
+        num_rows = min(num_rows, num_tokens)
+        self.run(_dummy_plan([num_tokens - num_rows + 1, *[1] * (num_rows - 1)], len(self.slab.data)))
+
     def _dummy(self, num_tokens: int, num_blocks: int) -> None:
-        plan = StepPlan(0)
-        plan.token_ids = array("i", [0] * num_tokens)
-        plan.starts, plan.num_tokens, plan.block_ids = [0], [num_tokens], [list(map(BlockId, range(num_blocks)))]
-        plan.sampling_rows, plan.sampling = [0], [SamplingParams()]  # not greedy: the sampler has a kernel too
-        plan.seeds, plan.draws = [0], [0]
-        self.run(plan)
+        self.run(_dummy_plan([num_tokens], num_blocks))
+
+
+def _dummy_plan(num_tokens: list[int], num_blocks: int) -> StepPlan:
+    """Return a plan whose rows have so many tokens, all on the first blocks, and all sample."""
+    plan, num_rows = StepPlan(0), len(num_tokens)
+    plan.token_ids = array("i", [0] * sum(num_tokens))
+    plan.starts, plan.num_tokens = [0] * num_rows, num_tokens
+    plan.block_ids = [list(map(BlockId, range(num_blocks))) for _ in num_tokens]
+    plan.sampling_rows = list(range(num_rows))
+    plan.sampling = [SamplingParams()] * num_rows  # not greedy: the sampler has a kernel too
+    plan.seeds, plan.draws = [0] * num_rows, [0] * num_rows
+    return plan
 
 
 def _sampled_logprobs(plan: StepPlan, logits: torch.Tensor, token_ids: list[int]) -> list[TokenLogprobs]:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pagefold.runner.attention.cuda.columns import DeviceColumns, pack, plan_columns
+from pagefold.runner.attention.cuda.columns import DeviceColumns, plan_columns
 from pagefold.runner.attention.cuda.configs import KernelConfig, choose_config, num_splits_for, padded
 from pagefold.runner.attention.cuda.kernels import INTERPRETED, decode, merge_splits, prefill, write_kv
 from pagefold.runner.slab import ROWS_LAYOUT
+from pagefold.runner.to_device import pack
 
 if TYPE_CHECKING:
     from pagefold.runner.attention.inputs import AttentionInputs
@@ -162,6 +163,10 @@ class CudaAttention:
                 **places,
             )
         return out
+
+    def reserve(self, num_rows: int, device: torch.device) -> None:
+        """Make room for a step of so many decoding sequences now, so that none is made, and none moved, in it."""
+        self._room(num_rows, self.num_splits(num_rows), device)
 
     def num_splits(self, num_rows: int) -> int:
         """Return into how many splits a step with so many decoding sequences is cut."""

@@ -6,19 +6,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
+
+from pagefold.runner.to_device import ALIGNMENT
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
+    import torch
     from numpy.typing import NDArray
 
     from pagefold.runner.attention.inputs import AttentionInputs
 
-__all__ = ["DeviceColumns", "pack", "plan_columns"]
-
-_ALIGNMENT = 16
-"""Bytes. Kernels are compiled for pointers and widths that are aligned so, once."""
+__all__ = ["DeviceColumns", "plan_columns"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +51,7 @@ def plan_columns(inputs: AttentionInputs, tokens_a_tile: int) -> list[NDArray[An
     starts = inputs.query_starts
     num_new = np.diff(starts)
     tables = _broadcast_as_one(inputs.tables, 1)
-    tables = np.pad(tables, ((0, 0), (0, 0), (0, -tables.shape[2] % _ALIGNMENT)))
+    tables = np.pad(tables, ((0, 0), (0, 0), (0, -tables.shape[2] % ALIGNMENT)))
     long = np.flatnonzero(num_new > 1)
     num_tiles = -(-num_new[long] // tokens_a_tile)
     seqs = np.repeat(long, num_tiles)
@@ -71,35 +68,6 @@ def plan_columns(inputs: AttentionInputs, tokens_a_tile: int) -> list[NDArray[An
         np.flatnonzero(num_new == 1).astype(np.int32),
         np.stack([seqs, firsts], 1)[order].astype(np.int32),
     ]
-
-
-def pack(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
-    """Copy arrays to a device in one piece; return them there, each aligned to 16 bytes.
-
-    On a card the copy does not wait for what the card is doing: it goes through memory that is pinned.
-    """
-    sizes = [array.nbytes + -array.nbytes % _ALIGNMENT for array in arrays]
-    host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    view, offset = host.numpy(), 0
-    for array, size in zip(arrays, sizes, strict=True):
-        view[offset : offset + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        offset += size
-    there = host.to(device, non_blocking=True)
-    pieces = torch.split(there, sizes)
-    return [
-        piece[: array.nbytes].view(_DTYPES[array.dtype.name]).view(array.shape)
-        for piece, array in zip(pieces, arrays, strict=True)
-    ]
-
-
-_DTYPES = {
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "uint8": torch.uint8,
-    "bool": torch.bool,
-    "float32": torch.float32,
-    "float64": torch.float64,
-}
 
 
 def _broadcast_as_one(array: NDArray[np.int32], axis: int) -> NDArray[np.int32]:

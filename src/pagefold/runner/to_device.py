@@ -1,0 +1,72 @@
+"""From NumPy to a device. To a card nothing is copied that the host waits for: it goes through pinned memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+__all__ = ["ALIGNMENT", "Packing", "pack", "put"]
+
+ALIGNMENT = 16
+"""Bytes. Kernels are compiled for pointers and widths that are aligned so, once."""
+
+_DTYPES = {
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "uint8": torch.uint8,
+    "bool": torch.bool,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+
+
+class Packing:
+    """Where arrays of these shapes lie in one piece of memory, each aligned.
+
+    Args:
+        arrays: of the shapes and dtypes that are packed.
+    """
+
+    def __init__(self, arrays: Sequence[NDArray[Any]]) -> None:
+        self._fields = [(array.shape, array.nbytes, _DTYPES[array.dtype.name]) for array in arrays]
+        self._sizes = [num_bytes + -num_bytes % ALIGNMENT for _, num_bytes, _ in self._fields]
+        self.num_bytes = sum(self._sizes)
+
+    def fill(self, memory: torch.Tensor, arrays: Sequence[NDArray[Any]]) -> None:
+        """Write ``arrays`` into ``memory``, uint8 ``[num_bytes]`` of the host."""
+        view, offset = memory.numpy(), 0
+        for array, (shape, num_bytes, _), size in zip(arrays, self._fields, self._sizes, strict=True):
+            assert array.shape == shape, "it was packed for another shape"
+            view[offset : offset + num_bytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            offset += size
+
+    def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """Return the arrays that lie in ``memory``, uint8 ``[num_bytes]`` of any device."""
+        pieces = torch.split(memory, self._sizes)
+        return [
+            piece[:num_bytes].view(dtype).view(shape)
+            for piece, (shape, num_bytes, dtype) in zip(pieces, self._fields, strict=True)
+        ]
+
+
+def pack(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
+    """Copy arrays to a device in one piece; return them there."""
+    packing = Packing(arrays)
+    host = torch.empty(packing.num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    packing.fill(host, arrays)
+    return packing.views(host.to(device, non_blocking=True))
+
+
+def put(array: NDArray[Any] | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return one array on a device; on a CPU it is no copy."""
+    tensor = torch.from_numpy(array) if isinstance(array, np.ndarray) else array
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
