@@ -27,6 +27,7 @@ class Card:
         num_processors: its multiprocessors.
         total_bytes: its memory.
         free_bytes: how much of that nobody uses.
+        has_triton: whether what compiles its kernels is installed.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Card:
     num_processors: int
     total_bytes: int
     free_bytes: int
+    has_triton: bool = True
 
 
 def find_card() -> Card | None:
@@ -45,7 +47,14 @@ def find_card() -> Card | None:
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     capability = properties.major, properties.minor
-    return Card(properties.name, capability, properties.multi_processor_count, total_bytes, free_bytes)
+    return Card(
+        properties.name,
+        capability,
+        properties.multi_processor_count,
+        total_bytes,
+        free_bytes,
+        has_triton=find_spec("triton") is not None,
+    )
 
 
 def why_unfit(card: Card | None) -> str:
@@ -55,7 +64,7 @@ def why_unfit(card: Card | None) -> str:
     if card.capability < MIN_CAPABILITY:
         has, needs = (".".join(map(str, numbers)) for numbers in (card.capability, MIN_CAPABILITY))
         return f"{card.name} has compute capability {has}, and the kernels need {needs}"
-    if find_spec("triton") is None:
+    if not card.has_triton:
         return "Triton is not installed"
     return ""
 

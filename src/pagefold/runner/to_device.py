@@ -67,6 +67,6 @@ def pack(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[torch.Ten
 def put(array: NDArray[Any] | torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return one array on a device; on a CPU it is no copy."""
     tensor = torch.from_numpy(array) if isinstance(array, np.ndarray) else array
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
