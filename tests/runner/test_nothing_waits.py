@@ -16,7 +16,7 @@ from pagefold.kv import BlockId, KVGeometry
 from pagefold.request import SamplingParams
 from pagefold.runner.cuda_decoder import CudaDecoder
 from pagefold.runner.inputs import make_inputs
-from pagefold.runner.loader import _NAME, _paged_attention
+from pagefold.runner.loader import register_attention
 from pagefold.runner.logits import adjust
 from pagefold.runner.sampler import sample, sample_on_card
 from pagefold.runner.slab import ROWS_LAYOUT, Slab
@@ -45,12 +45,13 @@ def make_plan() -> StepPlan:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3-longrope", "gemma2", "gpt-neox"])
 def test_a_step_of_a_model_is_queued_without_waiting(family):
-    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    AttentionInterface.register(_NAME, _paged_attention)
     config = FAMILIES[family]()
     with META:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=_NAME).eval()
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation=register_attention()
+        ).eval()
     num_kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     geometry = KVGeometry(config.num_hidden_layers, num_kv_heads, head_dim, 2, 4)

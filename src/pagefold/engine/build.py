@@ -6,13 +6,12 @@ import contextlib
 import logging
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pagefold.capacity import Capacity, plan_capacity
-from pagefold.card_memory import CardBudget, CardUse, bound_use, budget_on_card
 from pagefold.config import available_cpus, available_memory_bytes, cache_dir
 from pagefold.engine.engine import Engine, ModelLimits
-from pagefold.engine.tiering import Tiering
+from pagefold.engine.on_card import bound_use_of, build_runner, capacity_on_card, ran_out
 from pagefold.errors import ConfigError
 from pagefold.events import Emit, ignore
 from pagefold.json_object import read_json_object
@@ -110,7 +109,7 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
     if device == "cuda":
         assert card is not None, "it was chosen"
         blueprint = Blueprint(config, spec, geometry, _NOTHING, dtype, is_fused, device, card)
-        return replace(blueprint, capacity=_capacity_on_card(blueprint, _bound_use(blueprint)))
+        return replace(blueprint, capacity=capacity_on_card(blueprint, bound_use_of(blueprint)))
     available_bytes = available_memory_bytes()
     capacity = plan_capacity(
         layout=geometry.layout,
@@ -142,51 +141,6 @@ def _check_tiers_on_card(config: EngineConfig) -> None:
         if getattr(config, name):
             msg = f"{name} is set, and blocks on a card are not moved to other tiers yet."
             raise ConfigError(msg, remedy="Leave it out, or use device=cpu.")
-
-
-def _bound_use(blueprint: Blueprint) -> CardUse:
-    """Return a bound of what the engine takes of its card beside KV, from the model's shape."""
-    config, spec = blueprint.config, blueprint.spec
-    raw = read_json_object(spec.folder / "config.json")
-    heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    hidden = int(raw.get("hidden_size") or heads)
-    inner = int(raw.get("intermediate_size") or 4 * hidden)
-    # Residuals, norms in float32, projections before and after rope, and what the MLP multiplies.
-    row_bytes = blueprint.dtype.itemsize * (4 * hidden + 3 * heads + 3 * inner) + 8 * hidden
-    return bound_use(
-        weight_bytes=spec.num_parameters * blueprint.dtype.itemsize,
-        vocab_size=spec.vocab_size,
-        row_bytes=row_bytes,
-        num_tokens=config.max_num_batched_tokens,
-        num_seqs=config.max_num_seqs,
-    )
-
-
-def _capacity_on_card(blueprint: Blueprint, use: CardUse) -> Capacity:
-    """Decide what fits on the card beside ``use``."""
-    config, spec, card, layout = blueprint.config, blueprint.spec, blueprint.card, blueprint.geometry.layout
-    assert card is not None
-    longest = spec.max_exact_len
-    asked_len = config.max_model_len
-    budget = CardBudget(card.total_bytes, card.free_bytes, config.gpu_memory_utilization)
-    kv_bytes = budget_on_card(
-        budget,
-        use,
-        layout,
-        kv_cache_memory_bytes=config.kv_cache_memory_bytes,
-        min_len=min(asked_len, longest) if isinstance(asked_len, int) else 2 if asked_len == "auto" else longest,
-        max_len=longest,
-    )
-    return plan_capacity(
-        layout=layout,
-        weight_bytes=use.weight_bytes,
-        model_max_len=longest,
-        model_limit=spec.limit,
-        max_model_len=asked_len,
-        kv_cache_memory_bytes=kv_bytes,
-        max_num_seqs=config.max_num_seqs,
-        available_bytes=use.weight_bytes + kv_bytes,
-    )
 
 
 def _host_bytes(config: EngineConfig, geometry: KVGeometry, available_bytes: int) -> int:
@@ -243,8 +197,6 @@ def build_engine(
         UnsupportedModelError: the model calls its attention in a way that would be computed wrongly.
         ConfigError: a slow tier cannot be used, and must be.
     """
-    from pagefold.store import FrameFormat, open_stores  # noqa: PLC0415 - heavy rooms are entered when they are needed
-
     config, spec, geometry = blueprint.config, blueprint.spec, blueprint.geometry
     if blueprint.card is None:
         for line in blueprint.capacity.lines():
@@ -255,7 +207,11 @@ def build_engine(
         longest = f"{spec.max_exact_len:,} of {spec.max_positions:,} tokens"
         say(f"limit      {longest}, beyond which {spec.limit} is not computed yet")
     namespace = _namespace(blueprint)
-    stores = [*open_stores(config, FrameFormat.of(namespace, geometry)), *stores]  # refused before weights are loaded
+    if config.has_slow_tiers:  # refused before weights are loaded
+        from pagefold.store import FrameFormat, open_stores  # noqa: PLC0415 - only here
+
+        stores = [*open_stores(config, FrameFormat.of(namespace, geometry)), *stores]
+    stores = list(stores)
     with contextlib.ExitStack() as opened:
         for store in stores:
             opened.callback(store.close)
@@ -287,19 +243,22 @@ def _assemble(
     """Load weights, and put all parts together; ``stores`` keeps only those that are worth having."""
     import torch  # noqa: PLC0415 - heavy rooms are entered when they are needed
 
-    from pagefold.engine.on_card import build_runner  # noqa: PLC0415
     from pagefold.runner.slab import Slab  # noqa: PLC0415
     from pagefold.runner.torch_runner import TorchRunner  # noqa: PLC0415
-    from pagefold.store import HostArena, Transfer  # noqa: PLC0415
     from pagefold.tokenizer import Tokenizer  # noqa: PLC0415
 
     config, spec, geometry, capacity = blueprint.config, blueprint.spec, blueprint.geometry, blueprint.capacity
     torch.set_num_threads(config.threads or available_cpus())
     tokenizer = Tokenizer(spec.folder) if (spec.folder / "tokenizer_config.json").is_file() else None
     num_held = capacity.num_host_blocks
-    arena = HostArena(num_held, capacity.host_bytes // num_held) if num_held else None
+    arena = None
+    if num_held:
+        from pagefold.store import HostArena  # noqa: PLC0415 - only here
+
+        arena = HostArena(num_held, capacity.host_bytes // num_held)
     if blueprint.card is not None:
-        runner, capacity = build_runner(blueprint, blueprint.card, partial(_capacity_on_card, blueprint), say)
+        model = _load_on_card(blueprint)
+        runner, capacity = build_runner(blueprint, model, say)
     else:
         slab = Slab.allocate(geometry, capacity.num_blocks, blueprint.dtype)
         runner = TorchRunner(_decoder(blueprint, slab), geometry, slab, arena)
@@ -328,6 +287,9 @@ def _assemble(
     )
     tiering = None
     if slow is not None:
+        from pagefold.engine.tiering import Tiering  # noqa: PLC0415 - only here
+        from pagefold.store import Transfer  # noqa: PLC0415
+
         assert arena is not None, "slow tiers go through the host's"
         move = partial(arena.carry_out, blocks=runner.slab.as_bytes())
         tiering = Tiering(scheduler, slow, Transfer(arena, stores), arena, move, emit=emit)
@@ -387,6 +349,22 @@ def _decoder(blueprint: Blueprint, slab: Slab) -> Decoder:
         config.attention_backend, blueprint.dtype, block_size=slab.block_size, head_dim=spec.head_dim
     )
     return TransformersDecoder(load_model(spec.folder, blueprint.dtype), slab, attention, max_model_len=max_model_len)
+
+
+def _load_on_card(blueprint: Blueprint) -> Any:  # noqa: ANN401 - transformers' models have no common type
+    """Load the weights onto the card.
+
+    Raises:
+        DoesNotFitError: others took its memory meanwhile.
+    """
+    import torch  # noqa: PLC0415
+
+    from pagefold.runner.loader import load_model  # noqa: PLC0415
+
+    try:
+        return load_model(blueprint.spec.folder, blueprint.dtype, blueprint.device)
+    except torch.OutOfMemoryError as error:
+        raise ran_out(error) from error
 
 
 def _compiler(tokenizer: Tokenizer, spec: ModelSpec) -> GrammarCompiler:

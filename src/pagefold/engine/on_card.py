@@ -1,33 +1,86 @@
-"""A runner on a card: load weights there, measure what is taken, give the rest to KV, capture decoding steps."""
+"""A runner on a card: what fits there, before and after it is measured; blocks in the rest, decoding steps captured."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from pagefold.capacity import Capacity, plan_capacity
+from pagefold.card_memory import CardBudget, CardUse, bound_use, budget_on_card
 from pagefold.errors import DoesNotFitError
+from pagefold.json_object import read_json_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pagefold.capacity import Capacity
-    from pagefold.card_memory import CardUse
+    import torch
+
     from pagefold.engine.build import Blueprint
     from pagefold.runner.attention.cuda.attention import CudaAttention
-    from pagefold.runner.card import Card
     from pagefold.runner.torch_runner import TorchRunner
 
-__all__ = ["build_runner"]
+__all__ = ["bound_use_of", "build_runner", "capacity_on_card", "ran_out"]
+
+_MAX_WHY = 200
+
+
+def bound_use_of(blueprint: Blueprint) -> CardUse:
+    """Return a bound of what an engine takes of its card beside KV, from the model's shape."""
+    config, spec = blueprint.config, blueprint.spec
+    raw = read_json_object(spec.folder / "config.json")
+    heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    hidden = int(raw.get("hidden_size") or heads)
+    inner = int(raw.get("intermediate_size") or 4 * hidden)
+    # Residuals, norms in float32, projections before and after rope, and what the MLP multiplies.
+    row_bytes = blueprint.dtype.itemsize * (4 * hidden + 3 * heads + 3 * inner) + 8 * hidden
+    return bound_use(
+        weight_bytes=spec.num_parameters * blueprint.dtype.itemsize,
+        vocab_size=spec.vocab_size,
+        row_bytes=row_bytes,
+        num_tokens=config.max_num_batched_tokens,
+        num_seqs=config.max_num_seqs,
+    )
+
+
+def capacity_on_card(blueprint: Blueprint, use: CardUse) -> Capacity:
+    """Decide what fits on the card beside ``use``.
+
+    Raises:
+        ConfigError: ``max_model_len`` is beyond the model.
+        DoesNotFitError, BudgetTooSmallError: with how much is missing, and settings that do.
+    """
+    config, spec, card, layout = blueprint.config, blueprint.spec, blueprint.card, blueprint.geometry.layout
+    assert card is not None, "a card's capacity without one"
+    longest, asked_len = spec.max_exact_len, config.max_model_len
+    kv_bytes = budget_on_card(
+        CardBudget(card.total_bytes, card.free_bytes, config.gpu_memory_utilization),
+        use,
+        layout,
+        kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+        min_len=min(asked_len, longest) if isinstance(asked_len, int) else 2 if asked_len == "auto" else longest,
+        max_len=longest,
+    )
+    return plan_capacity(
+        layout=layout,
+        weight_bytes=use.weight_bytes,
+        model_max_len=longest,
+        model_limit=spec.limit,
+        max_model_len=asked_len,
+        kv_cache_memory_bytes=kv_bytes,
+        max_num_seqs=config.max_num_seqs,
+        available_bytes=use.weight_bytes + kv_bytes,
+    )
 
 
 def build_runner(
-    blueprint: Blueprint, card: Card, capacity_beside: Callable[[CardUse], Capacity], say: Callable[[str], None]
+    blueprint: Blueprint,
+    model: Any,  # noqa: ANN401 - transformers' models have no common type
+    say: Callable[[str], None],
 ) -> tuple[TorchRunner, Capacity]:
     """Return a runner whose blocks are on the card, and what fits there.
 
     Args:
         blueprint: what was decided.
-        card: as it was before.
-        capacity_beside: decides what fits beside what is measured.
+        model: on the card, with our attention in it.
         say: takes the lines that a start prints.
 
     Raises:
@@ -37,45 +90,50 @@ def build_runner(
 
     from pagefold.runner.card_profile import measure_use  # noqa: PLC0415
     from pagefold.runner.cuda_decoder import CudaDecoder  # noqa: PLC0415
-    from pagefold.runner.loader import load_model  # noqa: PLC0415
     from pagefold.runner.slab import Slab  # noqa: PLC0415
     from pagefold.runner.torch_runner import TorchRunner  # noqa: PLC0415
 
-    config, geometry, dtype = blueprint.config, blueprint.geometry, blueprint.dtype
-    kernels = _kernels(blueprint, card)
+    config, geometry, card = blueprint.config, blueprint.geometry, blueprint.card
+    assert card is not None, "a runner on a card without one"
+    kernels = _kernels(blueprint)
+    num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
 
-    def runner_with(num_blocks: int, max_model_len: int) -> TorchRunner:
-        slab = Slab.allocate(geometry, num_blocks, dtype, blueprint.device)
-        decoder = CudaDecoder(model, slab, kernels, max_model_len=max_model_len)
-        return TorchRunner(decoder, geometry, slab)
+    def decoder_with(num_blocks: int, max_model_len: int) -> tuple[CudaDecoder, Slab]:
+        slab = Slab.allocate(geometry, num_blocks, blueprint.dtype, blueprint.device)
+        return CudaDecoder(model, slab, kernels, max_model_len=max_model_len), slab
 
     try:
-        model = load_model(blueprint.spec.folder, dtype, blueprint.device)
-        num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
-        runner = runner_with(geometry.num_blocks_for(num_tokens), blueprint.capacity.max_model_len)
-        use = measure_use(runner, card, num_tokens=num_tokens, num_seqs=num_seqs)
-        del runner
+        probe = decoder_with(geometry.num_blocks_for(num_tokens), blueprint.capacity.max_model_len)
+        use = measure_use(TorchRunner(probe[0], geometry, probe[1]), card, num_tokens=num_tokens, num_seqs=num_seqs)
+        del probe
         torch.cuda.empty_cache()
-        capacity = capacity_beside(use)
+        capacity = capacity_on_card(blueprint, use)
         for line in capacity.lines():
             say(line)
-        runner = runner_with(capacity.num_blocks, capacity.max_model_len)
+        decoder, slab = decoder_with(capacity.num_blocks, capacity.max_model_len)
+        runner = TorchRunner(decoder, geometry, slab)
         if kernels is not None and not config.enforce_eager:
-            assert isinstance(runner.decoder, CudaDecoder)
             runner.warm_up()  # a model that cannot work is found out before its steps are captured
-            runner.decoder.capture(runner.decoding_step(), num_seqs)
+            decoder.capture(runner.decoding_step(), num_seqs)
     except torch.OutOfMemoryError as error:
-        msg = f"The card's memory ran out while the engine was started: {' '.join(str(error).split())[:200]}"
-        remedy = "Use a smaller gpu_memory_utilization, kv_cache_memory_bytes or max_num_batched_tokens, or device=cpu."
-        raise DoesNotFitError(msg, remedy=remedy) from error
+        raise ran_out(error) from error
     return runner, capacity
 
 
-def _kernels(blueprint: Blueprint, card: Card) -> CudaAttention | None:
-    """Return the attention; None for the reference, where that was asked for or only it can."""
-    from pagefold.runner.attention.cuda.configs import DTYPES, MAX_HEAD_DIM  # noqa: PLC0415
+def ran_out(error: torch.OutOfMemoryError) -> DoesNotFitError:
+    """Return what a user is told of memory that ran out during a start."""
+    msg = f"The card's memory ran out while the engine was started: {' '.join(str(error).split())[:_MAX_WHY]}"
+    remedy = "Use a smaller gpu_memory_utilization, kv_cache_memory_bytes or max_num_batched_tokens, or device=cpu."
+    return DoesNotFitError(msg, remedy=remedy)
 
-    spec, can = blueprint.spec, blueprint.dtype in DTYPES and blueprint.spec.head_dim <= MAX_HEAD_DIM
+
+def _kernels(blueprint: Blueprint) -> CudaAttention | None:
+    """Return the attention; None for the reference, where that was asked for or only it can."""
+    from pagefold.runner.attention.cuda.configs import DTYPES, MAX_HEAD_DIM  # noqa: PLC0415 - torch comes with it
+
+    spec, card = blueprint.spec, blueprint.card
+    assert card is not None, "kernels of no card"
+    can = blueprint.dtype in DTYPES and spec.head_dim <= MAX_HEAD_DIM
     if blueprint.config.attention_backend == "reference" or not can:
         return None
     from pagefold.runner.attention.cuda.attention import CudaAttention, HeadShape  # noqa: PLC0415 - imports Triton
