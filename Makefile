@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup serve demo test test-long check format docs docs-serve bench peers bench-peers wheel clean
+.PHONY: help setup serve demo test test-long test-gpu check format docs docs-serve bench peers bench-peers wheel clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -47,6 +47,9 @@ test-long: setup ## the long property and equality runs
 	@$(BIN)/pagefold models get smollm2-135m
 	@$(BIN)/python -m pytest -q -m long --timeout 7200
 
+test-gpu: setup ## what needs an NVIDIA card: skipped without one
+	@$(BIN)/python -m pytest -q tests/gpu
+
 check: setup ## lint, types, import contracts
 	@$(BIN)/ruff check -q .
 	@$(BIN)/ruff format -q --check .
@@ -66,7 +69,7 @@ docs-serve: docs ## the same, and show it on 127.0.0.1:8001
 	@exec $(BIN)/zensical serve --dev-addr 127.0.0.1:8001
 
 bench: setup ## every benchmark of benchmarks/ that needs nothing else, one after another
-	@for script in $$(ls benchmarks/*.py | grep -v -e report -e peers); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	@for script in $$(ls benchmarks/*.py | grep -v -e report -e peers -e gpu); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 peers: setup ## make .peers: vLLM, OpenVINO GenAI and llama.cpp, each in an environment of its own (half an hour, 8 GB)
 	@$(BIN)/python benchmarks/peers/install.py $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX),)
