@@ -241,6 +241,44 @@ def time_attention(card: Card) -> None:
     )
 
 
+def time_restore() -> None:
+    """Restore 4k tokens of an 8B model's KV from pinned memory, checksums compared, against one copy of as many bytes."""
+    try:
+        from pagefold.store.card_arena import CardArena
+    except ModuleNotFoundError as error:
+        tell("restore of 4k tokens from pinned memory / the link", None, ">= .85", "x", why=f"{error.name} is absent")
+        return
+    from pagefold.kv import BlockId, HostOps, KVGeometry, LoadOp, StoreOp
+    from pagefold.runner.slab import Slab
+
+    geometry = KVGeometry(32, 8, 128, 2, 16)
+    num_blocks = 4096 // geometry.block_size
+    slab = Slab.allocate(geometry, num_blocks, torch.bfloat16, "cuda")
+    slab.data.normal_()
+    device = slab.data.device
+    arena = CardArena(num_blocks, geometry.bytes_per_block, device)
+    arena.carry_out(HostOps([StoreOp(BlockId(i), i) for i in range(num_blocks)], []), slab.as_bytes())
+    before = slab.data.clone()
+    slab.data.fill_(float("nan"))
+    loads = HostOps([], [LoadOp(i, BlockId(i)) for i in range(num_blocks)])
+    arena.carry_out(loads, slab.as_bytes())
+    if not torch.equal(slab.data, before):
+        raise AssertionError("blocks came back as others")  # noqa: EM101, TRY003
+    pinned = torch.empty(slab.num_bytes, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(slab.num_bytes, dtype=torch.uint8, device=device)
+    ours, link = seconds(
+        lambda: arena.carry_out(loads, slab.as_bytes()), lambda: there.copy_(pinned, non_blocking=True), rounds=3
+    )
+    tell(
+        "restore of 4k tokens from pinned memory / the link",
+        link / ours,
+        ">= .85",
+        "x",
+        ms=ours * 1e3,
+        link_gb_per_s=slab.num_bytes / link / 1e9,
+    )
+
+
 # Engines.
 
 
@@ -518,7 +556,7 @@ def main() -> None:
         time_engine(big, deadline)
 
     is_right = True
-    for part in (lambda: check_kernels(card), check_tokens, lambda: time_attention(card), engines):
+    for part in (lambda: check_kernels(card), check_tokens, lambda: time_attention(card), time_restore, engines):
         if time.monotonic() > deadline:
             tell("the rest", None, "-", "", why="no time left")
             break

@@ -75,7 +75,7 @@ def test_where_there_is_no_card_none_is_found(folder):
         ({"attention_backend": "cuda", "dtype": "float64"}, "float16, bfloat16 and float32"),
         ({"quantization": "int8"}, "takes the fused decoder"),
         ({"model_impl": "pagefold"}, "device=cuda"),
-        ({"kv_offloading_size": 1.0}, "not moved to other tiers yet"),
+        ({"kv_offloading_size": 2.0**20}, r"kv_offloading_size is .* are free\. Give less: it is pinned"),
     ],
 )
 def test_settings_that_a_card_does_not_do_are_refused(settings, why, plan_on):
@@ -96,6 +96,13 @@ def test_the_plan_is_the_share_of_the_card(plan_on):
     assert capacity.kv_budget_bytes == capacity.num_blocks * blueprint.geometry.bytes_per_block
     half = plan_on(H100, device="cuda", gpu_memory_utilization=0.45).capacity
     assert capacity.kv_budget_bytes - half.kv_budget_bytes == pytest.approx(36 * GIB, rel=1e-6)
+
+
+def test_the_hosts_blocks_are_no_part_of_the_card(plan_on):
+    with_host = plan_on(H100, device="cuda", kv_offloading_size=2**-4).capacity
+    without = plan_on(H100, device="cuda").capacity
+    assert with_host.num_blocks == without.num_blocks
+    assert with_host.host_bytes == 2**26
 
 
 def test_a_budget_that_is_asked_for_is_planned(plan_on):

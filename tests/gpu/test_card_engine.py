@@ -98,6 +98,23 @@ def test_memory_is_given_back_after_a_thousand_requests(folder):
     assert torch.cuda.memory_reserved() <= before[1] + 2**26
 
 
+def test_blocks_that_come_back_from_the_host_are_the_same(folder):
+    """A budget of two prompts, and a host that holds all: what is evicted is restored, and outputs stay."""
+    settings = {"dtype": "float64", "max_num_seqs": 2, "max_model_len": 512, "kv_cache_memory_bytes": 2**20}
+    engine = make_engine(folder, kv_offloading_size=2**-5, **settings)
+    prompts = [prompt[:300] for prompt in short_prompts(VOCAB_SIZE)]
+    references = References(folder, 8)
+    expected = [references.of(prompt) for prompt in prompts]
+    num_loaded = 0
+    for index in range(3):
+        assert complete(engine, prompts, 8, f"{index}-") == expected
+    for index, prompt in enumerate(prompts):
+        engine.add(f"last-{index}", prompt, SamplingParams(temperature=0.0, max_tokens=1))
+        while engine.has_work:
+            num_loaded += sum(delta.num_loaded_tokens for delta in engine.step())
+    assert num_loaded > 0
+
+
 def test_a_step_without_memory_ends_its_request_and_no_other(folder):
     """Somebody takes all of the card while a request runs; when they let go, the next request is served."""
     engine = make_engine(folder, dtype="bfloat16", kv_cache_memory_bytes=2**24, enforce_eager=True)

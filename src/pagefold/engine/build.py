@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pagefold.capacity import Capacity, plan_capacity
+from pagefold.capacity import Capacity, human_bytes, plan_capacity
 from pagefold.config import available_cpus, available_memory_bytes, cache_dir
 from pagefold.engine.engine import Engine, ModelLimits
 from pagefold.engine.on_card import bound_use_of, build_runner, capacity_on_card, ran_out
-from pagefold.errors import ConfigError
+from pagefold.errors import ConfigError, DoesNotFitError
 from pagefold.events import Emit, ignore
 from pagefold.json_object import read_json_object
 from pagefold.kv import (
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pagefold.runner.models import ModelSpec
     from pagefold.runner.slab import Slab
     from pagefold.runner.torch_runner import Decoder
-    from pagefold.store import BlockStore
+    from pagefold.store import BlockStore, HostArena
     from pagefold.structured.compiler import GrammarCompiler
     from pagefold.tokenizer import Tokenizer
 
@@ -99,8 +99,6 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
 
     card = None if config.device == "cpu" else find_card()
     device = choose_device(config.device, card)
-    if device == "cuda":
-        _check_tiers_on_card(config)
     spec = inspect_model(folder)
     dtype: torch.dtype = getattr(torch, _dtype(config, device, spec))
     check_attention(config, device, dtype, spec.head_dim)
@@ -109,7 +107,8 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
     if device == "cuda":
         assert card is not None, "it was chosen"
         blueprint = Blueprint(config, spec, geometry, _NOTHING, dtype, is_fused, device, card)
-        return replace(blueprint, capacity=capacity_on_card(blueprint, bound_use_of(blueprint)))
+        host_bytes = _pinned_bytes(config, geometry)
+        return replace(blueprint, capacity=capacity_on_card(blueprint, bound_use_of(blueprint), host_bytes))
     available_bytes = available_memory_bytes()
     capacity = plan_capacity(
         layout=geometry.layout,
@@ -136,11 +135,18 @@ def _dtype(config: EngineConfig, device: str, spec: ModelSpec) -> str:
     return "float16" if raw.get("dtype", raw.get("torch_dtype")) == "float16" else "bfloat16"
 
 
-def _check_tiers_on_card(config: EngineConfig) -> None:
-    for name in ("kv_offloading_size", "kv_disk_path", "kv_remote_url"):
-        if getattr(config, name):
-            msg = f"{name} is set, and blocks on a card are not moved to other tiers yet."
-            raise ConfigError(msg, remedy="Leave it out, or use device=cpu.")
+def _pinned_bytes(config: EngineConfig, geometry: KVGeometry) -> int:
+    """Return how much of the host's memory is pinned for a card's blocks.
+
+    Raises:
+        DoesNotFitError: the host has not so much.
+    """
+    available_bytes = available_memory_bytes()
+    host_bytes = _host_bytes(config, geometry, available_bytes)
+    if host_bytes > available_bytes:
+        msg = f"kv_offloading_size is {human_bytes(host_bytes)}, and {human_bytes(available_bytes)} of memory are free."
+        raise DoesNotFitError(msg, missing_bytes=host_bytes - available_bytes, remedy="Give less: it is pinned.")
+    return host_bytes
 
 
 def _host_bytes(config: EngineConfig, geometry: KVGeometry, available_bytes: int) -> int:
@@ -251,14 +257,10 @@ def _assemble(
     torch.set_num_threads(config.threads or available_cpus())
     tokenizer = Tokenizer(spec.folder) if (spec.folder / "tokenizer_config.json").is_file() else None
     num_held = capacity.num_host_blocks
-    arena = None
-    if num_held:
-        from pagefold.store import HostArena  # noqa: PLC0415 - only here
-
-        arena = HostArena(num_held, capacity.host_bytes // num_held)
+    arena = _arena(blueprint, num_held) if num_held else None
     if blueprint.card is not None:
         model = _load_on_card(blueprint)
-        runner, capacity = build_runner(blueprint, model, say)
+        runner, capacity = build_runner(blueprint, model, say, arena)
     else:
         slab = Slab.allocate(geometry, capacity.num_blocks, blueprint.dtype)
         runner = TorchRunner(_decoder(blueprint, slab), geometry, slab, arena)
@@ -349,6 +351,20 @@ def _decoder(blueprint: Blueprint, slab: Slab) -> Decoder:
         config.attention_backend, blueprint.dtype, block_size=slab.block_size, head_dim=spec.head_dim
     )
     return TransformersDecoder(load_model(spec.folder, blueprint.dtype), slab, attention, max_model_len=max_model_len)
+
+
+def _arena(blueprint: Blueprint, num_blocks: int) -> HostArena:
+    """Return host memory for blocks; pinned where they are a card's."""
+    block_bytes = blueprint.capacity.host_bytes // num_blocks
+    if blueprint.card is None:
+        from pagefold.store import HostArena  # noqa: PLC0415 - only here
+
+        return HostArena(num_blocks, block_bytes)
+    import torch  # noqa: PLC0415
+
+    from pagefold.store.card_arena import CardArena  # noqa: PLC0415 - only here
+
+    return CardArena(num_blocks, block_bytes, torch.device(blueprint.device))
 
 
 def _load_on_card(blueprint: Blueprint) -> Any:  # noqa: ANN401 - transformers' models have no common type

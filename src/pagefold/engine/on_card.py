@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pagefold.engine.build import Blueprint
     from pagefold.runner.attention.cuda.attention import CudaAttention
     from pagefold.runner.torch_runner import TorchRunner
+    from pagefold.store import HostArena
 
 __all__ = ["bound_use_of", "build_runner", "capacity_on_card", "ran_out"]
 
@@ -41,8 +42,8 @@ def bound_use_of(blueprint: Blueprint) -> CardUse:
     )
 
 
-def capacity_on_card(blueprint: Blueprint, use: CardUse) -> Capacity:
-    """Decide what fits on the card beside ``use``.
+def capacity_on_card(blueprint: Blueprint, use: CardUse, host_bytes: int = 0) -> Capacity:
+    """Decide what fits on the card beside ``use``, and how many blocks ``host_bytes`` of the host's memory hold.
 
     Raises:
         ConfigError: ``max_model_len`` is beyond the model.
@@ -67,7 +68,8 @@ def capacity_on_card(blueprint: Blueprint, use: CardUse) -> Capacity:
         max_model_len=asked_len,
         kv_cache_memory_bytes=kv_bytes,
         max_num_seqs=config.max_num_seqs,
-        available_bytes=use.weight_bytes + kv_bytes,
+        available_bytes=use.weight_bytes + kv_bytes + host_bytes,
+        host_bytes=host_bytes,
     )
 
 
@@ -75,6 +77,7 @@ def build_runner(
     blueprint: Blueprint,
     model: Any,  # noqa: ANN401 - transformers' models have no common type
     say: Callable[[str], None],
+    arena: HostArena | None = None,
 ) -> tuple[TorchRunner, Capacity]:
     """Return a runner whose blocks are on the card, and what fits there.
 
@@ -82,6 +85,7 @@ def build_runner(
         blueprint: what was decided.
         model: on the card, with our attention in it.
         say: takes the lines that a start prints.
+        arena: where evicted blocks are; None without a host tier.
 
     Raises:
         DoesNotFitError, BudgetTooSmallError: the measured rest is too little, or others took it meanwhile.
@@ -107,11 +111,11 @@ def build_runner(
         use = measure_use(TorchRunner(probe[0], geometry, probe[1]), card, num_tokens=num_tokens, num_seqs=num_seqs)
         del probe
         torch.cuda.empty_cache()
-        capacity = capacity_on_card(blueprint, use)
+        capacity = capacity_on_card(blueprint, use, blueprint.capacity.host_bytes)
         for line in capacity.lines():
             say(line)
         decoder, slab = decoder_with(capacity.num_blocks, capacity.max_model_len)
-        runner = TorchRunner(decoder, geometry, slab)
+        runner = TorchRunner(decoder, geometry, slab, arena)
         if kernels is not None and not config.enforce_eager:
             runner.warm_up()  # a model that cannot work is found out before its steps are captured
             decoder.capture(runner.decoding_step(), num_seqs)

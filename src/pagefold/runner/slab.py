@@ -78,9 +78,10 @@ class Slab:
         """Bytes of all blocks."""
         return self.data.nbytes
 
-    def as_bytes(self) -> NDArray[np.uint8]:
-        """Return a view of all blocks as bytes, ``[num_blocks, block_bytes]``, of a slab on the CPU."""
-        return self.data.flatten(1).view(torch.uint8).numpy()
+    def as_bytes(self) -> NDArray[np.uint8] | torch.Tensor:
+        """Return a view of all blocks as bytes, uint8 ``[num_blocks, block_bytes]``: NumPy's on a CPU, else torch's."""
+        view = self.data.flatten(1).view(torch.uint8)
+        return view.numpy() if view.device.type == "cpu" else view
 
     def copy(self, ops: list[CopyOp]) -> None:
         """Carry out copies, in order."""
