@@ -242,7 +242,7 @@ def time_attention(card: Card) -> None:
 
 
 def time_restore() -> None:
-    """Restore 4k tokens of an 8B model's KV from pinned memory, checksums compared, against one copy of as many bytes."""
+    """Restore 4k tokens of an 8B model's KV from pinned memory, with checksums, against one copy of as many bytes."""
     try:
         from pagefold.store.card_arena import CardArena
     except ModuleNotFoundError as error:
@@ -263,7 +263,7 @@ def time_restore() -> None:
     loads = HostOps([], [LoadOp(i, BlockId(i)) for i in range(num_blocks)])
     arena.carry_out(loads, slab.as_bytes())
     if not torch.equal(slab.data, before):
-        raise AssertionError("blocks came back as others")  # noqa: EM101, TRY003
+        raise AssertionError("blocks came back as others")  # noqa: TRY003
     pinned = torch.empty(slab.num_bytes, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(slab.num_bytes, dtype=torch.uint8, device=device)
     ours, link = seconds(
@@ -341,8 +341,9 @@ class Big:
         from pagefold.capacity import Capacity
         from pagefold.config import EngineConfig
         from pagefold.engine.build import Blueprint
-        from pagefold.engine.engine import Engine, ModelLimits
+        from pagefold.engine.engine import ModelLimits
         from pagefold.engine.on_card import bound_use_of, build_runner, capacity_on_card
+        from pagefold.engine.overlapped import OverlappedEngine
         from pagefold.kv import KVCore, KVGeometry, Namespace
         from pagefold.runner.models import ModelSpec
         from pagefold.scheduler import Scheduler, SchedulerLimits
@@ -381,7 +382,7 @@ class Big:
         core = KVCore(capacity.num_blocks, block_size=config.block_size)
         scheduler = Scheduler(core, SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens))
         limits = ModelLimits(spec.vocab_size, (), Namespace(model="random", layout="rows", dtype="bfloat16"))
-        return Engine(scheduler=scheduler, runner=runner, tokenizer=None, limits=limits, capacity=capacity)
+        return OverlappedEngine(scheduler=scheduler, runner=runner, tokenizer=None, limits=limits, capacity=capacity)
 
 
 def prompts_of(num: int, length: int, seed: int) -> list[list[int]]:

@@ -12,6 +12,7 @@ from pagefold.capacity import Capacity, human_bytes, plan_capacity
 from pagefold.config import available_cpus, available_memory_bytes, cache_dir
 from pagefold.engine.engine import Engine, ModelLimits
 from pagefold.engine.on_card import bound_use_of, build_runner, capacity_on_card, ran_out
+from pagefold.engine.overlapped import OverlappedEngine
 from pagefold.errors import ConfigError, DoesNotFitError
 from pagefold.events import Emit, ignore
 from pagefold.json_object import read_json_object
@@ -295,7 +296,9 @@ def _assemble(
         assert arena is not None, "slow tiers go through the host's"
         move = partial(arena.carry_out, blocks=runner.slab.as_bytes())
         tiering = Tiering(scheduler, slow, Transfer(arena, stores), arena, move, emit=emit)
-    return Engine(
+    # A card computes by itself; on a CPU there is nobody who could do something else meanwhile.
+    kind = Engine if blueprint.card is None or tiering is not None else OverlappedEngine
+    return kind(
         scheduler=scheduler,
         runner=runner,
         tokenizer=tokenizer,

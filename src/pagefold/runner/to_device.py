@@ -1,18 +1,18 @@
-"""From NumPy to a device. To a card nothing is copied that the host waits for: it goes through pinned memory."""
+"""From NumPy to a device, and back. A card's copies go through pinned memory, so that the host need not wait."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
-__all__ = ["ALIGNMENT", "Packing", "pack", "put"]
+__all__ = ["ALIGNMENT", "Packing", "pack", "put", "to_host"]
 
 ALIGNMENT = 16
 """Bytes. Kernels are compiled for pointers and widths that are aligned so, once."""
@@ -70,3 +70,19 @@ def put(array: NDArray[Any] | torch.Tensor, device: torch.device) -> torch.Tenso
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+def to_host(token_ids: torch.Tensor) -> Callable[[], list[int]]:
+    """Queue a copy of int64 ``[R]`` to the host; return what waits for that copy alone, and gives the numbers."""
+    if token_ids.device.type != "cuda":
+        return lambda: cast("list[int]", token_ids.tolist())
+    there = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
+    there.copy_(token_ids, non_blocking=True)
+    is_there = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    is_there.record()
+
+    def read() -> list[int]:
+        is_there.synchronize()
+        return cast("list[int]", there.tolist())
+
+    return read

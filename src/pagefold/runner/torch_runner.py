@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from array import array
 from itertools import chain
@@ -15,10 +16,13 @@ from pagefold.request import SamplingParams
 from pagefold.runner.inputs import make_inputs
 from pagefold.runner.logits import adjust
 from pagefold.runner.logprobs import token_logprobs
-from pagefold.runner.sampler import sample
+from pagefold.runner.sampler import sample, sample_on_card
+from pagefold.runner.to_device import to_host
 from pagefold.steps import StepPlan, StepResult, TokenLogprobs
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from pagefold.kv import KVGeometry
     from pagefold.runner.inputs import StepInputs
     from pagefold.runner.slab import Slab
@@ -64,17 +68,26 @@ class TorchRunner:
         Raises:
             CardMemoryError: the card had too little memory for the step. What it held for it is given back.
         """
-        try:
-            return self._run(plan)
-        except torch.OutOfMemoryError as error:
-            torch.cuda.empty_cache()
-            msg = f"The card has too little memory left for a step of {len(plan.token_ids)} tokens."
-            raise CardMemoryError(msg, remedy=_MEMORY_REMEDY) from error
+        with _memory_for(plan):
+            logits, of_prompts = self._forward(plan)
+            token_ids = sample(adjust(logits, plan), plan.sampling, plan.seeds, plan.draws)
+            return _result(plan, token_ids, logits, of_prompts)
 
-    def _run(self, plan: StepPlan) -> StepResult:
-        logits, of_prompts = self._forward(plan)
-        token_ids = sample(adjust(logits, plan), plan.sampling, plan.seeds, plan.draws)
-        return StepResult(token_ids, _sampled_logprobs(plan, logits, token_ids), _prompt_logprobs(plan, of_prompts))
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Queue one step on a card; see :class:`~pagefold.steps.LaunchingRunner`. The host waits for nothing.
+
+        Logits are valid until the next step, so the result is to be asked for before that begins.
+        """
+        with _memory_for(plan):
+            logits, of_prompts = self._forward(plan)
+            sampled = sample_on_card(adjust(logits, plan), plan.sampling, plan.seeds, plan.draws)
+            read = to_host(sampled)
+
+        def wait() -> StepResult:
+            with _memory_for(plan):
+                return _result(plan, read(), logits, of_prompts)
+
+        return wait
 
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """Run one step and return the logits of its sampling rows, ``[R, vocab]``, instead of sampling."""
@@ -131,6 +144,21 @@ def _dummy_plan(num_tokens: list[int], num_blocks: int) -> StepPlan:
     plan.sampling = [SamplingParams()] * num_rows  # not greedy: the sampler has a kernel too
     plan.seeds, plan.draws = [0] * num_rows, [0] * num_rows
     return plan
+
+
+@contextlib.contextmanager
+def _memory_for(plan: StepPlan) -> Iterator[None]:
+    """Turn a card's lack of memory into what a user is told; what the step held is given back."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        torch.cuda.empty_cache()
+        msg = f"The card has too little memory left for a step of {len(plan.token_ids)} tokens."
+        raise CardMemoryError(msg, remedy=_MEMORY_REMEDY) from error
+
+
+def _result(plan: StepPlan, token_ids: list[int], logits: torch.Tensor, of_prompts: torch.Tensor) -> StepResult:
+    return StepResult(token_ids, _sampled_logprobs(plan, logits, token_ids), _prompt_logprobs(plan, of_prompts))
 
 
 def _sampled_logprobs(plan: StepPlan, logits: torch.Tensor, token_ids: list[int]) -> list[TokenLogprobs]:
