@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from pagefold.runner.inputs import StepInputs
 
-__all__ = ["DecodeGraphs", "graph_sizes", "record_graph"]
+__all__ = ["DecodeGraphs", "GraphRecorder", "graph_sizes"]
 
 _ALL_UP_TO, _STEP = (1, 2, 4), 8
 
@@ -35,25 +35,34 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return sorted(size for size in sizes if size <= max_num_seqs)
 
 
-def record_graph(compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """Capture ``compute`` as a CUDA graph; return what replays it and gives the same tensor each time.
+class GraphRecorder:
+    """Makes CUDA graphs of functions; all of them find room in the same memory, as one replays at a time.
 
-    It runs once before, on a stream of its own: kernels are compiled and loaded then, which a capture cannot hold.
+    What a graph returns stays where it is until the graph replays again: no other one is given that memory.
     """
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        compute()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = compute()
 
-    def replay() -> torch.Tensor:
-        graph.replay()
-        return out
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
 
-    return replay
+    def __call__(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """Capture ``compute``; return what replays it, and gives the same tensor each time.
+
+        It runs once before, on a stream of its own: kernels are compiled and loaded then, which a capture cannot hold.
+        """
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            compute()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            out = compute()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return out
+
+        return replay
 
 
 class DecodeGraphs:
@@ -64,7 +73,7 @@ class DecodeGraphs:
         device: where.
         max_num_seqs: rows of the largest step.
         max_blocks: of the longest sequence.
-        record: what makes a graph of a function; the tests replay on a CPU.
+        record: what makes a graph of a function; None for a :class:`GraphRecorder`. The tests replay on a CPU.
     """
 
     def __init__(
@@ -74,13 +83,13 @@ class DecodeGraphs:
         *,
         max_num_seqs: int,
         max_blocks: int,
-        record: Callable[[Callable[[], torch.Tensor]], Callable[[], torch.Tensor]] = record_graph,
+        record: Callable[[Callable[[], torch.Tensor]], Callable[[], torch.Tensor]] | None = None,
     ) -> None:
         self.sizes = graph_sizes(max_num_seqs)
         self._forward = forward
         self._device = device
         self._width = max_blocks + -max_blocks % ALIGNMENT
-        self._record = record
+        self._record = record or GraphRecorder()
         self._graphs: dict[int, _Graph] = {}
 
     def fits(self, inputs: StepInputs) -> bool:

@@ -17,7 +17,7 @@ from pagefold.runner.inputs import make_inputs
 from pagefold.runner.logits import adjust
 from pagefold.runner.logprobs import token_logprobs
 from pagefold.runner.sampler import sample, sample_on_card
-from pagefold.runner.to_device import to_host
+from pagefold.runner.to_device import put, to_host
 from pagefold.steps import StepPlan, StepResult, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class TorchRunner:
         logits = self.decoder.logits(inputs)
         num_parts = sum(len(part.token_ids) for part in plan.prompt_parts)
         num_sampling = len(logits) - num_parts
-        sampled = logits[:num_sampling] if inputs.samples is None else logits[inputs.samples]
+        sampled = logits[:num_sampling] if inputs.samples is None else logits[put(inputs.samples, logits.device)]
         return sampled, logits[num_sampling:]
 
     def seconds_per_token(self) -> float:
