@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["begin", "compile_kernel"]
+__all__ = ["begin", "compile_kernel", "spilled_bytes"]
 
 _POINTERS = {"slab", "query", "key", "value", "out"}
 _COLUMNS = {"rows", "tiles", "query_starts", "seq_of", "tables", "lengths", "cells"}
@@ -81,3 +81,23 @@ def compile_kernel(name, dtype, head_dim, group, capability, *, has_window=False
         options = {"num_warps": how.num_warps, "num_stages": how.num_stages}
     compiled = triton.compile(source, target=target, options=options)
     return compiled.metadata.shared, compiled.asm["ptx"]
+
+
+def spilled_bytes(*args, **flags):
+    """Compile a kernel; return how many bytes of registers it has to keep in memory, as ``ptxas`` says."""
+    import re
+    import subprocess
+    import tempfile
+    from pathlib import Path
+
+    import triton
+
+    _, ptx = compile_kernel(*args, **flags)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.ptx"
+        file.write_text(ptx)
+        ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+        target = re.search(r"\.target (\w+)", ptx)[1]
+        command = [ptxas, "-v", "--gpu-name", target, file, "-o", Path(folder) / "kernel.cubin"]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return int(re.search(r"(\d+) bytes spill stores", told)[1])

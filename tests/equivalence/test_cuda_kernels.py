@@ -52,7 +52,11 @@ def interpreter():
 @pytest.fixture(scope="module")
 def compiler():
     with _pool(compiled_for_cards.begin) as pool:
-        yield lambda *args, **flags: pool.submit(compiled_for_cards.compile_kernel, *args, **flags).result(300)
+
+        def compile_kernel(*args, function=compiled_for_cards.compile_kernel, **flags):
+            return pool.submit(function, *args, **flags).result(300)
+
+        yield compile_kernel
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
@@ -130,6 +134,12 @@ def test_windows_softcaps_and_groups_compile(flags, group, compiler):
     for name in ("decode", "prefill"):
         shared_bytes, _ = compiler(name, "bfloat16", 128, group, (9, 0), **flags)
         assert shared_bytes <= MAX_SHARED_BYTES[9, 0]
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), [("bfloat16", 64), ("bfloat16", 128), ("float32", 128)])
+def test_no_register_is_spilled_on_an_h100(dtype, head_dim, compiler):
+    for name in ("decode", "prefill"):
+        assert compiler(name, dtype, head_dim, 4, (9, 0), function=compiled_for_cards.spilled_bytes) == 0
 
 
 def test_prefill_on_an_h100_multiplies_by_wgmma_and_copies_ahead(compiler):

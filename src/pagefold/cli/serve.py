@@ -416,10 +416,9 @@ def _start_engine(
     with progress_bar() as progress:
         blueprint = plan_engine(config, progress=progress)
     _quiet_transformers(is_loaded=not blueprint.is_fused)
-    if recorder is not None:
-        recorder.begin(config, blueprint.capacity.num_blocks, blueprint.capacity.num_host_blocks)
-        emit = fan_out(emit, recorder)
-    engine = build_engine(blueprint, emit=emit, say=say)
+    engine = build_engine(blueprint, emit=emit if recorder is None else fan_out(emit, recorder), say=say)
+    if recorder is not None:  # on a card it is known only now how many blocks there are; no event came yet
+        recorder.begin(config, engine.capacity.num_blocks, engine.capacity.num_host_blocks)
     # What is there now stays: the collector need not walk through all of it again, in the middle of some step.
     gc.collect()
     gc.freeze()

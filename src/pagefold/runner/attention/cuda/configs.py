@@ -76,21 +76,28 @@ def choose_config(
         capability: the card's compute capability.
     """
     has_room = MAX_SHARED_BYTES.get(capability, 99 * 1024) >= 163 * 1024
-    width = max(16, padded(head_dim)) * dtype.itemsize  # bytes of a token's K
+    dims, is_float32 = max(16, padded(head_dim)), dtype == torch.float32
     if kernel == "decode":
-        tile = 64 if width <= 256 else 32  # noqa: PLR2004 - head_dim 128 of 16 bits
-        return KernelConfig(max(_MIN_ROWS, padded(group)), tile, 4, 3 if has_room else 2)
-    rows, tile, num_warps, num_stages = next(row for most, *row in _PREFILL[has_room] if width <= most)
+        tile = next(tile for most, tile in _DECODE[is_float32] if dims <= most)
+        return KernelConfig(max(_MIN_ROWS, padded(group)), tile, 4, 3 if has_room and dims <= 128 else 2)  # noqa: PLR2004
+    table = _PREFILL_FLOAT32 if is_float32 else _PREFILL[has_room]
+    rows, tile, num_warps, num_stages = next(row for most, *row in table if dims <= most)
     if group > rows:  # a token's rows are one program's
         rows = padded(group)
     return KernelConfig(rows, tile, num_warps, num_stages)
 
 
+_DECODE = {False: ((128, 64), (256, 32)), True: ((64, 32), (256, 16))}
+"""By whether it is float32: padded head_dim at most, and the tile."""
+
 _PREFILL = {
-    True: ((128, 128, 64, 4, 3), (256, 128, 64, 8, 3), (512, 64, 32, 4, 2), (1024, 32, 16, 4, 2)),
-    False: ((128, 64, 64, 4, 2), (256, 64, 32, 4, 2), (512, 32, 16, 4, 2), (1024, 16, 16, 4, 1)),
+    True: ((64, 128, 64, 4, 3), (128, 128, 64, 8, 3), (256, 64, 32, 4, 2)),
+    False: ((64, 64, 64, 4, 2), (128, 64, 32, 4, 2), (256, 32, 16, 4, 2)),
 }
-"""By room and bytes of a token's K at most: rows, tile, warps, stages."""
+"""By room: padded head_dim at most; rows, tile, warps, stages."""
+
+_PREFILL_FLOAT32 = ((32, 64, 32, 4, 2), (64, 32, 32, 4, 2), (256, 32, 16, 8, 2))
+"""The same of float32, which tensor cores do not multiply: its sums want registers, and spill with larger tiles."""
 
 
 def num_splits_for(num_rows: int, num_kv_heads: int, num_processors: int) -> int:
