@@ -59,8 +59,19 @@ def compiler():
         yield compile_kernel
 
 
-@pytest.mark.parametrize("dtype", BOUNDS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def _is_long(shape, dtype):
+    return dtype != "float32" and shape not in SHAPES[:2]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        pytest.param(shape, dtype, marks=[pytest.mark.long] if _is_long(shape, dtype) else [])
+        for shape in SHAPES
+        for dtype in BOUNDS
+    ],
+    ids=str,
+)
 def test_they_are_dense_attention(shape, dtype, interpreter):
     seed = Random().randrange(2**32)
     for per_head in (False, True):
