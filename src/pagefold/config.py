@@ -21,6 +21,7 @@ __all__ = [
     "MAX_PRIORITY",
     "Account",
     "AttentionBackend",
+    "Device",
     "Dtype",
     "EngineConfig",
     "ModelImpl",
@@ -36,11 +37,13 @@ __all__ = [
 ]
 
 Dtype: TypeAlias = Literal["auto", "float32", "float64", "bfloat16", "float16"]
-AttentionBackend: TypeAlias = Literal["auto", "cpu", "reference"]
+Device: TypeAlias = Literal["auto", "cpu", "cuda"]
+AttentionBackend: TypeAlias = Literal["auto", "cpu", "cuda", "reference"]
 ModelImpl: TypeAlias = Literal["auto", "pagefold", "transformers"]
 
 _DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
-_BACKENDS = ("auto", "cpu", "reference")
+_DEVICES = ("auto", "cpu", "cuda")
+_BACKENDS = ("auto", "cpu", "cuda", "reference")
 _MODEL_IMPLS = ("auto", "pagefold", "transformers")
 _SCHEDULING_POLICIES = ("fcfs", "priority")
 _LOG_FORMATS = ("text", "json")
@@ -59,7 +62,9 @@ class EngineConfig:
 
     Attributes:
         model: a built-in name, a local folder, or a hub id.
-        dtype: of weights, activations and KV. ``auto`` on a CPU is float32, whatever the checkpoint holds.
+        device: ``cpu``, ``cuda`` (an NVIDIA card), or ``auto`` for a card where there is one that will do.
+        dtype: of weights, activations and KV. ``auto`` on a CPU is float32, whatever the checkpoint holds; on a card
+            it is float16 for a checkpoint in that, and else bfloat16.
         block_size: tokens a block.
         kv_cache_dtype: how K and V are stored: ``auto`` for as they are computed, or a codec such as
             ``int8_per_token_head`` (see ``kv/codec.py``).
@@ -67,7 +72,10 @@ class EngineConfig:
         kv_quality_floor: the least share of positions at which the likeliest token must be that of ``auto``, as
             ``pagefold eval`` found it, 0 to 1. 0 asks for no verdict; None is 0.97 for codecs of 8 bit, 0.95 for less.
         force_kv_cache_dtype: start also with a codec under that floor.
-        kv_cache_memory_bytes: the KV budget; None for a share of the memory that is free (see ``capacity.py``).
+        kv_cache_memory_bytes: the KV budget; None for a share of the memory that is free (see ``capacity.py``), or on
+            a card for what ``gpu_memory_utilization`` leaves.
+        gpu_memory_utilization: share of the whole card's memory for weights, activations and KV together, as in vLLM.
+            What the first two take is measured, and KV gets the rest. A CPU has no use for it.
         kv_offloading_size: GiB of host memory for blocks that are evicted, beside the KV budget; 0 for none, or for a
             little where there are slower tiers, which go through it.
         allow_streaming: whether a request may be larger than the KV budget: what of it does not fit is read where it
@@ -88,10 +96,12 @@ class EngineConfig:
         max_num_batched_tokens: tokens computed in one step; prompts longer than that are computed in chunks.
         enable_prefix_caching: whether blocks are shared between requests that begin alike.
         eviction_policy: which cached blocks go first: a name of ``kv/policies``, such as ``lru``, or ``default``.
-        attention_backend: ``cpu`` (Numba), ``reference`` (plain torch, slow, any dtype), or ``auto``.
+        attention_backend: ``cpu`` (Numba), ``cuda`` (Triton), ``reference`` (plain torch, slow, any dtype, any device),
+            or ``auto``.
         model_impl: who computes the layers: ``pagefold`` (the fused decoder), ``transformers`` (any family), or
             ``auto`` for the fused decoder where it can.
         quantization: ``int8`` keeps the fused decoder's matrices as int8, a scale an output channel; None does not.
+        enforce_eager: whether a card gets each kernel from the host, rather than decoding steps as CUDA graphs.
         threads: how many compute together; None for all cores that this process may use.
         batch_invariant: refuse whatever would let a request's tokens depend on its batch. The fused decoder never does.
         seed: of the draws of requests that bring no seed.
@@ -106,6 +116,7 @@ class EngineConfig:
     """
 
     model: str
+    device: Device = "auto"
     dtype: Dtype = "auto"
     block_size: int = 16
     kv_cache_dtype: str = "auto"
@@ -113,6 +124,7 @@ class EngineConfig:
     kv_quality_floor: float | None = None
     force_kv_cache_dtype: bool = False
     kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
     kv_offloading_size: float = 0.0
     allow_streaming: bool = False
     kv_disk_path: str | None = None
@@ -129,6 +141,7 @@ class EngineConfig:
     attention_backend: AttentionBackend = "auto"
     model_impl: ModelImpl = "auto"
     quantization: Literal["int8"] | None = None
+    enforce_eager: bool = False
     threads: int | None = None
     batch_invariant: bool = False
     seed: int = 0
@@ -142,6 +155,7 @@ class EngineConfig:
         from pagefold.kv.policies import POLICIES  # noqa: PLC0415 - kv stands on nothing here; keeps imports one-way
 
         _check_types(self)
+        _one_of("device", self.device, _DEVICES)
         _one_of("dtype", self.dtype, _DTYPES)
         _one_of("attention_backend", self.attention_backend, _BACKENDS)
         _one_of("model_impl", self.model_impl, _MODEL_IMPLS)
@@ -170,12 +184,9 @@ class EngineConfig:
             raise _bad("kv_cache_memory_bytes", self.kv_cache_memory_bytes, "a positive number of bytes")
         if self.kv_quality_floor is not None and not 0 <= self.kv_quality_floor <= 1:
             raise _bad("kv_quality_floor", self.kv_quality_floor, "a share between 0 and 1, such as 0.97")
-        if not 0 <= self.kv_offloading_size < float("inf"):
-            raise _bad("kv_offloading_size", self.kv_offloading_size, "a number of GiB, 0 for none")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise _bad("gpu_memory_utilization", self.gpu_memory_utilization, "above 0 and at most 1 (all of the card)")
         self._check_tiers()
-        if self.allow_streaming and not self.kv_offloading_size:
-            msg = "allow_streaming is set, but kv_offloading_size is 0: what of a request does not fit has no place."
-            raise ConfigError(msg, remedy="Give kv_offloading_size, in GiB.")
         if isinstance(self.max_model_len, str):
             _one_of("max_model_len", self.max_model_len, ("auto",))
         elif self.max_model_len is not None and self.max_model_len < 2:  # noqa: PLR2004 - a prompt and an output token
@@ -196,6 +207,11 @@ class EngineConfig:
         return self.kv_disk_path is not None or self.kv_remote_url is not None
 
     def _check_tiers(self) -> None:
+        if not 0 <= self.kv_offloading_size < float("inf"):
+            raise _bad("kv_offloading_size", self.kv_offloading_size, "a number of GiB, 0 for none")
+        if self.allow_streaming and not self.kv_offloading_size:
+            msg = "allow_streaming is set, but kv_offloading_size is 0: what of a request does not fit has no place."
+            raise ConfigError(msg, remedy="Give kv_offloading_size, in GiB.")
         _one_of("kv_write_policy", self.kv_write_policy, WRITE_POLICIES)
         _one_of("kv_transport_codec", self.kv_transport_codec, tuple(DROPPED_BITS))
         if self.kv_transport_codec != "none" and self.kv_remote_url is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 __all__ = [
     "BudgetTooSmallError",
+    "CardMemoryError",
     "ConfigError",
     "DoesNotFitError",
     "EngineStoppedError",
@@ -112,6 +113,10 @@ class PinQuotaError(PagefoldError):
 
 class TierError(PagefoldError):
     """A tier did not do what was asked for; what is cached in it may still be found."""
+
+
+class CardMemoryError(PagefoldError):
+    """A card had too little memory for a step: more of it was in use than when the engine was started."""
 
 
 class RequestTimeoutError(PagefoldError):

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from pagefold.kv.plans import NO_HOST_OPS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pagefold.kv import BlockId, CopyOp, HostOps
     from pagefold.request import SamplingParams
 
-__all__ = ["DamagedBlocksError", "PromptPart", "Runner", "StepPlan", "StepResult", "TokenLogprobs"]
+__all__ = ["DamagedBlocksError", "LaunchingRunner", "PromptPart", "Runner", "StepPlan", "StepResult", "TokenLogprobs"]
 
 
 class TokenLogprobs(NamedTuple):
@@ -134,3 +136,10 @@ class Runner(Protocol):
         Raises:
             DamagedBlocksError: before anything was computed.
         """
+
+
+class LaunchingRunner(Runner, Protocol):
+    """A runner whose device computes while the host does something else."""
+
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Begin a step; return what waits for its result, and raises what :meth:`run` would, if this has not."""

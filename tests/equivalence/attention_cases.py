@@ -16,7 +16,7 @@ import torch
 
 from pagefold.kv import KVGeometry
 from pagefold.runner.attention import AttentionInputs
-from pagefold.runner.slab import Slab
+from pagefold.runner.slab import LAYOUT, Slab
 
 __all__ = ["Case", "Lengths", "Shape", "make_case"]
 
@@ -89,10 +89,13 @@ class Case:
             out[tokens, heads] = attended.transpose(0, 1)
         return out
 
-    def to(self, dtype: torch.dtype) -> tuple[Any, ...]:
-        """Return fresh operands of that dtype, in the op's order."""
-        slab = Slab(self.slab.data.to(dtype, copy=True), self.slab.keys.shape[-1])
-        operands = (tensor.to(dtype, copy=True) for tensor in (self.query, self.key, self.value))
+    def to(self, dtype: torch.dtype, layout: str = LAYOUT, device: str = "cpu") -> tuple[Any, ...]:
+        """Return fresh operands of that dtype, in the op's order, with a slab of that layout, on that device."""
+        data = torch.empty_like(self.slab.data, dtype=dtype, device=device)
+        slab = Slab(data, self.slab.keys.shape[-1], layout)
+        slab.keys.copy_(self.slab.keys)
+        slab.values.copy_(self.slab.values)
+        operands = (tensor.to(device, dtype, copy=True) for tensor in (self.query, self.key, self.value))
         return *operands, slab, self.inputs, self.layer, self.scale, self.softcap
 
 

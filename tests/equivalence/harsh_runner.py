@@ -75,6 +75,13 @@ class HarshRunner:
         self._num_failures_in_a_row = 0
         return self.inner.run(plan)
 
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Begin a step, or fail at once; the rest comes as late as it may: when the result is asked for."""
+        if self._num_failures_in_a_row < _MAX_FAILURES_IN_A_ROW and self._random.random() < self._failure_rate / 2:
+            self._num_failures_in_a_row += 1
+            raise InjectedError("launch")
+        return lambda: self.run(plan)
+
     def _fail(self, plan: StepPlan) -> None:
         how = self._random.choice(("before", "between layers", "after"))
         if how == "after":

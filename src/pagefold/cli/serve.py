@@ -22,7 +22,7 @@ from pagefold.events import fan_out
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pagefold.config import Account, AttentionBackend, Dtype, ModelImpl
+    from pagefold.config import Account, AttentionBackend, Device, Dtype, ModelImpl
     from pagefold.engine.engine import Engine
     from pagefold.events import Emit
     from pagefold.kv import WritePolicy
@@ -112,6 +112,9 @@ def serve(  # noqa: PLR0913 - one parameter a flag
     log_level: Annotated[
         str, typer.Option(help="debug, info (a line for each request), warning or error.", rich_help_panel=_DOOR)
     ] = "info",
+    device: Annotated[
+        str, typer.Option(help="auto (a card where there is one), cpu or cuda.", rich_help_panel=_ENGINE)
+    ] = "auto",
     dtype: Annotated[
         str, typer.Option(help="auto, float32, float64, bfloat16 or float16.", rich_help_panel=_ENGINE)
     ] = "auto",
@@ -154,6 +157,14 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             rich_help_panel=_ENGINE,
         ),
     ] = None,
+    gpu_memory_utilization: Annotated[
+        float,
+        typer.Option(
+            metavar="SHARE",
+            help="Of a card's whole memory, how much is for weights, activations and KV.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = 0.9,
     kv_offloading_size: Annotated[
         float,
         typer.Option(
@@ -227,13 +238,19 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             rich_help_panel=_ENGINE,
         ),
     ] = "default",
-    attention_backend: Annotated[str, typer.Option(help="auto, cpu or reference.", rich_help_panel=_ENGINE)] = "auto",
+    attention_backend: Annotated[
+        str, typer.Option(help="auto, cpu, cuda or reference.", rich_help_panel=_ENGINE)
+    ] = "auto",
     model_impl: Annotated[
         str, typer.Option(help="Who computes the layers: auto, pagefold or transformers.", rich_help_panel=_ENGINE)
     ] = "auto",
     quantization: Annotated[
         str | None, typer.Option(help="int8: weights of a quarter of the size.", rich_help_panel=_ENGINE)
     ] = None,
+    enforce_eager: Annotated[
+        bool,
+        typer.Option("--enforce-eager", help="On a card, no CUDA graphs.", rich_help_panel=_ENGINE),
+    ] = False,
     threads: Annotated[
         int | None, typer.Option(help="Threads that compute; all cores if not given.", rich_help_panel=_ENGINE)
     ] = None,
@@ -278,6 +295,7 @@ def serve(  # noqa: PLR0913 - one parameter a flag
         check_installed()
         engine_config = EngineConfig(
             model=model,
+            device=cast("Device", device),
             dtype=cast("Dtype", dtype),  # the config checks it
             block_size=block_size,
             kv_cache_dtype=kv_cache_dtype,
@@ -285,6 +303,7 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             kv_quality_floor=kv_quality_floor,
             force_kv_cache_dtype=force_kv_cache_dtype,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
+            gpu_memory_utilization=gpu_memory_utilization,
             kv_offloading_size=kv_offloading_size,
             allow_streaming=allow_streaming,
             kv_disk_path=kv_disk_path,
@@ -301,6 +320,7 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             attention_backend=cast("AttentionBackend", attention_backend),
             model_impl=cast("ModelImpl", model_impl),
             quantization=cast("Literal['int8'] | None", quantization),
+            enforce_eager=enforce_eager,
             threads=threads,
             batch_invariant=batch_invariant,
             seed=seed,
@@ -460,10 +480,9 @@ def _start_engine(
     with progress_bar() as progress:
         blueprint = plan_engine(config, progress=progress)
     quiet_transformers(is_loaded=not blueprint.is_fused)
-    if recorder is not None:
-        recorder.begin(config, blueprint.capacity.num_blocks, blueprint.capacity.num_host_blocks)
-        emit = fan_out(emit, recorder)
-    engine = build_engine(blueprint, emit=emit, say=say)
+    engine = build_engine(blueprint, emit=emit if recorder is None else fan_out(emit, recorder), say=say)
+    if recorder is not None:  # on a card it is known only now how many blocks there are; no event came yet
+        recorder.begin(config, engine.capacity.num_blocks, engine.capacity.num_host_blocks)
     # What is there now stays: the collector need not walk through all of it again, in the middle of some step.
     gc.collect()
     gc.freeze()

@@ -6,13 +6,16 @@ import contextlib
 import logging
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pagefold.capacity import Capacity, plan_capacity
+from pagefold.capacity import Capacity, human_bytes, plan_capacity
 from pagefold.config import available_cpus, available_memory_bytes, cache_dir
 from pagefold.engine.engine import Engine, ModelLimits
-from pagefold.errors import ConfigError
+from pagefold.engine.on_card import bound_use_of, build_runner, capacity_on_card, ran_out
+from pagefold.engine.overlapped import OverlappedEngine
+from pagefold.errors import ConfigError, DoesNotFitError
 from pagefold.events import Emit, ignore
+from pagefold.json_object import read_json_object
 from pagefold.kv import (
     CODECS,
     KV_CACHE_DTYPES,
@@ -36,16 +39,19 @@ if TYPE_CHECKING:
 
     from pagefold.config import EngineConfig
     from pagefold.hub.progress import Progress
+    from pagefold.runner.card import Card
     from pagefold.runner.models import ModelSpec
     from pagefold.runner.slab import AnySlab
     from pagefold.runner.torch_runner import Decoder
-    from pagefold.store import BlockStore
+    from pagefold.store import BlockStore, HostArena
     from pagefold.structured.compiler import GrammarCompiler
     from pagefold.tokenizer import Tokenizer
 
 __all__ = ["Blueprint", "build_engine", "plan_engine"]
 
 _log = logging.getLogger(__name__)
+
+_NOTHING = Capacity(0, 0, 0, 1, 0, 1)
 
 _UNTRIED_LINK = 1e-3, 1e9
 """Latency and bandwidth, in seconds and bytes a second, of a tier that could not be tried yet."""
@@ -66,6 +72,8 @@ class Blueprint:
         dtype: of weights, activations and KV.
         is_fused: whether the fused decoder computes it, rather than transformers.
         centres: what is taken off K before it is encoded (see ``centring.py``); None for nothing, or not known yet.
+        device: ``cpu`` or ``cuda``.
+        card: the one that it runs on; None on a CPU. Its ``capacity`` follows from bounds until the rest is measured.
     """
 
     config: EngineConfig
@@ -74,6 +82,8 @@ class Blueprint:
     capacity: Capacity
     dtype: torch.dtype
     is_fused: bool
+    device: str = "cpu"
+    card: Card | None = None
     centres: torch.Tensor | None = None
 
 
@@ -90,11 +100,22 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
     import torch  # noqa: PLC0415
 
     from pagefold.runner.attention import choose_backend  # noqa: PLC0415
+    from pagefold.runner.card import check_attention, choose_device, find_card  # noqa: PLC0415
     from pagefold.runner.models import inspect_model  # noqa: PLC0415
 
+    card = None if config.device == "cpu" else find_card()
+    device = choose_device(config.device, card)
     spec = inspect_model(folder)
-    dtype: torch.dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
+    dtype: torch.dtype = getattr(torch, _dtype(config, device, spec))
+    check_attention(config, device, dtype, spec.head_dim)
     geometry = _geometry(config, spec, dtype)
+    is_fused = _is_fused(config, spec, dtype, device)
+    if device == "cuda":
+        assert card is not None, "it was chosen"
+        _check_on_card(config, geometry)
+        blueprint = Blueprint(config, spec, geometry, _NOTHING, dtype, is_fused, device, card)
+        host_bytes = _pinned_bytes(config, geometry)
+        return replace(blueprint, capacity=capacity_on_card(blueprint, bound_use_of(blueprint), host_bytes))
     available_bytes = available_memory_bytes()
     capacity = plan_capacity(
         layout=geometry.layout,
@@ -112,7 +133,45 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
     choose_backend(
         config.attention_backend, dtype, block_size=config.block_size, head_dim=spec.head_dim, pairs_codes=pairs_codes
     )
-    return Blueprint(config, spec, geometry, capacity, dtype, _is_fused(config, spec, dtype))
+    return Blueprint(config, spec, geometry, capacity, dtype, is_fused)
+
+
+def _check_on_card(config: EngineConfig, geometry: KVGeometry) -> None:
+    """Refuse what only a CPU can do yet.
+
+    Raises:
+        ConfigError: with what to leave out.
+    """
+    if geometry.codec is not None:
+        msg = f"kv_cache_dtype is {config.kv_cache_dtype}, which the kernels of a card do not read yet."
+        raise ConfigError(msg, remedy="Use kv_cache_dtype=auto, or device=cpu.")
+    if config.allow_streaming:
+        msg = "allow_streaming is set, and a card does not read the host's memory yet."
+        raise ConfigError(msg, remedy="Leave it out, or use device=cpu.")
+
+
+def _dtype(config: EngineConfig, device: str, spec: ModelSpec) -> str:
+    """Return the dtype that is computed in: what was asked, or what the device is good at."""
+    if config.dtype != "auto":
+        return config.dtype
+    if device == "cpu":
+        return "float32"
+    raw = read_json_object(spec.folder / "config.json")
+    return "float16" if raw.get("dtype", raw.get("torch_dtype")) == "float16" else "bfloat16"
+
+
+def _pinned_bytes(config: EngineConfig, geometry: KVGeometry) -> int:
+    """Return how much of the host's memory is pinned for a card's blocks.
+
+    Raises:
+        DoesNotFitError: the host has not so much.
+    """
+    available_bytes = available_memory_bytes()
+    host_bytes = _host_bytes(config, geometry, available_bytes)
+    if host_bytes > available_bytes:
+        msg = f"kv_offloading_size is {human_bytes(host_bytes)}, and {human_bytes(available_bytes)} of memory are free."
+        raise DoesNotFitError(msg, missing_bytes=host_bytes - available_bytes, remedy="Give less: it is pinned.")
+    return host_bytes
 
 
 def _geometry(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> KVGeometry:
@@ -154,13 +213,15 @@ def _host_bytes(config: EngineConfig, geometry: KVGeometry, available_bytes: int
     return max(least, min(_MAX_STAGING_BYTES, available_bytes // _STAGING_SHARE))
 
 
-def _is_fused(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> bool:
+def _is_fused(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: str = "cpu") -> bool:
     """Decide who computes the layers.
 
     Raises:
         ConfigError: the fused decoder, or what only it gives, was asked for and cannot be had.
     """
     why_not = spec.not_fused
+    if device != "cpu":
+        why_not = f"device={device} (it computes on CPUs)"
     if not why_not and str(dtype) != "torch.float32":
         why_not = f"{dtype} (it computes in float32)"
     if not why_not and (config.block_size % 4 or spec.head_dim % 8):
@@ -199,21 +260,27 @@ def build_engine(
         ConfigError: a slow tier cannot be used, and must be.
         QualityError: the codec is under the quality floor on this model.
     """
-    from pagefold.runner.block_plan import block_plan  # noqa: PLC0415 - heavy rooms are entered when they are needed
     from pagefold.runner.content import content_fingerprint  # noqa: PLC0415 - heavy rooms are entered when they are needed
-    from pagefold.store import FrameFormat, open_stores  # noqa: PLC0415
 
-    config, spec, geometry, capacity = blueprint.config, blueprint.spec, blueprint.geometry, blueprint.capacity
+    config, spec, geometry = blueprint.config, blueprint.spec, blueprint.geometry
     check_quality(config, lambda: content_fingerprint(spec.folder, cache_dir()), cache_dir(), _log.warning)
-    for line in capacity.lines():
-        say(line)
+    if blueprint.card is None:
+        for line in blueprint.capacity.lines():
+            say(line)
+    else:
+        say(f"card       {blueprint.card.name}")
     if spec.limit:
         longest = f"{spec.max_exact_len:,} of {spec.max_positions:,} tokens"
         say(f"limit      {longest}, beyond which {spec.limit} is not computed yet")
     blueprint = replace(blueprint, centres=_centres(blueprint, say))
     namespace = _namespace(blueprint)
-    frames = FrameFormat.of(namespace, geometry)
-    stores = [*open_stores(config, frames, lambda: block_plan(geometry)), *stores]  # refused before weights are loaded
+    if config.has_slow_tiers:  # refused before weights are loaded
+        from pagefold.runner.block_plan import block_plan  # noqa: PLC0415 - only here
+        from pagefold.store import FrameFormat, open_stores  # noqa: PLC0415 - only here
+
+        frames = FrameFormat.of(namespace, geometry)
+        stores = [*open_stores(config, frames, lambda: block_plan(geometry)), *stores]
+    stores = list(stores)
     with contextlib.ExitStack() as opened:
         for store in stores:
             opened.callback(store.close)
@@ -237,12 +304,12 @@ def _namespace(blueprint: Blueprint) -> Namespace:
     """
     from pagefold.runner.codec_slab import CODEC_LAYOUT  # noqa: PLC0415 - torch comes with it
     from pagefold.runner.content import content_fingerprint  # noqa: PLC0415 - only with slow tiers
-    from pagefold.runner.slab import LAYOUT  # noqa: PLC0415
+    from pagefold.runner.slab import layout_on  # noqa: PLC0415 - torch comes with it
 
     config, spec = blueprint.config, blueprint.spec
     decoder = f"fused-{config.quantization or 'plain'}" if blueprint.is_fused else "transformers"
     geometry = blueprint.geometry
-    layout = LAYOUT
+    layout = layout_on(blueprint.device)
     if geometry.codec is not None:
         skipped = ",".join(map(str, geometry.skip_layers))
         from pagefold.engine.centring import digest_of  # noqa: PLC0415
@@ -262,18 +329,23 @@ def _assemble(
     import torch  # noqa: PLC0415 - heavy rooms are entered when they are needed
 
     from pagefold.runner.torch_runner import TorchRunner  # noqa: PLC0415
-    from pagefold.store import HostArena, Transfer  # noqa: PLC0415
     from pagefold.tokenizer import Tokenizer  # noqa: PLC0415
 
     config, spec, geometry, capacity = blueprint.config, blueprint.spec, blueprint.geometry, blueprint.capacity
     torch.set_num_threads(config.threads or available_cpus())
     tokenizer = Tokenizer(spec.folder) if (spec.folder / "tokenizer_config.json").is_file() else None
     num_held = capacity.num_host_blocks
-    num_read = capacity.num_blocks + (num_held if config.allow_streaming else 0)  # blocks that attention reads
-    slab = _allocate(geometry, num_read, blueprint.dtype, blueprint.centres)
-    behind = slab.as_bytes()[capacity.num_blocks :] if config.allow_streaming else None
-    arena = HostArena(num_held, capacity.host_bytes // num_held, behind) if num_held else None
-    runner = TorchRunner(_decoder(blueprint, slab), geometry, slab, arena)
+    arena = None
+    if blueprint.card is not None:
+        arena = _arena(blueprint, num_held) if num_held else None
+        model = _load_on_card(blueprint)
+        runner, capacity = build_runner(blueprint, model, say, arena)
+    else:
+        num_read = capacity.num_blocks + (num_held if config.allow_streaming else 0)  # blocks that attention reads
+        slab = _allocate(geometry, num_read, blueprint.dtype, blueprint.centres)
+        behind = slab.as_bytes()[capacity.num_blocks :] if config.allow_streaming else None
+        arena = _arena(blueprint, num_held, behind) if num_held else None
+        runner = TorchRunner(_decoder(blueprint, slab), geometry, slab, arena)
     runner.warm_up()
     host = HostTier(num_held, notes_unsaved=bool(stores)) if num_held else None
     slow = None
@@ -300,10 +372,14 @@ def _assemble(
     )
     tiering = None
     if slow is not None:
+        from pagefold.store import Transfer  # noqa: PLC0415 - only here
+
         assert arena is not None, "slow tiers go through the host's"
-        move = partial(arena.carry_out, blocks=slab.as_bytes())
+        move = partial(arena.carry_out, blocks=runner.slab.as_bytes())
         tiering = Tiering(scheduler, slow, Transfer(arena, stores), arena, move, emit=emit)
-    return Engine(
+    # A card computes by itself; on a CPU there is nobody who could do something else meanwhile.
+    kind = Engine if blueprint.card is None or tiering is not None else OverlappedEngine
+    return kind(
         scheduler=scheduler,
         runner=runner,
         tokenizer=tokenizer,
@@ -373,6 +449,36 @@ def _decoder(blueprint: Blueprint, slab: AnySlab) -> Decoder:
         pairs_codes=_pairs_codes(blueprint.geometry),
     )
     return TransformersDecoder(load_model(spec.folder, blueprint.dtype), slab, attention, max_model_len=max_model_len)
+
+
+def _arena(blueprint: Blueprint, num_blocks: int, memory: Any = None) -> HostArena:  # noqa: ANN401 - an array's view
+    """Return host memory for blocks, or ``memory`` as such; pinned where they are a card's."""
+    block_bytes = blueprint.capacity.host_bytes // num_blocks
+    if blueprint.card is None:
+        from pagefold.store import HostArena  # noqa: PLC0415 - only here
+
+        return HostArena(num_blocks, block_bytes, memory)
+    import torch  # noqa: PLC0415
+
+    from pagefold.store.card_arena import CardArena  # noqa: PLC0415 - only here
+
+    return CardArena(num_blocks, block_bytes, torch.device(blueprint.device))
+
+
+def _load_on_card(blueprint: Blueprint) -> Any:  # noqa: ANN401 - transformers' models have no common type
+    """Load the weights onto the card.
+
+    Raises:
+        DoesNotFitError: others took its memory meanwhile.
+    """
+    import torch  # noqa: PLC0415
+
+    from pagefold.runner.loader import load_model  # noqa: PLC0415
+
+    try:
+        return load_model(blueprint.spec.folder, blueprint.dtype, blueprint.device)
+    except torch.OutOfMemoryError as error:
+        raise ran_out(error) from error
 
 
 def _compiler(tokenizer: Tokenizer, spec: ModelSpec) -> GrammarCompiler:

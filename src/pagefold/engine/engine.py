@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pagefold.capacity import Capacity
     from pagefold.request import FinishReason, WarmUp
     from pagefold.scheduler import Scheduler, Tiering
-    from pagefold.steps import Runner
+    from pagefold.steps import Runner, StepPlan
     from pagefold.structured.compiler import GrammarCompiler
     from pagefold.structured.grammar import Grammar
     from pagefold.structured.params import StructuredOutputsParams
@@ -325,14 +325,8 @@ class Engine:
             return deltas
         try:
             result = self.runner.run(plan)
-        except DamagedBlocksError as damage:
-            _log.warning("step %d found %s; they are dropped, and what they held is computed", plan.step_id, damage)
-            ended = self.scheduler.abandon(str(damage), damage.host_ids)
-            return deltas + self._all_failed(ended, damage)
         except Exception as error:  # noqa: BLE001 - whatever a step dies of, its requests must not be lost
-            _log.exception("step %d failed with %d requests", plan.step_id, plan.num_rows)
-            ended = self.scheduler.abandon(f"{type(error).__name__}: {error}")
-            return deltas + self._all_failed(ended, error)
+            return deltas + self._abandon(plan, error)
         except BaseException as interrupt:  # not the step's fault: whoever catches it finds no step in flight
             self.scheduler.abandon(type(interrupt).__name__)
             raise
@@ -341,8 +335,16 @@ class Engine:
             self.tiering.computed(len(plan.token_ids), plan.num_rows, now - began)
         requests = self.scheduler.apply(result)
         tell_tokens(self._emit, requests, now, self.scheduler.core.block_size)
-        deltas += [self._delta(request, now) for request in requests]
+        deltas += [self._delta(request, request.finish_reason, now) for request in requests]
         return deltas
+
+    def _abandon(self, plan: StepPlan, error: Exception) -> list[OutputDelta]:
+        """Take back a step that failed; return the last deltas of requests that ended by it."""
+        if isinstance(error, DamagedBlocksError):
+            _log.warning("step %d found %s; they are dropped, and what they held is computed", plan.step_id, error)
+            return self._all_failed(self.scheduler.abandon(str(error), error.host_ids), error)
+        _log.error("step %d failed with %d requests", plan.step_id, plan.num_rows, exc_info=error)
+        return self._all_failed(self.scheduler.abandon(f"{type(error).__name__}: {error}"), error)
 
     def _check_warm_up(self, num_tokens: int, warm_up: WarmUp) -> None:
         core = self.scheduler.core
@@ -387,11 +389,13 @@ class Engine:
             return stop_ids
         return stop_ids.union(self.limits.eos_token_ids)
 
-    def _delta(self, request: Request, now: float) -> OutputDelta:
-        """Turn the token that ``request`` just got into text, and end the request if that completes a stop string."""
+    def _delta(self, request: Request, reason: FinishReason | None, now: float) -> OutputDelta:
+        """Turn the token that ``request`` just got into text, and end the request if that completes a stop string.
+
+        ``reason`` is why it ended with that token, if it did.
+        """
         token_id = request.token_ids[-1]
         text = self._texts[request.request_id]
-        reason: FinishReason | None = request.finish_reason
         text_offset = text.num_characters
         is_stop_token = reason == "stop" and token_id in request.stop.token_ids
         piece = "" if is_stop_token else text.push(token_id)

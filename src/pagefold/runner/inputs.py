@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from pagefold.runner.attention import AttentionInputs
+from pagefold.runner.attention.cuda.columns import DeviceColumns, plan_columns
+from pagefold.runner.to_device import pack
 
 if TYPE_CHECKING:
     from pagefold.kv import KVGeometry
     from pagefold.steps import StepPlan
 
-__all__ = ["StepInputs", "make_inputs"]
+__all__ = ["StepInputs", "make_inputs", "on_card"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,3 +75,18 @@ def make_inputs(plan: StepPlan, geometry: KVGeometry) -> StepInputs:
             cells=np.broadcast_to(cells, (num_rows, num_layers, num_kv_heads)),
         ),
     )
+
+
+def on_card(inputs: StepInputs, device: torch.device, tokens_a_tile: int) -> StepInputs:
+    """Return the same where a card reads it, by one copy that nobody waits for.
+
+    Args:
+        inputs: on the host.
+        device: the card.
+        tokens_a_tile: what the kernels of attention ask for; 0 for an implementation that reads the host's columns.
+    """
+    columns = plan_columns(inputs.attention, tokens_a_tile) if tokens_a_tile else []
+    tensors = inputs.token_ids, inputs.positions, inputs.logit_rows
+    token_ids, positions, logit_rows, *there = pack([*(tensor.numpy() for tensor in tensors), *columns], device)
+    attention = replace(inputs.attention, on_device=DeviceColumns(*there)) if columns else inputs.attention
+    return replace(inputs, token_ids=token_ids, positions=positions, logit_rows=logit_rows, attention=attention)

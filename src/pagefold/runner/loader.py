@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pagefold.runner.attention import AttentionBackend, AttentionInputs
     from pagefold.runner.slab import AnySlab
 
-__all__ = ["AttentionContext", "load_model"]
+__all__ = ["AttentionContext", "load_model", "register_attention"]
 
 _NAME = "pagefold"
 _REFUSED_ARGUMENTS = ("s_aux", "position_bias", "shared_kv_states")
@@ -44,18 +44,24 @@ class AttentionContext:
         self.layers: list[int] = []
 
 
-def load_model(folder: Path, dtype: torch.dtype) -> Any:  # noqa: ANN401 - transformers' models have no common type
-    """Load the model of ``folder`` for inference, with paged attention.
+def register_attention() -> str:
+    """Make our attention known to transformers; return the name that a model asks for it by."""
+    AttentionInterface.register(_NAME, _paged_attention)
+    return _NAME
+
+
+def load_model(folder: Path, dtype: torch.dtype, device: str = "cpu") -> Any:  # noqa: ANN401 - transformers' models have no common type
+    """Load the model of ``folder`` for inference on ``device``, with paged attention.
 
     No mask function is registered under our name, so transformers builds no mask: causality is our attention's.
 
     Raises:
         UnsupportedModelError: the weights are not those of the config's model: transformers would make up what lacks.
     """
-    AttentionInterface.register(_NAME, _paged_attention)
+    name = register_attention()
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=_NAME, output_loading_info=True
+            folder, dtype=dtype, attn_implementation=name, output_loading_info=True
         )
     except RuntimeError as error:  # shapes that differ, among others
         msg = f"transformers cannot load the weights of {folder}: {' '.join(str(error).split())[:_MAX_WHY]}"
@@ -65,7 +71,7 @@ def load_model(folder: Path, dtype: torch.dtype) -> Any:  # noqa: ANN401 - trans
         msg = f"{folder} lacks {len(missing)} of the tensors that its config asks for, such as {missing[0]}."
         raise UnsupportedModelError(msg, remedy=_REMEDY)
     model.eval()
-    return model
+    return model.to(device)
 
 
 def _paged_attention(  # noqa: PLR0913 - transformers calls it so

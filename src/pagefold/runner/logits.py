@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from pagefold.runner.to_device import put
+
 if TYPE_CHECKING:
     from array import array
     from collections.abc import Collection, Iterable
@@ -52,27 +54,27 @@ def _adjust(logits: torch.Tensor, plan: StepPlan) -> None:
     _add_bias(logits, plan.adjusted, params)
     _penalize_repetition(logits, plan, params)
     _penalize_output(logits, plan, params)
-    rows, banned = _pairs(zip(plan.adjusted, plan.banned, strict=True))
-    logits[rows, banned] = float("-inf")
+    logits[_pairs(zip(plan.adjusted, plan.banned, strict=True), logits.device)] = float("-inf")
 
 
 def _mask(logits: torch.Tensor, plan: StepPlan) -> None:
     """Leave each masked row only the tokens of its mask; a mask may be longer than the vocabulary."""
     packed = np.frombuffer(b"".join(plan.masks), dtype=np.uint8).reshape(len(plan.masks), -1)
     bits = np.unpackbits(packed, axis=1, bitorder="little", count=logits.shape[-1])
-    allowed = torch.from_numpy(bits).view(torch.bool)
+    allowed = put(bits, logits.device).view(torch.bool)
     if len(plan.masked) == len(logits):
         logits.masked_fill_(~allowed, float("-inf"))
     else:
-        logits[plan.masked] = logits[plan.masked].masked_fill(~allowed, float("-inf"))
+        rows = put(np.array(plan.masked), logits.device)
+        logits[rows] = logits[rows].masked_fill(~allowed, float("-inf"))
 
 
 def _add_bias(logits: torch.Tensor, rows: list[int], params: list[SamplingParams]) -> None:
     biases = [how.logit_bias or {} for how in params]
-    at = _pairs(zip(rows, biases, strict=True))
+    at = _pairs(zip(rows, biases, strict=True), logits.device)
     added = [value for bias in biases for value in bias.values()]
     if added:
-        logits[at] += torch.tensor(added, dtype=logits.dtype)
+        logits[at] += put(torch.tensor(added, dtype=logits.dtype), logits.device)
 
 
 def _penalize_repetition(logits: torch.Tensor, plan: StepPlan, params: list[SamplingParams]) -> None:
@@ -84,10 +86,11 @@ def _penalize_repetition(logits: torch.Tensor, plan: StepPlan, params: list[Samp
     ]
     if not asks:
         return
-    at = _pairs((place, history) for place, history, _ in asks)
+    at = _pairs(((place, history) for place, history, _ in asks), logits.device)
     penalties = torch.tensor([penalty for *_, penalty in asks], dtype=torch.float64)
     penalties = penalties.clamp(1 / _LARGEST_REPETITION, _LARGEST_REPETITION).to(logits.dtype)
     penalty = penalties.repeat_interleave(torch.tensor([len(history) for _, history, _ in asks]))
+    penalty = put(penalty, logits.device)
     values = logits[at]
     logits[at] = torch.where(values > 0, values / penalty, values * penalty)
 
@@ -106,16 +109,18 @@ def _penalize_output(logits: torch.Tensor, plan: StepPlan, params: list[Sampling
     seen, counts = np.unique(np.concatenate(keys), return_counts=True)
     rows, token_ids = np.divmod(seen, num_tokens)
     costs = torch.from_numpy(counts * frequency[rows] + presence[rows]).to(logits.dtype)
-    logits[torch.from_numpy(rows), torch.from_numpy(token_ids)] -= costs
+    logits[put(rows, logits.device), put(token_ids, logits.device)] -= put(costs, logits.device)
 
 
-def _pairs(tokens_of_rows: Iterable[tuple[int, Collection[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
+def _pairs(
+    tokens_of_rows: Iterable[tuple[int, Collection[int]]], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return rows and token ids, two int64 ``[N]``, one pair for each token of each row."""
     rows, token_ids = [], [np.empty(0, dtype=np.int64)]
     for row, tokens in tokens_of_rows:
         rows += [row] * len(tokens)
         token_ids.append(_ids(tokens))
-    return torch.tensor(rows, dtype=torch.int64), torch.from_numpy(np.concatenate(token_ids))
+    return put(np.array(rows, dtype=np.int64), device), put(np.concatenate(token_ids), device)
 
 
 def _ids(tokens: Collection[int] | array[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pagefold.request import MAX_LOGPROBS
+from pagefold.runner.to_device import put
 from pagefold.steps import TokenLogprobs
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_tops: Seq
 
 def _of_rows(logits: torch.Tensor, token_ids: Sequence[int], num_tops: Sequence[int]) -> list[TokenLogprobs]:
     logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-    chosen = logprobs.gather(-1, torch.tensor(list(token_ids))[:, None])
+    chosen = logprobs.gather(-1, put(torch.tensor(list(token_ids)), logits.device)[:, None])
     ranks = (logprobs > chosen).sum(-1) + 1
     # Always as many: which of equal tokens come first must not depend on who else is in the batch.
     best, best_ids = logprobs.topk(min(MAX_LOGPROBS, logprobs.shape[-1]), dim=-1)

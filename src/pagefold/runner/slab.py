@@ -4,6 +4,8 @@
 
     slab[block][cell][0] = K of the cell as [head_dim][slot]: a panel, so that one vector holds as many slots' scores
     slab[block][cell][1] = V of the cell as [slot][head_dim]
+
+On a card both are ``[slot][head_dim]``: a token's K of one head is read in one piece, whatever tile it is part of.
 """
 
 from __future__ import annotations
@@ -18,10 +20,18 @@ if TYPE_CHECKING:
 
     from pagefold.kv import CopyOp, KVGeometry
 
-__all__ = ["LAYOUT", "AnySlab", "Slab"]
+__all__ = ["LAYOUT", "ROWS_LAYOUT", "AnySlab", "Slab", "layout_on"]
 
 LAYOUT = "panels-v1"
 """Names the arrangement of bytes inside a block, for the namespace."""
+
+ROWS_LAYOUT = "rows-v1"
+"""The same of a card: K as V, ``[slot][head_dim]``."""
+
+
+def layout_on(device: torch.device | str) -> str:
+    """Return the arrangement of bytes that attention on this device reads."""
+    return ROWS_LAYOUT if torch.device(device).type == "cuda" else LAYOUT
 
 
 class AnySlab(Protocol):
@@ -42,8 +52,8 @@ class AnySlab(Protocol):
         """Bytes of all blocks."""
         ...
 
-    def as_bytes(self) -> NDArray[np.uint8]:
-        """Return a view of all blocks as bytes, ``[num_blocks, block_bytes]``, of a slab on the CPU."""
+    def as_bytes(self) -> NDArray[np.uint8] | torch.Tensor:
+        """Return a view of all blocks as bytes, ``[num_blocks, block_bytes]``; torch's own on a card."""
         ...
 
     def copy(self, ops: list[CopyOp]) -> None:
@@ -75,8 +85,10 @@ class Slab:
     Args:
         data: ``[num_blocks, num_cells, 2, block_size * head_dim]``.
         head_dim: numbers of a head.
+        layout: how K lies in a block.
 
     Attributes:
+        layout: it.
         data: ``[num_blocks, num_cells, 2, block_size * head_dim]``.
         block_size: tokens a block.
         head_dim: numbers of a head.
@@ -84,30 +96,37 @@ class Slab:
         values: view ``[num_blocks, num_cells, block_size, head_dim]``.
     """
 
-    def __init__(self, data: torch.Tensor, head_dim: int) -> None:
+    def __init__(self, data: torch.Tensor, head_dim: int, layout: str = LAYOUT) -> None:
         num_blocks, num_cells, _, numbers = data.shape
         self.block_size = size = numbers // head_dim
         self.head_dim = head_dim
+        self.layout = layout
         self.data = data
-        self.keys = data[:, :, 0].view(num_blocks, num_cells, head_dim, size).transpose(2, 3)
+        if layout == ROWS_LAYOUT:
+            self.keys = data[:, :, 0].view(num_blocks, num_cells, size, head_dim)
+        else:
+            self.keys = data[:, :, 0].view(num_blocks, num_cells, head_dim, size).transpose(2, 3)
         self.values = data[:, :, 1].view(num_blocks, num_cells, size, head_dim)
 
     @classmethod
-    def allocate(cls, geometry: KVGeometry, num_blocks: int, dtype: torch.dtype) -> Slab:
-        """Return ``num_blocks`` blocks of ``geometry``, not yet written."""
+    def allocate(
+        cls, geometry: KVGeometry, num_blocks: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> Slab:
+        """Return ``num_blocks`` blocks of ``geometry`` in the memory of ``device``, not yet written."""
         assert dtype.itemsize == geometry.element_bytes, "geometry and slab disagree about the element size"
         num_cells = geometry.groups[0].num_cells
         shape = (num_blocks, num_cells, 2, geometry.block_size * geometry.head_dim)
-        return cls(torch.empty(shape, dtype=dtype), geometry.head_dim)
+        return cls(torch.empty(shape, dtype=dtype, device=device), geometry.head_dim, layout_on(device))
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all blocks."""
         return self.data.nbytes
 
-    def as_bytes(self) -> NDArray[np.uint8]:
-        """Return a view of all blocks as bytes, ``[num_blocks, block_bytes]``, of a slab on the CPU."""
-        return self.data.flatten(1).view(torch.uint8).numpy()
+    def as_bytes(self) -> NDArray[np.uint8] | torch.Tensor:
+        """Return a view of all blocks as bytes, uint8 ``[num_blocks, block_bytes]``: NumPy's on a CPU, else torch's."""
+        view = self.data.flatten(1).view(torch.uint8)
+        return view.numpy() if view.device.type == "cpu" else view
 
     def copy(self, ops: list[CopyOp]) -> None:
         """Carry out copies, in order."""

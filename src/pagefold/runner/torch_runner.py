@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from array import array
 from itertools import chain
@@ -9,16 +10,18 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from pagefold.errors import CardMemoryError
 from pagefold.kv import BlockId
 from pagefold.request import SamplingParams
 from pagefold.runner.inputs import make_inputs
 from pagefold.runner.logits import adjust
 from pagefold.runner.logprobs import token_logprobs
-from pagefold.runner.sampler import sample
+from pagefold.runner.sampler import sample, sample_on_card
+from pagefold.runner.to_device import put, to_host
 from pagefold.steps import StepPlan, StepResult, TokenLogprobs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from pagefold.kv import KVGeometry
     from pagefold.runner.inputs import StepInputs
@@ -27,6 +30,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Decoder", "TorchRunner"]
 
+
+_MEMORY_REMEDY = (
+    "Start with a smaller gpu_memory_utilization, max_num_batched_tokens or max_num_seqs, or end what else runs there."
+)
 
 _PROBE_TOKENS = 256
 """What prefilling takes is measured with so many tokens."""
@@ -61,12 +68,33 @@ class TorchRunner:
         self.on_prompt_logits: Callable[[StepPlan, torch.Tensor], None] = _ignore
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Run one step; see :class:`~pagefold.steps.Runner`."""
-        logits, of_prompts = self._forward(plan)
-        if plan.prompt_parts:
-            self.on_prompt_logits(plan, of_prompts)
-        token_ids = sample(adjust(logits, plan), plan.sampling, plan.seeds, plan.draws)
-        return StepResult(token_ids, _sampled_logprobs(plan, logits, token_ids), _prompt_logprobs(plan, of_prompts))
+        """Run one step; see :class:`~pagefold.steps.Runner`.
+
+        Raises:
+            CardMemoryError: the card had too little memory for the step. What it held for it is given back.
+        """
+        with _memory_for(plan):
+            logits, of_prompts = self._forward(plan)
+            if plan.prompt_parts:
+                self.on_prompt_logits(plan, of_prompts)
+            token_ids = sample(adjust(logits, plan), plan.sampling, plan.seeds, plan.draws)
+            return _result(plan, token_ids, logits, of_prompts)
+
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Queue one step on a card; see :class:`~pagefold.steps.LaunchingRunner`. The host waits for nothing.
+
+        Logits are valid until the next step, so the result is to be asked for before that begins.
+        """
+        with _memory_for(plan):
+            logits, of_prompts = self._forward(plan)
+            sampled = sample_on_card(adjust(logits, plan), plan.sampling, plan.seeds, plan.draws)
+            read = to_host(sampled)
+
+        def wait() -> StepResult:
+            with _memory_for(plan):
+                return _result(plan, read(), logits, of_prompts)
+
+        return wait
 
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """Run one step and return the logits of its sampling rows, ``[R, vocab]``, instead of sampling."""
@@ -82,7 +110,7 @@ class TorchRunner:
         logits = self.decoder.logits(inputs)
         num_parts = sum(len(part.token_ids) for part in plan.prompt_parts)
         num_sampling = len(logits) - num_parts
-        sampled = logits[:num_sampling] if inputs.samples is None else logits[inputs.samples]
+        sampled = logits[:num_sampling] if inputs.samples is None else logits[put(inputs.samples, logits.device)]
         return sampled, logits[num_sampling:]
 
     def seconds_per_token(self) -> float:
@@ -100,13 +128,44 @@ class TorchRunner:
         """Run one dummy step on block 0: loads or compiles kernels, and finds out a model that cannot work."""
         self._dummy(1, 1)
 
+    def decoding_step(self) -> StepInputs:
+        """Return a decoding step of one row, on block 0: what is the same in all of them."""
+        return make_inputs(_dummy_plan([1], 1), self.geometry)
+
+    def run_largest(self, num_tokens: int, num_rows: int) -> None:
+        """Run a dummy step of so many tokens and rows that sample, all of them on the same blocks."""
+        num_rows = min(num_rows, num_tokens)
+        self.run(_dummy_plan([num_tokens - num_rows + 1, *[1] * (num_rows - 1)], len(self.slab.data)))
+
     def _dummy(self, num_tokens: int, num_blocks: int) -> None:
-        plan = StepPlan(0)
-        plan.token_ids = array("i", [0] * num_tokens)
-        plan.starts, plan.num_tokens, plan.block_ids = [0], [num_tokens], [list(map(BlockId, range(num_blocks)))]
-        plan.sampling_rows, plan.sampling = [0], [SamplingParams()]  # not greedy: the sampler has a kernel too
-        plan.seeds, plan.draws = [0], [0]
-        self.run(plan)
+        self.run(_dummy_plan([num_tokens], num_blocks))
+
+
+def _dummy_plan(num_tokens: list[int], num_blocks: int) -> StepPlan:
+    """Return a plan whose rows have so many tokens, all on the first blocks, and all sample."""
+    plan, num_rows = StepPlan(0), len(num_tokens)
+    plan.token_ids = array("i", [0] * sum(num_tokens))
+    plan.starts, plan.num_tokens = [0] * num_rows, num_tokens
+    plan.block_ids = [list(map(BlockId, range(num_blocks))) for _ in num_tokens]
+    plan.sampling_rows = list(range(num_rows))
+    plan.sampling = [SamplingParams()] * num_rows  # not greedy: the sampler has a kernel too
+    plan.seeds, plan.draws = [0] * num_rows, [0] * num_rows
+    return plan
+
+
+@contextlib.contextmanager
+def _memory_for(plan: StepPlan) -> Iterator[None]:
+    """Turn a card's lack of memory into what a user is told; what the step held is given back."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        torch.cuda.empty_cache()
+        msg = f"The card has too little memory left for a step of {len(plan.token_ids)} tokens."
+        raise CardMemoryError(msg, remedy=_MEMORY_REMEDY) from error
+
+
+def _result(plan: StepPlan, token_ids: list[int], logits: torch.Tensor, of_prompts: torch.Tensor) -> StepResult:
+    return StepResult(token_ids, _sampled_logprobs(plan, logits, token_ids), _prompt_logprobs(plan, of_prompts))
 
 
 def _ignore(_plan: StepPlan, _logits: torch.Tensor) -> None:

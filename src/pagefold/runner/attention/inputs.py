@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from pagefold.runner.attention.cuda.columns import DeviceColumns
     from pagefold.runner.slab import AnySlab
 
 __all__ = ["AttentionBackend", "AttentionInputs"]
@@ -32,12 +33,14 @@ class AttentionInputs:
         tables: int32 ``[S, Hkv, max_blocks]``: block ids.
         lengths: int32 ``[S, Hkv]``: entries after this step's writes.
         cells: int32 ``[S, L, Hkv]``: index of the cell inside a block.
+        on_device: the same where a card reads it, if it is there already.
     """
 
     query_starts: NDArray[np.int32]
     tables: NDArray[np.int32]
     lengths: NDArray[np.int32]
     cells: NDArray[np.int32]
+    on_device: DeviceColumns | None = None
 
     @property
     def num_seqs(self) -> int:

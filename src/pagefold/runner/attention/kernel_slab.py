@@ -71,7 +71,7 @@ def kernel_slab(slab: AnySlab) -> KernelSlab:
     else:
         assert isinstance(slab, Slab), "a slab of a kind that kernels do not know"
         cells, centres = _plain_cells(slab), np.zeros((slab.data.shape[1], 2, slab.head_dim), np.float32)
-    codes = slab.as_bytes()
+    codes = np.asarray(slab.as_bytes())
     return KernelSlab(
         codes, codes.view(np.uint16), codes.view(np.float32), cells, centres, slab.block_size, slab.head_dim
     )

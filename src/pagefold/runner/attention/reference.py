@@ -29,7 +29,7 @@ def reference_attention(  # noqa: PLR0913, PLR0917 - the operands of the op
     """See :class:`~pagefold.runner.attention.inputs.AttentionBackend`."""
     num_tokens, num_kv_heads, head_dim = key.shape
     queries = query.reshape(num_tokens, num_kv_heads, -1, head_dim)  # [T, Hkv, G, D]
-    out = torch.empty(queries.shape, dtype=query.dtype)
+    out = torch.empty(queries.shape, dtype=query.dtype, device=query.device)
     parts = list(_parts(inputs, layer, slab.block_size))
     for tokens, heads, blocks, cells, entries in parts:
         num_old = len(entries) - (tokens.stop - tokens.start)
@@ -43,8 +43,9 @@ def reference_attention(  # noqa: PLR0913, PLR0917 - the operands of the op
         if softcap:
             scores = softcap * (scores / softcap).tanh()
         num_entries = len(entries)
-        last_seen = torch.arange(num_entries - (tokens.stop - tokens.start), num_entries)
-        visible = torch.arange(num_entries)[None] <= last_seen[:, None]  # [q, n]
+        seen = torch.arange(num_entries, device=query.device)
+        last_seen = seen[num_entries - (tokens.stop - tokens.start) :]
+        visible = seen[None] <= last_seen[:, None]  # [q, n]
         weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
         out[tokens, heads] = torch.einsum("hgqn,hnd->qhgd", weights, values)
     return out.flatten(1, 2)

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from pagefold.runner.sampler.draws import make_draws
-from pagefold.runner.sampler.reference import draw_tokens
+from pagefold.runner.sampler.reference import draw_tokens, race_tokens
+from pagefold.runner.to_device import put
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from pagefold.request import SamplingParams
     from pagefold.runner.sampler.draws import Draws
 
-__all__ = ["sample"]
+__all__ = ["sample", "sample_on_card"]
 
 
 def sample(logits: torch.Tensor, params: list[SamplingParams], seeds: list[int], draws: list[int]) -> list[int]:
@@ -44,6 +45,8 @@ def sample(logits: torch.Tensor, params: list[SamplingParams], seeds: list[int],
         seeds: of each row.
         draws: of each row: how many tokens its request has sampled before.
     """
+    if logits.device.type != "cpu":
+        return cast("list[int]", sample_on_card(logits, params, seeds, draws).tolist())
     token_ids = [-1] * len(params)
     random = [row for row, how in enumerate(params) if not how.is_greedy]
     if random:
@@ -56,6 +59,24 @@ def sample(logits: torch.Tensor, params: list[SamplingParams], seeds: list[int],
         likeliest = _likeliest(logits if len(greedy) == len(params) else logits[greedy])
         for row, token_id in zip(greedy, likeliest, strict=True):
             token_ids[row] = token_id
+    return token_ids
+
+
+def sample_on_card(
+    logits: torch.Tensor, params: list[SamplingParams], seeds: list[int], draws: list[int]
+) -> torch.Tensor:
+    """Choose a token for each row where the logits are; the host waits for nothing. See :func:`sample`.
+
+    Returns:
+        int64 ``[R]``, on the device of ``logits``.
+    """
+    token_ids = logits.argmax(-1)
+    random = [row for row, how in enumerate(params) if not how.is_greedy]
+    if random:
+        asked = make_draws(random, params, seeds, draws)
+        chosen = race_tokens(logits, asked)
+        rows = put(asked.rows, logits.device)
+        token_ids[rows] = chosen.where(chosen >= 0, token_ids[rows])
     return token_ids
 
 

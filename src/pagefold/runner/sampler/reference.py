@@ -8,13 +8,14 @@ import numpy as np
 import torch
 
 from pagefold.runner.sampler.draws import GOLDEN, MIX_1, MIX_2, REACHED
+from pagefold.runner.to_device import put
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pagefold.runner.sampler.draws import Draws
 
-__all__ = ["draw_tokens", "exponential_noise"]
+__all__ = ["draw_tokens", "exponential_noise", "race_tokens"]
 
 
 def draw_tokens(logits: torch.Tensor, draws: Draws) -> NDArray[np.int64]:
@@ -24,27 +25,31 @@ def draw_tokens(logits: torch.Tensor, draws: Draws) -> NDArray[np.int64]:
         logits: ``[R, vocab]``, any float dtype; drawn from as float32, in float64.
         draws: of ``D`` of the rows.
     """
-    if not logits.shape[-1]:
-        return np.full(len(draws.rows), -1)
+    return cast("NDArray[np.int64]", race_tokens(logits, draws).cpu().numpy())
+
+
+def race_tokens(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+    """Do the same where the logits are, and leave it there: int64 ``[D]``. The host waits for nothing."""
     device = logits.device
-    kept = logits[torch.from_numpy(draws.rows).to(device)].float().double()
+    if not logits.shape[-1]:
+        return torch.full((len(draws.rows),), -1, device=device)
+    kept = logits[put(draws.rows, device)].float().double()
     top = kept.amax(-1, keepdim=True)  # NaN if one is
-    inverse_temperatures = torch.from_numpy(draws.inverse_temperatures).to(device)[:, None]
-    least = torch.from_numpy(draws.log_min_p).to(device)[:, None]
+    inverse_temperatures = put(draws.inverse_temperatures, device)[:, None]
+    least = put(draws.log_min_p, device)[:, None]
     kept = kept.masked_fill((kept - top) * inverse_temperatures < least, float("-inf"))
     if draws.top_k.any() or (draws.top_p < 1.0).any():
         kept = _cut(kept, top, inverse_temperatures, draws)
-    keys = torch.from_numpy(draws.keys.view(np.int64)).to(device)
+    keys = put(draws.keys.view(np.int64), device)
     finish = (kept - top) * inverse_temperatures - exponential_noise(keys, logits.shape[-1]).log()
-    chosen = finish.argmax(-1).where(top[:, 0].isfinite(), -1)
-    return cast("NDArray[np.int64]", chosen.cpu().numpy())
+    return finish.argmax(-1).where(top[:, 0].isfinite(), -1)
 
 
 def _cut(kept: torch.Tensor, top: torch.Tensor, inverse_temperatures: torch.Tensor, draws: Draws) -> torch.Tensor:
     """Put minus infinity for what top_k and then top_p cut: ``[D, vocab]`` to the same. Of equals the first stay."""
     device, num_tokens = kept.device, kept.shape[-1]
-    top_k = torch.from_numpy(np.where(draws.top_k > 0, draws.top_k, num_tokens)).to(device)[:, None]
-    top_p = torch.from_numpy(np.where(draws.top_p < 1.0, draws.top_p * REACHED, np.inf)).to(device)[:, None]
+    top_k = put(np.where(draws.top_k > 0, draws.top_k, num_tokens), device)[:, None]
+    top_p = put(np.where(draws.top_p < 1.0, draws.top_p * REACHED, np.inf), device)[:, None]
     ordered, order = kept.sort(dim=-1, descending=True, stable=True)
     ordered = ordered.masked_fill(torch.arange(num_tokens, device=device) >= top_k, float("-inf"))
     weights = ((ordered - top) * inverse_temperatures).exp()

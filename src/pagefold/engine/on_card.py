@@ -1,0 +1,148 @@
+"""A runner on a card: what fits there, before and after it is measured; blocks in the rest, decoding steps captured."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pagefold.capacity import Capacity, plan_capacity
+from pagefold.card_memory import CardBudget, CardUse, bound_use, budget_on_card
+from pagefold.errors import DoesNotFitError
+from pagefold.json_object import read_json_object
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from pagefold.engine.build import Blueprint
+    from pagefold.runner.attention.cuda.attention import CudaAttention
+    from pagefold.runner.torch_runner import TorchRunner
+    from pagefold.store import HostArena
+
+__all__ = ["bound_use_of", "build_runner", "capacity_on_card", "ran_out"]
+
+_MAX_WHY = 200
+
+
+def bound_use_of(blueprint: Blueprint) -> CardUse:
+    """Return a bound of what an engine takes of its card beside KV, from the model's shape."""
+    config, spec = blueprint.config, blueprint.spec
+    raw = read_json_object(spec.folder / "config.json")
+    heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    hidden = int(raw.get("hidden_size") or heads)
+    inner = int(raw.get("intermediate_size") or 4 * hidden)
+    # Residuals, norms in float32, projections before and after rope, and what the MLP multiplies.
+    row_bytes = blueprint.dtype.itemsize * (4 * hidden + 3 * heads + 3 * inner) + 8 * hidden
+    return bound_use(
+        weight_bytes=spec.num_parameters * blueprint.dtype.itemsize,
+        vocab_size=spec.vocab_size,
+        row_bytes=row_bytes,
+        num_tokens=config.max_num_batched_tokens,
+        num_seqs=config.max_num_seqs,
+    )
+
+
+def capacity_on_card(blueprint: Blueprint, use: CardUse, host_bytes: int = 0) -> Capacity:
+    """Decide what fits on the card beside ``use``, and how many blocks ``host_bytes`` of the host's memory hold.
+
+    Raises:
+        ConfigError: ``max_model_len`` is beyond the model.
+        DoesNotFitError, BudgetTooSmallError: with how much is missing, and settings that do.
+    """
+    config, spec, card, layout = blueprint.config, blueprint.spec, blueprint.card, blueprint.geometry.layout
+    assert card is not None, "a card's capacity without one"
+    longest, asked_len = spec.max_exact_len, config.max_model_len
+    kv_bytes = budget_on_card(
+        CardBudget(card.total_bytes, card.free_bytes, config.gpu_memory_utilization),
+        use,
+        layout,
+        kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+        min_len=min(asked_len, longest) if isinstance(asked_len, int) else 2 if asked_len == "auto" else longest,
+        max_len=longest,
+    )
+    return plan_capacity(
+        layout=layout,
+        weight_bytes=use.weight_bytes,
+        model_max_len=longest,
+        model_limit=spec.limit,
+        max_model_len=asked_len,
+        kv_cache_memory_bytes=kv_bytes,
+        max_num_seqs=config.max_num_seqs,
+        available_bytes=use.weight_bytes + kv_bytes + host_bytes,
+        host_bytes=host_bytes,
+    )
+
+
+def build_runner(
+    blueprint: Blueprint,
+    model: Any,  # noqa: ANN401 - transformers' models have no common type
+    say: Callable[[str], None],
+    arena: HostArena | None = None,
+) -> tuple[TorchRunner, Capacity]:
+    """Return a runner whose blocks are on the card, and what fits there.
+
+    Args:
+        blueprint: what was decided.
+        model: on the card, with our attention in it.
+        say: takes the lines that a start prints.
+        arena: where evicted blocks are; None without a host tier.
+
+    Raises:
+        DoesNotFitError, BudgetTooSmallError: the measured rest is too little, or others took it meanwhile.
+    """
+    import torch  # noqa: PLC0415 - heavy rooms are entered when they are needed
+
+    from pagefold.runner.card_profile import measure_use  # noqa: PLC0415
+    from pagefold.runner.cuda_decoder import CudaDecoder  # noqa: PLC0415
+    from pagefold.runner.slab import Slab  # noqa: PLC0415
+    from pagefold.runner.torch_runner import TorchRunner  # noqa: PLC0415
+
+    config, geometry, card = blueprint.config, blueprint.geometry, blueprint.card
+    assert card is not None, "a runner on a card without one"
+    kernels = _kernels(blueprint)
+    num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
+
+    def decoder_with(num_blocks: int, max_model_len: int) -> tuple[CudaDecoder, Slab]:
+        slab = Slab.allocate(geometry, num_blocks, blueprint.dtype, blueprint.device)
+        return CudaDecoder(model, slab, kernels, max_model_len=max_model_len), slab
+
+    try:
+        probe = decoder_with(geometry.num_blocks_for(num_tokens), blueprint.capacity.max_model_len)
+        use = measure_use(TorchRunner(probe[0], geometry, probe[1]), card, num_tokens=num_tokens, num_seqs=num_seqs)
+        del probe
+        torch.cuda.empty_cache()
+        capacity = capacity_on_card(blueprint, use, blueprint.capacity.host_bytes)
+        for line in capacity.lines():
+            say(line)
+        decoder, slab = decoder_with(capacity.num_blocks, capacity.max_model_len)
+        runner = TorchRunner(decoder, geometry, slab, arena)
+        if kernels is not None and not config.enforce_eager:
+            runner.warm_up()  # a model that cannot work is found out before its steps are captured
+            decoder.capture(runner.decoding_step(), num_seqs)
+    except torch.OutOfMemoryError as error:
+        raise ran_out(error) from error
+    return runner, capacity
+
+
+def ran_out(error: torch.OutOfMemoryError) -> DoesNotFitError:
+    """Return what a user is told of memory that ran out during a start."""
+    msg = f"The card's memory ran out while the engine was started: {' '.join(str(error).split())[:_MAX_WHY]}"
+    remedy = "Use a smaller gpu_memory_utilization, kv_cache_memory_bytes or max_num_batched_tokens, or device=cpu."
+    return DoesNotFitError(msg, remedy=remedy)
+
+
+def _kernels(blueprint: Blueprint) -> CudaAttention | None:
+    """Return the attention; None for the reference, where that was asked for or only it can."""
+    from pagefold.runner.attention.cuda.configs import DTYPES, MAX_HEAD_DIM  # noqa: PLC0415 - torch comes with it
+
+    spec, card = blueprint.spec, blueprint.card
+    assert card is not None, "kernels of no card"
+    can = blueprint.dtype in DTYPES and spec.head_dim <= MAX_HEAD_DIM
+    if blueprint.config.attention_backend == "reference" or not can:
+        return None
+    from pagefold.runner.attention.cuda.attention import CudaAttention, HeadShape  # noqa: PLC0415 - imports Triton
+
+    heads = HeadShape(
+        blueprint.dtype, spec.num_heads, spec.num_kv_heads, spec.head_dim, card.capability, card.num_processors
+    )
+    return CudaAttention(heads)

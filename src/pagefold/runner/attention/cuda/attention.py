@@ -1,0 +1,234 @@
+"""CudaAttention: attention over blocks on an NVIDIA card, by Triton kernels, launched without waiting for it.
+
+A step's sequences with one token decode, the others prefill; both may be in one step. All K and V are written first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from pagefold.runner.attention.cuda.columns import DeviceColumns, plan_columns
+from pagefold.runner.attention.cuda.configs import KernelConfig, choose_config, num_splits_for, padded
+from pagefold.runner.attention.cuda.kernels import INTERPRETED, decode, merge_splits, prefill, write_kv
+from pagefold.runner.slab import ROWS_LAYOUT, Slab
+from pagefold.runner.to_device import pack
+
+if TYPE_CHECKING:
+    from pagefold.runner.attention.inputs import AttentionInputs
+    from pagefold.runner.slab import AnySlab
+
+__all__ = ["CudaAttention", "HeadShape"]
+
+_LOG2E = 1.4426950408889634
+_MIN_SPLIT_ENTRIES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """What kernels are chosen and compiled for.
+
+    Attributes:
+        dtype: of query and blocks.
+        num_heads, num_kv_heads, head_dim: of the model.
+        capability: the card's compute capability.
+        num_processors: its multiprocessors.
+    """
+
+    dtype: torch.dtype
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    capability: tuple[int, int] = (9, 0)
+    num_processors: int = 132
+
+    @property
+    def group(self) -> int:
+        """Query heads a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    def config(self, kernel: str) -> KernelConfig:
+        """Return how ``decode`` or ``prefill`` works on it."""
+        return choose_config(kernel, self.dtype, self.head_dim, self.group, self.capability)
+
+    @property
+    def tokens_a_tile(self) -> int:
+        """Tokens whose queries one program of prefilling takes."""
+        return self.config("prefill").rows // self.group
+
+
+class CudaAttention:
+    """See :class:`~pagefold.runner.attention.inputs.AttentionBackend`.
+
+    It keeps room for the partial results of decoding, and the columns of the last step that came without them on the
+    card. One step at a time.
+
+    Args:
+        shape: of the heads, and the card.
+        window: how many entries, its own included, a token sees; 0 for all.
+        num_splits: into how many splits decoding is cut at most; None for what fills the card.
+    """
+
+    def __init__(self, shape: HeadShape, *, window: int = 0, num_splits: int | None = None) -> None:
+        self.shape = shape
+        self._window = window
+        self._num_splits = num_splits
+        self._decode = shape.config("decode")
+        self._prefill = shape.config("prefill")
+        self._inputs: AttentionInputs | None = None
+        self._columns: DeviceColumns | None = None
+        self._partials = torch.empty(0)
+
+    def columns(self, inputs: AttentionInputs, device: torch.device) -> DeviceColumns:
+        """Return what the kernels read of ``inputs``: what is on the card already, or a copy."""
+        if inputs.on_device is not None:
+            return inputs.on_device
+        if self._columns is None or self._inputs is not inputs:
+            host = plan_columns(inputs, self.shape.tokens_a_tile)
+            self._inputs, self._columns = inputs, DeviceColumns(*pack(host, device))
+        return self._columns
+
+    def __call__(  # noqa: PLR0913, PLR0917 - the operands of the op
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        slab: AnySlab,
+        inputs: AttentionInputs,
+        layer: int,
+        scale: float,
+        softcap: float = 0.0,
+    ) -> torch.Tensor:
+        """See :class:`~pagefold.runner.attention.inputs.AttentionBackend`."""
+        assert isinstance(slab, Slab), "the kernels read no codec yet"
+        assert slab.layout == ROWS_LAYOUT, "the kernels read K in rows"
+        assert query.stride(2) == key.stride(2) == value.stride(2) == 1, "a head's numbers lie side by side"
+        columns = self.columns(inputs, query.device)
+        num_heads = query.shape[1]
+        num_kv_heads, head_dim = key.shape[1:]
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        places: dict[str, int | float] = {
+            "layer": layer,
+            "block_stride": slab.data.stride(0),
+            "table_stride_s": columns.tables.stride(0),
+            "table_stride_h": columns.tables.stride(1) if columns.tables.shape[1] > 1 else 0,
+            "length_stride_s": columns.lengths.stride(0),
+            "length_stride_h": int(columns.lengths.shape[1] > 1),
+            "cell_stride_s": columns.cells.stride(0) if len(columns.cells) > 1 else 0,
+            "NUM_KV_HEADS": num_kv_heads,
+            "HEAD_DIM": head_dim,
+            "DIMS": max(16, padded(head_dim)),
+            "BLOCK_SIZE": slab.block_size,
+        }
+        tables = columns.query_starts, columns.tables, columns.lengths, columns.cells
+        write_kv[(len(key),)](
+            key,
+            value,
+            slab.data,
+            columns.query_starts,
+            columns.seq_of,
+            *tables[1:],
+            key_stride_t=key.stride(0),
+            key_stride_h=key.stride(1),
+            value_stride_t=value.stride(0),
+            value_stride_h=value.stride(1),
+            HEADS=padded(num_kv_heads),
+            **places,
+        )
+        places |= {
+            "query_stride_t": query.stride(0),
+            "query_stride_h": query.stride(1),
+            "scale": scale / softcap if softcap else scale * _LOG2E,
+            "softcap": softcap * _LOG2E,
+            "window": self._window,
+            "GROUP": num_heads // num_kv_heads,
+            "HAS_WINDOW": self._window > 0,
+            "HAS_SOFTCAP": softcap > 0.0,
+        }
+        if len(columns.rows):
+            self._run_decode(query, out, slab, columns, places)
+        if len(columns.tiles):
+            how = self._prefill
+            prefill[(len(columns.tiles), num_kv_heads)](
+                query,
+                out,
+                slab.data,
+                columns.tiles,
+                *tables,
+                ROWS=how.rows,
+                TILE=how.tile,
+                num_warps=how.num_warps,
+                num_stages=how.num_stages,
+                **places,
+            )
+        return out
+
+    def reserve(self, num_rows: int, device: torch.device) -> None:
+        """Make room for a step of so many decoding sequences now, so that none is made, and none moved, in it."""
+        self._room(num_rows, self.num_splits(num_rows), device)
+
+    def num_splits(self, num_rows: int) -> int:
+        """Return into how many splits a step with so many decoding sequences is cut."""
+        if self._num_splits is not None:
+            return self._num_splits
+        return num_splits_for(num_rows, self.shape.num_kv_heads, self.shape.num_processors)
+
+    def _run_decode(
+        self,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        slab: Slab,
+        columns: DeviceColumns,
+        places: dict[str, int | float],
+    ) -> None:
+        how, num_rows = self._decode, len(columns.rows)
+        num_splits = self.num_splits(num_rows)
+        sums, weights = self._room(num_rows, num_splits, query.device)
+        decode[(self.shape.num_kv_heads, num_rows, num_splits)](
+            query,
+            out,
+            sums,
+            weights,
+            slab.data,
+            columns.rows,
+            columns.query_starts,
+            columns.tables,
+            columns.lengths,
+            columns.cells,
+            num_splits=num_splits,
+            ROWS=how.rows,
+            TILE=how.tile,
+            MIN_TILES=max(1, _MIN_SPLIT_ENTRIES // how.tile),
+            IS_SPLIT=num_splits > 1,
+            num_warps=how.num_warps,
+            num_stages=how.num_stages,
+            **places,
+        )
+        if num_splits > 1:
+            merge_splits[(self.shape.num_heads, num_rows)](
+                out,
+                sums,
+                weights,
+                columns.rows,
+                columns.query_starts,
+                num_splits,
+                NUM_HEADS=self.shape.num_heads,
+                HEAD_DIM=places["HEAD_DIM"],
+                DIMS=places["DIMS"],
+                SPLITS=padded(num_splits),
+            )
+
+    def _room(self, num_rows: int, num_splits: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return room for partial results: float32 ``[rows, H, splits, D]`` and ``[rows, H, splits]``."""
+        shape = num_rows, self.shape.num_heads, num_splits
+        num_weights = num_rows * self.shape.num_heads * num_splits
+        needed = num_weights * (self.shape.head_dim + 1)
+        if self._partials.numel() < needed or self._partials.device != device:
+            self._partials = torch.empty(needed, dtype=torch.float32, device=device)
+        sums = self._partials[: needed - num_weights].view(*shape, self.shape.head_dim)  # first: it stays aligned
+        weights = self._partials[needed - num_weights : needed].view(shape)
+        if INTERPRETED:
+            self._partials.fill_(float("nan"))  # who reads what was not written is found out
+        return sums, weights

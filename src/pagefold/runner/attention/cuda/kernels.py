@@ -1,0 +1,433 @@
+"""The Triton kernels of attention over blocks: write K and V, decode in splits, merge these, and ragged prefill.
+
+All take the general signature of :mod:`pagefold.runner.attention.inputs`: what differs by head or sequence has a
+stride, which is 0 where it does not. A slab has the layout of rows: ``[block][cell][K or V][slot][head_dim]``, so that
+a token's K of one head lies in one piece, whatever tile it is read in.
+
+- *Decode* (split-KV, as Flash-Decoding does it, Dao, Haziza, Massa and Sizov, 2023): one program a sequence, KV head
+  and split; all query heads of a group are rows of one product, so K and V are read once. Each split leaves its sum and
+  the logarithm of its weight, and ``merge_splits`` puts them together.
+- *Prefill* (FlashAttention-2, Dao, 2023): one program a tile of query rows (tokens times the heads of a group) and KV
+  head. Tiles that all rows see are not masked.
+
+Softmax is online (Milakov and Gimelshein, 2018), in powers of two. Sums are float32. Where a block lies is an offset of
+64 bits: a slab of 80 GB has more than 2^31 elements. Slots that nobody wrote hold anything, also NaN: a weight of zero
+would not save us from it, so what is not visible is not loaded.
+
+Triton's interpreter runs the same code on a CPU (``TRITON_INTERPRET=1``, set before Triton is imported). Two things are
+different there: ``tl.dot`` of bfloat16 gives nonsense, so its operands become float32; and a loop's bounds must be
+Python's numbers, which Triton 3.6 does not make of a tensor beside NumPy 2.4.
+"""
+
+import triton
+import triton.language as tl
+
+__all__ = ["INTERPRETED", "decode", "merge_splits", "prefill", "write_kv"]
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Whether the kernels run in Triton's interpreter, on tensors of a CPU."""
+
+_UP = tl.constexpr(INTERPRETED)
+
+if INTERPRETED:
+
+    def _bound(number):
+        """Return a loop's bound as Python's number."""
+        return number if isinstance(number, int) else int(number.handle.data.item())
+
+else:
+
+    @triton.jit
+    def _bound(number):
+        return number
+
+
+@triton.jit
+def _multiply(a, b):
+    """``a @ b``, summed in float32; of float32 without rounding to TF32."""
+    if _UP:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def _tanh(x):
+    """Return tanh: 1 - 2 / (e^2x + 1), right also where the power overflows."""
+    return 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)
+
+
+@triton.jit
+def _attend_tile(
+    query,  # [ROWS, DIMS]
+    acc,  # float32 [ROWS, DIMS]: the weighted sum of V so far
+    top,  # float32 [ROWS]: the largest score so far
+    total,  # float32 [ROWS]: the sum of weights so far
+    start,  # the tile's first entry
+    low,  # entries before it are not loaded (masked only)
+    end,  # nor those from here on (masked only)
+    visible,  # int32 [ROWS]: a row sees the entries before it (masked only)
+    window,  # and of these the last so many (with HAS_WINDOW only)
+    slab,  # at the cell
+    table,  # of the sequence and head
+    block_stride,
+    scale,
+    softcap,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """Take the TILE entries from ``start`` on into the running softmax; return it."""
+    dims = tl.arange(0, DIMS)
+    entries = start + tl.arange(0, TILE)
+    if IS_MASKED:
+        is_entry = entries < end
+        if HAS_WINDOW:
+            is_entry = is_entry & (entries >= low)
+        blocks = tl.load(table + entries // BLOCK_SIZE, mask=is_entry, other=0)
+    else:
+        blocks = tl.load(table + entries // BLOCK_SIZE)
+    places = blocks.to(tl.int64) * block_stride + (entries % BLOCK_SIZE) * HEAD_DIM
+    keys_at = slab + places[None, :] + dims[:, None]
+    values_at = slab + places[:, None] + (BLOCK_SIZE * HEAD_DIM + dims)[None, :]
+    if IS_MASKED:
+        if DIMS == HEAD_DIM:
+            keys = tl.load(keys_at, mask=is_entry[None, :], other=0.0)
+            values = tl.load(values_at, mask=is_entry[:, None], other=0.0)
+        else:
+            keys = tl.load(keys_at, mask=is_entry[None, :] & (dims < HEAD_DIM)[:, None], other=0.0)
+            values = tl.load(values_at, mask=is_entry[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    elif DIMS == HEAD_DIM:
+        keys = tl.load(keys_at)
+        values = tl.load(values_at)
+    else:
+        keys = tl.load(keys_at, mask=(dims < HEAD_DIM)[:, None], other=0.0)
+        values = tl.load(values_at, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+    scores = _multiply(query, keys) * scale
+    if HAS_SOFTCAP:
+        scores = softcap * _tanh(scores)
+    if IS_MASKED:
+        is_seen = (entries[None, :] < visible[:, None]) & is_entry[None, :]
+        if HAS_WINDOW:
+            is_seen = is_seen & (entries[None, :] >= visible[:, None] - window)
+        scores = tl.where(is_seen, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    # A row that has seen nothing yet has no largest score: its weights are to be 0, not NaN.
+    zero = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = tl.exp2(scores - zero[:, None])
+    fade = tl.exp2(top - zero)
+    total = total * fade + tl.sum(weights, 1)
+    acc = acc * fade[:, None] + _multiply(weights.to(values.dtype), values)
+    return acc, new_top, total
+
+
+@triton.jit(do_not_specialize=["layer", "table_stride_s", "length_stride_s", "cell_stride_s"])
+def write_kv(
+    key,  # [T, Hkv, D]
+    value,  # [T, Hkv, D]
+    slab,
+    query_starts,  # int32 [S + 1]
+    seq_of,  # int32 [T]
+    tables,  # int32 [S, Hkv, W]
+    lengths,  # int32 [S, Hkv]
+    cells,  # int32 [S, L, Hkv]
+    layer,
+    key_stride_t,
+    key_stride_h,
+    value_stride_t,
+    value_stride_h,
+    block_stride,
+    table_stride_s,
+    table_stride_h,
+    length_stride_s,
+    length_stride_h,
+    cell_stride_s,
+    NUM_KV_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Write the K and V of one token, all heads, where they belong. Grid: (T,)."""
+    token = tl.program_id(0)
+    seq = tl.load(seq_of + token)
+    heads = tl.arange(0, HEADS)
+    dims = tl.arange(0, DIMS)
+    is_head = heads < NUM_KV_HEADS
+    after = tl.load(query_starts + seq + 1) - token  # entries from this token's on
+    length = tl.load(lengths + seq * length_stride_s + heads * length_stride_h, mask=is_head, other=0)
+    entries = length - after
+    is_head = is_head & (entries >= 0)  # a row that only fills up a batch has no entries
+    entries = tl.maximum(entries, 0)
+    at = tables + seq.to(tl.int64) * table_stride_s + heads * table_stride_h + entries // BLOCK_SIZE
+    blocks = tl.load(at, mask=is_head, other=0)
+    cell = tl.load(cells + seq * cell_stride_s + layer * NUM_KV_HEADS + heads, mask=is_head, other=0)
+    places = blocks.to(tl.int64) * block_stride + cell.to(tl.int64) * (2 * BLOCK_SIZE * HEAD_DIM)
+    places += (entries % BLOCK_SIZE) * HEAD_DIM
+    mask = is_head[:, None] & (dims < HEAD_DIM)[None, :]
+    row = token.to(tl.int64)
+    keys = tl.load(key + row * key_stride_t + heads[:, None] * key_stride_h + dims[None, :], mask=mask)
+    values = tl.load(value + row * value_stride_t + heads[:, None] * value_stride_h + dims[None, :], mask=mask)
+    to = slab + places[:, None] + dims[None, :]
+    tl.store(to, keys, mask=mask)
+    tl.store(to + BLOCK_SIZE * HEAD_DIM, values, mask=mask)
+
+
+@triton.jit(do_not_specialize=["layer", "table_stride_s", "length_stride_s", "cell_stride_s", "window", "num_splits"])
+def decode(
+    query,  # [T, H, D]
+    out,  # [T, H, D], contiguous
+    sums,  # float32 [rows, H, splits, D]
+    weights,  # float32 [rows, H, splits]
+    slab,
+    rows,  # int32: the sequences with one token
+    query_starts,  # int32 [S + 1]
+    tables,  # int32 [S, Hkv, W]
+    lengths,  # int32 [S, Hkv]
+    cells,  # int32 [S, L, Hkv]
+    layer,
+    query_stride_t,
+    query_stride_h,
+    block_stride,
+    table_stride_s,
+    table_stride_h,
+    length_stride_s,
+    length_stride_h,
+    cell_stride_s,
+    scale,
+    softcap,
+    window,
+    num_splits,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+):
+    """Attend from one sequence's only token to one split of its entries. Grid: (Hkv, rows, splits).
+
+    A sequence's tiles are dealt evenly to the splits, MIN_TILES a split at least: a short one has fewer splits.
+    """
+    head = tl.program_id(0)
+    row = tl.program_id(1)
+    split = tl.program_id(2)
+    seq = tl.load(rows + row)
+    token = tl.load(query_starts + seq).to(tl.int64)
+    length = tl.load(lengths + seq * length_stride_s + head * length_stride_h)
+    low = 0
+    if HAS_WINDOW:
+        low = tl.maximum(length - window, 0)
+    first_tile = low // TILE
+    num_tiles = (length + TILE - 1) // TILE - first_tile
+    tiles_a_split = tl.maximum((num_tiles + num_splits - 1) // num_splits, MIN_TILES)
+    start = (first_tile + split * tiles_a_split) * TILE
+    end = tl.minimum(start + tiles_a_split * TILE, length)
+
+    members = tl.arange(0, ROWS)
+    dims = tl.arange(0, DIMS)
+    is_member = members < GROUP
+    mask = is_member[:, None] & (dims < HEAD_DIM)[None, :]
+    query_heads = head * GROUP + members
+    at = query + token * query_stride_t + query_heads[:, None] * query_stride_h + dims[None, :]
+    queries = tl.load(at, mask=mask, other=0.0)
+    cell = tl.load(cells + seq * cell_stride_s + layer * NUM_KV_HEADS + head).to(tl.int64)
+    base = slab + cell * (2 * BLOCK_SIZE * HEAD_DIM)
+    table = tables + seq.to(tl.int64) * table_stride_s + head * table_stride_h
+    acc = tl.zeros([ROWS, DIMS], tl.float32)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    visible = tl.zeros([ROWS], tl.int32) + length
+    for tile_start in range(_bound(start), _bound(end), TILE):
+        acc, top, total = _attend_tile(
+            queries,
+            acc,
+            top,
+            total,
+            tile_start,
+            low,
+            end,
+            visible,
+            window,
+            base,
+            table,
+            block_stride,
+            scale,
+            softcap,
+            HEAD_DIM,
+            DIMS,
+            BLOCK_SIZE,
+            TILE,
+            True,
+            HAS_WINDOW,
+            HAS_SOFTCAP,
+        )
+    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    if IS_SPLIT:
+        place = (row.to(tl.int64) * NUM_KV_HEADS * GROUP + query_heads) * num_splits + split
+        log = top + tl.log2(tl.where(total > 0.0, total, 1.0))  # of an empty split minus infinity
+        tl.store(weights + place, log, mask=is_member)
+        if start < end:
+            tl.store(sums + place[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
+    else:
+        to = out + (token * NUM_KV_HEADS * GROUP + query_heads)[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(to, acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def merge_splits(
+    out,  # [T, H, D], contiguous
+    sums,  # float32 [rows, H, splits, D]
+    weights,  # float32 [rows, H, splits]
+    rows,  # int32: the sequences with one token
+    query_starts,  # int32 [S + 1]
+    num_splits,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Put the splits of one token and head together. Grid: (H, rows)."""
+    head = tl.program_id(0)
+    row = tl.program_id(1)
+    token = tl.load(query_starts + tl.load(rows + row)).to(tl.int64)
+    splits = tl.arange(0, SPLITS)
+    dims = tl.arange(0, DIMS)
+    place = (row.to(tl.int64) * NUM_HEADS + head) * num_splits + splits
+    logs = tl.load(weights + place, mask=splits < num_splits, other=float("-inf"))
+    is_part = logs > float("-inf")  # of the others the sum was not written
+    top = tl.max(logs, 0)
+    shares = tl.exp2(logs - tl.where(top > float("-inf"), top, 0.0))
+    mask = is_part[:, None] & (dims < HEAD_DIM)[None, :]
+    parts = tl.load(sums + place[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+    total = tl.sum(shares, 0)
+    merged = tl.sum(parts * shares[:, None], 0) / tl.where(total > 0.0, total, 1.0)
+    to = out + (token * NUM_HEADS + head) * HEAD_DIM + dims
+    tl.store(to, merged.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+
+
+@triton.jit(do_not_specialize=["layer", "table_stride_s", "length_stride_s", "cell_stride_s", "window"])
+def prefill(
+    query,  # [T, H, D]
+    out,  # [T, H, D], contiguous
+    slab,
+    tiles,  # int32 [N, 2]: sequence and first token of each tile of queries
+    query_starts,  # int32 [S + 1]
+    tables,  # int32 [S, Hkv, W]
+    lengths,  # int32 [S, Hkv]
+    cells,  # int32 [S, L, Hkv]
+    layer,
+    query_stride_t,
+    query_stride_h,
+    block_stride,
+    table_stride_s,
+    table_stride_h,
+    length_stride_s,
+    length_stride_h,
+    cell_stride_s,
+    scale,
+    softcap,
+    window,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """Attend from ``ROWS // GROUP`` tokens of one sequence, causally. Grid: (tiles, Hkv)."""
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    seq = tl.load(tiles + 2 * tile)
+    first = tl.load(tiles + 2 * tile + 1)
+    stop = tl.load(query_starts + seq + 1)
+    length = tl.load(lengths + seq * length_stride_s + head * length_stride_h)
+    last = tl.minimum(first + ROWS // GROUP, stop) - 1
+    least_visible = length - (stop - 1 - first)
+    most_visible = length - (stop - 1 - last)
+
+    members = tl.arange(0, ROWS)
+    dims = tl.arange(0, DIMS)
+    tokens = first + members // GROUP
+    is_row = tokens <= last
+    visible = tl.where(is_row, length - (stop - 1 - tokens), most_visible)
+    query_heads = head * GROUP + members % GROUP
+    mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+    rows = tokens.to(tl.int64)
+    at = query + (rows * query_stride_t + query_heads * query_stride_h)[:, None] + dims[None, :]
+    queries = tl.load(at, mask=mask, other=0.0)
+    cell = tl.load(cells + seq * cell_stride_s + layer * NUM_KV_HEADS + head).to(tl.int64)
+    base = slab + cell * (2 * BLOCK_SIZE * HEAD_DIM)
+    table = tables + seq.to(tl.int64) * table_stride_s + head * table_stride_h
+    acc = tl.zeros([ROWS, DIMS], tl.float32)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    low = 0
+    masked_from = least_visible // TILE * TILE
+    if HAS_WINDOW:
+        low = tl.maximum(least_visible - window, 0)
+        masked_from = low // TILE * TILE
+    else:
+        for tile_start in range(0, _bound(masked_from), TILE):
+            acc, top, total = _attend_tile(
+                queries,
+                acc,
+                top,
+                total,
+                tile_start,
+                low,
+                most_visible,
+                visible,
+                window,
+                base,
+                table,
+                block_stride,
+                scale,
+                softcap,
+                HEAD_DIM,
+                DIMS,
+                BLOCK_SIZE,
+                TILE,
+                False,
+                False,
+                HAS_SOFTCAP,
+            )
+    for tile_start in range(_bound(masked_from), _bound(most_visible), TILE):
+        acc, top, total = _attend_tile(
+            queries,
+            acc,
+            top,
+            total,
+            tile_start,
+            low,
+            most_visible,
+            visible,
+            window,
+            base,
+            table,
+            block_stride,
+            scale,
+            softcap,
+            HEAD_DIM,
+            DIMS,
+            BLOCK_SIZE,
+            TILE,
+            True,
+            HAS_WINDOW,
+            HAS_SOFTCAP,
+        )
+    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    to = out + ((rows * NUM_KV_HEADS * GROUP + query_heads) * HEAD_DIM)[:, None] + dims[None, :]
+    tl.store(to, acc.to(out.dtype.element_ty), mask=mask)

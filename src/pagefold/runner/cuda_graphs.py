@@ -1,0 +1,175 @@
+"""Decoding steps as CUDA graphs: a card is given one graph, not some hundred kernels, for a step.
+
+A graph is captured once for each of some batch sizes, over inputs that always lie in the same places; a step's rows are
+filled up to the next size with rows of length 0, which write nothing and are not looked at. So what a graph computes
+follows from those inputs alone: they are all that is copied for a step, in one piece.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from pagefold.runner.attention.cuda.columns import DeviceColumns
+from pagefold.runner.to_device import ALIGNMENT, Packing, put
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from pagefold.runner.inputs import StepInputs
+
+__all__ = ["DecodeGraphs", "GraphRecorder", "graph_sizes"]
+
+_ALL_UP_TO, _STEP = (1, 2, 4), 8
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Return the batch sizes that are captured, ascending: 1, 2, 4, every eighth, and ``max_num_seqs``."""
+    sizes = {*_ALL_UP_TO, *range(_STEP, max_num_seqs, _STEP), max_num_seqs}
+    return sorted(size for size in sizes if size <= max_num_seqs)
+
+
+class GraphRecorder:
+    """Makes CUDA graphs of functions; all of them find room in the same memory, as one replays at a time.
+
+    What a graph returns stays where it is until the graph replays again: no other one is given that memory.
+    """
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """Capture ``compute``; return what replays it, and gives the same tensor each time.
+
+        It runs once before, on a stream of its own: kernels are compiled and loaded then, which a capture cannot hold.
+        """
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            compute()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            out = compute()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return out
+
+        return replay
+
+
+class DecodeGraphs:
+    """Replays decoding steps.
+
+    Args:
+        forward: a step's logits, on the device, from inputs that are there.
+        device: where.
+        max_num_seqs: rows of the largest step.
+        max_blocks: of the longest sequence.
+        record: what makes a graph of a function; None for a :class:`GraphRecorder`. The tests replay on a CPU.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[StepInputs], torch.Tensor],
+        device: torch.device,
+        *,
+        max_num_seqs: int,
+        max_blocks: int,
+        record: Callable[[Callable[[], torch.Tensor]], Callable[[], torch.Tensor]] | None = None,
+    ) -> None:
+        self.sizes = graph_sizes(max_num_seqs)
+        self._forward = forward
+        self._device = device
+        self._width = max_blocks + -max_blocks % ALIGNMENT
+        self._record = record or GraphRecorder()
+        self._graphs: dict[int, _Graph] = {}
+
+    def fits(self, inputs: StepInputs) -> bool:
+        """Whether it is a decoding step as they were captured: one token a row, whose logits are all asked for."""
+        attention = inputs.attention
+        num_rows = attention.num_seqs
+        return (
+            num_rows == inputs.token_ids.shape[1] == len(inputs.logit_rows)
+            and num_rows <= self.sizes[-1]
+            and attention.tables.shape[2] <= self._width
+        )
+
+    def capture(self, like: StepInputs) -> None:
+        """Capture all sizes, the largest first: the others find room in its memory.
+
+        Args:
+            like: a decoding step of one row, for what is the same in all steps.
+        """
+        for size in reversed(self.sizes):
+            self._graphs[size] = _Graph(self._forward, self._device, size, self._width, like, self._record)
+
+    def logits(self, inputs: StepInputs) -> torch.Tensor:
+        """Compute a step that :meth:`fits`; the logits are valid until the next one."""
+        size = self.sizes[bisect_left(self.sizes, inputs.attention.num_seqs)]
+        return self._graphs[size].run(inputs)
+
+
+class _Graph:
+    """One batch size: where its inputs lie, and its replay."""
+
+    def __init__(  # noqa: PLR0913, PLR0917 - made in one place
+        self,
+        forward: Callable[[StepInputs], torch.Tensor],
+        device: torch.device,
+        size: int,
+        width: int,
+        like: StepInputs,
+        record: Callable[[Callable[[], torch.Tensor]], Callable[[], torch.Tensor]],
+    ) -> None:
+        self._arrays: list[NDArray[Any]] = [
+            np.zeros((1, size), np.int64),  # token ids
+            np.zeros((1, size), np.int64),  # positions
+            np.zeros((size, 1), np.int32),  # lengths: 0 of a row that fills up
+            np.zeros((size, 1, width), np.int32),  # tables
+        ]
+        packing = Packing(self._arrays)
+        self._packing = packing
+        self._host = torch.zeros(packing.num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._memory = torch.zeros(packing.num_bytes, dtype=torch.uint8, device=device)
+        token_ids, positions, lengths, tables = packing.views(self._memory)
+        rows = put(np.arange(size + 1, dtype=np.int32), device).clone()  # of its own: it lives as long as the graph
+        attention = like.attention
+        columns = DeviceColumns(
+            query_starts=rows,
+            seq_of=rows[:size],
+            tables=tables,
+            lengths=lengths,
+            cells=put(np.ascontiguousarray(attention.cells[:1]), device).clone(),
+            rows=rows[:size],
+            tiles=torch.empty((0, 2), dtype=torch.int32, device=device),
+        )
+        inputs = replace(
+            like,
+            token_ids=token_ids,
+            positions=positions,
+            logit_rows=rows[:size].long(),
+            attention=replace(attention, on_device=columns),
+        )
+        self._replay = record(lambda: forward(inputs))
+
+    def run(self, inputs: StepInputs) -> torch.Tensor:
+        """Fill in a step's rows and replay. The host's copy is written only when the step before has been read."""
+        token_ids, positions, lengths, tables = self._arrays
+        attention = inputs.attention
+        num_rows = attention.num_seqs
+        token_ids[0, :num_rows] = inputs.token_ids[0].numpy()
+        positions[0, :num_rows] = inputs.positions[0].numpy()
+        lengths[:num_rows, 0] = attention.lengths[:, 0]
+        lengths[num_rows:] = 0
+        tables[:num_rows, 0, : attention.tables.shape[2]] = attention.tables[:, 0]
+        self._packing.fill(self._host, self._arrays)
+        self._memory.copy_(self._host, non_blocking=True)
+        return self._replay()[:num_rows]

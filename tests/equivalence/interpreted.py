@@ -1,0 +1,192 @@
+"""Triton's kernels in its interpreter: run by a process that has set ``TRITON_INTERPRET`` first."""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["attend", "attend_in_window", "attend_padded", "begin", "complete"]
+
+
+def begin() -> None:
+    """Begin such a process."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def attend(shape, sequences, dtype, bound, **made):
+    """Hold the kernels to the dense twin, and the slab to what had to be written; return the largest error."""
+    import torch
+
+    from equivalence.attention_cases import make_case
+
+    num_splits = made.pop("num_splits", None)
+    case = make_case(shape, sequences, **made)
+    dtype = getattr(torch, dtype)
+    _round(case, dtype)
+    expected = case.expected()
+    output, slab = _run(case, dtype, num_splits=num_splits)
+    error = (output - expected).abs().max().item()
+    assert not output.isnan().any(), "the kernels have read what nothing may read"
+    assert error <= bound, f"off by {error:.2e}"
+    _hold_writes(case, slab)
+    return error
+
+
+def attend_in_window(shape, sequences, window, bound, **made):
+    """Hold the kernels with a window to dense attention over the last ``window`` entries, token by token.
+
+    Blocks that lie wholly before every window are NaN.
+    """
+    import torch
+
+    from equivalence.attention_cases import make_case
+
+    case = make_case(shape, sequences, **made)
+    group = shape.group
+    expected = torch.empty_like(case.query)
+    for (s, h), (keys, values) in case.dense.items():
+        first, stop = case.inputs.query_starts[s : s + 2].tolist()
+        for token in range(first, stop):
+            seen = slice(max(0, len(keys) - (stop - 1 - token) - window), len(keys) - (stop - 1 - token))
+            scores = case.query[token, h * group : (h + 1) * group] @ keys[seen].T * case.scale
+            expected[token, h * group : (h + 1) * group] = scores.softmax(-1) @ values[seen]
+        before = max(0, len(keys) - (stop - first) + 1 - window) // shape.block_size
+        for block in case.inputs.tables[s, h, :before].tolist():
+            case.slab.data[block, case.inputs.cells[s, case.layer, h]] = float("nan")
+    output, _ = _run(case, torch.float32, window=window)
+    error = (output - expected).abs().max().item()
+    assert error <= bound, f"off by {error:.2e}"
+    return error
+
+
+def attend_padded(shape, lengths, num_padding):
+    """Hold a decoding step whose last rows only fill up a batch: those give zeros and write nothing."""
+    import numpy as np
+    import torch
+
+    from equivalence.attention_cases import make_case
+    from pagefold.runner.attention import AttentionInputs
+
+    case = make_case(shape, lengths, per_head=False, seed=3)
+    num_rows, num_kv_heads = len(lengths), shape.num_kv_heads
+    expected = case.expected()
+    real = case.inputs
+    case.inputs = AttentionInputs(
+        query_starts=np.arange(num_rows + num_padding + 1, dtype=np.int32),
+        tables=np.broadcast_to(
+            np.concatenate([real.tables[:, :1], np.zeros((num_padding, 1, real.tables.shape[2]), np.int32)]),
+            (num_rows + num_padding, num_kv_heads, real.tables.shape[2]),
+        ),
+        lengths=np.broadcast_to(
+            np.concatenate([real.lengths[:, :1], np.zeros((num_padding, 1), np.int32)]),
+            (num_rows + num_padding, num_kv_heads),
+        ),
+        cells=np.broadcast_to(real.cells[:1], (num_rows + num_padding, *real.cells.shape[1:])),
+    )
+    for name in ("query", "key", "value"):
+        operand = getattr(case, name)
+        setattr(case, name, torch.cat([operand, torch.ones(num_padding, *operand.shape[1:], dtype=operand.dtype)]))
+    output, slab = _run(case, torch.float32)
+    assert (output[:num_rows] - expected).abs().max() < 8e-6
+    assert not output[num_rows:].any()
+    case.inputs = real
+    _hold_writes(case, slab)
+
+
+def _round(case, dtype):
+    """Let the case's numbers be what ``dtype`` holds, so that only the op's own rounding is judged."""
+    for name in ("query", "key", "value"):
+        setattr(case, name, getattr(case, name).to(dtype).double())
+    case.slab.data.copy_(case.slab.data.to(dtype).double())
+    for at, (keys, values) in case.dense.items():
+        case.dense[at] = keys.to(dtype).double(), values.to(dtype).double()
+
+
+def _run(case, dtype, *, window=0, num_splits=None):
+    from pagefold.runner.attention.cuda.attention import CudaAttention, HeadShape
+    from pagefold.runner.slab import ROWS_LAYOUT
+
+    operands = case.to(dtype, ROWS_LAYOUT)
+    heads = HeadShape(dtype, case.query.shape[1], case.key.shape[1], case.query.shape[2], num_processors=4)
+    output = CudaAttention(heads, window=window, num_splits=num_splits)(*operands)
+    assert output.dtype == dtype
+    return output.double(), operands[3]
+
+
+def _hold_writes(case, slab):
+    import numpy as np
+
+    expected = case.to(slab.data.dtype, slab.layout)[3]
+    for s in range(case.inputs.num_seqs):
+        first, last = case.inputs.query_starts[s : s + 2].tolist()
+        for h in range(case.key.shape[1]):
+            entries = np.arange(first - last, 0) + case.inputs.lengths[s, h]
+            blocks, slots = case.inputs.tables[s, h, entries // slab.block_size], entries % slab.block_size
+            at = blocks, case.inputs.cells[s, case.layer, h], slots
+            expected.keys[at] = case.key[first:last, h].to(slab.data.dtype)
+            expected.values[at] = case.value[first:last, h].to(slab.data.dtype)
+    same = (slab.data == expected.data) | (slab.data.isnan() & expected.data.isnan())
+    assert same.all(), "it has written elsewhere"
+
+
+def complete(folder, prompts, num_outputs, *, has_graphs, **settings):
+    """Complete prompts with the engine as a card has it: its decoder, its kernels, its steps filled up as for graphs.
+
+    Only what replays a graph is not a card's: it computes the step again, from the same memory.
+
+    Returns:
+        the tokens, and how many steps were replayed.
+    """
+    import torch
+
+    from pagefold.config import EngineConfig
+    from pagefold.engine.build import build_engine, plan_engine
+    from pagefold.request import SamplingParams
+    from pagefold.runner.attention.cuda.attention import CudaAttention, HeadShape
+    from pagefold.runner.cuda_decoder import CudaDecoder
+    from pagefold.runner.loader import load_model
+    from pagefold.runner.slab import ROWS_LAYOUT, Slab
+    from pagefold.runner.torch_runner import TorchRunner
+
+    config = EngineConfig(
+        model=str(folder),
+        device="cpu",
+        dtype="float32",
+        model_impl="transformers",
+        attention_backend="reference",
+        **settings,
+    )
+    blueprint = plan_engine(config)
+    engine = build_engine(blueprint, say=lambda _: None)
+    spec, geometry = blueprint.spec, blueprint.geometry
+    slab = Slab(torch.full_like(engine.runner.slab.data, float("nan")), spec.head_dim, ROWS_LAYOUT)
+    kernels = CudaAttention(
+        HeadShape(torch.float32, spec.num_heads, spec.num_kv_heads, spec.head_dim, num_processors=2)
+    )
+    model = load_model(folder, torch.float32)
+    decoder = CudaDecoder(model, slab, kernels, max_model_len=engine.capacity.max_model_len)
+    engine.runner = TorchRunner(decoder, geometry, slab)
+    num_replayed = 0
+    if has_graphs:
+
+        def record(compute):
+            out = compute()  # as a capture does: what was captured must not depend on what was in memory then
+
+            def replay():
+                nonlocal num_replayed
+                num_replayed += 1
+                return out.copy_(compute())
+
+            return replay
+
+        decoder.capture(engine.runner.decoding_step(), config.max_num_seqs, record=record)
+    for index, prompt in enumerate(prompts):
+        engine.add(str(index), prompt, SamplingParams(temperature=0.0, max_tokens=num_outputs, ignore_eos=True))
+    tokens = {str(index): [] for index in range(len(prompts))}
+    while engine.has_work:
+        for delta in engine.step():
+            assert delta.error is None
+            tokens[delta.request_id] += delta.token_ids
+    return list(tokens.values()), num_replayed

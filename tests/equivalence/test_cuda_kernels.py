@@ -1,0 +1,159 @@
+"""The card's kernels are dense attention, as Triton's interpreter runs them; and compile for cards that are not here.
+
+What the interpreter shows: numbers, addresses, masks. What it cannot: races, speed, what a card refuses. The last is
+shown by compiling: ``ptxas`` is inside Triton's wheel. Triton reads once whether it interprets: each needs a process.
+
+Bounds are absolute, for numbers of standard deviation 1 that the dtype holds exactly: two units in the last place of
+outputs of up to 4, where float32's sums do not show; in float32 as ``test_attention.py`` has it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from importlib.util import find_spec
+from random import Random
+
+import pytest
+
+from equivalence import compiled_for_cards, interpreted
+from equivalence.attention_cases import Lengths, Shape
+from equivalence.prompts import short_prompts
+from equivalence.references import References
+from equivalence.tiny_models import VOCAB_SIZE, save_tiny_model
+from pagefold.runner.attention.cuda.configs import MAX_SHARED_BYTES
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: pip install triton")
+
+BOUNDS = {"float32": 8e-6, "float16": 2 * 2**-9, "bfloat16": 2 * 2**-6}
+
+SHAPES = (
+    Shape(block_size=16, head_dim=64, num_kv_heads=3, group=3),  # SmolLM2
+    Shape(block_size=16, head_dim=128, num_kv_heads=2, group=4, num_layers=1),  # Llama 3
+    Shape(block_size=16, head_dim=32, num_kv_heads=4, group=1),  # MHA
+    Shape(block_size=32, head_dim=80, num_kv_heads=1, group=20),  # MQA, and no power of two
+    Shape(block_size=4, head_dim=96, num_kv_heads=2, group=2, num_layers=1),
+    Shape(block_size=64, head_dim=256, num_kv_heads=1, group=5, num_layers=1),
+)
+RAGGED = [Lengths(300, 1), Lengths(37, 5), Lengths(0, 70), Lengths(70, 1, 70), Lengths(0, 1), Lengths(15, 17, 15)]
+
+
+def _pool(begin):
+    """Return one fresh process that has begun so: nothing of this one's is in it."""
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), begin)
+
+
+@pytest.fixture(scope="module")
+def interpreter():
+    with _pool(interpreted.begin) as pool:
+        yield lambda function, *args, **made: pool.submit(function, *args, **made).result(300)
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    with _pool(compiled_for_cards.begin) as pool:
+
+        def compile_kernel(*args, function=compiled_for_cards.compile_kernel, **flags):
+            return pool.submit(function, *args, **flags).result(300)
+
+        yield compile_kernel
+
+
+def _is_long(shape, dtype):
+    return dtype != "float32" and shape not in SHAPES[:2]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        pytest.param(shape, dtype, marks=[pytest.mark.long] if _is_long(shape, dtype) else [])
+        for shape in SHAPES
+        for dtype in BOUNDS
+    ],
+    ids=str,
+)
+def test_they_are_dense_attention(shape, dtype, interpreter):
+    seed = Random().randrange(2**32)
+    for per_head in (False, True):
+        error = interpreter(interpreted.attend, shape, RAGGED, dtype, BOUNDS[dtype], per_head=per_head, seed=seed)
+        print(f"seed {seed}: {error:.2e}")
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 8, 64])
+def test_any_number_of_splits_gives_the_same(num_splits, interpreter):
+    """Lengths from one entry to more than four of the smallest splits; some splits are empty."""
+    lengths = [Lengths(num, 1) for num in (0, 255, 256, 1100)]
+    bound = BOUNDS["float32"]
+    interpreter(
+        interpreted.attend, SHAPES[0], lengths, "float32", bound, per_head=True, seed=num_splits, num_splits=num_splits
+    )
+
+
+@pytest.mark.parametrize("sharpness", [1.0, 30.0])
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_soft_capping_and_sharp_scores(sharpness, softcap, interpreter):
+    made = {"per_head": False, "seed": 7, "sharpness": sharpness, "softcap": softcap}
+    interpreter(interpreted.attend, SHAPES[0], RAGGED, "float32", BOUNDS["float32"] * sharpness, **made)
+
+
+@pytest.mark.parametrize("window", [1, 16, 33, 64, 1000])
+def test_a_window_sees_the_last_entries_alone(window, interpreter):
+    for shape, per_head in ((SHAPES[0], True), (SHAPES[2], False)):
+        made = {"per_head": per_head, "seed": window}
+        interpreter(interpreted.attend_in_window, shape, RAGGED[:3], window, BOUNDS["float32"], **made)
+
+
+@pytest.mark.parametrize("num_padding", [1, 5])
+def test_rows_that_fill_up_a_batch_write_nothing(num_padding, interpreter):
+    interpreter(interpreted.attend_padded, SHAPES[0], [Lengths(40, 1), Lengths(0, 1)], num_padding)
+
+
+@pytest.mark.parametrize(("family", "has_graphs"), [("llama", True), ("gemma2", False)])
+def test_an_engine_on_them_says_what_generate_says(family, has_graphs, interpreter, tmp_path):
+    """Prompts in chunks, prefixes shared, requests preempted; in float32, whose noise is far below the gaps."""
+    folder = save_tiny_model(family, tmp_path)
+    prompts = [prompt[:60] for prompt in short_prompts(VOCAB_SIZE)[:5]]
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 80, "kv_cache_memory_bytes": 2**17}
+    outputs, num_replayed = interpreter(interpreted.complete, folder, prompts, 12, has_graphs=has_graphs, **settings)
+    assert outputs == [References(folder, 12).of(prompt) for prompt in prompts]
+    assert (num_replayed > 0) == has_graphs
+
+
+KERNELS = ("write_kv", "decode", "merge_splits", "prefill")
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_every_configuration_compiles_for_an_h100_and_fits(dtype, compiler):
+    for head_dim in (32, 64, 80, 128, 256):
+        for name in KERNELS:
+            shared_bytes, _ = compiler(name, dtype, head_dim, 4, (9, 0))
+            assert shared_bytes <= MAX_SHARED_BYTES[9, 0], f"{name} of head_dim {head_dim}"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("capability", MAX_SHARED_BYTES, ids=str)
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_every_configuration_compiles_for_other_cards_and_fits(capability, dtype, compiler):
+    for head_dim in (32, 64, 80, 128, 256):
+        for name in KERNELS:
+            shared_bytes, _ = compiler(name, dtype, head_dim, 4, capability)
+            assert shared_bytes <= MAX_SHARED_BYTES[capability], f"{name} of head_dim {head_dim}"
+
+
+@pytest.mark.parametrize(("flags", "group"), [({"has_window": True}, 1), ({"has_softcap": True}, 3), ({}, 32)])
+def test_windows_softcaps_and_groups_compile(flags, group, compiler):
+    for name in ("decode", "prefill"):
+        shared_bytes, _ = compiler(name, "bfloat16", 128, group, (9, 0), **flags)
+        assert shared_bytes <= MAX_SHARED_BYTES[9, 0]
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), [("bfloat16", 64), ("bfloat16", 128), ("float32", 128)])
+def test_no_register_is_spilled_on_an_h100(dtype, head_dim, compiler):
+    for name in ("decode", "prefill"):
+        assert compiler(name, dtype, head_dim, 4, (9, 0), function=compiled_for_cards.spilled_bytes) == 0
+
+
+def test_prefill_on_an_h100_multiplies_by_wgmma_and_copies_ahead(compiler):
+    _, ptx = compiler("prefill", "bfloat16", 128, 4, (9, 0))
+    assert "wgmma.mma_async" in ptx
+    assert "cp.async" in ptx

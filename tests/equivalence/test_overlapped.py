@@ -1,0 +1,134 @@
+"""The overlapped loop says what the plain one says: the exact part of the equality rule, with results that come late.
+
+The harsh runner computes a step only when its result is asked for, which is after everything that comes between two
+steps: the latest that a card could be. Blocks that are free then hold NaN.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from equivalence.prompts import short_prompts
+from equivalence.settings import SETTINGS
+from equivalence.suite import Trial, Workload, assert_clean, build
+from equivalence.tiny_models import VOCAB_SIZE
+from pagefold.engine.overlapped import OverlappedEngine
+from pagefold.request import SamplingParams
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WORKLOAD = Workload(short_prompts(VOCAB_SIZE), num_outputs=24)
+
+
+def build_overlapped(setting, folder, budget, emit):
+    engine = build(setting, folder, budget, emit)
+    return overlapped(engine, emit)
+
+
+def overlapped(engine, emit=None) -> OverlappedEngine:
+    parts = {"emit": emit} if emit is not None else {}
+    return OverlappedEngine(
+        scheduler=engine.scheduler,
+        runner=engine.runner,
+        tokenizer=engine.tokenizer,
+        limits=engine.limits,
+        capacity=engine.capacity,
+        **parts,
+    )
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [setting for setting in SETTINGS if setting.name in {"short of memory", "failed steps", "chunks of 16"}],
+    ids=lambda setting: setting.name,
+)
+def test_outputs_are_those_of_generate(setting, tiny_folder, tiny_references):
+    hold(setting, tiny_folder, tiny_references)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "setting", [setting for setting in SETTINGS if setting.slow_policy is None], ids=lambda setting: setting.name
+)
+def test_outputs_are_those_of_generate_in_every_setting(setting, tiny_folder, tiny_references):
+    hold(setting, tiny_folder, tiny_references)
+
+
+def hold(setting, tiny_folder, tiny_references):
+    trial = Trial(setting, WORKLOAD, tiny_folder("llama"), build_overlapped)
+    trial.run()
+    assert isinstance(trial.engine, OverlappedEngine)
+    trial.assert_exact(tiny_references("llama", WORKLOAD.num_outputs))
+
+
+def run(engine, *, resets: bool = False):
+    """Run an engine with requests that come, and are reset, between steps; return {id: (tokens, why they ended)}."""
+    random, prompts = Random(3), WORKLOAD.prompts[:10]
+    outputs = {str(index): ([], []) for index in range(len(prompts))}
+    coming = list(enumerate(prompts))
+    while coming or engine.has_work:
+        for _ in range(random.randint(0, 2)):
+            if coming:
+                index, prompt = coming.pop()
+                how = {"temperature": 0.0} if index % 2 else {"temperature": 0.8, "seed": index, "top_p": 0.9}
+                sampling = SamplingParams(
+                    max_tokens=4 + index, logprobs=2, prompt_logprobs=1 if index % 3 else None, **how
+                )
+                engine.add(str(index), prompt, sampling)
+        if resets and random.random() < 0.2:
+            engine.reset_prefix_cache()
+        for delta in engine.step():
+            outputs[delta.request_id][0].extend(delta.token_ids)
+            if delta.finish_reason:
+                outputs[delta.request_id][1].append(delta.finish_reason)
+    assert_clean(engine)
+    return outputs
+
+
+def test_sampled_outputs_and_reasons_are_those_of_the_plain_loop(tiny_folder):
+    from pagefold.config import EngineConfig
+    from pagefold.engine.build import build_engine, plan_engine
+
+    config = EngineConfig(
+        model=str(tiny_folder("llama")),
+        dtype="float64",
+        max_num_seqs=4,
+        max_num_batched_tokens=32,
+        kv_cache_memory_bytes=2**22,
+    )
+    blueprint = plan_engine(config)
+    plain = run(build_engine(blueprint, say=lambda _: None))
+    for resets in (False, True):
+        assert run(overlapped(build_engine(blueprint, say=lambda _: None)), resets=resets) == plain
+
+
+def test_a_request_whose_time_is_up_is_told_its_last_token_first(tiny_folder):
+    from pagefold.config import EngineConfig
+    from pagefold.engine.build import build_engine, plan_engine
+
+    blueprint = plan_engine(
+        EngineConfig(model=str(tiny_folder("llama")), dtype="float64", max_model_len=64, kv_cache_memory_bytes=2**20)
+    )
+    plain = build_engine(blueprint, say=lambda _: None)
+    now = [0.0]
+    engine = OverlappedEngine(
+        scheduler=plain.scheduler,
+        runner=plain.runner,
+        tokenizer=None,
+        limits=plain.limits,
+        capacity=plain.capacity,
+        request_timeout_s=1.0,
+        clock=lambda: now[0],
+    )
+    engine.add("r", [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True))
+    assert engine.step() == []  # launched
+    (first,) = engine.step()
+    assert len(first.token_ids) == 1
+    now[0] = 2.0
+    token, last = engine.step()
+    assert (len(token.token_ids), token.finish_reason) == (1, None)
+    assert (last.token_ids, last.finish_reason, last.is_last) == ((), "timeout", True)
+    assert not engine.has_work
+    assert_clean(engine)

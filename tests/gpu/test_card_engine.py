@@ -1,0 +1,144 @@
+"""On a card: the equality rule, memory as planned and given back, and a server that outlives a step without memory."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from equivalence.prompts import short_prompts
+from equivalence.references import References
+from equivalence.tiny_models import VOCAB_SIZE, save_tiny_model
+
+from pagefold.config import EngineConfig
+from pagefold.engine.build import build_engine, plan_engine
+from pagefold.errors import DoesNotFitError
+from pagefold.request import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny_model("llama", tmp_path_factory.mktemp("llama"))
+
+
+def make_engine(folder, **settings):
+    engine = build_engine(plan_engine(EngineConfig(model=str(folder), device="cuda", **settings)), say=lambda _: None)
+    engine.runner.slab.data.fill_(float("nan"))  # whoever reads what nobody wrote is found out
+    return engine
+
+
+def complete(engine, prompts, num_outputs, name="r"):
+    for index, prompt in enumerate(prompts):
+        sampling = SamplingParams(temperature=0.0, max_tokens=num_outputs, ignore_eos=True)
+        engine.add(f"{name}{index}", prompt, sampling)
+    outputs = {f"{name}{index}": [] for index in range(len(prompts))}
+    while engine.has_work:
+        for delta in engine.step():
+            assert delta.error is None, delta.error
+            outputs[delta.request_id] += delta.token_ids
+    return list(outputs.values())
+
+
+def test_float64_by_the_reference_is_generate_exactly(folder):
+    prompts = [prompt[:300] for prompt in short_prompts(VOCAB_SIZE)]
+    engine = make_engine(
+        folder, dtype="float64", max_num_seqs=8, max_num_batched_tokens=64, kv_cache_memory_bytes=2**22
+    )
+    references = References(folder, 24)
+    assert complete(engine, prompts, 24) == [references.of(prompt) for prompt in prompts]
+
+
+@pytest.mark.parametrize("enforce_eager", [True, False])
+def test_float32_by_the_kernels_says_what_generate_says(folder, enforce_eager):
+    """Float32 rounds far below the gaps of this model's logits; graphs and eager steps are the same arithmetic."""
+    settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 2**21, "max_model_len": 512}
+    prompts = [prompt[:300] for prompt in short_prompts(VOCAB_SIZE)]
+    engine = make_engine(folder, dtype="float32", enforce_eager=enforce_eager, **settings)
+    references = References(folder, 24)
+    assert complete(engine, prompts, 24) == [references.of(prompt) for prompt in prompts]
+
+
+def test_bfloat16_logits_are_near_those_of_float32(folder):
+    """Teacher-forced, so that nothing adds up: 8 bits of a mantissa through two layers."""
+    engines = {name: make_engine(folder, dtype=name, kv_cache_memory_bytes=2**22) for name in ("float32", "bfloat16")}
+    logits = {}
+    for name, engine in engines.items():
+        sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+        prompt = short_prompts(VOCAB_SIZE)[-1][:400]
+        engine.add("r", prompt, sampling)
+        found = []
+        while engine.has_work:
+            for delta in engine.step():
+                found = delta.prompt_logprobs or found
+        logits[name] = torch.tensor([one[token].logprob for one, token in zip(found[1:], prompt[1:], strict=True)])
+    error = (logits["float32"] - logits["bfloat16"]).abs()
+    assert error.max() < 1.0
+    assert error.median() < 0.1
+
+
+def test_what_is_allocated_is_what_was_planned(folder):
+    engine = make_engine(folder, dtype="bfloat16", gpu_memory_utilization=0.3)
+    total_bytes = torch.cuda.mem_get_info()[1]
+    assert engine.runner.slab.num_bytes == engine.capacity.kv_budget_bytes
+    assert torch.cuda.memory_allocated() <= 0.3 * total_bytes
+
+
+def test_memory_is_given_back_after_a_thousand_requests(folder):
+    engine = make_engine(folder, dtype="bfloat16", max_num_seqs=64, kv_cache_memory_bytes=2**24, max_model_len=512)
+    prompts = [prompt[:100] for prompt in short_prompts(VOCAB_SIZE)]
+    rounds = -(-1000 // len(prompts))
+    complete(engine, prompts, 8, "first")
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    for index in range(rounds):
+        complete(engine, prompts, 8, f"{index}-")
+    torch.cuda.synchronize()
+    gc.collect()
+    assert torch.cuda.memory_allocated() <= before[0] + 2**20
+    assert torch.cuda.memory_reserved() <= before[1] + 2**26
+
+
+def test_blocks_that_come_back_from_the_host_are_the_same(folder):
+    """A budget of two prompts, and a host that holds all: what is evicted is restored, and outputs stay."""
+    settings = {"dtype": "float64", "max_num_seqs": 2, "max_model_len": 512, "kv_cache_memory_bytes": 2**20}
+    engine = make_engine(folder, kv_offloading_size=2**-5, **settings)
+    prompts = [prompt[:300] for prompt in short_prompts(VOCAB_SIZE)]
+    references = References(folder, 8)
+    expected = [references.of(prompt) for prompt in prompts]
+    num_loaded = 0
+    for index in range(3):
+        assert complete(engine, prompts, 8, f"{index}-") == expected
+    for index, prompt in enumerate(prompts):
+        engine.add(f"last-{index}", prompt, SamplingParams(temperature=0.0, max_tokens=1))
+        while engine.has_work:
+            num_loaded += sum(sum(delta.num_loaded_tokens.values()) for delta in engine.step())
+    assert num_loaded > 0
+
+
+def test_a_step_without_memory_ends_its_request_and_no_other(folder):
+    """Somebody takes all of the card while a request runs; when they let go, the next request is served."""
+    engine = make_engine(folder, dtype="bfloat16", kv_cache_memory_bytes=2**24, enforce_eager=True)
+    torch.cuda.empty_cache()
+    taken = []
+    size = 2**30
+    while size >= 2**20:
+        try:
+            taken.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+        except torch.OutOfMemoryError:
+            size //= 2
+    sampling = SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=5)
+    engine.add("starved", list(range(3, 300)), sampling)
+    errors = []
+    while engine.has_work:
+        errors += [delta.error for delta in engine.step() if delta.error]
+    del taken
+    torch.cuda.empty_cache()
+    if errors:  # a step of so small a model may fit into what is left
+        assert "too little memory" in errors[0]
+        assert "Start with a smaller" in errors[0]
+    assert len(complete(engine, [list(range(3, 50))], 4)[0]) == 4
+
+
+def test_a_budget_that_does_not_fit_is_refused_before_weights_are_loaded(folder):
+    with pytest.raises(DoesNotFitError, match="Any of these does"):
+        plan_engine(EngineConfig(model=str(folder), device="cuda", kv_cache_memory_bytes=2**50))

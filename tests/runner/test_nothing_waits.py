@@ -1,0 +1,82 @@
+"""On a card a step is queued without waiting: shown without one, on tensors that have a device and no numbers.
+
+Torch's ``meta`` tensors refuse what would read a number (``item``, ``tolist``, a condition), and what would mix them
+with tensors of the host. So what passes here waits for nothing, and leaves nothing on the wrong device.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+import torch
+from equivalence.tiny_models import FAMILIES
+
+from pagefold.kv import BlockId, KVGeometry
+from pagefold.request import SamplingParams
+from pagefold.runner.cuda_decoder import CudaDecoder
+from pagefold.runner.inputs import make_inputs
+from pagefold.runner.loader import register_attention
+from pagefold.runner.logits import adjust
+from pagefold.runner.sampler import sample, sample_on_card
+from pagefold.runner.slab import ROWS_LAYOUT, Slab
+from pagefold.steps import StepPlan
+
+META = torch.device("meta")
+
+
+def make_plan() -> StepPlan:
+    """Make a plan of a chunk, a decoding row and a finished prompt, whose sampling asks for everything."""
+    plan = StepPlan(0)
+    plan.token_ids = array("i", [5, 6, 7, 8, 9, 10])
+    plan.starts, plan.num_tokens = [0, 7, 0], [3, 1, 2]
+    plan.block_ids = [[BlockId(0)], [BlockId(1), BlockId(2)], [BlockId(3)]]
+    plan.sampling_rows = [1, 2]
+    plan.sampling = [
+        SamplingParams(top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.2, logit_bias={3: 1.0}),
+        SamplingParams(temperature=0.0, presence_penalty=0.5),
+    ]
+    plan.seeds, plan.draws = [1, 2], [3, 1]
+    plan.adjusted, plan.histories = [0, 1], [array("i", [5, 6, 7, 8]), array("i", [9, 10])]
+    plan.banned = [frozenset({2}), frozenset()]
+    plan.masked, plan.masks = [1], [bytes([255] * 39)]
+    return plan
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3-longrope", "gemma2", "gpt-neox"])
+def test_a_step_of_a_model_is_queued_without_waiting(family):
+    from transformers import AutoModelForCausalLM
+
+    config = FAMILIES[family]()
+    with META:
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation=register_attention()
+        ).eval()
+    num_kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    geometry = KVGeometry(config.num_hidden_layers, num_kv_heads, head_dim, 2, 4)
+    data = Slab.allocate(geometry, 4, torch.bfloat16, META).data
+    decoder = CudaDecoder(model, Slab(data, head_dim, ROWS_LAYOUT), None, max_model_len=64)
+    logits = decoder.logits(make_inputs(make_plan(), geometry))
+    assert logits.device == META
+    assert logits.shape == (2, config.vocab_size)
+
+
+def test_what_is_sampled_is_left_on_the_card():
+    plan = make_plan()
+    logits = adjust(torch.zeros(2, 307, dtype=torch.bfloat16, device=META), plan)
+    token_ids = sample_on_card(logits, plan.sampling, plan.seeds, plan.draws)
+    assert (token_ids.device, token_ids.shape, token_ids.dtype) == (META, (2,), torch.int64)
+
+
+def test_reading_a_number_would_be_refused():
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        torch.zeros(1, device=META).tolist()
+
+
+def test_what_is_sampled_so_is_what_sample_samples():
+    plan = make_plan()
+    for seed in range(20):
+        logits = 3 * torch.randn(2, 307, generator=torch.Generator().manual_seed(seed))
+        how = plan.sampling, [seed, seed], plan.draws
+        assert sample_on_card(logits, *how).tolist() == sample(logits, *how)
