@@ -530,6 +530,8 @@ class KVCore:
         for table in self.tables:
             table.tail = None
             table.num_published = 0
+            if self.streaming is not None:
+                self.streaming.forget(table)
         return num_cached
 
     # Inside.

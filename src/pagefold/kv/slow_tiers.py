@@ -37,10 +37,10 @@ WRITE_POLICIES: tuple[WritePolicy, ...] = ("write_back", "write_through", "write
 _MIN_HITS = 1
 """``write_through_selective`` writes what was found so often."""
 
-_SHARE_SPARE, _NUM_SPARE = 8, 64
+_SHARE_SPARE, _NUM_SPARE, _MAX_SPARE = 8, 64, 512
 """``write_back`` keeps one host block in so many spare (free, or written), but so many at least, as far as half of all
-allow: a step that lets long prompts in takes as many at once. As many may be being written; what a tier cannot keep up
-with is dropped."""
+allow, and so many at most: a step that lets long prompts in takes as many at once. As many may be being written; what
+a tier cannot keep up with is dropped."""
 
 _SHARE_ARRIVING = 2
 """At most one host block in so many is on its way in, or held by a request that waits."""
@@ -122,7 +122,8 @@ class SlowTiers:
         self._fetches: dict[int, Fetch] = {}
         self._writing: dict[int, HeldBlock] = {}
         num_blocks = host.num_blocks
-        self._num_spare = max(1, num_blocks // _SHARE_SPARE, min(_NUM_SPARE, num_blocks // 2))
+        spare = max(1, num_blocks // _SHARE_SPARE, min(_NUM_SPARE, num_blocks // 2))
+        self._num_spare = min(_MAX_SPARE, spare)
         self._early: deque[HeldBlock] = deque()  # of the unsaved, those that the policy writes at once
 
     @property
@@ -192,6 +193,21 @@ class SlowTiers:
         fetch.is_over = True
         self.host.unpin(fetch.blocks)
 
+    @property
+    def num_spare(self) -> int:
+        """How many host blocks could be given out without losing what no slower tier was given."""
+        return self.host.num_spare - len(self._writing)
+
+    def let_go(self) -> bool:
+        """Take back what is kept in the arena for requests that wait; whether there was anything. They compute it."""
+        had_any = False
+        for fetch in self._fetches.values():
+            had_any = had_any or bool(fetch.blocks)
+            fetch.is_over = True
+            self.host.unpin(fetch.blocks)
+            fetch.blocks = []
+        return had_any
+
     def give_up(self) -> None:
         """Let nobody wait any more."""
         for fetch in self._fetches.values():
@@ -225,7 +241,7 @@ class SlowTiers:
         ops: list[WriteOp] = []
         while self._early and len(ops) < room:
             self._write(self._early.popleft(), ops)
-        num_short = len(host.unsaved) if is_flush else self._num_spare - host.num_ready - len(self._writing)
+        num_short = len(host.unsaved) if is_flush else self._num_spare - host.num_ready(self._num_spare)
         if num_short > 0:
             for held in list(islice(host.unsaved.values(), max(0, min(num_short, room - len(ops))))):
                 self._write(held, ops)
@@ -235,12 +251,8 @@ class SlowTiers:
         """The slow tiers have let go of the blocks; they keep ``num_kept`` of them."""
         self.num_written += num_kept
         self.num_unwritten += len(ops) - num_kept
-        for op in reversed(ops):  # the oldest one becomes the first again
-            held = self._writing.pop(op.host_id)
-            if self._is_early(held.num_hits):
-                self.host.unpin([held])
-            else:
-                self.host.unpin_unused(held)
+        for op in ops:
+            self.host.unpin_written(self._writing.pop(op.host_id))
 
     # For audits.
 
@@ -275,7 +287,7 @@ class SlowTiers:
         host = self.host
         if host.unsaved.get(held.name.digest) is held:  # and has not left meanwhile
             del host.unsaved[held.name.digest]
-            host.pin([held])
+            host.pin_to_write(held)
             self._writing[held.host_id] = held
             ops.append(WriteOp(held.host_id, held.name))
 

@@ -21,7 +21,7 @@ from pagefold.kv.table import BlockTable
 from pagefold.kv.tree import TOKEN_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pagefold.kv.pool import BlockPool
     from pagefold.kv.tiers import HeldBlock, HostTier
@@ -50,6 +50,7 @@ class Streaming:
     def __init__(self, pool: BlockPool, host: HostTier, block_size: int, store: Callable[[Node], bool]) -> None:
         self.max_hot_blocks = max(1, pool.num_blocks // _HOT_SHARE)
         self.num_cold_blocks = 0
+        self._num_forgotten = 0
         self._pool = pool
         self._host = host
         self._stride = block_size * TOKEN_BYTES
@@ -58,34 +59,27 @@ class Streaming:
     @property
     def max_blocks(self) -> int:
         """Blocks of the longest sequence that can be streamed."""
-        return self._host.num_blocks + self.max_hot_blocks
+        return self.max_cold_blocks + self.max_hot_blocks
 
     @property
-    def num_cold_available(self) -> int:
-        """Cold blocks that another table could have, if nothing else had a claim on the arena."""
-        return self._host.num_blocks - self.num_cold_blocks
+    def max_cold_blocks(self) -> int:
+        """Cold blocks that all tables could have, if nothing else had a claim on the arena."""
+        return self._host.num_blocks
 
     def begin(self, hit: PrefixHit) -> BlockTable:
         """Make a table that starts with what ``hit`` found, all of it cold: what the device has is stored first."""
         table = BlockTable(None)
-        table.cold_root = root_digest(hit.namespace)
+        table.cold_root = table.cold_tip = root_digest(hit.namespace)
         host = self._host
-        for node in hit.nodes:
-            if not (node.attached and node.committed):  # promised only: it cannot be stored before it is written
-                return table
-            is_stored = self._store(node)
-            held = host.get(digest_of(node))
-            if held is None:
-                return table
-            self._take(table, held, is_new=is_stored)
-        for held in hit.held:
-            if host.get(held.name.digest) is not held:
-                break
-            self._take(table, held, is_new=False)
-            held.count_use(table.num_loaded_tokens, self._stride // TOKEN_BYTES)
+        pinned = host.pin(hit.held)  # before storing, which may need their place
+        if self._take_nodes(table, hit.nodes):
+            for held in pinned:
+                self._take(table, held)
+                held.count_use(table.num_loaded_tokens, self._stride // TOKEN_BYTES)
+        host.unpin(pinned)
         return table
 
-    def cool(self, table: BlockTable, packed: bytes, num_tokens: int, num_hot: int) -> int:
+    def cool(self, table: BlockTable, packed: bytes, num_tokens: int, num_hot: int, *, is_read: bool = True) -> int:
         """Make hot blocks cold, from the first on, until ``num_hot`` are left. Return how many blocks became free.
 
         Args:
@@ -93,22 +87,22 @@ class Streaming:
             packed: its tokens.
             num_tokens: how many are written; a block that is not full of them stays hot.
             num_hot: how many hot blocks to leave, at least.
+            is_read: whether the table will be read again.
         """
         root = table.cold_root
         assert root is not None, "a table that does not stream"
         first = len(table.cold)
         end = min(len(table.block_ids) - num_hot, num_tokens * TOKEN_BYTES // self._stride)
-        parent = table.cold[-1].name.digest if table.cold else root
         num_cooled = 0
         packed = packed[first * self._stride : max(first, end) * self._stride]
-        for name in names_behind(root, parent, packed, self._stride):
+        for name in names_behind(root, table.cold_tip, packed, self._stride):
             block = self._pool.blocks[table.block_ids[first + num_cooled]]
             is_stored = self._host.keep(name, block.block_id)
             held = self._host.get(name.digest)
             if held is None:
                 break
             del table.block_ids[first + num_cooled]
-            self._take(table, held, is_new=is_stored)
+            self._take(table, held, is_checked=is_read and not is_stored)
             self._pool.release(block)
             num_cooled += 1
         return num_cooled
@@ -124,11 +118,31 @@ class Streaming:
         """Whether all cold blocks of ``table`` are found: not after a step failed that was to store some."""
         return all(self._host.get(held.name.digest) is held for held in table.cold)
 
-    def _take(self, table: BlockTable, held: HeldBlock, *, is_new: bool) -> None:
+    def forget(self, table: BlockTable) -> None:
+        """What ``table`` holds is not to be found any more: its blocks get names that nobody asks for."""
+        if table.cold_root is not None:
+            self._num_forgotten += 1
+            table.cold_root = table.cold_tip = root_digest(b"forgotten %d" % self._num_forgotten)
+
+    def _take_nodes(self, table: BlockTable, nodes: Sequence[Node]) -> bool:
+        """Make the blocks of ``nodes`` cold ones of ``table`` too; whether all could be."""
+        host = self._host
+        for node in nodes:
+            if not (node.attached and node.committed):  # promised only: it cannot be stored before it is written
+                return False
+            is_stored = self._store(node)
+            held = host.get(digest_of(node))
+            if held is None:
+                return False
+            self._take(table, held, is_checked=not is_stored)
+        return True
+
+    def _take(self, table: BlockTable, held: HeldBlock, *, is_checked: bool = True) -> None:
         """Make ``held`` the next cold block of ``table``. What is not stored just now is checked before it is read."""
         self._host.pin([held])
-        if not is_new:
+        if is_checked:
             self._host.check(held)
         table.block_ids.insert(len(table.cold), BlockId(self._pool.num_blocks + held.host_id))
         table.cold.append(held)
+        table.cold_tip = held.name.digest
         self.num_cold_blocks += 1

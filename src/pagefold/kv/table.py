@@ -29,7 +29,9 @@ class BlockTable:
             publishes nothing, because caching is off or the cache was reset.
         may_share_tail: a fork may hold the last block too, so a write must look first.
         promise: what the step being planned or run will add, if anything.
-        cold_root: digest of its namespace, if it is one that streams (``streaming.py``); else None.
+        cold_root: digest of its namespace, if it is one that streams (``streaming.py``); else None. After a reset one
+            that nobody else has.
+        cold_tip: digest of the path that its cold blocks are.
         cold: the host's blocks that are its first ones, if it streams.
         num_loaded_tokens: how many of its tokens were loaded when it was acquired, by the tier that they came from.
         facts: of the request that holds it, for the eviction policy; whoever releases the table may set them before.
@@ -43,6 +45,7 @@ class BlockTable:
         "capacity",
         "cold",
         "cold_root",
+        "cold_tip",
         "facts",
         "may_share_tail",
         "num_loaded_tokens",
@@ -59,6 +62,7 @@ class BlockTable:
         self.may_share_tail = False
         self.promise: Promise | None = None
         self.cold_root: bytes | None = None
+        self.cold_tip = b""
         self.cold: list[HeldBlock] = []
         self.num_loaded_tokens: dict[str, int] = {}
         self.facts = _NO_FACTS

@@ -77,8 +77,8 @@ class HostTier:
         self.fresh: deque[HeldBlock] = deque()
         self._notes_unsaved = notes_unsaved
         self._held: dict[bytes, HeldBlock] = {}
-        self._idle: OrderedDict[bytes, HeldBlock] = OrderedDict()  # those that nothing pins; used longest ago first
-        self._aged: set[bytes] = set()  # of these the first ones, which slower tiers have
+        # Those that nothing pins, or only who writes them to a slower tier; used longest ago first.
+        self._idle: OrderedDict[bytes, HeldBlock] = OrderedDict()
         self._free = list(reversed(range(num_blocks)))
         self._stores: list[StoreOp] = []
         self._loads: list[LoadOp] = []
@@ -96,16 +96,23 @@ class HostTier:
         """How many host blocks could be given out without losing what no slower tier was given."""
         return len(self._free) + len(self._idle) - len(self.unsaved)
 
-    @property
-    def num_ready(self) -> int:
-        """How many host blocks will be given out next without losing what no slower tier was given."""
-        return len(self._free) + len(self._aged)
+    def num_ready(self, at_most: int) -> int:
+        """Return how many host blocks will be given out next without losing what no slower tier was given.
+
+        Counted up to ``at_most``, what is being written included.
+        """
+        num = len(self._free)
+        for digest in self._idle:
+            if num >= at_most or digest in self.unsaved:
+                break
+            num += 1
+        return num
 
     @property
     def pending(self) -> HostOps:
         """What was planned and not taken yet."""
-        checks = [held.host_id for held in self._checks if held.host_id >= 0]  # not of what has left since
-        return HostOps(self._stores, self._loads, checks)
+        checks = dict.fromkeys(held.host_id for held in self._checks if held.host_id >= 0)  # not of what has left since
+        return HostOps(self._stores, self._loads, list(checks))
 
     def get(self, digest: bytes) -> HeldBlock | None:
         """Return the block of that name, if it is held."""
@@ -162,7 +169,6 @@ class HostTier:
                 break
             one.num_pins += 1
             self._idle.pop(one.name.digest, None)
-            self._aged.discard(one.name.digest)
             pinned.append(one)
         return pinned
 
@@ -178,12 +184,19 @@ class HostTier:
             else:  # forgotten while it was pinned
                 self._free_up(one)
 
-    def unpin_unused(self, held: HeldBlock) -> None:
-        """Let go of a block that was pinned for its age, and not used: if nothing else pins it, it leaves first."""
-        self.unpin([held])
-        if not held.num_pins and self._held.get(held.name.digest) is held:
-            self._idle.move_to_end(held.name.digest, last=False)
-            self._aged.add(held.name.digest)
+    def pin_to_write(self, held: HeldBlock) -> None:
+        """Pin a block whose bytes go to a slower tier. It is not used by that: it stays as old as it is."""
+        held.num_pins += 1
+
+    def unpin_written(self, held: HeldBlock) -> None:
+        """A slower tier has let go of a block."""
+        held.num_pins -= 1
+        if held.num_pins:
+            return
+        if self._held.get(held.name.digest) is held:
+            self._idle.setdefault(held.name.digest, held)
+        else:  # forgotten meanwhile
+            self._free_up(held)
 
     def load(self, held: HeldBlock, block_id: BlockId) -> None:
         """Plan to load a pinned block; it stays pinned until the step is over."""
@@ -239,7 +252,8 @@ class HostTier:
 
         What it was to check the next step checks.
         """
-        self._checks += [self._by_id[host_id] for host_id in ops.checks if host_id in self._by_id]  # perhaps not made
+        again = [host_id for host_id in ops.checks if host_id in self._by_id and host_id not in damaged_ids]
+        self._checks += [self._by_id[host_id] for host_id in again]  # perhaps they were not made
         if ops.stores or ops.loads:
             self.in_flight.remove(ops)
         for host_id in sorted({store.host_id for store in ops.stores} | damaged_ids):
@@ -277,7 +291,6 @@ class HostTier:
         """Let a block not be found any more; its host block is free once nothing pins it."""
         digest = held.name.digest
         self._idle.pop(digest, None)
-        self._aged.discard(digest)
         if self._held.get(digest) is held:
             del self._held[digest]
             self.unsaved.pop(digest, None)
@@ -298,14 +311,14 @@ class HostTier:
 
     def _take_id(self) -> int | None:
         if not self._free:
-            if not self._idle:
+            oldest = next((held for held in self._idle.values() if not held.num_pins), None)
+            if oldest is None:
                 return None
-            self.forget(next(iter(self._idle.values())))
+            self.forget(oldest)
             self.num_dropped += 1
         return self._free.pop()
 
     def _touch(self, held: HeldBlock) -> None:
-        self._aged.discard(held.name.digest)
         for order in (self._idle, self.unsaved):
             if held.name.digest in order:
                 order.move_to_end(held.name.digest)

@@ -314,7 +314,7 @@ class Scheduler:
             self._back_to_waiting(self.running.pop())
         for request in [one for one in self.running if not self._streamer.is_intact(one)]:
             self.running.remove(request)
-            self._back_to_waiting(request)
+            self._back_to_waiting(request, is_preempted=True)
         ended: list[Request] = []
         for request in step.requests:
             request.num_failed_steps += not damaged_ids
@@ -569,6 +569,8 @@ class Scheduler:
         needed = self._streamer.num_hot_blocks(request.num_tokens)
         needed += sum(self._streamer.num_growth(other) for other in self.running)
         hit = PrefixHit(request.namespace, [], None, 0)
+        while self._num_missing(needed, hit) > 0 and self._streamer.cool(self.running):
+            pass
         missing = self._num_missing(needed, hit)
         if missing > 0 and not self._give_up_pins(missing, hit):
             return False
@@ -605,6 +607,8 @@ class Scheduler:
             self._streamer.make_room(request, end)
         while not self.core.extend(request.table, start, end):
             if self._streamer.cool(self.running) or self.core.pins.give_up(self._now_s):
+                continue
+            if self._streamer.take_back(request, end):
                 continue
             victim = self.running.pop()
             self._preempt(victim, request)

@@ -56,10 +56,11 @@ class Streamer:
     def fits(self, request: Request, running: Iterable[Request]) -> bool:
         """Whether the arena could hold ``request`` beside what streams already."""
         assert self._streaming is not None, "streaming is not allowed"
-        if not any(other.table is not None and other.table.cold_root is not None for other in running):
+        others = [other for other in running if other.table is not None and other.table.cold_root is not None]
+        if not others:
             return True
-        num_cold = self._num_blocks(request) - self._streaming.max_hot_blocks
-        return num_cold <= self._streaming.num_cold_available
+        num_cold = sum(self._num_blocks(one) - self._streaming.max_hot_blocks for one in (request, *others))
+        return num_cold <= self._streaming.max_cold_blocks
 
     def make_room(self, request: Request, end: int) -> None:
         """Make cold what ``request`` has too much of on the device, before it is given room up to ``end``."""
@@ -70,28 +71,36 @@ class Streamer:
         self._cool(request, max(0, self._streaming.max_hot_blocks - num_new))
 
     def cool(self, running: Iterable[Request]) -> bool:
-        """Make cold what can be of one that streams, for others; whether any block became free."""
+        """Make cold what can be of those that stream, until some block is free; whether any is."""
         if self._streaming is None:
             return False
         return any(self._cool(request, 0) for request in running)
 
+    def take_back(self, request: Request, end: int) -> bool:
+        """Make room for a request that streams out of what is kept for those that wait; whether there was any."""
+        table = request.table
+        if table is None or table.cold_root is None or self._core.slow is None or not self._core.slow.let_go():
+            return False
+        self.make_room(request, end)
+        return True
+
     def keep(self, request: Request) -> None:
         """Make cold what ``request`` has, before its table is released: so that it can be gone on from."""
         if request.table is not None and request.table.cold_root is not None:
-            self._cool(request, 0)
+            self._cool(request, 0, is_read=False)
 
     def is_intact(self, request: Request) -> bool:
         """Whether all that ``request`` has is still there, after a step failed."""
         table = request.table
         return self._streaming is None or table is None or self._streaming.is_intact(table)
 
-    def _cool(self, request: Request, num_hot: int) -> int:
+    def _cool(self, request: Request, num_hot: int, *, is_read: bool = True) -> int:
         table = request.table
         if self._streaming is None or table is None or table.cold_root is None:
             return 0
         if len(table.block_ids) - len(table.cold) <= num_hot:
             return 0
-        return self._streaming.cool(table, request.packed(), request.num_computed_tokens, num_hot)
+        return self._streaming.cool(table, request.packed(), request.num_computed_tokens, num_hot, is_read=is_read)
 
     def _num_blocks(self, request: Request) -> int:
         return num_blocks_for(request.num_tokens + 1, self._core.block_size)

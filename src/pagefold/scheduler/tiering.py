@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from pagefold.errors import TierError
 from pagefold.events import Emit, TierRead, TierWritten, ignore
 from pagefold.request import RequestStatus
+from pagefold.steps import DamagedBlocksError
 from pagefold.transfers import Fetched, Found, MissCause, StoreError, Written
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ class Tiering:
 
     def begin(self, request: Request, now: float) -> None:
         """Hold a queued request back, if slow tiers have what it lacks, or may have."""
+        self._ahead.add(request.request_id)
         core = self._scheduler.core
         if self._is_resetting or not core.publishes:
             return
@@ -189,7 +191,7 @@ class Tiering:
         slow.give_up()
         nodes = deque(core.tree.nodes())  # heads before tails: what is left out cuts off least
         while left_s() > 0:
-            core.store_cached(nodes, slow.host.num_spare)
+            core.store_cached(nodes, slow.num_spare)
             self._store()
             writes = slow.take_writes(is_flush=True)
             self.transfer.write(writes)
@@ -205,8 +207,13 @@ class Tiering:
         """Make the stores that wait for a step."""
         core = self._scheduler.core
         ops = core.take_host_ops()
-        if ops.stores:
+        if not ops.stores:
+            return
+        try:
             self._move(ops)
+        except DamagedBlocksError as damage:
+            core.host_failed(ops, damage.host_ids)
+        else:
             core.host_done(ops)
 
     def _look_ahead(self, now: float) -> None:
@@ -215,7 +222,6 @@ class Tiering:
         self._ahead &= {request.request_id for request in ahead}.union(self._scheduler.fetching)
         for request in ahead:
             if request.status is RequestStatus.WAITING and request.request_id not in self._ahead:
-                self._ahead.add(request.request_id)
                 self.begin(request, now)
 
     def _look(self, waiting: _Waiting, tier: str, now: float) -> None:

@@ -154,6 +154,9 @@ class _Reader:
             pin_half_life_s=line.number("pin_half_life_s", 1e-9, _FOREVER_S),
             allow_streaming="allow_streaming" in line and line.flag("allow_streaming"),
         )
+        if settings.allow_streaming and not settings.num_host_blocks:
+            msg = "it allows streaming, and has no host blocks"
+            raise ValueError(msg)
         return Recording(self._path.name, settings)
 
     def _add(self, line: Fields, recording: Recording) -> RecordedAdd:
