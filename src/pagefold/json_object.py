@@ -15,6 +15,6 @@ def read_json_object(file: Path) -> dict[str, Any]:
     """Return the object in ``file``; empty if there is no such file, or something else in it."""
     try:
         loaded = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return loaded if isinstance(loaded, dict) else {}

@@ -22,7 +22,16 @@ if TYPE_CHECKING:
 
     from pagefold.config import EngineConfig
 
-__all__ = ["QUALITY_FIELDS", "Verdict", "check_quality", "floor_of", "read_verdict", "subject_of", "write_verdict"]
+__all__ = [
+    "QUALITY_FIELDS",
+    "SAME_AS",
+    "Verdict",
+    "check_quality",
+    "floor_of",
+    "read_verdict",
+    "subject_of",
+    "write_verdict",
+]
 
 FORMAT = 1
 """Of the files that are written here; others are as if they were not there."""
@@ -30,7 +39,11 @@ FORMAT = 1
 QUALITY_FIELDS = ("dtype", "quantization", "block_size", "kv_cache_dtype", "kv_cache_dtype_skip_layers")
 """Fields of the engine's config that a verdict is about: another value of any of them needs another one."""
 
+SAME_AS = {"fp8": "fp8_e4m3"}
+"""Codecs of two names."""
+
 _FLOOR_8_BIT, _FLOOR_LESS = 0.97, 0.95
+_CPU_DTYPE = "float32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +92,9 @@ class Verdict:
 def subject_of(config: EngineConfig) -> dict[str, Any]:
     """Return what of a config a verdict is about, as JSON has it: however a codec is spelled, it is the same one."""
     found = {name: getattr(config, name) for name in QUALITY_FIELDS}
-    found["kv_cache_dtype"] = KV_CACHE_DTYPES.get(config.kv_cache_dtype, config.kv_cache_dtype)
+    name = KV_CACHE_DTYPES.get(config.kv_cache_dtype, config.kv_cache_dtype)
+    found["kv_cache_dtype"] = SAME_AS.get(name, name)
+    found["dtype"] = _CPU_DTYPE if config.dtype == "auto" else config.dtype  # codecs run on CPUs only, so far
     found["kv_cache_dtype_skip_layers"] = sorted(set(config.kv_cache_dtype_skip_layers))
     return found
 
@@ -108,7 +123,7 @@ def read_verdict(fingerprint: str, subject: Mapping[str, Any], cache_dir: Path) 
     try:
         verdict = Verdict(**found)
         is_whole = isinstance(verdict.told(), str) and 0 <= verdict.top1_agreement <= 1
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, ArithmeticError, LookupError):
         return None
     is_ours = (verdict.fingerprint, verdict.subject) == (fingerprint, subject)
     return verdict if is_whole and is_ours else None

@@ -183,7 +183,14 @@ def coded_alone(tiny_folder):
     return make
 
 
-@pytest.mark.parametrize("setting", CODED, ids=lambda setting: setting.name)
+QUICK = ("chunks of 17-", "shared prefixes in one step-", "short of memory-", "host tier-", "failed steps-")
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [pytest.param(one, marks=[] if one.name.startswith(QUICK) else pytest.mark.long) for one in CODED],
+    ids=lambda setting: setting.name,
+)
 def test_outputs_do_not_depend_on_company_or_history(setting, tiny_folder, coded_alone):
     """Chunks, sharing, copy-on-write, preemption, offload and damage: every token is that of a request alone."""
     trial = Trial(setting, SHORT, tiny_folder("qwen3"))

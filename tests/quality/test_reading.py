@@ -116,7 +116,7 @@ def test_an_evaluation_of_the_same_finds_nothing(tiny_chat_model: Path, story: T
     assert [needle.depth for needle in same.needles] == list(DEPTHS)
     assert same.bytes_per_token == found.exact_bytes_per_token
     assert [(part.first, part.last) for part in same.bins][-1][1] == _LENGTH - 1
-    assert 0 < int8.kl.value < 0.01
+    assert -1e-6 < int8.kl.value < 0.01  # of a tiny model next to nothing: as much as logits in float32 are off
     assert int8.top1_agreement.value > 0.8
     assert int8.bytes_per_token < 0.4 * found.exact_bytes_per_token
     assert {what for what, *_ in done} == {"starting engines", "reading", "looking for needles"}

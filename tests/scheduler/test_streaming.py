@@ -289,3 +289,31 @@ def test_the_device_holds_half_of_itself_of_one_that_streams():
     assert machine.scheduler.get("short") is not None
     assert most_active <= 4 + 1 + 2
     machine.drain()
+
+
+def test_a_reset_holds_for_what_streams():
+    machine = Machine(num_blocks=6)
+    request = request_of("long", STREAMS[0][:150])
+    machine.requests["long"] = request
+    machine.scheduler.add(request)
+    for _ in range(3):
+        machine.schedule()
+        machine.apply()
+    machine.reset()
+    machine.drain()
+    assert run(machine, "after", STREAMS[0][:12]).num_cached_tokens == 0
+    assert run(machine, "longer", STREAMS[0][:150]).num_cached_tokens <= 12
+
+
+def test_two_stream_at_once_if_the_host_holds_them():
+    machine = Machine(num_blocks=12, num_held=100)
+    for index in range(2):
+        request = request_of(f"r{index}", STREAMS[index][:120], 20)
+        machine.requests[request.request_id] = request
+        machine.scheduler.add(request)
+    most = 0
+    while machine.scheduler.has_work:
+        machine.schedule()
+        most = max(most, sum(one.table.cold_root is not None for one in machine.scheduler.running))
+        machine.apply()
+    assert most == 2

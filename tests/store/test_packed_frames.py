@@ -20,7 +20,7 @@ from real_servers import (
 )
 
 from pagefold import LLM, SamplingParams
-from pagefold.kv import CODECS, KVGeometry, Namespace
+from pagefold.kv import CODECS, TOKEN_BYTES, BlockName, KVGeometry, Namespace
 from pagefold.runner.block_plan import block_plan
 from pagefold.store.frame import FrameFormat, checksum_of
 from pagefold.store.remote import open_remote
@@ -136,6 +136,9 @@ def test_stores_carry_both_kinds_of_frames(url: str) -> None:
     gets = gets_of(puts)
     assert came_back(puts, gets, store.get(gets))
     assert store.self_test().ok
+    rounds = _open(url, ROUNDS)
+    assert rounds.self_test().ok
+    rounds.close()
     if url.startswith("redis"):
         other = _open(url, READS)  # a server that packs nothing reads what others packed
         others = _puts(3)
@@ -171,3 +174,24 @@ def test_an_engine_continues_from_packed_blocks_as_if_it_had_computed_them(
     first, second = results
     assert second.outputs[0].token_ids == first.outputs[0].token_ids
     assert first.num_cached_tokens == 0
+
+
+def test_rounding_does_not_make_damage_right() -> None:
+    """A bit that turned after the checksum was taken is seen by whoever reads the block."""
+    payload = bytearray(PACKS.trial_block())
+    checksum = checksum_of(payload)
+    payload[7] ^= 1
+    name = BlockName(bytes(range(32)), bytes(32), bytes(32), bytes(GEOMETRY.block_size * TOKEN_BYTES))
+    header, sent = ROUNDS.encode(name, memoryview(bytes(payload)), checksum)
+    into = memoryview(bytearray(GEOMETRY.bytes_per_block))
+    assert ROUNDS.decode(header, memoryview(bytes(sent)), into, name) is MissCause.DAMAGED
+
+
+def test_what_a_store_is_tried_with_comes_back_as_it_is() -> None:
+    for form in (PACKS, ROUNDS):
+        payload = memoryview(form.trial_block())
+        name = BlockName(bytes(range(32)), bytes(32), bytes(32), bytes(GEOMETRY.block_size * TOKEN_BYTES))
+        header, sent = form.encode(name, payload, checksum_of(payload))
+        into = memoryview(bytearray(GEOMETRY.bytes_per_block))
+        assert form.decode(header, memoryview(bytes(sent)), into, name) == checksum_of(payload)
+        assert into == payload

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path  # noqa: TC003 - typer reads it
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
@@ -15,13 +16,13 @@ from pagefold.cli.serve import check_installed, parse_layers, quiet_transformers
 from pagefold.config import EngineConfig, cache_dir
 from pagefold.errors import ConfigError, PagefoldError
 from pagefold.kv import KV_CACHE_DTYPES
-from pagefold.verdicts import Verdict, floor_of, subject_of, write_verdict
+from pagefold.verdicts import SAME_AS, Verdict, floor_of, subject_of, write_verdict
 from pagefold.whole_file import check_writable, write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pagefold.config import AttentionBackend, Dtype, ModelImpl
+    from pagefold.config import AttentionBackend, Device, Dtype, ModelImpl
     from pagefold.hub.progress import Progress
     from pagefold.quality.result import Evaluation
     from pagefold.quality.setting import Setting
@@ -91,6 +92,9 @@ def evaluate(  # noqa: PLR0913 - one parameter a flag
         bool,
         typer.Option(help="Keep the verdicts in the cache folder, where serve reads them.", rich_help_panel=_ANSWER),
     ] = True,
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda or auto. Codecs run on CPUs only, so far.", rich_help_panel=_ENGINE)
+    ] = "cpu",
     dtype: Annotated[
         str, typer.Option(help="auto, float32, float64, bfloat16 or float16.", rich_help_panel=_ENGINE)
     ] = "auto",
@@ -118,7 +122,8 @@ def evaluate(  # noqa: PLR0913 - one parameter a flag
             block_size=block_size,
             kv_quality_floor=kv_quality_floor,
             max_num_batched_tokens=max_num_batched_tokens,
-            max_num_seqs=min(8, max_num_batched_tokens),
+            max_num_seqs=min(8, max(1, max_num_batched_tokens)),
+            device=cast("Device", device),
             attention_backend=cast("AttentionBackend", attention_backend),
             model_impl=cast("ModelImpl", model_impl),
             quantization=cast("Literal['int8'] | None", quantization),
@@ -150,8 +155,6 @@ def evaluate(  # noqa: PLR0913 - one parameter a flag
                 seed=seed,
             )
             evaluation = run(config, question, progress=progress)
-        if save:
-            _save(evaluation, config, settings)
         if png is not None:
             from pagefold.quality.figure import evaluation_png  # noqa: PLC0415 - matplotlib comes with it
 
@@ -159,6 +162,8 @@ def evaluate(  # noqa: PLR0913 - one parameter a flag
         floors = {name: floor_of(setting.apply(config)) for name, setting in settings.items()}
         told = _recommended(evaluation, max_perplexity_change, floors) if recommend else None
         _print(evaluation, floors, told, as_json=as_json)
+        if save:
+            _save(evaluation, config, settings)
     except PagefoldError as error:
         fail(error)
 
@@ -170,23 +175,28 @@ def _settings(config: EngineConfig, codecs: str | None, layers: tuple[int, ...])
 
     named = [name.strip() for name in codecs.split(",")] if codecs is not None else None
     settings: dict[str, Setting] = {}
-    for name in named or dict.fromkeys(KV_CACHE_DTYPES.values()):
+    for name in named or (name for name in dict.fromkeys(KV_CACHE_DTYPES.values()) if name not in SAME_AS):
         of_codec: dict[str, object] = {"kv_cache_dtype": name}
         if layers and name != "auto":
             of_codec["kv_cache_dtype_skip_layers"] = layers
         setting = Setting("auto again" if name == "auto" else name, of_codec)
         try:
             applied = setting.apply(config)
-            if named is None and floor_of(applied):
+            if named is None and _has_floor(applied):
                 plan_engine(applied)
         except ConfigError as error:
             if named is not None:
                 raise
             typer.echo(f"left out: {error}", err=True)
             continue
-        if named is not None or floor_of(applied):
+        if named is not None or _has_floor(applied):
             settings[setting.name] = setting
     return settings
+
+
+def _has_floor(config: EngineConfig) -> bool:
+    """Whether there is anything to measure, whatever floor was asked for."""
+    return floor_of(replace(config, kv_quality_floor=None)) > 0
 
 
 def _texts(file: Path | None, progress: Progress) -> list[Text]:
@@ -198,7 +208,7 @@ def _texts(file: Path | None, progress: Progress) -> list[Text]:
 def _save(evaluation: Evaluation, config: EngineConfig, settings: Mapping[str, Setting]) -> None:
     for found in evaluation.settings:
         applied = settings[found.name].apply(config)
-        if floor_of(applied):
+        if _has_floor(applied):
             verdict = Verdict(
                 model=evaluation.model,
                 fingerprint=evaluation.fingerprint,

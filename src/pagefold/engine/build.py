@@ -30,6 +30,7 @@ from pagefold.kv import (
     make_policy,
 )
 from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits, Tiering
+from pagefold.transport.plan import DROPPED_BITS
 from pagefold.verdicts import check_quality
 
 if TYPE_CHECKING:
@@ -181,6 +182,10 @@ def _geometry(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> KVGe
         ConfigError: the codec cannot pack the model's heads, or layers are to be skipped that it has not.
     """
     shape = spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype.itemsize, config.block_size
+    unknown = [layer for layer in config.kv_cache_dtype_skip_layers if not 0 <= layer < spec.num_layers]
+    if unknown:
+        msg = f"kv_cache_dtype_skip_layers has {unknown[0]}, and {spec.folder.name} has {spec.num_layers} layers."
+        raise ConfigError(msg, remedy=f"Give layers between 0 and {spec.num_layers - 1}.")
     name = KV_CACHE_DTYPES.get(config.kv_cache_dtype)
     if name is None or f"torch.{name}" == str(dtype):
         return KVGeometry(*shape)
@@ -190,10 +195,6 @@ def _geometry(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> KVGe
     if wanted:
         msg = f"{name} cannot store heads of {spec.head_dim} numbers, which {spec.folder.name} has."
         raise ConfigError(msg, remedy=f"It takes {wanted}; int8_per_token_head takes any.")
-    unknown = [layer for layer in config.kv_cache_dtype_skip_layers if not 0 <= layer < spec.num_layers]
-    if unknown:
-        msg = f"kv_cache_dtype_skip_layers has {unknown[0]}, and {spec.folder.name} has {spec.num_layers} layers."
-        raise ConfigError(msg, remedy=f"Give layers between 0 and {spec.num_layers - 1}.")
     skipped = tuple(sorted(set(config.kv_cache_dtype_skip_layers)))
     skip_codec = CODECS["bfloat16" if str(dtype) == "torch.bfloat16" else "float16"]
     return KVGeometry(*shape, CODECS[name], skipped, skip_codec if skipped else None)
@@ -315,6 +316,8 @@ def _namespace(blueprint: Blueprint) -> Namespace:
         from pagefold.engine.centring import digest_of  # noqa: PLC0415
 
         layout = f"{CODEC_LAYOUT}/{geometry.codec.name}/{skipped}/{digest_of(blueprint.centres)}"
+    if DROPPED_BITS[config.kv_transport_codec]:  # then no block is sure to be what was computed
+        layout += f"/{config.kv_transport_codec}"
     return Namespace(
         model=content_fingerprint(spec.folder, cache_dir()) if config.has_slow_tiers else spec.fingerprint,
         layout=f"{layout}/{geometry.block_size}/{decoder}",

@@ -80,8 +80,8 @@ def find_centres(
         return kept
     say(f"centring   keys are measured on {_NUM_TOKENS:,} tokens, once for this model")
     centres = _measure(blueprint, make_decoder, text.decode())
-    file.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(OSError, ConfigError):  # else they are measured again next time
+        file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, centres.numpy().tobytes())
     return centres
 

@@ -72,6 +72,9 @@ class Question:
         if self.num_bins < 1 or self.num_haystacks < 0 or self.num_greedy_tokens < 0:
             msg = "A number of bins, needles or greedy tokens is too small."
             raise ConfigError(msg, remedy="Give at least 1 bin, and 0 of the others for none.")
+        if self.seed < 0:
+            msg = f"seed is {self.seed}."
+            raise ConfigError(msg, remedy="Give 0 or more.")
         if 2 * self.num_greedy_tokens > self.context_len:
             msg = f"{self.num_greedy_tokens} greedy tokens do not fit behind the half of {self.context_len}."
             remedy = f"Give at most {self.context_len // 2}, or a longer context."

@@ -217,11 +217,16 @@ class Tiering:
             core.host_done(ops)
 
     def _look_ahead(self, now: float) -> None:
-        """Look again at those who will be admitted next, once each."""
+        """Look again at those who will be admitted next and for whom nothing is kept, once each.
+
+        Whoever has something kept must not wait for room again: it may be the one that takes it.
+        """
+        served = {waiting.request.request_id for waiting in self._waiting.values()}
         ahead = list(islice(self._scheduler.waiting, _NUM_AHEAD))
         self._ahead &= {request.request_id for request in ahead}.union(self._scheduler.fetching)
         for request in ahead:
-            if request.status is RequestStatus.WAITING and request.request_id not in self._ahead:
+            request_id = request.request_id
+            if request.status is RequestStatus.WAITING and request_id not in self._ahead and request_id not in served:
                 self.begin(request, now)
 
     def _look(self, waiting: _Waiting, tier: str, now: float) -> None:

@@ -136,6 +136,14 @@ class ShadowRunner:
         """Let bits turn in a block of the arena."""
         self._arena[host_id].cells[0] += 1
 
+    def stored(self, host_id: int) -> list[int]:
+        """Return what was stored into a block of the arena."""
+        return list(self._arena[host_id].cells_then)
+
+    def store(self, host_id: int, cells: list[int]) -> None:
+        """Put a block into the arena, as a transfer does."""
+        self._arena[host_id] = _Stored(cells)
+
     def poison_host(self, host_id: int) -> None:
         """Make a block of the arena mean nothing."""
         self._arena[host_id] = _Stored([_POISON] * self._size)
@@ -167,16 +175,16 @@ class ShadowRunner:
 class _Stored:
     """A block of the arena, and what was stored into it."""
 
-    __slots__ = ("_cells_then", "cells")
+    __slots__ = ("cells", "cells_then")
 
     def __init__(self, cells: list[int]) -> None:
         self.cells = list(cells)
-        self._cells_then = tuple(cells)
+        self.cells_then = tuple(cells)
 
     @property
     def is_damaged(self) -> bool:
         """Whether it is no more what was stored."""
-        return tuple(self.cells) != self._cells_then
+        return tuple(self.cells) != self.cells_then
 
 
 def _root(namespace: bytes) -> int:

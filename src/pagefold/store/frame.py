@@ -124,7 +124,7 @@ class FrameFormat:
         """Return bytes as a block may have them, for trying a store: they can be packed as well as those of blocks."""
         if self._dropped_bits is None or self._packing is None:
             return os.urandom(self.block_bytes)
-        return self._packing.trial_block()
+        return bytes(self._packing.coarsened(memoryview(self._packing.trial_block())))
 
     def encode(self, name: BlockName, payload: memoryview, checksum: bytes) -> tuple[bytes, memoryview]:
         """Return the header and the payload of a frame as it travels: packed if that makes it smaller.
@@ -136,6 +136,8 @@ class FrameFormat:
         """
         if self._dropped_bits is None or self._packing is None:
             return self.header(name, checksum), payload
+        if self._dropped_bits and checksum_of(payload) != checksum:
+            return self.header(name, checksum), payload  # damaged: whoever reads it shall see that
         restored = self._packing.coarsened(payload)
         if restored is not payload:
             checksum = checksum_of(restored)
