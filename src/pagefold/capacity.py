@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from pagefold.errors import BudgetTooSmallError, ConfigError, DoesNotFitError
+from pagefold.kv import max_hot_blocks_of
 
 if TYPE_CHECKING:
     from pagefold.kv import CacheLayout
@@ -166,10 +167,10 @@ def plan_capacity(  # noqa: PLR0913 - the facts that it weighs, by name
 
 
 def _num_streamed(num_blocks: int, num_host_blocks: int) -> int:
-    """Return how many blocks a sequence may have that takes half of the device and all of the host's."""
+    """Return how many blocks a sequence may have that takes its share of the device and all of the host's."""
     if num_blocks < _MIN_STREAMING_BLOCKS:
         return num_blocks
-    return max(num_blocks, num_host_blocks + num_blocks // 2)
+    return max(num_blocks, num_host_blocks + max_hot_blocks_of(num_blocks))
 
 
 def _beside_host(host_bytes: int, num_host_blocks: int, layout: CacheLayout, left: int) -> int:

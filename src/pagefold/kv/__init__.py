@@ -13,6 +13,7 @@ from pagefold.kv.pins import DroppedPin, Pin, PinLimits, PinTable
 from pagefold.kv.plans import NO_HOST_OPS, CopyOp, FetchOp, HostOps, LoadOp, StoreOp, WriteOp
 from pagefold.kv.policies import DEFAULT_POLICY, POLICIES, make_policy
 from pagefold.kv.slow_tiers import WRITE_POLICIES, Fetch, SlowTiers, WritePolicy
+from pagefold.kv.streaming import max_hot_blocks_of
 from pagefold.kv.table import BlockTable, num_blocks_for
 from pagefold.kv.tiers import HostTier
 from pagefold.kv.tree import TOKEN_BYTES, PrefixHit
@@ -63,6 +64,7 @@ __all__ = [
     "audit",
     "lay_out",
     "make_policy",
+    "max_hot_blocks_of",
     "num_blocks_for",
     "root_digest",
 ]

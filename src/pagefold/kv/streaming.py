@@ -27,10 +27,15 @@ if TYPE_CHECKING:
     from pagefold.kv.tiers import HeldBlock, HostTier
     from pagefold.kv.tree import Node, PrefixHit
 
-__all__ = ["Streaming"]
+__all__ = ["Streaming", "max_hot_blocks_of"]
 
 _HOT_SHARE = 2
 """One over the share of the device that a table that streams may take: others run beside it."""
+
+
+def max_hot_blocks_of(num_blocks: int) -> int:
+    """Return how many hot blocks a table has on a device of ``num_blocks``, beside the one that is being filled."""
+    return max(1, num_blocks // _HOT_SHARE)
 
 
 class Streaming:
@@ -48,7 +53,7 @@ class Streaming:
     """
 
     def __init__(self, pool: BlockPool, host: HostTier, block_size: int, store: Callable[[Node], bool]) -> None:
-        self.max_hot_blocks = max(1, pool.num_blocks // _HOT_SHARE)
+        self.max_hot_blocks = max_hot_blocks_of(pool.num_blocks)
         self.num_cold_blocks = 0
         self._num_forgotten = 0
         self._pool = pool

@@ -569,9 +569,8 @@ class Scheduler:
         needed = self._streamer.num_hot_blocks(request.num_tokens)
         needed += sum(self._streamer.num_growth(other) for other in self.running)
         hit = PrefixHit(request.namespace, [], None, 0)
-        while self._num_missing(needed, hit) > 0 and self._streamer.cool(self.running):
+        while (missing := self._num_missing(needed, hit)) > 0 and self._streamer.cool(self.running):
             pass
-        missing = self._num_missing(needed, hit)
         if missing > 0 and not self._give_up_pins(missing, hit):
             return False
         return core.make_free(needed)

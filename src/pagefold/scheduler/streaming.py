@@ -86,8 +86,7 @@ class Streamer:
 
     def keep(self, request: Request) -> None:
         """Make cold what ``request`` has, before its table is released: so that it can be gone on from."""
-        if request.table is not None and request.table.cold_root is not None:
-            self._cool(request, 0, is_read=False)
+        self._cool(request, 0, is_read=False)
 
     def is_intact(self, request: Request) -> bool:
         """Whether all that ``request`` has is still there, after a step failed."""
