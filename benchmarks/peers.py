@@ -14,6 +14,8 @@ ratios within a repeat. Before what counts, every engine runs a shorter version 
     one-int8   as ``one``, with int8 weights (llama.cpp: 4-bit)
     returning  16 conversations of 768 tokens, 4 rounds of 48 in and 32 out, all 16 at once in another order each round,
                KV for 4,608 tokens: output tokens/s. The first 768 are computed, and not counted, before the rounds.
+    burst-kv8, returning-host   as ``burst`` warm, with a KV cache of 8 bit; as ``returning``, with 1.5 GiB of the
+               host's memory behind Pagefold's KV (vLLM has such a tier for GPUs only)
 
 Prompts are fresh in each repeat, except in ``long``, which is about decoding only. An engine that fails or takes longer
 than ``--timeout`` in a workload is reported so, and left out of the rest of that workload.
@@ -243,6 +245,11 @@ def one_int8(engine: Engine, rng: random.Random, is_short: bool) -> Figures:  # 
     return {"one, int8 weights": one(engine, rng, is_short)["one"]}
 
 
+def burst_kv8(engine: Engine, rng: random.Random, is_short: bool) -> Figures:  # noqa: FBT001
+    """The burst again, warm; the engine has a KV cache of 8 bit."""
+    return {"burst warm, 8-bit KV": burst(engine, rng, is_short)["burst warm"]}
+
+
 def long(engine: Engine, _rng: random.Random, is_short: bool) -> Figures:  # noqa: FBT001
     """8 long prompts, always the same: an engine that caches has them when decoding is timed."""
     rng = random.Random("long")
@@ -267,6 +274,11 @@ def returning(engine: Engine, rng: random.Random, is_short: bool) -> Figures:  #
             conversation.extend(token_ids)
         seconds += answer.seconds
     return {"returning": num * num_rounds * 32 / seconds}
+
+
+def returning_host(engine: Engine, rng: random.Random, is_short: bool) -> Figures:  # noqa: FBT001
+    """The same; what Pagefold evicts goes to the host's memory."""
+    return {"returning, host tier": returning(engine, rng, is_short)["returning"]}
 
 
 def start(engine: Engine, rng: random.Random, _is_short: bool) -> Figures:  # noqa: FBT001
@@ -294,7 +306,13 @@ WORKLOADS: dict[str, Workload] = {
     "one-int8": Workload(
         "int8", one_int8, {"one, int8 weights": RATE}, {"one, int8 weights": {"openvino": 1.0, "llamacpp": 1.2}}
     ),
+    "burst-kv8": Workload(
+        "kv8", burst_kv8, {"burst warm, 8-bit KV": RATE}, {"burst warm, 8-bit KV": {"openvino": 1.1}}
+    ),
     "returning": Workload("budget", returning, {"returning": RATE}, {"returning": {"vllm": 1.5}}),
+    "returning-host": Workload(
+        "host", returning_host, {"returning, host tier": RATE}, {"returning, host tier": {"vllm": 8.0}}
+    ),
 }
 
 
@@ -416,8 +434,7 @@ def main() -> None:
     options = parser(__doc__)
     about = tomllib.loads((HERE / "peers.toml").read_text(encoding="utf-8"))
     names = ",".join(about["engines"])
-    usual = ",".join(name for name, each in about["engines"].items() if not each.get("optional"))
-    options.add_argument("--engines", default=usual, help=f"of {names}; without: {usual}")
+    options.add_argument("--engines", default=names, help=f"of {names}; without: all")
     options.add_argument("--workloads", default=",".join(WORKLOADS), help=f"of {','.join(WORKLOADS)}; without: all")
     options.add_argument("--repeats", type=int, default=5)
     options.add_argument("--timeout", type=float, default=900.0, metavar="SECONDS", help="for each call of an engine")
