@@ -149,6 +149,7 @@ class RequestAdded:
         namespace: of its blocks.
         arrival_s, deadline_s, priority: as in ``Request``.
         has_prompt_logprobs: whether all of the prompt is computed, though the cache may hold some of it.
+        returns: whether a request that goes on from it is expected.
         pin: if it only warms the cache and pins what it computed: (seconds until the pin expires, priority).
     """
 
@@ -161,6 +162,7 @@ class RequestAdded:
     deadline_s: float | None
     priority: int
     has_prompt_logprobs: bool
+    returns: bool
     pin: tuple[float | None, float] | None
 
 

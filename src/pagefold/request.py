@@ -21,6 +21,7 @@ __all__ = [
     "DEFAULT_RETENTION_PRIORITY",
     "LEGAL_MOVES",
     "MAX_LOGPROBS",
+    "MAX_RETURNS_IN_S",
     "MAX_SAMPLES",
     "Caller",
     "FinishReason",
@@ -48,6 +49,7 @@ DEFAULT_RETENTION_PRIORITY = 35.0
 MAX_LOGPROBS = 20
 """How many alternatives a token's logprobs may tell, as in vLLM and in OpenAI's chats."""
 
+MAX_RETURNS_IN_S = 86_400
 MAX_SAMPLES = 128
 """How many outputs one prompt may have, as in OpenAI's chats."""
 
@@ -241,12 +243,18 @@ class Caller:
         cache_salt: only requests of the tenant with the same salt share blocks.
         priority: the smaller, the sooner it is served, with a scheduling policy that looks at it.
         warm_up: of a request that only warms the cache; None for all others.
+        returns_in_s: in so many seconds from its end the conversation is expected to go on; None for nobody knows.
     """
 
     tenant: str = ""
     cache_salt: str = ""
     priority: int = 0
     warm_up: WarmUp | None = None
+    returns_in_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.returns_in_s is not None and not 0.0 <= self.returns_in_s <= MAX_RETURNS_IN_S:
+            raise _out_of_range("returns_in_s", self.returns_in_s, f"between 0 and {MAX_RETURNS_IN_S} seconds, a day")
 
 
 ANYBODY = Caller()
@@ -390,6 +398,7 @@ class Request:
         priority: how urgent it is: the smaller, the more. It counts only with a policy that looks at it.
         order: the scheduling policy's key of it.
         warm_up: if it only warms the cache: its latencies are nobody's.
+        returns_in_s: in so many seconds from its end a request that goes on from it is expected; None for unknown.
         prompt_use: of its prompt, shared by all samples of it.
     """
 
@@ -417,6 +426,7 @@ class Request:
         "prompt_logprobs",
         "prompt_use",
         "request_id",
+        "returns_in_s",
         "sample_index",
         "sampling",
         "seed",
@@ -444,6 +454,7 @@ class Request:
         parent_id: str | None = None,
         sample_index: int = 0,
         warm_up: WarmUp | None = None,
+        returns_in_s: float | None = None,
     ) -> None:
         self.request_id = request_id
         self.parent_id = request_id if parent_id is None else parent_id
@@ -464,6 +475,7 @@ class Request:
         self.deadline_s = deadline_s
         self.priority = priority
         self.warm_up = warm_up
+        self.returns_in_s = returns_in_s
         self.prompt_use = PromptUse()
         self.index = -1  # place in the order of arrival; set by the scheduler
         self.order = (0.0, -1)  # likewise

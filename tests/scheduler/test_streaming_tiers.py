@@ -80,7 +80,16 @@ class TieredMachine(Machine):
         if len(self.scheduler.fetching) < 5:
             super().add(which, length, num_new)
         if len(self.requests) > num_before:
-            self.tiering.begin(self.requests[f"r{num_before}"], self.clock())
+            request = self.requests[f"r{num_before}"]
+            request.returns_in_s = (None, 0.0, 0.05, 1.0)[which % 4]
+            self.tiering.begin(request, self.clock())
+
+    def apply(self):
+        running = list(self.scheduler.running)
+        super().apply()
+        for request in running:
+            if request.finish_reason == "length":
+                self.tiering.expect(request, self.clock())
 
     def schedule(self):
         if self.plan is not None:

@@ -41,7 +41,8 @@ def ask(server: LocalServer, rng: random.Random, num_requests: int) -> None:
         elif kind < 0.5:
             server.complete(**body, stop=["a", "e"])
         else:
-            answer = server.complete(**body)["choices"][0]["text"]
+            returns = {"returns_in_s": 0.1} if kind > 0.7 else {}
+            answer = server.complete(**body, **returns)["choices"][0]["text"]
             if kind > 0.8:  # and goes on
                 server.complete(text + answer + " so", max_tokens=4, ignore_eos=True)
 

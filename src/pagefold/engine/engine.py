@@ -230,6 +230,7 @@ class Engine:
                 parent_id=request_id,
                 sample_index=index,
                 warm_up=caller.warm_up,
+                returns_in_s=caller.returns_in_s,
             )
             for index, sample_id in enumerate(sample_ids)
         ]
@@ -411,6 +412,8 @@ class Engine:
         if reason is not None:
             is_last = self._close(request)
             tell_end(self._emit, request, reason, now)
+            if self.tiering is not None and reason in ("stop", "length"):
+                self.tiering.expect(request, now)
         delta = OutputDelta(
             request.parent_id,
             piece,

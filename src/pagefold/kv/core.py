@@ -267,7 +267,7 @@ class KVCore:
         self.tables.add(twin)
         return twin
 
-    def hint(self, table: BlockTable, will_be_reused: Sequence[bool]) -> None:
+    def hint(self, table: BlockTable, will_be_reused: Iterable[bool]) -> None:
         """Say of the first blocks of ``table`` whether they will be used again; call it before releasing the table.
 
         Policies may heed it, as far as hints have proved right; nothing else does. It holds until the next user's hint.

@@ -171,6 +171,8 @@ class TraceRecorder:
             line["priority"] = event.priority
         if event.has_prompt_logprobs:
             line["prompt_logprobs"] = True
+        if event.returns:
+            line["returns"] = True
         if event.pin is not None:
             line["pin"] = event.pin
             self._pins[event.sample_ids[0]] = first

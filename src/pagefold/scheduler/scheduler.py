@@ -22,6 +22,7 @@ import heapq
 from bisect import bisect
 from collections import deque
 from dataclasses import dataclass
+from itertools import repeat
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -470,6 +471,7 @@ class Scheduler:
                 request.deadline_s,
                 request.priority,
                 has_prompt_logprobs=request.sampling.prompt_logprobs is not None,
+                returns=request.returns_in_s is not None,
                 pin=(warm_up.ttl_s, warm_up.retention_priority) if warm_up is not None and warm_up.pin else None,
             )
         )
@@ -672,6 +674,8 @@ class Scheduler:
             if request.warm_up is not None and request.warm_up.pin and reason in ("stop", "length"):
                 self._pin(request, request.warm_up, request.table)
             self.core.write_through(request.table)
+            if request.returns_in_s is not None:
+                self.core.hint(request.table, repeat(True))  # noqa: FBT003 - of every block
             self._release(request, 1.0)
         del self._by_id[request.request_id]
         for sample in (request, *request.forks):

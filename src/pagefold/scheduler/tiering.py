@@ -3,6 +3,8 @@
 A request that arrives is held back if slow tiers have what it would have to compute and bringing that is sooner
 (``kv/arbiter.py``). It is let go when all has come, or when waiting on does not pay any more; then it finds in the host
 arena what has come, and computes the rest.
+
+For a conversation that is expected to go on (``returning.py``) blocks are brought likewise, before anybody waits.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from pagefold.errors import TierError
 from pagefold.events import Emit, TierRead, TierWritten, ignore
+from pagefold.kv.tree import TOKEN_BYTES
 from pagefold.request import RequestStatus
+from pagefold.scheduler.returning import Returning
 from pagefold.steps import DamagedBlocksError
 from pagefold.transfers import Fetched, Found, MissCause, StoreError, Written
 
@@ -38,8 +42,12 @@ _LOOK_SHARE = 0.05
 _ROOM_SHARE = 0.5
 """A request waits for room in the arena for at most this share of the time that computing would take."""
 
+_SHARE_EXPECTED = 2
+"""What is brought before it is asked for takes at most one in so many of the host blocks that arrivals may take."""
+
 _NUM_AHEAD = 4
-"""So many of those that wait are looked at again: what device and host had when they came may have gone since."""
+"""So many of those that wait are looked at again: what device and host had when they came may have gone since. And so
+many that are expected are looked at in one poll."""
 
 _MIN_LEARNT_TOKENS, _MIN_LEARNT_A_ROW = 64, 8
 """A step that computes fewer tokens, or fewer for each of its sequences, says little of what prefilling takes."""
@@ -56,18 +64,26 @@ class Arena(Protocol):
 
 
 class _Waiting:
-    """A request that is held back: first until it is known what tiers have, then until there is room, then for that."""
+    """A request that is held back: first until it is known what tiers have, then until there is room, then for that.
+
+    Or a conversation that is expected: then there is no request.
+    """
 
     __slots__ = ("fetch", "found", "is_over", "late_s", "names", "request", "verdict")
 
-    def __init__(self, request: Request, names: list[BlockName], found: list[str]) -> None:
+    def __init__(self, request: Request | None, names: list[BlockName]) -> None:
         self.request = request
         self.names = names
-        self.found = found  # of the first names the tiers that have them
+        self.found: list[str] = []  # of the first names the tiers that have them
         self.late_s = 0.0  # when it does not wait for answers, or for room, any more
         self.verdict: Verdict | None = None
         self.fetch: Fetch | None = None
         self.is_over = False  # the request does not wait any more; what has come is kept until it is admitted
+
+    @property
+    def waits(self) -> bool:
+        """Whether blocks are waited for."""
+        return not self.is_over and (self.request is None or self.request.status is RequestStatus.FETCHING)
 
 
 class Tiering:
@@ -104,32 +120,24 @@ class Tiering:
         self._is_resetting = False
         self._waiting: dict[int, _Waiting] = {}  # by ticket: asked for, held back, or let go and not admitted yet
         self._num_tickets = 0
+        self._returning = Returning()
         self._ahead: set[str] = set()  # of those at the head of the queue, who was looked at there
         self._queued_bytes: dict[str, int] = {}
 
     def begin(self, request: Request, now: float) -> None:
         """Hold a queued request back, if slow tiers have what it lacks, or may have."""
         self._ahead.add(request.request_id)
-        core = self._scheduler.core
-        if self._is_resetting or not core.publishes:
-            return
-        names = core.missing(request.namespace, request.packed(), request.max_hit_tokens)
-        if not names:
-            return
-        arbiter = self._slow.arbiter
-        found: list[str] = []
-        for tier in self.transfer.tiers:
-            rest = names[len(found) :]
-            if not rest or not arbiter.pays(tier):
-                continue
-            if tier == _FAST:
-                found += [tier] * self.transfer.count(tier, rest)
-            elif arbiter.links[tier].latency_s < _LOOK_SHARE * arbiter.compute_s(len(rest)):
-                self._look(_Waiting(request, names, found), tier, now)
-                return
-        waiting = _Waiting(request, names, found)
-        if self._decide(waiting, now):
-            self._hold(waiting)
+        self._seek(_Waiting(request, self._missing(request.namespace, request.packed(), request.max_hit_tokens)), now)
+
+    def expect(self, request: Request, now: float) -> None:
+        """A request has ended. If it said when it will go on, bring by then what slow tiers alone have of it.
+
+        That begins as long before as computing it would take, since no load that takes longer is ever waited for.
+        """
+        if request.returns_in_s is not None:
+            num_blocks = request.num_tokens // self._scheduler.core.block_size
+            due_s = now + max(0.0, request.returns_in_s - self._slow.arbiter.compute_s(num_blocks))
+            self._returning.add(due_s, request.namespace, request.packed())
 
     def wait(self, timeout_s: float) -> None:
         """Return when the transfer has done something, and take note of it; or after ``timeout_s``."""
@@ -143,8 +151,11 @@ class Tiering:
         self._slow.late(now)
         self._let_go()
         self._look_ahead(now)
+        for expected in self._returning.take(now, _NUM_AHEAD):
+            names = self._missing(expected.namespace, expected.packed, len(expected.packed) // TOKEN_BYTES)
+            self._seek(_Waiting(None, names[: self._slow.max_waited // _SHARE_EXPECTED]), now)
         for ticket, waiting in list(self._waiting.items()):
-            if waiting.request.status is RequestStatus.FETCHING and not waiting.is_over:
+            if waiting.waits:
                 self._advance(ticket, waiting, now)
         self.transfer.write(self._slow.take_writes())
 
@@ -156,7 +167,7 @@ class Tiering:
     def next_due_s(self) -> float:
         """Return when :meth:`poll` has something to do though nothing has come; inf for never."""
         looking = (waiting.late_s for waiting in self._waiting.values() if waiting.fetch is None)
-        return min(self._slow.next_late_s(), min(looking, default=float("inf")))
+        return min(self._slow.next_late_s(), self._returning.next_due_s(), min(looking, default=float("inf")))
 
     def store_pending(self) -> None:
         """No step will run soon: make the stores that wait for one."""
@@ -166,6 +177,7 @@ class Tiering:
     def begin_reset(self) -> None:
         """The core is being reset: bring nothing until :meth:`finish_reset`."""
         self._is_resetting = True
+        self._returning.clear()
 
     def finish_reset(self) -> None:
         """Have the slow tiers forget everything. Blocks; any thread may call it.
@@ -221,13 +233,33 @@ class Tiering:
 
         Whoever has something kept must not wait for room again: it may be the one that takes it.
         """
-        served = {waiting.request.request_id for waiting in self._waiting.values()}
+        served = {waiting.request.request_id for waiting in self._waiting.values() if waiting.request is not None}
         ahead = list(islice(self._scheduler.waiting, _NUM_AHEAD))
         self._ahead &= {request.request_id for request in ahead}.union(self._scheduler.fetching)
         for request in ahead:
             request_id = request.request_id
             if request.status is RequestStatus.WAITING and request_id not in self._ahead and request_id not in served:
                 self.begin(request, now)
+
+    def _missing(self, namespace: bytes, packed: bytes, max_tokens: int) -> list[BlockName]:
+        """Return the names of what neither device nor host has, if it may be brought."""
+        core = self._scheduler.core
+        return [] if self._is_resetting or not core.publishes else core.missing(namespace, packed, max_tokens)
+
+    def _seek(self, waiting: _Waiting, now: float) -> None:
+        """Bring what tiers have of what is missing, if that pays; or ask them first what they have."""
+        arbiter, names, found = self._slow.arbiter, waiting.names, waiting.found
+        for tier in self.transfer.tiers:
+            rest = names[len(found) :]
+            if not rest or not arbiter.pays(tier):
+                continue
+            if tier == _FAST:
+                found += [tier] * self.transfer.count(tier, rest)
+            elif arbiter.links[tier].latency_s < _LOOK_SHARE * arbiter.compute_s(len(rest)):
+                self._look(waiting, tier, now)
+                return
+        if self._decide(waiting, now):
+            self._hold(waiting)
 
     def _look(self, waiting: _Waiting, tier: str, now: float) -> None:
         rest = waiting.names[len(waiting.found) :]
@@ -238,7 +270,8 @@ class Tiering:
     def _hold(self, waiting: _Waiting) -> None:
         self._num_tickets += 1
         self._waiting[self._num_tickets] = waiting
-        self._scheduler.hold(waiting.request)
+        if waiting.request is not None:
+            self._scheduler.hold(waiting.request)
 
     def _decide(self, waiting: _Waiting, now: float) -> bool:
         """Let a request wait for what is known to be found, if that pays; whether it does."""
@@ -297,10 +330,14 @@ class Tiering:
     def _let_go(self) -> None:
         """Keep nothing for requests that were admitted, or have ended: first, since others wait for the room."""
         for ticket, waiting in list(self._waiting.items()):
-            if waiting.request.status not in (RequestStatus.FETCHING, RequestStatus.WAITING):
-                del self._waiting[ticket]
-                if waiting.fetch is not None:
-                    self._slow.end(waiting.fetch)
+            request = waiting.request
+            if request is not None and request.status not in (RequestStatus.FETCHING, RequestStatus.WAITING):
+                self._end(ticket, waiting)
+
+    def _end(self, ticket: int, waiting: _Waiting) -> None:
+        del self._waiting[ticket]
+        if waiting.fetch is not None:
+            self._slow.end(waiting.fetch)
 
     def _advance(self, ticket: int, waiting: _Waiting, now: float) -> None:
         """Let a request go on that need not wait any more."""
@@ -313,9 +350,12 @@ class Tiering:
             is_waiting = not waiting.fetch.is_over
         if is_waiting:
             return
-        self._scheduler.ready(waiting.request)
         waiting.is_over = True
+        if waiting.request is not None:
+            self._scheduler.ready(waiting.request)
         if waiting.fetch is None:
             del self._waiting[ticket]
+        elif waiting.request is None:
+            self._end(ticket, waiting)
         else:
             self._slow.arbiter.account(waiting.fetch.num_arrived, now - waiting.fetch.begun_s)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, FailFast, Field, StrictBool, StrictFloat, StrictInt, model_validator
 
 from pagefold.config import MAX_PRIORITY, Account
-from pagefold.request import Caller, SamplingParams
+from pagefold.request import MAX_RETURNS_IN_S, Caller, SamplingParams
 from pagefold.server.ignored import Body
 from pagefold.server.schemas import MAX_PARTS, RequestBody, Text, few_parts, stated
 from pagefold.server.unsupported import IN_RESPONSES, refuse_unsupported
@@ -70,6 +70,8 @@ class ResponseRequest(RequestBody):
         cache_salt: requests share cached prefixes only with those that bring the same salt.
         priority: the smaller, the sooner it is served; only where the server schedules by priority. That of the key's
             customer class, else 0, if it is not there.
+        returns_in_s: so many seconds after its end the client expects to go on from it. Its blocks are worth keeping,
+            and what only slow tiers have of them by then is brought before.
     """
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = IN_RESPONSES
@@ -94,6 +96,7 @@ class ResponseRequest(RequestBody):
     ignore_eos: StrictBool = False
     cache_salt: Annotated[Text | None, Field(min_length=1)] = None
     priority: Annotated[StrictInt | None, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = None
+    returns_in_s: Annotated[StrictFloat | None, stated(minimum=0, maximum=MAX_RETURNS_IN_S)] = None
 
     @model_validator(mode="before")
     @classmethod
@@ -127,4 +130,9 @@ class ResponseRequest(RequestBody):
     def caller(self, account: Account) -> Caller:
         """Return who asks, and on what terms: the tenant is the account's, whatever the body says."""
         priority = account.priority if self.priority is None else self.priority
-        return Caller(tenant=account.tenant, cache_salt=self.cache_salt or "", priority=priority)
+        return Caller(
+            tenant=account.tenant,
+            cache_salt=self.cache_salt or "",
+            priority=priority,
+            returns_in_s=self.returns_in_s,
+        )

@@ -23,7 +23,7 @@ from pydantic import (
 
 from pagefold.config import MAX_PRIORITY, Account
 from pagefold.errors import InvalidRequestError
-from pagefold.request import MAX_LOGPROBS, Caller, SamplingParams
+from pagefold.request import MAX_LOGPROBS, MAX_RETURNS_IN_S, Caller, SamplingParams
 from pagefold.server.ignored import Body
 from pagefold.server.structured_fields import (
     GuidedChoice,
@@ -213,6 +213,8 @@ class GenerationRequest(RequestBody):
         cache_salt: requests share cached prefixes only with those that bring the same salt.
         priority: the smaller, the sooner it is served; only where the server schedules by priority. That of the key's
             customer class, else 0, if it is not there.
+        returns_in_s: so many seconds after its end the client expects to go on from it. Its blocks are worth keeping,
+            and what only slow tiers have of them by then is brought before.
         response_format: what the output must look like: text, any JSON object, or JSON of a schema.
         structured_outputs: the same in vLLM's form: ``json``, ``regex``, ``choice``, ``grammar`` or ``json_object``.
         guided_json: vLLM's older form of ``structured_outputs.json``.
@@ -247,6 +249,7 @@ class GenerationRequest(RequestBody):
     user: Text | None = None
     cache_salt: Annotated[Text | None, Field(min_length=1)] = None
     priority: Annotated[StrictInt | None, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = None
+    returns_in_s: Annotated[StrictFloat | None, stated(minimum=0, maximum=MAX_RETURNS_IN_S)] = None
     response_format: ResponseFormat = None
     structured_outputs: StructuredOutputs = None
     guided_json: GuidedJson = None
@@ -323,7 +326,12 @@ class GenerationRequest(RequestBody):
     def caller(self, account: Account) -> Caller:
         """Return who asks, and on what terms: the tenant is the account's, whatever the body says."""
         priority = account.priority if self.priority is None else self.priority
-        return Caller(tenant=account.tenant, cache_salt=self.cache_salt or "", priority=priority)
+        return Caller(
+            tenant=account.tenant,
+            cache_salt=self.cache_salt or "",
+            priority=priority,
+            returns_in_s=self.returns_in_s,
+        )
 
     def num_logprobs(self) -> int | None:
         """Return of how many alternatives to each token logprobs are asked for; None for none, not even the token's."""

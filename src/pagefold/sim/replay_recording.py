@@ -219,6 +219,7 @@ class _Replayer:
                 parent_id=_name(add.number),
                 sample_index=number - add.number,
                 warm_up=pin,
+                returns_in_s=0.0 if add.returns else None,  # when, is of no concern without slow tiers
             )
             for number in range(add.number, add.number + add.num_samples)
         ]

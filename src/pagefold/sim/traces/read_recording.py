@@ -176,6 +176,7 @@ class _Reader:
             deadline_s=line.number("deadline", -_FOREVER_S, _FOREVER_S) if "deadline" in line else None,
             priority=line.whole("priority", -_MOST, _MOST) if "priority" in line else 0,
             has_prompt_logprobs="prompt_logprobs" in line and line.flag("prompt_logprobs"),
+            returns="returns" in line and line.flag("returns"),
             pin=_pin(line) if "pin" in line else None,
         )
         prompt = _hashes(line)

@@ -57,6 +57,7 @@ class RecordedAdd:
         namespace: of its blocks: a number.
         arrival_s, deadline_s, priority: as in ``Request``.
         has_prompt_logprobs: whether all of the prompt is computed, whatever the cache holds.
+        returns: whether a request that goes on from it was expected.
         pin: (seconds until it expires, priority) of the pin that it makes; None for no pin.
     """
 
@@ -69,6 +70,7 @@ class RecordedAdd:
     deadline_s: float | None = None
     priority: int = 0
     has_prompt_logprobs: bool = False
+    returns: bool = False
     pin: tuple[float | None, float] | None = None
 
 
