@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from pagefold.host_memory import host_memory
 from pagefold.runner.codecs import CELL_CODECS
 from pagefold.runner.codecs.hadamard import hadamard
 
@@ -106,7 +107,8 @@ class CodecSlab:
     @classmethod
     def allocate(cls, geometry: KVGeometry, num_blocks: int, centres: torch.Tensor | None = None) -> CodecSlab:
         """Return ``num_blocks`` blocks of ``geometry``, not yet written."""
-        return cls(torch.empty((num_blocks, geometry.bytes_per_block), dtype=torch.uint8), geometry, centres)
+        data = torch.from_numpy(host_memory(num_blocks * geometry.bytes_per_block))
+        return cls(data.view(num_blocks, geometry.bytes_per_block), geometry, centres)
 
     @property
     def num_bytes(self) -> int:

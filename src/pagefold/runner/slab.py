@@ -10,9 +10,12 @@ On a card both are ``[slot][head_dim]``: a token's K of one head is read in one 
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+
+from pagefold.host_memory import host_memory
 
 if TYPE_CHECKING:
     import numpy as np
@@ -116,7 +119,11 @@ class Slab:
         assert dtype.itemsize == geometry.element_bytes, "geometry and slab disagree about the element size"
         num_cells = geometry.groups[0].num_cells
         shape = (num_blocks, num_cells, 2, geometry.block_size * geometry.head_dim)
-        return cls(torch.empty(shape, dtype=dtype, device=device), geometry.head_dim, layout_on(device))
+        if torch.device(device).type == "cpu":
+            data = torch.from_numpy(host_memory(math.prod(shape) * dtype.itemsize)).view(dtype).view(shape)
+        else:
+            data = torch.empty(shape, dtype=dtype, device=device)
+        return cls(data, geometry.head_dim, layout_on(device))
 
     @property
     def num_bytes(self) -> int:

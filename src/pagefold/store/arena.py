@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import mmap
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import xxhash
 
+from pagefold.host_memory import host_memory
 from pagefold.steps import DamagedBlocksError
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
     from pagefold.kv import HostOps
@@ -27,8 +27,7 @@ class HostArena:
     The bytes of a block and their checksum (XXH3, 128 bits) are written together; a load compares them. So a bit that
     turned, or a block that was never written, is found before anything is computed with it.
 
-    Pages of memory are taken from the system as blocks are first written. The first block is at the beginning of one:
-    where a block is a multiple of a page, direct I/O can read into it.
+    The first block is at the beginning of a page: where a block is a multiple of a page, direct I/O can read into it.
 
     Args:
         num_blocks: how many blocks it holds.
@@ -38,9 +37,7 @@ class HostArena:
 
     def __init__(self, num_blocks: int, block_bytes: int, blocks: NDArray[np.uint8] | None = None) -> None:
         if blocks is None:
-            memory = mmap.mmap(-1, max(1, num_blocks * block_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            memory.madvise(mmap.MADV_HUGEPAGE)
-            blocks = np.frombuffer(memory, np.uint8, num_blocks * block_bytes).reshape(num_blocks, block_bytes)
+            blocks = host_memory(num_blocks * block_bytes).reshape(num_blocks, block_bytes)
         self.blocks = blocks
         self._checksums = [b""] * num_blocks
 
