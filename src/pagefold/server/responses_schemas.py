@@ -6,10 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, StrictBool, StrictFloat, StrictInt, model_validator
 
-from pagefold.config import MAX_PRIORITY, Account
-from pagefold.request import MAX_RETURNS_IN_S, Caller, SamplingParams
+from pagefold.request import SamplingParams
 from pagefold.server.ignored import Body
-from pagefold.server.schemas import MAX_PARTS, RequestBody, Text, few_parts, stated
+from pagefold.server.schemas import MAX_PARTS, CachedRequest, Text, few_parts, stated
 from pagefold.server.unsupported import IN_RESPONSES, refuse_unsupported
 
 __all__ = ["InputMessage", "InputText", "ResponseRequest"]
@@ -57,7 +56,7 @@ class InputMessage(Body):
 _Items = Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_PARTS)]
 
 
-class ResponseRequest(RequestBody):
+class ResponseRequest(CachedRequest):
     """``POST /v1/responses``; :class:`~pagefold.request.SamplingParams` says what the fields of sampling mean.
 
     Attributes:
@@ -67,11 +66,6 @@ class ResponseRequest(RequestBody):
         stream: whether the answer comes in events, as it is made.
         metadata: told back.
         user: accepted and ignored.
-        cache_salt: requests share cached prefixes only with those that bring the same salt.
-        priority: the smaller, the sooner it is served; only where the server schedules by priority. That of the key's
-            customer class, else 0, if it is not there.
-        returns_in_s: so many seconds after its end the client expects to go on from it. Its blocks are worth keeping,
-            and what only slow tiers have of them by then is brought before.
     """
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = IN_RESPONSES
@@ -94,9 +88,6 @@ class ResponseRequest(RequestBody):
     top_k: Annotated[StrictInt, Field(le=2**63 - 1), stated(minimum=-1)] = 0
     seed: Annotated[StrictInt | None, Field(ge=1 - 2**63, le=2**63 - 1)] = None
     ignore_eos: StrictBool = False
-    cache_salt: Annotated[Text | None, Field(min_length=1)] = None
-    priority: Annotated[StrictInt | None, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = None
-    returns_in_s: Annotated[StrictFloat | None, stated(minimum=0, maximum=MAX_RETURNS_IN_S)] = None
 
     @model_validator(mode="before")
     @classmethod
@@ -125,14 +116,4 @@ class ResponseRequest(RequestBody):
             max_tokens=self.max_output_tokens,
             ignore_eos=self.ignore_eos,
             seed=self.seed,
-        )
-
-    def caller(self, account: Account) -> Caller:
-        """Return who asks, and on what terms: the tenant is the account's, whatever the body says."""
-        priority = account.priority if self.priority is None else self.priority
-        return Caller(
-            tenant=account.tenant,
-            cache_salt=self.cache_salt or "",
-            priority=priority,
-            returns_in_s=self.returns_in_s,
         )

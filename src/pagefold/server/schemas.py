@@ -201,7 +201,33 @@ class RequestBody(Body):
     model: Text | None = None
 
 
-class GenerationRequest(RequestBody):
+class CachedRequest(RequestBody):
+    """What every body has whose prompt is cached for others of the same caller.
+
+    Attributes:
+        cache_salt: requests share cached prefixes only with those that bring the same salt.
+        priority: the smaller, the sooner it is served; only where the server schedules by priority. That of the key's
+            customer class, else 0, if it is not there.
+        returns_in_s: so many seconds after its end the client expects to go on from it. Its blocks are worth keeping,
+            and what only slow tiers have of them by then is brought before.
+    """
+
+    cache_salt: Annotated[Text | None, Field(min_length=1)] = None
+    priority: Annotated[StrictInt | None, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = None
+    returns_in_s: Annotated[StrictFloat | None, stated(minimum=0, maximum=MAX_RETURNS_IN_S)] = None
+
+    def caller(self, account: Account) -> Caller:
+        """Return who asks, and on what terms: the tenant is the account's, whatever the body says."""
+        priority = account.priority if self.priority is None else self.priority
+        return Caller(
+            tenant=account.tenant,
+            cache_salt=self.cache_salt or "",
+            priority=priority,
+            returns_in_s=self.returns_in_s,
+        )
+
+
+class GenerationRequest(CachedRequest):
     """What completions and chats have in common; :class:`~pagefold.request.SamplingParams` says what the fields mean.
 
     Attributes:
@@ -210,11 +236,6 @@ class GenerationRequest(RequestBody):
         stop: one text or several.
         max_completion_tokens: OpenAI's newer name of ``max_tokens``; it counts when both are there.
         user: accepted and ignored.
-        cache_salt: requests share cached prefixes only with those that bring the same salt.
-        priority: the smaller, the sooner it is served; only where the server schedules by priority. That of the key's
-            customer class, else 0, if it is not there.
-        returns_in_s: so many seconds after its end the client expects to go on from it. Its blocks are worth keeping,
-            and what only slow tiers have of them by then is brought before.
         response_format: what the output must look like: text, any JSON object, or JSON of a schema.
         structured_outputs: the same in vLLM's form: ``json``, ``regex``, ``choice``, ``grammar`` or ``json_object``.
         guided_json: vLLM's older form of ``structured_outputs.json``.
@@ -247,9 +268,6 @@ class GenerationRequest(RequestBody):
     stream: StrictBool = False
     stream_options: StreamOptions | None = None
     user: Text | None = None
-    cache_salt: Annotated[Text | None, Field(min_length=1)] = None
-    priority: Annotated[StrictInt | None, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = None
-    returns_in_s: Annotated[StrictFloat | None, stated(minimum=0, maximum=MAX_RETURNS_IN_S)] = None
     response_format: ResponseFormat = None
     structured_outputs: StructuredOutputs = None
     guided_json: GuidedJson = None
@@ -321,16 +339,6 @@ class GenerationRequest(RequestBody):
                 "guided_choice": self.guided_choice,
                 "guided_grammar": self.guided_grammar,
             }
-        )
-
-    def caller(self, account: Account) -> Caller:
-        """Return who asks, and on what terms: the tenant is the account's, whatever the body says."""
-        priority = account.priority if self.priority is None else self.priority
-        return Caller(
-            tenant=account.tenant,
-            cache_salt=self.cache_salt or "",
-            priority=priority,
-            returns_in_s=self.returns_in_s,
         )
 
     def num_logprobs(self) -> int | None:
