@@ -6,8 +6,8 @@
   interleaved, the median of the ratio of two neighbours;
 * decode: SmolLM2-135M, 32 requests of 2,048 tokens, each in blocks of its own (filled with random K and V, so that no
   prompt has to be computed), one greedy token each a step: the runner's whole step. Codec and float32 step in turn;
-* concurrency: how many of 128 requests of 96 + 64 tokens run at once in the same KV bytes: the mean over the
-  engine's steps while others wait, against blocks of 16 bit (``float16``).
+* concurrency: how many of 192 requests of 96 + 64 tokens, sent together over HTTP, run at once in the same KV bytes:
+  the mean over the later steps after which others wait, against blocks of 16 bit (``float16``).
 
 How much quality a codec costs, ``pagefold eval`` says.
 
@@ -16,6 +16,7 @@ How much quality a codec costs, ``pagefold eval`` says.
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 import time
 from array import array
@@ -35,6 +36,15 @@ MODEL = "smollm2-135m"
 BYTES_ASKED = {"int8_per_token_head": 0.54, "int4_per_token_head": 0.29, "k8v4": 0.42}
 ATTENTION_ASKED = {"int8_per_token_head": 0.6, "int4_per_token_head": 0.6}
 HELD_ASKED = {"int8_per_token_head": 1.85, "int4_per_token_head": 3.4}
+NUM_HELD = 192
+HELD_SETTINGS = {
+    "model": MODEL,
+    "max_model_len": 160,
+    "max_num_seqs": 128,
+    "max_num_batched_tokens": 512,
+    "enable_prefix_caching": False,
+    "force_kv_cache_dtype": True,
+}
 DECODE_ASKED = {"int8_per_token_head": 1.15}
 NAMES = ("float16", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head", "k8v4", "int4_per_token_head")
 
@@ -161,23 +171,22 @@ def _step(start: int, width: int) -> StepPlan:
 
 
 def measure_concurrency(_repeats: int) -> list[Row]:
-    """Requests that run at once in the same bytes."""
-    from pagefold import SamplingParams
+    """Requests that run at once on a server with the same bytes."""
+    from plan_concurrency import Server, send
+
+    from pagefold.config import EngineConfig
+    from pagefold.plan import Workload, draw_lengths
 
     num_bytes = 12 * 160 * 30 * NUM_KV_HEADS * 2 * 128  # twelve requests of 160 tokens in 16 bit
+    workload = Workload(name="96 in, 64 out", lengths=draw_lengths("96", "64"), prefix_len=0)
     held = {}
     for name in ("float16", *HELD_ASKED):
-        engine = _engine(name, num_requests=128, num_tokens=160, num_bytes=num_bytes)
-        random = np.random.default_rng(1)
-        for index in range(128):
-            token_ids = array("i", random.integers(100, 40_000, 96).tolist())
-            engine.add(str(index), token_ids, SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True))
-        running: list[int] = []
-        while engine.has_work:
-            engine.step()
-            if engine.scheduler.waiting:
-                running.append(len(engine.scheduler.running))
-        held[name] = statistics.mean(running)
+        server = Server(EngineConfig(kv_cache_dtype=name, kv_cache_memory_bytes=num_bytes, **HELD_SETTINGS))
+        try:
+            asyncio.run(send(server.url, workload, NUM_HELD, NUM_HELD))
+            held[name] = server.reached()
+        finally:
+            server.close()
     rows = []
     for name, asked in HELD_ASKED.items():
         what = f"{name}: requests at once, {held[name]:.1f}, in bytes that hold {held['float16']:.1f} in 16 bit"

@@ -66,21 +66,20 @@ def tiny_model(folder: Path) -> Path:
 
 
 class Server:
-    """The engine behind HTTP in this process; counts who runs after each step."""
+    """An engine behind HTTP in this process; counts who runs after each step."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, config: EngineConfig) -> None:
         self.running: list[tuple[int, int]] = []
-        metrics = Metrics("tiny")
+        metrics = Metrics("served")
 
         def watch(event: Event) -> None:
             metrics.emit(event)
             if isinstance(event, StepApplied):
                 self.running.append((event.num_running, event.num_waiting))
 
-        config = EngineConfig(model=str(folder), kv_cache_memory_bytes=BUDGET, **SETTINGS)
         self.client = EngineThread(build_engine(plan_engine(config), emit=watch))
         self.client.start()
-        app = create_app(self.client, model_name="tiny", config=ServerConfig(), metrics=metrics)
+        app = create_app(self.client, model_name="served", config=ServerConfig(), metrics=metrics)
         settings = uvicorn.Config(app, lifespan="off", log_config=None, ws="none", access_log=False)
         self._server = uvicorn.Server(settings)
         listener = socket.create_server(("127.0.0.1", 0))
@@ -139,7 +138,7 @@ def main() -> None:
             settings = PlanSettings(kv_cache_memory_bytes=BUDGET, **SETTINGS)
             device = Device(name="cpu", memory_bytes=2**33, is_cpu=True)
             plan = make_plan(Question(shape=shape, device=device, settings=settings, workload=workload))
-            server = Server(model)
+            server = Server(EngineConfig(model=str(model), kv_cache_memory_bytes=BUDGET, **SETTINGS))
             try:
                 at_once = int(2 * plan.load.reached_shared.peak) + 8
                 asyncio.run(send(server.url, workload, args.requests, at_once))
