@@ -61,16 +61,24 @@ class Promise:
         num_blocks: how many whole blocks the table will have written when the step has run.
         first: ``table.num_published`` before the promise.
         tail: ``table.tail`` before the promise.
+        end: ``table.tail`` after it: what is promised are the nodes behind ``tail``, up to ``end``.
+        before: the table's promise of the step before, where that is still in flight.
     """
 
-    __slots__ = ("first", "num_blocks", "packed", "table", "tail")
+    __slots__ = ("before", "end", "first", "num_blocks", "packed", "table", "tail")
 
     def __init__(self, table: BlockTable, packed: bytes, num_blocks: int, tail: Node) -> None:
         self.table = table
         self.packed = packed
         self.num_blocks = num_blocks
         self.first = table.num_published
-        self.tail = tail
+        self.tail = self.end = tail
+        self.before = table.promise
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether somebody else's blocks are where some of the table's should be published."""
+        return self.table.tail is not None and self.table.num_published < self.num_blocks
 
 
 class KVCore:
@@ -335,8 +343,11 @@ class KVCore:
 
         Until :meth:`commit` they are promised: requests planned later in the same step may lean on them, since each
         layer writes K and V before it attends. None when there is nothing to publish.
+
+        A table may have two: that of a step in flight, and that of the step planned behind it.
         """
-        assert table.promise is None, "one promise a table: commit or abandon the last one first"
+        older = table.promise
+        assert older is None or older.before is None, "two promises a table: commit or abandon the last ones first"
         tail = table.tail
         index = table.num_published
         num_blocks = num_tokens // self.block_size
@@ -364,26 +375,42 @@ class KVCore:
             on_insert(node)
             tail = node
             index += 1
-        table.tail = tail
+        table.tail = promise.end = tail
         table.num_published = index
         return promise
 
-    def commit(self, promise: Promise) -> None:
-        """The step ran: what was promised is written and stays.
+    def commit(self, promise: Promise, *, is_read: bool = False) -> None:
+        """The step ran: what was promised is written and stays. A table's oldest promise first.
 
-        Where another table had published the same tokens first, this table joins those blocks and gives its own back,
-        so that a published path is always the path of the table itself.
+        Where another table had published the same tokens first, this table joins those blocks: see :meth:`join`. Not if
+        ``is_read``: then a step in flight reads the table, and it keeps its blocks.
         """
         table = promise.table
-        table.promise = None
-        tail = table.tail
-        if tail is None:  # the cache was reset while the step ran
+        if table.promise is promise:
+            table.promise = None
+        else:
+            assert table.promise is not None
+            assert table.promise.before is promise, "a table's oldest promise is committed first"
+            table.promise.before = None
+        if table.tail is None:  # the cache was reset while the step ran
             return
-        node = tail
+        node = promise.end
         while node is not promise.tail:
             node.committed = True
             assert node.parent is not None
             node = node.parent
+        if not is_read:
+            self.join(promise)
+
+    def join(self, promise: Promise) -> None:
+        """Publish what a committed promise left; where others had published the same tokens first, join their blocks.
+
+        The table gives its own back for them, so that a published path is always the path of the table itself.
+        """
+        table = promise.table
+        tail = table.tail
+        if tail is None or table.num_published >= promise.num_blocks:
+            return
         if tail.parent is None:
             tail = self.tree.root(tail.key)
         index = table.num_published
@@ -419,7 +446,8 @@ class KVCore:
         of the step are abandoned: their blocks hold nothing.
         """
         table = promise.table
-        table.promise = None
+        assert table.promise is promise, "a table's newest promise is abandoned first"
+        table.promise = promise.before
         node = table.tail
         if node is None:
             return

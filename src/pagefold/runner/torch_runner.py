@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from array import array
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,7 +14,7 @@ import torch
 from pagefold.errors import CardMemoryError
 from pagefold.kv import BlockId
 from pagefold.request import SamplingParams
-from pagefold.runner.inputs import make_inputs
+from pagefold.runner.inputs import late_tokens, make_inputs
 from pagefold.runner.logits import adjust
 from pagefold.runner.logprobs import token_logprobs
 from pagefold.runner.sampler import sample, sample_on_card
@@ -66,6 +67,7 @@ class TorchRunner:
         self.arena = arena
         self.decoder = decoder
         self.on_prompt_logits: Callable[[StepPlan, torch.Tensor], None] = _ignore
+        self._sampled: torch.Tensor | None = None  # by the step launched last, where it was sampled
 
     def run(self, plan: StepPlan) -> StepResult:
         """Run one step; see :class:`~pagefold.steps.Runner`.
@@ -83,11 +85,13 @@ class TorchRunner:
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Queue one step on a card; see :class:`~pagefold.steps.LaunchingRunner`. The host waits for nothing.
 
-        Logits are valid until the next step, so the result is to be asked for before that begins.
+        What it samples is left on the card, for the step that may be launched behind it. Logits are valid until the
+        next step: where logprobs are asked for, the result is to be asked for before that is launched.
         """
         with _memory_for(plan):
             logits, of_prompts = self._forward(plan)
             sampled = sample_on_card(adjust(logits, plan), plan.sampling, plan.seeds, plan.draws)
+            self._sampled = sampled
             read = to_host(sampled)
 
         def wait() -> StepResult:
@@ -107,6 +111,9 @@ class TorchRunner:
             self.arena.carry_out(plan.host_ops, self.slab.as_bytes())
         self.slab.copy(plan.copies)
         inputs = make_inputs(plan, self.geometry)
+        if plan.late:
+            assert self._sampled is not None, "a step behind one that was not launched"
+            inputs = replace(inputs, late=late_tokens(plan, self._sampled))
         logits = self.decoder.logits(inputs)
         num_parts = sum(len(part.token_ids) for part in plan.prompt_parts)
         num_sampling = len(logits) - num_parts
