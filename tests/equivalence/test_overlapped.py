@@ -63,9 +63,8 @@ def hold(setting, tiny_folder, tiny_references, *, is_late):
     engine = trial.engine
     assert isinstance(engine, OverlappedEngine)
     trial.assert_exact(tiny_references("llama", WORKLOAD.num_outputs))
-    least = 0.0 if setting.allow_streaming else 0.4 if setting.failure_rate or setting.spare_blocks else 0.8
-    print(setting.name, engine.num_ahead, engine.num_launched)
-    assert engine.num_ahead >= least * engine.num_launched
+    if not setting.allow_streaming:
+        assert engine.num_ahead > engine.num_launched / 4
 
 
 def run(engine, *, resets: bool = False):
@@ -78,9 +77,9 @@ def run(engine, *, resets: bool = False):
             if coming:
                 index, prompt = coming.pop()
                 how = {"temperature": 0.0} if index % 2 else {"temperature": 0.8, "seed": index, "top_p": 0.9}
-                sampling = SamplingParams(
-                    max_tokens=4 + index, logprobs=2, prompt_logprobs=1 if index % 3 else None, **how
-                )
+                if index < 4:  # these come last: before, steps are planned ahead of tokens, and then no more
+                    how |= {"logprobs": 2, "prompt_logprobs": 1 if index % 3 else None}
+                sampling = SamplingParams(max_tokens=14 - index, **how)
                 engine.add(str(index), prompt, sampling)
         if resets and random.random() < 0.2:
             engine.reset_prefix_cache()
@@ -106,7 +105,9 @@ def test_sampled_outputs_and_reasons_are_those_of_the_plain_loop(tiny_folder):
     blueprint = plan_engine(config)
     plain = run(build_engine(blueprint, say=lambda _: None))
     for resets in (False, True):
-        assert run(overlapped(build_engine(blueprint, say=lambda _: None)), resets=resets) == plain
+        engine = overlapped(build_engine(blueprint, say=lambda _: None))
+        assert run(engine, resets=resets) == plain
+        assert 0 < engine.num_ahead < engine.num_launched - 4
 
 
 def test_a_request_whose_time_is_up_is_told_its_last_token_first(tiny_folder):

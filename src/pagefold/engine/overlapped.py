@@ -24,15 +24,17 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
-from pagefold.engine.engine import Engine
+from pagefold.engine.engine import Engine, sample_ids_of
+from pagefold.request import ANYBODY
 from pagefold.times import tell_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pagefold.engine.outputs import OutputDelta
-    from pagefold.request import FinishReason, Request
+    from pagefold.request import Caller, FinishReason, Request, SamplingParams
     from pagefold.steps import LaunchingRunner, StepPlan, StepResult
+    from pagefold.structured.grammar import Grammar
 
 __all__ = ["OverlappedEngine"]
 
@@ -51,8 +53,6 @@ class OverlappedEngine(Engine):
     Between two calls of :meth:`step` one step is in flight: what must find none (:meth:`begin_reset`) lands it first.
 
     Attributes:
-        looks_ahead: whether steps are planned behind the one in flight. Without it the same decisions are made as in
-            the plain loop, at the same tokens: what a recording needs to be replayed.
         num_launched: steps that were launched.
         num_ahead: how many of these while the step before was in flight.
     """
@@ -60,7 +60,7 @@ class OverlappedEngine(Engine):
     def __init__(self, **parts: Any) -> None:  # noqa: ANN401 - those of Engine
         super().__init__(**parts)
         assert self.tiering is None, "what slow tiers bring is noted between steps"
-        self.looks_ahead = True
+        self._looks_ahead = True
         self.num_launched = self.num_ahead = 0
         self._flights: deque[_Flight] = deque()  # two at most, and one between steps
         self._landed: list[tuple[Request, FinishReason | None]] = []  # got a token that nobody was told of
@@ -71,15 +71,36 @@ class OverlappedEngine(Engine):
         """Whether a step would do anything."""
         return super().has_work or bool(self._flights or self._landed or self._failed)
 
+    def decide_in_order(self) -> None:
+        """Launch no step before the last one's tokens are known; see :meth:`Engine.decide_in_order`."""
+        self._looks_ahead = False
+
+    def add(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        caller: Caller = ANYBODY,
+        grammar: Grammar | None = None,
+    ) -> None:
+        """Queue a request; see :meth:`Engine.add`.
+
+        Raises:
+            InvalidRequestError, PinQuotaError: as there.
+        """
+        names = sample_ids_of(request_id, sampling)
+        if any(name not in self._texts and self.scheduler.get(name) is not None for name in names):
+            self._land_all()  # who had such a name has ended, and a step in flight has a row too many of it
+        super().add(request_id, prompt_token_ids, sampling, caller, grammar)
+
     def begin_reset(self) -> tuple[int, Callable[[], None]]:
         """Forget every cached prefix; see :meth:`Engine.begin_reset`."""
-        while self._flights:
-            self._land()
+        self._land_all()
         return super().begin_reset()
 
     def step(self) -> list[OutputDelta]:
         """Launch the next step, land the one before, and return what that one added, request by request."""
-        if self._flights and self.looks_ahead:
+        if self._flights and self._looks_ahead:
             plan = self.scheduler.schedule_ahead(self._clock())
             if plan is not None:
                 self._launch(plan)
@@ -123,6 +144,10 @@ class OverlappedEngine(Engine):
             raise
         self._flights.append(flight)
 
+    def _land_all(self) -> None:
+        while self._flights:
+            self._land()
+
     def _land(self) -> None:
         """Wait for the oldest step in flight, if there is one, and apply or abandon it."""
         if not self._flights:
@@ -150,8 +175,11 @@ class OverlappedEngine(Engine):
 
     def _take_back_all(self, interrupt: BaseException) -> None:
         """Whoever catches an interrupt finds no step in flight."""
-        self._drain()
-        self.scheduler.abandon(type(interrupt).__name__)
+        try:
+            self._drain()
+        finally:  # somebody may interrupt that too
+            self._flights.clear()
+            self.scheduler.abandon(type(interrupt).__name__)
 
     def _drain(self) -> None:
         """Let the steps in flight end, whatever comes of them: what they write must not be given to others before."""

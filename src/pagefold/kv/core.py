@@ -386,11 +386,10 @@ class KVCore:
         ``is_read``: then a step in flight reads the table, and it keeps its blocks.
         """
         table = promise.table
+        assert promise.before is None, "a table's oldest promise is committed first"
         if table.promise is promise:
             table.promise = None
-        else:
-            assert table.promise is not None
-            assert table.promise.before is promise, "a table's oldest promise is committed first"
+        elif table.promise is not None:
             table.promise.before = None
         if table.tail is None:  # the cache was reset while the step ran
             return
