@@ -139,7 +139,7 @@ class Runner(Protocol):
         """Move, copy, compute, write KV, sample. If it raises, nothing of the step counts.
 
         Raises:
-            DamagedBlocksError: before anything was computed.
+            DamagedBlocksError: what was loaded is not what was stored; whatever was computed with it.
         """
 
 

@@ -10,13 +10,16 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+import torch
+from store.late_stream import LateStream
 
 from equivalence.prompts import short_prompts
 from equivalence.settings import SETTINGS
-from equivalence.suite import Trial, Workload, assert_clean, build
+from equivalence.suite import Counts, Setting, Trial, Workload, assert_clean, build
 from equivalence.tiny_models import VOCAB_SIZE
 from pagefold.engine.overlapped import OverlappedEngine
 from pagefold.request import SamplingParams
+from pagefold.store.card_arena import CardArena
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -65,6 +68,38 @@ def hold(setting, tiny_folder, tiny_references, *, is_late):
     trial.assert_exact(tiny_references("llama", WORKLOAD.num_outputs))
     if not setting.allow_streaming:
         assert engine.num_ahead > engine.num_launched / 4
+
+
+@pytest.mark.parametrize("kind", ["overlapped", pytest.param("plain", marks=pytest.mark.long)])
+def test_a_layer_reads_what_has_come_for_it(kind, tiny_folder, tiny_references, monkeypatch):
+    """Blocks come back from the host as a card's do, a layer at a time, and as late as they may; some of them damaged.
+
+    Until then they hold NaN. That one is damaged is found when all has been computed with it.
+    """
+    monkeypatch.setattr("pagefold.store.card_arena._GROUP_BYTES", 1)
+    stream = LateStream(monkeypatch)
+
+    def build_restoring(*asked):
+        engine = (build_overlapped if kind == "overlapped" else build)(*asked)
+        arena = engine.runner.arena
+        engine.runner.arena = CardArena(arena.num_blocks, arena.blocks.shape[1], torch.device("cpu"), stream)
+        return engine
+
+    setting = Setting(
+        name="restored",
+        block_size=4,
+        spare_blocks=6,
+        num_host_blocks=300,
+        damage_rate=0.02,
+        max_prompt_tokens=60,
+        num_rounds=2,
+        at_least=Counts(num_loaded_blocks=30, num_damaged_blocks=1),
+    )
+    trial = Trial(setting, WORKLOAD, tiny_folder("llama"), build_restoring)
+    trial.run()
+    trial.assert_exact(tiny_references("llama", WORKLOAD.num_outputs))
+    num_held = len([entry for entry in stream.log if entry[0] == "hold"])
+    assert num_held >= stream.log.count("behind current") + 5, "a model of two layers, and each has waited"
 
 
 def run(engine, *, resets: bool = False):

@@ -40,9 +40,10 @@ __all__ = ["OverlappedEngine"]
 
 
 class _Flight(NamedTuple):
-    """A step that was launched: its plan, and what waits for its result, or raises why it could not be launched."""
+    """A step that was launched: its plan, when, and what waits for its result, or raises why it could not be."""
 
     plan: StepPlan
+    begun_s: float
     wait: Callable[[], StepResult]
     is_launched: bool = True
 
@@ -63,6 +64,7 @@ class OverlappedEngine(Engine):
         self._looks_ahead = True
         self.num_launched = self.num_ahead = 0
         self._flights: deque[_Flight] = deque()  # two at most, and one between steps
+        self._landed_s = 0.0  # when the last step did
         self._landed: list[tuple[Request, FinishReason | None]] = []  # got a token that nobody was told of
         self._failed: list[tuple[list[Request], Exception]] = []  # ended by failed steps, which nobody was told either
 
@@ -135,10 +137,11 @@ class OverlappedEngine(Engine):
     def _launch(self, plan: StepPlan) -> None:
         """Launch a step. One that cannot be launched fails when it lands, in its turn."""
         self.num_launched += 1
+        now = self._clock()
         try:
-            flight = _Flight(plan, cast("LaunchingRunner", self.runner).launch(plan))
+            flight = _Flight(plan, now, cast("LaunchingRunner", self.runner).launch(plan))
         except Exception as error:  # noqa: BLE001 - as in the plain loop
-            flight = _Flight(plan, partial(_raise, error), is_launched=False)
+            flight = _Flight(plan, now, partial(_raise, error), is_launched=False)
         except BaseException as interrupt:
             self._take_back_all(interrupt)
             raise
@@ -165,8 +168,17 @@ class OverlappedEngine(Engine):
             raise
         self._flights.popleft()
         requests = self.scheduler.apply(result)
-        tell_tokens(self._emit, requests, self._clock(), self.scheduler.core.block_size)
+        now = self._clock()
+        self._learn(flight, now)
+        tell_tokens(self._emit, requests, now, self.scheduler.core.block_size)
         self._landed += [(request, request.finish_reason) for request in requests]
+
+    def _learn(self, flight: _Flight, now: float) -> None:
+        """Tell the arbiter what a step took, since it was launched or the one before had ended."""
+        begun_s, self._landed_s = max(flight.begun_s, self._landed_s), now
+        arbiter, plan = self.scheduler.core.arbiter, flight.plan
+        if arbiter is not None and not plan.host_ops.loads:
+            arbiter.learn_compute(len(plan.token_ids), plan.num_rows, now - begun_s)
 
     def _all_failed(self, ended: list[Request], error: Exception) -> list[OutputDelta]:
         """Keep them until all have been told of the tokens that they got before."""

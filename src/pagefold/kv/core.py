@@ -36,12 +36,14 @@ from pagefold.kv.policies import make_policy
 from pagefold.kv.pool import BlockPool
 from pagefold.kv.streaming import Streaming
 from pagefold.kv.table import BlockTable, num_blocks_for
+from pagefold.kv.tiers import HOST
 from pagefold.kv.tree import TOKEN_BYTES, Node, PrefixHit, PrefixTree
 
 if TYPE_CHECKING:
     from collections import deque
     from collections.abc import Iterable, Sequence
 
+    from pagefold.kv.arbiter import Arbiter
     from pagefold.kv.block import BlockId
     from pagefold.kv.eviction import EvictionPolicy
     from pagefold.kv.names import BlockName
@@ -92,6 +94,8 @@ class KVCore:
         pin_limits: what pins may keep, and how long they count.
         host: where evicted blocks go; None for nowhere.
         slow: what is behind the host; None for nothing.
+        arbiter: weighs restoring from the host against computing. None where restoring always pays: on a CPU it is a
+            copy, of some hundredth of what computing takes.
         allow_streaming: whether sequences may be larger than the device; there must be a host tier then.
         emit: where events go.
 
@@ -100,6 +104,7 @@ class KVCore:
         pins: prefixes that stay cached though nobody holds them.
         host: the host tier, if there is one.
         slow: slower tiers, if there are any.
+        arbiter: weighs restoring against computing, if that is in question.
         streaming: of sequences larger than the device, if they are allowed.
     """
 
@@ -113,6 +118,7 @@ class KVCore:
         pin_limits: PinLimits | None = None,
         host: HostTier | None = None,
         slow: SlowTiers | None = None,
+        arbiter: Arbiter | None = None,
         allow_streaming: bool = False,
         emit: Emit = ignore,
     ) -> None:
@@ -127,6 +133,7 @@ class KVCore:
         assert slow is None or slow.host is host, "slow tiers of another arena"
         self.host = host
         self.slow = slow
+        self.arbiter = arbiter
         self._emit = emit
         self.pins = PinTable(self.pool, pin_limits or PinLimits(), update_evictable=self._update_evictable, emit=emit)
         self._stride = block_size * TOKEN_BYTES
@@ -169,6 +176,12 @@ class KVCore:
         parent = digest_of(hit.nodes[-1]) if hit.nodes else root_digest(namespace)
         held = self.host.match(parent, rest, self._stride)
         return hit._replace(partial=None, num_partial_tokens=0, held=held) if held else hit
+
+    def worth(self, hit: PrefixHit) -> PrefixHit:
+        """Return ``hit`` without what the host holds, where computing that is sooner than restoring it."""
+        if not hit.held or self.arbiter is None or self.arbiter.restores(HOST, len(hit.held)):
+            return hit
+        return hit._replace(held=())
 
     def missing(self, namespace: bytes, packed: bytes, max_tokens: int) -> list[BlockName]:
         """Return the names of the whole blocks of ``packed`` that neither device nor host has, behind those they have.

@@ -15,6 +15,7 @@ from pagefold.runner.to_device import pack
 if TYPE_CHECKING:
     from pagefold.kv import KVGeometry
     from pagefold.steps import StepPlan
+    from pagefold.store.arena import Moves
 
 __all__ = ["LateTokens", "StepInputs", "fill_in", "late_tokens", "make_inputs", "on_card"]
 
@@ -44,6 +45,8 @@ class StepInputs:
             own.
         attention: where each sequence's KV lies.
         late: those of ``token_ids`` that mean nothing until :func:`fill_in`; None where all are known.
+        moves: blocks that are on their way from the host: before a layer reads KV, ``moves.hold(layer)``; None where
+            all are there.
     """
 
     token_ids: torch.Tensor
@@ -52,6 +55,7 @@ class StepInputs:
     samples: torch.Tensor | None
     attention: AttentionInputs
     late: LateTokens | None = None
+    moves: Moves | None = None
 
 
 def make_inputs(plan: StepPlan, geometry: KVGeometry) -> StepInputs:

@@ -45,7 +45,9 @@ class TransformersDecoder:
     def logits(self, inputs: StepInputs) -> torch.Tensor:
         """Compute a step; see :class:`~pagefold.runner.torch_runner.Decoder`."""
         fill_in(inputs.token_ids, inputs.late)
-        context = AttentionContext(self._attention, self._slab, inputs.attention, max_model_len=self._max_model_len)
+        context = AttentionContext(
+            self._attention, self._slab, inputs.attention, max_model_len=self._max_model_len, moves=inputs.moves
+        )
         output = self.model(
             input_ids=inputs.token_ids,
             position_ids=inputs.positions,

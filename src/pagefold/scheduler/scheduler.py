@@ -491,7 +491,7 @@ class Scheduler:
             if streams and not self._can_stream(request):
                 break
             found = core.match(request.namespace, packed, request.max_hit_tokens)
-            hit = found if streams else self._affordable(request, found)
+            hit = found if streams else self._affordable(request, core.worth(found))
             if hit is None:
                 break  # in order: nobody overtakes the head of the queue
             table, start = core.begin_streaming(hit) if streams else core.acquire(hit)

@@ -67,6 +67,8 @@ class FusedDecoder:
     def logits(self, inputs: StepInputs) -> torch.Tensor:
         """Compute a step; return the logits of its ``logit_rows``, ``[R, vocab]``, valid until the next step."""
         work = self._attention.dealer.deal(inputs.attention)
+        if inputs.moves is not None:
+            inputs.moves.hold_all()
         fill_in(inputs.token_ids, inputs.late)
         step = DecoderStep(inputs.token_ids[0].numpy(), inputs.positions[0].numpy(), inputs.logit_rows.numpy())
         num_tokens, num_rows = len(step.token_ids), len(step.logit_rows)
