@@ -66,6 +66,7 @@ class HarshRunner:
         self._is_late = is_late
         self._launched: list[int] = []  # and nobody has asked for them yet
         self._doomed: set[int] = set()  # behind a step that failed
+        self._has_failed_behind = False  # a step that could not be launched, behind one that lands yet
         self._failed_early: Exception | None = None  # of a step that nobody has asked for yet
         self._num_failures_in_a_row = 0
         self._free: set[int] = set()
@@ -78,6 +79,7 @@ class HarshRunner:
         """Begin a step, or fail at once."""
         if self._num_failures_in_a_row < _MAX_FAILURES_IN_A_ROW and self._random.random() < self._failure_rate / 2:
             self._num_failures_in_a_row += 1
+            self._has_failed_behind = bool(self._launched)
             raise InjectedError("launch")
         if self._is_late:
             self._launched.append(plan.step_id)
@@ -128,7 +130,8 @@ class HarshRunner:
         if self._num_failures_in_a_row < _MAX_FAILURES_IN_A_ROW and self._random.random() < self._failure_rate:
             self._num_failures_in_a_row += 1
             self._fail(plan)
-        self._num_failures_in_a_row = 0
+        self._num_failures_in_a_row = int(self._has_failed_behind)  # that step comes next
+        self._has_failed_behind = False
         return carry_out(plan)
 
     def _fail(self, plan: StepPlan) -> None:
