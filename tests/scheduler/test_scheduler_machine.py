@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from random import Random
 from typing import TYPE_CHECKING
@@ -76,6 +76,7 @@ class Flight:
 
     Attributes:
         plan: of it.
+        launched: the same with the tables as they were then, as a card gets them.
         requests: who has each row.
         samples: who gets each token.
         admitted: in this step.
@@ -83,6 +84,7 @@ class Flight:
     """
 
     plan: StepPlan
+    launched: StepPlan
     requests: list[Request]
     samples: list[Request]
     admitted: list[Request]
@@ -232,7 +234,7 @@ class Machine:
         flight = self.flights.pop(0)
         plan, requests = flight.plan, flight.requests
         aborted = {request.request_id for request in flight.samples if request.is_aborted}
-        result = self.runner.run(plan)
+        result = self.runner.run(flight.launched)
         for request, start, num_tokens, block_ids in zip(
             requests, plan.starts, plan.num_tokens, plan.block_ids, strict=True
         ):
@@ -558,7 +560,9 @@ class Machine:
         admitted.sort(key=lambda request: request.order)
         lookups = [self._lookup_of(request) for request in admitted]
         self.computed |= {lookup.request_id: lookup.num_hit_tokens for lookup in lookups}
-        return Flight(plan, requests, samples_of(plan, requests), admitted, lookups)
+        rows_then = zip(plan.starts, plan.block_ids, strict=True)  # of a row that begins, the runner asks whose it is
+        launched = replace(plan, block_ids=[list(ids) if start else ids for start, ids in rows_then])
+        return Flight(plan, launched, requests, samples_of(plan, requests), admitted, lookups)
 
     def _is_new(self, request: Request) -> bool:
         return request.status is RequestStatus.RUNNING and request.request_id not in self.computed
