@@ -376,11 +376,15 @@ class Scheduler:
     def _commit(self, promises: list[Promise]) -> None:
         """Commit the promises of a step that ran. The next one may be in flight, and read the tables."""
         behind = self._step
-        reads = behind.tables() if behind is not None and promises else ()
+        if behind is None:
+            for promise in promises:
+                self.core.commit(promise)
+            return
+        reads = behind.tables() if promises else ()
         for promise in promises:
             is_read = promise.table in reads
             self.core.commit(promise, is_read=is_read)
-            if is_read and behind is not None and promise.is_behind:
+            if is_read and promise.is_behind:
                 behind.joins.append(promise)
 
     def _publish_late(self, step: StepInFlight) -> None:
