@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pagefold.engine.engine import Engine
-    from pagefold.runner.inputs import StepInputs
+    from pagefold.engine.overlapped import OverlappedEngine
+    from pagefold.steps import StepPlan, StepResult
 
 REPEATS = 5
 ROWS: list[dict[str, Any]] = []
@@ -280,6 +281,22 @@ def time_restore() -> None:
         link_gb_per_s=slab.num_bytes / link / 1e9,
     )
 
+    def restore(last_layer: int) -> None:
+        moves = arena.begin(loads, slab.as_bytes(), geometry.num_layers)
+        assert moves is not None
+        moves.hold(last_layer)
+        torch.cuda.current_stream().synchronize()
+
+    def host_s(last_layer: int) -> float:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        restore(last_layer)
+        return time.perf_counter() - began
+
+    times = [(host_s(0), host_s(geometry.num_layers - 1)) for _ in range(REPEATS)]
+    first_s, all_s = (statistics.median(taken) for taken in zip(*times, strict=True))
+    tell("  until the first layer may begin / until all is there", first_s / all_s, "-", "", first_ms=first_s * 1e3)
+
 
 # Engines.
 
@@ -338,7 +355,7 @@ class Big:
             ).eval()
         self.weight_bytes = sum(parameter.nbytes for parameter in self.model.parameters())
 
-    def engine(self, **settings: Any) -> Engine:  # noqa: ANN401 - of EngineConfig
+    def engine(self, **settings: Any) -> OverlappedEngine:  # noqa: ANN401 - of EngineConfig
         """Return an engine over the model, put together as ``build_engine`` does."""
         from pagefold.capacity import Capacity
         from pagefold.config import EngineConfig
@@ -456,51 +473,72 @@ def copy_bandwidth() -> float:
     return 2 * source.nbytes / copy_s
 
 
-def time_host(engine: Engine, num_seqs: int, length: int) -> None:
-    """Return how much of the host's time a decoding step is behind the card: the card's idle share, turned round.
+def time_host(engine: OverlappedEngine, num_seqs: int, length: int) -> None:
+    """Tell how much of the host's time a decoding step is behind the card; beside it, without planning ahead.
 
-    The card's time a step is measured by events around the runner's work; what the step takes longer than that is the
-    host's that nothing hides.
+    The card's time a step is that between events before and behind all that the step queues. What the step takes longer
+    than that is the host's that nothing hides; the host's whole time is the step's less what it waited for the result.
     """
+    _time_host(engine, num_seqs, length, "planned ahead", ">= .95")
+    engine.decide_in_order()
+    _time_host(engine, num_seqs, length, "in order", "-")
+
+
+def _time_host(engine: OverlappedEngine, num_seqs: int, length: int, how: str, asked: str) -> None:
     from pagefold.request import SamplingParams
 
-    decoder = engine.runner.decoder
-    logits, spans = decoder.logits, []
+    launch = engine.runner.launch
+    spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    waited: list[float] = []
 
-    def timed(inputs: StepInputs) -> torch.Tensor:
+    def timed(plan: StepPlan) -> Callable[[], StepResult]:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        out = logits(inputs)
+        wait = launch(plan)
         end.record()
         spans.append((begin, end))
-        return out
+
+        def land() -> StepResult:
+            began = time.perf_counter()
+            try:
+                return wait()
+            finally:
+                waited.append(time.perf_counter() - began)
+
+        return land
 
     for index, prompt in enumerate(prompts_of(num_seqs, length, 9)):
-        engine.add(f"h{index}", prompt, SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True))
-    while any(request.num_output_tokens < 4 for request in engine.scheduler.running) or engine.scheduler.waiting:
+        engine.add(f"{how} {index}", prompt, SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True))
+    while engine.scheduler.waiting or any(request.num_output_tokens < 4 for request in engine.scheduler.running):
         engine.step()
-    decoder.logits = timed
-    walls, cpus = [], []
+    engine.runner.launch = timed
+    engine.step()
+    engine.step()  # from here on each step that lands is one that was timed
+    spans.clear()
+    waited.clear()
+    num_before = engine.num_ahead
+    began = time.perf_counter()
     for _ in range(40):
-        began, cpu = time.perf_counter(), time.thread_time()
         engine.step()
-        walls.append(time.perf_counter() - began)
-        cpus.append(time.thread_time() - cpu)
-    decoder.logits = logits
+    wall_s = (time.perf_counter() - began) / 40
+    num_ahead = engine.num_ahead - num_before
+    del engine.runner.launch
     while engine.has_work:
         engine.step()
+    torch.cuda.synchronize()
     card_s = statistics.median(begin.elapsed_time(end) / 1e3 for begin, end in spans)
-    wall_s, cpu_s = statistics.median(walls), statistics.median(cpus)
+    host_s = wall_s - statistics.mean(waited)
     shown_s = max(0.0, wall_s - card_s)
     tell(
-        "decoding step: share of its time that the card computes",
-        card_s / wall_s,
-        ">= .95",
+        f"host time of a decoding step behind the card, {how}",
+        max(0.0, 1 - shown_s / host_s),
+        asked,
         "",
         wall_ms=wall_s * 1e3,
         card_ms=card_s * 1e3,
+        host_ms=host_s * 1e3,
         host_not_hidden_ms=shown_s * 1e3,
-        host_cpu_ms=cpu_s * 1e3,
+        steps_ahead=num_ahead,
     )
 
 

@@ -73,6 +73,9 @@ class StepPlan:
         masks: those, for each of ``masked``: bit ``t % 8`` of byte ``t // 8`` is token ``t``. All are of one length.
         logprob_rows: which of ``sampling_rows`` tell logprobs of what they sample; ascending.
         prompt_parts: prompt tokens whose logprobs are asked for.
+        late: which of ``token_ids`` mean nothing, since the step before samples those tokens; ascending. Only of a step
+            that is planned while that one is in flight.
+        late_from: which of that step's ``sampling_rows`` samples each of them.
     """
 
     step_id: int
@@ -93,6 +96,8 @@ class StepPlan:
     masks: list[bytes] = field(default_factory=list)
     logprob_rows: list[int] = field(default_factory=list)
     prompt_parts: list[PromptPart] = field(default_factory=list)
+    late: list[int] = field(default_factory=list)
+    late_from: list[int] = field(default_factory=list)
 
     @property
     def num_rows(self) -> int:
@@ -134,7 +139,7 @@ class Runner(Protocol):
         """Move, copy, compute, write KV, sample. If it raises, nothing of the step counts.
 
         Raises:
-            DamagedBlocksError: before anything was computed.
+            DamagedBlocksError: what was loaded is not what was stored; whatever was computed with it.
         """
 
 
@@ -142,4 +147,8 @@ class LaunchingRunner(Runner, Protocol):
     """A runner whose device computes while the host does something else."""
 
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """Begin a step; return what waits for its result, and raises what :meth:`run` would, if this has not."""
+        """Begin a step; return what waits for its result, and raises what :meth:`run` would, if this has not.
+
+        The step before may still be in flight, and not the one before that; results are asked for in order. What is
+        ``late`` in the plan is taken from what the step before samples, where its runner has it.
+        """

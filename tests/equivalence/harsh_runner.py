@@ -7,9 +7,13 @@ the host's memory before they are loaded.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import torch
+
+from pagefold.steps import DamagedBlocksError, StepResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,9 +21,11 @@ if TYPE_CHECKING:
 
     from pagefold.engine.engine import Engine
     from pagefold.runner.slab import AnySlab
-    from pagefold.steps import StepPlan, StepResult
+    from pagefold.steps import StepPlan
 
 __all__ = ["HarshRunner", "InjectedError", "poison"]
+
+Result = TypeVar("Result")
 
 _MAX_FAILURES_IN_A_ROW = 2  # a request whose step fails three times in a row is given up, rightly
 
@@ -37,6 +43,8 @@ class HarshRunner:
         random: decides which, and how.
         damage_rate: share of loads from the host whose bytes are not what was stored.
         during_step: called while a step is in flight.
+        is_late: whether a step that is launched begins when its result is asked for, the latest that a card could be;
+            else it has ended before :meth:`launch` returns, and only its result comes late.
     """
 
     def __init__(
@@ -47,6 +55,7 @@ class HarshRunner:
         random: Random,
         damage_rate: float = 0.0,
         during_step: Callable[[], None] = lambda: None,
+        is_late: bool = True,
     ) -> None:
         self.inner = engine.runner
         self._core = engine.scheduler.core
@@ -54,12 +63,61 @@ class HarshRunner:
         self._failure_rate = failure_rate
         self._random = random
         self._during_step = during_step
+        self._is_late = is_late
+        self._launched: list[int] = []  # and nobody has asked for them yet
+        self._doomed: set[int] = set()  # behind a step that failed
+        self._has_failed_behind = False  # a step that could not be launched, behind one that lands yet
+        self._failed_early: Exception | None = None  # of a step that nobody has asked for yet
         self._num_failures_in_a_row = 0
         self._free: set[int] = set()
 
     def run(self, plan: StepPlan) -> StepResult:
         """Run the step, or fail."""
-        free = set(self._core.pool.free_ids) - {store.block_id for store in plan.host_ops.stores}
+        return self._harshly(plan, self.inner.run)
+
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Begin a step, or fail at once."""
+        if self._num_failures_in_a_row < _MAX_FAILURES_IN_A_ROW and self._random.random() < self._failure_rate / 2:
+            self._num_failures_in_a_row += 1
+            self._has_failed_behind = bool(self._launched)
+            raise InjectedError("launch")
+        if self._is_late:
+            self._launched.append(plan.step_id)
+            return partial(self._land_late, plan)
+        return self._launch_early(plan)
+
+    def _land_late(self, plan: StepPlan) -> StepResult:
+        """Carry out a launched step now."""
+        self._launched.remove(plan.step_id)
+        if plan.step_id in self._doomed:
+            return self.inner.launch(plan)()  # on what a step has left that failed; nobody looks at it
+        try:
+            return self._harshly(plan, lambda plan: self.inner.launch(plan)())
+        except (InjectedError, DamagedBlocksError):
+            self._doomed = set(self._launched)
+            raise
+
+    def _launch_early(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Carry out a step now, though its result is asked for later."""
+        if self._failed_early:  # behind a step that has failed, and nobody knows yet
+            with contextlib.suppress(Exception):
+                self.inner.launch(plan)
+            return lambda: StepResult([])
+        try:
+            return self._harshly(plan, self.inner.launch)
+        except (InjectedError, DamagedBlocksError) as error:
+            self._failed_early = error
+            return self._raise_early
+
+    def _raise_early(self) -> NoReturn:
+        error, self._failed_early = self._failed_early, None
+        assert error is not None
+        raise error
+
+    def _harshly(self, plan: StepPlan, carry_out: Callable[[StepPlan], Result]) -> Result:
+        stores = [plan.host_ops, *(self._core.host.in_flight if self._core.host is not None else ())]
+        to_store = {store.block_id for ops in stores for store in ops.stores}
+        free = set(self._core.pool.free_ids) - to_store
         self.inner.slab.as_bytes()[sorted(free - self._free)] = 0xFF  # NaN in every codec that has one
         self._free = free
         self._during_step()
@@ -72,15 +130,9 @@ class HarshRunner:
         if self._num_failures_in_a_row < _MAX_FAILURES_IN_A_ROW and self._random.random() < self._failure_rate:
             self._num_failures_in_a_row += 1
             self._fail(plan)
-        self._num_failures_in_a_row = 0
-        return self.inner.run(plan)
-
-    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """Begin a step, or fail at once; the rest comes as late as it may: when the result is asked for."""
-        if self._num_failures_in_a_row < _MAX_FAILURES_IN_A_ROW and self._random.random() < self._failure_rate / 2:
-            self._num_failures_in_a_row += 1
-            raise InjectedError("launch")
-        return lambda: self.run(plan)
+        self._num_failures_in_a_row = int(self._has_failed_behind)  # that step comes next
+        self._has_failed_behind = False
+        return carry_out(plan)
 
     def _fail(self, plan: StepPlan) -> None:
         how = self._random.choice(("before", "between layers", "after"))
@@ -115,7 +167,8 @@ class HarshRunner:
 
 def poison(slab: AnySlab, num_cells: int, plan: StepPlan) -> None:
     """Make NaN of every slot that the step was to write."""
-    nothing = torch.full((1, slab.head_dim), torch.nan)
+    dtype = slab.data.dtype if slab.data.dtype.is_floating_point else torch.float32
+    nothing = torch.full((1, slab.head_dim), torch.nan, dtype=dtype)
     for block_ids, start, num_tokens in zip(plan.block_ids, plan.starts, plan.num_tokens, strict=True):
         for position in range(start, start + num_tokens):
             block = block_ids[position // slab.block_size]

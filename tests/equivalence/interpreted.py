@@ -131,18 +131,19 @@ def _hold_writes(case, slab):
     assert same.all(), "it has written elsewhere"
 
 
-def complete(folder, prompts, num_outputs, *, has_graphs, **settings):
+def complete(folder, prompts, num_outputs, *, has_graphs, is_overlapped=False, **settings):
     """Complete prompts with the engine as a card has it: its decoder, its kernels, its steps filled up as for graphs.
 
     Only what replays a graph is not a card's: it computes the step again, from the same memory.
 
     Returns:
-        the tokens, and how many steps were replayed.
+        the tokens, how many steps were replayed, and how many were launched before the last one's tokens were known.
     """
     import torch
 
     from pagefold.config import EngineConfig
     from pagefold.engine.build import build_engine, plan_engine
+    from pagefold.engine.overlapped import OverlappedEngine
     from pagefold.request import SamplingParams
     from pagefold.runner.attention.cuda.attention import CudaAttention, HeadShape
     from pagefold.runner.cuda_decoder import CudaDecoder
@@ -182,6 +183,14 @@ def complete(folder, prompts, num_outputs, *, has_graphs, **settings):
             return replay
 
         decoder.capture(engine.runner.decoding_step(), config.max_num_seqs, record=record)
+    if is_overlapped:
+        engine = OverlappedEngine(
+            scheduler=engine.scheduler,
+            runner=engine.runner,
+            tokenizer=None,
+            limits=engine.limits,
+            capacity=engine.capacity,
+        )
     for index, prompt in enumerate(prompts):
         engine.add(str(index), prompt, SamplingParams(temperature=0.0, max_tokens=num_outputs, ignore_eos=True))
     tokens = {str(index): [] for index in range(len(prompts))}
@@ -189,4 +198,4 @@ def complete(folder, prompts, num_outputs, *, has_graphs, **settings):
         for delta in engine.step():
             assert delta.error is None
             tokens[delta.request_id] += delta.token_ids
-    return list(tokens.values()), num_replayed
+    return list(tokens.values()), num_replayed, engine.num_ahead if is_overlapped else 0

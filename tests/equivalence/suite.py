@@ -254,6 +254,7 @@ class Trial:
         workload: what; prompts that the setting leaves out are dropped.
         folder: the model's.
         factory: makes the engine.
+        is_late: of the ``HarshRunner``, where steps are launched.
 
     Attributes:
         engine: has a ``HarshRunner`` around its runner from :meth:`run` on.
@@ -262,8 +263,17 @@ class Trial:
         counts: what happened.
     """
 
-    def __init__(self, setting: Setting, workload: Workload, folder: Path, factory: EngineFactory = build) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        workload: Workload,
+        folder: Path,
+        factory: EngineFactory = build,
+        *,
+        is_late: bool = True,
+    ) -> None:
         self.setting = setting
+        self._is_late = is_late
         self.workload = workload = workload.up_to(setting.max_prompt_tokens)
         self.counts = Counts()
         self.engine = factory(setting, folder, _budget(setting, workload), self.counts.emit)
@@ -281,6 +291,7 @@ class Trial:
             random=self._random,
             damage_rate=self.setting.damage_rate,
             during_step=lambda: self._cancel_some(0.5),
+            is_late=self._is_late,
         )
         for number in range(self.setting.num_rounds):
             self._run_round(number)

@@ -108,15 +108,28 @@ def test_rows_that_fill_up_a_batch_write_nothing(num_padding, interpreter):
     interpreter(interpreted.attend_padded, SHAPES[0], [Lengths(40, 1), Lengths(0, 1)], num_padding)
 
 
-@pytest.mark.parametrize(("family", "has_graphs"), [("llama", True), ("gemma2", False)])
-def test_an_engine_on_them_says_what_generate_says(family, has_graphs, interpreter, tmp_path):
-    """Prompts in chunks, prefixes shared, requests preempted; in float32, whose noise is far below the gaps."""
+@pytest.mark.parametrize(
+    ("family", "has_graphs", "is_overlapped"),
+    [
+        ("llama", True, True),
+        ("gemma2", False, False),
+        pytest.param("llama", False, True, marks=pytest.mark.long),
+        pytest.param("llama", True, False, marks=pytest.mark.long),
+    ],
+)
+def test_an_engine_on_them_says_what_generate_says(family, has_graphs, is_overlapped, interpreter, tmp_path):
+    """Prompts in chunks, prefixes shared, requests preempted; in float32, whose noise is far below the gaps.
+
+    Overlapped, most tokens are taken from where the last step left them, before the host knows them.
+    """
     folder = save_tiny_model(family, tmp_path)
     prompts = [prompt[:60] for prompt in short_prompts(VOCAB_SIZE)[:5]]
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 80, "kv_cache_memory_bytes": 2**17}
-    outputs, num_replayed = interpreter(interpreted.complete, folder, prompts, 12, has_graphs=has_graphs, **settings)
+    how = {"has_graphs": has_graphs, "is_overlapped": is_overlapped} | settings
+    outputs, num_replayed, num_ahead = interpreter(interpreted.complete, folder, prompts, 12, **how)
     assert outputs == [References(folder, 12).of(prompt) for prompt in prompts]
     assert (num_replayed > 0) == has_graphs
+    assert (num_ahead > 10) == is_overlapped
 
 
 KERNELS = ("write_kv", "decode", "merge_splits", "prefill")

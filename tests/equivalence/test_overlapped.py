@@ -1,21 +1,26 @@
 """The overlapped loop says what the plain one says: the exact part of the equality rule, with results that come late.
 
-The harsh runner computes a step only when its result is asked for, which is after everything that comes between two
-steps: the latest that a card could be. Blocks that are free then hold NaN.
+The harsh runner computes a step only when its result is asked for, which is when the next one has been planned and
+launched: the latest that a card could be. Or it computes at once and tells late: the earliest. Blocks that are free
+then hold NaN, and of a token that was not known when a step was planned the real runner takes what the last one left.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
+import torch
+from store.late_stream import LateStream
 
 from equivalence.prompts import short_prompts
 from equivalence.settings import SETTINGS
-from equivalence.suite import Trial, Workload, assert_clean, build
+from equivalence.suite import Counts, Setting, Trial, Workload, assert_clean, build
 from equivalence.tiny_models import VOCAB_SIZE
 from pagefold.engine.overlapped import OverlappedEngine
 from pagefold.request import SamplingParams
+from pagefold.store.card_arena import CardArena
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -40,27 +45,65 @@ def overlapped(engine, emit=None) -> OverlappedEngine:
 
 
 @pytest.mark.parametrize(
-    "setting",
-    [setting for setting in SETTINGS if setting.name in {"short of memory", "failed steps", "chunks of 16"}],
-    ids=lambda setting: setting.name,
+    ("name", "is_late"), [("short of memory", True), ("failed steps", True), ("chunks of 16", False)]
 )
-def test_outputs_are_those_of_generate(setting, tiny_folder, tiny_references):
-    hold(setting, tiny_folder, tiny_references)
+def test_outputs_are_those_of_generate(name, is_late, tiny_folder, tiny_references):
+    (setting,) = (setting for setting in SETTINGS if setting.name == name)
+    hold(setting, tiny_folder, tiny_references, is_late=is_late)
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("is_late", [True, False], ids=["late", "early"])
 @pytest.mark.parametrize(
     "setting", [setting for setting in SETTINGS if setting.slow_policy is None], ids=lambda setting: setting.name
 )
-def test_outputs_are_those_of_generate_in_every_setting(setting, tiny_folder, tiny_references):
-    hold(setting, tiny_folder, tiny_references)
+def test_outputs_are_those_of_generate_in_every_setting(setting, is_late, tiny_folder, tiny_references):
+    hold(setting, tiny_folder, tiny_references, is_late=is_late)
 
 
-def hold(setting, tiny_folder, tiny_references):
-    trial = Trial(setting, WORKLOAD, tiny_folder("llama"), build_overlapped)
+def hold(setting, tiny_folder, tiny_references, *, is_late):
+    """Outputs are exact, and at least half as much happens as in the plain loop, whose steps hold other requests."""
+    if setting.at_least is not None:
+        setting = replace(setting, at_least=Counts(*(count // 2 for count in vars(setting.at_least).values())))
+    trial = Trial(setting, WORKLOAD, tiny_folder("llama"), build_overlapped, is_late=is_late)
     trial.run()
-    assert isinstance(trial.engine, OverlappedEngine)
+    engine = trial.engine
+    assert isinstance(engine, OverlappedEngine)
     trial.assert_exact(tiny_references("llama", WORKLOAD.num_outputs))
+    if not setting.allow_streaming:
+        assert engine.num_ahead > engine.num_launched / 4
+
+
+@pytest.mark.parametrize("kind", ["overlapped", pytest.param("plain", marks=pytest.mark.long)])
+def test_a_layer_reads_what_has_come_for_it(kind, tiny_folder, tiny_references, monkeypatch):
+    """Blocks come back from the host as a card's do, a layer at a time, and as late as they may; some of them damaged.
+
+    Until then they hold NaN. That one is damaged is found when all has been computed with it.
+    """
+    monkeypatch.setattr("pagefold.store.card_arena._GROUP_BYTES", 1)
+    stream = LateStream(monkeypatch)
+
+    def build_restoring(*asked):
+        engine = (build_overlapped if kind == "overlapped" else build)(*asked)
+        arena = engine.runner.arena
+        engine.runner.arena = CardArena(arena.num_blocks, arena.blocks.shape[1], torch.device("cpu"), stream)
+        return engine
+
+    setting = Setting(
+        name="restored",
+        block_size=4,
+        spare_blocks=6,
+        num_host_blocks=300,
+        damage_rate=0.02,
+        max_prompt_tokens=60,
+        num_rounds=2,
+        at_least=Counts(num_loaded_blocks=30, num_damaged_blocks=1),
+    )
+    trial = Trial(setting, WORKLOAD, tiny_folder("llama"), build_restoring)
+    trial.run()
+    trial.assert_exact(tiny_references("llama", WORKLOAD.num_outputs))
+    num_held = len([entry for entry in stream.log if entry[0] == "hold"])
+    assert num_held >= stream.log.count("behind current") + 5, "a model of two layers, and each has waited"
 
 
 def run(engine, *, resets: bool = False):
@@ -73,9 +116,9 @@ def run(engine, *, resets: bool = False):
             if coming:
                 index, prompt = coming.pop()
                 how = {"temperature": 0.0} if index % 2 else {"temperature": 0.8, "seed": index, "top_p": 0.9}
-                sampling = SamplingParams(
-                    max_tokens=4 + index, logprobs=2, prompt_logprobs=1 if index % 3 else None, **how
-                )
+                if index < 4:  # these come last: before, steps are planned ahead of tokens, and then no more
+                    how |= {"logprobs": 2, "prompt_logprobs": 1 if index % 3 else None}
+                sampling = SamplingParams(max_tokens=14 - index, **how)
                 engine.add(str(index), prompt, sampling)
         if resets and random.random() < 0.2:
             engine.reset_prefix_cache()
@@ -101,7 +144,9 @@ def test_sampled_outputs_and_reasons_are_those_of_the_plain_loop(tiny_folder):
     blueprint = plan_engine(config)
     plain = run(build_engine(blueprint, say=lambda _: None))
     for resets in (False, True):
-        assert run(overlapped(build_engine(blueprint, say=lambda _: None)), resets=resets) == plain
+        engine = overlapped(build_engine(blueprint, say=lambda _: None))
+        assert run(engine, resets=resets) == plain
+        assert 0 < engine.num_ahead < engine.num_launched - 4
 
 
 def test_a_request_whose_time_is_up_is_told_its_last_token_first(tiny_folder):

@@ -55,3 +55,30 @@ def test_a_drip_is_left_as_soon_as_computing_is_sooner():
     assert arbiter.goes_on(0, 10, 1.0), "patience bounds that"
     assert arbiter.goes_on(5, 10, 5 * 0.015)
     assert not arbiter.goes_on(5, 10, 5 * 0.017)
+
+
+def test_a_restore_is_weighed_where_its_link_is_known():
+    assert arbiter_of().restores("host", 1), "as on a CPU"
+    assert arbiter_of(host=LinkModel(1e-5, 2e10)).restores("host", 1)
+    assert not arbiter_of(host=LinkModel(1e-5, 7e7)).restores("host", 100), "15 ms a block, and 16 to compute it"
+    slow_start = arbiter_of(host=LinkModel(0.1, 2e10))
+    assert not slow_start.restores("host", 2)
+    assert slow_start.restores("host", 20)
+    assert slow_start.num_unrestored == 1
+
+
+def test_a_link_that_was_slow_for_a_moment_is_tried_again():
+    arbiter = arbiter_of(host=LinkModel(1e-5, 2e10))
+    for _ in range(60):
+        arbiter.links["host"].learn(8 * MIB, 5.0)
+    assert not arbiter.restores("host", 4)
+    assert any(arbiter.restores("host", 4) for _ in range(500))
+
+
+def test_what_computing_takes_is_learnt_of_steps_that_mostly_prefill():
+    arbiter = arbiter_of()
+    arbiter.learn_compute(63, 1, 1.0)
+    arbiter.learn_compute(100, 50, 1.0)
+    assert arbiter.compute_s_per_token == 1e-3
+    arbiter.learn_compute(100, 2, 1.0)
+    assert arbiter.compute_s_per_token == pytest.approx(1e-3 + 0.2 * (1e-2 - 1e-3))

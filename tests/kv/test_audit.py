@@ -247,6 +247,11 @@ def promise_of_another_table(world: World) -> None:
     world.table.promise = world.promising.promise
 
 
+def promises_with_a_gap(world: World) -> None:
+    assert world.promising.promise is not None
+    world.promising.promise.end = world.cached
+
+
 def block_twice_in_a_table(world: World) -> None:
     world.pool.acquire(world.block(world.table, 2))
     world.table.block_ids.append(world.table.block_ids[2])
@@ -408,6 +413,7 @@ CORRUPTIONS: list[tuple[Callable[[World], None], str]] = [
     (idle_but_not_evictable, "evictable is False"),
     (orphaned_node, "its node is not in the tree"),
     (promise_of_another_table, "a table has another table's promise"),
+    (promises_with_a_gap, "does not end where the next one begins"),
     (block_twice_in_a_table, "a table holds a block twice"),
     (wrong_capacity, "capacity 16 of 3 blocks"),
     (more_published_than_held, "more published than held"),

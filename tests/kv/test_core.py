@@ -983,3 +983,67 @@ def test_the_face_of_the_room_is_what_it_exports() -> None:
     for name in pagefold.kv.__all__:
         assert hasattr(pagefold.kv, name)
     assert len(set(pagefold.kv.__all__)) == len(pagefold.kv.__all__)
+
+
+# Two steps in flight.
+
+
+def test_a_table_promises_behind_its_promise_and_each_is_committed_alone() -> None:
+    core = Core()
+    table, _ = core.admit(range(17))
+    first = core.plan(table, range(9), 0)
+    second = core.plan(table, range(17), 9)
+    assert first is not None
+    assert second is not None
+    nodes = [core.pool.blocks[block_id].node for block_id in table.block_ids[:4]]
+    core.finish_step(first)
+    assert [node.committed for node in nodes if node is not None] == [True, True, False, False]
+    core.finish_step(second)
+    assert all(node.committed for node in nodes if node is not None)
+
+
+def test_two_promises_are_taken_back_newest_first() -> None:
+    core = Core()
+    table, _ = core.admit(range(17))
+    promises = core.plan(table, range(9), 0), core.plan(table, range(17), 9)
+    with pytest.raises(AssertionError, match="newest promise"):
+        core.abandon(promises[0])  # type: ignore[arg-type]
+    core.fail_step(*promises)
+    assert (table.num_published, table.promise, core.hit_tokens(range(17))) == (0, None, 0)
+
+
+def test_a_third_promise_is_our_bug() -> None:
+    core = Core()
+    table, _ = core.admit(range(17))
+    core.plan(table, range(5), 0)
+    core.plan(table, range(9), 5)
+    with pytest.raises(AssertionError, match="two promises"):
+        core.plan(table, range(17), 9)
+
+
+def test_a_promise_commits_oldest_first() -> None:
+    core = Core()
+    table, _ = core.admit(range(17))
+    core.plan(table, range(9), 0)
+    second = core.plan(table, range(17), 9)
+    assert second is not None
+    with pytest.raises(AssertionError, match="oldest promise"):
+        core.commit(second)
+
+
+def test_a_table_that_is_read_keeps_its_blocks_until_it_joins() -> None:
+    """Both have written the same; the second's own blocks are read by a step in flight."""
+    core = Core()
+    (one, _), (other, _) = core.admit(range(9)), core.admit(range(9))
+    first, second = core.plan(one, range(9), 0), core.plan(other, range(9), 0)
+    assert second is not None
+    core.finish_step(first)
+    own = list(other.block_ids)
+    core.commit(second, is_read=True)
+    audit(core)
+    assert other.block_ids == own
+    assert second.is_behind
+    core.join(second)
+    audit(core)
+    assert other.block_ids[:2] == one.block_ids[:2]
+    assert not second.is_behind

@@ -6,7 +6,7 @@ from array import array
 from random import Random
 from typing import TYPE_CHECKING
 
-from pagefold.kv import HostTier, KVCore, LoadOp, Namespace, StoreOp, audit
+from pagefold.kv import Arbiter, HostTier, KVCore, LinkModel, LoadOp, Namespace, StoreOp, audit
 from pagefold.kv.names import digest_of, path_digest, root_digest
 
 if TYPE_CHECKING:
@@ -61,6 +61,22 @@ def test_what_was_evicted_is_loaded_and_published_again():
     assert (core.tier.num_stored, core.tier.num_loaded) == (4, 2)
     assert len(core.match(NS, pack(A), 8).nodes) == 2
     assert core.match(NS, pack(A), 8).held == ()
+
+
+def test_what_is_sooner_computed_than_restored_is_left_on_the_host():
+    core = Core()
+    core.serve(A)
+    core.serve(B)
+    hit = core.match(NS, pack(A), 8)
+    assert len(hit.held) == 2
+    assert core.worth(hit) is hit, "nobody weighs"
+    core.arbiter = Arbiter(1000, 4, compute_s_per_token=1e-3)
+    core.arbiter.links["host"] = LinkModel(0.0, 1e6)
+    assert core.worth(hit) is hit, "a block in 1 ms, and computed in 4"
+    core.arbiter.links["host"] = LinkModel(0.0, 2e5)
+    left = core.worth(hit)
+    assert (left.held, left.nodes) == ((), hit.nodes)
+    assert core.match(NS, pack(A), 8).held, "it is still there"
 
 
 def test_the_device_is_looked_at_first_and_goes_on_on_the_host():

@@ -7,6 +7,7 @@ with tensors of the host. So what passes here waits for nothing, and leaves noth
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from equivalence.tiny_models import FAMILIES
 from pagefold.kv import BlockId, KVGeometry
 from pagefold.request import SamplingParams
 from pagefold.runner.cuda_decoder import CudaDecoder
-from pagefold.runner.inputs import make_inputs
+from pagefold.runner.inputs import fill_in, late_tokens, make_inputs, on_card
 from pagefold.runner.loader import register_attention
 from pagefold.runner.logits import adjust
 from pagefold.runner.sampler import sample, sample_on_card
@@ -60,6 +61,24 @@ def test_a_step_of_a_model_is_queued_without_waiting(family):
     logits = decoder.logits(make_inputs(make_plan(), geometry))
     assert logits.device == META
     assert logits.shape == (2, config.vocab_size)
+
+
+def test_late_tokens_are_taken_on_the_card_without_waiting():
+    plan = make_plan()
+    plan.late, plan.late_from = [3], [1]
+    sampled = torch.zeros(2, dtype=torch.int64, device=META)
+    late = late_tokens(plan, sampled)
+    inputs = replace(make_inputs(plan, KVGeometry(1, 1, 8, 2, 4)), late=late)
+    there = on_card(inputs, META, 0)
+    assert (there.token_ids.device, there.token_ids.shape, there.late) == (META, (1, 6), None)
+
+
+def test_late_tokens_are_those_of_the_step_before():
+    plan = make_plan()
+    plan.late, plan.late_from = [3, 5], [1, 0]
+    inputs = make_inputs(plan, KVGeometry(1, 1, 8, 2, 4))
+    fill_in(inputs.token_ids, late_tokens(plan, torch.tensor([70, 80])))
+    assert inputs.token_ids.tolist() == [[5, 6, 7, 80, 9, 70]]
 
 
 def test_what_is_sampled_is_left_on_the_card():

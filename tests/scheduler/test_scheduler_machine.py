@@ -14,15 +14,18 @@ Held after every operation, for every policy, with tiny pools, small chunks and 
 * the oldest request is never preempted; admission waits only for budget, seats or memory; every request ends within as
   many steps as there are tokens.
 
-Steps are planned, applied or abandoned; requests are added and finished, pins taken away, and the cache is reset, at
-any point of that. Some requests are warm-ups that pin their prompts.
+* a step that is planned behind one in flight leaves every request as it was, has the positions that follow, and says
+  of each token that is not known yet whose it is; when it is not planned, there is a reason.
+
+Steps are planned, one behind another too, applied or abandoned; requests are added and finished, pins taken away, and
+the cache is reset, at any point of that. Some requests are warm-ups that pin their prompts.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from random import Random
 from typing import TYPE_CHECKING
@@ -67,6 +70,27 @@ class Setup:
     """Short prompts and long outputs: all are let in, and then there is no room to grow."""
 
 
+@dataclass
+class Flight:
+    """A step in flight.
+
+    Attributes:
+        plan: of it.
+        launched: the same with the tables as they were then, as a card gets them.
+        requests: who has each row.
+        samples: who gets each token.
+        admitted: in this step.
+        lookups: what it will tell, if it runs.
+    """
+
+    plan: StepPlan
+    launched: StepPlan
+    requests: list[Request]
+    samples: list[Request]
+    admitted: list[Request]
+    lookups: list[PrefixLookup]
+
+
 class Machine:
     """Operations, each legal at any time; one that makes no sense at the moment does nothing."""
 
@@ -85,15 +109,14 @@ class Machine:
         self.scheduler = Scheduler(self.core, limits, policy=scheduling, emit=self._on_event)
         self.runner = ShadowRunner(self.scheduler)
         self.max_total_tokens = min(60, setup.num_blocks * BLOCK_SIZE)
-        self.plan: StepPlan | None = None
+        self.flights: list[Flight] = []  # two at most, in order
         self.requests: dict[str, Request] = {}
         self.expected: dict[str, list[int]] = {}
         self.computed: dict[str, int] = {}  # of running requests: tokens whose KV they have
         self.ever_computed: dict[str, int] = {}  # of preempted requests: the most that they ever had
         self.num_failed: Counter[str] = Counter()  # steps in a row
-        self.num_admitted = 0
-        self.lookups: list[PrefixLookup] = []  # what the step in flight will tell, if it runs
         self.looked_up: set[str] = set()
+        self.extended: set[str] = set()  # have been given blocks for a step that did not come to pass
         self.num_added = 0
         self.events: list[Event] = []
         self.now = 0.0
@@ -142,11 +165,11 @@ class Machine:
             self.expected[sample.request_id] = alone(sample)
         request, *request.forks = samples
         self.scheduler.add(request)
-        self._saw("added during a step", self.plan is not None)
+        self._saw("added during a step", bool(self.flights))
 
     def schedule(self) -> None:
         """Plan a step, and look at all of it."""
-        if self.plan is not None:
+        if self.flights:
             return
         before = sorted(self.scheduler.running, key=lambda request: request.order)
         waited = list(self.scheduler.waiting)
@@ -155,43 +178,82 @@ class Machine:
         plan = self.scheduler.schedule(self.now)
         assert all(pin.expires_at_s > self.now for pin in self.core.pins)
         assert bool(plan.num_rows) == bool(before or waited), "nothing to run though there is work"
+        assert not plan.late
         self._check_preempted(before)
-        admitted = [request for request in waited + before if request.request_id not in self.computed]
-        admitted = [request for request in admitted if request.status is RequestStatus.RUNNING]
-        self.num_admitted = len(admitted)
-        assert not [event for event in self.events if isinstance(event, PrefixLookup)], "told before it ran"
-        self.lookups = [self._lookup_of(request) for request in sorted(admitted, key=lambda request: request.order)]
-        self.computed |= {lookup.request_id: lookup.num_hit_tokens for lookup in self.lookups}
-        self._check_given_up()
+        flight = self._flight(plan, [request for request in waited + before if self._is_new(request)])
+        self._check_given_up(flight)
         self._check_admission(plan)
-        self._check_plan(plan)
+        assert flight.requests == self.scheduler.running
+        self._check_plan(flight)
         if plan.num_rows:
-            self.plan = plan
+            self.flights.append(flight)
             self._poison_what_is_written(plan)
+
+    def look_ahead(self) -> None:
+        """Plan a step behind the one in flight, and look at all of it."""
+        if len(self.flights) != 1:
+            return
+        (first,) = self.flights
+        before = [(request, list(request.token_ids), request.num_computed_tokens) for request in self.requests.values()]
+        running, waited = list(self.scheduler.running), list(self.scheduler.waiting)
+        self.events.clear()
+        self.failed_extends.clear()
+        plan = self.scheduler.schedule_ahead(self.now)
+        assert not [event for event in self.events if isinstance(event, RequestPreempted)], "preempted during a step"
+        admitted = [request for request in waited if self._is_new(request)]
+        for request, token_ids, num_computed_tokens in before:
+            assert list(request.token_ids) == token_ids, "a placeholder was left behind"
+            assert request.num_computed_tokens == num_computed_tokens or request in admitted
+        assert [request for request in self.scheduler.running if request not in admitted] == running
+        goes_on = [request for request in running if not self._is_over(request, first)]
+        if plan is None:
+            self.extended.update(request.request_id for request in goes_on)
+            assert not admitted
+            is_forking = any(request.forks for request in first.samples)
+            assert is_forking or not goes_on or self.failed_extends or self._joins(), "nothing was in the way"
+            self._saw("not ahead: a fork", is_forking)
+            self._saw("not ahead: memory", bool(self.failed_extends))
+            self._saw("not ahead: a join", self._joins())
+            return
+        flight = self._flight(plan, admitted)
+        assert {*flight.requests} == {*goes_on, *admitted}
+        self._check_plan(flight, first)
+        self.flights.append(flight)
+        self._poison_what_is_written(plan)
+        self._saw("ahead")
+        self._saw("ahead: admitted", bool(admitted))
+        self._saw(
+            "ahead: a chunk behind a chunk",
+            any(plan.starts[row] for row in range(plan.num_rows) if row not in plan.sampling_rows),
+        )
 
     def apply(self) -> None:
         """The step runs."""
-        plan = self.plan
-        if plan is None:
+        if not self.flights:
             return
-        requests = list(self.scheduler.running)
-        samples = samples_of(plan, requests)
-        aborted = {request.request_id for request in samples if request.is_aborted}
-        result = self.runner.run(plan)
+        flight = self.flights.pop(0)
+        plan, requests = flight.plan, flight.requests
+        aborted = {request.request_id for request in flight.samples if request.is_aborted}
+        result = self.runner.run(flight.launched)
         for request, start, num_tokens, block_ids in zip(
             requests, plan.starts, plan.num_tokens, plan.block_ids, strict=True
         ):
+            if start + num_tokens > request.num_tokens:
+                assert request.is_aborted, "computed what it does not have"
+                self._saw("a row too many of one that was cut off")
+                continue
             cells = cells_of(request.namespace, request.token_ids[: start + num_tokens])
             assert self.runner.read(block_ids, start + num_tokens) == cells, f"{request} reads what is not its own"
+        for request, start, num_tokens in zip(requests, plan.starts, plan.num_tokens, strict=True):
             self.computed[request.request_id] = start + num_tokens
             self.num_failed[request.request_id] = 0
+        self._saw("a row too many of one that ended", any(request.finish_reason == "stop" for request in requests))
         tables = [list(block_ids) for block_ids in plan.block_ids]
         num_recomputed = self._num_recomputed(plan, requests)
         self.events.clear()
-        self.plan = None
         got = self.scheduler.apply(result)
         self._saw("joined at commit", any(a != b for a, b in zip(tables, plan.block_ids, strict=True) if b))
-        assert got == [request for request in samples if request.request_id not in aborted]
+        assert got == [request for request in flight.samples if request.request_id not in aborted]
         for request in requests:
             if request.status is RequestStatus.FINISHED:
                 self.computed.pop(request.request_id)
@@ -201,8 +263,8 @@ class Machine:
                 self.computed[request.request_id] = request.num_prompt_tokens
                 self._saw("forked")
                 self._saw("forked inside a block", request.num_prompt_tokens % BLOCK_SIZE > 0)
-        assert [event for event in self.events if isinstance(event, PrefixLookup)] == self.lookups
-        first = [lookup.request_id for lookup in self.lookups if not lookup.after_preemption]
+        assert [event for event in self.events if isinstance(event, PrefixLookup)] == flight.lookups
+        first = [lookup.request_id for lookup in flight.lookups if not lookup.after_preemption]
         assert not self.looked_up.intersection(first), "a first lookup comes once"
         self.looked_up.update(first)
         (applied,) = [event for event in self.events if isinstance(event, StepApplied)]
@@ -213,30 +275,39 @@ class Machine:
 
     def advance(self) -> None:
         """Whatever of these two comes next."""
-        if self.plan is None:
+        if not self.flights:
             self.schedule()
         else:
             self.apply()
 
     def fail(self, how_far: int) -> None:
         """The step dies: before its copies, after them, or while its rows are written."""
-        plan = self.plan
-        if plan is None:
+        if not self.flights:
             return
+        flight, *behind = self.flights
+        plan = flight.plan
         how_far %= plan.num_rows + 2
         if how_far:
             self.runner.copy(plan)
             self.runner.spoil(plan, how_far - 1)
+            for other in behind:  # it ran on what the first one left
+                self.runner.copy(other.plan)
+                self.runner.spoil(other.plan, other.plan.num_rows)
         self._saw("failed step with copies", bool(plan.copies))
-        requests = list(self.scheduler.running)
-        admitted = requests[len(requests) - self.num_admitted :]
-        self._saw("failed step with forks", any(request.forks for request in samples_of(plan, requests)))
+        self._saw("failed step with one behind it", bool(behind))
+        self._saw("failed step with one behind it that has admitted", any(other.admitted for other in behind))
+        self._saw("failed step with forks", any(request.forks for request in flight.samples))
         ended: list[Request] = []
-        for request in requests:
+        for request in flight.requests:
             self.num_failed[request.request_id] += 1
             if request.is_aborted or self.num_failed[request.request_id] == 3:
                 ended += (request, *request.forks)
-        self.plan = None
+        for request in (request for other in behind for request in other.admitted):
+            if request.is_aborted:
+                ended += (request, *request.forks)
+        admitted = [request for one in self.flights for request in one.admitted]
+        self.extended.update(request.request_id for other in behind for request in other.requests)
+        self.flights = []
         assert self.scheduler.abandon("it died") == ended
         for request in admitted:
             self.computed.pop(request.request_id, None)
@@ -259,18 +330,22 @@ class Machine:
             present = self._forking() or present  # a short moment, and one worth hitting
         request = present[which % len(present)]
         was_running = request.status is RequestStatus.RUNNING
-        self._saw("cancelled during a step", self.plan is not None and was_running)
+        self._saw("cancelled during a step", bool(self.flights) and was_running)
+        self._saw("cancelled during two steps", len(self.flights) == 2 and was_running)
+        has_ended = request.finish_reason is not None
         if request.forks:
             self._saw("samples cancelled while they wait", not was_running)
             self._saw("samples cancelled while their prompt is computed", was_running)
             self._saw("samples cancelled in the step that forks", request in self._forking())
         self._saw("a sample cancelled", request.parent_id != request.request_id)
-        assert self.scheduler.finish(request.request_id, "abort" if which % 3 else "stop") is request
+        found = self.scheduler.finish(request.request_id, "abort" if which % 3 else "stop")
+        assert found is (None if has_ended else request)
         self._forget_ended()
 
     def reset(self) -> None:
         """All prefixes are forgotten."""
-        self._saw("reset during a step", self.plan is not None)
+        self._saw("reset during a step", bool(self.flights))
+        self._saw("reset during two steps", len(self.flights) == 2)
         self.core.reset()
 
     def unpin(self, which: int) -> None:
@@ -286,12 +361,15 @@ class Machine:
     def drain(self) -> None:
         """Run everything to its end: no step fails now, so there is a bound on how long it takes."""
         num_steps_left = sum(
-            request.num_seqs * (request.stop.max_total_tokens + 1)
+            request.num_seqs * (request.stop.max_total_tokens + 2)
             for request in (*self.scheduler.running, *self.scheduler.waiting)
         )
-        while self.plan is not None or self.scheduler.has_work:
+        while self.flights or self.scheduler.has_work:
             self.schedule()
             self.check()
+            if num_steps_left % 3:
+                self.look_ahead()
+                self.check()
             self.apply()
             self.check()
             num_steps_left -= 1
@@ -316,12 +394,14 @@ class Machine:
             known = [(request.priority * 2.5 + request.arrival_s, request.index) for request in scheduler.waiting]
             assert known == waiting
             self._saw("overtakes", any(a.index > b.index for a, b in pairwise(scheduler.waiting)))
-        assert sum(1 + len(request.forks) for request in scheduler.running) <= self.setup.max_num_seqs
+        for flight in self.flights:
+            running = [request for request in flight.requests if request in scheduler.running]
+            assert sum(1 + len(request.forks) for request in running) <= self.setup.max_num_seqs
         assert core.tables == {request.table for request in scheduler.running}
         for request in scheduler.running:
             assert request.status is RequestStatus.RUNNING
             assert request.num_computed_tokens == self.computed[request.request_id]
-            assert request.num_computed_tokens < request.num_tokens
+            assert request.num_computed_tokens < request.num_tokens or request.is_aborted
             assert scheduler.get(request.request_id) is request
         for request in scheduler.waiting:
             assert request.table is None
@@ -332,7 +412,7 @@ class Machine:
             for fork in request.forks:
                 assert (fork.status, fork.table) == (RequestStatus.WAITING, None)
                 assert scheduler.get(fork.request_id) is None
-        if self.plan is None:
+        if not self.flights:
             assert not core.copies_in_flight
             waits_for = {copy.dst: copy.src for copy in core.pending_copies}
             assert not waits_for or any(self.num_failed[request.request_id] for request in scheduler.running)
@@ -392,10 +472,10 @@ class Machine:
         assert needed > core.num_available + core.pool.num_pinned, f"{head} could run"
         self._saw("waits for memory")
 
-    def _check_given_up(self) -> None:
+    def _check_given_up(self, flight: Flight) -> None:
         """Pins went for the sake of somebody who runs now, before anybody was preempted."""
         num_given_up = sum(isinstance(event, PinDropped) and event.cause == "memory" for event in self.events)
-        assert not num_given_up or self.failed_extends or self.num_admitted, "a pin was given up for nothing"
+        assert not num_given_up or self.failed_extends or flight.admitted, "a pin was given up for nothing"
         self._saw("pin given up for one that waits", bool(num_given_up and not self.failed_extends))
         self._saw("pin given up for one that runs", bool(num_given_up and self.failed_extends))
 
@@ -425,38 +505,83 @@ class Machine:
             prompt = request.token_ids[: pin.num_blocks * BLOCK_SIZE].tobytes()
             assert b"".join([node.key for node in pin.path()][::-1]) == prompt
 
-    def _check_plan(self, plan: StepPlan) -> None:
-        running = self.scheduler.running
+    def _check_plan(self, flight: Flight, before: Flight | None = None) -> None:
+        """Look at a plan; ``before`` is the step in flight that it was planned behind."""
+        plan = flight.plan
         block_size = BLOCK_SIZE
-        assert plan.num_rows == len(running) == len(plan.num_tokens) == len(plan.block_ids)
+        assert plan.num_rows == len(flight.requests) == len(plan.num_tokens) == len(plan.block_ids)
         assert sum(plan.num_tokens) == len(plan.token_ids) <= self.setup.max_num_batched_tokens
-        tokens: list[int] = []
+        late: list[tuple[int, int]] = []
         sampling: list[tuple[int, int, int]] = []
         written: set[tuple[int, int]] = set()
-        for row, request in enumerate(running):
+        at = 0
+        for row, request in enumerate(flight.requests):
             start, num_tokens, block_ids = plan.starts[row], plan.num_tokens[row], plan.block_ids[row]
-            assert start == self.computed[request.request_id], "computed twice, or skipped"
-            assert 1 <= num_tokens <= request.num_tokens - start
-            assert len(block_ids) == -(-(start + num_tokens) // block_size), "as many blocks as it needs, no more"
+            num_known = request.num_tokens
+            num_computed = self.computed[request.request_id]
+            if before is not None and request in before.requests:
+                num_computed += before.plan.num_tokens[before.requests.index(request)]
+            if before is not None and request in before.samples:
+                assert (start, num_tokens) == (num_known, 1)
+                late.append((at, before.samples.index(request)))
+                num_known += 1
+            else:
+                assert plan.token_ids[at : at + num_tokens] == request.token_ids[start : start + num_tokens]
+            assert start == num_computed, "computed twice, or skipped"
+            assert 1 <= num_tokens <= num_known - start
+            num_needed = -(-(start + num_tokens) // block_size)
+            assert len(block_ids) >= num_needed
+            assert len(block_ids) == num_needed or request.request_id in self.extended, "more blocks than it needs"
             positions = range(start, start + num_tokens)
             cells = {(block_ids[position // block_size], position % block_size) for position in positions}
             assert not cells & written, "two rows write one position"
             written |= cells
-            tokens += request.token_ids[start : start + num_tokens]
-            if start + num_tokens == request.num_tokens:
-                sampling += [(row, sample.seed, request.num_output_tokens) for sample in (request, *request.forks)]
-            self._saw("chunk", start + num_tokens < request.num_tokens)
+            at += num_tokens
+            if start + num_tokens == num_known:
+                num_outputs = num_known - request.num_prompt_tokens
+                sampling += [(row, sample.seed, num_outputs) for sample in (request, *request.forks)]
+            self._saw("chunk", start + num_tokens < num_known)
         ends = [start + num_tokens for start, num_tokens in zip(plan.starts, plan.num_tokens, strict=True)]
-        assert self.scheduler.num_wasted_slots == sum(-end % block_size for end in ends)
-        assert list(plan.token_ids) == tokens
+        num_slots = [len(block_ids) * block_size for block_ids in plan.block_ids]
+        wasted = sum(slots - end for slots, end in zip(num_slots, ends, strict=True))
+        assert self.scheduler.num_wasted_slots == wasted
+        assert list(zip(plan.late, plan.late_from, strict=True)) == late
         assert list(zip(plan.sampling_rows, plan.seeds, plan.draws, strict=True)) == sampling
         assert len(plan.sampling) == len(sampling)
         self._saw("copy-on-write", bool(plan.copies))
         self._saw("several copies of a block", len({copy.src for copy in plan.copies}) < len(plan.copies))
-        self._saw_leaning(plan)
+        self._saw_leaning(flight)
 
-    def _saw_leaning(self, plan: StepPlan) -> None:
-        for request, start in zip(self.scheduler.running, plan.starts, strict=True):
+    def _flight(self, plan: StepPlan, admitted: list[Request]) -> Flight:
+        """Note who has which row of a plan that was just made, and who was admitted."""
+        assert not [event for event in self.events if isinstance(event, PrefixLookup)], "told before it ran"
+        rows = {id(request.table.block_ids): request for request in self.scheduler.running}
+        requests = [rows[id(block_ids)] for block_ids in plan.block_ids]
+        admitted.sort(key=lambda request: request.order)
+        lookups = [self._lookup_of(request) for request in admitted]
+        self.computed |= {lookup.request_id: lookup.num_hit_tokens for lookup in lookups}
+        rows_then = zip(plan.starts, plan.block_ids, strict=True)  # of a row that begins, the runner asks whose it is
+        launched = replace(plan, block_ids=[list(ids) if start else ids for start, ids in rows_then])
+        return Flight(plan, launched, requests, samples_of(plan, requests), admitted, lookups)
+
+    def _is_new(self, request: Request) -> bool:
+        return request.status is RequestStatus.RUNNING and request.request_id not in self.computed
+
+    def _is_over(self, request: Request, flight: Flight) -> bool:
+        """Whether a running request surely has nothing to do behind ``flight``."""
+        num_tokens = request.num_tokens + (request in flight.samples)
+        return request.is_aborted or num_tokens == request.stop.max_total_tokens
+
+    def _joins(self) -> bool:
+        """Whether a running table is not published as far as it is written: others hold the same."""
+        for request in self.scheduler.running:
+            num_whole = request.num_computed_tokens // BLOCK_SIZE
+            if request.table.tail is not None and request.table.num_published < num_whole:
+                return True
+        return False
+
+    def _saw_leaning(self, flight: Flight) -> None:
+        for request, start in zip(flight.requests, flight.plan.starts, strict=True):
             node: Node | None = request.table.tail
             while node is not None and (node.depth + 1) * BLOCK_SIZE > start:
                 node = node.parent
@@ -473,10 +598,8 @@ class Machine:
         return PrefixLookup(request.request_id, request.num_tokens, num_hit_tokens, after_preemption)
 
     def _forking(self) -> list[Request]:
-        """Return those whose samples will begin when the step in flight is applied."""
-        if self.plan is None:
-            return []
-        return [request for request in samples_of(self.plan, self.scheduler.running) if request.forks]
+        """Return those whose samples will begin when the steps in flight are applied."""
+        return [request for flight in self.flights for request in flight.samples if request.forks]
 
     def _poison_what_is_written(self, plan: StepPlan) -> None:
         for block_ids, start in zip(plan.block_ids, plan.starts, strict=True):
@@ -535,6 +658,7 @@ MAX_INT = 2**16
 OPERATIONS: tuple[tuple[str, int, float], ...] = (
     ("add", 4, 16),
     ("advance", 0, 76),
+    ("look_ahead", 0, 40),
     ("fail", 1, 3),
     ("die", 0, 0.3),
     ("finish", 1, 3),
@@ -627,6 +751,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.machine.check()
         self.machine.apply()
 
+    @rule()
+    def look_ahead(self) -> None:
+        """See Machine."""
+        self.machine.look_ahead()
+
     @rule(how_far=ints)
     def fail(self, how_far: int) -> None:
         """See Machine."""
@@ -694,8 +823,14 @@ def test_what_is_worth_testing_happens() -> None:
         "a sample cancelled",
         "a sample ended by itself",
         "added during a step",
+        "ahead",
+        "ahead: a chunk behind a chunk",
+        "ahead: admitted",
+        "a row too many of one that ended",
+        "a row too many of one that was cut off",
         "beyond the quota",
         "cancelled during a step",
+        "cancelled during two steps",
         "chunk",
         "copy-on-write",
         "ended by abort",
@@ -704,10 +839,15 @@ def test_what_is_worth_testing_happens() -> None:
         "ended by stop",
         "failed step with copies",
         "failed step with forks",
+        "failed step with one behind it",
+        "failed step with one behind it that has admitted",
         "forked",
         "forked inside a block",
         "joined at commit",
         "lean on a promise",
+        "not ahead: a fork",
+        "not ahead: a join",
+        "not ahead: memory",
         "overtakes",
         "pin given up for one that runs",
         "pin given up for one that waits",
@@ -715,6 +855,7 @@ def test_what_is_worth_testing_happens() -> None:
         "preempted",
         "prefix hit",
         "reset during a step",
+        "reset during two steps",
         "samples cancelled in the step that forks",
         "samples cancelled while their prompt is computed",
         "samples cancelled while they wait",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pagefold.capacity import Capacity, human_bytes, plan_capacity
 from pagefold.config import available_cpus, available_memory_bytes, cache_dir
 from pagefold.engine.engine import Engine, ModelLimits
-from pagefold.engine.on_card import bound_use_of, build_runner, capacity_on_card, ran_out
+from pagefold.engine.on_card import bound_use_of, build_runner, capacity_on_card, measure_link, ran_out
 from pagefold.engine.overlapped import OverlappedEngine
 from pagefold.errors import ConfigError, DoesNotFitError
 from pagefold.events import Emit, ignore
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from pagefold.runner.slab import AnySlab
     from pagefold.runner.torch_runner import Decoder
     from pagefold.store import BlockStore, HostArena
+    from pagefold.store.card_arena import CardArena
     from pagefold.structured.compiler import GrammarCompiler
     from pagefold.tokenizer import Tokenizer
 
@@ -338,23 +339,26 @@ def _assemble(
     torch.set_num_threads(config.threads or available_cpus())
     tokenizer = Tokenizer(spec.folder) if (spec.folder / "tokenizer_config.json").is_file() else None
     num_held = capacity.num_host_blocks
-    arena = None
+    arena: HostArena | None = None
+    card_arena = None
     if blueprint.card is not None:
-        arena = _arena(blueprint, num_held) if num_held else None
+        arena = card_arena = _card_arena(blueprint, num_held) if num_held else None
         model = _load_on_card(blueprint)
         runner, capacity = build_runner(blueprint, model, say, arena)
     else:
         num_read = capacity.num_blocks + (num_held if config.allow_streaming else 0)  # blocks that attention reads
         slab = _allocate(geometry, num_read, blueprint.dtype, blueprint.centres)
         behind = slab.as_bytes()[capacity.num_blocks :] if config.allow_streaming else None
-        arena = _arena(blueprint, num_held, behind) if num_held else None
+        arena = _host_arena(blueprint, num_held, behind) if num_held else None
         runner = TorchRunner(_decoder(blueprint, slab), geometry, slab, arena)
     runner.warm_up()
     host = HostTier(num_held, notes_unsaved=bool(stores)) if num_held else None
-    slow = None
-    if stores:
+    slow = arbiter = None
+    if stores or card_arena is not None:
         compute_s = runner.seconds_per_token()
         arbiter = Arbiter(geometry.bytes_per_block, geometry.block_size, compute_s_per_token=compute_s)
+        if card_arena is not None:
+            measure_link(card_arena, runner, arbiter, say)
         slow = _slow_tiers(config, host, arbiter, stores, say)
     core = KVCore(
         capacity.num_blocks,
@@ -364,6 +368,7 @@ def _assemble(
         pin_limits=PinLimits(config.max_pinned_share, config.pin_half_life_s),
         host=host,
         slow=slow,
+        arbiter=None if card_arena is None else arbiter,
         allow_streaming=config.allow_streaming,
         emit=emit,
     )
@@ -454,18 +459,20 @@ def _decoder(blueprint: Blueprint, slab: AnySlab) -> Decoder:
     return TransformersDecoder(load_model(spec.folder, blueprint.dtype), slab, attention, max_model_len=max_model_len)
 
 
-def _arena(blueprint: Blueprint, num_blocks: int, memory: Any = None) -> HostArena:  # noqa: ANN401 - an array's view
-    """Return host memory for blocks, or ``memory`` as such; pinned where they are a card's."""
-    block_bytes = blueprint.capacity.host_bytes // num_blocks
-    if blueprint.card is None:
-        from pagefold.store import HostArena  # noqa: PLC0415 - only here
+def _host_arena(blueprint: Blueprint, num_blocks: int, memory: Any) -> HostArena:  # noqa: ANN401 - an array's view
+    """Return host memory for blocks, or ``memory`` as such if there is any."""
+    from pagefold.store import HostArena  # noqa: PLC0415 - only here
 
-        return HostArena(num_blocks, block_bytes, memory)
+    return HostArena(num_blocks, blueprint.capacity.host_bytes // num_blocks, memory)
+
+
+def _card_arena(blueprint: Blueprint, num_blocks: int) -> CardArena:
+    """Return pinned host memory for a card's blocks."""
     import torch  # noqa: PLC0415
 
     from pagefold.store.card_arena import CardArena  # noqa: PLC0415 - only here
 
-    return CardArena(num_blocks, block_bytes, torch.device(blueprint.device))
+    return CardArena(num_blocks, blueprint.capacity.host_bytes // num_blocks, torch.device(blueprint.device))
 
 
 def _load_on_card(blueprint: Blueprint) -> Any:  # noqa: ANN401 - transformers' models have no common type

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pagefold.structured.params import StructuredOutputsParams
     from pagefold.tokenizer import Tokenizer
 
-__all__ = ["Engine", "ModelLimits"]
+__all__ = ["Engine", "ModelLimits", "sample_ids_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -120,6 +120,12 @@ class Engine:
         """Whether any request is here: also if all of them wait for blocks."""
         return self.scheduler.has_requests
 
+    def decide_in_order(self) -> None:
+        """From now on plan each step when the last one's tokens are known: so a recording can be replayed.
+
+        This engine always does.
+        """
+
     def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, caller: Caller = ANYBODY) -> None:
         """Refuse what can never be served. Reads nothing that changes, so any thread may call it.
 
@@ -201,7 +207,7 @@ class Engine:
         """
         self.check(prompt_token_ids, sampling, caller)
         assert (grammar is None) == (sampling.structured_outputs is None), "a grammar is compiled before it is added"
-        sample_ids = [request_id, *(f"{request_id}/{index}" for index in range(1, sampling.num_samples))]
+        sample_ids = sample_ids_of(request_id, sampling)
         is_pin = self.scheduler.core.pins.get(request_id) is not None
         if is_pin or any(name in self._texts or self.scheduler.get(name) is not None for name in sample_ids):
             msg = f"Request id {request_id!r} is in use."
@@ -484,6 +490,11 @@ class Engine:
             is_last=self._close(request),
             times=request.times,
         )
+
+
+def sample_ids_of(request_id: str, sampling: SamplingParams) -> list[str]:
+    """Return the names of all samples of a request; the first has the request's own."""
+    return [request_id, *(f"{request_id}/{index}" for index in range(1, sampling.num_samples))]
 
 
 def _grammar_error(request: Request) -> str:

@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     import torch
 
     from pagefold.engine.build import Blueprint
+    from pagefold.kv import Arbiter
     from pagefold.runner.attention.cuda.attention import CudaAttention
     from pagefold.runner.torch_runner import TorchRunner
     from pagefold.store import HostArena
+    from pagefold.store.card_arena import CardArena
 
-__all__ = ["bound_use_of", "build_runner", "capacity_on_card", "ran_out"]
+__all__ = ["bound_use_of", "build_runner", "capacity_on_card", "measure_link", "ran_out"]
 
 _MAX_WHY = 200
 
@@ -122,6 +124,25 @@ def build_runner(
     except torch.OutOfMemoryError as error:
         raise ran_out(error) from error
     return runner, capacity
+
+
+def measure_link(arena: CardArena, runner: TorchRunner, arbiter: Arbiter, say: Callable[[str], None]) -> None:
+    """Let ``arbiter`` know the link to the host's memory: measured before any block is in use, then by each restore.
+
+    Args:
+        arena: the host's blocks.
+        runner: has the card's.
+        arbiter: knows what computing takes.
+        say: takes the lines that a start prints.
+    """
+    from pagefold.kv import LinkModel  # noqa: PLC0415 - as below
+    from pagefold.kv.tiers import HOST  # noqa: PLC0415
+
+    latency_s, bytes_per_s = arena.measure(runner.slab.as_bytes())
+    link = arbiter.links[HOST] = LinkModel(latency_s, bytes_per_s)
+    arena.on_restored = link.learn
+    load_ms, compute_ms = 1e3 * arbiter.block_bytes / bytes_per_s, 1e3 * arbiter.compute_s(1)
+    say(f"host       {bytes_per_s / 1e9:.1f} GB/s: restores a block in {load_ms:.2f} ms, computed in {compute_ms:.2f}")
 
 
 def ran_out(error: torch.OutOfMemoryError) -> DoesNotFitError:

@@ -1,105 +1,204 @@
-"""OverlappedEngine: the same loop turned round, so that a card computes while the host does what can wait.
+"""OverlappedEngine: the same loop turned round, so that the host works while a card computes.
 
 ::
 
     plain                                   overlapped
-    plan = scheduler.schedule(now)          result = flight()            of the step before
-    result = runner.run(plan)               scheduler.apply(result)
-    scheduler.apply(result)                 plan = scheduler.schedule(now)
-    deltas of the result                    flight = runner.launch(plan)
-                                            deltas of the result, while the card computes
+    plan = scheduler.schedule(now)          plan = scheduler.schedule_ahead(now)   behind the step in flight
+    result = runner.run(plan)               ahead = runner.launch(plan)
+    scheduler.apply(result)                 scheduler.apply(flight())              of the step in flight
+    deltas of the result                    deltas of that step, while the card computes the one ahead
 
-What comes between two calls of :meth:`OverlappedEngine.step` is behind the card too: delivery, new requests, their
-prompts. What is not: ``apply``, ``schedule`` and queueing. A request that ends by a stop string is found out when its
-next token is being computed; that token is dropped, as of one that is cancelled during a step. So every request gets
-the tokens of the plain loop.
+So when a step ends, the next one is queued on the card already, and everything is behind the card: planning, queueing,
+``apply``, texts, and what comes between two calls of :meth:`OverlappedEngine.step`: delivery, new requests, their
+prompts. Where the next step depends on the tokens of the one in flight (see :meth:`Scheduler.schedule_ahead`), that one
+lands first: then ``apply``, ``schedule`` and queueing are not hidden for once, and all else is the same.
+
+A request that ends by a token is found out when its next token is being computed already; that token is dropped, as of
+one that is cancelled during a step. So every request gets the tokens of the plain loop.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+import contextlib
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
-from pagefold.engine.engine import Engine
+from pagefold.engine.engine import Engine, sample_ids_of
+from pagefold.request import ANYBODY
 from pagefold.times import tell_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pagefold.engine.outputs import OutputDelta
-    from pagefold.request import FinishReason, Request
+    from pagefold.request import Caller, FinishReason, Request, SamplingParams
     from pagefold.steps import LaunchingRunner, StepPlan, StepResult
+    from pagefold.structured.grammar import Grammar
 
 __all__ = ["OverlappedEngine"]
 
 
 class _Flight(NamedTuple):
-    """A step that was launched: its plan, and what waits for its result."""
+    """A step that was launched: its plan, when, and what waits for its result, or raises why it could not be."""
 
     plan: StepPlan
+    begun_s: float
     wait: Callable[[], StepResult]
+    is_launched: bool = True
 
 
 class OverlappedEngine(Engine):
     """An engine whose runner is a :class:`~pagefold.steps.LaunchingRunner`. Without slow tiers.
 
-    Between two steps one is in flight, so what must find none (:meth:`begin_reset`) lands it first.
+    Between two calls of :meth:`step` one step is in flight: what must find none (:meth:`begin_reset`) lands it first.
+
+    Attributes:
+        num_launched: steps that were launched.
+        num_ahead: how many of these while the step before was in flight.
     """
 
     def __init__(self, **parts: Any) -> None:  # noqa: ANN401 - those of Engine
         super().__init__(**parts)
         assert self.tiering is None, "what slow tiers bring is noted between steps"
-        self._flight: _Flight | None = None
+        self._looks_ahead = True
+        self.num_launched = self.num_ahead = 0
+        self._flights: deque[_Flight] = deque()  # two at most, and one between steps
+        self._landed_s = 0.0  # when the last step did
         self._landed: list[tuple[Request, FinishReason | None]] = []  # got a token that nobody was told of
-        self._failed: list[OutputDelta] = []  # nor of these
+        self._failed: list[tuple[list[Request], Exception]] = []  # ended by failed steps, which nobody was told either
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return super().has_work or self._flight is not None or bool(self._landed or self._failed)
+        return super().has_work or bool(self._flights or self._landed or self._failed)
+
+    def decide_in_order(self) -> None:
+        """Launch no step before the last one's tokens are known; see :meth:`Engine.decide_in_order`."""
+        self._looks_ahead = False
+
+    def add(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        caller: Caller = ANYBODY,
+        grammar: Grammar | None = None,
+    ) -> None:
+        """Queue a request; see :meth:`Engine.add`.
+
+        Raises:
+            InvalidRequestError, PinQuotaError: as there.
+        """
+        names = sample_ids_of(request_id, sampling)
+        if any(name not in self._texts and self.scheduler.get(name) is not None for name in names):
+            self._land_all()  # who had such a name has ended, and a step in flight has a row too many of it
+        super().add(request_id, prompt_token_ids, sampling, caller, grammar)
 
     def begin_reset(self) -> tuple[int, Callable[[], None]]:
         """Forget every cached prefix; see :meth:`Engine.begin_reset`."""
-        self._land()
+        self._land_all()
         return super().begin_reset()
 
     def step(self) -> list[OutputDelta]:
-        """Land the step before, launch the next one, and return what the former added, request by request."""
+        """Launch the next step, land the one before, and return what that one added, request by request."""
+        if self._flights and self._looks_ahead:
+            plan = self.scheduler.schedule_ahead(self._clock())
+            if plan is not None:
+                self._launch(plan)
+                self.num_ahead += 1
         self._land()
-        landed, self._landed = self._landed, []
-        deltas, self._failed = self._failed, []
+        if self._flights and not self._flights[0].is_launched:
+            self._land()
         now = self._clock()
-        plan = self.scheduler.schedule(now)
-        timed_out = self.scheduler.timed_out
-        if plan.num_rows:
-            self._launch(plan)
+        timed_out: list[Request] = []
+        if not self._flights:
+            plan = self.scheduler.schedule(now)
+            timed_out = self.scheduler.timed_out
+            if plan.num_rows:
+                self._launch(plan)
+                if not self._flights[0].is_launched:
+                    self._land()
+        return self._deltas(timed_out, now)
+
+    def _deltas(self, timed_out: list[Request], now: float) -> list[OutputDelta]:
+        """Tell what has happened since the last time: tokens first, then who ended without one."""
+        landed, self._landed = self._landed, []
+        failed, self._failed = self._failed, []
+        deltas: list[OutputDelta] = []
         for request, reason in landed:
             if request.request_id in self._texts:
                 deltas.append(self._delta(request, reason, now))
+        for ended, error in failed:
+            deltas += super()._all_failed(ended, error)
         deltas += [self._timed_out(request, now) for request in timed_out if request.request_id in self._texts]
         return deltas
 
     def _launch(self, plan: StepPlan) -> None:
+        """Launch a step. One that cannot be launched fails when it lands, in its turn."""
+        self.num_launched += 1
+        now = self._clock()
         try:
-            self._flight = _Flight(plan, cast("LaunchingRunner", self.runner).launch(plan))
+            flight = _Flight(plan, now, cast("LaunchingRunner", self.runner).launch(plan))
         except Exception as error:  # noqa: BLE001 - as in the plain loop
-            self._failed += self._abandon(plan, error)
+            flight = _Flight(plan, now, partial(_raise, error), is_launched=False)
         except BaseException as interrupt:
-            self.scheduler.abandon(type(interrupt).__name__)
+            self._take_back_all(interrupt)
             raise
+        self._flights.append(flight)
+
+    def _land_all(self) -> None:
+        while self._flights:
+            self._land()
 
     def _land(self) -> None:
-        """Wait for the step in flight, if there is one, and apply or abandon it."""
-        if self._flight is None:
+        """Wait for the oldest step in flight, if there is one, and apply or abandon it."""
+        if not self._flights:
             return
-        (plan, wait), self._flight = self._flight, None
+        flight = self._flights[0]
         try:
-            result = wait()
+            result = flight.wait()
         except Exception as error:  # noqa: BLE001 - as in the plain loop
-            self._failed += self._abandon(plan, error)
+            self._flights.popleft()
+            self._drain()  # what was planned on its tokens is taken back with it
+            self._abandon(flight.plan, error)
             return
         except BaseException as interrupt:
-            self.scheduler.abandon(type(interrupt).__name__)
+            self._take_back_all(interrupt)
             raise
+        self._flights.popleft()
         requests = self.scheduler.apply(result)
-        tell_tokens(self._emit, requests, self._clock(), self.scheduler.core.block_size)
+        now = self._clock()
+        self._learn(flight, now)
+        tell_tokens(self._emit, requests, now, self.scheduler.core.block_size)
         self._landed += [(request, request.finish_reason) for request in requests]
+
+    def _learn(self, flight: _Flight, now: float) -> None:
+        """Tell the arbiter what a step took, since it was launched or the one before had ended."""
+        begun_s, self._landed_s = max(flight.begun_s, self._landed_s), now
+        arbiter, plan = self.scheduler.core.arbiter, flight.plan
+        if arbiter is not None and not plan.host_ops.loads:
+            arbiter.learn_compute(len(plan.token_ids), plan.num_rows, now - begun_s)
+
+    def _all_failed(self, ended: list[Request], error: Exception) -> list[OutputDelta]:
+        """Keep them until all have been told of the tokens that they got before."""
+        self._failed.append((ended, error))
+        return []
+
+    def _take_back_all(self, interrupt: BaseException) -> None:
+        """Whoever catches an interrupt finds no step in flight."""
+        try:
+            self._drain()
+        finally:  # somebody may interrupt that too
+            self._flights.clear()
+            self.scheduler.abandon(type(interrupt).__name__)
+
+    def _drain(self) -> None:
+        """Let the steps in flight end, whatever comes of them: what they write must not be given to others before."""
+        while self._flights:
+            with contextlib.suppress(Exception):
+                self._flights.popleft().wait()
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error

@@ -4,6 +4,9 @@ Each tier has a model of two numbers, a latency and a bandwidth; computing has o
 what happens. Attention makes later tokens of a prompt dearer than this says, so what it gives to computing is never too
 little by much.
 
+A step that restores blocks from the host's own memory waits for nobody, but it computes that much later: where that is
+measured, as on a card, restoring is weighed too (:meth:`Arbiter.restores`).
+
 Waiting has a bound: a request for which nothing arrives for a while (a share of what computing would have taken) goes
 on with what it has. So a tier that stalls without warning costs that share and no more, and one that drips is left as
 soon as computing would be sooner.
@@ -23,6 +26,9 @@ _RECOVERY = 0.01
 
 _PATIENCE = 0.15
 """Share of the time that computing would take, for which a request waits though nothing arrives."""
+
+_MIN_LEARNT_TOKENS, _MIN_LEARNT_A_ROW = 64, 8
+"""A step that computes fewer tokens, or fewer for each of its sequences, says little of what prefilling takes."""
 
 _MARGIN = 0.8
 """Loading must take at most this share of computing: measurements err, and a hit is not to be slower than a miss."""
@@ -84,6 +90,7 @@ class Arbiter:
     Attributes:
         links: of each tier.
         compute_s_per_token: what prefilling takes.
+        num_unrestored: requests that were left to compute what the host holds.
         num_loaded, num_refused, num_late: requests for which it chose to load, to compute, and which it let go on
             without all that they waited for.
         regret_s: seconds that requests lost by waiting, against computing.
@@ -95,7 +102,7 @@ class Arbiter:
         self.block_size = block_size
         self.compute_s_per_token = compute_s_per_token
         self.links: dict[str, LinkModel] = {}
-        self.num_loaded = self.num_refused = self.num_late = 0
+        self.num_loaded = self.num_refused = self.num_late = self.num_unrestored = 0
         self.regret_s = self.gain_s = 0.0
 
     def compute_s(self, num_blocks: int) -> float:
@@ -141,6 +148,18 @@ class Arbiter:
                 self.links[tier].recover()
         return best
 
+    def restores(self, tier: str, num_blocks: int) -> bool:
+        """Decide whether a step loads so many blocks that ``tier`` has at hand, or computes them.
+
+        True where the tier's link is not known. A tier that is left out is forgiven a little, and tried again in time.
+        """
+        link = self.links.get(tier)
+        if link is None or link.seconds(num_blocks * self.block_bytes) < _MARGIN * self.compute_s(num_blocks):
+            return True
+        self.num_unrestored += 1
+        link.recover()
+        return False
+
     def goes_on(self, num_arrived: int, num_blocks: int, waited_s: float) -> bool:
         """Whether a request should wait for the rest of ``num_blocks``, of which so many came in ``waited_s``."""
         if not num_arrived:
@@ -148,9 +167,13 @@ class Arbiter:
         rest = num_blocks - num_arrived
         return rest * waited_s / num_arrived < self.compute_s(rest)
 
-    def learn_compute(self, num_tokens: int, seconds: float) -> None:
-        """Take note that a step computed ``num_tokens`` in ``seconds``."""
-        self.compute_s_per_token += _WEIGHT * (seconds / num_tokens - self.compute_s_per_token)
+    def learn_compute(self, num_tokens: int, num_rows: int, seconds: float) -> None:
+        """Take note that a step computed ``num_tokens`` of ``num_rows`` sequences in ``seconds``.
+
+        Nothing is learnt of one that was not mostly prefilling.
+        """
+        if num_tokens >= max(_MIN_LEARNT_TOKENS, _MIN_LEARNT_A_ROW * num_rows):
+            self.compute_s_per_token += _WEIGHT * (seconds / num_tokens - self.compute_s_per_token)
 
     def account(self, num_arrived: int, waited_s: float) -> None:
         """Take note that a request waited ``waited_s``, and then had ``num_arrived`` blocks."""

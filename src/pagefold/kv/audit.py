@@ -13,6 +13,8 @@ from pagefold.kv.block import BlockState
 from pagefold.kv.tree import TOKEN_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pagefold.kv.core import KVCore
     from pagefold.kv.plans import HostOps
     from pagefold.kv.tiers import HostTier
@@ -121,14 +123,24 @@ def _promised(core: KVCore) -> set[Node]:
     """Return the nodes that open promises hold out."""
     promised: set[Node] = set()
     for table in core.tables:
-        if table.promise is None:
-            continue
-        _check(table.promise.table is table, "a table has another table's promise")
-        node = table.tail
-        while node is not None and node is not table.promise.tail:
-            promised.add(node)
-            node = node.parent
+        promise, end = table.promise, table.tail
+        while promise is not None:
+            _check(promise.table is table, "a table has another table's promise")
+            if end is not None:  # else the cache was reset
+                is_next = promise.end is end or end.parent is None  # a namespace's root may have come back
+                _check(is_next, "a table's promise does not end where the next one begins")
+                end = promise.tail
+                promised.update(_nodes_between(promise.tail, promise.end))
+            promise = promise.before
     return promised
+
+
+def _nodes_between(head: Node, end: Node) -> Iterator[Node]:
+    """Yield the nodes of a path behind ``head``, from ``end`` up."""
+    node: Node | None = end
+    while node is not None and node is not head:
+        yield node
+        node = node.parent
 
 
 def _audit_tables(core: KVCore) -> None:

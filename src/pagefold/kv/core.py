@@ -36,12 +36,14 @@ from pagefold.kv.policies import make_policy
 from pagefold.kv.pool import BlockPool
 from pagefold.kv.streaming import Streaming
 from pagefold.kv.table import BlockTable, num_blocks_for
+from pagefold.kv.tiers import HOST
 from pagefold.kv.tree import TOKEN_BYTES, Node, PrefixHit, PrefixTree
 
 if TYPE_CHECKING:
     from collections import deque
     from collections.abc import Iterable, Sequence
 
+    from pagefold.kv.arbiter import Arbiter
     from pagefold.kv.block import BlockId
     from pagefold.kv.eviction import EvictionPolicy
     from pagefold.kv.names import BlockName
@@ -61,16 +63,24 @@ class Promise:
         num_blocks: how many whole blocks the table will have written when the step has run.
         first: ``table.num_published`` before the promise.
         tail: ``table.tail`` before the promise.
+        end: ``table.tail`` after it: what is promised are the nodes behind ``tail``, up to ``end``.
+        before: the table's promise of the step before, where that is still in flight.
     """
 
-    __slots__ = ("first", "num_blocks", "packed", "table", "tail")
+    __slots__ = ("before", "end", "first", "num_blocks", "packed", "table", "tail")
 
     def __init__(self, table: BlockTable, packed: bytes, num_blocks: int, tail: Node) -> None:
         self.table = table
         self.packed = packed
         self.num_blocks = num_blocks
         self.first = table.num_published
-        self.tail = tail
+        self.tail = self.end = tail
+        self.before = table.promise
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether somebody else's blocks are where some of the table's should be published."""
+        return self.table.tail is not None and self.table.num_published < self.num_blocks
 
 
 class KVCore:
@@ -84,6 +94,8 @@ class KVCore:
         pin_limits: what pins may keep, and how long they count.
         host: where evicted blocks go; None for nowhere.
         slow: what is behind the host; None for nothing.
+        arbiter: weighs restoring from the host against computing. None where restoring always pays: on a CPU it is a
+            copy, of some hundredth of what computing takes.
         allow_streaming: whether sequences may be larger than the device; there must be a host tier then.
         emit: where events go.
 
@@ -92,6 +104,7 @@ class KVCore:
         pins: prefixes that stay cached though nobody holds them.
         host: the host tier, if there is one.
         slow: slower tiers, if there are any.
+        arbiter: weighs restoring against computing, if that is in question.
         streaming: of sequences larger than the device, if they are allowed.
     """
 
@@ -105,6 +118,7 @@ class KVCore:
         pin_limits: PinLimits | None = None,
         host: HostTier | None = None,
         slow: SlowTiers | None = None,
+        arbiter: Arbiter | None = None,
         allow_streaming: bool = False,
         emit: Emit = ignore,
     ) -> None:
@@ -119,6 +133,7 @@ class KVCore:
         assert slow is None or slow.host is host, "slow tiers of another arena"
         self.host = host
         self.slow = slow
+        self.arbiter = arbiter
         self._emit = emit
         self.pins = PinTable(self.pool, pin_limits or PinLimits(), update_evictable=self._update_evictable, emit=emit)
         self._stride = block_size * TOKEN_BYTES
@@ -161,6 +176,12 @@ class KVCore:
         parent = digest_of(hit.nodes[-1]) if hit.nodes else root_digest(namespace)
         held = self.host.match(parent, rest, self._stride)
         return hit._replace(partial=None, num_partial_tokens=0, held=held) if held else hit
+
+    def worth(self, hit: PrefixHit) -> PrefixHit:
+        """Return ``hit`` without what the host holds, where computing that is sooner than restoring it."""
+        if not hit.held or self.arbiter is None or self.arbiter.restores(HOST, len(hit.held)):
+            return hit
+        return hit._replace(held=())
 
     def missing(self, namespace: bytes, packed: bytes, max_tokens: int) -> list[BlockName]:
         """Return the names of the whole blocks of ``packed`` that neither device nor host has, behind those they have.
@@ -335,8 +356,11 @@ class KVCore:
 
         Until :meth:`commit` they are promised: requests planned later in the same step may lean on them, since each
         layer writes K and V before it attends. None when there is nothing to publish.
+
+        A table may have two: that of a step in flight, and that of the step planned behind it.
         """
-        assert table.promise is None, "one promise a table: commit or abandon the last one first"
+        older = table.promise
+        assert older is None or older.before is None, "two promises a table: commit or abandon the last ones first"
         tail = table.tail
         index = table.num_published
         num_blocks = num_tokens // self.block_size
@@ -364,26 +388,41 @@ class KVCore:
             on_insert(node)
             tail = node
             index += 1
-        table.tail = tail
+        table.tail = promise.end = tail
         table.num_published = index
         return promise
 
-    def commit(self, promise: Promise) -> None:
-        """The step ran: what was promised is written and stays.
+    def commit(self, promise: Promise, *, is_read: bool = False) -> None:
+        """The step ran: what was promised is written and stays. A table's oldest promise first.
 
-        Where another table had published the same tokens first, this table joins those blocks and gives its own back,
-        so that a published path is always the path of the table itself.
+        Where another table had published the same tokens first, this table joins those blocks: see :meth:`join`. Not if
+        ``is_read``: then a step in flight reads the table, and it keeps its blocks.
         """
         table = promise.table
-        table.promise = None
-        tail = table.tail
-        if tail is None:  # the cache was reset while the step ran
+        assert promise.before is None, "a table's oldest promise is committed first"
+        if table.promise is promise:
+            table.promise = None
+        elif table.promise is not None:
+            table.promise.before = None
+        if table.tail is None:  # the cache was reset while the step ran
             return
-        node = tail
+        node = promise.end
         while node is not promise.tail:
             node.committed = True
             assert node.parent is not None
             node = node.parent
+        if not is_read:
+            self.join(promise)
+
+    def join(self, promise: Promise) -> None:
+        """Publish what a committed promise left; where others had published the same tokens first, join their blocks.
+
+        The table gives its own back for them, so that a published path is always the path of the table itself.
+        """
+        table = promise.table
+        tail = table.tail
+        if tail is None or table.num_published >= promise.num_blocks:
+            return
         if tail.parent is None:
             tail = self.tree.root(tail.key)
         index = table.num_published
@@ -419,7 +458,8 @@ class KVCore:
         of the step are abandoned: their blocks hold nothing.
         """
         table = promise.table
-        table.promise = None
+        assert table.promise is promise, "a table's newest promise is abandoned first"
+        table.promise = promise.before
         node = table.tail
         if node is None:
             return

@@ -28,7 +28,7 @@ class BlockTable:
         tail: the deepest node of that path; the namespace's root when nothing is published; None when this table
             publishes nothing, because caching is off or the cache was reset.
         may_share_tail: a fork may hold the last block too, so a write must look first.
-        promise: what the step being planned or run will add, if anything.
+        promise: what the newest step being planned or run will add, if anything.
         cold_root: digest of its namespace, if it is one that streams (``streaming.py``); else None. After a reset one
             that nobody else has.
         cold_tip: digest of the path that its cold blocks are.

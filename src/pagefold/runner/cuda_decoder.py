@@ -52,6 +52,8 @@ class CudaDecoder:
     def logits(self, inputs: StepInputs) -> torch.Tensor:
         """Compute a step; see :class:`~pagefold.runner.torch_runner.Decoder`. The host does not wait for the card."""
         if self.graphs is not None and self.graphs.fits(inputs):
+            if inputs.moves is not None:  # a graph waits for nothing in its midst
+                inputs.moves.hold_all()
             return self.graphs.logits(inputs)
         tokens_a_tile = self._kernels.shape.tokens_a_tile if self._kernels is not None else 0
         return self._plain.logits(on_card(inputs, self._device, tokens_a_tile))

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from pagefold.runner.attention.cuda.columns import DeviceColumns
+from pagefold.runner.inputs import fill_in
 from pagefold.runner.to_device import ALIGNMENT, Packing, put
 
 if TYPE_CHECKING:
@@ -137,9 +138,12 @@ class _Graph:
         ]
         packing = Packing(self._arrays)
         self._packing = packing
-        self._host = torch.zeros(packing.num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        # Two, in turn: the one that was filled for the step before may still be on its way.
+        is_card = device.type == "cuda"
+        self._hosts = [torch.zeros(packing.num_bytes, dtype=torch.uint8, pin_memory=is_card) for _ in range(2)]
         self._memory = torch.zeros(packing.num_bytes, dtype=torch.uint8, device=device)
         token_ids, positions, lengths, tables = packing.views(self._memory)
+        self._token_ids = token_ids
         rows = put(np.arange(size + 1, dtype=np.int32), device).clone()  # of its own: it lives as long as the graph
         attention = like.attention
         columns = DeviceColumns(
@@ -161,7 +165,7 @@ class _Graph:
         self._replay = record(lambda: forward(inputs))
 
     def run(self, inputs: StepInputs) -> torch.Tensor:
-        """Fill in a step's rows and replay. The host's copy is written only when the step before has been read."""
+        """Fill in a step's rows and replay. At most one step before is in flight when the host's copy is written."""
         token_ids, positions, lengths, tables = self._arrays
         attention = inputs.attention
         num_rows = attention.num_seqs
@@ -170,6 +174,9 @@ class _Graph:
         lengths[:num_rows, 0] = attention.lengths[:, 0]
         lengths[num_rows:] = 0
         tables[:num_rows, 0, : attention.tables.shape[2]] = attention.tables[:, 0]
-        self._packing.fill(self._host, self._arrays)
-        self._memory.copy_(self._host, non_blocking=True)
+        host, *others = self._hosts
+        self._hosts = [*others, host]
+        self._packing.fill(host, self._arrays)
+        self._memory.copy_(host, non_blocking=True)
+        fill_in(self._token_ids, inputs.late)
         return self._replay()[:num_rows]

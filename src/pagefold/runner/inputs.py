@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +15,21 @@ from pagefold.runner.to_device import pack
 if TYPE_CHECKING:
     from pagefold.kv import KVGeometry
     from pagefold.steps import StepPlan
+    from pagefold.store.arena import Moves
 
-__all__ = ["StepInputs", "make_inputs", "on_card"]
+__all__ = ["LateTokens", "StepInputs", "fill_in", "late_tokens", "make_inputs", "on_card"]
+
+
+class LateTokens(NamedTuple):
+    """Tokens that the step before has sampled, which the host has not read yet. Both are where the model computes.
+
+    Attributes:
+        at: which of the step's T tokens they are, int64 ``[L]``.
+        token_ids: they, int64 ``[L]``.
+    """
+
+    at: torch.Tensor
+    token_ids: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +44,9 @@ class StepInputs:
         samples: which of the first D of them each of the R sampling rows takes, int64 ``[R]``; None where each has its
             own.
         attention: where each sequence's KV lies.
+        late: those of ``token_ids`` that mean nothing until :func:`fill_in`; None where all are known.
+        moves: blocks that are on their way from the host: before a layer reads KV, ``moves.hold(layer)``; None where
+            all are there.
     """
 
     token_ids: torch.Tensor
@@ -38,6 +54,8 @@ class StepInputs:
     logit_rows: torch.Tensor
     samples: torch.Tensor | None
     attention: AttentionInputs
+    late: LateTokens | None = None
+    moves: Moves | None = None
 
 
 def make_inputs(plan: StepPlan, geometry: KVGeometry) -> StepInputs:
@@ -77,6 +95,18 @@ def make_inputs(plan: StepPlan, geometry: KVGeometry) -> StepInputs:
     )
 
 
+def late_tokens(plan: StepPlan, sampled: torch.Tensor) -> LateTokens:
+    """Take the late tokens of ``plan`` from what the step before sampled, int64 ``[R]``, where that lies."""
+    at, places = pack([np.array(plan.late, dtype=np.int64), np.array(plan.late_from, dtype=np.int64)], sampled.device)
+    return LateTokens(at, sampled[places])
+
+
+def fill_in(token_ids: torch.Tensor, late: LateTokens | None) -> None:
+    """Write late tokens into ``token_ids``, int64 ``[1, T]``; the host does not wait for them."""
+    if late is not None:
+        token_ids[0].index_copy_(0, late.at, late.token_ids)
+
+
 def on_card(inputs: StepInputs, device: torch.device, tokens_a_tile: int) -> StepInputs:
     """Return the same where a card reads it, by one copy that nobody waits for.
 
@@ -89,4 +119,7 @@ def on_card(inputs: StepInputs, device: torch.device, tokens_a_tile: int) -> Ste
     tensors = inputs.token_ids, inputs.positions, inputs.logit_rows
     token_ids, positions, logit_rows, *there = pack([*(tensor.numpy() for tensor in tensors), *columns], device)
     attention = replace(inputs.attention, on_device=DeviceColumns(*there)) if columns else inputs.attention
-    return replace(inputs, token_ids=token_ids, positions=positions, logit_rows=logit_rows, attention=attention)
+    fill_in(token_ids, inputs.late)
+    return replace(
+        inputs, late=None, token_ids=token_ids, positions=positions, logit_rows=logit_rows, attention=attention
+    )

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from pagefold.runner.attention import AttentionBackend, AttentionInputs
     from pagefold.runner.slab import AnySlab
+    from pagefold.store.arena import Moves
 
 __all__ = ["AttentionContext", "load_model", "register_attention"]
 
@@ -29,15 +30,23 @@ class AttentionContext:
 
     Attributes:
         max_model_len: no sequence gets longer: a sliding window of at least so many tokens never binds.
+        moves: blocks that are on their way from the host, if there are any.
         layers: which layers have attended so far: a model that skips or repeats one is found out.
     """
 
-    __slots__ = ("backend", "inputs", "layers", "max_model_len", "slab")
+    __slots__ = ("backend", "inputs", "layers", "max_model_len", "moves", "slab")
 
     def __init__(
-        self, backend: AttentionBackend, slab: AnySlab, inputs: AttentionInputs, *, max_model_len: int
+        self,
+        backend: AttentionBackend,
+        slab: AnySlab,
+        inputs: AttentionInputs,
+        *,
+        max_model_len: int,
+        moves: Moves | None = None,
     ) -> None:
         self.max_model_len = max_model_len
+        self.moves = moves
         self.backend = backend
         self.slab = slab
         self.inputs = inputs
@@ -108,6 +117,8 @@ def _paged_attention(  # noqa: PLR0913 - transformers calls it so
             raise _refusal(module, msg)
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     paged.layers.append(layer)
+    if paged.moves is not None:
+        paged.moves.hold(layer)
     out = paged.backend(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from array import array
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,7 +14,7 @@ import torch
 from pagefold.errors import CardMemoryError
 from pagefold.kv import BlockId
 from pagefold.request import SamplingParams
-from pagefold.runner.inputs import make_inputs
+from pagefold.runner.inputs import late_tokens, make_inputs
 from pagefold.runner.logits import adjust
 from pagefold.runner.logprobs import token_logprobs
 from pagefold.runner.sampler import sample, sample_on_card
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from pagefold.runner.inputs import StepInputs
     from pagefold.runner.slab import AnySlab
     from pagefold.store import HostArena
+    from pagefold.store.arena import Moves
 
 __all__ = ["Decoder", "TorchRunner"]
 
@@ -66,6 +68,7 @@ class TorchRunner:
         self.arena = arena
         self.decoder = decoder
         self.on_prompt_logits: Callable[[StepPlan, torch.Tensor], None] = _ignore
+        self._sampled: torch.Tensor | None = None  # by the step launched last, where it was sampled
 
     def run(self, plan: StepPlan) -> StepResult:
         """Run one step; see :class:`~pagefold.steps.Runner`.
@@ -74,39 +77,74 @@ class TorchRunner:
             CardMemoryError: the card had too little memory for the step. What it held for it is given back.
         """
         with _memory_for(plan):
-            logits, of_prompts = self._forward(plan)
+            moves = self._begin_moves(plan)
+            logits, of_prompts = self._forward(plan, moves)
+            if moves is not None:
+                moves.verify()
             if plan.prompt_parts:
                 self.on_prompt_logits(plan, of_prompts)
             token_ids = sample(adjust(logits, plan), plan.sampling, plan.seeds, plan.draws)
+            if moves is not None:
+                moves.learn()
             return _result(plan, token_ids, logits, of_prompts)
 
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Queue one step on a card; see :class:`~pagefold.steps.LaunchingRunner`. The host waits for nothing.
 
-        Logits are valid until the next step, so the result is to be asked for before that begins.
+        What it samples is left on the card, for the step that may be launched behind it. Logits are valid until the
+        next step: where logprobs are asked for, the result is to be asked for before that is launched.
         """
         with _memory_for(plan):
-            logits, of_prompts = self._forward(plan)
+            moves = self._begin_moves(plan)
+            logits, of_prompts = self._forward(plan, moves)
             sampled = sample_on_card(adjust(logits, plan), plan.sampling, plan.seeds, plan.draws)
+            self._sampled = sampled
             read = to_host(sampled)
 
         def wait() -> StepResult:
             with _memory_for(plan):
-                return _result(plan, read(), logits, of_prompts)
+                if moves is not None:
+                    moves.verify()
+                token_ids = read()
+                if moves is not None:
+                    moves.learn()
+                return _result(plan, token_ids, logits, of_prompts)
 
         return wait
 
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """Run one step and return the logits of its sampling rows, ``[R, vocab]``, instead of sampling."""
-        return self._forward(plan)[0]
+        moves = self._begin_moves(plan)
+        logits, _ = self._forward(plan, moves)
+        if moves is not None:
+            moves.verify()
+        return logits
+
+    def _begin_moves(self, plan: StepPlan) -> Moves | None:
+        """Begin what moves between the host's blocks and ours; return what is still on its way."""
+        if self.arena is None:
+            return None
+        return self.arena.begin(plan.host_ops, self.slab.as_bytes(), self.geometry.num_layers)
+
+    def _forward(self, plan: StepPlan, moves: Moves | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run one step; return the logits of its sampling rows and of its prompt parts' tokens, ``[., vocab]``."""
+        try:
+            return self._compute(plan, moves)
+        finally:  # also of a step that could not be queued: its blocks are given to others
+            if moves is not None:
+                moves.hold_all()
 
     @torch.inference_mode()
-    def _forward(self, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run one step; return the logits of its sampling rows and of its prompt parts' tokens, ``[., vocab]``."""
-        if self.arena is not None:
-            self.arena.carry_out(plan.host_ops, self.slab.as_bytes())
+    def _compute(self, plan: StepPlan, moves: Moves | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if plan.copies and moves is not None:
+            moves.hold_all()
         self.slab.copy(plan.copies)
         inputs = make_inputs(plan, self.geometry)
+        if moves is not None:
+            inputs = replace(inputs, moves=moves)
+        if plan.late:
+            assert self._sampled is not None, "a step behind one that was not launched"
+            inputs = replace(inputs, late=late_tokens(plan, self._sampled))
         logits = self.decoder.logits(inputs)
         num_parts = sum(len(part.token_ids) for part in plan.prompt_parts)
         num_sampling = len(logits) - num_parts

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pagefold.errors import UnsupportedModelError
+from pagefold.runner.inputs import fill_in
 from pagefold.runner.loader import AttentionContext
 
 if TYPE_CHECKING:
@@ -43,7 +44,10 @@ class TransformersDecoder:
     @torch.inference_mode()
     def logits(self, inputs: StepInputs) -> torch.Tensor:
         """Compute a step; see :class:`~pagefold.runner.torch_runner.Decoder`."""
-        context = AttentionContext(self._attention, self._slab, inputs.attention, max_model_len=self._max_model_len)
+        fill_in(inputs.token_ids, inputs.late)
+        context = AttentionContext(
+            self._attention, self._slab, inputs.attention, max_model_len=self._max_model_len, moves=inputs.moves
+        )
         output = self.model(
             input_ids=inputs.token_ids,
             position_ids=inputs.positions,

@@ -12,6 +12,9 @@ Always: ``waiting`` is in the policy's order, and so is ``running`` when a step 
 behind. Preemption takes from the end of ``running``, so the first in that order always gets on, and a victim is never
 part of the plan that is being made. First come first served, all in ``running`` came before all in ``waiting``.
 
+Where the device computes beside the host, one more step may be planned behind the one in flight (``schedule_ahead``):
+it is applied after it, or taken back with it.
+
 A request of several samples is one here until its prompt is computed: it takes a seat for each, and its row is sampled
 once for each. When that step is applied the others fork from it, with their first tokens, and each goes its own way.
 """
@@ -44,6 +47,7 @@ from pagefold.kv.eviction import RequestFacts
 from pagefold.request import FinishReason, Request, RequestStatus
 from pagefold.scheduler.extras import apply_extras, plan_extras
 from pagefold.scheduler.policy import FirstComeFirstServed
+from pagefold.scheduler.step_in_flight import StepInFlight
 from pagefold.scheduler.streaming import Streamer
 from pagefold.steps import StepPlan, StepResult
 
@@ -76,33 +80,6 @@ class SchedulerLimits:
 
     max_num_seqs: int
     max_num_batched_tokens: int
-
-
-class _StepInFlight:
-    """A plan and what the scheduler must know to apply it or take it back."""
-
-    __slots__ = (
-        "forking",
-        "now",
-        "num_admitted",
-        "num_prefill_tokens",
-        "num_recomputed_tokens",
-        "plan",
-        "promises",
-        "requests",
-        "samples",
-    )
-
-    def __init__(self, plan: StepPlan, now: float) -> None:
-        self.plan = plan
-        self.now = now
-        self.requests: list[Request] = []  # of the plan's rows
-        self.samples: list[Request] = []  # of its sampling rows
-        self.forking: list[Request] = []  # those whose other samples begin with this step
-        self.promises: list[Promise] = []
-        self.num_admitted = 0  # the last so many of ``requests`` were admitted in this step
-        self.num_prefill_tokens = 0
-        self.num_recomputed_tokens = 0
 
 
 class Scheduler:
@@ -139,7 +116,8 @@ class Scheduler:
         self._by_id: dict[str, Request] = {}
         self._deadlines: list[tuple[float, int, str]] = []  # a heap; also of some that have ended
         self._emit = emit
-        self._step: _StepInFlight | None = None
+        self._step: StepInFlight | None = None
+        self._ahead: StepInFlight | None = None  # planned behind it
         self._num_steps = 0
         self._num_arrived = 0
         self._now_s = 0.0  # of the last call of schedule()
@@ -196,11 +174,12 @@ class Scheduler:
     def finish(self, request_id: str, reason: FinishReason) -> Request | None:
         """End a request from outside: cancelled, or its text met a stop string. At any moment, also during a step.
 
-        Returns the request, or None when it is not here (any more). During a step its blocks are released when the step
-        ends, since the runner still writes them. Those that were to fork from it end with it.
+        Returns the request, or None when it is not here (any more) or ends already. During a step its blocks are
+        released when the last step ends that it is part of, since the runner still writes them. Those that were to fork
+        from it end with it.
         """
         request = self._by_id.get(request_id)
-        if request is None:
+        if request is None or request.finish_reason is not None:
             return None
         is_in_step = self._step is not None and request.status is RequestStatus.RUNNING
         self._emit(RequestCut(request_id, reason, is_in_step))
@@ -232,22 +211,41 @@ class Scheduler:
         self._now_s = now
         self.core.pins.expire(now)
         self.timed_out = self._end_late(now)
-        plan = StepPlan(self._num_steps)
-        self._num_steps += 1
-        self._step = step = _StepInFlight(plan, now)
-        self.running.sort(key=_ORDER)  # in order but for those that the last step admitted: next to nothing
-        budget = self._schedule_running(step, self.limits.max_num_batched_tokens)
-        if self.waiting:
-            self._admit_waiting(step, budget)
-        plan.copies = self.core.take_copies()
-        if not step.requests:
-            assert not plan.copies, "nobody runs, so nobody waits for a copy"
-            self._step = None
-        else:
-            plan.host_ops = self.core.take_host_ops()
-        num_tokens = len(plan.token_ids)
-        self._emit(StepPlanned(plan.step_id, now, plan.num_rows, num_tokens, sum(plan.starts) + num_tokens))
-        return plan
+        step = StepInFlight(StepPlan(self._num_steps), now)
+        self._plan(step)
+        if step.requests:
+            self._step = step
+        return self._planned(step)
+
+    def schedule_ahead(self, now: float) -> StepPlan | None:
+        """Plan the step behind the one in flight, whose tokens are not known yet. None where that one must land first.
+
+        That is so where its tokens decide what comes next, where a request's time is up, and where somebody would have
+        to be preempted. Who may end with the token that is being sampled has a row too many, which is dropped.
+        """
+        before = self._step
+        assert self._ahead is None, "two steps at a time: apply or abandon the first one first"
+        if before is None or before.hides_too_much or self.core.streaming is not None or self.next_deadline_s <= now:
+            return None
+        self._now_s = now
+        self.core.pins.expire(now)
+        step = StepInFlight(StepPlan(self._num_steps), now, before.places())
+        all_running = self.running
+        with before.foreseen():
+            self.running = [request for request in all_running if not _is_over(request)]
+            num_running = len(self.running)
+            self._plan(step)
+        admitted = self.running[num_running:]
+        self.running = all_running
+        if len(step.requests) < num_running + len(admitted) or not step.requests:
+            assert not admitted, "admitted, and somebody who runs has no row"
+            for promise in reversed(step.promises):
+                self.core.abandon(promise)
+            return None
+        self.running += admitted
+        step.note_late()
+        self._ahead = step
+        return self._planned(step)
 
     def apply(self, result: StepResult) -> list[Request]:
         """The step ran: commit its blocks, append what it sampled, end what is complete.
@@ -257,8 +255,7 @@ class Scheduler:
         step = self._take_step()
         plan = step.plan
         core = self.core
-        for promise in step.promises:
-            core.commit(promise)
+        self._commit(step.promises)
         if plan.copies:
             core.copies_done(plan.copies)
         core.host_done(plan.host_ops)
@@ -270,6 +267,8 @@ class Scheduler:
             request.num_failed_steps = 0
             if request.is_aborted:
                 any_ended = True
+        if step.filling or step.joins:
+            self._publish_late(step)
         apply_extras(plan, result, requests, step.samples)
         self._fork(step)
         sampled: list[Request] = []
@@ -299,36 +298,37 @@ class Scheduler:
     def abandon(self, error: str, damaged_ids: frozenset[int] = frozenset()) -> list[Request]:
         """The step failed: take back all that it had promised, and let those that it admitted wait again.
 
+        A step planned behind it is taken back first, and is nobody's failure.
+
         Args:
             error: what it failed of.
             damaged_ids: what of the host arena it could not load; then no request is at fault.
 
-        Returns the requests that ended by it: those that were cancelled meanwhile, and those whose steps failed too
-        often in a row.
+        Returns the requests that are gone with it: those that were cancelled meanwhile or had ended before, and those
+        whose steps failed too often in a row.
         """
         step = self._take_step()
-        self.core.copies_failed(step.plan.copies)
-        self.core.host_failed(step.plan.host_ops, damaged_ids)
-        for promise in reversed(step.promises):
-            self.core.abandon(promise)
-        for _ in range(step.num_admitted):
-            self._back_to_waiting(self.running.pop())
+        behind, self._step = self._step, None
+        if behind is not None:
+            self._take_back(behind)
+        self._take_back(step, damaged_ids)
         for request in [one for one in self.running if not self._streamer.is_intact(one)]:
             self.running.remove(request)
             self._back_to_waiting(request, is_preempted=True)
-        ended: list[Request] = []
         for request in step.requests:
             request.num_failed_steps += not damaged_ids
             if request.num_failed_steps >= _MAX_FAILED_STEPS and not request.is_aborted:
                 request.finish_reason = "error"
-            if request.finish_reason is not None:
-                ended.append(request)
+        took_part = dict.fromkeys([*step.requests, *(behind.requests if behind is not None else ())])
+        ended = [request for request in took_part if request.finish_reason is not None]
         self._drop_ended()
         for request in ended:
             if request.status is not RequestStatus.FINISHED:
                 self.waiting.remove(request)
                 self._finish(request, request.finish_reason or "error")
         self._emit(StepAbandoned(step.plan.step_id, len(step.requests), error))
+        if behind is not None:
+            self._emit(StepAbandoned(behind.plan.step_id, len(behind.requests), "the step before it failed"))
         return [sample for request in ended for sample in (request, *request.forks)]
 
     # What there is.
@@ -340,7 +340,7 @@ class Scheduler:
         What a step in flight writes counts as held. Any thread may ask; while a step is planned or applied the answer
         may be off by what that step changes.
         """
-        step = self._step
+        step = self._ahead or self._step
         if step is None:
             ends = [(request, request.num_computed_tokens) for request in self.running]
         else:  # all that run take part in it
@@ -350,6 +350,67 @@ class Scheduler:
         return sum(table.capacity - end for table, end in tables if table is not None)
 
     # Inside.
+
+    def _plan(self, step: StepInFlight) -> None:
+        """Plan rows: those of running requests, then those of requests that are admitted."""
+        self.running.sort(key=_ORDER)  # in order but for those that the last step admitted: next to nothing
+        num_running = len(self.running)
+        budget = self._schedule_running(step, self.limits.max_num_batched_tokens)
+        if step.is_ahead and len(step.requests) < num_running:
+            return
+        if self.waiting:
+            self._admit_waiting(step, budget)
+
+    def _planned(self, step: StepInFlight) -> StepPlan:
+        """Hand over a plan that stands, with what must be moved for it."""
+        self._num_steps += 1
+        plan = step.plan
+        if step.requests:
+            plan.copies = self.core.take_copies()
+            plan.host_ops = self.core.take_host_ops()
+        else:
+            assert not self.core.pending_copies, "nobody runs, so nobody waits for a copy"
+        num_tokens = len(plan.token_ids)
+        self._emit(StepPlanned(plan.step_id, step.now, plan.num_rows, num_tokens, sum(plan.starts) + num_tokens))
+        return plan
+
+    def _commit(self, promises: list[Promise]) -> None:
+        """Commit the promises of a step that ran. The next one may be in flight, and read the tables."""
+        behind = self._step
+        if behind is None:
+            for promise in promises:
+                self.core.commit(promise)
+            return
+        reads = behind.tables() if promises else ()
+        for promise in promises:
+            is_read = promise.table in reads
+            self.core.commit(promise, is_read=is_read)
+            if is_read and promise.is_behind:
+                behind.joins.append(promise)
+
+    def _publish_late(self, step: StepInFlight) -> None:
+        """Publish what could not be promised when the step was planned: now all tokens up to its own are known."""
+        for joining in step.joins:
+            self.core.join(joining)
+        promises: list[Promise] = []
+        for request in step.filling:
+            table, end = request.table, request.num_computed_tokens
+            if table is None or table.tail is None or end > request.num_tokens:  # who was cut off has lost a token
+                continue
+            promise = self.core.promise(table, request.packed(), end)
+            if promise is not None:
+                promises.append(promise)
+        self._commit(promises)
+
+    def _take_back(self, step: StepInFlight, damaged_ids: frozenset[int] = frozenset()) -> None:
+        """Take back what a step had promised, and let those that it admitted wait again. The newest step first."""
+        self.core.copies_failed(step.plan.copies)
+        self.core.host_failed(step.plan.host_ops, damaged_ids)
+        for promise in reversed(step.promises):
+            self.core.abandon(promise)
+        for request in reversed(step.admitted):
+            self.running.remove(request)
+            self._back_to_waiting(request)
 
     def _end_late(self, now: float) -> list[Request]:
         late: list[Request] = []
@@ -361,7 +422,7 @@ class Scheduler:
                 late += (request, *request.forks)
         return late
 
-    def _schedule_running(self, step: _StepInFlight, budget: int) -> int:  # noqa: C901 - the hot loop
+    def _schedule_running(self, step: StepInFlight, budget: int) -> int:
         """Plan a row for every running request, preempting from the end where memory is short; return what is left."""
         plan = step.plan
         running = self.running
@@ -383,8 +444,8 @@ class Scheduler:
             if table.cold_root is not None:
                 num_tokens = self._streamer.limit(num_tokens)
             end = start + num_tokens
-            if (end > table.capacity or table.may_share_tail) and not self._make_room(request, start, end):
-                continue  # it was the last and went itself; the loop ends
+            if (end > table.capacity or table.may_share_tail) and not self._make_room(step, request, start, end):
+                break  # it was the last and went itself, or nobody may go
             budget -= num_tokens
             add_request(request)
             if num_tokens == 1:
@@ -408,13 +469,21 @@ class Scheduler:
                 step.num_prefill_tokens += num_tokens
                 step.num_recomputed_tokens += max(0, min(end, request.max_computed_tokens) - start)
             if end // block_size > table.num_published and table.tail is not None:
-                promise = self.core.promise(table, request.packed(), end)
-                if promise is not None:
-                    step.promises.append(promise)
+                self._promise(step, request, end)
             row += 1
         return budget
 
-    def _admit_waiting(self, step: _StepInFlight, budget: int) -> None:
+    def _promise(self, step: StepInFlight, request: Request, end: int) -> None:
+        """Promise the blocks of ``request`` up to position ``end``, or note that they are filled with a late token."""
+        if request in step.late:
+            step.filling.append(request)
+            return
+        assert request.table is not None
+        promise = self.core.promise(request.table, request.packed(), end)
+        if promise is not None:
+            step.promises.append(promise)
+
+    def _admit_waiting(self, step: StepInFlight, budget: int) -> None:
         """Admit from the head of the queue while budget, seats and memory last."""
         core = self.core
         num_seats = self.limits.max_num_seqs - len(self.running)
@@ -427,7 +496,7 @@ class Scheduler:
             if streams and not self._can_stream(request):
                 break
             found = core.match(request.namespace, packed, request.max_hit_tokens)
-            hit = found if streams else self._affordable(request, found)
+            hit = found if streams else self._affordable(request, core.worth(found))
             if hit is None:
                 break  # in order: nobody overtakes the head of the queue
             table, start = core.begin_streaming(hit) if streams else core.acquire(hit)
@@ -476,7 +545,7 @@ class Scheduler:
             )
         )
 
-    def _tell_lookups(self, step: _StepInFlight) -> None:
+    def _tell_lookups(self, step: StepInFlight) -> None:
         """Tell what those that the step admitted had found: only now, since a step that fails is no lookup."""
         for row in range(len(step.requests) - step.num_admitted, len(step.requests)):
             request = step.requests[row]
@@ -484,7 +553,7 @@ class Scheduler:
             after_preemption = request.num_preemptions > 0
             self._emit(PrefixLookup(request.request_id, request.num_tokens, num_hit_tokens, after_preemption))
 
-    def _plan_admitted(self, step: _StepInFlight, request: Request, num_tokens: int, packed: bytes) -> None:
+    def _plan_admitted(self, step: StepInFlight, request: Request, num_tokens: int, packed: bytes) -> None:
         plan = step.plan
         table = request.table
         assert table is not None
@@ -511,7 +580,7 @@ class Scheduler:
         if promise is not None:
             step.promises.append(promise)
 
-    def _plan_forks(self, step: _StepInFlight, request: Request) -> None:
+    def _plan_forks(self, step: StepInFlight, request: Request) -> None:
         """Sample the row of ``request``, which was planned last, once for each that will fork from it."""
         plan = step.plan
         for fork in request.forks:
@@ -523,7 +592,7 @@ class Scheduler:
         if request.forks:
             step.forking.append(request)
 
-    def _fork(self, step: _StepInFlight) -> None:
+    def _fork(self, step: StepInFlight) -> None:
         """Let the other samples of each prompt that the step has completed run on its blocks."""
         for request in step.forking:
             if request.is_aborted:
@@ -598,10 +667,10 @@ class Scheduler:
         own = sum(1 for node in hit.nodes if node.block and node.block.num_pin_refs and not node.block.num_table_refs)
         return self.core.pool.num_pinned - own
 
-    def _make_room(self, request: Request, start: int, end: int) -> bool:
+    def _make_room(self, step: StepInFlight, request: Request, start: int, end: int) -> bool:
         """Extend the table of ``request``, giving up pins and then preempting from the end.
 
-        False when ``request`` itself had to go.
+        False when ``request`` itself had to go; or somebody, while a step is in flight that reads what they have.
         """
         assert request.table is not None
         if request.table.cold_root is not None:
@@ -611,6 +680,8 @@ class Scheduler:
                 continue
             if self._streamer.take_back(request, end):
                 continue
+            if step.is_ahead:
+                return False
             victim = self.running.pop()
             self._preempt(victim, request)
             if victim is request:
@@ -650,10 +721,17 @@ class Scheduler:
             waiting.insert(bisect(waiting, request.order, key=_ORDER), request)
 
     def _drop_ended(self) -> None:
-        """Take every running request that has a finish reason out of ``running``."""
+        """Take every running request that has a finish reason out of ``running``.
+
+        One that is part of a step in flight stays until that ends, and gets nothing of it.
+        """
+        busy = set(self._step.requests) if self._step is not None else ()
         still: list[Request] = []
         for request in self.running:
             if request.finish_reason is None:
+                still.append(request)
+            elif request in busy:
+                request.is_aborted = True
                 still.append(request)
             else:
                 self._finish(request, request.finish_reason)
@@ -707,11 +785,17 @@ class Scheduler:
             priority=warm_up.retention_priority,
         )
 
-    def _take_step(self) -> _StepInFlight:
+    def _take_step(self) -> StepInFlight:
+        """Take the step that was planned first; the one planned behind it is the next."""
         step = self._step
         assert step is not None, "no step is in flight"
-        self._step = None
+        self._step, self._ahead = self._ahead, None
         return step
+
+
+def _is_over(request: Request) -> bool:
+    """Whether nothing is left to compute for a request, though it runs."""
+    return request.is_aborted or request.num_tokens >= request.stop.max_total_tokens
 
 
 def _reason_to_end(request: Request, token_id: int) -> FinishReason | None:

@@ -49,9 +49,6 @@ _NUM_AHEAD = 4
 """So many of those that wait are looked at again: what device and host had when they came may have gone since. And so
 many that are expected are looked at in one poll."""
 
-_MIN_LEARNT_TOKENS, _MIN_LEARNT_A_ROW = 64, 8
-"""A step that computes fewer tokens, or fewer for each of its sequences, says little of what prefilling takes."""
-
 _LOOK_UP_S = 0.2
 """How long a close waits at most before it asks again how long it may take."""
 
@@ -161,8 +158,7 @@ class Tiering:
 
     def computed(self, num_tokens: int, num_rows: int, seconds: float) -> None:
         """Take note of what a step of ``num_rows`` sequences took, if it was mostly prefilling."""
-        if num_tokens >= max(_MIN_LEARNT_TOKENS, _MIN_LEARNT_A_ROW * num_rows):
-            self._slow.arbiter.learn_compute(num_tokens, seconds)
+        self._slow.arbiter.learn_compute(num_tokens, num_rows, seconds)
 
     def next_due_s(self) -> float:
         """Return when :meth:`poll` has something to do though nothing has come; inf for never."""

@@ -73,6 +73,7 @@ class ShadowRunner:
         self._size = core.block_size
         self._slab = [[_POISON] * self._size for _ in range(core.pool.num_blocks)]
         self._arena = [_Stored([_POISON] * self._size) for _ in range(core.host.num_blocks if core.host else 0)]
+        self._last: list[int] = []  # sampled by the last step
 
     def run(self, plan: StepPlan) -> StepResult:
         """Store and load, copy, write row by row, then sample.
@@ -82,16 +83,18 @@ class ShadowRunner:
         """
         self.move(plan)
         self.copy(plan)
+        token_ids = plan.token_ids[:]
+        for index, place in zip(plan.late, plan.late_from, strict=True):
+            token_ids[index] = self._last[place]
         at = 0
         for row, (start, num_tokens) in enumerate(zip(plan.starts, plan.num_tokens, strict=True)):
-            self._write(plan.block_ids[row], start, plan.token_ids[at : at + num_tokens], row)
+            self._write(plan.block_ids[row], start, token_ids[at : at + num_tokens])
             at += num_tokens
-        return StepResult(
-            [
-                _sampled(self.read(plan.block_ids[row], plan.starts[row] + plan.num_tokens[row]), seed)
-                for row, seed in zip(plan.sampling_rows, plan.seeds, strict=True)
-            ]
-        )
+        self._last = [
+            _sampled(self.read(plan.block_ids[row], plan.starts[row] + plan.num_tokens[row]), seed)
+            for row, seed in zip(plan.sampling_rows, plan.seeds, strict=True)
+        ]
+        return StepResult(self._last)
 
     def move(self, plan: StepPlan) -> None:
         """Make the stores and loads.
@@ -162,14 +165,19 @@ class ShadowRunner:
         num_blocks = len(self._slab)
         return self._slab[block_id] if block_id < num_blocks else self._arena[block_id - num_blocks].cells
 
-    def _write(self, block_ids: list[BlockId], start: int, token_ids: Sequence[int], row: int) -> None:
+    def _write(self, block_ids: list[BlockId], start: int, token_ids: Sequence[int]) -> None:
         if start:
             before = self._cells(block_ids[(start - 1) // self._size])[(start - 1) % self._size]
         else:
-            before = _root(self._scheduler.running[row].namespace)
+            before = _root(self._namespace(block_ids))
         for position, token_id in enumerate(token_ids, start):
             before = _next(before, token_id)
             self._slab[block_ids[position // self._size]][position % self._size] = before
+
+    def _namespace(self, block_ids: list[BlockId]) -> bytes:
+        """Return the namespace of the request whose table this is."""
+        tables = ((request.table, request.namespace) for request in self._scheduler.running)
+        return next(namespace for table, namespace in tables if table is not None and table.block_ids is block_ids)
 
 
 class _Stored:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import xxhash
 
@@ -15,10 +15,30 @@ if TYPE_CHECKING:
 
     from pagefold.kv import HostOps
 
-__all__ = ["HostArena"]
+__all__ = ["HostArena", "Moves"]
 
 _CHUNK_BYTES = 2**18
 """What is copied and digested at a time: small enough to be read from memory once for both, and few calls."""
+
+
+class Moves(Protocol):
+    """Moves of a step that are under way while it is queued and computed."""
+
+    def hold(self, layer: int) -> None:
+        """Let what is queued from now on wait for the blocks up to ``layer``, and for what the step may overwrite."""
+
+    def hold_all(self) -> None:
+        """Let what is queued from now on wait for all of it."""
+
+    def verify(self) -> None:
+        """Compare checksums.
+
+        Raises:
+            DamagedBlocksError: some of what was loaded or checked.
+        """
+
+    def learn(self) -> None:
+        """The step has ended: take note of how long its loads took."""
 
 
 class HostArena:
@@ -62,6 +82,20 @@ class HostArena:
     def arrived(self, host_id: int, checksum: bytes) -> None:
         """A transfer has written a block, whose bytes had this checksum."""
         self._checksums[host_id] = checksum
+
+    def begin(self, ops: HostOps, blocks: Any, num_layers: int = 1) -> Moves | None:  # noqa: ANN401, ARG002 - as below
+        """Begin a step's moves; return what is still on its way: here nothing, since the host itself moves them.
+
+        Args:
+            ops: what the core decided.
+            blocks: uint8 ``[num_blocks, block_bytes]``: the device's blocks, which this reads and writes.
+            num_layers: of a block; they lie in it one after another, and may come one after another.
+
+        Raises:
+            DamagedBlocksError: as :meth:`carry_out` does, if it is known already; else :meth:`Moves.verify` does.
+        """
+        self.carry_out(ops, blocks)
+        return None
 
     def carry_out(self, ops: HostOps, blocks: Any) -> None:  # noqa: ANN401 - below; a card's are torch's
         """Make a step's stores, then its loads, and then its checks.

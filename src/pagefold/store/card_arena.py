@@ -1,13 +1,18 @@
 """CardArena: the host arena of a card: its memory is pinned, and blocks move on a stream of their own.
 
-What a store reads, steps before have written: the copying stream waits for theirs. What a load writes, the step reads:
-its stream waits for the copies, and the host does not. A host block that is loaded is not written before the step has
-ended, which is when the core gives it back, and then the copy has ended too.
+What a store reads, steps before have written: the copying stream waits for theirs. What a load writes, the step reads,
+layer by layer: a block's layers lie in it one after another, so blocks come in *groups of layers*, first the first
+layers of all blocks, and a layer's attention waits for its own group alone. The host waits for nothing of this.
+
+Checksums are of whole blocks. The host compares them while copies and the step's computing are under way; where one is
+wrong, the step fails, and nothing of it counts.
+
+A host block that is loaded is not written before the step has ended, which is when the core gives it back, and then the
+copy has ended too.
 """
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,17 +21,27 @@ import xxhash
 from pagefold.errors import ConfigError
 from pagefold.steps import DamagedBlocksError
 from pagefold.store.arena import HostArena
+from pagefold.store.copy_stream import CopyStream, CudaCopyStream, NoCopyStream
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable
 
     import numpy as np
     from numpy.typing import NDArray
 
     from pagefold.kv import HostOps
+    from pagefold.store.copy_stream import Mark
 
-__all__ = ["CardArena"]
+__all__ = ["CardArena", "CardMoves"]
+
+_GROUP_BYTES = 2**18
+"""A copy of less does not fill the link."""
+
+_MAX_GROUPS = 4
+"""The first of so many groups is what computing waits for; more would only be more copies to queue."""
+
+_NUM_MEASURED = 32
+"""Blocks that are copied to measure the link."""
 
 
 class CardArena(HostArena):
@@ -36,21 +51,45 @@ class CardArena(HostArena):
         num_blocks: how many blocks it holds.
         block_bytes: of a block.
         device: where the blocks are that it moves; a CPU's need neither a pin nor a stream.
+        stream: where copies are queued; None for one of the device's.
+
+    Attributes:
+        on_restored: told of each step that loads how many bytes came, and in how many seconds, when it has ended.
 
     Raises:
         ConfigError: the system lets no process pin so much.
     """
 
-    def __init__(self, num_blocks: int, block_bytes: int, device: torch.device) -> None:
+    def __init__(
+        self, num_blocks: int, block_bytes: int, device: torch.device, stream: CopyStream | None = None
+    ) -> None:
         super().__init__(num_blocks, block_bytes)
         self._tensor = torch.from_numpy(self.blocks)
-        self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             _pin(self._tensor)
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream = stream or CudaCopyStream(device)
+        self._stream: CopyStream = stream or NoCopyStream()
+        self.on_restored: Callable[[int, float], None] = _ignore
+
+    def begin(self, ops: HostOps, blocks: NDArray[np.uint8] | torch.Tensor, num_layers: int = 1) -> CardMoves | None:
+        """Queue a step's stores, and behind them its loads, group by group; None where there is nothing to do."""
+        if not (ops.stores or ops.loads or ops.checks):
+            return None
+        blocks = torch.as_tensor(blocks)
+        marks: list[Mark] = []
+        with self._stream.behind_current():
+            for store in ops.stores:
+                self._tensor[store.host_id].copy_(blocks[store.block_id], non_blocking=True)
+            begun = self._stream.mark()
+            groups = _groups(blocks.shape[1], num_layers) if ops.loads else [slice(0, 0)]
+            for part in groups:
+                for load in ops.loads:
+                    blocks[load.block_id, part].copy_(self._tensor[load.host_id, part], non_blocking=True)
+                marks.append(self._stream.mark())
+        return CardMoves(self, ops, begun, marks, num_layers)
 
     def carry_out(self, ops: HostOps, blocks: NDArray[np.uint8] | torch.Tensor) -> None:
-        """Make a step's stores, then its loads, as a host arena does.
+        """Make stores and loads outside a step, or before all of it, as a host arena does.
 
         Every store is there when this returns. A load is there when what is queued on the current stream after this
         runs.
@@ -62,42 +101,102 @@ class CardArena(HostArena):
         Raises:
             DamagedBlocksError: some loads; all stores and all other loads were made.
         """
+        moves = self.begin(ops, blocks)
+        if moves is not None:
+            moves.hold_all()
+            moves.verify()
+
+    def measure(self, blocks: NDArray[np.uint8] | torch.Tensor) -> tuple[float, float]:
+        """Measure the link, before any block is in use: seconds until the first byte, and bytes a second from then."""
         blocks = torch.as_tensor(blocks)
-        if not (ops.stores or ops.loads):
-            return
-        damaged: set[int] = set()
-        with self._copying() as stream:
-            for store in ops.stores:
-                self._tensor[store.host_id].copy_(blocks[store.block_id], non_blocking=True)
-            if ops.stores and stream is not None:
-                stream.synchronize()
-            for store in ops.stores:
-                self._checksums[store.host_id] = self._digest(store.host_id)
-            for load in ops.loads:  # while one is on its way, the next is digested
-                if self._digest(load.host_id) == self._checksums[load.host_id]:
-                    blocks[load.block_id].copy_(self._tensor[load.host_id], non_blocking=True)
-                else:
-                    damaged.add(load.host_id)
-        if self._stream is not None:
-            torch.cuda.current_stream(blocks.device).wait_stream(self._stream)
+        num_blocks = min(_NUM_MEASURED, len(self.blocks), len(blocks))
+        one_s, all_s = (self._copy_s(blocks, num) for num in (1, num_blocks))
+        num_bytes = self.blocks.shape[1]
+        bytes_per_s = (num_blocks - 1) * num_bytes / (all_s - one_s) if all_s > one_s else num_bytes / max(one_s, 1e-9)
+        return max(0.0, one_s - num_bytes / bytes_per_s), bytes_per_s
+
+    def _copy_s(self, blocks: torch.Tensor, num_blocks: int) -> float:
+        times: list[float] = []
+        for _ in range(2):  # the first may find memory that was never touched
+            with self._stream.behind_current():
+                begun = self._stream.mark()
+                for index in range(num_blocks):
+                    blocks[index].copy_(self._tensor[index], non_blocking=True)
+                ended = self._stream.mark()
+            ended.wait()
+            times.append(ended.seconds_since(begun))
+        return times[-1]
+
+
+class CardMoves:
+    """What a step moves between a card and the host, on its way.
+
+    Args:
+        arena: the host's blocks.
+        ops: what moves.
+        begun: when all stores are made.
+        marks: when each group of layers is there, the stores included.
+        num_layers: of a block.
+    """
+
+    def __init__(self, arena: CardArena, ops: HostOps, begun: Mark, marks: list[Mark], num_layers: int) -> None:
+        self._arena = arena
+        self._ops = ops
+        self._begun = begun
+        self._marks = marks
+        self._num_layers = num_layers
+        self._num_held = 0  # the current stream waits for so many of the marks
+
+    def hold(self, layer: int) -> None:
+        """Let what is queued from now on wait for the blocks up to ``layer``, and for what the step may overwrite."""
+        needed = layer * len(self._marks) // self._num_layers + 1
+        if needed > self._num_held:
+            self._marks[needed - 1].hold()  # they come in order
+            self._num_held = needed
+
+    def hold_all(self) -> None:
+        """Let what is queued from now on wait for all of it."""
+        self.hold(self._num_layers - 1)
+
+    def verify(self) -> None:
+        """Compare checksums: the host's work, while the card does its own.
+
+        Raises:
+            DamagedBlocksError: some loads or checks.
+        """
+        arena, ops = self._arena, self._ops
+        if ops.stores:
+            self._begun.wait()
+        for store in ops.stores:
+            arena.arrived(store.host_id, _digest(arena, store.host_id))
+        read = dict.fromkeys([*(load.host_id for load in ops.loads), *ops.checks])
+        damaged = [host_id for host_id in read if _digest(arena, host_id) != arena.checksum(host_id)]
         if damaged:
             raise DamagedBlocksError(frozenset(damaged))
 
-    def _copying(self) -> AbstractContextManager[torch.cuda.Stream | None]:
-        """Return the copying stream as the current one, behind all that is queued; or nothing on a CPU."""
-        if self._stream is None:
-            return contextlib.nullcontext()
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        return _entered(self._stream)
-
-    def _digest(self, host_id: int) -> bytes:
-        return xxhash.xxh3_128_digest(self.payload(host_id))
+    def learn(self) -> None:
+        """The step has ended: tell how long its loads took."""
+        ops = self._ops
+        if ops.loads:
+            num_bytes = len(ops.loads) * self._arena.blocks.shape[1]
+            self._marks[-1].wait()
+            self._arena.on_restored(num_bytes, self._marks[-1].seconds_since(self._begun))
 
 
-@contextlib.contextmanager
-def _entered(stream: torch.cuda.Stream) -> Iterator[torch.cuda.Stream]:
-    with torch.cuda.stream(stream):
-        yield stream
+def _groups(block_bytes: int, num_layers: int) -> list[slice]:
+    """Cut a block into groups of layers; return which of its bytes each is."""
+    num_groups = max(1, min(_MAX_GROUPS, num_layers, block_bytes // _GROUP_BYTES))
+    layer_bytes = block_bytes // num_layers
+    firsts = [-(-group * num_layers // num_groups) * layer_bytes for group in range(num_groups)]
+    return [slice(first, end) for first, end in zip(firsts, [*firsts[1:], block_bytes], strict=True)]
+
+
+def _digest(arena: CardArena, host_id: int) -> bytes:
+    return xxhash.xxh3_128_digest(arena.payload(host_id))
+
+
+def _ignore(_num_bytes: int, _seconds: float) -> None:
+    pass
 
 
 def _pin(memory: torch.Tensor) -> None:

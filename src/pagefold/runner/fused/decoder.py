@@ -19,6 +19,7 @@ from pagefold.runner.fused.kernel import (
     run_decoder,
 )
 from pagefold.runner.fused.weights import PANEL_WIDTH, num_panels
+from pagefold.runner.inputs import fill_in
 from pagefold.runner.kernels.compiled import specialised
 from pagefold.runner.kernels.simd import weight_tiles
 from pagefold.runner.kernels.team import SYNC_WIDTH, ends
@@ -66,6 +67,9 @@ class FusedDecoder:
     def logits(self, inputs: StepInputs) -> torch.Tensor:
         """Compute a step; return the logits of its ``logit_rows``, ``[R, vocab]``, valid until the next step."""
         work = self._attention.dealer.deal(inputs.attention)
+        if inputs.moves is not None:
+            inputs.moves.hold_all()
+        fill_in(inputs.token_ids, inputs.late)
         step = DecoderStep(inputs.token_ids[0].numpy(), inputs.positions[0].numpy(), inputs.logit_rows.numpy())
         num_tokens, num_rows = len(step.token_ids), len(step.logit_rows)
         if num_tokens > len(self._room.hidden) or num_rows > len(self._room.logits):

@@ -1,0 +1,130 @@
+"""StepInFlight: a plan, and what the scheduler must know to apply it, to take it back, or to plan the next behind it.
+
+A step is planned behind one in flight by *foresight*: for that moment the requests are as the step in flight will leave
+them, and the same code plans as at any other time. Positions, blocks and tables are known so, and who ends because it
+is long enough. What is not known are the tokens: a placeholder stands for each, the plan says of which of its tokens
+that is so (``late``), and the runner takes those from where the step before leaves them.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pagefold.kv import BlockTable, Promise
+    from pagefold.request import Request
+    from pagefold.steps import StepPlan
+
+__all__ = ["StepInFlight"]
+
+_PLACEHOLDER = 0
+
+
+class StepInFlight:
+    """A step that was planned and has not been applied or abandoned.
+
+    Args:
+        plan: filled as it is planned.
+        now: when.
+        late: those whose last token the step before samples, each with its place among the tokens sampled there; None
+            where the step is not planned behind another one.
+
+    Attributes:
+        is_ahead: whether it is planned behind another one.
+        requests: of the plan's rows.
+        samples: of its sampling rows.
+        forking: those whose other samples begin with this step.
+        promises: of blocks that it fills with tokens that are known.
+        filling: those of ``late`` that fill a block; it can be published when all its tokens are known, after the step.
+        joins: promises of the step before that are behind: their tables may join others' blocks when this step, which
+            reads theirs, is over.
+        num_admitted: the last so many of ``requests`` were admitted in this step.
+        num_prefill_tokens, num_recomputed_tokens: of prompts, and of what had been computed before.
+    """
+
+    __slots__ = (
+        "filling",
+        "forking",
+        "is_ahead",
+        "joins",
+        "late",
+        "now",
+        "num_admitted",
+        "num_prefill_tokens",
+        "num_recomputed_tokens",
+        "plan",
+        "promises",
+        "requests",
+        "samples",
+    )
+
+    def __init__(self, plan: StepPlan, now: float, late: dict[Request, int] | None = None) -> None:
+        self.plan = plan
+        self.now = now
+        self.is_ahead = late is not None
+        self.late: dict[Request, int] = late or {}
+        self.requests: list[Request] = []
+        self.samples: list[Request] = []
+        self.forking: list[Request] = []
+        self.promises: list[Promise] = []
+        self.filling: list[Request] = []
+        self.joins: list[Promise] = []
+        self.num_admitted = 0
+        self.num_prefill_tokens = 0
+        self.num_recomputed_tokens = 0
+
+    @property
+    def admitted(self) -> list[Request]:
+        """Those that were admitted in this step."""
+        return self.requests[len(self.requests) - self.num_admitted :]
+
+    @property
+    def hides_too_much(self) -> bool:
+        """Whether the next step cannot be planned before this one's tokens are known.
+
+        Samples that fork, masks and penalties depend on them. Logprobs are made of logits, which the next step
+        overwrites. And what waits to join others' blocks must get a moment when nobody reads its own.
+        """
+        plan = self.plan
+        if self.forking or plan.masked or plan.logprob_rows or plan.prompt_parts:
+            return True
+        return any(plan.histories) or any(promise.is_behind for promise in self.joins)
+
+    def places(self) -> dict[Request, int]:
+        """Return who gets a token of this step, each with its place among those sampled."""
+        return {request: place for place, request in enumerate(self.samples)}
+
+    def tables(self) -> set[BlockTable]:
+        """Return the tables that it reads."""
+        return {request.table for request in self.requests if request.table is not None}
+
+    @contextmanager
+    def foreseen(self) -> Iterator[None]:
+        """Inside, the requests are as this step will leave them, with placeholders for its tokens."""
+        rows = list(zip(self.requests, self.plan.num_tokens, strict=True))
+        for request, num_tokens in rows:
+            request.num_computed_tokens += num_tokens
+        for request in self.samples:
+            request.token_ids.append(_PLACEHOLDER)
+        try:
+            yield
+        finally:
+            for request in self.samples:
+                request.token_ids.pop()
+            for request, num_tokens in rows:
+                request.num_computed_tokens -= num_tokens
+
+    def note_late(self) -> None:
+        """Say in the plan which of its tokens are placeholders."""
+        if not self.late:
+            return
+        plan, at = self.plan, 0
+        for request, num_tokens in zip(self.requests, plan.num_tokens, strict=True):
+            at += num_tokens
+            place = self.late.get(request)
+            if place is not None:
+                plan.late.append(at - 1)
+                plan.late_from.append(place)
