@@ -25,6 +25,8 @@ from pagefold.kv import CODECS, KVGeometry
 from pagefold.runner.attention import choose_backend
 from pagefold.runner.codec_slab import CodecSlab
 from pagefold.runner.codecs import CELL_CODECS
+from pagefold.runner.codecs.basis import fitted_basis
+from pagefold.runner.codecs.constants import CodecConstants
 
 BOUND = 3e-5
 
@@ -49,20 +51,38 @@ SEQUENCES = st.lists(
 )
 
 
+def some_constants(num_cells, head_dim, seed):
+    """Return constants such as a model has: bases of keys and queries that differ by direction."""
+    generator = torch.Generator().manual_seed(seed)
+    centres = torch.randn(2, num_cells, 2, head_dim, generator=generator)
+    bases = torch.stack([fitted_basis(*some_moments(head_dim, generator)) for _ in range(num_cells)])
+    return CodecConstants(*centres, bases)
+
+
+def some_moments(head_dim, generator):
+    """Return second moments of keys and of queries that are large in some directions, a few apart."""
+    moments = []
+    for _ in range(2):
+        sizes = torch.rand(head_dim, generator=generator, dtype=torch.float64) + 0.5
+        vectors = torch.randn(4 * head_dim, head_dim, generator=generator, dtype=torch.float64) * sizes
+        moments.append(vectors.T @ vectors / len(vectors))
+    return moments
+
+
 def encoded(case, name, seed):
     """Return a slab of that codec that holds what the case's slab holds, and poison where that has NaN."""
     slab = case.slab
     num_blocks, num_cells = slab.data.shape[:2]
     geometry = KVGeometry(1, num_cells, slab.head_dim, 4, slab.block_size, CODECS[name])
-    centres = torch.randn(num_cells, 2, slab.head_dim, generator=torch.Generator().manual_seed(seed))
-    made = CodecSlab.allocate(geometry, num_blocks, centres)
+    constants = some_constants(num_cells, slab.head_dim, seed)
+    made = CodecSlab.allocate(geometry, num_blocks, constants)
     made.data.fill_(0xFF)
     first_blocks = torch.from_numpy(np.unique(case.inputs.tables[:, :, 0])).long()
     for cell in range(num_cells):
         blocks, slots = torch.nonzero(~slab.keys[:, cell, :, 0].isnan(), as_tuple=True)
         entries = torch.where(torch.isin(blocks, first_blocks), 0, slab.block_size) + slots
         made.write(cell, blocks, entries, slab.read(cell, blocks, entries))
-    return made, CodecSlab(made.data.clone(), geometry, centres)
+    return made, CodecSlab(made.data.clone(), geometry, constants)
 
 
 def hold(case, name, seed, sharpness=1.0):
