@@ -284,14 +284,15 @@ def hadamard(vector, size, room):
 def into_basis(vector, basis, room):
     """Multiply a vector by a matrix ``[D, D]`` in place: ``sum over j of vector[j] * basis[j]``; see ``basis.py``.
 
-    ``room`` is as long. Sums are in the order of j: torch's twin has the same bits.
+    ``room`` is as long; 4 divides D. Sums are in the order of j: torch's twin has the same bits.
     """
     size = len(vector)
     for i in range(size):
         room[i] = _ZERO
-    for j in range(size):
-        number, row = vector[j], basis[j]
+    for j in range(0, size, 4):  # sums are loaded and stored once for four of their terms
+        a, b, c, d = vector[j], vector[j + 1], vector[j + 2], vector[j + 3]
+        row_a, row_b, row_c, row_d = basis[j], basis[j + 1], basis[j + 2], basis[j + 3]
         for i in range(size):
-            room[i] += number * row[i]
+            room[i] = (((room[i] + a * row_a[i]) + b * row_b[i]) + c * row_c[i]) + d * row_d[i]
     for i in range(size):
         vector[i] = room[i]
