@@ -33,7 +33,7 @@ __all__ = [
     "write_verdict",
 ]
 
-FORMAT = 1
+FORMAT = 2
 """Of the files that are written here; others are as if they were not there."""
 
 QUALITY_FIELDS = ("dtype", "quantization", "block_size", "kv_cache_dtype", "kv_cache_dtype_skip_layers")

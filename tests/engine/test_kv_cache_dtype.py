@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from store.memory_store import always_load
 
 from pagefold import LLM, SamplingParams
 from pagefold.config import EngineConfig
 from pagefold.engine.build import plan_engine
-from pagefold.engine.centring import find_centres
+from pagefold.engine.calibration import find_constants
 from pagefold.errors import ConfigError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -47,7 +48,7 @@ def test_auto_is_what_it_was(smollm2):
 def test_the_first_and_last_layers_can_stay_in_16_bit(smollm2):
     plan = plan_engine(EngineConfig(model=str(smollm2), kv_cache_dtype="int4", kv_cache_dtype_skip_layers=(29, 0)))
     assert plan.geometry.skip_layers == (0, 29)
-    assert plan.geometry.bytes_per_token == 3 * (28 * 2 * 36 + 2 * 2 * 128)
+    assert plan.geometry.bytes_per_token == 3 * (28 * (40 + 34) + 2 * 2 * 128)
     assert plan.is_fused
 
 
@@ -71,23 +72,27 @@ def test_blocks_of_one_codec_are_not_those_of_another(tiny_chat_model, tmp_path)
     assert [cached[1, how] for how in outputs] == [3 * 96] * len(kinds)
 
 
-def test_centres_are_found_once_and_kept(tiny_chat_model, tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_constants_are_found_once_and_kept(tiny_chat_model, tmp_path, monkeypatch, is_fused):
     """They follow from the model alone; a damaged file is measured again."""
     monkeypatch.setenv("PAGEFOLD_CACHE", str(tmp_path))
     said = []
-    llm = LLM(str(tiny_chat_model), kv_cache_dtype="int4", **SMALL)
-    first = llm.engine.runner.slab.centres.clone()
-    assert first.abs().max() > 0
-    (file,) = (tmp_path / "centres").iterdir()
-    np.testing.assert_array_equal(np.frombuffer(file.read_bytes(), np.float32).reshape(first.shape), first)
-    blueprint = plan_engine(EngineConfig(model=str(tiny_chat_model), kv_cache_dtype="int4", **SMALL))
-    assert (find_centres(blueprint, _never, said.append) == first).all()
+    settings = SMALL | {"kv_cache_dtype": "int4", "model_impl": "pagefold" if is_fused else "transformers"}
+    llm = LLM(str(tiny_chat_model), **settings)
+    first = llm.engine.runner.slab.constants
+    assert all(one.abs().max() > 0 for one in first)
+    (file,) = (tmp_path / "calibration").iterdir()
+    kept = np.frombuffer(file.read_bytes(), np.float32)
+    np.testing.assert_array_equal(kept, np.concatenate([one.flatten() for one in first]))
+    blueprint = plan_engine(EngineConfig(model=str(tiny_chat_model), **settings))
+    found = find_constants(blueprint, _never, said.append)
+    assert all(map(torch.equal, found, first))
     assert not said
     file.write_bytes(file.read_bytes()[:10])
-    again = LLM(str(tiny_chat_model), kv_cache_dtype="int4", **SMALL)
-    assert (again.engine.runner.slab.centres == first).all()
-    assert file.stat().st_size == first.nbytes
+    again = LLM(str(tiny_chat_model), **settings).engine.runner.slab.constants
+    assert all(map(torch.equal, again, first))
+    assert file.stat().st_size == 4 * len(kept)
 
 
-def _never(blueprint, slab):
-    pytest.fail(f"weights are loaded again: {blueprint}, {slab}")
+def _never(blueprint, slab, on_queries=None):
+    pytest.fail(f"weights are loaded again: {blueprint}, {slab}, {on_queries}")

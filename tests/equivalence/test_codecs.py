@@ -22,9 +22,13 @@ from equivalence.suite import Trial, Workload
 from equivalence.test_fused import AloneOutputs
 from equivalence.tiny_models import VOCAB_SIZE
 from pagefold.kv import CODECS, KVGeometry
+from pagefold.kv.codec import num_wide
 from pagefold.runner.attention import choose_backend
 from pagefold.runner.codec_slab import CodecSlab
 from pagefold.runner.codecs import CELL_CODECS
+from pagefold.runner.codecs.basis import basis_for_queries, fitted_basis, into_basis, plain_basis
+from pagefold.runner.codecs.constants import CodecConstants
+from pagefold.runner.codecs.vectors import scales_of
 
 BOUND = 3e-5
 
@@ -49,20 +53,38 @@ SEQUENCES = st.lists(
 )
 
 
+def some_constants(num_cells, head_dim, seed):
+    """Return constants such as a model has: bases of keys and queries that differ by direction."""
+    generator = torch.Generator().manual_seed(seed)
+    centres = torch.randn(2, num_cells, 2, head_dim, generator=generator)
+    bases = torch.stack([fitted_basis(*some_moments(head_dim, generator)) for _ in range(num_cells)])
+    return CodecConstants(*centres, bases)
+
+
+def some_moments(head_dim, generator):
+    """Return second moments of keys and of queries that are large in some directions, a few apart."""
+    moments = []
+    for _ in range(2):
+        sizes = torch.rand(head_dim, generator=generator, dtype=torch.float64) + 0.5
+        vectors = torch.randn(4 * head_dim, head_dim, generator=generator, dtype=torch.float64) * sizes
+        moments.append(vectors.T @ vectors / len(vectors))
+    return moments
+
+
 def encoded(case, name, seed):
     """Return a slab of that codec that holds what the case's slab holds, and poison where that has NaN."""
     slab = case.slab
     num_blocks, num_cells = slab.data.shape[:2]
     geometry = KVGeometry(1, num_cells, slab.head_dim, 4, slab.block_size, CODECS[name])
-    centres = torch.randn(num_cells, 2, slab.head_dim, generator=torch.Generator().manual_seed(seed))
-    made = CodecSlab.allocate(geometry, num_blocks, centres)
+    constants = some_constants(num_cells, slab.head_dim, seed)
+    made = CodecSlab.allocate(geometry, num_blocks, constants)
     made.data.fill_(0xFF)
     first_blocks = torch.from_numpy(np.unique(case.inputs.tables[:, :, 0])).long()
     for cell in range(num_cells):
         blocks, slots = torch.nonzero(~slab.keys[:, cell, :, 0].isnan(), as_tuple=True)
         entries = torch.where(torch.isin(blocks, first_blocks), 0, slab.block_size) + slots
         made.write(cell, blocks, entries, slab.read(cell, blocks, entries))
-    return made, CodecSlab(made.data.clone(), geometry, centres)
+    return made, CodecSlab(made.data.clone(), geometry, constants)
 
 
 def hold(case, name, seed, sharpness=1.0):
@@ -105,39 +127,103 @@ def test_outputs_are_near_those_of_what_was_not_encoded(name):
     assert (output - case.expected()).std().item() < asked * size
 
 
-@pytest.mark.parametrize("name", NAMES)
+FORMATS = {name: CELL_CODECS[name].values for name in NAMES} | {"two widths": CELL_CODECS["int4_per_token_head"].keys}
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
 @settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32), exponent=st.integers(-140, 30), zeros=st.booleans())
 def test_vectors_are_encoded_alone_and_within_their_bound(name, seed, exponent, zeros):
     """Each vector's codes follow from it alone; nothing is lost to scale, from denormal to large."""
-    codec = CELL_CODECS[name].values
+    form = FORMATS[name]
     vectors = torch.randn(7, 64, generator=torch.Generator().manual_seed(seed)) * 2.0 ** (exponent / 2)
     vectors = (vectors * 2.0 ** (exponent / 2)) * (0.0 if zeros else 1.0)
-    codes, scales = codec.encode(vectors)
+    codes, scales = form.encode(vectors)
+    assert codes.shape[1] == form.num_code_bytes(64)
     for at in range(len(vectors)):
-        alone = codec.encode(vectors[at : at + 1])
+        alone = form.encode(vectors[at : at + 1])
         assert torch.equal(alone[0][0], codes[at])
         assert torch.equal(alone[1][0], scales[at])
-    decoded = codec.decode(codes, scales)
-    if name in {"int8_per_token_head", "int4_per_token_head", "int4_plain", "k8v4"}:
-        half_a_step = scales[:, :1].float() / 2
-        assert ((decoded - vectors).abs() <= half_a_step * 1.001 + vectors.abs() * 1e-6).all()
-        steps = 127 if codec.bits == 8 else 15
-        span = vectors.abs().amax(1) if codec.bits == 8 else vectors.amax(1) - vectors.amin(1)
-        least = vectors.abs().amax(1) / 64 / steps  # the zero point is a bfloat16 too
-        assert (scales[:, 0].float() <= span / steps * 1.02 + least + 2.0**-126).all()
+    if not form.num_scales:
+        return
+    errors, largest = form.decode(codes, scales) - vectors, vectors.abs().amax(1)
+    scale = scales[:, :1].float()
+    is_within = errors.abs() <= scale / 2 * 1.001 + vectors.abs() * 1e-6
+    if name in {"int8_per_token_head", "int4_plain"}:
+        assert is_within.all()
+        steps = 127 if form.bits == 8 else 15
+        span = largest if form.bits == 8 else vectors.amax(1) - vectors.amin(1)
+        least = largest / 64 / steps  # the zero point is a bfloat16 too
+        assert (scale[:, 0] <= span / steps * 1.02 + least + 2.0**-126).all()
+    elif name in {"int4_per_token_head", "k8v4"}:
+        assert (is_within | (vectors.abs() > 7.5 * scale)).all()  # finer steps for the others
+        assert (scale[:, 0] <= largest / 7.5 * 1.01 + 2.0**-126).all()
+        at_most = (largest / 15 * 1.01 + 2.0**-126).double() ** 2 * 64
+        assert (errors.double().square().sum(1) <= at_most).all()
+    elif name == "two widths":
+        assert is_within.all()
+        wide = vectors[:, : num_wide(64)].abs().amax(1) / 127
+        narrow = vectors[:, num_wide(64) :].abs().amax(1) / 7.5
+        assert (scale[:, 0] <= torch.maximum(wide, narrow) * 1.01 + 2.0**-126).all()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted(FORMATS))
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_no_number_is_not_hidden(name, bad):
     """A model that computes NaN is found out, not made plausible; infinity saturates, or is NaN."""
-    codec = CELL_CODECS[name].values
-    vectors = torch.randn(2, 32, generator=torch.Generator().manual_seed(0))
-    vectors[0, 3] = bad
-    decoded = codec.decode(*codec.encode(vectors))
-    assert decoded[0].isnan().any() or (decoded[0, 3].abs() > 100 and bad != bad) or abs(decoded[0, 3]) > 100  # noqa: PLR0124
-    assert not decoded[1].isnan().any()
+    form = FORMATS[name]
+    for place in (3, 31):
+        vectors = torch.randn(2, 32, generator=torch.Generator().manual_seed(0))
+        vectors[0, place] = bad
+        decoded = form.decode(*form.encode(vectors))
+        assert decoded[0].isnan().any() or abs(decoded[0, place]) > 100
+        assert not decoded[1].isnan().any()
+
+
+def test_a_scale_is_the_best_of_those_that_are_tried():
+    """A vector with one number far out gets finer steps for all others, and less error in all."""
+    form = FORMATS["k8v4"]
+    vectors = torch.randn(50, 64, generator=torch.Generator().manual_seed(3))
+    vectors[:, 0] = 4.0
+    codes, scales = form.encode(vectors)
+    assert (scales[:, 0].float() < 4.0 / 7.5).any()
+    coarse = scales_of(vectors.abs().amax(1, keepdim=True), 7.5).float()
+    levels = (vectors / coarse + 7.5).round().clamp(0, 15) - 7.5
+    unclipped = (levels * coarse - vectors).square().sum(1)
+    assert ((form.decode(codes, scales) - vectors).square().sum(1) <= unclipped * 1.0001).all()
+
+
+@pytest.mark.parametrize("head_dim", [4, 20, 32, 40, 64, 96, 128, 256])
+@pytest.mark.parametrize("kind", ["fitted", "flat", "empty", "plain"])
+def test_products_are_the_same_in_a_basis(head_dim, kind):
+    """A key in its basis and a query in its own give the score that they gave, also where next to nothing is known."""
+    generator = torch.Generator().manual_seed(head_dim)
+    keys, queries = some_moments(head_dim, generator)
+    if kind == "flat":  # one direction only
+        keys, queries = torch.zeros_like(keys), torch.ones_like(queries)
+        keys[0, 0] = 1.0
+    if kind == "empty":
+        keys, queries = torch.zeros_like(keys), torch.zeros_like(queries)
+    basis = plain_basis(head_dim) if kind == "plain" else fitted_basis(keys, queries)
+    assert basis.isfinite().all()
+    key, query = torch.randn(2, 30, head_dim, generator=generator)
+    here = into_basis(key, basis).double(), into_basis(query, basis_for_queries(basis)).double()
+    error = ((here[0] * here[1]).sum(1) - (key.double() * query).sum(1)).abs().max()
+    assert error < (1e-4 if kind in {"fitted", "plain"} else 1e-2)
+
+
+def test_a_fitted_basis_spends_bits_where_scores_need_them():
+    """Scores of keys and queries that are large in few directions lose less than half, in squares, of what they did."""
+    generator = torch.Generator().manual_seed(1)
+    mixers = torch.linalg.qr(torch.randn(2, 64, 64, generator=generator))[0]
+    sizes = 2.0 ** torch.linspace(2, -2, 64)
+    keys, queries = torch.randn(2, 3000, 64, generator=generator) * sizes @ mixers
+    moments = [(part[:2000].double().T @ part[:2000].double()) / 2000 for part in (keys, queries)]
+    form, lost = FORMATS["two widths"], {}
+    for name, basis in (("plain", plain_basis(64)), ("fitted", fitted_basis(*moments))):
+        decoded = form.decode(*form.encode(into_basis(keys[2000:], basis))) @ basis_for_queries(basis).T
+        lost[name] = ((decoded - keys[2000:]) @ queries[2000:].T).square().mean().item()
+    assert lost["fitted"] < 0.5 * lost["plain"]
 
 
 @pytest.mark.parametrize("block_size", [16, 32])

@@ -41,9 +41,10 @@ if TYPE_CHECKING:
     from pagefold.config import EngineConfig
     from pagefold.hub.progress import Progress
     from pagefold.runner.card import Card
+    from pagefold.runner.codecs.constants import CodecConstants
     from pagefold.runner.models import ModelSpec
     from pagefold.runner.slab import AnySlab
-    from pagefold.runner.torch_runner import Decoder
+    from pagefold.runner.torch_runner import Decoder, OnQueries
     from pagefold.store import BlockStore, HostArena
     from pagefold.store.card_arena import CardArena
     from pagefold.structured.compiler import GrammarCompiler
@@ -73,7 +74,7 @@ class Blueprint:
         capacity: what fits.
         dtype: of weights, activations and KV.
         is_fused: whether the fused decoder computes it, rather than transformers.
-        centres: what is taken off K before it is encoded (see ``centring.py``); None for nothing, or not known yet.
+        constants: what codecs know of the model (see ``calibration.py``); None for nothing, or not known yet.
         device: ``cpu`` or ``cuda``.
         card: the one that it runs on; None on a CPU. Its ``capacity`` follows from bounds until the rest is measured.
     """
@@ -86,7 +87,7 @@ class Blueprint:
     is_fused: bool
     device: str = "cpu"
     card: Card | None = None
-    centres: torch.Tensor | None = None
+    constants: CodecConstants | None = None
 
 
 def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Blueprint:
@@ -274,7 +275,7 @@ def build_engine(
     if spec.limit:
         longest = f"{spec.max_exact_len:,} of {spec.max_positions:,} tokens"
         say(f"limit      {longest}, beyond which {spec.limit} is not computed yet")
-    blueprint = replace(blueprint, centres=_centres(blueprint, say))
+    blueprint = replace(blueprint, constants=_constants(blueprint, say))
     namespace = _namespace(blueprint)
     if config.has_slow_tiers:  # refused before weights are loaded
         from pagefold.runner.block_plan import block_plan  # noqa: PLC0415 - only here
@@ -291,12 +292,12 @@ def build_engine(
     return engine
 
 
-def _centres(blueprint: Blueprint, say: Callable[[str], None]) -> torch.Tensor | None:
+def _constants(blueprint: Blueprint, say: Callable[[str], None]) -> CodecConstants | None:
     if blueprint.geometry.codec is None:
         return None
-    from pagefold.engine.centring import find_centres  # noqa: PLC0415 - torch comes with it
+    from pagefold.engine.calibration import find_constants  # noqa: PLC0415 - torch comes with it
 
-    return find_centres(blueprint, _decoder, say)
+    return find_constants(blueprint, _decoder, say)
 
 
 def _namespace(blueprint: Blueprint) -> Namespace:
@@ -314,9 +315,9 @@ def _namespace(blueprint: Blueprint) -> Namespace:
     layout = layout_on(blueprint.device)
     if geometry.codec is not None:
         skipped = ",".join(map(str, geometry.skip_layers))
-        from pagefold.engine.centring import digest_of  # noqa: PLC0415
+        from pagefold.engine.calibration import digest_of  # noqa: PLC0415
 
-        layout = f"{CODEC_LAYOUT}/{geometry.codec.name}/{skipped}/{digest_of(blueprint.centres)}"
+        layout = f"{CODEC_LAYOUT}/{geometry.codec.name}/{skipped}/{digest_of(blueprint.constants)}"
     if DROPPED_BITS[config.kv_transport_codec]:  # then no block is sure to be what was computed
         layout += f"/{config.kv_transport_codec}"
     return Namespace(
@@ -347,7 +348,7 @@ def _assemble(
         runner, capacity = build_runner(blueprint, model, say, arena)
     else:
         num_read = capacity.num_blocks + (num_held if config.allow_streaming else 0)  # blocks that attention reads
-        slab = _allocate(geometry, num_read, blueprint.dtype, blueprint.centres)
+        slab = _allocate(geometry, num_read, blueprint.dtype, blueprint.constants)
         behind = slab.as_bytes()[capacity.num_blocks :] if config.allow_streaming else None
         arena = _host_arena(blueprint, num_held, behind) if num_held else None
         runner = TorchRunner(_decoder(blueprint, slab), geometry, slab, arena)
@@ -401,14 +402,14 @@ def _assemble(
     )
 
 
-def _allocate(geometry: KVGeometry, num_blocks: int, dtype: torch.dtype, centres: torch.Tensor | None) -> AnySlab:
+def _allocate(geometry: KVGeometry, num_blocks: int, dtype: torch.dtype, constants: CodecConstants | None) -> AnySlab:
     """Return blocks of a geometry, for K and V that are computed in ``dtype``."""
     from pagefold.runner.codec_slab import CodecSlab  # noqa: PLC0415 - torch comes with it
     from pagefold.runner.slab import Slab  # noqa: PLC0415
 
     if geometry.codec is None:
         return Slab.allocate(geometry, num_blocks, dtype)
-    return CodecSlab.allocate(geometry, num_blocks, centres)
+    return CodecSlab.allocate(geometry, num_blocks, constants)
 
 
 def _slow_tiers(
@@ -435,8 +436,14 @@ def _slow_tiers(
     return SlowTiers(host, config.kv_write_policy, arbiter)
 
 
-def _decoder(blueprint: Blueprint, slab: AnySlab) -> Decoder:
-    """Load the weights into who computes the layers. transformers is imported for its own decoder only."""
+def _decoder(blueprint: Blueprint, slab: AnySlab, on_queries: OnQueries | None = None) -> Decoder:
+    """Load the weights into who computes the layers. transformers is imported for its own decoder only.
+
+    Args:
+        blueprint: the model.
+        slab: where its KV goes.
+        on_queries: told each layer's queries of a step.
+    """
     config, spec, max_model_len = blueprint.config, blueprint.spec, blueprint.capacity.max_model_len
     if blueprint.is_fused:
         from pagefold.runner.fused.decoder import FusedDecoder  # noqa: PLC0415 - compiles
@@ -444,10 +451,11 @@ def _decoder(blueprint: Blueprint, slab: AnySlab) -> Decoder:
 
         assert spec.fused is not None, "a fused decoder of a model that it does not compute"
         weights = pack_model(spec.fused, spec.folder, max_model_len, is_int8=config.quantization == "int8")
-        return FusedDecoder(spec.fused, weights, slab, num_threads=config.threads or available_cpus())
+        num_threads = config.threads or available_cpus()
+        return FusedDecoder(spec.fused, weights, slab, num_threads=num_threads, on_queries=on_queries)
     from pagefold.runner.attention import choose_backend  # noqa: PLC0415
     from pagefold.runner.loader import load_model  # noqa: PLC0415
-    from pagefold.runner.transformers_decoder import TransformersDecoder  # noqa: PLC0415
+    from pagefold.runner.transformers_decoder import TransformersDecoder, told_queries  # noqa: PLC0415
 
     attention = choose_backend(
         config.attention_backend,
@@ -456,6 +464,8 @@ def _decoder(blueprint: Blueprint, slab: AnySlab) -> Decoder:
         head_dim=spec.head_dim,
         pairs_codes=_pairs_codes(blueprint.geometry),
     )
+    if on_queries is not None:
+        attention = told_queries(attention, on_queries)
     return TransformersDecoder(load_model(spec.folder, blueprint.dtype), slab, attention, max_model_len=max_model_len)
 
 

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["CODECS", "KV_CACHE_DTYPES", "Codec", "plain_codec"]
+__all__ = ["CODECS", "KV_CACHE_DTYPES", "Codec", "num_wide", "plain_codec"]
+
+_WIDE_BITS = 8
+
+
+def num_wide(num_elements: int) -> int:
+    """Return how many elements of a vector of two widths have 8 bits: 3 of 16, up to a multiple of 4.
+
+    The others come in pairs then, where a vector has a multiple of 4.
+    """
+    return min(num_elements, 4 * -(-3 * num_elements // 64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +32,7 @@ class Codec:
         scale_group: elements that share a scale; 0 for all elements of a head and token.
         scale_bytes: bytes of one scale, with its zero point where there is one; 0 for none.
         values: how V is stored where it differs from K; None for alike.
+        has_wide: whether :func:`num_wide` elements of a vector have 8 bits instead.
     """
 
     name: str
@@ -29,12 +40,14 @@ class Codec:
     scale_group: int = 0
     scale_bytes: int = 0
     values: Codec | None = None
+    has_wide: bool = False
 
     def key_bytes(self, num_elements: int) -> int:
         """Return the bytes of the K of one head and token: elements in whole bytes, then scales."""
         if num_elements == 0:
             return 0
-        elements = -(-num_elements * self.element_bits // 8)
+        wide = num_wide(num_elements) if self.has_wide else 0
+        elements = -(-(wide * _WIDE_BITS + (num_elements - wide) * self.element_bits) // 8)
         num_scales = -(-num_elements // self.scale_group) if self.scale_group else 1
         return elements + num_scales * self.scale_bytes
 
@@ -52,7 +65,7 @@ def plain_codec(element_bytes: int) -> Codec:
     return Codec(f"{8 * element_bytes} bit", 8 * element_bytes)
 
 
-_INT4 = Codec("int4_per_token_head", 4, scale_bytes=4)
+_INT4_VALUES = Codec("int4 with a scale", 4, scale_bytes=2)
 
 _ALL = (
     Codec("float64", 64),
@@ -66,11 +79,12 @@ _ALL = (
     # A scale in 16 bit for each token and head.
     Codec("fp8_per_token_head", 8, scale_bytes=2),
     Codec("int8_per_token_head", 8, scale_bytes=2),
-    # A scale and a zero point, in 16 bit each, for each token and head: first rotated and centred, or not.
-    _INT4,
-    replace(_INT4, name="int4_plain"),
+    # A scale in 16 bit for each token and head; K's first elements, of its own basis, have 8 bits.
+    Codec("int4_per_token_head", 4, scale_bytes=2, values=_INT4_VALUES, has_wide=True),
     # K as int8_per_token_head, V as int4_per_token_head.
-    Codec("k8v4", 8, scale_bytes=2, values=_INT4),
+    Codec("k8v4", 8, scale_bytes=2, values=_INT4_VALUES),
+    # A scale and a zero point, in 16 bit each, for each token and head.
+    Codec("int4_plain", 4, scale_bytes=4),
     # A scale in 16 bit and a zero point in 16 bit for 128 elements.
     Codec("int4_g128", 4, scale_group=128, scale_bytes=4),
     # llama.cpp's blocks of 32 elements with a scale in 16 bit.

@@ -8,8 +8,9 @@
             K's scales: [slot] of bfloat16, then its zero points where it has them
             V's scales: the same
 
-A code of 4 bits is half a byte: byte ``i`` of a vector holds element ``i`` (low) and element ``i + D / 2`` (high), so a
-byte belongs to one token, and nobody reads it to write half of it.
+A code of 4 bits is half a byte: byte ``i`` of n such elements holds element ``i`` (low) and element ``i + n / 2``
+(high), so a byte belongs to one token, and nobody reads it to write half of it. Where the first elements of K have 8
+bits, the panels of these come first.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import torch
 
 from pagefold.host_memory import host_memory
 from pagefold.runner.codecs import CELL_CODECS
+from pagefold.runner.codecs.basis import basis_for_queries, into_basis
+from pagefold.runner.codecs.constants import CodecConstants
 from pagefold.runner.codecs.hadamard import hadamard
 
 if TYPE_CHECKING:
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CODEC_LAYOUT", "CellPlaces", "CodecSlab", "cell_places"]
 
-CODEC_LAYOUT = "codec-panels-v1"
+CODEC_LAYOUT = "codec-panels-v2"
 """Names the arrangement of bytes inside a block, for the namespace."""
 
 
@@ -59,18 +62,14 @@ def cell_places(geometry: KVGeometry) -> list[CellPlaces]:
     for layer in range(geometry.num_layers):
         codec = CELL_CODECS[geometry.codec_of(layer).name]
         for _ in range(geometry.num_kv_heads):
-            values = begin + _code_bytes(codec.keys, geometry)
-            key_scales = values + _code_bytes(codec.values, geometry)
+            values = begin + codec.keys.num_code_bytes(geometry.head_dim) * geometry.block_size
+            key_scales = values + codec.values.num_code_bytes(geometry.head_dim) * geometry.block_size
             value_scales = key_scales + 2 * codec.keys.num_scales * geometry.block_size
             end = value_scales + 2 * codec.values.num_scales * geometry.block_size
             places.append(CellPlaces(begin, values, key_scales, value_scales, end))
             begin = end
     assert begin == geometry.bytes_per_block, "codecs and geometry disagree about bytes"
     return places
-
-
-def _code_bytes(form: VectorFormat, geometry: KVGeometry) -> int:
-    return form.bits * geometry.head_dim // 8 * geometry.block_size
 
 
 class CodecSlab:
@@ -82,33 +81,38 @@ class CodecSlab:
     Args:
         data: uint8 ``[num_blocks, bytes_per_block]``.
         geometry: of the blocks; has a codec.
-        centres: float32 ``[num_cells, 2, D]``: what is taken off K before it is encoded, in cells whose codec says so:
-            off a sequence's first entry, and off all others; None for nothing. Scores of the others are all lower by
-            the same then, and weights as they were.
+        constants: what is done to K and V before they are encoded, in cells whose codecs say so; None where nothing
+            is known of the model: nothing is taken off then, and bases only rotate.
 
     Attributes:
         data: as given.
         block_size, head_dim: of the geometry.
         places: where the parts of each cell are.
-        centres: float32 ``[num_cells, 2, D]``: zeros in cells whose codec takes nothing off.
+        constants: zeros in cells whose codec takes nothing off.
     """
 
-    def __init__(self, data: torch.Tensor, geometry: KVGeometry, centres: torch.Tensor | None = None) -> None:
+    def __init__(self, data: torch.Tensor, geometry: KVGeometry, constants: CodecConstants | None = None) -> None:
         self.data = data
         self.block_size = geometry.block_size
         self.head_dim = geometry.head_dim
         self._geometry = geometry
         self.places = cell_places(geometry)
-        self.centres = torch.zeros((len(self.places), 2, geometry.head_dim))
-        for cell in range(len(self.places)):
-            if centres is not None and self.codec(cell).centres:
-                self.centres[cell] = centres[cell]
+        codecs = [self.codec(cell) for cell in range(len(self.places))]
+        self.constants = CodecConstants.unknown(len(self.places), geometry.head_dim)
+        if constants is not None:
+            self.constants = self.constants.where(
+                constants,
+                torch.tensor([one.centres for one in codecs]),
+                torch.tensor([one.has_basis for one in codecs]),
+            )
+        if any(one.has_basis for one in codecs):
+            self._query_bases = basis_for_queries(self.constants.bases)
 
     @classmethod
-    def allocate(cls, geometry: KVGeometry, num_blocks: int, centres: torch.Tensor | None = None) -> CodecSlab:
+    def allocate(cls, geometry: KVGeometry, num_blocks: int, constants: CodecConstants | None = None) -> CodecSlab:
         """Return ``num_blocks`` blocks of ``geometry``, not yet written."""
         data = torch.from_numpy(host_memory(num_blocks * geometry.bytes_per_block))
-        return cls(data.view(num_blocks, geometry.bytes_per_block), geometry, centres)
+        return cls(data.view(num_blocks, geometry.bytes_per_block), geometry, constants)
 
     @property
     def num_bytes(self) -> int:
@@ -135,9 +139,16 @@ class CodecSlab:
         """
         codec, places, slots = self.codec(cell), self.places[cell], entries % self.block_size
         keys, values = (vectors.float() for vectors in kv)
-        keys = keys - self.centres[cell, entries.clamp(max=1)]
+        at = entries.clamp(max=1)
+        if codec.centres:
+            keys = keys - self.constants.key_centres[cell, at]
+            values = values - self.constants.value_centres[cell, at]
+        if codec.has_basis:
+            keys = into_basis(keys, self.constants.bases[cell])
+        elif codec.rotates:
+            keys = hadamard(keys)
         if codec.rotates:
-            keys, values = hadamard(keys), hadamard(values)
+            values = hadamard(values)
         codes, scales = codec.keys.encode(keys)
         self._panels(places, codec)[block_ids, :, slots] = _in_units(codes, codec.keys)
         self._scales(places.key_scales, codec.keys)[block_ids, :, slots] = scales
@@ -152,9 +163,16 @@ class CodecSlab:
         keys = codec.keys.decode(codes, self._scales(places.key_scales, codec.keys)[block_ids, :, slots])
         codes = self._rows(places, codec)[block_ids, slots]
         values = codec.values.decode(codes, self._scales(places.value_scales, codec.values)[block_ids, :, slots])
+        if codec.has_basis:
+            keys = keys @ self._query_bases[cell].T
+        elif codec.rotates:
+            keys = hadamard(keys)
         if codec.rotates:
-            keys, values = hadamard(keys), hadamard(values)
-        return keys + self.centres[cell, entries.clamp(max=1)], values
+            values = hadamard(values)
+        if codec.centres:
+            at = entries.clamp(max=1)
+            keys, values = keys + self.constants.key_centres[cell, at], values + self.constants.value_centres[cell, at]
+        return keys, values
 
     def codec(self, cell: int) -> CellCodec:
         """Return how a cell's K and V are stored."""
@@ -168,7 +186,7 @@ class CodecSlab:
 
     def _rows(self, places: CellPlaces, codec: CellCodec) -> torch.Tensor:
         """Return a view of V's codes, uint8 ``[num_blocks, slots, bytes of a vector]``."""
-        num_bytes = codec.values.bits * self.head_dim // 8
+        num_bytes = codec.values.num_code_bytes(self.head_dim)
         return self.data[:, places.values : places.key_scales].view(-1, self.block_size, num_bytes)
 
     def _scales(self, begin: int, form: VectorFormat) -> torch.Tensor:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pagefold.store import HostArena
     from pagefold.store.arena import Moves
 
-__all__ = ["Decoder", "TorchRunner"]
+__all__ = ["Decoder", "OnQueries", "TorchRunner"]
 
 
 _MEMORY_REMEDY = (
@@ -46,6 +46,13 @@ class Decoder(Protocol):
 
     def logits(self, inputs: StepInputs) -> torch.Tensor:
         """Return the logits of ``inputs.logit_rows``, ``[R, vocab]``. They may be valid until the next step only."""
+
+
+class OnQueries(Protocol):
+    """Is told what a step's tokens ask in each layer: for a calibration (see ``engine/calibration.py``)."""
+
+    def __call__(self, layer: int, queries: torch.Tensor) -> None:
+        """Take a layer's queries, ``[T, H, D]``, rope already applied; they may be valid during the call only."""
 
 
 class TorchRunner:

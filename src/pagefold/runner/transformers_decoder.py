@@ -11,11 +11,12 @@ from pagefold.runner.inputs import fill_in
 from pagefold.runner.loader import AttentionContext
 
 if TYPE_CHECKING:
-    from pagefold.runner.attention import AttentionBackend
+    from pagefold.runner.attention import AttentionBackend, AttentionInputs
     from pagefold.runner.inputs import StepInputs
     from pagefold.runner.slab import AnySlab
+    from pagefold.runner.torch_runner import OnQueries
 
-__all__ = ["TransformersDecoder"]
+__all__ = ["TransformersDecoder", "told_queries"]
 
 
 class TransformersDecoder:
@@ -61,3 +62,22 @@ class TransformersDecoder:
             raise UnsupportedModelError(msg, remedy="Use a model with one plain attention a layer.")
         logits: torch.Tensor = output.logits[0]
         return logits
+
+
+def told_queries(attention: AttentionBackend, on_queries: OnQueries) -> AttentionBackend:
+    """Return an attention that tells its queries first."""
+
+    def attend(  # noqa: PLR0913, PLR0917 - the operands of the op
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        slab: AnySlab,
+        inputs: AttentionInputs,
+        layer: int,
+        scale: float,
+        softcap: float = 0.0,
+    ) -> torch.Tensor:
+        on_queries(layer, query)
+        return attention(query, key, value, slab, inputs, layer, scale, softcap)
+
+    return attend

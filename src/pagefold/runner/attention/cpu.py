@@ -142,6 +142,7 @@ def member_scratch(scratch, member):
         scratch.state_tops[member],
         scratch.state_totals[member],
         scratch.sums[member],
+        scratch.first_weights[member],
         scratch.shifts[member],
         scratch.first_shifts[member],
         scratch.scales[member],

@@ -8,7 +8,8 @@ result.
 Where K and V are encoded, tiles load codes (see ``attention_tiles.py``), and scales are applied beside them: with
 ``k = code * scale + zero`` a score is ``(q . code) * scale + sum(q) * zero``, and the sum of weighted values is that of
 codes weighted by ``weight * scale``, plus the sum of ``weight * zero``, in each number. Where they are rotated, queries
-are rotated before the first pass and outputs rotated back after the last.
+are rotated before the first pass and outputs rotated back after the last; where K has a basis, queries are brought into
+the one that belongs to it. What was taken off V is added to the sums, each constant by the weights of its entries.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import numpy as np
 
 from pagefold.runner.attention.kernel_slab import (
+    HAS_BASIS,
     KEY_FORMAT,
     KEY_SCALES,
     KEYS,
@@ -25,14 +27,16 @@ from pagefold.runner.attention.kernel_slab import (
     VALUES,
 )
 from pagefold.runner.attention.work import AttentionWork
-from pagefold.runner.codecs.kernel import encode, from_bfloat16, hadamard
+from pagefold.runner.codecs.kernel import encode, from_bfloat16, hadamard, into_basis, wide_of
 from pagefold.runner.kernels.attention_tiles import (
     BFLOAT16,
     E4M3_SCALED,
     FLOAT16,
     FLOAT32,
     INT4,
+    INT4_SYMMETRIC,
     INT8,
+    TWO_WIDTHS,
 )
 from pagefold.runner.kernels.compiled import part
 from pagefold.runner.kernels.emit import call_tile, fetch
@@ -43,6 +47,7 @@ __all__ = ["AttentionWork", "attend", "merge", "write"]
 
 _FLOAT_BYTES, _LINE_BYTES = 4, 64
 _NOTHING = np.float32(-1e30)  # the score of no entry at all: finite, so that no difference of two is NaN
+_MIDDLE = np.float32(7.5)  # of codes that stand for as much on both sides of 0
 _TOKENS_A_MERGE = 4
 
 
@@ -58,7 +63,7 @@ def _fold(top, total, acc, other_top, other_total, other):
 
 @part()
 def _code_bytes(form):
-    """Return the bytes of a code, or for ``INT4`` of a pair."""
+    """Return the bytes of a code, or of a pair."""
     if form == FLOAT32:
         return 4
     return 2 if form in {FLOAT16, BFLOAT16} else 1
@@ -68,7 +73,13 @@ def _code_bytes(form):
 def _num_scales(form):
     if form == INT4:
         return 2
-    return 1 if form in {INT8, E4M3_SCALED} else 0
+    return 1 if form in {INT8, E4M3_SCALED, TWO_WIDTHS, INT4_SYMMETRIC} else 0
+
+
+@part()
+def _pairs_codes(form):
+    """Return whether all bytes of a vector hold two codes."""
+    return form in {INT4, INT4_SYMMETRIC}
 
 
 @part()
@@ -92,17 +103,19 @@ def write(slab, work, layer, t, h, key, value, scratch):
     room = scratch.vector
     for d in range(head_dim):
         room[d] = key[d] - slab.centres[cell, min(entry, 1), d]
-    if rotation:
+    if parts[HAS_BASIS]:
+        into_basis(room, slab.bases[cell, 0], scratch.spare)
+    elif rotation:
         hadamard(room, rotation, scratch.spare)
     size = _code_bytes(key_format)
     begin, step = parts[KEYS] + slot * size, block_size * size
     encode(views, key_format, room, begin, step, parts[KEY_SCALES] + 2 * slot, block_size)
     for d in range(head_dim):
-        room[d] = value[d]
+        room[d] = value[d] - slab.value_centres[cell, min(entry, 1), d]
     if rotation:
         hadamard(room, rotation, scratch.spare)
     size = _code_bytes(value_format)
-    row_bytes = head_dim // 2 if value_format == INT4 else head_dim * size
+    row_bytes = head_dim // 2 if _pairs_codes(value_format) else head_dim * size
     begin = parts[VALUES] + slot * row_bytes
     encode(views, value_format, room, begin, size, parts[VALUE_SCALES] + 2 * slot, block_size)
 
@@ -164,7 +177,7 @@ def _attend_split(tiles, slab, cell, table, first, num_entries, query, room, acc
     if num_scales:
         _read_scales(slab, table, first, parts[KEY_SCALES], num_scales, num_entries, room.scales, room.zeros)
         for r in range(num_rows):
-            _scale_scores(scores[r], room.scales, room.zeros, num_scales, query[r], num_entries)
+            _scale_scores(scores[r], room.scales, room.zeros, key_format, query[r], num_entries)
             if first == 0:  # the first entry has a centre of its own
                 scores[r, 0] += room.first_shifts[r] - room.shifts[r]
             if softcap != 0.0:  # tanh sees a shift, as softmax does not
@@ -176,9 +189,10 @@ def _attend_split(tiles, slab, cell, table, first, num_entries, query, room, acc
     if num_scales:
         _read_scales(slab, table, first, parts[VALUE_SCALES], num_scales, num_entries, room.scales, room.zeros)
         for r in range(num_rows):
-            room.sums[r] = _scale_weights(scores[r], room.scales, room.zeros, num_scales, limits[r])
+            room.first_weights[r] = scores[r, 0]
+            room.sums[r] = _scale_weights(scores[r], room.scales, room.zeros, value_format, limits[r])
     step = lanes * tiles.vectors
-    num_columns = head_dim // 2 if value_format == INT4 else head_dim
+    num_columns = head_dim // 2 if _pairs_codes(value_format) else head_dim
     size = _code_bytes(value_format)
     row_step = head_dim if value_format == FLOAT32 else num_columns * size
     offset = parts[VALUES] - parts[KEYS]
@@ -188,38 +202,49 @@ def _attend_split(tiles, slab, cell, table, first, num_entries, query, room, acc
             scores.ctypes.data, width, blocks.ctypes.data, num_blocks, block_size, num_entries,
             at, row_step, acc.ctypes.data + d * _FLOAT_BYTES, head_dim, num_rows,
         ))  # fmt: skip
-    if num_scales > 1:
+    if _pairs_codes(value_format):
+        first_centre, centre = slab.rotated_centres[cell, 0], slab.rotated_centres[cell, 1]
         for r in range(num_rows):
+            first_weight = room.first_weights[r] if first == 0 else np.float32(0.0)
+            other_weights = room.totals[r] - first_weight
             for d in range(head_dim):
-                acc[r, d] += room.sums[r]
+                acc[r, d] += room.sums[r] + first_weight * first_centre[d] + other_weights * centre[d]
 
 
 _FAST = {"reassoc", "contract", "nsz"}
 
 
 @part(fastmath=_FAST)
-def _scale_scores(scores, scales, zeros, num_scales, query, num_entries):
+def _scale_scores(scores, scales, zeros, form, query, num_entries):
     """Turn products with codes into scores, in place."""
-    if num_scales == 1:
-        for e in range(num_entries):
-            scores[e] *= scales[e]
-    else:
-        total = np.float32(0.0)
+    total = np.float32(0.0)
+    if form == INT4:
         for d in range(len(query)):
             total += query[d]
         for e in range(num_entries):
             scores[e] = scores[e] * scales[e] + total * zeros[e]
+    else:
+        if form == TWO_WIDTHS:
+            for d in range(wide_of(len(query)), len(query)):
+                total += query[d]
+            total *= _MIDDLE
+        for e in range(num_entries):
+            scores[e] = (scores[e] - total) * scales[e]
 
 
 @part(fastmath=_FAST)
-def _scale_weights(weights, scales, zeros, num_scales, num_seen):
+def _scale_weights(weights, scales, zeros, form, num_seen):
     """Make weights of codes of weights of values, in place; return what the zero points come to."""
     total = np.float32(0.0)
-    if num_scales > 1:
+    if form == INT4:
         for e in range(num_seen):
             total += weights[e] * zeros[e]
     for e in range(num_seen):
         weights[e] *= scales[e]
+    if form == INT4_SYMMETRIC:
+        for e in range(num_seen):
+            total -= weights[e]
+        total *= _MIDDLE
     return total
 
 
@@ -272,7 +297,9 @@ def attend(tiles, sync, phase, work, query, slab, layer, scale, softcap, scratch
                     first_shift += q[row, d] * slab.centres[cell, 0, d]
                     shift += q[row, d] * slab.centres[cell, 1, d]
                 scratch.shifts[row], scratch.first_shifts[row] = shift, first_shift
-                if rotation:
+                if slab.cells[cell, HAS_BASIS]:
+                    into_basis(q[row], slab.bases[cell, 1], scratch.spare)
+                elif rotation:
                     hadamard(q[row], rotation, scratch.spare)
         first_split, end_split = (0, (longest + split_size - 1) // split_size) if split < 0 else (split, split + 1)
         for k in range(first_split, end_split):

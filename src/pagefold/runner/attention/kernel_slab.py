@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 
-from pagefold.runner.codecs.hadamard import hadamard_size
+from pagefold.runner.codecs.basis import basis_for_queries
+from pagefold.runner.codecs.hadamard import hadamard, hadamard_size
 from pagefold.runner.kernels.attention_tiles import FLOAT32
 
 if TYPE_CHECKING:
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from pagefold.runner.slab import AnySlab, Slab
 
 __all__ = [
+    "HAS_BASIS",
     "KEYS",
     "KEY_FORMAT",
     "KEY_SCALES",
@@ -27,7 +30,7 @@ __all__ = [
     "kernel_slab",
 ]
 
-KEYS, VALUES, KEY_SCALES, VALUE_SCALES, KEY_FORMAT, VALUE_FORMAT, ROTATION = range(7)
+KEYS, VALUES, KEY_SCALES, VALUE_SCALES, KEY_FORMAT, VALUE_FORMAT, ROTATION, HAS_BASIS = _COLUMNS = range(8)
 """Columns of ``KernelSlab.cells``."""
 
 _NO_ROTATION = 0
@@ -40,10 +43,15 @@ class KernelSlab(NamedTuple):
         codes: uint8 ``[num_blocks, block_bytes]``.
         halves: uint16 ``[num_blocks, block_bytes / 2]``.
         floats: float32 ``[num_blocks, block_bytes / 4]``.
-        cells: int64 ``[num_cells, 7]``: of each cell the bytes where K's codes, V's codes, K's scales and V's scales
-            begin, the numbers of K's and V's formats, and how many numbers are rotated together, 0 for none.
+        cells: int64 ``[num_cells, 8]``: of each cell the bytes where K's codes, V's codes, K's scales and V's scales
+            begin, the numbers of K's and V's formats, how many numbers are rotated together, 0 for none, and whether K
+            has a basis instead.
         centres: float32 ``[num_cells, 2, D]``: what is taken off K before it is encoded: off a sequence's first entry,
             and off all others.
+        value_centres: the same of V.
+        rotated_centres: those of V, rotated as V is.
+        bases: float32 ``[num_cells, 2, D, D]``: by what K and by what queries are multiplied, where K has a basis;
+            ``[0, 2, D, D]`` where no cell's has.
         block_size: tokens a block.
         head_dim: D.
     """
@@ -53,6 +61,9 @@ class KernelSlab(NamedTuple):
     floats: NDArray[np.float32]
     cells: NDArray[np.int64]
     centres: NDArray[np.float32]
+    value_centres: NDArray[np.float32]
+    rotated_centres: NDArray[np.float32]
+    bases: NDArray[np.float32]
     block_size: int
     head_dim: int
 
@@ -66,21 +77,29 @@ def kernel_slab(slab: AnySlab) -> KernelSlab:
     from pagefold.runner.codec_slab import CodecSlab  # noqa: PLC0415 - it imports what imports this
     from pagefold.runner.slab import Slab  # noqa: PLC0415
 
+    head_dim = slab.head_dim
     if isinstance(slab, CodecSlab):
-        cells, centres = _encoded_cells(slab), slab.centres.numpy()
+        cells, constants = _encoded_cells(slab), slab.constants
+        of_values = constants.value_centres
+        centres = constants.key_centres.numpy(), of_values.numpy(), hadamard(of_values).numpy()
+        bases = np.zeros((0, 2, head_dim, head_dim), np.float32)
+        if cells[:, HAS_BASIS].any():
+            bases = torch.stack((constants.bases, basis_for_queries(constants.bases)), 1).numpy()
     else:
         assert isinstance(slab, Slab), "a slab of a kind that kernels do not know"
-        cells, centres = _plain_cells(slab), np.zeros((slab.data.shape[1], 2, slab.head_dim), np.float32)
+        cells = _plain_cells(slab)
+        centres = (np.zeros((len(cells), 2, head_dim), np.float32),) * 3
+        bases = np.zeros((0, 2, head_dim, head_dim), np.float32)
     codes = np.asarray(slab.as_bytes())
     return KernelSlab(
-        codes, codes.view(np.uint16), codes.view(np.float32), cells, centres, slab.block_size, slab.head_dim
+        codes, codes.view(np.uint16), codes.view(np.float32), cells, *centres, bases, slab.block_size, head_dim
     )
 
 
 def _plain_cells(slab: Slab) -> NDArray[np.int64]:
     num_cells, part_bytes = slab.data.shape[1], slab.data[0, 0, 0].nbytes
     begin = 2 * part_bytes * np.arange(num_cells)
-    cells = np.zeros((num_cells, 7), np.int64)
+    cells = np.zeros((num_cells, len(_COLUMNS)), np.int64)
     cells[:, KEYS], cells[:, VALUES] = begin, begin + part_bytes
     cells[:, KEY_FORMAT] = cells[:, VALUE_FORMAT] = FLOAT32
     cells[:, ROTATION] = _NO_ROTATION
@@ -92,5 +111,5 @@ def _encoded_cells(slab: CodecSlab) -> NDArray[np.int64]:
     for cell, places in enumerate(slab.places):
         codec = slab.codec(cell)
         rotation = hadamard_size(slab.head_dim) if codec.rotates else _NO_ROTATION
-        rows.append((*places[:4], codec.keys.number, codec.values.number, rotation))
+        rows.append((*places[:4], codec.keys.number, codec.values.number, rotation, codec.has_basis))
     return np.array(rows, np.int64)

@@ -21,6 +21,7 @@ class Scratch(NamedTuple):
         powers: int32 ``[M, W]``.
         tops, totals, state_tops, state_totals: float32 ``[M, R]``.
         sums: float32 ``[M, R]``: what zero points of V add.
+        first_weights: float32 ``[M, R]``: of a split's first entry.
         shifts, first_shifts: float32 ``[M, R]``: what centring took off a row's scores, off that of entry 0.
         scales, zeros: float32 ``[M, W]``: of a split's entries.
         vector, spare: float32 ``[M, D]``: one K or V that is being encoded, and room to rotate it.
@@ -38,6 +39,7 @@ class Scratch(NamedTuple):
     state_tops: NDArray[np.float32]
     state_totals: NDArray[np.float32]
     sums: NDArray[np.float32]
+    first_weights: NDArray[np.float32]
     shifts: NDArray[np.float32]
     first_shifts: NDArray[np.float32]
     scales: NDArray[np.float32]
@@ -68,6 +70,7 @@ def make_scratch(num_members: int, num_rows: int, split_size: int, head_dim: int
         state_tops=floats(*rows),
         state_totals=floats(*rows),
         sums=floats(*rows),
+        first_weights=floats(*rows),
         shifts=floats(*rows),
         first_shifts=floats(*rows),
         scales=floats(num_members, width),

@@ -10,7 +10,9 @@ import torch
 from pagefold.runner.codecs.floats import Float
 from pagefold.runner.codecs.fp8 import ScaledFloat8
 from pagefold.runner.codecs.int4 import Int4
+from pagefold.runner.codecs.int4_symmetric import Int4Symmetric
 from pagefold.runner.codecs.int8 import Int8
+from pagefold.runner.codecs.two_widths import TwoWidths
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,13 +29,15 @@ class CellCodec:
     Attributes:
         keys, values: their formats.
         rotates: whether both are rotated first (see ``hadamard.py``).
-        centres: whether a constant of its channels is taken off K first (see ``centring.py``).
+        centres: whether constants of their channels are taken off before (see ``constants.py``).
+        has_basis: whether K is brought into a basis of its own instead of being rotated (see ``basis.py``).
     """
 
     keys: VectorFormat
     values: VectorFormat
     rotates: bool = False
     centres: bool = False
+    has_basis: bool = False
 
     @property
     def pairs_codes(self) -> bool:
@@ -46,7 +50,7 @@ class CellCodec:
 
 
 _FLOAT32, _FLOAT16, _BFLOAT16 = Float(0, torch.float32), Float(1, torch.float16), Float(2, torch.bfloat16)
-_INT8, _INT4 = Int8(), Int4()
+_INT8, _INT4, _INT4_SYMMETRIC = Int8(), Int4(), Int4Symmetric()
 _E4M3, _E5M2, _SCALED = Float(5, torch.float8_e4m3fn), Float(6, torch.float8_e5m2), ScaledFloat8()
 
 CELL_CODECS: Mapping[str, CellCodec] = {
@@ -54,9 +58,9 @@ CELL_CODECS: Mapping[str, CellCodec] = {
     "float16": CellCodec(_FLOAT16, _FLOAT16),
     "bfloat16": CellCodec(_BFLOAT16, _BFLOAT16),
     "int8_per_token_head": CellCodec(_INT8, _INT8),
-    "int4_per_token_head": CellCodec(_INT4, _INT4, rotates=True, centres=True),
+    "int4_per_token_head": CellCodec(TwoWidths(), _INT4_SYMMETRIC, rotates=True, centres=True, has_basis=True),
     "int4_plain": CellCodec(_INT4, _INT4),
-    "k8v4": CellCodec(_INT8, _INT4, rotates=True, centres=True),
+    "k8v4": CellCodec(_INT8, _INT4_SYMMETRIC, rotates=True, centres=True),
     "fp8": CellCodec(_E4M3, _E4M3),
     "fp8_e4m3": CellCodec(_E4M3, _E4M3),
     "fp8_e5m2": CellCodec(_E5M2, _E5M2),

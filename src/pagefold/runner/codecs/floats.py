@@ -32,6 +32,10 @@ class Float:
         """See :class:`~pagefold.runner.codecs.vectors.VectorFormat`."""
         return codes.contiguous().view(self._dtype).float()
 
+    def num_code_bytes(self, head_dim: int) -> int:
+        """See :class:`~pagefold.runner.codecs.vectors.VectorFormat`."""
+        return head_dim * self.bits // 8
+
     def cannot_pack(self, head_dim: int) -> str:  # noqa: ARG002 - any
         """See :class:`~pagefold.runner.codecs.vectors.VectorFormat`."""
         return ""

@@ -34,6 +34,10 @@ class ScaledFloat8:
         """See :class:`~pagefold.runner.codecs.vectors.VectorFormat`."""
         return self._float.decode(codes, scales) * scales.float()
 
+    def num_code_bytes(self, head_dim: int) -> int:
+        """See :class:`~pagefold.runner.codecs.vectors.VectorFormat`."""
+        return head_dim * self.bits // 8
+
     def cannot_pack(self, head_dim: int) -> str:  # noqa: ARG002 - any
         """See :class:`~pagefold.runner.codecs.vectors.VectorFormat`."""
         return ""

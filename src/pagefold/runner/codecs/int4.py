@@ -39,6 +39,10 @@ class Int4:
         scale, zero = scales.float().chunk(2, -1)
         return torch.cat((codes & 15, codes >> 4), -1).float() * scale + zero
 
+    def num_code_bytes(self, head_dim: int) -> int:
+        """See :class:`~pagefold.runner.codecs.vectors.VectorFormat`."""
+        return head_dim * self.bits // 8
+
     def cannot_pack(self, head_dim: int) -> str:
         """See :class:`~pagefold.runner.codecs.vectors.VectorFormat`."""
         return "" if head_dim % 4 == 0 else "heads of a multiple of 4 numbers"

@@ -32,6 +32,10 @@ class Int8:
         """See :class:`~pagefold.runner.codecs.vectors.VectorFormat`."""
         return codes.view(torch.int8).float() * scales.float()
 
+    def num_code_bytes(self, head_dim: int) -> int:
+        """See :class:`~pagefold.runner.codecs.vectors.VectorFormat`."""
+        return head_dim * self.bits // 8
+
     def cannot_pack(self, head_dim: int) -> str:  # noqa: ARG002 - any
         """See :class:`~pagefold.runner.codecs.vectors.VectorFormat`."""
         return ""

@@ -13,10 +13,21 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from pagefold.runner.kernels.attention_tiles import BFLOAT16, E4M3_SCALED, E5M2, FLOAT16, FLOAT32, INT4, INT8
+from pagefold.kv.codec import num_wide
+from pagefold.runner.kernels.attention_tiles import (
+    BFLOAT16,
+    E4M3_SCALED,
+    E5M2,
+    FLOAT16,
+    FLOAT32,
+    INT4,
+    INT4_SYMMETRIC,
+    INT8,
+    TWO_WIDTHS,
+)
 from pagefold.runner.kernels.compiled import part
 
-__all__ = ["encode", "from_bfloat16", "hadamard"]
+__all__ = ["encode", "from_bfloat16", "hadamard", "into_basis", "wide_of"]
 
 _MAGIC = np.float32(12582912.0)  # 1.5 * 2^23: adding it rounds to whole numbers, halves to even
 _TINY = np.float32(2.0**-126)
@@ -26,6 +37,12 @@ _UPPER, _LOWER = np.int32(-0x10000), np.int32(0xFFFF)
 _FLOAT16_MAX, _BFLOAT16_MAX = np.float32(65504.0), np.float32(3.3895313892515355e38)
 _E4M3_MAX, _E5M2_MAX = np.float32(448.0), np.float32(57344.0)
 _ONE = np.float32(1.0)
+_WIDE_REACH, _NARROW_REACH = np.float32(127.0), np.float32(7.5)
+_ZERO, _LEVELS = np.float32(0.0), np.float32(15.0)
+_SHARES = (np.float32(0.875), np.float32(0.75), np.float32(0.625))
+
+wide_of = part()(num_wide)
+"""See ``kv/codec.py``."""
 
 
 @intrinsic
@@ -139,6 +156,37 @@ def _rounded(number, least, most):
 
 
 @part()
+def _larger(a, b):
+    """Return the larger of two numbers; NaN if one is."""
+    if a != a or b != b:  # noqa: PLR0124 - NaN
+        return a + b
+    return max(a, b)
+
+
+@part()
+def _narrow_error(vector, scale):
+    """Return the squared error of a vector in sixteen levels; see ``int4_symmetric.py``."""
+    error = _ZERO
+    for d in range(len(vector)):
+        level = _rounded(vector[d] / scale + _NARROW_REACH, _ZERO, _LEVELS) - _NARROW_REACH
+        distance = vector[d] - level * scale
+        error += distance * distance
+    return error
+
+
+@part()
+def _encode_pairs(codes, vector, scale, is_number, begin, step):
+    """Write codes of sixteen levels, of which a byte holds two: zeros where the vector is no number."""
+    half = len(vector) // 2
+    for d in range(half):
+        low = high = np.int32(0)
+        if is_number:
+            low = np.int32(_rounded(vector[d] / scale + _NARROW_REACH, _ZERO, _LEVELS))
+            high = np.int32(_rounded(vector[d + half] / scale + _NARROW_REACH, _ZERO, _LEVELS))
+        codes[begin + d * step] = np.uint8(low | high << np.int32(4))
+
+
+@part()
 def encode(block, form, vector, begin, step, scale_at, block_size):
     """Write one vector into its slot.
 
@@ -177,6 +225,29 @@ def encode(block, form, vector, begin, step, scale_at, block_size):
                 low = np.int32(_rounded((vector[d] - zero) / scale, np.float32(0.0), np.float32(15.0)))
                 high = np.int32(_rounded((vector[d + half] - zero) / scale, np.float32(0.0), np.float32(15.0)))
             codes[begin + d * step] = np.uint8(low | high << np.int32(4))
+    elif form == INT4_SYMMETRIC:
+        largest = _largest(vector)
+        scale = _scale(largest, _NARROW_REACH)
+        is_number = scale < _INFINITY
+        if is_number:
+            least = _narrow_error(vector, scale)
+            for share in _SHARES:
+                other = _scale(largest * share, _NARROW_REACH)
+                error = _narrow_error(vector, other)
+                if error < least:
+                    scale, least = other, error
+        halves[scale_at // 2] = _upper_half(scale) if is_number else np.uint16(0x7FC0)
+        _encode_pairs(codes, vector, scale, is_number, begin, step)
+    elif form == TWO_WIDTHS:
+        wide = wide_of(size)
+        largest = _larger(_largest(vector[:wide]) / _WIDE_REACH, _largest(vector[wide:]) / _NARROW_REACH)
+        scale = _scale(largest, _ONE)
+        is_number = scale < _INFINITY
+        halves[scale_at // 2] = _upper_half(scale) if is_number else np.uint16(0x7FC0)
+        for d in range(wide):
+            code = np.int32(_rounded(vector[d] / scale, -_WIDE_REACH, _WIDE_REACH)) if is_number else 0
+            codes[begin + d * step] = np.uint8(code & 255)
+        _encode_pairs(codes, vector[wide:], scale, is_number, begin + wide * step, step)
     elif form == E4M3_SCALED:
         scale = _scale(_largest(vector), _E4M3_MAX)
         halves[scale_at // 2] = _upper_half(scale)
@@ -207,3 +278,21 @@ def hadamard(vector, size, room):
             width *= 2
         for i in range(size):
             vector[first + i] = here[i] * factor
+
+
+@part()
+def into_basis(vector, basis, room):
+    """Multiply a vector by a matrix ``[D, D]`` in place: ``sum over j of vector[j] * basis[j]``; see ``basis.py``.
+
+    ``room`` is as long; 4 divides D. Sums are in the order of j: torch's twin has the same bits.
+    """
+    size = len(vector)
+    for i in range(size):
+        room[i] = _ZERO
+    for j in range(0, size, 4):  # sums are loaded and stored once for four of their terms
+        a, b, c, d = vector[j], vector[j + 1], vector[j + 2], vector[j + 3]
+        row_a, row_b, row_c, row_d = basis[j], basis[j + 1], basis[j + 2], basis[j + 3]
+        for i in range(size):
+            room[i] = (((room[i] + a * row_a[i]) + b * row_b[i]) + c * row_c[i]) + d * row_d[i]
+    for i in range(size):
+        vector[i] = room[i]

@@ -23,7 +23,7 @@ class VectorFormat(Protocol):
 
     Attributes:
         number: what the kernels know it by.
-        bits: of an element's code.
+        bits: of an element's code: the fewest where they differ.
         num_scales: 16-bit numbers beside the codes: 0, 1 (a scale), or 2 (a scale, then a zero point).
     """
 
@@ -41,6 +41,10 @@ class VectorFormat(Protocol):
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """Return the vectors, float32 ``[..., D]``, that these stand for."""
+        ...
+
+    def num_code_bytes(self, head_dim: int) -> int:
+        """Return the bytes of the codes of a vector of ``head_dim``."""
         ...
 
     def cannot_pack(self, head_dim: int) -> str:
@@ -63,7 +67,7 @@ def down_to_bfloat16(numbers: torch.Tensor) -> torch.Tensor:
     )
 
 
-def scales_of(largest: torch.Tensor, num_steps: int) -> torch.Tensor:
+def scales_of(largest: torch.Tensor, num_steps: float) -> torch.Tensor:
     """Return bfloat16 scales by which ``largest`` (at least 0) is at most ``num_steps``."""
     scales = up_to_bfloat16(largest / num_steps)
     return torch.where(scales < _TINY, torch.tensor(_TINY, dtype=torch.bfloat16), scales)

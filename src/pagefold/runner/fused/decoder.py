@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pagefold.runner.fused.weights import DecoderWeights
     from pagefold.runner.inputs import StepInputs
     from pagefold.runner.slab import AnySlab
+    from pagefold.runner.torch_runner import OnQueries
 
 __all__ = ["FusedDecoder"]
 
@@ -46,9 +47,19 @@ class FusedDecoder:
         weights: of the model.
         slab: where its KV is.
         num_threads: how many work together.
+        on_queries: told each layer's queries of a step, which are kept for it then; None for nobody.
     """
 
-    def __init__(self, config: FusedConfig, weights: DecoderWeights, slab: AnySlab, *, num_threads: int) -> None:
+    def __init__(
+        self,
+        config: FusedConfig,
+        weights: DecoderWeights,
+        slab: AnySlab,
+        *,
+        num_threads: int,
+        on_queries: OnQueries | None = None,
+    ) -> None:
+        self._on_queries = on_queries
         self._num_threads = min(num_threads, numba.config.NUMBA_NUM_THREADS)
         self._num_heads = config.num_heads
         self._num_kv_heads = config.num_kv_heads
@@ -95,6 +106,10 @@ class FusedDecoder:
             self._kernel = specialised(run_decoder, arguments)
         self._began = time.monotonic()
         self._kernel(*arguments)
+        if self._on_queries is not None:
+            for layer, rows in enumerate(self._room.qkv):
+                queries = torch.from_numpy(rows[:num_tokens, : self._num_heads * self._head_dim])
+                self._on_queries(layer, queries.reshape(num_tokens, self._num_heads, self._head_dim))
         return torch.from_numpy(self._room.logits)[:num_rows, : self._vocab_size]
 
     def profile(self) -> dict[str, float]:
@@ -112,7 +127,7 @@ class FusedDecoder:
         return DecoderRoom(
             hidden=_zeros(num_tokens, num_panels(hidden) * PANEL_WIDTH),
             normed=_zeros(num_tokens, hidden),
-            qkv=_zeros(num_tokens, columns),
+            qkv=_zeros(1 if self._on_queries is None else len(weights.norms), num_tokens, columns),
             attended=_zeros(num_tokens, self._num_heads, head_dim),
             inner=_zeros(num_tokens, num_panels(weights.intermediate) * PANEL_WIDTH),
             rows=_zeros(num_rows, hidden),

@@ -61,7 +61,7 @@ class DecoderRoom(NamedTuple):
     Attributes:
         hidden: float32 ``[T, >= E]``: the residual stream.
         normed: float32 ``[T, E]``.
-        qkv: float32 ``[T, >= (H + 2 * Hkv) * D]``.
+        qkv: float32 ``[1 or L, T, >= (H + 2 * Hkv) * D]``: of one layer after another, or of all of them.
         attended: float32 ``[T, H, D]``.
         inner: float32 ``[T, >= F]``.
         rows: float32 ``[R, E]``.
@@ -249,7 +249,7 @@ def _matmul_gate_up(tiles, num_members, sync, phase, x, num_tokens, panels, scal
 
 
 @part()
-def _place(sync, phase, weights, step, work, layer, room, slab, scratch):
+def _place(sync, phase, weights, step, work, layer, room, qkv, slab, scratch):
     """Biases, norms and rope of q and k; K and V go into their blocks."""
     num_tokens = len(step.token_ids)
     num_heads, head_dim = room.attended.shape[1], room.attended.shape[2]
@@ -262,7 +262,7 @@ def _place(sync, phase, weights, step, work, layer, room, slab, scratch):
         if chunk >= num_chunks:
             break
         for t in range(chunk * size, min((chunk + 1) * size, num_tokens)):
-            row = room.qkv[t]
+            row = qkv[t]
             rope = weights.rope[step.positions[t]]
             if len(weights.bias):
                 for e in range(num_columns):
@@ -287,12 +287,13 @@ def _member(
     num_tokens = len(step.token_ids)
     head_dim = room.attended.shape[2]
     own = member_scratch(scratch, member)
-    query = room.qkv.reshape((room.qkv.shape[0], room.qkv.shape[1] // head_dim, head_dim))
     attended = room.attended.reshape((room.attended.shape[0], room.attended.shape[1] * head_dim))
     out = room.attended[:num_tokens]
     _embed(sync, 0, weights, weights.head_scales, step, room)
     for layer in range(weights.norms.shape[0]):
         phase = 1 + layer * _PHASES_A_LAYER
+        qkv = room.qkv[layer % room.qkv.shape[0]]
+        query = qkv.reshape((qkv.shape[0], qkv.shape[1] // head_dim, head_dim))
         _norm_all(sync, phase, room.hidden, num_tokens, weights.norms[layer, 0], weights.epsilon, room.normed)
         _matmul(
             tiles,
@@ -303,10 +304,10 @@ def _member(
             num_tokens,
             weights.qkv[layer],
             _of(weights.qkv_scales, layer),
-            room.qkv,
+            qkv,
             0,
         )
-        _place(sync, phase + 2, weights, step, work, layer, room, slab, own)
+        _place(sync, phase + 2, weights, step, work, layer, room, qkv, slab, own)
         attend(attention_tiles, sync, phase + 3, work, query, slab, layer, scale, np.float32(0.0), own, partials, out)
         if work.num_slots:
             merge(sync, phase + 4, work, slab, layer, own, partials, out)

@@ -47,20 +47,24 @@ __all__ = [
     "FLOAT16",
     "FLOAT32",
     "INT4",
+    "INT4_SYMMETRIC",
     "INT8",
     "NUM_FORMATS",
+    "TWO_WIDTHS",
     "AttentionTiles",
     "attention_tiles",
 ]
 
-FLOAT32, FLOAT16, BFLOAT16, INT8, INT4, E4M3, E5M2, E4M3_SCALED = range(8)
+FLOAT32, FLOAT16, BFLOAT16, INT8, INT4, E4M3, E5M2, E4M3_SCALED, TWO_WIDTHS, INT4_SYMMETRIC = range(10)
 """Numbers of the formats that kernels know, as ``runner/codecs`` has them. A byte of ``INT4`` holds two codes, of a
-vector's first and second half."""
+vector's first and second half; ``INT4_SYMMETRIC`` is the same to a tile. ``TWO_WIDTHS``, which only K has, is ``INT8``
+for a vector's first numbers and ``INT4`` for the others."""
 
-NUM_FORMATS = 8
+NUM_FORMATS = 10
 
 _CODE_BITS = {FLOAT16: 16, BFLOAT16: 16, INT8: 8, INT4: 4, E4M3: 8, E5M2: 8, E4M3_SCALED: 8}
 _UNROLLED = 4  # rows of a panel at once: narrow codes of several rows share a cache line, which is fetched once
+_UNROLLED_PAIRS = 2  # of ``TWO_WIDTHS``, whose rows of pairs may be no multiple of 4
 _F16, _I16 = ir.HalfType(), ir.IntType(16)
 _E4M3_TO_HALF = 256.0  # float16's exponents begin 8 lower
 _E4M3_NAN = 0x7F
@@ -94,11 +98,11 @@ def attention_tiles(block_size: int, head_dim: int, formats: Iterable[int] = (FL
     Needs a ``block_size`` that 4 divides, and a ``head_dim`` too, or for ``INT4`` half of it.
     """
     wanted = frozenset(formats)
-    columns = head_dim // 2 if INT4 in wanted else head_dim
+    columns = head_dim // 2 if wanted & {INT4, INT4_SYMMETRIC} else head_dim
     widths = (lanes for lanes in (16, 8, 4) if lanes <= MAX_LANES)
     lanes = next(lanes for lanes in widths if block_size % lanes == columns % lanes == 0)
     vectors = next(vectors for vectors in (4 if IS_WIDE else 2, 2, 1) if columns % (lanes * vectors) == 0)
-    found = {number: _tiles_of(number, lanes, vectors) for number in wanted}
+    found = {number: _tiles_of(INT4 if number == INT4_SYMMETRIC else number, lanes, vectors) for number in wanted}
     addresses = [found.get(number, {"scores": 0, "values": 0}) for number in range(NUM_FORMATS)]
     return AttentionTiles(
         scores=np.array([one["scores"] for one in addresses]),
@@ -113,10 +117,12 @@ def _tiles_of(number: int, lanes: int, vectors: int) -> dict[str, int]:
     def build() -> ir.Module:
         module = ir.Module()
         _add_scores(module, number, lanes)
-        _add_values(module, number, lanes, vectors)
+        if number != TWO_WIDTHS:
+            _add_values(module, number, lanes, vectors)
         return module
 
-    return addresses_in(f"attention-{number}-{lanes}x{vectors}", build, ("scores", "values"))
+    names = ("scores",) if number == TWO_WIDTHS else ("scores", "values")
+    return {"values": 0} | addresses_in(f"attention-{number}-{lanes}x{vectors}", build, names)
 
 
 def _load_codes(emit: Emitter, number: int, pointer: ir.Value) -> list[ir.Value]:
@@ -157,10 +163,44 @@ def _vectors_a_load(number: int) -> int:
     return 2 if number == INT4 else 1
 
 
+class _Run(NamedTuple):
+    """Rows of a panel that hold codes of one kind.
+
+    Attributes:
+        number: the kind.
+        unrolled: rows at once, which divides how many there are.
+        begin, end: the rows.
+        parts: what to add to a row's index to have those of the numbers that it holds.
+    """
+
+    number: int
+    unrolled: int
+    begin: ir.Value
+    end: ir.Value
+    parts: tuple[ir.Value, ...]
+
+
+def _runs(builder: ir.IRBuilder, number: int, num_k: ir.Value) -> list[_Run]:
+    """Return of what a panel of K consists, of vectors of ``num_k`` numbers."""
+    none = I64(0)
+    if number not in {INT4, TWO_WIDTHS}:
+        return [_Run(number, _UNROLLED, none, num_k, (none,))]
+    if number == INT4:
+        half = builder.sdiv(num_k, I64(2))
+        return [_Run(INT4, _UNROLLED, none, half, (none, half))]
+    # as in ``kv/codec.py``: 3 of 16, up to a multiple of 4
+    wide = builder.mul(I64(4), builder.sdiv(builder.add(builder.mul(I64(3), num_k), I64(63)), I64(64)))
+    pairs = builder.sdiv(builder.sub(num_k, wide), I64(2))
+    return [
+        _Run(INT8, _UNROLLED, none, wide, (none,)),
+        _Run(INT4, _UNROLLED_PAIRS, wide, builder.add(wide, pairs), (none, pairs)),
+    ]
+
+
 def _code_column_tile(module: ir.Module, number: int, mr: int, lanes: int, *, fetches: bool) -> ir.Function:
     """``y[mr, 2 * lanes] = x[mr, k] @ [w0 | w1]`` of codes, whose rows are ``ldw`` bytes apart.
 
-    (x, ldx, w0, w1, ldw, y, ldy, k, next0, next1). Of ``INT4`` there are half as many rows, each of two rows of codes.
+    (x, ldx, w0, w1, ldw, y, ldy, k, next0, next1). A row of ``INT4`` is of two rows of codes: see :func:`_runs`.
     """
     name = f"pagefold_code_columns_{mr}_{int(fetches)}"
     kinds = [F32_P, I64, I8_P, I8_P, I64, F32_P, I64, I64, I8_P, I8_P]
@@ -172,17 +212,17 @@ def _code_column_tile(module: ir.Module, number: int, mr: int, lanes: int, *, fe
     emit = Emitter(builder, lanes)
     acc = emit.accumulators(2 * mr)
     rows = [emit.at(x, builder.mul(ldx, I64(r))) for r in range(mr)]
-    num_rows = builder.sdiv(num_k, I64(_vectors_a_load(number)))
-    with cgutils.for_range_slice(builder, I64(0), num_rows, I64(_UNROLLED), intp=I64) as (first, _):
-        for step in range(_UNROLLED):
-            k = builder.add(first, I64(step))
-            offset = builder.mul(k, ldw)
-            left, right = (_load_codes(emit, number, emit.at(w, offset)) for w in (w0, w1))
-            if fetches and step % (16 // _CODE_BITS[number]) == 0:
-                emit.fetch(emit.at(next0, offset))
-                emit.fetch(emit.at(next1, offset))
-            for part, panel in enumerate(zip(left, right, strict=True)):
-                emit.multiply_add(rows, builder.add(k, builder.mul(num_rows, I64(part))), panel, acc)
+    for kind, unrolled, begin, end, parts in _runs(builder, number, num_k):
+        with cgutils.for_range_slice(builder, begin, end, I64(unrolled), intp=I64) as (first, _):
+            for step in range(unrolled):
+                k = builder.add(first, I64(step))
+                offset = builder.mul(k, ldw)
+                left, right = (_load_codes(emit, kind, emit.at(w, offset)) for w in (w0, w1))
+                if fetches and step % (16 // _CODE_BITS[kind]) == 0:
+                    emit.fetch(emit.at(next0, offset))
+                    emit.fetch(emit.at(next1, offset))
+                for part, panel in enumerate(zip(left, right, strict=True)):
+                    emit.multiply_add(rows, builder.add(k, parts[part]), panel, acc)
     for r in range(mr):
         out = emit.at(y, builder.mul(ldy, I64(r)))
         for v in range(2):
