@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pagefold.runner.sealed_slab import SealedSlab
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from random import Random
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from pagefold.runner.slab import AnySlab
     from pagefold.steps import StepPlan, StepResult
 
-__all__ = ["HarshRunner", "InjectedError", "poison"]
+__all__ = ["HarshRunner", "InjectedError", "poison", "poison_sealed"]
 
 _MAX_FAILURES_IN_A_ROW = 2  # a request whose step fails three times in a row is given up, rightly
 
@@ -62,6 +64,8 @@ class HarshRunner:
         free = set(self._core.pool.free_ids) - {store.block_id for store in plan.host_ops.stores}
         self.inner.slab.as_bytes()[sorted(free - self._free)] = 0xFF  # NaN in every codec that has one
         self._free = free
+        if self._core.residuals is not None:
+            self.inner.slab.residuals[:, self._core.residuals.free_ids] = torch.nan
         self._during_step()
         if self._core.streaming is not None:  # then attention reads the arena
             self.inner.arena.blocks[self._core.host.free_ids()] = 0xFF  # NaN
@@ -115,9 +119,25 @@ class HarshRunner:
 
 def poison(slab: AnySlab, num_cells: int, plan: StepPlan) -> None:
     """Make NaN of every slot that the step was to write."""
+    if isinstance(slab, SealedSlab):
+        poison_sealed(slab, plan)
+        return
     nothing = torch.full((1, slab.head_dim), torch.nan)
     for block_ids, start, num_tokens in zip(plan.block_ids, plan.starts, plan.num_tokens, strict=True):
         for position in range(start, start + num_tokens):
             block = block_ids[position // slab.block_size]
             for cell in range(num_cells):
                 slab.write(cell, torch.tensor([block]), torch.tensor([position]), (nothing, nothing))
+
+
+def poison_sealed(slab: SealedSlab, plan: StepPlan) -> None:
+    """Make NaN of every block that the step was to seal, and of what it was to write into residuals."""
+    rows = zip(plan.block_ids, plan.starts, plan.num_tokens, plan.residual_ids, strict=True)
+    for block_ids, start, num_tokens, residual_id in rows:
+        end = start + num_tokens
+        for index in range(start // slab.block_size, end // slab.block_size):
+            slab.data[block_ids[index]] = 0xFF
+        last = (end - 1) // slab.block_size * slab.block_size
+        for cell in range(len(slab.places)):
+            for part in slab.residual(cell, residual_id):
+                part[max(start, last) - last : end - last] = torch.nan

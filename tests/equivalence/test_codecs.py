@@ -71,7 +71,7 @@ def hold(case, name, seed, sharpness=1.0):
     operands = [tensor.float() for tensor in (case.query, case.key, case.value)]
     outputs, slabs = [], encoded(case, name, seed)
     for backend, slab in zip(("reference", "cpu"), slabs, strict=True):
-        attention = choose_backend(backend, torch.float32, **shape, pairs_codes=CELL_CODECS[name].pairs_codes)
+        attention = choose_backend(backend, torch.float32, **shape, codes_a_byte=CELL_CODECS[name].codes_a_byte)
         outputs.append(attention(*operands, slab, case.inputs, case.layer, case.scale, case.softcap))
     assert not outputs[0].isnan().any(), "the reference has read what nothing may read"
     error = (outputs[0] - outputs[1]).abs().max().item()

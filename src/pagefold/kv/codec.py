@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 
 __all__ = ["CODECS", "KV_CACHE_DTYPES", "Codec", "plain_codec"]
 
+_RESIDUAL_BYTES = 2
+"""Of an element of a block that is not sealed yet: 16 bit."""
+
 
 @dataclass(frozen=True, slots=True)
 class Codec:
@@ -22,6 +25,8 @@ class Codec:
         scale_group: elements that share a scale; 0 for all elements of a head and token.
         scale_bytes: bytes of one scale, with its zero point where there is one; 0 for none.
         values: how V is stored where it differs from K; None for alike.
+        channel_tokens: tokens that share K's scale in each channel; 0 where a scale is a token's. They are those of a
+            block, which is *sealed* when it is full: until then its K and V are elsewhere, in 16 bit (its *residual*).
     """
 
     name: str
@@ -29,18 +34,29 @@ class Codec:
     scale_group: int = 0
     scale_bytes: int = 0
     values: Codec | None = None
+    channel_tokens: int = 0
+
+    def in_blocks(self, block_size: int) -> Codec:
+        """Return the codec as it is in blocks of so many tokens."""
+        return replace(self, channel_tokens=block_size) if self.channel_tokens else self
 
     def key_bytes(self, num_elements: int) -> int:
         """Return the bytes of the K of one head and token: elements in whole bytes, then scales."""
         if num_elements == 0:
             return 0
         elements = -(-num_elements * self.element_bits // 8)
+        if self.channel_tokens:  # a token's share of what its block has once
+            return elements + -(-num_elements * self.scale_bytes // self.channel_tokens)
         num_scales = -(-num_elements // self.scale_group) if self.scale_group else 1
         return elements + num_scales * self.scale_bytes
 
     def value_bytes(self, num_elements: int) -> int:
         """Return the bytes of the V of one head and token."""
         return (self.values or self).key_bytes(num_elements)
+
+    def residual_bytes(self, num_elements: int) -> int:
+        """Return the bytes of so many elements of a block that is not sealed yet; 0 where blocks are not sealed."""
+        return _RESIDUAL_BYTES * num_elements if self.channel_tokens else 0
 
     def bits_per_element(self, num_elements: int) -> float:
         """Return the bits that an element takes with its share of the scales, of K and V together."""
@@ -71,6 +87,8 @@ _ALL = (
     replace(_INT4, name="int4_plain"),
     # K as int8_per_token_head, V as int4_per_token_head.
     Codec("k8v4", 8, scale_bytes=2, values=_INT4),
+    # KIVI: K with a scale and a zero point for each channel of a block, V with one of each for each token and head.
+    Codec("kivi2", 2, scale_bytes=4, values=Codec("kivi2", 2, scale_bytes=4), channel_tokens=16),
     # A scale in 16 bit and a zero point in 16 bit for 128 elements.
     Codec("int4_g128", 4, scale_group=128, scale_bytes=4),
     # llama.cpp's blocks of 32 elements with a scale in 16 bit.
@@ -97,6 +115,7 @@ KV_CACHE_DTYPES: Mapping[str, str] = MappingProxyType(
             "k8v4",
             "int4_per_token_head",
             "int4_plain",
+            "kivi2",
         )
     }
     | {"fp16": "float16", "bf16": "bfloat16", "int8": "int8_per_token_head", "int4": "int4_per_token_head"}

@@ -60,7 +60,7 @@ def cell_places(geometry: KVGeometry) -> list[CellPlaces]:
         for _ in range(geometry.num_kv_heads):
             values = begin + _code_bytes(codec.keys, geometry)
             key_scales = values + _code_bytes(codec.values, geometry)
-            value_scales = key_scales + 2 * codec.keys.num_scales * geometry.block_size
+            value_scales = key_scales + codec.key_scale_bytes(geometry.head_dim, geometry.block_size)
             end = value_scales + 2 * codec.values.num_scales * geometry.block_size
             places.append(CellPlaces(begin, values, key_scales, value_scales, end))
             begin = end

@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 
 from pagefold.runner.codecs.hadamard import hadamard_size
-from pagefold.runner.kernels.attention_tiles import FLOAT32
+from pagefold.runner.kernels.attention_tiles import FLOAT32, INT2
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pagefold.runner.codec_slab import CodecSlab
+    from pagefold.runner.sealed_slab import SealedSlab
     from pagefold.runner.slab import AnySlab, Slab
 
 __all__ = [
@@ -44,6 +46,10 @@ class KernelSlab(NamedTuple):
             begin, the numbers of K's and V's formats, and how many numbers are rotated together, 0 for none.
         centres: float32 ``[num_cells, 2, D]``: what is taken off K before it is encoded: off a sequence's first entry,
             and off all others.
+        residuals: uint16 ``[num_cells, num_residuals, 2 * block_size * D]``: float16 of unsealed blocks that sequences
+            are filling, K as ``[channel][slot]`` and then V as ``[slot][channel]``. Empty where blocks are not sealed.
+        opened: uint16 ``[num_opened, Hkv, 2 * block_size * D]``: the same of the blocks that a step fills from their
+            beginning, for the time of a layer.
         block_size: tokens a block.
         head_dim: D.
     """
@@ -53,27 +59,44 @@ class KernelSlab(NamedTuple):
     floats: NDArray[np.float32]
     cells: NDArray[np.int64]
     centres: NDArray[np.float32]
+    residuals: NDArray[np.uint16]
+    opened: NDArray[np.uint16]
     block_size: int
     head_dim: int
 
 
-def kernel_slab(slab: AnySlab) -> KernelSlab:
+def kernel_slab(slab: AnySlab, num_kv_heads: int) -> KernelSlab:
     """Return the blocks of a slab on the CPU, without copying them.
 
     Args:
         slab: of float32 numbers, or encoded.
+        num_kv_heads: of a layer.
     """
     from pagefold.runner.codec_slab import CodecSlab  # noqa: PLC0415 - it imports what imports this
+    from pagefold.runner.sealed_slab import SealedSlab  # noqa: PLC0415
     from pagefold.runner.slab import Slab  # noqa: PLC0415
 
-    if isinstance(slab, CodecSlab):
+    residuals, opened = np.zeros((0, 0, 0), np.uint16), np.zeros((0, num_kv_heads, 0), np.uint16)
+    if isinstance(slab, SealedSlab):
+        cells, centres = _sealed_cells(slab), slab.centres.numpy()
+        residuals = slab.residuals.flatten(2).view(torch.uint16).numpy()
+        opened = np.zeros((0, num_kv_heads, residuals.shape[2]), np.uint16)
+    elif isinstance(slab, CodecSlab):
         cells, centres = _encoded_cells(slab), slab.centres.numpy()
     else:
         assert isinstance(slab, Slab), "a slab of a kind that kernels do not know"
         cells, centres = _plain_cells(slab), np.zeros((slab.data.shape[1], 2, slab.head_dim), np.float32)
     codes = np.asarray(slab.as_bytes())
     return KernelSlab(
-        codes, codes.view(np.uint16), codes.view(np.float32), cells, centres, slab.block_size, slab.head_dim
+        codes,
+        codes.view(np.uint16),
+        codes.view(np.float32),
+        cells,
+        centres,
+        residuals,
+        opened,
+        slab.block_size,
+        slab.head_dim,
     )
 
 
@@ -94,3 +117,7 @@ def _encoded_cells(slab: CodecSlab) -> NDArray[np.int64]:
         rotation = hadamard_size(slab.head_dim) if codec.rotates else _NO_ROTATION
         rows.append((*places[:4], codec.keys.number, codec.values.number, rotation))
     return np.array(rows, np.int64)
+
+
+def _sealed_cells(slab: SealedSlab) -> NDArray[np.int64]:
+    return np.array([(*places[:4], INT2, INT2, _NO_ROTATION) for places in slab.places], np.int64)

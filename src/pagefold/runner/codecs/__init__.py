@@ -9,6 +9,7 @@ import torch
 
 from pagefold.runner.codecs.floats import Float
 from pagefold.runner.codecs.fp8 import ScaledFloat8
+from pagefold.runner.codecs.int2 import Int2
 from pagefold.runner.codecs.int4 import Int4
 from pagefold.runner.codecs.int8 import Int8
 
@@ -28,17 +29,23 @@ class CellCodec:
         keys, values: their formats.
         rotates: whether both are rotated first (see ``hadamard.py``).
         centres: whether a constant of its channels is taken off K first (see ``centring.py``).
+        seals: whether K's scales are those of channels, over the tokens of a block (see ``sealed_slab.py``).
     """
 
     keys: VectorFormat
     values: VectorFormat
     rotates: bool = False
     centres: bool = False
+    seals: bool = False
 
     @property
-    def pairs_codes(self) -> bool:
-        """Whether a byte of K or V holds two codes."""
-        return min(self.keys.bits, self.values.bits) < 8  # noqa: PLR2004 - bits of a byte
+    def codes_a_byte(self) -> int:
+        """How many codes a byte of K or V holds, at most."""
+        return max(1, 8 // min(self.keys.bits, self.values.bits))
+
+    def key_scale_bytes(self, head_dim: int, block_size: int) -> int:
+        """Return the bytes of K's scales and zero points in a block."""
+        return 2 * self.keys.num_scales * (head_dim if self.seals else block_size)
 
     def cannot_pack(self, head_dim: int) -> str:
         """Return what a head must be, where one of ``head_dim`` cannot be stored; else nothing."""
@@ -46,7 +53,7 @@ class CellCodec:
 
 
 _FLOAT32, _FLOAT16, _BFLOAT16 = Float(0, torch.float32), Float(1, torch.float16), Float(2, torch.bfloat16)
-_INT8, _INT4 = Int8(), Int4()
+_INT8, _INT4, _INT2 = Int8(), Int4(), Int2()
 _E4M3, _E5M2, _SCALED = Float(5, torch.float8_e4m3fn), Float(6, torch.float8_e5m2), ScaledFloat8()
 
 CELL_CODECS: Mapping[str, CellCodec] = {
@@ -57,6 +64,7 @@ CELL_CODECS: Mapping[str, CellCodec] = {
     "int4_per_token_head": CellCodec(_INT4, _INT4, rotates=True, centres=True),
     "int4_plain": CellCodec(_INT4, _INT4),
     "k8v4": CellCodec(_INT8, _INT4, rotates=True, centres=True),
+    "kivi2": CellCodec(_INT2, _INT2, centres=True, seals=True),
     "fp8": CellCodec(_E4M3, _E4M3),
     "fp8_e4m3": CellCodec(_E4M3, _E4M3),
     "fp8_e5m2": CellCodec(_E5M2, _E5M2),

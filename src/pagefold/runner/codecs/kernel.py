@@ -13,10 +13,10 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from pagefold.runner.kernels.attention_tiles import BFLOAT16, E4M3_SCALED, E5M2, FLOAT16, FLOAT32, INT4, INT8
+from pagefold.runner.kernels.attention_tiles import BFLOAT16, E4M3_SCALED, E5M2, FLOAT16, FLOAT32, INT2, INT4, INT8
 from pagefold.runner.kernels.compiled import part
 
-__all__ = ["encode", "from_bfloat16", "hadamard"]
+__all__ = ["encode", "encode_channels", "from_bfloat16", "from_float16", "hadamard"]
 
 _MAGIC = np.float32(12582912.0)  # 1.5 * 2^23: adding it rounds to whole numbers, halves to even
 _TINY = np.float32(2.0**-126)
@@ -24,6 +24,7 @@ _INFINITY = np.float32(np.inf)
 _SIGN, _SIZE = np.int32(-(2**31)), np.int32(2**31 - 1)
 _UPPER, _LOWER = np.int32(-0x10000), np.int32(0xFFFF)
 _FLOAT16_MAX, _BFLOAT16_MAX = np.float32(65504.0), np.float32(3.3895313892515355e38)
+_HALF_TO_FLOAT = np.float32(2.0**112)  # float32's exponents begin 112 lower
 _E4M3_MAX, _E5M2_MAX = np.float32(448.0), np.float32(57344.0)
 _ONE = np.float32(1.0)
 
@@ -52,6 +53,16 @@ def _of_bits(typing, bits):
 def from_bfloat16(half):
     """Return the float32 of a bfloat16's bits, uint16."""
     return _of_bits(np.int32(np.int32(half) << np.int32(16)))
+
+
+@part()
+def from_float16(half):
+    """Return the float32 of a float16's bits, uint16. Infinity, which is never stored, is NaN."""
+    size = np.int32(half) & np.int32(0x7FFF)
+    if size >= np.int32(0x7C00):
+        return np.float32(np.nan)
+    number = _of_bits(np.int32(size << np.int32(13))) * _HALF_TO_FLOAT
+    return -number if half & np.uint16(0x8000) else number
 
 
 @part()
@@ -139,6 +150,56 @@ def _rounded(number, least, most):
 
 
 @part()
+def _levels(vector):
+    """Return scale and zero point of ``INT2``; see ``int2.quantize``. The scale is NaN of what is lost."""
+    least, most, is_lost = vector[0], vector[0], False
+    for d in range(len(vector)):
+        least, most = min(least, vector[d]), max(most, vector[d])
+        is_lost = is_lost or vector[d] != vector[d]
+    zero = _down(least)
+    scale = _scale(most - zero, np.float32(3.0))
+    if is_lost or not scale < _INFINITY:
+        return np.float32(np.nan), np.float32(0.0)
+    return scale, zero
+
+
+@part()
+def _level(number, scale, zero):
+    """Return the code of a number; 0 of what is lost."""
+    if scale != scale:  # noqa: PLR0124 - NaN
+        return np.int32(0)
+    return np.int32(_rounded((number - zero) / scale, np.float32(0.0), np.float32(3.0)))
+
+
+@part()
+def encode_channels(block, keys, begin, scale_at, head_dim, room):
+    """Write a full block's K, each channel with a scale of its own; see ``sealed_slab.py``.
+
+    Args:
+        block: (uint8, uint16): the same block as numbers of each kind.
+        keys: uint16 ``[>= D * block_size]``: K as float16, one channel after another.
+        begin: byte of the first code.
+        scale_at: byte of the first scale.
+        head_dim: D.
+        room: float32 ``[block_size]``.
+    """
+    codes, halves = block
+    size, quarter = len(room), head_dim // 4
+    for k in range(4):
+        for d in range(quarter):
+            channel = k * quarter + d
+            for slot in range(size):
+                room[slot] = from_float16(keys[channel * size + slot])
+            scale, zero = _levels(room)
+            halves[scale_at // 2 + channel] = _upper_half(scale)
+            halves[scale_at // 2 + head_dim + channel] = _upper_half(zero)
+            for slot in range(size):
+                at = begin + d * size + slot
+                before = np.int32(codes[at]) if k else np.int32(0)
+                codes[at] = np.uint8(before | _level(room[slot], scale, zero) << np.int32(2 * k))
+
+
+@part()
 def encode(block, form, vector, begin, step, scale_at, block_size):
     """Write one vector into its slot.
 
@@ -177,6 +238,16 @@ def encode(block, form, vector, begin, step, scale_at, block_size):
                 low = np.int32(_rounded((vector[d] - zero) / scale, np.float32(0.0), np.float32(15.0)))
                 high = np.int32(_rounded((vector[d + half] - zero) / scale, np.float32(0.0), np.float32(15.0)))
             codes[begin + d * step] = np.uint8(low | high << np.int32(4))
+    elif form == INT2:
+        scale, zero = _levels(vector)
+        halves[scale_at // 2] = _upper_half(scale)
+        halves[scale_at // 2 + block_size] = _upper_half(zero)
+        quarter = size // 4
+        for d in range(quarter):
+            code = np.int32(0)
+            for k in range(4):
+                code |= _level(vector[d + k * quarter], scale, zero) << np.int32(2 * k)
+            codes[begin + d * step] = np.uint8(code)
     elif form == E4M3_SCALED:
         scale = _scale(_largest(vector), _E4M3_MAX)
         halves[scale_at // 2] = _upper_half(scale)
