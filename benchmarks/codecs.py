@@ -7,7 +7,8 @@
 * decode: SmolLM2-135M, 32 requests of 2,048 tokens, each in blocks of its own (filled with random K and V, so that no
   prompt has to be computed), one greedy token each a step: the runner's whole step. Codec and float32 step in turn;
 * concurrency: how many of 128 requests of 96 + 64 tokens run at once in the same KV bytes: the mean over the
-  engine's steps while others wait, against blocks of 16 bit (``float16``).
+  engine's steps while others wait, against blocks of 16 bit (``float16``). Of ``kivi2`` with as many seats as are then
+  taken, since each seat has an unsealed block in 16 bit; and of 416 + 64 tokens too, where these weigh less.
 
 How much quality a codec costs, ``pagefold eval`` says.
 
@@ -33,10 +34,14 @@ NUM_REQUESTS, CONTEXT = 32, 4096
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 9, 3, 64, 16
 MODEL = "smollm2-135m"
 BYTES_ASKED = {"int8_per_token_head": 0.54, "int4_per_token_head": 0.29, "k8v4": 0.42}
+KIVI_ASKED = {16: 0.22, 32: 0.18}
+"""Of ``kivi2``, whose scales of K are those of a block: by tokens a block."""
 ATTENTION_ASKED = {"int8_per_token_head": 0.6, "int4_per_token_head": 0.6}
 HELD_ASKED = {"int8_per_token_head": 1.85, "int4_per_token_head": 3.4}
+KIVI_SEATS = {96: 40, 416: 52}
+"""Tokens of a prompt, and the seats of ``kivi2`` in bytes that hold twelve such requests in 16 bit."""
 DECODE_ASKED = {"int8_per_token_head": 1.15}
-NAMES = ("float16", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head", "k8v4", "int4_per_token_head")
+NAMES = ("float16", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head", "k8v4", "int4_per_token_head", "kivi2")
 
 
 def main() -> None:
@@ -58,7 +63,12 @@ def measure_bytes(_repeats: int) -> list[Row]:
 
     exact = CODECS["float16"]
     rows = []
-    for name in NAMES[1:]:
+    for size, asked in KIVI_ASKED.items():
+        ours, theirs = (
+            one.key_bytes(HEAD_DIM) + one.value_bytes(HEAD_DIM) for one in (CODECS["kivi2"].in_blocks(size), exact)
+        )
+        rows.append(_row(f"kivi2, blocks of {size}: bytes against 16 bit", asked, ours / theirs, at_most=True))
+    for name in NAMES[1:-1]:
         ours, theirs = (one.key_bytes(HEAD_DIM) + one.value_bytes(HEAD_DIM) for one in (CODECS[name], exact))
         rows.append(_row(f"{name}: bytes against 16 bit", BYTES_ASKED.get(name), ours / theirs, at_most=True))
     return rows
@@ -81,6 +91,7 @@ def measure_attention(repeats: int) -> list[Row]:
         tables=np.broadcast_to(tables, (NUM_REQUESTS, NUM_KV_HEADS, width)),
         lengths=np.broadcast_to(np.int32(CONTEXT), (NUM_REQUESTS, NUM_KV_HEADS)),
         cells=np.broadcast_to(np.arange(NUM_KV_HEADS, dtype=np.int32), (NUM_REQUESTS, 1, NUM_KV_HEADS)),
+        residual_ids=np.arange(NUM_REQUESTS, dtype=np.int32),
     )
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(NUM_REQUESTS, NUM_HEADS, HEAD_DIM, generator=generator)
@@ -88,13 +99,15 @@ def measure_attention(repeats: int) -> list[Row]:
     block_ids = torch.arange(num_blocks).repeat_interleave(BLOCK_SIZE)
     entries = torch.arange(num_blocks * BLOCK_SIZE)
 
-    def attend(name: str) -> tuple[CpuAttention, CodecSlab]:
+    def attend(name: str) -> tuple[CpuAttention, AnySlab]:
+        if name == "kivi2":
+            return CpuAttention(1), _sealed(num_blocks)
         slab = CodecSlab.allocate(KVGeometry(1, NUM_KV_HEADS, HEAD_DIM, 4, BLOCK_SIZE, CODECS[name]), num_blocks)
         for cell in range(NUM_KV_HEADS):
             slab.write(cell, block_ids, entries, tuple(torch.randn(2, len(entries), HEAD_DIM, generator=generator)))
         return CpuAttention(1), slab
 
-    def seconds(attention: CpuAttention, slab: CodecSlab) -> float:
+    def seconds(attention: CpuAttention, slab: AnySlab) -> float:
         begin = time.process_time()
         attention(query, key, value, slab, inputs, 0, HEAD_DIM**-0.5)
         return time.process_time() - begin
@@ -109,6 +122,25 @@ def measure_attention(repeats: int) -> list[Row]:
         row = _row(f"{name}: decode attention against fp32 blocks", ATTENTION_ASKED.get(name), ratio, at_most=True)
         rows.append(Row(row.what, row.asked, f"{row.got} ({mine:.1f} of {theirs:.1f} ms)", row.ok, row.values))
     return rows
+
+
+def _sealed(num_blocks: int) -> AnySlab:
+    """Return sealed blocks of random K and V, and residuals: all blocks alike but for their codes."""
+    import torch
+
+    from pagefold.kv import CODECS, KVGeometry
+    from pagefold.runner.sealed_slab import SealedSlab
+
+    geometry = KVGeometry(1, NUM_KV_HEADS, HEAD_DIM, 4, BLOCK_SIZE, CODECS["kivi2"])
+    slab = SealedSlab.allocate(geometry, num_blocks, NUM_REQUESTS)
+    slab.residuals.normal_()
+    for cell, places in enumerate(slab.places):
+        slab.seal(cell, 0, *torch.randn(2, BLOCK_SIZE, HEAD_DIM).half())
+        codes = slice(places.keys, places.key_scales)
+        slab.data[:, codes] = torch.randint(256, (num_blocks, places.key_scales - places.keys), dtype=torch.uint8)
+        scales = slice(places.key_scales, places.end)
+        slab.data[:, scales] = slab.data[0, scales].clone()
+    return slab
 
 
 def measure_decode(repeats: int) -> list[Row]:
@@ -164,24 +196,34 @@ def measure_concurrency(_repeats: int) -> list[Row]:
     """Requests that run at once in the same bytes."""
     from pagefold import SamplingParams
 
-    num_bytes = 12 * 160 * 30 * NUM_KV_HEADS * 2 * 128  # twelve requests of 160 tokens in 16 bit
-    held = {}
-    for name in ("float16", *HELD_ASKED):
-        engine = _engine(name, num_requests=128, num_tokens=160, num_bytes=num_bytes)
+    per_token = 30 * NUM_KV_HEADS * 2 * 128  # in 16 bit
+
+    def held(name: str, num_prompt: int, num_seats: int) -> float:
+        num_tokens = num_prompt + 64
+        engine = _engine(
+            name, num_requests=num_seats, num_tokens=num_tokens, num_bytes=12 * num_tokens * per_token
+        )  # twelve requests in 16 bit
         random = np.random.default_rng(1)
         for index in range(128):
-            token_ids = array("i", random.integers(100, 40_000, 96).tolist())
+            token_ids = array("i", random.integers(100, 40_000, num_prompt).tolist())
             engine.add(str(index), token_ids, SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True))
         running: list[int] = []
         while engine.has_work:
             engine.step()
             if engine.scheduler.waiting:
                 running.append(len(engine.scheduler.running))
-        held[name] = statistics.mean(running)
+        return statistics.mean(running)
+
     rows = []
+    exact = held("float16", 96, 128)
     for name, asked in HELD_ASKED.items():
-        what = f"{name}: requests at once, {held[name]:.1f}, in bytes that hold {held['float16']:.1f} in 16 bit"
-        rows.append(_row(what, asked, held[name] / held["float16"], at_most=False))
+        ours = held(name, 96, 128)
+        what = f"{name}: requests at once, {ours:.1f}, in bytes that hold {exact:.1f} in 16 bit"
+        rows.append(_row(what, asked, ours / exact, at_most=False))
+    for num_prompt, num_seats in KIVI_SEATS.items():
+        exact, ours = held("float16", num_prompt, 128), held("kivi2", num_prompt, num_seats)
+        what = f"kivi2: requests of {num_prompt} + 64 tokens at once, {ours:.1f}, where 16 bit holds {exact:.1f}"
+        rows.append(_row(what, None, ours / exact, at_most=False))
     return rows
 
 

@@ -36,7 +36,7 @@ SHAPES = (
     Shape(block_size=8, head_dim=80, num_kv_heads=2, group=4),
     Shape(block_size=4, head_dim=40, num_kv_heads=1, group=3),
 )
-NAMES = sorted(set(CELL_CODECS) - {"float32", "fp8"})
+NAMES = sorted(set(CELL_CODECS) - {"float32", "fp8", "kivi2"})  # kivi2: test_kivi2.py
 SEQUENCES = st.lists(
     st.builds(
         Lengths,
@@ -142,7 +142,7 @@ def test_what_is_no_number_is_not_hidden(name, bad):
 
 @pytest.mark.parametrize("block_size", [16, 32])
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 192, 256])
-@pytest.mark.parametrize("name", sorted(CELL_CODECS))
+@pytest.mark.parametrize("name", sorted(set(CELL_CODECS) - {"kivi2"}))
 def test_a_slab_has_the_bytes_of_its_geometry(name, head_dim, block_size):
     geometry = KVGeometry(3, 2, head_dim, 4, block_size, CODECS[name], (0, 2), CODECS["float16"])
     slab = CodecSlab.allocate(geometry, 5)

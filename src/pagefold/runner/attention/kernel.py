@@ -29,7 +29,7 @@ from pagefold.runner.attention.kernel_slab import (
     VALUES,
 )
 from pagefold.runner.attention.work import AttentionWork
-from pagefold.runner.codecs.kernel import encode, encode_channels, from_bfloat16, from_float16, hadamard
+from pagefold.runner.codecs.kernel import encode, encode_int2, from_bfloat16, from_float16, hadamard, to_float16
 from pagefold.runner.kernels.attention_tiles import (
     BFLOAT16,
     E4M3_SCALED,
@@ -109,15 +109,22 @@ def seal(sync, phase, work, slab, layer, scratch):
         s, h, index = work.seals[chunk, 0], work.seals[chunk, 1], work.seals[chunk, 2]
         cell = work.cells[s if work.cells.shape[0] > 1 else 0, layer, h]
         block = work.tables[s, h if work.tables.shape[1] > 1 else 0, index]
-        codes, halves, floats = slab.codes[block], slab.halves[block], slab.floats[block]
         parts, unsealed = slab.cells[cell], _unsealed(slab, work, cell, s, h, index)
-        channel = scratch.zeros[:block_size]
-        encode_channels((codes, halves), unsealed, parts[KEYS], parts[KEY_SCALES], head_dim, channel)
-        for slot in range(block_size):
-            for d in range(head_dim):
-                scratch.vector[d] = from_float16(unsealed[(block_size + slot) * head_dim + d])
-            begin, scale_at = parts[VALUES] + slot * head_dim // 4, parts[VALUE_SCALES] + 2 * slot
-            encode((codes, halves, floats), INT2, scratch.vector, begin, 1, scale_at, block_size)
+        quarter = head_dim // 4
+        for i in range(head_dim + block_size):  # K's channels, and then V's tokens: each has a scale
+            slot = i - head_dim
+            if i < head_dim:
+                size, first, count, period, first_code = block_size, i * block_size, head_dim, block_size, i // quarter
+                begin, scale_at = parts[KEYS] + i % quarter * block_size, parts[KEY_SCALES] + 2 * i
+            else:
+                size, first, count, period, first_code = head_dim, block_size * head_dim, block_size, quarter, 0
+                first += slot * head_dim
+                begin, scale_at = parts[VALUES] + slot * quarter, parts[VALUE_SCALES] + 2 * slot
+            vector = scratch.zeros[:size]
+            for e in range(size):
+                vector[e] = from_float16(unsealed[first + e])
+            views = slab.codes[block], slab.halves[block]
+            encode_int2(views, vector, begin, period, first_code, scale_at, scale_at + 2 * count)
         finish(sync, phase)
     wait(sync, phase, num_seals)
 
@@ -144,11 +151,10 @@ def write(slab, work, layer, t, h, key, value, scratch):
     for d in range(head_dim):
         room[d] = key[d] - slab.centres[cell, min(entry, 1), d]
     if key_format == INT2:
-        open_views = views[0], _unsealed(slab, work, cell, s, h, entry // block_size), views[2]
-        encode(open_views, FLOAT16, room, 2 * slot, 2 * block_size, 0, block_size)
-        for d in range(head_dim):
-            room[d] = value[d]
-        encode(open_views, FLOAT16, room, 2 * head_dim * (block_size + slot), 2, 0, block_size)
+        unsealed = _unsealed(slab, work, cell, s, h, entry // block_size)
+        for d in range(2 * head_dim):
+            at = d * block_size + slot if d < head_dim else (block_size + slot - 1) * head_dim + d
+            unsealed[at] = to_float16(room[d] if d < head_dim else value[d - head_dim])
         return
     if rotation:
         hadamard(room, rotation, scratch.spare)

@@ -13,10 +13,10 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from pagefold.runner.kernels.attention_tiles import BFLOAT16, E4M3_SCALED, E5M2, FLOAT16, FLOAT32, INT2, INT4, INT8
+from pagefold.runner.kernels.attention_tiles import BFLOAT16, E4M3_SCALED, E5M2, FLOAT16, FLOAT32, INT4, INT8
 from pagefold.runner.kernels.compiled import part
 
-__all__ = ["encode", "encode_channels", "from_bfloat16", "from_float16", "hadamard"]
+__all__ = ["encode", "encode_int2", "from_bfloat16", "from_float16", "hadamard", "to_float16"]
 
 _MAGIC = np.float32(12582912.0)  # 1.5 * 2^23: adding it rounds to whole numbers, halves to even
 _TINY = np.float32(2.0**-126)
@@ -102,14 +102,20 @@ def _small_float(number, mantissa_bits, least_exponent, largest, infinity_code):
 
 
 @part()
+def to_float16(number):
+    """Round to float16; it saturates. Return its bits, uint16."""
+    sign, code = _small_float(number, np.int32(10), np.int32(-14), _FLOAT16_MAX, np.int32(0x7E00))
+    return np.uint16(sign << np.int32(15) | code)
+
+
+@part()
 def _encode_float(codes, halves, floats, form, vector, begin, step):
     for d in range(len(vector)):
         number, at = vector[d], begin + d * step
         if form == FLOAT32:
             floats[at // 4] = number
         elif form == FLOAT16:
-            sign, code = _small_float(number, np.int32(10), np.int32(-14), _FLOAT16_MAX, np.int32(0x7E00))
-            halves[at // 2] = np.uint16(sign << np.int32(15) | code)
+            halves[at // 2] = to_float16(number)
         elif form == BFLOAT16:
             size = min(max(number, -_BFLOAT16_MAX), _BFLOAT16_MAX)
             if number != number:  # noqa: PLR0124 - NaN
@@ -150,53 +156,34 @@ def _rounded(number, least, most):
 
 
 @part()
-def _levels(vector):
-    """Return scale and zero point of ``INT2``; see ``int2.quantize``. The scale is NaN of what is lost."""
-    least, most, is_lost = vector[0], vector[0], False
-    for d in range(len(vector)):
-        least, most = min(least, vector[d]), max(most, vector[d])
-        is_lost = is_lost or vector[d] != vector[d]
-    zero = _down(least)
-    scale = _scale(most - zero, np.float32(3.0))
-    if is_lost or not scale < _INFINITY:
-        return np.float32(np.nan), np.float32(0.0)
-    return scale, zero
-
-
-@part()
-def _level(number, scale, zero):
-    """Return the code of a number; 0 of what is lost."""
-    if scale != scale:  # noqa: PLR0124 - NaN
-        return np.int32(0)
-    return np.int32(_rounded((number - zero) / scale, np.float32(0.0), np.float32(3.0)))
-
-
-@part()
-def encode_channels(block, keys, begin, scale_at, head_dim, room):
-    """Write a full block's K, each channel with a scale of its own; see ``sealed_slab.py``.
+def encode_int2(block, vector, begin, period, first_code, scale_at, zero_at):
+    """Write numbers that share a scale and a zero point as codes of 2 bit; see ``int2.py``.
 
     Args:
         block: (uint8, uint16): the same block as numbers of each kind.
-        keys: uint16 ``[>= D * block_size]``: K as float16, one channel after another.
+        vector: float32 ``[n]``.
         begin: byte of the first code.
-        scale_at: byte of the first scale.
-        head_dim: D.
-        room: float32 ``[block_size]``.
+        period: so many codes lie in bytes behind each other; those that follow lie in the same bytes, higher.
+        first_code: which of its byte's codes the first one is. Who writes code 0 writes the byte, others add to it.
+        scale_at, zero_at: bytes of scale and zero point.
     """
     codes, halves = block
-    size, quarter = len(room), head_dim // 4
-    for k in range(4):
-        for d in range(quarter):
-            channel = k * quarter + d
-            for slot in range(size):
-                room[slot] = from_float16(keys[channel * size + slot])
-            scale, zero = _levels(room)
-            halves[scale_at // 2 + channel] = _upper_half(scale)
-            halves[scale_at // 2 + head_dim + channel] = _upper_half(zero)
-            for slot in range(size):
-                at = begin + d * size + slot
-                before = np.int32(codes[at]) if k else np.int32(0)
-                codes[at] = np.uint8(before | _level(room[slot], scale, zero) << np.int32(2 * k))
+    least, most, is_lost = vector[0], vector[0], False
+    for i in range(len(vector)):
+        least, most = min(least, vector[i]), max(most, vector[i])
+        is_lost = is_lost or vector[i] != vector[i]
+    zero = _down(least)
+    scale = _scale(most - zero, np.float32(3.0))
+    is_lost = is_lost or not scale < _INFINITY
+    halves[scale_at // 2] = np.uint16(0x7FC0) if is_lost else _upper_half(scale)
+    halves[zero_at // 2] = np.uint16(0) if is_lost else _upper_half(zero)
+    for i in range(len(vector)):
+        at, which = begin + i % period, first_code + i // period
+        code = np.int32(0)
+        if not is_lost:
+            code = np.int32(_rounded((vector[i] - zero) / scale, np.float32(0.0), np.float32(3.0)))
+        before = np.int32(codes[at]) if which else np.int32(0)
+        codes[at] = np.uint8(before | code << np.int32(2 * which))
 
 
 @part()
@@ -238,16 +225,6 @@ def encode(block, form, vector, begin, step, scale_at, block_size):
                 low = np.int32(_rounded((vector[d] - zero) / scale, np.float32(0.0), np.float32(15.0)))
                 high = np.int32(_rounded((vector[d + half] - zero) / scale, np.float32(0.0), np.float32(15.0)))
             codes[begin + d * step] = np.uint8(low | high << np.int32(4))
-    elif form == INT2:
-        scale, zero = _levels(vector)
-        halves[scale_at // 2] = _upper_half(scale)
-        halves[scale_at // 2 + block_size] = _upper_half(zero)
-        quarter = size // 4
-        for d in range(quarter):
-            code = np.int32(0)
-            for k in range(4):
-                code |= _level(vector[d + k * quarter], scale, zero) << np.int32(2 * k)
-            codes[begin + d * step] = np.uint8(code)
     elif form == E4M3_SCALED:
         scale = _scale(_largest(vector), _E4M3_MAX)
         halves[scale_at // 2] = _upper_half(scale)
