@@ -7,6 +7,7 @@ what it gathers; slabs are equal in bytes, and whatever was never written holds 
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from random import Random
 
@@ -26,10 +27,13 @@ from pagefold.config import EngineConfig
 from pagefold.engine.build import _geometry, build_engine, plan_engine
 from pagefold.errors import ConfigError, PagefoldError
 from pagefold.kv import CODECS, KVGeometry
+from pagefold.observe.recorder import TraceRecorder
 from pagefold.request import SamplingParams
 from pagefold.runner.attention import AttentionInputs, choose_backend
 from pagefold.runner.codecs.int2 import pack, quantize, unpack
 from pagefold.runner.sealed_slab import SealedSlab, to_residual
+from pagefold.sim.replay_recording import replay_recording
+from pagefold.sim.traces.read_recording import read_recording
 
 BOUND = 3e-5  # as in test_codecs.py
 SHAPES = (
@@ -357,3 +361,31 @@ def test_what_is_no_number_is_not_hidden(bad):
     found = quantize(numbers, 0)
     assert found.scales[0].isnan().tolist() == [channel == 5 for channel in range(64)]
     assert to_residual(numbers)[3, 5].isnan() or to_residual(numbers)[3, 5] == 65504
+
+
+def test_a_recording_of_it_is_replayed_step_by_step(tiny_folder, tmp_path):
+    """The simulator's scheduler cuts chunks and leaves parts of blocks alone as the server's did."""
+    config = EngineConfig(
+        model=str(tiny_folder("qwen3")),
+        kv_cache_dtype="kivi2",
+        kv_cache_memory_bytes=2**18,
+        max_model_len=256,
+        max_num_seqs=6,
+        max_num_batched_tokens=43,
+    )
+    recorder = TraceRecorder(tmp_path / "trace.jsonl", time.monotonic)
+    engine = build_engine(plan_engine(config), emit=recorder)
+    recorder.begin(config, engine.capacity.num_blocks, 0)
+    engine.runner = HarshRunner(engine, failure_rate=0.1, random=Random(2))
+    for index, prompt in enumerate(prompt for prompt in SHORT.prompts if len(prompt) < 200):
+        how = SamplingParams(temperature=1.0, seed=index, n=1 + index % 2, max_tokens=30, ignore_eos=True)
+        engine.add(str(index), prompt, how)
+    while engine.has_work:
+        engine.step()
+    recorder.close()
+    recording = read_recording(tmp_path / "trace.jsonl")
+    assert recording.settings.seals_blocks
+    report = replay_recording(recording)
+    assert report.first_difference == ""
+    assert report.num_equal_steps == report.num_steps > 20
+    assert report.num_failed_steps
