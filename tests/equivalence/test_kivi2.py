@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from equivalence.attention_cases import Shape
-from equivalence.harsh_runner import HarshRunner
+from equivalence.harsh_runner import HarshRunner, InjectedError
 from equivalence.prompts import short_prompts
 from equivalence.settings import SETTINGS
 from equivalence.suite import Counts, Trial, Workload, assert_clean
@@ -287,8 +287,22 @@ def test_what_is_stored_does_not_depend_on_how_it_came_about(tiny_folder):
         assert all(stored[0][path] == others[path] for path in shared)
 
 
-@pytest.mark.parametrize("failure_rate", [0.0, 0.4])
-def test_samples_of_one_prompt_are_each_what_it_is_alone(failure_rate, tiny_folder):
+class FailsBeforeCopies:
+    """A runner that fails, before it does anything, whenever residuals are to be copied."""
+
+    def __init__(self, engine):
+        self.inner = engine.runner
+        self.num_failures = 0
+
+    def run(self, plan):
+        if plan.residual_copies:
+            self.num_failures += 1
+            raise InjectedError
+        return self.inner.run(plan)
+
+
+@pytest.mark.parametrize("failures", [0.0, 0.4, "of copies"])
+def test_samples_of_one_prompt_are_each_what_it_is_alone(failures, tiny_folder):
     """A fork goes on from a copy of what is not sealed; one whose copy is lost with its step computes it again."""
     how = SamplingParams(temperature=1.0, seed=50, max_tokens=40, ignore_eos=True)
     prompts = [prompt for prompt in SHORT.prompts if len(prompt) < 200][:6]
@@ -304,7 +318,10 @@ def test_samples_of_one_prompt_are_each_what_it_is_alone(failure_rate, tiny_fold
     for num_samples in (1, 3):
         engine = build_engine(plan_engine(config))
         if num_samples > 1:
-            engine.runner = HarshRunner(engine, failure_rate=failure_rate, random=Random(3))
+            if failures == "of copies":
+                engine.runner = FailsBeforeCopies(engine)
+            else:
+                engine.runner = HarshRunner(engine, failure_rate=failures, random=Random(3))
         for index, prompt in enumerate(prompts):
             for seed in range(50, 53 if num_samples == 1 else 51):
                 engine.add(f"{index} {seed}", prompt, replace(how, n=num_samples, seed=seed))
@@ -313,6 +330,7 @@ def test_samples_of_one_prompt_are_each_what_it_is_alone(failure_rate, tiny_fold
                 index, seed = map(int, delta.request_id.split())
                 outputs.setdefault((num_samples, index, seed + delta.index), []).extend(delta.token_ids)
         assert_clean(engine)
+        assert getattr(engine.runner, "num_failures", 1)
     assert len(outputs) == 2 * 3 * len(prompts)
     for (num_samples, index, seed), output in outputs.items():
         assert output == outputs[1, index, seed], (num_samples, index, seed)
