@@ -7,7 +7,9 @@
 * decode: SmolLM2-135M, 32 requests of 2,048 tokens, each in blocks of its own (filled with random K and V, so that no
   prompt has to be computed), one greedy token each a step: the runner's whole step. Codec and float32 step in turn;
 * concurrency: how many of 192 requests of 96 + 64 tokens, sent together over HTTP, run at once in the same KV bytes:
-  the mean over the later steps after which others wait, against blocks of 16 bit (``float16``).
+  the mean over the later steps after which others wait, against blocks of 16 bit (``float16``). Of ``kivi2`` with as
+  many seats as are then taken, since each seat has an unsealed block in 16 bit; and of 416 + 64 tokens too, where these
+  weigh less.
 
 How much quality a codec costs, ``pagefold eval`` says.
 
@@ -34,19 +36,21 @@ NUM_REQUESTS, CONTEXT = 32, 4096
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 9, 3, 64, 16
 MODEL = "smollm2-135m"
 BYTES_ASKED = {"int8_per_token_head": 0.54, "int4_per_token_head": 0.29, "k8v4": 0.42}
+KIVI_ASKED = {16: 0.22, 32: 0.18}
+"""Of ``kivi2``, whose scales of K are those of a block: by tokens a block."""
 ATTENTION_ASKED = {"int8_per_token_head": 0.6, "int4_per_token_head": 0.6}
 HELD_ASKED = {"int8_per_token_head": 1.85, "int4_per_token_head": 3.4}
 NUM_HELD = 192
 HELD_SETTINGS = {
     "model": MODEL,
-    "max_model_len": 160,
-    "max_num_seqs": 128,
     "max_num_batched_tokens": 512,
     "enable_prefix_caching": False,
     "force_kv_cache_dtype": True,
 }
+KIVI_SEATS = {96: 40, 416: 52}
+"""Tokens of a prompt, and the seats of ``kivi2`` in bytes that hold twelve such requests in 16 bit."""
 DECODE_ASKED = {"int8_per_token_head": 1.15}
-NAMES = ("float16", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head", "k8v4", "int4_per_token_head")
+NAMES = ("float16", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head", "k8v4", "int4_per_token_head", "kivi2")
 
 
 def main() -> None:
@@ -68,7 +72,12 @@ def measure_bytes(_repeats: int) -> list[Row]:
 
     exact = CODECS["float16"]
     rows = []
-    for name in NAMES[1:]:
+    for size, asked in KIVI_ASKED.items():
+        ours, theirs = (
+            one.key_bytes(HEAD_DIM) + one.value_bytes(HEAD_DIM) for one in (CODECS["kivi2"].in_blocks(size), exact)
+        )
+        rows.append(_row(f"kivi2, blocks of {size}: bytes against 16 bit", asked, ours / theirs, at_most=True))
+    for name in NAMES[1:-1]:
         ours, theirs = (one.key_bytes(HEAD_DIM) + one.value_bytes(HEAD_DIM) for one in (CODECS[name], exact))
         rows.append(_row(f"{name}: bytes against 16 bit", BYTES_ASKED.get(name), ours / theirs, at_most=True))
     return rows
@@ -91,6 +100,7 @@ def measure_attention(repeats: int) -> list[Row]:
         tables=np.broadcast_to(tables, (NUM_REQUESTS, NUM_KV_HEADS, width)),
         lengths=np.broadcast_to(np.int32(CONTEXT), (NUM_REQUESTS, NUM_KV_HEADS)),
         cells=np.broadcast_to(np.arange(NUM_KV_HEADS, dtype=np.int32), (NUM_REQUESTS, 1, NUM_KV_HEADS)),
+        residual_ids=np.arange(NUM_REQUESTS, dtype=np.int32),
     )
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(NUM_REQUESTS, NUM_HEADS, HEAD_DIM, generator=generator)
@@ -98,13 +108,15 @@ def measure_attention(repeats: int) -> list[Row]:
     block_ids = torch.arange(num_blocks).repeat_interleave(BLOCK_SIZE)
     entries = torch.arange(num_blocks * BLOCK_SIZE)
 
-    def attend(name: str) -> tuple[CpuAttention, CodecSlab]:
+    def attend(name: str) -> tuple[CpuAttention, AnySlab]:
+        if name == "kivi2":
+            return CpuAttention(1), _sealed(num_blocks)
         slab = CodecSlab.allocate(KVGeometry(1, NUM_KV_HEADS, HEAD_DIM, 4, BLOCK_SIZE, CODECS[name]), num_blocks)
         for cell in range(NUM_KV_HEADS):
             slab.write(cell, block_ids, entries, tuple(torch.randn(2, len(entries), HEAD_DIM, generator=generator)))
         return CpuAttention(1), slab
 
-    def seconds(attention: CpuAttention, slab: CodecSlab) -> float:
+    def seconds(attention: CpuAttention, slab: AnySlab) -> float:
         begin = time.process_time()
         attention(query, key, value, slab, inputs, 0, HEAD_DIM**-0.5)
         return time.process_time() - begin
@@ -119,6 +131,25 @@ def measure_attention(repeats: int) -> list[Row]:
         row = _row(f"{name}: decode attention against fp32 blocks", ATTENTION_ASKED.get(name), ratio, at_most=True)
         rows.append(Row(row.what, row.asked, f"{row.got} ({mine:.1f} of {theirs:.1f} ms)", row.ok, row.values))
     return rows
+
+
+def _sealed(num_blocks: int) -> AnySlab:
+    """Return sealed blocks of random K and V, and residuals: all blocks alike but for their codes."""
+    import torch
+
+    from pagefold.kv import CODECS, KVGeometry
+    from pagefold.runner.sealed_slab import SealedSlab
+
+    geometry = KVGeometry(1, NUM_KV_HEADS, HEAD_DIM, 4, BLOCK_SIZE, CODECS["kivi2"])
+    slab = SealedSlab.allocate(geometry, num_blocks, NUM_REQUESTS)
+    slab.residuals.normal_()
+    for cell, places in enumerate(slab.places):
+        slab.seal(cell, 0, *torch.randn(2, BLOCK_SIZE, HEAD_DIM).half())
+        codes = slice(places.keys, places.key_scales)
+        slab.data[:, codes] = torch.randint(256, (num_blocks, places.key_scales - places.keys), dtype=torch.uint8)
+        scales = slice(places.key_scales, places.end)
+        slab.data[:, scales] = slab.data[0, scales].clone()
+    return slab
 
 
 def measure_decode(repeats: int) -> list[Row]:
@@ -177,20 +208,35 @@ def measure_concurrency(_repeats: int) -> list[Row]:
     from pagefold.config import EngineConfig
     from pagefold.plan import Workload, draw_lengths
 
-    num_bytes = 12 * 160 * 30 * NUM_KV_HEADS * 2 * 128  # twelve requests of 160 tokens in 16 bit
-    workload = Workload(name="96 in, 64 out", lengths=draw_lengths("96", "64"), prefix_len=0)
-    held = {}
-    for name in ("float16", *HELD_ASKED):
-        server = Server(EngineConfig(kv_cache_dtype=name, kv_cache_memory_bytes=num_bytes, **HELD_SETTINGS))
+    per_token = 30 * NUM_KV_HEADS * 2 * 128  # in 16 bit
+
+    def held(name: str, num_prompt: int, num_seats: int) -> float:
+        num_tokens = num_prompt + 64
+        config = EngineConfig(
+            kv_cache_dtype=name,
+            kv_cache_memory_bytes=12 * num_tokens * per_token,  # twelve requests in 16 bit
+            max_model_len=num_tokens,
+            max_num_seqs=num_seats,
+            **HELD_SETTINGS,
+        )
+        workload = Workload(name=name, lengths=draw_lengths(str(num_prompt), "64"), prefix_len=0)
+        server = Server(config)
         try:
             asyncio.run(send(server.url, workload, NUM_HELD, NUM_HELD))
-            held[name] = server.reached()
+            return server.reached()
         finally:
             server.close()
+
     rows = []
+    exact = held("float16", 96, 128)
     for name, asked in HELD_ASKED.items():
-        what = f"{name}: requests at once, {held[name]:.1f}, in bytes that hold {held['float16']:.1f} in 16 bit"
-        rows.append(_row(what, asked, held[name] / held["float16"], at_most=False))
+        ours = held(name, 96, 128)
+        what = f"{name}: requests at once, {ours:.1f}, in bytes that hold {exact:.1f} in 16 bit"
+        rows.append(_row(what, asked, ours / exact, at_most=False))
+    for num_prompt, num_seats in KIVI_SEATS.items():
+        exact, ours = held("float16", num_prompt, 128), held("kivi2", num_prompt, num_seats)
+        what = f"kivi2: requests of {num_prompt} + 64 tokens at once, {ours:.1f}, where 16 bit holds {exact:.1f}"
+        rows.append(_row(what, None, ours / exact, at_most=False))
     return rows
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from pagefold.capacity import KV_SHARE_OF_FREE_MEMORY, Capacity, plan_capacity
 from pagefold.errors import BudgetTooSmallError, ConfigError
-from pagefold.kv import KVGeometry
+from pagefold.kv import CODECS, KVGeometry
 
 GIB = 2**30
 SMOLLM2 = KVGeometry(num_layers=30, num_kv_heads=3, head_dim=64, element_bytes=2)
@@ -186,3 +186,19 @@ def test_a_length_beyond_what_is_computed_rightly_is_refused_with_the_reason():
         plan(max_model_len=4097, model_max_len=4096, model_limit="X")
     for asked in (4096, None, "auto"):
         assert plan(max_model_len=asked, model_max_len=4096, model_limit="X").max_model_len == 4096
+
+
+def test_unsealed_blocks_are_part_of_the_budget():
+    """Each sequence that may run has one in 16 bit, beside the blocks: what is left of a budget is blocks."""
+    kivi2 = KVGeometry(30, 3, 64, 4, 16, CODECS["kivi2"])
+    budget = 8 * kivi2.residual_bytes + 600 * kivi2.bytes_per_block + 5
+    found = plan(layout=kivi2.layout, kv_cache_memory_bytes=budget, max_num_seqs=8)
+    assert (found.num_blocks, found.num_residuals) == (600, 8)
+    assert found.residual_bytes == 8 * 16 * SMOLLM2.bytes_per_token
+    assert found.kv_budget_bytes == found.block_bytes + found.residual_bytes == budget - 5
+    assert "unsealed blocks of 8 requests" in " ".join(found.lines())
+    with pytest.raises(BudgetTooSmallError, match="max_num_seqs = 9") as caught:
+        plan(layout=kivi2.layout, kv_cache_memory_bytes=budget - 100 * kivi2.bytes_per_block, max_num_seqs=9)
+    smallest = int(re.search(r"kv_cache_memory_bytes=(\d+)", caught.value.remedy)[1])
+    assert plan(layout=kivi2.layout, kv_cache_memory_bytes=smallest, max_num_seqs=9).num_blocks == 512
+    assert plan(layout=kivi2.layout, max_num_seqs=8).kv_budget_bytes > 8 * kivi2.residual_bytes

@@ -35,13 +35,15 @@ class Capacity:
 
     Attributes:
         weight_bytes: bytes of the weights in the chosen dtype.
-        kv_budget_bytes: bytes of the blocks.
+        kv_budget_bytes: bytes of the blocks, and of the residuals beside them.
         num_blocks: blocks, all of equal size.
         block_size: tokens a block.
         max_model_len: the longest sequence that is served, in tokens.
         num_blocks_per_request: blocks of a sequence of ``max_model_len``.
         num_host_blocks: blocks that the host keeps of those that were evicted.
         host_bytes: theirs.
+        num_residuals: running sequences that have room for an unsealed block in 16 bit; 0 where blocks are not sealed.
+        residual_bytes: of that room, all of it.
     """
 
     weight_bytes: int
@@ -52,6 +54,13 @@ class Capacity:
     num_blocks_per_request: int
     num_host_blocks: int = 0
     host_bytes: int = 0
+    num_residuals: int = 0
+    residual_bytes: int = 0
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return self.kv_budget_bytes - self.residual_bytes
 
     @property
     def num_tokens(self) -> int:
@@ -66,9 +75,12 @@ class Capacity:
     def lines(self) -> list[str]:
         """Return the lines that a start prints."""
         blocks = f"{self.num_blocks:,} blocks of {self.block_size} tokens"
+        size = human_bytes(self.kv_budget_bytes)
+        if self.num_residuals:
+            size += f" - {human_bytes(self.residual_bytes)} for unsealed blocks of {self.num_residuals:,} requests"
         lines = [
             f"weights    {human_bytes(self.weight_bytes)}",
-            f"KV budget  {human_bytes(self.kv_budget_bytes)} = {blocks} = {self.num_tokens:,} tokens",
+            f"KV budget  {size} = {blocks} = {self.num_tokens:,} tokens",
             f"fits       {self.max_concurrency:,.1f} requests of max_model_len = {self.max_model_len:,} tokens at once",
         ]
         if self.num_host_blocks:
@@ -100,7 +112,7 @@ def plan_capacity(  # noqa: PLR0913 - the facts that it weighs, by name
         model_limit: what of the model makes it less; empty where nothing does.
         max_model_len: what was asked: a number, ``auto``, or None for ``model_max_len``.
         kv_cache_memory_bytes: the budget asked for, or None for the default share.
-        max_num_seqs: sequences at once; bounds the default budget.
+        max_num_seqs: sequences at once; bounds the default budget, and each has a residual where blocks are sealed.
         available_bytes: memory that is free before the weights are loaded.
         host_bytes: what to set aside for blocks that are evicted, of the same memory.
         allow_streaming: whether a sequence may be larger than the budget, and lie in those blocks for the rest.
@@ -129,11 +141,13 @@ def plan_capacity(  # noqa: PLR0913 - the facts that it weighs, by name
     num_host_blocks = host_bytes // layout.bytes_per_block
     if host_bytes:
         left = _beside_host(host_bytes, num_host_blocks, layout, left)
+    residual_bytes = max_num_seqs * layout.residual_bytes
     budget = kv_cache_memory_bytes
     wanted_len = model_max_len if max_model_len is None or max_model_len == "auto" else max_model_len
     if budget is None:
         enough = max(max_num_seqs * layout.num_blocks_for(wanted_len), _MIN_DEFAULT_TOKENS // layout.block_size)
-        budget = left if is_ours else min(int(left * KV_SHARE_OF_FREE_MEMORY), enough * layout.bytes_per_block)
+        most = enough * layout.bytes_per_block + residual_bytes
+        budget = left if is_ours else min(int(left * KV_SHARE_OF_FREE_MEMORY), most)
     elif budget > left:
         msg = (
             f"kv_cache_memory_bytes is {budget:,}, but beside the weights ({human_bytes(weight_bytes)}) only "
@@ -141,7 +155,7 @@ def plan_capacity(  # noqa: PLR0913 - the facts that it weighs, by name
         )
         remedy = "Give a smaller budget, or leave it out to take a share of what is free."
         raise DoesNotFitError(msg, missing_bytes=budget - left, remedy=remedy)
-    num_blocks = layout.num_blocks(budget)
+    num_blocks = layout.num_blocks(budget - residual_bytes)
     num_usable = _num_streamed(num_blocks, num_host_blocks) if allow_streaming else num_blocks
     longest = layout.longest_in(num_usable, model_max_len)
     if max_model_len == "auto":
@@ -149,20 +163,23 @@ def plan_capacity(  # noqa: PLR0913 - the facts that it weighs, by name
     num_blocks_needed = layout.num_blocks_for(max(wanted_len, 2))
     if num_usable < num_blocks_needed:
         msg = (
-            f"The KV budget of {budget:,} bytes is {num_blocks} blocks of {layout.bytes_per_block:,} bytes; one "
-            f"request of max_model_len = {max(wanted_len, 2)} tokens needs {num_blocks_needed}."
+            f"The KV budget of {budget:,} bytes is {num_blocks} blocks of {layout.bytes_per_block:,} bytes"
+            f"{_beside_residuals(residual_bytes, max_num_seqs)}; one request of max_model_len = {max(wanted_len, 2)} "
+            f"tokens needs {num_blocks_needed}."
         )
-        smallest = num_blocks_needed * layout.bytes_per_block
+        smallest = num_blocks_needed * layout.bytes_per_block + residual_bytes
         raise BudgetTooSmallError(msg, missing_bytes=smallest - budget, remedy=_remedy(smallest, left, longest))
     return Capacity(
         weight_bytes=weight_bytes,
-        kv_budget_bytes=num_blocks * layout.bytes_per_block,
+        kv_budget_bytes=num_blocks * layout.bytes_per_block + residual_bytes,
         num_blocks=num_blocks,
         block_size=layout.block_size,
         max_model_len=wanted_len,
         num_blocks_per_request=num_blocks_needed,
         num_host_blocks=num_host_blocks,
         host_bytes=num_host_blocks * layout.bytes_per_block,
+        num_residuals=max_num_seqs if residual_bytes else 0,
+        residual_bytes=residual_bytes,
     )
 
 
@@ -186,6 +203,13 @@ def _beside_host(host_bytes: int, num_host_blocks: int, layout: CacheLayout, lef
         missing = host_bytes + layout.num_blocks_for(2) * layout.bytes_per_block - left
         raise DoesNotFitError(msg, missing_bytes=missing, remedy="Give less: blocks that are in use need memory too.")
     return left - host_bytes
+
+
+def _beside_residuals(residual_bytes: int, max_num_seqs: int) -> str:
+    """Say what unsealed blocks take, if they take anything."""
+    if not residual_bytes:
+        return ""
+    return f" beside {human_bytes(residual_bytes)} for unsealed blocks of max_num_seqs = {max_num_seqs} requests"
 
 
 def _remedy(smallest_bytes: int, left_bytes: int, longest: int) -> str:

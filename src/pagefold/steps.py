@@ -11,7 +11,7 @@ from pagefold.kv.plans import NO_HOST_OPS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pagefold.kv import BlockId, CopyOp, HostOps
+    from pagefold.kv import BlockId, CopyOp, HostOps, ResidualCopy
     from pagefold.request import SamplingParams
 
 __all__ = ["DamagedBlocksError", "LaunchingRunner", "PromptPart", "Runner", "StepPlan", "StepResult", "TokenLogprobs"]
@@ -60,6 +60,9 @@ class StepPlan:
         block_ids: each row's block table; position ``p`` lies in ``block_ids[i][p // block_size]``.
         host_ops: what to move between the blocks and the host arena, before anything else.
         copies: whole-block copies to make then, before the first write.
+        residual_ids: where each row has its unsealed block, where blocks are sealed; else none. Then a row that begins
+            inside a block ends in it or at its end.
+        residual_copies: copies of these to make before the first write too.
         sampling_rows: the rows that have all their tokens after this step, and so sample the next one; ascending. A row
             comes several times where several samples of one prompt begin: each place is a sample of its own.
         sampling: how, for each of ``sampling_rows``.
@@ -85,6 +88,8 @@ class StepPlan:
     block_ids: list[list[BlockId]] = field(default_factory=list)
     host_ops: HostOps = NO_HOST_OPS
     copies: list[CopyOp] = field(default_factory=list)
+    residual_ids: list[int] = field(default_factory=list)
+    residual_copies: list[ResidualCopy] = field(default_factory=list)
     sampling_rows: list[int] = field(default_factory=list)
     sampling: list[SamplingParams] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import torch
 
+from pagefold.runner.sealed_slab import SealedSlab
 from pagefold.steps import DamagedBlocksError, StepResult
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from pagefold.runner.slab import AnySlab
     from pagefold.steps import StepPlan
 
-__all__ = ["HarshRunner", "InjectedError", "poison"]
+__all__ = ["HarshRunner", "InjectedError", "poison", "poison_sealed"]
 
 Result = TypeVar("Result")
 
@@ -120,6 +121,8 @@ class HarshRunner:
         free = set(self._core.pool.free_ids) - to_store
         self.inner.slab.as_bytes()[sorted(free - self._free)] = 0xFF  # NaN in every codec that has one
         self._free = free
+        if self._core.residuals is not None:
+            self.inner.slab.residuals[:, self._core.residuals.free_ids] = torch.nan
         self._during_step()
         if self._core.streaming is not None:  # then attention reads the arena
             self.inner.arena.blocks[self._core.host.free_ids()] = 0xFF  # NaN
@@ -167,6 +170,9 @@ class HarshRunner:
 
 def poison(slab: AnySlab, num_cells: int, plan: StepPlan) -> None:
     """Make NaN of every slot that the step was to write."""
+    if isinstance(slab, SealedSlab):
+        poison_sealed(slab, plan)
+        return
     dtype = slab.data.dtype if slab.data.dtype.is_floating_point else torch.float32
     nothing = torch.full((1, slab.head_dim), torch.nan, dtype=dtype)
     for block_ids, start, num_tokens in zip(plan.block_ids, plan.starts, plan.num_tokens, strict=True):
@@ -174,3 +180,16 @@ def poison(slab: AnySlab, num_cells: int, plan: StepPlan) -> None:
             block = block_ids[position // slab.block_size]
             for cell in range(num_cells):
                 slab.write(cell, torch.tensor([block]), torch.tensor([position]), (nothing, nothing))
+
+
+def poison_sealed(slab: SealedSlab, plan: StepPlan) -> None:
+    """Make NaN of every block that the step was to seal, and of what it was to write into residuals."""
+    rows = zip(plan.block_ids, plan.starts, plan.num_tokens, plan.residual_ids, strict=True)
+    for block_ids, start, num_tokens, residual_id in rows:
+        end = start + num_tokens
+        for index in range(start // slab.block_size, end // slab.block_size):
+            slab.data[block_ids[index]] = 0xFF
+        last = (end - 1) // slab.block_size * slab.block_size
+        for cell in range(len(slab.places)):
+            for part in slab.residual(cell, residual_id):
+                part[max(start, last) - last : end - last] = torch.nan

@@ -207,7 +207,8 @@ def build(setting: Setting, folder: Path, budget: Budget, emit: Emit) -> Engine:
         dtype=setting.dtype,
         block_size=setting.block_size,
         kv_cache_dtype=setting.kv_cache_dtype,
-        kv_cache_memory_bytes=budget.num_blocks * geometry.bytes_per_block,
+        kv_cache_memory_bytes=budget.num_blocks * geometry.bytes_per_block
+        + setting.max_num_seqs * geometry.residual_bytes,
         kv_offloading_size=setting.num_host_blocks * geometry.bytes_per_block / 2**30,
         allow_streaming=setting.allow_streaming,
         max_model_len=budget.max_model_len,

@@ -19,6 +19,7 @@ from pagefold.kv import (
     HostTier,
     KVCore,
     PrefixHit,
+    Residuals,
     StoreOp,
     audit,
     make_policy,
@@ -339,6 +340,14 @@ def cold_blocks_miscounted(world: World) -> None:
     world.core.streaming.num_cold_blocks += 1
 
 
+def residual_that_nobody_has(world: World) -> None:
+    core = world.core
+    core.residuals = Residuals(len(core.tables) + 1)
+    for table in core.tables:
+        core.residuals.take(table)
+    core.residuals.free_ids.clear()
+
+
 def lost_host_block(world: World) -> None:
     world.host._free.pop()
 
@@ -432,6 +441,7 @@ CORRUPTIONS: list[tuple[Callable[[World], None], str]] = [
     (cold_block_elsewhere, "are not the first of"),
     (streamed_and_published, "a table that streams has published blocks"),
     (cold_blocks_miscounted, "core.streaming.num_cold_blocks=2, 1 are held"),
+    (residual_that_nobody_has, "residuals [0, 1"),
     (lost_host_block, "host blocks [0, 1, 2] in use"),
     (host_pins_miscounted, "host block 0: 2 pins"),
     (host_block_written_twice, "host block 0 is written 2 times"),

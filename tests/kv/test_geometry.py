@@ -200,3 +200,19 @@ def test_groups_of_different_cells_fill_a_pool_to_the_byte() -> None:
     )
     assert held == layout.num_blocks(budget) // layout.num_blocks_for(length) > 10
     assert num_written == held * per_sequence
+
+
+@pytest.mark.parametrize(("block_size", "per_token", "share"), [(16, 52, 0.22), (32, 44, 0.18)])
+def test_bytes_of_kivi2_are_exact(block_size, per_token, share):
+    """Of a head of 64: codes of 16 bytes each, K's 4 bytes a channel for a block, V's 4 bytes a token."""
+    geometry = KVGeometry(30, 3, 64, 4, block_size, CODECS["kivi2"])
+    assert geometry.bytes_per_token == 90 * per_token == 90 * (16 + 4 * 64 // block_size + 16 + 4)
+    assert geometry.bytes_per_block == 90 * (block_size * (16 + 16 + 4) + 4 * 64)
+    assert geometry.bytes_per_token <= share * KVGeometry(30, 3, 64, 2, block_size).bytes_per_token
+    assert geometry.residual_bytes == block_size * KVGeometry(30, 3, 64, 2, block_size).bytes_per_token
+    assert lay_out(geometry.layout.layers, CODECS["kivi2"], block_size=block_size) == geometry.layout
+
+
+@pytest.mark.parametrize("name", sorted(set(CODECS) - {"kivi2"}))
+def test_nothing_lies_beside_blocks_that_are_not_sealed(name):
+    assert KVGeometry(2, 2, 64, 4, 16, CODECS[name]).residual_bytes == 0

@@ -48,6 +48,7 @@ SETTINGS = [
     {"kv_cache_memory_bytes": 10_000_000, "max_model_len": 200},
     {"kv_cache_memory_bytes": 3_000_000, "max_model_len": "auto", "block_size": 32},
     {"max_model_len": 100, "max_num_seqs": 4, "dtype": "bfloat16"},
+    {"kv_cache_memory_bytes": 10_000_000, "max_model_len": 200, "max_num_seqs": 4, "kv_cache_dtype": "kivi2"},
 ]
 
 

@@ -63,7 +63,8 @@ def plan(  # noqa: PLR0913 - one parameter a flag
     kv_cache_dtype: Annotated[
         str,
         typer.Option(
-            help="auto, fp8, int8_per_token_head, k8v4, int4_per_token_head, nvfp4, ...", rich_help_panel=_SETTINGS
+            help="auto, fp8, int8_per_token_head, k8v4, int4_per_token_head, kivi2, nvfp4, ...",
+            rich_help_panel=_SETTINGS,
         ),
     ] = "auto",
     block_size: Annotated[int, typer.Option(help="Tokens a KV block.", rich_help_panel=_SETTINGS)] = 16,

@@ -123,7 +123,7 @@ def serve(  # noqa: PLR0913 - one parameter a flag
         str,
         typer.Option(
             help="How K and V are stored: auto (as computed), float16, bfloat16, fp8, fp8_e5m2, "
-            "int8_per_token_head, k8v4, int4_per_token_head, ...",
+            "int8_per_token_head, k8v4, int4_per_token_head, kivi2, ...",
             rich_help_panel=_ENGINE,
         ),
     ] = "auto",

@@ -26,6 +26,7 @@ from pagefold.kv import (
     LinkModel,
     Namespace,
     PinLimits,
+    Residuals,
     SlowTiers,
     make_policy,
 )
@@ -58,6 +59,9 @@ _NOTHING = Capacity(0, 0, 0, 1, 0, 1)
 
 _UNTRIED_LINK = 1e-3, 1e9
 """Latency and bandwidth, in seconds and bytes a second, of a tier that could not be tried yet."""
+
+_SCALE_BYTES = 4
+"""Of a scale and a zero point of one channel."""
 
 _MIN_STAGING_BLOCKS, _MAX_STAGING_BYTES, _STAGING_SHARE = 64, 2**30, 16
 """Host memory that slower tiers get if none is asked for: a share of what is free, within bounds."""
@@ -132,9 +136,12 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
         host_bytes=_host_bytes(config, geometry, available_bytes),
         allow_streaming=config.allow_streaming,
     )
-    pairs_codes = _pairs_codes(geometry)
     choose_backend(
-        config.attention_backend, dtype, block_size=config.block_size, head_dim=spec.head_dim, pairs_codes=pairs_codes
+        config.attention_backend,
+        dtype,
+        block_size=config.block_size,
+        head_dim=spec.head_dim,
+        codes_a_byte=_codes_a_byte(geometry),
     )
     return Blueprint(config, spec, geometry, capacity, dtype, is_fused)
 
@@ -198,14 +205,33 @@ def _geometry(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> KVGe
         msg = f"{name} cannot store heads of {spec.head_dim} numbers, which {spec.folder.name} has."
         raise ConfigError(msg, remedy=f"It takes {wanted}; int8_per_token_head takes any.")
     skipped = tuple(sorted(set(config.kv_cache_dtype_skip_layers)))
+    if CELL_CODECS[name].seals:
+        _check_sealing(config, spec)
     skip_codec = CODECS["bfloat16" if str(dtype) == "torch.bfloat16" else "float16"]
     return KVGeometry(*shape, CODECS[name], skipped, skip_codec if skipped else None)
 
 
-def _pairs_codes(geometry: KVGeometry) -> bool:
+def _check_sealing(config: EngineConfig, spec: ModelSpec) -> None:
+    """Refuse what cannot be where blocks are sealed when they are full.
+
+    Raises:
+        ConfigError: with what to leave out.
+    """
+    if config.kv_cache_dtype_skip_layers:
+        msg = f"kv_cache_dtype_skip_layers is set, and {config.kv_cache_dtype} seals blocks in all layers at once."
+        raise ConfigError(msg, remedy="Leave it out, or use another kv_cache_dtype.")
+    if config.allow_streaming:
+        msg = f"allow_streaming is set, and {config.kv_cache_dtype} does not stream yet."
+        raise ConfigError(msg, remedy="Leave one of them out.")
+    if _SCALE_BYTES * spec.head_dim % config.block_size:
+        msg = f"block_size is {config.block_size}, and {config.kv_cache_dtype} shares scales among its tokens."
+        raise ConfigError(msg, remedy="Use a power of two up to 64.")
+
+
+def _codes_a_byte(geometry: KVGeometry) -> int:
     from pagefold.runner.codecs import CELL_CODECS  # noqa: PLC0415 - torch comes with it
 
-    return geometry.codec is not None and CELL_CODECS[geometry.codec.name].pairs_codes
+    return 1 if geometry.codec is None else CELL_CODECS[geometry.codec.name].codes_a_byte
 
 
 def _host_bytes(config: EngineConfig, geometry: KVGeometry, available_bytes: int) -> int:
@@ -314,10 +340,14 @@ def _namespace(blueprint: Blueprint) -> Namespace:
     geometry = blueprint.geometry
     layout = layout_on(blueprint.device)
     if geometry.codec is not None:
+        from pagefold.runner.codecs import CELL_CODECS  # noqa: PLC0415 - torch comes with it
+        from pagefold.runner.sealed_slab import SEALED_LAYOUT  # noqa: PLC0415
+
+        arrangement = SEALED_LAYOUT if CELL_CODECS[geometry.codec.name].seals else CODEC_LAYOUT
         skipped = ",".join(map(str, geometry.skip_layers))
         from pagefold.engine.calibration import digest_of  # noqa: PLC0415
 
-        layout = f"{CODEC_LAYOUT}/{geometry.codec.name}/{skipped}/{digest_of(blueprint.constants)}"
+        layout = f"{arrangement}/{geometry.codec.name}/{skipped}/{digest_of(blueprint.constants)}"
     if DROPPED_BITS[config.kv_transport_codec]:  # then no block is sure to be what was computed
         layout += f"/{config.kv_transport_codec}"
     return Namespace(
@@ -348,7 +378,7 @@ def _assemble(
         runner, capacity = build_runner(blueprint, model, say, arena)
     else:
         num_read = capacity.num_blocks + (num_held if config.allow_streaming else 0)  # blocks that attention reads
-        slab = _allocate(geometry, num_read, blueprint.dtype, blueprint.constants)
+        slab = _allocate(blueprint, num_read)
         behind = slab.as_bytes()[capacity.num_blocks :] if config.allow_streaming else None
         arena = _host_arena(blueprint, num_held, behind) if num_held else None
         runner = TorchRunner(_decoder(blueprint, slab), geometry, slab, arena)
@@ -371,6 +401,7 @@ def _assemble(
         slow=slow,
         arbiter=None if card_arena is None else arbiter,
         allow_streaming=config.allow_streaming,
+        residuals=Residuals(capacity.num_residuals) if capacity.num_residuals else None,
         emit=emit,
     )
     scheduler = Scheduler(
@@ -402,13 +433,19 @@ def _assemble(
     )
 
 
-def _allocate(geometry: KVGeometry, num_blocks: int, dtype: torch.dtype, constants: CodecConstants | None) -> AnySlab:
-    """Return blocks of a geometry, for K and V that are computed in ``dtype``."""
+def _allocate(blueprint: Blueprint, num_blocks: int) -> AnySlab:
+    """Return blocks of a CPU, not yet written."""
     from pagefold.runner.codec_slab import CodecSlab  # noqa: PLC0415 - torch comes with it
+    from pagefold.runner.sealed_slab import SealedSlab  # noqa: PLC0415
     from pagefold.runner.slab import Slab  # noqa: PLC0415
 
+    geometry, constants, num_residuals = blueprint.geometry, blueprint.constants, blueprint.capacity.num_residuals
     if geometry.codec is None:
-        return Slab.allocate(geometry, num_blocks, dtype)
+        return Slab.allocate(geometry, num_blocks, blueprint.dtype)
+    if num_residuals:
+        return SealedSlab.allocate(
+            geometry, num_blocks, num_residuals, None if constants is None else constants.key_centres
+        )
     return CodecSlab.allocate(geometry, num_blocks, constants)
 
 
@@ -462,7 +499,7 @@ def _decoder(blueprint: Blueprint, slab: AnySlab, on_queries: OnQueries | None =
         blueprint.dtype,
         block_size=slab.block_size,
         head_dim=spec.head_dim,
-        pairs_codes=_pairs_codes(blueprint.geometry),
+        codes_a_byte=_codes_a_byte(blueprint.geometry),
     )
     if on_queries is not None:
         attention = told_queries(attention, on_queries)

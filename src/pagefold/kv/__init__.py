@@ -10,8 +10,9 @@ from pagefold.kv.geometry import CacheGroup, CacheLayout, KVGeometry, LayerKV, l
 from pagefold.kv.names import BlockName, root_digest
 from pagefold.kv.namespace import Namespace
 from pagefold.kv.pins import DroppedPin, Pin, PinLimits, PinTable
-from pagefold.kv.plans import NO_HOST_OPS, CopyOp, FetchOp, HostOps, LoadOp, StoreOp, WriteOp
+from pagefold.kv.plans import NO_HOST_OPS, CopyOp, FetchOp, HostOps, LoadOp, ResidualCopy, StoreOp, WriteOp
 from pagefold.kv.policies import DEFAULT_POLICY, POLICIES, make_policy
+from pagefold.kv.residuals import Residuals
 from pagefold.kv.slow_tiers import WRITE_POLICIES, Fetch, SlowTiers, WritePolicy
 from pagefold.kv.streaming import max_hot_blocks_of
 from pagefold.kv.table import BlockTable, num_blocks_for
@@ -56,6 +57,8 @@ __all__ = [
     "PrefixHit",
     "Promise",
     "RequestFacts",
+    "ResidualCopy",
+    "Residuals",
     "SlowTiers",
     "StoreOp",
     "Verdict",

@@ -47,6 +47,10 @@ def audit(core: KVCore) -> None:
         others = Counter(core.slow.pins() if core.slow is not None else ())
         others.update(held.host_id for table in core.tables for held in table.cold)
         _audit_host(core.host, others)
+    if core.residuals is not None:
+        taken = [table.residual_id for table in core.tables]
+        every = sorted([*taken, *core.residuals.free_ids])
+        _check(every == list(range(core.residuals.num_residuals)), f"residuals {every} are free or taken")
     if core.streaming is not None:
         num_cold = sum(len(table.cold) for table in core.tables)
         _check(num_cold == core.streaming.num_cold_blocks, f"{core.streaming.num_cold_blocks=}, {num_cold} are held")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,10 @@ def num_wide(num_elements: int) -> int:
     return min(num_elements, 4 * -(-3 * num_elements // 64))
 
 
+_RESIDUAL_BYTES = 2
+"""Of an element of a block that is not sealed yet: 16 bit."""
+
+
 @dataclass(frozen=True, slots=True)
 class Codec:
     """How elements of K and V are stored.
@@ -33,6 +37,8 @@ class Codec:
         scale_bytes: bytes of one scale, with its zero point where there is one; 0 for none.
         values: how V is stored where it differs from K; None for alike.
         has_wide: whether :func:`num_wide` elements of a vector have 8 bits instead.
+        channel_tokens: tokens that share K's scale in each channel; 0 where a scale is a token's. They are those of a
+            block, which is *sealed* when it is full: until then its K and V are elsewhere, in 16 bit (its *residual*).
     """
 
     name: str
@@ -41,6 +47,11 @@ class Codec:
     scale_bytes: int = 0
     values: Codec | None = None
     has_wide: bool = False
+    channel_tokens: int = 0
+
+    def in_blocks(self, block_size: int) -> Codec:
+        """Return the codec as it is in blocks of so many tokens."""
+        return replace(self, channel_tokens=block_size) if self.channel_tokens else self
 
     def key_bytes(self, num_elements: int) -> int:
         """Return the bytes of the K of one head and token: elements in whole bytes, then scales."""
@@ -48,12 +59,18 @@ class Codec:
             return 0
         wide = num_wide(num_elements) if self.has_wide else 0
         elements = -(-(wide * _WIDE_BITS + (num_elements - wide) * self.element_bits) // 8)
+        if self.channel_tokens:  # a token's share of what its block has once
+            return elements + -(-num_elements * self.scale_bytes // self.channel_tokens)
         num_scales = -(-num_elements // self.scale_group) if self.scale_group else 1
         return elements + num_scales * self.scale_bytes
 
     def value_bytes(self, num_elements: int) -> int:
         """Return the bytes of the V of one head and token."""
         return (self.values or self).key_bytes(num_elements)
+
+    def residual_bytes(self, num_elements: int) -> int:
+        """Return the bytes of so many elements of a block that is not sealed yet; 0 where blocks are not sealed."""
+        return _RESIDUAL_BYTES * num_elements if self.channel_tokens else 0
 
     def bits_per_element(self, num_elements: int) -> float:
         """Return the bits that an element takes with its share of the scales, of K and V together."""
@@ -85,6 +102,8 @@ _ALL = (
     Codec("k8v4", 8, scale_bytes=2, values=_INT4_VALUES),
     # A scale and a zero point, in 16 bit each, for each token and head.
     Codec("int4_plain", 4, scale_bytes=4),
+    # KIVI: K with a scale and a zero point for each channel of a block, V with one of each for each token and head.
+    Codec("kivi2", 2, scale_bytes=4, values=Codec("kivi2", 2, scale_bytes=4), channel_tokens=16),
     # A scale in 16 bit and a zero point in 16 bit for 128 elements.
     Codec("int4_g128", 4, scale_group=128, scale_bytes=4),
     # llama.cpp's blocks of 32 elements with a scale in 16 bit.
@@ -111,6 +130,7 @@ KV_CACHE_DTYPES: Mapping[str, str] = MappingProxyType(
             "k8v4",
             "int4_per_token_head",
             "int4_plain",
+            "kivi2",
         )
     }
     | {"fp16": "float16", "bf16": "bfloat16", "int8": "int8_per_token_head", "int4": "int4_per_token_head"}

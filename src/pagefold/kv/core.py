@@ -17,6 +17,8 @@ What must stay cached though no table holds it is ``core.pins``' business. And o
     copies = core.take_copies()                         when all of it is planned, before it runs
     core.copies_done(copies)  |  core.copies_failed(copies)
 
+Where blocks are sealed (``residuals.py``) a table has a residual, and only whole blocks are ever taken over.
+
 A sequence that is larger than the device begins with ``begin_streaming`` instead of ``acquire``: see ``streaming.py``.
 
 Where there is a host tier (``tiers.py``), what is evicted goes there and comes back, by copies that are taken likewise:
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from pagefold.kv.eviction import EvictionPolicy
     from pagefold.kv.names import BlockName
     from pagefold.kv.plans import HostOps, LoadOp
+    from pagefold.kv.residuals import Residuals
     from pagefold.kv.slow_tiers import SlowTiers
     from pagefold.kv.tiers import HeldBlock, HostTier
 
@@ -97,6 +100,7 @@ class KVCore:
         arbiter: weighs restoring from the host against computing. None where restoring always pays: on a CPU it is a
             copy, of some hundredth of what computing takes.
         allow_streaming: whether sequences may be larger than the device; there must be a host tier then.
+        residuals: of the sequences that may run, where blocks are sealed when they are full; None where they are not.
         emit: where events go.
 
     Attributes:
@@ -106,6 +110,7 @@ class KVCore:
         slow: slower tiers, if there are any.
         arbiter: weighs restoring against computing, if that is in question.
         streaming: of sequences larger than the device, if they are allowed.
+        residuals: of unsealed blocks, if blocks are sealed.
     """
 
     def __init__(  # noqa: PLR0913 - settings, by name
@@ -120,6 +125,7 @@ class KVCore:
         slow: SlowTiers | None = None,
         arbiter: Arbiter | None = None,
         allow_streaming: bool = False,
+        residuals: Residuals | None = None,
         emit: Emit = ignore,
     ) -> None:
         self.block_size = block_size
@@ -137,6 +143,8 @@ class KVCore:
         self._emit = emit
         self.pins = PinTable(self.pool, pin_limits or PinLimits(), update_evictable=self._update_evictable, emit=emit)
         self._stride = block_size * TOKEN_BYTES
+        assert residuals is None or not allow_streaming, "what streams is not sealed"
+        self.residuals = residuals
         self.streaming: Streaming | None = None
         if allow_streaming:
             assert host is not None, "what streams lies in the host's arena"
@@ -170,6 +178,8 @@ class KVCore:
                 know the next.
         """
         hit = self.tree.match(namespace, packed, max_tokens)
+        if self.residuals is not None:  # a part of a sealed block is not what its tokens alone come to
+            hit = hit._replace(partial=None, num_partial_tokens=0)
         if self.host is None:
             return hit
         rest = packed[len(hit.nodes) * self._stride : max_tokens * TOKEN_BYTES]
@@ -214,6 +224,8 @@ class KVCore:
             nodes = nodes[:num_nodes]
         table = BlockTable((nodes[-1] if nodes else self.tree.root(hit.namespace)) if self.publishes else None)
         self.tables.add(table)
+        if self.residuals is not None:
+            self.residuals.take(table)
         acquire = self.pool.acquire
         append = table.block_ids.append
         for node in nodes:
@@ -286,6 +298,8 @@ class KVCore:
         for block_id in twin.block_ids:
             self.pool.acquire(self.pool.blocks[block_id])
         self.tables.add(twin)
+        if self.residuals is not None:
+            self.residuals.fork(table, twin)
         return twin
 
     def hint(self, table: BlockTable, will_be_reused: Iterable[bool]) -> None:
@@ -307,6 +321,8 @@ class KVCore:
         assert table.promise is None, "commit or abandon a promise before releasing its table"
         self._tick = tick = self._tick + 1
         self.tables.remove(table)
+        if self.residuals is not None:
+            self.residuals.release(table)
         if table.has_path:
             assert table.tail is not None
             self.policy.on_release(table.tail, table.facts)
@@ -678,7 +694,7 @@ class KVCore:
             if dst is None:
                 return False  # blocks replaced so far stay replaced: the next try goes on from there
             num_tokens = start % self.block_size if index == first else 0
-            if num_tokens:
+            if num_tokens and self.residuals is None:  # else nothing is in a block that is not full
                 self._copy_tail(src, dst, num_tokens)
             table.block_ids[index] = dst.block_id
             self.pool.release(src)

@@ -50,6 +50,10 @@ class LayerKV:
         codec = self.codec or codec
         return self.num_kv_heads * (codec.key_bytes(self.key_dim) + codec.value_bytes(self.value_dim))
 
+    def residual_bytes_per_token(self, codec: Codec) -> int:
+        """Return the bytes that a token takes here until its block is sealed; 0 where blocks are not sealed."""
+        return self.num_kv_heads * (self.codec or codec).residual_bytes(self.key_dim + self.value_dim)
+
     def num_tokens(self, num_tokens: int) -> int:
         """Return how many of ``num_tokens`` it keeps at most."""
         return num_tokens if self.window is None else min(num_tokens, self.window)
@@ -134,6 +138,11 @@ class CacheLayout:
         """The part of ``bytes_per_token`` that stays when the windows have passed."""
         return sum(layer.bytes_per_token(self.codec) for layer in self.layers if layer.window is None)
 
+    @cached_property
+    def residual_bytes(self) -> int:
+        """Bytes that a running sequence has beside its blocks: its unsealed block, of every layer, in 16 bit."""
+        return self.block_size * sum(layer.residual_bytes_per_token(self.codec) for layer in self.layers)
+
     @property
     def num_state_blocks(self) -> int:
         """Blocks that the state of a sequence takes."""
@@ -177,6 +186,7 @@ def lay_out(
         state_bytes: bytes of constant size for each sequence.
         max_len: the longest sequence: a window that none passes is no window.
     """
+    codec = codec.in_blocks(block_size)
     kept = [
         replace(layer, window=None, is_chunked=False)
         if layer.window is not None and max_len is not None and layer.window >= max_len
@@ -245,7 +255,7 @@ class KVGeometry:
     def codec_of(self, layer: int) -> Codec:
         """Return how a layer's K and V are stored."""
         codec = self.skip_codec if layer in self.skip_layers else self.codec
-        return codec or plain_codec(self.element_bytes)
+        return (codec or plain_codec(self.element_bytes)).in_blocks(self.block_size)
 
     def cell_bytes(self, layer: int) -> int:
         """Return the bytes of one of a layer's cells in one block: K and V of ``block_size`` tokens."""
@@ -256,7 +266,7 @@ class KVGeometry:
     def layout(self) -> CacheLayout:
         """All layers in one group, also where their codecs differ: blocks are equal because each holds all of them."""
         one = LayerKV(self.num_kv_heads, self.head_dim, self.head_dim)
-        codec = self.codec or plain_codec(self.element_bytes)
+        codec = (self.codec or plain_codec(self.element_bytes)).in_blocks(self.block_size)
         layers = tuple(
             replace(one, codec=self.codec_of(layer)) if layer in self.skip_layers else one
             for layer in range(self.num_layers)
@@ -279,6 +289,11 @@ class KVGeometry:
     def bytes_per_token(self) -> int:
         """Bytes that one token takes in a full block."""
         return self.layout.bytes_per_token
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes of a running sequence's unsealed block, in 16 bit; 0 where blocks are not sealed."""
+        return self.layout.residual_bytes
 
     def num_blocks(self, budget_bytes: int) -> int:
         """How many whole blocks a budget holds."""

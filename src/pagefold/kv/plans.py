@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from pagefold.kv.block import BlockId
     from pagefold.kv.names import BlockName
 
-__all__ = ["NO_HOST_OPS", "CopyOp", "FetchOp", "HostOps", "LoadOp", "StoreOp", "WriteOp"]
+__all__ = ["NO_HOST_OPS", "CopyOp", "FetchOp", "HostOps", "LoadOp", "ResidualCopy", "StoreOp", "WriteOp"]
 
 
 class CopyOp(NamedTuple):
@@ -25,6 +25,13 @@ class CopyOp(NamedTuple):
     src: BlockId
     dst: BlockId
     num_tokens: int
+
+
+class ResidualCopy(NamedTuple):
+    """Copy a residual before the step's first write: a fork goes on from what its sequence has of an unsealed block."""
+
+    src: int
+    dst: int
 
 
 class StoreOp(NamedTuple):

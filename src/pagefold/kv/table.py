@@ -34,6 +34,7 @@ class BlockTable:
         cold_tip: digest of the path that its cold blocks are.
         cold: the host's blocks that are its first ones, if it streams.
         num_loaded_tokens: how many of its tokens were loaded when it was acquired, by the tier that they came from.
+        residual_id: where it has its unsealed block, of a codec that seals blocks (``residuals.py``); else -1.
         facts: of the request that holds it, for the eviction policy; whoever releases the table may set them before.
 
     Always: ``num_published <= len(block_ids)``, and the path from the root to ``tail`` publishes exactly
@@ -51,6 +52,7 @@ class BlockTable:
         "num_loaded_tokens",
         "num_published",
         "promise",
+        "residual_id",
         "tail",
     )
 
@@ -65,6 +67,7 @@ class BlockTable:
         self.cold_tip = b""
         self.cold: list[HeldBlock] = []
         self.num_loaded_tokens: dict[str, int] = {}
+        self.residual_id = -1
         self.facts = _NO_FACTS
 
     @property

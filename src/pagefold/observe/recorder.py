@@ -36,6 +36,7 @@ from pagefold.events import (
     StepApplied,
     StepPlanned,
 )
+from pagefold.kv.codec import CODECS, KV_CACHE_DTYPES
 from pagefold.kv.policies import DEFAULT_POLICY
 
 if TYPE_CHECKING:
@@ -102,6 +103,8 @@ class TraceRecorder:
         if config.eviction_policy == "default":  # which may be another one day
             settings["eviction_policy"] = DEFAULT_POLICY
         self._out.truncate(0)
+        codec = CODECS.get(KV_CACHE_DTYPES.get(config.kv_cache_dtype, ""))
+        settings["seals_blocks"] = codec is not None and codec.channel_tokens > 0
         sizes = {"num_blocks": num_blocks, "num_host_blocks": num_host_blocks}
         self._put({"pagefold_recording": _VERSION, **sizes, **settings})
 

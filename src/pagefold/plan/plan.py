@@ -164,7 +164,7 @@ def _load(question: Question, memory: Memory) -> WorkloadPlan:
     pool = Pool(
         max(1, round(capacity.num_blocks * ratio)),
         layout.block_size,
-        question.settings.max_num_seqs,
+        question.settings.max_num_seqs or capacity.num_residuals or None,
         memory.max_num_batched_tokens,
     )
     reached = reach(pool, workload, footprint=plain.mean_blocks, with_sharing=False)

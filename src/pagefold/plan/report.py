@@ -81,6 +81,8 @@ def formula(layout: CacheLayout) -> list[str]:
         each = len(max(layout.groups, key=lambda group: len(group.layers)).layers)
         groups = f"{len(layout.groups)} groups of up to {each} layers"
         lines.append(f"bytes a block = {layout.bytes_per_block:,}: {groups}, of {_sizes(layout)} tokens")
+    if layout.residual_bytes:
+        lines.append(f"unsealed block of a running sequence, in 16 bit = {layout.residual_bytes:,} bytes")
     if layout.state_bytes:
         lines.append(f"state a sequence = {layout.state_bytes:,} bytes = {layout.num_state_blocks} blocks")
     return lines
@@ -114,6 +116,7 @@ def figures(plan: Plan) -> dict[str, Any]:
         "kv_bytes_per_token_beyond_windows": memory.layout.lasting_bytes_per_token,
         "kv_bytes_per_block": memory.layout.bytes_per_block,
         "state_bytes_per_sequence": memory.layout.state_bytes,
+        "residual_bytes_per_sequence": memory.layout.residual_bytes,
         "formula": formula(memory.layout),
         "block_size": memory.layout.block_size,
         "device_memory_bytes": device.memory_bytes,
@@ -123,7 +126,7 @@ def figures(plan: Plan) -> dict[str, Any]:
         "activation_bytes": tightest.activation_bytes,
         "kv_budget_bytes": tightest.capacity.kv_budget_bytes,
         "num_blocks": tightest.capacity.num_blocks,
-        "num_tokens": tightest.capacity.kv_budget_bytes // tightest.shard.layout.bytes_per_token,
+        "num_tokens": tightest.capacity.block_bytes // tightest.shard.layout.bytes_per_token,
         "max_model_len": memory.max_model_len,
         "max_concurrency": memory.max_concurrency,
         "workload": {
@@ -252,7 +255,7 @@ def _memory_section(plan: Plan) -> Section:
         if len(memory.devices) > 1:
             prefix = f"stage {shard.stage} (layers {shard.first_layer}-{shard.end_layer - 1}): "
         step = f"{memory.max_num_batched_tokens:,} tokens a step"
-        num_tokens = capacity.kv_budget_bytes // shard.layout.bytes_per_token
+        num_tokens = capacity.block_bytes // shard.layout.bytes_per_token
         blocks = f"{capacity.num_blocks:,} blocks = {num_tokens:,} tokens"
         usable = f"{device.usable_bytes / 1e9:,.2f} GB"
         if not question.device.is_cpu:
@@ -264,6 +267,9 @@ def _memory_section(plan: Plan) -> Section:
             (f"{prefix}activations", f"{device.activation_bytes / 1e9:,.2f} GB for {step}"),
             (f"{prefix}KV budget", f"{capacity.kv_budget_bytes / 1e9:,.2f} GB = {blocks}"),
         ]
+        if capacity.num_residuals:
+            size = f"{capacity.residual_bytes / 1e9:,.2f} GB of it"
+            rows.append((f"{prefix}unsealed blocks", f"{size}, in 16 bit, of {capacity.num_residuals} requests"))
         if question.settings.num_devices > 1:
             of_device = f"{shard.layout.bytes_per_token:,} B a token, {shard.layout.bytes_per_block:,} B a block"
             rows.append((f"{prefix}KV on each device", of_device))

@@ -102,7 +102,8 @@ class PlanSettings:
 
     def codec(self, dtype: str) -> Codec:
         """Return how K and V are stored when ``dtype`` is computed."""
-        return CODECS[dtype if self.kv_cache_dtype == "auto" else CACHE_DTYPES[self.kv_cache_dtype]]
+        name = dtype if self.kv_cache_dtype == "auto" else CACHE_DTYPES[self.kv_cache_dtype]
+        return CODECS[name].in_blocks(self.block_size)
 
 
 def _known(name: str, value: str, known: Mapping[str, str]) -> None:

@@ -34,6 +34,7 @@ _CACHE_DTYPES = (
     ("int8_per_token_head", "next to none on most tasks", "a little arithmetic a token"),
     ("k8v4", "small: V alone has 4 bit", "a little arithmetic a token"),
     ("int4_per_token_head", "small, and measurable in recall and mathematics", "a little arithmetic a token"),
+    ("kivi2", "depends on the model: large on small ones", "a little arithmetic a token"),
 )
 _WEIGHT_DTYPES = (
     ("fp8", "next to none on most tasks", "none; faster reads"),

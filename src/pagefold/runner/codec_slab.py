@@ -64,7 +64,7 @@ def cell_places(geometry: KVGeometry) -> list[CellPlaces]:
         for _ in range(geometry.num_kv_heads):
             values = begin + codec.keys.num_code_bytes(geometry.head_dim) * geometry.block_size
             key_scales = values + codec.values.num_code_bytes(geometry.head_dim) * geometry.block_size
-            value_scales = key_scales + 2 * codec.keys.num_scales * geometry.block_size
+            value_scales = key_scales + codec.key_scale_bytes(geometry.head_dim, geometry.block_size)
             end = value_scales + 2 * codec.values.num_scales * geometry.block_size
             places.append(CellPlaces(begin, values, key_scales, value_scales, end))
             begin = end

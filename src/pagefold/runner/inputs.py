@@ -91,6 +91,7 @@ def make_inputs(plan: StepPlan, geometry: KVGeometry) -> StepInputs:
             tables=np.broadcast_to(tables[:, None], (num_rows, num_kv_heads, max_blocks)),
             lengths=np.broadcast_to(ends.astype(np.int32)[:, None], (num_rows, num_kv_heads)),
             cells=np.broadcast_to(cells, (num_rows, num_layers, num_kv_heads)),
+            residual_ids=np.array(plan.residual_ids, dtype=np.int32) if plan.residual_ids else None,
         ),
     )
 

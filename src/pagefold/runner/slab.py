@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from pagefold.kv import CopyOp, KVGeometry
 
-__all__ = ["LAYOUT", "ROWS_LAYOUT", "AnySlab", "Slab", "layout_on"]
+__all__ = ["LAYOUT", "ROWS_LAYOUT", "AnySlab", "Slab", "TokenSlab", "layout_on"]
 
 LAYOUT = "panels-v1"
 """Names the arrangement of bytes inside a block, for the namespace."""
@@ -38,7 +38,7 @@ def layout_on(device: torch.device | str) -> str:
 
 
 class AnySlab(Protocol):
-    """Blocks of one geometry, however K and V are stored in them: ``Slab``, and ``codec_slab.py``'s.
+    """Blocks of one geometry, however K and V are stored in them: ``Slab``, ``codec_slab.py``'s, ``sealed_slab.py``'s.
 
     Attributes:
         data: ``[num_blocks, ...]``, contiguous; what is beyond the first dimension is the implementation's own.
@@ -62,6 +62,10 @@ class AnySlab(Protocol):
     def copy(self, ops: list[CopyOp]) -> None:
         """Carry out copies, in order."""
         ...
+
+
+class TokenSlab(AnySlab, Protocol):
+    """Blocks into which tokens are written one by one: ``Slab``, and ``codec_slab.py``'s."""
 
     def write(self, cell: int, block_ids: torch.Tensor, entries: torch.Tensor, kv: tuple[torch.Tensor, ...]) -> None:
         """Put K and V of some tokens into the slots of one cell.
@@ -141,11 +145,11 @@ class Slab:
             self.data[op.dst] = self.data[op.src]
 
     def write(self, cell: int, block_ids: torch.Tensor, entries: torch.Tensor, kv: tuple[torch.Tensor, ...]) -> None:
-        """Put K and V of some tokens into the slots of one cell; see :meth:`AnySlab.write`."""
+        """Put K and V of some tokens into the slots of one cell; see :meth:`TokenSlab.write`."""
         slots = entries % self.block_size
         self.keys[block_ids, cell, slots], self.values[block_ids, cell, slots] = kv
 
     def read(self, cell: int, block_ids: torch.Tensor, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the K and V that entries have in one cell; see :meth:`AnySlab.read`."""
+        """Return the K and V that entries have in one cell; see :meth:`TokenSlab.read`."""
         slots = entries % self.block_size
         return self.keys[block_ids, cell, slots], self.values[block_ids, cell, slots]

@@ -18,6 +18,7 @@ from pagefold.runner.inputs import late_tokens, make_inputs
 from pagefold.runner.logits import adjust
 from pagefold.runner.logprobs import token_logprobs
 from pagefold.runner.sampler import sample, sample_on_card
+from pagefold.runner.sealed_slab import SealedSlab
 from pagefold.runner.to_device import put, to_host
 from pagefold.steps import StepPlan, StepResult, TokenLogprobs
 
@@ -146,6 +147,8 @@ class TorchRunner:
         if plan.copies and moves is not None:
             moves.hold_all()
         self.slab.copy(plan.copies)
+        if isinstance(self.slab, SealedSlab):
+            self.slab.copy_residuals(plan.residual_copies)
         inputs = make_inputs(plan, self.geometry)
         if moves is not None:
             inputs = replace(inputs, moves=moves)
@@ -192,6 +195,7 @@ def _dummy_plan(num_tokens: list[int], num_blocks: int) -> StepPlan:
     plan.token_ids = array("i", [0] * sum(num_tokens))
     plan.starts, plan.num_tokens = [0] * num_rows, num_tokens
     plan.block_ids = [list(map(BlockId, range(num_blocks))) for _ in num_tokens]
+    plan.residual_ids = [0] * num_rows
     plan.sampling_rows = list(range(num_rows))
     plan.sampling = [SamplingParams()] * num_rows  # not greedy: the sampler has a kernel too
     plan.seeds, plan.draws = [0] * num_rows, [0] * num_rows

@@ -225,7 +225,9 @@ class Scheduler:
         """
         before = self._step
         assert self._ahead is None, "two steps at a time: apply or abandon the first one first"
-        if before is None or before.hides_too_much or self.core.streaming is not None or self.next_deadline_s <= now:
+        if before is None or before.hides_too_much or self.next_deadline_s <= now:
+            return None
+        if self.core.streaming is not None or self.core.residuals is not None:  # they look at one step at a time
             return None
         self._now_s = now
         self.core.pins.expire(now)
@@ -312,7 +314,7 @@ class Scheduler:
         if behind is not None:
             self._take_back(behind)
         self._take_back(step, damaged_ids)
-        for request in [one for one in self.running if not self._streamer.is_intact(one)]:
+        for request in [one for one in self.running if not self._is_intact(one)]:
             self.running.remove(request)
             self._back_to_waiting(request, is_preempted=True)
         for request in step.requests:
@@ -368,6 +370,9 @@ class Scheduler:
         if step.requests:
             plan.copies = self.core.take_copies()
             plan.host_ops = self.core.take_host_ops()
+            if self.core.residuals is not None:
+                plan.residual_ids = [request.table.residual_id for request in step.requests if request.table]
+                plan.residual_copies = self.core.residuals.take_copies()
         else:
             assert not self.core.pending_copies, "nobody runs, so nobody waits for a copy"
         num_tokens = len(plan.token_ids)
@@ -406,6 +411,8 @@ class Scheduler:
         """Take back what a step had promised, and let those that it admitted wait again. The newest step first."""
         self.core.copies_failed(step.plan.copies)
         self.core.host_failed(step.plan.host_ops, damaged_ids)
+        if self.core.residuals is not None:
+            self.core.residuals.failed(step.plan.residual_copies)
         for promise in reversed(step.promises):
             self.core.abandon(promise)
         for request in reversed(step.admitted):
@@ -441,8 +448,8 @@ class Scheduler:
             num_tokens = min(num_tokens, allowed)
             table = request.table
             assert table is not None
-            if table.cold_root is not None:
-                num_tokens = self._streamer.limit(num_tokens)
+            if num_tokens > 1:
+                num_tokens = self._limit(request, start, num_tokens)
             end = start + num_tokens
             if (end > table.capacity or table.may_share_tail) and not self._make_room(step, request, start, end):
                 break  # it was the last and went itself, or nobody may go
@@ -501,13 +508,13 @@ class Scheduler:
                 break  # in order: nobody overtakes the head of the queue
             table, start = core.begin_streaming(hit) if streams else core.acquire(hit)
             num_tokens = min(request.num_tokens - start, budget)
-            if streams:
-                num_tokens = self._streamer.limit(num_tokens)
+            request.table = table
+            num_tokens = self._limit(request, start, num_tokens)
             if not core.extend(table, start, start + num_tokens):
+                request.table = None
                 core.release(table)
                 break
             self.waiting.popleft()
-            request.table = table
             if streams:
                 self._emit(RequestStreamed(request.request_id, request.num_tokens, len(table.cold)))
             self._start(request, start, step.now)
@@ -515,6 +522,32 @@ class Scheduler:
             self._plan_admitted(step, request, num_tokens, packed)
             budget -= num_tokens
             num_seats -= request.num_seqs
+
+    def _limit(self, request: Request, start: int, num_tokens: int) -> int:
+        """Return how many of ``num_tokens`` from ``start`` on ``request`` may compute in one step.
+
+        Where blocks are sealed, what begins inside a block goes no further than its end. So a residual is overwritten
+        only by who needs none of what it held, and a step that fails has taken nothing away. And what does not get to
+        the end of its tokens ends where a block does, if it gets so far.
+        """
+        table, size = request.table, self.core.block_size
+        assert table is not None
+        if table.cold_root is not None:
+            return self._streamer.limit(num_tokens)
+        if self.core.residuals is None:
+            return num_tokens
+        if start % size:
+            return min(num_tokens, size - start % size)
+        if start + num_tokens < request.num_tokens and num_tokens > size:
+            return num_tokens - num_tokens % size
+        return num_tokens
+
+    def _is_intact(self, request: Request) -> bool:
+        """Whether all that ``request`` has computed is still there, after a step failed."""
+        residuals = self.core.residuals
+        if residuals is not None and request.table is not None and not residuals.is_intact(request.table):
+            return False
+        return self._streamer.is_intact(request)
 
     def _start(self, request: Request, num_hit_tokens: int, now: float) -> None:
         if request.status is not RequestStatus.PREEMPTED:

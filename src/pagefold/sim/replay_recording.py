@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pagefold.events import BlockEvicted, PrefixLookup, RequestPreempted
-from pagefold.kv import HostTier, KVCore, PinLimits, audit, make_policy
+from pagefold.kv import HostTier, KVCore, PinLimits, Residuals, audit, make_policy
 from pagefold.request import Request, SamplingParams, StopRule, WarmUp
 from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits
 from pagefold.sim.traces.recording import (
@@ -103,6 +103,7 @@ class _Replayer:
             pin_limits=PinLimits(settings.max_pinned_share, settings.pin_half_life_s),
             host=HostTier(settings.num_host_blocks) if settings.num_host_blocks else None,
             allow_streaming=settings.allow_streaming,
+            residuals=Residuals(settings.max_num_seqs) if settings.seals_blocks else None,
             emit=self._note,
         )
         self._scheduler = Scheduler(

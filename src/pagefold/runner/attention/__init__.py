@@ -15,7 +15,7 @@ __all__ = ["AttentionBackend", "AttentionInputs", "choose_backend"]
 
 
 def choose_backend(
-    name: str, dtype: torch.dtype, *, block_size: int, head_dim: int, pairs_codes: bool = False
+    name: str, dtype: torch.dtype, *, block_size: int, head_dim: int, codes_a_byte: int = 1
 ) -> AttentionBackend:
     """Return the implementation of that name; ``auto`` is the fastest that can do this dtype and shape.
 
@@ -24,14 +24,14 @@ def choose_backend(
         dtype: of queries, keys and values.
         block_size: tokens a block.
         head_dim: numbers of a head.
-        pairs_codes: whether a byte of a block holds codes of two of a head's numbers.
+        codes_a_byte: how many of a head's numbers have their codes in one byte of a block, at most.
 
     Raises:
         ConfigError: ``cpu`` was asked for and cannot.
     """
     import torch  # noqa: PLC0415 - the one thing needed of it
 
-    multiple = 8 if pairs_codes else 4
+    multiple = 4 * codes_a_byte
     can_cpu = dtype == torch.float32 and block_size % 4 == 0 and head_dim % multiple == 0
     if name == "reference" or (name == "auto" and not can_cpu):
         return reference_attention

@@ -13,13 +13,14 @@ import numpy as np
 import torch
 from numba import njit, prange
 
-from pagefold.runner.attention.kernel import attend, merge, write
+from pagefold.runner.attention.kernel import attend, merge, seal, write
 from pagefold.runner.attention.kernel_slab import KEY_FORMAT, VALUE_FORMAT, kernel_slab
 from pagefold.runner.attention.scratch import Scratch, make_scratch
 from pagefold.runner.attention.work import AttentionWork, WorkDealer
-from pagefold.runner.kernels.attention_tiles import attention_tiles
+from pagefold.runner.kernels.attention_tiles import FLOAT16, INT2, attention_tiles
 from pagefold.runner.kernels.compiled import part, specialised
 from pagefold.runner.kernels.team import SYNC_WIDTH, claim, finish, wait
+from pagefold.runner.sealed_slab import SealedSlab
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,13 +28,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pagefold.runner.attention.inputs import AttentionInputs
+    from pagefold.runner.attention.kernel_slab import KernelSlab
     from pagefold.runner.slab import AnySlab
 
 __all__ = ["AttentionRoom", "CpuAttention", "scale_and_cap"]
 
 _LOG2E = 1.4426950408889634
 _TOKENS_A_WRITE = 16
-_WRITE, _ATTEND, _MERGE, _NUM_PHASES = 0, 1, 2, 3
+_WRITE, _SEAL, _ATTEND, _MERGE, _NUM_PHASES = range(5)
 
 
 def scale_and_cap(scale: float, softcap: float) -> tuple[np.float32, np.float32]:
@@ -48,14 +50,24 @@ class AttentionRoom:
 
     def __init__(self, slab: AnySlab, num_heads: int, num_kv_heads: int, num_members: int) -> None:
         head_dim = slab.head_dim
-        self.slab = kernel_slab(slab)
-        formats = np.unique(self.slab.cells[:, [KEY_FORMAT, VALUE_FORMAT]])
-        self.tiles = attention_tiles(slab.block_size, head_dim, map(int, formats))
+        self.slab = kernel_slab(slab, num_kv_heads)
+        formats = set(map(int, np.unique(self.slab.cells[:, [KEY_FORMAT, VALUE_FORMAT]])))
+        if INT2 in formats:  # unsealed blocks are in 16 bit
+            formats.add(FLOAT16)
+        self.tiles = attention_tiles(slab.block_size, head_dim, formats)
         self.group = num_heads // num_kv_heads
-        self.dealer = WorkDealer(len(slab.data), slab.block_size, self.group)
+        self.dealer = WorkDealer(len(slab.data), slab.block_size, self.group, seals=isinstance(slab, SealedSlab))
         num_rows = self.dealer.tokens_per_item * self.group
         self.scratch = make_scratch(num_members, num_rows, self.dealer.split_size, head_dim, self.tiles.lanes)
         self._partials = np.zeros((0, num_heads, head_dim + 2), np.float32)
+
+    def slab_for(self, work: AttentionWork) -> KernelSlab:
+        """Return the blocks, with room for what a step has of unsealed ones in 16 bit, at least."""
+        opened = self.slab.opened
+        if len(opened) < work.num_opened:
+            grown = np.zeros((work.num_opened + work.num_opened // 2, *opened.shape[1:]), np.uint16)
+            self.slab = self.slab._replace(opened=grown)
+        return self.slab
 
     def partials(self, num_slots: int) -> NDArray[np.float32]:
         """Return room for so many partial results, at least."""
@@ -109,7 +121,7 @@ class CpuAttention:
             query.contiguous().numpy(),
             key.contiguous().numpy(),
             value.contiguous().numpy(),
-            room.slab,
+            room.slab_for(work),
             layer,
             *scale_and_cap(scale, softcap),
             room.scratch,
@@ -147,6 +159,9 @@ def member_scratch(scratch, member):
         scratch.first_shifts[member],
         scratch.scales[member],
         scratch.zeros[member],
+        scratch.scaled[member],
+        scratch.constants[member],
+        scratch.own[member],
         scratch.vector[member],
         scratch.spare[member],
         scratch.limits[member],
@@ -169,6 +184,8 @@ def _member(tiles, member, sync, work, query, key, value, slab, layer, scale, so
                 write(slab, work, layer, t, h, key[t, h], value[t, h], own)
         finish(sync, _WRITE)
     wait(sync, _WRITE, num_chunks)
+    if len(work.seals):
+        seal(sync, _SEAL, work, slab, layer, own)
     attend(tiles, sync, _ATTEND, work, query, slab, layer, scale, softcap, own, partials, out)
     if work.num_slots:
         merge(sync, _MERGE, work, slab, layer, own, partials, out)

@@ -33,6 +33,8 @@ class AttentionInputs:
         tables: int32 ``[S, Hkv, max_blocks]``: block ids.
         lengths: int32 ``[S, Hkv]``: entries after this step's writes.
         cells: int32 ``[S, L, Hkv]``: index of the cell inside a block.
+        residual_ids: int32 ``[S]``: where each sequence has its unsealed block, of a slab that seals blocks. Then what
+            a sequence has in this step begins with a block, or ends with the one that it begins in.
         on_device: the same where a card reads it, if it is there already.
     """
 
@@ -40,6 +42,7 @@ class AttentionInputs:
     tables: NDArray[np.int32]
     lengths: NDArray[np.int32]
     cells: NDArray[np.int32]
+    residual_ids: NDArray[np.int32] | None = None
     on_device: DeviceColumns | None = None
 
     @property

@@ -10,6 +10,10 @@ Where K and V are encoded, tiles load codes (see ``attention_tiles.py``), and sc
 codes weighted by ``weight * scale``, plus the sum of ``weight * zero``, in each number. Where they are rotated, queries
 are rotated before the first pass and outputs rotated back after the last; where K has a basis, queries are brought into
 the one that belongs to it. What was taken off V is added to the sums, each constant by the weights of its entries.
+
+Where blocks are sealed (``sealed_slab.py``) K's scales are those of a block's channels: queries are multiplied by them,
+block by block, before the first pass. A row sees the sealed blocks before its own like any others, and its own block in
+16 bit, which is folded into what it has of its last split.
 """
 
 from __future__ import annotations
@@ -27,12 +31,22 @@ from pagefold.runner.attention.kernel_slab import (
     VALUES,
 )
 from pagefold.runner.attention.work import AttentionWork
-from pagefold.runner.codecs.kernel import encode, from_bfloat16, hadamard, into_basis, wide_of
+from pagefold.runner.codecs.kernel import (
+    encode,
+    encode_int2,
+    from_bfloat16,
+    from_float16,
+    hadamard,
+    into_basis,
+    to_float16,
+    wide_of,
+)
 from pagefold.runner.kernels.attention_tiles import (
     BFLOAT16,
     E4M3_SCALED,
     FLOAT16,
     FLOAT32,
+    INT2,
     INT4,
     INT4_SYMMETRIC,
     INT8,
@@ -43,7 +57,7 @@ from pagefold.runner.kernels.emit import call_tile, fetch
 from pagefold.runner.kernels.exponential import exp2_row
 from pagefold.runner.kernels.team import claim, finish, wait
 
-__all__ = ["AttentionWork", "attend", "merge", "write"]
+__all__ = ["AttentionWork", "attend", "merge", "seal", "write"]
 
 _FLOAT_BYTES, _LINE_BYTES = 4, 64
 _NOTHING = np.float32(-1e30)  # the score of no entry at all: finite, so that no difference of two is NaN
@@ -63,23 +77,70 @@ def _fold(top, total, acc, other_top, other_total, other):
 
 @part()
 def _code_bytes(form):
-    """Return the bytes of a code, or of a pair."""
+    """Return the bytes of a code, or of all codes that share a byte."""
     if form == FLOAT32:
         return 4
     return 2 if form in {FLOAT16, BFLOAT16} else 1
 
 
 @part()
+def _row_codes(form, head_dim):
+    """Return how many codes a vector has, or bytes that several share."""
+    if form == INT2:
+        return head_dim // 4
+    return head_dim // 2 if form in {INT4, INT4_SYMMETRIC} else head_dim
+
+
+@part()
 def _num_scales(form):
-    if form == INT4:
+    if form in {INT4, INT2}:
         return 2
     return 1 if form in {INT8, E4M3_SCALED, TWO_WIDTHS, INT4_SYMMETRIC} else 0
 
 
 @part()
-def _pairs_codes(form):
-    """Return whether all bytes of a vector hold two codes."""
-    return form in {INT4, INT4_SYMMETRIC}
+def _unsealed(slab, work, cell, s, h, index):
+    """Return where sequence ``s`` has its block ``index`` in 16 bit, of those that the step writes or goes on with.
+
+    The last one is in its residual, those before are the step's own: it has begun them itself.
+    """
+    length = work.lengths[s, h if work.lengths.shape[1] > 1 else 0]
+    if index == (length - 1) // slab.block_size:
+        return slab.residuals[cell, work.residual_ids[s]]
+    first = (length - (work.query_starts[s + 1] - work.query_starts[s])) // slab.block_size
+    return slab.opened[work.first_opened[s] + index - first, h]
+
+
+@part()
+def seal(sync, phase, work, slab, layer, scratch):
+    """Encode the blocks that are full now, from their 16 bit."""
+    head_dim, block_size = slab.head_dim, slab.block_size
+    num_seals = len(work.seals)
+    while True:
+        chunk = claim(sync, phase)
+        if chunk >= num_seals:
+            break
+        s, h, index = work.seals[chunk, 0], work.seals[chunk, 1], work.seals[chunk, 2]
+        cell = work.cells[s if work.cells.shape[0] > 1 else 0, layer, h]
+        block = work.tables[s, h if work.tables.shape[1] > 1 else 0, index]
+        parts, unsealed = slab.cells[cell], _unsealed(slab, work, cell, s, h, index)
+        quarter = head_dim // 4
+        for i in range(head_dim + block_size):  # K's channels, and then V's tokens: each has a scale
+            slot = i - head_dim
+            if i < head_dim:
+                size, first, count, period, first_code = block_size, i * block_size, head_dim, block_size, i // quarter
+                begin, scale_at = parts[KEYS] + i % quarter * block_size, parts[KEY_SCALES] + 2 * i
+            else:
+                size, first, count, period, first_code = head_dim, block_size * head_dim, block_size, quarter, 0
+                first += slot * head_dim
+                begin, scale_at = parts[VALUES] + slot * quarter, parts[VALUE_SCALES] + 2 * slot
+            vector = scratch.zeros[:size]
+            for e in range(size):
+                vector[e] = from_float16(unsealed[first + e])
+            views = slab.codes[block], slab.halves[block]
+            encode_int2(views, vector, begin, period, first_code, scale_at, scale_at + 2 * count)
+        finish(sync, phase)
+    wait(sync, phase, num_seals)
 
 
 @part()
@@ -103,6 +164,12 @@ def write(slab, work, layer, t, h, key, value, scratch):
     room = scratch.vector
     for d in range(head_dim):
         room[d] = key[d] - slab.centres[cell, min(entry, 1), d]
+    if key_format == INT2:
+        unsealed = _unsealed(slab, work, cell, s, h, entry // block_size)
+        for d in range(2 * head_dim):
+            at = d * block_size + slot if d < head_dim else (block_size + slot - 1) * head_dim + d
+            unsealed[at] = to_float16(room[d] if d < head_dim else value[d - head_dim])
+        return
     if parts[HAS_BASIS]:
         into_basis(room, slab.bases[cell, 0], scratch.spare)
     elif rotation:
@@ -115,7 +182,7 @@ def write(slab, work, layer, t, h, key, value, scratch):
     if rotation:
         hadamard(room, rotation, scratch.spare)
     size = _code_bytes(value_format)
-    row_bytes = head_dim // 2 if _pairs_codes(value_format) else head_dim * size
+    row_bytes = _row_codes(value_format, head_dim) * size
     begin = parts[VALUES] + slot * row_bytes
     encode(views, value_format, room, begin, size, parts[VALUE_SCALES] + 2 * slot, block_size)
 
@@ -155,6 +222,9 @@ def _attend_split(tiles, slab, cell, table, first, num_entries, query, room, acc
             fetch(blocks[b] + parts[KEY_SCALES] - parts[KEYS])
     columns_a_block = block_size // lanes
     num_columns = (num_entries + lanes - 1) // lanes
+    if key_format == INT2:
+        _score_channels(tiles, slab, parts, table, first, num_columns, query, room)
+        num_columns = 0
     column_bytes = lanes * _code_bytes(key_format)
     panel_step = block_size if key_format == FLOAT32 else block_size * _code_bytes(key_format)
     for c in range(0, num_columns, 2):
@@ -175,9 +245,11 @@ def _attend_split(tiles, slab, cell, table, first, num_entries, query, room, acc
         ))  # fmt: skip
     num_scales = _num_scales(key_format)
     if num_scales:
-        _read_scales(slab, table, first, parts[KEY_SCALES], num_scales, num_entries, room.scales, room.zeros)
+        if key_format != INT2:
+            _read_scales(slab, table, first, parts[KEY_SCALES], num_scales, num_entries, room.scales, room.zeros)
         for r in range(num_rows):
-            _scale_scores(scores[r], room.scales, room.zeros, key_format, query[r], num_entries)
+            if key_format != INT2:
+                _scale_scores(scores[r], room.scales, room.zeros, key_format, query[r], num_entries)
             if first == 0:  # the first entry has a centre of its own
                 scores[r, 0] += room.first_shifts[r] - room.shifts[r]
             if softcap != 0.0:  # tanh sees a shift, as softmax does not
@@ -192,7 +264,7 @@ def _attend_split(tiles, slab, cell, table, first, num_entries, query, room, acc
             room.first_weights[r] = scores[r, 0]
             room.sums[r] = _scale_weights(scores[r], room.scales, room.zeros, value_format, limits[r])
     step = lanes * tiles.vectors
-    num_columns = head_dim // 2 if _pairs_codes(value_format) else head_dim
+    num_columns = _row_codes(value_format, head_dim)
     size = _code_bytes(value_format)
     row_step = head_dim if value_format == FLOAT32 else num_columns * size
     offset = parts[VALUES] - parts[KEYS]
@@ -202,7 +274,7 @@ def _attend_split(tiles, slab, cell, table, first, num_entries, query, room, acc
             scores.ctypes.data, width, blocks.ctypes.data, num_blocks, block_size, num_entries,
             at, row_step, acc.ctypes.data + d * _FLOAT_BYTES, head_dim, num_rows,
         ))  # fmt: skip
-    if _pairs_codes(value_format):
+    if value_format in {INT4, INT4_SYMMETRIC, INT2}:  # codes that stand for something beside a multiple of the scale
         first_centre, centre = slab.rotated_centres[cell, 0], slab.rotated_centres[cell, 1]
         for r in range(num_rows):
             first_weight = room.first_weights[r] if first == 0 else np.float32(0.0)
@@ -212,6 +284,105 @@ def _attend_split(tiles, slab, cell, table, first, num_entries, query, room, acc
 
 
 _FAST = {"reassoc", "contract", "nsz"}
+
+
+@part()
+def _score_channels(tiles, slab, parts, table, first, num_columns, query, room):
+    """Scores of a split whose K has scales for each channel of a block: queries are multiplied with them first."""
+    block_size, head_dim, lanes = slab.block_size, slab.head_dim, tiles.lanes
+    num_rows, scores, blocks = len(query), room.scores, room.blocks
+    columns_a_block = block_size // lanes
+    here, there = -1, -1  # the blocks whose scales are in the two sets of queries
+    for c in range(0, num_columns, 2):
+        d = min(c + 1, num_columns - 1)  # an odd one's partner is itself: nobody reads those scores
+        b, other = c // columns_a_block, d // columns_a_block
+        if b != here:
+            _scale_queries(slab, table[first + b], parts[KEY_SCALES], query, room, 0)
+            here = b
+        side = 0
+        if other != b:
+            side = 1
+            if other != there:
+                _scale_queries(slab, table[first + other], parts[KEY_SCALES], query, room, 1)
+                there = other
+        for at in range(parts[VALUES] - parts[KEYS], parts[KEY_SCALES] - parts[KEYS], _LINE_BYTES):
+            fetch(blocks[b] + at)
+            fetch(blocks[other] + at)
+        e, f = min(c + 2, num_columns - 1), min(c + 3, num_columns - 1)
+        call_tile(tiles.scores[INT2], (
+            room.scaled[0].ctypes.data, room.scaled[side].ctypes.data, head_dim,
+            blocks[b] + c % columns_a_block * lanes, blocks[other] + d % columns_a_block * lanes, block_size,
+            scores.ctypes.data + c * lanes * _FLOAT_BYTES, scores.shape[1], head_dim, num_rows,
+            blocks[e // columns_a_block] + e % columns_a_block * lanes,
+            blocks[f // columns_a_block] + f % columns_a_block * lanes,
+        ))  # fmt: skip
+        for r in range(num_rows):
+            for i in range(c * lanes, (c + 1) * lanes):
+                scores[r, i] += room.constants[0, r]
+            for i in range((c + 1) * lanes, (d + 1) * lanes):
+                scores[r, i] += room.constants[side, r]
+
+
+@part(fastmath=_FAST)
+def _scale_queries(slab, block, begin, query, room, side):
+    """Multiply queries with the scales of a block's channels, and with its zero points, which give a constant."""
+    head_dim = slab.head_dim
+    halves = slab.halves[block, begin // 2 :]
+    scales, zeros = room.vector, room.spare
+    for d in range(head_dim):
+        scales[d] = from_bfloat16(halves[d])
+        zeros[d] = from_bfloat16(halves[head_dim + d])
+    for r in range(len(query)):
+        total = np.float32(0.0)
+        for d in range(head_dim):
+            room.scaled[side, r, d] = query[r, d] * scales[d]
+            total += query[r, d] * zeros[d]
+        room.constants[side, r] = total
+
+
+@part()
+def _attend_unsealed(tiles, unsealed, slab, is_first, ends, query, room, row, into, softcap):
+    """Attend to the rows' own block, in 16 bit, and fold it into ``into``, ``room.tops`` and ``room.totals``.
+
+    Args:
+        unsealed: the block.
+        is_first: whether it is the sequence's first.
+        ends: int32 ``[n]``: entries of the block that each row sees, ascending.
+        query: float32 ``[n, D]``.
+        room: the member's scratch.
+        row: which of its rows is the first.
+        into: float32 ``[n, D]``.
+    """
+    num_rows, num_entries = len(query), ends[-1]
+    block_size, head_dim, lanes = slab.block_size, slab.head_dim, tiles.lanes
+    scores, own = room.scores, room.own
+    base, width = unsealed.ctypes.data, scores.shape[1]
+    num_columns = (num_entries + lanes - 1) // lanes
+    for c in range(0, num_columns, 2):
+        w0, w1 = base + 2 * lanes * c, base + 2 * lanes * min(c + 1, num_columns - 1)
+        call_tile(tiles.scores[FLOAT16], (
+            query.ctypes.data, head_dim, w0, w1, 2 * block_size, scores.ctypes.data + c * lanes * _FLOAT_BYTES, width,
+            head_dim, num_rows, w0, w1,
+        ))  # fmt: skip
+    for r in range(num_rows):
+        if is_first:
+            scores[r, 0] += room.first_shifts[row + r] - room.shifts[row + r]
+        if softcap != 0.0:
+            for e in range(num_entries):
+                scores[r, e] += room.shifts[row + r]
+        room.constants[0, r], room.constants[1, r] = exp2_row(
+            scores[r], ends[r], num_entries, softcap, room.powers, _NOTHING
+        )
+    room.blocks[0] = base
+    for d in range(0, head_dim, lanes * tiles.vectors):
+        call_tile(tiles.values[FLOAT16], (
+            scores.ctypes.data, width, room.blocks.ctypes.data, 1, block_size, num_entries,
+            2 * (block_size * head_dim + d), 2 * head_dim, own.ctypes.data + d * _FLOAT_BYTES, head_dim, num_rows,
+        ))  # fmt: skip
+    for r in range(num_rows):
+        room.tops[row + r], room.totals[row + r] = _fold(
+            room.tops[row + r], room.totals[row + r], into[r], room.constants[0, r], room.constants[1, r], own[r]
+        )
 
 
 @part(fastmath=_FAST)
@@ -236,7 +407,7 @@ def _scale_scores(scores, scales, zeros, form, query, num_entries):
 def _scale_weights(weights, scales, zeros, form, num_seen):
     """Make weights of codes of weights of values, in place; return what the zero points come to."""
     total = np.float32(0.0)
-    if form == INT4:
+    if form in {INT4, INT2}:
         for e in range(num_seen):
             total += weights[e] * zeros[e]
     for e in range(num_seen):
@@ -246,6 +417,39 @@ def _scale_weights(weights, scales, zeros, form, num_seen):
             total -= weights[e]
         total *= _MIDDLE
     return total
+
+
+@part()
+def _attend_own_blocks(tiles, work, slab, cell, h, split, first, end, group, scratch, query, into, softcap):
+    """Attend to the own blocks of an item's tokens, of those whose last split this is; arguments as in ``attend``."""
+    block_size = slab.block_size
+    length_step = int(work.lengths.shape[1] > 1)
+    i = first
+    while i < end:
+        t = work.tokens[i]
+        s = work.seq_of[t]
+        position = work.lengths[s, h * length_step] - (work.query_starts[s + 1] - t)
+        index = position // block_size
+        if position // work.split_size != split:
+            i += 1
+            continue
+        num = 1  # tokens of the sequence in that block
+        while (
+            i + num < end
+            and work.tokens[i + num] == t + num
+            and t + num < work.query_starts[s + 1]
+            and (position + num) // block_size == index
+        ):
+            num += 1
+        row = (i - first) * group
+        rows = slice(row, row + num * group)
+        for r in range(num * group):
+            scratch.limits[row + r] = position + r // group + 1 - index * block_size
+        unsealed = _unsealed(slab, work, cell, s, h, index)
+        _attend_unsealed(
+            tiles, unsealed, slab, index == 0, scratch.limits[rows], query[rows], scratch, row, into[rows], softcap
+        )  # fmt: skip
+        i += num
 
 
 @part()
@@ -283,6 +487,7 @@ def attend(tiles, sync, phase, work, query, slab, layer, scale, softcap, scratch
         longest = 0
         cell = work.cells[s * cell_step, layer, h]
         rotation = slab.cells[cell, ROTATION]
+        is_sealed = slab.cells[cell, KEY_FORMAT] == INT2
         for i in range(first, end):
             t = work.tokens[i]
             owner = work.seq_of[t]
@@ -290,7 +495,7 @@ def attend(tiles, sync, phase, work, query, slab, layer, scale, softcap, scratch
             longest = max(longest, limit)
             for g in range(group):
                 row = (i - first) * group + g
-                scratch.ends[row] = limit
+                scratch.ends[row] = (limit - 1) // block_size * block_size if is_sealed else limit
                 shift = first_shift = np.float32(0.0)
                 for d in range(head_dim):
                     q[row, d] = query[t, h * group + g, d] * scale
@@ -304,12 +509,17 @@ def attend(tiles, sync, phase, work, query, slab, layer, scale, softcap, scratch
         first_split, end_split = (0, (longest + split_size - 1) // split_size) if split < 0 else (split, split + 1)
         for k in range(first_split, end_split):
             start = k * split_size
-            num_entries = min(split_size, longest - start)
+            num_entries = min(split_size, ((longest - 1) // block_size * block_size if is_sealed else longest) - start)
             for row in range(num_rows):
                 limits[row] = max(0, min(num_entries, scratch.ends[row] - start))
             into = acc if k > first_split else state
             table = work.tables[s, h * table_step]
-            _attend_split(tiles, slab, cell, table, k * blocks_a_split, num_entries, q, scratch, into, softcap)
+            if num_entries > 0:
+                _attend_split(tiles, slab, cell, table, k * blocks_a_split, num_entries, q, scratch, into, softcap)
+            else:  # all that is to be seen of the split is a row's own block
+                into[:], tops[:], totals[:] = np.float32(0.0), _NOTHING, np.float32(0.0)
+            if is_sealed:
+                _attend_own_blocks(tiles, work, slab, cell, h, k, first, end, group, scratch, q, into, softcap)
             for row in range(num_rows):
                 if k == first_split:
                     state_tops[row], state_totals[row] = tops[row], totals[row]

@@ -9,12 +9,13 @@ import torch
 
 from pagefold.runner.codecs.basis import basis_for_queries
 from pagefold.runner.codecs.hadamard import hadamard, hadamard_size
-from pagefold.runner.kernels.attention_tiles import FLOAT32
+from pagefold.runner.kernels.attention_tiles import FLOAT32, INT2
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pagefold.runner.codec_slab import CodecSlab
+    from pagefold.runner.sealed_slab import SealedSlab
     from pagefold.runner.slab import AnySlab, Slab
 
 __all__ = [
@@ -33,7 +34,7 @@ __all__ = [
 KEYS, VALUES, KEY_SCALES, VALUE_SCALES, KEY_FORMAT, VALUE_FORMAT, ROTATION, HAS_BASIS = _COLUMNS = range(8)
 """Columns of ``KernelSlab.cells``."""
 
-_NO_ROTATION = 0
+_NO_ROTATION = _NO_BASIS = 0
 
 
 class KernelSlab(NamedTuple):
@@ -52,6 +53,10 @@ class KernelSlab(NamedTuple):
         rotated_centres: those of V, rotated as V is.
         bases: float32 ``[num_cells, 2, D, D]``: by what K and by what queries are multiplied, where K has a basis;
             ``[0, 2, D, D]`` where no cell's has.
+        residuals: uint16 ``[num_cells, num_residuals, 2 * block_size * D]``: float16 of unsealed blocks that sequences
+            are filling, K as ``[channel][slot]`` and then V as ``[slot][channel]``. Empty where blocks are not sealed.
+        opened: uint16 ``[num_opened, Hkv, 2 * block_size * D]``: the same of the blocks that a step fills from their
+            beginning, for the time of a layer.
         block_size: tokens a block.
         head_dim: D.
     """
@@ -64,35 +69,54 @@ class KernelSlab(NamedTuple):
     value_centres: NDArray[np.float32]
     rotated_centres: NDArray[np.float32]
     bases: NDArray[np.float32]
+    residuals: NDArray[np.uint16]
+    opened: NDArray[np.uint16]
     block_size: int
     head_dim: int
 
 
-def kernel_slab(slab: AnySlab) -> KernelSlab:
+def kernel_slab(slab: AnySlab, num_kv_heads: int) -> KernelSlab:
     """Return the blocks of a slab on the CPU, without copying them.
 
     Args:
         slab: of float32 numbers, or encoded.
+        num_kv_heads: of a layer.
     """
     from pagefold.runner.codec_slab import CodecSlab  # noqa: PLC0415 - it imports what imports this
+    from pagefold.runner.sealed_slab import SealedSlab  # noqa: PLC0415
     from pagefold.runner.slab import Slab  # noqa: PLC0415
 
     head_dim = slab.head_dim
-    if isinstance(slab, CodecSlab):
+    residuals, opened = np.zeros((0, 0, 0), np.uint16), np.zeros((0, num_kv_heads, 0), np.uint16)
+    bases = np.zeros((0, 2, head_dim, head_dim), np.float32)
+    if isinstance(slab, SealedSlab):
+        cells = _sealed_cells(slab)
+        nothing = np.zeros((len(cells), 2, head_dim), np.float32)
+        centres = slab.centres.numpy(), nothing, nothing
+        residuals = slab.residuals.flatten(2).view(torch.uint16).numpy()
+        opened = np.zeros((0, num_kv_heads, residuals.shape[2]), np.uint16)
+    elif isinstance(slab, CodecSlab):
         cells, constants = _encoded_cells(slab), slab.constants
         of_values = constants.value_centres
         centres = constants.key_centres.numpy(), of_values.numpy(), hadamard(of_values).numpy()
-        bases = np.zeros((0, 2, head_dim, head_dim), np.float32)
         if cells[:, HAS_BASIS].any():
             bases = torch.stack((constants.bases, basis_for_queries(constants.bases)), 1).numpy()
     else:
         assert isinstance(slab, Slab), "a slab of a kind that kernels do not know"
         cells = _plain_cells(slab)
         centres = (np.zeros((len(cells), 2, head_dim), np.float32),) * 3
-        bases = np.zeros((0, 2, head_dim, head_dim), np.float32)
     codes = np.asarray(slab.as_bytes())
     return KernelSlab(
-        codes, codes.view(np.uint16), codes.view(np.float32), cells, *centres, bases, slab.block_size, head_dim
+        codes,
+        codes.view(np.uint16),
+        codes.view(np.float32),
+        cells,
+        *centres,
+        bases,
+        residuals,
+        opened,
+        slab.block_size,
+        head_dim,
     )
 
 
@@ -113,3 +137,7 @@ def _encoded_cells(slab: CodecSlab) -> NDArray[np.int64]:
         rotation = hadamard_size(slab.head_dim) if codec.rotates else _NO_ROTATION
         rows.append((*places[:4], codec.keys.number, codec.values.number, rotation, codec.has_basis))
     return np.array(rows, np.int64)
+
+
+def _sealed_cells(slab: SealedSlab) -> NDArray[np.int64]:
+    return np.array([(*places[:4], INT2, INT2, _NO_ROTATION, _NO_BASIS) for places in slab.places], np.int64)

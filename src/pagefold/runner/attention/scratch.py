@@ -24,6 +24,9 @@ class Scratch(NamedTuple):
         first_weights: float32 ``[M, R]``: of a split's first entry.
         shifts, first_shifts: float32 ``[M, R]``: what centring took off a row's scores, off that of entry 0.
         scales, zeros: float32 ``[M, W]``: of a split's entries.
+        scaled: float32 ``[M, 2, R, D]``: queries times K's scales of channels, for two blocks.
+        constants: float32 ``[M, 2, R]``: what K's zero points of channels add to the scores of each.
+        own: float32 ``[M, R, D]``: what rows sum of their unsealed blocks.
         vector, spare: float32 ``[M, D]``: one K or V that is being encoded, and room to rotate it.
         limits, ends: int32 ``[M, R]``: entries that a row sees of the split, and of all.
         blocks: int64 ``[M, W]``: addresses of a split's blocks.
@@ -44,6 +47,9 @@ class Scratch(NamedTuple):
     first_shifts: NDArray[np.float32]
     scales: NDArray[np.float32]
     zeros: NDArray[np.float32]
+    scaled: NDArray[np.float32]
+    constants: NDArray[np.float32]
+    own: NDArray[np.float32]
     vector: NDArray[np.float32]
     spare: NDArray[np.float32]
     limits: NDArray[np.int32]
@@ -75,6 +81,9 @@ def make_scratch(num_members: int, num_rows: int, split_size: int, head_dim: int
         first_shifts=floats(*rows),
         scales=floats(num_members, width),
         zeros=floats(num_members, width),
+        scaled=floats(num_members, 2, num_rows, head_dim),
+        constants=floats(num_members, 2, num_rows),
+        own=floats(*rows, head_dim),
         vector=floats(num_members, head_dim),
         spare=floats(num_members, head_dim),
         limits=np.zeros(rows, np.int32),

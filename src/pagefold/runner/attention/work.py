@@ -32,6 +32,8 @@ _ROWS = 42
 
 _MIN_SPLIT = 256
 
+_NO_SEALS = np.zeros((0, 3), np.int32)
+
 
 class AttentionWork(NamedTuple):
     """The work of one step's attention; the same in all layers. T tokens, S sequences, I items.
@@ -48,6 +50,10 @@ class AttentionWork(NamedTuple):
         first_slots: int32 ``[T]``: where a token's partial results begin; -1 for a token that needs none.
         num_slots: of partial results.
         split_size: entries a split.
+        residual_ids: int32 ``[S]``: where each sequence has its unsealed block; empty where blocks are not sealed.
+        first_opened: int32 ``[S]``: where the step has the blocks that each sequence has begun and filled in it.
+        num_opened: of those, of all sequences.
+        seals: int32 ``[N, 3]``: blocks that are full after the step's writes: sequence, KV head, which of its blocks.
     """
 
     query_starts: NDArray[np.int32]
@@ -60,6 +66,10 @@ class AttentionWork(NamedTuple):
     first_slots: NDArray[np.int32]
     num_slots: int
     split_size: int
+    residual_ids: NDArray[np.int32]
+    first_opened: NDArray[np.int32]
+    num_opened: int
+    seals: NDArray[np.int32]
 
 
 class WorkDealer:
@@ -69,9 +79,11 @@ class WorkDealer:
         num_blocks: of the slab.
         block_size: entries a block.
         group: query heads a KV head.
+        seals: whether blocks are sealed when they are full.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, group: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, group: int, *, seals: bool = False) -> None:
+        self._seals = seals
         self.split_size = block_size * max(1, _MIN_SPLIT // block_size)
         self.tokens_per_item = max(1, _ROWS // group)
         self._block_size = block_size
@@ -112,7 +124,27 @@ class WorkDealer:
             first_slots,
             num_slots,
             self.split_size,
+            *self._unsealed(inputs),
         )
+
+    def _unsealed(self, inputs: AttentionInputs) -> tuple[Any, ...]:
+        """Return the fields of the work that are about sealing."""
+        nothing = np.zeros(0, np.int32)
+        if not self._seals:
+            return nothing, nothing, 0, _NO_SEALS
+        assert inputs.residual_ids is not None, "blocks are sealed, and nobody said where the unsealed ones are"
+        size, num_new = self._block_size, np.diff(inputs.query_starts)[:, None]
+        first = (inputs.lengths - num_new) // size  # [S, Hkv]: the block that each begins in
+        num_opened = ((inputs.lengths - 1) // size - first).max(1)
+        begins_inside = (inputs.lengths - num_new) % size > 0
+        assert not num_opened[begins_inside.any(1)].any(), "a row begins inside a block and ends beyond it"
+        num_full = (inputs.lengths // size - first).ravel()
+        rows = np.repeat(np.arange(len(num_full)), num_full)
+        nth = np.arange(len(rows)) - np.repeat(np.cumsum(num_full) - num_full, num_full)
+        num_heads = inputs.lengths.shape[1]
+        seals = np.stack((rows // num_heads, rows % num_heads, first.ravel()[rows] + nth), 1).astype(np.int32)
+        first_opened = (np.cumsum(num_opened) - num_opened).astype(np.int32)
+        return inputs.residual_ids, first_opened, int(num_opened.sum()), seals
 
 
 def _broadcast_as_one(array: NDArray[np.int32], axis: int) -> NDArray[np.int32]:

@@ -9,6 +9,7 @@ import torch
 
 from pagefold.runner.codecs.floats import Float
 from pagefold.runner.codecs.fp8 import ScaledFloat8
+from pagefold.runner.codecs.int2 import Int2
 from pagefold.runner.codecs.int4 import Int4
 from pagefold.runner.codecs.int4_symmetric import Int4Symmetric
 from pagefold.runner.codecs.int8 import Int8
@@ -31,6 +32,7 @@ class CellCodec:
         rotates: whether both are rotated first (see ``hadamard.py``).
         centres: whether constants of their channels are taken off before (see ``constants.py``).
         has_basis: whether K is brought into a basis of its own instead of being rotated (see ``basis.py``).
+        seals: whether K's scales are those of channels, over the tokens of a block (see ``sealed_slab.py``).
     """
 
     keys: VectorFormat
@@ -38,11 +40,16 @@ class CellCodec:
     rotates: bool = False
     centres: bool = False
     has_basis: bool = False
+    seals: bool = False
 
     @property
-    def pairs_codes(self) -> bool:
-        """Whether a byte of K or V holds two codes."""
-        return min(self.keys.bits, self.values.bits) < 8  # noqa: PLR2004 - bits of a byte
+    def codes_a_byte(self) -> int:
+        """How many codes a byte of K or V holds, at most."""
+        return max(1, 8 // min(self.keys.bits, self.values.bits))
+
+    def key_scale_bytes(self, head_dim: int, block_size: int) -> int:
+        """Return the bytes of K's scales and zero points in a block."""
+        return 2 * self.keys.num_scales * (head_dim if self.seals else block_size)
 
     def cannot_pack(self, head_dim: int) -> str:
         """Return what a head must be, where one of ``head_dim`` cannot be stored; else nothing."""
@@ -50,7 +57,7 @@ class CellCodec:
 
 
 _FLOAT32, _FLOAT16, _BFLOAT16 = Float(0, torch.float32), Float(1, torch.float16), Float(2, torch.bfloat16)
-_INT8, _INT4, _INT4_SYMMETRIC = Int8(), Int4(), Int4Symmetric()
+_INT8, _INT4, _INT4_SYMMETRIC, _INT2 = Int8(), Int4(), Int4Symmetric(), Int2()
 _E4M3, _E5M2, _SCALED = Float(5, torch.float8_e4m3fn), Float(6, torch.float8_e5m2), ScaledFloat8()
 
 CELL_CODECS: Mapping[str, CellCodec] = {
@@ -61,6 +68,7 @@ CELL_CODECS: Mapping[str, CellCodec] = {
     "int4_per_token_head": CellCodec(TwoWidths(), _INT4_SYMMETRIC, rotates=True, centres=True, has_basis=True),
     "int4_plain": CellCodec(_INT4, _INT4),
     "k8v4": CellCodec(_INT8, _INT4_SYMMETRIC, rotates=True, centres=True),
+    "kivi2": CellCodec(_INT2, _INT2, centres=True, seals=True),
     "fp8": CellCodec(_E4M3, _E4M3),
     "fp8_e4m3": CellCodec(_E4M3, _E4M3),
     "fp8_e5m2": CellCodec(_E5M2, _E5M2),

@@ -27,7 +27,16 @@ from pagefold.runner.kernels.attention_tiles import (
 )
 from pagefold.runner.kernels.compiled import part
 
-__all__ = ["encode", "from_bfloat16", "hadamard", "into_basis", "wide_of"]
+__all__ = [
+    "encode",
+    "encode_int2",
+    "from_bfloat16",
+    "from_float16",
+    "hadamard",
+    "into_basis",
+    "to_float16",
+    "wide_of",
+]
 
 _MAGIC = np.float32(12582912.0)  # 1.5 * 2^23: adding it rounds to whole numbers, halves to even
 _TINY = np.float32(2.0**-126)
@@ -35,6 +44,7 @@ _INFINITY = np.float32(np.inf)
 _SIGN, _SIZE = np.int32(-(2**31)), np.int32(2**31 - 1)
 _UPPER, _LOWER = np.int32(-0x10000), np.int32(0xFFFF)
 _FLOAT16_MAX, _BFLOAT16_MAX = np.float32(65504.0), np.float32(3.3895313892515355e38)
+_HALF_TO_FLOAT = np.float32(2.0**112)  # float32's exponents begin 112 lower
 _E4M3_MAX, _E5M2_MAX = np.float32(448.0), np.float32(57344.0)
 _ONE = np.float32(1.0)
 _WIDE_REACH, _NARROW_REACH = np.float32(127.0), np.float32(7.5)
@@ -69,6 +79,16 @@ def _of_bits(typing, bits):
 def from_bfloat16(half):
     """Return the float32 of a bfloat16's bits, uint16."""
     return _of_bits(np.int32(np.int32(half) << np.int32(16)))
+
+
+@part()
+def from_float16(half):
+    """Return the float32 of a float16's bits, uint16. Infinity, which is never stored, is NaN."""
+    size = np.int32(half) & np.int32(0x7FFF)
+    if size >= np.int32(0x7C00):
+        return np.float32(np.nan)
+    number = _of_bits(np.int32(size << np.int32(13))) * _HALF_TO_FLOAT
+    return -number if half & np.uint16(0x8000) else number
 
 
 @part()
@@ -108,14 +128,20 @@ def _small_float(number, mantissa_bits, least_exponent, largest, infinity_code):
 
 
 @part()
+def to_float16(number):
+    """Round to float16; it saturates. Return its bits, uint16."""
+    sign, code = _small_float(number, np.int32(10), np.int32(-14), _FLOAT16_MAX, np.int32(0x7E00))
+    return np.uint16(sign << np.int32(15) | code)
+
+
+@part()
 def _encode_float(codes, halves, floats, form, vector, begin, step):
     for d in range(len(vector)):
         number, at = vector[d], begin + d * step
         if form == FLOAT32:
             floats[at // 4] = number
         elif form == FLOAT16:
-            sign, code = _small_float(number, np.int32(10), np.int32(-14), _FLOAT16_MAX, np.int32(0x7E00))
-            halves[at // 2] = np.uint16(sign << np.int32(15) | code)
+            halves[at // 2] = to_float16(number)
         elif form == BFLOAT16:
             size = min(max(number, -_BFLOAT16_MAX), _BFLOAT16_MAX)
             if number != number:  # noqa: PLR0124 - NaN
@@ -184,6 +210,37 @@ def _encode_pairs(codes, vector, scale, is_number, begin, step):
             low = np.int32(_rounded(vector[d] / scale + _NARROW_REACH, _ZERO, _LEVELS))
             high = np.int32(_rounded(vector[d + half] / scale + _NARROW_REACH, _ZERO, _LEVELS))
         codes[begin + d * step] = np.uint8(low | high << np.int32(4))
+
+
+@part()
+def encode_int2(block, vector, begin, period, first_code, scale_at, zero_at):
+    """Write numbers that share a scale and a zero point as codes of 2 bit; see ``int2.py``.
+
+    Args:
+        block: (uint8, uint16): the same block as numbers of each kind.
+        vector: float32 ``[n]``.
+        begin: byte of the first code.
+        period: so many codes lie in bytes behind each other; those that follow lie in the same bytes, higher.
+        first_code: which of its byte's codes the first one is. Who writes code 0 writes the byte, others add to it.
+        scale_at, zero_at: bytes of scale and zero point.
+    """
+    codes, halves = block
+    least, most, is_lost = vector[0], vector[0], False
+    for i in range(len(vector)):
+        least, most = min(least, vector[i]), max(most, vector[i])
+        is_lost = is_lost or vector[i] != vector[i]
+    zero = _down(least)
+    scale = _scale(most - zero, np.float32(3.0))
+    is_lost = is_lost or not scale < _INFINITY
+    halves[scale_at // 2] = np.uint16(0x7FC0) if is_lost else _upper_half(scale)
+    halves[zero_at // 2] = np.uint16(0) if is_lost else _upper_half(zero)
+    for i in range(len(vector)):
+        at, which = begin + i % period, first_code + i // period
+        code = np.int32(0)
+        if not is_lost:
+            code = np.int32(_rounded((vector[i] - zero) / scale, np.float32(0.0), np.float32(3.0)))
+        before = np.int32(codes[at]) if which else np.int32(0)
+        codes[at] = np.uint8(before | code << np.int32(2 * which))
 
 
 @part()

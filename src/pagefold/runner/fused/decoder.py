@@ -97,7 +97,7 @@ class FusedDecoder:
             step,
             work,
             self._scale,
-            self._attention.slab,
+            self._attention.slab_for(work),
             self._room,
             self._attention.scratch,
             self._attention.partials(work.num_slots),

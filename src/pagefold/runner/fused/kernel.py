@@ -13,7 +13,7 @@ import numpy as np
 from numba import njit, prange
 
 from pagefold.runner.attention.cpu import member_scratch
-from pagefold.runner.attention.kernel import attend, merge, write
+from pagefold.runner.attention.kernel import attend, merge, seal, write
 from pagefold.runner.kernels.compiled import part
 from pagefold.runner.kernels.emit import call_tile
 from pagefold.runner.kernels.exponential import silu_times
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TOKENS_A_TILE", "DecoderRoom", "DecoderStep", "phases", "rotate", "run_decoder"]
 
-_LAYER_PHASES = ("norm", "qkv", "place", "attention", "merge", "out", "norm", "gate_up", "down")
+_LAYER_PHASES = ("norm", "qkv", "place", "seal", "attention", "merge", "out", "norm", "gate_up", "down")
 _PHASES_A_LAYER = len(_LAYER_PHASES)
 
 
@@ -308,14 +308,16 @@ def _member(
             0,
         )
         _place(sync, phase + 2, weights, step, work, layer, room, qkv, slab, own)
-        attend(attention_tiles, sync, phase + 3, work, query, slab, layer, scale, np.float32(0.0), own, partials, out)
+        if len(work.seals):
+            seal(sync, phase + 3, work, slab, layer, own)
+        attend(attention_tiles, sync, phase + 4, work, query, slab, layer, scale, np.float32(0.0), own, partials, out)
         if work.num_slots:
-            merge(sync, phase + 4, work, slab, layer, own, partials, out)
+            merge(sync, phase + 5, work, slab, layer, own, partials, out)
         _matmul(
             tiles,
             num_members,
             sync,
-            phase + 5,
+            phase + 6,
             attended,
             num_tokens,
             weights.out[layer],
@@ -323,9 +325,9 @@ def _member(
             room.hidden,
             1,
         )
-        _norm_all(sync, phase + 6, room.hidden, num_tokens, weights.norms[layer, 1], weights.epsilon, room.normed)
+        _norm_all(sync, phase + 7, room.hidden, num_tokens, weights.norms[layer, 1], weights.epsilon, room.normed)
         _matmul_gate_up(
-            tiles, num_members, sync, phase + 7, room.normed, num_tokens, weights.gate_up[layer],
+            tiles, num_members, sync, phase + 8, room.normed, num_tokens, weights.gate_up[layer],
             _of(weights.gate_up_scales, layer), room.inner,
             room.up[member], room.powers[member],
         )  # fmt: skip
@@ -333,7 +335,7 @@ def _member(
             tiles,
             num_members,
             sync,
-            phase + 8,
+            phase + 9,
             room.inner,
             num_tokens,
             weights.down[layer],

@@ -46,6 +46,7 @@ __all__ = [
     "E5M2",
     "FLOAT16",
     "FLOAT32",
+    "INT2",
     "INT4",
     "INT4_SYMMETRIC",
     "INT8",
@@ -55,14 +56,14 @@ __all__ = [
     "attention_tiles",
 ]
 
-FLOAT32, FLOAT16, BFLOAT16, INT8, INT4, E4M3, E5M2, E4M3_SCALED, TWO_WIDTHS, INT4_SYMMETRIC = range(10)
+FLOAT32, FLOAT16, BFLOAT16, INT8, INT4, E4M3, E5M2, E4M3_SCALED, TWO_WIDTHS, INT4_SYMMETRIC, INT2 = range(11)
 """Numbers of the formats that kernels know, as ``runner/codecs`` has them. A byte of ``INT4`` holds two codes, of a
-vector's first and second half; ``INT4_SYMMETRIC`` is the same to a tile. ``TWO_WIDTHS``, which only K has, is ``INT8``
-for a vector's first numbers and ``INT4`` for the others."""
+vector's first and second half, a byte of ``INT2`` four, of its quarters; ``INT4_SYMMETRIC`` is ``INT4`` to a tile.
+``TWO_WIDTHS``, which only K has, is ``INT8`` for a vector's first numbers and ``INT4`` for the others."""
 
-NUM_FORMATS = 10
+NUM_FORMATS = 11
 
-_CODE_BITS = {FLOAT16: 16, BFLOAT16: 16, INT8: 8, INT4: 4, E4M3: 8, E5M2: 8, E4M3_SCALED: 8}
+_CODE_BITS = {FLOAT16: 16, BFLOAT16: 16, INT8: 8, INT4: 4, INT2: 2, E4M3: 8, E5M2: 8, E4M3_SCALED: 8}
 _UNROLLED = 4  # rows of a panel at once: narrow codes of several rows share a cache line, which is fetched once
 _UNROLLED_PAIRS = 2  # of ``TWO_WIDTHS``, whose rows of pairs may be no multiple of 4
 _F16, _I16 = ir.HalfType(), ir.IntType(16)
@@ -76,14 +77,16 @@ class AttentionTiles(NamedTuple):
     Attributes:
         scores: int64 ``[NUM_FORMATS]``, each (x, ldx, w0, w1, ldw, y, ldy, num_k, num_rows, next0, next1):
             ``y[num_rows, 2 * lanes] = x[num_rows, num_k] @ [w0 | w1]``: two panels of one vector, each where it lies,
-            whose rows are ``ldw`` apart, in bytes (of float32 in numbers).
+            whose rows are ``ldw`` apart, in bytes (of float32 in numbers). Of ``INT2`` there is an x for each of the
+            two, since scales of channels are in it: (x0, x1, ldx, w0, ...).
         values: int64 ``[NUM_FORMATS]``, each (x, ldx, blocks, num_blocks, block_size, num_k, offset, ldw, y, ldy,
             num_rows): ``y[num_rows, vectors * lanes] = x[num_rows, num_k] @ the rows of several blocks``, from
             ``offset`` on, which is in bytes, as ``ldw`` is (of float32 in numbers). ``blocks`` is where ``num_blocks``
             addresses are; each block has ``block_size`` rows, of which the last block gives only what is left of
-            ``num_k``: the rest is never read. Of ``INT4`` y is as many columns from half of ``ldy`` on too.
+            ``num_k``: the rest is never read. Of ``INT4`` y is as many columns from half of ``ldy`` on too, of ``INT2``
+            from each quarter of it.
         lanes: numbers of a vector: so many entries of a block, and so many numbers of a head, are handled at once.
-        vectors: of a head's numbers, or of its pairs of codes, that are summed at once.
+        vectors: of a head's numbers, or of the bytes of its codes, that are summed at once.
     """
 
     scores: NDArray[np.int64]
@@ -95,13 +98,15 @@ class AttentionTiles(NamedTuple):
 def attention_tiles(block_size: int, head_dim: int, formats: Iterable[int] = (FLOAT32,)) -> AttentionTiles:
     """Return tiles as wide as divides such a block and head, compiled for these formats; others are 0.
 
-    Needs a ``block_size`` that 4 divides, and a ``head_dim`` too, or for ``INT4`` half of it.
+    Needs a ``block_size`` that 4 divides, and a ``head_dim`` too, or for ``INT4`` half of it, for ``INT2`` a quarter.
     """
     wanted = frozenset(formats)
-    columns = head_dim // 2 if wanted & {INT4, INT4_SYMMETRIC} else head_dim
+    as_tiles = {INT4 if number == INT4_SYMMETRIC else number for number in wanted}
+    columns = head_dim // max(map(_vectors_a_load, as_tiles))
+    most = 1 if INT2 in wanted else 4 if IS_WIDE else 2
     widths = (lanes for lanes in (16, 8, 4) if lanes <= MAX_LANES)
     lanes = next(lanes for lanes in widths if block_size % lanes == columns % lanes == 0)
-    vectors = next(vectors for vectors in (4 if IS_WIDE else 2, 2, 1) if columns % (lanes * vectors) == 0)
+    vectors = next(vectors for vectors in (4, 2, 1) if vectors <= most and columns % (lanes * vectors) == 0)
     found = {number: _tiles_of(INT4 if number == INT4_SYMMETRIC else number, lanes, vectors) for number in wanted}
     addresses = [found.get(number, {"scores": 0, "values": 0}) for number in range(NUM_FORMATS)]
     return AttentionTiles(
@@ -126,7 +131,7 @@ def _tiles_of(number: int, lanes: int, vectors: int) -> dict[str, int]:
 
 
 def _load_codes(emit: Emitter, number: int, pointer: ir.Value) -> list[ir.Value]:
-    """Load one vector of codes as float32; of ``INT4`` the vector's low codes and its high ones."""
+    """Load one vector of codes as float32; of ``INT4`` and ``INT2`` one for each code of a byte, the lowest first."""
     builder, lanes = emit.builder, emit.lanes
     small = _I16 if _CODE_BITS[number] == 16 else I8
     kind = ir.VectorType(small, lanes)
@@ -145,10 +150,10 @@ def _load_codes(emit: Emitter, number: int, pointer: ir.Value) -> list[ir.Value]
         return [builder.bitcast(builder.shl(builder.zext(codes, wide), of(wide, 16)), emit.vector)]
     if number == INT8:
         return [builder.sitofp(builder.sext(codes, wide), emit.vector)]
-    if number == INT4:
-        both = builder.zext(codes, wide)
-        low, high = builder.and_(both, of(wide, 15)), builder.lshr(both, of(wide, 4))
-        return [builder.sitofp(low, emit.vector), builder.sitofp(high, emit.vector)]
+    if number in {INT4, INT2}:
+        every, bits = builder.zext(codes, wide), _CODE_BITS[number]
+        shifted = [builder.lshr(every, of(wide, shift)) for shift in range(0, 8, bits)]
+        return [builder.sitofp(builder.and_(one, of(wide, 2**bits - 1)), emit.vector) for one in shifted]
     bits = builder.zext(codes, half)
     if number == E5M2:  # the upper half of a float16
         return [from_half(builder.shl(bits, of(half, 8)))]
@@ -160,7 +165,7 @@ def _load_codes(emit: Emitter, number: int, pointer: ir.Value) -> list[ir.Value]
 
 
 def _vectors_a_load(number: int) -> int:
-    return 2 if number == INT4 else 1
+    return {INT4: 2, INT2: 4}.get(number, 1)
 
 
 class _Run(NamedTuple):
@@ -183,11 +188,11 @@ class _Run(NamedTuple):
 def _runs(builder: ir.IRBuilder, number: int, num_k: ir.Value) -> list[_Run]:
     """Return of what a panel of K consists, of vectors of ``num_k`` numbers."""
     none = I64(0)
-    if number not in {INT4, TWO_WIDTHS}:
-        return [_Run(number, _UNROLLED, none, num_k, (none,))]
-    if number == INT4:
-        half = builder.sdiv(num_k, I64(2))
-        return [_Run(INT4, _UNROLLED, none, half, (none, half))]
+    if number != TWO_WIDTHS:
+        num_parts = _vectors_a_load(number)
+        share = builder.sdiv(num_k, I64(num_parts))
+        parts = tuple(builder.mul(share, I64(part)) for part in range(num_parts))
+        return [_Run(number, _UNROLLED, none, share, parts)]
     # as in ``kv/codec.py``: 3 of 16, up to a multiple of 4
     wide = builder.mul(I64(4), builder.sdiv(builder.add(builder.mul(I64(3), num_k), I64(63)), I64(64)))
     pairs = builder.sdiv(builder.sub(num_k, wide), I64(2))
@@ -200,18 +205,19 @@ def _runs(builder: ir.IRBuilder, number: int, num_k: ir.Value) -> list[_Run]:
 def _code_column_tile(module: ir.Module, number: int, mr: int, lanes: int, *, fetches: bool) -> ir.Function:
     """``y[mr, 2 * lanes] = x[mr, k] @ [w0 | w1]`` of codes, whose rows are ``ldw`` bytes apart.
 
-    (x, ldx, w0, w1, ldw, y, ldy, k, next0, next1). A row of ``INT4`` is of two rows of codes: see :func:`_runs`.
+    (x0, x1, ldx, w0, w1, ldw, y, ldy, k, next0, next1): x0 is multiplied with w0, and x1, which is x0 but for ``INT2``,
+    with w1. A row of ``INT4`` is of two rows of codes, one of ``INT2`` of four: see :func:`_runs`.
     """
     name = f"pagefold_code_columns_{mr}_{int(fetches)}"
-    kinds = [F32_P, I64, I8_P, I8_P, I64, F32_P, I64, I64, I8_P, I8_P]
+    kinds = [F32_P, F32_P, I64, I8_P, I8_P, I64, F32_P, I64, I64, I8_P, I8_P]
     function, is_new = new_function(module, name, kinds)
     if not is_new:
         return function
     builder = ir.IRBuilder(function.append_basic_block("entry"))
-    x, ldx, w0, w1, ldw, y, ldy, num_k, next0, next1 = function.args
+    x, other_x, ldx, w0, w1, ldw, y, ldy, num_k, next0, next1 = function.args
     emit = Emitter(builder, lanes)
     acc = emit.accumulators(2 * mr)
-    rows = [emit.at(x, builder.mul(ldx, I64(r))) for r in range(mr)]
+    rows, other_rows = ([emit.at(one, builder.mul(ldx, I64(r))) for r in range(mr)] for one in (x, other_x))
     for kind, unrolled, begin, end, parts in _runs(builder, number, num_k):
         with cgutils.for_range_slice(builder, begin, end, I64(unrolled), intp=I64) as (first, _):
             for step in range(unrolled):
@@ -222,7 +228,12 @@ def _code_column_tile(module: ir.Module, number: int, mr: int, lanes: int, *, fe
                     emit.fetch(emit.at(next0, offset))
                     emit.fetch(emit.at(next1, offset))
                 for part, panel in enumerate(zip(left, right, strict=True)):
-                    emit.multiply_add(rows, builder.add(k, parts[part]), panel, acc)
+                    at = builder.add(k, parts[part])
+                    if number == INT2:
+                        emit.multiply_add(rows, at, panel[:1], acc[0::2])
+                        emit.multiply_add(other_rows, at, panel[1:], acc[1::2])
+                    else:
+                        emit.multiply_add(rows, at, panel, acc)
     for r in range(mr):
         out = emit.at(y, builder.mul(ldy, I64(r)))
         for v in range(2):
@@ -234,7 +245,8 @@ def _code_column_tile(module: ir.Module, number: int, mr: int, lanes: int, *, fe
 def _code_block_tile(module: ir.Module, number: int, mr: int, lanes: int, nv: int) -> ir.Function:
     """``y[mr, nv * lanes] = x[mr, :] @ rows of several blocks`` of codes; arguments as of :func:`_block_tile`.
 
-    ``offset`` and ``ldw`` are in bytes. Of ``INT4`` columns from ``ldy / 2`` on are summed too.
+    ``offset`` and ``ldw`` are in bytes. Of ``INT4`` columns from ``ldy / 2`` on are summed too, of ``INT2`` from each
+    quarter of ``ldy``.
     """
     name = f"pagefold_code_blocks_{mr}"
     kinds = [F32_P, I64, I64_P, I64, I64, I64, I64, I64, F32_P, I64]
@@ -258,10 +270,10 @@ def _code_block_tile(module: ir.Module, number: int, mr: int, lanes: int, nv: in
             loaded = [_load_codes(emit, number, emit.at(base, builder.add(at, I64(v * width)))) for v in range(nv)]
             panel = [loaded[v][part] for part in range(parts) for v in range(nv)]
             emit.multiply_add(rows, builder.add(first, inner.index), panel, acc)
-    half = builder.sdiv(ldy, I64(2))
+    share = builder.sdiv(ldy, I64(parts))
     for r in range(mr):
         for part in range(parts):
-            out = emit.at(y, builder.add(builder.mul(ldy, I64(r)), builder.mul(half, I64(part))))
+            out = emit.at(y, builder.add(builder.mul(ldy, I64(r)), builder.mul(share, I64(part))))
             for v in range(nv):
                 emit.store(builder.load(acc[(parts * r + part) * nv + v]), out, v * lanes)
     builder.ret_void()
@@ -303,16 +315,20 @@ def _block_tile(module: ir.Module, mr: int, lanes: int, nv: int) -> ir.Function:
 
 
 def _add_scores(module: ir.Module, number: int, lanes: int) -> None:
-    builder, args = entry(module, "scores", 11)
-    x, ldx, w0, w1, ldw, y, ldy, num_k, num_rows, next0, next1 = args
+    builder, args = entry(module, "scores", 12 if number == INT2 else 11)
+    x, *others, ldx, w0, w1, ldw, y, ldy, num_k, num_rows, next0, next1 = args
+    other_x = builder.inttoptr(others[0] if others else x, F32_P)
     kind = F32_P if number == FLOAT32 else I8_P
     x, y = (builder.inttoptr(a, F32_P) for a in (x, y))
     w0, w1, next0, next1 = (builder.inttoptr(a, kind) for a in (w0, w1, next0, next1))
 
     def call(tile: ir.Function, first: ir.Value) -> None:
         at_x, at_y = rows_on(builder, x, ldx, first), rows_on(builder, y, ldy, first)
-        adds = [I64(0)] if number == FLOAT32 else []
-        builder.call(tile, [at_x, ldx, w0, w1, ldw, at_y, ldy, num_k, *adds, next0, next1])
+        if number == FLOAT32:
+            builder.call(tile, [at_x, ldx, w0, w1, ldw, at_y, ldy, num_k, I64(0), next0, next1])
+        else:
+            at_other = rows_on(builder, other_x, ldx, first)
+            builder.call(tile, [at_x, at_other, ldx, w0, w1, ldw, at_y, ldy, num_k, next0, next1])
 
     def tile(mr: int, fetches: bool) -> ir.Function:
         if number == FLOAT32:

@@ -153,9 +153,13 @@ class _Reader:
             max_pinned_share=line.number("max_pinned_share", 0, 1),
             pin_half_life_s=line.number("pin_half_life_s", 1e-9, _FOREVER_S),
             allow_streaming="allow_streaming" in line and line.flag("allow_streaming"),
+            seals_blocks="seals_blocks" in line and line.flag("seals_blocks"),
         )
         if settings.allow_streaming and not settings.num_host_blocks:
             msg = "it allows streaming, and has no host blocks"
+            raise ValueError(msg)
+        if settings.allow_streaming and settings.seals_blocks:
+            msg = "it allows streaming, and seals blocks"
             raise ValueError(msg)
         return Recording(self._path.name, settings)
 

@@ -29,7 +29,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedSettings:
-    """What the server was started with, by the names of ``EngineConfig``; and the blocks of pool and host tier."""
+    """What the server was started with, by the names of ``EngineConfig``; and the blocks of pool and host tier.
+
+    ``seals_blocks`` says whether its codec seals blocks when they are full: then each sequence has a residual.
+    """
 
     num_blocks: int
     num_host_blocks: int
@@ -43,6 +46,7 @@ class RecordedSettings:
     max_pinned_share: float
     pin_half_life_s: float
     allow_streaming: bool = False
+    seals_blocks: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,118 @@
+"""Attention over blocks that are sealed when they are full, in plain torch: slow and obvious, any dtype.
+
+A token sees its own block in 16 bit, up to itself, and all blocks before it as they are sealed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from pagefold.runner.sealed_slab import to_residual
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pagefold.runner.attention.inputs import AttentionInputs
+    from pagefold.runner.sealed_slab import SealedSlab
+
+__all__ = ["sealed_reference_attention"]
+
+
+class _Part(NamedTuple):
+    """One KV head of one sequence.
+
+    Attributes:
+        head: which.
+        cell: of this layer.
+        tokens: which of the step's tokens are the sequence's.
+        start, end: which of its entries these are.
+        block_ids: int64 ``[blocks]``: its table.
+        residual_id: where its unsealed block is.
+    """
+
+    head: int
+    cell: int
+    tokens: slice
+    start: int
+    end: int
+    block_ids: torch.Tensor
+    residual_id: int
+
+
+def sealed_reference_attention(  # noqa: PLR0913, PLR0917 - the operands of the op
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slab: SealedSlab,
+    inputs: AttentionInputs,
+    layer: int,
+    scale: float,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """See :class:`~pagefold.runner.attention.inputs.AttentionBackend`."""
+    num_tokens, num_kv_heads, head_dim = key.shape
+    queries = query.reshape(num_tokens, num_kv_heads, -1, head_dim)  # [T, Hkv, G, D]
+    out = torch.empty_like(queries)
+    parts = list(_parts(inputs, layer))
+    recent = [_write(slab, part, key[part.tokens, part.head], value[part.tokens, part.head]) for part in parts]
+    size = slab.block_size
+    for part, (recent_keys, recent_values) in zip(parts, recent, strict=True):
+        first = part.start - part.start % size  # entry that ``recent`` begins with
+        for begin in range(first, part.end, size):  # the tokens of one block after another
+            positions = torch.arange(max(begin, part.start), min(begin + size, part.end))
+            entries = torch.arange(begin)
+            keys, values = slab.read(part.cell, part.block_ids[entries // size], entries)
+            own = torch.arange(begin, int(positions[-1]) + 1)
+            keys = torch.cat((keys, slab.uncentred(part.cell, own, recent_keys[own - first]))).to(query.dtype)
+            values = torch.cat((values, recent_values[own - first].float())).to(query.dtype)
+            tokens = part.tokens.start + positions - part.start
+            scores = torch.einsum("qgd,nd->gqn", queries[tokens, part.head], keys) * scale
+            if softcap:
+                scores = softcap * (scores / softcap).tanh()
+            visible = torch.arange(len(keys))[None] <= positions[:, None]  # [q, n]
+            weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+            out[tokens, part.head] = torch.einsum("gqn,nd->qgd", weights, values)
+    return out.flatten(1, 2)
+
+
+def _write(
+    slab: SealedSlab, part: _Part, keys: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write one part's K and V: what is left unsealed into its residual, and all blocks that are full now.
+
+    Returns both in 16 bit, float16 ``[n, D]`` each, from the beginning of the block that the part begins in.
+    """
+    size = slab.block_size
+    num_there = part.start % size
+    assert not num_there or part.end <= part.start - num_there + size, "it begins inside a block and ends beyond it"
+    entries = torch.arange(part.start, part.end)
+    kept_keys, kept_values = slab.residual(part.cell, part.residual_id)
+    keys = torch.cat((kept_keys[:num_there], to_residual(slab.centred(part.cell, entries, keys))))
+    values = torch.cat((kept_values[:num_there], to_residual(values)))
+    num_last = (len(keys) - 1) % size + 1
+    kept_keys[:num_last], kept_values[:num_last] = keys[-num_last:], values[-num_last:]
+    first_block = part.start // size
+    for index in range(len(keys) // size):
+        rows = slice(index * size, (index + 1) * size)
+        slab.seal(part.cell, int(part.block_ids[first_block + index]), keys[rows], values[rows])
+    return keys, values
+
+
+def _parts(inputs: AttentionInputs, layer: int) -> Iterator[_Part]:
+    assert inputs.residual_ids is not None, "blocks are sealed, and nobody said where the unsealed ones are"
+    for s in range(inputs.num_seqs):
+        tokens = slice(int(inputs.query_starts[s]), int(inputs.query_starts[s + 1]))
+        for h in range(inputs.lengths.shape[1]):
+            end = int(inputs.lengths[s, h])
+            yield _Part(
+                h,
+                int(inputs.cells[s, layer, h]),
+                tokens,
+                end - (tokens.stop - tokens.start),
+                end,
+                torch.from_numpy(inputs.tables[s, h].astype(np.int64)),
+                int(inputs.residual_ids[s]),
+            )

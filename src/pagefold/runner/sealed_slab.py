@@ -1,0 +1,150 @@
+"""SealedSlab: blocks that are encoded when they are full, and the residuals of those that are not. After KIVI.
+
+::
+
+    block    = the cells of layer 0, those of layer 1, ...; all are equal in bytes
+    cell     = K's codes, as [a byte of a vector][slot]: panels, as in ``codec_slab.py``
+               V's codes, as [slot][a byte of a vector]
+               K's scales: [channel] of bfloat16, then its zero points
+               V's scales: [slot] of bfloat16, then its zero points
+    residual = of each cell: K as [channel][slot], then V as [slot][channel], of float16
+
+K's scale is that of a channel over all tokens of the block, so a block cannot be encoded before it is full. Until then
+its K and V lie in 16 bit in the residual of its sequence, or, where one step computes several blocks of a sequence, for
+the time of a layer in what that step has of its own. A token sees its own block in 16 bit, up to itself, and all blocks
+before it as they are sealed. That follows from its position alone, so what a token is and what is stored depends on no
+chunks, no batch, and nothing that was cached. A block is encoded from its 16 bit, in however many steps it is computed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from pagefold.host_memory import host_memory
+from pagefold.runner.codec_slab import cell_places
+from pagefold.runner.codecs.int2 import pack, quantize, unpack
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from pagefold.kv import CopyOp, KVGeometry, ResidualCopy
+
+__all__ = ["SEALED_LAYOUT", "SealedSlab", "to_residual"]
+
+SEALED_LAYOUT = "sealed-panels-v1"
+"""Names the arrangement of bytes inside a block, for the namespace."""
+
+_FLOAT16_MAX = 65504.0
+
+
+def to_residual(vectors: torch.Tensor) -> torch.Tensor:
+    """Round to float16, which saturates instead of overflowing. NaN stays NaN."""
+    return vectors.float().clamp(-_FLOAT16_MAX, _FLOAT16_MAX).half()
+
+
+class SealedSlab:
+    """Blocks of one geometry whose codec seals them, and residuals.
+
+    Pages of memory are taken from the system as they are first written. What was never written is undefined, and
+    attention never reads it.
+
+    Args:
+        data: uint8 ``[num_blocks, bytes_per_block]``.
+        residuals: float16 ``[num_cells, num_residuals, 2, block_size * head_dim]``.
+        geometry: of the blocks; has a codec that seals.
+        centres: float32 ``[num_cells, 2, D]``: what is taken off K before it is stored, sealed or not: off a sequence's
+            first entry, and off all others; None for nothing. Scores of the others are all lower by the same then.
+
+    Attributes:
+        data, residuals: as given.
+        block_size, head_dim: of the geometry.
+        places: where the parts of each cell are.
+        centres: float32 ``[num_cells, 2, D]``.
+    """
+
+    def __init__(
+        self, data: torch.Tensor, residuals: torch.Tensor, geometry: KVGeometry, centres: torch.Tensor | None = None
+    ) -> None:
+        self.data = data
+        self.residuals = residuals
+        self.block_size = geometry.block_size
+        self.head_dim = geometry.head_dim
+        self.places = cell_places(geometry)
+        self.centres = torch.zeros((len(self.places), 2, geometry.head_dim)) if centres is None else centres
+
+    @classmethod
+    def allocate(
+        cls, geometry: KVGeometry, num_blocks: int, num_residuals: int, centres: torch.Tensor | None = None
+    ) -> SealedSlab:
+        """Return ``num_blocks`` blocks of ``geometry`` and so many residuals, not yet written."""
+        shape = geometry.groups[0].num_cells, num_residuals, 2, geometry.block_size * geometry.head_dim
+        data = torch.from_numpy(host_memory(num_blocks * geometry.bytes_per_block))
+        data = data.view(num_blocks, geometry.bytes_per_block)
+        return cls(data, torch.empty(shape, dtype=torch.float16), geometry, centres)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all blocks and residuals."""
+        return self.data.nbytes + self.residuals.nbytes
+
+    def as_bytes(self) -> NDArray[np.uint8]:
+        """Return a view of all blocks as bytes, ``[num_blocks, block_bytes]``."""
+        return self.data.numpy()
+
+    def copy(self, ops: list[CopyOp]) -> None:
+        """Carry out copies, in order."""
+        for op in ops:
+            self.data[op.dst] = self.data[op.src]
+
+    def copy_residuals(self, ops: list[ResidualCopy]) -> None:
+        """Carry out copies of residuals, in order."""
+        for op in ops:
+            self.residuals[:, op.dst] = self.residuals[:, op.src]
+
+    def residual(self, cell: int, residual_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return views of the K and the V of one cell in a residual, float16 ``[block_size, D]`` each."""
+        keys, values = self.residuals[cell, residual_id]
+        return keys.view(self.head_dim, self.block_size).T, values.view(self.block_size, self.head_dim)
+
+    def centred(self, cell: int, entries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Return K ``[n, D]`` of entries of a sequence less what is taken off it, float32."""
+        return keys.float() - self.centres[cell, entries.clamp(max=1)]
+
+    def uncentred(self, cell: int, entries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Undo :meth:`centred`."""
+        return keys.float() + self.centres[cell, entries.clamp(max=1)]
+
+    def seal(self, cell: int, block_id: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Encode a full block's K, centred, and V of one cell, float16 ``[block_size, D]`` each."""
+        places, block = self.places[cell], self.data[block_id]
+        found = quantize(keys.float(), 0)
+        block[places.keys : places.values] = pack(found.codes).T.flatten()
+        self._scales(places.key_scales, self.head_dim)[block_id] = torch.cat((found.scales, found.zeros))
+        found = quantize(values.float(), 1)
+        block[places.values : places.key_scales] = pack(found.codes).flatten()
+        self._scales(places.value_scales, self.block_size)[block_id] = torch.cat((found.scales, found.zeros), 1).T
+
+    def read(self, cell: int, block_ids: torch.Tensor, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the K and V, float32 ``[n, D]`` each, that entries have in sealed blocks.
+
+        Args:
+            cell: of all of them.
+            block_ids: int64 ``[n]``: of each.
+            entries: int64 ``[n]``: which of its sequence's entries each is.
+        """
+        places, slots = self.places[cell], entries % self.block_size
+        codes = self.data[:, places.keys : places.values].view(len(self.data), -1, self.block_size)
+        scales, zeros = self._scales(places.key_scales, self.head_dim)[block_ids].float().unbind(1)
+        keys = unpack(codes[block_ids, :, slots]).float() * scales + zeros
+        codes = self.data[:, places.values : places.key_scales].view(len(self.data), self.block_size, -1)
+        pairs = self._scales(places.value_scales, self.block_size)[block_ids, :, slots].float()
+        values = unpack(codes[block_ids, slots]).float() * pairs[:, :1] + pairs[:, 1:]
+        return self.uncentred(cell, entries, keys), values
+
+    def _scales(self, begin: int, count: int) -> torch.Tensor:
+        """Return a view of scales and zero points, bfloat16 ``[num_blocks, 2, count]``."""
+        scales = self.data[:, begin : begin + 4 * count].view(torch.bfloat16)
+        return scales.view(len(scales), 2, count)

@@ -1,0 +1,409 @@
+"""KIVI at 2 bit: blocks that are sealed when they are full. Part 3 of the equality rule.
+
+What a token is and what is stored depends on no chunks, no batch, nothing cached, and on no preemption or failed step:
+outputs are those of each prompt alone, and blocks are equal in bits. The kernel is held to the reference, which decodes
+what it gathers; slabs are equal in bytes, and whatever was never written holds NaN.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from equivalence.attention_cases import Shape
+from equivalence.harsh_runner import HarshRunner, InjectedError
+from equivalence.prompts import short_prompts
+from equivalence.settings import SETTINGS
+from equivalence.suite import Counts, Trial, Workload, assert_clean
+from equivalence.tiny_models import VOCAB_SIZE
+from pagefold.config import EngineConfig
+from pagefold.engine.build import _geometry, build_engine, plan_engine
+from pagefold.errors import ConfigError, PagefoldError
+from pagefold.kv import CODECS, KVGeometry
+from pagefold.observe.recorder import TraceRecorder
+from pagefold.request import SamplingParams
+from pagefold.runner.attention import AttentionInputs, choose_backend
+from pagefold.runner.codecs.int2 import pack, quantize, unpack
+from pagefold.runner.sealed_slab import SealedSlab, to_residual
+from pagefold.sim.replay_recording import replay_recording
+from pagefold.sim.traces.read_recording import read_recording
+
+BOUND = 3e-5  # as in test_codecs.py
+SHAPES = (
+    Shape(block_size=16, head_dim=64, num_kv_heads=3, group=3),  # SmolLM2
+    Shape(block_size=16, head_dim=32, num_kv_heads=4, group=1),  # MHA
+    Shape(block_size=32, head_dim=128, num_kv_heads=1, group=8),  # MQA
+    Shape(block_size=16, head_dim=256, num_kv_heads=2, group=2),
+    Shape(block_size=8, head_dim=80, num_kv_heads=2, group=4),
+    Shape(block_size=4, head_dim=48, num_kv_heads=1, group=3),
+    Shape(block_size=64, head_dim=96, num_kv_heads=2, group=2),
+)
+SEQUENCES = st.lists(
+    st.tuples(
+        st.one_of(st.just(0), st.integers(0, 70), st.integers(0, 800)),
+        st.one_of(st.just(1), st.integers(1, 20), st.integers(1, 150)),
+        st.one_of(st.just(0), st.integers(0, 900)),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+SHORT = Workload(short_prompts(VOCAB_SIZE), num_outputs=24)
+
+
+def _once(counts):
+    """What a setting is about must happen; how often depends on whole blocks being hit, and on who is preempted."""
+    return counts and Counts(**{name: min(1, least) for name, least in vars(counts).items()})
+
+
+QUICK = (
+    "chunks of 17",
+    "shared prefixes in one step",
+    "short of memory",
+    "host tier",
+    "failed steps, chunks of 17, warm",
+)
+ALL_SETTINGS = [
+    replace(setting, kv_cache_dtype="kivi2", at_least=_once(setting.at_least))
+    for setting in SETTINGS
+    if 4 <= setting.block_size <= 64 and not setting.allow_streaming
+]
+
+
+class AloneOutputs:
+    """What an engine says of each prompt alone: in one chunk, with nothing cached."""
+
+    smallest_gap = float("inf")  # the same engine, on other ways
+
+    def __init__(self, folder, num_outputs, **settings):
+        config = EngineConfig(
+            model=str(folder),
+            kv_cache_dtype="kivi2",
+            kv_cache_memory_bytes=2**26,
+            max_num_batched_tokens=2**16,
+            enable_prefix_caching=False,
+            **settings,
+        )
+        self._engine = build_engine(plan_engine(config))
+        self._num_outputs = num_outputs
+        self._eos = frozenset(self._engine.limits.eos_token_ids)
+        self._outputs = {}
+
+    def of(self, prompt, *, ignore_eos=True):
+        key = tuple(prompt)
+        if key not in self._outputs:
+            how = SamplingParams(temperature=0.0, max_tokens=self._num_outputs, ignore_eos=True)
+            self._engine.add("alone", prompt, how)
+            output = []
+            while self._engine.has_work:
+                for delta in self._engine.step():
+                    output += delta.token_ids
+            self._outputs[key] = output
+        output = self._outputs[key]
+        ends = [] if ignore_eos else [at for at, token_id in enumerate(output) if token_id in self._eos]
+        return output[: ends[0] + 1] if ends else output
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_folder):
+    made = {}
+
+    def make(family, setting):
+        key = family, setting.dtype, setting.attention_backend, setting.block_size
+        if key not in made:
+            settings = {"dtype": key[1], "attention_backend": key[2], "block_size": key[3]}
+            made[key] = AloneOutputs(tiny_folder(family), SHORT.num_outputs, **settings)
+        return made[key]
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [pytest.param(one, marks=[] if one.name in QUICK else pytest.mark.long) for one in ALL_SETTINGS],
+    ids=lambda setting: setting.name,
+)
+def test_outputs_are_those_alone(setting, tiny_folder, alone):
+    """Of the fused decoder; one thread or two."""
+    trial = Trial(replace(setting, dtype="float32", attention_backend="auto"), SHORT, tiny_folder("qwen3"))
+    trial.run()
+    trial.assert_exact(alone("qwen3", trial.setting))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("setting", ALL_SETTINGS, ids=lambda setting: setting.name)
+def test_outputs_of_the_reference_are_those_alone(setting, tiny_folder, alone):
+    """In float64, by transformers' forward pass."""
+    trial = Trial(setting, SHORT, tiny_folder("qwen3"))
+    trial.run()
+    trial.assert_exact(alone("qwen3", setting))
+
+
+class Case:
+    """A step of the op over a slab of two layers that holds what its sequences had before, and NaN everywhere else.
+
+    Args:
+        shape: of the op.
+        sequences: of each the tokens it had, those it computes, and how many of the sequence before it shares: whole
+            blocks, also some that the step fills.
+        seed: of all numbers.
+    """
+
+    def __init__(self, shape, sequences, seed):
+        size, heads, dim = shape.block_size, shape.num_kv_heads, shape.head_dim
+        self.shape, self.random = shape, torch.Generator().manual_seed(seed)
+        self.geometry = KVGeometry(2, heads, dim, 4, size, CODECS["kivi2"])
+        rows, tables, num_blocks = [], [], 0
+        for num_old, num_wanted, num_shared in sequences:
+            inside = num_old % size  # then it goes no further than its block
+            end = num_old + (min(num_wanted, size - inside) if inside else num_wanted)
+            shared = min(num_shared, num_old) // size if rows else 0
+            shared = min(shared, rows[-1][1] // size) if rows else 0
+            own = range(num_blocks, num_blocks + -(-end // size) - shared)
+            tables.append([*(tables[-1][:shared] if shared else ()), *own])
+            rows.append((num_old, end, shared))
+            num_blocks += len(own)
+        order = torch.randperm(num_blocks, generator=self.random).tolist()
+        tables = [[order[block] for block in table] for table in tables]
+        width = max(map(len, tables))
+        padded = np.array([table + [0] * (width - len(table)) for table in tables], np.int32)
+        residual_ids = torch.randperm(len(rows) + 2, generator=self.random)[: len(rows)].numpy().astype(np.int32)
+        centres = self.randn(2 * heads, 2, dim)
+        self.slab = SealedSlab.allocate(self.geometry, num_blocks, len(rows) + 2, centres)
+        self.slab.data.fill_(0xFF)
+        self.slab.residuals.fill_(torch.nan)
+        for (num_old, _, shared), table, residual_id in zip(rows, tables, residual_ids.tolist(), strict=True):
+            for cell in range(2 * heads):
+                for index in range(shared, num_old // size):
+                    self.slab.seal(cell, table[index], self.randn(size, dim).half(), self.randn(size, dim).half())
+                for part in self.slab.residual(cell, residual_id):
+                    part[: num_old % size] = self.randn(num_old % size, dim).half()
+        counts = [end - num_old for num_old, end, _ in rows]
+        ends = np.array([end for _, end, _ in rows], np.int32)
+        cells = np.arange(2 * heads, dtype=np.int32).reshape(1, 2, heads)
+        self.inputs = AttentionInputs(
+            np.cumsum([0, *counts], dtype=np.int32),
+            np.broadcast_to(padded[:, None], (len(rows), heads, width)),
+            np.broadcast_to(ends[:, None], (len(rows), heads)),
+            np.broadcast_to(cells, (len(rows), 2, heads)),
+            residual_ids,
+        )
+        self.query = self.randn(sum(counts), heads * shape.group, dim)
+        self.key, self.value = self.randn(sum(counts), heads, dim), self.randn(sum(counts), heads, dim)
+
+    def randn(self, *shape):
+        return torch.randn(*shape, generator=self.random)
+
+    def run(self, backend, layer=1, softcap=0.0, **changes):
+        """Return the op's result, and the slab that it left."""
+        slab = SealedSlab(self.slab.data.clone(), self.slab.residuals.clone(), self.geometry, self.slab.centres)
+        shape = {"block_size": self.shape.block_size, "head_dim": self.shape.head_dim, "codes_a_byte": 4}
+        operands = [changes.get(name, getattr(self, name)) for name in ("query", "key", "value")]
+        attention = choose_backend(backend, torch.float32, **shape)
+        return attention(*operands, slab, self.inputs, layer, self.shape.head_dim**-0.5, softcap), slab
+
+
+def hold(case, **how):
+    """Hold the kernel to the reference."""
+    (expected, plain), (found, slab) = case.run("reference", **how), case.run("cpu", **how)
+    assert not expected.isnan().any(), "the reference has read what nothing may read"
+    error = (expected - found).abs().max().item()
+    assert error <= BOUND, f"off by {error:.2e}"
+    assert torch.equal(plain.data, slab.data), "blocks are not sealed alike"
+    assert torch.equal(plain.residuals.view(torch.int16), slab.residuals.view(torch.int16)), "residuals differ"
+
+
+@settings(max_examples=15, suppress_health_check=list(HealthCheck))
+@given(shape=st.sampled_from(SHAPES[:2]), sequences=SEQUENCES, seed=st.integers(0, 2**32))
+def test_the_kernel_reads_and_seals_what_the_reference_does(shape, sequences, seed):
+    hold(Case(shape, sequences, seed))
+
+
+@pytest.mark.long
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@given(
+    shape=st.sampled_from(SHAPES),
+    sequences=SEQUENCES,
+    seed=st.integers(0, 2**32),
+    layer=st.integers(0, 1),
+    softcap=st.sampled_from((0.0, 5.0)),
+)
+def test_the_kernel_does_so_in_every_shape(shape, sequences, seed, layer, softcap):
+    hold(Case(shape, sequences, seed), layer=layer, softcap=softcap)
+
+
+@pytest.mark.parametrize(
+    "shape", [pytest.param(one, marks=[] if one in SHAPES[:2] else pytest.mark.long) for one in SHAPES], ids=str
+)
+def test_the_kernel_does_so_at_the_ends_of_blocks_and_splits(shape):
+    size = shape.block_size
+    ends = [
+        (255, 1),
+        (256, 1),
+        (256 + size, size),
+        (0, 3 * size + 1),
+        (size - 1, 1),
+        (size + 1, size - 1),
+        (0, 2 * size),
+    ]
+    hold(Case(shape, [(old, new, 0) for old, new in ends], 3))
+    hold(Case(shape, [(0, 5 * size + 2, 0), (6 * size, size, 5 * size), (5 * size + 1, 1, 900)], 4), softcap=4.0)
+
+
+def _stored(trial):
+    """Return what is cached, by the tokens that lead to it."""
+    core, slab = trial.engine.scheduler.core, trial.engine.runner.inner.slab
+    found = {}
+    for node in core.tree.nodes():
+        path, at = [], node
+        while at.parent is not None:
+            path.append(at.key)
+            at = at.parent
+        found[b"".join(reversed(path))] = slab.data[node.block.block_id].numpy().tobytes()
+    return found
+
+
+def test_what_is_stored_does_not_depend_on_how_it_came_about(tiny_folder):
+    """Chunks of 512 or of 17, cold, warm, after preemptions or failed steps: every block is equal in bits."""
+    names = ("batched, chunks of 512", "chunks of 17", "warm", "failed steps, chunks of 17, warm")
+    stored = []
+    for setting in ALL_SETTINGS:
+        if setting.name in names:
+            how = replace(setting, dtype="float32", attention_backend="auto", max_num_seqs=16, ignore_eos=True)
+            trial = Trial(replace(how, at_least=None), SHORT, tiny_folder("qwen3"))
+            trial.run()
+            stored.append(_stored(trial))
+    assert len(stored) == len(names)
+    for others in stored[1:]:
+        shared = stored[0].keys() & others.keys()
+        assert len(shared) > 30
+        assert all(stored[0][path] == others[path] for path in shared)
+
+
+class FailsBeforeCopies:
+    """A runner that fails, before it does anything, whenever residuals are to be copied."""
+
+    def __init__(self, engine):
+        self.inner = engine.runner
+        self.num_failures = 0
+
+    def run(self, plan):
+        if plan.residual_copies:
+            self.num_failures += 1
+            raise InjectedError
+        return self.inner.run(plan)
+
+
+@pytest.mark.parametrize("failures", [0.0, 0.4, "of copies"])
+def test_samples_of_one_prompt_are_each_what_it_is_alone(failures, tiny_folder):
+    """A fork goes on from a copy of what is not sealed; one whose copy is lost with its step computes it again."""
+    how = SamplingParams(temperature=1.0, seed=50, max_tokens=40, ignore_eos=True)
+    prompts = [prompt for prompt in SHORT.prompts if len(prompt) < 200][:6]
+    config = EngineConfig(
+        model=str(tiny_folder("qwen3")),
+        kv_cache_dtype="kivi2",
+        kv_cache_memory_bytes=2**23,
+        max_model_len=256,
+        max_num_seqs=9,
+        max_num_batched_tokens=40,
+    )
+    outputs = {}
+    for num_samples in (1, 3):
+        engine = build_engine(plan_engine(config))
+        if num_samples > 1:
+            if failures == "of copies":
+                engine.runner = FailsBeforeCopies(engine)
+            else:
+                engine.runner = HarshRunner(engine, failure_rate=failures, random=Random(3))
+        for index, prompt in enumerate(prompts):
+            for seed in range(50, 53 if num_samples == 1 else 51):
+                engine.add(f"{index} {seed}", prompt, replace(how, n=num_samples, seed=seed))
+        while engine.has_work:
+            for delta in engine.step():
+                index, seed = map(int, delta.request_id.split())
+                outputs.setdefault((num_samples, index, seed + delta.index), []).extend(delta.token_ids)
+        assert_clean(engine)
+        assert getattr(engine.runner, "num_failures", 1)
+    assert len(outputs) == 2 * 3 * len(prompts)
+    for (num_samples, index, seed), output in outputs.items():
+        assert output == outputs[1, index, seed], (num_samples, index, seed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"kv_cache_dtype_skip_layers": (0,)}, "seals blocks in all layers"),
+        ({"allow_streaming": True, "kv_offloading_size": 0.1}, "does not stream"),
+        ({"block_size": 24}, "block_size is 24"),
+        ({"kv_cache_memory_bytes": 2**20, "max_num_seqs": 512, "max_num_batched_tokens": 512}, "max_num_seqs = 512"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_with_it_is_refused_by_name(changes, said, tiny_folder):
+    with pytest.raises(PagefoldError) as caught:
+        plan_engine(EngineConfig(model=str(tiny_folder("qwen3")), kv_cache_dtype="kivi2", **changes))
+    assert said in str(caught.value)
+
+
+def test_heads_that_cannot_be_packed_are_refused(tiny_folder):
+    config = EngineConfig(model=str(tiny_folder("qwen3")), kv_cache_dtype="kivi2")
+    spec = replace(plan_engine(config).spec, head_dim=24)
+    with pytest.raises(ConfigError, match="heads of 24"):
+        _geometry(config, spec, torch.float32)
+
+
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**32), exponent=st.integers(-140, 30), dim=st.integers(0, 1), zeros=st.booleans())
+def test_an_element_is_off_by_half_a_scale_at_most(seed, exponent, dim, zeros):
+    numbers = torch.randn(16, 64, generator=torch.Generator().manual_seed(seed)) * 2.0 ** (exponent / 2)
+    numbers = numbers * 2.0 ** (exponent / 2) * (0.0 if zeros else 1.0)
+    found = quantize(numbers, dim)
+    decoded = found.codes.float() * found.scales.float() + found.zeros.float()
+    assert ((decoded - numbers).abs() <= found.scales.float() / 2 * 1.001 + numbers.abs() * 1e-6).all()
+    assert torch.equal(unpack(pack(found.codes)), found.codes)
+    assert int(found.codes.max()) <= 3
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_no_number_is_not_hidden(bad):
+    """NaN is seen in all that shares its scale. Infinity has saturated before, in 16 bit."""
+    numbers = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    numbers[3, 5] = bad
+    found = quantize(numbers, 0)
+    assert found.scales[0].isnan().tolist() == [channel == 5 for channel in range(64)]
+    assert to_residual(numbers)[3, 5].isnan() or to_residual(numbers)[3, 5] == 65504
+
+
+def test_a_recording_of_it_is_replayed_step_by_step(tiny_folder, tmp_path):
+    """The simulator's scheduler cuts chunks and leaves parts of blocks alone as the server's did."""
+    config = EngineConfig(
+        model=str(tiny_folder("qwen3")),
+        kv_cache_dtype="kivi2",
+        kv_cache_memory_bytes=2**18,
+        max_model_len=256,
+        max_num_seqs=6,
+        max_num_batched_tokens=43,
+    )
+    recorder = TraceRecorder(tmp_path / "trace.jsonl", time.monotonic)
+    engine = build_engine(plan_engine(config), emit=recorder)
+    recorder.begin(config, engine.capacity.num_blocks, 0)
+    engine.runner = HarshRunner(engine, failure_rate=0.1, random=Random(2))
+    for index, prompt in enumerate(prompt for prompt in SHORT.prompts if len(prompt) < 200):
+        how = SamplingParams(temperature=1.0, seed=index, n=1 + index % 2, max_tokens=30, ignore_eos=True)
+        engine.add(str(index), prompt, how)
+    while engine.has_work:
+        engine.step()
+    recorder.close()
+    recording = read_recording(tmp_path / "trace.jsonl")
+    assert recording.settings.seals_blocks
+    report = replay_recording(recording)
+    assert report.first_difference == ""
+    assert report.num_equal_steps == report.num_steps > 20
+    assert report.num_failed_steps
