@@ -56,6 +56,7 @@ def test_float32_by_the_kernels_says_what_generate_says(folder, enforce_eager):
     engine = make_engine(folder, dtype="float32", enforce_eager=enforce_eager, **settings)
     references = References(folder, 24)
     assert complete(engine, prompts, 24) == [references.of(prompt) for prompt in prompts]
+    assert engine.num_ahead > engine.num_launched / 2, "most tokens were taken where the last step had left them"
 
 
 def test_bfloat16_logits_are_near_those_of_float32(folder):
@@ -98,10 +99,17 @@ def test_memory_is_given_back_after_a_thousand_requests(folder):
     assert torch.cuda.memory_reserved() <= before[1] + 2**26
 
 
-def test_blocks_that_come_back_from_the_host_are_the_same(folder):
+@pytest.mark.parametrize("group_bytes", [1, 2**18], ids=["layer by layer", "at once"])
+def test_blocks_that_come_back_from_the_host_are_the_same(folder, group_bytes, monkeypatch):
     """A budget of two prompts, and a host that holds all: what is evicted is restored, and outputs stay."""
+    monkeypatch.setattr("pagefold.store.card_arena._GROUP_BYTES", group_bytes)
     settings = {"dtype": "float64", "max_num_seqs": 2, "max_model_len": 512, "kv_cache_memory_bytes": 2**20}
     engine = make_engine(folder, kv_offloading_size=2**-5, **settings)
+    link = engine.scheduler.core.arbiter.links["host"]
+    assert link.bytes_per_s > 1e8, "it was measured"
+    engine.scheduler.core.arbiter.compute_s_per_token = 1.0  # so that all is restored
+    monkeypatch.setattr(engine.scheduler.core.arbiter, "learn_compute", lambda *_: None)
+    measured = link.bytes_per_s
     prompts = [prompt[:300] for prompt in short_prompts(VOCAB_SIZE)]
     references = References(folder, 8)
     expected = [references.of(prompt) for prompt in prompts]
@@ -113,6 +121,7 @@ def test_blocks_that_come_back_from_the_host_are_the_same(folder):
         while engine.has_work:
             num_loaded += sum(sum(delta.num_loaded_tokens.values()) for delta in engine.step())
     assert num_loaded > 0
+    assert link.bytes_per_s != measured, "and learnt of each restore"
 
 
 def test_a_step_without_memory_ends_its_request_and_no_other(folder):

@@ -427,7 +427,7 @@ class KVCore:
             node.committed = True
             assert node.parent is not None
             node = node.parent
-        if not is_read:
+        if not is_read and table.num_published < promise.num_blocks:
             self.join(promise)
 
     def join(self, promise: Promise) -> None:

@@ -31,8 +31,6 @@ from typing import TYPE_CHECKING
 
 from pagefold.events import (
     Emit,
-    PrefixLookup,
-    RequestAdded,
     RequestCut,
     RequestFinished,
     RequestPreempted,
@@ -47,12 +45,14 @@ from pagefold.kv.eviction import RequestFacts
 from pagefold.request import FinishReason, Request, RequestStatus
 from pagefold.scheduler.extras import apply_extras, plan_extras
 from pagefold.scheduler.policy import FirstComeFirstServed
+from pagefold.scheduler.publishing import commit, publish_late
 from pagefold.scheduler.step_in_flight import StepInFlight
 from pagefold.scheduler.streaming import Streamer
+from pagefold.scheduler.telling import tell_added, tell_lookups
 from pagefold.steps import StepPlan, StepResult
 
 if TYPE_CHECKING:
-    from pagefold.kv import BlockTable, KVCore, Promise
+    from pagefold.kv import BlockTable, KVCore
     from pagefold.request import WarmUp
     from pagefold.scheduler.policy import SchedulingPolicy
 
@@ -153,7 +153,7 @@ class Scheduler:
             sample.order = self.policy.key(sample)
         self._enter(request)
         self._queue(request)
-        self._tell_added(request)
+        tell_added(self._emit, request)
 
     def hold(self, request: Request) -> None:
         """Let a request that waits not be admitted before :meth:`ready`: blocks are brought for it."""
@@ -257,12 +257,12 @@ class Scheduler:
         step = self._take_step()
         plan = step.plan
         core = self.core
-        self._commit(step.promises)
+        commit(core, step.promises, self._step)
         if plan.copies:
             core.copies_done(plan.copies)
         core.host_done(plan.host_ops)
         requests = step.requests
-        self._tell_lookups(step)
+        tell_lookups(self._emit, step)
         any_ended = False
         for request, num_tokens in zip(requests, plan.num_tokens, strict=True):
             request.num_computed_tokens += num_tokens
@@ -270,7 +270,7 @@ class Scheduler:
             if request.is_aborted:
                 any_ended = True
         if step.filling or step.joins:
-            self._publish_late(step)
+            publish_late(core, step, self._step)
         apply_extras(plan, result, requests, step.samples)
         self._fork(step)
         sampled: list[Request] = []
@@ -378,34 +378,6 @@ class Scheduler:
         num_tokens = len(plan.token_ids)
         self._emit(StepPlanned(plan.step_id, step.now, plan.num_rows, num_tokens, sum(plan.starts) + num_tokens))
         return plan
-
-    def _commit(self, promises: list[Promise]) -> None:
-        """Commit the promises of a step that ran. The next one may be in flight, and read the tables."""
-        behind = self._step
-        if behind is None:
-            for promise in promises:
-                self.core.commit(promise)
-            return
-        reads = behind.tables() if promises else ()
-        for promise in promises:
-            is_read = promise.table in reads
-            self.core.commit(promise, is_read=is_read)
-            if is_read and promise.is_behind:
-                behind.joins.append(promise)
-
-    def _publish_late(self, step: StepInFlight) -> None:
-        """Publish what could not be promised when the step was planned: now all tokens up to its own are known."""
-        for joining in step.joins:
-            self.core.join(joining)
-        promises: list[Promise] = []
-        for request in step.filling:
-            table, end = request.table, request.num_computed_tokens
-            if table is None or table.tail is None or end > request.num_tokens:  # who was cut off has lost a token
-                continue
-            promise = self.core.promise(table, request.packed(), end)
-            if promise is not None:
-                promises.append(promise)
-        self._commit(promises)
 
     def _take_back(self, step: StepInFlight, damaged_ids: frozenset[int] = frozenset()) -> None:
         """Take back what a step had promised, and let those that it admitted wait again. The newest step first."""
@@ -558,33 +530,6 @@ class Scheduler:
         request.num_computed_tokens = num_hit_tokens
         if request.times.scheduled_s is None:
             request.times.scheduled_s = now
-
-    def _tell_added(self, request: Request) -> None:
-        samples = (request, *request.forks)
-        warm_up = request.warm_up
-        self._emit(
-            RequestAdded(
-                tuple(sample.request_id for sample in samples),
-                tuple(sample.token_ids for sample in samples),
-                request.num_prompt_tokens,
-                request.stop.max_total_tokens,
-                request.namespace,
-                request.arrival_s,
-                request.deadline_s,
-                request.priority,
-                has_prompt_logprobs=request.sampling.prompt_logprobs is not None,
-                returns=request.returns_in_s is not None,
-                pin=(warm_up.ttl_s, warm_up.retention_priority) if warm_up is not None and warm_up.pin else None,
-            )
-        )
-
-    def _tell_lookups(self, step: StepInFlight) -> None:
-        """Tell what those that the step admitted had found: only now, since a step that fails is no lookup."""
-        for row in range(len(step.requests) - step.num_admitted, len(step.requests)):
-            request = step.requests[row]
-            num_hit_tokens = step.plan.starts[row]
-            after_preemption = request.num_preemptions > 0
-            self._emit(PrefixLookup(request.request_id, request.num_tokens, num_hit_tokens, after_preemption))
 
     def _plan_admitted(self, step: StepInFlight, request: Request, num_tokens: int, packed: bytes) -> None:
         plan = step.plan

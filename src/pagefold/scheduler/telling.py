@@ -1,0 +1,43 @@
+"""Events of the scheduler that are put together from several parts: who came, what those who were let in had found."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pagefold.events import PrefixLookup, RequestAdded
+
+if TYPE_CHECKING:
+    from pagefold.events import Emit
+    from pagefold.request import Request
+    from pagefold.scheduler.step_in_flight import StepInFlight
+
+__all__ = ["tell_added", "tell_lookups"]
+
+
+def tell_added(emit: Emit, request: Request) -> None:
+    """Tell that a request was queued, with those that will fork from it."""
+    samples = (request, *request.forks)
+    warm_up = request.warm_up
+    emit(
+        RequestAdded(
+            tuple(sample.request_id for sample in samples),
+            tuple(sample.token_ids for sample in samples),
+            request.num_prompt_tokens,
+            request.stop.max_total_tokens,
+            request.namespace,
+            request.arrival_s,
+            request.deadline_s,
+            request.priority,
+            has_prompt_logprobs=request.sampling.prompt_logprobs is not None,
+            returns=request.returns_in_s is not None,
+            pin=(warm_up.ttl_s, warm_up.retention_priority) if warm_up is not None and warm_up.pin else None,
+        )
+    )
+
+
+def tell_lookups(emit: Emit, step: StepInFlight) -> None:
+    """Tell what those that a step admitted had found: when it ran, since a step that fails is no lookup."""
+    for row in range(len(step.requests) - step.num_admitted, len(step.requests)):
+        request = step.requests[row]
+        after_preemption = request.num_preemptions > 0
+        emit(PrefixLookup(request.request_id, request.num_tokens, step.plan.starts[row], after_preemption))
