@@ -157,7 +157,9 @@ def test_what_is_damaged_never_does_more_than_give_wrong_bytes(rng: np.random.Ge
     assert packing.unpack(memoryview(bomb), into)
 
 
-@pytest.mark.parametrize("name", [None, "float16", "int8_per_token_head", "int4_per_token_head", "k8v4", "fp8_e4m3"])
+@pytest.mark.parametrize(
+    "name", [None, "float16", "int8_per_token_head", "int4_per_token_head", "k8v4", "fp8_e4m3", "kivi2"]
+)
 def test_every_byte_of_a_block_is_in_its_plan_once(rng: np.random.Generator, name: str | None) -> None:
     codec = None if name is None else CODECS[name]
     skipped = (1,) if name == "int8_per_token_head" else ()
