@@ -10,12 +10,16 @@ sections on the Karhunen-Loeve transform and on bit allocation) with two changes
   directions alike: on other text than that of the calibration it costs less (see docs/quantized-kv.md).
 * Numbers of one width are mixed among each other, by an orthonormal cosine matrix, so that all have the same spread and
   none is far larger than others: one scale serves them all.
+
+Inverses and eigenvectors are NumPy's: torch's, by MKL, failed now and then for heads of 192 and 256 in processes where
+Numba's threads had run (``lu_solve``: wrong pivots; torch 2.13).
 """
 
 from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 
 from pagefold.kv.codec import num_wide
@@ -43,8 +47,8 @@ def into_basis(vectors: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
 
 def basis_for_queries(basis: torch.Tensor) -> torch.Tensor:
     """Return the matrix for queries, ``[..., D, D]``, by which products with keys stay what they were."""
-    inverse: torch.Tensor = torch.linalg.inv(basis.double())
-    return inverse.mT.float().contiguous()
+    inverse = np.linalg.inv(basis.double().numpy())
+    return torch.from_numpy(inverse).mT.float().contiguous()
 
 
 def plain_basis(head_dim: int) -> torch.Tensor:
@@ -62,7 +66,7 @@ def fitted_basis(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
     """
     size = len(keys)
     weight = _power(queries, 0.25)
-    spreads, directions = torch.linalg.eigh(weight @ keys @ weight)
+    spreads, directions = _eigenvectors(weight @ keys @ weight)
     spreads, directions = spreads.flip(0), directions.flip(1)
     least = max(spreads[0].item() * 1e-9, 1e-30)
     basis = weight @ directions  # a row for each of a key's numbers
@@ -89,10 +93,16 @@ def _scaled(basis: torch.Tensor, variances: torch.Tensor) -> torch.Tensor:
 def _power(moment: torch.Tensor, power: float) -> torch.Tensor:
     """Return a power of a symmetric matrix without negative eigenvalues."""
     floor = _LEAST_SHARE * moment.trace() / len(moment)
-    values, vectors = torch.linalg.eigh(moment)
+    values, vectors = _eigenvectors(moment)
     raised = (values.clamp(min=0) + floor).clamp(min=1e-30).pow(power)
     powered: torch.Tensor = vectors * raised @ vectors.T
     return powered
+
+
+def _eigenvectors(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the eigenvalues of a symmetric matrix, ascending, and its eigenvectors in columns."""
+    values, vectors = np.linalg.eigh(matrix.numpy())
+    return torch.from_numpy(values), torch.from_numpy(vectors)
 
 
 def _cosines(size: int) -> torch.Tensor:
