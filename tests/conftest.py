@@ -6,12 +6,14 @@ import shutil
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-settings.register_profile("no deadlines", deadline=None)  # a busy machine is slow, not wrong
+# A busy machine is slow, and a seed may draw much that is filtered out: neither is wrong.
+_HARMLESS = [HealthCheck.too_slow, HealthCheck.filter_too_much]
+settings.register_profile("no deadlines", deadline=None, suppress_health_check=_HARMLESS)
 settings.load_profile("no deadlines")
 
 
