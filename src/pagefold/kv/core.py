@@ -427,7 +427,7 @@ class KVCore:
             node.committed = True
             assert node.parent is not None
             node = node.parent
-        if not is_read and table.num_published < promise.num_blocks:
+        if not is_read and promise.is_behind:
             self.join(promise)
 
     def join(self, promise: Promise) -> None:
@@ -435,10 +435,11 @@ class KVCore:
 
         The table gives its own back for them, so that a published path is always the path of the table itself.
         """
+        if not promise.is_behind:
+            return
         table = promise.table
         tail = table.tail
-        if tail is None or table.num_published >= promise.num_blocks:
-            return
+        assert tail is not None, "behind, and it publishes nothing"
         if tail.parent is None:
             tail = self.tree.root(tail.key)
         index = table.num_published
