@@ -19,6 +19,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from equivalence.alone import AloneOutputs
 from equivalence.prompts import full_prompts, short_prompts
 from equivalence.settings import SETTINGS
 from equivalence.suite import Trial, Workload
@@ -41,32 +42,6 @@ FULL = Workload(full_prompts(VOCAB_SIZE), num_outputs=64)
 LOGITS_BOUND = 2e-4  # float32 against float64: tiny models' logits are of size 30 and less
 
 
-class AloneOutputs:
-    """What the fused decoder says of each prompt alone: one thread, one chunk, nothing cached."""
-
-    smallest_gap = float("inf")  # equal to the bit needs no gap
-
-    def __init__(self, folder, num_outputs, **settings):
-        self._engine = _engine(folder, **settings, max_num_batched_tokens=2**16, enable_prefix_caching=False, threads=1)
-        self._num_outputs = num_outputs
-        self._eos = frozenset(self._engine.limits.eos_token_ids)
-        self._outputs = {}
-
-    def of(self, prompt, *, ignore_eos=True):
-        key = tuple(prompt)
-        if key not in self._outputs:
-            how = SamplingParams(temperature=0.0, max_tokens=self._num_outputs, ignore_eos=True)
-            self._engine.add("alone", prompt, how)
-            output = []
-            while self._engine.has_work:
-                for delta in self._engine.step():
-                    output += delta.token_ids
-            self._outputs[key] = output
-        output = self._outputs[key]
-        ends = [] if ignore_eos else [at for at, token_id in enumerate(output) if token_id in self._eos]
-        return output[: ends[0] + 1] if ends else output
-
-
 def _engine(folder, **settings):
     config = EngineConfig(model=str(folder), model_impl="pagefold", kv_cache_memory_bytes=2**26, **settings)
     return build_engine(plan_engine(config))
@@ -79,7 +54,7 @@ def alone_outputs(tiny_folder):
     def make(family, num_outputs):
         key = family, num_outputs
         if key not in made:
-            made[key] = AloneOutputs(tiny_folder(family), num_outputs)
+            made[key] = AloneOutputs(tiny_folder(family), num_outputs, model_impl="pagefold", threads=1)
         return made[key]
 
     return make

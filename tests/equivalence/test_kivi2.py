@@ -17,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from equivalence.alone import AloneOutputs
 from equivalence.attention_cases import Shape
 from equivalence.harsh_runner import HarshRunner, InjectedError
 from equivalence.prompts import short_prompts
@@ -77,40 +78,6 @@ ALL_SETTINGS = [
 ]
 
 
-class AloneOutputs:
-    """What an engine says of each prompt alone: in one chunk, with nothing cached."""
-
-    smallest_gap = float("inf")  # the same engine, on other ways
-
-    def __init__(self, folder, num_outputs, **settings):
-        config = EngineConfig(
-            model=str(folder),
-            kv_cache_dtype="kivi2",
-            kv_cache_memory_bytes=2**26,
-            max_num_batched_tokens=2**16,
-            enable_prefix_caching=False,
-            **settings,
-        )
-        self._engine = build_engine(plan_engine(config))
-        self._num_outputs = num_outputs
-        self._eos = frozenset(self._engine.limits.eos_token_ids)
-        self._outputs = {}
-
-    def of(self, prompt, *, ignore_eos=True):
-        key = tuple(prompt)
-        if key not in self._outputs:
-            how = SamplingParams(temperature=0.0, max_tokens=self._num_outputs, ignore_eos=True)
-            self._engine.add("alone", prompt, how)
-            output = []
-            while self._engine.has_work:
-                for delta in self._engine.step():
-                    output += delta.token_ids
-            self._outputs[key] = output
-        output = self._outputs[key]
-        ends = [] if ignore_eos else [at for at, token_id in enumerate(output) if token_id in self._eos]
-        return output[: ends[0] + 1] if ends else output
-
-
 @pytest.fixture(scope="module")
 def alone(tiny_folder):
     made = {}
@@ -119,7 +86,7 @@ def alone(tiny_folder):
         key = family, setting.dtype, setting.attention_backend, setting.block_size
         if key not in made:
             settings = {"dtype": key[1], "attention_backend": key[2], "block_size": key[3]}
-            made[key] = AloneOutputs(tiny_folder(family), SHORT.num_outputs, **settings)
+            made[key] = AloneOutputs(tiny_folder(family), SHORT.num_outputs, kv_cache_dtype="kivi2", **settings)
         return made[key]
 
     return make
