@@ -444,7 +444,10 @@ def _allocate(blueprint: Blueprint, num_blocks: int) -> AnySlab:
         return Slab.allocate(geometry, num_blocks, blueprint.dtype)
     if num_residuals:
         return SealedSlab.allocate(
-            geometry, num_blocks, num_residuals, None if constants is None else constants.key_centres
+            geometry,
+            num_blocks,
+            num_residuals,
+            None if constants is None else constants.key_centres[:, :2].contiguous(),
         )
     return CodecSlab.allocate(geometry, num_blocks, constants)
 

@@ -8,10 +8,18 @@ queries follow constants (see ``runner/codecs/constants.py``):
   up to 1, so a constant taken off all of them is missing in the output, where it is added again. The constants are the
   means over the text. KIVI (Liu et al., 2024) shows the channels of keys; that their constant can go is in
   SageAttention (Zhang et al., 2024), section 4.2, whose constant is each sequence's own.
+* Rope turns that mean of keys with the position, fast in some channels and slowly in others. So the mean is taken of
+  keys turned back to position 0, and each range of positions (``runner/codecs/constants.py``) has what comes of it
+  there.
 * A sequence's first entry has constants of its own, the first K and V of that text: models attend to it whatever it is
   (an attention sink; Xiao et al., 2023), it is much the same for all tokens and far from others, and an error of its
   score is felt in every output.
-* Bases of keys (``runner/codecs/basis.py``) follow from the second moments of centred keys and of queries.
+* Bases of keys (``runner/codecs/basis.py``) follow from the second moments of centred keys and of queries: of the
+  text's own positions, and of these keys and queries turned to later ones, up to the longest that the model takes.
+  Without that, positions beyond the text cost several times as much (docs/quantized-kv.md).
+
+A model whose rope is not known here, one that only transformers computes, has one centre for all positions, and bases
+for those of the text.
 
 They depend on no request, so what is stored depends on no request; their digest is part of a block's namespace.
 """
@@ -35,7 +43,8 @@ from pagefold.kv import BlockId, KVGeometry
 from pagefold.runner import codecs
 from pagefold.runner.codecs import CELL_CODECS
 from pagefold.runner.codecs.basis import fitted_basis
-from pagefold.runner.codecs.constants import CodecConstants
+from pagefold.runner.codecs.constants import RANGE, CodecConstants
+from pagefold.runner.codecs.turning import Turning
 from pagefold.runner.content import content_fingerprint
 from pagefold.runner.inputs import make_inputs
 from pagefold.runner.slab import Slab
@@ -46,6 +55,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pagefold.engine.build import Blueprint
+    from pagefold.runner.models import ModelSpec
     from pagefold.runner.slab import AnySlab
     from pagefold.runner.torch_runner import Decoder, OnQueries
 
@@ -53,7 +63,11 @@ __all__ = ["MakeDecoder", "digest_of", "find_constants"]
 
 _TEXT = Path(codecs.__file__).with_name("calibration.txt")
 _NUM_TOKENS, _TOKENS_A_STEP = 2048, 256
-_VERSION = 2
+_NUM_STRETCHES = 4
+"""Of positions, to which the text's keys and queries are turned."""
+_MOST_POSITIONS = 131072
+"""Later ones have the centres of the last range before."""
+_VERSION = 3
 """Of what is measured, and how it is kept."""
 
 
@@ -92,7 +106,9 @@ def find_constants(
     facts = _VERSION, *computed, _NUM_TOKENS
     name = hashlib.sha256(repr(facts).encode() + text).hexdigest()[:32]
     file = cache_dir() / "calibration" / f"{name}.f32"
-    kept = _read(file, geometry.num_layers * geometry.num_kv_heads, geometry.head_dim)
+    kept = _read(
+        file, geometry.num_layers * geometry.num_kv_heads, -(-_num_positions(spec) // RANGE), geometry.head_dim
+    )
     if kept is not None:
         return kept
     say(f"calibrate  keys, values and queries are measured on {_NUM_TOKENS:,} tokens, once for this model")
@@ -103,12 +119,32 @@ def find_constants(
     return constants
 
 
-def _read(file: Path, num_cells: int, head_dim: int) -> CodecConstants | None:
+def _num_positions(spec: ModelSpec) -> int:
+    """Return how many positions are told apart."""
+    return 1 if spec.fused is None else min(spec.max_exact_len, _MOST_POSITIONS)
+
+
+def _turning(spec: ModelSpec) -> Turning:
+    """Return how the model's positions turn keys and queries."""
+    if spec.fused is None:
+        return Turning.none(spec.head_dim)
+    from pagefold.runner.fused.rope import rope_table  # noqa: PLC0415 - some kinds are transformers'
+
+    return Turning(torch.from_numpy(rope_table(spec.fused, spec.folder, _num_positions(spec))))
+
+
+def _offsets(num_tokens: int, num_positions: int) -> range:
+    """Return by how many positions so many tokens are moved on, to be spread over all that there are."""
+    stretch = max(num_tokens, num_positions // _NUM_STRETCHES)
+    return range(0, max(1, num_positions - num_tokens + 1), stretch)
+
+
+def _read(file: Path, num_cells: int, num_ranges: int, head_dim: int) -> CodecConstants | None:
     try:
         numbers = np.frombuffer(file.read_bytes(), np.float32)
     except (OSError, ValueError):
         return None
-    shapes = (num_cells, 2, head_dim), (num_cells, 2, head_dim), (num_cells, head_dim, head_dim)
+    shapes = (num_cells, 1 + num_ranges, head_dim), (num_cells, 2, head_dim), (num_cells, head_dim, head_dim)
     ends = np.cumsum([math.prod(shape) for shape in shapes])
     if numbers.size != ends[-1] or not np.isfinite(numbers).all():
         return None
@@ -127,13 +163,17 @@ def _measure(blueprint: Blueprint, make_decoder: MakeDecoder, text: str) -> Code
     num_blocks = plain.num_blocks_for(len(token_ids))
     slab = Slab.allocate(plain, num_blocks, blueprint.dtype)
     capacity = replace(blueprint.capacity, max_model_len=len(token_ids))
+    turning = _turning(spec)
+    offsets = _offsets(len(token_ids), turning.num_positions)
     moments = torch.zeros((plain.num_layers, plain.num_kv_heads, spec.head_dim, spec.head_dim), dtype=torch.float64)
+    positions = torch.empty(0, dtype=torch.int64)  # of the step's tokens
 
     def on_queries(layer: int, queries: torch.Tensor) -> None:
-        num_tokens, num_heads, head_dim = queries.shape
-        group = num_heads // plain.num_kv_heads  # heads that share a KV head
-        rows = queries.double().reshape(num_tokens, plain.num_kv_heads, group, head_dim).transpose(0, 1).flatten(1, 2)
-        moments[layer] += rows.mT @ rows / (group * len(token_ids))
+        rows = queries.double().view(len(queries), plain.num_kv_heads, -1, spec.head_dim)
+        rows = turning.turned_back(rows.permute(1, 2, 0, 3), positions)  # [KV head, its heads, token, D]
+        for offset in offsets:
+            turned = turning.turned(rows, positions + offset).flatten(1, 2)
+            moments[layer] += turned.mT @ turned / (rows.shape[1] * len(token_ids) * len(offsets))
 
     decoder = make_decoder(replace(blueprint, geometry=plain, capacity=capacity), slab, on_queries)
     for start in range(0, len(token_ids), _TOKENS_A_STEP):
@@ -142,24 +182,38 @@ def _measure(blueprint: Blueprint, make_decoder: MakeDecoder, text: str) -> Code
         plan.starts, plan.num_tokens = [start], [len(plan.token_ids)]
         plan.block_ids = [list(map(BlockId, range(num_blocks)))]
         plan.sampling_rows = [0]
+        positions = torch.arange(start, start + len(plan.token_ids))
         decoder.logits(make_inputs(plan, plain))
-    keys, key_centres = _centred(slab.keys, len(token_ids))
-    _, value_centres = _centred(slab.values, len(token_ids))
-    bases = [fitted_basis(own.mT @ own / len(own), of_queries) for own, of_queries in zip(
-        keys, moments.flatten(0, 1), strict=True
-    )]  # fmt: skip
-    return CodecConstants(key_centres, value_centres, torch.stack(bases))
+    key_centres, bases = [], []
+    for own, of_queries in zip(_by_cell(slab.keys, len(token_ids)), moments.flatten(0, 1), strict=True):
+        centres, moment = _of_keys(own.double(), turning, offsets)
+        key_centres.append(torch.cat((own[:1], centres.float())))
+        bases.append(fitted_basis(moment, of_queries))
+    values = _by_cell(slab.values, len(token_ids))
+    means = values[:, min(1, len(token_ids) - 1) :].double().mean(1, keepdim=True).float()
+    value_centres = torch.cat((values[:, :1], means), 1)
+    return CodecConstants(torch.stack(key_centres), value_centres, torch.stack(bases))
 
 
-def _centred(vectors: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return vectors but the first without their mean, float64 ``[num_cells, n, D]``, and the first and that mean.
+def _by_cell(vectors: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Return a slab's vectors ``[num_blocks, num_cells, slots, D]`` as float32 ``[num_cells, num_tokens, D]``."""
+    return vectors.transpose(0, 1).flatten(1, 2)[:, :num_tokens].float()
+
+
+def _of_keys(keys: torch.Tensor, turning: Turning, offsets: range) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the centre of each range, ``[R, D]``, and the second moment ``[D, D]`` of centred keys, all but the first.
 
     Args:
-        vectors: ``[num_blocks, num_cells, slots, D]``.
-        num_tokens: how many there are.
+        keys: float64 ``[n, D]``, of positions 0 to n - 1.
+        turning: how the model's positions turn them.
+        offsets: to what positions they are moved on.
     """
-    entries = vectors.transpose(0, 1).flatten(1, 2)[:, :num_tokens].double()
-    others = entries[:, 1:] if num_tokens > 1 else entries
-    mean = others.mean(1, keepdim=True)
-    centres = torch.cat((entries[:, :1], mean), 1).float().contiguous()
-    return others - mean, centres
+    positions = torch.arange(min(1, len(keys) - 1), len(keys))
+    still = turning.turned_back(keys[positions], positions)
+    centres = turning.over_ranges(still.mean(0))
+    moment = torch.zeros((keys.shape[1],) * 2, dtype=torch.float64)
+    for offset in offsets:
+        ranges = ((positions + offset) // RANGE).clamp(max=len(centres) - 1)
+        rest = turning.turned(still, positions + offset) - centres[ranges]
+        moment += rest.mT @ rest / (len(rest) * len(offsets))
+    return centres, moment

@@ -98,7 +98,8 @@ class CodecSlab:
         self._geometry = geometry
         self.places = cell_places(geometry)
         codecs = [self.codec(cell) for cell in range(len(self.places))]
-        self.constants = CodecConstants.unknown(len(self.places), geometry.head_dim)
+        num_ranges = 1 if constants is None else constants.num_ranges
+        self.constants = CodecConstants.unknown(len(self.places), geometry.head_dim, num_ranges)
         if constants is not None:
             self.constants = self.constants.where(
                 constants,
@@ -139,10 +140,9 @@ class CodecSlab:
         """
         codec, places, slots = self.codec(cell), self.places[cell], entries % self.block_size
         keys, values = (vectors.float() for vectors in kv)
-        at = entries.clamp(max=1)
         if codec.centres:
-            keys = keys - self.constants.key_centres[cell, at]
-            values = values - self.constants.value_centres[cell, at]
+            keys = keys - self.constants.centre_keys(cell, entries)
+            values = values - self.constants.value_centres[cell, entries.clamp(max=1)]
         if codec.has_basis:
             keys = into_basis(keys, self.constants.bases[cell])
         elif codec.rotates:
@@ -170,8 +170,8 @@ class CodecSlab:
         if codec.rotates:
             values = hadamard(values)
         if codec.centres:
-            at = entries.clamp(max=1)
-            keys, values = keys + self.constants.key_centres[cell, at], values + self.constants.value_centres[cell, at]
+            keys = keys + self.constants.centre_keys(cell, entries)
+            values = values + self.constants.value_centres[cell, entries.clamp(max=1)]
         return keys, values
 
     def codec(self, cell: int) -> CellCodec:

@@ -9,7 +9,8 @@ Where K and V are encoded, tiles load codes (see ``attention_tiles.py``), and sc
 ``k = code * scale + zero`` a score is ``(q . code) * scale + sum(q) * zero``, and the sum of weighted values is that of
 codes weighted by ``weight * scale``, plus the sum of ``weight * zero``, in each number. Where they are rotated, queries
 are rotated before the first pass and outputs rotated back after the last; where K has a basis, queries are brought into
-the one that belongs to it. What was taken off V is added to the sums, each constant by the weights of its entries.
+the one that belongs to it. What was taken off V is added to the sums, each constant by the weights of its entries; what
+was taken off K is added to scores as far as it differs between entries.
 
 Where blocks are sealed (``sealed_slab.py``) K's scales are those of a block's channels: queries are multiplied by them,
 block by block, before the first pass. A row sees the sealed blocks before its own like any others, and its own block in
@@ -31,6 +32,7 @@ from pagefold.runner.attention.kernel_slab import (
     VALUES,
 )
 from pagefold.runner.attention.work import AttentionWork
+from pagefold.runner.codecs.constants import RANGE
 from pagefold.runner.codecs.kernel import (
     encode,
     encode_int2,
@@ -39,7 +41,6 @@ from pagefold.runner.codecs.kernel import (
     hadamard,
     into_basis,
     to_float16,
-    wide_of,
 )
 from pagefold.runner.kernels.attention_tiles import (
     BFLOAT16,
@@ -61,7 +62,6 @@ __all__ = ["AttentionWork", "attend", "merge", "seal", "write"]
 
 _FLOAT_BYTES, _LINE_BYTES = 4, 64
 _NOTHING = np.float32(-1e30)  # the score of no entry at all: finite, so that no difference of two is NaN
-_MIDDLE = np.float32(7.5)  # of codes that stand for as much on both sides of 0
 _TOKENS_A_MERGE = 4
 
 
@@ -162,8 +162,9 @@ def write(slab, work, layer, t, h, key, value, scratch):
         return
     views = slab.codes[block], slab.halves[block], slab.floats[block]
     room = scratch.vector
+    place = 0 if entry == 0 else 1 + min(entry // RANGE, slab.centres.shape[1] - 2)
     for d in range(head_dim):
-        room[d] = key[d] - slab.centres[cell, min(entry, 1), d]
+        room[d] = key[d] - slab.centres[cell, place, d]
     if key_format == INT2:
         unsealed = _unsealed(slab, work, cell, s, h, entry // block_size)
         for d in range(2 * head_dim):
@@ -250,6 +251,7 @@ def _attend_split(tiles, slab, cell, table, first, num_entries, query, room, acc
         for r in range(num_rows):
             if key_format != INT2:
                 _scale_scores(scores[r], room.scales, room.zeros, key_format, query[r], num_entries)
+                _add_drifts(scores[r], slab.drifts[cell], query[r], first * block_size, num_entries)
             if first == 0:  # the first entry has a centre of its own
                 scores[r, 0] += room.first_shifts[r] - room.shifts[r]
             if softcap != 0.0:  # tanh sees a shift, as softmax does not
@@ -274,7 +276,7 @@ def _attend_split(tiles, slab, cell, table, first, num_entries, query, room, acc
             scores.ctypes.data, width, blocks.ctypes.data, num_blocks, block_size, num_entries,
             at, row_step, acc.ctypes.data + d * _FLOAT_BYTES, head_dim, num_rows,
         ))  # fmt: skip
-    if value_format in {INT4, INT4_SYMMETRIC, INT2}:  # codes that stand for something beside a multiple of the scale
+    if value_format in {INT4, INT4_SYMMETRIC, INT2}:  # with zero points or centres
         first_centre, centre = slab.rotated_centres[cell, 0], slab.rotated_centres[cell, 1]
         for r in range(num_rows):
             first_weight = room.first_weights[r] if first == 0 else np.float32(0.0)
@@ -388,19 +390,32 @@ def _attend_unsealed(tiles, unsealed, slab, is_first, ends, query, room, row, in
 @part(fastmath=_FAST)
 def _scale_scores(scores, scales, zeros, form, query, num_entries):
     """Turn products with codes into scores, in place."""
-    total = np.float32(0.0)
     if form == INT4:
+        total = np.float32(0.0)
         for d in range(len(query)):
             total += query[d]
         for e in range(num_entries):
             scores[e] = scores[e] * scales[e] + total * zeros[e]
     else:
-        if form == TWO_WIDTHS:
-            for d in range(wide_of(len(query)), len(query)):
-                total += query[d]
-            total *= _MIDDLE
         for e in range(num_entries):
-            scores[e] = (scores[e] - total) * scales[e]
+            scores[e] *= scales[e]
+
+
+@part(fastmath=_FAST)
+def _add_drifts(scores, drifts, query, start, num_entries):
+    """Add to scores what the centre of their range comes to beside the first range's; ``start`` is the first entry."""
+    last = len(drifts) - 1
+    begin = 0
+    while begin < num_entries:
+        place = min((start + begin) // RANGE, last)
+        end = num_entries if place == last else min(num_entries, (place + 1) * RANGE - start)
+        if place > 0:
+            drift = np.float32(0.0)
+            for d in range(len(query)):
+                drift += query[d] * drifts[place, d]
+            for e in range(begin, end):
+                scores[e] += drift
+        begin = end
 
 
 @part(fastmath=_FAST)
@@ -412,10 +427,6 @@ def _scale_weights(weights, scales, zeros, form, num_seen):
             total += weights[e] * zeros[e]
     for e in range(num_seen):
         weights[e] *= scales[e]
-    if form == INT4_SYMMETRIC:
-        for e in range(num_seen):
-            total -= weights[e]
-        total *= _MIDDLE
     return total
 
 

@@ -47,9 +47,11 @@ class KernelSlab(NamedTuple):
         cells: int64 ``[num_cells, 8]``: of each cell the bytes where K's codes, V's codes, K's scales and V's scales
             begin, the numbers of K's and V's formats, how many numbers are rotated together, 0 for none, and whether K
             has a basis instead.
-        centres: float32 ``[num_cells, 2, D]``: what is taken off K before it is encoded: off a sequence's first entry,
-            and off all others.
-        value_centres: the same of V.
+        centres: float32 ``[num_cells, 1 + R, D]``: what is taken off K before it is encoded: off a sequence's first
+            entry, and off the others of each range (see ``codecs/constants.py``).
+        drifts: float32 ``[num_cells, R, D]``: by how much a range's centre is beside the first range's, as K is stored:
+            in its basis, or rotated.
+        value_centres: float32 ``[num_cells, 2, D]``: what is taken off V, off a sequence's first entry and off others.
         rotated_centres: those of V, rotated as V is.
         bases: float32 ``[num_cells, 2, D, D]``: by what K and by what queries are multiplied, where K has a basis;
             ``[0, 2, D, D]`` where no cell's has.
@@ -66,6 +68,7 @@ class KernelSlab(NamedTuple):
     floats: NDArray[np.float32]
     cells: NDArray[np.int64]
     centres: NDArray[np.float32]
+    drifts: NDArray[np.float32]
     value_centres: NDArray[np.float32]
     rotated_centres: NDArray[np.float32]
     bases: NDArray[np.float32]
@@ -92,19 +95,21 @@ def kernel_slab(slab: AnySlab, num_kv_heads: int) -> KernelSlab:
     if isinstance(slab, SealedSlab):
         cells = _sealed_cells(slab)
         nothing = np.zeros((len(cells), 2, head_dim), np.float32)
-        centres = slab.centres.numpy(), nothing, nothing
+        centres = slab.centres.numpy(), nothing[:, :1], nothing, nothing
         residuals = slab.residuals.flatten(2).view(torch.uint16).numpy()
         opened = np.zeros((0, num_kv_heads, residuals.shape[2]), np.uint16)
     elif isinstance(slab, CodecSlab):
         cells, constants = _encoded_cells(slab), slab.constants
         of_values = constants.value_centres
-        centres = constants.key_centres.numpy(), of_values.numpy(), hadamard(of_values).numpy()
+        drifts = _drifts(slab)
+        centres = constants.key_centres.numpy(), drifts.numpy(), of_values.numpy(), hadamard(of_values).numpy()
         if cells[:, HAS_BASIS].any():
             bases = torch.stack((constants.bases, basis_for_queries(constants.bases)), 1).numpy()
     else:
         assert isinstance(slab, Slab), "a slab of a kind that kernels do not know"
         cells = _plain_cells(slab)
-        centres = (np.zeros((len(cells), 2, head_dim), np.float32),) * 3
+        nothing = np.zeros((len(cells), 2, head_dim), np.float32)
+        centres = nothing, nothing[:, :1], nothing, nothing
     codes = np.asarray(slab.as_bytes())
     return KernelSlab(
         codes,
@@ -137,6 +142,19 @@ def _encoded_cells(slab: CodecSlab) -> NDArray[np.int64]:
         rotation = hadamard_size(slab.head_dim) if codec.rotates else _NO_ROTATION
         rows.append((*places[:4], codec.keys.number, codec.values.number, rotation, codec.has_basis))
     return np.array(rows, np.int64)
+
+
+def _drifts(slab: CodecSlab) -> torch.Tensor:
+    """Return how far centres of K are from the first range's, as each cell stores K."""
+    drifts = slab.constants.key_centres[:, 1:] - slab.constants.key_centres[:, 1:2]
+    as_stored = []
+    for cell, own in enumerate(drifts):
+        codec = slab.codec(cell)
+        if codec.has_basis:
+            as_stored.append(own @ slab.constants.bases[cell])
+        else:
+            as_stored.append(hadamard(own) if codec.rotates else own)
+    return torch.stack(as_stored)
 
 
 def _sealed_cells(slab: SealedSlab) -> NDArray[np.int64]:

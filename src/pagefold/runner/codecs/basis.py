@@ -24,7 +24,8 @@ import torch
 
 from pagefold.kv.codec import num_wide
 from pagefold.runner.codecs.hadamard import hadamard
-from pagefold.runner.codecs.two_widths import NARROW_REACH, WIDE_REACH
+from pagefold.runner.codecs.levels import REACH
+from pagefold.runner.codecs.two_widths import WIDE_REACH
 
 __all__ = ["basis_for_queries", "fitted_basis", "into_basis", "plain_basis"]
 
@@ -86,7 +87,7 @@ def _scaled(basis: torch.Tensor, variances: torch.Tensor) -> torch.Tensor:
     wide = num_wide(len(basis))
     steps = variances.sqrt()
     steps[:wide] *= _WIDE_SPREADS / WIDE_REACH
-    steps[wide:] *= _NARROW_SPREADS / NARROW_REACH
+    steps[wide:] *= _NARROW_SPREADS / REACH
     return (basis / steps).float().contiguous()
 
 

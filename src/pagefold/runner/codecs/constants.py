@@ -12,17 +12,21 @@ import torch
 
 from pagefold.runner.codecs.basis import plain_basis
 
-__all__ = ["CodecConstants"]
+__all__ = ["RANGE", "CodecConstants"]
+
+RANGE = 256
+"""Entries that have one centre of K. Rope turns a mean with the position, so each range has its own."""
 
 
 class CodecConstants(NamedTuple):
     """Constants of each cell.
 
     Attributes:
-        key_centres: float32 ``[num_cells, 2, D]``: what is taken off K: off a sequence's first entry, and off all
-            others. Scores of the others are all lower by the same then, and weights as they were.
-        value_centres: float32 ``[num_cells, 2, D]``: the same of V. An output lacks the constants, each by the weights
-            of its entries; the kernel gives them back.
+        key_centres: float32 ``[num_cells, 1 + R, D]``: what is taken off K: off a sequence's first entry, and off the
+            others of each of the first R ranges of ``RANGE`` entries; off all that come later, what the last has.
+            Scores of a range are all lower by the same then; the kernel gives back what ranges differ by.
+        value_centres: float32 ``[num_cells, 2, D]``: what is taken off V: off a sequence's first entry, and off all
+            others. An output lacks the constants, each by the weights of its entries; the kernel gives them back.
         bases: float32 ``[num_cells, D, D]``: by what K is multiplied then; see ``basis.py``.
     """
 
@@ -31,10 +35,21 @@ class CodecConstants(NamedTuple):
     bases: torch.Tensor
 
     @classmethod
-    def unknown(cls, num_cells: int, head_dim: int) -> CodecConstants:
+    def unknown(cls, num_cells: int, head_dim: int, num_ranges: int = 1) -> CodecConstants:
         """Return those of a model that nothing is known of: nothing is taken off, and K is rotated."""
         bases = plain_basis(head_dim).expand(num_cells, head_dim, head_dim)
-        return cls(torch.zeros((num_cells, 2, head_dim)), torch.zeros((num_cells, 2, head_dim)), bases)
+        nothing = torch.zeros((num_cells, 1 + num_ranges, head_dim))
+        return cls(nothing, nothing[:, :2], bases)
+
+    @property
+    def num_ranges(self) -> int:
+        """Of how many ranges K has centres."""
+        return self.key_centres.shape[1] - 1
+
+    def centre_keys(self, cell: int, entries: torch.Tensor) -> torch.Tensor:
+        """Return what is taken off K, float32 ``[n, D]``, of these entries, int64 ``[n]``, of a sequence."""
+        ranges = (entries // RANGE).clamp(max=self.num_ranges - 1)
+        return self.key_centres[cell, torch.where(entries == 0, 0, 1 + ranges)]
 
     def where(self, known: CodecConstants, is_centred: torch.Tensor, has_basis: torch.Tensor) -> CodecConstants:
         """Return ``known`` constants where cells have use for them, bool ``[num_cells]`` each, and these elsewhere."""

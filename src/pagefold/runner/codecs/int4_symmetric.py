@@ -1,23 +1,25 @@
-"""int4 with a scale a vector, symmetric: of four scales the one that leaves the least squared error."""
+"""int4 with a scale a vector, symmetric: of two scales the one that leaves the less squared error."""
 
 from __future__ import annotations
 
 import torch
 
+from pagefold.runner.codecs.levels import REACH, codes_of, levels_of
 from pagefold.runner.codecs.vectors import scales_of
 
-__all__ = ["Int4Symmetric"]
+__all__ = ["SHARE", "Int4Symmetric"]
 
-_HALF, _MAX = 7.5, 15
-_SHARES = (1.0, 0.875, 0.75, 0.625)
+SHARE = 0.9
+"""Of the scale that reaches all numbers, the other one that is tried. More of them gave hardly more."""
 
 
 class Int4Symmetric:
     """A :class:`~pagefold.runner.codecs.vectors.VectorFormat`: sixteen levels, as far from 0 on both sides.
 
-    A code stands for ``(code - 7.5) * scale``. Scales that are tried are ``share * max |x| / 7.5``, rounded up to
-    bfloat16: with a share of 1 nothing is out of reach and ``|decoded - x| <= scale / 2``; with less a few numbers are,
-    and all others get finer steps. A byte holds the codes of elements ``i`` (low) and ``i + D / 2`` (high).
+    A code stands for a level of ``levels.py``, in scales. Scales that are tried are the one by which the last levels
+    are at ``max |x|``, and 0.9 of that, rounded up to bfloat16: with the first nothing is out of reach and
+    ``|decoded - x| <= 1.2 * scale``; with the other a few numbers are, and all others get finer steps. A byte holds the
+    codes of elements ``i`` (low) and ``i + D / 2`` (high).
     """
 
     number = 9
@@ -27,20 +29,18 @@ class Int4Symmetric:
     def encode(self, vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~pagefold.runner.codecs.vectors.VectorFormat`."""
         largest = vectors.abs().amax(-1, keepdim=True)
-        best_codes, best_scales, least = self._encode_with(vectors, scales_of(largest, _HALF))
-        for share in _SHARES[1:]:
-            codes, scales, error = self._encode_with(vectors, scales_of(largest * share, _HALF))
-            is_better = error < least
-            best_codes, best_scales = torch.where(is_better, codes, best_codes), scales.where(is_better, best_scales)
-            least = torch.where(is_better, error, least)
-        is_lost = ~best_scales.float().isfinite()
-        best_scales = torch.where(is_lost, torch.tensor(torch.nan, dtype=torch.bfloat16), best_scales)
-        low, high = best_codes.chunk(2, -1)
-        return torch.where(is_lost, 0, low | high << 4), best_scales
+        codes, scales, error = self._encode_with(vectors, scales_of(largest, REACH))
+        finer_codes, finer_scales, finer_error = self._encode_with(vectors, scales_of(largest * SHARE, REACH))
+        is_better = finer_error < error
+        codes, scales = torch.where(is_better, finer_codes, codes), torch.where(is_better, finer_scales, scales)
+        is_lost = ~scales.float().isfinite()
+        scales = torch.where(is_lost, torch.tensor(torch.nan, dtype=torch.bfloat16), scales)
+        low, high = codes.chunk(2, -1)
+        return torch.where(is_lost, 0, low | high << 4), scales
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """See :class:`~pagefold.runner.codecs.vectors.VectorFormat`."""
-        return (torch.cat((codes & 15, codes >> 4), -1).float() - _HALF) * scales.float()
+        return levels_of(torch.cat((codes & 15, codes >> 4), -1).float()) * scales.float()
 
     def num_code_bytes(self, head_dim: int) -> int:
         """See :class:`~pagefold.runner.codecs.vectors.VectorFormat`."""
@@ -55,8 +55,8 @@ class Int4Symmetric:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return codes, scales, and the squared error, summed in the kernel's order."""
         scale = scales.float()
-        codes = (vectors / scale + _HALF).round().nan_to_num().clamp(0, _MAX)
-        distances = vectors - (codes - _HALF) * scale
+        codes = codes_of(vectors / scale)
+        distances = vectors - levels_of(codes) * scale
         error = torch.zeros_like(scale)
         for d in range(vectors.shape[-1]):
             error = error + distances[..., d : d + 1] * distances[..., d : d + 1]

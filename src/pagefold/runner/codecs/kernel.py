@@ -14,6 +14,9 @@ from numba import types
 from numba.extending import intrinsic
 
 from pagefold.kv.codec import num_wide
+from pagefold.runner.codecs.int4_symmetric import SHARE
+from pagefold.runner.codecs.levels import INVERSE, REACH
+from pagefold.runner.codecs.two_widths import WIDE_REACH
 from pagefold.runner.kernels.attention_tiles import (
     BFLOAT16,
     E4M3_SCALED,
@@ -47,9 +50,10 @@ _FLOAT16_MAX, _BFLOAT16_MAX = np.float32(65504.0), np.float32(3.3895313892515355
 _HALF_TO_FLOAT = np.float32(2.0**112)  # float32's exponents begin 112 lower
 _E4M3_MAX, _E5M2_MAX = np.float32(448.0), np.float32(57344.0)
 _ONE = np.float32(1.0)
-_WIDE_REACH, _NARROW_REACH = np.float32(127.0), np.float32(7.5)
-_ZERO, _LEVELS = np.float32(0.0), np.float32(15.0)
-_SHARES = (np.float32(0.875), np.float32(0.75), np.float32(0.625))
+_WIDE_REACH, _REACH, _SHARE = np.float32(WIDE_REACH), np.float32(REACH), np.float32(SHARE)
+_ZERO, _MIDDLE, _LAST = np.float32(0.0), np.float32(7.5), np.float32(15.0)
+_FIRST, _THIRD, _FIFTH = (np.float32(one) for one in INVERSE)
+_CUBES = np.float32(1 / 128)
 
 wide_of = part()(num_wide)
 """See ``kv/codec.py``."""
@@ -190,12 +194,19 @@ def _larger(a, b):
 
 
 @part()
-def _narrow_error(vector, scale):
+def _level_code(number):
+    """Return the code, a whole float32, of a number in scales; see ``levels.py``."""
+    square = number * number
+    return _rounded(number * (_FIRST + square * (_THIRD + square * _FIFTH)) + _MIDDLE, _ZERO, _LAST)
+
+
+@part()
+def _level_error(vector, scale):
     """Return the squared error of a vector in sixteen levels; see ``int4_symmetric.py``."""
     error = _ZERO
     for d in range(len(vector)):
-        level = _rounded(vector[d] / scale + _NARROW_REACH, _ZERO, _LEVELS) - _NARROW_REACH
-        distance = vector[d] - level * scale
+        found = _level_code(vector[d] / scale) - _MIDDLE
+        distance = vector[d] - (found + found * found * found * _CUBES) * scale
         error += distance * distance
     return error
 
@@ -207,8 +218,8 @@ def _encode_pairs(codes, vector, scale, is_number, begin, step):
     for d in range(half):
         low = high = np.int32(0)
         if is_number:
-            low = np.int32(_rounded(vector[d] / scale + _NARROW_REACH, _ZERO, _LEVELS))
-            high = np.int32(_rounded(vector[d + half] / scale + _NARROW_REACH, _ZERO, _LEVELS))
+            low = np.int32(_level_code(vector[d] / scale))
+            high = np.int32(_level_code(vector[d + half] / scale))
         codes[begin + d * step] = np.uint8(low | high << np.int32(4))
 
 
@@ -284,20 +295,17 @@ def encode(block, form, vector, begin, step, scale_at, block_size):
             codes[begin + d * step] = np.uint8(low | high << np.int32(4))
     elif form == INT4_SYMMETRIC:
         largest = _largest(vector)
-        scale = _scale(largest, _NARROW_REACH)
+        scale = _scale(largest, _REACH)
         is_number = scale < _INFINITY
         if is_number:
-            least = _narrow_error(vector, scale)
-            for share in _SHARES:
-                other = _scale(largest * share, _NARROW_REACH)
-                error = _narrow_error(vector, other)
-                if error < least:
-                    scale, least = other, error
+            finer = _scale(largest * _SHARE, _REACH)
+            if _level_error(vector, finer) < _level_error(vector, scale):
+                scale = finer
         halves[scale_at // 2] = _upper_half(scale) if is_number else np.uint16(0x7FC0)
         _encode_pairs(codes, vector, scale, is_number, begin, step)
     elif form == TWO_WIDTHS:
         wide = wide_of(size)
-        largest = _larger(_largest(vector[:wide]) / _WIDE_REACH, _largest(vector[wide:]) / _NARROW_REACH)
+        largest = _larger(_largest(vector[:wide]) / _WIDE_REACH, _largest(vector[wide:]) / _REACH)
         scale = _scale(largest, _ONE)
         is_number = scale < _INFINITY
         halves[scale_at // 2] = _upper_half(scale) if is_number else np.uint16(0x7FC0)

@@ -58,12 +58,13 @@ __all__ = [
 
 FLOAT32, FLOAT16, BFLOAT16, INT8, INT4, E4M3, E5M2, E4M3_SCALED, TWO_WIDTHS, INT4_SYMMETRIC, INT2 = range(11)
 """Numbers of the formats that kernels know, as ``runner/codecs`` has them. A byte of ``INT4`` holds two codes, of a
-vector's first and second half, a byte of ``INT2`` four, of its quarters; ``INT4_SYMMETRIC`` is ``INT4`` to a tile.
-``TWO_WIDTHS``, which only K has, is ``INT8`` for a vector's first numbers and ``INT4`` for the others."""
+vector's first and second half; so does one of ``INT4_SYMMETRIC``, whose codes stand for levels (``codecs/levels.py``).
+A byte of ``INT2`` holds four, of its quarters. ``TWO_WIDTHS``, which only K has, is ``INT8`` for a vector's first
+numbers and ``INT4_SYMMETRIC`` for the others."""
 
 NUM_FORMATS = 11
 
-_CODE_BITS = {FLOAT16: 16, BFLOAT16: 16, INT8: 8, INT4: 4, INT2: 2, E4M3: 8, E5M2: 8, E4M3_SCALED: 8}
+_CODE_BITS = {FLOAT16: 16, BFLOAT16: 16, INT8: 8, INT4: 4, INT4_SYMMETRIC: 4, INT2: 2, E4M3: 8, E5M2: 8, E4M3_SCALED: 8}
 _UNROLLED = 4  # rows of a panel at once: narrow codes of several rows share a cache line, which is fetched once
 _UNROLLED_PAIRS = 2  # of ``TWO_WIDTHS``, whose rows of pairs may be no multiple of 4
 _F16, _I16 = ir.HalfType(), ir.IntType(16)
@@ -98,16 +99,16 @@ class AttentionTiles(NamedTuple):
 def attention_tiles(block_size: int, head_dim: int, formats: Iterable[int] = (FLOAT32,)) -> AttentionTiles:
     """Return tiles as wide as divides such a block and head, compiled for these formats; others are 0.
 
-    Needs a ``block_size`` that 4 divides, and a ``head_dim`` too, or for ``INT4`` half of it, for ``INT2`` a quarter.
+    Needs a ``block_size`` that 4 divides, and a ``head_dim`` too, or for ``INT4`` and ``INT4_SYMMETRIC`` half of it,
+    for ``INT2`` a quarter.
     """
     wanted = frozenset(formats)
-    as_tiles = {INT4 if number == INT4_SYMMETRIC else number for number in wanted}
-    columns = head_dim // max(map(_vectors_a_load, as_tiles))
+    columns = head_dim // max(map(_vectors_a_load, wanted))
     most = 1 if INT2 in wanted else 4 if IS_WIDE else 2
     widths = (lanes for lanes in (16, 8, 4) if lanes <= MAX_LANES)
     lanes = next(lanes for lanes in widths if block_size % lanes == columns % lanes == 0)
     vectors = next(vectors for vectors in (4, 2, 1) if vectors <= most and columns % (lanes * vectors) == 0)
-    found = {number: _tiles_of(INT4 if number == INT4_SYMMETRIC else number, lanes, vectors) for number in wanted}
+    found = {number: _tiles_of(number, lanes, vectors) for number in wanted}
     addresses = [found.get(number, {"scores": 0, "values": 0}) for number in range(NUM_FORMATS)]
     return AttentionTiles(
         scores=np.array([one["scores"] for one in addresses]),
@@ -150,10 +151,11 @@ def _load_codes(emit: Emitter, number: int, pointer: ir.Value) -> list[ir.Value]
         return [builder.bitcast(builder.shl(builder.zext(codes, wide), of(wide, 16)), emit.vector)]
     if number == INT8:
         return [builder.sitofp(builder.sext(codes, wide), emit.vector)]
-    if number in {INT4, INT2}:
+    if number in {INT4, INT4_SYMMETRIC, INT2}:
         every, bits = builder.zext(codes, wide), _CODE_BITS[number]
         shifted = [builder.lshr(every, of(wide, shift)) for shift in range(0, 8, bits)]
-        return [builder.sitofp(builder.and_(one, of(wide, 2**bits - 1)), emit.vector) for one in shifted]
+        found = [builder.sitofp(builder.and_(one, of(wide, 2**bits - 1)), emit.vector) for one in shifted]
+        return [_level(emit, one) for one in found] if number == INT4_SYMMETRIC else found
     bits = builder.zext(codes, half)
     if number == E5M2:  # the upper half of a float16
         return [from_half(builder.shl(bits, of(half, 8)))]
@@ -164,8 +166,16 @@ def _load_codes(emit: Emitter, number: int, pointer: ir.Value) -> list[ir.Value]
     return [builder.select(is_nan, ir.Constant(emit.vector, [float("nan")] * lanes), number_of)]
 
 
+def _level(emit: Emitter, codes: ir.Value) -> ir.Value:
+    """Return what codes stand for, in scales; see ``codecs/levels.py``. Every step is exact."""
+    middle, one, cubes = (ir.Constant(emit.vector, [number] * emit.lanes) for number in (7.5, 1.0, 1 / 128))
+    found = emit.builder.fsub(codes, middle)
+    square = emit.builder.fmul(found, found)
+    return emit.builder.fmul(found, emit.fma(square, cubes, one))
+
+
 def _vectors_a_load(number: int) -> int:
-    return {INT4: 2, INT2: 4}.get(number, 1)
+    return {INT4: 2, INT4_SYMMETRIC: 2, INT2: 4}.get(number, 1)
 
 
 class _Run(NamedTuple):
@@ -198,7 +208,7 @@ def _runs(builder: ir.IRBuilder, number: int, num_k: ir.Value) -> list[_Run]:
     pairs = builder.sdiv(builder.sub(num_k, wide), I64(2))
     return [
         _Run(INT8, _UNROLLED, none, wide, (none,)),
-        _Run(INT4, _UNROLLED_PAIRS, wide, builder.add(wide, pairs), (none, pairs)),
+        _Run(INT4_SYMMETRIC, _UNROLLED_PAIRS, wide, builder.add(wide, pairs), (none, pairs)),
     ]
 
 
