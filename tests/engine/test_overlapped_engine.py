@@ -151,6 +151,49 @@ def test_who_ends_by_a_token_is_told_at_once_and_its_id_is_free():
     assert len(tokens_of(drain(engine))["r", 0]) == 1
 
 
+def test_who_takes_the_name_of_a_cancelled_request_gets_nothing_of_it():
+    """What had landed and was not told is of nobody, whether a reset or somebody else's name made it land."""
+    engine = make()
+    for name in ("r", "s"):
+        engine.add(name, [1, 2, 0], SamplingParams(max_tokens=30, **PLAIN))
+    engine.step()
+    engine.step()
+    engine.reset_prefix_cache()
+    for name in ("r", "s"):
+        assert engine.abort(name)
+        engine.add(name, [2, 2, 1, 0], SamplingParams(max_tokens=4, seed=0, **PLAIN))
+    plain = make(Engine)
+    plain.add("r", [2, 2, 1, 0], SamplingParams(max_tokens=4, seed=0, **PLAIN))
+    expected = tokens_of(drain(plain))["r", 0]
+    assert tokens_of(drain(engine)) == {("r", 0): expected, ("s", 0): expected}
+
+
+def test_who_takes_the_name_of_a_request_that_failed_and_was_cancelled_is_not_told_its_error():
+    engine = make()
+    engine.runner.wrong = {("land", step_id): RuntimeError("it died") for step_id in (0, 2, 4)}
+    engine.add("r", [1, 2, 0], SamplingParams(max_tokens=6, **PLAIN))
+    for _ in range(3):
+        assert engine.step() == []
+    engine.reset_prefix_cache()
+    assert not engine.has_requests, "its third step has failed, and nobody knows yet"
+    assert engine.abort("r")
+    engine.add("r", [1, 2, 0], SamplingParams(max_tokens=6, **PLAIN))
+    assert len(tokens_of(drain(engine))["r", 0]) == 6
+
+
+def test_who_takes_a_name_while_a_row_too_many_fails_is_not_told_of_that():
+    engine = make()
+    engine.runner.wrong = {("land", 1): RuntimeError("it died")}
+    engine.add("r", [1, 2, 0], SamplingParams(max_tokens=30, stop_token_ids=tuple(range(VOCAB_SIZE)), **PLAIN))
+    engine.step()
+    (delta,) = engine.step()
+    assert delta.finish_reason == "stop"
+    engine.add("r", [1, 2, 0], SamplingParams(max_tokens=6, **PLAIN))
+    deltas = drain(engine)
+    assert len(tokens_of(deltas)["r", 0]) == 6
+    assert [delta.finish_reason for delta in deltas if delta.is_last] == ["length"]
+
+
 def test_who_is_cancelled_while_it_is_computed_leaves_no_block():
     engine = make()
     engine.add("r", [1, 2, 0], SamplingParams(max_tokens=30, **PLAIN))

@@ -95,6 +95,15 @@ class OverlappedEngine(Engine):
             self._land_all()  # who had such a name has ended, and a step in flight has a row too many of it
         super().add(request_id, prompt_token_ids, sampling, caller, grammar)
 
+    def abort(self, request_id: str) -> bool:
+        """End a request whose caller has gone; see :meth:`Engine.abort`."""
+        # What has landed and was not told is not told to who comes by this name next.
+        self._landed = [(request, reason) for request, reason in self._landed if request.parent_id != request_id]
+        self._failed = [
+            ([request for request in ended if request.parent_id != request_id], error) for ended, error in self._failed
+        ]
+        return super().abort(request_id)
+
     def begin_reset(self) -> tuple[int, Callable[[], None]]:
         """Forget every cached prefix; see :meth:`Engine.begin_reset`."""
         self._land_all()
@@ -181,8 +190,11 @@ class OverlappedEngine(Engine):
             arbiter.learn_compute(len(plan.token_ids), plan.num_rows, now - begun_s)
 
     def _all_failed(self, ended: list[Request], error: Exception) -> list[OutputDelta]:
-        """Keep them until all have been told of the tokens that they got before."""
-        self._failed.append((ended, error))
+        """Keep them until all have been told of the tokens that they got before.
+
+        Not those who have been told their end: somebody else may come by their names before the others are told.
+        """
+        self._failed.append(([request for request in ended if request.request_id in self._texts], error))
         return []
 
     def _take_back_all(self, interrupt: BaseException) -> None:
