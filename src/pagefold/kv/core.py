@@ -188,7 +188,10 @@ class KVCore:
         return hit._replace(partial=None, num_partial_tokens=0, held=held) if held else hit
 
     def worth(self, hit: PrefixHit) -> PrefixHit:
-        """Return ``hit`` without what the host holds, where computing that is sooner than restoring it."""
+        """Return ``hit`` without what the host holds, where computing that is sooner than restoring it.
+
+        To be asked of a hit that is acquired then: the arbiter counts what it is asked.
+        """
         if not hit.held or self.arbiter is None or self.arbiter.restores(HOST, len(hit.held)):
             return hit
         return hit._replace(held=())

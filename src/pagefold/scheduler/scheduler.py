@@ -475,10 +475,10 @@ class Scheduler:
             if streams and not self._can_stream(request):
                 break
             found = core.match(request.namespace, packed, request.max_hit_tokens)
-            hit = found if streams else self._affordable(request, core.worth(found))
+            hit = found if streams else self._affordable(request, found)
             if hit is None:
                 break  # in order: nobody overtakes the head of the queue
-            table, start = core.begin_streaming(hit) if streams else core.acquire(hit)
+            table, start = core.begin_streaming(hit) if streams else core.acquire(core.worth(hit))
             num_tokens = min(request.num_tokens - start, budget)
             request.table = table
             num_tokens = self._limit(request, start, num_tokens)
