@@ -578,10 +578,11 @@ class KVCore:
         """
         self._emit(CacheReset())
         self.pins.clear()
-        if self.host is not None:
-            self.host.reset()
         if self.slow is not None:
             self.slow.reset()
+        if self.host is not None:
+            self._cancel_live_stores()  # else their blocks would wait for a step, which may wait for the blocks
+            self.host.reset()
         num_cached = self.pool.num_cached
         for node in reversed(list(self.tree.nodes())):
             assert node.block is not None
