@@ -271,6 +271,23 @@ def test_blocks_that_fill_with_tokens_nobody_knew_are_found_later():
     assert delta.num_cached_tokens == 20
 
 
+def test_a_block_that_others_were_writing_too_is_published_though_their_step_fails():
+    """The second comes while the first fills the block that it would find; the first ends with the step that fails."""
+    prompt, how = [1, 2, 0], dict(PLAIN, seed=0)
+    plain = make(Engine)
+    plain.add("r", prompt, SamplingParams(max_tokens=2, **how))
+    first, last = tokens_of(drain(plain))["r", 0]
+    assert first != last
+    engine = make()
+    engine.runner.wrong = {("land", 2): RuntimeError("it died")}
+    engine.add("first", prompt, SamplingParams(max_tokens=9, stop_token_ids=(last,), **how))
+    deltas = [*engine.step(), *engine.step()]
+    engine.add("second", [*prompt, first, 1], SamplingParams(max_tokens=1, **how))
+    deltas += drain(engine)
+    assert tokens_of(deltas)["first", 0] == [first, last]
+    assert [delta.num_cached_tokens for delta in deltas if delta.request_id == "second"] == [4]
+
+
 def test_a_burst_of_equal_prompts_computes_its_prefix_once_in_steps_ahead_too():
     engine = make(budget=8, num_blocks=200)
     prompt = [1, 2, 0, 1] * 8

@@ -387,6 +387,8 @@ class Scheduler:
             self.core.residuals.failed(step.plan.residual_copies)
         for promise in reversed(step.promises):
             self.core.abandon(promise)
+        for promise in step.joins:  # what the step before wrote stays, and nobody reads these tables any more
+            self.core.join(promise)
         for request in reversed(step.admitted):
             self.running.remove(request)
             self._back_to_waiting(request)
