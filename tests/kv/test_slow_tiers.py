@@ -306,8 +306,8 @@ def walk(seed, num_operations, policy, num_host):  # noqa: C901 - a choice of op
     return world.seen
 
 
-def test_a_reset_frees_a_block_that_is_to_be_stored_and_that_somebody_waits_for():
-    """Another request computed what the first waits to get from a disk, and ended: its blocks are to be written."""
+def waiting_for_a_store():
+    """Return a world, and a fetch in it of what another request computed meanwhile: that is to be stored."""
     world = World("write_through", 6)
     tokens = [0, 1, 0, 1, 1]
     world.run([tokens], fails=False)
@@ -315,6 +315,23 @@ def test_a_reset_frees_a_block_that_is_to_be_stored_and_that_somebody_waits_for(
     fetch = world.slow.begin([("disk", name) for name in names], 5.0, 0.0)
     assert fetch is not None
     assert [held.num_pins for held in fetch.blocks] == [2, 2], "the store's, and the one of who waits"
+    return world, fetch
+
+
+def test_who_needs_all_memory_gets_blocks_that_are_to_be_stored_and_that_somebody_waits_for():
+    """No step would be planned without it, and so nothing stored."""
+    world, fetch = waiting_for_a_store()
+    table, _ = world.core.acquire(world.core.match(NS, pack([1] * 20), 19))
+    assert world.core.extend(table, 0, NUM_BLOCKS * SIZE)
+    world.check()
+    assert not world.host.has_live_stores
+    world.core.release(table)
+    world.slow.end(fetch)
+    world.finish()
+
+
+def test_a_reset_frees_a_block_that_is_to_be_stored_and_that_somebody_waits_for():
+    world, fetch = waiting_for_a_store()
     world.reset()
     world.check()
     world.slow.end(fetch)

@@ -649,9 +649,14 @@ class KVCore:
     def _cancel_live_stores(self) -> bool:
         """Let go of the blocks that are to be stored though they are cached; whether there were any.
 
-        Else a request that needs all memory would wait for a step that cannot be planned without it.
+        Else a request that needs all memory would wait for a step that cannot be planned without it. So what is kept
+        of them in the arena for requests that wait gives way too.
         """
-        stores = [] if self.host is None else self.host.cancel_live_stores()
+        if self.host is None:
+            return False
+        stores = self.host.cancel_live_stores()
+        if not stores and self.slow is not None and self.host.has_live_stores and self.slow.let_go():
+            stores = self.host.cancel_live_stores()
         self._unpin_io(store.block_id for store in stores)
         return bool(stores)
 
