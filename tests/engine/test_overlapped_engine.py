@@ -15,10 +15,10 @@ from pagefold.engine.engine import Engine, ModelLimits
 from pagefold.engine.overlapped import OverlappedEngine
 from pagefold.errors import InvalidRequestError
 from pagefold.events import StepAbandoned
-from pagefold.kv import KVCore, Namespace, audit
+from pagefold.kv import HostTier, KVCore, Namespace, audit
 from pagefold.request import SamplingParams
 from pagefold.scheduler import Scheduler, SchedulerLimits
-from pagefold.sim.shadow_runner import VOCAB_SIZE, ShadowRunner
+from pagefold.sim.shadow_runner import VOCAB_SIZE, ShadowRunner, expected_token
 
 PLAIN = {"temperature": 0.0, "ignore_eos": True}
 
@@ -46,9 +46,9 @@ class LateRunner(ShadowRunner):
         return self.run(plan)
 
 
-def make(kind=OverlappedEngine, *, num_blocks=64, seqs=8, budget=32, emit=None, **parts):
+def make(kind=OverlappedEngine, *, num_blocks=64, seqs=8, budget=32, num_held=0, emit=None, **parts):
     told = {"emit": emit} if emit is not None else {}
-    core = KVCore(num_blocks, block_size=4, **told)
+    core = KVCore(num_blocks, block_size=4, host=HostTier(num_held) if num_held else None, **told)
     scheduler = Scheduler(core, SchedulerLimits(seqs, budget), **told)
     return kind(
         scheduler=scheduler,
@@ -136,6 +136,51 @@ def test_outputs_and_reasons_are_those_of_the_plain_loop(seed):
         found.append((tokens_of(deltas), ended))
     assert engine.num_ahead > engine.num_launched / 4
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whoever_comes_by_a_name_is_told_its_own(seed):  # noqa: C901 - a choice of operations
+    """Few names, so that they come again; cancels, resets and failed steps between, where memory is short."""
+    random = Random(seed)
+    engine = make(num_blocks=random.choice((17, 30)), seqs=3, num_held=random.choice((0, 20)))
+    for kind in ("launch", "land"):
+        for step_id in random.sample(range(600), 30):
+            engine.runner.wrong[kind, step_id] = RuntimeError("it died")
+    namespace = Namespace("m", "l", "d").key()
+    living, num_ended = {}, 0  # by name: all tokens so far, and how many there will be
+
+    def take(deltas):
+        for delta in deltas:
+            tokens, num_tokens = living[delta.request_id]
+            for token in delta.token_ids:
+                assert token == expected_token(namespace, tokens, 0)
+                tokens.append(token)
+            if delta.is_last:
+                assert delta.finish_reason == "error" or len(tokens) == num_tokens
+                del living[delta.request_id]
+                yield delta
+
+    for _ in range(500):
+        match random.randrange(8):
+            case 0 | 1 | 2:
+                name, num_new = random.choice("abcd"), random.randint(1, 12)
+                if name not in living:
+                    tokens = [1, 2, 0, 1] * random.randint(0, 4) + random.choices(range(VOCAB_SIZE), k=3)
+                    engine.add(name, tokens, SamplingParams(max_tokens=num_new, seed=0, **PLAIN))
+                    living[name] = tokens, len(tokens) + num_new
+            case 3 if living:
+                name = random.choice(sorted(living))
+                del living[name]
+                assert engine.abort(name)
+            case 4 if random.random() < 0.2:
+                engine.reset_prefix_cache()
+            case _:
+                num_ended += len(list(take(engine.step())))
+        audit(engine.scheduler.core)
+    list(take(drain(engine)))
+    assert not living
+    assert num_ended > 20
+    assert engine.num_ahead > 50
 
 
 def test_who_ends_by_a_token_is_told_at_once_and_its_id_is_free():
