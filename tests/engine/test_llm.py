@@ -131,7 +131,7 @@ def test_as_many_params_as_prompts(llm: LLM) -> None:
         ("runner", "run"),
         ("scheduler", "add"),
         ("scheduler", "schedule"),
-        ("scheduler", "_affordable"),
+        ("scheduler._room", "for_all"),
         ("scheduler", "_take_step"),
         ("scheduler.core", "take_copies"),
         ("scheduler.core", "commit"),

@@ -15,10 +15,10 @@ from pagefold.engine.engine import Engine, ModelLimits
 from pagefold.engine.overlapped import OverlappedEngine
 from pagefold.errors import InvalidRequestError
 from pagefold.events import StepAbandoned
-from pagefold.kv import KVCore, Namespace, audit
+from pagefold.kv import HostTier, KVCore, Namespace, audit
 from pagefold.request import SamplingParams
 from pagefold.scheduler import Scheduler, SchedulerLimits
-from pagefold.sim.shadow_runner import VOCAB_SIZE, ShadowRunner
+from pagefold.sim.shadow_runner import VOCAB_SIZE, ShadowRunner, expected_token
 
 PLAIN = {"temperature": 0.0, "ignore_eos": True}
 
@@ -46,9 +46,9 @@ class LateRunner(ShadowRunner):
         return self.run(plan)
 
 
-def make(kind=OverlappedEngine, *, num_blocks=64, seqs=8, budget=32, emit=None, **parts):
+def make(kind=OverlappedEngine, *, num_blocks=64, seqs=8, budget=32, num_held=0, emit=None, **parts):
     told = {"emit": emit} if emit is not None else {}
-    core = KVCore(num_blocks, block_size=4, **told)
+    core = KVCore(num_blocks, block_size=4, host=HostTier(num_held) if num_held else None, **told)
     scheduler = Scheduler(core, SchedulerLimits(seqs, budget), **told)
     return kind(
         scheduler=scheduler,
@@ -138,6 +138,51 @@ def test_outputs_and_reasons_are_those_of_the_plain_loop(seed):
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_whoever_comes_by_a_name_is_told_its_own(seed):  # noqa: C901 - a choice of operations
+    """Few names, so that they come again; cancels, resets and failed steps between, where memory is short."""
+    random = Random(seed)
+    engine = make(num_blocks=random.choice((17, 30)), seqs=3, num_held=random.choice((0, 20)))
+    for kind in ("launch", "land"):
+        for step_id in random.sample(range(600), 30):
+            engine.runner.wrong[kind, step_id] = RuntimeError("it died")
+    namespace = Namespace("m", "l", "d").key()
+    living, num_ended = {}, 0  # by name: all tokens so far, and how many there will be
+
+    def take(deltas):
+        for delta in deltas:
+            tokens, num_tokens = living[delta.request_id]
+            for token in delta.token_ids:
+                assert token == expected_token(namespace, tokens, 0)
+                tokens.append(token)
+            if delta.is_last:
+                assert delta.finish_reason == "error" or len(tokens) == num_tokens
+                del living[delta.request_id]
+                yield delta
+
+    for _ in range(500):
+        match random.randrange(8):
+            case 0 | 1 | 2:
+                name, num_new = random.choice("abcd"), random.randint(1, 12)
+                if name not in living:
+                    tokens = [1, 2, 0, 1] * random.randint(0, 4) + random.choices(range(VOCAB_SIZE), k=3)
+                    engine.add(name, tokens, SamplingParams(max_tokens=num_new, seed=0, **PLAIN))
+                    living[name] = tokens, len(tokens) + num_new
+            case 3 if living:
+                name = random.choice(sorted(living))
+                del living[name]
+                assert engine.abort(name)
+            case 4 if random.random() < 0.2:
+                engine.reset_prefix_cache()
+            case _:
+                num_ended += len(list(take(engine.step())))
+        audit(engine.scheduler.core)
+    list(take(drain(engine)))
+    assert not living
+    assert num_ended > 20
+    assert engine.num_ahead > 50
+
+
 def test_who_ends_by_a_token_is_told_at_once_and_its_id_is_free():
     engine = make()
     engine.add("r", [1, 2, 0], SamplingParams(max_tokens=30, stop_token_ids=tuple(range(VOCAB_SIZE)), **PLAIN))
@@ -149,6 +194,49 @@ def test_who_ends_by_a_token_is_told_at_once_and_its_id_is_free():
     with pytest.raises(InvalidRequestError, match="in use"):
         engine.add("r", [1, 2, 0], SamplingParams(max_tokens=1, **PLAIN))
     assert len(tokens_of(drain(engine))["r", 0]) == 1
+
+
+def test_who_takes_the_name_of_a_cancelled_request_gets_nothing_of_it():
+    """What had landed and was not told is of nobody, whether a reset or somebody else's name made it land."""
+    engine = make()
+    for name in ("r", "s"):
+        engine.add(name, [1, 2, 0], SamplingParams(max_tokens=30, **PLAIN))
+    engine.step()
+    engine.step()
+    engine.reset_prefix_cache()
+    for name in ("r", "s"):
+        assert engine.abort(name)
+        engine.add(name, [2, 2, 1, 0], SamplingParams(max_tokens=4, seed=0, **PLAIN))
+    plain = make(Engine)
+    plain.add("r", [2, 2, 1, 0], SamplingParams(max_tokens=4, seed=0, **PLAIN))
+    expected = tokens_of(drain(plain))["r", 0]
+    assert tokens_of(drain(engine)) == {("r", 0): expected, ("s", 0): expected}
+
+
+def test_who_takes_the_name_of_a_request_that_failed_and_was_cancelled_is_not_told_its_error():
+    engine = make()
+    engine.runner.wrong = {("land", step_id): RuntimeError("it died") for step_id in (0, 2, 4)}
+    engine.add("r", [1, 2, 0], SamplingParams(max_tokens=6, **PLAIN))
+    for _ in range(3):
+        assert engine.step() == []
+    engine.reset_prefix_cache()
+    assert not engine.has_requests, "its third step has failed, and nobody knows yet"
+    assert engine.abort("r")
+    engine.add("r", [1, 2, 0], SamplingParams(max_tokens=6, **PLAIN))
+    assert len(tokens_of(drain(engine))["r", 0]) == 6
+
+
+def test_who_takes_a_name_while_a_row_too_many_fails_is_not_told_of_that():
+    engine = make()
+    engine.runner.wrong = {("land", 1): RuntimeError("it died")}
+    engine.add("r", [1, 2, 0], SamplingParams(max_tokens=30, stop_token_ids=tuple(range(VOCAB_SIZE)), **PLAIN))
+    engine.step()
+    (delta,) = engine.step()
+    assert delta.finish_reason == "stop"
+    engine.add("r", [1, 2, 0], SamplingParams(max_tokens=6, **PLAIN))
+    deltas = drain(engine)
+    assert len(tokens_of(deltas)["r", 0]) == 6
+    assert [delta.finish_reason for delta in deltas if delta.is_last] == ["length"]
 
 
 def test_who_is_cancelled_while_it_is_computed_leaves_no_block():
@@ -226,6 +314,23 @@ def test_blocks_that_fill_with_tokens_nobody_knew_are_found_later():
     engine.add("again", [1, 2, 0, *output], SamplingParams(max_tokens=1, **PLAIN))
     (delta,) = drain(engine)
     assert delta.num_cached_tokens == 20
+
+
+def test_a_block_that_others_were_writing_too_is_published_though_their_step_fails():
+    """The second comes while the first fills the block that it would find; the first ends with the step that fails."""
+    prompt, how = [1, 2, 0], dict(PLAIN, seed=0)
+    plain = make(Engine)
+    plain.add("r", prompt, SamplingParams(max_tokens=2, **how))
+    first, last = tokens_of(drain(plain))["r", 0]
+    assert first != last
+    engine = make()
+    engine.runner.wrong = {("land", 2): RuntimeError("it died")}
+    engine.add("first", prompt, SamplingParams(max_tokens=9, stop_token_ids=(last,), **how))
+    deltas = [*engine.step(), *engine.step()]
+    engine.add("second", [*prompt, first, 1], SamplingParams(max_tokens=1, **how))
+    deltas += drain(engine)
+    assert tokens_of(deltas)["first", 0] == [first, last]
+    assert [delta.num_cached_tokens for delta in deltas if delta.request_id == "second"] == [4]
 
 
 def test_a_burst_of_equal_prompts_computes_its_prefix_once_in_steps_ahead_too():

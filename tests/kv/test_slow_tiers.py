@@ -171,6 +171,7 @@ class World:
             self.slow.written(ops, 0)
         self.writing.clear()
         assert not self.host.num_held
+        assert self.core.num_available == NUM_BLOCKS, "a block that is forgotten waits for a store that nobody needs"
         self.seen["reset"] += 1
 
     def check(self):
@@ -303,6 +304,38 @@ def walk(seed, num_operations, policy, num_host):  # noqa: C901 - a choice of op
         world.check()
     world.finish()
     return world.seen
+
+
+def waiting_for_a_store():
+    """Return a world, and a fetch in it of what another request computed meanwhile: that is to be stored."""
+    world = World("write_through", 6)
+    tokens = [0, 1, 0, 1, 1]
+    world.run([tokens], fails=False)
+    names = names_behind(ROOT, ROOT, pack(tokens), STRIDE)
+    fetch = world.slow.begin([("disk", name) for name in names], 5.0, 0.0)
+    assert fetch is not None
+    assert [held.num_pins for held in fetch.blocks] == [2, 2], "the store's, and the one of who waits"
+    return world, fetch
+
+
+def test_who_needs_all_memory_gets_blocks_that_are_to_be_stored_and_that_somebody_waits_for():
+    """No step would be planned without it, and so nothing stored."""
+    world, fetch = waiting_for_a_store()
+    table, _ = world.core.acquire(world.core.match(NS, pack([1] * 20), 19))
+    assert world.core.extend(table, 0, NUM_BLOCKS * SIZE)
+    world.check()
+    assert not world.host.has_live_stores
+    world.core.release(table)
+    world.slow.end(fetch)
+    world.finish()
+
+
+def test_a_reset_frees_a_block_that_is_to_be_stored_and_that_somebody_waits_for():
+    world, fetch = waiting_for_a_store()
+    world.reset()
+    world.check()
+    world.slow.end(fetch)
+    world.finish()
 
 
 EVENTS = {

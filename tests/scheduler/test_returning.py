@@ -24,6 +24,20 @@ def test_of_too_many_the_last_to_return_are_forgotten():
     assert [one.due_s for one in taken] == [float(due_s) for due_s in range(-2999, -1975)]
 
 
+def test_their_tokens_take_no_more_than_so_many_bytes():
+    """Twenty of 8 MiB, of which eight are remembered; so it is again when they are taken, and after a reset."""
+    returning = Returning()
+    for _ in range(2):
+        for forget in (lambda: returning.take(99.0, 99), returning.clear):
+            for due_s in range(20):
+                returning.add(float(due_s % 10), b"", bytes(2**23))
+            assert [one.due_s for one in returning.take(1.0, 99)] == [0.0, 0.0, 1.0, 1.0]
+            assert returning.next_due_s() == 2.0
+            forget()
+    returning.add(1.0, b"", bytes(2**26 + 1))
+    assert returning.take(2.0, 1) == [], "it is too long itself"
+
+
 def test_nobody_is_expected_after_a_reset():
     returning = Returning()
     returning.add(1.0, b"", b"")

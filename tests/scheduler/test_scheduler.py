@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pagefold.events import Event, PrefixLookup, RequestFinished, RequestPreempted, StepAbandoned, StepApplied
-from pagefold.kv import KVCore, Namespace, audit
+from pagefold.kv import Arbiter, HostTier, KVCore, LinkModel, Namespace, audit
 from pagefold.request import Request, RequestStatus, SamplingParams, StopRule
 from pagefold.scheduler import Scheduler, SchedulerLimits
 from pagefold.sim import NullRunner, hashed_token
@@ -148,6 +148,25 @@ def test_the_head_of_the_queue_is_never_overtaken():
     house.run()
     assert [event.request_id for event in house.events_of(RequestFinished)] == ["runs", "small", "big"]
     assert [event.request_id for event in house.events_of(PrefixLookup)] == ["runs", "big", "small"]
+
+
+def test_what_waits_for_memory_is_weighed_once():
+    """A link that is thought too slow is forgiven for each request that could have used it, not for each step."""
+    house = House(num_blocks=12)
+    house.core.host = HostTier(16)
+    house.core.arbiter = arbiter = Arbiter(1000, 4, compute_s_per_token=1e-3)
+    arbiter.links["host"] = LinkModel(0.0, 1e4)
+    house.add("first", range(30), 1)
+    house.run()
+    house.core.reclaim(12)
+    house.add("runs", range(100, 120), 8)
+    house.step()
+    house.add("waits", range(30), 1)
+    house.step()
+    house.step()
+    assert arbiter.num_unrestored == 0
+    house.run()
+    assert arbiter.num_unrestored == 1
 
 
 def test_seats_are_limited():

@@ -36,13 +36,14 @@ def request_of(name, tokens, num_outputs=3):
 class Machine:
     """Operations, each legal at any time; one that makes no sense at the moment does nothing."""
 
-    def __init__(self, num_blocks=6, num_held=40, max_num_seqs=3, max_tokens=24):
+    def __init__(self, num_blocks=6, num_held=40, max_num_seqs=3, max_tokens=24, slow=None):
         self.events = []
         self.core = KVCore(
             num_blocks,
             block_size=SIZE,
             policy=make_policy("lru"),
-            host=HostTier(num_held),
+            host=HostTier(num_held) if slow is None else slow.host,
+            slow=slow,
             allow_streaming=True,
             emit=self.events.append,
         )
@@ -104,7 +105,7 @@ class Machine:
         self._check_outputs()
 
     def finish(self, which):
-        present = [*self.scheduler.running, *self.scheduler.waiting]
+        present = [*self.scheduler.running, *self.scheduler.waiting, *self.scheduler.fetching.values()]
         if present:
             self.scheduler.finish(present[which % len(present)].request_id, "abort")
 
@@ -118,7 +119,7 @@ class Machine:
 
     def drain(self):
         num_steps = 0
-        while self.plan is not None or self.scheduler.has_work:
+        while self.plan is not None or self.scheduler.has_requests:
             self.schedule()
             self.check()
             self.apply()
@@ -151,10 +152,16 @@ class Machine:
 OPERATIONS = (("add", 3, 12), ("schedule", 0, 40), ("apply", 0, 40), ("fail", 1, 3), ("finish", 1, 2), ("damage", 1, 4))
 
 
+def random_setup(rng):
+    return rng.choice((2, 3, 6, 12)), rng.choice((3, 20, 60)), rng.choice((1, 3)), rng.choice((3, 24, 200))
+
+
 def random_operations(seed, num_operations):
     rng = Random(seed)
-    setup = (rng.choice((2, 3, 6, 12)), rng.choice((3, 20, 60)), rng.choice((1, 3)), rng.choice((3, 24, 200)))
-    machine = Machine(*setup)
+    return operate(Machine(*random_setup(rng)), rng, num_operations)
+
+
+def operate(machine, rng, num_operations):
     for name, num_arguments, _ in rng.choices(OPERATIONS, [weight for *_, weight in OPERATIONS], k=num_operations):
         getattr(machine, name)(*(rng.randrange(MAX_INT) for _ in range(num_arguments)))
         machine.check()

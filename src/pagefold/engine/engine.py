@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pagefold.structured.params import StructuredOutputsParams
     from pagefold.tokenizer import Tokenizer
 
-__all__ = ["Engine", "ModelLimits", "sample_ids_of"]
+__all__ = ["Engine", "ModelLimits"]
 
 _log = logging.getLogger(__name__)
 
@@ -207,11 +207,8 @@ class Engine:
         """
         self.check(prompt_token_ids, sampling, caller)
         assert (grammar is None) == (sampling.structured_outputs is None), "a grammar is compiled before it is added"
-        sample_ids = sample_ids_of(request_id, sampling)
-        is_pin = self.scheduler.core.pins.get(request_id) is not None
-        if is_pin or any(name in self._texts or self.scheduler.get(name) is not None for name in sample_ids):
-            msg = f"Request id {request_id!r} is in use."
-            raise InvalidRequestError(msg, param="request_id", remedy="Use another id.")
+        sample_ids = [request_id, *(f"{request_id}/{index}" for index in range(1, sampling.num_samples))]
+        self._check_names(sample_ids)
         base = self.limits.namespace
         namespace = Namespace(base.model, base.layout, base.dtype, base.adapter, caller.tenant, caller.cache_salt)
         max_total = self.capacity.max_model_len
@@ -353,6 +350,14 @@ class Engine:
         _log.error("step %d failed with %d requests", plan.step_id, plan.num_rows, exc_info=error)
         return self._all_failed(self.scheduler.abandon(f"{type(error).__name__}: {error}"), error)
 
+    def _check_names(self, sample_ids: list[str]) -> None:
+        """Refuse the names of a request's samples, the first of which is its own, where somebody has one of them."""
+        request_id = sample_ids[0]
+        is_pin = self.scheduler.core.pins.get(request_id) is not None
+        if is_pin or any(name in self._texts or self.scheduler.get(name) is not None for name in sample_ids):
+            msg = f"Request id {request_id!r} is in use."
+            raise InvalidRequestError(msg, param="request_id", remedy="Use another id.")
+
     def _check_warm_up(self, num_tokens: int, warm_up: WarmUp) -> None:
         core = self.scheduler.core
         if not core.publishes:
@@ -490,11 +495,6 @@ class Engine:
             is_last=self._close(request),
             times=request.times,
         )
-
-
-def sample_ids_of(request_id: str, sampling: SamplingParams) -> list[str]:
-    """Return the names of all samples of a request; the first has the request's own."""
-    return [request_id, *(f"{request_id}/{index}" for index in range(1, sampling.num_samples))]
 
 
 def _grammar_error(request: Request) -> str:

@@ -24,17 +24,15 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
-from pagefold.engine.engine import Engine, sample_ids_of
-from pagefold.request import ANYBODY
+from pagefold.engine.engine import Engine
 from pagefold.times import tell_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from pagefold.engine.outputs import OutputDelta
-    from pagefold.request import Caller, FinishReason, Request, SamplingParams
+    from pagefold.request import FinishReason, Request
     from pagefold.steps import LaunchingRunner, StepPlan, StepResult
-    from pagefold.structured.grammar import Grammar
 
 __all__ = ["OverlappedEngine"]
 
@@ -77,23 +75,14 @@ class OverlappedEngine(Engine):
         """Launch no step before the last one's tokens are known; see :meth:`Engine.decide_in_order`."""
         self._looks_ahead = False
 
-    def add(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        caller: Caller = ANYBODY,
-        grammar: Grammar | None = None,
-    ) -> None:
-        """Queue a request; see :meth:`Engine.add`.
-
-        Raises:
-            InvalidRequestError, PinQuotaError: as there.
-        """
-        names = sample_ids_of(request_id, sampling)
-        if any(name not in self._texts and self.scheduler.get(name) is not None for name in names):
-            self._land_all()  # who had such a name has ended, and a step in flight has a row too many of it
-        super().add(request_id, prompt_token_ids, sampling, caller, grammar)
+    def abort(self, request_id: str) -> bool:
+        """End a request whose caller has gone; see :meth:`Engine.abort`."""
+        # What has landed and was not told is not told to who comes by this name next.
+        self._landed = [(request, reason) for request, reason in self._landed if request.parent_id != request_id]
+        self._failed = [
+            ([request for request in ended if request.parent_id != request_id], error) for ended, error in self._failed
+        ]
+        return super().abort(request_id)
 
     def begin_reset(self) -> tuple[int, Callable[[], None]]:
         """Forget every cached prefix; see :meth:`Engine.begin_reset`."""
@@ -120,6 +109,12 @@ class OverlappedEngine(Engine):
                 if not self._flights[0].is_launched:
                     self._land()
         return self._deltas(timed_out, now)
+
+    def _check_names(self, sample_ids: list[str]) -> None:
+        """Land first what has a row too many of a request that had such a name and has ended."""
+        if any(name not in self._texts and self.scheduler.get(name) is not None for name in sample_ids):
+            self._land_all()
+        super()._check_names(sample_ids)
 
     def _deltas(self, timed_out: list[Request], now: float) -> list[OutputDelta]:
         """Tell what has happened since the last time: tokens first, then who ended without one."""
@@ -181,8 +176,11 @@ class OverlappedEngine(Engine):
             arbiter.learn_compute(len(plan.token_ids), plan.num_rows, now - begun_s)
 
     def _all_failed(self, ended: list[Request], error: Exception) -> list[OutputDelta]:
-        """Keep them until all have been told of the tokens that they got before."""
-        self._failed.append((ended, error))
+        """Keep them until all have been told of the tokens that they got before.
+
+        Not those who have been told their end: somebody else may come by their names before the others are told.
+        """
+        self._failed.append(([request for request in ended if request.request_id in self._texts], error))
         return []
 
     def _take_back_all(self, interrupt: BaseException) -> None:

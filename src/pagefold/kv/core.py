@@ -188,7 +188,10 @@ class KVCore:
         return hit._replace(partial=None, num_partial_tokens=0, held=held) if held else hit
 
     def worth(self, hit: PrefixHit) -> PrefixHit:
-        """Return ``hit`` without what the host holds, where computing that is sooner than restoring it."""
+        """Return ``hit`` without what the host holds, where computing that is sooner than restoring it.
+
+        To be asked of a hit that is acquired then: the arbiter counts what it is asked.
+        """
         if not hit.held or self.arbiter is None or self.arbiter.restores(HOST, len(hit.held)):
             return hit
         return hit._replace(held=())
@@ -575,10 +578,11 @@ class KVCore:
         """
         self._emit(CacheReset())
         self.pins.clear()
-        if self.host is not None:
-            self.host.reset()
         if self.slow is not None:
             self.slow.reset()
+        if self.host is not None:
+            self._cancel_live_stores()  # else their blocks would wait for a step, which may wait for the blocks
+            self.host.reset()
         num_cached = self.pool.num_cached
         for node in reversed(list(self.tree.nodes())):
             assert node.block is not None
@@ -645,9 +649,14 @@ class KVCore:
     def _cancel_live_stores(self) -> bool:
         """Let go of the blocks that are to be stored though they are cached; whether there were any.
 
-        Else a request that needs all memory would wait for a step that cannot be planned without it.
+        Else a request that needs all memory would wait for a step that cannot be planned without it. So what is kept
+        of them in the arena for requests that wait gives way too.
         """
-        stores = [] if self.host is None else self.host.cancel_live_stores()
+        if self.host is None:
+            return False
+        stores = self.host.cancel_live_stores()
+        if not stores and self.slow is not None and self.host.has_live_stores and self.slow.let_go():
+            stores = self.host.cancel_live_stores()
         self._unpin_io(store.block_id for store in stores)
         return bool(stores)
 

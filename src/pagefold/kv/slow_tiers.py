@@ -214,8 +214,8 @@ class SlowTiers:
             fetch.is_over = True
 
     def reset(self) -> None:
-        """Forget all: what arrives from now on is of no use, and nobody waits for it."""
-        self.give_up()
+        """Forget all: what arrives from now on is of no use, and nobody waits for it. Nor is anything kept for them."""
+        self.let_go()
         for arrival in self._arriving.values():
             arrival.waiting.clear()
             arrival.is_wanted = False

@@ -114,6 +114,11 @@ class HostTier:
         checks = dict.fromkeys(held.host_id for held in self._checks if held.host_id >= 0)  # not of what has left since
         return HostOps(self._stores, self._loads, list(checks))
 
+    @property
+    def has_live_stores(self) -> bool:
+        """Whether a block is to be stored that stays what it is."""
+        return any(store.is_live for store in self._stores)
+
     def get(self, digest: bytes) -> HeldBlock | None:
         """Return the block of that name, if it is held."""
         return self._held.get(digest)

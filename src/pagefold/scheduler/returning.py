@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 __all__ = ["Expected", "Returning"]
 
-_MAX_EXPECTED = 1024
-"""So many conversations are remembered at most, with their tokens; of more, those that return last are forgotten."""
+_MAX_EXPECTED, _MAX_BYTES = 1024, 2**26
+"""So many conversations are remembered at most, with so many bytes of tokens; of more, those that return last are
+forgotten."""
 
 
 class Expected(NamedTuple):
@@ -33,20 +34,25 @@ class Returning:
     def __init__(self) -> None:
         self._heap: list[Expected] = []
         self._num_added = 0
+        self._num_bytes = 0  # of all tokens
 
     def add(self, due_s: float, namespace: bytes, packed: bytes) -> None:
         """Expect a conversation."""
         heapq.heappush(self._heap, Expected(due_s, self._num_added, namespace, packed))
         self._num_added += 1
-        if len(self._heap) > _MAX_EXPECTED:
-            self._heap.remove(max(self._heap))
+        self._num_bytes += len(packed)
+        while len(self._heap) > _MAX_EXPECTED or self._num_bytes > _MAX_BYTES:
+            last = max(self._heap)
+            self._heap.remove(last)
             heapq.heapify(self._heap)
+            self._num_bytes -= len(last.packed)
 
     def take(self, now: float, at_most: int) -> list[Expected]:
         """Return those that are due, up to ``at_most``, and forget them."""
         taken: list[Expected] = []
         while self._heap and self._heap[0].due_s <= now and len(taken) < at_most:
             taken.append(heapq.heappop(self._heap))
+            self._num_bytes -= len(taken[-1].packed)
         return taken
 
     def next_due_s(self) -> float:
@@ -56,3 +62,4 @@ class Returning:
     def clear(self) -> None:
         """Expect nobody any more."""
         self._heap.clear()
+        self._num_bytes = 0

@@ -21,7 +21,6 @@ once for each. When that step is applied the others fork from it, with their fir
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect
 from collections import deque
 from dataclasses import dataclass
@@ -40,12 +39,13 @@ from pagefold.events import (
     StepPlanned,
     ignore,
 )
-from pagefold.kv import PrefixHit
 from pagefold.kv.eviction import RequestFacts
 from pagefold.request import FinishReason, Request, RequestStatus
+from pagefold.scheduler.deadlines import Deadlines
 from pagefold.scheduler.extras import apply_extras, plan_extras
 from pagefold.scheduler.policy import FirstComeFirstServed
 from pagefold.scheduler.publishing import commit, publish_late
+from pagefold.scheduler.room import Room
 from pagefold.scheduler.step_in_flight import StepInFlight
 from pagefold.scheduler.streaming import Streamer
 from pagefold.scheduler.telling import tell_added, tell_lookups
@@ -57,10 +57,6 @@ if TYPE_CHECKING:
     from pagefold.scheduler.policy import SchedulingPolicy
 
 __all__ = ["Scheduler", "SchedulerLimits"]
-
-_WATERMARK = 0.01
-"""Share of all blocks that admission leaves free beside running requests, so that they can grow before one of them must
-be preempted again (vLLM's value)."""
 
 _MAX_FAILED_STEPS = 3
 """A request whose step failed so many times in a row ends with ``error``: the failure is likely its own."""
@@ -114,7 +110,7 @@ class Scheduler:
         self.fetching: dict[str, Request] = {}
         self.timed_out: list[Request] = []
         self._by_id: dict[str, Request] = {}
-        self._deadlines: list[tuple[float, int, str]] = []  # a heap; also of some that have ended
+        self._deadlines = Deadlines()
         self._emit = emit
         self._step: StepInFlight | None = None
         self._ahead: StepInFlight | None = None  # planned behind it
@@ -122,7 +118,7 @@ class Scheduler:
         self._num_arrived = 0
         self._now_s = 0.0  # of the last call of schedule()
         self._streamer = Streamer(core)
-        self._watermark_blocks = int(core.pool.num_blocks * _WATERMARK)
+        self._room = Room(core, self._streamer)
 
     # Requests come and go.
 
@@ -139,7 +135,7 @@ class Scheduler:
     @property
     def next_deadline_s(self) -> float:
         """When the next request's time may be up; inf for never."""
-        return self._deadlines[0][0] if self._deadlines else float("inf")
+        return self._deadlines.next_s
 
     def add(self, request: Request) -> None:
         """Queue a request, with those that will fork from it.
@@ -387,14 +383,15 @@ class Scheduler:
             self.core.residuals.failed(step.plan.residual_copies)
         for promise in reversed(step.promises):
             self.core.abandon(promise)
+        for promise in step.joins:  # what the step before wrote stays, and nobody reads these tables any more
+            self.core.join(promise)
         for request in reversed(step.admitted):
             self.running.remove(request)
             self._back_to_waiting(request)
 
     def _end_late(self, now: float) -> list[Request]:
         late: list[Request] = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, index, request_id = heapq.heappop(self._deadlines)
+        for request_id, index in self._deadlines.take(now):
             request = self._by_id.get(request_id)
             if request is not None and request.index == index:  # and not a later one of the same name
                 self.finish(request_id, "timeout")
@@ -472,13 +469,13 @@ class Scheduler:
             request = self.waiting[0]
             packed = request.packed()
             streams = self._streamer.streams(request)
-            if streams and not self._can_stream(request):
+            if streams and not self._room.to_stream(request, self.running, step.now):
                 break
             found = core.match(request.namespace, packed, request.max_hit_tokens)
-            hit = found if streams else self._affordable(request, core.worth(found))
+            hit = found if streams else self._room.for_all(request, found, self.running, step.now)
             if hit is None:
                 break  # in order: nobody overtakes the head of the queue
-            table, start = core.begin_streaming(hit) if streams else core.acquire(hit)
+            table, start = core.begin_streaming(hit) if streams else core.acquire(core.worth(hit))
             num_tokens = min(request.num_tokens - start, budget)
             request.table = table
             num_tokens = self._limit(request, start, num_tokens)
@@ -590,61 +587,6 @@ class Scheduler:
             self.running[at:at] = request.forks
             request.forks = []
 
-    def _affordable(self, request: Request, hit: PrefixHit) -> PrefixHit | None:
-        """Return what of ``hit`` can be used if all of the request's tokens fit beside those of running ones, or None.
-
-        All its tokens, not only its first chunk: a prompt that is let in and cannot be finished only preempts others.
-        Samples that will fork need a block each, for a copy of the tail or the next one. A request that runs alone does
-        not wait for these: its samples can run one after another.
-        """
-        core = self.core
-        needed = -(-(request.num_tokens + 1) // core.block_size)
-        for other in self.running:
-            needed += self._streamer.num_growth(other) + len(other.forks)
-        if self.running:
-            needed += self._watermark_blocks + len(request.forks)
-        missing = self._num_missing(needed, hit)
-        if missing > 0 and not self._give_up_pins(missing, hit):
-            return None
-        if self._num_missing(needed, hit) == 0:  # a copy keeps its source pinned for this step: one block more
-            return hit._replace(partial=None, num_partial_tokens=0)
-        return hit
-
-    def _can_stream(self, request: Request) -> bool:
-        """Make room for what a request that streams needs of the device at a time; False if there is none."""
-        core = self.core
-        if request.forks or not self._streamer.fits(request, self.running):
-            return False
-        needed = self._streamer.num_hot_blocks(request.num_tokens)
-        needed += sum(self._streamer.num_growth(other) for other in self.running)
-        hit = PrefixHit(request.namespace, [], None, 0)
-        while (missing := self._num_missing(needed, hit)) > 0 and self._streamer.cool(self.running):
-            pass
-        if missing > 0 and not self._give_up_pins(missing, hit):
-            return False
-        return core.make_free(needed)
-
-    def _num_missing(self, needed: int, hit: PrefixHit) -> int:
-        """Return how many of ``needed`` blocks can neither be allocated nor are a gift of ``hit``; may be negative."""
-        # Hit blocks that nobody keeps are among the available ones, so they are needed too; kept ones are a gift.
-        kept = sum(1 for node in hit.nodes if node.block and (node.block.num_table_refs or node.block.num_pin_refs))
-        return needed - kept - self.core.num_available
-
-    def _give_up_pins(self, num_blocks: int, hit: PrefixHit) -> bool:
-        """Give up pins until ``num_blocks`` fewer are missing beside ``hit``; none at all if that is out of reach."""
-        left = self._num_kept_beside(hit) - num_blocks
-        if left < 0:
-            return False
-        while self._num_kept_beside(hit) > left:
-            has_gained = self.core.pins.give_up(self._now_s, hit.nodes)
-            assert has_gained, "pins alone keep a block, and no pin keeps it"
-        return True
-
-    def _num_kept_beside(self, hit: PrefixHit) -> int:
-        """Return how many blocks pins alone keep, those of ``hit`` aside: it has them anyway."""
-        own = sum(1 for node in hit.nodes if node.block and node.block.num_pin_refs and not node.block.num_table_refs)
-        return self.core.pool.num_pinned - own
-
     def _make_room(self, step: StepInFlight, request: Request, start: int, end: int) -> bool:
         """Extend the table of ``request``, giving up pins and then preempting from the end.
 
@@ -720,10 +662,7 @@ class Scheduler:
         assert request.request_id not in self._by_id, f"request id {request.request_id!r} is in use"
         self._by_id[request.request_id] = request
         if request.deadline_s is not None:
-            heapq.heappush(self._deadlines, (request.deadline_s, request.index, request.request_id))
-            if len(self._deadlines) > 2 * len(self._by_id) + 64:  # mostly of the ended: rebuild, amortised O(1)
-                self._deadlines = [entry for entry in self._deadlines if entry[2] in self._by_id]
-                heapq.heapify(self._deadlines)
+            self._deadlines.add(request.deadline_s, request.index, request.request_id, self._by_id)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         if request.table is not None:
