@@ -11,9 +11,10 @@
   many seats as are then taken, since each seat has an unsealed block in 16 bit; and of 416 + 64 tokens too, where these
   weigh less.
 
-How much quality a codec costs, ``pagefold eval`` says.
+* quality: what ``pagefold eval`` says of SmolLM2-135M on its default texts, 4 contexts of 2,048 tokens and 2 of 8,191, all
+  codecs beside the exact cache in one run (half an hour).
 
-    python benchmarks/codecs.py [--only bytes,attention,decode,concurrency] [--repeats 9] [--json FILE]
+    python benchmarks/codecs.py [--only bytes,attention,decode,concurrency,quality] [--repeats 9] [--json FILE]
 """
 
 from __future__ import annotations
@@ -49,19 +50,24 @@ HELD_SETTINGS = {
 }
 KIVI_SEATS = {96: 40, 416: 52}
 """Tokens of a prompt, and the seats of ``kivi2`` in bytes that hold twelve such requests in 16 bit."""
+QUALITY = {2048: 4, 8191: 2}
+"""Tokens of a context, and how many are read."""
 DECODE_ASKED = {"int8_per_token_head": 1.15}
+KL_ASKED = {"int8_per_token_head": 0.001}
+PERPLEXITY_ASKED = {"int8_per_token_head": 0.001, "int4_per_token_head": 0.01}
+REMOVED_ASKED = 0.8
 NAMES = ("float16", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head", "k8v4", "int4_per_token_head", "kivi2")
 
 
 def main() -> None:
     """Measure and report."""
     arguments = parser(__doc__)
-    arguments.add_argument("--only", default="bytes,attention,decode,concurrency")
+    arguments.add_argument("--only", default="bytes,attention,decode,concurrency,quality")
     arguments.add_argument("--repeats", type=int, default=9)
     args = arguments.parse_args()
     where = machine()
     parts = {"bytes": measure_bytes, "attention": measure_attention, "decode": measure_decode,
-             "concurrency": measure_concurrency}  # fmt: skip
+             "concurrency": measure_concurrency, "quality": measure_quality}  # fmt: skip
     rows = [row for name in args.only.split(",") for row in parts[name](args.repeats)]
     print_report("codecs", rows, where, args.json)
 
@@ -237,6 +243,40 @@ def measure_concurrency(_repeats: int) -> list[Row]:
         exact, ours = held("float16", num_prompt, 128), held("kivi2", num_prompt, num_seats)
         what = f"kivi2: requests of {num_prompt} + 64 tokens at once, {ours:.1f}, where 16 bit holds {exact:.1f}"
         rows.append(_row(what, None, ours / exact, at_most=False))
+    return rows
+
+
+def measure_quality(_repeats: int) -> list[Row]:
+    """What reading a text under a codec costs, against the exact cache."""
+    from pagefold.config import EngineConfig, cache_dir
+    from pagefold.quality.evaluate import Question, evaluate
+    from pagefold.quality.setting import Setting
+    from pagefold.quality.texts import fetch_default_texts
+
+    names = ("int8_per_token_head", "int4_per_token_head", "int4_plain")
+    rows = []
+    for context_len, num_contexts in QUALITY.items():
+        question = Question(
+            [Setting(name, {"kv_cache_dtype": name}) for name in names], fetch_default_texts(cache_dir()), context_len,
+            num_contexts, num_greedy_tokens=0, num_haystacks=0,
+        )  # fmt: skip
+        found = {setting.name: setting for setting in evaluate(EngineConfig(model=MODEL), question).settings}
+        where = f"{num_contexts} contexts of {context_len:,}"
+        for name, one in found.items():
+            asked_kl, asked = KL_ASKED.get(name), PERPLEXITY_ASKED.get(name)
+            change, error = one.perplexity_change.value, one.perplexity_change.standard_error
+            rows.append(Row(
+                f"{name}: KL divergence, {where}", "" if asked_kl is None else f"<= {asked_kl:g}",
+                f"{one.kl.value:.2g} (top-1 {one.top1_agreement.value:.1%})",
+                None if asked_kl is None else one.kl.value <= asked_kl, {"kl": one.kl.value},
+            ))  # fmt: skip
+            rows.append(Row(
+                f"{name}: perplexity, {where}", "" if asked is None else f"<= +{asked:.1%}",
+                f"{change:+.2%} ± {error:.2%}", None if asked is None else change <= asked, {"change": change},
+            ))  # fmt: skip
+        removed = 1 - found["int4_per_token_head"].perplexity_change.value / found["int4_plain"].perplexity_change.value
+        what = f"share of int4_plain's perplexity loss that int4_per_token_head removes, {where}"
+        rows.append(Row(what, ">= 80 %", f"{removed:.1%}", removed >= REMOVED_ASKED, {"removed": removed}))
     return rows
 
 

@@ -12,9 +12,11 @@ from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 from llvmlite import ir
 from numba.core import cgutils
 
+from pagefold.runner.codecs.levels import levels_of
 from pagefold.runner.kernels.emit import (
     F32_P,
     I8,
@@ -152,10 +154,9 @@ def _load_codes(emit: Emitter, number: int, pointer: ir.Value) -> list[ir.Value]
     if number == INT8:
         return [builder.sitofp(builder.sext(codes, wide), emit.vector)]
     if number in {INT4, INT4_SYMMETRIC, INT2}:
-        every, bits = builder.zext(codes, wide), _CODE_BITS[number]
-        shifted = [builder.lshr(every, of(wide, shift)) for shift in range(0, 8, bits)]
-        found = [builder.sitofp(builder.and_(one, of(wide, 2**bits - 1)), emit.vector) for one in shifted]
-        return [_level(emit, one) for one in found] if number == INT4_SYMMETRIC else found
+        every = builder.zext(codes, wide)
+        shifts = range(0, 8, _CODE_BITS[number])
+        return [_lowest_code(emit, number, builder.lshr(every, of(wide, shift))) for shift in shifts]
     bits = builder.zext(codes, half)
     if number == E5M2:  # the upper half of a float16
         return [from_half(builder.shl(bits, of(half, 8)))]
@@ -166,10 +167,20 @@ def _load_codes(emit: Emitter, number: int, pointer: ir.Value) -> list[ir.Value]
     return [builder.select(is_nan, ir.Constant(emit.vector, [float("nan")] * lanes), number_of)]
 
 
-def _level(emit: Emitter, codes: ir.Value) -> ir.Value:
-    """Return what codes stand for, in scales; see ``codecs/levels.py``. Every step is exact."""
-    middle, one, cubes = (ir.Constant(emit.vector, [number] * emit.lanes) for number in (7.5, 1.0, 1 / 128))
-    found = emit.builder.fsub(codes, middle)
+def _lowest_code(emit: Emitter, number: int, bits: ir.Value) -> ir.Value:
+    """Return what the lowest code of int32 bits stands for: a whole number, or a level of ``codecs/levels.py``.
+
+    Levels come from a table where the processor has one in a register; else they are computed, and every step of that
+    is exact: the same bits.
+    """
+    if number == INT4_SYMMETRIC and emit.can_look_up:
+        return emit.look_up(ir.Constant(emit.vector, levels_of(torch.arange(16.0)).tolist()), bits)
+    largest = ir.Constant(ir.VectorType(I32, emit.lanes), [2 ** _CODE_BITS[number] - 1] * emit.lanes)
+    code = emit.builder.sitofp(emit.builder.and_(bits, largest), emit.vector)
+    if number != INT4_SYMMETRIC:
+        return code
+    middle, one, cubes = (ir.Constant(emit.vector, [value] * emit.lanes) for value in (7.5, 1.0, 1 / 128))
+    found = emit.builder.fsub(code, middle)
     square = emit.builder.fmul(found, found)
     return emit.builder.fmul(found, emit.fma(square, cubes, one))
 

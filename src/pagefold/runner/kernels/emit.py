@@ -43,7 +43,7 @@ MAX_LANES = 16 if IS_WIDE else 8
 """float32 numbers a vector register. 8 also where registers are narrower: LLVM splits the vectors."""
 
 NUM_REGISTERS = 32 if IS_WIDE else 16
-_MAX_ROWS = 14
+_MAX_ROWS, _TABLE = 14, 16
 
 F32, I8, I32, I64 = ir.FloatType(), ir.IntType(8), ir.IntType(32), ir.IntType(64)
 F32_P, I64_P, I8_P = F32.as_pointer(), I64.as_pointer(), I8.as_pointer()
@@ -147,6 +147,17 @@ class Emitter:
             for v, weights in enumerate(panel):
                 place = acc[r * len(panel) + v]
                 self.builder.store(self.fma(factor, weights, self.builder.load(place)), place)
+
+    @property
+    def can_look_up(self) -> bool:
+        """Whether :meth:`look_up` can be used: with vectors of 16, of a processor that has them."""
+        return IS_WIDE and self.lanes == _TABLE
+
+    def look_up(self, table: ir.Value, places: ir.Value) -> ir.Value:
+        """Return the numbers of a table of 16 at ``places``, int32, of which the lowest four bits count."""
+        kind = ir.FunctionType(self.vector, [self.vector, ir.VectorType(I32, _TABLE)])
+        function = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.x86.avx512.permvar.sf.512")
+        return self.builder.call(function, [table, places])
 
     def fma(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
         """``a * b + c``."""
