@@ -11,8 +11,8 @@
   many seats as are then taken, since each seat has an unsealed block in 16 bit; and of 416 + 64 tokens too, where these
   weigh less.
 
-* quality: what ``pagefold eval`` says of SmolLM2-135M on its default texts, 4 contexts of 2,048 tokens and 2 of 8,191, all
-  codecs beside the exact cache in one run (half an hour).
+* quality: what ``pagefold eval`` says of SmolLM2-135M on its default texts, 4 contexts of 2,048 tokens and 2 of 8,191,
+  all codecs beside the exact cache in one run (half an hour).
 
     python benchmarks/codecs.py [--only bytes,attention,decode,concurrency,quality] [--repeats 9] [--json FILE]
 """

@@ -27,7 +27,9 @@ __all__ = [
     "VALUES",
     "VALUE_FORMAT",
     "VALUE_SCALES",
+    "CodedBlocks",
     "KernelSlab",
+    "SealedBlocks",
     "kernel_slab",
 ]
 
@@ -38,7 +40,7 @@ _NO_ROTATION = _NO_BASIS = 0
 
 
 class KernelSlab(NamedTuple):
-    """All blocks, as numbers of several kinds: the same memory.
+    """All blocks, as numbers of several kinds: the same memory. Kernels are compiled for each subclass apart.
 
     Attributes:
         codes: uint8 ``[num_blocks, block_bytes]``.
@@ -78,6 +80,14 @@ class KernelSlab(NamedTuple):
     head_dim: int
 
 
+class CodedBlocks(KernelSlab):
+    """Blocks of codes."""
+
+
+class SealedBlocks(KernelSlab):
+    """Blocks that are sealed."""
+
+
 def kernel_slab(slab: AnySlab, num_kv_heads: int) -> KernelSlab:
     """Return the blocks of a slab on the CPU, without copying them.
 
@@ -92,14 +102,15 @@ def kernel_slab(slab: AnySlab, num_kv_heads: int) -> KernelSlab:
     head_dim = slab.head_dim
     residuals, opened = np.zeros((0, 0, 0), np.uint16), np.zeros((0, num_kv_heads, 0), np.uint16)
     bases = np.zeros((0, 2, head_dim, head_dim), np.float32)
+    kind = KernelSlab
     if isinstance(slab, SealedSlab):
-        cells = _sealed_cells(slab)
+        cells, kind = _sealed_cells(slab), SealedBlocks
         nothing = np.zeros((len(cells), 2, head_dim), np.float32)
         centres = slab.centres.numpy(), nothing[:, :1], nothing, nothing
         residuals = slab.residuals.flatten(2).view(torch.uint16).numpy()
         opened = np.zeros((0, num_kv_heads, residuals.shape[2]), np.uint16)
     elif isinstance(slab, CodecSlab):
-        cells, constants = _encoded_cells(slab), slab.constants
+        cells, constants, kind = _encoded_cells(slab), slab.constants, CodedBlocks
         of_values = constants.value_centres
         drifts = _drifts(slab)
         centres = constants.key_centres.numpy(), drifts.numpy(), of_values.numpy(), hadamard(of_values).numpy()
@@ -111,7 +122,7 @@ def kernel_slab(slab: AnySlab, num_kv_heads: int) -> KernelSlab:
         nothing = np.zeros((len(cells), 2, head_dim), np.float32)
         centres = nothing, nothing[:, :1], nothing, nothing
     codes = np.asarray(slab.as_bytes())
-    return KernelSlab(
+    return kind(
         codes,
         codes.view(np.uint16),
         codes.view(np.float32),

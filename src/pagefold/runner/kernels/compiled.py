@@ -7,6 +7,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import numba
+from numba.extending import overload
 
 from pagefold.runner.kernels import KERNEL_CACHE
 from pagefold.runner.kernels.object_code import num_modules_compiled
@@ -14,13 +15,41 @@ from pagefold.runner.kernels.object_code import num_modules_compiled
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["num_kernels_compiled", "part", "specialised"]
+__all__ = ["num_kernels_compiled", "part", "part_with", "specialised"]
 
-part = functools.partial(numba.njit, nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+_OPTIONS = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+part = functools.partial(numba.njit, **_OPTIONS)
 """Decorator of what only kernels call: without the entries for Python and C, which take longest to compile."""
 
 _log = logging.getLogger(__name__)
 _KERNELS: list[Any] = []
+
+
+def part_with(*kinds: type, **options: object) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator of a part that only some kinds of records need, and that returns nothing.
+
+    Called with another kind it does nothing, and nothing of it is compiled. Records are told apart by their classes.
+
+    Args:
+        kinds: classes of named tuples, one of which is among the arguments where the part has something to do.
+        options: of Numba.
+    """
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        def called(*_arguments: object) -> None:
+            raise NotImplementedError
+
+        def nothing(*_arguments: object) -> None:
+            return None
+
+        def choose(*arguments: Any) -> Any:  # noqa: ANN401 - Numba's types
+            is_needed = any(issubclass(getattr(one, "instance_class", object), kinds) for one in arguments)
+            return function if is_needed else nothing
+
+        overload(called, jit_options=_OPTIONS | options, strict=False)(choose)
+        return functools.update_wrapper(called, function)
+
+    return decorate
 
 
 def specialised(
