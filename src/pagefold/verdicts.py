@@ -33,8 +33,9 @@ __all__ = [
     "write_verdict",
 ]
 
-FORMAT = 2
-"""Of the files that are written here; others are as if they were not there."""
+FORMAT = 3
+"""Of the files that are written here, and of codecs: what one cost is no verdict on what it has become. Files of
+another format are as if they were not there."""
 
 QUALITY_FIELDS = ("dtype", "quantization", "block_size", "kv_cache_dtype", "kv_cache_dtype_skip_layers")
 """Fields of the engine's config that a verdict is about: another value of any of them needs another one."""

@@ -56,7 +56,7 @@ def test_a_verdict_comes_back_for_what_it_is_about_and_nothing_else(tmp_path: Pa
     "damage",
     [
         lambda text: text[: len(text) // 2],
-        lambda text: text.replace('"format": 2', '"format": 1'),
+        lambda text: text.replace('"format": 3', '"format": 2'),
         lambda text: text.replace("0.99", "7.5"),
         lambda text: text.replace("0.99", '"high"'),
         lambda text: text.replace('"kl"', '"k"'),
