@@ -83,6 +83,15 @@ def test_a_codec_under_the_floor_is_refused_unless_forced(tmp_path: Path) -> Non
     assert _check(_config(), tmp_path) == []
 
 
+@pytest.mark.parametrize(("codec", "can_skip"), [("int4", True), ("k8v4", True), ("kivi2", False)])
+def test_a_refusal_names_only_what_goes_with_the_codec(tmp_path: Path, codec: str, *, can_skip: bool) -> None:
+    config = _config(kv_cache_dtype=codec)
+    write_verdict(_verdict(config, "f", 0.5), tmp_path)
+    with pytest.raises(QualityError) as caught:
+        _check(config, tmp_path)
+    assert ("--kv-cache-dtype-skip-layers" in caught.value.remedy) == can_skip
+
+
 def test_without_a_verdict_the_command_is_named(tmp_path: Path) -> None:
     (said,) = _check(_config(block_size=32, kv_cache_dtype_skip_layers=(0, 1)), tmp_path)
     assert said.endswith(
