@@ -33,8 +33,9 @@ __all__ = [
     "write_verdict",
 ]
 
-FORMAT = 2
-"""Of the files that are written here; others are as if they were not there."""
+FORMAT = 3
+"""Of the files that are written here, and of codecs: what one cost is no verdict on what it has become. Files of
+another format are as if they were not there."""
 
 QUALITY_FIELDS = ("dtype", "quantization", "block_size", "kv_cache_dtype", "kv_cache_dtype_skip_layers")
 """Fields of the engine's config that a verdict is about: another value of any of them needs another one."""
@@ -173,9 +174,11 @@ def check_quality(
     if config.force_kv_cache_dtype:
         say(f"{what}, and is forced: {verdict.told()}")
         return
+    can_skip = not CODECS[KV_CACHE_DTYPES[config.kv_cache_dtype]].channel_tokens  # what seals blocks does so in all
+    skip = "keep layers in 16 bit with --kv-cache-dtype-skip-layers, " if can_skip else ""
     remedy = (
-        "Use another codec (pagefold eval --recommend names one), keep layers in 16 bit with "
-        "--kv-cache-dtype-skip-layers, set another --kv-quality-floor, or force it with --force-kv-cache-dtype."
+        f"Use another codec (pagefold eval --recommend names one), {skip}set another --kv-quality-floor, or force it "
+        "with --force-kv-cache-dtype."
     )
     msg = f"{what}: {verdict.told()}."
     raise QualityError(msg, remedy=remedy)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from store.memory_store import always_load
 
 from pagefold import LLM, SamplingParams
 from pagefold.config import EngineConfig
-from pagefold.engine.build import plan_engine
+from pagefold.engine.build import _decoder, plan_engine
 from pagefold.engine.calibration import find_constants
 from pagefold.errors import ConfigError
 
@@ -82,16 +84,36 @@ def test_constants_are_found_once_and_kept(tiny_chat_model, tmp_path, monkeypatc
     first = llm.engine.runner.slab.constants
     assert all(one.abs().max() > 0 for one in first)
     (file,) = (tmp_path / "calibration").iterdir()
-    kept = np.frombuffer(file.read_bytes(), np.float32)
+    whole = file.read_bytes()
+    kept = np.frombuffer(whole[:-32], np.float32)  # its digest is behind it
     np.testing.assert_array_equal(kept, np.concatenate([one.flatten() for one in first]))
     blueprint = plan_engine(EngineConfig(model=str(tiny_chat_model), **settings))
     found = find_constants(blueprint, _never, said.append)
     assert all(map(torch.equal, found, first))
     assert not said
-    file.write_bytes(file.read_bytes()[:10])
-    again = LLM(str(tiny_chat_model), **settings).engine.runner.slab.constants
-    assert all(map(torch.equal, again, first))
-    assert file.stat().st_size == 4 * len(kept)
+    for damage in (whole[:10], bytes(len(whole)), whole[:999] + bytes([whole[999] ^ 1]) + whole[1000:]):
+        file.write_bytes(damage)
+        again = LLM(str(tiny_chat_model), **settings).engine.runner.slab.constants
+        assert all(map(torch.equal, again, first))
+        assert file.read_bytes() == whole
+
+
+def test_who_measures_at_the_same_time_takes_what_the_first_has_kept(tiny_chat_model, tmp_path, monkeypatch):
+    """Else the blocks of one of two servers would have names that neither knows after its next start."""
+    monkeypatch.setenv("PAGEFOLD_CACHE", str(tmp_path))
+    settings = SMALL | {"kv_cache_dtype": "int4", "attention_backend": "reference"}  # nothing is compiled
+    blueprint = plan_engine(EngineConfig(model=str(tiny_chat_model), **settings))
+    own = find_constants(blueprint, _decoder, str)
+    (file,) = (tmp_path / "calibration").iterdir()
+    numbers = (np.frombuffer(file.read_bytes()[:-32], np.float32) * 2).tobytes()
+    file.unlink()
+
+    def other_is_sooner(*args):
+        file.write_bytes(numbers + hashlib.sha256(numbers).digest())
+        return _decoder(*args)
+
+    found = find_constants(blueprint, other_is_sooner, str)
+    assert all(torch.equal(one, 2 * ours) for one, ours in zip(found, own, strict=True))
 
 
 def _never(blueprint, slab, on_queries=None):

@@ -7,6 +7,7 @@ equal in bytes. Slots that were never written hold NaN, or the largest code wher
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 
 import numpy as np
@@ -24,12 +25,14 @@ from equivalence.tiny_models import VOCAB_SIZE
 from pagefold.kv import CODECS, KVGeometry
 from pagefold.kv.codec import num_wide
 from pagefold.runner.attention import choose_backend
-from pagefold.runner.codec_slab import CodecSlab
+from pagefold.runner.codec_slab import CODEC_LAYOUT, CodecSlab
 from pagefold.runner.codecs import CELL_CODECS
 from pagefold.runner.codecs.basis import basis_for_queries, fitted_basis, into_basis, plain_basis
 from pagefold.runner.codecs.constants import RANGE, CodecConstants
 from pagefold.runner.codecs.levels import REACH, codes_of, levels_of
 from pagefold.runner.codecs.vectors import scales_of
+from pagefold.runner.sealed_slab import SEALED_LAYOUT, SealedSlab
+from pagefold.verdicts import FORMAT
 
 BOUND = 3e-5
 NUM_RANGES = 3
@@ -272,6 +275,25 @@ def test_a_slab_has_the_bytes_of_its_geometry(name, head_dim, block_size):
     assert slab.data[2].is_contiguous()
     assert geometry.bytes_per_block == 2 * sum(map(geometry.cell_bytes, range(3)))
     assert geometry.bytes_per_block == geometry.bytes_per_token * block_size
+
+
+def test_bytes_that_come_to_mean_something_else_get_another_name():
+    """Who changes what is stored, or what that stands for, renames layouts and voids verdicts: disks hold old ones."""
+    meaning = hashlib.sha256()
+    numbers = (torch.arange(32 * 64).view(32, 64) * 37 % 101 - 50) / 16
+    blocks = torch.zeros(32, dtype=torch.int64)
+    for name in sorted(set(CELL_CODECS) - {"kivi2"}):
+        slab = CodecSlab.allocate(KVGeometry(1, 1, 64, 4, 32, CODECS[name]), 1)
+        slab.write(0, blocks, torch.arange(32), (numbers, numbers.flip(0)))
+        meaning.update(slab.as_bytes().tobytes())
+        for form in (CELL_CODECS[name].keys, CELL_CODECS[name].values):
+            meaning.update(form.decode(*form.encode(numbers)).numpy().tobytes())
+    sealed = SealedSlab.allocate(KVGeometry(1, 1, 64, 4, 32, CODECS["kivi2"]), 1, 1)
+    sealed.seal(0, 0, numbers.half(), numbers.flip(0).half())
+    meaning.update(sealed.as_bytes().tobytes())
+    meaning.update(torch.cat(sealed.read(0, blocks, torch.arange(32))).numpy().tobytes())
+    named = CODEC_LAYOUT, SEALED_LAYOUT, FORMAT
+    assert (*named, meaning.hexdigest()[:16]) == ("codec-panels-v3", "sealed-panels-v1", 3, "f533adcacfb278a7")
 
 
 @pytest.mark.parametrize(

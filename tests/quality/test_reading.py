@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from pagefold.config import EngineConfig
+from pagefold.engine.build import plan_engine
 from pagefold.errors import ConfigError
 from pagefold.quality.contexts import cut_contexts
-from pagefold.quality.evaluate import Question, evaluate
+from pagefold.quality.evaluate import Question, _sized, evaluate
 from pagefold.quality.needles import DEPTHS, hide_needles
 from pagefold.quality.reading import read_side_by_side
 from pagefold.quality.recommend import recommend
@@ -127,6 +128,14 @@ def test_an_evaluation_of_the_same_finds_nothing(tiny_chat_model: Path, story: T
     assert recommend(found, bound, lambda _: 0.5) is None
 
 
+@pytest.mark.parametrize("codec", ["auto", "int4", "kivi2"])
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_blocks_are_for_four_contexts_whatever_lies_beside_them(smollm2: Path, codec: str, block_size: int) -> None:
+    """Room for unsealed blocks of all seats is more than four short contexts take in 2 bit."""
+    config = EngineConfig(model=str(smollm2), kv_cache_dtype=codec, block_size=block_size)
+    assert plan_engine(_sized(config, 64)).capacity.num_blocks == 4 * (64 // block_size + 2)
+
+
 def test_needles_lie_where_they_should(tiny_chat_model: Path) -> None:
     tokenizer = Tokenizer(tiny_chat_model)
     rng = random.Random()
@@ -167,8 +176,11 @@ def test_a_text_that_is_too_short_is_refused_with_what_would_work(tiny_chat_mode
     assert len(cut_contexts([short], tokenizer, longest, None).token_ids) == 1
     with pytest.raises(ConfigError, match="less than 9 contexts of 64") as caught:
         cut_contexts([short], tokenizer, 64, 9)
-    most = int(caught.value.remedy.split("at most ")[2].split()[0])
+    most = int(caught.value.remedy.split("at most ")[-1].split()[0])
     assert len(cut_contexts([short], tokenizer, 64, most).token_ids) == most
+    with pytest.raises(ConfigError, match="less than a context") as caught:
+        cut_contexts([Text("a line", story.content[:20])], tokenizer, 64, None)
+    assert caught.value.remedy == "Give a longer text."  # no context may be as short as that
     for length, num in ((4, 1), (64, 0)):
         with pytest.raises(ConfigError, match="at least"):
             cut_contexts([story], tokenizer, length, num)
@@ -183,6 +195,8 @@ def test_what_cannot_be_asked_is_refused(tiny_chat_model: Path, story: Text) -> 
         Question([], [story])
     with pytest.raises(ConfigError, match="at most 50"):
         Question([EXACT], [story], context_len=100, num_greedy_tokens=51)
+    with pytest.raises(ConfigError, match="at least 32"):
+        Question([EXACT], [story], context_len=-5)
     for name in ("seed", "no_such_field"):
         with pytest.raises(ConfigError, match="cannot be evaluated"):
             Setting("bad", {name: 1})

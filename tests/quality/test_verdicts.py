@@ -56,7 +56,7 @@ def test_a_verdict_comes_back_for_what_it_is_about_and_nothing_else(tmp_path: Pa
     "damage",
     [
         lambda text: text[: len(text) // 2],
-        lambda text: text.replace('"format": 2', '"format": 1'),
+        lambda text: text.replace('"format": 3', '"format": 2'),
         lambda text: text.replace("0.99", "7.5"),
         lambda text: text.replace("0.99", '"high"'),
         lambda text: text.replace('"kl"', '"k"'),
@@ -81,6 +81,15 @@ def test_a_codec_under_the_floor_is_refused_unless_forced(tmp_path: Path) -> Non
     assert _check(_config(kv_quality_floor=0.0), tmp_path) == []
     write_verdict(_verdict(_config(), "f", 0.97), tmp_path)
     assert _check(_config(), tmp_path) == []
+
+
+@pytest.mark.parametrize(("codec", "can_skip"), [("int4", True), ("k8v4", True), ("kivi2", False)])
+def test_a_refusal_names_only_what_goes_with_the_codec(tmp_path: Path, codec: str, *, can_skip: bool) -> None:
+    config = _config(kv_cache_dtype=codec)
+    write_verdict(_verdict(config, "f", 0.5), tmp_path)
+    with pytest.raises(QualityError) as caught:
+        _check(config, tmp_path)
+    assert ("--kv-cache-dtype-skip-layers" in caught.value.remedy) == can_skip
 
 
 def test_without_a_verdict_the_command_is_named(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pagefold.quality.texts import Text
     from pagefold.tokenizer import Tokenizer
 
-__all__ = ["DEFAULT_NUM_CONTEXTS", "Contexts", "cut_contexts"]
+__all__ = ["DEFAULT_NUM_CONTEXTS", "Contexts", "check_length", "cut_contexts"]
 
 DEFAULT_NUM_CONTEXTS = 8
 _LEAST_TOKENS = 32
@@ -38,6 +38,17 @@ class Contexts:
     digest: str
 
 
+def check_length(length: int) -> None:
+    """Refuse a context of so many tokens if that is too short to say anything.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if length < _LEAST_TOKENS:
+        msg = f"The context length is {length}."
+        raise ConfigError(msg, remedy=f"Give at least {_LEAST_TOKENS} tokens.")
+
+
 def cut_contexts(texts: Sequence[Text], tokenizer: Tokenizer, length: int, num_contexts: int | None) -> Contexts:
     """Cut contexts of ``length`` tokens, from each text as many.
 
@@ -50,9 +61,7 @@ def cut_contexts(texts: Sequence[Text], tokenizer: Tokenizer, length: int, num_c
     Raises:
         ConfigError: the texts are too short, or a number is too small; says what would work.
     """
-    if length < _LEAST_TOKENS:
-        msg = f"The context length is {length}."
-        raise ConfigError(msg, remedy=f"Give at least {_LEAST_TOKENS} tokens.")
+    check_length(length)
     if num_contexts is not None and num_contexts < 1:
         msg = f"The number of contexts is {num_contexts}."
         raise ConfigError(msg, remedy="Give at least 1; a standard error takes at least 2.")
@@ -85,8 +94,12 @@ def _of_text(  # noqa: PLR0913 - what is cut, from what, how
         what = f"{num} contexts of {length}" if is_exact and most else f"a context of {length}"
         msg = f"{text.name} has {len(token_ids):,} tokens, which is less than {what}."
         longest = len(token_ids) // (num if is_exact else 1) + len(begin)
-        remedy = f"Give a longer text, or a context length of at most {longest}"
-        raise ConfigError(msg, remedy=remedy + (f", or at most {most} contexts." if most else "."))
+        ways = ["Give a longer text"]
+        if longest >= _LEAST_TOKENS:
+            ways.append(f"a context length of at most {longest}")
+        if most:
+            ways.append(f"at most {most} contexts")
+        raise ConfigError(msg, remedy=f"{', or '.join(ways)}.")
     num = min(num, most)
     spread = len(token_ids) // num
     return [begin + tuple(token_ids[place * spread : place * spread + num_own]) for place in range(num)]

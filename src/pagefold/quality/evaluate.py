@@ -15,7 +15,7 @@ from pagefold.config import cache_dir
 from pagefold.engine.build import plan_engine
 from pagefold.errors import ConfigError
 from pagefold.hub.progress import Progress, silent
-from pagefold.quality.contexts import Contexts, cut_contexts
+from pagefold.quality.contexts import Contexts, check_length, cut_contexts
 from pagefold.quality.needles import DEPTHS, hide_needles
 from pagefold.quality.reading import ContextFigures, read_side_by_side, stack
 from pagefold.quality.result import Evaluation, GreedyResult, NeedleResult, PositionBin, SettingResult
@@ -75,6 +75,7 @@ class Question:
         if self.seed < 0:
             msg = f"seed is {self.seed}."
             raise ConfigError(msg, remedy="Give 0 or more.")
+        check_length(self.context_len)
         if 2 * self.num_greedy_tokens > self.context_len:
             msg = f"{self.num_greedy_tokens} greedy tokens do not fit behind the half of {self.context_len}."
             remedy = f"Give at most {self.context_len // 2}, or a longer context."
@@ -142,11 +143,12 @@ def evaluate(config: EngineConfig, question: Question, *, progress: Progress = s
 
 
 def _sized(config: EngineConfig, context_len: int) -> EngineConfig:
-    """Give an engine as many blocks as the contexts need that are in it at once."""
+    """Give an engine as many blocks as the contexts need that are in it at once, and room for unsealed ones."""
     config = replace(config, max_model_len=context_len + 1, kv_cache_memory_bytes=None)
     geometry = plan_engine(config).geometry
     num_blocks = _AT_ONCE * (geometry.num_blocks_for(context_len + 1) + 1)
-    return replace(config, kv_cache_memory_bytes=num_blocks * geometry.bytes_per_block)
+    num_bytes = num_blocks * geometry.bytes_per_block + config.max_num_seqs * geometry.residual_bytes
+    return replace(config, kv_cache_memory_bytes=num_bytes)
 
 
 def _haystacks(question: Question, contexts: Contexts, tokenizer: Tokenizer) -> list[list[Needle]]:

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CODEC_LAYOUT", "CellPlaces", "CodecSlab", "cell_places"]
 
-CODEC_LAYOUT = "codec-panels-v2"
-"""Names the arrangement of bytes inside a block, for the namespace."""
+CODEC_LAYOUT = "codec-panels-v3"
+"""Names the arrangement of bytes inside a block and what they stand for, for the namespace."""
 
 
 class CellPlaces(NamedTuple):

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["SEALED_LAYOUT", "SealedSlab", "to_residual"]
 
 SEALED_LAYOUT = "sealed-panels-v1"
-"""Names the arrangement of bytes inside a block, for the namespace."""
+"""Names the arrangement of bytes inside a block and what they stand for, for the namespace."""
 
 _FLOAT16_MAX = 65504.0
 
