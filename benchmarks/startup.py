@@ -5,20 +5,26 @@ process that imports transformers and torch and loads tokenizer and model from t
 repeats, medians. The first start (which compiles) is not counted. Asserted: the counted starts compile no kernel (Numba
 reports each file that it writes to its cache; there must be none, and at least one that it reads).
 
-    python benchmarks/startup.py [--repeats 5] [--json FILE]
+With ``--first`` instead: CPU time of a first start, which compiles kernels, in a cache folder that has but the model;
+of the default, and of codecs, which need more of the kernels.
+
+    python benchmarks/startup.py [--first] [--repeats 5] [--json FILE]
 """
 
 from __future__ import annotations
 
 import os
 import re
+import resource
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 from report import Row, machine, parser, print_report
 from rich.console import Console
@@ -31,6 +37,7 @@ AutoTokenizer.from_pretrained(sys.argv[1])
 AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
 """
 ASKED = 2.0
+FIRST_STARTS = ("auto", "int8_per_token_head", "kivi2")
 
 
 def free_port() -> int:
@@ -40,17 +47,17 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def start_server() -> tuple[float, str]:
+def start_server(*flags: str, **environment: str) -> tuple[float, str]:
     """Return seconds until ``/ready``, and what the server printed."""
     port = free_port()
-    command = [sys.executable, "-m", "pagefold.cli", "serve", "smollm2-135m", "--port", str(port)]
+    command = [sys.executable, "-m", "pagefold.cli", "serve", "smollm2-135m", "--port", str(port), *flags]
     start = time.perf_counter()
     server = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "NUMBA_DEBUG_CACHE": "1"},
+        env={**os.environ, "NUMBA_DEBUG_CACHE": "1", **environment},
     )
     try:
         while True:
@@ -68,6 +75,16 @@ def start_server() -> tuple[float, str]:
     return seconds, output
 
 
+def first_start(kv_cache_dtype: str, models: Path) -> float:
+    """Return the CPU seconds of a start that finds nothing compiled, until it is ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / models.name).symlink_to(models)
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        start_server("--kv-cache-dtype", kv_cache_dtype, PAGEFOLD_CACHE=folder)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
 def load_plain(folder: str) -> float:
     """Return seconds of a process that only imports and loads."""
     start = time.perf_counter()
@@ -79,12 +96,23 @@ def main() -> None:
     """Measure, print, write."""
     options = parser(__doc__)
     options.add_argument("--repeats", type=int, default=5)
+    options.add_argument("--first", action="store_true", help="measure first starts instead")
     args = options.parse_args()
 
     from pagefold.config import cache_dir
     from pagefold.hub.catalog import resolve
 
     folder = str(resolve("smollm2-135m", cache_dir()))
+    if args.first:
+        seconds = {name: first_start(name, cache_dir() / "models") for name in FIRST_STARTS}
+        rows = [
+            Row(
+                f"first start, --kv-cache-dtype {name}: CPU time", asked="", got=f"{one:.0f} s", values={"seconds": one}
+            )
+            for name, one in seconds.items()
+        ]
+        print_report("startup", rows, machine(), args.json)
+        return
     start_server()
     load_plain(folder)
     ours, plain, num_compiled, num_loaded = [], [], 0, 0
