@@ -52,6 +52,7 @@ __all__ = [
 ]
 
 _FAST = {"reassoc", "contract", "nsz"}
+# Where a format is one of several, these are in a tuple: Numba makes a set on the heap, each time that it is asked.
 
 
 @part()
@@ -59,7 +60,7 @@ def code_bytes(form):
     """Return the bytes of a code, or of all codes that share a byte."""
     if form == FLOAT32:
         return 4
-    return 2 if form in {FLOAT16, BFLOAT16} else 1
+    return 2 if form in (FLOAT16, BFLOAT16) else 1
 
 
 @part()
@@ -67,15 +68,15 @@ def row_codes(form, head_dim):
     """Return how many codes a vector has, or bytes that several share."""
     if form == INT2:
         return head_dim // 4
-    return head_dim // 2 if form in {INT4, INT4_SYMMETRIC} else head_dim
+    return head_dim // 2 if form in (INT4, INT4_SYMMETRIC) else head_dim
 
 
 @part()
 def num_scales(form):
     """Return how many numbers of a vector, or of a channel, are beside its codes: a scale, and a zero point."""
-    if form in {INT4, INT2}:
+    if form in (INT4, INT2):
         return 2
-    return 1 if form in {INT8, E4M3_SCALED, TWO_WIDTHS, INT4_SYMMETRIC} else 0
+    return 1 if form in (INT8, E4M3_SCALED, TWO_WIDTHS, INT4_SYMMETRIC) else 0
 
 
 @part_with(CodedBlocks)
@@ -145,10 +146,10 @@ def _read_scales(slab, table, first, begin, num_numbers, num_entries, scales, ze
 @part_with(CodedBlocks)
 def scale_scores(slab, cell, table, first, num_entries, query, room):
     """Make scores of products with codes, in ``room.scores``; arguments as of ``_attend_split``."""
-    parts = slab.cells[cell]
-    form = parts[KEY_FORMAT]
+    form = slab.cells[cell, KEY_FORMAT]
     if num_scales(form):
-        _read_scales(slab, table, first, parts[KEY_SCALES], num_scales(form), num_entries, room.scales, room.zeros)
+        begin = slab.cells[cell, KEY_SCALES]
+        _read_scales(slab, table, first, begin, num_scales(form), num_entries, room.scales, room.zeros)
         for r in range(len(query)):
             _scale_row(room.scores[r], room.scales, room.zeros, form, query[r], num_entries)
             _add_drifts(room.scores[r], slab.drifts[cell], query[r], first * slab.block_size, num_entries)
@@ -169,10 +170,10 @@ def add_shifts(slab, cell, first, num_rows, num_entries, room, softcap):
 @part_with(CodedBlocks, SealedBlocks)
 def scale_weights(slab, cell, table, first, num_rows, num_entries, room):
     """Make weights of codes of weights of values, in ``room.scores``; what zero points come to is kept in ``room``."""
-    parts = slab.cells[cell]
-    form = parts[VALUE_FORMAT]
+    form = slab.cells[cell, VALUE_FORMAT]
     if num_scales(form):
-        _read_scales(slab, table, first, parts[VALUE_SCALES], num_scales(form), num_entries, room.scales, room.zeros)
+        begin = slab.cells[cell, VALUE_SCALES]
+        _read_scales(slab, table, first, begin, num_scales(form), num_entries, room.scales, room.zeros)
         for r in range(num_rows):
             room.first_weights[r] = room.scores[r, 0]
             room.sums[r] = _scale_weights_of_row(room.scores[r], room.scales, room.zeros, form, room.limits[r])
@@ -181,7 +182,7 @@ def scale_weights(slab, cell, table, first, num_rows, num_entries, room):
 @part_with(CodedBlocks, SealedBlocks)
 def add_centres(slab, cell, first, room, acc):
     """Add to sums of values ``[R, D]`` what zero points and centres of V come to."""
-    if slab.cells[cell, VALUE_FORMAT] not in {INT4, INT4_SYMMETRIC, INT2}:
+    if slab.cells[cell, VALUE_FORMAT] not in (INT4, INT4_SYMMETRIC, INT2):
         return
     first_centre, centre = slab.rotated_centres[cell, 0], slab.rotated_centres[cell, 1]
     for r in range(len(acc)):
@@ -226,7 +227,7 @@ def _add_drifts(scores, drifts, query, start, num_entries):
 def _scale_weights_of_row(weights, scales, zeros, form, num_seen):
     """Make weights of codes of weights of values, in place; return what the zero points come to."""
     total = np.float32(0.0)
-    if form in {INT4, INT2}:
+    if form in (INT4, INT2):
         for e in range(num_seen):
             total += weights[e] * zeros[e]
     for e in range(num_seen):

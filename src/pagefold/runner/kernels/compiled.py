@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -39,14 +40,14 @@ def part_with(*kinds: type, **options: object) -> Callable[[Callable[..., None]]
         def called(*_arguments: object) -> None:
             raise NotImplementedError
 
-        def nothing(*_arguments: object) -> None:
-            return None
+        # Not (*arguments): a tuple of all of them would count references to every array, at each call.
+        nothing = eval(f"lambda {', '.join(inspect.signature(function).parameters)}: None")  # noqa: S307
 
         def choose(*arguments: Any) -> Any:  # noqa: ANN401 - Numba's types
             is_needed = any(issubclass(getattr(one, "instance_class", object), kinds) for one in arguments)
             return function if is_needed else nothing
 
-        overload(called, jit_options=_OPTIONS | options, strict=False)(choose)
+        overload(called, jit_options=_OPTIONS | {"forceinline": True} | options, strict=False)(choose)
         return functools.update_wrapper(called, function)
 
     return decorate
