@@ -43,7 +43,7 @@ from pagefold.kv import BlockId, KVGeometry
 from pagefold.runner import codecs
 from pagefold.runner.codecs import CELL_CODECS
 from pagefold.runner.codecs.basis import fitted_basis
-from pagefold.runner.codecs.constants import RANGE, CodecConstants
+from pagefold.runner.codecs.constants import RANGE, CodecConstants, num_ranges_of
 from pagefold.runner.codecs.turning import Turning
 from pagefold.runner.content import content_fingerprint
 from pagefold.runner.inputs import make_inputs
@@ -108,7 +108,7 @@ def find_constants(
     facts = _VERSION, *computed, _NUM_TOKENS
     name = hashlib.sha256(repr(facts).encode() + text).hexdigest()[:32]
     file = cache_dir() / "calibration" / f"{name}.f32"
-    shape = geometry.num_layers * geometry.num_kv_heads, -(-_num_positions(spec) // RANGE), geometry.head_dim
+    shape = geometry.num_layers * geometry.num_kv_heads, num_ranges_of(_num_positions(spec)), geometry.head_dim
     kept = _read(file, *shape)
     if kept is not None:
         return kept

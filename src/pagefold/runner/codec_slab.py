@@ -143,13 +143,9 @@ class CodecSlab:
         if codec.centres:
             keys = keys - self.constants.centre_keys(cell, entries)
             values = values - self.constants.value_centres[cell, entries.clamp(max=1)]
-        if codec.has_basis:
-            keys = into_basis(keys, self.constants.bases[cell])
-        elif codec.rotates:
-            keys = hadamard(keys)
         if codec.rotates:
             values = hadamard(values)
-        codes, scales = codec.keys.encode(keys)
+        codes, scales = codec.keys.encode(self.keys_as_stored(cell, keys))
         self._panels(places, codec)[block_ids, :, slots] = _in_units(codes, codec.keys)
         self._scales(places.key_scales, codec.keys)[block_ids, :, slots] = scales
         codes, scales = codec.values.encode(values)
@@ -173,6 +169,13 @@ class CodecSlab:
             keys = keys + self.constants.centre_keys(cell, entries)
             values = values + self.constants.value_centres[cell, entries.clamp(max=1)]
         return keys, values
+
+    def keys_as_stored(self, cell: int, keys: torch.Tensor) -> torch.Tensor:
+        """Return keys ``[n, D]``, centred or not, in the basis of a cell, or rotated, or as they are."""
+        codec = self.codec(cell)
+        if codec.has_basis:
+            return into_basis(keys, self.constants.bases[cell])
+        return hadamard(keys) if codec.rotates else keys
 
     def codec(self, cell: int) -> CellCodec:
         """Return how a cell's K and V are stored."""

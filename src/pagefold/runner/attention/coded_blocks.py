@@ -36,7 +36,7 @@ from pagefold.runner.kernels.attention_tiles import (
     INT8,
     TWO_WIDTHS,
 )
-from pagefold.runner.kernels.compiled import part, part_with
+from pagefold.runner.kernels.compiled import FAST, part, part_with
 
 __all__ = [
     "add_centres",
@@ -51,7 +51,6 @@ __all__ = [
     "write_codes",
 ]
 
-_FAST = {"reassoc", "contract", "nsz"}
 # Where a format is one of several, these are in a tuple: Numba makes a set on the heap, each time that it is asked.
 
 
@@ -192,7 +191,7 @@ def add_centres(slab, cell, first, room, acc):
             acc[r, d] += room.sums[r] + first_weight * first_centre[d] + other_weights * centre[d]
 
 
-@part(fastmath=_FAST)
+@part(fastmath=FAST)
 def _scale_row(scores, scales, zeros, form, query, num_entries):
     """Turn products with codes into scores, in place."""
     if form == INT4:
@@ -206,7 +205,7 @@ def _scale_row(scores, scales, zeros, form, query, num_entries):
             scores[e] *= scales[e]
 
 
-@part(fastmath=_FAST)
+@part(fastmath=FAST)
 def _add_drifts(scores, drifts, query, start, num_entries):
     """Add to scores what the centre of their range comes to beside the first range's; ``start`` is the first entry."""
     last = len(drifts) - 1
@@ -223,7 +222,7 @@ def _add_drifts(scores, drifts, query, start, num_entries):
         begin = end
 
 
-@part(fastmath=_FAST)
+@part(fastmath=FAST)
 def _scale_weights_of_row(weights, scales, zeros, form, num_seen):
     """Make weights of codes of weights of values, in place; return what the zero points come to."""
     total = np.float32(0.0)

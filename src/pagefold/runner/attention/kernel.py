@@ -31,13 +31,12 @@ from pagefold.runner.attention.sealed_blocks import attend_own_blocks, score_cha
 from pagefold.runner.attention.work import AttentionWork
 from pagefold.runner.kernels.attention_tiles import FLOAT32, INT2
 from pagefold.runner.kernels.compiled import part
-from pagefold.runner.kernels.emit import FLOAT_BYTES, call_tile, fetch
+from pagefold.runner.kernels.emit import FLOAT_BYTES, LINE_BYTES, call_tile, fetch
 from pagefold.runner.kernels.exponential import exp2_row
 from pagefold.runner.kernels.team import claim, finish, wait
 
 __all__ = ["AttentionWork", "attend", "merge", "seal", "write"]
 
-_LINE_BYTES = 64
 _TOKENS_A_MERGE = 4
 
 
@@ -93,7 +92,7 @@ def _attend_split(tiles, slab, cell, table, first, num_entries, query, room, acc
         e = min(c + 2, num_columns - 1)
         f = min(c + 3, num_columns - 1)
         if value_format != FLOAT32:  # narrow rows end before the processor has noticed that they are a stream
-            for at in range(parts[VALUES] - parts[KEYS], parts[KEY_SCALES] - parts[KEYS], _LINE_BYTES):
+            for at in range(parts[VALUES] - parts[KEYS], parts[KEY_SCALES] - parts[KEYS], LINE_BYTES):
                 fetch(blocks[c // columns_a_block] + at)
                 fetch(blocks[d // columns_a_block] + at)
         w0 = blocks[c // columns_a_block] + (c % columns_a_block) * column_bytes

@@ -158,14 +158,7 @@ def _encoded_cells(slab: CodecSlab) -> NDArray[np.int64]:
 def _drifts(slab: CodecSlab) -> torch.Tensor:
     """Return how far centres of K are from the first range's, as each cell stores K."""
     drifts = slab.constants.key_centres[:, 1:] - slab.constants.key_centres[:, 1:2]
-    as_stored = []
-    for cell, own in enumerate(drifts):
-        codec = slab.codec(cell)
-        if codec.has_basis:
-            as_stored.append(own @ slab.constants.bases[cell])
-        else:
-            as_stored.append(hadamard(own) if codec.rotates else own)
-    return torch.stack(as_stored)
+    return torch.stack([slab.keys_as_stored(cell, own) for cell, own in enumerate(drifts)])
 
 
 def _sealed_cells(slab: SealedSlab) -> NDArray[np.int64]:

@@ -13,15 +13,12 @@ from pagefold.runner.attention.fold import NOTHING, fold
 from pagefold.runner.attention.kernel_slab import KEY_SCALES, KEYS, VALUE_SCALES, VALUES, SealedBlocks
 from pagefold.runner.codecs.kernel import encode_int2, from_bfloat16, from_float16, to_float16
 from pagefold.runner.kernels.attention_tiles import FLOAT16, INT2
-from pagefold.runner.kernels.compiled import part, part_with
-from pagefold.runner.kernels.emit import FLOAT_BYTES, call_tile, fetch
+from pagefold.runner.kernels.compiled import FAST, part, part_with
+from pagefold.runner.kernels.emit import FLOAT_BYTES, LINE_BYTES, call_tile, fetch
 from pagefold.runner.kernels.exponential import exp2_row
 from pagefold.runner.kernels.team import claim, finish, wait
 
 __all__ = ["attend_own_blocks", "score_channels", "seal", "write_unsealed"]
-
-_LINE_BYTES = 64
-_FAST = {"reassoc", "contract", "nsz"}
 
 
 @part()
@@ -99,7 +96,7 @@ def score_channels(tiles, slab, parts, table, first, num_columns, query, room):
             if other != there:
                 _scale_queries(slab, table[first + other], parts[KEY_SCALES], query, room, 1)
                 there = other
-        for at in range(parts[VALUES] - parts[KEYS], parts[KEY_SCALES] - parts[KEYS], _LINE_BYTES):
+        for at in range(parts[VALUES] - parts[KEYS], parts[KEY_SCALES] - parts[KEYS], LINE_BYTES):
             fetch(blocks[b] + at)
             fetch(blocks[other] + at)
         e, f = min(c + 2, num_columns - 1), min(c + 3, num_columns - 1)
@@ -117,7 +114,7 @@ def score_channels(tiles, slab, parts, table, first, num_columns, query, room):
                 scores[r, i] += room.constants[side, r]
 
 
-@part(fastmath=_FAST)
+@part(fastmath=FAST)
 def _scale_queries(slab, block, begin, query, room, side):
     """Multiply queries with the scales of a block's channels, and with its zero points, which give a constant."""
     head_dim = slab.head_dim

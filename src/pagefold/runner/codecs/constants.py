@@ -12,10 +12,15 @@ import torch
 
 from pagefold.runner.codecs.basis import plain_basis
 
-__all__ = ["RANGE", "CodecConstants"]
+__all__ = ["RANGE", "CodecConstants", "num_ranges_of"]
 
 RANGE = 256
 """Entries that have one centre of K. Rope turns a mean with the position, so each range has its own."""
+
+
+def num_ranges_of(num_positions: int) -> int:
+    """Return into how many ranges positions fall; the last may have less than ``RANGE``."""
+    return -(-num_positions // RANGE)
 
 
 class CodecConstants(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from pagefold.runner.codecs.constants import RANGE
+from pagefold.runner.codecs.constants import RANGE, num_ranges_of
 
 __all__ = ["Turning"]
 
@@ -21,14 +21,14 @@ class Turning:
 
     Attributes:
         num_positions: P.
-        num_ranges: of ``RANGE`` positions; the last may have less.
+        num_ranges: into which they fall.
     """
 
     def __init__(self, table: torch.Tensor) -> None:
         table = table.double()
         self._table = table / table.square().sum(1, keepdim=True).sqrt()
         self.num_positions = len(table)
-        self.num_ranges = -(-len(table) // RANGE)
+        self.num_ranges = num_ranges_of(len(table))
 
     @classmethod
     def none(cls, head_dim: int) -> Turning:

@@ -16,8 +16,10 @@ from pagefold.runner.kernels.object_code import num_modules_compiled
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["num_kernels_compiled", "part", "part_with", "specialised"]
+__all__ = ["FAST", "num_kernels_compiled", "part", "part_with", "specialised"]
 
+FAST = {"reassoc", "contract", "nsz"}
+"""For ``fastmath``: sums in any order, and products with them; NaN and infinity stay what they are."""
 _OPTIONS = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 part = functools.partial(numba.njit, **_OPTIONS)
 """Decorator of what only kernels call: without the entries for Python and C, which take longest to compile."""

@@ -26,6 +26,7 @@ __all__ = [
     "I64",
     "I64_P",
     "IS_WIDE",
+    "LINE_BYTES",
     "MAX_LANES",
     "Emitter",
     "call_tile",
@@ -47,7 +48,7 @@ _MAX_ROWS, _TABLE = 14, 16
 
 F32, I8, I32, I64 = ir.FloatType(), ir.IntType(8), ir.IntType(32), ir.IntType(64)
 F32_P, I64_P, I8_P = F32.as_pointer(), I64.as_pointer(), I8.as_pointer()
-FLOAT_BYTES = 4
+FLOAT_BYTES, LINE_BYTES = 4, 64
 _FETCH_READ, _FETCH_ALL_LEVELS, _FETCH_DATA = 0, 3, 1
 
 
