@@ -12,7 +12,7 @@ import torch
 from equivalence.tiny_models import save_tiny_model
 
 from pagefold.config import EngineConfig
-from pagefold.engine.build import plan_engine
+from pagefold.engine.build import _namespace, plan_engine
 from pagefold.errors import BudgetTooSmallError, CardMemoryError, ConfigError, DoesNotFitError
 from pagefold.kv import KVGeometry
 from pagefold.runner.card import Card, choose_device, find_card
@@ -75,6 +75,7 @@ def test_where_there_is_no_card_none_is_found(folder):
         ({"attention_backend": "cuda", "dtype": "float64"}, "float16, bfloat16 and float32"),
         ({"quantization": "int8"}, "takes the fused decoder"),
         ({"model_impl": "pagefold"}, "device=cuda"),
+        ({"kv_cache_dtype": "kivi2"}, "sealed blocks.*as int4_per_token_head, or device=cpu"),
         ({"kv_offloading_size": 2.0**20}, r"kv_offloading_size is .* are free\. Give less: it is pinned"),
     ],
 )
@@ -96,6 +97,21 @@ def test_the_plan_is_the_share_of_the_card(plan_on):
     assert capacity.kv_budget_bytes == capacity.num_blocks * blueprint.geometry.bytes_per_block
     half = plan_on(H100, device="cuda", gpu_memory_utilization=0.45).capacity
     assert capacity.kv_budget_bytes - half.kv_budget_bytes == pytest.approx(36 * GIB, rel=1e-6)
+
+
+def test_codecs_make_more_blocks_of_the_same_bytes(plan_on):
+    exact, coded = (
+        plan_on(H100, device="cuda", kv_cache_memory_bytes=GIB, kv_cache_dtype=name).capacity.num_blocks
+        for name in ("auto", "int8")
+    )
+    assert coded > 1.7 * exact  # heads of 16 numbers have 2 bytes of scale for 16 of codes
+
+
+def test_codes_of_a_card_are_never_taken_for_those_of_a_cpu(plan_on):
+    blueprints = [plan_on(H100, device=device, dtype="float32", kv_cache_dtype="int8") for device in ("cuda", "cpu")]
+    on_card, on_cpu = (_namespace(blueprint).layout for blueprint in blueprints)
+    assert on_card.startswith("codec-rows-v3/int8_per_token_head/")
+    assert on_cpu.startswith("codec-panels-v3/int8_per_token_head/")
 
 
 def test_the_hosts_blocks_are_no_part_of_the_card(plan_on):

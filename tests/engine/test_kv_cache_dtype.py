@@ -14,6 +14,8 @@ from pagefold.config import EngineConfig
 from pagefold.engine.build import _decoder, plan_engine
 from pagefold.engine.calibration import find_constants
 from pagefold.errors import ConfigError
+from pagefold.runner.cuda_decoder import CudaDecoder
+from pagefold.runner.loader import load_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 SMALL = {"max_model_len": 128, "max_num_seqs": 4, "block_size": 16, "kv_cache_memory_bytes": 2**22}
@@ -114,6 +116,22 @@ def test_who_measures_at_the_same_time_takes_what_the_first_has_kept(tiny_chat_m
 
     found = find_constants(blueprint, other_is_sooner, str)
     assert all(torch.equal(one, 2 * ours) for one, ours in zip(found, own, strict=True))
+
+
+def test_a_cards_decoder_finds_the_same(tiny_chat_model, tmp_path, monkeypatch):
+    """Inputs in one copy, the reference attention, told of queries: what a card computes a calibration with."""
+    monkeypatch.setenv("PAGEFOLD_CACHE", str(tmp_path))
+    settings = SMALL | {"kv_cache_dtype": "int4", "attention_backend": "reference"}
+    blueprint = plan_engine(EngineConfig(model=str(tiny_chat_model), **settings))
+    own = find_constants(blueprint, _decoder, str)
+    (file,) = (tmp_path / "calibration").iterdir()
+    file.unlink()
+
+    def as_on_a_card(blueprint, slab, on_queries=None):
+        model = load_model(blueprint.spec.folder, blueprint.dtype)
+        return CudaDecoder(model, slab, None, max_model_len=blueprint.capacity.max_model_len, on_queries=on_queries)
+
+    assert all(map(torch.equal, find_constants(blueprint, as_on_a_card, str), own))
 
 
 def _never(blueprint, slab, on_queries=None):

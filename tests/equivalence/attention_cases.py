@@ -89,6 +89,31 @@ class Case:
             out[tokens, heads] = attended.transpose(0, 1)
         return out
 
+    def round_to(self, dtype: torch.dtype) -> None:
+        """Let all numbers be what ``dtype`` holds, so that only the op's own rounding is judged."""
+        for name in ("query", "key", "value"):
+            setattr(self, name, getattr(self, name).to(dtype).double())
+        self.slab.data.copy_(self.slab.data.to(dtype).double())
+        for at, (keys, values) in self.dense.items():
+            self.dense[at] = keys.to(dtype).double(), values.to(dtype).double()
+
+    def pad(self, num_padding: int) -> None:
+        """Append rows without entries to a decoding step whose heads share tables, and operands for them."""
+        real, num_kv_heads = self.inputs, self.key.shape[1]
+        num_rows = real.num_seqs + num_padding
+        tables = np.concatenate([real.tables[:, :1], np.zeros((num_padding, 1, real.tables.shape[2]), np.int32)])
+        lengths = np.concatenate([real.lengths[:, :1], np.zeros((num_padding, 1), np.int32)])
+        self.inputs = AttentionInputs(
+            query_starts=np.arange(num_rows + 1, dtype=np.int32),
+            tables=np.broadcast_to(tables, (num_rows, num_kv_heads, tables.shape[2])),
+            lengths=np.broadcast_to(lengths, (num_rows, num_kv_heads)),
+            cells=np.broadcast_to(real.cells[:1], (num_rows, *real.cells.shape[1:])),
+        )
+        for name in ("query", "key", "value"):
+            operand = getattr(self, name)
+            ones = torch.ones(num_padding, *operand.shape[1:], dtype=operand.dtype)
+            setattr(self, name, torch.cat([operand, ones]))
+
     def to(self, dtype: torch.dtype, layout: str = LAYOUT, device: str = "cpu") -> tuple[Any, ...]:
         """Return fresh operands of that dtype, in the op's order, with a slab of that layout, on that device."""
         data = torch.empty_like(self.slab.data, dtype=dtype, device=device)

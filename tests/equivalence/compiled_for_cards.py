@@ -6,10 +6,20 @@ import os
 
 __all__ = ["begin", "compile_kernel", "spilled_bytes"]
 
-_POINTERS = {"slab", "query", "key", "value", "out"}
-_COLUMNS = {"rows", "tiles", "query_starts", "seq_of", "tables", "lengths", "cells"}
-_SUMS = {"sums", "weights"}
+_POINTERS = {"query", "key", "value", "out"}
+_COLUMNS = {"rows", "tiles", "query_starts", "seq_of", "tables", "lengths", "cells", "places"}
+_SUMS = {"sums", "weights", "key_centres", "value_centres", "bases"}
 _FLOATS = {"scale", "softcap"}
+_ALIGNED = {
+    "block_stride",
+    "query_stride_t",
+    "query_stride_h",
+    "key_stride_t",
+    "key_stride_h",
+    "value_stride_t",
+    "value_stride_h",
+    "table_stride_h",
+}
 _NAMES = {"torch.float16": "fp16", "torch.bfloat16": "bf16", "torch.float32": "fp32"}
 
 
@@ -18,26 +28,35 @@ def begin() -> None:
     os.environ["TRITON_INTERPRET"] = "0"
 
 
-def compile_kernel(name, dtype, head_dim, group, capability, *, has_window=False, has_softcap=False, block_size=16):
+def compile_kernel(
+    name, dtype, head_dim, group, capability, *, has_window=False, has_softcap=False, block_size=16, codec=None
+):
     """Compile a kernel as it ships for that shape and card; return its shared memory in bytes and its PTX."""
     import torch
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from pagefold.runner.attention.cuda import kernels
+    from pagefold.runner.attention.cuda import encode, kernels
     from pagefold.runner.attention.cuda.attention import HeadShape
-    from pagefold.runner.attention.cuda.configs import padded
+    from pagefold.runner.attention.cuda.blocks import reads_of
+    from pagefold.runner.attention.cuda.configs import Reads, padded
+    from pagefold.runner.codecs import CELL_CODECS
 
     num_kv_heads = 8
-    heads = HeadShape(getattr(torch, dtype), num_kv_heads * group, num_kv_heads, head_dim, capability)
+    reads = Reads.NUMBERS if codec is None else reads_of(CELL_CODECS[codec])
+    heads = HeadShape(getattr(torch, dtype), num_kv_heads * group, num_kv_heads, head_dim, capability, reads=reads)
     how = heads.config("prefill" if name == "prefill" else "decode")
+    blocks = _blocks(heads, block_size, codec)
+    encodes = name in {"write_codes", "bring_queries"}
     constants = {
+        **blocks.format_of(0, num_kv_heads)._asdict(),
+        "ALIGNMENT": blocks.alignment,
         "NUM_KV_HEADS": num_kv_heads,
         "NUM_HEADS": heads.num_heads,
         "HEADS": padded(num_kv_heads),
         "GROUP": group,
-        "ROWS": how.rows,
+        "ROWS": 16 if encodes else how.rows,
         "HEAD_DIM": head_dim,
         "DIMS": max(16, padded(head_dim)),
         "BLOCK_SIZE": block_size,
@@ -48,39 +67,52 @@ def compile_kernel(name, dtype, head_dim, group, capability, *, has_window=False
         "HAS_SOFTCAP": has_softcap,
         "IS_SPLIT": True,
     }
-    kernel = getattr(kernels, name)
+    kernel = getattr(encode if encodes else kernels, name)
     element = _NAMES[str(heads.dtype)]
     signature, constexprs, attributes = {}, {}, {}
+    of_slab = element if codec is None else "u8"
+    types = (
+        dict.fromkeys(_SUMS, "*fp32")
+        | dict.fromkeys(_POINTERS, f"*{element}")
+        | dict.fromkeys(_COLUMNS, "*i32")
+        | dict.fromkeys(_FLOATS, "fp32")
+        | {"slab": f"*{of_slab}"}
+    )
     for index, argument in enumerate(kernel.arg_names):
         if argument in constants:
             signature[argument] = "constexpr"
             constexprs[argument] = constants[argument]
-        elif argument in _SUMS:
-            signature[argument] = "*fp32"
-        elif argument in _POINTERS:
-            signature[argument] = f"*{element}"
-        elif argument in _COLUMNS:
-            signature[argument] = "*i32"
-        else:
-            signature[argument] = "fp32" if argument in _FLOATS else "i32"
-        if signature[argument].startswith("*") or argument in {
-            "block_stride",
-            "query_stride_t",
-            "query_stride_h",
-            "key_stride_t",
-            "key_stride_h",
-            "value_stride_t",
-            "value_stride_h",
-            "table_stride_h",
-        }:
+            continue
+        signature[argument] = types.get(argument, "i32")
+        if signature[argument].startswith("*") or argument in _ALIGNED:
             attributes[index,] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
     target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
     options = {}
     if name in {"decode", "prefill"}:
         options = {"num_warps": how.num_warps, "num_stages": how.num_stages}
+    if encodes:
+        options = {"enable_fp_fusion": False}
     compiled = triton.compile(source, target=target, options=options)
     return compiled.metadata.shared, compiled.asm["ptx"]
+
+
+def _blocks(heads, block_size, codec):
+    """Return what kernels are given of a slab."""
+    import torch
+
+    from pagefold.kv import CODECS, KVGeometry
+    from pagefold.runner.attention.cuda.blocks import CardBlocks
+    from pagefold.runner.codec_slab import CODEC_ROWS_LAYOUT, CodecSlab
+    from pagefold.runner.slab import ROWS_LAYOUT, Slab
+
+    head_dim, num_kv_heads = heads.head_dim, heads.num_kv_heads
+    if codec is None:
+        data = torch.empty(1, num_kv_heads, 2, block_size * head_dim, dtype=heads.dtype)
+        return CardBlocks.of(Slab(data, head_dim, ROWS_LAYOUT))
+    geometry = KVGeometry(1, num_kv_heads, head_dim, 2, block_size, CODECS[codec])
+    data = torch.empty(1, geometry.bytes_per_block, dtype=torch.uint8)
+    return CardBlocks.of(CodecSlab(data, geometry, layout=CODEC_ROWS_LAYOUT))
 
 
 def spilled_bytes(*args, **flags):

@@ -24,7 +24,7 @@ def attend(shape, sequences, dtype, bound, **made):
     num_splits = made.pop("num_splits", None)
     case = make_case(shape, sequences, **made)
     dtype = getattr(torch, dtype)
-    _round(case, dtype)
+    case.round_to(dtype)
     expected = case.expected()
     output, slab = _run(case, dtype, num_splits=num_splits)
     error = (output - expected).abs().max().item()
@@ -63,45 +63,20 @@ def attend_in_window(shape, sequences, window, bound, **made):
 
 def attend_padded(shape, lengths, num_padding):
     """Hold a decoding step whose last rows only fill up a batch: those give zeros and write nothing."""
-    import numpy as np
     import torch
 
     from equivalence.attention_cases import make_case
-    from pagefold.runner.attention import AttentionInputs
 
     case = make_case(shape, lengths, per_head=False, seed=3)
-    num_rows, num_kv_heads = len(lengths), shape.num_kv_heads
+    num_rows = len(lengths)
     expected = case.expected()
     real = case.inputs
-    case.inputs = AttentionInputs(
-        query_starts=np.arange(num_rows + num_padding + 1, dtype=np.int32),
-        tables=np.broadcast_to(
-            np.concatenate([real.tables[:, :1], np.zeros((num_padding, 1, real.tables.shape[2]), np.int32)]),
-            (num_rows + num_padding, num_kv_heads, real.tables.shape[2]),
-        ),
-        lengths=np.broadcast_to(
-            np.concatenate([real.lengths[:, :1], np.zeros((num_padding, 1), np.int32)]),
-            (num_rows + num_padding, num_kv_heads),
-        ),
-        cells=np.broadcast_to(real.cells[:1], (num_rows + num_padding, *real.cells.shape[1:])),
-    )
-    for name in ("query", "key", "value"):
-        operand = getattr(case, name)
-        setattr(case, name, torch.cat([operand, torch.ones(num_padding, *operand.shape[1:], dtype=operand.dtype)]))
+    case.pad(num_padding)
     output, slab = _run(case, torch.float32)
     assert (output[:num_rows] - expected).abs().max() < 8e-6
     assert not output[num_rows:].any()
     case.inputs = real
     _hold_writes(case, slab)
-
-
-def _round(case, dtype):
-    """Let the case's numbers be what ``dtype`` holds, so that only the op's own rounding is judged."""
-    for name in ("query", "key", "value"):
-        setattr(case, name, getattr(case, name).to(dtype).double())
-    case.slab.data.copy_(case.slab.data.to(dtype).double())
-    for at, (keys, values) in case.dense.items():
-        case.dense[at] = keys.to(dtype).double(), values.to(dtype).double()
 
 
 def _run(case, dtype, *, window=0, num_splits=None):
@@ -146,6 +121,7 @@ def complete(folder, prompts, num_outputs, *, has_graphs, is_overlapped=False, *
     from pagefold.engine.overlapped import OverlappedEngine
     from pagefold.request import SamplingParams
     from pagefold.runner.attention.cuda.attention import CudaAttention, HeadShape
+    from pagefold.runner.codec_slab import CODEC_ROWS_LAYOUT, CodecSlab
     from pagefold.runner.cuda_decoder import CudaDecoder
     from pagefold.runner.loader import load_model
     from pagefold.runner.slab import ROWS_LAYOUT, Slab
@@ -162,7 +138,11 @@ def complete(folder, prompts, num_outputs, *, has_graphs, is_overlapped=False, *
     blueprint = plan_engine(config)
     engine = build_engine(blueprint, say=lambda _: None)
     spec, geometry = blueprint.spec, blueprint.geometry
-    slab = Slab(torch.full_like(engine.runner.slab.data, float("nan")), spec.head_dim, ROWS_LAYOUT)
+    if geometry.codec is None:
+        slab = Slab(torch.full_like(engine.runner.slab.data, float("nan")), spec.head_dim, ROWS_LAYOUT)
+    else:
+        data = torch.full_like(engine.runner.slab.data, 0xFF)
+        slab = CodecSlab(data, geometry, engine.runner.slab.constants, CODEC_ROWS_LAYOUT)
     kernels = CudaAttention(
         HeadShape(torch.float32, spec.num_heads, spec.num_kv_heads, spec.head_dim, num_processors=2)
     )

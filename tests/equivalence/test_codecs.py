@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from equivalence.attention_cases import Lengths, Shape, make_case
+from equivalence.coded_cases import encoded, some_constants, some_moments
 from equivalence.prompts import short_prompts
 from equivalence.settings import SETTINGS
 from equivalence.suite import Trial, Workload
@@ -25,17 +26,16 @@ from equivalence.tiny_models import VOCAB_SIZE
 from pagefold.kv import CODECS, KVGeometry
 from pagefold.kv.codec import num_wide
 from pagefold.runner.attention import choose_backend
-from pagefold.runner.codec_slab import CODEC_LAYOUT, CodecSlab
+from pagefold.runner.codec_slab import CODEC_LAYOUT, CODEC_ROWS_LAYOUT, CodecSlab
 from pagefold.runner.codecs import CELL_CODECS
 from pagefold.runner.codecs.basis import basis_for_queries, fitted_basis, into_basis, plain_basis
-from pagefold.runner.codecs.constants import RANGE, CodecConstants
+from pagefold.runner.codecs.constants import RANGE
 from pagefold.runner.codecs.levels import REACH, codes_of, levels_of
 from pagefold.runner.codecs.vectors import scales_of
 from pagefold.runner.sealed_slab import SEALED_LAYOUT, SealedSlab
 from pagefold.verdicts import FORMAT
 
 BOUND = 3e-5
-NUM_RANGES = 3
 
 SHAPES = (
     Shape(block_size=16, head_dim=64, num_kv_heads=3, group=3),  # SmolLM2
@@ -56,41 +56,6 @@ SEQUENCES = st.lists(
     min_size=1,
     max_size=4,
 )
-
-
-def some_constants(num_cells, head_dim, seed):
-    """Return constants such as a model has: bases of keys and queries that differ by direction."""
-    generator = torch.Generator().manual_seed(seed)
-    centres = [torch.randn(num_cells, num, head_dim, generator=generator) for num in (1 + NUM_RANGES, 2)]
-    bases = torch.stack([fitted_basis(*some_moments(head_dim, generator)) for _ in range(num_cells)])
-    return CodecConstants(*centres, bases)
-
-
-def some_moments(head_dim, generator):
-    """Return second moments of keys and of queries that are large in some directions, a few apart."""
-    moments = []
-    for _ in range(2):
-        sizes = torch.rand(head_dim, generator=generator, dtype=torch.float64) + 0.5
-        vectors = torch.randn(4 * head_dim, head_dim, generator=generator, dtype=torch.float64) * sizes
-        moments.append(vectors.T @ vectors / len(vectors))
-    return moments
-
-
-def encoded(case, name, seed):
-    """Return a slab of that codec that holds what the case's slab holds, and poison where that has NaN."""
-    slab = case.slab
-    num_blocks, num_cells = slab.data.shape[:2]
-    geometry = KVGeometry(1, num_cells, slab.head_dim, 4, slab.block_size, CODECS[name])
-    constants = some_constants(num_cells, slab.head_dim, seed)
-    made = CodecSlab.allocate(geometry, num_blocks, constants)
-    made.data.fill_(0xFF)
-    places = np.zeros(num_blocks, np.int64)  # of each block in its table; who shares it has it at the same place
-    places[case.inputs.tables] = np.arange(case.inputs.tables.shape[2])
-    for cell in range(num_cells):
-        blocks, slots = torch.nonzero(~slab.keys[:, cell, :, 0].isnan(), as_tuple=True)
-        entries = torch.from_numpy(places)[blocks] * slab.block_size + slots
-        made.write(cell, blocks, entries, slab.read(cell, blocks, entries))
-    return made, CodecSlab(made.data.clone(), geometry, constants)
 
 
 def hold(case, name, seed, sharpness=1.0):
@@ -273,6 +238,7 @@ def test_a_slab_has_the_bytes_of_its_geometry(name, head_dim, block_size):
     assert slab.num_bytes == 5 * geometry.bytes_per_block == 5 * slab.places[-1].end
     assert slab.as_bytes().shape == (5, geometry.bytes_per_block)
     assert slab.data[2].is_contiguous()
+    assert geometry.layer_begins == tuple(slab.places[2 * layer].keys for layer in range(3))
     assert geometry.bytes_per_block == 2 * sum(map(geometry.cell_bytes, range(3)))
     assert geometry.bytes_per_block == geometry.bytes_per_token * block_size
 
@@ -292,8 +258,29 @@ def test_bytes_that_come_to_mean_something_else_get_another_name():
     sealed.seal(0, 0, numbers.half(), numbers.flip(0).half())
     meaning.update(sealed.as_bytes().tobytes())
     meaning.update(torch.cat(sealed.read(0, blocks, torch.arange(32))).numpy().tobytes())
-    named = CODEC_LAYOUT, SEALED_LAYOUT, FORMAT
-    assert (*named, meaning.hexdigest()[:16]) == ("codec-panels-v3", "sealed-panels-v1", 3, "f533adcacfb278a7")
+    layouts = CODEC_LAYOUT, CODEC_ROWS_LAYOUT, SEALED_LAYOUT
+    assert layouts == ("codec-panels-v3", "codec-rows-v3", "sealed-panels-v1")
+    assert (FORMAT, meaning.hexdigest()[:16]) == (3, "f533adcacfb278a7")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_card_has_the_same_codes_in_rows(name):
+    """Only K's codes lie elsewhere in their part: all of a token's behind each other."""
+    geometry = KVGeometry(1, 2, 64, 4, 16, CODECS[name])
+    constants = some_constants(2, 64, 0)
+    blocks, entries, kv = torch.ones(16, dtype=torch.int64), torch.arange(16), torch.randn(2, 16, 64)
+    panels, rows = (
+        CodecSlab(torch.zeros(2, geometry.bytes_per_block, dtype=torch.uint8), geometry, constants, layout)
+        for layout in (CODEC_LAYOUT, CODEC_ROWS_LAYOUT)
+    )
+    for slab in (panels, rows):
+        slab.write(1, blocks, entries, tuple(kv))
+    assert all(map(torch.equal, panels.read(1, blocks, entries), rows.read(1, blocks, entries)))
+    places, unit = rows.places[1], max(1, CELL_CODECS[name].keys.bits // 8)
+    of_keys = slice(places.keys, places.values)
+    assert torch.equal(panels.data[:, places.values :], rows.data[:, places.values :])
+    turned = panels.data[1, of_keys].view(-1, 16, unit).transpose(0, 1)
+    assert torch.equal(rows.data[1, of_keys].view(turned.shape), turned)
 
 
 @pytest.mark.parametrize(

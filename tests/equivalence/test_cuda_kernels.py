@@ -17,11 +17,14 @@ from random import Random
 import pytest
 
 from equivalence import compiled_for_cards, interpreted
+from equivalence.alone import AloneOutputs
 from equivalence.attention_cases import Lengths, Shape
+from equivalence.coded_cases import attend_coded
 from equivalence.prompts import short_prompts
 from equivalence.references import References
 from equivalence.tiny_models import VOCAB_SIZE, save_tiny_model
 from pagefold.runner.attention.cuda.configs import MAX_SHARED_BYTES
+from pagefold.runner.codecs import CELL_CODECS
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: pip install triton")
 
@@ -132,7 +135,74 @@ def test_an_engine_on_them_says_what_generate_says(family, has_graphs, is_overla
     assert (num_ahead > 10) == is_overlapped
 
 
+CODEC_NAMES = sorted(set(CELL_CODECS) - {"float32", "fp8", "kivi2"})  # fp8 is fp8_e4m3; kivi2 is not for cards yet
+FEW = [Lengths(40, 1), Lengths(7, 5), Lengths(0, 1), Lengths(8, 2, 8)]
+CODED_BOUNDS = BOUNDS | {"float32": 3e-5}
+"""Of float32 as ``test_codecs.py`` has it: rotated heads are sums of many numbers."""
+
+
+@pytest.mark.parametrize("name", CODEC_NAMES)
+def test_codes_are_read_and_written_as_the_reference_does(name, interpreter):
+    """Outputs are those of what the slab holds; and its bytes are equal, with poison in all that nobody wrote."""
+    seed, bound = Random().randrange(2**32), CODED_BOUNDS["float32"]
+    for shape, sequences, per_head in ((SHAPES[0], RAGGED, False), (Shape(8, 80, 2, 4), FEW, True)):
+        made = {"per_head": per_head, "seed": seed}
+        error = interpreter(attend_coded, name, shape, sequences, "float32", bound, **made)
+        print(f"seed {seed}: {error:.2e}")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["fp8_e4m3", "int8_per_token_head", "int4_per_token_head"])
+def test_codes_are_computed_with_in_the_models_dtype(name, dtype, interpreter):
+    made = {"per_head": False, "seed": Random().randrange(2**32)}
+    bound = 4 * CODED_BOUNDS[dtype]  # queries are rounded once more where K is rotated, and centres make scores sharp
+    interpreter(attend_coded, name, SHAPES[0], RAGGED, dtype, bound, **made)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", CODEC_NAMES)
+def test_codes_of_any_shape(name, shape, interpreter):
+    bound = CODED_BOUNDS["float32"]
+    made = {"per_head": False, "seed": Random().randrange(2**32)}
+    interpreter(attend_coded, name, shape, RAGGED, "float32", bound, **made)
+
+
+@pytest.mark.parametrize("name", ["k8v4", "int4_per_token_head"])
+def test_each_range_of_positions_has_its_centre(name, interpreter):
+    """What was taken off K is in scores again: in each split, and under a softcap, which sees all of it."""
+    sequences = [Lengths(num_old, 3) for num_old in (1, 254, 257, 767)] + [Lengths(255, 1), Lengths(1100, 1)]
+    for softcap, num_splits in ((0.0, 8), (5.0, 1)):
+        made = {"per_head": False, "seed": 7, "softcap": softcap, "num_splits": num_splits}
+        interpreter(attend_coded, name, SHAPES[0], sequences, "float32", CODED_BOUNDS["float32"], **made)
+
+
+@pytest.mark.parametrize("name", ["int8_per_token_head", "int4_per_token_head"])
+def test_rows_that_fill_up_a_batch_encode_nothing(name, interpreter):
+    made = {"per_head": False, "seed": 3, "num_padding": 3}
+    lengths = [Lengths(40, 1), Lengths(0, 1)]
+    interpreter(attend_coded, name, SHAPES[0], lengths, "float32", CODED_BOUNDS["float32"], **made)
+
+
+@pytest.mark.parametrize(
+    ("name", "skipped", "has_graphs"),
+    [("int8_per_token_head", (), True), ("int4_per_token_head", (0,), False)],
+)
+def test_an_engine_on_codes_says_what_the_reference_says_alone(name, skipped, has_graphs, interpreter, tmp_path):
+    """Each prompt alone, by the reference, is the slow twin; once with layers of two codecs in one block."""
+    folder = save_tiny_model("llama", tmp_path)
+    prompts = [prompt[:60] for prompt in short_prompts(VOCAB_SIZE)[:5]]
+    codec = {"kv_cache_dtype": name, "kv_cache_dtype_skip_layers": skipped}
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 80, "kv_cache_memory_bytes": 2**16}
+    how = {"has_graphs": has_graphs, "is_overlapped": has_graphs} | settings | codec
+    outputs, _, _ = interpreter(interpreted.complete, folder, prompts, 12, **how)
+    how = {"dtype": "float32", "model_impl": "transformers", "attention_backend": "reference"} | codec
+    alone = AloneOutputs(folder, 12, **how)
+    assert outputs == [alone.of(prompt) for prompt in prompts]
+
+
 KERNELS = ("write_kv", "decode", "merge_splits", "prefill")
+CODED_KERNELS = ("write_codes", "bring_queries", "decode", "prefill")
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
@@ -164,6 +234,32 @@ def test_windows_softcaps_and_groups_compile(flags, group, compiler):
 def test_no_register_is_spilled_on_an_h100(dtype, head_dim, compiler):
     for name in ("decode", "prefill"):
         assert compiler(name, dtype, head_dim, 4, (9, 0), function=compiled_for_cards.spilled_bytes) == 0
+
+
+@pytest.mark.parametrize("name", ["int8_per_token_head", "int4_per_token_head"])
+def test_codes_compile_for_an_h100_spill_nothing_and_are_encoded_without_fused_additions(name, compiler):
+    for head_dim in (64, 128):
+        for kernel in CODED_KERNELS:
+            shared_bytes, ptx = compiler(kernel, "bfloat16", head_dim, 4, (9, 0), codec=name)
+            assert shared_bytes <= MAX_SHARED_BYTES[9, 0], f"{kernel} of head_dim {head_dim}"
+            if kernel == "write_codes":
+                assert "fma." not in ptx
+                assert "div.full" not in ptx
+                assert "div.rn.f32" in ptx
+        for kernel in ("decode", "prefill"):
+            how = {"function": compiled_for_cards.spilled_bytes, "codec": name}
+            assert compiler(kernel, "bfloat16", head_dim, 4, (9, 0), **how) == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("capability", MAX_SHARED_BYTES, ids=str)
+@pytest.mark.parametrize("name", CODEC_NAMES)
+def test_codes_compile_for_every_card_and_fit(name, capability, compiler):
+    for dtype in BOUNDS:
+        for head_dim in (32, 64, 80, 128, 256):
+            for kernel in CODED_KERNELS:
+                shared_bytes, _ = compiler(kernel, dtype, head_dim, 4, capability, codec=name)
+                assert shared_bytes <= MAX_SHARED_BYTES[capability], f"{kernel} of {dtype} and head_dim {head_dim}"
 
 
 def test_prefill_on_an_h100_multiplies_by_wgmma_and_copies_ahead(compiler):

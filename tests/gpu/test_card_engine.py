@@ -6,12 +6,14 @@ import gc
 
 import pytest
 import torch
+from equivalence.alone import AloneOutputs
 from equivalence.prompts import short_prompts
 from equivalence.references import References
 from equivalence.tiny_models import VOCAB_SIZE, save_tiny_model
 
 from pagefold.config import EngineConfig
-from pagefold.engine.build import build_engine, plan_engine
+from pagefold.engine.build import _decoder, build_engine, plan_engine
+from pagefold.engine.calibration import find_constants
 from pagefold.errors import DoesNotFitError
 from pagefold.request import SamplingParams
 
@@ -23,7 +25,8 @@ def folder(tmp_path_factory):
 
 def make_engine(folder, **settings):
     engine = build_engine(plan_engine(EngineConfig(model=str(folder), device="cuda", **settings)), say=lambda _: None)
-    engine.runner.slab.data.fill_(float("nan"))  # whoever reads what nobody wrote is found out
+    data = engine.runner.slab.data  # whoever reads what nobody wrote is found out
+    data.fill_(float("nan") if data.is_floating_point() else 0xFF)
     return engine
 
 
@@ -57,6 +60,32 @@ def test_float32_by_the_kernels_says_what_generate_says(folder, enforce_eager):
     references = References(folder, 24)
     assert complete(engine, prompts, 24) == [references.of(prompt) for prompt in prompts]
     assert engine.num_ahead > engine.num_launched / 2, "most tokens were taken where the last step had left them"
+
+
+@pytest.mark.parametrize("enforce_eager", [True, False])
+@pytest.mark.parametrize(
+    ("name", "skipped"), [("int8_per_token_head", ()), ("int4_per_token_head", (0,)), ("k8v4", ()), ("fp8_e4m3", ())]
+)
+def test_codes_on_a_card_say_what_they_say_alone_on_a_cpu(folder, name, skipped, enforce_eager):
+    codec = {"kv_cache_dtype": name, "kv_cache_dtype_skip_layers": skipped}
+    settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 2**20, "max_model_len": 512}
+    prompts = [prompt[:300] for prompt in short_prompts(VOCAB_SIZE)]
+    engine = make_engine(folder, dtype="float32", enforce_eager=enforce_eager, **settings, **codec)
+    how = {"device": "cpu", "dtype": "float32", "model_impl": "transformers", "attention_backend": "reference"}
+    alone = AloneOutputs(folder, 24, **how, **codec)
+    assert complete(engine, prompts, 24) == [alone.of(prompt) for prompt in prompts]
+
+
+def test_a_calibration_on_a_card_is_that_of_a_cpu(tiny_chat_model, tmp_path, monkeypatch):
+    """In float32; nearly, as products of matrices are summed in another order."""
+    found = []
+    for device in ("cpu", "cuda"):
+        monkeypatch.setenv("PAGEFOLD_CACHE", str(tmp_path / device))
+        how = {"device": device, "dtype": "float32", "model_impl": "transformers", "kv_cache_dtype": "int4"}
+        blueprint = plan_engine(EngineConfig(model=str(tiny_chat_model), kv_cache_memory_bytes=2**22, **how))
+        found.append(find_constants(blueprint, _decoder, str))
+    for on_cpu, on_card in zip(*found, strict=True):
+        torch.testing.assert_close(on_cpu, on_card, rtol=1e-2, atol=1e-2 * on_cpu.abs().max().item())
 
 
 def test_bfloat16_logits_are_near_those_of_float32(folder):

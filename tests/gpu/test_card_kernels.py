@@ -7,7 +7,9 @@ from random import Random
 import pytest
 import torch
 from equivalence.attention_cases import Lengths, Shape, make_case
+from equivalence.coded_cases import attend_coded
 
+from pagefold.runner.codecs import CELL_CODECS
 from pagefold.runner.slab import ROWS_LAYOUT
 
 BOUNDS = {torch.float32: 8e-6, torch.float16: 2 * 2**-9, torch.bfloat16: 2 * 2**-6}
@@ -26,13 +28,21 @@ def test_they_are_dense_attention(shape, dtype, card):
         seed = random.randrange(2**32)
         lengths = [Lengths(random.choice([0, 17, 3000]), random.choice([1, 1, 1, 9, 500])) for _ in range(12)]
         case = make_case(shape, lengths, per_head=per_head, seed=seed)
-        for name in ("query", "key", "value"):
-            setattr(case, name, getattr(case, name).to(dtype).double())
-        case.slab.data.copy_(case.slab.data.to(dtype).double())
-        case.dense = {
-            at: (keys.to(dtype).double(), values.to(dtype).double()) for at, (keys, values) in case.dense.items()
-        }
+        case.round_to(dtype)
         heads = shape.num_kv_heads * shape.group, shape.num_kv_heads, shape.head_dim
         attention = CudaAttention(HeadShape(dtype, *heads, card.capability, card.num_processors))
         got = attention(*case.to(dtype, ROWS_LAYOUT, "cuda")).double().cpu()
         assert (got - case.expected()).abs().max() <= BOUNDS[dtype], f"seed {seed}, {lengths}"
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("name", sorted(set(CELL_CODECS) - {"float32", "fp8", "kivi2"}))
+def test_codes_are_read_and_written_as_the_reference_does(name, dtype, card):
+    """Also in bits: who encodes on a card and who does on a CPU write the same bytes."""
+    random = Random()
+    bound = 3e-5 if dtype == torch.float32 else 4 * BOUNDS[dtype]
+    for shape in SHAPES:
+        for per_head in (False, True):
+            seed = random.randrange(2**32)
+            lengths = [Lengths(random.choice([0, 17, 900]), random.choice([1, 1, 1, 9, 200])) for _ in range(8)]
+            attend_coded(name, shape, lengths, str(dtype)[6:], bound, card=card, per_head=per_head, seed=seed)

@@ -13,8 +13,12 @@ import pytest
 import torch
 from equivalence.tiny_models import FAMILIES
 
-from pagefold.kv import BlockId, KVGeometry
+from pagefold.kv import CODECS, BlockId, KVGeometry
+from pagefold.kv.codec import KV_CACHE_DTYPES
 from pagefold.request import SamplingParams
+from pagefold.runner.attention.reference import reference_attention
+from pagefold.runner.codec_slab import CODEC_ROWS_LAYOUT, CodecSlab
+from pagefold.runner.codecs.constants import CodecConstants
 from pagefold.runner.cuda_decoder import CudaDecoder
 from pagefold.runner.inputs import fill_in, late_tokens, make_inputs, on_card
 from pagefold.runner.loader import register_attention
@@ -61,6 +65,25 @@ def test_a_step_of_a_model_is_queued_without_waiting(family):
     logits = decoder.logits(make_inputs(make_plan(), geometry))
     assert logits.device == META
     assert logits.shape == (2, config.vocab_size)
+
+
+@pytest.mark.parametrize("name", ["float16", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head", "k8v4", "int4"])
+def test_codes_are_encoded_and_read_without_waiting(name):
+    """By the reference; and what kernels are given is on the card."""
+    pytest.importorskip("triton")
+    from pagefold.runner.attention.cuda.blocks import CardBlocks
+
+    geometry = KVGeometry(2, 2, 32, 2, 4, CODECS[KV_CACHE_DTYPES.get(name, name)])
+    constants = CodecConstants.unknown(4, 32, num_ranges=2)
+    slab = CodecSlab(torch.empty(4, geometry.bytes_per_block, dtype=torch.uint8, device=META), geometry, constants)
+    slab.layout = CODEC_ROWS_LAYOUT
+    inputs = make_inputs(make_plan(), geometry).attention
+    query, key, value = (torch.empty(6, heads, 32, dtype=torch.bfloat16, device=META) for heads in (4, 2, 2))
+    assert reference_attention(query, key, value, slab, inputs, 0, 1.0).shape == query.shape
+    blocks = CardBlocks.of(slab)
+    tensors = [part for name in CardBlocks.__slots__ if isinstance(part := getattr(blocks, name), torch.Tensor)]
+    assert len(tensors) == 8
+    assert {part.device for part in tensors} == {META}
 
 
 def test_late_tokens_are_taken_on_the_card_without_waiting():

@@ -10,6 +10,7 @@ import pytest
 
 from pagefold.kv import CODECS, KVGeometry
 from pagefold.runner.block_plan import block_plan
+from pagefold.runner.codec_slab import CODEC_LAYOUT, CODEC_ROWS_LAYOUT
 from pagefold.transport.kernel import RECIPROCALS
 from pagefold.transport.packing import Packing
 from pagefold.transport.plan import BlockPlan
@@ -160,11 +161,12 @@ def test_what_is_damaged_never_does_more_than_give_wrong_bytes(rng: np.random.Ge
 @pytest.mark.parametrize(
     "name", [None, "float16", "int8_per_token_head", "int4_per_token_head", "k8v4", "fp8_e4m3", "kivi2"]
 )
-def test_every_byte_of_a_block_is_in_its_plan_once(rng: np.random.Generator, name: str | None) -> None:
+@pytest.mark.parametrize("layout", [CODEC_LAYOUT, CODEC_ROWS_LAYOUT])
+def test_every_byte_of_a_block_is_in_its_plan_once(rng: np.random.Generator, layout: str, name: str | None) -> None:
     codec = None if name is None else CODECS[name]
     skipped = (1,) if name == "int8_per_token_head" else ()
     geometry = KVGeometry(3, 2, 32, 4, 16, codec, skipped, CODECS["float16"] if skipped else None)
-    plan = block_plan(geometry)
+    plan = block_plan(geometry, layout)
     seen = np.zeros(geometry.bytes_per_block, int)
     for begin, _, num_rows, num_slots, row_stride, slot_stride in plan.parts:
         for row in range(num_rows):

@@ -152,9 +152,9 @@ def _check_on_card(config: EngineConfig, geometry: KVGeometry) -> None:
     Raises:
         ConfigError: with what to leave out.
     """
-    if geometry.codec is not None:
-        msg = f"kv_cache_dtype is {config.kv_cache_dtype}, which the kernels of a card do not read yet."
-        raise ConfigError(msg, remedy="Use kv_cache_dtype=auto, or device=cpu.")
+    if geometry.codec is not None and geometry.codec.channel_tokens:
+        msg = f"kv_cache_dtype is {config.kv_cache_dtype}, whose sealed blocks the kernels of a card do not read yet."
+        raise ConfigError(msg, remedy="Use another one, as int4_per_token_head, or device=cpu.")
     if config.allow_streaming:
         msg = "allow_streaming is set, and a card does not read the host's memory yet."
         raise ConfigError(msg, remedy="Leave it out, or use device=cpu.")
@@ -305,10 +305,12 @@ def build_engine(
     namespace = _namespace(blueprint)
     if config.has_slow_tiers:  # refused before weights are loaded
         from pagefold.runner.block_plan import block_plan  # noqa: PLC0415 - only here
+        from pagefold.runner.codec_slab import codec_layout_on  # noqa: PLC0415
         from pagefold.store import FrameFormat, open_stores  # noqa: PLC0415 - only here
 
         frames = FrameFormat.of(namespace, geometry)
-        stores = [*open_stores(config, frames, lambda: block_plan(geometry)), *stores]
+        codec_layout = codec_layout_on(blueprint.device)
+        stores = [*open_stores(config, frames, lambda: block_plan(geometry, codec_layout)), *stores]
     stores = list(stores)
     with contextlib.ExitStack() as opened:
         for store in stores:
@@ -321,9 +323,14 @@ def build_engine(
 def _constants(blueprint: Blueprint, say: Callable[[str], None]) -> CodecConstants | None:
     if blueprint.geometry.codec is None:
         return None
-    from pagefold.engine.calibration import find_constants  # noqa: PLC0415 - torch comes with it
+    import torch  # noqa: PLC0415 - heavy rooms are entered when they are needed
 
-    return find_constants(blueprint, _decoder, say)
+    from pagefold.engine.calibration import find_constants  # noqa: PLC0415
+
+    try:
+        return find_constants(blueprint, _decoder, say)
+    except torch.OutOfMemoryError as error:
+        raise ran_out(error) from error
 
 
 def _namespace(blueprint: Blueprint) -> Namespace:
@@ -331,7 +338,7 @@ def _namespace(blueprint: Blueprint) -> Namespace:
 
     What leaves this process is named by what the model's files hold, which is the same on every machine.
     """
-    from pagefold.runner.codec_slab import CODEC_LAYOUT  # noqa: PLC0415 - torch comes with it
+    from pagefold.runner.codec_slab import codec_layout_on  # noqa: PLC0415 - torch comes with it
     from pagefold.runner.content import content_fingerprint  # noqa: PLC0415 - only with slow tiers
     from pagefold.runner.slab import layout_on  # noqa: PLC0415 - torch comes with it
 
@@ -343,7 +350,7 @@ def _namespace(blueprint: Blueprint) -> Namespace:
         from pagefold.runner.codecs import CELL_CODECS  # noqa: PLC0415 - torch comes with it
         from pagefold.runner.sealed_slab import SEALED_LAYOUT  # noqa: PLC0415
 
-        arrangement = SEALED_LAYOUT if CELL_CODECS[geometry.codec.name].seals else CODEC_LAYOUT
+        arrangement = SEALED_LAYOUT if CELL_CODECS[geometry.codec.name].seals else codec_layout_on(blueprint.device)
         skipped = ",".join(map(str, geometry.skip_layers))
         from pagefold.engine.calibration import digest_of  # noqa: PLC0415
 
@@ -485,6 +492,11 @@ def _decoder(blueprint: Blueprint, slab: AnySlab, on_queries: OnQueries | None =
         on_queries: told each layer's queries of a step.
     """
     config, spec, max_model_len = blueprint.config, blueprint.spec, blueprint.capacity.max_model_len
+    if blueprint.card is not None:
+        from pagefold.runner.cuda_decoder import CudaDecoder  # noqa: PLC0415 - only here
+
+        model = _load_on_card(blueprint)
+        return CudaDecoder(model, slab, None, max_model_len=max_model_len, on_queries=on_queries)
     if blueprint.is_fused:
         from pagefold.runner.fused.decoder import FusedDecoder  # noqa: PLC0415 - compiles
         from pagefold.runner.fused.weights import pack_model  # noqa: PLC0415

@@ -171,7 +171,7 @@ def _measure(blueprint: Blueprint, make_decoder: MakeDecoder, text: str) -> Code
     token_ids = Tokenizer(spec.folder).encode(text)[: min(_NUM_TOKENS, spec.max_exact_len)]
     plain = KVGeometry(spec.num_layers, spec.num_kv_heads, spec.head_dim, blueprint.dtype.itemsize)
     num_blocks = plain.num_blocks_for(len(token_ids))
-    slab = Slab.allocate(plain, num_blocks, blueprint.dtype)
+    slab = Slab.allocate(plain, num_blocks, blueprint.dtype, blueprint.device)
     capacity = replace(blueprint.capacity, max_model_len=len(token_ids))
     turning = _turning(spec)
     offsets = _offsets(len(token_ids), turning.num_positions)
@@ -179,7 +179,7 @@ def _measure(blueprint: Blueprint, make_decoder: MakeDecoder, text: str) -> Code
     positions = torch.empty(0, dtype=torch.int64)  # of the step's tokens
 
     def on_queries(layer: int, queries: torch.Tensor) -> None:
-        rows = queries.double().view(len(queries), plain.num_kv_heads, -1, spec.head_dim)
+        rows = queries.cpu().double().view(len(queries), plain.num_kv_heads, -1, spec.head_dim)
         rows = turning.turned_back(rows.permute(1, 2, 0, 3), positions)  # [KV head, its heads, token, D]
         for offset in offsets:
             turned = turning.turned(rows, positions + offset).flatten(1, 2)
@@ -206,8 +206,8 @@ def _measure(blueprint: Blueprint, make_decoder: MakeDecoder, text: str) -> Code
 
 
 def _by_cell(vectors: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """Return a slab's vectors ``[num_blocks, num_cells, slots, D]`` as float32 ``[num_cells, num_tokens, D]``."""
-    return vectors.transpose(0, 1).flatten(1, 2)[:, :num_tokens].float()
+    """Return a slab's vectors ``[num_blocks, num_cells, slots, D]`` as float32 ``[num_cells, num_tokens, D]``, here."""
+    return vectors.transpose(0, 1).flatten(1, 2)[:, :num_tokens].float().cpu()
 
 
 def _of_keys(keys: torch.Tensor, turning: Turning, offsets: range) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pagefold.engine.build import Blueprint
     from pagefold.kv import Arbiter
     from pagefold.runner.attention.cuda.attention import CudaAttention
+    from pagefold.runner.slab import AnySlab
     from pagefold.runner.torch_runner import TorchRunner
     from pagefold.store import HostArena
     from pagefold.store.card_arena import CardArena
@@ -96,7 +97,6 @@ def build_runner(
 
     from pagefold.runner.card_profile import measure_use  # noqa: PLC0415
     from pagefold.runner.cuda_decoder import CudaDecoder  # noqa: PLC0415
-    from pagefold.runner.slab import Slab  # noqa: PLC0415
     from pagefold.runner.torch_runner import TorchRunner  # noqa: PLC0415
 
     config, geometry, card = blueprint.config, blueprint.geometry, blueprint.card
@@ -104,8 +104,8 @@ def build_runner(
     kernels = _kernels(blueprint)
     num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
 
-    def decoder_with(num_blocks: int, max_model_len: int) -> tuple[CudaDecoder, Slab]:
-        slab = Slab.allocate(geometry, num_blocks, blueprint.dtype, blueprint.device)
+    def decoder_with(num_blocks: int, max_model_len: int) -> tuple[CudaDecoder, AnySlab]:
+        slab = _allocate(blueprint, num_blocks)
         return CudaDecoder(model, slab, kernels, max_model_len=max_model_len), slab
 
     try:
@@ -154,7 +154,7 @@ def ran_out(error: torch.OutOfMemoryError) -> DoesNotFitError:
 
 def _kernels(blueprint: Blueprint) -> CudaAttention | None:
     """Return the attention; None for the reference, where that was asked for or only it can."""
-    from pagefold.runner.attention.cuda.configs import DTYPES, MAX_HEAD_DIM  # noqa: PLC0415 - torch comes with it
+    from pagefold.runner.attention.cuda.configs import DTYPES, MAX_HEAD_DIM, Reads  # noqa: PLC0415 - torch comes with it
 
     spec, card = blueprint.spec, blueprint.card
     assert card is not None, "kernels of no card"
@@ -162,8 +162,28 @@ def _kernels(blueprint: Blueprint) -> CudaAttention | None:
     if blueprint.config.attention_backend == "reference" or not can:
         return None
     from pagefold.runner.attention.cuda.attention import CudaAttention, HeadShape  # noqa: PLC0415 - imports Triton
+    from pagefold.runner.attention.cuda.blocks import reads_of  # noqa: PLC0415
+    from pagefold.runner.codecs import CELL_CODECS  # noqa: PLC0415
 
+    codec = blueprint.geometry.codec
     heads = HeadShape(
-        blueprint.dtype, spec.num_heads, spec.num_kv_heads, spec.head_dim, card.capability, card.num_processors
+        blueprint.dtype,
+        spec.num_heads,
+        spec.num_kv_heads,
+        spec.head_dim,
+        card.capability,
+        card.num_processors,
+        Reads.NUMBERS if codec is None else reads_of(CELL_CODECS[codec.name]),
     )
     return CudaAttention(heads)
+
+
+def _allocate(blueprint: Blueprint, num_blocks: int) -> AnySlab:
+    """Return blocks of the card, not yet written."""
+    from pagefold.runner.codec_slab import CodecSlab  # noqa: PLC0415 - torch comes with it
+    from pagefold.runner.slab import Slab  # noqa: PLC0415
+
+    geometry = blueprint.geometry
+    if geometry.codec is None:
+        return Slab.allocate(geometry, num_blocks, blueprint.dtype, blueprint.device)
+    return CodecSlab.allocate(geometry, num_blocks, blueprint.constants, blueprint.device)

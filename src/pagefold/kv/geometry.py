@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from pagefold.kv.codec import Codec, plain_codec
@@ -261,6 +262,12 @@ class KVGeometry:
         """Return the bytes of one of a layer's cells in one block: K and V of ``block_size`` tokens."""
         codec = self.codec_of(layer)
         return self.block_size * (codec.key_bytes(self.head_dim) + codec.value_bytes(self.head_dim))
+
+    @cached_property
+    def layer_begins(self) -> tuple[int, ...]:
+        """Where the cells of each layer begin in a block, in bytes: those of one layer after those of another."""
+        sizes = (self.num_kv_heads * self.cell_bytes(layer) for layer in range(self.num_layers - 1))
+        return tuple(accumulate(sizes, initial=0))
 
     @cached_property
     def layout(self) -> CacheLayout:

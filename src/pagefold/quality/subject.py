@@ -101,4 +101,4 @@ class Subject:
     def _note(self, plan: StepPlan, logits: torch.Tensor) -> None:
         """Keep a step's rows. One request reads at a time, so a plan has one part; a step that failed comes again."""
         (part,) = plan.prompt_parts
-        self.first, self.rows = plan.starts[part.row] + part.offset, logits
+        self.first, self.rows = plan.starts[part.row] + part.offset, logits.cpu()

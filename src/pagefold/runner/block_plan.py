@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagefold.runner.codec_slab import cell_places
+from pagefold.runner.codec_slab import CODEC_LAYOUT, CODEC_ROWS_LAYOUT, cell_places
 from pagefold.runner.codecs import CELL_CODECS
 from pagefold.runner.codecs.int8 import Int8
 from pagefold.transport.plan import BlockPlan
@@ -19,8 +19,13 @@ _ROWS = 4
 """Rows of a part are dealt to so many streams."""
 
 
-def block_plan(geometry: KVGeometry) -> BlockPlan:
-    """Return where codes of 8 bit are in a block of ``geometry``, and where numbers of how many bytes."""
+def block_plan(geometry: KVGeometry, codec_layout: str = CODEC_LAYOUT) -> BlockPlan:
+    """Return where codes of 8 bit are in a block of ``geometry``, and where numbers of how many bytes.
+
+    Args:
+        geometry: of the block.
+        codec_layout: how K's codes lie in it.
+    """
     if geometry.codec is None:
         return BlockPlan(geometry.bytes_per_block, (), ((0, geometry.bytes_per_block, geometry.element_bytes),))
     head_dim, size = geometry.head_dim, geometry.block_size
@@ -29,7 +34,7 @@ def block_plan(geometry: KVGeometry) -> BlockPlan:
 
     def add(form: VectorFormat, begin: int, end: int, *, is_value: bool) -> None:
         if isinstance(form, Int8) and head_dim % _ROWS == 0:
-            strides = (1, head_dim) if is_value else (size, 1)
+            strides = (1, head_dim) if is_value or codec_layout == CODEC_ROWS_LAYOUT else (size, 1)
             parts.append((begin, int(is_value), head_dim, size, *strides))
         elif end > begin:
             planes.append((begin, end, max(1, form.bits // 8)))

@@ -11,10 +11,13 @@
 A code of 4 bits is half a byte: byte ``i`` of n such elements holds element ``i`` (low) and element ``i + n / 2``
 (high), so a byte belongs to one token, and nobody reads it to write half of it. Where the first elements of K have 8
 bits, the panels of these come first.
+
+On a card K's codes lie as V's do, in rows: a token's codes of one head are read in one piece.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -33,10 +36,18 @@ if TYPE_CHECKING:
     from pagefold.runner.codecs import CellCodec
     from pagefold.runner.codecs.vectors import VectorFormat
 
-__all__ = ["CODEC_LAYOUT", "CellPlaces", "CodecSlab", "cell_places"]
+__all__ = ["CODEC_LAYOUT", "CODEC_ROWS_LAYOUT", "CellPlaces", "CodecSlab", "cell_places", "codec_layout_on"]
 
 CODEC_LAYOUT = "codec-panels-v3"
 """Names the arrangement of bytes inside a block and what they stand for, for the namespace."""
+
+CODEC_ROWS_LAYOUT = "codec-rows-v3"
+"""The same of a card."""
+
+
+def codec_layout_on(device: torch.device | str) -> str:
+    """Return the arrangement of bytes that attention on this device reads."""
+    return CODEC_ROWS_LAYOUT if torch.device(device).type == "cuda" else CODEC_LAYOUT
 
 
 class CellPlaces(NamedTuple):
@@ -83,16 +94,24 @@ class CodecSlab:
         geometry: of the blocks; has a codec.
         constants: what is done to K and V before they are encoded, in cells whose codecs say so; None where nothing
             is known of the model: nothing is taken off then, and bases only rotate.
+        layout: how K's codes lie in a block.
 
     Attributes:
-        data: as given.
+        data, layout: as given.
         block_size, head_dim: of the geometry.
         places: where the parts of each cell are.
-        constants: zeros in cells whose codec takes nothing off.
+        constants: where the blocks are; zeros in cells whose codec takes nothing off.
     """
 
-    def __init__(self, data: torch.Tensor, geometry: KVGeometry, constants: CodecConstants | None = None) -> None:
+    def __init__(
+        self,
+        data: torch.Tensor,
+        geometry: KVGeometry,
+        constants: CodecConstants | None = None,
+        layout: str = CODEC_LAYOUT,
+    ) -> None:
         self.data = data
+        self.layout = layout
         self.block_size = geometry.block_size
         self.head_dim = geometry.head_dim
         self._geometry = geometry
@@ -107,22 +126,33 @@ class CodecSlab:
                 torch.tensor([one.has_basis for one in codecs]),
             )
         if any(one.has_basis for one in codecs):
-            self._query_bases = basis_for_queries(self.constants.bases)
+            self.query_bases = basis_for_queries(self.constants.bases).to(data.device)
+        self.constants = self.constants.to(data.device)
 
     @classmethod
-    def allocate(cls, geometry: KVGeometry, num_blocks: int, constants: CodecConstants | None = None) -> CodecSlab:
-        """Return ``num_blocks`` blocks of ``geometry``, not yet written."""
-        data = torch.from_numpy(host_memory(num_blocks * geometry.bytes_per_block))
-        return cls(data.view(num_blocks, geometry.bytes_per_block), geometry, constants)
+    def allocate(
+        cls,
+        geometry: KVGeometry,
+        num_blocks: int,
+        constants: CodecConstants | None = None,
+        device: torch.device | str = "cpu",
+    ) -> CodecSlab:
+        """Return ``num_blocks`` blocks of ``geometry`` in the memory of ``device``, not yet written."""
+        shape = num_blocks, geometry.bytes_per_block
+        if torch.device(device).type == "cpu":
+            data = torch.from_numpy(host_memory(math.prod(shape))).view(shape)
+        else:
+            data = torch.empty(shape, dtype=torch.uint8, device=device)
+        return cls(data, geometry, constants, codec_layout_on(device))
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all blocks."""
         return self.data.nbytes
 
-    def as_bytes(self) -> NDArray[np.uint8]:
-        """Return a view of all blocks as bytes, ``[num_blocks, block_bytes]``, of a slab on the CPU."""
-        return self.data.numpy()
+    def as_bytes(self) -> NDArray[np.uint8] | torch.Tensor:
+        """Return a view of all blocks as bytes, uint8 ``[num_blocks, block_bytes]``: NumPy's on a CPU, else torch's."""
+        return self.data.numpy() if self.data.device.type == "cpu" else self.data
 
     def copy(self, ops: list[CopyOp]) -> None:
         """Carry out copies, in order."""
@@ -160,7 +190,7 @@ class CodecSlab:
         codes = self._rows(places, codec)[block_ids, slots]
         values = codec.values.decode(codes, self._scales(places.value_scales, codec.values)[block_ids, :, slots])
         if codec.has_basis:
-            keys = keys @ self._query_bases[cell].T
+            keys = keys @ self.query_bases[cell].T
         elif codec.rotates:
             keys = hadamard(keys)
         if codec.rotates:
@@ -185,6 +215,8 @@ class CodecSlab:
         """Return a view of K's codes, uint8 ``[num_blocks, units of a vector, slots, bytes a unit]``."""
         unit = max(1, codec.keys.bits // 8)
         codes = self.data[:, places.keys : places.values]
+        if self.layout == CODEC_ROWS_LAYOUT:
+            return codes.view(len(codes), self.block_size, -1, unit).transpose(1, 2)
         return codes.view(len(codes), -1, self.block_size, unit)
 
     def _rows(self, places: CellPlaces, codec: CellCodec) -> torch.Tensor:

@@ -8,13 +8,14 @@ import torch
 
 from pagefold.runner.cuda_graphs import DecodeGraphs
 from pagefold.runner.inputs import on_card
-from pagefold.runner.transformers_decoder import TransformersDecoder
+from pagefold.runner.transformers_decoder import TransformersDecoder, told_queries
 
 if TYPE_CHECKING:
     from pagefold.runner.attention import AttentionBackend
     from pagefold.runner.attention.cuda.attention import CudaAttention
     from pagefold.runner.inputs import StepInputs
-    from pagefold.runner.slab import Slab
+    from pagefold.runner.slab import AnySlab
+    from pagefold.runner.torch_runner import OnQueries
 
 __all__ = ["CudaDecoder"]
 
@@ -27,19 +28,23 @@ class CudaDecoder:
         slab: its blocks, there too.
         kernels: the attention; None for the slow reference, of any dtype.
         max_model_len: no sequence gets longer.
+        on_queries: told each layer's queries of a step.
     """
 
     def __init__(
         self,
         model: Any,  # noqa: ANN401 - transformers' models have no common type
-        slab: Slab,
+        slab: AnySlab,
         kernels: CudaAttention | None,
         *,
         max_model_len: int,
+        on_queries: OnQueries | None = None,
     ) -> None:
         from pagefold.runner.attention.reference import reference_attention  # noqa: PLC0415 - not needed to import this module
 
         attention: AttentionBackend = kernels or reference_attention
+        if on_queries is not None:
+            attention = told_queries(attention, on_queries)
         self.model = model
         self.graphs: DecodeGraphs | None = None
         self._kernels = kernels

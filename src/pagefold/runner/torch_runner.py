@@ -132,7 +132,7 @@ class TorchRunner:
         """Begin what moves between the host's blocks and ours; return what is still on its way."""
         if self.arena is None:
             return None
-        return self.arena.begin(plan.host_ops, self.slab.as_bytes(), self.geometry.num_layers)
+        return self.arena.begin(plan.host_ops, self.slab.as_bytes(), self.geometry.layer_begins)
 
     def _forward(self, plan: StepPlan, moves: Moves | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Run one step; return the logits of its sampling rows and of its prompt parts' tokens, ``[., vocab]``."""

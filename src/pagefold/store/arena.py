@@ -10,6 +10,8 @@ from pagefold.host_memory import host_memory
 from pagefold.steps import DamagedBlocksError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -83,13 +85,18 @@ class HostArena:
         """A transfer has written a block, whose bytes had this checksum."""
         self._checksums[host_id] = checksum
 
-    def begin(self, ops: HostOps, blocks: Any, num_layers: int = 1) -> Moves | None:  # noqa: ANN401, ARG002 - as below
+    def begin(
+        self,
+        ops: HostOps,
+        blocks: Any,  # noqa: ANN401 - as below
+        layer_begins: Sequence[int] = (0,),  # noqa: ARG002
+    ) -> Moves | None:
         """Begin a step's moves; return what is still on its way: here nothing, since the host itself moves them.
 
         Args:
             ops: what the core decided.
             blocks: uint8 ``[num_blocks, block_bytes]``: the device's blocks, which this reads and writes.
-            num_layers: of a block; they lie in it one after another, and may come one after another.
+            layer_begins: where each layer begins in a block, in bytes; layers may come one after another.
 
         Raises:
             DamagedBlocksError: as :meth:`carry_out` does, if it is known already; else :meth:`Moves.verify` does.

@@ -24,7 +24,7 @@ from pagefold.store.arena import HostArena
 from pagefold.store.copy_stream import CopyStream, CudaCopyStream, NoCopyStream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -71,7 +71,9 @@ class CardArena(HostArena):
         self._stream: CopyStream = stream or NoCopyStream()
         self.on_restored: Callable[[int, float], None] = _ignore
 
-    def begin(self, ops: HostOps, blocks: NDArray[np.uint8] | torch.Tensor, num_layers: int = 1) -> CardMoves | None:
+    def begin(
+        self, ops: HostOps, blocks: NDArray[np.uint8] | torch.Tensor, layer_begins: Sequence[int] = (0,)
+    ) -> CardMoves | None:
         """Queue a step's stores, and behind them its loads, group by group; None where there is nothing to do."""
         if not (ops.stores or ops.loads or ops.checks):
             return None
@@ -81,12 +83,12 @@ class CardArena(HostArena):
             for store in ops.stores:
                 self._tensor[store.host_id].copy_(blocks[store.block_id], non_blocking=True)
             begun = self._stream.mark()
-            groups = _groups(blocks.shape[1], num_layers) if ops.loads else [slice(0, 0)]
+            groups = _groups(blocks.shape[1], layer_begins) if ops.loads else [slice(0, 0)]
             for part in groups:
                 for load in ops.loads:
                     blocks[load.block_id, part].copy_(self._tensor[load.host_id, part], non_blocking=True)
                 marks.append(self._stream.mark())
-        return CardMoves(self, ops, begun, marks, num_layers)
+        return CardMoves(self, ops, begun, marks, len(layer_begins))
 
     def carry_out(self, ops: HostOps, blocks: NDArray[np.uint8] | torch.Tensor) -> None:
         """Make stores and loads outside a step, or before all of it, as a host arena does.
@@ -183,11 +185,11 @@ class CardMoves:
             self._arena.on_restored(num_bytes, self._marks[-1].seconds_since(self._begun))
 
 
-def _groups(block_bytes: int, num_layers: int) -> list[slice]:
+def _groups(block_bytes: int, layer_begins: Sequence[int]) -> list[slice]:
     """Cut a block into groups of layers; return which of its bytes each is."""
+    num_layers = len(layer_begins)
     num_groups = max(1, min(_MAX_GROUPS, num_layers, block_bytes // _GROUP_BYTES))
-    layer_bytes = block_bytes // num_layers
-    firsts = [-(-group * num_layers // num_groups) * layer_bytes for group in range(num_groups)]
+    firsts = [layer_begins[-(-group * num_layers // num_groups)] for group in range(num_groups)]
     return [slice(first, end) for first, end in zip(firsts, [*firsts[1:], block_bytes], strict=True)]
 
 

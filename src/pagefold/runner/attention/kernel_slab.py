@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from pagefold.runner.codecs.basis import basis_for_queries
 from pagefold.runner.codecs.hadamard import hadamard, hadamard_size
 from pagefold.runner.kernels.attention_tiles import FLOAT32, INT2
 
@@ -95,7 +94,7 @@ def kernel_slab(slab: AnySlab, num_kv_heads: int) -> KernelSlab:
         slab: of float32 numbers, or encoded.
         num_kv_heads: of a layer.
     """
-    from pagefold.runner.codec_slab import CodecSlab  # noqa: PLC0415 - it imports what imports this
+    from pagefold.runner.codec_slab import CODEC_LAYOUT, CodecSlab  # noqa: PLC0415 - it imports what imports this
     from pagefold.runner.sealed_slab import SealedSlab  # noqa: PLC0415
     from pagefold.runner.slab import Slab  # noqa: PLC0415
 
@@ -110,12 +109,13 @@ def kernel_slab(slab: AnySlab, num_kv_heads: int) -> KernelSlab:
         residuals = slab.residuals.flatten(2).view(torch.uint16).numpy()
         opened = np.zeros((0, num_kv_heads, residuals.shape[2]), np.uint16)
     elif isinstance(slab, CodecSlab):
+        assert slab.layout == CODEC_LAYOUT, "the kernels read K in panels"
         cells, constants, kind = _encoded_cells(slab), slab.constants, CodedBlocks
         of_values = constants.value_centres
         drifts = _drifts(slab)
         centres = constants.key_centres.numpy(), drifts.numpy(), of_values.numpy(), hadamard(of_values).numpy()
         if cells[:, HAS_BASIS].any():
-            bases = torch.stack((constants.bases, basis_for_queries(constants.bases)), 1).numpy()
+            bases = torch.stack((constants.bases, slab.query_bases), 1).numpy()
     else:
         assert isinstance(slab, Slab), "a slab of a kind that kernels do not know"
         cells = _plain_cells(slab)

@@ -56,6 +56,10 @@ class CodecConstants(NamedTuple):
         ranges = (entries // RANGE).clamp(max=self.num_ranges - 1)
         return self.key_centres[cell, torch.where(entries == 0, 0, 1 + ranges)]
 
+    def to(self, device: torch.device) -> CodecConstants:
+        """Return the same in the memory of ``device``."""
+        return CodecConstants(*(one.to(device) for one in self))
+
     def where(self, known: CodecConstants, is_centred: torch.Tensor, has_basis: torch.Tensor) -> CodecConstants:
         """Return ``known`` constants where cells have use for them, bool ``[num_cells]`` each, and these elsewhere."""
         kinds = is_centred, is_centred, has_basis

@@ -1,6 +1,7 @@
 """CudaAttention: attention over blocks on an NVIDIA card, by Triton kernels, launched without waiting for it.
 
-A step's sequences with one token decode, the others prefill; both may be in one step. All K and V are written first.
+A step's sequences with one token decode, the others prefill; both may be in one step. All K and V are written first,
+or encoded; where K is stored in a basis or rotated, queries are brought there.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pagefold.runner.attention.cuda.blocks import CardBlocks, CellFormat
 from pagefold.runner.attention.cuda.columns import DeviceColumns, plan_columns
-from pagefold.runner.attention.cuda.configs import KernelConfig, choose_config, num_splits_for, padded
+from pagefold.runner.attention.cuda.configs import KernelConfig, Reads, choose_config, num_splits_for, padded
+from pagefold.runner.attention.cuda.encode import bring_queries, write_codes
 from pagefold.runner.attention.cuda.kernels import INTERPRETED, decode, merge_splits, prefill, write_kv
-from pagefold.runner.slab import ROWS_LAYOUT, Slab
 from pagefold.runner.to_device import pack
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ __all__ = ["CudaAttention", "HeadShape"]
 
 _LOG2E = 1.4426950408889634
 _MIN_SPLIT_ENTRIES = 256
+_ENCODED_ROWS = 16
+"""Tokens that one program encodes, or whose queries it brings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +35,11 @@ class HeadShape:
     """What kernels are chosen and compiled for.
 
     Attributes:
-        dtype: of query and blocks.
+        dtype: of queries, and of blocks without a codec.
         num_heads, num_kv_heads, head_dim: of the model.
         capability: the card's compute capability.
         num_processors: its multiprocessors.
+        reads: what blocks hold.
     """
 
     dtype: torch.dtype
@@ -43,6 +48,7 @@ class HeadShape:
     head_dim: int
     capability: tuple[int, int] = (9, 0)
     num_processors: int = 132
+    reads: Reads = Reads.NUMBERS
 
     @property
     def group(self) -> int:
@@ -51,7 +57,7 @@ class HeadShape:
 
     def config(self, kernel: str) -> KernelConfig:
         """Return how ``decode`` or ``prefill`` works on it."""
-        return choose_config(kernel, self.dtype, self.head_dim, self.group, self.capability)
+        return choose_config(kernel, self.dtype, self.head_dim, self.group, self.capability, self.reads)
 
     @property
     def tokens_a_tile(self) -> int:
@@ -62,8 +68,8 @@ class HeadShape:
 class CudaAttention:
     """See :class:`~pagefold.runner.attention.inputs.AttentionBackend`.
 
-    It keeps room for the partial results of decoding, and the columns of the last step that came without them on the
-    card. One step at a time.
+    It keeps room for the partial results of decoding, what it knows of the last slab, and the columns of the last step
+    that came without them on the card. One step at a time.
 
     Args:
         shape: of the heads, and the card.
@@ -79,6 +85,8 @@ class CudaAttention:
         self._prefill = shape.config("prefill")
         self._inputs: AttentionInputs | None = None
         self._columns: DeviceColumns | None = None
+        self._slab: AnySlab | None = None
+        self._blocks: CardBlocks | None = None
         self._partials = torch.empty(0)
 
     def columns(self, inputs: AttentionInputs, device: torch.device) -> DeviceColumns:
@@ -102,16 +110,15 @@ class CudaAttention:
         softcap: float = 0.0,
     ) -> torch.Tensor:
         """See :class:`~pagefold.runner.attention.inputs.AttentionBackend`."""
-        assert isinstance(slab, Slab), "the kernels read no codec yet"
-        assert slab.layout == ROWS_LAYOUT, "the kernels read K in rows"
         assert query.stride(2) == key.stride(2) == value.stride(2) == 1, "a head's numbers lie side by side"
-        columns = self.columns(inputs, query.device)
+        columns, blocks = self.columns(inputs, query.device), self.blocks(slab)
         num_heads = query.shape[1]
         num_kv_heads, head_dim = key.shape[1:]
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        form = blocks.format_of(layer, num_kv_heads)
         places: dict[str, int | float] = {
             "layer": layer,
-            "block_stride": slab.data.stride(0),
+            "block_stride": blocks.data.stride(0),
             "table_stride_s": columns.tables.stride(0),
             "table_stride_h": columns.tables.stride(1) if columns.tables.shape[1] > 1 else 0,
             "length_stride_s": columns.lengths.stride(0),
@@ -122,22 +129,11 @@ class CudaAttention:
             "DIMS": max(16, padded(head_dim)),
             "BLOCK_SIZE": slab.block_size,
         }
-        tables = columns.query_starts, columns.tables, columns.lengths, columns.cells
-        write_kv[(len(key),)](
-            key,
-            value,
-            slab.data,
-            columns.query_starts,
-            columns.seq_of,
-            *tables[1:],
-            key_stride_t=key.stride(0),
-            key_stride_h=key.stride(1),
-            value_stride_t=value.stride(0),
-            value_stride_h=value.stride(1),
-            HEADS=padded(num_kv_heads),
-            **places,
-        )
+        self._write(key, value, blocks, form, columns, places)
+        if form.ROTATION:
+            query = _brought(query, blocks, form, columns, places)
         places |= {
+            "num_ranges": blocks.num_ranges,
             "query_stride_t": query.stride(0),
             "query_stride_h": query.stride(1),
             "scale": scale / softcap if softcap else scale * _LOG2E,
@@ -146,17 +142,20 @@ class CudaAttention:
             "GROUP": num_heads // num_kv_heads,
             "HAS_WINDOW": self._window > 0,
             "HAS_SOFTCAP": softcap > 0.0,
+            "ALIGNMENT": blocks.alignment,
+            **_reading(form),
         }
         if len(columns.rows):
-            self._run_decode(query, out, slab, columns, places)
+            self._run_decode(query, out, blocks, columns, places)
         if len(columns.tiles):
             how = self._prefill
             prefill[(len(columns.tiles), num_kv_heads)](
                 query,
                 out,
-                slab.data,
+                blocks.data,
                 columns.tiles,
-                *tables,
+                *_tables(columns),
+                *_cells(blocks),
                 ROWS=how.rows,
                 TILE=how.tile,
                 num_warps=how.num_warps,
@@ -164,6 +163,12 @@ class CudaAttention:
                 **places,
             )
         return out
+
+    def blocks(self, slab: AnySlab) -> CardBlocks:
+        """Return what the kernels are given of ``slab``, which is kept for the next layer."""
+        if self._blocks is None or self._slab is not slab:
+            self._slab, self._blocks = slab, CardBlocks.of(slab)
+        return self._blocks
 
     def reserve(self, num_rows: int, device: torch.device) -> None:
         """Make room for a step of so many decoding sequences now, so that none is made, and none moved, in it."""
@@ -175,11 +180,52 @@ class CudaAttention:
             return self._num_splits
         return num_splits_for(num_rows, self.shape.num_kv_heads, self.shape.num_processors)
 
+    def _write(  # noqa: PLR0913, PLR0917 - the operands of a kernel
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        blocks: CardBlocks,
+        form: CellFormat,
+        columns: DeviceColumns,
+        places: dict[str, int | float],
+    ) -> None:
+        """Put K and V of the step's tokens where they belong."""
+        places = places | {
+            "key_stride_t": key.stride(0),
+            "key_stride_h": key.stride(1),
+            "value_stride_t": value.stride(0),
+            "value_stride_h": value.stride(1),
+        }
+        starts, *tables = _tables(columns)
+        if not blocks.has_codes:
+            heads = padded(key.shape[1])
+            write_kv[(len(key),)](key, value, blocks.data, starts, columns.seq_of, *tables, HEADS=heads, **places)
+            return
+        num_rows = _rows_of(columns)
+        write_codes[(-(-len(key) // num_rows), key.shape[1])](
+            key,
+            value,
+            blocks.data,
+            blocks.places,
+            blocks.key_centres,
+            blocks.value_centres,
+            blocks.key_bases,
+            starts,
+            columns.seq_of,
+            *tables,
+            num_tokens=len(key),
+            num_ranges=blocks.num_ranges,
+            ROWS=num_rows,
+            enable_fp_fusion=False,
+            **form._asdict(),
+            **places,
+        )
+
     def _run_decode(
         self,
         query: torch.Tensor,
         out: torch.Tensor,
-        slab: Slab,
+        blocks: CardBlocks,
         columns: DeviceColumns,
         places: dict[str, int | float],
     ) -> None:
@@ -191,12 +237,10 @@ class CudaAttention:
             out,
             sums,
             weights,
-            slab.data,
+            blocks.data,
             columns.rows,
-            columns.query_starts,
-            columns.tables,
-            columns.lengths,
-            columns.cells,
+            *_tables(columns),
+            *_cells(blocks),
             num_splits=num_splits,
             ROWS=how.rows,
             TILE=how.tile,
@@ -232,3 +276,58 @@ class CudaAttention:
         if INTERPRETED:
             self._partials.fill_(float("nan"))  # who reads what was not written is found out
         return sums, weights
+
+
+def _tables(columns: DeviceColumns) -> tuple[torch.Tensor, ...]:
+    """Return the columns that say where entries lie, in the kernels' order."""
+    return columns.query_starts, columns.tables, columns.lengths, columns.cells
+
+
+def _cells(blocks: CardBlocks) -> tuple[torch.Tensor, ...]:
+    """Return what those who read codes know of cells, in the kernels' order."""
+    return blocks.places, blocks.stored_key_centres, blocks.output_centres
+
+
+def _reading(form: CellFormat) -> dict[str, int | float]:
+    """Return what those who read codes are compiled for."""
+    constants = form._asdict()
+    del constants["HAS_BASIS"]  # of queries that have been brought there
+    return constants
+
+
+def _rows_of(columns: DeviceColumns) -> int:
+    """Return how many tokens share a program, which looks up one cell."""
+    return _ENCODED_ROWS if len(columns.cells) == 1 else 1
+
+
+def _brought(
+    query: torch.Tensor,
+    blocks: CardBlocks,
+    form: CellFormat,
+    columns: DeviceColumns,
+    places: dict[str, int | float],
+) -> torch.Tensor:
+    """Return queries where K is."""
+    num_rows, num_heads = _rows_of(columns), query.shape[1]
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    bring_queries[(-(-len(query) // num_rows), num_heads)](
+        query,
+        out,
+        blocks.query_bases,
+        columns.seq_of,
+        columns.cells,
+        places["layer"],
+        len(query),
+        query.stride(0),
+        query.stride(1),
+        places["cell_stride_s"],
+        NUM_KV_HEADS=places["NUM_KV_HEADS"],
+        GROUP=num_heads // int(places["NUM_KV_HEADS"]),
+        HEAD_DIM=places["HEAD_DIM"],
+        DIMS=places["DIMS"],
+        ROWS=num_rows,
+        ROTATION=form.ROTATION,
+        HAS_BASIS=form.HAS_BASIS,
+        enable_fp_fusion=False,
+    )
+    return out

@@ -7,6 +7,7 @@ Specifications per Compute Capability"); the tests compile every row and compare
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ __all__ = [
     "MAX_SHARED_BYTES",
     "MIN_CAPABILITY",
     "KernelConfig",
+    "Reads",
     "choose_config",
     "num_splits_for",
     "padded",
@@ -63,24 +65,38 @@ def padded(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
-def choose_config(
-    kernel: str, dtype: torch.dtype, head_dim: int, group: int, capability: tuple[int, int]
+class Reads(Enum):
+    """What a kernel reads of blocks, and so what it needs registers for."""
+
+    NUMBERS = "numbers"
+    CODES = "codes"
+    CENTRED_CODES = "codes of what constants were taken off"
+
+
+def choose_config(  # noqa: PLR0913, PLR0917 - the columns of a table
+    kernel: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    capability: tuple[int, int],
+    reads: Reads = Reads.NUMBERS,
 ) -> KernelConfig:
     """Return how ``decode`` or ``prefill`` works on this shape and card.
 
     Args:
         kernel: which.
-        dtype: of query and blocks.
+        dtype: of queries.
         head_dim: numbers of a head.
         group: query heads a KV head.
         capability: the card's compute capability.
+        reads: what blocks hold.
     """
     has_room = MAX_SHARED_BYTES.get(capability, 99 * 1024) >= 163 * 1024
     dims, is_float32 = max(16, padded(head_dim)), dtype == torch.float32
     if kernel == "decode":
         tile = next(tile for most, tile in _DECODE[is_float32] if dims <= most)
         return KernelConfig(max(_MIN_ROWS, padded(group)), tile, 4, 3 if has_room and dims <= 128 else 2)  # noqa: PLR2004
-    table = _PREFILL_FLOAT32 if is_float32 else _PREFILL[has_room]
+    table = _PREFILL_FLOAT32 if is_float32 else _PREFILL[has_room] if reads is Reads.NUMBERS else _PREFILL_CODES[reads]
     rows, tile, num_warps, num_stages = next(row for most, *row in table if dims <= most)
     if group > rows:  # a token's rows are one program's
         rows = padded(group)
@@ -95,6 +111,12 @@ _PREFILL = {
     False: ((64, 64, 64, 4, 2), (128, 64, 32, 4, 2), (256, 32, 16, 4, 2)),
 }
 """By room: padded head_dim at most; rows, tile, warps, stages."""
+
+_PREFILL_CODES = {
+    Reads.CODES: ((64, 128, 64, 8, 3), (128, 128, 64, 8, 3), (256, 64, 32, 8, 2)),
+    Reads.CENTRED_CODES: ((64, 128, 64, 8, 3), (128, 64, 64, 8, 3), (256, 64, 32, 8, 2)),
+}
+"""The same where codes become numbers in registers, on every card: tiles take less room, and more registers."""
 
 _PREFILL_FLOAT32 = ((32, 64, 32, 4, 2), (64, 32, 32, 4, 2), (256, 32, 16, 8, 2))
 """The same of float32, which tensor cores do not multiply: its sums want registers, and spill with larger tiles."""

@@ -22,6 +22,17 @@ Python's numbers, which Triton 3.6 does not make of a tensor beside NumPy 2.4.
 import triton
 import triton.language as tl
 
+from pagefold.runner.attention.cuda.codes import (
+    PLAIN,
+    hadamard,
+    has_scales,
+    has_zeros,
+    load_codes,
+    load_scales,
+    scale_numbers,
+)
+from pagefold.runner.attention.cuda.encode import RANGE
+
 __all__ = ["INTERPRETED", "decode", "merge_splits", "prefill", "write_kv"]
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -58,6 +69,34 @@ def _tanh(x):
 
 
 @triton.jit
+def _parts_of(
+    slab,
+    places,  # int32 [num_cells, 4] (with a codec only)
+    cell,
+    FORMAT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):
+    """Return where a cell's parts are in block 0: K, V, and the scales of each."""
+    if FORMAT == PLAIN:
+        keys = slab + cell * (2 * BLOCK_SIZE * HEAD_DIM)
+        return keys, keys + BLOCK_SIZE * HEAD_DIM, keys, keys
+    else:  # noqa: RET505 - Triton compiles one of two branches, not what follows a return
+        place = places + 4 * cell
+        keys = slab + tl.multiple_of(tl.load(place), ALIGNMENT)
+        values = slab + tl.multiple_of(tl.load(place + 1), ALIGNMENT)
+        key_scales = slab + tl.multiple_of(tl.load(place + 2), ALIGNMENT)
+        return keys, values, key_scales, slab + tl.multiple_of(tl.load(place + 3), ALIGNMENT)
+
+
+@triton.jit
+def _centres_of(key_centres, value_centres, cell, num_ranges, HEAD_DIM: tl.constexpr):
+    """Return where a cell's centres are."""
+    return key_centres + cell * (1 + num_ranges) * HEAD_DIM, value_centres + cell * 2 * HEAD_DIM
+
+
+@triton.jit
 def _attend_tile(
     query,  # [ROWS, DIMS]
     acc,  # float32 [ROWS, DIMS]: the weighted sum of V so far
@@ -68,7 +107,9 @@ def _attend_tile(
     end,  # nor those from here on (masked only)
     visible,  # int32 [ROWS]: a row sees the entries before it (masked only)
     window,  # and of these the last so many (with HAS_WINDOW only)
-    slab,  # at the cell
+    parts,  # of the cell, in block 0: see _parts_of
+    centres,  # of the cell (with HAS_CENTRES only): see _centres_of
+    num_ranges,
     table,  # of the sequence and head
     block_stride,
     scale,
@@ -77,6 +118,11 @@ def _attend_tile(
     DIMS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    KEY_FORMAT: tl.constexpr,
+    VALUE_FORMAT: tl.constexpr,
+    KEY_ROW: tl.constexpr,
+    VALUE_ROW: tl.constexpr,
+    HAS_CENTRES: tl.constexpr,
     IS_MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -84,6 +130,7 @@ def _attend_tile(
     """Take the TILE entries from ``start`` on into the running softmax; return it."""
     dims = tl.arange(0, DIMS)
     entries = start + tl.arange(0, TILE)
+    is_entry = entries >= 0
     if IS_MASKED:
         is_entry = entries < end
         if HAS_WINDOW:
@@ -91,23 +138,36 @@ def _attend_tile(
         blocks = tl.load(table + entries // BLOCK_SIZE, mask=is_entry, other=0)
     else:
         blocks = tl.load(table + entries // BLOCK_SIZE)
-    places = blocks.to(tl.int64) * block_stride + (entries % BLOCK_SIZE) * HEAD_DIM
-    keys_at = slab + places[None, :] + dims[:, None]
-    values_at = slab + places[:, None] + (BLOCK_SIZE * HEAD_DIM + dims)[None, :]
-    if IS_MASKED:
-        if DIMS == HEAD_DIM:
-            keys = tl.load(keys_at, mask=is_entry[None, :], other=0.0)
-            values = tl.load(values_at, mask=is_entry[:, None], other=0.0)
-        else:
-            keys = tl.load(keys_at, mask=is_entry[None, :] & (dims < HEAD_DIM)[:, None], other=0.0)
-            values = tl.load(values_at, mask=is_entry[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
-    elif DIMS == HEAD_DIM:
-        keys = tl.load(keys_at)
-        values = tl.load(values_at)
-    else:
-        keys = tl.load(keys_at, mask=(dims < HEAD_DIM)[:, None], other=0.0)
-        values = tl.load(values_at, mask=(dims < HEAD_DIM)[None, :], other=0.0)
-    scores = _multiply(query, keys) * scale
+    blocks_at = blocks.to(tl.int64) * block_stride
+    slots = entries % BLOCK_SIZE
+    keys_at, values_at, key_scales_at, value_scales_at = parts
+    IS_CUT: tl.constexpr = IS_MASKED or DIMS != HEAD_DIM
+    is_number = is_entry[None, :] if DIMS == HEAD_DIM else is_entry[None, :] & (dims < HEAD_DIM)[:, None]
+    rows = (blocks_at + slots * KEY_ROW)[None, :]
+    keys = load_codes(keys_at, rows, dims[:, None], is_number, KEY_FORMAT, HEAD_DIM, IS_CUT)
+    is_number = is_entry[:, None] if DIMS == HEAD_DIM else is_entry[:, None] & (dims < HEAD_DIM)[None, :]
+    rows = (blocks_at + slots * VALUE_ROW)[:, None]
+    values = load_codes(values_at, rows, dims[None, :], is_number, VALUE_FORMAT, HEAD_DIM, IS_CUT)
+    # A scale is a score's, or a weight's: there are fewer of these. But for numbers of which 0 is none of 16, and for
+    # float16, whose range is too small for a weight times a scale.
+    if has_scales(KEY_FORMAT):
+        key_scales = load_scales(key_scales_at, blocks_at + 2 * slots, is_entry, IS_MASKED)
+        if has_zeros(KEY_FORMAT):
+            zeros = load_scales(key_scales_at, blocks_at + 2 * (slots + BLOCK_SIZE), is_entry, IS_MASKED)
+            keys = scale_numbers(keys, key_scales[None, :], zeros[None, :], KEY_FORMAT)
+    scores = _multiply(query, keys.to(query.dtype)) * scale
+    if has_scales(KEY_FORMAT) and not has_zeros(KEY_FORMAT):
+        scores = scores * key_scales[None, :]
+    if HAS_CENTRES:  # what was taken off K; all entries of a tile are of one range
+        key_centres, value_centres = centres
+        at = key_centres + (1 + tl.minimum(start // RANGE, num_ranges - 1)) * HEAD_DIM
+        centre = tl.load(at + dims, mask=dims < HEAD_DIM, other=0.0)
+        shift = tl.sum(query.to(tl.float32) * centre[None, :], 1) * scale
+        scores = scores + shift[:, None]
+        if start == 0:  # a sequence's first entry has its own
+            centre = tl.load(key_centres + dims, mask=dims < HEAD_DIM, other=0.0)
+            first_shift = tl.sum(query.to(tl.float32) * centre[None, :], 1) * scale
+            scores = scores + tl.where((entries == 0)[None, :], (first_shift - shift)[:, None], 0.0)
     if HAS_SOFTCAP:
         scores = softcap * _tanh(scores)
     if IS_MASKED:
@@ -121,8 +181,42 @@ def _attend_tile(
     weights = tl.exp2(scores - zero[:, None])
     fade = tl.exp2(top - zero)
     total = total * fade + tl.sum(weights, 1)
-    acc = acc * fade[:, None] + _multiply(weights.to(values.dtype), values)
+    acc = acc * fade[:, None]
+    if HAS_CENTRES:  # noqa: SIM102 - this is known when it compiles, the other is not
+        if start == 0:
+            own = tl.sum(tl.where((entries == 0)[None, :], weights, 0.0), 1)
+            acc = acc + own[:, None] * tl.load(value_centres + dims, mask=dims < HEAD_DIM, other=0.0)[None, :]
+    if has_scales(VALUE_FORMAT):
+        value_scales = load_scales(value_scales_at, blocks_at + 2 * slots, is_entry, IS_MASKED)
+        if has_zeros(VALUE_FORMAT):
+            zeros = load_scales(value_scales_at, blocks_at + 2 * (slots + BLOCK_SIZE), is_entry, IS_MASKED)
+            values = scale_numbers(values, value_scales[:, None], zeros[:, None], VALUE_FORMAT)
+        elif query.dtype == tl.float16:
+            values = scale_numbers(values, value_scales[:, None], 0.0, VALUE_FORMAT)
+        else:
+            weights = weights * value_scales[None, :]
+    acc = acc + _multiply(weights.to(query.dtype), values.to(query.dtype))
     return acc, new_top, total
+
+
+@triton.jit
+def _finished(
+    acc,
+    total,
+    centres,  # of the cell (with HAS_CENTRES only)
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    ROTATION: tl.constexpr,
+    HAS_CENTRES: tl.constexpr,
+):
+    """Return outputs, ``[ROWS, DIMS]``, of weighted sums; zeros where a row has seen nothing."""
+    out = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    if HAS_CENTRES:
+        _, value_centres = centres
+        dims = tl.arange(0, DIMS)
+        centre = tl.load(value_centres + HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
+        out = out + tl.where(total > 0.0, 1.0, 0.0)[:, None] * centre[None, :]
+    return hadamard(out, ROTATION) if ROTATION else out
 
 
 @triton.jit(do_not_specialize=["layer", "table_stride_s", "length_stride_s", "cell_stride_s"])
@@ -189,7 +283,11 @@ def decode(
     tables,  # int32 [S, Hkv, W]
     lengths,  # int32 [S, Hkv]
     cells,  # int32 [S, L, Hkv]
+    places,  # int32 [num_cells, 4] (this and the centres with a codec only: see blocks.py)
+    key_centres,  # float32 [num_cells, 1 + R, D]
+    value_centres,  # float32 [num_cells, 2, D]
     layer,
+    num_ranges,
     query_stride_t,
     query_stride_h,
     block_stride,
@@ -210,6 +308,13 @@ def decode(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     MIN_TILES: tl.constexpr,
+    KEY_FORMAT: tl.constexpr,
+    VALUE_FORMAT: tl.constexpr,
+    KEY_ROW: tl.constexpr,
+    VALUE_ROW: tl.constexpr,
+    ROTATION: tl.constexpr,
+    HAS_CENTRES: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     IS_SPLIT: tl.constexpr,
@@ -241,7 +346,8 @@ def decode(
     at = query + token * query_stride_t + query_heads[:, None] * query_stride_h + dims[None, :]
     queries = tl.load(at, mask=mask, other=0.0)
     cell = tl.load(cells + seq * cell_stride_s + layer * NUM_KV_HEADS + head).to(tl.int64)
-    base = slab + cell * (2 * BLOCK_SIZE * HEAD_DIM)
+    parts = _parts_of(slab, places, cell, KEY_FORMAT, HEAD_DIM, BLOCK_SIZE, ALIGNMENT)
+    centres = _centres_of(key_centres, value_centres, cell, num_ranges, HEAD_DIM)
     table = tables + seq.to(tl.int64) * table_stride_s + head * table_stride_h
     acc = tl.zeros([ROWS, DIMS], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -258,7 +364,9 @@ def decode(
             end,
             visible,
             window,
-            base,
+            parts,
+            centres,
+            num_ranges,
             table,
             block_stride,
             scale,
@@ -267,11 +375,16 @@ def decode(
             DIMS,
             BLOCK_SIZE,
             TILE,
+            KEY_FORMAT,
+            VALUE_FORMAT,
+            KEY_ROW,
+            VALUE_ROW,
+            HAS_CENTRES,
             True,
             HAS_WINDOW,
             HAS_SOFTCAP,
         )
-    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    acc = _finished(acc, total, centres, HEAD_DIM, DIMS, ROTATION, HAS_CENTRES)
     if IS_SPLIT:
         place = (row.to(tl.int64) * NUM_KV_HEADS * GROUP + query_heads) * num_splits + split
         log = top + tl.log2(tl.where(total > 0.0, total, 1.0))  # of an empty split minus infinity
@@ -325,7 +438,11 @@ def prefill(
     tables,  # int32 [S, Hkv, W]
     lengths,  # int32 [S, Hkv]
     cells,  # int32 [S, L, Hkv]
+    places,  # int32 [num_cells, 4] (this and the centres with a codec only: see blocks.py)
+    key_centres,  # float32 [num_cells, 1 + R, D]
+    value_centres,  # float32 [num_cells, 2, D]
     layer,
+    num_ranges,
     query_stride_t,
     query_stride_h,
     block_stride,
@@ -344,6 +461,13 @@ def prefill(
     DIMS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    KEY_FORMAT: tl.constexpr,
+    VALUE_FORMAT: tl.constexpr,
+    KEY_ROW: tl.constexpr,
+    VALUE_ROW: tl.constexpr,
+    ROTATION: tl.constexpr,
+    HAS_CENTRES: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
@@ -369,7 +493,8 @@ def prefill(
     at = query + (rows * query_stride_t + query_heads * query_stride_h)[:, None] + dims[None, :]
     queries = tl.load(at, mask=mask, other=0.0)
     cell = tl.load(cells + seq * cell_stride_s + layer * NUM_KV_HEADS + head).to(tl.int64)
-    base = slab + cell * (2 * BLOCK_SIZE * HEAD_DIM)
+    parts = _parts_of(slab, places, cell, KEY_FORMAT, HEAD_DIM, BLOCK_SIZE, ALIGNMENT)
+    centres = _centres_of(key_centres, value_centres, cell, num_ranges, HEAD_DIM)
     table = tables + seq.to(tl.int64) * table_stride_s + head * table_stride_h
     acc = tl.zeros([ROWS, DIMS], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -391,7 +516,9 @@ def prefill(
                 most_visible,
                 visible,
                 window,
-                base,
+                parts,
+                centres,
+                num_ranges,
                 table,
                 block_stride,
                 scale,
@@ -400,6 +527,11 @@ def prefill(
                 DIMS,
                 BLOCK_SIZE,
                 TILE,
+                KEY_FORMAT,
+                VALUE_FORMAT,
+                KEY_ROW,
+                VALUE_ROW,
+                HAS_CENTRES,
                 False,
                 False,
                 HAS_SOFTCAP,
@@ -415,7 +547,9 @@ def prefill(
             most_visible,
             visible,
             window,
-            base,
+            parts,
+            centres,
+            num_ranges,
             table,
             block_stride,
             scale,
@@ -424,10 +558,15 @@ def prefill(
             DIMS,
             BLOCK_SIZE,
             TILE,
+            KEY_FORMAT,
+            VALUE_FORMAT,
+            KEY_ROW,
+            VALUE_ROW,
+            HAS_CENTRES,
             True,
             HAS_WINDOW,
             HAS_SOFTCAP,
         )
-    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    acc = _finished(acc, total, centres, HEAD_DIM, DIMS, ROTATION, HAS_CENTRES)
     to = out + ((rows * NUM_KV_HEADS * GROUP + query_heads) * HEAD_DIM)[:, None] + dims[None, :]
     tl.store(to, acc.to(out.dtype.element_ty), mask=mask)

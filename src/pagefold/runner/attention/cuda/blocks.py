@@ -1,0 +1,129 @@
+"""CardBlocks: what a card's kernels are given of a slab: its blocks, and what they must know to read codes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from pagefold.runner.attention.cuda.codes import PLAIN
+from pagefold.runner.attention.cuda.configs import Reads
+from pagefold.runner.codec_slab import CODEC_ROWS_LAYOUT, CodecSlab
+from pagefold.runner.codecs.hadamard import hadamard, hadamard_size
+from pagefold.runner.slab import ROWS_LAYOUT, Slab
+
+if TYPE_CHECKING:
+    from pagefold.runner.codecs import CellCodec
+    from pagefold.runner.slab import AnySlab
+
+__all__ = ["CardBlocks", "CellFormat", "reads_of"]
+
+_MOST_ALIGNMENT = 16
+
+
+class CellFormat(NamedTuple):
+    """How K and V lie in a cell: what kernels are compiled for, under the names of their constants.
+
+    Attributes:
+        KEY_FORMAT, VALUE_FORMAT: numbers of the formats.
+        KEY_ROW, VALUE_ROW: elements of the slab from a slot's K or V to the next one's.
+        ROTATION: how many numbers are rotated together; 0 for none.
+        HAS_CENTRES: whether constants are taken off.
+        HAS_BASIS: whether K has a basis instead of being rotated.
+    """
+
+    KEY_FORMAT: int
+    VALUE_FORMAT: int
+    KEY_ROW: int
+    VALUE_ROW: int
+    ROTATION: int = 0
+    HAS_CENTRES: bool = False
+    HAS_BASIS: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CardBlocks:
+    """The blocks of a slab, and tables of its cells, all on the card.
+
+    Attributes:
+        data: as the slab has it.
+        formats: of each cell. Where there is no codec, one, of all of them; then what follows is ``data``, unread.
+        alignment: bytes by which every part of a block is aligned.
+        places: int32 ``[num_cells, 4]``: where a cell's parts begin: codes of K and of V, scales of K and of V.
+        num_ranges: R: of how many ranges of entries K has centres.
+        key_centres: float32 ``[num_cells, 1 + R, D]``: what is taken off K.
+        stored_key_centres: the same as K is stored: in its basis, or rotated.
+        value_centres: float32 ``[num_cells, 2, D]``: what is taken off V.
+        output_centres: the same as V is stored: by how much the first entry's is beside the others', and the others'.
+        key_bases, query_bases: float32 ``[num_cells, D, D]``: by what K and queries are multiplied, where K has one.
+    """
+
+    data: torch.Tensor
+    formats: tuple[CellFormat, ...]
+    alignment: int
+    places: torch.Tensor
+    num_ranges: int
+    key_centres: torch.Tensor
+    stored_key_centres: torch.Tensor
+    value_centres: torch.Tensor
+    output_centres: torch.Tensor
+    key_bases: torch.Tensor
+    query_bases: torch.Tensor
+
+    @classmethod
+    def of(cls, slab: AnySlab) -> CardBlocks:
+        """Return those of a slab whose K lies in rows."""
+        data = slab.data
+        if isinstance(slab, Slab):
+            assert slab.layout == ROWS_LAYOUT, "the kernels read K in rows"
+            plain = CellFormat(PLAIN.value, PLAIN.value, slab.head_dim, slab.head_dim)
+            return cls(data, (plain,), 1, data, 1, *[data] * 6)
+        assert isinstance(slab, CodecSlab), "the kernels read no sealed blocks"
+        assert slab.layout == CODEC_ROWS_LAYOUT, "the kernels read K in rows"
+        constants = slab.constants
+        stored = torch.stack([slab.keys_as_stored(cell, own) for cell, own in enumerate(constants.key_centres)])
+        first, others = hadamard(constants.value_centres).unbind(1)
+        places = [own[:4] for own in slab.places]
+        has_basis = any(slab.codec(cell).has_basis for cell in range(len(places)))
+        return cls(
+            data,
+            tuple(_format_of(slab, cell) for cell in range(len(places))),
+            math.gcd(_MOST_ALIGNMENT, data.stride(0), *(at for own in places for at in own)),
+            torch.tensor(places, dtype=torch.int32, device=data.device),
+            constants.num_ranges,
+            constants.key_centres,
+            stored,
+            constants.value_centres,
+            torch.stack((first - others, others), 1),
+            constants.bases.contiguous(),
+            slab.query_bases if has_basis else data,
+        )
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether there is a codec."""
+        return len(self.formats) > 1 or PLAIN.value != self.formats[0].KEY_FORMAT
+
+    def format_of(self, layer: int, num_kv_heads: int) -> CellFormat:
+        """Return the format of a layer's cells, which are alike."""
+        return self.formats[layer * num_kv_heads if self.has_codes else 0]
+
+
+def reads_of(codec: CellCodec) -> Reads:
+    """Return what the kernels read of blocks of this codec."""
+    return Reads.CENTRED_CODES if codec.centres else Reads.CODES
+
+
+def _format_of(slab: CodecSlab, cell: int) -> CellFormat:
+    codec, head_dim = slab.codec(cell), slab.head_dim
+    return CellFormat(
+        codec.keys.number,
+        codec.values.number,
+        codec.keys.num_code_bytes(head_dim),
+        codec.values.num_code_bytes(head_dim),
+        hadamard_size(head_dim) if codec.rotates else 0,
+        codec.centres,
+        codec.has_basis,
+    )

@@ -1,0 +1,181 @@
+"""Triton kernels beside attention where K and V are codes: encode a step's K and V, bring its queries to where K is.
+
+A program takes ROWS tokens of one head. Their cell is that of the first one, so ROWS is 1 where sequences differ in it.
+Both are compiled without fused multiply-adds: see ``codes.py``.
+"""
+
+import triton
+import triton.language as tl
+
+from pagefold.runner.attention.cuda.codes import hadamard, store_codes
+from pagefold.runner.codecs import constants
+
+__all__ = ["RANGE", "bring_queries", "write_codes"]
+
+RANGE = tl.constexpr(constants.RANGE)
+
+
+@triton.jit
+def _into_basis(
+    vectors_at,  # pointers [ROWS]: at each vector's first number
+    centres_at,  # pointers [ROWS], float32: at what is taken off it (with HAS_CENTRES only)
+    is_row,
+    basis,  # float32 [D, D]
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    HAS_CENTRES: tl.constexpr,
+):
+    """Return ``[ROWS, DIMS]``: the sum of ``vector[j] * basis[j]``, j in order; see ``codecs/basis.py``."""
+    dims = tl.arange(0, DIMS)
+    total = tl.zeros([is_row.shape[0], DIMS], tl.float32)
+    for j in range(HEAD_DIM):
+        column = tl.load(vectors_at + j, mask=is_row, other=0.0).to(tl.float32)
+        if HAS_CENTRES:
+            column -= tl.load(centres_at + j, mask=is_row, other=0.0)
+        row = tl.load(basis + j * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
+        total += column[:, None] * row[None, :]
+    return total
+
+
+@triton.jit(do_not_specialize=["layer", "num_tokens", "table_stride_s", "length_stride_s", "cell_stride_s"])
+def write_codes(
+    key,  # [T, Hkv, D]
+    value,  # [T, Hkv, D]
+    slab,  # uint8
+    places,  # int32 [num_cells, 4]: where parts of a cell begin: codes of K and of V, scales of K and of V
+    key_centres,  # float32 [num_cells, 1 + R, D]
+    value_centres,  # float32 [num_cells, 2, D]
+    bases,  # float32 [num_cells, D, D]
+    query_starts,  # int32 [S + 1]
+    seq_of,  # int32 [T]
+    tables,  # int32 [S, Hkv, W]
+    lengths,  # int32 [S, Hkv]
+    cells,  # int32 [S, L, Hkv]
+    layer,
+    num_tokens,
+    num_ranges,
+    key_stride_t,
+    key_stride_h,
+    value_stride_t,
+    value_stride_h,
+    block_stride,
+    table_stride_s,
+    table_stride_h,
+    length_stride_s,
+    length_stride_h,
+    cell_stride_s,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEY_FORMAT: tl.constexpr,
+    VALUE_FORMAT: tl.constexpr,
+    KEY_ROW: tl.constexpr,
+    VALUE_ROW: tl.constexpr,
+    ROTATION: tl.constexpr,
+    HAS_CENTRES: tl.constexpr,
+    HAS_BASIS: tl.constexpr,
+):
+    """Encode the K and V of ROWS tokens and one head where they belong. Grid: (tokens / ROWS, Hkv)."""
+    head = tl.program_id(1)
+    tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = tokens < num_tokens
+    seqs = tl.load(seq_of + tokens, mask=is_row, other=0)
+    after = tl.load(query_starts + seqs + 1) - tokens  # entries from each token's on
+    entries = tl.load(lengths + seqs * length_stride_s + head * length_stride_h) - after
+    is_row = is_row & (entries >= 0)  # a row that only fills up a batch has no entries
+    entries = tl.maximum(entries, 0)
+    at = tables + seqs.to(tl.int64) * table_stride_s + head * table_stride_h + entries // BLOCK_SIZE
+    blocks_at = tl.load(at, mask=is_row, other=0).to(tl.int64) * block_stride
+    slots = entries % BLOCK_SIZE
+    first_seq = tl.load(seq_of + tl.program_id(0) * ROWS)
+    cell = tl.load(cells + first_seq * cell_stride_s + layer * NUM_KV_HEADS + head).to(tl.int64)
+    dims = tl.arange(0, DIMS)
+    mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+    rows = tokens.to(tl.int64)
+
+    vectors_at = key + rows * key_stride_t + head * key_stride_h
+    ranges = 1 + tl.minimum(entries // RANGE, num_ranges - 1)
+    centres_at = key_centres + (cell * (1 + num_ranges) + tl.where(entries == 0, 0, ranges)) * HEAD_DIM
+    if HAS_BASIS:
+        numbers = _into_basis(
+            vectors_at, centres_at, is_row, bases + cell * HEAD_DIM * HEAD_DIM, HEAD_DIM, DIMS, HAS_CENTRES
+        )
+    else:
+        numbers = tl.load(vectors_at[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+        if HAS_CENTRES:
+            numbers -= tl.load(centres_at[:, None] + dims[None, :], mask=mask, other=0.0)
+        if ROTATION:
+            numbers = hadamard(numbers, ROTATION)
+    place = places + 4 * cell
+    store_codes(
+        slab + tl.load(place),
+        slab + tl.load(place + 2),
+        blocks_at + slots * KEY_ROW,
+        blocks_at + slots * 2,
+        numbers,
+        is_row,
+        KEY_FORMAT,
+        HEAD_DIM,
+        BLOCK_SIZE,
+    )
+
+    vectors_at = value + rows * value_stride_t + head * value_stride_h
+    numbers = tl.load(vectors_at[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+    if HAS_CENTRES:
+        centres_at = value_centres + (cell * 2 + tl.minimum(entries, 1)) * HEAD_DIM
+        numbers -= tl.load(centres_at[:, None] + dims[None, :], mask=mask, other=0.0)
+    if ROTATION:
+        numbers = hadamard(numbers, ROTATION)
+    store_codes(
+        slab + tl.load(place + 1),
+        slab + tl.load(place + 3),
+        blocks_at + slots * VALUE_ROW,
+        blocks_at + slots * 2,
+        numbers,
+        is_row,
+        VALUE_FORMAT,
+        HEAD_DIM,
+        BLOCK_SIZE,
+    )
+
+
+@triton.jit(do_not_specialize=["layer", "num_tokens", "cell_stride_s"])
+def bring_queries(
+    query,  # [T, H, D]
+    out,  # [T, H, D], contiguous
+    bases,  # float32 [num_cells, D, D]: of queries
+    seq_of,  # int32 [T]
+    cells,  # int32 [S, L, Hkv]
+    layer,
+    num_tokens,
+    query_stride_t,
+    query_stride_h,
+    cell_stride_s,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROTATION: tl.constexpr,
+    HAS_BASIS: tl.constexpr,
+):
+    """Bring the queries of ROWS tokens and one head into their basis, or rotate them. Grid: (tokens / ROWS, H)."""
+    head = tl.program_id(1)
+    tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = tokens < num_tokens
+    rows = tokens.to(tl.int64)
+    dims = tl.arange(0, DIMS)
+    mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+    vectors_at = query + rows * query_stride_t + head * query_stride_h
+    if HAS_BASIS:
+        first_seq = tl.load(seq_of + tl.program_id(0) * ROWS)
+        cell = tl.load(cells + first_seq * cell_stride_s + layer * NUM_KV_HEADS + head // GROUP).to(tl.int64)
+        basis = bases + cell * HEAD_DIM * HEAD_DIM
+        numbers = _into_basis(vectors_at, vectors_at, is_row, basis, HEAD_DIM, DIMS, False)
+    else:
+        numbers = tl.load(vectors_at[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+        numbers = hadamard(numbers, ROTATION)
+    to = out + (rows * NUM_KV_HEADS * GROUP + head)[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(to, numbers.to(out.dtype.element_ty), mask=mask)
