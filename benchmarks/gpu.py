@@ -1,4 +1,4 @@
-"""The engine on one NVIDIA card: kernels, decoding steps, throughput, each against a limit or a peer of the same run.
+"""The engine on one NVIDIA card: kernels, codes, decoding steps, throughput, against a limit or peer of the same run.
 
     python benchmarks/gpu.py [--json gpu.json] [--minutes 9] [--small]
 
@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,9 +39,12 @@ if TYPE_CHECKING:
 
     from pagefold.engine.engine import Engine
     from pagefold.engine.overlapped import OverlappedEngine
+    from pagefold.kv import KVGeometry
+    from pagefold.runner.codec_slab import CodecSlab
     from pagefold.steps import StepPlan, StepResult
 
 REPEATS = 5
+CODEC_NAMES = "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "k8v4", "int4_per_token_head"
 ROWS: list[dict[str, Any]] = []
 BEGAN = time.monotonic()
 
@@ -95,10 +99,7 @@ def check_kernels(card: Card) -> None:
         for dtype, bound in bounds.items():
             for per_head, softcap in ((False, 0.0), (True, 5.0)):
                 case = make_case(shape, lengths, per_head=per_head, seed=len(worst), softcap=softcap)
-                for name in ("query", "key", "value"):
-                    setattr(case, name, getattr(case, name).to(dtype).double())
-                case.slab.data.copy_(case.slab.data.to(dtype).double())
-                case.dense = {at: (k.to(dtype).double(), v.to(dtype).double()) for at, (k, v) in case.dense.items()}
+                case.round_to(dtype)
                 heads = HeadShape(
                     dtype,
                     shape.num_kv_heads * shape.group,
@@ -120,6 +121,22 @@ def check_kernels(card: Card) -> None:
         "",
         **worst,
     )
+
+
+def check_codes(card: Card) -> None:
+    """Hold the kernels to the reference where K and V are codes, and what they encode to it in bits."""
+    from equivalence.attention_cases import Lengths, Shape
+    from equivalence.coded_cases import attend_coded
+
+    bounds = {"float32": 3e-5, "float16": 8 * 2**-9, "bfloat16": 8 * 2**-6}  # as in tests/gpu
+    lengths = [Lengths(300, 1), Lengths(37, 5), Lengths(0, 200), Lengths(640, 1, 640), Lengths(0, 1), Lengths(900, 90)]
+    worst = dict.fromkeys(CODEC_NAMES, 0.0)
+    for seed, name in enumerate(CODEC_NAMES):
+        for shape in (Shape(16, 64, 3, 3), Shape(16, 128, 8, 4), Shape(32, 80, 1, 20)):
+            for dtype, bound in bounds.items():
+                made = {"per_head": False, "seed": seed, "card": card}
+                worst[name] = max(worst[name], attend_coded(name, shape, lengths, dtype, bound, **made) / bound)
+    tell("codes against the reference: worst error / bound", max(worst.values()), "<= 1", "", **worst)
 
 
 def check_tokens() -> None:
@@ -244,6 +261,57 @@ def time_attention(card: Card) -> None:
     )
 
 
+def time_codes(card: Card) -> None:
+    """Attention where K and V are codes, against the same where they are bfloat16: fewer bytes must pay."""
+    from pagefold.kv import CODECS, KVGeometry
+    from pagefold.runner.attention.cuda.attention import CudaAttention, HeadShape
+    from pagefold.runner.attention.cuda.blocks import reads_of
+    from pagefold.runner.codec_slab import CodecSlab
+    from pagefold.runner.codecs import CELL_CODECS
+    from pagefold.runner.cuda_graphs import GraphRecorder
+    from pagefold.runner.slab import Slab
+
+    heads, kv_heads, dim, dtype, block = 32, 8, 128, torch.bfloat16, 16
+    shape = dtype, heads, kv_heads, dim, card.capability, card.num_processors
+    exact = KVGeometry(1, kv_heads, dim, 2, block)
+    for what, num_seqs, length, is_decoding in (("decode", 64, 4096, True), ("prefill", 8, 2048, False)):
+        num_new = [1 if is_decoding else length] * num_seqs
+        inputs, num_blocks = columns_of([length] * num_seqs, num_new, kv_heads, block)
+        operands = [
+            torch.randn(sum(num_new), count, dim, dtype=dtype, device="cuda") for count in (heads, kv_heads, kv_heads)
+        ]
+        slab = Slab.allocate(exact, num_blocks, dtype, "cuda")
+        slab.data.normal_()
+        plain = partial(CudaAttention(HeadShape(*shape)), *operands, slab, inputs, 0, dim**-0.5)
+        for name in ("fp8_e4m3", "int8_per_token_head", "k8v4", "int4_per_token_head"):
+            geometry = KVGeometry(1, kv_heads, dim, 2, block, CODECS[name])
+            coded = CodecSlab.allocate(geometry, num_blocks, None, "cuda")
+            fill(coded, exact)
+            attention = CudaAttention(HeadShape(*shape, reads_of(CELL_CODECS[name])))
+            runs = [plain, partial(attention, *operands, coded, inputs, 0, dim**-0.5)]
+            if is_decoding:  # else the host is what is timed
+                runs = [GraphRecorder()(run) for run in runs]
+            theirs, ours = seconds(*runs, rounds=10 if is_decoding else 3)
+            tell(
+                f"{what} attention, {num_seqs} x {length}: {name} / bfloat16, time",
+                ours / theirs,
+                "-",
+                "x",
+                bytes=geometry.bytes_per_token / exact.bytes_per_token,
+                us=ours * 1e6,
+            )
+
+
+def fill(slab: CodecSlab, exact: KVGeometry) -> None:
+    """Encode random K and V into all blocks, by the reference."""
+    num_blocks, size = len(slab.data), slab.block_size
+    blocks, slots = torch.arange(num_blocks).repeat_interleave(size), torch.arange(size).repeat(num_blocks)
+    for cell in range(exact.num_kv_heads):
+        for part in torch.split(torch.arange(len(blocks)), 2**16):
+            kv = torch.randn(2, len(part), exact.head_dim, device="cuda")
+            slab.write(cell, blocks[part], slots[part], (kv[0], kv[1]))
+
+
 def time_restore() -> None:
     """Restore 4k tokens of an 8B model's KV from pinned memory, with checksums, against one copy of as many bytes."""
     try:
@@ -282,7 +350,7 @@ def time_restore() -> None:
     )
 
     def restore(last_layer: int) -> None:
-        moves = arena.begin(loads, slab.as_bytes(), geometry.num_layers)
+        moves = arena.begin(loads, slab.as_bytes(), geometry.layer_begins)
         assert moves is not None
         moves.hold(last_layer)
         torch.cuda.current_stream().synchronize()
@@ -597,12 +665,13 @@ def main() -> None:
         time_engine(big, deadline)
 
     is_right = True
-    for part in (lambda: check_kernels(card), check_tokens, lambda: time_attention(card), time_restore, engines):
+    parts = [check_kernels, check_codes, lambda _: check_tokens(), time_attention, time_codes, lambda _: time_restore()]
+    for part in (*parts, lambda _: engines()):
         if time.monotonic() > deadline:
             tell("the rest", None, "-", "", why="no time left")
             break
         try:
-            part()
+            part(card)
         except Exception:  # noqa: BLE001 - the other parts still say something
             traceback.print_exc()
             is_right = False
