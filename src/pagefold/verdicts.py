@@ -44,7 +44,6 @@ SAME_AS = {"fp8": "fp8_e4m3"}
 """Codecs of two names."""
 
 _FLOOR_8_BIT, _FLOOR_LESS = 0.97, 0.95
-_CPU_DTYPE = "float32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +89,17 @@ class Verdict:
         )
 
 
-def subject_of(config: EngineConfig) -> dict[str, Any]:
-    """Return what of a config a verdict is about, as JSON has it: however a codec is spelled, it is the same one."""
+def subject_of(config: EngineConfig, dtype: str) -> dict[str, Any]:
+    """Return what of a config a verdict is about, as JSON has it: however a codec is spelled, it is the same one.
+
+    Args:
+        config: of an engine.
+        dtype: what that computes in, which ``auto`` does not say.
+    """
     found = {name: getattr(config, name) for name in QUALITY_FIELDS}
     name = KV_CACHE_DTYPES.get(config.kv_cache_dtype, config.kv_cache_dtype)
     found["kv_cache_dtype"] = SAME_AS.get(name, name)
-    found["dtype"] = _CPU_DTYPE if config.dtype == "auto" else config.dtype  # codecs run on CPUs only, so far
+    found["dtype"] = dtype
     found["kv_cache_dtype_skip_layers"] = sorted(set(config.kv_cache_dtype_skip_layers))
     return found
 
@@ -145,12 +149,13 @@ def floor_of(config: EngineConfig) -> float:
 
 
 def check_quality(
-    config: EngineConfig, fingerprint: Callable[[], str], cache_dir: Path, say: Callable[[str], None]
+    config: EngineConfig, dtype: str, fingerprint: Callable[[], str], cache_dir: Path, say: Callable[[str], None]
 ) -> None:
     """Refuse a codec whose verdict is under its floor, unless it is forced.
 
     Args:
         config: of the engine.
+        dtype: what it computes in.
         fingerprint: returns that of the model's weights and config; called only where there is a floor.
         cache_dir: where verdicts are.
         say: takes a warning: there is no verdict, or a codec is forced.
@@ -161,7 +166,7 @@ def check_quality(
     floor = floor_of(config)
     if not floor:
         return
-    verdict = read_verdict(fingerprint(), subject_of(config), cache_dir)
+    verdict = read_verdict(fingerprint(), subject_of(config, dtype), cache_dir)
     if verdict is None:
         say(
             f"nobody has measured what kv_cache_dtype {config.kv_cache_dtype} costs on this model; to find out: "
@@ -188,7 +193,7 @@ def _command(config: EngineConfig) -> str:
     """Return the command that finds the verdict on ``config``."""
     told = [f"pagefold eval {config.model} --kv-cache-dtype {config.kv_cache_dtype}"]
     defaults = type(config)(model=config.model)
-    for name in QUALITY_FIELDS:
+    for name in ("device", *QUALITY_FIELDS):
         value = getattr(config, name)
         if name != "kv_cache_dtype" and value != getattr(defaults, name):
             told.append(

@@ -11,6 +11,7 @@ import torch
 
 from pagefold.config import EngineConfig
 from pagefold.engine.build import plan_engine
+from pagefold.engine.overlapped import OverlappedEngine
 from pagefold.errors import ConfigError
 from pagefold.quality.contexts import cut_contexts
 from pagefold.quality.evaluate import Question, _sized, evaluate
@@ -85,11 +86,28 @@ def test_chunks_change_nothing(tiny_chat_model: Path, token_ids: list[int]) -> N
         assert (other.surprise == exact.surprise).all()
 
 
+def test_an_overlapped_engine_reads_the_same(tiny_chat_model: Path, token_ids: list[int]) -> None:
+    """The one that a card has: its steps are launched, and their logits told when they land."""
+    subjects = [Subject(EXACT, _config(tiny_chat_model)) for _ in range(2)]
+    engine = subjects[1].engine
+    subjects[1].engine = OverlappedEngine(
+        scheduler=engine.scheduler,
+        runner=engine.runner,
+        tokenizer=None,
+        limits=engine.limits,
+        capacity=engine.capacity,
+    )
+    exact, overlapped = read_side_by_side(subjects, token_ids, _nobody)
+    assert subjects[1].engine.num_launched >= 3
+    assert not overlapped.kl.any()
+    assert (overlapped.surprise == exact.surprise).all()
+
+
 def test_what_is_rounded_is_found_behind_the_chunk_that_was_attended_exactly(
     tiny_chat_model: Path, token_ids: list[int]
 ) -> None:
     fine, coarse = (Subject(Setting(name), _config(tiny_chat_model)) for name in ("fine", "coarse"))
-    _round_after_each_step(fine, 64.0)
+    _round_after_each_step(fine, 8.0)  # finer, and the divergence is that of float32 itself
     _round_after_each_step(coarse, 2.0)
     _, of_fine, of_coarse = read_side_by_side(
         [Subject(EXACT, _config(tiny_chat_model)), fine, coarse], token_ids, _nobody

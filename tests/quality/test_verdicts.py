@@ -29,27 +29,41 @@ def _config(**settings: object) -> EngineConfig:
 
 def _verdict(config: EngineConfig, fingerprint: str, top1: float) -> Verdict:
     return Verdict(
-        config.model, fingerprint, subject_of(config), top1, 0.001, 0.02, 0.003, 1000, 512, "t", "d", "2026-01-02", "0"
+        config.model,
+        fingerprint,
+        subject_of(config, "float32"),
+        top1,
+        0.001,
+        0.02,
+        0.003,
+        1000,
+        512,
+        "t",
+        "d",
+        "2026-01-02",
+        "0",
     )
 
 
 def _check(config: EngineConfig, cache: Path) -> list[str]:
     said: list[str] = []
-    check_quality(config, lambda: "f", cache, said.append)
+    check_quality(config, "float32", lambda: "f", cache, said.append)
     return said
 
 
 def test_a_verdict_comes_back_for_what_it_is_about_and_nothing_else(tmp_path: Path) -> None:
     verdict = _verdict(_config(), "f", 0.99)
     write_verdict(verdict, tmp_path)
-    assert read_verdict("f", subject_of(_config()), tmp_path) == verdict
-    assert read_verdict("f", subject_of(_config(kv_cache_dtype="int8")), tmp_path) == verdict  # another spelling
+    assert read_verdict("f", subject_of(_config(), "float32"), tmp_path) == verdict
+    spelled = _config(kv_cache_dtype="int8")
+    assert read_verdict("f", subject_of(spelled, "float32"), tmp_path) == verdict
+    assert read_verdict("f", subject_of(_config(), "bfloat16"), tmp_path) is None
     for other in ({"block_size": 32}, {"kv_cache_dtype_skip_layers": (0,)}, {"quantization": "int8"}):
-        assert read_verdict("f", subject_of(_config(**other)), tmp_path) is None
-    assert read_verdict("g", subject_of(_config()), tmp_path) is None
+        assert read_verdict("f", subject_of(_config(**other), "float32"), tmp_path) is None
+    assert read_verdict("g", subject_of(_config(), "float32"), tmp_path) is None
     newer = replace(verdict, top1_agreement=0.5)
     write_verdict(newer, tmp_path)
-    assert read_verdict("f", subject_of(_config()), tmp_path) == newer
+    assert read_verdict("f", subject_of(_config(), "float32"), tmp_path) == newer
 
 
 @pytest.mark.parametrize(
@@ -67,7 +81,7 @@ def test_a_verdict_comes_back_for_what_it_is_about_and_nothing_else(tmp_path: Pa
 def test_a_damaged_verdict_is_none(tmp_path: Path, damage) -> None:
     file = write_verdict(_verdict(_config(), "f", 0.99), tmp_path)
     file.write_text(damage(file.read_text()))
-    assert read_verdict("f", subject_of(_config()), tmp_path) is None
+    assert read_verdict("f", subject_of(_config(), "float32"), tmp_path) is None
 
 
 def test_a_codec_under_the_floor_is_refused_unless_forced(tmp_path: Path) -> None:
@@ -106,7 +120,7 @@ def test_what_is_stored_in_16_bit_has_no_floor(tmp_path: Path) -> None:
     for name in ("auto", "float16", "bf16"):
         config = _config(kv_cache_dtype=name, kv_quality_floor=0.99)
         assert floor_of(config) == 0.0
-        check_quality(config, never, tmp_path, never)
+        check_quality(config, "float32", never, tmp_path, never)
     assert floor_of(_config()) == 0.97
 
 
@@ -148,7 +162,7 @@ def test_the_command_measures_keeps_and_recommends(
     assert answer["settings"][1]["kl"]["value"] == 0.0
     assert png.read_bytes().startswith(b"\x89PNG")
     config = EngineConfig(model=str(tiny_chat_model), kv_cache_dtype="int8_per_token_head")
-    verdict = read_verdict(answer["fingerprint"], subject_of(config), own_cache)
+    verdict = read_verdict(answer["fingerprint"], subject_of(config, "float32"), own_cache)
     assert verdict is not None
     assert verdict.top1_agreement == answer["settings"][0]["top1_agreement"]["value"]
     assert verdict.num_tokens == 190

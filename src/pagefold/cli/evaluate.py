@@ -93,8 +93,8 @@ def evaluate(  # noqa: PLR0913 - one parameter a flag
         typer.Option(help="Keep the verdicts in the cache folder, where serve reads them.", rich_help_panel=_ANSWER),
     ] = True,
     device: Annotated[
-        str, typer.Option(help="cpu, cuda or auto. Codecs run on CPUs only, so far.", rich_help_panel=_ENGINE)
-    ] = "cpu",
+        str, typer.Option(help="auto takes a card where there is one: auto, cpu or cuda.", rich_help_panel=_ENGINE)
+    ] = "auto",
     dtype: Annotated[
         str, typer.Option(help="auto, float32, float64, bfloat16 or float16.", rich_help_panel=_ENGINE)
     ] = "auto",
@@ -102,7 +102,9 @@ def evaluate(  # noqa: PLR0913 - one parameter a flag
     max_num_batched_tokens: Annotated[
         int, typer.Option(help="Tokens computed in one step: long texts are read in chunks.", rich_help_panel=_ENGINE)
     ] = 512,
-    attention_backend: Annotated[str, typer.Option(help="auto, cpu or reference.", rich_help_panel=_ENGINE)] = "auto",
+    attention_backend: Annotated[
+        str, typer.Option(help="auto, cpu, cuda or reference.", rich_help_panel=_ENGINE)
+    ] = "auto",
     model_impl: Annotated[
         str, typer.Option(help="Who computes the layers: auto, pagefold or transformers.", rich_help_panel=_ENGINE)
     ] = "auto",
@@ -212,7 +214,7 @@ def _save(evaluation: Evaluation, config: EngineConfig, settings: Mapping[str, S
             verdict = Verdict(
                 model=evaluation.model,
                 fingerprint=evaluation.fingerprint,
-                subject=subject_of(applied),
+                subject=subject_of(applied, found.dtype),
                 top1_agreement=found.top1_agreement.value,
                 top1_standard_error=found.top1_agreement.standard_error,
                 perplexity_change=found.perplexity_change.value,

@@ -292,7 +292,8 @@ def build_engine(
     from pagefold.runner.content import content_fingerprint  # noqa: PLC0415 - heavy rooms are entered when they are needed
 
     config, spec, geometry = blueprint.config, blueprint.spec, blueprint.geometry
-    check_quality(config, lambda: content_fingerprint(spec.folder, cache_dir()), cache_dir(), _log.warning)
+    dtype = str(blueprint.dtype).removeprefix("torch.")
+    check_quality(config, dtype, lambda: content_fingerprint(spec.folder, cache_dir()), cache_dir(), _log.warning)
     if blueprint.card is None:
         for line in blueprint.capacity.lines():
             say(line)

@@ -211,7 +211,10 @@ def notes(plan: Plan) -> list[str]:
     if shape.not_served:
         said.append(f"Pagefold's own server does not run {shape.not_served} yet: the figures are of engines that do.")
     elif not device.is_cpu:
-        said.append("Pagefold's own server runs on CPUs today: the figures are of engines that keep KV in such blocks.")
+        said.append(
+            "Pagefold's own server runs on a CPU, or on one NVIDIA card, where nobody has measured it yet: the figures "
+            "are of engines that keep KV in such blocks."
+        )
     if shape.is_estimate and shape.exact_parameters is None:
         said.append(
             f"Parameters of {shape.model_type or 'this family'} are estimated; a folder with weights is counted."

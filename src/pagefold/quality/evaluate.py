@@ -215,6 +215,7 @@ def _result(
     return SettingResult(
         name=subject.setting.name,
         overrides=dict(subject.setting.overrides),
+        dtype=subject.dtype,
         bytes_per_token=subject.bytes_per_token,
         perplexity=float(np.exp(own.surprise.mean())),
         perplexity_change=figures.perplexity_change,

@@ -72,6 +72,7 @@ class SettingResult:
     Attributes:
         name: of the setting.
         overrides: fields of the engine's config that make it.
+        dtype: what the engine computed in.
         bytes_per_token: of KV, scales included.
         perplexity: of the text under the setting.
         perplexity_change: relative, 0.01 for 1 % more.
@@ -86,6 +87,7 @@ class SettingResult:
 
     name: str
     overrides: Mapping[str, Any]
+    dtype: str
     bytes_per_token: int
     perplexity: float
     perplexity_change: Estimate

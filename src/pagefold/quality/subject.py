@@ -37,14 +37,16 @@ class Subject:
 
     Attributes:
         setting: as above.
+        dtype: what it computes in.
         bytes_per_token: of its KV, scales included.
         first: the position of the first of ``rows``.
-        rows: logits of the positions that were read last and not yet taken, ``[N, vocab]``; valid until it reads on.
+        rows: logits of the positions that were read last and not yet taken, ``[N, vocab]``, in the host's memory.
     """
 
     def __init__(self, setting: Setting, config: EngineConfig) -> None:
         blueprint = plan_engine(config)
         self.setting = setting
+        self.dtype = str(blueprint.dtype).removeprefix("torch.")
         self.bytes_per_token = blueprint.geometry.bytes_per_token
         self.engine = build_engine(blueprint)
         runner = self.engine.runner
@@ -99,6 +101,9 @@ class Subject:
         return deltas
 
     def _note(self, plan: StepPlan, logits: torch.Tensor) -> None:
-        """Keep a step's rows. One request reads at a time, so a plan has one part; a step that failed comes again."""
+        """Keep a step's rows: a copy, as the next step may be computed before they are taken.
+
+        One request reads at a time, so a plan has one part; a step that failed comes again.
+        """
         (part,) = plan.prompt_parts
-        self.first, self.rows = plan.starts[part.row] + part.offset, logits.cpu()
+        self.first, self.rows = plan.starts[part.row] + part.offset, logits.to("cpu", copy=True)

@@ -113,6 +113,8 @@ class TorchRunner:
             with _memory_for(plan):
                 if moves is not None:
                     moves.verify()
+                if plan.prompt_parts:
+                    self.on_prompt_logits(plan, of_prompts)
                 token_ids = read()
                 if moves is not None:
                     moves.learn()
