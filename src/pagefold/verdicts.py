@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pagefold.errors import ConfigError, QualityError
 from pagefold.json_object import read_json_object
 from pagefold.kv import CODECS, KV_CACHE_DTYPES
+from pagefold.transport.plan import DROPPED_BITS
 from pagefold.whole_file import write_whole
 
 if TYPE_CHECKING:
@@ -21,9 +22,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pagefold.config import EngineConfig
+    from pagefold.transport.plan import TransportCodec
 
 __all__ = [
     "QUALITY_FIELDS",
+    "ROUNDED",
     "SAME_AS",
     "Verdict",
     "check_quality",
@@ -40,6 +43,9 @@ another format are as if they were not there."""
 QUALITY_FIELDS = ("dtype", "quantization", "block_size", "kv_cache_dtype", "kv_cache_dtype_skip_layers")
 """Fields of the engine's config that a verdict is about: another value of any of them needs another one."""
 
+ROUNDED = ("int8_per_token_head", "k8v4")
+"""Codecs with codes of 8 bit, which a lossy transport rounds."""
+
 SAME_AS = {"fp8": "fp8_e4m3"}
 """Codecs of two names."""
 
@@ -53,7 +59,7 @@ class Verdict:
     Attributes:
         model: what the user called it; for people.
         fingerprint: of its weights and config: what it is the verdict on.
-        subject: the fields of ``QUALITY_FIELDS``.
+        subject: the fields of ``QUALITY_FIELDS``, and ``kv_transport_codec`` where that is lossy.
         top1_agreement: share of positions where the likeliest token is that of the exact cache.
         top1_standard_error: of it; None where there was one context only.
         perplexity_change: relative.
@@ -89,19 +95,27 @@ class Verdict:
         )
 
 
-def subject_of(config: EngineConfig, dtype: str) -> dict[str, Any]:
+def subject_of(config: EngineConfig, dtype: str, transport: TransportCodec | None = None) -> dict[str, Any]:
     """Return what of a config a verdict is about, as JSON has it: however a codec is spelled, it is the same one.
 
     Args:
         config: of an engine.
         dtype: what that computes in, which ``auto`` does not say.
+        transport: how blocks are packed on their way to a pool; None for what the config says.
     """
     found = {name: getattr(config, name) for name in QUALITY_FIELDS}
     name = KV_CACHE_DTYPES.get(config.kv_cache_dtype, config.kv_cache_dtype)
     found["kv_cache_dtype"] = SAME_AS.get(name, name)
     found["dtype"] = dtype
     found["kv_cache_dtype_skip_layers"] = sorted(set(config.kv_cache_dtype_skip_layers))
+    if _is_rounded(config, transport or config.kv_transport_codec):
+        found["kv_transport_codec"] = transport or config.kv_transport_codec
     return found
+
+
+def _is_rounded(config: EngineConfig, transport: TransportCodec) -> bool:
+    """Whether blocks come back from a pool as others than they were."""
+    return bool(DROPPED_BITS[transport]) and KV_CACHE_DTYPES.get(config.kv_cache_dtype) in ROUNDED
 
 
 def write_verdict(verdict: Verdict, cache_dir: Path) -> Path:
@@ -168,14 +182,11 @@ def check_quality(
         return
     verdict = read_verdict(fingerprint(), subject_of(config, dtype), cache_dir)
     if verdict is None:
-        say(
-            f"nobody has measured what kv_cache_dtype {config.kv_cache_dtype} costs on this model; to find out: "
-            f"{_command(config)}"
-        )
+        say(f"nobody has measured what {_what(config)} costs on this model; to find out: {_command(config)}")
         return
     if verdict.top1_agreement >= floor:
         return
-    what = f"kv_cache_dtype {config.kv_cache_dtype} is under the quality floor of {floor:.1%} on this model"
+    what = f"{_what(config)} is under the quality floor of {floor:.1%} on this model"
     if config.force_kv_cache_dtype:
         say(f"{what}, and is forced: {verdict.told()}")
         return
@@ -189,6 +200,12 @@ def check_quality(
     raise QualityError(msg, remedy=remedy)
 
 
+def _what(config: EngineConfig) -> str:
+    is_rounded = _is_rounded(config, config.kv_transport_codec)
+    lossy = f" with kv_transport_codec {config.kv_transport_codec}" if is_rounded else ""
+    return f"kv_cache_dtype {config.kv_cache_dtype}{lossy}"
+
+
 def _command(config: EngineConfig) -> str:
     """Return the command that finds the verdict on ``config``."""
     told = [f"pagefold eval {config.model} --kv-cache-dtype {config.kv_cache_dtype}"]
@@ -199,6 +216,8 @@ def _command(config: EngineConfig) -> str:
             told.append(
                 f"--{name.replace('_', '-')} {','.join(map(str, value)) if isinstance(value, tuple) else value}"
             )
+    if _is_rounded(config, config.kv_transport_codec):
+        told.append(f"--kv-transport-codec {config.kv_transport_codec}")
     return " ".join(told)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,15 +14,21 @@ from pagefold.config import EngineConfig
 from pagefold.engine.build import plan_engine
 from pagefold.engine.overlapped import OverlappedEngine
 from pagefold.errors import ConfigError
+from pagefold.kv import CODECS, BlockId, KVGeometry
 from pagefold.quality.contexts import cut_contexts
 from pagefold.quality.evaluate import Question, _sized, evaluate
 from pagefold.quality.needles import DEPTHS, hide_needles
 from pagefold.quality.reading import read_side_by_side
 from pagefold.quality.recommend import recommend
+from pagefold.quality.rounding import RoundingRunner
 from pagefold.quality.setting import EXACT, Setting
 from pagefold.quality.subject import Subject
 from pagefold.quality.texts import Text
+from pagefold.runner.block_plan import block_plan
+from pagefold.runner.codec_slab import CODEC_LAYOUT, CODEC_ROWS_LAYOUT, CodecSlab
+from pagefold.steps import StepPlan
 from pagefold.tokenizer import Tokenizer
+from pagefold.transport.packing import Packing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -115,6 +122,43 @@ def test_what_is_rounded_is_found_behind_the_chunk_that_was_attended_exactly(
     assert not of_fine.kl[:64].any()
     assert not of_coarse.kl[:64].any()
     assert 0 < of_fine.kl[64:].mean() < of_coarse.kl[64:].mean()
+
+
+@pytest.mark.parametrize("layout", [CODEC_LAYOUT, CODEC_ROWS_LAYOUT])
+@pytest.mark.parametrize("bits", [1, 2])
+@pytest.mark.parametrize("name", ["int8_per_token_head", "k8v4"])
+def test_what_a_step_has_filled_is_as_it_comes_back_from_a_pool(name: str, bits: int, layout: str) -> None:
+    """To the bit as packing rounds it; blocks that are not full yet, and others', stay as they are."""
+    geometry = KVGeometry(2, 2, 32, 4, 16, CODECS[name])
+    before = torch.from_numpy(np.random.default_rng().integers(0, 256, (8, geometry.bytes_per_block), np.uint8))
+    slab = CodecSlab(before.clone(), geometry, layout=layout)
+    runner = SimpleNamespace(slab=slab, geometry=geometry, run=lambda _: "result", launch=lambda _: lambda: "later")
+    packing = Packing(block_plan(geometry, layout), bits)
+    plan = StepPlan(0)
+    plan.starts, plan.num_tokens = [10, 0, 40], [30, 16, 8]
+    plan.block_ids = [[BlockId(0), BlockId(1), BlockId(2)], [BlockId(3)], [BlockId(5), BlockId(6), BlockId(7)]]
+    transport = {1: "lossy7", 2: "lossy6"}[bits]
+    rounding = RoundingRunner(runner, transport)
+    assert rounding.run(plan) == "result"
+    for block in range(8):
+        expected = packing.coarsened(memoryview(before[block].numpy())) if block in {0, 1, 3, 7} else before[block]
+        assert bytes(expected) == bytes(slab.as_bytes()[block])
+    after = slab.data.clone()
+    assert rounding.launch(plan)() == "later"
+    assert torch.equal(slab.data, after), "once more rounds nothing more"
+
+
+def test_rounded_blocks_are_found_behind_the_chunk_that_was_attended_exactly(
+    tiny_chat_model: Path, token_ids: list[int]
+) -> None:
+    codec = {"kv_cache_dtype": "int8_per_token_head"}
+    subjects = [Subject(Setting(how, codec, how), _config(tiny_chat_model, **codec)) for how in ("none", "lossy6")]
+    exact, rounded = read_side_by_side(subjects, token_ids, _nobody)
+    is_same = rounded.surprise == exact.surprise
+    assert is_same[:64].all()
+    assert not is_same[64:].all()
+    with pytest.raises(ConfigError, match="blocks of fp8_e4m3 have none"):
+        Subject(Setting("x", transport="lossy7"), _config(tiny_chat_model, kv_cache_dtype="fp8_e4m3"))
 
 
 def test_an_evaluation_of_the_same_finds_nothing(tiny_chat_model: Path, story: Text) -> None:

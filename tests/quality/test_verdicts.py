@@ -113,6 +113,20 @@ def test_without_a_verdict_the_command_is_named(tmp_path: Path) -> None:
     )
 
 
+def test_a_lossy_way_to_a_pool_has_a_verdict_of_its_own(tmp_path: Path) -> None:
+    lossy = {"kv_transport_codec": "lossy7", "kv_remote_url": "redis://127.0.0.1:1/0", "kv_offloading_size": 1.0}
+    write_verdict(_verdict(_config(), "f", 0.99), tmp_path)
+    (said,) = _check(_config(**lossy), tmp_path)
+    assert "with kv_transport_codec lossy7 costs" in said
+    assert said.endswith("--kv-cache-dtype int8_per_token_head --kv-transport-codec lossy7")
+    write_verdict(_verdict(_config(**lossy), "f", 0.5), tmp_path)
+    assert not _check(_config(), tmp_path)
+    with pytest.raises(QualityError, match="with kv_transport_codec lossy7 is under"):
+        _check(_config(**lossy), tmp_path)
+    fp8 = _config(kv_cache_dtype="fp8", **lossy)  # nothing of it is rounded
+    assert subject_of(fp8, "float32") == subject_of(_config(kv_cache_dtype="fp8"), "float32")
+
+
 def test_what_is_stored_in_16_bit_has_no_floor(tmp_path: Path) -> None:
     def never() -> str:
         raise AssertionError
@@ -154,6 +168,8 @@ def test_the_command_measures_keeps_and_recommends(
     asked = ["eval", str(tiny_chat_model), "--text", str(file), "--context-len", "96", "--num-contexts", "2"]
     asked += ["--needles", "0", "--greedy-tokens", "4", "--max-perplexity-change", "0.5", "--kv-quality-floor", "0.3"]
     asked += ["--kv-cache-dtype", "int8,auto", "--recommend"]
+    lossy = [*asked[:-3], "--kv-cache-dtype", "int8", "--kv-transport-codec", "none,lossy6"]
+    lossy += ["--max-num-batched-tokens", "32"]  # else the only chunk attends to itself alone
     result = CliRunner().invoke(app, [*asked, "--json", "--png", str(png)])
     assert result.exit_code == 0, result.output
     answer = json.loads(result.stdout)
@@ -167,6 +183,11 @@ def test_the_command_measures_keeps_and_recommends(
     assert verdict.top1_agreement == answer["settings"][0]["top1_agreement"]["value"]
     assert verdict.num_tokens == 190
     assert len(list((own_cache / "verdicts").iterdir())) == 1  # none on auto
+    result = CliRunner().invoke(app, [*lossy, "--json"])
+    kept, rounded = json.loads(result.stdout)["settings"]
+    assert (kept["name"], rounded["name"], rounded["transport"]) == ("int8", "int8, lossy6", "lossy6")
+    assert rounded["perplexity"] != kept["perplexity"]
+    assert len(list((own_cache / "verdicts").iterdir())) == 2
     again = CliRunner().invoke(app, [*asked, "--no-save"])
     assert again.exit_code == 0
     assert "recommended: --kv-cache-dtype int8" in again.output
@@ -181,6 +202,8 @@ def test_the_command_measures_keeps_and_recommends(
         (["--num-contexts", "0"], "at least 1"),
         (["--text", "/no/such/file"], "Cannot read"),
         (["--kv-cache-dtype-skip-layers", "7"], "between 0 and 1"),
+        (["--kv-transport-codec", "lossy5"], "one of none, lossless, lossy7, lossy6"),
+        (["--kv-transport-codec", "lossy7", "--kv-cache-dtype", "int4"], "have none"),
         (["--kv-cache-dtype-skip-layers", "a"], "list of layers"),
         (["--max-perplexity-change", "-1"], "Give a share"),
         (["--png", "/no/such/folder/x.png"], "Cannot write"),

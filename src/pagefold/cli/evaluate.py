@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path  # noqa: TC003 - typer reads it
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
@@ -16,17 +17,19 @@ from pagefold.cli.serve import check_installed, parse_layers, quiet_transformers
 from pagefold.config import EngineConfig, cache_dir
 from pagefold.errors import ConfigError, PagefoldError
 from pagefold.kv import KV_CACHE_DTYPES
+from pagefold.transport.plan import DROPPED_BITS
 from pagefold.verdicts import SAME_AS, Verdict, floor_of, subject_of, write_verdict
 from pagefold.whole_file import check_writable, write_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from pagefold.config import AttentionBackend, Device, Dtype, ModelImpl
     from pagefold.hub.progress import Progress
     from pagefold.quality.result import Evaluation
     from pagefold.quality.setting import Setting
     from pagefold.quality.texts import Text
+    from pagefold.transport.plan import TransportCodec
 
 __all__ = ["evaluate"]
 
@@ -50,6 +53,14 @@ def evaluate(  # noqa: PLR0913 - one parameter a flag
         str | None,
         typer.Option(metavar="LAYERS", help="Layers that stay in 16 bit, such as 0,29.", rich_help_panel=_WHAT),
     ] = None,
+    kv_transport_codec: Annotated[
+        str,
+        typer.Option(
+            metavar="CODECS",
+            help="As if blocks had come back from a pool so packed, with commas: none,lossy7,lossy6.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = "none",
     text: Annotated[
         Path | None,
         typer.Option(
@@ -143,7 +154,7 @@ def evaluate(  # noqa: PLR0913 - one parameter a flag
         from pagefold.quality.evaluate import Question  # noqa: PLC0415 - torch comes with it
         from pagefold.quality.evaluate import evaluate as run  # noqa: PLC0415
 
-        settings = _settings(config, kv_cache_dtype, layers)
+        settings = _settings(config, kv_cache_dtype, layers, _transports(kv_transport_codec))
         quiet_transformers(is_loaded=True)
         with progress_bar() as progress:
             question = Question(
@@ -170,22 +181,41 @@ def evaluate(  # noqa: PLR0913 - one parameter a flag
         fail(error)
 
 
-def _settings(config: EngineConfig, codecs: str | None, layers: tuple[int, ...]) -> dict[str, Setting]:
+def _transports(names: str) -> list[TransportCodec]:
+    """Return what was named.
+
+    Raises:
+        ConfigError: there is no such transport codec.
+    """
+    found = [name.strip() for name in names.split(",")]
+    for name in found:
+        if name not in DROPPED_BITS:
+            msg = f"There is no kv_transport_codec {name!r}."
+            raise ConfigError(msg, remedy=f"It is one of {', '.join(DROPPED_BITS)}.")
+    return cast("list[TransportCodec]", found)
+
+
+def _settings(
+    config: EngineConfig, codecs: str | None, layers: tuple[int, ...], transports: Sequence[TransportCodec]
+) -> dict[str, Setting]:
     """Return what is evaluated, by name. Codecs that the model cannot have are left out if none was named."""
     from pagefold.engine.build import plan_engine  # noqa: PLC0415 - torch comes with it
+    from pagefold.quality.rounding import check_rounds  # noqa: PLC0415
     from pagefold.quality.setting import Setting  # noqa: PLC0415
 
     named = [name.strip() for name in codecs.split(",")] if codecs is not None else None
+    names = named or [name for name in dict.fromkeys(KV_CACHE_DTYPES.values()) if name not in SAME_AS]
     settings: dict[str, Setting] = {}
-    for name in named or (name for name in dict.fromkeys(KV_CACHE_DTYPES.values()) if name not in SAME_AS):
+    for name, transport in product(names, transports):
         of_codec: dict[str, object] = {"kv_cache_dtype": name}
         if layers and name != "auto":
             of_codec["kv_cache_dtype_skip_layers"] = layers
-        setting = Setting("auto again" if name == "auto" else name, of_codec)
+        called = "auto again" if name == "auto" else name
+        setting = Setting(called if transport == "none" else f"{called}, {transport}", of_codec, transport)
         try:
             applied = setting.apply(config)
-            if named is None and _has_floor(applied):
-                plan_engine(applied)
+            if DROPPED_BITS[transport] or (named is None and _has_floor(applied)):
+                check_rounds(transport, plan_engine(applied).geometry)
         except ConfigError as error:
             if named is not None:
                 raise
@@ -214,7 +244,7 @@ def _save(evaluation: Evaluation, config: EngineConfig, settings: Mapping[str, S
             verdict = Verdict(
                 model=evaluation.model,
                 fingerprint=evaluation.fingerprint,
-                subject=subject_of(applied, found.dtype),
+                subject=subject_of(applied, found.dtype, found.transport),
                 top1_agreement=found.top1_agreement.value,
                 top1_standard_error=found.top1_agreement.standard_error,
                 perplexity_change=found.perplexity_change.value,

@@ -215,6 +215,7 @@ def _result(
     return SettingResult(
         name=subject.setting.name,
         overrides=dict(subject.setting.overrides),
+        transport=subject.setting.transport,
         dtype=subject.dtype,
         bytes_per_token=subject.bytes_per_token,
         perplexity=float(np.exp(own.surprise.mean())),

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pagefold.quality.statistics import Estimate
+    from pagefold.transport.plan import TransportCodec
 
 __all__ = ["Evaluation", "GreedyResult", "NeedleResult", "PositionBin", "SettingResult"]
 
@@ -72,6 +73,7 @@ class SettingResult:
     Attributes:
         name: of the setting.
         overrides: fields of the engine's config that make it.
+        transport: how blocks were packed, as on their way to a pool.
         dtype: what the engine computed in.
         bytes_per_token: of KV, scales included.
         perplexity: of the text under the setting.
@@ -87,6 +89,7 @@ class SettingResult:
 
     name: str
     overrides: Mapping[str, Any]
+    transport: TransportCodec
     dtype: str
     bytes_per_token: int
     perplexity: float

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pagefold.config import EngineConfig
+    from pagefold.transport.plan import TransportCodec
 
 __all__ = ["EXACT", "Setting"]
 
@@ -25,6 +26,7 @@ class Setting:
     Attributes:
         name: for tables.
         overrides: fields of :class:`~pagefold.config.EngineConfig` and their values.
+        transport: how blocks are packed on their way to a pool: all but a step's own are as they come back from it.
 
     Raises:
         ConfigError: there is no such field, or it is not one to be compared.
@@ -32,6 +34,7 @@ class Setting:
 
     name: str
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    transport: TransportCodec = "none"
 
     def __post_init__(self) -> None:
         from pagefold.config import EngineConfig  # noqa: PLC0415 - kept lazy: a setting is only a name until then

@@ -1,7 +1,7 @@
 """Subject: an engine under one setting, made to read and to continue token sequences.
 
 It is the engine that a server has: the scheduler cuts prompts into chunks, the runner writes their K and V into blocks
-and attends to what the blocks then hold. Nothing of a setting is imitated here.
+and attends to what the blocks then hold. Nothing of a setting is imitated here, but the way to a pool and back.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 from pagefold.engine.build import build_engine, plan_engine
 from pagefold.errors import PagefoldError
+from pagefold.quality.rounding import RoundingRunner, check_rounds
 from pagefold.request import SamplingParams
 from pagefold.runner.torch_runner import TorchRunner
+from pagefold.transport.plan import DROPPED_BITS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,6 +54,9 @@ class Subject:
         runner = self.engine.runner
         assert isinstance(runner, TorchRunner), "logits are what torch runners have"
         runner.on_prompt_logits = self._note
+        if DROPPED_BITS[setting.transport]:
+            check_rounds(setting.transport, blueprint.geometry)
+            self.engine.runner = RoundingRunner(runner, setting.transport)
         self.first = 0
         self.rows: torch.Tensor | None = None
         self._num_requests = 0
