@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,10 @@ from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+# Read when the first library with OpenMP is loaded, here and in what tests start. Else a thread that waits for its team
+# keeps a core that another worker, or the very thread that it waits for, could use: some tests take ten times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # A busy machine is slow, and a seed may draw much that is filtered out: neither is wrong.
 _HARMLESS = [HealthCheck.too_slow, HealthCheck.filter_too_much]
