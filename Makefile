@@ -40,8 +40,8 @@ test: setup ## everything that CI runs
 	@$(MAKE) -s check
 	@# Kernels are compiled once, before several workers would each do so.
 	@$(BIN)/python -c "from pagefold import LLM; LLM('smollm2-135m', max_model_len=256, kv_cache_memory_bytes=2**26)"
-	@# A worker a core; the tests of a file stay together, and share what is dear to make.
-	@$(BIN)/python -m pytest -q -n auto --dist loadfile -m "not long"
+	@# A worker a core; the tests of a file stay together, and share what is dear to make. tests/conftest.py orders them.
+	@$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder -m "not long"
 
 test-long: setup ## the long property and equality runs
 	@$(BIN)/pagefold models get smollm2-135m

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,10 +13,31 @@ from hypothesis import HealthCheck, settings
 if TYPE_CHECKING:
     from pathlib import Path
 
+# Read when the first library with OpenMP is loaded, here and in what tests start. Else a thread that waits for its team
+# keeps a core that another worker, or the very thread that it waits for, could use: some tests take ten times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 # A busy machine is slow, and a seed may draw much that is filtered out: neither is wrong.
 _HARMLESS = [HealthCheck.too_slow, HealthCheck.filter_too_much]
 settings.register_profile("no deadlines", deadline=None, suppress_health_check=_HARMLESS)
 settings.load_profile("no deadlines")
+
+_LONGEST = (
+    "equivalence/test_codec_workloads.py",  # compiles what others load then
+    "server/test_serve_tiers.py",
+    "equivalence/test_attention.py",
+)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Several workers share the files: those that take longest come first, and the smallest last, to end together."""
+    if not hasattr(config, "workerinput"):
+        return
+    num_tests = Counter(item.path for item in items)
+    names = {path: "/".join(path.parts[-2:]) for path in num_tests}
+    place = {path: _LONGEST.index(name) if name in _LONGEST else len(_LONGEST) for path, name in names.items()}
+    items.sort(key=lambda item: (place[item.path], -num_tests[item.path]))
 
 
 @pytest.fixture(scope="session")

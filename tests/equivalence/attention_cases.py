@@ -208,7 +208,7 @@ class _CaseMaker:
                 query_starts=query_starts,
                 tables=np.broadcast_to(tables, (len(sequences), num_kv_heads, tables.shape[2])),
                 lengths=np.broadcast_to(lengths, (len(sequences), num_kv_heads)),
-                cells=cells if self.per_head else np.broadcast_to(cells[:1], cells.shape),
+                cells=np.broadcast_to(cells if self.per_head else cells[:1], cells.shape),
             ),
             layer=self.random.randrange(num_layers),
             scale=sharpness * shape.head_dim**-0.5,

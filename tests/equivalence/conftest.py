@@ -48,8 +48,13 @@ def _quiet_injected_failures() -> Iterator[None]:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Tiny tensors gain nothing from a second thread, and lose much when its core is busy."""
+    """Tiny tensors gain nothing from a second thread, and lose much when its core is busy.
+
+    An engine that is built here asks torch for a thread a core: that is not heard. Kernels have their teams as ever.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "set_num_threads", lambda num_threads: None)
+        yield
     torch.set_num_threads(before)

@@ -60,6 +60,7 @@ class HarshRunner:
     ) -> None:
         self.inner = engine.runner
         self._core = engine.scheduler.core
+        self._scheduler = engine.scheduler
         self._damage_rate = damage_rate
         self._failure_rate = failure_rate
         self._random = random
@@ -78,7 +79,7 @@ class HarshRunner:
 
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Begin a step, or fail at once."""
-        if self._num_failures_in_a_row < _MAX_FAILURES_IN_A_ROW and self._random.random() < self._failure_rate / 2:
+        if self._may_fail() and self._random.random() < self._failure_rate / 2:
             self._num_failures_in_a_row += 1
             self._has_failed_behind = bool(self._launched)
             raise InjectedError("launch")
@@ -130,12 +131,18 @@ class HarshRunner:
             if self._random.random() < self._damage_rate:
                 held = self.inner.arena.blocks[host_id]
                 held[self._random.randrange(len(held))] ^= 1 << self._random.randrange(8)
-        if self._num_failures_in_a_row < _MAX_FAILURES_IN_A_ROW and self._random.random() < self._failure_rate:
+        if self._may_fail() and self._random.random() < self._failure_rate:
             self._num_failures_in_a_row += 1
             self._fail(plan)
         self._num_failures_in_a_row = int(self._has_failed_behind)  # that step comes next
         self._has_failed_behind = False
         return carry_out(plan)
+
+    def _may_fail(self) -> bool:
+        """Of a step that succeeds not every request that has failed before is part; damage is neither to a request."""
+        return self._num_failures_in_a_row < _MAX_FAILURES_IN_A_ROW and all(
+            request.num_failed_steps < _MAX_FAILURES_IN_A_ROW for request in self._scheduler.running
+        )
 
     def _fail(self, plan: StepPlan) -> None:
         how = self._random.choice(("before", "between layers", "after"))

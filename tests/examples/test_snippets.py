@@ -15,6 +15,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 URL = "http://127.0.0.1:8000"
+LESS = {"context_len=1024": "context_len=128"}
+"""What would take a minute is asked of shorter texts."""
 
 
 def blocks_of(language: str) -> list[str]:
@@ -34,6 +36,8 @@ PYTHON = blocks_of("python")
 
 @pytest.mark.parametrize("code", PYTHON, ids=range(len(PYTHON)))
 def test_python_runs(server, code, tmp_path):
+    for asked, less in LESS.items():
+        code = code.replace(asked, less)
     ended = subprocess.run(
         [sys.executable, "-c", code.replace(URL, server.url)],
         capture_output=True,
@@ -50,6 +54,7 @@ def test_there_are_snippets_of_each_kind():
     assert sum("LLM(model=" in code for code in PYTHON) >= 1
     assert sum(URL in code for code in PYTHON) >= 1
     assert commands_in(ROOT / "README.md")
+    assert all(any(asked in code for code in PYTHON) for asked in LESS)
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/getting-started.md"])

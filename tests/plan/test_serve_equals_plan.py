@@ -43,6 +43,12 @@ def free_bytes(monkeypatch: pytest.MonkeyPatch) -> int:
     return 3 * GIB
 
 
+@pytest.fixture
+def _no_constants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They change no number of bytes, and to measure the built-in model's by transformers' forward takes minutes."""
+    monkeypatch.setattr("pagefold.engine.build._constants", lambda blueprint, say: None)
+
+
 SETTINGS = [
     {},
     {"kv_cache_memory_bytes": 10_000_000, "max_model_len": 200},
@@ -52,6 +58,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.usefixtures("_no_constants")
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("family", ["smollm2", "llama", "qwen3"])
 def test_a_slab_is_what_was_planned(family, settings, smollm2, tiny_folder, free_bytes):

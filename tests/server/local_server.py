@@ -198,7 +198,7 @@ class LocalServer(AnyServer):
     ) -> None:
         self.model = "tiny"
         metrics = Metrics(self.model)
-        config = EngineConfig(model=str(folder), dtype="float64", attention_backend="reference", **settings)
+        config = EngineConfig(model=str(folder), dtype="float64", attention_backend="reference", threads=1, **settings)
         blueprint = plan_engine(config)
         emit = metrics.emit
         self.recorder = None if record_trace is None else TraceRecorder(record_trace, time.monotonic)

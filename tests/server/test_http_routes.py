@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+
+from pagefold.server.listener import listen
+
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
@@ -67,3 +71,11 @@ def test_metrics_are_prometheus_text_with_vllm_s_labels(tiny):
 
 def _sorted_labels(text: str) -> str:
     return text.replace('{model_name="tiny",engine="0"}', '{engine="0",model_name="tiny"}')
+
+
+def test_what_is_written_is_sent_at_once():
+    """Connections inherit it. Else the second write of an answer waits for the client's delayed ACK, 40 ms."""
+    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -75,13 +75,9 @@ def test_a_killed_server_has_lost_little(tmp_path):
         again.close()
 
 
-def test_a_prompt_larger_than_the_budget_is_streamed():
+def test_a_prompt_larger_than_the_budget_is_streamed(smol):
     long_prompt = " ".join(PROMPTS)
-    plain = ProcessServer(MODEL, "--kv-cache-memory-bytes", "256M", "--max-model-len", "4096")
-    try:
-        expected = plain.complete(long_prompt, **ASKED)["choices"][0]["text"]
-    finally:
-        plain.close()
+    expected = smol.complete(long_prompt, **ASKED)["choices"][0]["text"]
     small = ("--kv-cache-memory-bytes", "16M", "--kv-offloading-size", "0.2", "--max-model-len", "4096")
     server = ProcessServer(MODEL, *small, "--allow-streaming")
     try:

@@ -46,7 +46,9 @@ def listen(host: str, port: int) -> socket.socket:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
         msg = f"Cannot listen on {host} port {port}: {reason}."
         raise ConfigError(msg, remedy="Choose another --host or --port; port 0 takes a free one.") from error
-    # Linux; connections inherit them.
+    # Linux; connections inherit them. What is written is sent at once: asyncio sees to that only for sockets that were
+    # made with their protocol named, as create_server does not. Else an answer waits for the client's delayed ACK.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_S * 1000)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _FIRST_PROBE_S)
