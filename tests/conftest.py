@@ -26,6 +26,7 @@ _LONGEST = (
     "equivalence/test_codec_workloads.py",  # compiles what others load then
     "server/test_serve_tiers.py",
     "equivalence/test_attention.py",
+    "equivalence/test_cuda_kernels.py",  # Triton's interpreter
 )
 
 
