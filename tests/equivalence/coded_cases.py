@@ -7,13 +7,22 @@ import torch
 
 from equivalence.attention_cases import make_case
 from pagefold.kv import CODECS, KVGeometry
-from pagefold.runner.attention import choose_backend
+from pagefold.runner.attention import AttentionInputs, choose_backend
+from pagefold.runner.attention.reference import reference_attention
 from pagefold.runner.codec_slab import CODEC_LAYOUT, CODEC_ROWS_LAYOUT, CodecSlab
 from pagefold.runner.codecs import CELL_CODECS
 from pagefold.runner.codecs.basis import fitted_basis
 from pagefold.runner.codecs.constants import CodecConstants
 
-__all__ = ["NUM_RANGES", "attend_coded", "encoded", "hold_codes", "some_constants", "some_moments"]
+__all__ = [
+    "NUM_RANGES",
+    "attend_coded",
+    "encode_extremes",
+    "encoded",
+    "hold_codes",
+    "some_constants",
+    "some_moments",
+]
 
 NUM_RANGES = 3
 CHOOSING = CELL_CODECS["k8v4"].values.number
@@ -116,3 +125,45 @@ def attend_coded(name, shape, sequences, dtype, bound, *, card=None, **made):
     case.inputs = real
     hold_codes(case, *slabs)
     return error
+
+
+def encode_extremes(name, *, card=None):
+    """Hold a card's kernels to the reference in bits where vectors are what no model computes; and NaN is not hidden.
+
+    Of numbers that are none, in formats of floating point, the bits are not compared.
+    """
+    from pagefold.runner.attention.cuda.attention import CudaAttention, HeadShape
+    from pagefold.runner.attention.cuda.blocks import reads_of
+
+    generator, head_dim = torch.Generator().manual_seed(5), 32
+    some, first = torch.randn(head_dim, generator=generator), torch.arange(head_dim) == 0
+    finite = [some * size for size in (0.0, 1e-40, 1e-37, 1e30)]
+    finite += [some.abs() * 0, -some.abs() * 0, some.clamp(min=0), -some.abs(), torch.full_like(some, 0.3)]
+    finite += [(some * 4).round(), (some * 8).round() + 0.5, some * (8 * some).exp(), first * 100.0]
+    lost = [some.sign() * 3.4e38, *(torch.where(first, bad, some) for bad in (torch.inf, -torch.inf, torch.nan))]
+    vectors = torch.stack([*finite, *lost, some * torch.nan])[:, None]
+    num_tokens, codec = len(vectors), CELL_CODECS[name]
+    geometry = KVGeometry(1, 1, head_dim, 4, num_tokens, CODECS[name])
+    constants = some_constants(1, head_dim, 1)
+    inputs = AttentionInputs(
+        query_starts=np.array([0, num_tokens], np.int32),
+        tables=np.zeros((1, 1, 1), np.int32),
+        lengths=np.array([[num_tokens]], np.int32),
+        cells=np.zeros((1, 1, 1), np.int32),
+    )
+    device, *processors = ("cpu", (9, 0), 4) if card is None else ("cuda", card.capability, card.num_processors)
+    attention = CudaAttention(HeadShape(torch.float32, 1, 1, head_dim, *processors, reads_of(codec)))
+    found = []
+    for attend, where in ((reference_attention, "cpu"), (attention, device)):
+        data = torch.zeros(1, geometry.bytes_per_block, dtype=torch.uint8, device=where)
+        slab, operand = CodecSlab(data, geometry, constants, CODEC_ROWS_LAYOUT), vectors.to(where)
+        output = attend(torch.ones_like(operand), operand, operand, slab, inputs, 0, 1.0).cpu()
+        assert output[-2:].isnan().all(), "a vector that is none is hidden"
+        found.append(slab)
+    places, ours = found[0].places[0], found[1].data.cpu()
+    for begin, form in ((places.keys, codec.keys), (places.values, codec.values)):
+        row = form.num_code_bytes(head_dim)
+        codes = [data[0, begin:][: num_tokens * row].view(num_tokens, row) for data in (found[0].data, ours)]
+        compared = num_tokens if "int" in name or name == "k8v4" else len(finite)
+        assert torch.equal(*(part[:compared] for part in codes)), "codes are not those of the reference"
+    assert torch.equal(found[0].data[0, places.key_scales :], ours[0, places.key_scales :]), "nor are scales"

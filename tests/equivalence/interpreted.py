@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["attend", "attend_in_window", "attend_padded", "begin", "complete"]
+__all__ = ["attend", "attend_in_window", "attend_padded", "attend_to_none", "begin", "complete"]
 
 
 def begin() -> None:
@@ -77,6 +77,32 @@ def attend_padded(shape, lengths, num_padding):
     assert not output[num_rows:].any()
     case.inputs = real
     _hold_writes(case, slab)
+
+
+def attend_to_none(name, num_splits):
+    """Hold a decoding step to it that a key, value or query that is no number is none in its output, and in no other.
+
+    One sequence has nothing else, so that all that a split has seen is no number.
+    """
+    import torch
+
+    from equivalence.attention_cases import Lengths, Shape, make_case
+    from equivalence.coded_cases import encoded
+    from pagefold.runner.attention.cuda.attention import CudaAttention, HeadShape
+    from pagefold.runner.codec_slab import CODEC_ROWS_LAYOUT
+    from pagefold.runner.slab import ROWS_LAYOUT
+
+    for operand in ("query", "key", "value"):
+        case = make_case(
+            Shape(16, 32, 1, 2, 1), [Lengths(20, 1), Lengths(0, 1), Lengths(300, 1)], per_head=False, seed=1
+        )
+        getattr(case, operand)[1:] = torch.nan
+        operands = list(case.to(torch.float32, ROWS_LAYOUT))
+        if name is not None:
+            operands[3] = encoded(case, name, 1, CODEC_ROWS_LAYOUT)[1]
+        output = CudaAttention(HeadShape(torch.float32, 2, 1, 32), num_splits=num_splits)(*operands)
+        assert not output[0].isnan().any()
+        assert output[1:].isnan().all(), f"a {operand} that is no number is hidden"
 
 
 def _run(case, dtype, *, window=0, num_splits=None):

@@ -19,7 +19,7 @@ import pytest
 from equivalence import compiled_for_cards, interpreted
 from equivalence.alone import AloneOutputs
 from equivalence.attention_cases import Lengths, Shape
-from equivalence.coded_cases import attend_coded
+from equivalence.coded_cases import attend_coded, encode_extremes
 from equivalence.prompts import short_prompts
 from equivalence.references import References
 from equivalence.tiny_models import VOCAB_SIZE, save_tiny_model
@@ -149,6 +149,17 @@ def test_codes_are_read_and_written_as_the_reference_does(name, interpreter):
         made = {"per_head": per_head, "seed": seed}
         error = interpreter(attend_coded, name, shape, sequences, "float32", bound, **made)
         print(f"seed {seed}: {error:.2e}")
+
+
+@pytest.mark.parametrize("name", CODEC_NAMES)
+def test_what_no_model_computes_is_encoded_as_the_reference_does(name, interpreter):
+    interpreter(encode_extremes, name)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize("name", [None, "int8_per_token_head", "k8v4"])
+def test_what_is_no_number_is_not_hidden(name, num_splits, interpreter):
+    interpreter(interpreted.attend_to_none, name, num_splits)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 import torch
 from equivalence.attention_cases import Lengths, Shape, make_case
-from equivalence.coded_cases import attend_coded
+from equivalence.coded_cases import attend_coded, encode_extremes
 
 from pagefold.runner.codecs import CELL_CODECS
 from pagefold.runner.slab import ROWS_LAYOUT
@@ -46,3 +46,8 @@ def test_codes_are_read_and_written_as_the_reference_does(name, dtype, card):
             seed = random.randrange(2**32)
             lengths = [Lengths(random.choice([0, 17, 900]), random.choice([1, 1, 1, 9, 200])) for _ in range(8)]
             attend_coded(name, shape, lengths, str(dtype)[6:], bound, card=card, per_head=per_head, seed=seed)
+
+
+@pytest.mark.parametrize("name", sorted(set(CELL_CODECS) - {"float32", "fp8", "kivi2"}))
+def test_what_no_model_computes_is_encoded_as_the_reference_does(name, card):
+    encode_extremes(name, card=card)

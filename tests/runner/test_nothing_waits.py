@@ -86,6 +86,22 @@ def test_codes_are_encoded_and_read_without_waiting(name):
     assert {part.device for part in tensors} == {META}
 
 
+@pytest.mark.parametrize("num_processors", [58, 108, 132])
+def test_what_was_captured_stays_where_it_is(num_processors):
+    """A step between the captured sizes, which does not replay, needs no more room than was made for all of them."""
+    pytest.importorskip("triton")
+    from pagefold.runner.attention.cuda.attention import CudaAttention, HeadShape
+
+    for num_kv_heads in (1, 2, 3, 5, 8, 32):
+        heads = HeadShape(torch.bfloat16, num_kv_heads, num_kv_heads, 16, num_processors=num_processors)
+        attention = CudaAttention(heads)
+        attention.reserve(64, META)
+        room = attention._partials
+        for num_rows in range(1, 65):
+            attention._room(num_rows, attention.num_splits(num_rows), META)
+            assert attention._partials is room, f"{num_rows} rows of {num_kv_heads} KV heads"
+
+
 def test_late_tokens_are_taken_on_the_card_without_waiting():
     plan = make_plan()
     plan.late, plan.late_from = [3], [1]

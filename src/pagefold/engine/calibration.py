@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from pagefold.runner.slab import AnySlab
     from pagefold.runner.torch_runner import Decoder, OnQueries
 
-__all__ = ["MakeDecoder", "digest_of", "find_constants"]
+__all__ = ["MakeDecoder", "bound_constants", "digest_of", "find_constants"]
 
 _TEXT = Path(codecs.__file__).with_name("calibration.txt")
 _NUM_TOKENS, _TOKENS_A_STEP = 2048, 256
@@ -86,6 +86,17 @@ def digest_of(constants: CodecConstants | None) -> str:
     if constants is None:
         return ""
     return hashlib.sha256(b"".join(one.numpy().tobytes() for one in constants)).hexdigest()[:32]
+
+
+def bound_constants(blueprint: Blueprint) -> int:
+    """Return how many bytes constants take at most on a card: as K and V need them, and as queries and outputs do."""
+    geometry = blueprint.geometry
+    if geometry.codec is None:
+        return 0
+    is_centred = CELL_CODECS[geometry.codec.name].centres
+    num_centres = 1 + (num_ranges_of(_num_positions(blueprint.spec)) if is_centred else 1) + 2
+    num_vectors = geometry.num_layers * geometry.num_kv_heads * (num_centres + geometry.head_dim)
+    return 2 * num_vectors * geometry.head_dim * np.dtype(np.float32).itemsize
 
 
 def find_constants(

@@ -29,6 +29,8 @@ _MAX_WHY = 200
 
 def bound_use_of(blueprint: Blueprint) -> CardUse:
     """Return a bound of what an engine takes of its card beside KV, from the model's shape."""
+    from pagefold.engine.calibration import bound_constants  # noqa: PLC0415 - torch comes with it
+
     config, spec = blueprint.config, blueprint.spec
     raw = read_json_object(spec.folder / "config.json")
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
@@ -37,7 +39,7 @@ def bound_use_of(blueprint: Blueprint) -> CardUse:
     # Residuals, norms in float32, projections before and after rope, and what the MLP multiplies.
     row_bytes = blueprint.dtype.itemsize * (4 * hidden + 3 * heads + 3 * inner) + 8 * hidden
     return bound_use(
-        weight_bytes=spec.num_parameters * blueprint.dtype.itemsize,
+        weight_bytes=spec.num_parameters * blueprint.dtype.itemsize + bound_constants(blueprint),
         vocab_size=spec.vocab_size,
         row_bytes=row_bytes,
         num_tokens=config.max_num_batched_tokens,
@@ -101,11 +103,11 @@ def build_runner(
 
     config, geometry, card = blueprint.config, blueprint.geometry, blueprint.card
     assert card is not None, "a runner on a card without one"
-    kernels = _kernels(blueprint)
     num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
 
     def decoder_with(num_blocks: int, max_model_len: int) -> tuple[CudaDecoder, AnySlab]:
         slab = _allocate(blueprint, num_blocks)
+        kernels = _kernels(blueprint)  # each slab has its own: they keep what they know of it, and it with that
         return CudaDecoder(model, slab, kernels, max_model_len=max_model_len), slab
 
     try:
@@ -118,7 +120,7 @@ def build_runner(
             say(line)
         decoder, slab = decoder_with(capacity.num_blocks, capacity.max_model_len)
         runner = TorchRunner(decoder, geometry, slab, arena)
-        if kernels is not None and not config.enforce_eager:
+        if decoder.kernels is not None and not config.enforce_eager:
             runner.warm_up()  # a model that cannot work is found out before its steps are captured
             decoder.capture(runner.decoding_step(), num_seqs)
     except torch.OutOfMemoryError as error:

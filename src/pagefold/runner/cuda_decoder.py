@@ -29,6 +29,10 @@ class CudaDecoder:
         kernels: the attention; None for the slow reference, of any dtype.
         max_model_len: no sequence gets longer.
         on_queries: told each layer's queries of a step.
+
+    Attributes:
+        model, kernels: as given.
+        graphs: the captured steps; None before there are any.
     """
 
     def __init__(
@@ -46,8 +50,8 @@ class CudaDecoder:
         if on_queries is not None:
             attention = told_queries(attention, on_queries)
         self.model = model
+        self.kernels = kernels
         self.graphs: DecodeGraphs | None = None
-        self._kernels = kernels
         self._slab = slab
         self._device = slab.data.device
         self._max_model_len = max_model_len
@@ -60,7 +64,7 @@ class CudaDecoder:
             if inputs.moves is not None:  # a graph waits for nothing in its midst
                 inputs.moves.hold_all()
             return self.graphs.logits(inputs)
-        tokens_a_tile = self._kernels.shape.tokens_a_tile if self._kernels is not None else 0
+        tokens_a_tile = self.kernels.shape.tokens_a_tile if self.kernels is not None else 0
         return self._plain.logits(on_card(inputs, self._device, tokens_a_tile))
 
     @torch.inference_mode()
@@ -72,10 +76,9 @@ class CudaDecoder:
             max_num_seqs: rows of the largest.
             how: else what :class:`~pagefold.runner.cuda_graphs.DecodeGraphs` takes.
         """
-        assert self._kernels is not None, "the reference reads the host's columns, which no graph does"
+        assert self.kernels is not None, "the reference reads the host's columns, which no graph does"
         max_blocks = -(-self._max_model_len // self._slab.block_size)
         graphs = DecodeGraphs(self._plain.logits, self._device, max_num_seqs=max_num_seqs, max_blocks=max_blocks, **how)
-        for size in graphs.sizes:
-            self._kernels.reserve(size, self._device)
+        self.kernels.reserve(max_num_seqs, self._device)
         graphs.capture(like)
         self.graphs = graphs

@@ -108,7 +108,7 @@ def _down(number):
     """Round a number to bfloat16, down; see ``vectors.down_to_bfloat16``."""
     if number < 0:
         return -_up(-number)
-    return _of_bits(np.int32(_bits_of(number) & _UPPER))
+    return _of_bits(np.int32(_bits_of(number) & _UPPER)) + np.float32(0.0)
 
 
 @part()

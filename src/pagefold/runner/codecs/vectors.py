@@ -53,18 +53,19 @@ class VectorFormat(Protocol):
 
 
 def up_to_bfloat16(numbers: torch.Tensor) -> torch.Tensor:
-    """Round float32 numbers of at least 0 to bfloat16, up. NaN stays NaN."""
+    """Round float32 numbers of at least 0 to bfloat16, up. NaN stays NaN, of the same bits wherever it comes from."""
     bits = (numbers.contiguous().view(torch.int32) + 0xFFFF) & -0x10000
-    return torch.where(numbers.isnan(), numbers, bits.view(torch.float32)).to(torch.bfloat16)
+    nan = torch.tensor(torch.nan, dtype=torch.bfloat16)
+    return torch.where(numbers.isnan(), nan, bits.view(torch.float32).to(torch.bfloat16))
 
 
 def down_to_bfloat16(numbers: torch.Tensor) -> torch.Tensor:
-    """Round float32 numbers of any sign to bfloat16, towards minus infinity. NaN stays NaN."""
-    return torch.where(
-        numbers < 0,
-        -up_to_bfloat16(numbers.abs()),
-        (numbers.contiguous().view(torch.int32) & -0x10000).view(torch.float32).to(torch.bfloat16),
-    )
+    """Round float32 numbers of any sign to bfloat16, towards minus infinity. NaN stays NaN, and 0 has no sign.
+
+    Of 0 and -0 either is the least number of a vector, by the order in which one looks.
+    """
+    cut = (numbers.contiguous().view(torch.int32) & -0x10000).view(torch.float32) + 0.0
+    return torch.where(numbers < 0, -up_to_bfloat16(numbers.abs()), cut.to(torch.bfloat16))
 
 
 def scales_of(largest: torch.Tensor, num_steps: float) -> torch.Tensor:

@@ -170,8 +170,12 @@ class CudaAttention:
             self._slab, self._blocks = slab, CardBlocks.of(slab)
         return self._blocks
 
-    def reserve(self, num_rows: int, device: torch.device) -> None:
-        """Make room for a step of so many decoding sequences now, so that none is made, and none moved, in it."""
+    def reserve(self, max_rows: int, device: torch.device) -> None:
+        """Make room for steps of up to so many decoding sequences now, so that none is made, and none moved, in them.
+
+        Not the most sequences need the most: fewer of them are cut into more splits.
+        """
+        num_rows = max(range(1, max_rows + 1), key=lambda num: num * self.num_splits(num))
         self._room(num_rows, self.num_splits(num_rows), device)
 
     def num_splits(self, num_rows: int) -> int:

@@ -1,8 +1,9 @@
 """Codes of K and V as a card's kernels read and write them: the formats of ``runner/codecs/``, in rows.
 
 Written codes have the bits of torch's twins: each operation rounds once, as IEEE 754 says, in the twins' order, so who
-writes them is compiled without fused multiply-adds (``enable_fp_fusion=False``). One thing differs: which of two scales
-``INT4_SYMMETRIC`` takes where both leave the same error but for its rounding, as that is summed in another order.
+writes them is compiled without fused multiply-adds (``enable_fp_fusion=False``). Two things may differ: which of two
+scales ``INT4_SYMMETRIC`` takes where both leave the same error but for its rounding, as that is summed in another
+order; and in formats of floating point, which NaN stands for one.
 
 Rounding to 8 bits is done in whole numbers: not every card has an instruction for it. Triton's own conversions do not
 saturate either.
@@ -95,6 +96,7 @@ def load_codes(
         levels = _levels_of((codes >> tl.where(is_high, 4, 0).to(tl.uint8)) & 15)
         numbers = tl.where(dims < WIDE, codes.to(tl.int8, bitcast=True).to(tl.float32), levels)
     else:
+        tl.static_assert(FORMAT == INT4 or FORMAT == INT4_SYMMETRIC, "a format that no kernel of a card reads")
         is_high = dims >= HEAD_DIM // 2
         codes = _load(slab + rows_at + tl.where(is_high, dims - HEAD_DIM // 2, dims), mask, HAS_MASK)
         codes = (codes >> tl.where(is_high, 4, 0).to(tl.uint8)) & 15
@@ -240,14 +242,15 @@ def _up(numbers):
 @triton.jit
 def _down(numbers):
     """Round numbers to bfloat16, down; see ``vectors.down_to_bfloat16``."""
-    cut = (numbers.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
+    cut = (numbers.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True) + 0.0
     return tl.where(numbers < 0.0, -_up(tl.abs(numbers)), cut)
 
 
 @triton.jit
 def _upper_half(numbers):
-    """Return the bits of float32 numbers that are bfloat16."""
-    return ((numbers.to(tl.int32, bitcast=True) >> 16) & 0xFFFF).to(tl.uint16)
+    """Return the bits of float32 numbers that are bfloat16. Cards have another NaN than CPUs: here there is one."""
+    halves = ((numbers.to(tl.int32, bitcast=True) >> 16) & 0xFFFF).to(tl.uint16)
+    return tl.where(numbers != numbers, _NAN_BITS, halves)  # noqa: PLR0124 - NaN
 
 
 @triton.jit

@@ -387,7 +387,7 @@ def decode(
     acc = _finished(acc, total, centres, HEAD_DIM, DIMS, ROTATION, HAS_CENTRES)
     if IS_SPLIT:
         place = (row.to(tl.int64) * NUM_KV_HEADS * GROUP + query_heads) * num_splits + split
-        log = top + tl.log2(tl.where(total > 0.0, total, 1.0))  # of an empty split minus infinity
+        log = top + tl.log2(tl.where(total == 0.0, 1.0, total))  # of an empty split minus infinity; NaN stays NaN
         tl.store(weights + place, log, mask=is_member)
         if start < end:
             tl.store(sums + place[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)

@@ -1,0 +1,81 @@
+"""A runner on a card, built without one: in what order memory is taken and given back."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from weakref import ref
+
+import pytest
+import torch
+from equivalence.tiny_models import save_tiny_model
+
+from pagefold.card_memory import CardUse
+from pagefold.config import EngineConfig
+from pagefold.engine import on_card
+from pagefold.engine.build import plan_engine
+from pagefold.engine.calibration import bound_constants
+from pagefold.runner.card import Card
+from pagefold.runner.codec_slab import CODEC_ROWS_LAYOUT, CodecSlab
+from pagefold.runner.codecs.constants import CodecConstants, num_ranges_of
+from pagefold.runner.loader import load_model
+from pagefold.runner.slab import ROWS_LAYOUT
+from pagefold.runner.torch_runner import TorchRunner
+
+CARD = Card("NVIDIA H100", (9, 0), 132, 80 * 2**30, 79 * 2**30)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_blocks_of_the_measured_step_are_gone_before_all_others_come(kv_cache_dtype, tmp_path, monkeypatch):
+    """On a card they might not fit beside each other. What kernels know of a slab keeps none alive."""
+    pytest.importorskip("triton")
+    folder = save_tiny_model("llama", tmp_path)
+    monkeypatch.setattr("pagefold.runner.card.find_card", lambda: CARD)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(TorchRunner, "warm_up", lambda _: None)
+    slabs = []
+
+    def measure(runner, card, **_):
+        runner.decoder.kernels.blocks(runner.slab)  # as a step has them
+        slabs.append(ref(runner.slab.data))
+        return CardUse(0, 0, 0)
+
+    def allocate(blueprint, num_blocks):
+        assert not any(slab() is not None for slab in slabs)
+        slab = taken(blueprint, num_blocks)
+        slab.layout = ROWS_LAYOUT if blueprint.geometry.codec is None else CODEC_ROWS_LAYOUT
+        return slab
+
+    taken = on_card._allocate
+    monkeypatch.setattr(on_card, "_allocate", allocate)
+    monkeypatch.setattr("pagefold.runner.card_profile.measure_use", measure)
+    config = EngineConfig(
+        model=str(folder), device="cuda", kv_cache_dtype=kv_cache_dtype, kv_cache_memory_bytes=2**20, enforce_eager=True
+    )
+    blueprint = replace(plan_engine(config), device="cpu")
+    gc.disable()
+    try:
+        on_card.build_runner(blueprint, load_model(folder, torch.float32), str)
+    finally:
+        gc.enable()
+    assert slabs
+
+
+def test_what_codecs_know_of_a_model_is_part_of_the_plan(tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    from pagefold.runner.attention.cuda.blocks import CardBlocks
+
+    monkeypatch.setattr("pagefold.runner.card.find_card", lambda: CARD)
+    folder = str(save_tiny_model("llama", tmp_path))
+    exact, coded = (
+        plan_engine(EngineConfig(model=folder, device="cuda", dtype="float32", kv_cache_dtype=name))
+        for name in ("auto", "int4")
+    )
+    geometry, spec = coded.geometry, coded.spec
+    shape = geometry.num_layers * geometry.num_kv_heads, geometry.head_dim, num_ranges_of(spec.max_exact_len)
+    data = torch.empty(1, geometry.bytes_per_block, dtype=torch.uint8)
+    blocks = CardBlocks.of(CodecSlab(data, geometry, CodecConstants.unknown(*shape), CODEC_ROWS_LAYOUT))
+    parts = [getattr(blocks, name) for name in CardBlocks.__slots__ if name not in {"data", "places"}]
+    taken = sum(part.nbytes for part in parts if isinstance(part, torch.Tensor))
+    assert bound_constants(coded) == taken
+    assert on_card.bound_use_of(coded).num_bytes == on_card.bound_use_of(exact).num_bytes + taken
