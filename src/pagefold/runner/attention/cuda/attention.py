@@ -15,7 +15,8 @@ from pagefold.runner.attention.cuda.blocks import CardBlocks, CellFormat
 from pagefold.runner.attention.cuda.columns import DeviceColumns, plan_columns
 from pagefold.runner.attention.cuda.configs import KernelConfig, Reads, choose_config, num_splits_for, padded
 from pagefold.runner.attention.cuda.encode import bring_queries, write_codes
-from pagefold.runner.attention.cuda.kernels import INTERPRETED, decode, merge_splits, prefill, write_kv
+from pagefold.runner.attention.cuda.kernels import decode, merge_splits, prefill, write_kv
+from pagefold.runner.attention.cuda.tile import INTERPRETED
 from pagefold.runner.to_device import pack
 
 if TYPE_CHECKING:
