@@ -144,7 +144,7 @@ CODED_BOUNDS = BOUNDS | {"float32": 3e-5}
 @pytest.mark.parametrize("name", CODEC_NAMES)
 def test_codes_are_read_and_written_as_the_reference_does(name, interpreter):
     """Outputs are those of what the slab holds; and its bytes are equal, with poison in all that nobody wrote."""
-    seed, bound = Random().randrange(2**32), CODED_BOUNDS["float32"]
+    seed, bound = 11, CODED_BOUNDS["float32"]
     for shape, sequences, per_head in ((SHAPES[0], RAGGED, False), (Shape(8, 80, 2, 4), FEW, True)):
         made = {"per_head": per_head, "seed": seed}
         error = interpreter(attend_coded, name, shape, sequences, "float32", bound, **made)
@@ -165,7 +165,7 @@ def test_what_is_no_number_is_not_hidden(name, num_splits, interpreter):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", ["fp8_e4m3", "int8_per_token_head", "int4_per_token_head"])
 def test_codes_are_computed_with_in_the_models_dtype(name, dtype, interpreter):
-    made = {"per_head": False, "seed": Random().randrange(2**32)}
+    made = {"per_head": False, "seed": 12}
     bound = 4 * CODED_BOUNDS[dtype]  # queries are rounded once more where K is rotated, and centres make scores sharp
     interpreter(attend_coded, name, SHAPES[0], RAGGED, dtype, bound, **made)
 
