@@ -47,6 +47,7 @@ class Subject:
 
     def __init__(self, setting: Setting, config: EngineConfig) -> None:
         blueprint = plan_engine(config)
+        check_rounds(setting.transport, blueprint.geometry)
         self.setting = setting
         self.dtype = str(blueprint.dtype).removeprefix("torch.")
         self.bytes_per_token = blueprint.geometry.bytes_per_token
@@ -55,7 +56,6 @@ class Subject:
         assert isinstance(runner, TorchRunner), "logits are what torch runners have"
         runner.on_prompt_logits = self._note
         if DROPPED_BITS[setting.transport]:
-            check_rounds(setting.transport, blueprint.geometry)
             self.engine.runner = RoundingRunner(runner, setting.transport)
         self.first = 0
         self.rows: torch.Tensor | None = None
