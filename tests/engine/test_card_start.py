@@ -75,7 +75,6 @@ def test_where_there_is_no_card_none_is_found(folder):
         ({"attention_backend": "cuda", "dtype": "float64"}, "float16, bfloat16 and float32"),
         ({"quantization": "int8"}, "takes the fused decoder"),
         ({"model_impl": "pagefold"}, "device=cuda"),
-        ({"kv_cache_dtype": "kivi2"}, "sealed blocks.*as int4_per_token_head, or device=cpu"),
         ({"kv_offloading_size": 2.0**20}, r"kv_offloading_size is .* are free\. Give less: it is pinned"),
     ],
 )
@@ -107,11 +106,29 @@ def test_codecs_make_more_blocks_of_the_same_bytes(plan_on):
     assert coded > 1.7 * exact  # heads of 16 numbers have 2 bytes of scale for 16 of codes
 
 
-def test_codes_of_a_card_are_never_taken_for_those_of_a_cpu(plan_on):
-    blueprints = [plan_on(H100, device=device, dtype="float32", kv_cache_dtype="int8") for device in ("cuda", "cpu")]
-    on_card, on_cpu = (_namespace(blueprint).layout for blueprint in blueprints)
-    assert on_card.startswith("codec-rows-v3/int8_per_token_head/")
-    assert on_cpu.startswith("codec-panels-v3/int8_per_token_head/")
+@pytest.mark.parametrize(
+    ("name", "on_card", "on_cpu"),
+    [
+        ("int8_per_token_head", "codec-rows-v3", "codec-panels-v3"),
+        ("kivi2", "sealed-rows-v1", "sealed-panels-v1"),
+    ],
+)
+def test_codes_of_a_card_are_never_taken_for_those_of_a_cpu(name, on_card, on_cpu, plan_on):
+    blueprints = [plan_on(H100, device=device, dtype="float32", kv_cache_dtype=name) for device in ("cuda", "cpu")]
+    layouts = [_namespace(blueprint).layout for blueprint in blueprints]
+    assert [layout.startswith(f"{own}/{name}/") for layout, own in zip(layouts, (on_card, on_cpu), strict=True)]
+
+
+def test_residuals_are_part_of_what_a_card_has_for_kv(plan_on):
+    """Also of what is refused: a budget of residuals alone holds no block."""
+    settings = {"device": "cuda", "kv_cache_dtype": "kivi2", "max_num_seqs": 64, "max_model_len": 1024}
+    blueprint = plan_on(H100, kv_cache_memory_bytes=2**24, **settings)
+    capacity, geometry = blueprint.capacity, blueprint.geometry
+    assert (capacity.num_residuals, capacity.residual_bytes) == (64, 64 * geometry.residual_bytes)
+    left = 2**24 - capacity.residual_bytes
+    assert capacity.num_blocks == left // geometry.bytes_per_block > 100
+    with pytest.raises(BudgetTooSmallError, match="for unsealed blocks of max_num_seqs = 64"):
+        plan_on(H100, kv_cache_memory_bytes=capacity.residual_bytes + 10 * geometry.bytes_per_block, **settings)
 
 
 def test_the_hosts_blocks_are_no_part_of_the_card(plan_on):

@@ -13,19 +13,21 @@ from equivalence.tiny_models import save_tiny_model
 from pagefold.card_memory import CardUse
 from pagefold.config import EngineConfig
 from pagefold.engine import on_card
+from pagefold.engine.blocks import allocate_blocks
 from pagefold.engine.build import plan_engine
 from pagefold.engine.calibration import bound_constants
 from pagefold.runner.card import Card
 from pagefold.runner.codec_slab import CODEC_ROWS_LAYOUT, CodecSlab
 from pagefold.runner.codecs.constants import CodecConstants, num_ranges_of
 from pagefold.runner.loader import load_model
+from pagefold.runner.sealed_slab import SEALED_ROWS_LAYOUT, SealedSlab
 from pagefold.runner.slab import ROWS_LAYOUT
 from pagefold.runner.torch_runner import TorchRunner
 
 CARD = Card("NVIDIA H100", (9, 0), 132, 80 * 2**30, 79 * 2**30)
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "kivi2"])
 def test_blocks_of_the_measured_step_are_gone_before_all_others_come(kv_cache_dtype, tmp_path, monkeypatch):
     """On a card they might not fit beside each other. What kernels know of a slab keeps none alive."""
     pytest.importorskip("triton")
@@ -40,14 +42,13 @@ def test_blocks_of_the_measured_step_are_gone_before_all_others_come(kv_cache_dt
         slabs.append(ref(runner.slab.data))
         return CardUse(0, 0, 0)
 
-    def allocate(blueprint, num_blocks):
+    def allocate(blueprint, num_blocks, num_residuals):
         assert not any(slab() is not None for slab in slabs)
-        slab = taken(blueprint, num_blocks)
-        slab.layout = ROWS_LAYOUT if blueprint.geometry.codec is None else CODEC_ROWS_LAYOUT
+        slab = allocate_blocks(blueprint, num_blocks, num_residuals)
+        slab.layout = {"auto": ROWS_LAYOUT, "int8": CODEC_ROWS_LAYOUT, "kivi2": SEALED_ROWS_LAYOUT}[kv_cache_dtype]
         return slab
 
-    taken = on_card._allocate
-    monkeypatch.setattr(on_card, "_allocate", allocate)
+    monkeypatch.setattr(on_card, "allocate_blocks", allocate)
     monkeypatch.setattr("pagefold.runner.card_profile.measure_use", measure)
     config = EngineConfig(
         model=str(folder), device="cuda", kv_cache_dtype=kv_cache_dtype, kv_cache_memory_bytes=2**20, enforce_eager=True
@@ -61,21 +62,28 @@ def test_blocks_of_the_measured_step_are_gone_before_all_others_come(kv_cache_dt
     assert slabs
 
 
-def test_what_codecs_know_of_a_model_is_part_of_the_plan(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["int4", "kivi2"])
+def test_what_codecs_know_of_a_model_is_part_of_the_plan(name, tmp_path, monkeypatch):
     pytest.importorskip("triton")
     from pagefold.runner.attention.cuda.blocks import CardBlocks
 
     monkeypatch.setattr("pagefold.runner.card.find_card", lambda: CARD)
     folder = str(save_tiny_model("llama", tmp_path))
     exact, coded = (
-        plan_engine(EngineConfig(model=folder, device="cuda", dtype="float32", kv_cache_dtype=name))
-        for name in ("auto", "int4")
+        plan_engine(EngineConfig(model=folder, device="cuda", dtype="float32", kv_cache_dtype=dtype))
+        for dtype in ("auto", name)
     )
     geometry, spec = coded.geometry, coded.spec
     shape = geometry.num_layers * geometry.num_kv_heads, geometry.head_dim, num_ranges_of(spec.max_exact_len)
     data = torch.empty(1, geometry.bytes_per_block, dtype=torch.uint8)
-    blocks = CardBlocks.of(CodecSlab(data, geometry, CodecConstants.unknown(*shape), CODEC_ROWS_LAYOUT))
-    parts = [getattr(blocks, name) for name in CardBlocks.__slots__ if name not in {"data", "places"}]
-    taken = sum(part.nbytes for part in parts if isinstance(part, torch.Tensor))
+    if name == "kivi2":
+        residuals = torch.empty(shape[0], 1, 2, geometry.block_size * geometry.head_dim, dtype=torch.float16)
+        slab = SealedSlab(data, residuals, geometry, layout=SEALED_ROWS_LAYOUT)
+    else:
+        slab = CodecSlab(data, geometry, CodecConstants.unknown(*shape), CODEC_ROWS_LAYOUT)
+    blocks = CardBlocks.of(slab)
+    parts = [part for name in CardBlocks.__slots__ if isinstance(part := getattr(blocks, name), torch.Tensor)]
+    of_slab = {blocks.data.data_ptr(), blocks.residuals.data_ptr(), blocks.places.data_ptr()}
+    taken = sum({part.data_ptr(): part.nbytes for part in parts if part.data_ptr() not in of_slab}.values())
     assert bound_constants(coded) == taken
     assert on_card.bound_use_of(coded).num_bytes == on_card.bound_use_of(exact).num_bytes + taken

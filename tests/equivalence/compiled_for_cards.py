@@ -7,8 +7,9 @@ import os
 __all__ = ["begin", "compile_kernel", "spilled_bytes"]
 
 _POINTERS = {"query", "key", "value", "out"}
-_COLUMNS = {"rows", "tiles", "query_starts", "seq_of", "tables", "lengths", "cells", "places"}
+_COLUMNS = {"rows", "tiles", "query_starts", "seq_of", "tables", "lengths", "cells", "places", "residual_ids"}
 _SUMS = {"sums", "weights", "key_centres", "value_centres", "bases"}
+_HALVES = {"residuals", "recent"}
 _FLOATS = {"scale", "softcap"}
 _ALIGNED = {
     "block_stride",
@@ -37,7 +38,7 @@ def compile_kernel(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from pagefold.runner.attention.cuda import encode, kernels
+    from pagefold.runner.attention.cuda import encode, kernels, seal
     from pagefold.runner.attention.cuda.attention import HeadShape
     from pagefold.runner.attention.cuda.blocks import reads_of
     from pagefold.runner.attention.cuda.configs import Reads, padded
@@ -48,7 +49,8 @@ def compile_kernel(
     heads = HeadShape(getattr(torch, dtype), num_kv_heads * group, num_kv_heads, head_dim, capability, reads=reads)
     how = heads.config("prefill" if name == "prefill" else "decode")
     blocks = _blocks(heads, block_size, codec)
-    encodes = name in {"write_codes", "bring_queries"}
+    room = {"write_codes": encode, "bring_queries": encode, "write_sealed": seal}.get(name, kernels)
+    encodes = room is not kernels
     constants = {
         **blocks.format_of(0, num_kv_heads)._asdict(),
         "ALIGNMENT": blocks.alignment,
@@ -66,8 +68,9 @@ def compile_kernel(
         "HAS_WINDOW": has_window,
         "HAS_SOFTCAP": has_softcap,
         "IS_SPLIT": True,
+        "HAS_RECENT": True,
     }
-    kernel = getattr(encode if encodes else kernels, name)
+    kernel = getattr(room, name)
     element = _NAMES[str(heads.dtype)]
     signature, constexprs, attributes = {}, {}, {}
     of_slab = element if codec is None else "u8"
@@ -75,6 +78,7 @@ def compile_kernel(
         dict.fromkeys(_SUMS, "*fp32")
         | dict.fromkeys(_POINTERS, f"*{element}")
         | dict.fromkeys(_COLUMNS, "*i32")
+        | dict.fromkeys(_HALVES, "*fp16")
         | dict.fromkeys(_FLOATS, "fp32")
         | {"slab": f"*{of_slab}"}
     )
@@ -104,6 +108,8 @@ def _blocks(heads, block_size, codec):
     from pagefold.kv import CODECS, KVGeometry
     from pagefold.runner.attention.cuda.blocks import CardBlocks
     from pagefold.runner.codec_slab import CODEC_ROWS_LAYOUT, CodecSlab
+    from pagefold.runner.codecs import CELL_CODECS
+    from pagefold.runner.sealed_slab import SEALED_ROWS_LAYOUT, SealedSlab
     from pagefold.runner.slab import ROWS_LAYOUT, Slab
 
     head_dim, num_kv_heads = heads.head_dim, heads.num_kv_heads
@@ -112,6 +118,9 @@ def _blocks(heads, block_size, codec):
         return CardBlocks.of(Slab(data, head_dim, ROWS_LAYOUT))
     geometry = KVGeometry(1, num_kv_heads, head_dim, 2, block_size, CODECS[codec])
     data = torch.empty(1, geometry.bytes_per_block, dtype=torch.uint8)
+    if CELL_CODECS[codec].seals:
+        residuals = torch.empty(num_kv_heads, 1, 2, block_size * head_dim, dtype=torch.float16)
+        return CardBlocks.of(SealedSlab(data, residuals, geometry, layout=SEALED_ROWS_LAYOUT))
     return CardBlocks.of(CodecSlab(data, geometry, layout=CODEC_ROWS_LAYOUT))
 
 

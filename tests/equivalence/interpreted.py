@@ -150,6 +150,7 @@ def complete(folder, prompts, num_outputs, *, has_graphs, is_overlapped=False, *
     from pagefold.runner.codec_slab import CODEC_ROWS_LAYOUT, CodecSlab
     from pagefold.runner.cuda_decoder import CudaDecoder
     from pagefold.runner.loader import load_model
+    from pagefold.runner.sealed_slab import SEALED_ROWS_LAYOUT, SealedSlab
     from pagefold.runner.slab import ROWS_LAYOUT, Slab
     from pagefold.runner.torch_runner import TorchRunner
 
@@ -164,11 +165,14 @@ def complete(folder, prompts, num_outputs, *, has_graphs, is_overlapped=False, *
     blueprint = plan_engine(config)
     engine = build_engine(blueprint, say=lambda _: None)
     spec, geometry = blueprint.spec, blueprint.geometry
+    before = engine.runner.slab
     if geometry.codec is None:
-        slab = Slab(torch.full_like(engine.runner.slab.data, float("nan")), spec.head_dim, ROWS_LAYOUT)
+        slab = Slab(torch.full_like(before.data, float("nan")), spec.head_dim, ROWS_LAYOUT)
+    elif isinstance(before, SealedSlab):
+        data, residuals = torch.full_like(before.data, 0xFF), torch.full_like(before.residuals, float("nan"))
+        slab = SealedSlab(data, residuals, geometry, before.centres, SEALED_ROWS_LAYOUT)
     else:
-        data = torch.full_like(engine.runner.slab.data, 0xFF)
-        slab = CodecSlab(data, geometry, engine.runner.slab.constants, CODEC_ROWS_LAYOUT)
+        slab = CodecSlab(torch.full_like(before.data, 0xFF), geometry, before.constants, CODEC_ROWS_LAYOUT)
     kernels = CudaAttention(
         HeadShape(torch.float32, spec.num_heads, spec.num_kv_heads, spec.head_dim, num_processors=2)
     )

@@ -22,6 +22,7 @@ from equivalence.attention_cases import Lengths, Shape
 from equivalence.coded_cases import attend_coded, encode_extremes
 from equivalence.prompts import short_prompts
 from equivalence.references import References
+from equivalence.sealed_cases import attend_sealed, seal_extremes
 from equivalence.tiny_models import VOCAB_SIZE, save_tiny_model
 from pagefold.runner.attention.cuda.configs import MAX_SHARED_BYTES
 from pagefold.runner.codecs import CELL_CODECS
@@ -135,7 +136,7 @@ def test_an_engine_on_them_says_what_generate_says(family, has_graphs, is_overla
     assert (num_ahead > 10) == is_overlapped
 
 
-CODEC_NAMES = sorted(set(CELL_CODECS) - {"float32", "fp8", "kivi2"})  # fp8 is fp8_e4m3; kivi2 is not for cards yet
+CODEC_NAMES = sorted(set(CELL_CODECS) - {"float32", "fp8", "kivi2"})  # fp8 is fp8_e4m3; of kivi2, which seals, below
 FEW = [Lengths(40, 1), Lengths(7, 5), Lengths(0, 1), Lengths(8, 2, 8)]
 CODED_BOUNDS = BOUNDS | {"float32": 3e-5}
 """Of float32 as ``test_codecs.py`` has it: rotated heads are sums of many numbers."""
@@ -195,9 +196,57 @@ def test_rows_that_fill_up_a_batch_encode_nothing(name, interpreter):
     interpreter(attend_coded, name, SHAPES[0], lengths, "float32", CODED_BOUNDS["float32"], **made)
 
 
+SEALED = [(300, 1, 0), (37, 5, 0), (0, 70, 0), (64, 1, 64), (0, 1, 0), (15, 1, 0), (16, 17, 16), (31, 20, 0)]
+"""Of each sequence what it had, what it computes, and what it shares: rows in, to the end of, and over blocks."""
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        pytest.param(shape, dtype, marks=[pytest.mark.long] if dtype != "float32" and shape != SHAPES[0] else [])
+        for shape in SHAPES
+        for dtype in BOUNDS
+    ],
+    ids=str,
+)
+def test_sealed_blocks_are_read_and_written_as_the_reference_does(shape, dtype, interpreter):
+    """Blocks and residuals are equal in bytes; outputs see a token's own block in 16 bit, and all before it sealed."""
+    seed = 13
+    bound = CODED_BOUNDS[dtype] * (1 if dtype == "float32" else 4)
+    for num_splits, softcap in ((1, 0.0), (4, 5.0)):
+        made = {"seed": seed, "num_splits": num_splits, "softcap": softcap}
+        error = interpreter(attend_sealed, shape, SEALED, dtype, bound, **made)
+        print(f"seed {seed}: {error:.2e}")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_sealed_blocks_of_any_lengths(shape, interpreter):
+    random = Random()
+    for _ in range(20):
+        seed = random.randrange(2**32)
+        sequences = [
+            (random.choice([0, random.randrange(70), random.randrange(700)]), random.choice([1, 1, 9, 90]), 900)
+            for _ in range(random.randint(1, 5))
+        ]
+        made = {"seed": seed, "num_splits": random.choice([None, 1, 3]), "layer": random.randrange(2)}
+        interpreter(attend_sealed, shape, sequences, "float32", CODED_BOUNDS["float32"], **made)
+
+
+@pytest.mark.parametrize("num_padding", [1, 5])
+def test_rows_that_fill_up_a_batch_seal_nothing(num_padding, interpreter):
+    lengths = [(40, 1, 0), (0, 1, 0), (15, 1, 0)]
+    made = {"seed": 3, "num_padding": num_padding}
+    interpreter(attend_sealed, SHAPES[0], lengths, "float32", CODED_BOUNDS["float32"], **made)
+
+
+def test_what_no_model_computes_is_sealed_as_the_reference_does(interpreter):
+    interpreter(seal_extremes)
+
+
 @pytest.mark.parametrize(
     ("name", "skipped", "has_graphs"),
-    [("int8_per_token_head", (), True), ("int4_per_token_head", (0,), False)],
+    [("int8_per_token_head", (), True), ("int4_per_token_head", (0,), False), ("kivi2", (), True)],
 )
 def test_an_engine_on_codes_says_what_the_reference_says_alone(name, skipped, has_graphs, interpreter, tmp_path):
     """Each prompt alone, by the reference, is the slow twin; once with layers of two codecs in one block."""
@@ -214,6 +263,7 @@ def test_an_engine_on_codes_says_what_the_reference_says_alone(name, skipped, ha
 
 KERNELS = ("write_kv", "decode", "merge_splits", "prefill")
 CODED_KERNELS = ("write_codes", "bring_queries", "decode", "prefill")
+SEALING_KERNELS = ("write_sealed", "decode", "prefill")
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
@@ -247,13 +297,13 @@ def test_no_register_is_spilled_on_an_h100(dtype, head_dim, compiler):
         assert compiler(name, dtype, head_dim, 4, (9, 0), function=compiled_for_cards.spilled_bytes) == 0
 
 
-@pytest.mark.parametrize("name", ["int8_per_token_head", "int4_per_token_head"])
+@pytest.mark.parametrize("name", ["int8_per_token_head", "int4_per_token_head", "kivi2"])
 def test_codes_compile_for_an_h100_spill_nothing_and_are_encoded_without_fused_additions(name, compiler):
     for head_dim in (64, 128):
-        for kernel in CODED_KERNELS:
+        for kernel in SEALING_KERNELS if name == "kivi2" else CODED_KERNELS:
             shared_bytes, ptx = compiler(kernel, "bfloat16", head_dim, 4, (9, 0), codec=name)
             assert shared_bytes <= MAX_SHARED_BYTES[9, 0], f"{kernel} of head_dim {head_dim}"
-            if kernel == "write_codes":
+            if kernel in {"write_codes", "write_sealed"}:
                 assert "fma." not in ptx
                 assert "div.full" not in ptx
                 assert "div.rn.f32" in ptx
@@ -264,11 +314,11 @@ def test_codes_compile_for_an_h100_spill_nothing_and_are_encoded_without_fused_a
 
 @pytest.mark.long
 @pytest.mark.parametrize("capability", MAX_SHARED_BYTES, ids=str)
-@pytest.mark.parametrize("name", CODEC_NAMES)
+@pytest.mark.parametrize("name", [*CODEC_NAMES, "kivi2"])
 def test_codes_compile_for_every_card_and_fit(name, capability, compiler):
     for dtype in BOUNDS:
         for head_dim in (32, 64, 80, 128, 256):
-            for kernel in CODED_KERNELS:
+            for kernel in SEALING_KERNELS if name == "kivi2" else CODED_KERNELS:
                 shared_bytes, _ = compiler(kernel, dtype, head_dim, 4, capability, codec=name)
                 assert shared_bytes <= MAX_SHARED_BYTES[capability], f"{kernel} of {dtype} and head_dim {head_dim}"
 

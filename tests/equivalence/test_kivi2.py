@@ -11,7 +11,6 @@ import time
 from dataclasses import replace
 from random import Random
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -21,18 +20,17 @@ from equivalence.alone import AloneOutputs
 from equivalence.attention_cases import Shape
 from equivalence.harsh_runner import HarshRunner, InjectedError
 from equivalence.prompts import short_prompts
+from equivalence.sealed_cases import SealedCase, hold_slabs
 from equivalence.settings import SETTINGS
 from equivalence.suite import Counts, Trial, Workload, assert_clean
 from equivalence.tiny_models import VOCAB_SIZE
 from pagefold.config import EngineConfig
 from pagefold.engine.build import _geometry, build_engine, plan_engine
 from pagefold.errors import ConfigError, PagefoldError
-from pagefold.kv import CODECS, KVGeometry
 from pagefold.observe.recorder import TraceRecorder
 from pagefold.request import SamplingParams
-from pagefold.runner.attention import AttentionInputs, choose_backend
 from pagefold.runner.codecs.int2 import pack, quantize, unpack
-from pagefold.runner.sealed_slab import SealedSlab, to_residual
+from pagefold.runner.sealed_slab import to_residual
 from pagefold.sim.replay_recording import replay_recording
 from pagefold.sim.traces.read_recording import read_recording
 
@@ -113,84 +111,19 @@ def test_outputs_of_the_reference_are_those_alone(setting, tiny_folder, alone):
     trial.assert_exact(alone("qwen3", setting))
 
 
-class Case:
-    """A step of the op over a slab of two layers that holds what its sequences had before, and NaN everywhere else.
-
-    Args:
-        shape: of the op.
-        sequences: of each the tokens it had, those it computes, and how many of the sequence before it shares: whole
-            blocks, also some that the step fills.
-        seed: of all numbers.
-    """
-
-    def __init__(self, shape, sequences, seed):
-        size, heads, dim = shape.block_size, shape.num_kv_heads, shape.head_dim
-        self.shape, self.random = shape, torch.Generator().manual_seed(seed)
-        self.geometry = KVGeometry(2, heads, dim, 4, size, CODECS["kivi2"])
-        rows, tables, num_blocks = [], [], 0
-        for num_old, num_wanted, num_shared in sequences:
-            inside = num_old % size  # then it goes no further than its block
-            end = num_old + (min(num_wanted, size - inside) if inside else num_wanted)
-            shared = min(num_shared, num_old) // size if rows else 0
-            shared = min(shared, rows[-1][1] // size) if rows else 0
-            own = range(num_blocks, num_blocks + -(-end // size) - shared)
-            tables.append([*(tables[-1][:shared] if shared else ()), *own])
-            rows.append((num_old, end, shared))
-            num_blocks += len(own)
-        order = torch.randperm(num_blocks, generator=self.random).tolist()
-        tables = [[order[block] for block in table] for table in tables]
-        width = max(map(len, tables))
-        padded = np.array([table + [0] * (width - len(table)) for table in tables], np.int32)
-        residual_ids = torch.randperm(len(rows) + 2, generator=self.random)[: len(rows)].numpy().astype(np.int32)
-        centres = self.randn(2 * heads, 2, dim)
-        self.slab = SealedSlab.allocate(self.geometry, num_blocks, len(rows) + 2, centres)
-        self.slab.data.fill_(0xFF)
-        self.slab.residuals.fill_(torch.nan)
-        for (num_old, _, shared), table, residual_id in zip(rows, tables, residual_ids.tolist(), strict=True):
-            for cell in range(2 * heads):
-                for index in range(shared, num_old // size):
-                    self.slab.seal(cell, table[index], self.randn(size, dim).half(), self.randn(size, dim).half())
-                for part in self.slab.residual(cell, residual_id):
-                    part[: num_old % size] = self.randn(num_old % size, dim).half()
-        counts = [end - num_old for num_old, end, _ in rows]
-        ends = np.array([end for _, end, _ in rows], np.int32)
-        cells = np.arange(2 * heads, dtype=np.int32).reshape(1, 2, heads)
-        self.inputs = AttentionInputs(
-            np.cumsum([0, *counts], dtype=np.int32),
-            np.broadcast_to(padded[:, None], (len(rows), heads, width)),
-            np.broadcast_to(ends[:, None], (len(rows), heads)),
-            np.broadcast_to(cells, (len(rows), 2, heads)),
-            residual_ids,
-        )
-        self.query = self.randn(sum(counts), heads * shape.group, dim)
-        self.key, self.value = self.randn(sum(counts), heads, dim), self.randn(sum(counts), heads, dim)
-
-    def randn(self, *shape):
-        return torch.randn(*shape, generator=self.random)
-
-    def run(self, backend, layer=1, softcap=0.0, **changes):
-        """Return the op's result, and the slab that it left."""
-        slab = SealedSlab(self.slab.data.clone(), self.slab.residuals.clone(), self.geometry, self.slab.centres)
-        shape = {"block_size": self.shape.block_size, "head_dim": self.shape.head_dim, "codes_a_byte": 4}
-        operands = [changes.get(name, getattr(self, name)) for name in ("query", "key", "value")]
-        attention = choose_backend(backend, torch.float32, **shape)
-        return attention(*operands, slab, self.inputs, layer, self.shape.head_dim**-0.5, softcap), slab
-
-
 def hold(case, **how):
     """Hold the kernel to the reference."""
     (expected, plain), (found, slab) = case.run("reference", **how), case.run("cpu", **how)
     assert not expected.isnan().any(), "the reference has read what nothing may read"
     error = (expected - found).abs().max().item()
     assert error <= BOUND, f"off by {error:.2e}"
-    assert torch.equal(plain.data, slab.data), "blocks are not sealed alike"
-    assert torch.equal(plain.residuals.view(torch.int16), slab.residuals.view(torch.int16)), "residuals differ"
+    hold_slabs(plain, slab)
 
 
 @settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(shape=st.sampled_from(SHAPES[:2]), sequences=SEQUENCES, seed=st.integers(0, 2**32))
 def test_the_kernel_reads_and_seals_what_the_reference_does(shape, sequences, seed):
-    hold(Case(shape, sequences, seed))
+    hold(SealedCase(shape, sequences, seed))
 
 
 @pytest.mark.long
@@ -203,7 +136,7 @@ def test_the_kernel_reads_and_seals_what_the_reference_does(shape, sequences, se
     softcap=st.sampled_from((0.0, 5.0)),
 )
 def test_the_kernel_does_so_in_every_shape(shape, sequences, seed, layer, softcap):
-    hold(Case(shape, sequences, seed), layer=layer, softcap=softcap)
+    hold(SealedCase(shape, sequences, seed), layer=layer, softcap=softcap)
 
 
 @pytest.mark.parametrize(
@@ -220,8 +153,8 @@ def test_the_kernel_does_so_at_the_ends_of_blocks_and_splits(shape):
         (size + 1, size - 1),
         (0, 2 * size),
     ]
-    hold(Case(shape, [(old, new, 0) for old, new in ends], 3))
-    hold(Case(shape, [(0, 5 * size + 2, 0), (6 * size, size, 5 * size), (5 * size + 1, 1, 900)], 4), softcap=4.0)
+    hold(SealedCase(shape, [(old, new, 0) for old, new in ends], 3))
+    hold(SealedCase(shape, [(0, 5 * size + 2, 0), (6 * size, size, 5 * size), (5 * size + 1, 1, 900)], 4), softcap=4.0)
 
 
 def _stored(trial):

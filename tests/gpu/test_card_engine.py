@@ -64,7 +64,8 @@ def test_float32_by_the_kernels_says_what_generate_says(folder, enforce_eager):
 
 @pytest.mark.parametrize("enforce_eager", [True, False])
 @pytest.mark.parametrize(
-    ("name", "skipped"), [("int8_per_token_head", ()), ("int4_per_token_head", (0,)), ("k8v4", ()), ("fp8_e4m3", ())]
+    ("name", "skipped"),
+    [("int8_per_token_head", ()), ("int4_per_token_head", (0,)), ("k8v4", ()), ("fp8_e4m3", ()), ("kivi2", ())],
 )
 def test_codes_on_a_card_say_what_they_say_alone_on_a_cpu(folder, name, skipped, enforce_eager):
     codec = {"kv_cache_dtype": name, "kv_cache_dtype_skip_layers": skipped}

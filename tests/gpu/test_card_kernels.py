@@ -8,6 +8,7 @@ import pytest
 import torch
 from equivalence.attention_cases import Lengths, Shape, make_case
 from equivalence.coded_cases import attend_coded, encode_extremes
+from equivalence.sealed_cases import attend_sealed, seal_extremes
 
 from pagefold.runner.codecs import CELL_CODECS
 from pagefold.runner.slab import ROWS_LAYOUT
@@ -51,3 +52,21 @@ def test_codes_are_read_and_written_as_the_reference_does(name, dtype, card):
 @pytest.mark.parametrize("name", sorted(set(CELL_CODECS) - {"float32", "fp8", "kivi2"}))
 def test_what_no_model_computes_is_encoded_as_the_reference_does(name, card):
     encode_extremes(name, card=card)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_sealed_blocks_are_read_and_written_as_the_reference_does(shape, dtype, card):
+    """Also in bits, and residuals too."""
+    random, bound = Random(), 3e-5 if dtype == torch.float32 else 4 * BOUNDS[dtype]
+    for softcap in (0.0, 5.0):
+        seed = random.randrange(2**32)
+        sequences = [
+            (random.choice([0, 17, 64, 900]), random.choice([1, 1, 1, 9, 200]), random.choice([0, 900]))
+            for _ in range(8)
+        ]
+        attend_sealed(shape, sequences, str(dtype)[6:], bound, card=card, seed=seed, softcap=softcap)
+
+
+def test_what_no_model_computes_is_sealed_as_the_reference_does(card):
+    seal_extremes(card=card)

@@ -13,9 +13,10 @@ import pytest
 import torch
 from equivalence.tiny_models import FAMILIES
 
-from pagefold.kv import CODECS, BlockId, KVGeometry
+from pagefold.kv import CODECS, BlockId, KVGeometry, ResidualCopy
 from pagefold.kv.codec import KV_CACHE_DTYPES
 from pagefold.request import SamplingParams
+from pagefold.runner.attention.cuda.columns import plan_columns
 from pagefold.runner.attention.reference import reference_attention
 from pagefold.runner.codec_slab import CODEC_ROWS_LAYOUT, CodecSlab
 from pagefold.runner.codecs.constants import CodecConstants
@@ -24,6 +25,7 @@ from pagefold.runner.inputs import fill_in, late_tokens, make_inputs, on_card
 from pagefold.runner.loader import register_attention
 from pagefold.runner.logits import adjust
 from pagefold.runner.sampler import sample, sample_on_card
+from pagefold.runner.sealed_slab import SEALED_ROWS_LAYOUT, SealedSlab
 from pagefold.runner.slab import ROWS_LAYOUT, Slab
 from pagefold.steps import StepPlan
 
@@ -82,8 +84,30 @@ def test_codes_are_encoded_and_read_without_waiting(name):
     assert reference_attention(query, key, value, slab, inputs, 0, 1.0).shape == query.shape
     blocks = CardBlocks.of(slab)
     tensors = [part for name in CardBlocks.__slots__ if isinstance(part := getattr(blocks, name), torch.Tensor)]
-    assert len(tensors) == 8
+    assert len(tensors) == 9
     assert {part.device for part in tensors} == {META}
+
+
+def test_blocks_are_sealed_and_read_without_waiting():
+    """By the reference; and what kernels are given is on the card."""
+    pytest.importorskip("triton")
+    from pagefold.runner.attention.cuda.blocks import CardBlocks
+
+    geometry = KVGeometry(2, 2, 32, 2, 4, CODECS["kivi2"])
+    slab = SealedSlab.allocate(geometry, 4, 3, torch.zeros(4, 2, 32), META)
+    slab.layout = SEALED_ROWS_LAYOUT
+    plan = make_plan()
+    plan.residual_ids, plan.residual_copies = [0, 2, 1], [ResidualCopy(0, 1)]
+    slab.copy_residuals(plan.residual_copies)
+    inputs = make_inputs(plan, geometry).attention
+    query, key, value = (torch.empty(6, heads, 32, dtype=torch.bfloat16, device=META) for heads in (4, 2, 2))
+    output = reference_attention(query, key, value, slab, inputs, 0, 1.0)
+    assert (output.shape, output.device) == (query.shape, META)
+    blocks = CardBlocks.of(slab)
+    tensors = [part for name in CardBlocks.__slots__ if isinstance(part := getattr(blocks, name), torch.Tensor)]
+    assert len(tensors) == 9
+    assert {part.device for part in tensors} == {META}
+    assert plan_columns(inputs, 1)[-1].tolist() == [0, 2, 1]
 
 
 @pytest.mark.parametrize("num_processors", [58, 108, 132])

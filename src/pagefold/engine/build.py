@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagefold.capacity import Capacity, human_bytes, plan_capacity
 from pagefold.config import available_cpus, available_memory_bytes, cache_dir
+from pagefold.engine.blocks import allocate_blocks
 from pagefold.engine.engine import Engine, ModelLimits
 from pagefold.engine.on_card import bound_use_of, build_runner, capacity_on_card, measure_link, ran_out
 from pagefold.engine.overlapped import OverlappedEngine
@@ -119,7 +120,7 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
     is_fused = _is_fused(config, spec, dtype, device)
     if device == "cuda":
         assert card is not None, "it was chosen"
-        _check_on_card(config, geometry)
+        _check_on_card(config)
         blueprint = Blueprint(config, spec, geometry, _NOTHING, dtype, is_fused, device, card)
         host_bytes = _pinned_bytes(config, geometry)
         return replace(blueprint, capacity=capacity_on_card(blueprint, bound_use_of(blueprint), host_bytes))
@@ -146,15 +147,12 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
     return Blueprint(config, spec, geometry, capacity, dtype, is_fused)
 
 
-def _check_on_card(config: EngineConfig, geometry: KVGeometry) -> None:
+def _check_on_card(config: EngineConfig) -> None:
     """Refuse what only a CPU can do yet.
 
     Raises:
         ConfigError: with what to leave out.
     """
-    if geometry.codec is not None and geometry.codec.channel_tokens:
-        msg = f"kv_cache_dtype is {config.kv_cache_dtype}, whose sealed blocks the kernels of a card do not read yet."
-        raise ConfigError(msg, remedy="Use another one, as int4_per_token_head, or device=cpu.")
     if config.allow_streaming:
         msg = "allow_streaming is set, and a card does not read the host's memory yet."
         raise ConfigError(msg, remedy="Leave it out, or use device=cpu.")
@@ -349,9 +347,10 @@ def _namespace(blueprint: Blueprint) -> Namespace:
     layout = layout_on(blueprint.device)
     if geometry.codec is not None:
         from pagefold.runner.codecs import CELL_CODECS  # noqa: PLC0415 - torch comes with it
-        from pagefold.runner.sealed_slab import SEALED_LAYOUT  # noqa: PLC0415
+        from pagefold.runner.sealed_slab import sealed_layout_on  # noqa: PLC0415
 
-        arrangement = SEALED_LAYOUT if CELL_CODECS[geometry.codec.name].seals else codec_layout_on(blueprint.device)
+        arrangement_on = sealed_layout_on if CELL_CODECS[geometry.codec.name].seals else codec_layout_on
+        arrangement = arrangement_on(blueprint.device)
         skipped = ",".join(map(str, geometry.skip_layers))
         from pagefold.engine.calibration import digest_of  # noqa: PLC0415
 
@@ -386,7 +385,7 @@ def _assemble(
         runner, capacity = build_runner(blueprint, model, say, arena)
     else:
         num_read = capacity.num_blocks + (num_held if config.allow_streaming else 0)  # blocks that attention reads
-        slab = _allocate(blueprint, num_read)
+        slab = allocate_blocks(blueprint, num_read, capacity.num_residuals)
         behind = slab.as_bytes()[capacity.num_blocks :] if config.allow_streaming else None
         arena = _host_arena(blueprint, num_held, behind) if num_held else None
         runner = TorchRunner(_decoder(blueprint, slab), geometry, slab, arena)
@@ -439,25 +438,6 @@ def _assemble(
         request_timeout_s=config.request_timeout_s,
         emit=emit,
     )
-
-
-def _allocate(blueprint: Blueprint, num_blocks: int) -> AnySlab:
-    """Return blocks of a CPU, not yet written."""
-    from pagefold.runner.codec_slab import CodecSlab  # noqa: PLC0415 - torch comes with it
-    from pagefold.runner.sealed_slab import SealedSlab  # noqa: PLC0415
-    from pagefold.runner.slab import Slab  # noqa: PLC0415
-
-    geometry, constants, num_residuals = blueprint.geometry, blueprint.constants, blueprint.capacity.num_residuals
-    if geometry.codec is None:
-        return Slab.allocate(geometry, num_blocks, blueprint.dtype)
-    if num_residuals:
-        return SealedSlab.allocate(
-            geometry,
-            num_blocks,
-            num_residuals,
-            None if constants is None else constants.key_centres[:, :2].contiguous(),
-        )
-    return CodecSlab.allocate(geometry, num_blocks, constants)
 
 
 def _slow_tiers(

@@ -94,9 +94,12 @@ def bound_constants(blueprint: Blueprint) -> int:
     if geometry.codec is None:
         return 0
     is_centred = CELL_CODECS[geometry.codec.name].centres
+    num_cells = geometry.num_layers * geometry.num_kv_heads
+    vector_bytes = geometry.head_dim * np.dtype(np.float32).itemsize
+    if CELL_CODECS[geometry.codec.name].seals:  # what is taken off K; and, zeros, off V
+        return num_cells * (2 + 2) * vector_bytes
     num_centres = 1 + (num_ranges_of(_num_positions(blueprint.spec)) if is_centred else 1) + 2
-    num_vectors = geometry.num_layers * geometry.num_kv_heads * (num_centres + geometry.head_dim)
-    return 2 * num_vectors * geometry.head_dim * np.dtype(np.float32).itemsize
+    return 2 * num_cells * (num_centres + geometry.head_dim) * vector_bytes
 
 
 def find_constants(

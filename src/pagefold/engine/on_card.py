@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagefold.capacity import Capacity, plan_capacity
 from pagefold.card_memory import CardBudget, CardUse, bound_use, budget_on_card
+from pagefold.engine.blocks import allocate_blocks
 from pagefold.errors import DoesNotFitError
 from pagefold.json_object import read_json_object
 
@@ -105,20 +106,21 @@ def build_runner(
     assert card is not None, "a runner on a card without one"
     num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
 
-    def decoder_with(num_blocks: int, max_model_len: int) -> tuple[CudaDecoder, AnySlab]:
-        slab = _allocate(blueprint, num_blocks)
+    def decoder_with(num_blocks: int, num_residuals: int, max_model_len: int) -> tuple[CudaDecoder, AnySlab]:
+        slab = allocate_blocks(blueprint, num_blocks, num_residuals)
         kernels = _kernels(blueprint)  # each slab has its own: they keep what they know of it, and it with that
         return CudaDecoder(model, slab, kernels, max_model_len=max_model_len), slab
 
     try:
-        probe = decoder_with(geometry.num_blocks_for(num_tokens), blueprint.capacity.max_model_len)
+        planned = blueprint.capacity  # in the step that is measured all rows have the first residual
+        probe = decoder_with(geometry.num_blocks_for(num_tokens), min(1, planned.num_residuals), planned.max_model_len)
         use = measure_use(TorchRunner(probe[0], geometry, probe[1]), card, num_tokens=num_tokens, num_seqs=num_seqs)
         del probe
         torch.cuda.empty_cache()
         capacity = capacity_on_card(blueprint, use, blueprint.capacity.host_bytes)
         for line in capacity.lines():
             say(line)
-        decoder, slab = decoder_with(capacity.num_blocks, capacity.max_model_len)
+        decoder, slab = decoder_with(capacity.num_blocks, capacity.num_residuals, capacity.max_model_len)
         runner = TorchRunner(decoder, geometry, slab, arena)
         if decoder.kernels is not None and not config.enforce_eager:
             runner.warm_up()  # a model that cannot work is found out before its steps are captured
@@ -178,14 +180,3 @@ def _kernels(blueprint: Blueprint) -> CudaAttention | None:
         Reads.NUMBERS if codec is None else reads_of(CELL_CODECS[codec.name]),
     )
     return CudaAttention(heads)
-
-
-def _allocate(blueprint: Blueprint, num_blocks: int) -> AnySlab:
-    """Return blocks of the card, not yet written."""
-    from pagefold.runner.codec_slab import CodecSlab  # noqa: PLC0415 - torch comes with it
-    from pagefold.runner.slab import Slab  # noqa: PLC0415
-
-    geometry = blueprint.geometry
-    if geometry.codec is None:
-        return Slab.allocate(geometry, num_blocks, blueprint.dtype, blueprint.device)
-    return CodecSlab.allocate(geometry, num_blocks, blueprint.constants, blueprint.device)

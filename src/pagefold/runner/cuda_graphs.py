@@ -135,6 +135,7 @@ class _Graph:
             np.zeros((1, size), np.int64),  # positions
             np.zeros((size, 1), np.int32),  # lengths: 0 of a row that fills up
             np.zeros((size, 1, width), np.int32),  # tables
+            np.zeros(size, np.int32),  # residuals
         ]
         packing = Packing(self._arrays)
         self._packing = packing
@@ -142,7 +143,7 @@ class _Graph:
         is_card = device.type == "cuda"
         self._hosts = [torch.zeros(packing.num_bytes, dtype=torch.uint8, pin_memory=is_card) for _ in range(2)]
         self._memory = torch.zeros(packing.num_bytes, dtype=torch.uint8, device=device)
-        token_ids, positions, lengths, tables = packing.views(self._memory)
+        token_ids, positions, lengths, tables, residual_ids = packing.views(self._memory)
         self._token_ids = token_ids
         rows = put(np.arange(size + 1, dtype=np.int32), device).clone()  # of its own: it lives as long as the graph
         attention = like.attention
@@ -154,6 +155,7 @@ class _Graph:
             cells=put(np.ascontiguousarray(attention.cells[:1]), device).clone(),
             rows=rows[:size],
             tiles=torch.empty((0, 2), dtype=torch.int32, device=device),
+            residual_ids=residual_ids,
         )
         inputs = replace(
             like,
@@ -166,7 +168,7 @@ class _Graph:
 
     def run(self, inputs: StepInputs) -> torch.Tensor:
         """Fill in a step's rows and replay. At most one step before is in flight when the host's copy is written."""
-        token_ids, positions, lengths, tables = self._arrays
+        token_ids, positions, lengths, tables, residual_ids = self._arrays
         attention = inputs.attention
         num_rows = attention.num_seqs
         token_ids[0, :num_rows] = inputs.token_ids[0].numpy()
@@ -174,6 +176,8 @@ class _Graph:
         lengths[:num_rows, 0] = attention.lengths[:, 0]
         lengths[num_rows:] = 0
         tables[:num_rows, 0, : attention.tables.shape[2]] = attention.tables[:, 0]
+        if attention.residual_ids is not None:
+            residual_ids[:num_rows] = attention.residual_ids
         host, *others = self._hosts
         self._hosts = [*others, host]
         self._packing.fill(host, self._arrays)

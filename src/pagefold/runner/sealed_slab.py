@@ -9,6 +9,8 @@
                V's scales: [slot] of bfloat16, then its zero points
     residual = of each cell: K as [channel][slot], then V as [slot][channel], of float16
 
+On a card K is as V: its codes ``[slot][a byte of a vector]``, and ``[slot][channel]`` in residuals.
+
 K's scale is that of a channel over all tokens of the block, so a block cannot be encoded before it is full. Until then
 its K and V lie in 16 bit in the residual of its sequence, or, where one step computes several blocks of a sequence, for
 the time of a layer in what that step has of its own. A token sees its own block in 16 bit, up to itself, and all blocks
@@ -18,12 +20,14 @@ chunks, no batch, and nothing that was cached. A block is encoded from its 16 bi
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
 
 from pagefold.host_memory import host_memory
 from pagefold.runner.codec_slab import cell_places
+from pagefold.runner.codecs import CELL_CODECS
 from pagefold.runner.codecs.int2 import pack, quantize, unpack
 
 if TYPE_CHECKING:
@@ -31,13 +35,22 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pagefold.kv import CopyOp, KVGeometry, ResidualCopy
+    from pagefold.runner.codec_slab import CellPlaces
 
-__all__ = ["SEALED_LAYOUT", "SealedSlab", "to_residual"]
+__all__ = ["SEALED_LAYOUT", "SEALED_ROWS_LAYOUT", "SealedSlab", "sealed_layout_on", "to_residual"]
 
 SEALED_LAYOUT = "sealed-panels-v1"
 """Names the arrangement of bytes inside a block and what they stand for, for the namespace."""
 
+SEALED_ROWS_LAYOUT = "sealed-rows-v1"
+"""The same of a card: K as V."""
+
 _FLOAT16_MAX = 65504.0
+
+
+def sealed_layout_on(device: torch.device | str) -> str:
+    """Return the arrangement of bytes that attention on this device reads."""
+    return SEALED_ROWS_LAYOUT if torch.device(device).type == "cuda" else SEALED_LAYOUT
 
 
 def to_residual(vectors: torch.Tensor) -> torch.Tensor:
@@ -57,42 +70,62 @@ class SealedSlab:
         geometry: of the blocks; has a codec that seals.
         centres: float32 ``[num_cells, 2, D]``: what is taken off K before it is stored, sealed or not: off a sequence's
             first entry, and off all others; None for nothing. Scores of the others are all lower by the same then.
+        layout: how K lies in a block, and in a residual.
 
     Attributes:
-        data, residuals: as given.
+        data, residuals, layout: as given.
         block_size, head_dim: of the geometry.
+        codec: of all cells.
         places: where the parts of each cell are.
-        centres: float32 ``[num_cells, 2, D]``.
+        centres: float32 ``[num_cells, 2, D]``, where the blocks are.
     """
 
     def __init__(
-        self, data: torch.Tensor, residuals: torch.Tensor, geometry: KVGeometry, centres: torch.Tensor | None = None
+        self,
+        data: torch.Tensor,
+        residuals: torch.Tensor,
+        geometry: KVGeometry,
+        centres: torch.Tensor | None = None,
+        layout: str = SEALED_LAYOUT,
     ) -> None:
         self.data = data
         self.residuals = residuals
+        self.layout = layout
         self.block_size = geometry.block_size
         self.head_dim = geometry.head_dim
+        assert geometry.codec is not None, "blocks are sealed by a codec"
+        self.codec = CELL_CODECS[geometry.codec.name]
         self.places = cell_places(geometry)
-        self.centres = torch.zeros((len(self.places), 2, geometry.head_dim)) if centres is None else centres
+        centres = torch.zeros((len(self.places), 2, geometry.head_dim)) if centres is None else centres
+        self.centres = centres.to(data.device)
 
     @classmethod
     def allocate(
-        cls, geometry: KVGeometry, num_blocks: int, num_residuals: int, centres: torch.Tensor | None = None
+        cls,
+        geometry: KVGeometry,
+        num_blocks: int,
+        num_residuals: int,
+        centres: torch.Tensor | None = None,
+        device: torch.device | str = "cpu",
     ) -> SealedSlab:
-        """Return ``num_blocks`` blocks of ``geometry`` and so many residuals, not yet written."""
-        shape = geometry.groups[0].num_cells, num_residuals, 2, geometry.block_size * geometry.head_dim
-        data = torch.from_numpy(host_memory(num_blocks * geometry.bytes_per_block))
-        data = data.view(num_blocks, geometry.bytes_per_block)
-        return cls(data, torch.empty(shape, dtype=torch.float16), geometry, centres)
+        """Return so many blocks of ``geometry`` and residuals in the memory of ``device``, not yet written."""
+        shape = num_blocks, geometry.bytes_per_block
+        if torch.device(device).type == "cpu":
+            data = torch.from_numpy(host_memory(math.prod(shape))).view(shape)
+        else:
+            data = torch.empty(shape, dtype=torch.uint8, device=device)
+        shape_of_residuals = geometry.groups[0].num_cells, num_residuals, 2, geometry.block_size * geometry.head_dim
+        residuals = torch.empty(shape_of_residuals, dtype=torch.float16, device=device)
+        return cls(data, residuals, geometry, centres, sealed_layout_on(device))
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all blocks and residuals."""
         return self.data.nbytes + self.residuals.nbytes
 
-    def as_bytes(self) -> NDArray[np.uint8]:
-        """Return a view of all blocks as bytes, ``[num_blocks, block_bytes]``."""
-        return self.data.numpy()
+    def as_bytes(self) -> NDArray[np.uint8] | torch.Tensor:
+        """Return a view of all blocks as bytes, uint8 ``[num_blocks, block_bytes]``: NumPy's on a CPU, else torch's."""
+        return self.data.numpy() if self.data.device.type == "cpu" else self.data
 
     def copy(self, ops: list[CopyOp]) -> None:
         """Carry out copies, in order."""
@@ -107,7 +140,10 @@ class SealedSlab:
     def residual(self, cell: int, residual_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return views of the K and the V of one cell in a residual, float16 ``[block_size, D]`` each."""
         keys, values = self.residuals[cell, residual_id]
-        return keys.view(self.head_dim, self.block_size).T, values.view(self.block_size, self.head_dim)
+        values = values.view(self.block_size, self.head_dim)
+        if self.layout == SEALED_ROWS_LAYOUT:
+            return keys.view(self.block_size, self.head_dim), values
+        return keys.view(self.head_dim, self.block_size).T, values
 
     def centred(self, cell: int, entries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Return K ``[n, D]`` of entries of a sequence less what is taken off it, float32."""
@@ -121,7 +157,7 @@ class SealedSlab:
         """Encode a full block's K, centred, and V of one cell, float16 ``[block_size, D]`` each."""
         places, block = self.places[cell], self.data[block_id]
         found = quantize(keys.float(), 0)
-        block[places.keys : places.values] = pack(found.codes).T.flatten()
+        self._key_codes(places)[block_id] = pack(found.codes).T
         self._scales(places.key_scales, self.head_dim)[block_id] = torch.cat((found.scales, found.zeros))
         found = quantize(values.float(), 1)
         block[places.values : places.key_scales] = pack(found.codes).flatten()
@@ -136,13 +172,20 @@ class SealedSlab:
             entries: int64 ``[n]``: which of its sequence's entries each is.
         """
         places, slots = self.places[cell], entries % self.block_size
-        codes = self.data[:, places.keys : places.values].view(len(self.data), -1, self.block_size)
+        codes = self._key_codes(places)
         scales, zeros = self._scales(places.key_scales, self.head_dim)[block_ids].float().unbind(1)
         keys = unpack(codes[block_ids, :, slots]).float() * scales + zeros
         codes = self.data[:, places.values : places.key_scales].view(len(self.data), self.block_size, -1)
         pairs = self._scales(places.value_scales, self.block_size)[block_ids, :, slots].float()
         values = unpack(codes[block_ids, slots]).float() * pairs[:, :1] + pairs[:, 1:]
         return self.uncentred(cell, entries, keys), values
+
+    def _key_codes(self, places: CellPlaces) -> torch.Tensor:
+        """Return a view of K's codes, uint8 ``[num_blocks, bytes of a vector, slots]``."""
+        codes = self.data[:, places.keys : places.values]
+        if self.layout == SEALED_ROWS_LAYOUT:
+            return codes.view(len(codes), self.block_size, -1).transpose(1, 2)
+        return codes.view(len(codes), -1, self.block_size)
 
     def _scales(self, begin: int, count: int) -> torch.Tensor:
         """Return a view of scales and zero points, bfloat16 ``[num_blocks, 2, count]``."""

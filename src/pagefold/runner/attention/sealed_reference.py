@@ -55,7 +55,7 @@ def sealed_reference_attention(  # noqa: PLR0913, PLR0917 - the operands of the 
     """See :class:`~pagefold.runner.attention.inputs.AttentionBackend`."""
     num_tokens, num_kv_heads, head_dim = key.shape
     queries = query.reshape(num_tokens, num_kv_heads, -1, head_dim)  # [T, Hkv, G, D]
-    out = torch.empty_like(queries)
+    out = torch.empty(queries.shape, dtype=query.dtype, device=query.device)
     parts = list(_parts(inputs, layer))
     recent = [_write(slab, part, key[part.tokens, part.head], value[part.tokens, part.head]) for part in parts]
     size = slab.block_size
@@ -72,7 +72,7 @@ def sealed_reference_attention(  # noqa: PLR0913, PLR0917 - the operands of the 
             scores = torch.einsum("qgd,nd->gqn", queries[tokens, part.head], keys) * scale
             if softcap:
                 scores = softcap * (scores / softcap).tanh()
-            visible = torch.arange(len(keys))[None] <= positions[:, None]  # [q, n]
+            visible = (torch.arange(len(keys))[None] <= positions[:, None]).to(query.device)  # [q, n]
             weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
             out[tokens, part.head] = torch.einsum("gqn,nd->qgd", weights, values)
     return out.flatten(1, 2)

@@ -1,7 +1,7 @@
 """CudaAttention: attention over blocks on an NVIDIA card, by Triton kernels, launched without waiting for it.
 
 A step's sequences with one token decode, the others prefill; both may be in one step. All K and V are written first,
-or encoded; where K is stored in a basis or rotated, queries are brought there.
+or encoded, and the blocks that are full sealed; where K is stored in a basis or rotated, queries are brought there.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pagefold.runner.attention.cuda.columns import DeviceColumns, plan_columns
 from pagefold.runner.attention.cuda.configs import KernelConfig, Reads, choose_config, num_splits_for, padded
 from pagefold.runner.attention.cuda.encode import bring_queries, write_codes
 from pagefold.runner.attention.cuda.kernels import decode, merge_splits, prefill, write_kv
+from pagefold.runner.attention.cuda.seal import write_sealed
 from pagefold.runner.attention.cuda.tile import INTERPRETED
 from pagefold.runner.to_device import pack
 
@@ -130,11 +131,13 @@ class CudaAttention:
             "DIMS": max(16, padded(head_dim)),
             "BLOCK_SIZE": slab.block_size,
         }
-        self._write(key, value, blocks, form, columns, places)
+        recent = self._write(key, value, blocks, form, columns, places)
         if form.ROTATION:
             query = _brought(query, blocks, form, columns, places)
+        assert not (form.SEALS and self._window), "nobody sees a part of what is sealed"
         places |= {
             "num_ranges": blocks.num_ranges,
+            "num_residuals": blocks.num_residuals,
             "query_stride_t": query.stride(0),
             "query_stride_h": query.stride(1),
             "scale": scale / softcap if softcap else scale * _LOG2E,
@@ -157,6 +160,8 @@ class CudaAttention:
                 columns.tiles,
                 *_tables(columns),
                 *_cells(blocks),
+                *_unsealed(blocks, columns),
+                recent,
                 ROWS=how.rows,
                 TILE=how.tile,
                 num_warps=how.num_warps,
@@ -193,8 +198,11 @@ class CudaAttention:
         form: CellFormat,
         columns: DeviceColumns,
         places: dict[str, int | float],
-    ) -> None:
-        """Put K and V of the step's tokens where they belong."""
+    ) -> torch.Tensor:
+        """Put K and V of the step's tokens where they belong.
+
+        Where blocks are sealed, return them in 16 bit too, as float16 ``[T, Hkv, 2, D]``, if somebody reads them so.
+        """
         places = places | {
             "key_stride_t": key.stride(0),
             "key_stride_h": key.stride(1),
@@ -205,7 +213,28 @@ class CudaAttention:
         if not blocks.has_codes:
             heads = padded(key.shape[1])
             write_kv[(len(key),)](key, value, blocks.data, starts, columns.seq_of, *tables, HEADS=heads, **places)
-            return
+            return blocks.data
+        if form.SEALS:
+            has_recent = len(columns.tiles) > 0
+            shape = key.shape[0] if has_recent else 0, key.shape[1], 2, key.shape[2]
+            recent = torch.empty(shape, dtype=torch.float16, device=key.device)
+            write_sealed[key.shape[:2]](
+                key,
+                value,
+                blocks.data,
+                blocks.places,
+                blocks.key_centres,
+                *_unsealed(blocks, columns),
+                recent,
+                starts,
+                columns.seq_of,
+                *tables,
+                num_residuals=blocks.num_residuals,
+                HAS_RECENT=has_recent,
+                enable_fp_fusion=False,
+                **places,
+            )
+            return recent
         num_rows = _rows_of(columns)
         write_codes[(-(-len(key) // num_rows), key.shape[1])](
             key,
@@ -222,9 +251,10 @@ class CudaAttention:
             num_ranges=blocks.num_ranges,
             ROWS=num_rows,
             enable_fp_fusion=False,
-            **form._asdict(),
+            **_encoding(form),
             **places,
         )
+        return blocks.data
 
     def _run_decode(
         self,
@@ -246,6 +276,7 @@ class CudaAttention:
             columns.rows,
             *_tables(columns),
             *_cells(blocks),
+            *_unsealed(blocks, columns),
             num_splits=num_splits,
             ROWS=how.rows,
             TILE=how.tile,
@@ -291,6 +322,18 @@ def _tables(columns: DeviceColumns) -> tuple[torch.Tensor, ...]:
 def _cells(blocks: CardBlocks) -> tuple[torch.Tensor, ...]:
     """Return what those who read codes know of cells, in the kernels' order."""
     return blocks.places, blocks.stored_key_centres, blocks.output_centres
+
+
+def _unsealed(blocks: CardBlocks, columns: DeviceColumns) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return residuals and who has which, which is read where blocks are sealed only."""
+    return blocks.residuals, columns.residual_ids
+
+
+def _encoding(form: CellFormat) -> dict[str, int | float]:
+    """Return what those who encode token by token are compiled for."""
+    constants = form._asdict()
+    del constants["SEALS"]
+    return constants
 
 
 def _reading(form: CellFormat) -> dict[str, int | float]:

@@ -12,9 +12,11 @@ from pagefold.runner.attention.cuda.codes import PLAIN
 from pagefold.runner.attention.cuda.configs import Reads
 from pagefold.runner.codec_slab import CODEC_ROWS_LAYOUT, CodecSlab
 from pagefold.runner.codecs.hadamard import hadamard, hadamard_size
+from pagefold.runner.sealed_slab import SEALED_ROWS_LAYOUT, SealedSlab
 from pagefold.runner.slab import ROWS_LAYOUT, Slab
 
 if TYPE_CHECKING:
+    from pagefold.runner.codec_slab import CellPlaces
     from pagefold.runner.codecs import CellCodec
     from pagefold.runner.slab import AnySlab
 
@@ -32,6 +34,7 @@ class CellFormat(NamedTuple):
         ROTATION: how many numbers are rotated together; 0 for none.
         HAS_CENTRES: whether constants are taken off.
         HAS_BASIS: whether K has a basis instead of being rotated.
+        SEALS: whether K's scales are those of a block's channels.
     """
 
     KEY_FORMAT: int
@@ -41,6 +44,7 @@ class CellFormat(NamedTuple):
     ROTATION: int = 0
     HAS_CENTRES: bool = False
     HAS_BASIS: bool = False
+    SEALS: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,7 @@ class CardBlocks:
         value_centres: float32 ``[num_cells, 2, D]``: what is taken off V.
         output_centres: the same as V is stored: by how much the first entry's is beside the others', and the others'.
         key_bases, query_bases: float32 ``[num_cells, D, D]``: by what K and queries are multiplied, where K has one.
+        residuals: float16 ``[num_cells, num_residuals, 2, block_size * D]``, where blocks are sealed; else ``data``.
     """
 
     data: torch.Tensor
@@ -71,6 +76,7 @@ class CardBlocks:
     output_centres: torch.Tensor
     key_bases: torch.Tensor
     query_bases: torch.Tensor
+    residuals: torch.Tensor
 
     @classmethod
     def of(cls, slab: AnySlab) -> CardBlocks:
@@ -79,32 +85,38 @@ class CardBlocks:
         if isinstance(slab, Slab):
             assert slab.layout == ROWS_LAYOUT, "the kernels read K in rows"
             plain = CellFormat(PLAIN.value, PLAIN.value, slab.head_dim, slab.head_dim)
-            return cls(data, (plain,), 1, data, 1, *[data] * 6)
-        assert isinstance(slab, CodecSlab), "the kernels read no sealed blocks"
+            return cls(data, (plain,), 1, data, 1, *[data] * 7)
+        if isinstance(slab, SealedSlab):
+            return _sealed(slab)
+        assert isinstance(slab, CodecSlab), "blocks of a kind that no kernel of a card reads"
         assert slab.layout == CODEC_ROWS_LAYOUT, "the kernels read K in rows"
         constants = slab.constants
         stored = torch.stack([slab.keys_as_stored(cell, own) for cell, own in enumerate(constants.key_centres)])
         first, others = hadamard(constants.value_centres).unbind(1)
-        places = [own[:4] for own in slab.places]
-        has_basis = any(slab.codec(cell).has_basis for cell in range(len(places)))
+        codecs = [slab.codec(cell) for cell in range(len(slab.places))]
         return cls(
             data,
-            tuple(_format_of(slab, cell) for cell in range(len(places))),
-            math.gcd(_MOST_ALIGNMENT, data.stride(0), *(at for own in places for at in own)),
-            torch.tensor(places, dtype=torch.int32, device=data.device),
+            tuple(_format_of(codec, slab.head_dim) for codec in codecs),
+            *_places(slab.places, data),
             constants.num_ranges,
             constants.key_centres,
             stored,
             constants.value_centres,
             torch.stack((first - others, others), 1),
             constants.bases.contiguous(),
-            slab.query_bases if has_basis else data,
+            slab.query_bases if any(codec.has_basis for codec in codecs) else data,
+            data,
         )
 
     @property
     def has_codes(self) -> bool:
         """Whether there is a codec."""
         return len(self.formats) > 1 or PLAIN.value != self.formats[0].KEY_FORMAT
+
+    @property
+    def num_residuals(self) -> int:
+        """How many there are, where blocks are sealed."""
+        return self.residuals.shape[1] if self.formats[0].SEALS else 0
 
     def format_of(self, layer: int, num_kv_heads: int) -> CellFormat:
         """Return the format of a layer's cells, which are alike."""
@@ -113,11 +125,39 @@ class CardBlocks:
 
 def reads_of(codec: CellCodec) -> Reads:
     """Return what the kernels read of blocks of this codec."""
+    if codec.seals:
+        return Reads.SEALED_CODES
     return Reads.CENTRED_CODES if codec.centres else Reads.CODES
 
 
-def _format_of(slab: CodecSlab, cell: int) -> CellFormat:
-    codec, head_dim = slab.codec(cell), slab.head_dim
+def _sealed(slab: SealedSlab) -> CardBlocks:
+    """Return the blocks of a slab that seals them: nothing is taken off V there, and K is not rotated."""
+    assert slab.layout == SEALED_ROWS_LAYOUT, "the kernels read K in rows"
+    data, nothing = slab.data, torch.zeros_like(slab.centres)
+    form = _format_of(slab.codec, slab.head_dim)
+    bases = data, data
+    return CardBlocks(
+        data,
+        (form,) * len(slab.places),
+        *_places(slab.places, data),
+        1,
+        slab.centres,
+        slab.centres,
+        nothing,
+        nothing,
+        *bases,
+        slab.residuals,
+    )
+
+
+def _places(places: list[CellPlaces], data: torch.Tensor) -> tuple[int, torch.Tensor]:
+    """Return by how many bytes all parts of cells are aligned, and where they begin."""
+    begins = [own[:4] for own in places]
+    alignment = math.gcd(_MOST_ALIGNMENT, data.stride(0), *(at for own in begins for at in own))
+    return alignment, torch.tensor(begins, dtype=torch.int32, device=data.device)
+
+
+def _format_of(codec: CellCodec, head_dim: int) -> CellFormat:
     return CellFormat(
         codec.keys.number,
         codec.values.number,
@@ -126,4 +166,5 @@ def _format_of(slab: CodecSlab, cell: int) -> CellFormat:
         hadamard_size(head_dim) if codec.rotates else 0,
         codec.centres,
         codec.has_basis,
+        codec.seals,
     )

@@ -18,7 +18,17 @@ from pagefold.runner.codecs.int4_symmetric import SHARE
 from pagefold.runner.codecs.levels import INVERSE, REACH
 from pagefold.runner.codecs.two_widths import WIDE_REACH as WIDE_REACH_
 
-__all__ = ["PLAIN", "hadamard", "has_scales", "has_zeros", "load_codes", "load_scales", "scale_numbers", "store_codes"]
+__all__ = [
+    "PLAIN",
+    "hadamard",
+    "has_scales",
+    "has_zeros",
+    "load_codes",
+    "load_scales",
+    "scale_numbers",
+    "store_codes",
+    "store_int2",
+]
 
 PLAIN = tl.constexpr(-1)
 """Numbers as they are computed: a slab's without a codec."""
@@ -32,6 +42,7 @@ INT8 = tl.constexpr(CELL_CODECS["int8_per_token_head"].keys.number)
 INT4 = tl.constexpr(CELL_CODECS["int4_plain"].keys.number)
 TWO_WIDTHS = tl.constexpr(CELL_CODECS["int4_per_token_head"].keys.number)
 INT4_SYMMETRIC = tl.constexpr(CELL_CODECS["int4_per_token_head"].values.number)
+INT2 = tl.constexpr(CELL_CODECS["kivi2"].keys.number)
 
 _WIDE_REACH, _REACH, _SHARE = tl.constexpr(WIDE_REACH_), tl.constexpr(REACH), tl.constexpr(SHARE)
 _FIRST, _THIRD, _FIFTH = (tl.constexpr(one) for one in INVERSE)
@@ -44,14 +55,14 @@ _num_wide = triton.constexpr_function(num_wide)
 
 @triton.constexpr_function
 def has_scales(form):
-    """Whether vectors of a format have a scale each."""
-    return form in (INT8.value, E4M3_SCALED.value, INT4.value, TWO_WIDTHS.value, INT4_SYMMETRIC.value)
+    """Whether vectors of a format have a scale each, or their channels."""
+    return form in (INT8.value, E4M3_SCALED.value, INT4.value, TWO_WIDTHS.value, INT4_SYMMETRIC.value, INT2.value)
 
 
 @triton.constexpr_function
 def has_zeros(form):
     """Whether they have a zero point beside it."""
-    return form == INT4.value
+    return form in (INT4.value, INT2.value)
 
 
 @triton.jit
@@ -95,6 +106,10 @@ def load_codes(
         codes = _load(slab + rows_at + tl.where(is_high, dims - HALF, dims), mask, HAS_MASK)
         levels = _levels_of((codes >> tl.where(is_high, 4, 0).to(tl.uint8)) & 15)
         numbers = tl.where(dims < WIDE, codes.to(tl.int8, bitcast=True).to(tl.float32), levels)
+    elif FORMAT == INT2:
+        QUARTER: tl.constexpr = HEAD_DIM // 4
+        codes = _load(slab + rows_at + dims % QUARTER, mask, HAS_MASK)
+        numbers = ((codes >> (2 * (dims // QUARTER)).to(tl.uint8)) & 3).to(tl.float32)
     else:
         tl.static_assert(FORMAT == INT4 or FORMAT == INT4_SYMMETRIC, "a format that no kernel of a card reads")
         is_high = dims >= HEAD_DIM // 2
@@ -171,16 +186,10 @@ def store_codes(
         tl.store(to, codes.to(tl.uint8), mask=mask)
         tl.store(halves, _upper_half(scale), mask=is_row)
     elif FORMAT == INT4:
-        least = tl.min(tl.where(dims < HEAD_DIM, numbers, float("inf")), 1)
-        zero = _down(least)
-        span = tl.max(tl.where(dims < HEAD_DIM, numbers, float("-inf")), 1) - zero
-        scale = _scale_of(tl.where(_has_nan(numbers), float("nan"), span), 15.0)
-        is_number = scale < float("inf")
-        steps = _round(_over(numbers - zero[:, None], scale[:, None]), 0.0, 15.0)
-        codes = tl.where(is_number[:, None], steps, 0.0).to(tl.int32)
+        codes, scale_bits, zero_bits = _quantized(numbers, dims < HEAD_DIM, 15.0)
         _store_pairs(slab, rows_at, codes, is_row, 0, HEAD_DIM // 2)
-        tl.store(halves, tl.where(is_number, _upper_half(scale), _NAN_BITS), mask=is_row)
-        tl.store(halves + BLOCK_SIZE, tl.where(is_number, _upper_half(zero), 0), mask=is_row)
+        tl.store(halves, scale_bits, mask=is_row)
+        tl.store(halves + BLOCK_SIZE, zero_bits, mask=is_row)
     elif FORMAT == TWO_WIDTHS:
         WIDE: tl.constexpr = _num_wide(HEAD_DIM)
         HALF: tl.constexpr = (HEAD_DIM - WIDE) // 2
@@ -200,6 +209,55 @@ def store_codes(
         scale = tl.where(is_finer, finer, coarse)
         _store_pairs(slab, rows_at, _level_codes(numbers, scale), is_row, 0, HEAD_DIM // 2)
         tl.store(halves, tl.where(scale < float("inf"), _upper_half(scale), _NAN_BITS), mask=is_row)
+
+
+@triton.jit
+def store_int2(
+    codes_at,  # pointer to bytes: at the codes of K or V of a block's cell
+    scales_at,  # at their scales, with zero points behind them
+    numbers,  # float32 [SLOTS, DIMS]: all of the block, 0 beyond HEAD_DIM
+    SHARED_BY: tl.constexpr,  # 0: a channel has a scale, over all slots; 1: a slot has
+    HEAD_DIM: tl.constexpr,
+):
+    """Encode a block's K or V; see ``codecs/int2.py``."""
+    SLOTS: tl.constexpr = numbers.shape[0]
+    dims = tl.arange(0, numbers.shape[1])
+    slots = tl.arange(0, SLOTS)
+    halves = scales_at.to(tl.pointer_type(tl.uint16), bitcast=True)
+    if SHARED_BY == 0:
+        vectors = tl.trans(numbers)
+        turned, scale_bits, zero_bits = _quantized(vectors, slots[None, :] < SLOTS, 3.0)
+        codes = tl.trans(turned)
+        tl.store(halves + dims, scale_bits, mask=dims < HEAD_DIM)
+        tl.store(halves + HEAD_DIM + dims, zero_bits, mask=dims < HEAD_DIM)
+    else:
+        codes, scale_bits, zero_bits = _quantized(numbers, dims[None, :] < HEAD_DIM, 3.0)
+        tl.store(halves + slots, scale_bits)
+        tl.store(halves + SLOTS + slots, zero_bits)
+    QUARTER: tl.constexpr = HEAD_DIM // 4
+    BYTES: tl.constexpr = triton.next_power_of_2(QUARTER)
+    bytes_at = tl.arange(0, BYTES)[None, :]
+    packed = tl.zeros([SLOTS, BYTES], tl.int32)
+    for part in tl.static_range(4):
+        index = packed * 0 + tl.minimum(bytes_at + part * QUARTER, codes.shape[1] - 1)
+        packed |= tl.gather(codes, index, 1) << 2 * part
+    to = codes_at + slots[:, None] * QUARTER + bytes_at
+    tl.store(to, packed.to(tl.uint8), mask=(slots[:, None] < SLOTS) & (bytes_at < QUARTER))
+
+
+@triton.jit
+def _quantized(numbers, is_number, STEPS: tl.constexpr):
+    """Return each row's int32 codes, 0 to STEPS, and the bits of its scale and of its zero point, which is its least.
+
+    Rows without a finite scale are lost: their scale is NaN.
+    """
+    zero = _down(tl.min(tl.where(is_number, numbers, float("inf")), 1))
+    span = tl.max(tl.where(is_number, numbers, float("-inf")), 1) - zero
+    scale = _scale_of(tl.where(_has_nan(numbers), float("nan"), span), STEPS)
+    is_kept = scale < float("inf")
+    steps = _round(_over(numbers - zero[:, None], scale[:, None]), 0.0, STEPS)
+    codes = tl.where(is_kept[:, None], steps, 0.0).to(tl.int32)
+    return codes, tl.where(is_kept, _upper_half(scale), _NAN_BITS), tl.where(is_kept, _upper_half(zero), 0)
 
 
 @triton.jit

@@ -30,6 +30,7 @@ class DeviceColumns:
         cells: ``[S or 1, L, Hkv]``.
         rows: ``[D]``: the sequences with one token, which decode.
         tiles: ``[N, 2]``: sequence and first token of each tile of the others' queries, the dearest first.
+        residual_ids: ``[S]`` where blocks are sealed, else ``[0]``.
     """
 
     query_starts: torch.Tensor
@@ -39,6 +40,7 @@ class DeviceColumns:
     cells: torch.Tensor
     rows: torch.Tensor
     tiles: torch.Tensor
+    residual_ids: torch.Tensor
 
 
 def plan_columns(inputs: AttentionInputs, tokens_a_tile: int) -> list[NDArray[Any]]:
@@ -67,6 +69,7 @@ def plan_columns(inputs: AttentionInputs, tokens_a_tile: int) -> list[NDArray[An
         _broadcast_as_one(inputs.cells, 0),
         np.flatnonzero(num_new == 1).astype(np.int32),
         np.stack([seqs, firsts], 1)[order].astype(np.int32),
+        np.zeros(0, np.int32) if inputs.residual_ids is None else inputs.residual_ids,
     ]
 
 

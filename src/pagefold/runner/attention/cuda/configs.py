@@ -71,6 +71,7 @@ class Reads(Enum):
     NUMBERS = "numbers"
     CODES = "codes"
     CENTRED_CODES = "codes of what constants were taken off"
+    SEALED_CODES = "the same, with scales of channels"
 
 
 def choose_config(  # noqa: PLR0913, PLR0917 - the columns of a table
@@ -95,7 +96,8 @@ def choose_config(  # noqa: PLR0913, PLR0917 - the columns of a table
     dims, is_float32 = max(16, padded(head_dim)), dtype == torch.float32
     if kernel == "decode":
         tile = next(tile for most, tile in _DECODE[is_float32] if dims <= most)
-        return KernelConfig(max(_MIN_ROWS, padded(group)), tile, 4, 3 if has_room and dims <= 128 else 2)  # noqa: PLR2004
+        num_warps = 8 if reads is Reads.SEALED_CODES else 4
+        return KernelConfig(max(_MIN_ROWS, padded(group)), tile, num_warps, 3 if has_room and dims <= 128 else 2)  # noqa: PLR2004
     table = _PREFILL_FLOAT32 if is_float32 else _PREFILL[has_room] if reads is Reads.NUMBERS else _PREFILL_CODES[reads]
     rows, tile, num_warps, num_stages = next(row for most, *row in table if dims <= most)
     if group > rows:  # a token's rows are one program's
@@ -115,6 +117,7 @@ _PREFILL = {
 _PREFILL_CODES = {
     Reads.CODES: ((64, 128, 64, 8, 3), (128, 128, 64, 8, 3), (256, 64, 32, 8, 2)),
     Reads.CENTRED_CODES: ((64, 128, 64, 8, 3), (128, 64, 64, 8, 3), (256, 64, 32, 8, 2)),
+    Reads.SEALED_CODES: ((64, 128, 64, 8, 3), (128, 64, 64, 8, 3), (256, 32, 32, 8, 2)),
 }
 """The same where codes become numbers in registers, on every card: tiles take less room, and more registers."""
 

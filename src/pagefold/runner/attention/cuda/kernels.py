@@ -20,7 +20,8 @@ Python's numbers, which Triton 3.6 does not make of a tensor beside NumPy 2.4.
 import triton
 import triton.language as tl
 
-from pagefold.runner.attention.cuda.tile import INTERPRETED, attend_tile, centres_of, finished, parts_of
+from pagefold.runner.attention.cuda.seal import residual_of, sealed_before
+from pagefold.runner.attention.cuda.tile import INTERPRETED, attend_own, attend_tile, centres_of, finished, parts_of
 
 __all__ = ["decode", "merge_splits", "prefill", "write_kv"]
 
@@ -104,8 +105,11 @@ def decode(
     places,  # int32 [num_cells, 4] (this and the centres with a codec only: see blocks.py)
     key_centres,  # float32 [num_cells, 1 + R, D]
     value_centres,  # float32 [num_cells, 2, D]
+    residuals,  # float16 [num_cells, R, 2, BLOCK_SIZE, D] (this and the next with SEALS only)
+    residual_ids,  # int32 [S]
     layer,
     num_ranges,
+    num_residuals,
     query_stride_t,
     query_stride_h,
     block_stride,
@@ -132,6 +136,7 @@ def decode(
     VALUE_ROW: tl.constexpr,
     ROTATION: tl.constexpr,
     HAS_CENTRES: tl.constexpr,
+    SEALS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -139,7 +144,8 @@ def decode(
 ):
     """Attend from one sequence's only token to one split of its entries. Grid: (Hkv, rows, splits).
 
-    A sequence's tiles are dealt evenly to the splits, MIN_TILES a split at least: a short one has fewer splits.
+    A sequence's tiles are dealt evenly to the splits, MIN_TILES a split at least: a short one has fewer splits. Its own
+    block, where that is not sealed yet, is the first one's.
     """
     head = tl.program_id(0)
     row = tl.program_id(1)
@@ -150,11 +156,14 @@ def decode(
     low = 0
     if HAS_WINDOW:
         low = tl.maximum(length - window, 0)
+    stored = length
+    if SEALS:
+        stored = sealed_before(length - 1, BLOCK_SIZE)
     first_tile = low // TILE
-    num_tiles = (length + TILE - 1) // TILE - first_tile
+    num_tiles = (stored + TILE - 1) // TILE - first_tile
     tiles_a_split = tl.maximum((num_tiles + num_splits - 1) // num_splits, MIN_TILES)
     start = (first_tile + split * tiles_a_split) * TILE
-    end = tl.minimum(start + tiles_a_split * TILE, length)
+    end = tl.minimum(start + tiles_a_split * TILE, stored)
 
     members = tl.arange(0, ROWS)
     dims = tl.arange(0, DIMS)
@@ -170,7 +179,7 @@ def decode(
     acc = tl.zeros([ROWS, DIMS], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    visible = tl.zeros([ROWS], tl.int32) + length
+    visible = tl.zeros([ROWS], tl.int32) + stored
     for tile_start in range(_bound(start), _bound(end), TILE):
         acc, top, total = attend_tile(
             queries,
@@ -198,16 +207,44 @@ def decode(
             KEY_ROW,
             VALUE_ROW,
             HAS_CENTRES,
+            SEALS,
             True,
             HAS_WINDOW,
             HAS_SOFTCAP,
         )
+    is_part = start < end
+    if SEALS:  # noqa: SIM102 - this is known when it compiles, the other is not
+        if (split == 0) & (length > 0):
+            is_part = True
+            residual = residual_of(residuals, cell, tl.load(residual_ids + seq), num_residuals, BLOCK_SIZE, HEAD_DIM)
+            begins = tl.zeros([ROWS], tl.int32) + stored
+            for tile_start in tl.range(_bound(stored), _bound(length), TILE, num_stages=1):
+                acc, top, total = attend_own(
+                    queries,
+                    acc,
+                    top,
+                    total,
+                    tile_start,
+                    length,
+                    begins,
+                    begins + length,
+                    residual + (tile_start - stored) * HEAD_DIM,
+                    HEAD_DIM,
+                    BLOCK_SIZE * HEAD_DIM,
+                    centres,
+                    scale,
+                    softcap,
+                    HEAD_DIM,
+                    DIMS,
+                    TILE,
+                    HAS_SOFTCAP,
+                )
     acc = finished(acc, total, centres, HEAD_DIM, DIMS, ROTATION, HAS_CENTRES)
     if IS_SPLIT:
         place = (row.to(tl.int64) * NUM_KV_HEADS * GROUP + query_heads) * num_splits + split
         log = top + tl.log2(tl.where(total == 0.0, 1.0, total))  # of an empty split minus infinity; NaN stays NaN
         tl.store(weights + place, log, mask=is_member)
-        if start < end:
+        if is_part:
             tl.store(sums + place[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
     else:
         to = out + (token * NUM_KV_HEADS * GROUP + query_heads)[:, None] * HEAD_DIM + dims[None, :]
@@ -259,8 +296,12 @@ def prefill(
     places,  # int32 [num_cells, 4] (this and the centres with a codec only: see blocks.py)
     key_centres,  # float32 [num_cells, 1 + R, D]
     value_centres,  # float32 [num_cells, 2, D]
+    residuals,  # float16 [num_cells, R, 2, BLOCK_SIZE, D] (this and the next with SEALS only)
+    residual_ids,  # int32 [S]
+    recent,  # float16 [T, Hkv, 2, D] (with SEALS only): the step's K, centred, and V
     layer,
     num_ranges,
+    num_residuals,
     query_stride_t,
     query_stride_h,
     block_stride,
@@ -285,6 +326,7 @@ def prefill(
     VALUE_ROW: tl.constexpr,
     ROTATION: tl.constexpr,
     HAS_CENTRES: tl.constexpr,
+    SEALS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -318,7 +360,12 @@ def prefill(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     low = 0
-    masked_from = least_visible // TILE * TILE
+    stored, least_stored, most_stored = visible, least_visible, most_visible
+    if SEALS:
+        stored = sealed_before(visible - 1, BLOCK_SIZE)
+        least_stored = sealed_before(least_visible - 1, BLOCK_SIZE)
+        most_stored = sealed_before(most_visible - 1, BLOCK_SIZE)
+    masked_from = least_stored // TILE * TILE
     if HAS_WINDOW:
         low = tl.maximum(least_visible - window, 0)
         masked_from = low // TILE * TILE
@@ -331,8 +378,8 @@ def prefill(
                 total,
                 tile_start,
                 low,
-                most_visible,
-                visible,
+                most_stored,
+                stored,
                 window,
                 parts,
                 centres,
@@ -350,11 +397,12 @@ def prefill(
                 KEY_ROW,
                 VALUE_ROW,
                 HAS_CENTRES,
+                SEALS,
                 False,
                 False,
                 HAS_SOFTCAP,
             )
-    for tile_start in range(_bound(masked_from), _bound(most_visible), TILE):
+    for tile_start in range(_bound(masked_from), _bound(most_stored), TILE):
         acc, top, total = attend_tile(
             queries,
             acc,
@@ -362,8 +410,8 @@ def prefill(
             total,
             tile_start,
             low,
-            most_visible,
-            visible,
+            most_stored,
+            stored,
             window,
             parts,
             centres,
@@ -381,10 +429,43 @@ def prefill(
             KEY_ROW,
             VALUE_ROW,
             HAS_CENTRES,
+            SEALS,
             True,
             HAS_WINDOW,
             HAS_SOFTCAP,
         )
+    if SEALS:
+        begin = length - (stop - tl.load(query_starts + seq))  # the row's first entry
+        if begin > least_stored:  # inside a block: the row ends in it
+            own = residual_of(residuals, cell, tl.load(residual_ids + seq), num_residuals, BLOCK_SIZE, HEAD_DIM)
+            slot_stride = HEAD_DIM
+            value_offset = BLOCK_SIZE * HEAD_DIM
+        else:
+            token = (stop - (length - least_stored)).to(tl.int64)
+            own = recent + (token * NUM_KV_HEADS + head) * (2 * HEAD_DIM)
+            slot_stride = NUM_KV_HEADS * 2 * HEAD_DIM
+            value_offset = HEAD_DIM
+        for tile_start in tl.range(_bound(least_stored), _bound(most_visible), TILE, num_stages=1):
+            acc, top, total = attend_own(
+                queries,
+                acc,
+                top,
+                total,
+                tile_start,
+                most_visible,
+                stored,
+                visible,
+                own + (tile_start - least_stored) * slot_stride,
+                slot_stride,
+                value_offset,
+                centres,
+                scale,
+                softcap,
+                HEAD_DIM,
+                DIMS,
+                TILE,
+                HAS_SOFTCAP,
+            )
     acc = finished(acc, total, centres, HEAD_DIM, DIMS, ROTATION, HAS_CENTRES)
     to = out + ((rows * NUM_KV_HEADS * GROUP + query_heads) * HEAD_DIM)[:, None] + dims[None, :]
     tl.store(to, acc.to(out.dtype.element_ty), mask=mask)

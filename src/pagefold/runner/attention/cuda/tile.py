@@ -20,7 +20,7 @@ from pagefold.runner.attention.cuda.codes import (
 )
 from pagefold.runner.attention.cuda.encode import RANGE
 
-__all__ = ["INTERPRETED", "attend_tile", "centres_of", "finished", "parts_of"]
+__all__ = ["INTERPRETED", "attend_own", "attend_tile", "centres_of", "finished", "parts_of"]
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether the kernels run in Triton's interpreter, on tensors of a CPU."""
@@ -72,6 +72,42 @@ def centres_of(key_centres, value_centres, cell, num_ranges, HEAD_DIM: tl.conste
 
 
 @triton.jit
+def _add_centres(
+    scores,  # [ROWS, TILE]
+    query,
+    entries,  # [TILE], from ``start`` on
+    start,
+    centres,  # see centres_of
+    num_ranges,
+    scale,
+    HEAD_DIM: tl.constexpr,
+):
+    """Add to scores what queries make of what was taken off K; all entries of a tile are of one range."""
+    dims = tl.arange(0, query.shape[1])
+    key_centres, _ = centres
+    at = key_centres + (1 + tl.minimum(start // RANGE, num_ranges - 1)) * HEAD_DIM
+    centre = tl.load(at + dims, mask=dims < HEAD_DIM, other=0.0)
+    shift = tl.sum(query.to(tl.float32) * centre[None, :], 1) * scale
+    scores = scores + shift[:, None]
+    if start == 0:  # a sequence's first entry has its own
+        centre = tl.load(key_centres + dims, mask=dims < HEAD_DIM, other=0.0)
+        first_shift = tl.sum(query.to(tl.float32) * centre[None, :], 1) * scale
+        scores = scores + tl.where((entries == 0)[None, :], (first_shift - shift)[:, None], 0.0)
+    return scores
+
+
+@triton.jit
+def _weigh(scores, acc, top, total):
+    """Return the weights of these scores, and what there was, faded by what the largest score has grown."""
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    # A row that has seen nothing yet has no largest score: its weights are to be 0, not NaN.
+    zero = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = tl.exp2(scores - zero[:, None])
+    fade = tl.exp2(top - zero)
+    return weights, acc * fade[:, None], new_top, total * fade + tl.sum(weights, 1)
+
+
+@triton.jit
 def attend_tile(
     query,  # [ROWS, DIMS]
     acc,  # float32 [ROWS, DIMS]: the weighted sum of V so far
@@ -98,6 +134,7 @@ def attend_tile(
     KEY_ROW: tl.constexpr,
     VALUE_ROW: tl.constexpr,
     HAS_CENTRES: tl.constexpr,
+    SEALS: tl.constexpr,
     IS_MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -120,12 +157,17 @@ def attend_tile(
     is_number = is_entry[None, :] if DIMS == HEAD_DIM else is_entry[None, :] & (dims < HEAD_DIM)[:, None]
     rows = (blocks_at + slots * KEY_ROW)[None, :]
     keys = load_codes(keys_at, rows, dims[:, None], is_number, KEY_FORMAT, HEAD_DIM, IS_CUT)
-    is_number = is_entry[:, None] if DIMS == HEAD_DIM else is_entry[:, None] & (dims < HEAD_DIM)[None, :]
+    is_value = is_entry[:, None] if DIMS == HEAD_DIM else is_entry[:, None] & (dims < HEAD_DIM)[None, :]
     rows = (blocks_at + slots * VALUE_ROW)[:, None]
-    values = load_codes(values_at, rows, dims[None, :], is_number, VALUE_FORMAT, HEAD_DIM, IS_CUT)
-    # A scale is a score's, or a weight's: there are fewer of these. But for numbers of which 0 is none of 16, and for
-    # float16, whose range is too small for a weight times a scale.
-    if has_scales(KEY_FORMAT):
+    values = load_codes(values_at, rows, dims[None, :], is_value, VALUE_FORMAT, HEAD_DIM, IS_CUT)
+    # A scale is a score's, or a weight's: there are fewer of these. But for formats with zero points, for scales of
+    # channels, and for float16, whose range is too small for a weight times a scale.
+    if SEALS:
+        at = blocks_at[None, :] + 2 * dims[:, None]
+        key_scales = load_scales(key_scales_at, at, is_number, IS_CUT)
+        zeros = load_scales(key_scales_at, at + 2 * HEAD_DIM, is_number, IS_CUT)
+        keys = scale_numbers(keys, key_scales, zeros, KEY_FORMAT)
+    elif has_scales(KEY_FORMAT):
         key_scales = load_scales(key_scales_at, blocks_at + 2 * slots, is_entry, IS_MASKED)
         if has_zeros(KEY_FORMAT):
             zeros = load_scales(key_scales_at, blocks_at + 2 * (slots + BLOCK_SIZE), is_entry, IS_MASKED)
@@ -133,16 +175,8 @@ def attend_tile(
     scores = _multiply(query, keys.to(query.dtype)) * scale
     if has_scales(KEY_FORMAT) and not has_zeros(KEY_FORMAT):
         scores = scores * key_scales[None, :]
-    if HAS_CENTRES:  # what was taken off K; all entries of a tile are of one range
-        key_centres, value_centres = centres
-        at = key_centres + (1 + tl.minimum(start // RANGE, num_ranges - 1)) * HEAD_DIM
-        centre = tl.load(at + dims, mask=dims < HEAD_DIM, other=0.0)
-        shift = tl.sum(query.to(tl.float32) * centre[None, :], 1) * scale
-        scores = scores + shift[:, None]
-        if start == 0:  # a sequence's first entry has its own
-            centre = tl.load(key_centres + dims, mask=dims < HEAD_DIM, other=0.0)
-            first_shift = tl.sum(query.to(tl.float32) * centre[None, :], 1) * scale
-            scores = scores + tl.where((entries == 0)[None, :], (first_shift - shift)[:, None], 0.0)
+    if HAS_CENTRES:
+        scores = _add_centres(scores, query, entries, start, centres, num_ranges, scale, HEAD_DIM)
     if HAS_SOFTCAP:
         scores = softcap * _tanh(scores)
     if IS_MASKED:
@@ -150,15 +184,10 @@ def attend_tile(
         if HAS_WINDOW:
             is_seen = is_seen & (entries[None, :] >= visible[:, None] - window)
         scores = tl.where(is_seen, scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    # A row that has seen nothing yet has no largest score: its weights are to be 0, not NaN.
-    zero = tl.where(new_top == float("-inf"), 0.0, new_top)
-    weights = tl.exp2(scores - zero[:, None])
-    fade = tl.exp2(top - zero)
-    total = total * fade + tl.sum(weights, 1)
-    acc = acc * fade[:, None]
+    weights, acc, top, total = _weigh(scores, acc, top, total)
     if HAS_CENTRES:  # noqa: SIM102 - this is known when it compiles, the other is not
         if start == 0:
+            _, value_centres = centres
             own = tl.sum(tl.where((entries == 0)[None, :], weights, 0.0), 1)
             acc = acc + own[:, None] * tl.load(value_centres + dims, mask=dims < HEAD_DIM, other=0.0)[None, :]
     if has_scales(VALUE_FORMAT):
@@ -171,7 +200,45 @@ def attend_tile(
         else:
             weights = weights * value_scales[None, :]
     acc = acc + _multiply(weights.to(query.dtype), values.to(query.dtype))
-    return acc, new_top, total
+    return acc, top, total
+
+
+@triton.jit
+def attend_own(
+    query,  # [ROWS, DIMS]
+    acc,  # float32 [ROWS, DIMS]: as for attend_tile
+    top,  # float32 [ROWS]
+    total,  # float32 [ROWS]
+    start,  # the tile's first entry
+    end,  # entries from here on are not loaded
+    begins,  # int32 [ROWS]: a row sees the entries from here on,
+    visible,  # int32 [ROWS]: and before this
+    own,  # float16: where the K of ``start`` is
+    slot_stride,  # from an entry's K or V to the next one's
+    value_offset,  # from an entry's K to its V
+    centres,
+    scale,
+    softcap,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """Take TILE entries of rows' own blocks, which are not sealed to them, into the running softmax; return it."""
+    dims = tl.arange(0, DIMS)
+    entries = start + tl.arange(0, TILE)
+    is_entry = entries < end
+    at = own + (entries - start) * slot_stride
+    keys = tl.load(at[None, :] + dims[:, None], mask=is_entry[None, :] & (dims < HEAD_DIM)[:, None], other=0.0)
+    mask = is_entry[:, None] & (dims < HEAD_DIM)[None, :]
+    values = tl.load(at[:, None] + value_offset + dims[None, :], mask=mask, other=0.0)
+    scores = _multiply(query, keys.to(query.dtype)) * scale
+    scores = _add_centres(scores, query, entries, start, centres, 1, scale, HEAD_DIM)
+    if HAS_SOFTCAP:
+        scores = softcap * _tanh(scores)
+    is_seen = (entries[None, :] >= begins[:, None]) & (entries[None, :] < visible[:, None]) & is_entry[None, :]
+    weights, acc, top, total = _weigh(tl.where(is_seen, scores, float("-inf")), acc, top, total)
+    return acc + _multiply(weights.to(query.dtype), values.to(query.dtype)), top, total
 
 
 @triton.jit
