@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from pagefold.engine.overlapped import OverlappedEngine
     from pagefold.kv import KVGeometry
     from pagefold.runner.codec_slab import CodecSlab
+    from pagefold.runner.sealed_slab import SealedSlab
+    from pagefold.runner.slab import AnySlab
     from pagefold.steps import StepPlan, StepResult
 
 REPEATS = 5
@@ -127,15 +129,19 @@ def check_codes(card: Card) -> None:
     """Hold the kernels to the reference where K and V are codes, and what they encode to it in bits."""
     from equivalence.attention_cases import Lengths, Shape
     from equivalence.coded_cases import attend_coded
+    from equivalence.sealed_cases import attend_sealed
 
     bounds = {"float32": 3e-5, "float16": 8 * 2**-9, "bfloat16": 8 * 2**-6}  # as in tests/gpu
     lengths = [Lengths(300, 1), Lengths(37, 5), Lengths(0, 200), Lengths(640, 1, 640), Lengths(0, 1), Lengths(900, 90)]
-    worst = dict.fromkeys(CODEC_NAMES, 0.0)
-    for seed, name in enumerate(CODEC_NAMES):
-        for shape in (Shape(16, 64, 3, 3), Shape(16, 128, 8, 4), Shape(32, 80, 1, 20)):
-            for dtype, bound in bounds.items():
+    sealed = [(300, 1, 0), (37, 5, 0), (0, 200, 0), (640, 1, 640), (0, 1, 0), (896, 90, 0)]
+    worst = dict.fromkeys((*CODEC_NAMES, "kivi2"), 0.0)
+    for shape in (Shape(16, 64, 3, 3), Shape(16, 128, 8, 4), Shape(32, 80, 1, 20)):
+        for dtype, bound in bounds.items():
+            for seed, name in enumerate(CODEC_NAMES):
                 made = {"per_head": False, "seed": seed, "card": card}
                 worst[name] = max(worst[name], attend_coded(name, shape, lengths, dtype, bound, **made) / bound)
+            error = attend_sealed(shape, sealed, dtype, bound, seed=1, card=card)
+            worst["kivi2"] = max(worst["kivi2"], error / bound)
     tell("codes against the reference: worst error / bound", max(worst.values()), "<= 1", "", **worst)
 
 
@@ -180,6 +186,7 @@ def columns_of(lengths: list[int], num_new: list[int], num_kv_heads: int, block_
         tables=np.broadcast_to(tables[:, None], (*size, tables.shape[1])),
         lengths=np.broadcast_to(np.array(lengths, np.int32)[:, None], size),
         cells=np.broadcast_to(np.arange(num_kv_heads, dtype=np.int32)[None, None], (len(lengths), 1, num_kv_heads)),
+        residual_ids=np.arange(len(lengths), dtype=np.int32),
     )
     return inputs, sum(widths)
 
@@ -269,12 +276,13 @@ def time_codes(card: Card) -> None:
     from pagefold.runner.codec_slab import CodecSlab
     from pagefold.runner.codecs import CELL_CODECS
     from pagefold.runner.cuda_graphs import GraphRecorder
+    from pagefold.runner.sealed_slab import SealedSlab
     from pagefold.runner.slab import Slab
 
     heads, kv_heads, dim, dtype, block = 32, 8, 128, torch.bfloat16, 16
     shape = dtype, heads, kv_heads, dim, card.capability, card.num_processors
     exact = KVGeometry(1, kv_heads, dim, 2, block)
-    for what, num_seqs, length, is_decoding in (("decode", 64, 4096, True), ("prefill", 8, 2048, False)):
+    for what, num_seqs, length, is_decoding in (("decode", 64, 4090, True), ("prefill", 8, 2048, False)):
         num_new = [1 if is_decoding else length] * num_seqs
         inputs, num_blocks = columns_of([length] * num_seqs, num_new, kv_heads, block)
         operands = [
@@ -283,10 +291,14 @@ def time_codes(card: Card) -> None:
         slab = Slab.allocate(exact, num_blocks, dtype, "cuda")
         slab.data.normal_()
         plain = partial(CudaAttention(HeadShape(*shape)), *operands, slab, inputs, 0, dim**-0.5)
-        for name in ("fp8_e4m3", "int8_per_token_head", "k8v4", "int4_per_token_head"):
+        for name in ("fp8_e4m3", "int8_per_token_head", "k8v4", "int4_per_token_head", "kivi2"):
             geometry = KVGeometry(1, kv_heads, dim, 2, block, CODECS[name])
-            coded = CodecSlab.allocate(geometry, num_blocks, None, "cuda")
-            fill(coded, exact)
+            if CELL_CODECS[name].seals:
+                coded: AnySlab = SealedSlab.allocate(geometry, num_blocks, num_seqs, None, "cuda")
+                fill_sealed(coded)
+            else:
+                coded = CodecSlab.allocate(geometry, num_blocks, None, "cuda")
+                fill(coded, exact)
             attention = CudaAttention(HeadShape(*shape, reads_of(CELL_CODECS[name])))
             runs = [plain, partial(attention, *operands, coded, inputs, 0, dim**-0.5)]
             if is_decoding:  # else the host is what is timed
@@ -310,6 +322,15 @@ def fill(slab: CodecSlab, exact: KVGeometry) -> None:
         for part in torch.split(torch.arange(len(blocks)), 2**16):
             kv = torch.randn(2, len(part), exact.head_dim, device="cuda")
             slab.write(cell, blocks[part], slots[part], (kv[0], kv[1]))
+
+
+def fill_sealed(slab: SealedSlab) -> None:
+    """Seal random K and V in one block, copy it to all others, and leave as much in all residuals."""
+    for cell in range(len(slab.places)):
+        keys, values = torch.randn(2, slab.block_size, slab.head_dim, device="cuda").half()
+        slab.seal(cell, 0, keys, values)
+    slab.data[1:] = slab.data[0]
+    slab.residuals.normal_()
 
 
 def time_restore() -> None:

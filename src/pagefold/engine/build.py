@@ -223,7 +223,7 @@ def _check_sealing(config: EngineConfig, spec: ModelSpec) -> None:
         raise ConfigError(msg, remedy="Leave one of them out.")
     if _SCALE_BYTES * spec.head_dim % config.block_size:
         msg = f"block_size is {config.block_size}, and {config.kv_cache_dtype} shares scales among its tokens."
-        raise ConfigError(msg, remedy="Use a power of two up to 64.")
+        raise ConfigError(msg, remedy=f"Use a power of two that divides {_SCALE_BYTES * spec.head_dim}, as 16 or 32.")
 
 
 def _codes_a_byte(geometry: KVGeometry) -> int:
