@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from equivalence.alone import AloneOutputs
 from equivalence.attention_cases import Shape
 from equivalence.harsh_runner import HarshRunner, InjectedError
+from equivalence.overlapped_loop import build_overlapped, overlapped
 from equivalence.prompts import short_prompts
 from equivalence.sealed_cases import SealedCase, hold_slabs
 from equivalence.settings import SETTINGS
@@ -100,6 +101,21 @@ def test_outputs_are_those_alone(setting, tiny_folder, alone):
     trial = Trial(replace(setting, dtype="float32", attention_backend="auto"), SHORT, tiny_folder("qwen3"))
     trial.run()
     trial.assert_exact(alone("qwen3", trial.setting))
+
+
+@pytest.mark.parametrize("is_late", [True, False], ids=["late", "early"])
+@pytest.mark.parametrize(
+    "setting", [one for one in ALL_SETTINGS if one.slow_policy is None], ids=lambda setting: setting.name
+)
+def test_outputs_of_the_overlapped_loop_are_those_alone(setting, is_late, tiny_folder, alone):
+    """A step is planned behind one in flight; where that one fails, what the other has begun in residuals is lost."""
+    if setting.at_least is not None:
+        setting = replace(setting, at_least=Counts(*(count // 2 for count in vars(setting.at_least).values())))
+    how = replace(setting, dtype="float32", attention_backend="auto")
+    trial = Trial(how, SHORT, tiny_folder("qwen3"), build_overlapped, is_late=is_late)
+    trial.run()
+    trial.assert_exact(alone("qwen3", trial.setting))
+    assert trial.engine.num_ahead > trial.engine.num_launched / 4
 
 
 @pytest.mark.long
@@ -195,14 +211,22 @@ class FailsBeforeCopies:
         self.num_failures = 0
 
     def run(self, plan):
+        self._look(plan)
+        return self.inner.run(plan)
+
+    def launch(self, plan):
+        self._look(plan)
+        return self.inner.launch(plan)
+
+    def _look(self, plan):
         if plan.residual_copies:
             self.num_failures += 1
             raise InjectedError
-        return self.inner.run(plan)
 
 
+@pytest.mark.parametrize("is_overlapped", [False, True], ids=["plain", "overlapped"])
 @pytest.mark.parametrize("failures", [0.0, 0.4, "of copies"])
-def test_samples_of_one_prompt_are_each_what_it_is_alone(failures, tiny_folder):
+def test_samples_of_one_prompt_are_each_what_it_is_alone(failures, is_overlapped, tiny_folder):
     """A fork goes on from a copy of what is not sealed; one whose copy is lost with its step computes it again."""
     how = SamplingParams(temperature=1.0, seed=50, max_tokens=40, ignore_eos=True)
     prompts = [prompt for prompt in SHORT.prompts if len(prompt) < 200][:6]
@@ -218,6 +242,7 @@ def test_samples_of_one_prompt_are_each_what_it_is_alone(failures, tiny_folder):
     for num_samples in (1, 3):
         engine = build_engine(plan_engine(config))
         if num_samples > 1:
+            engine = overlapped(engine) if is_overlapped else engine
             if failures == "of copies":
                 engine.runner = FailsBeforeCopies(engine)
             else:

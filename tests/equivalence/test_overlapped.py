@@ -14,6 +14,7 @@ import pytest
 import torch
 from store.late_stream import LateStream
 
+from equivalence.overlapped_loop import build_overlapped, overlapped
 from equivalence.prompts import short_prompts
 from equivalence.settings import SETTINGS
 from equivalence.suite import Counts, Setting, Trial, Workload, assert_clean, build
@@ -25,23 +26,6 @@ from pagefold.store.card_arena import CardArena
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 WORKLOAD = Workload(short_prompts(VOCAB_SIZE), num_outputs=24)
-
-
-def build_overlapped(setting, folder, budget, emit):
-    engine = build(setting, folder, budget, emit)
-    return overlapped(engine, emit)
-
-
-def overlapped(engine, emit=None) -> OverlappedEngine:
-    parts = {"emit": emit} if emit is not None else {}
-    return OverlappedEngine(
-        scheduler=engine.scheduler,
-        runner=engine.runner,
-        tokenizer=engine.tokenizer,
-        limits=engine.limits,
-        capacity=engine.capacity,
-        **parts,
-    )
 
 
 @pytest.mark.parametrize(

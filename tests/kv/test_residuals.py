@@ -77,11 +77,12 @@ def test_what_ends_before_its_copy_is_copied_no_more(core):
     assert core.residuals.take_copies() == wanted
 
 
-def test_what_a_failed_step_was_to_copy_is_lost_until_its_table_is_released(core):
+def test_what_a_failed_step_was_to_copy_is_lost_and_told_once(core):
     table, _ = begin(core, 6)
-    twin = core.fork(table)
+    twin, gone = core.fork(table), core.fork(table)
     core.residuals.failed(core.residuals.take_copies())
-    assert core.residuals.is_intact(table)
-    assert not core.residuals.is_intact(twin)
-    core.release(twin)
-    assert core.residuals.is_intact(begin(core, 6)[0])
+    assert not core.residuals.take_lost(table)
+    assert core.residuals.take_lost(twin)
+    assert not core.residuals.take_lost(twin)
+    core.release(gone)
+    assert not core.residuals.take_lost(begin(core, 6)[0])

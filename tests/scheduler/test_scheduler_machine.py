@@ -14,6 +14,8 @@ Held after every operation, for every policy, with tiny pools, small chunks and 
 * the oldest request is never preempted; admission waits only for budget, seats or memory; every request ends within as
   many steps as there are tokens.
 
+* where blocks are sealed, each row finds in its residual what its sequence has of its last block, and begins a block or
+  ends in the one that it begins in; who loses a residual by a failed step begins the block again;
 * a step that is planned behind one in flight leaves every request as it was, has the positions that follow, and says
   of each token that is not known yet whose it is; when it is not planned, there is a reason.
 
@@ -36,7 +38,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from pagefold.events import Event, PinDropped, PrefixLookup, RequestPreempted, StepApplied
-from pagefold.kv import KVCore, Namespace, PinLimits, audit, make_policy
+from pagefold.kv import KVCore, Namespace, PinLimits, Residuals, audit, make_policy
 from pagefold.request import Request, RequestStatus, SamplingParams, StopRule, WarmUp
 from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits
 from pagefold.sim.shadow_runner import VOCAB_SIZE, ShadowRunner, alone, cells_of
@@ -68,6 +70,8 @@ class Setup:
     pinned_share: float = 0.6
     long_outputs: bool = False
     """Short prompts and long outputs: all are let in, and then there is no room to grow."""
+    seals: bool = False
+    """Blocks are sealed when they are full."""
 
 
 @dataclass
@@ -102,6 +106,7 @@ class Machine:
             policy=make_policy(setup.policy),
             enable_prefix_caching=setup.enable_prefix_caching,
             pin_limits=PinLimits(setup.pinned_share, 8.0),
+            residuals=Residuals(setup.max_num_seqs) if setup.seals else None,
             emit=self._on_event,
         )
         limits = SchedulerLimits(setup.max_num_seqs, setup.max_num_batched_tokens)
@@ -235,15 +240,13 @@ class Machine:
         plan, requests = flight.plan, flight.requests
         aborted = {request.request_id for request in flight.samples if request.is_aborted}
         result = self.runner.run(flight.launched)
-        for request, start, num_tokens, block_ids in zip(
-            requests, plan.starts, plan.num_tokens, plan.block_ids, strict=True
-        ):
+        for row, (request, start, num_tokens) in enumerate(zip(requests, plan.starts, plan.num_tokens, strict=True)):
             if start + num_tokens > request.num_tokens:
                 assert request.is_aborted, "computed what it does not have"
                 self._saw("a row too many of one that was cut off")
                 continue
             cells = cells_of(request.namespace, request.token_ids[: start + num_tokens])
-            assert self.runner.read(block_ids, start + num_tokens) == cells, f"{request} reads what is not its own"
+            assert self.runner.read_row(plan, row) == cells, f"{request} reads what is not its own"
         for request, start, num_tokens in zip(requests, plan.starts, plan.num_tokens, strict=True):
             self.computed[request.request_id] = start + num_tokens
             self.num_failed[request.request_id] = 0
@@ -309,6 +312,8 @@ class Machine:
         self.extended.update(request.request_id for other in behind for request in other.requests)
         self.flights = []
         assert self.scheduler.abandon("it died") == ended
+        for request in self.scheduler.running:
+            self._note_lost(request)
         for request in admitted:
             self.computed.pop(request.request_id, None)
         self._forget_ended()
@@ -420,11 +425,19 @@ class Machine:
             for request in scheduler.running:
                 self._check_published(request)
                 block_ids = [waits_for.get(block_id, block_id) for block_id in request.table.block_ids]
-                cells = self.runner.read(block_ids, request.num_computed_tokens)
+                cells = self._cells(request, block_ids)
                 assert cells == cells_of(request.namespace, request.token_ids[: request.num_computed_tokens])
         self._check_pins()
         for block_id in core.pool.free_ids:
             self.runner.poison(block_id)
+
+    def _cells(self, request: Request, block_ids: list[int]) -> list[int]:
+        """Return what a running request has, between steps."""
+        if not self.setup.seals:
+            return self.runner.read(block_ids, request.num_computed_tokens)
+        waits_for = {copy.dst: copy.src for copy in self.core.residuals.pending_copies}
+        residual_id = waits_for.get(request.table.residual_id, request.table.residual_id)
+        return self.runner.read_sealed(block_ids, request.num_computed_tokens, residual_id)
 
     def _check_published(self, request: Request) -> None:
         """All whole blocks are published, but for one whose twin was evicted and written anew while ours was written.
@@ -456,6 +469,15 @@ class Machine:
                 assert request_id in after, "gone without an event"
         assert not before or before[0].request_id not in preempted, "the oldest was preempted"
         self.seen["preempted"] += len(preempted)
+
+    def _note_lost(self, request: Request) -> None:
+        """Where blocks are sealed, a step that failed may have cost somebody the block that was not yet."""
+        computed = self.computed[request.request_id]
+        if self.setup.seals and request.num_computed_tokens < computed:
+            assert request.num_computed_tokens == computed // BLOCK_SIZE * BLOCK_SIZE
+            self.ever_computed[request.request_id] = max(self.ever_computed.get(request.request_id, 0), computed)
+            self.computed[request.request_id] = request.num_computed_tokens
+            self._saw("lost what was not sealed")
 
     def _check_admission(self, plan: StepPlan) -> None:
         """Nobody waits who could run: admission ends for want of budget, seats or memory."""
@@ -681,6 +703,7 @@ def random_setup(rng: Random, policy: str) -> Setup:
         scheduling=rng.choice(("fcfs", "priority")),
         pinned_share=rng.choice((0.3, 0.6, 1.0)),
         long_outputs=rng.random() < 0.5,
+        seals=rng.random() < 0.3,
     )
 
 
@@ -720,13 +743,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         limits=st.sampled_from([(seqs, budget) for seqs in (4, 2, 1) for budget in (64, 9, 4)]),
         policy=st.sampled_from(("lru", "lfu", "fifo")),
         scheduling=st.sampled_from(("fcfs", "priority")),
-        long_outputs=st.booleans(),
+        kind=st.sampled_from([{}, {"long_outputs": True}, {"seals": True}, {"long_outputs": True, "seals": True}]),
     )
     def start(
-        self, num_blocks: int, limits: tuple[int, int], policy: str, scheduling: str, *, long_outputs: bool
+        self, num_blocks: int, limits: tuple[int, int], policy: str, scheduling: str, kind: dict[str, bool]
     ) -> None:
         """Begin with an empty pool."""
-        setup = Setup(num_blocks, *limits, policy, scheduling=scheduling, long_outputs=long_outputs)
+        setup = Setup(num_blocks, *limits, policy, scheduling=scheduling, **kind)
         self.machine = Machine(setup)
 
     @rule(which=ints, length=ints, own=ints, num_new=ints)
@@ -845,6 +868,7 @@ def test_what_is_worth_testing_happens() -> None:
         "forked inside a block",
         "joined at commit",
         "lean on a promise",
+        "lost what was not sealed",
         "not ahead: a fork",
         "not ahead: a join",
         "not ahead: memory",

@@ -30,12 +30,13 @@ class Residuals:
     Attributes:
         num_residuals: as given.
         free_ids: those that nobody has.
+        pending_copies: decided, and not handed over yet.
     """
 
     def __init__(self, num_residuals: int) -> None:
         self.num_residuals = num_residuals
         self.free_ids = list(reversed(range(num_residuals)))
-        self._copies: list[ResidualCopy] = []  # decided, and not handed over yet
+        self.pending_copies: list[ResidualCopy] = []
         self._lost: set[int] = set()
 
     def take(self, table: BlockTable) -> None:
@@ -46,27 +47,33 @@ class Residuals:
     def fork(self, table: BlockTable, twin: BlockTable) -> None:
         """Give ``twin`` a residual with what that of ``table`` holds: copied before the next step's first write."""
         self.take(twin)
-        self._copies.append(ResidualCopy(table.residual_id, twin.residual_id))
+        self.pending_copies.append(ResidualCopy(table.residual_id, twin.residual_id))
 
     def release(self, table: BlockTable) -> None:
         """Take a table's residual back; what it was to be filled with is not copied any more.
 
         What others copy from it is still there: nobody writes before the copies are made.
         """
-        self._copies = [copy for copy in self._copies if copy.dst != table.residual_id]
+        self.pending_copies = [copy for copy in self.pending_copies if copy.dst != table.residual_id]
         self._lost.discard(table.residual_id)
         self.free_ids.append(table.residual_id)
         table.residual_id = -1
 
     def take_copies(self) -> list[ResidualCopy]:
         """Hand over the copies that the step being planned must make before its first write."""
-        copies, self._copies = self._copies, []
+        copies, self.pending_copies = self.pending_copies, []
         return copies
 
     def failed(self, copies: Iterable[ResidualCopy]) -> None:
         """A step failed that was to make these: whoever wrote in it may have written where they read from."""
         self._lost.update(copy.dst for copy in copies)
 
-    def is_intact(self, table: BlockTable) -> bool:
-        """Whether the residual of ``table`` holds what it should: not after a step failed that was to fill it."""
-        return table.residual_id not in self._lost
+    def overwritten(self, table: BlockTable) -> None:
+        """A step failed that needs what this residual held, and one behind it may have begun the next block there."""
+        self._lost.add(table.residual_id)
+
+    def take_lost(self, table: BlockTable) -> bool:
+        """Whether what the residual of ``table`` held is lost; who asks knows now that nothing is in it."""
+        is_lost = table.residual_id in self._lost
+        self._lost.discard(table.residual_id)
+        return is_lost

@@ -19,16 +19,15 @@ def commit(core: KVCore, promises: list[Promise], behind: StepInFlight | None) -
         promises: of the step.
         behind: the next step, if it is in flight: the tables that it reads keep their blocks until it ends.
     """
-    if behind is None:
-        for promise in promises:
-            core.commit(promise)
-        return
-    reads = behind.tables() if promises else ()
-    for promise in promises:
-        is_read = promise.table in reads
-        core.commit(promise, is_read=is_read)
-        if is_read and promise.is_behind:
+    for promise in promises:  # all of them first: some tables join blocks that are promised later in the step
+        core.commit(promise, is_read=True)
+    late = [promise for promise in promises if promise.is_behind]
+    reads = behind.tables() if late and behind is not None else ()
+    for promise in late:
+        if behind is not None and promise.table in reads:
             behind.joins.append(promise)
+        else:
+            core.join(promise)
 
 
 def publish_late(core: KVCore, step: StepInFlight, behind: StepInFlight | None) -> None:

@@ -223,7 +223,7 @@ class Scheduler:
         assert self._ahead is None, "two steps at a time: apply or abandon the first one first"
         if before is None or before.hides_too_much or self.next_deadline_s <= now:
             return None
-        if self.core.streaming is not None or self.core.residuals is not None:  # they look at one step at a time
+        if self.core.streaming is not None:  # it looks at one step at a time
             return None
         self._now_s = now
         self.core.pins.expire(now)
@@ -232,6 +232,7 @@ class Scheduler:
         with before.foreseen():
             self.running = [request for request in all_running if not _is_over(request)]
             num_running = len(self.running)
+            step.num_leaving = len(all_running) - num_running
             self._plan(step)
         admitted = self.running[num_running:]
         self.running = all_running
@@ -309,10 +310,12 @@ class Scheduler:
         behind, self._step = self._step, None
         if behind is not None:
             self._take_back(behind)
+            self._note_overwritten(behind)
         self._take_back(step, damaged_ids)
-        for request in [one for one in self.running if not self._is_intact(one)]:
+        for request in [one for one in self.running if not self._streamer.is_intact(one)]:
             self.running.remove(request)
             self._back_to_waiting(request, is_preempted=True)
+        self._begin_lost_blocks_again()
         for request in step.requests:
             request.num_failed_steps += not damaged_ids
             if request.num_failed_steps >= _MAX_FAILED_STEPS and not request.is_aborted:
@@ -388,6 +391,24 @@ class Scheduler:
         for request in reversed(step.admitted):
             self.running.remove(request)
             self._back_to_waiting(request)
+
+    def _note_overwritten(self, behind: StepInFlight) -> None:
+        """Note in whose residual the step behind a failed one may have begun a block."""
+        residuals, size = self.core.residuals, self.core.block_size
+        if residuals is not None:
+            for request, start in zip(behind.requests, behind.plan.starts, strict=True):
+                if request.table is not None and start % size == 0:
+                    residuals.overwritten(request.table)
+
+    def _begin_lost_blocks_again(self) -> None:
+        """Let those whose residual is lost compute their last block from its beginning."""
+        residuals, size = self.core.residuals, self.core.block_size
+        if residuals is None:
+            return
+        for request in self.running:
+            if request.table is not None and residuals.take_lost(request.table):
+                request.max_computed_tokens = max(request.max_computed_tokens, request.num_computed_tokens)
+                request.num_computed_tokens -= request.num_computed_tokens % size
 
     def _end_late(self, now: float) -> list[Request]:
         late: list[Request] = []
@@ -465,6 +486,8 @@ class Scheduler:
         num_seats = self.limits.max_num_seqs - len(self.running)
         if num_seats:
             num_seats -= sum(len(request.forks) for request in self.running)
+        if self.core.residuals is not None:  # those who leave have theirs until the step in flight has ended
+            num_seats -= step.num_leaving
         while self.waiting and budget > 0 and self.waiting[0].num_seqs <= num_seats:
             request = self.waiting[0]
             packed = request.packed()
@@ -510,13 +533,6 @@ class Scheduler:
         if start + num_tokens < request.num_tokens and num_tokens > size:
             return num_tokens - num_tokens % size
         return num_tokens
-
-    def _is_intact(self, request: Request) -> bool:
-        """Whether all that ``request`` has computed is still there, after a step failed."""
-        residuals = self.core.residuals
-        if residuals is not None and request.table is not None and not residuals.is_intact(request.table):
-            return False
-        return self._streamer.is_intact(request)
 
     def _start(self, request: Request, num_hit_tokens: int, now: float) -> None:
         if request.status is not RequestStatus.PREEMPTED:

@@ -41,6 +41,7 @@ class StepInFlight:
         filling: those of ``late`` that fill a block; it can be published when all its tokens are known, after the step.
         joins: promises of the step before that are behind: their tables may join others' blocks when this step, which
             reads theirs, is over.
+        num_leaving: of those that the step before was planned for, so many have nothing left to compute behind it.
         num_admitted: the last so many of ``requests`` were admitted in this step.
         num_prefill_tokens, num_recomputed_tokens: of prompts, and of what had been computed before.
     """
@@ -53,6 +54,7 @@ class StepInFlight:
         "late",
         "now",
         "num_admitted",
+        "num_leaving",
         "num_prefill_tokens",
         "num_recomputed_tokens",
         "plan",
@@ -72,6 +74,7 @@ class StepInFlight:
         self.promises: list[Promise] = []
         self.filling: list[Request] = []
         self.joins: list[Promise] = []
+        self.num_leaving = 0
         self.num_admitted = 0
         self.num_prefill_tokens = 0
         self.num_recomputed_tokens = 0

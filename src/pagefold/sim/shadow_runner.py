@@ -5,6 +5,8 @@ namespace and all tokens up to there, as the K and V of a real model do. A sampl
 row reads after every row has written. So a wrong share, a stale block or a copy that was not made shows twice: as a
 cell that is not what :func:`cells_of` says, and as a token that is not what :func:`expected_token` says.
 
+Where blocks are sealed, what a row has of its last block is in its residual, and in the block only when that is full.
+
 It has a host arena too. A block there is stored together with what was stored, as the real arena's are with a checksum.
 """
 
@@ -73,6 +75,8 @@ class ShadowRunner:
         self._size = core.block_size
         self._slab = [[_POISON] * self._size for _ in range(core.pool.num_blocks)]
         self._arena = [_Stored([_POISON] * self._size) for _ in range(core.host.num_blocks if core.host else 0)]
+        num_residuals = core.residuals.num_residuals if core.residuals else 0
+        self._residuals = [[_POISON] * self._size for _ in range(num_residuals)]
         self._last: list[int] = []  # sampled by the last step
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -88,11 +92,10 @@ class ShadowRunner:
             token_ids[index] = self._last[place]
         at = 0
         for row, (start, num_tokens) in enumerate(zip(plan.starts, plan.num_tokens, strict=True)):
-            self._write(plan.block_ids[row], start, token_ids[at : at + num_tokens])
+            self._write(plan, row, start, token_ids[at : at + num_tokens])
             at += num_tokens
         self._last = [
-            _sampled(self.read(plan.block_ids[row], plan.starts[row] + plan.num_tokens[row]), seed)
-            for row, seed in zip(plan.sampling_rows, plan.seeds, strict=True)
+            _sampled(self.read_row(plan, row), seed) for row, seed in zip(plan.sampling_rows, plan.seeds, strict=True)
         ]
         return StepResult(self._last)
 
@@ -121,13 +124,18 @@ class ShadowRunner:
         assert not {copy.src for copy in plan.copies} & set(written), "a copy leans on a copy"
         for copy in plan.copies:
             self._slab[copy.dst] = list(self._slab[copy.src])
+        for residual in plan.residual_copies:
+            self._residuals[residual.dst] = list(self._residuals[residual.src])
 
     def spoil(self, plan: StepPlan, num_rows: int) -> None:
         """Leave what a step that died may leave: anything, wherever its first ``num_rows`` rows write."""
         rows = list(zip(plan.block_ids, plan.starts, plan.num_tokens, strict=True))
-        for block_ids, start, num_tokens in rows[:num_rows]:
+        for row, (block_ids, start, num_tokens) in enumerate(rows[:num_rows]):
             for position in range(start, start + num_tokens):
                 self._slab[block_ids[position // self._size]][position % self._size] = _GARBAGE
+            if self._residuals:
+                own = self._own(start, start + num_tokens)
+                self._residuals[plan.residual_ids[row]][own] = [_GARBAGE] * (own.stop - own.start)
 
     def die(self, plan: StepPlan, num_rows: int) -> None:
         """Die in the middle: of what was to be moved and copied nothing is sure, and of the rows some were written."""
@@ -160,19 +168,56 @@ class ShadowRunner:
         num_blocks = -(-num_tokens // self._size)
         return [cell for block_id in block_ids[:num_blocks] for cell in self._cells(block_id)][:num_tokens]
 
+    def read_sealed(self, block_ids: list[BlockId], num_tokens: int, residual_id: int) -> list[int]:
+        """Return the same where blocks are sealed: those of the last block, if that is not full, of a residual."""
+        num_own = num_tokens % self._size
+        return self.read(block_ids, num_tokens - num_own) + self._residuals[residual_id][:num_own]
+
+    def read_row(self, plan: StepPlan, row: int) -> list[int]:
+        """Return what a row reads, its own cells included."""
+        block_ids, num_tokens = plan.block_ids[row], plan.starts[row] + plan.num_tokens[row]
+        if self._residuals:
+            return self.read_sealed(block_ids, num_tokens, plan.residual_ids[row])
+        return self.read(block_ids, num_tokens)
+
     def _cells(self, block_id: int) -> list[int]:
         """Return a block's cells; those of the arena lie behind the device's, for requests that stream."""
         num_blocks = len(self._slab)
         return self._slab[block_id] if block_id < num_blocks else self._arena[block_id - num_blocks].cells
 
-    def _write(self, block_ids: list[BlockId], start: int, token_ids: Sequence[int]) -> None:
-        if start:
-            before = self._cells(block_ids[(start - 1) // self._size])[(start - 1) % self._size]
-        else:
+    def _write(self, plan: StepPlan, row: int, start: int, token_ids: Sequence[int]) -> None:
+        block_ids, size = plan.block_ids[row], self._size
+        if not start:
             before = _root(self._namespace(block_ids))
-        for position, token_id in enumerate(token_ids, start):
+        elif self._residuals and start % size:
+            before = self._residuals[plan.residual_ids[row]][start % size - 1]
+        else:
+            before = self._cells(block_ids[(start - 1) // size])[(start - 1) % size]
+        cells = []
+        for token_id in token_ids:
             before = _next(before, token_id)
-            self._slab[block_ids[position // self._size]][position % self._size] = before
+            cells.append(before)
+        if self._residuals:
+            self._seal(plan.residual_ids[row], block_ids, start, cells)
+            return
+        for position, cell in enumerate(cells, start):
+            self._slab[block_ids[position // size]][position % size] = cell
+
+    def _seal(self, residual_id: int, block_ids: list[BlockId], start: int, cells: list[int]) -> None:
+        """Write cells from position ``start`` on: blocks that they fill, and of the last block also the residual."""
+        residual, end = self._residuals[residual_id], start + len(cells)
+        begin = start - start % self._size
+        assert begin == start or end <= begin + self._size, "it begins inside a block and ends beyond it"
+        cells = residual[: start - begin] + cells
+        for index in range(end // self._size - begin // self._size):
+            self._slab[block_ids[begin // self._size + index]] = cells[index * self._size :][: self._size]
+        last = cells[(end - 1) // self._size * self._size - begin :]
+        residual[: len(last)] = last
+
+    def _own(self, start: int, end: int) -> slice:
+        """Return which slots of its last block a row computes."""
+        begin = (end - 1) // self._size * self._size
+        return slice(max(start, begin) - begin, end - begin)
 
     def _namespace(self, block_ids: list[BlockId]) -> bytes:
         """Return the namespace of the request whose table this is."""
