@@ -85,6 +85,7 @@ def budget_on_card(  # noqa: PLR0913 - the facts that it weighs, by name
     layout: CacheLayout,
     *,
     kv_cache_memory_bytes: int | None,
+    max_num_seqs: int,
     min_len: int,
     max_len: int,
 ) -> int:
@@ -95,21 +96,24 @@ def budget_on_card(  # noqa: PLR0913 - the facts that it weighs, by name
         use: what else is taken of it.
         layout: of the model's KV.
         kv_cache_memory_bytes: what was asked for, or None for all that is left.
+        max_num_seqs: sequences at once: each has a residual where blocks are sealed, which is KV too.
         min_len: the longest sequence that must be served, in tokens.
         max_len: the longest that the model computes.
 
     Raises:
         DoesNotFitError: the card is taken by others, or the weights do not fit, or the KV that was asked for.
-        BudgetTooSmallError: what is left does not hold one sequence of ``min_len`` tokens. All say by how much, and
-            which settings do.
+        BudgetTooSmallError: what is left does not hold one sequence of ``min_len`` tokens, beside all residuals. All
+            say by how much, and which settings do.
     """
-    needed = layout.num_blocks_for(min_len) * layout.bytes_per_block
+    residual_bytes = max_num_seqs * layout.residual_bytes
+    needed = layout.num_blocks_for(min_len) * layout.bytes_per_block + residual_bytes
     beside = f"weights of {human_bytes(use.weight_bytes)}, activations of {human_bytes(use.activation_bytes)} and "
     beside += f"{human_bytes(use.other_bytes)} for CUDA"
     left_free = budget.free_bytes - use.num_bytes
     asked = kv_cache_memory_bytes
     left = budget.num_bytes - use.num_bytes if asked is None else asked
     error: type[DoesNotFitError] = DoesNotFitError
+    settings = _settings_that_do(budget, use, layout, residual_bytes, needed, max_len)
     if asked is None and budget.num_bytes > budget.free_bytes:
         missing = budget.num_bytes - budget.free_bytes
         msg = f"gpu_memory_utilization={budget.utilization:g} is {human_bytes(budget.num_bytes)} of the card's "
@@ -120,30 +124,48 @@ def budget_on_card(  # noqa: PLR0913 - the facts that it weighs, by name
     elif left < needed:
         missing = needed - left
         error = BudgetTooSmallError
-        msg = f"A request of {min_len:,} tokens needs {human_bytes(needed)} of KV, and beside {beside} "
-        msg += f"{human_bytes(max(left, 0))} are for it"
+        settings = [*_smaller_needs(layout, left, max_num_seqs, needed, max_len), *settings]
+        msg = f"A request of {min_len:,} tokens needs {human_bytes(needed)} of KV"
+        if residual_bytes:
+            msg += (
+                f", {human_bytes(residual_bytes)} of them for unsealed blocks of max_num_seqs = {max_num_seqs} requests"
+            )
+        msg += f", and beside {beside} {human_bytes(max(left, 0))} are for it"
     else:
         return left
-    remedy = f"Any of these does: {'; '.join(_settings_that_do(budget, use, layout, needed, max_len))}."
+    remedy = f"Any of these does: {'; '.join(settings)}."
     msg += f": {human_bytes(missing)} too few."
     raise error(msg, missing_bytes=missing, remedy=remedy)
 
 
-def _settings_that_do(budget: CardBudget, use: CardUse, layout: CacheLayout, needed: int, max_len: int) -> list[str]:
+def _settings_that_do(  # noqa: PLR0913, PLR0917 - as above
+    budget: CardBudget, use: CardUse, layout: CacheLayout, residual_bytes: int, needed: int, max_len: int
+) -> list[str]:
     """Name what would work, given what is free."""
     settings = []
     lowest = math.ceil((use.num_bytes + needed) / budget.total_bytes * 100) / 100
     highest = math.floor(budget.free_bytes / budget.total_bytes * 100) / 100
     if lowest <= highest:
         settings.append(f"gpu_memory_utilization from {lowest:g} to {highest:g}")
-    most_blocks = layout.num_blocks(max(budget.free_bytes - use.num_bytes, 0))
-    most = most_blocks * layout.bytes_per_block
+    most_blocks = layout.num_blocks(budget.free_bytes - use.num_bytes - residual_bytes)
+    most = most_blocks * layout.bytes_per_block + residual_bytes
     if most >= needed:
         settings.append(f"kv_cache_memory_bytes from {needed} to {most}")
     longest = layout.longest_in(most_blocks, max_len)
     if most < needed and longest > 1:
         settings.append(f"max_model_len up to {longest} with kv_cache_memory_bytes={most}")
     settings += ["a smaller max_num_batched_tokens and max_num_seqs (smaller activations)"] if most < needed else []
-    settings += ["a smaller max_model_len"] if most >= needed else []
     settings.append("device=cpu, which takes the memory of the host")
+    return settings
+
+
+def _smaller_needs(layout: CacheLayout, left: int, max_num_seqs: int, needed: int, max_len: int) -> list[str]:
+    """Name what would work in the bytes that are left."""
+    settings = []
+    longest = layout.longest_in(layout.num_blocks(left - max_num_seqs * layout.residual_bytes), max_len)
+    if longest > 1:
+        settings.append(f"max_model_len up to {longest}")
+    if layout.residual_bytes:
+        most_seqs = max_num_seqs - math.ceil((needed - left) / layout.residual_bytes)
+        settings += [f"max_num_seqs up to {most_seqs}"] if most_seqs > 0 else []
     return settings
