@@ -90,7 +90,17 @@ def write_kv(
     tl.store(to + BLOCK_SIZE * HEAD_DIM, values, mask=mask)
 
 
-@triton.jit(do_not_specialize=["layer", "table_stride_s", "length_stride_s", "cell_stride_s", "window", "num_splits"])
+@triton.jit(
+    do_not_specialize=[
+        "layer",
+        "num_residuals",
+        "table_stride_s",
+        "length_stride_s",
+        "cell_stride_s",
+        "window",
+        "num_splits",
+    ]
+)
 def decode(
     query,  # [T, H, D]
     out,  # [T, H, D], contiguous
@@ -283,7 +293,9 @@ def merge_splits(
     tl.store(to, merged.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
-@triton.jit(do_not_specialize=["layer", "table_stride_s", "length_stride_s", "cell_stride_s", "window"])
+@triton.jit(
+    do_not_specialize=["layer", "num_residuals", "table_stride_s", "length_stride_s", "cell_stride_s", "window"]
+)
 def prefill(
     query,  # [T, H, D]
     out,  # [T, H, D], contiguous
