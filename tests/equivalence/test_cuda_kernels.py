@@ -240,8 +240,10 @@ def test_rows_that_fill_up_a_batch_seal_nothing(num_padding, interpreter):
     interpreter(attend_sealed, SHAPES[0], lengths, "float32", CODED_BOUNDS["float32"], **made)
 
 
-def test_what_no_model_computes_is_sealed_as_the_reference_does(interpreter):
-    interpreter(seal_extremes)
+@pytest.mark.parametrize("head_dim", [32, 80])
+def test_what_no_model_computes_is_sealed_as_the_reference_does(head_dim, interpreter):
+    """Also where a tile is wider than a head: what fills it up is in no scale."""
+    interpreter(seal_extremes, head_dim)
 
 
 @pytest.mark.parametrize(

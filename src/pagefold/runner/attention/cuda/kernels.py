@@ -227,7 +227,7 @@ def decode(
         if (split == 0) & (length > 0):
             is_part = True
             residual = residual_of(residuals, cell, tl.load(residual_ids + seq), num_residuals, BLOCK_SIZE, HEAD_DIM)
-            begins = tl.zeros([ROWS], tl.int32) + stored
+            ends = tl.zeros([ROWS], tl.int32) + length
             for tile_start in tl.range(_bound(stored), _bound(length), TILE, num_stages=1):
                 acc, top, total = attend_own(
                     queries,
@@ -236,8 +236,8 @@ def decode(
                     total,
                     tile_start,
                     length,
-                    begins,
-                    begins + length,
+                    visible,
+                    ends,
                     residual + (tile_start - stored) * HEAD_DIM,
                     HEAD_DIM,
                     BLOCK_SIZE * HEAD_DIM,
