@@ -64,6 +64,38 @@ class CardBudget:
         return int(self.total_bytes * self.utilization)
 
 
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """What of KV must fit, and what was asked for.
+
+    Attributes:
+        layout: of the model's KV.
+        max_num_seqs: sequences at once.
+        min_len, max_len: the longest sequence that must be served, and the longest that the model computes.
+        asked: the bytes that were asked for; None for all that is left.
+    """
+
+    layout: CacheLayout
+    max_num_seqs: int
+    min_len: int
+    max_len: int
+    asked: int | None
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes of all residuals; 0 where blocks are not sealed."""
+        return self.max_num_seqs * self.layout.residual_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one sequence of ``min_len`` tokens, and of all residuals."""
+        return self.layout.num_blocks_for(self.min_len) * self.layout.bytes_per_block + self.residual_bytes
+
+    def longest_in(self, num_bytes: int) -> int:
+        """Return the most tokens of a sequence that so many bytes hold beside all residuals; 0 for none."""
+        return self.layout.longest_in(self.layout.num_blocks(num_bytes - self.residual_bytes), self.max_len)
+
+
 def bound_use(*, weight_bytes: int, vocab_size: int, row_bytes: int, num_tokens: int, num_seqs: int) -> CardUse:
     """Return an upper bound of what an engine takes, before anything is measured.
 
@@ -85,6 +117,7 @@ def budget_on_card(  # noqa: PLR0913 - the facts that it weighs, by name
     layout: CacheLayout,
     *,
     kv_cache_memory_bytes: int | None,
+    max_num_seqs: int,
     min_len: int,
     max_len: int,
 ) -> int:
@@ -95,21 +128,23 @@ def budget_on_card(  # noqa: PLR0913 - the facts that it weighs, by name
         use: what else is taken of it.
         layout: of the model's KV.
         kv_cache_memory_bytes: what was asked for, or None for all that is left.
+        max_num_seqs: sequences at once: each has a residual where blocks are sealed, which is KV too.
         min_len: the longest sequence that must be served, in tokens.
         max_len: the longest that the model computes.
 
     Raises:
         DoesNotFitError: the card is taken by others, or the weights do not fit, or the KV that was asked for.
-        BudgetTooSmallError: what is left does not hold one sequence of ``min_len`` tokens. All say by how much, and
-            which settings do.
+        BudgetTooSmallError: what is left does not hold one sequence of ``min_len`` tokens, beside all residuals. All
+            say by how much, and which settings do.
     """
-    needed = layout.num_blocks_for(min_len) * layout.bytes_per_block
+    need = _Need(layout, max_num_seqs, min_len, max_len, kv_cache_memory_bytes)
     beside = f"weights of {human_bytes(use.weight_bytes)}, activations of {human_bytes(use.activation_bytes)} and "
     beside += f"{human_bytes(use.other_bytes)} for CUDA"
     left_free = budget.free_bytes - use.num_bytes
     asked = kv_cache_memory_bytes
     left = budget.num_bytes - use.num_bytes if asked is None else asked
     error: type[DoesNotFitError] = DoesNotFitError
+    settings = _settings_that_do(budget, use, need)
     if asked is None and budget.num_bytes > budget.free_bytes:
         missing = budget.num_bytes - budget.free_bytes
         msg = f"gpu_memory_utilization={budget.utilization:g} is {human_bytes(budget.num_bytes)} of the card's "
@@ -117,33 +152,50 @@ def budget_on_card(  # noqa: PLR0913 - the facts that it weighs, by name
     elif asked is not None and asked > left_free:
         missing = asked - left_free
         msg = f"kv_cache_memory_bytes is {asked:,}, and beside {beside} the card has {max(left_free, 0):,} left"
-    elif left < needed:
-        missing = needed - left
+    elif left < need.num_bytes:
+        missing = need.num_bytes - left
         error = BudgetTooSmallError
-        msg = f"A request of {min_len:,} tokens needs {human_bytes(needed)} of KV, and beside {beside} "
-        msg += f"{human_bytes(max(left, 0))} are for it"
+        settings = [*_settings_in(left, need), *settings]
+        msg = f"A request of {min_len:,} tokens needs {human_bytes(need.num_bytes)} of KV"
+        if need.residual_bytes:
+            msg += f", {human_bytes(need.residual_bytes)} for unsealed blocks of max_num_seqs = {max_num_seqs} requests"
+        msg += f", and beside {beside} {human_bytes(max(left, 0))} are for it"
     else:
         return left
-    remedy = f"Any of these does: {'; '.join(_settings_that_do(budget, use, layout, needed, max_len))}."
+    remedy = f"Any of these does: {'; '.join(settings)}."
     msg += f": {human_bytes(missing)} too few."
     raise error(msg, missing_bytes=missing, remedy=remedy)
 
 
-def _settings_that_do(budget: CardBudget, use: CardUse, layout: CacheLayout, needed: int, max_len: int) -> list[str]:
+def _settings_that_do(budget: CardBudget, use: CardUse, need: _Need) -> list[str]:
     """Name what would work, given what is free."""
     settings = []
-    lowest = math.ceil((use.num_bytes + needed) / budget.total_bytes * 100) / 100
+    lowest = math.ceil((use.num_bytes + need.num_bytes) / budget.total_bytes * 100) / 100
     highest = math.floor(budget.free_bytes / budget.total_bytes * 100) / 100
     if lowest <= highest:
-        settings.append(f"gpu_memory_utilization from {lowest:g} to {highest:g}")
-    most_blocks = layout.num_blocks(max(budget.free_bytes - use.num_bytes, 0))
-    most = most_blocks * layout.bytes_per_block
-    if most >= needed:
-        settings.append(f"kv_cache_memory_bytes from {needed} to {most}")
-    longest = layout.longest_in(most_blocks, max_len)
-    if most < needed and longest > 1:
-        settings.append(f"max_model_len up to {longest} with kv_cache_memory_bytes={most}")
-    settings += ["a smaller max_num_batched_tokens and max_num_seqs (smaller activations)"] if most < needed else []
-    settings += ["a smaller max_model_len"] if most >= needed else []
+        alone = "" if need.asked is None else " without kv_cache_memory_bytes"
+        settings.append(f"gpu_memory_utilization from {lowest:g} to {highest:g}{alone}")
+    left_free = budget.free_bytes - use.num_bytes
+    most_blocks = need.layout.num_blocks(left_free - need.residual_bytes)
+    most = most_blocks * need.layout.bytes_per_block + need.residual_bytes
+    if most >= need.num_bytes:
+        settings.append(f"kv_cache_memory_bytes from {need.num_bytes} to {most}")
+    else:
+        longest = need.longest_in(left_free)
+        if longest > 1:
+            settings.append(f"max_model_len up to {longest} with kv_cache_memory_bytes={most}")
+        settings.append("a smaller max_num_batched_tokens and max_num_seqs (smaller activations)")
     settings.append("device=cpu, which takes the memory of the host")
+    return settings
+
+
+def _settings_in(left: int, need: _Need) -> list[str]:
+    """Name what would work in the bytes that are left."""
+    settings = []
+    longest = need.longest_in(left)
+    if longest > 1:
+        settings.append(f"max_model_len up to {longest}")
+    if need.residual_bytes:
+        num_seqs = need.max_num_seqs - -(-(need.num_bytes - left) // need.layout.residual_bytes)
+        settings += [f"max_num_seqs up to {num_seqs}"] if num_seqs > 0 else []
     return settings

@@ -35,7 +35,7 @@ def test_blocks_of_the_measured_step_are_gone_before_all_others_come(kv_cache_dt
     monkeypatch.setattr("pagefold.runner.card.find_card", lambda: CARD)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(TorchRunner, "warm_up", lambda _: None)
-    slabs = []
+    slabs, nums_of_residuals = [], []
 
     def measure(runner, card, **_):
         runner.decoder.kernels.blocks(runner.slab)  # as a step has them
@@ -44,6 +44,7 @@ def test_blocks_of_the_measured_step_are_gone_before_all_others_come(kv_cache_dt
 
     def allocate(blueprint, num_blocks, num_residuals):
         assert not any(slab() is not None for slab in slabs)
+        nums_of_residuals.append(num_residuals)
         slab = allocate_blocks(blueprint, num_blocks, num_residuals)
         slab.layout = {"auto": ROWS_LAYOUT, "int8": CODEC_ROWS_LAYOUT, "kivi2": SEALED_ROWS_LAYOUT}[kv_cache_dtype]
         return slab
@@ -60,6 +61,19 @@ def test_blocks_of_the_measured_step_are_gone_before_all_others_come(kv_cache_dt
     finally:
         gc.enable()
     assert slabs
+    assert nums_of_residuals == ([1, config.max_num_seqs] if kv_cache_dtype == "kivi2" else [0, 0])
+
+
+def test_sealed_blocks_are_told_the_first_entrys_centre_and_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr("pagefold.runner.card.find_card", lambda: CARD)
+    folder = str(save_tiny_model("llama", tmp_path))
+    blueprint = plan_engine(EngineConfig(model=folder, device="cuda", kv_cache_dtype="kivi2"))
+    num_cells, head_dim = blueprint.geometry.groups[0].num_cells, blueprint.geometry.head_dim
+    unknown = CodecConstants.unknown(num_cells, head_dim, 3)
+    constants = unknown._replace(key_centres=torch.randn_like(unknown.key_centres))
+    slab = allocate_blocks(replace(blueprint, device="cpu", constants=constants), 4, 2)
+    assert torch.equal(slab.centres, constants.key_centres[:, :2])
+    assert slab.residuals.shape[:2] == (num_cells, 2)
 
 
 @pytest.mark.parametrize("name", ["int4", "kivi2"])

@@ -30,7 +30,17 @@ def begin() -> None:
 
 
 def compile_kernel(
-    name, dtype, head_dim, group, capability, *, has_window=False, has_softcap=False, block_size=16, codec=None
+    name,
+    dtype,
+    head_dim,
+    group,
+    capability,
+    *,
+    has_window=False,
+    has_softcap=False,
+    block_size=16,
+    codec=None,
+    has_recent=True,
 ):
     """Compile a kernel as it ships for that shape and card; return its shared memory in bytes and its PTX."""
     import torch
@@ -41,7 +51,7 @@ def compile_kernel(
     from pagefold.runner.attention.cuda import encode, kernels, seal
     from pagefold.runner.attention.cuda.attention import HeadShape
     from pagefold.runner.attention.cuda.blocks import reads_of
-    from pagefold.runner.attention.cuda.configs import Reads, padded
+    from pagefold.runner.attention.cuda.configs import Reads, padded, sealing_warps
     from pagefold.runner.codecs import CELL_CODECS
 
     num_kv_heads = 8
@@ -68,7 +78,7 @@ def compile_kernel(
         "HAS_WINDOW": has_window,
         "HAS_SOFTCAP": has_softcap,
         "IS_SPLIT": True,
-        "HAS_RECENT": True,
+        "HAS_RECENT": has_recent,
     }
     kernel = getattr(room, name)
     element = _NAMES[str(heads.dtype)]
@@ -97,6 +107,8 @@ def compile_kernel(
         options = {"num_warps": how.num_warps, "num_stages": how.num_stages}
     if encodes:
         options = {"enable_fp_fusion": False}
+    if name == "write_sealed":
+        options["num_warps"] = sealing_warps(block_size, head_dim)
     compiled = triton.compile(source, target=target, options=options)
     return compiled.metadata.shared, compiled.asm["ptx"]
 

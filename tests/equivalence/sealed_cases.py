@@ -153,13 +153,13 @@ def attend_sealed(shape, sequences, dtype, bound, *, seed, card=None, **how):
     return error
 
 
-def seal_extremes(*, card=None):
-    """Hold a card's kernels to the reference in bits where K and V are what no model computes."""
+def seal_extremes(dim, *, card=None):
+    """Hold a card's kernels to the reference in bits where K and V of ``dim`` numbers are what no model computes."""
     from pagefold.runner.attention.cuda.attention import CudaAttention, HeadShape
     from pagefold.runner.attention.cuda.blocks import reads_of
     from pagefold.runner.codecs import CELL_CODECS
 
-    generator, dim, size = torch.Generator().manual_seed(5), 32, 16
+    generator, size = torch.Generator().manual_seed(5), 16
     some = torch.randn(size, dim, generator=generator)
     first = (torch.arange(size) == 3)[:, None] & (torch.arange(dim) == 5)[None]
     blocks = [some * scale for scale in (0.0, -0.0, 1e-40, 1e-8, 1e-6, 1e4, 1e30)]

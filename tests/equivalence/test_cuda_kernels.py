@@ -240,8 +240,10 @@ def test_rows_that_fill_up_a_batch_seal_nothing(num_padding, interpreter):
     interpreter(attend_sealed, SHAPES[0], lengths, "float32", CODED_BOUNDS["float32"], **made)
 
 
-def test_what_no_model_computes_is_sealed_as_the_reference_does(interpreter):
-    interpreter(seal_extremes)
+@pytest.mark.parametrize("head_dim", [32, 80])
+def test_what_no_model_computes_is_sealed_as_the_reference_does(head_dim, interpreter):
+    """Also where a tile is wider than a head: what fills it up is in no scale."""
+    interpreter(seal_extremes, head_dim)
 
 
 @pytest.mark.parametrize(
@@ -310,6 +312,26 @@ def test_codes_compile_for_an_h100_spill_nothing_and_are_encoded_without_fused_a
         for kernel in ("decode", "prefill"):
             how = {"function": compiled_for_cards.spilled_bytes, "codec": name}
             assert compiler(kernel, "bfloat16", head_dim, 4, (9, 0), **how) == 0
+
+
+def test_blocks_of_any_size_are_sealed_in_registers(compiler):
+    """A program holds all of a block: with too many numbers a thread it spills, and takes minutes to compile."""
+    how = {"function": compiled_for_cards.spilled_bytes, "codec": "kivi2"}
+    for block_size, head_dim in ((1, 32), (4, 80), (32, 128), (64, 128), (64, 256)):
+        for has_recent in (False, True):
+            how |= {"block_size": block_size, "has_recent": has_recent}
+            assert compiler("write_sealed", "bfloat16", head_dim, 4, (9, 0), **how) == 0, how
+    how |= {"block_size": 256, "function": compiled_for_cards.compile_kernel}
+    assert compiler("write_sealed", "bfloat16", 128, 4, (8, 6), **how)[0] <= MAX_SHARED_BYTES[8, 6]
+
+
+def test_the_measured_steps_kernels_are_those_of_all_others():
+    """That step has one residual, and few blocks: nothing is compiled for these numbers."""
+    from pagefold.runner.attention.cuda.kernels import decode, prefill
+    from pagefold.runner.attention.cuda.seal import write_sealed
+
+    for kernel in (write_sealed, decode, prefill):
+        assert {one.name for one in kernel.params if one.do_not_specialize} >= {"num_residuals", "layer"}
 
 
 @pytest.mark.long

@@ -68,5 +68,6 @@ def test_sealed_blocks_are_read_and_written_as_the_reference_does(shape, dtype, 
         attend_sealed(shape, sequences, str(dtype)[6:], bound, card=card, seed=seed, softcap=softcap)
 
 
-def test_what_no_model_computes_is_sealed_as_the_reference_does(card):
-    seal_extremes(card=card)
+@pytest.mark.parametrize("head_dim", [32, 80])
+def test_what_no_model_computes_is_sealed_as_the_reference_does(head_dim, card):
+    seal_extremes(head_dim, card=card)

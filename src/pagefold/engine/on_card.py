@@ -63,6 +63,7 @@ def capacity_on_card(blueprint: Blueprint, use: CardUse, host_bytes: int = 0) ->
         use,
         layout,
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+        max_num_seqs=config.max_num_seqs,
         min_len=min(asked_len, longest) if isinstance(asked_len, int) else 2 if asked_len == "auto" else longest,
         max_len=longest,
     )

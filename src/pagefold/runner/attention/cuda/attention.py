@@ -13,7 +13,14 @@ import torch
 
 from pagefold.runner.attention.cuda.blocks import CardBlocks, CellFormat
 from pagefold.runner.attention.cuda.columns import DeviceColumns, plan_columns
-from pagefold.runner.attention.cuda.configs import KernelConfig, Reads, choose_config, num_splits_for, padded
+from pagefold.runner.attention.cuda.configs import (
+    KernelConfig,
+    Reads,
+    choose_config,
+    num_splits_for,
+    padded,
+    sealing_warps,
+)
 from pagefold.runner.attention.cuda.encode import bring_queries, write_codes
 from pagefold.runner.attention.cuda.kernels import decode, merge_splits, prefill, write_kv
 from pagefold.runner.attention.cuda.seal import write_sealed
@@ -231,6 +238,7 @@ class CudaAttention:
                 *tables,
                 num_residuals=blocks.num_residuals,
                 HAS_RECENT=has_recent,
+                num_warps=sealing_warps(int(places["BLOCK_SIZE"]), key.shape[2]),
                 enable_fp_fusion=False,
                 **places,
             )

@@ -109,7 +109,8 @@ def load_codes(
     elif FORMAT == INT2:
         QUARTER: tl.constexpr = HEAD_DIM // 4
         codes = _load(slab + rows_at + dims % QUARTER, mask, HAS_MASK)
-        numbers = ((codes >> (2 * (dims // QUARTER)).to(tl.uint8)) & 3).to(tl.float32)
+        part = dims // QUARTER % 4  # beyond the head too: a byte has no more bits to be shifted out
+        numbers = ((codes >> (2 * part).to(tl.uint8)) & 3).to(tl.float32)
     else:
         tl.static_assert(FORMAT == INT4 or FORMAT == INT4_SYMMETRIC, "a format that no kernel of a card reads")
         is_high = dims >= HEAD_DIM // 2

@@ -22,6 +22,7 @@ __all__ = [
     "choose_config",
     "num_splits_for",
     "padded",
+    "sealing_warps",
 ]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -42,6 +43,9 @@ _PROGRAMS_A_PROCESSOR = 4
 """Programs of decoding that there ought to be for each multiprocessor, so that all are busy to the end."""
 
 _MAX_SPLITS = 64
+
+_SEALED_NUMBERS_A_WARP = 1024
+"""Numbers of K, and as many of V, that one warp seals: 32 of each a thread."""
 
 
 class KernelConfig(NamedTuple):
@@ -123,6 +127,12 @@ _PREFILL_CODES = {
 
 _PREFILL_FLOAT32 = ((32, 64, 32, 4, 2), (64, 32, 32, 4, 2), (256, 32, 16, 8, 2))
 """The same of float32, which tensor cores do not multiply: its sums want registers, and spill with larger tiles."""
+
+
+def sealing_warps(block_size: int, head_dim: int) -> int:
+    """Return how many warps seal a block: with more numbers a thread they spill, and take minutes to compile."""
+    numbers = block_size * max(16, padded(head_dim))
+    return min(16, max(4, numbers // _SEALED_NUMBERS_A_WARP))
 
 
 def num_splits_for(num_rows: int, num_kv_heads: int, num_processors: int) -> int:

@@ -90,7 +90,17 @@ def write_kv(
     tl.store(to + BLOCK_SIZE * HEAD_DIM, values, mask=mask)
 
 
-@triton.jit(do_not_specialize=["layer", "table_stride_s", "length_stride_s", "cell_stride_s", "window", "num_splits"])
+@triton.jit(
+    do_not_specialize=[
+        "layer",
+        "num_residuals",
+        "table_stride_s",
+        "length_stride_s",
+        "cell_stride_s",
+        "window",
+        "num_splits",
+    ]
+)
 def decode(
     query,  # [T, H, D]
     out,  # [T, H, D], contiguous
@@ -217,7 +227,7 @@ def decode(
         if (split == 0) & (length > 0):
             is_part = True
             residual = residual_of(residuals, cell, tl.load(residual_ids + seq), num_residuals, BLOCK_SIZE, HEAD_DIM)
-            begins = tl.zeros([ROWS], tl.int32) + stored
+            ends = tl.zeros([ROWS], tl.int32) + length
             for tile_start in tl.range(_bound(stored), _bound(length), TILE, num_stages=1):
                 acc, top, total = attend_own(
                     queries,
@@ -226,8 +236,8 @@ def decode(
                     total,
                     tile_start,
                     length,
-                    begins,
-                    begins + length,
+                    visible,
+                    ends,
                     residual + (tile_start - stored) * HEAD_DIM,
                     HEAD_DIM,
                     BLOCK_SIZE * HEAD_DIM,
@@ -283,7 +293,9 @@ def merge_splits(
     tl.store(to, merged.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
-@triton.jit(do_not_specialize=["layer", "table_stride_s", "length_stride_s", "cell_stride_s", "window"])
+@triton.jit(
+    do_not_specialize=["layer", "num_residuals", "table_stride_s", "length_stride_s", "cell_stride_s", "window"]
+)
 def prefill(
     query,  # [T, H, D]
     out,  # [T, H, D], contiguous

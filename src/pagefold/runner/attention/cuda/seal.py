@@ -35,7 +35,7 @@ def _to_residual(numbers):
     return tl.where(numbers != numbers, numbers, halves).to(tl.float16)  # noqa: PLR0124 - NaN
 
 
-@triton.jit(do_not_specialize=["layer", "table_stride_s", "length_stride_s", "cell_stride_s"])
+@triton.jit(do_not_specialize=["layer", "num_residuals", "table_stride_s", "length_stride_s", "cell_stride_s"])
 def write_sealed(
     key,  # [T, Hkv, D]
     value,  # [T, Hkv, D]
