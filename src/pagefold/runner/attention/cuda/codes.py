@@ -123,13 +123,13 @@ def load_codes(
 @triton.jit
 def load_scales(
     slab,  # at the scales of the cell, in block 0
-    at,  # int64: where each entry's scale is, in bytes
+    at,  # int64: where each scale is, in scales
     mask,
     HAS_MASK: tl.constexpr,
 ):
     """Return bfloat16 numbers as float32."""
     halves = slab.to(tl.pointer_type(tl.uint16), bitcast=True)
-    return (_load(halves + at // 2, mask, HAS_MASK).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return (_load(halves + at, mask, HAS_MASK).to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit

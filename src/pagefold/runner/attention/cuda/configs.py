@@ -121,7 +121,7 @@ _PREFILL = {
 _PREFILL_CODES = {
     Reads.CODES: ((64, 128, 64, 8, 3), (128, 128, 64, 8, 3), (256, 64, 32, 8, 2)),
     Reads.CENTRED_CODES: ((64, 128, 64, 8, 3), (128, 64, 64, 8, 3), (256, 64, 32, 8, 2)),
-    Reads.SEALED_CODES: ((64, 128, 64, 8, 3), (128, 64, 64, 8, 3), (256, 32, 32, 8, 2)),
+    Reads.SEALED_CODES: ((64, 128, 64, 8, 3), (128, 64, 32, 8, 3), (256, 32, 32, 8, 2)),
 }
 """The same where codes become numbers in registers, on every card: tiles take less room, and more registers."""
 

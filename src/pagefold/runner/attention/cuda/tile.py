@@ -152,6 +152,7 @@ def attend_tile(
         blocks = tl.load(table + entries // BLOCK_SIZE)
     blocks_at = blocks.to(tl.int64) * block_stride
     slots = entries % BLOCK_SIZE
+    scales_at = (blocks_at + 2 * slots) // 2
     keys_at, values_at, key_scales_at, value_scales_at = parts
     IS_CUT: tl.constexpr = IS_MASKED or DIMS != HEAD_DIM
     is_number = is_entry[None, :] if DIMS == HEAD_DIM else is_entry[None, :] & (dims < HEAD_DIM)[:, None]
@@ -163,14 +164,14 @@ def attend_tile(
     # A scale is a score's, or a weight's: there are fewer of these. But for formats with zero points, for scales of
     # channels, and for float16, whose range is too small for a weight times a scale.
     if SEALS:
-        at = blocks_at[None, :] + 2 * dims[:, None]
+        at = (blocks_at // 2)[None, :] + dims[:, None]  # halved before the sum: so it is seen what lies side by side
         key_scales = load_scales(key_scales_at, at, is_number, IS_CUT)
-        zeros = load_scales(key_scales_at, at + 2 * HEAD_DIM, is_number, IS_CUT)
+        zeros = load_scales(key_scales_at, at + HEAD_DIM, is_number, IS_CUT)
         keys = scale_numbers(keys, key_scales, zeros, KEY_FORMAT)
     elif has_scales(KEY_FORMAT):
-        key_scales = load_scales(key_scales_at, blocks_at + 2 * slots, is_entry, IS_MASKED)
+        key_scales = load_scales(key_scales_at, scales_at, is_entry, IS_MASKED)
         if has_zeros(KEY_FORMAT):
-            zeros = load_scales(key_scales_at, blocks_at + 2 * (slots + BLOCK_SIZE), is_entry, IS_MASKED)
+            zeros = load_scales(key_scales_at, scales_at + BLOCK_SIZE, is_entry, IS_MASKED)
             keys = scale_numbers(keys, key_scales[None, :], zeros[None, :], KEY_FORMAT)
     scores = _multiply(query, keys.to(query.dtype)) * scale
     if has_scales(KEY_FORMAT) and not has_zeros(KEY_FORMAT):
@@ -191,9 +192,9 @@ def attend_tile(
             own = tl.sum(tl.where((entries == 0)[None, :], weights, 0.0), 1)
             acc = acc + own[:, None] * tl.load(value_centres + dims, mask=dims < HEAD_DIM, other=0.0)[None, :]
     if has_scales(VALUE_FORMAT):
-        value_scales = load_scales(value_scales_at, blocks_at + 2 * slots, is_entry, IS_MASKED)
+        value_scales = load_scales(value_scales_at, scales_at, is_entry, IS_MASKED)
         if has_zeros(VALUE_FORMAT):
-            zeros = load_scales(value_scales_at, blocks_at + 2 * (slots + BLOCK_SIZE), is_entry, IS_MASKED)
+            zeros = load_scales(value_scales_at, scales_at + BLOCK_SIZE, is_entry, IS_MASKED)
             values = scale_numbers(values, value_scales[:, None], zeros[:, None], VALUE_FORMAT)
         elif query.dtype == tl.float16:
             values = scale_numbers(values, value_scales[:, None], 0.0, VALUE_FORMAT)
