@@ -145,12 +145,12 @@ def test_ctrl_c_at_any_moment_gives_the_blocks_back(
     real = getattr(owner, name)
     num_calls = 0
 
-    def interrupted(*args: Any) -> Any:
+    def interrupted(*args: Any, **how: Any) -> Any:
         nonlocal num_calls
         num_calls += 1
         if num_calls == 2:
             os.kill(os.getpid(), signal.SIGINT)
-        return real(*args)
+        return real(*args, **how)
 
     llm.engine.reset_prefix_cache()  # so that there is something to commit
     before = signal.getsignal(signal.SIGINT)

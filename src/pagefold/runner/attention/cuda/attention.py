@@ -222,27 +222,7 @@ class CudaAttention:
             write_kv[(len(key),)](key, value, blocks.data, starts, columns.seq_of, *tables, HEADS=heads, **places)
             return blocks.data
         if form.SEALS:
-            has_recent = len(columns.tiles) > 0
-            shape = key.shape[0] if has_recent else 0, key.shape[1], 2, key.shape[2]
-            recent = torch.empty(shape, dtype=torch.float16, device=key.device)
-            write_sealed[key.shape[:2]](
-                key,
-                value,
-                blocks.data,
-                blocks.places,
-                blocks.key_centres,
-                *_unsealed(blocks, columns),
-                recent,
-                starts,
-                columns.seq_of,
-                *tables,
-                num_residuals=blocks.num_residuals,
-                HAS_RECENT=has_recent,
-                num_warps=sealing_warps(int(places["BLOCK_SIZE"]), key.shape[2]),
-                enable_fp_fusion=False,
-                **places,
-            )
-            return recent
+            return self._write_sealed(key, value, blocks, columns, places)
         num_rows = _rows_of(columns)
         write_codes[(-(-len(key) // num_rows), key.shape[1])](
             key,
@@ -263,6 +243,39 @@ class CudaAttention:
             **places,
         )
         return blocks.data
+
+    def _write_sealed(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        blocks: CardBlocks,
+        columns: DeviceColumns,
+        places: dict[str, int | float],
+    ) -> torch.Tensor:
+        """Do so where blocks are sealed: into residuals, and into the blocks that are full."""
+        num_tokens, num_kv_heads, head_dim = key.shape
+        has_recent = len(columns.tiles) > 0  # who decodes finds all in residuals
+        shape = num_tokens if has_recent else 0, num_kv_heads, 2, head_dim
+        recent = torch.empty(shape, dtype=torch.float16, device=key.device)
+        starts, *tables = _tables(columns)
+        write_sealed[num_tokens, num_kv_heads](
+            key,
+            value,
+            blocks.data,
+            blocks.places,
+            blocks.key_centres,
+            *_unsealed(blocks, columns),
+            recent,
+            starts,
+            columns.seq_of,
+            *tables,
+            num_residuals=blocks.num_residuals,
+            HAS_RECENT=has_recent,
+            num_warps=sealing_warps(int(places["BLOCK_SIZE"]), head_dim),
+            enable_fp_fusion=False,
+            **places,
+        )
+        return recent
 
     def _run_decode(
         self,
