@@ -1039,7 +1039,7 @@ def test_a_table_that_is_read_keeps_its_blocks_until_it_joins() -> None:
     assert second is not None
     core.finish_step(first)
     own = list(other.block_ids)
-    core.commit(second, is_read=True)
+    core.commit(second, joins=False)
     audit(core)
     assert other.block_ids == own
     assert second.is_behind

@@ -411,11 +411,11 @@ class KVCore:
         table.num_published = index
         return promise
 
-    def commit(self, promise: Promise, *, is_read: bool = False) -> None:
+    def commit(self, promise: Promise, *, joins: bool = True) -> None:
         """The step ran: what was promised is written and stays. A table's oldest promise first.
 
-        Where another table had published the same tokens first, this table joins those blocks: see :meth:`join`. Not if
-        ``is_read``: then a step in flight reads the table, and it keeps its blocks.
+        Where another table had published the same tokens first, this table joins those blocks: see :meth:`join`. Not
+        without ``joins``: then that is the caller's, when all of the step is committed, and no other reads the table.
         """
         table = promise.table
         assert promise.before is None, "a table's oldest promise is committed first"
@@ -430,7 +430,7 @@ class KVCore:
             node.committed = True
             assert node.parent is not None
             node = node.parent
-        if not is_read and promise.is_behind:
+        if joins and promise.is_behind:
             self.join(promise)
 
     def join(self, promise: Promise) -> None:

@@ -17,16 +17,15 @@ On a card K's codes lie as V's do, in rows: a token's codes of one head are read
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from pagefold.host_memory import host_memory
 from pagefold.runner.codecs import CELL_CODECS
 from pagefold.runner.codecs.basis import basis_for_queries, into_basis
 from pagefold.runner.codecs.constants import CodecConstants
 from pagefold.runner.codecs.hadamard import hadamard
+from pagefold.runner.slab import empty_bytes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -138,11 +137,7 @@ class CodecSlab:
         device: torch.device | str = "cpu",
     ) -> CodecSlab:
         """Return ``num_blocks`` blocks of ``geometry`` in the memory of ``device``, not yet written."""
-        shape = num_blocks, geometry.bytes_per_block
-        if torch.device(device).type == "cpu":
-            data = torch.from_numpy(host_memory(math.prod(shape))).view(shape)
-        else:
-            data = torch.empty(shape, dtype=torch.uint8, device=device)
+        data = empty_bytes((num_blocks, geometry.bytes_per_block), device)
         return cls(data, geometry, constants, codec_layout_on(device))
 
     @property

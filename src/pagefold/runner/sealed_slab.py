@@ -20,15 +20,14 @@ chunks, no batch, and nothing that was cached. A block is encoded from its 16 bi
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
 
-from pagefold.host_memory import host_memory
 from pagefold.runner.codec_slab import cell_places
 from pagefold.runner.codecs import CELL_CODECS
 from pagefold.runner.codecs.int2 import pack, quantize, unpack
+from pagefold.runner.slab import empty_bytes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -109,13 +108,9 @@ class SealedSlab:
         device: torch.device | str = "cpu",
     ) -> SealedSlab:
         """Return so many blocks of ``geometry`` and residuals in the memory of ``device``, not yet written."""
-        shape = num_blocks, geometry.bytes_per_block
-        if torch.device(device).type == "cpu":
-            data = torch.from_numpy(host_memory(math.prod(shape))).view(shape)
-        else:
-            data = torch.empty(shape, dtype=torch.uint8, device=device)
-        shape_of_residuals = geometry.groups[0].num_cells, num_residuals, 2, geometry.block_size * geometry.head_dim
-        residuals = torch.empty(shape_of_residuals, dtype=torch.float16, device=device)
+        data = empty_bytes((num_blocks, geometry.bytes_per_block), device)
+        shape = geometry.groups[0].num_cells, num_residuals, 2, geometry.block_size * geometry.head_dim
+        residuals = torch.empty(shape, dtype=torch.float16, device=device)
         return cls(data, residuals, geometry, centres, sealed_layout_on(device))
 
     @property

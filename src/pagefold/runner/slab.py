@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from pagefold.kv import CopyOp, KVGeometry
 
-__all__ = ["LAYOUT", "ROWS_LAYOUT", "AnySlab", "Slab", "TokenSlab", "layout_on"]
+__all__ = ["LAYOUT", "ROWS_LAYOUT", "AnySlab", "Slab", "TokenSlab", "empty_bytes", "layout_on"]
 
 LAYOUT = "panels-v1"
 """Names the arrangement of bytes inside a block, for the namespace."""
@@ -35,6 +35,13 @@ ROWS_LAYOUT = "rows-v1"
 def layout_on(device: torch.device | str) -> str:
     """Return the arrangement of bytes that attention on this device reads."""
     return ROWS_LAYOUT if torch.device(device).type == "cuda" else LAYOUT
+
+
+def empty_bytes(shape: tuple[int, int], device: torch.device | str) -> torch.Tensor:
+    """Return uint8 of that shape in the memory of ``device``, not yet written."""
+    if torch.device(device).type == "cpu":
+        return torch.from_numpy(host_memory(math.prod(shape))).view(shape)
+    return torch.empty(shape, dtype=torch.uint8, device=device)
 
 
 class AnySlab(Protocol):
@@ -123,10 +130,7 @@ class Slab:
         assert dtype.itemsize == geometry.element_bytes, "geometry and slab disagree about the element size"
         num_cells = geometry.groups[0].num_cells
         shape = (num_blocks, num_cells, 2, geometry.block_size * geometry.head_dim)
-        if torch.device(device).type == "cpu":
-            data = torch.from_numpy(host_memory(math.prod(shape) * dtype.itemsize)).view(dtype).view(shape)
-        else:
-            data = torch.empty(shape, dtype=dtype, device=device)
+        data = empty_bytes((num_blocks, math.prod(shape[1:]) * dtype.itemsize), device).view(dtype).view(shape)
         return cls(data, geometry.head_dim, layout_on(device))
 
     @property

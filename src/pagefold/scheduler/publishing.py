@@ -20,7 +20,7 @@ def commit(core: KVCore, promises: list[Promise], behind: StepInFlight | None) -
         behind: the next step, if it is in flight: the tables that it reads keep their blocks until it ends.
     """
     for promise in promises:  # all of them first: some tables join blocks that are promised later in the step
-        core.commit(promise, is_read=True)
+        core.commit(promise, joins=False)
     late = [promise for promise in promises if promise.is_behind]
     reads = behind.tables() if late and behind is not None else ()
     for promise in late:

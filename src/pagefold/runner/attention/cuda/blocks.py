@@ -135,7 +135,6 @@ def _sealed(slab: SealedSlab) -> CardBlocks:
     assert slab.layout == SEALED_ROWS_LAYOUT, "the kernels read K in rows"
     data, nothing = slab.data, torch.zeros_like(slab.centres)
     form = _format_of(slab.codec, slab.head_dim)
-    bases = data, data
     return CardBlocks(
         data,
         (form,) * len(slab.places),
@@ -145,7 +144,8 @@ def _sealed(slab: SealedSlab) -> CardBlocks:
         slab.centres,
         nothing,
         nothing,
-        *bases,
+        data,
+        data,
         slab.residuals,
     )
 

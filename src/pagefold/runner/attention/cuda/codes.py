@@ -188,7 +188,7 @@ def store_codes(
         tl.store(halves, _upper_half(scale), mask=is_row)
     elif FORMAT == INT4:
         codes, scale_bits, zero_bits = _quantized(numbers, dims < HEAD_DIM, 15.0)
-        _store_pairs(slab, rows_at, codes, is_row, 0, HEAD_DIM // 2)
+        _store_packed(slab, rows_at, codes, is_row, 0, HEAD_DIM // 2, 4)
         tl.store(halves, scale_bits, mask=is_row)
         tl.store(halves + BLOCK_SIZE, zero_bits, mask=is_row)
     elif FORMAT == TWO_WIDTHS:
@@ -201,14 +201,14 @@ def store_codes(
         scale = _scale_of(largest, 1.0)
         is_number = scale < float("inf")
         tl.store(to, (_whole(numbers, scale, _WIDE_REACH) & 255).to(tl.uint8), mask=mask & (dims < WIDE))
-        _store_pairs(slab, rows_at, _level_codes(numbers, scale), is_row, WIDE, HALF)
+        _store_packed(slab, rows_at, _level_codes(numbers, scale), is_row, WIDE, HALF, 4)
         tl.store(halves, tl.where(is_number, _upper_half(scale), _NAN_BITS), mask=is_row)
     else:
         largest = _largest(numbers)
         coarse, finer = _scale_of(largest, _REACH), _scale_of(largest * _SHARE, _REACH)
         is_finer = _level_error(numbers, finer, HEAD_DIM) < _level_error(numbers, coarse, HEAD_DIM)
         scale = tl.where(is_finer, finer, coarse)
-        _store_pairs(slab, rows_at, _level_codes(numbers, scale), is_row, 0, HEAD_DIM // 2)
+        _store_packed(slab, rows_at, _level_codes(numbers, scale), is_row, 0, HEAD_DIM // 2, 4)
         tl.store(halves, tl.where(scale < float("inf"), _upper_half(scale), _NAN_BITS), mask=is_row)
 
 
@@ -235,15 +235,7 @@ def store_int2(
         codes, scale_bits, zero_bits = _quantized(numbers, dims[None, :] < HEAD_DIM, 3.0)
         tl.store(halves + slots, scale_bits)
         tl.store(halves + SLOTS + slots, zero_bits)
-    QUARTER: tl.constexpr = HEAD_DIM // 4
-    BYTES: tl.constexpr = triton.next_power_of_2(QUARTER)
-    bytes_at = tl.arange(0, BYTES)[None, :]
-    packed = tl.zeros([SLOTS, BYTES], tl.int32)
-    for part in tl.static_range(4):
-        index = packed * 0 + tl.minimum(bytes_at + part * QUARTER, codes.shape[1] - 1)
-        packed |= tl.gather(codes, index, 1) << 2 * part
-    to = codes_at + slots[:, None] * QUARTER + bytes_at
-    tl.store(to, packed.to(tl.uint8), mask=(slots[:, None] < SLOTS) & (bytes_at < QUARTER))
+    _store_packed(codes_at, slots * (HEAD_DIM // 4), codes, slots < SLOTS, 0, HEAD_DIM // 4, 2)
 
 
 @triton.jit
@@ -262,16 +254,20 @@ def _quantized(numbers, is_number, STEPS: tl.constexpr):
 
 
 @triton.jit
-def _store_pairs(slab, rows_at, codes, is_row, FIRST: tl.constexpr, HALF: tl.constexpr):
-    """Store codes of 4 bits from number FIRST on: byte ``i`` behind them has number ``i`` low and ``i + HALF`` high."""
-    PAIRS: tl.constexpr = triton.next_power_of_2(HALF) if HALF > 0 else 1
-    pairs = tl.arange(0, PAIRS)[None, :]
+def _store_packed(slab, rows_at, codes, is_row, FIRST: tl.constexpr, COUNT: tl.constexpr, BITS: tl.constexpr):
+    """Store codes of BITS bits from number FIRST on, in COUNT bytes a row.
+
+    Byte ``i`` behind them has number ``i`` lowest, then ``i + COUNT``, and so on.
+    """
+    BYTES: tl.constexpr = triton.next_power_of_2(COUNT) if COUNT > 0 else 1
+    bytes_at = tl.arange(0, BYTES)[None, :]
     last = codes.shape[1] - 1
-    index = tl.zeros([codes.shape[0], PAIRS], tl.int32) + FIRST + pairs
-    low = tl.gather(codes, tl.minimum(index, last), 1)
-    high = tl.gather(codes, tl.minimum(index + HALF, last), 1)
-    to = slab + rows_at[:, None] + FIRST + pairs
-    tl.store(to, (low | high << 4).to(tl.uint8), mask=is_row[:, None] & (pairs < HALF))
+    index = tl.zeros([codes.shape[0], BYTES], tl.int32) + FIRST + bytes_at
+    packed = tl.zeros([codes.shape[0], BYTES], tl.int32)
+    for part in tl.static_range(8 // BITS):
+        packed |= tl.gather(codes, tl.minimum(index + part * COUNT, last), 1) << BITS * part
+    to = slab + rows_at[:, None] + FIRST + bytes_at
+    tl.store(to, packed.to(tl.uint8), mask=is_row[:, None] & (bytes_at < COUNT))
 
 
 @triton.jit
