@@ -11,10 +11,10 @@ from fastapi import APIRouter, Request, Response
 from pagefold.errors import InvalidRequestError
 from pagefold.server.answer import answer
 from pagefold.server.answer_schemas import STREAMED, ChatCompletion
+from pagefold.server.chat_schemas import ChatRequest  # noqa: TC001 - FastAPI reads it
 from pagefold.server.generation import Generation
 from pagefold.server.keys import account_of
 from pagefold.server.logprobs import chat_logprobs, told_tokens
-from pagefold.server.schemas import ChatRequest  # noqa: TC001 - FastAPI reads it
 from pagefold.server.structured_fields import Structured
 from pagefold.server.tools.schemas import WhichTool
 from pagefold.server.tools.use import tool_use

@@ -10,10 +10,10 @@ from fastapi import APIRouter, Request, Response
 
 from pagefold.server.answer import answer
 from pagefold.server.answer_schemas import STREAMED, Completion
+from pagefold.server.completion_schemas import CompletionRequest  # noqa: TC001 - FastAPI reads it
 from pagefold.server.generation import Generation
 from pagefold.server.keys import account_of
 from pagefold.server.logprobs import completion_logprobs, told_tokens
-from pagefold.server.schemas import CompletionRequest  # noqa: TC001 - FastAPI reads it
 
 if TYPE_CHECKING:
     from pagefold.engine.outputs import OutputDelta

@@ -6,7 +6,7 @@ ignored and told (``ignored.py`` does both), but for those of ``unsupported``.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, TypeAlias
 
 from pydantic import (
     AfterValidator,
@@ -23,7 +23,7 @@ from pydantic import (
 
 from pagefold.config import MAX_PRIORITY, Account
 from pagefold.errors import InvalidRequestError
-from pagefold.request import MAX_LOGPROBS, MAX_RETURNS_IN_S, Caller, SamplingParams
+from pagefold.request import MAX_RETURNS_IN_S, Caller, SamplingParams
 from pagefold.server.ignored import Body
 from pagefold.server.structured_fields import (
     GuidedChoice,
@@ -35,52 +35,36 @@ from pagefold.server.structured_fields import (
     StructuredOutputs,
     the_one_of,
 )
-from pagefold.server.tools.schemas import Tool, ToolCall, ToolChoice  # noqa: TC001 - pydantic reads them
-from pagefold.server.unsupported import IN_CHAT, IN_COMPLETIONS, refuse_unsupported
+from pagefold.server.unsupported import refuse_unsupported
 
 __all__ = [
     "MAX_PARTS",
-    "ChatMessage",
-    "ChatRequest",
-    "CompletionRequest",
-    "DetokenizeRequest",
+    "MAX_TOKEN_ID",
+    "CachedRequest",
     "GenerationRequest",
-    "OneIds",
     "OneText",
     "RequestBody",
     "StreamOptions",
     "Text",
-    "TextPart",
-    "TokenizeRequest",
-    "checked_ids",
-    "checked_text",
     "few_parts",
     "stated",
+    "whole_text",
 ]
 
-_MAX_PROMPTS = 2048
-_MAX_TOOLS = 128
 _MAX_STOP_IDS = 4096
 MAX_PARTS = 10_000
 """Messages of a request, and parts of all of them: each is an object to check while everybody else waits."""
 
 _MAX_INT64 = 2**63 - 1
-_MAX_TOKEN_ID = 2**31 - 1
+MAX_TOKEN_ID = 2**31 - 1
 _MAX_ID_DIGITS = 18
 
-_DEFAULT_COMPLETION_TOKENS = 16
-
 OneText: TypeAlias = Annotated[str, Field(min_length=1)]
-OneIds: TypeAlias = Annotated[list[Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]], Field(min_length=1)]
-_Texts: TypeAlias = Annotated[list[OneText], Field(min_length=1, max_length=_MAX_PROMPTS)]
-_ManyIds: TypeAlias = Annotated[list[OneIds], Field(min_length=1, max_length=_MAX_PROMPTS)]
-_Prompt: TypeAlias = OneText | _Texts | OneIds | _ManyIds
 _Stop: TypeAlias = OneText | Annotated[list[OneText], Field(max_length=16)]
 _Bias: TypeAlias = Annotated[
     dict[Annotated[str, Field(pattern="^[0-9]{1,18}$")], Annotated[float, Field(ge=-100, le=100)]],
     Field(json_schema_extra={"additionalProperties": False}),
 ]
-_Prompts: TypeAlias = list[str] | list[list[int]]
 
 
 def stated(**bounds: float) -> Any:  # noqa: ANN401 - as Field
@@ -94,15 +78,6 @@ def _as_list(value: object) -> list[object]:
     if isinstance(value, list):
         return value
     msg = "it must be a text or a list of texts"
-    raise ValueError(msg)
-
-
-def _as_parts(value: object) -> list[object]:
-    if isinstance(value, str):
-        return [{"type": "text", "text": value}]
-    if isinstance(value, list):
-        return value
-    msg = "it must be a text or a list of text parts"
     raise ValueError(msg)
 
 
@@ -120,7 +95,8 @@ def few_parts(messages: Any) -> Any:  # noqa: ANN401 - whatever the JSON was
     return messages
 
 
-def _whole_text(text: str) -> str:
+def whole_text(text: str) -> str:
+    """Check that a text can be written as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -129,41 +105,7 @@ def _whole_text(text: str) -> str:
     return text
 
 
-Text: TypeAlias = Annotated[StrictStr, AfterValidator(_whole_text)]
-
-
-def _as_prompts(value: object) -> _Prompts:
-    """Check the four forms by hand: what a union reports about a wrong value helps nobody."""
-    if isinstance(value, str):
-        return [checked_text(value)]
-    if isinstance(value, list) and value and len(value) <= _MAX_PROMPTS:
-        if isinstance(value[0], str):
-            return [checked_text(text) for text in value]
-        if isinstance(value[0], list):
-            return [checked_ids(token_ids) for token_ids in value]
-    if isinstance(value, list) and (not value or type(value[0]) is int):
-        return [checked_ids(value)]
-    if isinstance(value, list) and len(value) > _MAX_PROMPTS:
-        msg = f"at most {_MAX_PROMPTS} prompts go into one request"
-        raise ValueError(msg)
-    msg = "it must be a text, a list of token ids, or a list of texts or of lists of token ids"
-    raise ValueError(msg)
-
-
-def checked_text(text: object) -> str:
-    """Check a prompt that is, or should be, a text."""
-    if not isinstance(text, str):
-        msg = f"it holds texts and a {type(text).__name__}; all prompts must be of one kind"
-        raise ValueError(msg)  # noqa: TRY004 - as above
-    return _whole_text(text)
-
-
-def checked_ids(token_ids: object) -> list[int]:
-    """Check a prompt of token ids."""
-    if not isinstance(token_ids, list) or not all(type(token_id) is int for token_id in token_ids):
-        msg = "a list of token ids must hold ints and nothing else"
-        raise ValueError(msg)
-    return token_ids
+Text: TypeAlias = Annotated[StrictStr, AfterValidator(whole_text)]
 
 
 def _as_bias(value: object) -> dict[int, float]:
@@ -344,143 +286,3 @@ class GenerationRequest(CachedRequest):
     def num_logprobs(self) -> int | None:
         """Return of how many alternatives to each token logprobs are asked for; None for none, not even the token's."""
         return None
-
-
-class CompletionRequest(GenerationRequest):
-    """``POST /v1/completions``.
-
-    Attributes:
-        prompts: the field ``prompt``: a text or token ids, or a list of either. Each gets a choice of its own.
-        logprobs: how many alternatives to each token are told.
-    """
-
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = IN_COMPLETIONS
-    default_max_tokens: ClassVar[int | None] = _DEFAULT_COMPLETION_TOKENS
-
-    prompts: Annotated[_Prompts, PlainValidator(_as_prompts, json_schema_input_type=_Prompt), Field(alias="prompt")]
-    logprobs: Annotated[StrictInt | None, stated(minimum=0, maximum=MAX_LOGPROBS)] = None
-
-    def num_logprobs(self) -> int | None:
-        """See :class:`GenerationRequest`."""
-        return self.logprobs
-
-
-class TextPart(Body):
-    """A piece of a message; other kinds than text are not supported."""
-
-    type: Literal["text"]
-    text: Text
-
-
-class ChatMessage(Body):
-    """One message of a chat.
-
-    Attributes:
-        role: ``developer`` is OpenAI's newer name of ``system``.
-        content: a text, or text parts, which are joined by newlines as vLLM does. The assistant's may be left out
-            where it called tools.
-        tool_calls: what the assistant called.
-        tool_call_id: which of the calls a tool's message answers.
-    """
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[
-        list[TextPart], FailFast(), BeforeValidator(_as_parts, json_schema_input_type=str | list[TextPart])
-    ] = []  # noqa: RUF012 - as above
-    tool_calls: Annotated[list[ToolCall], Field(max_length=_MAX_TOOLS), FailFast()] = []  # noqa: RUF012 - as above
-    tool_call_id: Text | None = None
-
-    @model_validator(mode="after")
-    def _check_whole(self) -> ChatMessage:
-        if self.tool_calls and self.role != "assistant":
-            msg = "only the assistant's messages may have tool_calls"
-            raise ValueError(msg)
-        if self.role == "tool" and self.tool_call_id is None:
-            msg = "its tool_call_id is missing, which names the call that it answers"
-            raise ValueError(msg)
-        if not self.tool_calls and "content" not in self.model_fields_set:
-            msg = "its content is missing"
-            raise ValueError(msg)
-        return self
-
-    def for_template(self) -> dict[str, Any]:
-        """Return it as chat templates want it."""
-        role = "system" if self.role == "developer" else self.role
-        message: dict[str, Any] = {"role": role, "content": "\n".join(part.text for part in self.content)}
-        if self.tool_calls:
-            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
-        if self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id
-        return message
-
-
-class ChatRequest(GenerationRequest):
-    """``POST /v1/chat/completions``. Without ``max_tokens`` an answer may be as long as fits.
-
-    Attributes:
-        messages: the chat.
-        logprobs: whether each token's logprob is told.
-        top_logprobs: with it, those of so many most likely tokens.
-        tools: what the model may call.
-        tool_choice: whether it must, and what; ``auto`` where there are tools.
-        parallel_tool_calls: whether one answer may have several calls.
-    """
-
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = IN_CHAT
-
-    messages: Annotated[
-        list[ChatMessage], Field(min_length=1, max_length=MAX_PARTS), FailFast(), BeforeValidator(few_parts)
-    ]
-    logprobs: StrictBool = False
-    top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS)] = 0
-    tools: Annotated[list[Tool], Field(max_length=_MAX_TOOLS), FailFast()] = []  # noqa: RUF012 - as above
-    tool_choice: ToolChoice | None = None
-    parallel_tool_calls: StrictBool = True
-
-    def num_logprobs(self) -> int | None:
-        """See :class:`GenerationRequest`.
-
-        Raises:
-            InvalidRequestError: alternatives are asked for, but not logprobs.
-        """
-        if self.top_logprobs and not self.logprobs:
-            msg = f"top_logprobs is {self.top_logprobs}, but logprobs is not true."
-            raise InvalidRequestError(msg, param="top_logprobs", remedy="Leave it out, or send logprobs: true.")
-        return self.top_logprobs if self.logprobs else None
-
-
-class TokenizeRequest(RequestBody):
-    """``POST /tokenize``: a prompt, or the messages of a chat.
-
-    Attributes:
-        model: may be left out: there is one.
-        prompt: a text.
-        messages: a chat, which is put into the model's template; instead of ``prompt``.
-        return_token_strs: whether the text of each token is told too.
-    """
-
-    prompt: Text | None = None
-    messages: Annotated[
-        list[ChatMessage] | None,
-        Field(min_length=1, max_length=MAX_PARTS),
-        FailFast(),
-        BeforeValidator(few_parts),
-    ] = None
-    return_token_strs: StrictBool = False
-
-    @model_validator(mode="after")
-    def _one_of_both(self) -> TokenizeRequest:
-        if (self.prompt is None) == (self.messages is None):
-            msg = "Neither prompt nor messages is there, or both are."
-            raise InvalidRequestError(msg, param="prompt", remedy="Send one of them.")
-        return self
-
-
-class DetokenizeRequest(RequestBody):
-    """``POST /detokenize``.
-
-    Attributes:
-        tokens: token ids.
-    """
-
-    tokens: Annotated[list[Annotated[StrictInt, Field(ge=0, le=_MAX_TOKEN_ID)]], FailFast()]

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from pagefold.engine.client import EngineClient
+    from pagefold.server.chat_schemas import ChatMessage
     from pagefold.server.responses_schemas import InputMessage
-    from pagefold.server.schemas import ChatMessage, RequestBody
+    from pagefold.server.schemas import RequestBody
     from pagefold.server.structured_fields import Structured
     from pagefold.server.tools.formats import ToolFormat
     from pagefold.server.tools.schemas import Tool

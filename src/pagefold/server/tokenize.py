@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Request
 
 from pagefold.server.answer_schemas import Detokenized, Tokenized
-from pagefold.server.schemas import DetokenizeRequest, TokenizeRequest  # noqa: TC001 - FastAPI reads them
+from pagefold.server.tokenize_schemas import DetokenizeRequest, TokenizeRequest  # noqa: TC001 - FastAPI reads them
 
 if TYPE_CHECKING:
     from pagefold.server.served import Served

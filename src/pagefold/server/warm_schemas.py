@@ -17,18 +17,9 @@ from pydantic import (
 
 from pagefold.errors import InvalidRequestError
 from pagefold.request import DEFAULT_RETENTION_PRIORITY, WarmUp
-from pagefold.server.schemas import (
-    MAX_PARTS,
-    ChatMessage,
-    OneIds,
-    OneText,
-    RequestBody,
-    Text,
-    checked_ids,
-    checked_text,
-    few_parts,
-    stated,
-)
+from pagefold.server.chat_schemas import ChatMessage  # noqa: TC001 - pydantic reads it
+from pagefold.server.completion_schemas import OneIds, checked_ids, checked_text
+from pagefold.server.schemas import MAX_PARTS, OneText, RequestBody, Text, few_parts, stated
 
 __all__ = ["WarmRequest"]
 

@@ -1,0 +1,50 @@
+"""What clients send to ``/tokenize`` and ``/detokenize``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BeforeValidator, FailFast, Field, StrictBool, StrictInt, model_validator
+
+from pagefold.errors import InvalidRequestError
+from pagefold.server.chat_schemas import ChatMessage  # noqa: TC001 - pydantic reads it
+from pagefold.server.schemas import MAX_PARTS, MAX_TOKEN_ID, RequestBody, Text, few_parts
+
+__all__ = ["DetokenizeRequest", "TokenizeRequest"]
+
+
+class TokenizeRequest(RequestBody):
+    """``POST /tokenize``: a prompt, or the messages of a chat.
+
+    Attributes:
+        model: may be left out: there is one.
+        prompt: a text.
+        messages: a chat, which is put into the model's template; instead of ``prompt``.
+        return_token_strs: whether the text of each token is told too.
+    """
+
+    prompt: Text | None = None
+    messages: Annotated[
+        list[ChatMessage] | None,
+        Field(min_length=1, max_length=MAX_PARTS),
+        FailFast(),
+        BeforeValidator(few_parts),
+    ] = None
+    return_token_strs: StrictBool = False
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            msg = "Neither prompt nor messages is there, or both are."
+            raise InvalidRequestError(msg, param="prompt", remedy="Send one of them.")
+        return self
+
+
+class DetokenizeRequest(RequestBody):
+    """``POST /detokenize``.
+
+    Attributes:
+        tokens: token ids.
+    """
+
+    tokens: Annotated[list[Annotated[StrictInt, Field(ge=0, le=MAX_TOKEN_ID)]], FailFast()]
