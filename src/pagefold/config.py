@@ -276,6 +276,7 @@ class ServerConfig:
         log_format: ``text``, or ``json`` for one object a line.
         log_level: ``debug``, ``info`` (a line for each request), ``warning`` or ``error``.
         tool_call_parser: the form in which the model writes calls of tools; None for what its chat template says.
+        responses_store_bytes: memory for responses that clients go on from by their id; 0 keeps none.
 
     Raises:
         ConfigError: a value is out of range.
@@ -293,6 +294,7 @@ class ServerConfig:
     log_format: Literal["text", "json"] = "text"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     tool_call_parser: str | None = None
+    responses_store_bytes: int = 64 * 2**20
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -304,6 +306,8 @@ class ServerConfig:
             raise _bad("drain_s", self.drain_s, "a number of seconds, at least 0")
         _one_of("log_format", self.log_format, _LOG_FORMATS)
         _one_of("log_level", self.log_level, _LOG_LEVELS)
+        if self.responses_store_bytes < 0:
+            raise _bad("responses_store_bytes", self.responses_store_bytes, "a number of bytes, at least 0")
         if self.max_queued_requests < 0:
             raise _bad("max_queued_requests", self.max_queued_requests, "at least 0")
         if self.tool_call_parser is not None:

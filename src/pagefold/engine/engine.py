@@ -435,6 +435,7 @@ class Engine:
             is_last=is_last,
             times=request.times,
             num_loaded_tokens=request.num_loaded_tokens,
+            stop_reason=text.stop_reason if reason == "stop" else None,
         )
         if reason == "error":
             delta = replace(delta, error=_grammar_error(request), param=FIELD)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -82,6 +82,29 @@ _GAUGES: dict[str, tuple[str, str]] = {
 }
 """Gauge to (field of ``EngineStatus``, help)."""
 
+_RESPONSE_GAUGES: dict[str, tuple[str, str]] = {
+    "pagefold:num_stored_responses": ("num_responses", "Responses that are kept, so that clients can go on from them."),
+    "pagefold:stored_responses_bytes": ("num_bytes", "What they take of --responses-store-bytes."),
+}
+"""Gauge to (attribute of :class:`StoredResponses`, help)."""
+
+
+class StoredResponses(Protocol):
+    """What is kept of responses."""
+
+    @property
+    def num_responses(self) -> int:
+        """How many there are."""
+
+    @property
+    def num_bytes(self) -> int:
+        """How much memory they take."""
+
+
+class _NoResponses:
+    num_responses = 0
+    num_bytes = 0
+
 
 class Metrics:
     """Counts what happens and serves it as Prometheus' text.
@@ -99,6 +122,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": "0"}
         self._status: Callable[[], EngineStatus] | None = None
+        self._stored: StoredResponses = _NoResponses()
         self._lock = threading.Lock()
         self._make_counters()
         self._make_histograms()
@@ -122,6 +146,10 @@ class Metrics:
     def watch(self, status: Callable[[], EngineStatus]) -> None:
         """Ask ``status`` for the gauges whenever somebody reads; before, there are none."""
         self._status = status
+
+    def watch_responses(self, responses: StoredResponses) -> None:
+        """Ask ``responses`` for the gauges of what is stored."""
+        self._stored = responses
 
     def emit(self, event: Event) -> None:
         """Count an event, if it is one of those that are counted."""
@@ -154,10 +182,11 @@ class Metrics:
         if self._status is None:
             return
         status = self._status()
-        for name, (field, what) in _GAUGES.items():
-            family = GaugeMetricFamily(name, what, labels=tuple(self._labels))
-            family.add_metric(tuple(self._labels.values()), getattr(status, field))
-            yield family
+        for gauges, source in ((_GAUGES, status), (_RESPONSE_GAUGES, self._stored)):
+            for name, (field, what) in gauges.items():
+                family = GaugeMetricFamily(name, what, labels=tuple(self._labels))
+                family.add_metric(tuple(self._labels.values()), getattr(source, field))
+                yield family
 
     # What there is.
 

@@ -11,6 +11,7 @@ from pagefold import __version__
 from pagefold.config import Account
 from pagefold.errors import EngineStoppedError
 from pagefold.server.answer_schemas import Model, Models
+from pagefold.server.anthropic import AnthropicErrors, message_routes
 from pagefold.server.body_limit import BodyLimit
 from pagefold.server.cache import cache_routes
 from pagefold.server.chat import chat_routes
@@ -20,7 +21,7 @@ from pagefold.server.errors import add_error_handlers
 from pagefold.server.ignored import TellIgnored
 from pagefold.server.keys import Keys
 from pagefold.server.request_log import RequestLog
-from pagefold.server.responses import response_routes
+from pagefold.server.responses import ResponseStore, response_routes
 from pagefold.server.served import Served
 from pagefold.server.tokenize import tokenize_routes
 from pagefold.server.warming import Warmer, tenants_of
@@ -48,12 +49,16 @@ def create_app(client: EngineClient, *, model_name: str, config: ServerConfig, m
     accounts = [*(Account(key=key) for key in config.api_keys), *config.accounts]
     app.add_middleware(Keys, accounts=accounts, admin_key=config.admin_api_key)
     add_error_handlers(app)
+    app.add_middleware(AnthropicErrors)
     app.add_middleware(RequestLog, count=metrics.count_response)  # the last added is the outermost
     metrics.watch(client.status)
     served = Served(client, model_name, config.tool_call_parser)
     app.include_router(completion_routes(served))
     app.include_router(chat_routes(served))
-    app.include_router(response_routes(served))
+    responses = ResponseStore(config.responses_store_bytes)
+    metrics.watch_responses(responses)
+    app.include_router(response_routes(served, responses))
+    app.include_router(message_routes(served))
     app.include_router(tokenize_routes(served))
     app.include_router(cache_routes(Warmer(served, tenants_of(config))))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pagefold.server.anthropic.errors import is_anthropic
 from pagefold.server.ignored import IGNORED_HEADER
 from pagefold.server.keys import OPEN_PATHS, is_for_admin
 
@@ -37,11 +38,27 @@ _ERROR = {
 }
 """OpenAI's form of an error; see ``errors.py``."""
 
+_ANTHROPIC_ERROR = {
+    "title": "AnthropicError",
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string", "minLength": 1}},
+        },
+        "request_id": {"type": ["string", "null"]},
+    },
+}
+"""Anthropic's; see ``anthropic/errors.py``."""
+
 _WORDS = {
     400: "The request cannot be served as it was sent.",
     401: "A key is missing, or not known.",
     403: "The route is for the admin, and the server has no admin key.",
-    404: "There is no such model, or no such pin.",
+    404: "There is no such model, no such pin, or no such response.",
     408: "The body stopped coming.",
     409: "More would be pinned than may be.",
     413: "The body is too large.",
@@ -77,6 +94,7 @@ def describe(app: FastAPI, config: ServerConfig) -> None:
     for of_fastapi in ("HTTPValidationError", "ValidationError"):
         schemas.pop(of_fastapi, None)
     schemas["Error"] = _ERROR
+    schemas["AnthropicError"] = _ANTHROPIC_ERROR
     components["securitySchemes"] = {
         "key": {
             "type": "http",
@@ -90,10 +108,11 @@ def describe(app: FastAPI, config: ServerConfig) -> None:
 def _describe_operation(path: str, method: str, operation: dict[str, Any], *, has_keys: bool) -> None:
     responses = operation["responses"]
     responses.pop("422", None)  # FastAPI's; a body that does not fit is a 400
+    form = "AnthropicError" if is_anthropic(path) else "Error"
     for status in _statuses(path, method, operation, has_keys=has_keys):
         responses[str(status)] = {
             "description": _WORDS[status],
-            "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+            "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{form}"}}},
         }
     if "429" in responses:
         responses["429"]["headers"] = {"Retry-After": _RETRY_AFTER}
@@ -117,8 +136,10 @@ def _statuses(path: str, method: str, operation: dict[str, Any], *, has_keys: bo
         statuses.add(401)
     if path == "/v1/cache/warm":
         statuses.add(409)
-    if "{pin_id}" in path:
+    if "{pin_id}" in path or "{response_id}" in path:
         statuses.add(404)
+    if method == "get" and "{response_id}" in path:
+        statuses.add(400)
     if path in ("/health", "/ready"):
         statuses.add(503)
     if method == "get" and path.startswith("/v1/models"):

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from pagefold.engine.client import EngineClient
     from pagefold.server.chat_schemas import ChatMessage
-    from pagefold.server.responses_schemas import InputMessage
     from pagefold.server.schemas import RequestBody
     from pagefold.server.structured_fields import Structured
     from pagefold.server.tools.formats import ToolFormat
@@ -103,7 +102,7 @@ class Served:
 
     async def encode_chat(
         self,
-        messages: Sequence[ChatMessage | InputMessage],
+        messages: Sequence[ChatMessage],
         tools: Sequence[Tool] = (),
         *,
         param: str = "messages",
@@ -229,7 +228,7 @@ class Served:
         return self.client.tokenizer
 
 
-def _num_characters(messages: Sequence[ChatMessage | InputMessage]) -> int:
+def _num_characters(messages: Sequence[ChatMessage]) -> int:
     """Return about how many characters a chat has. Calls of tools are written out first: they count as long."""
     if any("tool_calls" in message.model_fields_set for message in messages):
         return _LONG_TEXT

@@ -35,10 +35,13 @@ class ToolUse:
     max_calls: int | None
     grammar: StructuredOutputsParams | None
 
+    def reader(self) -> ToolCallReader:
+        """Return who reads one output."""
+        return ToolCallReader({tool.function.name for tool in self.tools}, max_calls=self.max_calls)
+
     def teller(self) -> CallTeller:
         """Return who tells one output."""
-        names = {tool.function.name for tool in self.tools}
-        return CallTeller(ToolCallReader(names, max_calls=self.max_calls))
+        return CallTeller(self.reader())
 
 
 def tool_use(tools: Sequence[Tool], which: WhichTool, form: ToolFormat, *, is_parallel: bool) -> ToolUse:
