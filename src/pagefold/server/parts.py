@@ -7,11 +7,10 @@ tells what a whole answer tells.
 
 from __future__ import annotations
 
-import json
 import uuid
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from pagefold.server.tools.reader import ArgumentsPiece, CallBegun, TextPiece
 
@@ -30,7 +29,6 @@ __all__ = [
     "PartReader",
     "PieceReader",
     "PlainText",
-    "arguments_object",
     "part_events",
 ]
 
@@ -177,13 +175,3 @@ async def part_events(generation: Generation, reader: PartReader) -> AsyncGenera
                 yield event
     for event in reader.end():
         yield event
-
-
-def arguments_object(text: str) -> dict[str, Any] | None:
-    """Return the object that a call's arguments are; None if they are none that JSON can tell, as in one cut off."""
-    try:
-        found: Any = json.loads(text)
-        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, RecursionError):  # half of a surrogate pair is a ValueError too
-        return None
-    return found if isinstance(found, dict) else None

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, FailFast, S
 from pagefold.server.chat_schemas import ChatMessage, TextPart
 from pagefold.server.ignored import Body
 from pagefold.server.schemas import Text  # noqa: TC001 - pydantic reads it
+from pagefold.server.tellable import tellable
 from pagefold.server.tools.schemas import CalledFunction, ToolCall
 
 if TYPE_CHECKING:
@@ -48,15 +49,6 @@ Texts: TypeAlias = Annotated[
 ]
 
 
-def _can_be_told(arguments: dict[str, Any]) -> dict[str, Any]:
-    try:
-        json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, RecursionError):
-        msg = "it holds half of a surrogate pair, a number that JSON does not have, or nests without end"
-        raise ValueError(msg) from None
-    return arguments
-
-
 class ToolUseBlock(Body):
     """A call in an earlier answer.
 
@@ -71,7 +63,7 @@ class ToolUseBlock(Body):
     type: Literal["tool_use"]
     id: Text
     name: Text
-    input: Annotated[dict[str, Any], AfterValidator(_can_be_told)]
+    input: Annotated[dict[str, Any], AfterValidator(tellable)]
 
 
 class ToolResultBlock(Body):

@@ -7,7 +7,8 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from pagefold.server.anthropic.errors import error_event
-from pagefold.server.parts import PartBegan, PartGrew, arguments_object, part_events
+from pagefold.server.parts import PartBegan, PartGrew, part_events
+from pagefold.server.tellable import arguments_object
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
-from pydantic import BeforeValidator, PlainValidator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
+from pagefold.server.schemas import Text  # noqa: TC001 - pydantic reads it
+from pagefold.server.tellable import is_tellable, tellable
 from pagefold.server.tools.schemas import Tool, ToolFunction, WhichTool
 
 __all__ = ["Choice", "Function", "FunctionChoice"]
@@ -22,6 +24,8 @@ class Function(ToolFunction):
     """A function that the model may call."""
 
     type: Annotated[Literal["function"], BeforeValidator(_is_function)]
+    description: Text = ""
+    parameters: Annotated[dict[str, Any], AfterValidator(tellable)] = Field(default_factory=dict)
 
     def as_tool(self) -> Tool:
         """Return it in the form of chats."""
@@ -66,7 +70,12 @@ def _as_choice(value: object) -> Choice:
     if value == "required":
         return Choice(WhichTool("required"), None, "required")
     kind = value.get("type") if isinstance(value, dict) else None
-    if kind == "function" and isinstance(value, dict) and isinstance(name := value.get("name"), str):
+    if (
+        kind == "function"
+        and isinstance(value, dict)
+        and is_tellable(name := value.get("name"))
+        and isinstance(name, str)
+    ):
         return Choice(WhichTool("required", name), None, {"type": "function", "name": name})
     if kind == "allowed_tools" and isinstance(value, dict):
         return _as_allowed(value)
@@ -84,8 +93,8 @@ def _as_allowed(value: dict[str, Any]) -> Choice:
 
 def _name_of(tool: object) -> str:
     name = tool.get("name") if isinstance(tool, dict) else None
-    if not isinstance(name, str):
-        raise ValueError(_SAYS)  # noqa: TRY004 - pydantic wants ValueErrors
+    if not isinstance(name, str) or not is_tellable(name):
+        raise ValueError(_SAYS)
     return name
 
 

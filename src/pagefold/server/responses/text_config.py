@@ -8,6 +8,7 @@ from pydantic import Field, PlainValidator
 
 from pagefold.server.ignored import Body
 from pagefold.server.structured_fields import Structured
+from pagefold.server.tellable import tellable
 from pagefold.structured.params import StructuredOutputsParams
 
 __all__ = ["TextConfig"]
@@ -41,7 +42,7 @@ def _as_format(value: object) -> _Format:
         raise ValueError(msg)
     told = {name: value[name] for name in _TOLD if isinstance(value.get(name), (str, dict, bool))}
     params = StructuredOutputsParams(json=schema, lenient=strict is not True)
-    return _Format(params, {"type": "json_schema", **told})
+    return _Format(params, {"type": "json_schema", **tellable(told)})
 
 
 _AnyFormat: TypeAlias = Annotated[_Format, PlainValidator(_as_format, json_schema_input_type=dict[str, Any])]
