@@ -86,9 +86,10 @@ class ResponseForm:
 
 
 def item_of(part: Part, status: str) -> dict[str, Any]:
-    """Return a part of the output as an item: a message or a call."""
+    """Return a part of the output as an item: a message or a call. What is in progress is still empty."""
     if part.kind == "call":
-        about = {"call_id": f"call_{part.key[:24]}", "name": part.name, "arguments": part.text}
+        arguments = "" if status == "in_progress" else part.text
+        about = {"call_id": f"call_{part.key[:24]}", "name": part.name, "arguments": arguments}
         return {"id": f"fc_{part.key}", "type": "function_call", "status": status, **about}
     content = [] if status == "in_progress" else [text_part(part.text)]
     return {"id": f"msg_{part.key}", "type": "message", "role": "assistant", "status": status, "content": content}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
+from pydantic import AfterValidator, Field, PlainValidator, model_validator
 
 from pagefold.server.schemas import Text  # noqa: TC001 - pydantic reads it
 from pagefold.server.tellable import is_tellable, tellable
@@ -13,19 +13,20 @@ from pagefold.server.tools.schemas import Tool, ToolFunction, WhichTool
 __all__ = ["Choice", "Function", "FunctionChoice"]
 
 
-def _is_function(kind: object) -> object:
-    if kind != "function":
-        msg = "this server calls nothing itself: tools are functions, which the client calls"
-        raise ValueError(msg)
-    return kind
-
-
 class Function(ToolFunction):
     """A function that the model may call."""
 
-    type: Annotated[Literal["function"], BeforeValidator(_is_function)]
+    type: Literal["function"]
     description: Text = ""
     parameters: Annotated[dict[str, Any], AfterValidator(tellable)] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_function(cls, fields: Any) -> Any:  # noqa: ANN401 - whatever the JSON was
+        if isinstance(fields, dict) and fields.get("type") != "function":
+            msg = "this server calls nothing itself: tools are of type function, which the client calls"
+            raise ValueError(msg)
+        return fields
 
     def as_tool(self) -> Tool:
         """Return it in the form of chats."""

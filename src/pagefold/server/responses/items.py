@@ -98,7 +98,9 @@ class Reasoning(Body):
 
 
 def _tag(value: Any) -> str | None:  # noqa: ANN401 - whatever the JSON was
-    kind = value.get("type") or "message" if isinstance(value, dict) else getattr(value, "type", None)
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    if kind is None and isinstance(value, dict):
+        kind = "message"
     return f"<{kind}>" if kind in _KINDS else None
 
 
