@@ -7,6 +7,7 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 from pagefold.server.errors import error_body
+from pagefold.server.responses.items import call_id
 
 if TYPE_CHECKING:
     from pagefold.errors import PagefoldError
@@ -89,7 +90,7 @@ def item_of(part: Part, status: str) -> dict[str, Any]:
     """Return a part of the output as an item: a message or a call. What is in progress is still empty."""
     if part.kind == "call":
         arguments = "" if status == "in_progress" else part.text
-        about = {"call_id": f"call_{part.key[:24]}", "name": part.name, "arguments": arguments}
+        about = {"call_id": call_id(part), "name": part.name, "arguments": arguments}
         return {"id": f"fc_{part.key}", "type": "function_call", "status": status, **about}
     content = [] if status == "in_progress" else [text_part(part.text)]
     return {"id": f"msg_{part.key}", "type": "message", "role": "assistant", "status": status, "content": content}

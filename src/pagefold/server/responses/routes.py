@@ -17,7 +17,7 @@ from pagefold.server.keys import account_of
 from pagefold.server.request_log import attach_generation
 from pagefold.server.responses.events import response_events
 from pagefold.server.responses.form import ResponseForm
-from pagefold.server.responses.items import ITEMS, chat_of
+from pagefold.server.responses.items import ITEMS, chat_of, kept, kept_output
 from pagefold.server.responses.schemas import ResponseRequest  # noqa: TC001 - FastAPI reads it
 from pagefold.server.schemas import MAX_PARTS
 from pagefold.server.streaming import EventStream
@@ -113,8 +113,8 @@ class _Answer:
         """Return the whole response, and have it stored. What is too large for the store is not stored, and says so."""
         response = self.form.ended(self.generation, self.reader)
         if response["store"]:
-            before = [item.model_dump(mode="json", exclude_none=True) for item in self.items]
-            response["store"] = self.store.put(self.tenant, response, [*before, *response["output"]])
+            items = [*kept(self.items), *kept_output(self.reader.parts)]
+            response["store"] = self.store.put(self.tenant, response, items)
         return response
 
 
