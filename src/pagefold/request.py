@@ -399,12 +399,14 @@ class Request:
         order: the scheduling policy's key of it.
         warm_up: if it only warms the cache: its latencies are nobody's.
         returns_in_s: in so many seconds from its end a request that goes on from it is expected; None for unknown.
+        error: why it ends with ``error``, where that is not its grammar's.
         prompt_use: of its prompt, shared by all samples of it.
     """
 
     __slots__ = (
         "cumulative_logprob",
         "deadline_s",
+        "error",
         "finish_reason",
         "forks",
         "index",
@@ -416,7 +418,6 @@ class Request:
         "namespace",
         "num_cached_tokens",
         "num_computed_tokens",
-        "num_failed_steps",
         "num_loaded_tokens",
         "num_preemptions",
         "num_prompt_tokens",
@@ -485,9 +486,9 @@ class Request:
         self.num_cached_tokens = -1
         self.num_loaded_tokens: dict[str, int] = {}
         self.num_preemptions = 0
-        self.num_failed_steps = 0
         self.is_aborted = False
         self.finish_reason: FinishReason | None = None
+        self.error = ""
         self.table: BlockTable | None = None
 
     @property

@@ -318,7 +318,8 @@ class Engine:
     def step(self) -> list[OutputDelta]:
         """Run one step and return what it added, request by request.
 
-        A step that fails is taken back, and its requests run again; one that keeps failing ends with ``error``.
+        A step that fails is taken back, and its requests run again: apart, until it is known whose fault it was. Who
+        made it fail ends with ``error``.
         """
         now = self._clock()
         if self.tiering is not None:
@@ -332,7 +333,7 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - whatever a step dies of, its requests must not be lost
             return deltas + self._abandon(plan, error)
         except BaseException as interrupt:  # not the step's fault: whoever catches it finds no step in flight
-            self.scheduler.abandon(type(interrupt).__name__)
+            self.scheduler.abandon(type(interrupt).__name__, is_blamed=False)
             raise
         began, now = now, self._clock()
         if self.tiering is not None:
@@ -468,7 +469,7 @@ class Engine:
         now = self._clock()
         why = f"{type(error).__name__}: {error}"
         return [
-            self._cut_off(request, f"The step failed {request.num_failed_steps} times: {why}", now)
+            self._cut_off(request, f"{request.error or 'The step failed'}: {why}", now)
             for request in ended
             if request.request_id in self._texts
         ]
