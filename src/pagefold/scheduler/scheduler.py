@@ -10,7 +10,8 @@ Memory comes from free and cached blocks first, then from pins, and only then fr
 
 Always: ``waiting`` is in the policy's order, and so is ``running`` when a step begins; those that the step admits come
 behind. Preemption takes from the end of ``running``, so the first in that order always gets on, and a victim is never
-part of the plan that is being made. First come first served, all in ``running`` came before all in ``waiting``.
+part of the plan that is being made. First come first served, all in ``running`` came before all in ``waiting``, but
+for those that were tried apart.
 
 When a step has failed, ``suspicion.py`` says who alone is planned until it is known whose fault that was. Who runs and
 is not chosen keeps its blocks, unless somebody more urgent needs them.

@@ -73,6 +73,7 @@ class Suspicion:
     """
 
     __slots__ = (
+        "_again",
         "_clear",
         "_failed_alone",
         "_failed_in_company",
@@ -88,6 +89,7 @@ class Suspicion:
         self.is_on = False
         self.num_failed_in_a_row = 0
         self._groups: deque[list[Request]] = deque()  # the first is tried next
+        self._again: deque[list[Request]] = deque()  # against whom something counts: tried when no group is left
         self._clear: list[Request] = []  # who runs and is in no group, as of the last choice
         self._joining: list[Request] = []  # one who ran alone, until that has been tried with the clear ones
         self._is_clear_sure = False  # these have run since
@@ -112,6 +114,8 @@ class Suspicion:
         self._forget_gone(running, waiting)
         if self._joining and not self._clear:
             self._clear, self._joining = self._joining, []
+        if self._again and not self._groups:
+            self._groups.append(self._again.popleft())
         if not self._groups and not self._joining:
             self._end()
             return None
@@ -177,15 +181,15 @@ class Suspicion:
         self._groups.extendleft(list(half) for half in (requests[middle:], requests[:middle]) if half)
 
     def _count(self, request: Request, counts: Counter[Request], most: int, why: str) -> dict[Request, str]:
-        """Count a failed step against a request, which ends by it or is tried again behind all others."""
+        """Count a failed step against a request, which ends by it or is tried again when all others were."""
         counts[request] += 1
         if counts[request] >= most:
             return {request: why}
-        self._groups.append([request])
+        self._again.append([request])
         return {}
 
     def _blame_device(self, others: Iterable[Iterable[Request]]) -> dict[Request, str]:
-        everybody = chain(self._clear, *self._groups, *others)
+        everybody = chain(self._clear, *self._groups, *self._again, *others)
         self._end()
         return dict.fromkeys(everybody, _DEVICE)
 
@@ -193,6 +197,7 @@ class Suspicion:
         self.is_on = False
         self.num_failed_in_a_row = 0
         self._groups.clear()
+        self._again.clear()
         self._clear = []
         self._failed_alone.clear()
         self._failed_in_company.clear()
@@ -205,10 +210,12 @@ class Suspicion:
         elif trial is _Trial.JOINING:
             self._joining = []
         here = {*running, *waiting}
-        groups = [[one for one in group if one in here] for group in self._groups]
-        self._groups = deque(group for group in groups if group)
+        self._groups, self._again = (
+            deque(left for group in groups if (left := [one for one in group if one in here]))
+            for groups in (self._groups, self._again)
+        )
         self._joining = [one for one in self._joining if one in here]
-        suspects = {*chain(self._joining, *self._groups)}
+        suspects = {*chain(self._joining, *self._groups, *self._again)}
         self._clear = [one for one in running if one not in suspects]
 
     def _next_trial(self) -> _Trial:
