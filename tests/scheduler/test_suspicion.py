@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -38,7 +39,7 @@ class Course(NamedTuple):
     def longest_wait(self, request_id: str) -> int:
         """The most steps in a row, from its first to its last, that had no row of it."""
         planned = [index for index, (names, _) in enumerate(self.steps) if request_id in names]
-        return max((b - a - 1 for a, b in zip(planned, planned[1:], strict=False)), default=0)
+        return max((b - a - 1 for a, b in pairwise(planned)), default=0)
 
 
 def run(
@@ -275,7 +276,9 @@ def test_who_leans_on_the_promise_of_a_culprit_computes_it():
 
 def test_warm_ups_are_suspected_like_others():
     house = House(num_blocks=256, seqs=16)
-    requests = [house.add(f"r{index}", [index % 3, index // 3, 2, 2, 1], 1, warm_up=WarmUp(pin=True)) for index in range(6)]
+    requests = [
+        house.add(f"r{index}", [index % 3, index // 3, 2, 2, 1], 1, warm_up=WarmUp(pin=True)) for index in range(6)
+    ]
     run(house, lambda names: "r3" in names)
     check_all_but(requests, {"r3"})
     assert {pin.pin_id for pin in house.core.pins} == {request.request_id for request in requests} - {"r3"}

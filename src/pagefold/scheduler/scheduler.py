@@ -222,7 +222,8 @@ class Scheduler:
         """Plan the step behind the one in flight, whose tokens are not known yet. None where that one must land first.
 
         That is so where its tokens decide what comes next, where a request's time is up, where somebody would have to
-        be preempted, and while it is looked for who made a step fail. Who may end with the token that is being sampled has a row too many, which is dropped.
+        be preempted, and while a culprit is looked for. Who may end with the token that is being sampled has a row too
+        many, which is dropped.
         """
         before = self._step
         assert self._ahead is None, "two steps at a time: apply or abandon the first one first"
@@ -356,7 +357,7 @@ class Scheduler:
         else:
             rows = zip(step.requests, step.plan.starts, step.plan.num_tokens, strict=False)
             ends = [(request, start + num_tokens) for request, start, num_tokens in rows]
-            if len(ends) < len(self.running):  # some are held back
+            if not step.is_ahead and len(ends) < len(self.running):  # some are held back
                 planned = {request for request, _ in ends}
                 ends += [(one, one.num_computed_tokens) for one in list(self.running) if one not in planned]
         tables = [(request.table, end) for request, end in ends]
@@ -663,7 +664,7 @@ class Scheduler:
         return True
 
     def _take_last(self) -> Request:
-        """Take the last of those that run, in order; who has a row already is not, while its successor asks for room."""
+        """Take the last, in order, of those that run and have no row yet."""
         held_back = self._held_back
         is_held_back = held_back and held_back[-1].order > self.running[-1].order
         return held_back.pop() if is_held_back else self.running.pop()

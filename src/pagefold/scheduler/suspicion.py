@@ -127,10 +127,10 @@ class Suspicion:
 
     def ran(self, requests: Collection[Request]) -> None:
         """The step ran with these."""
+        self.num_failed_in_a_row = 0
         if not self.is_on:
             return
         trial, self._trial = self._trial, None
-        self.num_failed_in_a_row = 0
         if trial is _Trial.CLEAR:
             self._is_clear_sure = True
         elif trial is _Trial.JOINING:
@@ -189,13 +189,13 @@ class Suspicion:
         return {}
 
     def _blame_device(self, others: Iterable[Iterable[Request]]) -> dict[Request, str]:
-        everybody = chain(self._clear, *self._groups, *self._again, *others)
+        everybody = [*chain(self._clear, *self._groups, *self._again, *others)]
         self._end()
+        self.num_failed_in_a_row = 0
         return dict.fromkeys(everybody, _DEVICE)
 
     def _end(self) -> None:
         self.is_on = False
-        self.num_failed_in_a_row = 0
         self._groups.clear()
         self._again.clear()
         self._clear = []
