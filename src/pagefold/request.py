@@ -86,6 +86,7 @@ class Caller:
         priority: the smaller, the sooner it is served, with a scheduling policy that looks at it.
         warm_up: of a request that only warms the cache; None for all others.
         returns_in_s: in so many seconds from its end the conversation is expected to go on; None for nobody knows.
+        tier_offset: added to ``priority``, but only with such a policy.
     """
 
     tenant: str = ""
@@ -93,6 +94,7 @@ class Caller:
     priority: int = 0
     warm_up: WarmUp | None = None
     returns_in_s: float | None = None
+    tier_offset: int = 0
 
     def __post_init__(self) -> None:
         if self.returns_in_s is not None and not 0.0 <= self.returns_in_s <= MAX_RETURNS_IN_S:

@@ -274,7 +274,8 @@ def test_samples_of_a_restricted_prompt_are_those_of_requests_alone(llm):
 
 def test_a_restriction_that_leaves_no_token_of_a_grammar_ends_its_request_alone(llm):
     (a,) = llm.engine.tokenizer.encode("a")
-    how = SamplingParams(max_tokens=9, allowed_token_ids=[a], structured_outputs=StructuredOutputsParams(regex="[ab][ab]b"))
+    wish = StructuredOutputsParams(regex="[ab][ab]b")
+    how = SamplingParams(max_tokens=9, allowed_token_ids=[a], structured_outputs=wish)
     free = SamplingParams(max_tokens=9, ignore_eos=True)
     ended, other = llm.generate(["Say"] * 2, [how, free], use_tqdm=False)
     assert (ended.outputs[0].finish_reason, ended.outputs[0].token_ids) == ("error", [a, a])
