@@ -73,7 +73,8 @@ class StepPlan:
             no penalty asks for it. Not a copy.
         banned: token ids that each of ``adjusted`` must not sample.
         masked: which of ``sampling_rows`` may sample only some tokens; ascending.
-        masks: those, for each of ``masked``: bit ``t % 8`` of byte ``t // 8`` is token ``t``. All are of one length.
+        masks: those, for each of ``masked``: bit ``t % 8`` of byte ``t // 8`` is token ``t``. What is beyond the end
+            of a mask is not in it.
         logprob_rows: which of ``sampling_rows`` tell logprobs of what they sample; ascending.
         prompt_parts: prompt tokens whose logprobs are asked for.
         late: which of ``token_ids`` mean nothing, since the step before samples those tokens; ascending. Only of a step

@@ -14,7 +14,8 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypedDict
 
-from pagefold.engine.logprobs import named_logprobs
+from pagefold.engine.logprobs import PromptLogprobs, named_logprobs
+from pagefold.engine.output_rules import matcher_error, matchers, output_text, refuse_without_tokenizer
 from pagefold.engine.outputs import Logprob, OutputDelta, OutputText
 from pagefold.engine.pins import PinReport, report_pins
 from pagefold.errors import InvalidRequestError, PinQuotaError
@@ -60,7 +61,7 @@ class ModelLimits:
 class _Logprobs(TypedDict, total=False):
     cumulative_logprob: float
     logprobs: tuple[dict[int, Logprob], ...]
-    prompt_logprobs: list[dict[int, Logprob] | None]
+    prompt_logprobs: PromptLogprobs
 
 
 class Engine:
@@ -143,6 +144,7 @@ class Engine:
         self._check_ids(prompt_token_ids, "prompt")
         self._check_ids(sampling.stop_token_ids, "stop_token_ids")
         self._check_ids(sampling.logit_bias or (), "logit_bias")
+        self._check_ids(sampling.allowed_token_ids or (), "allowed_token_ids")
         max_tokens = max_len - num_tokens if sampling.max_tokens is None else sampling.max_tokens
         if sampling.min_tokens > max_tokens:
             msg = f"min_tokens is {sampling.min_tokens}, and the output has at most {max_tokens} tokens."
@@ -150,9 +152,8 @@ class Engine:
         if sampling.min_tokens and len(self._stop_ids(sampling)) >= self.limits.vocab_size:
             msg = "Every token is a stop token, so none can come before min_tokens."
             raise InvalidRequestError(msg, param="stop_token_ids", remedy="Leave some out.")
-        if sampling.stop and self.tokenizer is None:
-            msg = "Stop strings need a tokenizer, and this engine works in tokens only."
-            raise InvalidRequestError(msg, param="stop", remedy="Use stop_token_ids.")
+        if self.tokenizer is None:
+            refuse_without_tokenizer(sampling)
         max_samples = self.scheduler.limits.max_num_seqs
         if sampling.num_samples > max_samples:
             param = "n" if sampling.n > max_samples else "best_of"
@@ -214,34 +215,35 @@ class Engine:
         max_total = self.capacity.max_model_len
         if sampling.max_tokens is not None:
             max_total = min(max_total, len(prompt_token_ids) + sampling.max_tokens)
+        priority = caller.priority + (0 if self.scheduler.policy.name == "fcfs" else caller.tier_offset)
         seed = sampling.seed if sampling.seed is not None else hash((self._seed, self._num_requests))
         self._num_requests += 1
         now = self._clock()
         stop = StopRule(self._stop_ids(sampling), max_total)
+        to_match = matchers(sampling, grammar, self.limits.vocab_size, self.tokenizer)
         samples = [
             Request(
                 sample_id,
                 prompt_token_ids,
                 sampling,
                 stop=stop,
-                matcher=None if grammar is None else grammar.matcher(ignore_eos=sampling.ignore_eos),
+                matcher=matcher,
                 namespace=namespace.key(),
                 seed=seed + index,
                 arrival_s=now,
                 deadline_s=None if self._request_timeout_s is None else now + self._request_timeout_s,
-                priority=caller.priority,
+                priority=priority,
                 parent_id=request_id,
                 sample_index=index,
                 warm_up=caller.warm_up,
                 returns_in_s=caller.returns_in_s,
             )
-            for index, sample_id in enumerate(sample_ids)
+            for index, (sample_id, matcher) in enumerate(zip(sample_ids, to_match, strict=True))
         ]
         if caller.warm_up is not None and caller.warm_up.pin:
             self._check_pin_quota(samples[0])
         for sample_id in sample_ids:
-            detokenizer = None if self.tokenizer is None else self.tokenizer.detokenizer(prompt_token_ids)
-            self._texts[sample_id] = OutputText(detokenizer, sampling.stop, sampling.min_tokens)
+            self._texts[sample_id] = output_text(sampling, prompt_token_ids, self.tokenizer)
         self._open[request_id] = sample_ids
         first, *first.forks = samples
         self.scheduler.add(first)
@@ -407,11 +409,14 @@ class Engine:
 
         ``reason`` is why it ended with that token, if it did.
         """
-        token_id = request.token_ids[-1]
         text = self._texts[request.request_id]
         text_offset = text.num_characters
-        is_stop_token = reason == "stop" and token_id in request.stop.token_ids
-        piece = "" if is_stop_token else text.push(token_id)
+        token_ids = () if request.has_no_output else (request.token_ids[-1],)
+        piece = ""
+        for token_id in token_ids:
+            is_stop_token = reason == "stop" and token_id in request.stop.token_ids
+            if not is_stop_token or request.sampling.include_stop_str_in_output:
+                piece = text.push(token_id)
         if text.stopped and reason != "stop":
             if reason is None:
                 self.scheduler.finish(request.request_id, "stop")
@@ -429,7 +434,7 @@ class Engine:
         delta = OutputDelta(
             request.parent_id,
             piece,
-            (token_id,),
+            token_ids,
             request.num_cached_tokens,
             reason,
             index=request.sample_index,
@@ -438,7 +443,8 @@ class Engine:
             num_loaded_tokens=request.num_loaded_tokens,
         )
         if reason == "error":
-            delta = replace(delta, error=_grammar_error(request), param=FIELD)
+            assert request.matcher is not None  # in a step that ran, only it can have failed
+            delta = replace(delta, error=matcher_error(request, request.matcher), param=request.matcher.field)
         return delta if request.is_plain else replace(delta, text_offset=text_offset, **self._logprobs(request))
 
     def _close(self, request: Request) -> bool:
@@ -455,13 +461,13 @@ class Engine:
         told: _Logprobs = {}
         sampling = request.sampling
         if sampling.logprobs is not None:
-            last = named_logprobs(self.tokenizer, request.token_ids[-1:], request.logprobs[-1:])
-            told["logprobs"] = tuple(last)
+            last = request.logprobs[-1:]  # none where nothing is sampled
+            told["logprobs"] = tuple(named_logprobs(self.tokenizer, request.token_ids[-1:] if last else (), last))
         if request.logprobs:
             told["cumulative_logprob"] = request.cumulative_logprob
-        if sampling.prompt_logprobs is not None and request.num_output_tokens == 1 and request.sample_index == 0:
+        if sampling.prompt_logprobs is not None and request.num_output_tokens <= 1 and request.sample_index == 0:
             rest = request.token_ids[1 : request.num_prompt_tokens]
-            told["prompt_logprobs"] = [None, *named_logprobs(self.tokenizer, rest, request.prompt_logprobs)]
+            told["prompt_logprobs"] = PromptLogprobs(self.tokenizer, rest, request.prompt_logprobs)
         return told
 
     def _all_failed(self, ended: list[Request], error: Exception) -> list[OutputDelta]:
@@ -496,9 +502,3 @@ class Engine:
             is_last=self._close(request),
             times=request.times,
         )
-
-
-def _grammar_error(request: Request) -> str:
-    """Return why the output of ``request`` could not go on. In a step that ran, only its grammar can have failed."""
-    assert request.matcher is not None
-    return f"The grammar became too complex after {request.num_output_tokens} tokens: {request.matcher.error}."

@@ -205,7 +205,7 @@ class LLM:
         return RequestOutput(
             request_id=f"llm-{self._num_requests}",
             prompt=text if isinstance(text, str) else None,
-            prompt_token_ids=list(token_ids),
+            prompt_token_ids=how.truncated(list(token_ids), self.engine.capacity.max_model_len),
             outputs=[CompletionOutput(index=index) for index in range(how.num_samples)],
         )
 

@@ -255,7 +255,8 @@ class Scheduler:
     def apply(self, result: StepResult) -> list[Request]:
         """The step ran: commit its blocks, append what it sampled, end what is complete.
 
-        Returns the requests that got a token, in the plan's order; those that ended have a ``finish_reason``.
+        Returns the requests that got a token, or asked for none and are computed, in the plan's order; those that ended
+        have a ``finish_reason``.
         """
         step = self._take_step()
         plan = step.plan
@@ -277,12 +278,17 @@ class Scheduler:
         apply_extras(plan, result, requests, step.samples)
         self._fork(step)
         sampled: list[Request] = []
+        num_output_tokens = 0
         for request, token_id in zip(step.samples, result.token_ids, strict=True):
             if request.is_aborted:
                 continue
-            request.token_ids.append(token_id)
             sampled.append(request)
-            request.finish_reason = _reason_to_end(request, token_id)
+            if request.has_no_output:
+                request.finish_reason = "length"
+            else:
+                request.token_ids.append(token_id)
+                num_output_tokens += 1
+                request.finish_reason = _reason_to_end(request, token_id)
             if request.finish_reason is not None:
                 any_ended = True
         if any_ended:
@@ -293,7 +299,7 @@ class Scheduler:
                 len(self.running),
                 len(self.waiting),
                 step.num_prefill_tokens,
-                len(sampled),
+                num_output_tokens,
                 step.num_recomputed_tokens,
                 len(plan.token_ids),
             )

@@ -45,14 +45,17 @@ def chat_routes(served: Served) -> APIRouter:
             structured = _with_tools(structured, use)
         sampling = asked.sampling(structured)
         form = _ChatForm(served.model_name, int(time.time()), asked.top_logprobs, served.client.tokenizer, use)
+        tools = () if use is None else asked.tools
+        prompts = await served.encode_chat(asked.messages, tools, times=asked.times_too_long)
         generation = Generation(
             served.client,
             request_id=form.request_id,
-            prompts=await served.encode_chat(asked.messages, () if use is None else asked.tools),
+            prompts=asked.fitted(prompts, sampling, served.client.max_model_len),
             sampling=sampling,
             caller=asked.caller(account_of(request.scope)),
             param="messages",
             grammar=await served.compile(structured),
+            keeps_token_ids=asked.return_token_ids,
         )
         return await answer(asked, form, generation, request)
 
@@ -121,3 +124,6 @@ class _ChatForm:
         if not piece and logprobs is None and finish_reason is None:
             return None
         return {"index": index, "delta": piece, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    def empty_choice(self, index: int) -> dict[str, Any]:
+        return {"index": index, "delta": {}, "logprobs": None, "finish_reason": None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections import Counter
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping
 
     from pagefold.engine.client import EngineClient, TokenStream
+    from pagefold.engine.logprobs import PromptLogprobs
     from pagefold.engine.outputs import OutputDelta
     from pagefold.request import Caller, FinishReason, RequestTimes, SamplingParams
     from pagefold.structured.grammar import Grammar
@@ -37,6 +39,9 @@ class Output:
         told: its tokens with their logprobs, if asked for.
         times: when things happened to it, once it has got a token.
         cumulative_logprob: the sum of its tokens' logprobs, where they are known.
+        prompt_token_ids: what it follows.
+        prompt_logprobs: of those, if asked for, once they are known.
+        token_ids: what was sampled, if that is told.
     """
 
     text: list[str] = field(default_factory=list)
@@ -47,6 +52,9 @@ class Output:
     told: list[ToldToken] = field(default_factory=list)
     times: RequestTimes | None = None
     cumulative_logprob: float | None = None
+    prompt_token_ids: list[int] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
 
 
 class Generation:
@@ -60,6 +68,7 @@ class Generation:
         caller: who asks.
         param: the request field that holds the prompts.
         grammar: of ``sampling.structured_outputs``; each output gets a matcher of its own.
+        keeps_token_ids: whether outputs have their ``token_ids``.
 
     Raises:
         InvalidRequestError: one of them can never be served.
@@ -77,12 +86,14 @@ class Generation:
         caller: Caller,
         param: str,
         grammar: Grammar | None = None,
+        keeps_token_ids: bool = False,
     ) -> None:
         self.request_ids = [f"{request_id}-{index}" for index in range(len(prompts))]
         for prompt in prompts:
             _check_length(len(prompt), sampling.max_tokens, client.max_model_len, param)
         self.request_id = request_id
         self._tenant = caller.tenant
+        self._keeps_token_ids = keeps_token_ids
         self._prompts = prompts
         self._sampling = sampling
         self._streams: list[TokenStream] = []
@@ -93,7 +104,8 @@ class Generation:
         except BaseException:
             self.close()
             raise
-        self.outputs = [Output() for _ in range(len(prompts) * sampling.num_samples)]  # as many as may be here
+        # As many as may be here.
+        self.outputs = [Output(prompt_token_ids=prompt) for prompt in prompts for _ in range(sampling.num_samples)]
 
     def close(self) -> None:
         """End all sequences that have not ended."""
@@ -115,6 +127,11 @@ class Generation:
                 output = self.outputs[index]
                 output.text.append(delta.text)
                 output.num_tokens += len(delta.token_ids)
+                if self._keeps_token_ids:
+                    output.token_ids.extend(delta.token_ids)
+                if delta.prompt_logprobs is not None:
+                    for sample in self.outputs[index : index + self._sampling.num_samples]:
+                        sample.prompt_logprobs = delta.prompt_logprobs
                 output.num_cached_tokens = delta.num_cached_tokens
                 output.num_loaded_tokens = delta.num_loaded_tokens
                 output.finish_reason = delta.finish_reason
@@ -138,6 +155,11 @@ class Generation:
             async for _ in deltas:
                 pass
 
+    @property
+    def tells_prompts(self) -> bool:
+        """Whether logprobs of prompts were asked for."""
+        return self._sampling.prompt_logprobs is not None
+
     def choices(self) -> list[Output]:
         """Return the outputs that were asked for, at the end: all of them, or of each prompt the best."""
         if not self._sampling.ranks_samples:
@@ -149,6 +171,16 @@ class Generation:
             scores = [(output.cumulative_logprob, output.num_tokens) for output in samples]
             chosen += (samples[at] for at in best(scores, self._sampling.n))
         return chosen
+
+    def usage_of(self, index: int) -> dict[str, Any]:
+        """Return the tokens of one output so far, and of its prompt."""
+        output = self.outputs[index]
+        num_prompt_tokens = len(output.prompt_token_ids)
+        return {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": output.num_tokens,
+            "total_tokens": num_prompt_tokens + output.num_tokens,
+        }
 
     def usage(self) -> dict[str, Any]:
         """Return the tokens so far, in OpenAI's form: each prompt once, and all that was sampled after it.
@@ -230,7 +262,7 @@ async def _merged(streams: list[TokenStream]) -> AsyncGenerator[tuple[int, Outpu
 
 
 def _check_length(num_prompt_tokens: int, max_tokens: int | None, max_model_len: int, param: str) -> None:
-    wanted = max_tokens or 1
+    wanted = max(1, max_tokens or 1)  # without any too, one must be left
     if not num_prompt_tokens or num_prompt_tokens + wanted <= max_model_len:
         return
     msg = (

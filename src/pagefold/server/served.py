@@ -82,8 +82,10 @@ class Served:
             msg = f"There is no model {ascii(model)[:80]} here."
             raise UnknownModelError(msg, remedy=f"This server has {self.model_name}.")
 
-    async def encode(self, prompts: list[str] | list[list[int]], *, any_length: bool = False) -> list[list[int]]:
-        """Return the tokens of each prompt.
+    async def encode(
+        self, prompts: list[str] | list[list[int]], *, any_length: bool = False, times: int = 1
+    ) -> list[list[int]]:
+        """Return the tokens of each prompt. Of a text that will be truncated, ``times`` as many as fit are too many.
 
         Raises:
             InvalidRequestError: they are texts, and the model has no tokenizer.
@@ -96,7 +98,7 @@ class Served:
 
         def encode() -> list[list[int]]:
             for text in () if any_length else texts:
-                self._refuse_if_too_long(text, tokenizer, "prompt")
+                self._refuse_if_too_long(text, tokenizer, "prompt", times)
             return [tokenizer.encode(text) for text in texts]
 
         return await _aside(sum(map(len, texts)), encode)
@@ -108,6 +110,7 @@ class Served:
         *,
         param: str = "messages",
         any_length: bool = False,
+        times: int = 1,
     ) -> list[list[int]]:
         """Return the tokens of a chat in the model's template, as the only prompt. ``param`` is the field it came in.
 
@@ -122,7 +125,7 @@ class Served:
             plain = [message.for_template() for message in messages]
             text = tokenizer.render_chat(plain, _told(tools, plain, tokenizer))
             if not any_length:
-                self._refuse_if_too_long(text, tokenizer, param)
+                self._refuse_if_too_long(text, tokenizer, param, times)
             return [tokenizer.encode_rendered(text)]
 
         return await _aside(_LONG_TEXT if tools else _num_characters(messages), encode)
@@ -211,11 +214,11 @@ class Served:
             "max_model_len": self.client.max_model_len,
         }
 
-    def _refuse_if_too_long(self, text: str, tokenizer: Tokenizer, param: str) -> None:
+    def _refuse_if_too_long(self, text: str, tokenizer: Tokenizer, param: str, times: int = 1) -> None:
         """Refuse before it is tokenized what cannot fit: tokenizing takes a second a megabyte."""
         max_model_len = self.client.max_model_len
         num_tokens = tokenizer.min_tokens(text)
-        if num_tokens >= max_model_len:
+        if num_tokens >= max_model_len * times:
             msg = (
                 f"This model's maximum context length is {max_model_len} tokens. However, the {param} has "
                 f"{len(text)} characters, which are at least {num_tokens} tokens."

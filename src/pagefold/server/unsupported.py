@@ -19,21 +19,13 @@ _IN_BOTH: dict[str, tuple[Any, ...]] = {
     # vLLM's
     "length_penalty": (1, 1.0),
     "use_beam_search": (False,),
-    "prompt_logprobs": (),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
     "guided_whitespace_pattern": (),
     "structural_tag": (),
-    "return_token_ids": (False,),
     "kv_transfer_params": (),
 }
 
 IN_COMPLETIONS = _IN_BOTH | {
-    "echo": (False,),
     "suffix": ("",),
     "prompt_embeds": (),
     "add_special_tokens": (True,),

@@ -178,6 +178,7 @@ class GrammarMatcher:
     """
 
     __slots__ = ("_mask", "_never", "_state", "error", "is_complete")
+    field = FIELD
 
     def __init__(self, state: LLMatcher, mask: bytes, never: Sequence[int]) -> None:
         self._state = state

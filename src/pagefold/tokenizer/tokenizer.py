@@ -74,6 +74,10 @@ class Tokenizer:
         """Return the tokens of ``text``, with the special tokens that the model expects at the start of a prompt."""
         return list(self._tokenizer.encode(text))
 
+    def encode_parts(self, texts: list[str]) -> list[list[int]]:
+        """Return the tokens of each of ``texts`` as a part of a longer one: without special tokens around it."""
+        return [list(found.ids) for found in self._backend.encode_batch(texts, add_special_tokens=False)]
+
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int]:
@@ -178,9 +182,9 @@ class Tokenizer:
         (text,) = self.token_texts([token_id])
         return text.encode() if _REPLACEMENT not in text else bytes_of_piece(str(self._backend.id_to_token(token_id)))
 
-    def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
+    def detokenizer(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> Detokenizer:
         """Return a detokenizer for what follows ``prompt_token_ids``."""
-        return Detokenizer(self._backend, prompt_token_ids)
+        return Detokenizer(self._backend, prompt_token_ids, skip_special_tokens=skip_special_tokens)
 
 
 def _load_with_transformers(folder: Path) -> Any:  # noqa: ANN401 - its classes have no common type
