@@ -84,6 +84,7 @@ class SamplingParams:
         prompt_logprobs: the same of the prompt's tokens, which are all computed then: what the prefix cache holds of
             them is not used.
         structured_outputs: what the output must look like; None for free text.
+        shown_special_tokens: special tokens whose text is part of the output's all the same, such as marks of thinking.
 
     Raises:
         InvalidRequestError: a value is out of range.
@@ -108,6 +109,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    shown_special_tokens: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

@@ -240,7 +240,11 @@ class Engine:
         if caller.warm_up is not None and caller.warm_up.pin:
             self._check_pin_quota(samples[0])
         for sample_id in sample_ids:
-            detokenizer = None if self.tokenizer is None else self.tokenizer.detokenizer(prompt_token_ids)
+            detokenizer = (
+                None
+                if self.tokenizer is None
+                else self.tokenizer.detokenizer(prompt_token_ids, shown=sampling.shown_special_tokens)
+            )
             self._texts[sample_id] = OutputText(detokenizer, sampling.stop, sampling.min_tokens)
         self._open[request_id] = sample_ids
         first, *first.forks = samples

@@ -12,6 +12,8 @@ from pagefold.engine.outputs import best
 from pagefold.errors import EngineStoppedError, InvalidRequestError, RequestTimeoutError, StepFailedError
 from pagefold.server.errors import ContextLengthError
 from pagefold.server.logprobs import ToldToken, told_tokens
+from pagefold.server.reasoning.counter import NOTHING_COUNTED, TokenCounter
+from pagefold.server.reasoning.thinking import NO_THINKING
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from pagefold.engine.client import EngineClient, TokenStream
     from pagefold.engine.outputs import OutputDelta
     from pagefold.request import Caller, FinishReason, RequestTimes, SamplingParams
+    from pagefold.server.reasoning.thinking import Thinking
     from pagefold.structured.grammar import Grammar
 
 __all__ = ["Generation", "Output"]
@@ -37,6 +40,7 @@ class Output:
         told: its tokens with their logprobs, if asked for.
         times: when things happened to it, once it has got a token.
         cumulative_logprob: the sum of its tokens' logprobs, where they are known.
+        thinking: counts the tokens of its thinking.
     """
 
     text: list[str] = field(default_factory=list)
@@ -47,6 +51,7 @@ class Output:
     told: list[ToldToken] = field(default_factory=list)
     times: RequestTimes | None = None
     cumulative_logprob: float | None = None
+    thinking: TokenCounter = NOTHING_COUNTED
 
 
 class Generation:
@@ -60,6 +65,7 @@ class Generation:
         caller: who asks.
         param: the request field that holds the prompts.
         grammar: of ``sampling.structured_outputs``; each output gets a matcher of its own.
+        thinking: how thinking stands behind each prompt.
 
     Raises:
         InvalidRequestError: one of them can never be served.
@@ -77,6 +83,7 @@ class Generation:
         caller: Caller,
         param: str,
         grammar: Grammar | None = None,
+        thinking: Thinking = NO_THINKING,
     ) -> None:
         self.request_ids = [f"{request_id}-{index}" for index in range(len(prompts))]
         for prompt in prompts:
@@ -93,7 +100,10 @@ class Generation:
         except BaseException:
             self.close()
             raise
+        self._thinking = thinking
         self.outputs = [Output() for _ in range(len(prompts) * sampling.num_samples)]  # as many as may be here
+        for index, output in enumerate(self.outputs if thinking.is_known else ()):
+            output.thinking = thinking.counter(client.tokenizer, prompts[index // sampling.num_samples])
 
     def close(self) -> None:
         """End all sequences that have not ended."""
@@ -115,6 +125,7 @@ class Generation:
                 output = self.outputs[index]
                 output.text.append(delta.text)
                 output.num_tokens += len(delta.token_ids)
+                output.thinking.push(delta.token_ids)
                 output.num_cached_tokens = delta.num_cached_tokens
                 output.num_loaded_tokens = delta.num_loaded_tokens
                 output.finish_reason = delta.finish_reason
@@ -153,7 +164,8 @@ class Generation:
     def usage(self) -> dict[str, Any]:
         """Return the tokens so far, in OpenAI's form: each prompt once, and all that was sampled after it.
 
-        Where cached tokens came from tiers behind the device, the details say how many from which.
+        Where cached tokens came from tiers behind the device, the details say how many from which; where the model's
+        thinking is known, how many tokens of the outputs it is.
         """
         num_prompt_tokens = sum(len(prompt) for prompt in self._prompts)
         num_output_tokens = sum(output.num_tokens for output in self.outputs)
@@ -164,12 +176,16 @@ class Generation:
         details: dict[str, Any] = {"cached_tokens": sum(output.num_cached_tokens for output in firsts)}
         if by_tier:
             details["cached_tokens_by_tier"] = {"device": details["cached_tokens"] - by_tier.total(), **by_tier}
-        return {
+        usage = {
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": num_output_tokens,
             "total_tokens": num_prompt_tokens + num_output_tokens,
             "prompt_tokens_details": details,
         }
+        if self._thinking.is_known:
+            num_reasoning_tokens = sum(output.thinking.num_tokens for output in self.outputs)
+            usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning_tokens}
+        return usage
 
     def summary(self) -> dict[str, Any]:
         """Return what the log tells of it: numbers, ids and reasons; seconds are of the output that came first."""
