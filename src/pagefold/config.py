@@ -49,6 +49,7 @@ _SCHEDULING_POLICIES = ("fcfs", "priority")
 _LOG_FORMATS = ("text", "json")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 _TOOL_CALL_PARSERS = ("hermes", "smollm2")
+_REASONING_PARSERS = ("deepseek_r1", "deepseek_v3", "glm45", "granite", "mistral", "qwen3", "seed_oss")
 _MAX_BLOCK_SIZE = 256
 _MAX_PORT = 65535
 
@@ -276,6 +277,7 @@ class ServerConfig:
         log_format: ``text``, or ``json`` for one object a line.
         log_level: ``debug``, ``info`` (a line for each request), ``warning`` or ``error``.
         tool_call_parser: the form in which the model writes calls of tools; None for what its chat template says.
+        reasoning_parser: the form in which the model marks its thinking; None where it is not told from answers.
 
     Raises:
         ConfigError: a value is out of range.
@@ -293,6 +295,7 @@ class ServerConfig:
     log_format: Literal["text", "json"] = "text"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -308,6 +311,8 @@ class ServerConfig:
             raise _bad("max_queued_requests", self.max_queued_requests, "at least 0")
         if self.tool_call_parser is not None:
             _one_of("tool_call_parser", self.tool_call_parser, _TOOL_CALL_PARSERS)
+        if self.reasoning_parser is not None:
+            _one_of("reasoning_parser", self.reasoning_parser, _REASONING_PARSERS)
         keys = [*self.api_keys, *(account.key for account in self.accounts)]
         keys += [] if self.admin_api_key is None else [self.admin_api_key]
         if not all(map(is_key, keys)):

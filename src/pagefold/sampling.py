@@ -67,6 +67,7 @@ class SamplingParams:
             leaves beside ``max_tokens``. None keeps all.
         skip_special_tokens: leave special tokens out of the text.
         structured_outputs: what the output must look like; None for free text.
+        shown_special_tokens: special tokens whose text is part of the output's all the same, such as marks of thinking.
 
     Raises:
         InvalidRequestError: a value is out of range.
@@ -96,6 +97,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | None = None
+    shown_special_tokens: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("stop", "bad_words"):

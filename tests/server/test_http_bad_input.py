@@ -246,7 +246,7 @@ _BAD_CHATS = {
     "image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages.0.content.0.type",
-        "image_url",
+        "text only",
     ),
     "half a character": ({"messages": [{"role": "user", "content": HALF}]}, "messages.0.content.0.text", "surrogate"),
     "max_completion_tokens 0": (

@@ -287,6 +287,14 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             rich_help_panel=_DOOR,
         ),
     ] = None,
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="How the model marks its thinking: deepseek_r1, deepseek_v3, glm45, granite, mistral, qwen3 or "
+            "seed_oss; it is not told from answers if not given.",
+            rich_help_panel=_DOOR,
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of requests that bring none.", rich_help_panel=_ENGINE)] = 0,
 ) -> None:
     """Serve MODEL with OpenAI's HTTP API."""
@@ -343,6 +351,7 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             log_format=cast('Literal["text", "json"]', log_format),
             log_level=cast('Literal["debug", "info", "warning", "error"]', log_level),
             tool_call_parser=tool_call_parser,
+            reasoning_parser=reasoning_parser,
         )
         if record_trace is not None and engine_config.has_slow_tiers:
             msg = "What slow tiers bring, and when, is not part of a recording yet."

@@ -61,7 +61,11 @@ def output_text(sampling: SamplingParams, prompt_token_ids: Sequence[int], token
     """Return the text of one sample, which has none yet."""
     detokenizer = None
     if tokenizer is not None:
-        detokenizer = tokenizer.detokenizer(prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens)
+        detokenizer = tokenizer.detokenizer(
+            prompt_token_ids,
+            skip_special_tokens=sampling.skip_special_tokens,
+            shown=sampling.shown_special_tokens,
+        )
     keeps_stop = sampling.include_stop_str_in_output
     return OutputText(detokenizer, sampling.stop, sampling.min_tokens, keeps_stop=keeps_stop)
 

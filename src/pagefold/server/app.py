@@ -50,7 +50,7 @@ def create_app(client: EngineClient, *, model_name: str, config: ServerConfig, m
     add_error_handlers(app)
     app.add_middleware(RequestLog, count=metrics.count_response)  # the last added is the outermost
     metrics.watch(client.status)
-    served = Served(client, model_name, config.tool_call_parser)
+    served = Served(client, model_name, config.tool_call_parser, config.reasoning_parser)
     app.include_router(completion_routes(served))
     app.include_router(chat_routes(served))
     app.include_router(response_routes(served))

@@ -13,6 +13,8 @@ from pagefold.engine.outputs import best
 from pagefold.errors import EngineStoppedError, InvalidRequestError, RequestTimeoutError, StepFailedError
 from pagefold.server.errors import ContextLengthError
 from pagefold.server.logprobs import ToldToken, told_tokens
+from pagefold.server.reasoning.counter import NOTHING_COUNTED, TokenCounter
+from pagefold.server.reasoning.thinking import NO_THINKING
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from pagefold.engine.logprobs import PromptLogprobs
     from pagefold.engine.outputs import OutputDelta
     from pagefold.request import Caller, FinishReason, RequestTimes, SamplingParams
+    from pagefold.server.reasoning.thinking import Thinking
     from pagefold.structured.grammar import Grammar
 
 __all__ = ["Generation", "Output"]
@@ -42,6 +45,7 @@ class Output:
         prompt_token_ids: what it follows.
         prompt_logprobs: of those, if asked for, once they are known.
         token_ids: what was sampled, if that is told.
+        thinking: counts the tokens of its thinking.
     """
 
     text: list[str] = field(default_factory=list)
@@ -55,6 +59,7 @@ class Output:
     prompt_token_ids: list[int] = field(default_factory=list)
     prompt_logprobs: PromptLogprobs | None = None
     token_ids: array[int] = field(default_factory=lambda: array("i"))
+    thinking: TokenCounter = NOTHING_COUNTED
 
 
 class Generation:
@@ -69,6 +74,7 @@ class Generation:
         param: the request field that holds the prompts.
         grammar: of ``sampling.structured_outputs``; each output gets a matcher of its own.
         keeps_token_ids: whether outputs have their ``token_ids``.
+        thinking: how thinking stands behind each prompt.
 
     Raises:
         InvalidRequestError: one of them can never be served.
@@ -87,6 +93,7 @@ class Generation:
         param: str,
         grammar: Grammar | None = None,
         keeps_token_ids: bool = False,
+        thinking: Thinking = NO_THINKING,
     ) -> None:
         self.request_ids = [f"{request_id}-{index}" for index in range(len(prompts))]
         for prompt in prompts:
@@ -104,8 +111,11 @@ class Generation:
         except BaseException:
             self.close()
             raise
+        self._thinking = thinking
         # As many as may be here.
         self.outputs = [Output(prompt_token_ids=prompt) for prompt in prompts for _ in range(sampling.num_samples)]
+        for output in self.outputs if thinking.is_known else ():
+            output.thinking = thinking.counter(client.tokenizer, output.prompt_token_ids)
 
     def close(self) -> None:
         """End all sequences that have not ended."""
@@ -132,6 +142,7 @@ class Generation:
                 if delta.prompt_logprobs is not None:
                     for sample in self.outputs[index : index + self._sampling.num_samples]:
                         sample.prompt_logprobs = delta.prompt_logprobs
+                output.thinking.push(delta.token_ids)
                 output.num_cached_tokens = delta.num_cached_tokens
                 output.num_loaded_tokens = delta.num_loaded_tokens
                 output.finish_reason = delta.finish_reason
@@ -185,7 +196,8 @@ class Generation:
     def usage(self) -> dict[str, Any]:
         """Return the tokens so far, in OpenAI's form: each prompt once, and all that was sampled after it.
 
-        Where cached tokens came from tiers behind the device, the details say how many from which.
+        Where cached tokens came from tiers behind the device, the details say how many from which; where the model's
+        thinking is known, how many tokens of the outputs it is.
         """
         num_prompt_tokens = sum(len(prompt) for prompt in self._prompts)
         num_output_tokens = sum(output.num_tokens for output in self.outputs)
@@ -196,12 +208,16 @@ class Generation:
         details: dict[str, Any] = {"cached_tokens": sum(output.num_cached_tokens for output in firsts)}
         if by_tier:
             details["cached_tokens_by_tier"] = {"device": details["cached_tokens"] - by_tier.total(), **by_tier}
-        return {
+        usage = {
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": num_output_tokens,
             "total_tokens": num_prompt_tokens + num_output_tokens,
             "prompt_tokens_details": details,
         }
+        if self._thinking.is_known:
+            num_reasoning_tokens = sum(output.thinking.num_tokens for output in self.outputs)
+            usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning_tokens}
+        return usage
 
     def summary(self) -> dict[str, Any]:
         """Return what the log tells of it: numbers, ids and reasons; seconds are of the output that came first."""

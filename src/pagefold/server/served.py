@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pagefold.errors import InvalidRequestError
+from pagefold.server.chat_prompt import ChatPrompt
 from pagefold.server.errors import ContextLengthError, UnknownModelError
 from pagefold.server.ignored import note_ignored
+from pagefold.server.reasoning.formats import FORMATS as REASONING_FORMATS
+from pagefold.server.reasoning.thinking import NO_THINKING, thinking_of
 from pagefold.server.tools.formats import FORMATS, format_of_template
-from pagefold.tokenizer import StablePrefix
+from pagefold.tokenizer import ChatOptions, StablePrefix
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 
     from pagefold.engine.client import EngineClient
     from pagefold.server.chat_schemas import ChatMessage
+    from pagefold.server.reasoning.thinking import Thinking
     from pagefold.server.responses_schemas import InputMessage
     from pagefold.server.schemas import RequestBody
     from pagefold.server.structured_fields import Structured
@@ -35,6 +39,8 @@ _MESSAGE_CHARACTERS = 20
 """What a template is guessed to put around a message."""
 
 _Tokens = TypeVar("_Tokens")
+
+_AS_USUAL = ChatOptions()
 
 _LONG_TEXT = 4_000
 """Characters. More of them are tokenized on another thread, so that streams do not stall; these take milliseconds."""
@@ -52,12 +58,14 @@ class Served:
         client: the engine.
         model_name: what clients call the model.
         tool_call_parser: the form in which the model writes calls of tools, or None for what its chat template says.
+        reasoning_parser: the form in which it marks its thinking, or None where that is not told from answers.
         created: when this server began, in seconds since 1970, as OpenAI tells time.
     """
 
     client: EngineClient
     model_name: str
     tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
     created: int = field(default_factory=_now)
 
     def admit(self, asked: RequestBody, request: Request) -> None:
@@ -110,9 +118,23 @@ class Served:
         *,
         param: str = "messages",
         any_length: bool = False,
-        times: int = 1,
     ) -> list[list[int]]:
-        """Return the tokens of a chat in the model's template, as the only prompt. ``param`` is the field it came in.
+        """Return the tokens of a chat in the model's template, as the only prompt; see :meth:`prepare_chat`."""
+        return [(await self.prepare_chat(messages, tools, param=param, any_length=any_length)).token_ids]
+
+    async def prepare_chat(  # noqa: PLR0913 - a chat, by name
+        self,
+        messages: Sequence[ChatMessage | InputMessage],
+        tools: Sequence[Tool] = (),
+        *,
+        options: ChatOptions = _AS_USUAL,
+        param: str = "messages",
+        any_length: bool = False,
+        times: int = 1,
+    ) -> ChatPrompt:
+        """Return a chat in the model's template. ``param`` is the field it came in.
+
+        Of a chat that will be truncated, ``times`` as many tokens as fit are too many.
 
         Raises:
             InvalidRequestError: the model has no template or no tokenizer, or the template refuses these messages,
@@ -121,14 +143,20 @@ class Served:
         """
         tokenizer = self._tokenizer(param)
 
-        def encode() -> list[list[int]]:
+        def encode() -> ChatPrompt:
             plain = [message.for_template() for message in messages]
-            text = tokenizer.render_chat(plain, _told(tools, plain, tokenizer))
+            text = tokenizer.render_chat(plain, _told(tools, plain, tokenizer), options)
             if not any_length:
                 self._refuse_if_too_long(text, tokenizer, param, times)
-            return [tokenizer.encode_rendered(text)]
+            continued = plain[-1]["content"] if options.continue_final_message else ""
+            return ChatPrompt(tokenizer.encode_rendered(text), self._thinking(text, continued, tokenizer))
 
         return await _aside(_LONG_TEXT if tools else _num_characters(messages), encode)
+
+    def _thinking(self, prompt: str, continued: str, tokenizer: Tokenizer) -> Thinking:
+        if self.reasoning_parser is None:
+            return NO_THINKING
+        return thinking_of(REASONING_FORMATS[self.reasoning_parser], prompt, continued, tokenizer)
 
     def tool_format(self) -> ToolFormat:
         """Return how the model writes calls of tools.

@@ -42,9 +42,14 @@ class GrammarCompiler:
         Raises:
             InvalidRequestError: it does not compile, or takes too much; or this model's tokenizer does not work.
         """
-        from pagefold.structured.grammar import Grammar, grammar_source  # noqa: PLC0415 - native code
+        from pagefold.structured.grammar import grammar_source  # noqa: PLC0415 - native code
 
-        source = grammar_source(params)
+        grammar = self._compiled(grammar_source(params))
+        return grammar if params.beginning is None else self._compiled(grammar.behind(params.beginning))
+
+    def _compiled(self, source: GrammarSource) -> Grammar:
+        from pagefold.structured.grammar import Grammar  # noqa: PLC0415 - native code
+
         with self._lock:
             grammar = self._grammars.get(source)
             if grammar is not None:

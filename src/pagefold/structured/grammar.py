@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from llguidance._lib import JsonCompileOptions
 
+    from pagefold.structured.free_beginning import FreeBeginning
     from pagefold.structured.params import StructuredOutputsParams
 
 __all__ = ["Grammar", "GrammarMatcher", "GrammarSource", "GrammarTokenizer", "first_line", "grammar_source"]
@@ -29,6 +30,8 @@ _MAX_SOURCE_CHARACTERS = 256 * 1024
 _MAX_MESSAGE_CHARACTERS = 300
 
 _SOME_WHITESPACE = r"[ \t\r\n]{0,20}"
+
+_SPACES = ("", " ", "\n")
 
 _LIMITS = LLParserLimits(
     # A mask takes some microseconds. With the library's own limits one that was made to be slow takes seconds, and all
@@ -149,6 +152,7 @@ class Grammar:
     """
 
     def __init__(self, source: GrammarSource, tokenizer: GrammarTokenizer) -> None:
+        self._source = source
         self._tokenizer = tokenizer
         self._first = LLMatcher(tokenizer.backend, source.text, log_level=0, limits=_LIMITS)
         self._first_mask = b"" if self._first.is_error() else self._first.compute_bitmask()
@@ -156,6 +160,19 @@ class Grammar:
             why = _explained(self._first.get_error()) or "it allows nothing but an empty output"
             msg = f"The grammar does not compile: {why}."
             raise InvalidRequestError(msg, param=FIELD, remedy="Change it, or leave it out.")
+
+    def behind(self, beginning: FreeBeginning) -> GrammarSource:
+        """Return the source of outputs that begin with ``beginning`` and go on as this grammar says.
+
+        Where the held part too could begin with a start mark, nobody could tell it from thinking: then the output thinks.
+        """
+        is_told_apart = not any(self._may_begin_with(space + mark) for mark in beginning.starts for space in _SPACES)
+        return GrammarSource(beginning.before(self._source.text, may_be_left_out=is_told_apart))
+
+    def _may_begin_with(self, text: str) -> bool:
+        state = self._first.deep_copy()
+        tokens = self._tokenizer.backend.tokenize_bytes(text.encode())
+        return all(state.consume_token(token_id) for token_id in tokens)
 
     def matcher(self, *, ignore_eos: bool = False) -> GrammarMatcher:
         """Return the matcher of a new output. Cheap: what is compiled is shared.
