@@ -25,6 +25,7 @@ from pagefold.kv import audit
 from pagefold.observe.metrics import Metrics
 from pagefold.observe.recorder import TraceRecorder
 from pagefold.server import create_app
+from pagefold.server.connection import http_settings
 from pagefold.server.listener import listen
 from pagefold.steps import StepResult
 
@@ -211,15 +212,9 @@ class LocalServer(AnyServer):
         self.engine.runner = self.runner
         self.client = EngineThread(self.engine, max_requests=max_requests)
         self.client.start()
-        app = create_app(
-            self.client,
-            model_name=self.model,
-            config=ServerConfig(**{"max_body_bytes": 2**20} | (door or {})),
-            metrics=metrics,
-        )
-        self._server = uvicorn.Server(
-            uvicorn.Config(app, lifespan="off", log_config=None, ws="none", access_log=False, proxy_headers=False)
-        )
+        config = ServerConfig(**{"max_body_bytes": 2**20} | (door or {}))
+        app = create_app(self.client, model_name=self.model, config=config, metrics=metrics)
+        self._server = uvicorn.Server(http_settings(app, config, metrics.count_response))
         listener = listen("127.0.0.1", 0)
         if send_buffer_bytes is not None:  # connections inherit it: of what a client does not read, little goes to it
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)

@@ -9,6 +9,7 @@ from fastapi import APIRouter, HTTPException, Request, Response
 from starlette.responses import JSONResponse
 
 from pagefold.server.answer_schemas import Pins, Unpinned, Warmed
+from pagefold.server.checked_route import CheckedRoute
 from pagefold.server.disconnect import CLIENT_CLOSED_REQUEST, ClientGoneError, while_connected
 from pagefold.server.warm_schemas import WarmRequest  # noqa: TC001 - FastAPI reads it
 from pagefold.server.warming import described
@@ -21,7 +22,7 @@ __all__ = ["cache_routes"]
 
 def cache_routes(warmer: Warmer) -> APIRouter:
     """Return the routes."""
-    router = APIRouter(prefix="/v1/cache")
+    router = APIRouter(prefix="/v1/cache", route_class=CheckedRoute)
     served = warmer.served
 
     @router.post("/warm", response_model=None, responses={200: {"model": Warmed}})
