@@ -119,9 +119,9 @@ def serve() -> None:
     """Be the process that checks, until nobody asks any more. It is called with a socket and a limit of memory."""
     for number in (signal.SIGINT, signal.SIGTERM):  # they are for the server; this ends with its socket
         signal.signal(number, signal.SIG_IGN)
-    number, max_memory_bytes = map(int, sys.argv.pop().split(","))
+    fileno, max_memory_bytes = map(int, sys.argv.pop().split(","))
     _limit_memory(max_memory_bytes)
-    with socket.socket(fileno=number) as connection, connection.makefile("rwb") as stream:
+    with socket.socket(fileno=fileno) as connection, connection.makefile("rwb") as stream:
         stream.write(b"\n")  # everything is imported: from here on, the time is the body's
         stream.flush()
         while line := stream.readline():

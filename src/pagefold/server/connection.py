@@ -94,6 +94,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self._waits_for: tuple[str, object] | None = None
         self._has_head_bytes = False
         self._is_overdue = False
+        self._is_refused = False
 
     # What asyncio calls.
 
@@ -120,6 +121,8 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
 
     def data_received(self, data: bytes) -> None:
         """See :class:`asyncio.Protocol`."""
+        if self._is_refused:
+            return
         self._has_head_bytes = True
         super().data_received(data)
         self._watch()
@@ -160,7 +163,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
 
     def _watch(self) -> None:
         """Start the clock of what is to come next, unless it runs."""
-        if self.transport.is_closing():
+        if self._is_refused or self.transport.is_closing():
             self._wait_for(None, 0.0)
         elif self.conn.their_state is h11.IDLE:
             self._wait_for(("head", self.cycle), self._all.header_timeout_s)
@@ -191,8 +194,17 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
             self._is_overdue = True
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer what never comes to the app, and close."""
-        if not self.transport.is_closing() and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+        """Answer what never comes to the app, and close when the client has had time to read that.
+
+        (What a system has not read when it closes takes the answer with it. So the rest is read and thrown away.)
+        """
+        can_tell = not self.transport.is_closing() and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE)
+        self._is_refused = True
+        self._wait_for(None, 0.0)
+        if self.cycle is not None and not self.cycle.response_complete:  # whoever reads its body need not wait
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if can_tell:
             answer = error_response(status, message)
             request_id = (b"x-request-id", uuid.uuid4().hex.encode())
             headers = [*answer.raw_headers, request_id, (b"connection", b"close")]
@@ -203,7 +215,12 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
             ):
                 self.transport.write(self.conn.send(event) or b"")
             self._all.count(_OTHER_ROUTE, status)
-        self.transport.close()
+        if can_tell and len(self.connections) <= 2 * self._all.max_connections:
+            self.transport.write_eof()
+            self.transport.resume_reading()
+            self.loop.call_later(_LINGER_S, self.transport.close)
+        else:
+            self.transport.close()
 
 
 class _Http(h11.Connection):
@@ -277,7 +294,7 @@ def http_settings(
         log_config=None,
         proxy_headers=False,
         server_header=False,
-        timeout_keep_alive=config.timeout_keep_alive_s,  # type: ignore[arg-type] - seconds for call_later
+        timeout_keep_alive=cast("int", config.timeout_keep_alive_s),  # seconds: a float does as well
         ws="none",
         **settings,
     )

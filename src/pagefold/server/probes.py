@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from pagefold import __version__
+from pagefold.config import ServerConfig
 from pagefold.errors import EngineStoppedError
 
 if TYPE_CHECKING:
-    from pagefold.config import ServerConfig
     from pagefold.observe.metrics import Metrics
     from pagefold.server.served import Served
 
 __all__ = ["probe_routes"]
 
-_SECRETS = frozenset({"api_keys", "accounts", "admin_api_key", "metrics_key"})
+_TOLD = [field.name for field in fields(ServerConfig) if field.repr and field.name != "accounts"]
+"""What is no key, nor holds one."""
 
 
 def probe_routes(served: Served, config: ServerConfig, metrics: Metrics) -> APIRouter:
@@ -72,7 +73,7 @@ def probe_routes(served: Served, config: ServerConfig, metrics: Metrics) -> APIR
         return {
             "version": __version__,
             "model": served.about_model(),
-            "server": {name: value for name, value in asdict(config).items() if name not in _SECRETS},
+            "server": {name: getattr(config, name) for name in _TOLD},
             "num_tenants": len({account.tenant for account in config.accounts}),
             "engine": asdict(client.status()),
         }
