@@ -375,12 +375,8 @@ class EngineThread:
     def _ensure_room(self, num_samples: int) -> None:
         if self._max_requests is None or self._num_requests + num_samples <= self._max_requests:
             return
-        status = self.status()
-        msg = (
-            f"The queue is full: {self._num_requests} requests are here, of which {status.num_running} run; they hold "
-            f"{status.kv_cache_usage:.0%} of the KV cache."
-        )
         retry_after_s = self._seconds_an_end()
+        msg = "The queue is full."  # how full all is, and of what, is no tenant's business
         raise QueueFullError(msg, retry_after_s=retry_after_s, remedy=f"Try again in {retry_after_s} s.")
 
     def _seconds_an_end(self) -> int:

@@ -13,6 +13,7 @@ from pagefold.server.answer import answer
 from pagefold.server.answer_schemas import STREAMED, ChatCompletion
 from pagefold.server.chat_form import ChatForm, ToldParts
 from pagefold.server.chat_schemas import ChatRequest  # noqa: TC001 - FastAPI reads it
+from pagefold.server.checked_route import CheckedRoute
 from pagefold.server.generation import Generation
 from pagefold.server.keys import account_of
 from pagefold.server.output_reader import OutputReader
@@ -29,7 +30,7 @@ __all__ = ["chat_routes"]
 
 def chat_routes(served: Served) -> APIRouter:
     """Return the route."""
-    router = APIRouter()
+    router = APIRouter(route_class=CheckedRoute)
 
     @router.post(
         "/v1/chat/completions", response_model=None, responses={200: {"model": ChatCompletion, "content": STREAMED}}

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 
 from pagefold.server.answer import answer
 from pagefold.server.answer_schemas import STREAMED, Completion
+from pagefold.server.checked_route import CheckedRoute
 from pagefold.server.completion_schemas import CompletionRequest  # noqa: TC001 - FastAPI reads it
 from pagefold.server.generation import Generation
 from pagefold.server.keys import account_of
@@ -30,7 +31,7 @@ __all__ = ["completion_routes"]
 
 def completion_routes(served: Served) -> APIRouter:
     """Return the route."""
-    router = APIRouter()
+    router = APIRouter(route_class=CheckedRoute)
 
     @router.post("/v1/completions", response_model=None, responses={200: {"model": Completion, "content": STREAMED}})
     async def create_completion(asked: CompletionRequest, request: Request) -> Response:

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request, Response
 from pagefold.errors import PagefoldError
 from pagefold.server.answer import whole_answer
 from pagefold.server.answer_schemas import STREAMED, OpenAIResponse
+from pagefold.server.checked_route import CheckedRoute
 from pagefold.server.errors import error_body
 from pagefold.server.generation import Generation
 from pagefold.server.keys import account_of
@@ -29,7 +30,7 @@ __all__ = ["response_routes"]
 
 def response_routes(served: Served) -> APIRouter:
     """Return the route."""
-    router = APIRouter()
+    router = APIRouter(route_class=CheckedRoute)
 
     @router.post("/v1/responses", response_model=None, responses={200: {"model": OpenAIResponse, "content": STREAMED}})
     async def create_response(asked: ResponseRequest, request: Request) -> Response:

@@ -57,7 +57,7 @@ __all__ = [
 
 _MAX_STOP_IDS = 4096
 _MAX_ALLOWED_IDS = 2**18
-MAX_PARTS = 10_000
+MAX_PARTS = 2048
 """Messages of a request, and parts of all of them: each is an object to check while everybody else waits."""
 
 _MAX_INT64 = 2**63 - 1

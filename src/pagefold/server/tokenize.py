@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Request
 
 from pagefold.server.answer_schemas import Detokenized, Tokenized
+from pagefold.server.checked_route import CheckedRoute
 from pagefold.server.tokenize_schemas import DetokenizeRequest, TokenizeRequest  # noqa: TC001 - FastAPI reads them
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ __all__ = ["tokenize_routes"]
 
 def tokenize_routes(served: Served) -> APIRouter:
     """Return the routes."""
-    router = APIRouter()
+    router = APIRouter(route_class=CheckedRoute)
 
     @router.post("/tokenize", responses={200: {"model": Tokenized}})
     async def tokenize(asked: TokenizeRequest, request: Request) -> dict[str, Any]:
