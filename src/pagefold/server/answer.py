@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Protocol
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse
 
-from pagefold.server.disconnect import CLIENT_CLOSED_REQUEST, ClientGoneError, while_connected
+from pagefold.server.disconnect import while_connected
 from pagefold.server.request_log import attach_generation
 from pagefold.server.streaming import EventStream
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
 
     from starlette.requests import Request
+    from starlette.responses import Response
 
     from pagefold.engine.outputs import OutputDelta
     from pagefold.server.generation import Generation, Output
@@ -51,11 +52,13 @@ async def answer(asked: GenerationRequest, form: Form, generation: Generation, r
 
 
 async def whole_answer(generation: Generation, request: Request, write: Callable[[], dict[str, Any]]) -> Response:
-    """Run ``generation`` to its end, close it, and return what ``write`` makes of it."""
+    """Run ``generation`` to its end, close it, and return what ``write`` makes of it.
+
+    Raises:
+        ClientGoneError: the client went away.
+    """
     try:
         await while_connected(request.receive, generation.run())
-    except ClientGoneError:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
     finally:
         generation.close()
     return JSONResponse(write())

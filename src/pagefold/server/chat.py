@@ -48,7 +48,9 @@ def chat_routes(served: Served) -> APIRouter:
         generation = Generation(
             served.client,
             request_id=form.request_id,
-            prompts=await served.encode_chat(asked.messages, () if use is None else asked.tools),
+            prompts=await served.encode_chat(
+                asked.messages, () if use is None else asked.tools, receive=request.receive
+            ),
             sampling=sampling,
             caller=asked.caller(account_of(request.scope)),
             param="messages",

@@ -39,7 +39,7 @@ def completion_routes(served: Served) -> APIRouter:
         generation = Generation(
             served.client,
             request_id=form.request_id,
-            prompts=await served.encode(asked.prompts),
+            prompts=await served.encode(asked.prompts, receive=request.receive),
             sampling=asked.sampling(structured),
             caller=asked.caller(account_of(request.scope)),
             param="prompt",

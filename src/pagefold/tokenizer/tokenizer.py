@@ -70,9 +70,9 @@ class Tokenizer:
         """Return it as the text of a ``tokenizer.json``."""
         return str(self._backend.to_str())
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of ``text``, with the special tokens that the model expects at the start of a prompt."""
-        return list(self._tokenizer.encode(text))
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
@@ -81,8 +81,8 @@ class Tokenizer:
         return self.encode_rendered(self.render_chat(messages, tools))
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Return the tokens of a text that :meth:`render_chat` has made."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        """Return the tokens of a text that :meth:`render_chat` has made, which has its own special tokens."""
+        return self.encode(text, add_special_tokens=False)
 
     @property
     def tool_template(self) -> str | None:
