@@ -7,6 +7,7 @@ import re
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
+from pagefold.cache_size import CacheSize
 from pagefold.errors import InvalidRequestError, UnsupportedModelError
 from pagefold.tokenizer.boundary import Boundary, Encoded, StablePrefix
 from pagefold.tokenizer.detokenizer import Detokenizer
@@ -22,6 +23,10 @@ __all__ = ["Tokenizer"]
 
 _NEXT_MESSAGES = (("user", "A"), ("user", "1"), ("assistant", "B"), ("assistant", "2"))
 """What may be said next: two that begin differently for each role, so that none of it is taken for the template's."""
+
+_MAX_WORDS, _WORD_BYTES = 4096, 10 * 2**10
+"""The library remembers the tokens of so many words. A word has fewer than 256 bytes, with at most 32 bytes of tokens
+for each of them."""
 
 _REPLACEMENT = "\ufffd"
 """What decoders make of bytes that are no whole character."""
@@ -44,6 +49,7 @@ class Tokenizer:
             msg = f"The tokenizer of {folder} has no fast form (tokenizer.json)."
             raise UnsupportedModelError(msg, remedy="Convert it with transformers, or use another model.")
         self._backend: Any = backend
+        self._words_bytes = _bound_words(backend.model)
         if self.has_chat_template:  # compiled now, not while the first client waits; not every template takes this chat
             with contextlib.suppress(InvalidRequestError):
                 self.render_chat([{"role": "user", "content": "Hi"}])
@@ -61,6 +67,10 @@ class Tokenizer:
     def min_tokens(self, text: str) -> int:
         """Return how many tokens ``text`` has at least, without tokenizing it; 0 where nothing is proven."""
         return self._length_bound.min_tokens(text)
+
+    def cache_size(self) -> CacheSize:
+        """Return what the tokens of words that are remembered may take; the library does not tell what they do take."""
+        return CacheSize("words", self._words_bytes, self._words_bytes)
 
     @cached_property
     def _length_bound(self) -> LengthBound:
@@ -191,6 +201,15 @@ def _load_with_transformers(folder: Path) -> Any:  # noqa: ANN401 - its classes 
     except (ValueError, OSError, KeyError, TypeError) as error:
         msg = f"The tokenizer of {folder} cannot be loaded: {str(error).splitlines()[0]}"
         raise UnsupportedModelError(msg, remedy="Use a folder with a tokenizer.json.") from None
+
+
+def _bound_words(model: Any) -> int:  # noqa: ANN401 - tokenizers has no stubs
+    """Bound the words that a model of the library remembers; return the bytes that they may take."""
+    resize = getattr(model, "_resize_cache", None)
+    if resize is None:  # WordPiece and WordLevel remember none
+        return 0
+    resize(_MAX_WORDS)
+    return _MAX_WORDS * _WORD_BYTES
 
 
 @cache
