@@ -14,14 +14,16 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypedDict
 
+from pagefold.cache_size import CacheSize
 from pagefold.engine.logprobs import PromptLogprobs, named_logprobs
 from pagefold.engine.output_rules import matcher_error, matchers, output_text, refuse_without_tokenizer
 from pagefold.engine.outputs import Logprob, OutputDelta, OutputText
 from pagefold.engine.pins import PinReport, report_pins
 from pagefold.errors import InvalidRequestError, PinQuotaError
-from pagefold.events import Emit, ignore
+from pagefold.events import Emit, PromptFinished, ignore
 from pagefold.kv import Namespace
 from pagefold.request import ANYBODY, Caller, Request, SamplingParams, StopRule
+from pagefold.scheduler import MAX_EXPECTED_BYTES
 from pagefold.steps import DamagedBlocksError
 from pagefold.structured.params import FIELD
 from pagefold.times import tell_end, tell_tokens
@@ -56,6 +58,25 @@ class ModelLimits:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     namespace: Namespace
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request some of whose samples have not ended.
+
+    Attributes:
+        sample_ids: their ids.
+        num_choices: that were asked for; 0 for a warm-up.
+        num_longest_tokens: output tokens of the longest of the others.
+    """
+
+    sample_ids: list[str]
+    num_choices: int
+    num_longest_tokens: int = 0
+
+    def count_end(self, sample: Request) -> None:
+        """Count the output of a sample that has ended."""
+        self.num_longest_tokens = max(self.num_longest_tokens, sample.num_output_tokens)
 
 
 class _Logprobs(TypedDict, total=False):
@@ -108,7 +129,7 @@ class Engine:
         self._emit = emit
         self._clock = clock
         self._texts: dict[str, OutputText] = {}  # of every sample that has not ended
-        self._open: dict[str, list[str]] = {}  # the ids of those samples, by request
+        self._open: dict[str, _Open] = {}  # the requests of those samples
         self._num_requests = 0
 
     @property
@@ -120,6 +141,15 @@ class Engine:
     def has_requests(self) -> bool:
         """Whether any request is here: also if all of them wait for blocks."""
         return self.scheduler.has_requests
+
+    def cache_sizes(self) -> list[CacheSize]:
+        """Return what is kept beside blocks. Plain reads, so any thread may ask."""
+        sizes = [] if self._compiler is None else self._compiler.sizes()
+        if self.tokenizer is not None:
+            sizes.append(self.tokenizer.cache_size())
+        if self.tiering is not None:
+            sizes.append(CacheSize("expected_conversations", self.tiering.expected_bytes, MAX_EXPECTED_BYTES))
+        return sizes
 
     def decide_in_order(self) -> None:
         """From now on plan each step when the last one's tokens are known: so a recording can be replayed.
@@ -244,7 +274,7 @@ class Engine:
             self._check_pin_quota(samples[0])
         for sample_id in sample_ids:
             self._texts[sample_id] = output_text(sampling, prompt_token_ids, self.tokenizer)
-        self._open[request_id] = sample_ids
+        self._open[request_id] = _Open(sample_ids, sampling.n if caller.warm_up is None else 0)
         first, *first.forks = samples
         self.scheduler.add(first)
         if self.tiering is not None:
@@ -252,14 +282,18 @@ class Engine:
 
     def abort(self, request_id: str) -> bool:
         """End a request whose caller has gone, with all its samples. False when it has ended already."""
-        sample_ids = self._open.pop(request_id, [])
-        for sample_id in sample_ids:
+        if request_id not in self._open:
+            return False
+        opened = self._open.pop(request_id)
+        for sample_id in opened.sample_ids:
             del self._texts[sample_id]
             request = self.scheduler.finish(sample_id, "abort")
             if request is not None:
                 for sample in (request, *request.forks):
                     tell_end(self._emit, sample, "abort", self._clock())
-        return bool(sample_ids)
+                    opened.count_end(sample)
+        self._tell_prompt_end(request_id, opened)
+        return True
 
     def reset_prefix_cache(self) -> int:
         """Forget every cached prefix, between steps; running requests go on. Return how many blocks became free.
@@ -450,11 +484,18 @@ class Engine:
     def _close(self, request: Request) -> bool:
         """Forget a sample that has ended; return whether it was the last of its request."""
         del self._texts[request.request_id]
-        left = self._open[request.parent_id]
-        left.remove(request.request_id)
-        if not left:
-            del self._open[request.parent_id]
-        return not left
+        opened = self._open[request.parent_id]
+        opened.sample_ids.remove(request.request_id)
+        opened.count_end(request)
+        if opened.sample_ids:
+            return False
+        del self._open[request.parent_id]
+        self._tell_prompt_end(request.parent_id, opened)
+        return True
+
+    def _tell_prompt_end(self, request_id: str, opened: _Open) -> None:
+        if opened.num_choices:
+            self._emit(PromptFinished(request_id, opened.num_choices, opened.num_longest_tokens))
 
     def _logprobs(self, request: Request) -> _Logprobs:
         """Return what a delta tells of logprobs: of the last token; with the first one, of the prompt."""

@@ -61,7 +61,7 @@ class LLM:
         self._metrics = None if disable_log_stats else _metrics(self.config.model)
         self.engine = build_engine(plan_engine(self.config), emit=self._metrics.emit if self._metrics else ignore)
         if self._metrics is not None:
-            self._metrics.watch(lambda: EngineStatus.of(self.engine.scheduler))
+            self._metrics.watch(lambda: EngineStatus.of(self.engine.scheduler, caches=self.engine.cache_sizes()))
         self._num_requests = 0
         self._busy = threading.Lock()
 

@@ -121,7 +121,6 @@ class Scheduler:
         self._ahead: StepInFlight | None = None  # planned behind it
         self._num_steps = 0
         self._num_arrived = 0
-        self._now_s = 0.0  # of the last call of schedule()
         self._streamer = Streamer(core)
         self._room = Room(core, self._streamer)
 
@@ -209,7 +208,7 @@ class Scheduler:
         never stops those that decode. What is left admits waiting requests, in order.
         """
         assert self._step is None, "one step at a time: apply or abandon the last one first"
-        self._now_s = now
+        self.core.now_s = now
         self.core.pins.expire(now)
         self.timed_out = self._end_late(now)
         step = StepInFlight(StepPlan(self._num_steps), now)
@@ -231,7 +230,7 @@ class Scheduler:
             return None
         if self.core.streaming is not None:  # it looks at one step at a time
             return None
-        self._now_s = now
+        self.core.now_s = now
         self.core.pins.expire(now)
         step = StepInFlight(StepPlan(self._num_steps), now, before.places())
         all_running = self.running
@@ -267,7 +266,7 @@ class Scheduler:
         core.host_done(plan.host_ops)
         requests = step.requests
         self.suspicion.ran(requests)
-        tell_lookups(self._emit, step)
+        tell_lookups(self._emit, step, has_tiers=self.core.host is not None)
         any_ended = False
         for request, num_tokens in zip(requests, plan.num_tokens, strict=True):
             request.num_computed_tokens += num_tokens
@@ -657,7 +656,7 @@ class Scheduler:
         if request.table.cold_root is not None:
             self._streamer.make_room(request, end)
         while not self.core.extend(request.table, start, end):
-            if self._streamer.cool(self._all_running) or self.core.pins.give_up(self._now_s):
+            if self._streamer.cool(self._all_running) or self.core.pins.give_up(self.core.now_s):
                 continue
             if self._streamer.take_back(request, end):
                 continue
@@ -764,7 +763,7 @@ class Scheduler:
         self.core.pins.add(
             request.request_id,
             table.tail,
-            self._now_s,
+            self.core.now_s,
             ttl_s=warm_up.ttl_s,
             priority=warm_up.retention_priority,
         )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.responses import JSONResponse, Response
 
-from pagefold.server.disconnect import CLIENT_CLOSED_REQUEST, ClientGoneError, while_connected
+from pagefold.server.disconnect import while_connected
 from pagefold.server.extras import Extras
 from pagefold.server.request_log import attach_generation
 from pagefold.server.streaming import EventStream
@@ -59,11 +59,13 @@ async def answer(asked: GenerationRequest, form: Form, generation: Generation, r
 
 
 async def whole_answer(generation: Generation, request: Request, write: Callable[[], dict[str, Any]]) -> Response:
-    """Run ``generation`` to its end, close it, and return what ``write`` makes of it."""
+    """Run ``generation`` to its end, close it, and return what ``write`` makes of it.
+
+    Raises:
+        ClientGoneError: the client went away.
+    """
     try:
         await while_connected(request.receive, generation.run())
-    except ClientGoneError:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
     finally:
         generation.close()
     if not generation.tells_prompts:

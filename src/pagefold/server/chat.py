@@ -45,7 +45,7 @@ def chat_routes(served: Served) -> APIRouter:
         sampling = asked.sampling(held)
         tools = () if use is None else asked.tools
         chat = await served.prepare_chat(
-            asked.messages, tools, options=asked.chat_options(), times=asked.times_too_long
+            asked.messages, tools, options=asked.chat_options(), times=asked.times_too_long, receive=request.receive
         )
         thinking = chat.thinking
         structured = None if held is None else thinking.before(held)

@@ -39,7 +39,7 @@ def completion_routes(served: Served) -> APIRouter:
         served.admit(asked, request)
         structured = asked.structured()
         sampling = asked.sampling(structured)
-        tokens = await served.encode(asked.prompts, times=asked.times_too_long)
+        tokens = await served.encode(asked.prompts, times=asked.times_too_long, receive=request.receive)
         prompts = asked.fitted(tokens, sampling, served.client.max_model_len)
         form = _CompletionForm(served.model_name, int(time.time()), served.client.tokenizer)
         if asked.echo:

@@ -8,7 +8,7 @@ import reprlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from pagefold.errors import (
@@ -23,6 +23,7 @@ from pagefold.errors import (
     TierError,
 )
 from pagefold.observe.logs import current_request_id
+from pagefold.server.disconnect import CLIENT_CLOSED_REQUEST, ClientGoneError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -111,6 +112,7 @@ def add_error_handlers(app: FastAPI) -> None:
     """Answer every failure in OpenAI's form, those of the framework included."""
     app.add_middleware(_LastResort)
     app.add_exception_handler(PagefoldError, _on_error)
+    app.add_exception_handler(ClientGoneError, _on_gone)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http)
 
@@ -181,6 +183,10 @@ def _text(text: str) -> str:
 async def _on_error(_request: Request, error: Exception) -> JSONResponse:
     headers = {"Retry-After": str(error.retry_after_s)} if isinstance(error, QueueFullError) else None
     return JSONResponse(error_body(error), _form(error).status, headers)
+
+
+async def _on_gone(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 async def _on_http(request: Request, error: Exception) -> JSONResponse:

@@ -41,7 +41,7 @@ def response_routes(served: Served) -> APIRouter:
         generation = Generation(
             served.client,
             request_id=form.response_id,
-            prompts=await served.encode_chat(asked.messages(), param="input"),
+            prompts=await served.encode_chat(asked.messages(), param="input", receive=request.receive),
             sampling=sampling,
             caller=asked.caller(account_of(request.scope)),
             param="input",

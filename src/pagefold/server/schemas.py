@@ -42,6 +42,7 @@ from pagefold.server.unsupported import refuse_unsupported
 
 __all__ = [
     "MAX_PARTS",
+    "MAX_SALT_CHARACTERS",
     "MAX_TOKEN_ID",
     "SERVICE_TIERS",
     "CachedRequest",
@@ -59,6 +60,9 @@ _MAX_STOP_IDS = 4096
 _MAX_ALLOWED_IDS = 2**18
 MAX_PARTS = 2048
 """Messages of a request, and parts of all of them: each is an object to check while everybody else waits."""
+
+MAX_SALT_CHARACTERS = 256
+"""Of a ``cache_salt``: it is kept as long as any block that was computed with it."""
 
 _MAX_INT64 = 2**63 - 1
 MAX_TOKEN_ID = 2**31 - 1
@@ -168,7 +172,7 @@ class CachedRequest(RequestBody):
             and what only slow tiers have of them by then is brought before.
     """
 
-    cache_salt: Annotated[Text | None, Field(min_length=1)] = None
+    cache_salt: Annotated[Text | None, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)] = None
     priority: Annotated[StrictInt | None, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = None
     returns_in_s: Annotated[StrictFloat | None, stated(minimum=0, maximum=MAX_RETURNS_IN_S)] = None
 
