@@ -141,6 +141,16 @@ def test_a_stop_string_is_met_across_pieces_and_nothing_comes_after_it():
     assert output.flush() == ""
 
 
+@pytest.mark.parametrize(
+    ("pieces", "met"), [(["a STO", "P"], "STOP"), (["an en", "d"], "end"), (["the END", ""], None)]
+)
+def test_it_says_which_stop_string_was_met(pieces, met):
+    output = OutputText(Pieces([*pieces, ""]), ("STOP", "end"))
+    for at in range(len(pieces)):
+        output.push(at)
+    assert output.stop_reason == met
+
+
 def test_without_a_detokenizer_there_is_no_text():
     output = OutputText(None, ("a",))
     assert (output.push(7), output.flush(), output.stopped) == ("", "", False)

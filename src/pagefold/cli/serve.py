@@ -98,6 +98,15 @@ def serve(  # noqa: PLR0913 - one parameter a flag
     timeout_keep_alive: Annotated[
         float, typer.Option(help="Seconds that a connection stays after an answer.", rich_help_panel=_DOOR)
     ] = 5.0,
+    responses_store_bytes: Annotated[
+        int,
+        typer.Option(
+            parser=parse_size,
+            metavar="SIZE",
+            help="Memory for /v1/responses that clients go on from by their id, as 64M; 0 keeps none.",
+            rich_help_panel=_DOOR,
+        ),
+    ] = 64 * 2**20,
     api_key: Annotated[
         list[str] | None,
         typer.Option(help="Clients must bring it; may be given several times.", rich_help_panel=_DOOR),
@@ -416,6 +425,7 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             log_level=cast('Literal["debug", "info", "warning", "error"]', log_level),
             tool_call_parser=tool_call_parser,
             reasoning_parser=reasoning_parser,
+            responses_store_bytes=responses_store_bytes,
         )
         if record_trace is not None and engine_config.has_slow_tiers:
             msg = "What slow tiers bring, and when, is not part of a recording yet."

@@ -110,6 +110,10 @@ class EngineClient(Protocol):
     def max_model_len(self) -> int:
         """Longest prompt and output together, in tokens."""
 
+    @property
+    def cached_block_size(self) -> int | None:
+        """How many tokens a block of the prefix cache holds; None where prefixes are not cached."""
+
     def ensure_ready(self) -> None:
         """Return if it takes requests now.
 
@@ -265,6 +269,12 @@ class EngineThread:
     def max_model_len(self) -> int:
         """See :class:`EngineClient`."""
         return self._engine.capacity.max_model_len
+
+    @property
+    def cached_block_size(self) -> int | None:
+        """See :class:`EngineClient`."""
+        core = self._engine.scheduler.core
+        return core.block_size if core.publishes else None
 
     def status(self) -> EngineStatus:
         """See :class:`EngineClient`."""

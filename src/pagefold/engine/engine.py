@@ -475,6 +475,7 @@ class Engine:
             is_last=is_last,
             times=request.times,
             num_loaded_tokens=request.num_loaded_tokens,
+            stop_reason=text.stop_reason if reason == "stop" else None,
         )
         if reason == "error":
             assert request.matcher is not None  # in a step that ran, only it can have failed

@@ -41,6 +41,7 @@ class OutputDelta:
         num_cached_tokens: how much of the prompt was a prefix hit.
         num_loaded_tokens: how much of that came from tiers behind the device, by tier.
         finish_reason: why it ended, in the sample's last delta.
+        stop_reason: with ``finish_reason`` ``stop``, the stop string that ended it, if one did.
         error: what went wrong, when ``finish_reason`` is ``error`` or ``timeout``.
         param: the request's field at fault, when it was the request that went wrong.
         logprobs: for each of ``token_ids``, those of it and of the most likely tokens by token id, if asked for.
@@ -67,6 +68,7 @@ class OutputDelta:
     index: int = 0
     is_last: bool = False
     num_loaded_tokens: Mapping[str, int] = field(default_factory=dict)
+    stop_reason: str | None = None
 
     @property
     def can_merge(self) -> bool:
@@ -183,7 +185,7 @@ class OutputText:
         keeps_stop: whether the stop string is part of the text.
 
     Attributes:
-        stopped: whether a stop string is complete.
+        stop_reason: the stop string that is complete, if one is.
         num_characters: of the text so far, what is held back included.
     """
 
@@ -199,10 +201,15 @@ class OutputText:
         self.num_characters = 0
         self._num_held_back = max((len(text) for text in stop), default=1) - 1
         self._held = ""
-        self.stopped = False
+        self.stop_reason: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string is complete."""
+        return self.stop_reason is not None
 
     def push(self, token_id: int) -> str:
-        """Take a token; return the text that is certain now. Sets ``stopped`` when a stop string is complete."""
+        """Take a token; return the text that is certain now. Sets ``stop_reason`` when a stop string is complete."""
         if self._detokenizer is None or self.stopped:
             return ""
         self._num_tokens += 1
@@ -222,8 +229,8 @@ class OutputText:
         firsts = [(text, max(0, self._num_passed + 1 - len(text))) for text in self._stop]
         found = [(at + len(text), at) for text, first in firsts if (at := self._held.find(text, first)) >= 0]
         if found:  # the one that is complete first, whether or not the piece holds more; of those, the longest
-            self.stopped = True
             end, begin = min(found)
+            self.stop_reason = self._held[begin:end]
             certain, self._held = self._held[: end if self._keeps_stop else begin], ""
             return certain
         cut = len(self._held) - num_held_back

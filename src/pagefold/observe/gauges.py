@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
+    from pagefold.cache_size import CacheSize
     from pagefold.engine.client import EngineStatus
 
 __all__ = ["Gauges"]
@@ -49,12 +50,14 @@ class Gauges:
 
     Attributes:
         status: what is asked; None for nobody yet, and then there are no gauges.
+        caches: beside those that it tells of.
         settings: of the cache, by vLLM's names; none before it is there.
     """
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         self._labels = labels
         self.status: Callable[[], EngineStatus] | None = None
+        self.caches: list[Callable[[], CacheSize]] = []
         self.settings: Mapping[str, str] = {}
 
     def collect(self) -> Iterator[Metric]:
@@ -62,6 +65,7 @@ class Gauges:
         if self.status is None:
             return
         status = self.status()
+        caches = [*status.caches, *(size() for size in self.caches)]
         for name, (field, what) in _GAUGES.items():
             yield self._family(name, what, [({}, getattr(status, field))])
         yield self._family(
@@ -77,12 +81,12 @@ class Gauges:
         yield self._family(
             "pagefold:cache_bytes",
             "What the label's cache takes at most with what it keeps now. Blocks of KV are no part of any.",
-            [({"cache": one.name}, one.num_bytes) for one in status.caches],
+            [({"cache": one.name}, one.num_bytes) for one in caches],
         )
         yield self._family(
             "pagefold:cache_max_bytes",
             "What the label's cache may take.",
-            [({"cache": one.name}, one.max_bytes) for one in status.caches],
+            [({"cache": one.name}, one.max_bytes) for one in caches],
         )
 
     def _family(self, name: str, what: str, series: Sequence[tuple[Mapping[str, str], float]]) -> Metric:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
+    from pagefold.cache_size import CacheSize
     from pagefold.engine.client import EngineStatus
     from pagefold.events import Event
 
@@ -111,6 +112,10 @@ class Metrics:
     def watch(self, status: Callable[[], EngineStatus]) -> None:
         """Ask ``status`` for the gauges whenever somebody reads; before, there are none."""
         self._gauges.status = status
+
+    def watch_cache(self, size: Callable[[], CacheSize]) -> None:
+        """Ask ``size`` for the gauges of a cache that is not the engine's."""
+        self._gauges.caches.append(size)
 
     def emit(self, event: Event) -> None:
         """Count an event, if it is one of those that are counted."""

@@ -33,11 +33,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ContextLengthError",
+    "PreviousResponseError",
+    "ResponseNotFoundError",
     "Shown",
     "UnknownModelError",
     "add_error_handlers",
     "error_body",
     "error_response",
+    "error_status",
 ]
 
 _log = logging.getLogger(__name__)
@@ -54,6 +57,14 @@ class UnknownModelError(ModelNotFoundError):
     """A request names a model that this server does not have."""
 
     param = "model"
+
+
+class ResponseNotFoundError(PagefoldError):
+    """There is no such stored response for who asks."""
+
+
+class PreviousResponseError(InvalidRequestError):
+    """A request goes on from a response that is not stored for who asks."""
 
 
 class Shown(str):
@@ -78,8 +89,10 @@ class _Form(NamedTuple):
 
 _FORMS: dict[type[Exception], _Form] = {
     ContextLengthError: _Form(400, "invalid_request_error", "context_length_exceeded"),
+    PreviousResponseError: _Form(400, "invalid_request_error", "previous_response_not_found"),
     InvalidRequestError: _Form(400, "invalid_request_error", None),
     UnknownModelError: _Form(404, "invalid_request_error", "model_not_found"),
+    ResponseNotFoundError: _Form(404, "invalid_request_error", "response_not_found"),
     EngineStoppedError: _Form(503, "service_unavailable_error", "engine_unavailable"),
     PinQuotaError: _Form(409, "invalid_request_error", "pin_quota_exceeded"),
     QueueFullError: _Form(429, "rate_limit_error", "queue_full"),
@@ -106,6 +119,11 @@ _HTTP_CODES = {
 _KINDS = {429: "rate_limit_error", 503: "service_unavailable_error"}
 
 _INTERNAL = "The server met an error of its own; its log tells more"
+
+
+def is_tag(part: object) -> bool:
+    """Whether a part of an error's place only says which of several forms a value has: such tags look ``<so>``."""
+    return isinstance(part, str) and part.startswith("<")
 
 
 def add_error_handlers(app: FastAPI) -> None:
@@ -160,6 +178,11 @@ def error_body(error: Exception) -> dict[str, Any]:
     return _body(message, form.type, getattr(error, "param", None), form.code)
 
 
+def error_status(error: Exception) -> int:
+    """Return the status that ``error`` is answered with."""
+    return _form(error).status
+
+
 def error_response(status: int, message: str, *, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """Return an HTTP error that is none of our types, such as an unknown route."""
     kind = _KINDS.get(status) or ("server_error" if status >= 500 else "invalid_request_error")  # noqa: PLR2004 - HTTP's
@@ -204,7 +227,7 @@ async def _on_http(request: Request, error: Exception) -> JSONResponse:
 async def _on_invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    path = [str(part) for part in first["loc"] if part != "body"]
+    path = [str(part) for part in first["loc"] if part != "body" and not is_tag(part)]
     if first["type"] == "json_invalid":
         at = first["loc"][-1]
         return _invalid(f"The body is not valid JSON: {first['ctx']['error']} at character {at}.", None)

@@ -26,7 +26,22 @@ if TYPE_CHECKING:
     from pagefold.server.reasoning.thinking import Thinking
     from pagefold.structured.grammar import Grammar
 
-__all__ = ["Generation", "Output"]
+__all__ = ["Generation", "Output", "PromptUse"]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptUse:
+    """What the cache had to do with the prompts of a request, in tokens.
+
+    Attributes:
+        num_tokens: of the prompts.
+        num_read: those that were found in the cache.
+        num_written: those that were computed and filled blocks that later requests can find.
+    """
+
+    num_tokens: int
+    num_read: int
+    num_written: int
 
 
 @dataclass(slots=True)
@@ -39,6 +54,7 @@ class Output:
         num_cached_tokens: how much of the prompt was a prefix hit.
         num_loaded_tokens: how much of that came from tiers behind the device, by tier.
         finish_reason: why it ended.
+        stop_reason: the stop string that ended it, if one did.
         told: its tokens with their logprobs, if asked for.
         times: when things happened to it, once it has got a token.
         cumulative_logprob: the sum of its tokens' logprobs, where they are known.
@@ -53,6 +69,7 @@ class Output:
     num_cached_tokens: int = 0
     num_loaded_tokens: Mapping[str, int] = field(default_factory=dict)
     finish_reason: FinishReason | None = None
+    stop_reason: str | None = None
     told: list[ToldToken] = field(default_factory=list)
     times: RequestTimes | None = None
     cumulative_logprob: float | None = None
@@ -101,6 +118,7 @@ class Generation:
         self.request_id = request_id
         self._tenant = caller.tenant
         self._keeps_token_ids = keeps_token_ids
+        self._cached_block_size = client.cached_block_size
         self._prompts = prompts
         self._sampling = sampling
         self._streams: list[TokenStream] = []
@@ -146,6 +164,7 @@ class Generation:
                 output.num_cached_tokens = delta.num_cached_tokens
                 output.num_loaded_tokens = delta.num_loaded_tokens
                 output.finish_reason = delta.finish_reason
+                output.stop_reason = delta.stop_reason
                 output.told += told_tokens(delta)
                 output.times = delta.times
                 if delta.cumulative_logprob is not None:
@@ -218,6 +237,18 @@ class Generation:
             num_reasoning_tokens = sum(output.thinking.num_tokens for output in self.outputs)
             usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning_tokens}
         return usage
+
+    def prompt_use(self) -> PromptUse:
+        """Return what the cache had to do with the prompts; known once each of them has got a token."""
+        firsts = self.outputs[:: self._sampling.num_samples]
+        num_read = [output.num_cached_tokens for output in firsts]
+        num_written = [self._num_in_blocks(prompt) - read for prompt, read in zip(self._prompts, num_read, strict=True)]
+        return PromptUse(sum(map(len, self._prompts)), sum(num_read), sum(max(0, written) for written in num_written))
+
+    def _num_in_blocks(self, prompt: list[int]) -> int:
+        """Return how many tokens of a prompt lie in blocks that it fills, and that are cached for others."""
+        size = self._cached_block_size
+        return 0 if size is None else len(prompt) // size * size
 
     def summary(self) -> dict[str, Any]:
         """Return what the log tells of it: numbers, ids and reasons; seconds are of the output that came first."""

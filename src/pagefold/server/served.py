@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from pagefold.engine.client import EngineClient
     from pagefold.server.chat_schemas import ChatMessage
     from pagefold.server.reasoning.thinking import Thinking
-    from pagefold.server.responses_schemas import InputMessage
     from pagefold.server.schemas import RequestBody
     from pagefold.server.structured_fields import Structured
     from pagefold.server.tools.formats import ToolFormat
@@ -131,7 +130,7 @@ class Served:
 
     async def encode_chat(
         self,
-        messages: Sequence[ChatMessage | InputMessage],
+        messages: Sequence[ChatMessage],
         tools: Sequence[Tool] = (),
         *,
         param: str = "messages",
@@ -146,7 +145,7 @@ class Served:
 
     async def prepare_chat(  # noqa: PLR0913 - a chat, by name
         self,
-        messages: Sequence[ChatMessage | InputMessage],
+        messages: Sequence[ChatMessage],
         tools: Sequence[Tool] = (),
         *,
         options: ChatOptions = _AS_USUAL,
@@ -304,7 +303,7 @@ class Served:
         return self.client.tokenizer
 
 
-def _num_characters(messages: Sequence[ChatMessage | InputMessage]) -> int:
+def _num_characters(messages: Sequence[ChatMessage]) -> int:
     """Return about how many characters a chat has. Calls of tools are written out first: they count as long."""
     if any("tool_calls" in message.model_fields_set for message in messages):
         return _LONG_CHAT
