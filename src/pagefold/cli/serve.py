@@ -9,12 +9,13 @@ import os
 import sys
 import time
 from importlib.util import find_spec
-from pathlib import Path  # noqa: TC003 - typer reads it
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, cast
 
 import typer
 
 from pagefold.cli.fail import fail
+from pagefold.cli.permissions import tell_of_served
 from pagefold.cli.size import parse_size
 from pagefold.config import (
     EngineConfig,
@@ -169,6 +170,14 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             rich_help_panel=_DOOR,
         ),
     ] = None,
+    fix_permissions: Annotated[
+        bool,
+        typer.Option(
+            "--fix-permissions",
+            help="Take from others on this machine all rights to cache folder, recording, verdicts and key file.",
+            rich_help_panel=_DOOR,
+        ),
+    ] = False,
     log_format: Annotated[
         str, typer.Option(help="text, or json for one object a line.", rich_help_panel=_DOOR)
     ] = "text",
@@ -364,6 +373,7 @@ def serve(  # noqa: PLR0913 - one parameter a flag
     began = time.monotonic()
     try:
         check_installed()
+        tell_of_served(_path(kv_disk_path), record_trace, _path(api_key_file), fix=fix_permissions)
         engine_config = EngineConfig(
             model=model,
             device=cast("Device", device),
@@ -468,6 +478,10 @@ def _warm_prompts(path: str) -> list[WarmPrompt]:
             msg = f"Line {number} of {path}: {error}"
             raise ConfigError(msg) from None
     return prompts
+
+
+def _path(name: str | None) -> Path | None:
+    return None if name is None else Path(name)
 
 
 def _num_tokens(max_model_len: str | None) -> int | Literal["auto"] | None:
