@@ -137,11 +137,10 @@ def test_a_stream_is_stored_at_its_end(tiny, client):
 
 
 def test_retrieve_and_delete(tiny, client):
-    before = tiny.metric("pagefold:num_stored_responses"), tiny.metric("pagefold:stored_responses_bytes")
+    before = tiny.metric("pagefold:cache_bytes", "responses")
     response = create(client, "Hi")
     assert client.responses.retrieve(response.id) == response
-    assert tiny.metric("pagefold:num_stored_responses") == before[0] + 1
-    assert tiny.metric("pagefold:stored_responses_bytes") > before[1] + 1000
+    assert tiny.metric("pagefold:cache_bytes", "responses") > before + 1000
     later = create(client, "And?", previous_response_id=response.id)
     client.responses.delete(response.id)
     with pytest.raises(openai.NotFoundError):
@@ -157,19 +156,19 @@ def test_retrieve_and_delete(tiny, client):
 
 
 def test_store_false_keeps_nothing(tiny, client):
-    before = tiny.metric("pagefold:num_stored_responses")
+    before = tiny.metric("pagefold:cache_bytes", "responses")
     response = create(client, "Hi", store=False)
     assert response.store is False
-    assert tiny.metric("pagefold:num_stored_responses") == before
+    assert tiny.metric("pagefold:cache_bytes", "responses") == before
     assert error_of(tiny.http.get(f"/v1/responses/{response.id}"), 404)["code"] == "response_not_found"
 
 
 def test_what_failed_is_not_kept(tiny, client, caplog):
-    before = tiny.metric("pagefold:num_stored_responses")
+    before = tiny.metric("pagefold:cache_bytes", "responses")
     tiny.runner.fail(3)
     *_, end = create(client, "Hi", stream=True)
     assert end.type == "response.failed"
-    assert tiny.metric("pagefold:num_stored_responses") == before
+    assert tiny.metric("pagefold:cache_bytes", "responses") == before
 
 
 def test_another_tenant_finds_nothing(tiny_chat_model):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from pagefold.engine.logprobs import PromptLogprobs
     from pagefold.request import FinishReason, RequestTimes
     from pagefold.tokenizer import Detokenizer
 
@@ -44,8 +45,7 @@ class OutputDelta:
         error: what went wrong, when ``finish_reason`` is ``error`` or ``timeout``.
         param: the request's field at fault, when it was the request that went wrong.
         logprobs: for each of ``token_ids``, those of it and of the most likely tokens by token id, if asked for.
-        prompt_logprobs: the same for each token of the prompt, in the first delta, if asked for. None stands for the
-            first token: nothing tells it.
+        prompt_logprobs: of the prompt's tokens, in the first delta of the first sample, if asked for.
         cumulative_logprob: the sum of the logprobs of all the sample's tokens so far, where they are known.
         text_offset: how many characters of the output's text come before that of ``token_ids``.
         times: of the request; the engine goes on writing it.
@@ -60,7 +60,7 @@ class OutputDelta:
     finish_reason: FinishReason | None = None
     error: str | None = None
     logprobs: tuple[dict[int, Logprob], ...] | None = None
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     cumulative_logprob: float | None = None
     text_offset: int = 0
     times: RequestTimes | None = None
@@ -91,7 +91,7 @@ class CompletionOutput:
 
     Attributes:
         index: which of the request's outputs.
-        text: its text, without stop string.
+        text: its text, without stop string unless ``include_stop_str_in_output``.
         token_ids: its tokens, those of a stop string and a stop token included.
         finish_reason: ``stop``, ``length``, ``abort``, ``error`` or ``timeout``; None while it runs.
         logprobs: for each token, those of it and of the most likely tokens by token id, if asked for.
@@ -149,7 +149,7 @@ class RequestOutput:
         if delta.cumulative_logprob is not None:
             output.cumulative_logprob = delta.cumulative_logprob
         if delta.prompt_logprobs is not None:
-            self.prompt_logprobs = delta.prompt_logprobs
+            self.prompt_logprobs = delta.prompt_logprobs.named()
         self.num_cached_tokens = delta.num_cached_tokens
         self.num_loaded_tokens = delta.num_loaded_tokens
         self.error = self.error or delta.error
@@ -182,16 +182,20 @@ class OutputText:
         detokenizer: for this output; None when text is not wanted.
         stop: the stop strings.
         min_tokens: a stop string that is complete within so many tokens does not count.
+        keeps_stop: whether the stop string is part of the text.
 
     Attributes:
         stop_reason: the stop string that is complete, if one is.
         num_characters: of the text so far, what is held back included.
     """
 
-    def __init__(self, detokenizer: Detokenizer | None, stop: tuple[str, ...], min_tokens: int = 0) -> None:
+    def __init__(
+        self, detokenizer: Detokenizer | None, stop: tuple[str, ...], min_tokens: int = 0, *, keeps_stop: bool = False
+    ) -> None:
         self._detokenizer = detokenizer
         self._stop = stop
         self._min_tokens = min_tokens
+        self._keeps_stop = keeps_stop
         self._num_tokens = 0
         self._num_passed = 0  # characters of ``_held`` within which a complete stop string does not count
         self.num_characters = 0
@@ -227,7 +231,7 @@ class OutputText:
         if found:  # the one that is complete first, whether or not the piece holds more; of those, the longest
             end, begin = min(found)
             self.stop_reason = self._held[begin:end]
-            certain, self._held = self._held[:begin], ""
+            certain, self._held = self._held[: end if self._keeps_stop else begin], ""
             return certain
         cut = len(self._held) - num_held_back
         if cut <= 0:

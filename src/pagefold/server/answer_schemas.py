@@ -40,11 +40,16 @@ class _CachedTokens(BaseModel):
     cached_tokens_by_tier: dict[str, int] | None = None
 
 
+class _OutputTokensDetails(BaseModel):
+    reasoning_tokens: int
+
+
 class _Usage(BaseModel):
     prompt_tokens: int = Field(ge=1)
     completion_tokens: int = Field(ge=0)
     total_tokens: int = Field(ge=1)
     prompt_tokens_details: _CachedTokens
+    completion_tokens_details: _OutputTokensDetails | None = None
 
 
 class _Choice(BaseModel):
@@ -83,6 +88,9 @@ class _ChatAnswer(BaseModel):
     role: Literal["assistant"]
     content: str | None
     tool_calls: list[_ToolCall] = Field(default=[], min_length=1)
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
 
 
 class _ChatChoice(_Choice):
@@ -122,10 +130,6 @@ class _FunctionCall(BaseModel):
     name: str
     arguments: str
     status: Literal["in_progress", "completed", "incomplete"]
-
-
-class _OutputTokensDetails(BaseModel):
-    reasoning_tokens: int
 
 
 class _InputTokensDetails(_CachedTokens):

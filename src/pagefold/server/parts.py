@@ -12,13 +12,13 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
-from pagefold.server.tools.reader import ArgumentsPiece, CallBegun, TextPiece
+from pagefold.server.pieces import ArgumentsPiece, CallBegun, TextPiece
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator
 
     from pagefold.server.generation import Generation
-    from pagefold.server.tools.reader import Piece
+    from pagefold.server.pieces import Piece
 
 __all__ = [
     "Part",

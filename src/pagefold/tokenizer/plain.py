@@ -63,13 +63,13 @@ class PlainTokenizer:
         tools: Sequence[Mapping[str, Any]] | None,
         tokenize: bool,
         add_generation_prompt: bool,
+        **variables: object,
     ) -> str:
         """Return the text of a chat.
 
         Raises:
             ValueError: there are several templates, and none of them for this. And whatever the template raises.
         """
-        assert add_generation_prompt, "the answer follows"
         assert not tokenize, "the text is wanted"
         template = self.chat_template
         if isinstance(template, dict):
@@ -79,7 +79,8 @@ class PlainTokenizer:
                 raise ValueError(msg)
             template = template[name]
         assert template is not None, "asked before"
-        return render_template(template, conversation, tools, self._special_tokens)
+        known = {**self._special_tokens, **variables}
+        return render_template(template, conversation, tools, known, add_generation_prompt=add_generation_prompt)
 
     def _encoding(self, text: str, *, add_special_tokens: bool) -> Any:  # noqa: ANN401 - tokenizers has no stubs
         (encoding,) = self.backend_tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)

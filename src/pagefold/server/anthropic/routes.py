@@ -10,6 +10,7 @@ from pagefold.server.answer import whole_answer
 from pagefold.server.answer_schemas import STREAMED, AnthropicMessage, CountedTokens
 from pagefold.server.anthropic.form import MessageForm
 from pagefold.server.anthropic.schemas import CountRequest, MessageRequest  # noqa: TC001 - FastAPI reads them
+from pagefold.server.checked_route import CheckedRoute
 from pagefold.server.generation import Generation
 from pagefold.server.keys import account_of
 from pagefold.server.request_log import attach_generation
@@ -24,14 +25,14 @@ __all__ = ["message_routes"]
 
 def message_routes(served: Served) -> APIRouter:
     """Return the routes."""
-    router = APIRouter()
+    router = APIRouter(route_class=CheckedRoute)
 
     @router.post("/v1/messages", response_model=None, responses={200: {"model": AnthropicMessage, "content": STREAMED}})
     async def create_message(asked: MessageRequest, request: Request) -> Response:
         """Answer the last message of a chat, in Anthropic's form."""
         served.admit(asked, request)
         want = wanted(asked.asked_tools(), asked.structured(), served)
-        prompts = await served.encode_chat(asked.chat(), want.tools)
+        prompts = await served.encode_chat(asked.chat(), want.tools, receive=request.receive)
         structured = None if want.structured is None else want.structured.params
         form = MessageForm(served.model_name, asked.max_tokens)
         generation = Generation(
@@ -59,7 +60,7 @@ def message_routes(served: Served) -> APIRouter:
         """Count the tokens of a prompt in Anthropic's form."""
         served.admit(asked, request)
         want = wanted(asked.asked_tools(), asked.structured(), served)
-        (token_ids,) = await served.encode_chat(asked.chat(), want.tools)
+        (token_ids,) = await served.encode_chat(asked.chat(), want.tools, receive=request.receive)
         return {"input_tokens": len(token_ids)}
 
     return router

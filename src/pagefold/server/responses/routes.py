@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 from pagefold.errors import InvalidRequestError
 from pagefold.server.answer import whole_answer
 from pagefold.server.answer_schemas import STREAMED, DeletedResponse, OpenAIResponse
+from pagefold.server.checked_route import CheckedRoute
 from pagefold.server.errors import PreviousResponseError, ResponseNotFoundError
 from pagefold.server.generation import Generation
 from pagefold.server.keys import account_of
@@ -36,7 +37,7 @@ _NUM_SHOWN_CHARACTERS = 80
 
 def response_routes(served: Served, store: ResponseStore) -> APIRouter:
     """Return the routes."""
-    router = APIRouter()
+    router = APIRouter(route_class=CheckedRoute)
 
     @router.post("/v1/responses", response_model=None, responses={200: {"model": OpenAIResponse, "content": STREAMED}})
     async def create_response(asked: ResponseRequest, request: Request) -> Response:
@@ -50,7 +51,9 @@ def response_routes(served: Served, store: ResponseStore) -> APIRouter:
         generation = Generation(
             served.client,
             request_id=form.response_id,
-            prompts=await served.encode_chat(chat_of(asked.instructions, items), want.tools, param="input"),
+            prompts=await served.encode_chat(
+                chat_of(asked.instructions, items), want.tools, param="input", receive=request.receive
+            ),
             sampling=sampling,
             caller=asked.caller(account),
             param="input",

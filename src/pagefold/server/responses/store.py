@@ -6,6 +6,8 @@ import json
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
+from pagefold.cache_size import CacheSize
+
 __all__ = ["ResponseStore", "StoredResponse"]
 
 _MAX_RESPONSES = 10_000
@@ -73,6 +75,10 @@ class ResponseStore:
     def num_bytes(self) -> int:
         """How much memory they take."""
         return sum(shelf.num_bytes for shelf in self._shelves.values())
+
+    def size(self) -> CacheSize:
+        """Return what it keeps beside what it may keep."""
+        return CacheSize("responses", self.num_bytes, self._max_bytes)
 
     def put(self, tenant: str, response: dict[str, Any], items: list[dict[str, Any]]) -> bool:
         """Keep ``response`` for ``tenant``; return whether there is room for it at all.
