@@ -352,8 +352,9 @@ BAD = {
     "too many blocks": (blocks(*[{"type": "text", "text": "a"}] * 10_001), "10000"),
     "too many messages": ({**BODY, "messages": [USER] * 10_001}, "10000"),
     "prefill": ({**BODY, "messages": [USER, {"role": "assistant", "content": "So"}]}, "not supported yet"),
-    "thinking": ({**BODY, "thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking is asked for"),
-    "thinking text": ({**BODY, "thinking": "yes"}, "thinking is asked for"),
+    "thinking": ({**BODY, "thinking": {"type": "enabled", "budget_tokens": 1024}}, "does not know how its model marks"),
+    "thinking unknown": ({**BODY, "thinking": {"type": "deep"}}, "thinking.type is 'deep'"),
+    "thinking text": ({**BODY, "thinking": "yes"}, "thinking is 'yes'"),
     "tools text": ({**BODY, "tools": "f"}, "tools is 'f'"),
     "tool without schema": ({**BODY, "tools": [{"name": "f"}]}, "tools.0.input_schema is missing"),
     "tool of the server": (

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagefold.server.parts import PartBegan, PartEnded, PartGrew, PartReader, PlainText
+from pagefold.server.output_reader import OutputReader
+from pagefold.server.parts import PartBegan, PartEnded, PartGrew, PartReader
+from pagefold.server.reasoning.thinking import NO_THINKING
 from pagefold.server.tellable import arguments_object
 from pagefold.server.tools.reader import ToolCallReader
 
@@ -36,7 +38,7 @@ def said(reader):
 @given(cut_texts(), st.booleans())
 def test_what_is_told_depends_on_no_cut(pieces, has_tools):
     def reader():
-        return PartReader(ToolCallReader({"f"}) if has_tools else PlainText())
+        return PartReader(OutputReader(NO_THINKING.reader(), ToolCallReader({"f"}) if has_tools else None))
 
     whole, streamed = reader(), reader()
     whole.read("".join(pieces))

@@ -151,7 +151,7 @@ def kept_output(parts: Iterable[Part]) -> list[dict[str, Any]]:
     for part in parts:
         if part.kind == "text":
             items.append({"role": "assistant", "content": [{"type": "output_text", "text": part.text}]})
-        elif arguments_object(part.text) is not None:
+        elif part.kind == "call" and arguments_object(part.text) is not None:
             about = {"call_id": call_id(part), "name": part.name, "arguments": part.text}
             items.append({"type": "function_call", **about})
     return items

@@ -46,21 +46,24 @@ def response_routes(served: Served, store: ResponseStore) -> APIRouter:
         account = account_of(request.scope)
         items = _items_of(asked, store, account.tenant)
         want = wanted(asked.asked_tools(), asked.text.structured(), served)
-        sampling = asked.sampling(None if want.structured is None else want.structured.params)
+        sampling = asked.sampling()
         form = ResponseForm(asked, served.model_name, is_stored=_is_stored(asked, store))
+        chat = await served.prepare_chat(
+            chat_of(asked.instructions, items), want.tools, param="input", receive=request.receive
+        )
+        structured = None if want.structured is None else chat.thinking.before(want.structured)
         generation = Generation(
             served.client,
             request_id=form.response_id,
-            prompts=await served.encode_chat(
-                chat_of(asked.instructions, items), want.tools, param="input", receive=request.receive
-            ),
-            sampling=sampling,
+            prompts=[chat.token_ids],
+            sampling=chat.thinking.sampling(sampling, structured),
             caller=asked.caller(account),
             param="input",
-            grammar=await served.compile(want.structured),
+            grammar=await served.compile(structured),
+            thinking=chat.thinking,
         )
         attach_generation(request.scope, generation)
-        answer = _Answer(form, generation, want.reader(), items, store, account.tenant)
+        answer = _Answer(form, generation, want.reader(chat.thinking), items, store, account.tenant)
         if asked.stream:
             events = response_events(form, generation, answer.reader, answer.end)
             return EventStream(events, on_end=generation.close, is_typed=True)
