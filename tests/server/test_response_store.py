@@ -173,7 +173,7 @@ def test_what_failed_is_not_kept(tiny, client, caplog):
 
 def test_another_tenant_finds_nothing(tiny_chat_model):
     accounts = (Account(key="sk-a1", tenant="a"), Account(key="sk-a2", tenant="a"), Account(key="sk-b", tenant="b"))
-    door = {"accounts": accounts, "admin_api_key": "sk-admin", "responses_store_bytes": 6_000}
+    door = {"accounts": accounts, "admin_api_key": "sk-admin", "open_metrics": True, "responses_store_bytes": 6_000}
     server = LocalServer(tiny_chat_model, door=door, kv_cache_memory_bytes=2**22)
     try:
         with client_of(server, "sk-a1") as one, client_of(server, "sk-a2") as two, client_of(server, "sk-b") as other:
