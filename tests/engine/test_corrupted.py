@@ -110,7 +110,9 @@ def check_ended(found, name, index=0, num_tokens=0):
 
 
 @pytest.mark.parametrize("way", ["nan", "inf", "-inf"])
-@pytest.mark.parametrize("how", [{}, {"n": 3}, {"temperature": 0.9}, {"logprobs": 3}, {"prompt_logprobs": 2}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{}, {"n": 3, "temperature": 0.9}, {"temperature": 0.9}, {"logprobs": 3}, {"prompt_logprobs": 2}], ids=str
+)
 def test_a_poisonous_prompt_ends_and_others_go_on(tiny_chat_model, poisoned_chat_model, expected, way, how):
     house = House(poisoned_chat_model if way == "nan" else tiny_chat_model, way)
     for name, prompt in BYSTANDERS.items():
@@ -176,7 +178,7 @@ def test_what_it_took_a_part_of_is_dropped(poisoned_chat_model):
 def test_host_and_slow_tiers_forget_it_too(poisoned_chat_model):
     """And what was computed behind it before: the host knows of that."""
     llm = TieredLLM(str(poisoned_chat_model), policy="write_through")
-    core, tiering, store = llm.engine.scheduler.core, llm.engine.tiering, llm.store
+    core, store = llm.engine.scheduler.core, llm.store
     namespace, shared = llm.engine.limits.namespace.key(), list(range(1000, 1064))
     how = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     root = root_digest(namespace)

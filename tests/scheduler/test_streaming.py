@@ -6,6 +6,7 @@ table, hot and cold, that what is free means nothing, and that every output is w
 
 from __future__ import annotations
 
+from array import array
 from random import Random
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from pagefold.events import RequestPreempted, RequestStreamed
 from pagefold.kv import HostTier, KVCore, Namespace, audit, make_policy
+from pagefold.kv.names import digest_of
 from pagefold.request import Request, RequestStatus, SamplingParams, StopRule
 from pagefold.scheduler import Scheduler, SchedulerLimits
 from pagefold.sim.shadow_runner import VOCAB_SIZE, ShadowRunner, alone, cells_of
@@ -324,3 +326,25 @@ def test_two_stream_at_once_if_the_host_holds_them():
         most = max(most, sum(one.table.cold_root is not None for one in machine.scheduler.running))
         machine.apply()
     assert most == 2
+
+
+def test_what_was_stored_before_is_checked_and_what_is_stored_now_is_not():
+    """A table that streams takes over what the device has: of two blocks the host holds one."""
+    core = KVCore(6, block_size=SIZE, policy=make_policy("lru"), host=HostTier(40), allow_streaming=True)
+    packed = array("i", range(2 * SIZE)).tobytes()
+    table, _ = core.acquire(core.match(NAMESPACE, packed, 2 * SIZE))
+    assert core.extend(table, 0, 2 * SIZE)
+    core.commit(core.promise(table, packed, 2 * SIZE))
+    core.release(table)
+    first, second = core.tree.nodes()
+    assert core._store_live(first)
+    core.host_done(core.take_host_ops())
+    held = core.host.get(digest_of(first))
+    table, start = core.begin_streaming(core.match(NAMESPACE, packed, 2 * SIZE))
+    assert start == 2 * SIZE
+    ops = core.take_host_ops()
+    assert list(ops.checks) == [held.host_id]
+    assert [store.block_id for store in ops.stores] == [second.block.block_id]
+    core.host_done(ops)
+    core.release(table)
+    audit(core)

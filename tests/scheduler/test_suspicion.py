@@ -6,14 +6,13 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
+from test_parallel_sampling import add as add_samples
+from test_scheduler import House
 
 from pagefold.kv import audit
 from pagefold.request import RequestStatus, WarmUp
 from pagefold.scheduler.suspicion import MAX_FAILED_ALONE, MAX_FAILED_IN_A_ROW, MAX_FAILED_IN_COMPANY
 from pagefold.sim.shadow_runner import ShadowRunner, alone
-
-from test_parallel_sampling import add as add_samples
-from test_scheduler import House
 
 if TYPE_CHECKING:
     from collections.abc import Callable
