@@ -9,7 +9,6 @@ from itertools import accumulate
 from types import SimpleNamespace
 
 import pytest
-from conftest import POISON
 from engine.test_overlapped_engine import PLAIN, LateRunner, make
 from engine.test_overlapped_engine import drain as drain_shadow
 from engine.test_tiering import TieredLLM
@@ -24,6 +23,7 @@ from pagefold.kv.names import names_behind, root_digest
 from pagefold.request import Caller, SamplingParams, WarmUp
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 8}
+POISON = 777  # of poisoned_chat_model
 SHARED = list(range(100, 140))
 BYSTANDERS = {f"b{index}": [*SHARED[: 8 * index], 300 + index, 17] for index in range(6)}
 
