@@ -7,6 +7,7 @@ table, hot and cold, that what is free means nothing, and that every output is w
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -54,6 +55,7 @@ class Machine:
         self.runner = ShadowRunner(self.scheduler)
         self.most_tokens = self.core.streaming.max_blocks * SIZE
         self.plan = None
+        self.corrupt = 0  # bits of rows whose logits will be no numbers
         self.requests = {}
         self.now = 0.0
 
@@ -92,8 +94,22 @@ class Machine:
         for request, start, num_tokens, block_ids in rows:
             expected = cells_of(NAMESPACE, request.token_ids[: start + num_tokens])
             assert self.runner.read(block_ids, start + num_tokens) == expected, f"{request} reads what is not its own"
-        self.scheduler.apply(result)
+        rows, self.corrupt = [row for row in range(plan.num_rows) if self.corrupt >> row & 1], 0
+        corrupted = [self.scheduler.in_step[row] for row in rows]
+        self.scheduler.apply(replace(result, corrupted=rows))
+        self.forget(self.scheduler.distrusted)
+        for request in corrupted:
+            assert request.finish_reason is not None
+            hit = self.core.match(NAMESPACE, request.packed(), request.num_tokens)
+            assert not hit.nodes
+            assert not hit.held
         self._check_outputs()
+
+    def corrupt_next(self, which):
+        self.corrupt = which
+
+    def forget(self, digests):
+        """What slower tiers are told."""
 
     def fail(self, how_far):
         if self.plan is None:
@@ -151,7 +167,15 @@ class Machine:
             assert request.status is not RequestStatus.FINISHED or request.table is None
 
 
-OPERATIONS = (("add", 3, 12), ("schedule", 0, 40), ("apply", 0, 40), ("fail", 1, 3), ("finish", 1, 2), ("damage", 1, 4))
+OPERATIONS = (
+    ("add", 3, 12),
+    ("schedule", 0, 40),
+    ("apply", 0, 40),
+    ("fail", 1, 3),
+    ("finish", 1, 2),
+    ("damage", 1, 4),
+    ("corrupt_next", 1, 1),
+)
 
 
 def random_setup(rng):
