@@ -367,3 +367,35 @@ def test_random_walks_meet_everything(policy):
 def test_random_walks_for_long(policy):
     for seed in range(60):
         walk(seed, 5000, policy, (2, 6, 12, 20)[seed % 4])
+
+
+def arena(num_held, policy="write_back"):
+    """SlowTiers over a host of so many blocks, and names."""
+    host = HostTier(num_held, notes_unsaved=True)
+    arbiter = Arbiter(1, SIZE, compute_s_per_token=1.0)
+    arbiter.links["disk"] = LinkModel(0.0, 1e9)
+    return SlowTiers(host, policy, arbiter), names_behind(ROOT, ROOT, pack(range(2 * num_held * SIZE)), STRIDE)
+
+
+def test_as_much_may_be_on_its_way_as_is_said_and_no_more():
+    slow, names = arena(8)
+    assert slow.max_waited == 4
+    first = slow.begin([("disk", name) for name in names[:3]], 9.0, 0.0)
+    assert slow.begin([("disk", name) for name in names[4:6]], 9.0, 0.0) is None
+    last = slow.begin([("disk", name) for name in names[4:5]], 9.0, 0.0)
+    assert (len(first.blocks), len(last.blocks)) == (3, 1)
+    assert slow.begin([("disk", names[6])], 9.0, 0.0) is None
+
+
+def test_write_back_writes_as_much_as_room_is_short_of_and_nothing_before():
+    slow, names = arena(8)
+    host = slow.host
+    num_spare = 4
+    for index, name in enumerate(names[:8]):
+        assert host.keep(name, index)
+        host.done(host.take())
+        writes = slow.take_writes()
+        num_held = index + 1
+        assert len(writes) == (num_held > 8 - num_spare), f"{num_held} are held"
+        slow.written(writes, len(writes))
+    assert slow.take_writes() == []

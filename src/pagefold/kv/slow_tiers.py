@@ -220,6 +220,11 @@ class SlowTiers:
             arrival.waiting.clear()
             arrival.is_wanted = False
 
+    def distrust(self, digests: set[bytes]) -> None:
+        """What is on its way of these paths is of no use."""
+        for digest in digests & self._by_digest.keys():
+            self._by_digest[digest].is_wanted = False
+
     # To slow tiers.
 
     def wants(self, node: Node) -> bool:

@@ -31,6 +31,7 @@ from pagefold.events import (
     PinDropped,
     PrefixLookup,
     RequestAdded,
+    RequestCorrupted,
     RequestCut,
     RequestFinished,
     StepAbandoned,
@@ -127,6 +128,8 @@ class TraceRecorder:
                 self._step.hits.append((self._numbers[event.request_id], event.num_hit_tokens))
             case BlockEvicted():
                 self._step.evicted.append(event.block_id)
+            case RequestCorrupted():
+                self._step.corrupted.append(self._numbers[event.request_id])
             case HostTransfer():
                 self._step.damaged += event.damaged_ids
             case RequestFinished():
@@ -211,9 +214,12 @@ class TraceRecorder:
             line["evicted"] = step.evicted
         if step.damaged:
             line["damaged"] = step.damaged
+        if step.corrupted:
+            line["corrupted"] = step.corrupted
         self._put(line)
         for number, reason in step.ended:
-            self._put_tokens(number, "failed" if has_failed and reason == "error" else reason)
+            is_failed = has_failed or number in step.corrupted
+            self._put_tokens(number, "failed" if is_failed and reason == "error" else reason)
 
     # The file.
 
@@ -265,13 +271,14 @@ class _Line(NamedTuple):
 class _Step:
     """What has happened since the last step ended."""
 
-    __slots__ = ("began_s", "damaged", "ended", "evicted", "hits", "plan")
+    __slots__ = ("began_s", "corrupted", "damaged", "ended", "evicted", "hits", "plan")
 
     def __init__(self) -> None:
         self.plan: StepPlanned | None = None
         self.began_s = 0.0
         self.hits: list[tuple[int, int]] = []
         self.evicted: list[int] = []
+        self.corrupted: list[int] = []
         self.damaged: list[int] = []
         self.ended: list[tuple[int, str]] = []
 

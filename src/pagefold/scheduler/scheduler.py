@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING
 
 from pagefold.events import (
     Emit,
+    RequestCorrupted,
     RequestCut,
     RequestFinished,
     RequestPreempted,
@@ -65,6 +66,11 @@ __all__ = ["Scheduler", "SchedulerLimits"]
 
 _ORDER = attrgetter("order")
 
+_CORRUPTED = (
+    "The model's logits for this request are NaN or infinite: weights, or cached blocks, are damaged. What it had and "
+    "began with is dropped from the cache"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
@@ -93,6 +99,8 @@ class Scheduler:
         waiting, running: requests, in order.
         fetching: those that wait for blocks, by id.
         timed_out: those that the last call of :meth:`schedule` ended.
+        corrupted: those that the last call of :meth:`apply` ended, since their logits are no numbers.
+        distrusted: digests of the paths that were dropped with them, for slower tiers to forget.
         suspicion: who may be planned after a step has failed.
     """
 
@@ -112,6 +120,8 @@ class Scheduler:
         self.running: list[Request] = []
         self.fetching: dict[str, Request] = {}
         self.timed_out: list[Request] = []
+        self.corrupted: list[Request] = []
+        self.distrusted: set[bytes] = set()
         self.suspicion = Suspicion()
         self._held_back: list[Request] = []  # of those that run, who is not chosen; while a step is planned
         self._by_id: dict[str, Request] = {}
@@ -274,6 +284,10 @@ class Scheduler:
                 any_ended = True
         if step.filling or step.joins:
             publish_late(core, step, self._step)
+        self.corrupted, self.distrusted = [], set()
+        if result.corrupted:
+            self._end_corrupted([requests[row] for row in result.corrupted])
+            any_ended = True
         apply_extras(plan, result, requests, step.samples)
         self._fork(step)
         sampled: list[Request] = []
@@ -780,6 +794,20 @@ class Scheduler:
         for request, why in self.suspicion.failed(step.requests, step.admitted).items():
             if request.status is not RequestStatus.FINISHED and not request.is_aborted:
                 request.finish_reason, request.error = "error", why
+
+    def _end_corrupted(self, requests: list[Request]) -> None:
+        """End requests whose logits are no numbers, with those that were to fork from them, and drop what they had."""
+        for request in requests:
+            if request.finish_reason == "error":  # by the step before, and this row is one too many
+                continue
+            assert request.table is not None
+            self.distrusted |= self.core.distrust(request.table, request.namespace, request.packed())
+            if request.is_aborted:
+                continue
+            self.corrupted.append(request)
+            for sample in (request, *request.forks):
+                self._emit(RequestCorrupted(sample.request_id))
+                sample.is_aborted, sample.finish_reason, sample.error = True, "error", _CORRUPTED
 
     def _take_step(self) -> StepInFlight:
         """Take the step that was planned first; the one planned behind it is the next."""
