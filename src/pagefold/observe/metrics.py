@@ -74,6 +74,10 @@ _GAUGES: dict[str, tuple[str, str]] = {
         "num_pinned_blocks",
         "KV blocks that pins keep cached, each counted once, whether or not a request holds them too.",
     ),
+    "pagefold:num_unsaved_blocks": (
+        "num_unsaved_blocks",
+        "Blocks of the host's memory that no slow tier was given yet. It grows to all of them while a tier hangs.",
+    ),
     "pagefold:num_wasted_slots": (
         "num_wasted_slots",
         "Slots in blocks of running requests that hold no token: what rounding to whole blocks costs.",
@@ -158,6 +162,15 @@ class Metrics:
             family = GaugeMetricFamily(name, what, labels=tuple(self._labels))
             family.add_metric(tuple(self._labels.values()), getattr(status, field))
             yield family
+        fast = GaugeMetricFamily(
+            "pagefold:tier_fast",
+            "1 where a slow tier is thought to bring a block sooner than it is computed, 0 where what it holds is "
+            "computed until it is tried again.",
+            labels=(*self._labels, "tier"),
+        )
+        for tier, is_fast in status.tiers_fast.items():
+            fast.add_metric((*self._labels.values(), tier), is_fast)
+        yield fast
 
     # What there is.
 
