@@ -338,6 +338,30 @@ def test_a_reset_frees_a_block_that_is_to_be_stored_and_that_somebody_waits_for(
     world.finish()
 
 
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective"])
+def test_of_a_tier_that_hangs_no_more_is_remembered_than_the_arena_could_hold(policy):
+    """And when it answers again, all that the arena still has is written."""
+    world = World(policy, 4)
+    most = 0
+    for number in range(400):
+        tokens = [(number >> bit) & 1 for bit in range(9)]
+        world.run([tokens], fails=False)
+        world.run([tokens], fails=False)  # found once
+        world.store_pending()
+        world.write(is_flush=False)  # nothing is ever said to be written
+        world.check()
+        most = max(most, world.slow.num_early)
+        assert most <= world.slow.max_early
+    assert most >= world.host.num_blocks, "the bound was never near"
+    assert world.host.num_dropped > 10 * world.slow.max_early
+    early = {held.name.digest for held in world.slow._early if world.slow._is_unsaved(held)}
+    assert early == world.host.unsaved.keys(), "who can still be written is not forgotten"
+    while world.host.unsaved:
+        world.written(0, 0)
+        world.write(is_flush=False)
+    world.finish()
+
+
 EVENTS = {
     "found",
     "arrived",

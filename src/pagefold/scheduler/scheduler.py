@@ -290,21 +290,14 @@ class Scheduler:
             any_ended = True
         apply_extras(plan, result, requests, step.samples)
         self._fork(step)
-        sampled: list[Request] = []
-        num_output_tokens = 0
-        for request, token_id in zip(step.samples, result.token_ids, strict=True):
-            if request.is_aborted:
-                continue
-            sampled.append(request)
-            if request.has_no_output:
-                request.finish_reason = "length"
-            else:
-                request.token_ids.append(token_id)
-                num_output_tokens += 1
-                request.finish_reason = _reason_to_end(request, token_id)
-            if request.finish_reason is not None:
-                any_ended = True
-        if any_ended:
+        sampled = [
+            (request, token_id)
+            for request, token_id in zip(step.samples, result.token_ids, strict=True)
+            if not request.is_aborted
+        ]
+        for request, token_id in sampled:
+            _take_token(request, token_id)
+        if any_ended or any(request.finish_reason is not None for request, _ in sampled):
             self._drop_ended()
         self._emit(
             StepApplied(
@@ -312,12 +305,12 @@ class Scheduler:
                 len(self.running),
                 len(self.waiting),
                 step.num_prefill_tokens,
-                num_output_tokens,
+                sum(not request.has_no_output for request, _ in sampled),
                 step.num_recomputed_tokens,
                 len(plan.token_ids),
             )
         )
-        return sampled
+        return [request for request, _ in sampled]
 
     def abandon(
         self, error: str, damaged_ids: frozenset[int] = frozenset(), *, is_blamed: bool = True
@@ -820,6 +813,15 @@ class Scheduler:
 def _is_over(request: Request) -> bool:
     """Whether nothing is left to compute for a request, though it runs."""
     return request.is_aborted or request.num_tokens >= request.stop.max_total_tokens
+
+
+def _take_token(request: Request, token_id: int) -> None:
+    """Append a sampled token, or end who asked for none."""
+    if request.has_no_output:
+        request.finish_reason = "length"
+        return
+    request.token_ids.append(token_id)
+    request.finish_reason = _reason_to_end(request, token_id)
 
 
 def _reason_to_end(request: Request, token_id: int) -> FinishReason | None:
