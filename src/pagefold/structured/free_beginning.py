@@ -51,7 +51,7 @@ class FreeBeginning:
         if self.is_open:
             start = f"({beginning})? free{space} @held"
         elif may_be_left_out:
-            start = f"({beginning} free{space})? @held"
+            start = f"SPACE? (mark free{space})? @held" if self.allows_space else f"({beginning} free)? @held"
         else:
             start = f"{beginning} free{space} @held"
         ends = self._tokens(self.ends)
