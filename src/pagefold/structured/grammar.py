@@ -171,7 +171,8 @@ class Grammar:
 
     def _may_begin_with(self, text: str) -> bool:
         state = self._first.deep_copy()
-        tokens = self._tokenizer.backend.tokenize_bytes(text.encode())
+        tokenize = self._tokenizer.backend.tokenize_bytes  # a byte at a time: as text, not as a mark's own token
+        tokens = [token_id for byte in text.encode() for token_id in tokenize(bytes([byte]))]
         return all(state.consume_token(token_id) for token_id in tokens)
 
     def matcher(self, *, ignore_eos: bool = False) -> GrammarMatcher:
