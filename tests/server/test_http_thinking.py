@@ -107,6 +107,7 @@ def streamed(server, index=0, **fields):
 
 def prompt_of(server, **fields):
     """The text of the prompt that a request comes to; nothing of it is cached."""
+    server.check_pool()  # what was asked before has gone
     says(server, "x")
     server.runner.close_gate()
     body = {"messages": ASK, "stream": True, "cache_salt": uuid.uuid4().hex, **fields}
