@@ -52,6 +52,7 @@ _TOOL_CALL_PARSERS = ("hermes", "smollm2")
 _REASONING_PARSERS = ("deepseek_r1", "deepseek_v3", "glm45", "granite", "mistral", "qwen3", "seed_oss")
 _MAX_BLOCK_SIZE = 256
 _MAX_PORT = 65535
+_LEAST_OF_DOOR = {"max_body_bytes": 1, "max_connections": 1, "responses_store_bytes": 0, "max_queued_requests": 0}
 
 MAX_PRIORITY = 2**31
 """A request's priority lies between this and its negative."""
@@ -268,16 +269,28 @@ class ServerConfig:
         host, port: where to listen; port 0 takes a free one.
         served_model_name: what clients call the model; None for the name it was started with.
         max_body_bytes: a larger request body is refused with 413.
+        max_connections: at once. One too many takes the place of one that has nothing to do, or is refused with 503.
+        http_header_timeout_s: how long the head of a request may take to come, in seconds.
+        http_body_timeout_s: how long its body may.
+        timeout_keep_alive_s: how long a connection stays after an answer if nothing comes.
         drain_s: how long SIGTERM lets running requests finish, in seconds.
         max_queued_requests: how many requests may be here beyond the ``max_num_seqs`` that can run; more are refused
             with 429.
         api_keys: clients must bring one of them, or an account's; none of either leaves the door open. Never shown.
         accounts: keys with their tenants.
         admin_api_key: what admin routes ask for; None closes them. Never shown.
+        metrics_key: what ``/metrics`` and ``/load`` ask for; None leaves them open where no accounts are, and is the
+            admin's alone where they are. Never shown.
+        open_metrics: leave them open beside accounts too.
+        allowed_origins: websites whose pages may use the server from a browser, as ``https://example.org``; ``*`` for
+            all.
+        allowed_methods, allowed_headers: what they may send.
+        allow_credentials: whether browsers send cookies along, for a proxy before the server. Not with ``*``.
         log_format: ``text``, or ``json`` for one object a line.
         log_level: ``debug``, ``info`` (a line for each request), ``warning`` or ``error``.
         tool_call_parser: the form in which the model writes calls of tools; None for what its chat template says.
         reasoning_parser: the form in which the model marks its thinking; None where it is not told from answers.
+        responses_store_bytes: memory for responses that clients go on from by their id; 0 keeps none.
 
     Raises:
         ConfigError: a value is out of range.
@@ -286,40 +299,65 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_name: str | None = None
-    max_body_bytes: int = 16 * 2**20
+    max_body_bytes: int = 4 * 2**20
+    max_connections: int = 4096
+    http_header_timeout_s: float = 30.0
+    http_body_timeout_s: float = 300.0
+    timeout_keep_alive_s: float = 5.0
     drain_s: float = 30.0
     max_queued_requests: int = 1024
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     accounts: tuple[Account, ...] = ()
     admin_api_key: str | None = field(default=None, repr=False)
+    metrics_key: str | None = field(default=None, repr=False)
+    open_metrics: bool = False
+    allowed_origins: tuple[str, ...] = ()
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
     log_format: Literal["text", "json"] = "text"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
+    responses_store_bytes: int = 64 * 2**20
 
     def __post_init__(self) -> None:
         _check_types(self)
         if not 0 <= self.port <= _MAX_PORT:
             raise _bad("port", self.port, f"between 0 (any free one) and {_MAX_PORT}")
-        if self.max_body_bytes < 1:
-            raise _bad("max_body_bytes", self.max_body_bytes, "a positive number of bytes")
+        for name, least in _LEAST_OF_DOOR.items():
+            if getattr(self, name) < least:
+                raise _bad(name, getattr(self, name), f"at least {least}")
+        for name in ("http_header_timeout_s", "http_body_timeout_s", "timeout_keep_alive_s"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise _bad(name, getattr(self, name), "a positive number of seconds")
         if not self.drain_s >= 0:
             raise _bad("drain_s", self.drain_s, "a number of seconds, at least 0")
         _one_of("log_format", self.log_format, _LOG_FORMATS)
         _one_of("log_level", self.log_level, _LOG_LEVELS)
-        if self.max_queued_requests < 0:
-            raise _bad("max_queued_requests", self.max_queued_requests, "at least 0")
         if self.tool_call_parser is not None:
             _one_of("tool_call_parser", self.tool_call_parser, _TOOL_CALL_PARSERS)
         if self.reasoning_parser is not None:
             _one_of("reasoning_parser", self.reasoning_parser, _REASONING_PARSERS)
+        self._check_origins()
+        self._check_keys()
+
+    def _check_origins(self) -> None:
+        if self.allow_credentials and "*" in self.allowed_origins:
+            msg = "allow_credentials is set, and allowed_origins is *: every website could ask in its visitors' names."
+            raise ConfigError(msg, remedy="Name the origins, or leave out allow_credentials.")
+
+    def _check_keys(self) -> None:
         keys = [*self.api_keys, *(account.key for account in self.accounts)]
-        keys += [] if self.admin_api_key is None else [self.admin_api_key]
+        keys += [key for key in (self.admin_api_key, self.metrics_key) if key is not None]
+        if self.metrics_key is not None and self.open_metrics:
+            msg = "metrics_key and open_metrics are both set."
+            raise ConfigError(msg, remedy="Leave one of them out.")
         if not all(map(is_key, keys)):
             raise _bad("api_key", "no key", "printable ASCII without spaces")  # it is not repeated: logs are read
         if self.accounts and len(set(keys)) < len(keys):
-            msg = "The same key is given twice: in the key file and as api_key or admin_api_key, or as both of these."
-            raise ConfigError(msg, remedy="Give each tenant, and the admin, a key of its own.")
+            msg = "The same key is given twice: in the key file, as api_key, admin_api_key or metrics_key."
+            raise ConfigError(msg, remedy="Give each tenant, the admin and the metrics a key of their own.")
 
 
 def _check_types(record: object) -> None:
@@ -358,6 +396,11 @@ def available_cpus() -> int:
 def environment_admin_key() -> str | None:
     """Return the admin's key of ``$PAGEFOLD_ADMIN_API_KEY``, which no list of processes shows, if it is set."""
     return os.environ.get("PAGEFOLD_ADMIN_API_KEY") or None
+
+
+def environment_metrics_key() -> str | None:
+    """Return the key of ``/metrics`` of ``$PAGEFOLD_METRICS_KEY``, which no list of processes shows, if it is set."""
+    return os.environ.get("PAGEFOLD_METRICS_KEY") or None
 
 
 def environment_npm_registry() -> str | None:

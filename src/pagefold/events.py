@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BlockEvicted",
+    "BlocksReused",
+    "CacheConfigured",
     "CacheReset",
     "Emit",
     "Event",
@@ -25,6 +27,7 @@ __all__ = [
     "PinCause",
     "PinDropped",
     "PrefixLookup",
+    "PromptFinished",
     "RequestAdded",
     "RequestCut",
     "RequestFinished",
@@ -52,11 +55,38 @@ class BlockEvicted:
         depth: how many blocks lie above it in its prefix.
         cause: ``allocation`` when another sequence needed the memory, ``reset`` when the cache was cleared,
             ``not_admitted`` when the eviction policy refused to keep it.
+        lifetime_s: seconds since it was published.
+        idle_s: seconds since the last request that held it let it go.
     """
 
     block_id: int
     depth: int
     cause: EvictionCause
+    lifetime_s: float = 0.0
+    idle_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksReused:
+    """A request that was let in found blocks in the prefix tree. One event, however many there were.
+
+    Attributes:
+        gaps: seconds since a block was last used (published, found, or let go), to how many were that long ago. Blocks
+            of one prefix were mostly used together, so there are few entries.
+    """
+
+    gaps: dict[float, int]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfigured:
+    """An engine is there, with its cache.
+
+    Attributes:
+        settings: of the cache, by vLLM's names where it has them, as they are told.
+    """
+
+    settings: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,12 +215,21 @@ class PrefixLookup:
 
     ``after_preemption`` keeps lookups of requests that come back apart from first ones, so that a hit rate never counts
     a preempted request's own blocks as a saving. Every request has at most one first lookup.
+
+    Attributes:
+        num_tokens: that the request has.
+        num_hit_tokens: the part of them that was found.
+        after_preemption: whether it had been admitted before.
+        num_loaded_tokens: the part of ``num_hit_tokens`` that came from tiers behind the device.
+        has_tiers: whether there are any: what the device lacked was looked up there.
     """
 
     request_id: str
     num_tokens: int
     num_hit_tokens: int
     after_preemption: bool
+    num_loaded_tokens: int = 0
+    has_tiers: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +327,8 @@ class OutputFinished:
         prefill_s: seconds from then to its first token; None if it got none.
         decode_s: seconds from its first token to its last; None if it got none.
         is_warm_up: whether it only warms the cache: nobody waited for its end.
+        num_allowed_tokens: how many it might have had.
+        num_preemptions: how often it gave its blocks back.
     """
 
     request_id: str
@@ -300,6 +341,22 @@ class OutputFinished:
     prefill_s: float | None
     decode_s: float | None
     is_warm_up: bool = False
+    num_allowed_tokens: int = 0
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFinished:
+    """All samples of a request have ended; each has been told as :class:`OutputFinished`. A warm-up tells none.
+
+    Attributes:
+        num_choices: that were asked for: ``n``.
+        num_longest_tokens: output tokens of the longest of its samples.
+    """
+
+    request_id: str
+    num_choices: int
+    num_longest_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,6 +408,8 @@ class StepAbandoned:
 
 Event: TypeAlias = (
     BlockEvicted
+    | BlocksReused
+    | CacheConfigured
     | HostTransfer
     | TierRead
     | TierWritten
@@ -366,6 +425,7 @@ Event: TypeAlias = (
     | FirstToken
     | NextTokens
     | OutputFinished
+    | PromptFinished
     | StepApplied
     | StepAbandoned
 )

@@ -86,7 +86,7 @@ class Machine:
         except DamagedBlocksError as error:
             self.scheduler.abandon("damaged", error.host_ids)
             return
-        rows = zip(self.scheduler.running, plan.starts, plan.num_tokens, plan.block_ids, strict=True)
+        rows = zip(self.scheduler.in_step, plan.starts, plan.num_tokens, plan.block_ids, strict=True)
         for request, start, num_tokens, block_ids in rows:
             expected = cells_of(NAMESPACE, request.token_ids[: start + num_tokens])
             assert self.runner.read(block_ids, start + num_tokens) == expected, f"{request} reads what is not its own"

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -25,12 +26,13 @@ from pagefold.kv import audit
 from pagefold.observe.metrics import Metrics
 from pagefold.observe.recorder import TraceRecorder
 from pagefold.server import create_app
+from pagefold.server.connection import http_settings
 from pagefold.server.listener import listen
 from pagefold.steps import StepResult
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Iterator
-    from pathlib import Path
 
     from pagefold.steps import Runner, StepPlan
 
@@ -112,8 +114,12 @@ class AnyServer:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.http = httpx.Client(base_url=url, timeout=PATIENCE_S)
+        self.open_http()
         self.num_blocks = int(self.metric("pagefold:num_blocks"))
+
+    def open_http(self) -> None:
+        """Make a client, with connections of its own."""
+        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE_S)
 
     def metrics(self) -> dict[tuple[str, str], float]:
         """Every sample, by name and by its label beside model_name and engine."""
@@ -211,15 +217,9 @@ class LocalServer(AnyServer):
         self.engine.runner = self.runner
         self.client = EngineThread(self.engine, max_requests=max_requests)
         self.client.start()
-        app = create_app(
-            self.client,
-            model_name=self.model,
-            config=ServerConfig(**{"max_body_bytes": 2**20} | (door or {})),
-            metrics=metrics,
-        )
-        self._server = uvicorn.Server(
-            uvicorn.Config(app, lifespan="off", log_config=None, ws="none", access_log=False, proxy_headers=False)
-        )
+        config = ServerConfig(**{"max_body_bytes": 2**20} | (door or {}))
+        self.app = create_app(self.client, model_name=self.model, config=config, metrics=metrics)
+        self._server = uvicorn.Server(http_settings(self.app, config, metrics.count_response))
         listener = listen("127.0.0.1", 0)
         if send_buffer_bytes is not None:  # connections inherit it: of what a client does not read, little goes to it
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
@@ -237,6 +237,17 @@ class LocalServer(AnyServer):
         super().check_pool()
         audit(self.engine.scheduler.core)
 
+    def http_loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop that its connections are on."""
+        assert self._server.servers
+        return self._server.servers[0].get_loop()
+
+    def children(self) -> list[int]:
+        """The processes that check bodies: all that this one has started and that are there for them."""
+        own = Path(f"/proc/{os.getpid()}/task")
+        pids = [int(pid) for task in own.iterdir() for pid in (task / "children").read_text("ascii").split()]
+        return [pid for pid in pids if b"checking" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
     def close(self) -> None:
         self.http.close()
         self.runner.allow()
@@ -244,6 +255,7 @@ class LocalServer(AnyServer):
         self._server.should_exit = True
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
+        self.app.state.checker.close()
         if self.recorder is not None:
             self.recorder.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from typing import TYPE_CHECKING
 
@@ -72,7 +73,7 @@ def test_one_too_many_is_told_when_to_come_again(full, stream):
     refused = full.http.post("/v1/completions", json={**LONG, "stream": stream})
     error = error_of(refused, 429)
     assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
-    assert "3 requests are here" in error["message"]
+    assert not re.search(r"\d+ requests|%", error["message"])  # it may be another tenant who fills the queue
     assert 1 <= int(refused.headers["retry-after"]) <= 60
     assert full.http.get("/ready").status_code == 200
     full.runner.allow()

@@ -164,6 +164,34 @@ def test_a_key_with_something_else_in_it_is_a_miss(store, witness):
     assert not witness.exists(key_of(puts[0]))
 
 
+@pytest.mark.parametrize("kind", ["list", "set", "hash", "sorted set", "stream"])
+def test_a_key_of_another_type_is_dropped_and_can_be_written_again(store, witness, kind):
+    puts = path(1)
+    key = key_of(puts[0])
+    make = {
+        "list": lambda: witness.lpush(key, "x"),
+        "set": lambda: witness.sadd(key, "x"),
+        "hash": lambda: witness.hset(key, "x", "y"),
+        "sorted set": lambda: witness.zadd(key, {"x": 1}),
+        "stream": lambda: witness.xadd(key, {"x": "y"}),
+    }
+    make[kind]()
+    assert store.get(gets_of(puts)) == [MissCause.DAMAGED]
+    assert store.put(puts) == 1
+    gets = gets_of(puts)
+    assert came_back(puts, gets, store.get(gets))
+
+
+def test_of_a_value_that_is_far_too_long_no_more_is_fetched_than_a_frame_has(store, witness):
+    puts = path(4)
+    store.put(puts)
+    witness.setrange(key_of(puts[0]), 200 * 2**20, b"x")
+    before = witness.info("stats")["total_net_output_bytes"]
+    assert store.get(gets_of(puts))[0] is MissCause.DAMAGED
+    assert witness.info("stats")["total_net_output_bytes"] - before < 5 * FORM.frame_bytes + 2**16
+    assert not witness.exists(key_of(puts[0]))
+
+
 def test_other_layouts_are_apart_and_outlive_a_clear(server, store, witness):
     other_form = FrameFormat(b"M" * 32, FORM.block_bytes, FORM.key_bytes)
     other = open_store(f"redis://127.0.0.1:{server.port}", form=other_form)

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
 import sys
 import time
 from importlib.util import find_spec
-from pathlib import Path  # noqa: TC003 - typer reads it
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, cast
 
 import typer
 
 from pagefold.cli.fail import fail
+from pagefold.cli.permissions import tell_of_served
 from pagefold.cli.size import parse_size
-from pagefold.config import EngineConfig, ServerConfig, environment_admin_key, environment_remote_url
+from pagefold.config import (
+    EngineConfig,
+    ServerConfig,
+    environment_admin_key,
+    environment_metrics_key,
+    environment_remote_url,
+)
 from pagefold.errors import ConfigError, InvalidRequestError, PagefoldError
 from pagefold.events import fan_out
 
@@ -75,7 +83,31 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             help="The largest request body, as 512K or 16M; more is a 413.",
             rich_help_panel=_DOOR,
         ),
-    ] = 16 * 2**20,
+    ] = 4 * 2**20,
+    max_connections: Annotated[
+        int, typer.Option(help="At once; one too many takes the place of an idle one.", rich_help_panel=_DOOR)
+    ] = 4096,
+    http_header_timeout: Annotated[
+        float, typer.Option(help="Seconds that the head of a request may take to come.", rich_help_panel=_DOOR)
+    ] = 30.0,
+    http_body_timeout: Annotated[
+        float,
+        typer.Option(
+            help="Seconds that its body may take; one that stalls is given up after 30.", rich_help_panel=_DOOR
+        ),
+    ] = 300.0,
+    timeout_keep_alive: Annotated[
+        float, typer.Option(help="Seconds that a connection stays after an answer.", rich_help_panel=_DOOR)
+    ] = 5.0,
+    responses_store_bytes: Annotated[
+        int,
+        typer.Option(
+            parser=parse_size,
+            metavar="SIZE",
+            help="Memory for /v1/responses that clients go on from by their id, as 64M; 0 keeps none.",
+            rich_help_panel=_DOOR,
+        ),
+    ] = 64 * 2**20,
     api_key: Annotated[
         list[str] | None,
         typer.Option(help="Clients must bring it; may be given several times.", rich_help_panel=_DOOR),
@@ -90,6 +122,38 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             help="What admin routes ask for; closed without. Or $PAGEFOLD_ADMIN_API_KEY.", rich_help_panel=_DOOR
         ),
     ] = None,
+    metrics_key: Annotated[
+        str | None,
+        typer.Option(
+            help="What /metrics and /load ask for; with --api-key-file and without it they are the admin's. "
+            "Or $PAGEFOLD_METRICS_KEY.",
+            rich_help_panel=_DOOR,
+        ),
+    ] = None,
+    open_metrics: Annotated[
+        bool,
+        typer.Option("--open-metrics", help="Show them to everybody, with --api-key-file too.", rich_help_panel=_DOOR),
+    ] = False,
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGINS",
+            help="Websites whose pages may use the server: '[\"https://a.org\"]', or one, several times; * for all.",
+            rich_help_panel=_DOOR,
+        ),
+    ] = None,
+    allowed_methods: Annotated[
+        list[str] | None,
+        typer.Option(metavar="METHODS", help="What they may send; all if not given.", rich_help_panel=_DOOR),
+    ] = None,
+    allowed_headers: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HEADERS", help="And with which headers; all if not given.", rich_help_panel=_DOOR),
+    ] = None,
+    allow_credentials: Annotated[
+        bool,
+        typer.Option("--allow-credentials", help="Browsers send cookies along.", rich_help_panel=_DOOR),
+    ] = False,
     warm: Annotated[
         str | None,
         typer.Option(
@@ -106,6 +170,14 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             rich_help_panel=_DOOR,
         ),
     ] = None,
+    fix_permissions: Annotated[
+        bool,
+        typer.Option(
+            "--fix-permissions",
+            help="Take from others on this machine all rights to cache folder, recording, verdicts and key file.",
+            rich_help_panel=_DOOR,
+        ),
+    ] = False,
     log_format: Annotated[
         str, typer.Option(help="text, or json for one object a line.", rich_help_panel=_DOOR)
     ] = "text",
@@ -301,6 +373,7 @@ def serve(  # noqa: PLR0913 - one parameter a flag
     began = time.monotonic()
     try:
         check_installed()
+        tell_of_served(_path(kv_disk_path), record_trace, _path(api_key_file), fix=fix_permissions)
         engine_config = EngineConfig(
             model=model,
             device=cast("Device", device),
@@ -345,6 +418,16 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             drain_s=shutdown_timeout,
             max_queued_requests=max_queued_requests,
             max_body_bytes=max_body_bytes,
+            max_connections=max_connections,
+            http_header_timeout_s=http_header_timeout,
+            http_body_timeout_s=http_body_timeout,
+            timeout_keep_alive_s=timeout_keep_alive,
+            metrics_key=metrics_key or (None if open_metrics else environment_metrics_key()),
+            open_metrics=open_metrics,
+            allowed_origins=_listed(allowed_origins, ()),
+            allowed_methods=_listed(allowed_methods, ("*",)),
+            allowed_headers=_listed(allowed_headers, ("*",)),
+            allow_credentials=allow_credentials,
             api_keys=tuple(api_key or ()),
             accounts=_accounts(api_key_file, scheduling_policy),
             admin_api_key=admin_api_key or environment_admin_key(),
@@ -352,6 +435,7 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             log_level=cast('Literal["debug", "info", "warning", "error"]', log_level),
             tool_call_parser=tool_call_parser,
             reasoning_parser=reasoning_parser,
+            responses_store_bytes=responses_store_bytes,
         )
         if record_trace is not None and engine_config.has_slow_tiers:
             msg = "What slow tiers bring, and when, is not part of a recording yet."
@@ -396,6 +480,10 @@ def _warm_prompts(path: str) -> list[WarmPrompt]:
     return prompts
 
 
+def _path(name: str | None) -> Path | None:
+    return None if name is None else Path(name)
+
+
 def _num_tokens(max_model_len: str | None) -> int | Literal["auto"] | None:
     if max_model_len is None or max_model_len == "auto":
         return cast('Literal["auto"] | None', max_model_len)
@@ -419,6 +507,23 @@ def parse_layers(text: str | None) -> tuple[int, ...]:
         raise typer.BadParameter(msg, param_hint="--kv-cache-dtype-skip-layers") from None
 
 
+def _listed(values: list[str] | None, default: tuple[str, ...]) -> tuple[str, ...]:
+    """Return what a flag lists: a JSON list, as vLLM writes it, or one text each time that it was given."""
+    if not values:
+        return default
+    listed: list[str] = []
+    for value in values:
+        try:
+            texts = json.loads(value) if value.lstrip().startswith("[") else [value]
+        except ValueError:
+            texts = None
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            msg = f"{value!r} is neither a text nor a JSON list of texts."
+            raise ConfigError(msg, remedy="""Write it as '["https://example.org"]'.""")
+        listed += texts
+    return tuple(listed)
+
+
 def _recorder(file: Path | None) -> TraceRecorder | None:
     from pagefold.observe.recorder import TraceRecorder  # noqa: PLC0415 - only here
 
@@ -433,7 +538,11 @@ def _run(
     recorder: TraceRecorder | None,
 ) -> int:
     from pagefold.observe.logs import set_up_logs  # noqa: PLC0415 - imports python-json-logger
-    from pagefold.server.listener import listen, raise_open_files  # noqa: PLC0415 - as below
+    from pagefold.server.listener import (  # noqa: PLC0415 - as below
+        is_beyond_this_machine,
+        listen,
+        raise_open_files,
+    )
     from pagefold.server.process import ServerProcess  # noqa: PLC0415 - imports fastapi and uvicorn
 
     set_up_logs(config.log_format, config.log_level)
@@ -449,6 +558,12 @@ def _run(
     host, port = listener.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     model_name = config.served_model_name or engine_config.model
+    if is_beyond_this_machine(host) and not (config.api_keys or config.accounts):
+        _warn(
+            f"listening on {host} without keys: whoever reaches it can use the model and see what others do. "
+            "Give --api-key or --api-key-file, or --host 127.0.0.1.",
+            config,
+        )
 
     def say_ready() -> None:
         say(f"ready on {address} (model {model_name}) after {time.monotonic() - began:.1f} s")
@@ -467,6 +582,13 @@ def _run(
     if process.is_starting:
         _leave_at_once(exit_code)
     return exit_code
+
+
+def _warn(message: str, config: ServerConfig) -> None:
+    if config.log_format == "json":
+        _log.warning(message)
+    else:
+        typer.echo(f"warning: {message}", err=True)
 
 
 def _leave_at_once(exit_code: int) -> NoReturn:

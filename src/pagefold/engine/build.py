@@ -15,7 +15,7 @@ from pagefold.engine.engine import Engine, ModelLimits
 from pagefold.engine.on_card import bound_use_of, build_runner, capacity_on_card, measure_link, ran_out
 from pagefold.engine.overlapped import OverlappedEngine
 from pagefold.errors import ConfigError, DoesNotFitError
-from pagefold.events import Emit, ignore
+from pagefold.events import CacheConfigured, Emit, ignore
 from pagefold.json_object import read_json_object
 from pagefold.kv import (
     CODECS,
@@ -424,6 +424,7 @@ def _assemble(
         assert arena is not None, "slow tiers go through the host's"
         move = partial(arena.carry_out, blocks=runner.slab.as_bytes())
         tiering = Tiering(scheduler, slow, Transfer(arena, stores), arena, move, emit=emit)
+    emit(CacheConfigured(_cache_settings(config, capacity)))
     # A card computes by itself; on a CPU there is nobody who could do something else meanwhile.
     kind = Engine if blueprint.card is None or tiering is not None else OverlappedEngine
     return kind(
@@ -438,6 +439,19 @@ def _assemble(
         request_timeout_s=config.request_timeout_s,
         emit=emit,
     )
+
+
+def _cache_settings(config: EngineConfig, capacity: Capacity) -> dict[str, str]:
+    """Return what an engine's cache is, by vLLM's names. A device's blocks are vLLM's GPU blocks, also on a CPU."""
+    return {
+        "block_size": str(config.block_size),
+        "cache_dtype": config.kv_cache_dtype,
+        "enable_prefix_caching": str(config.enable_prefix_caching),
+        "gpu_memory_utilization": str(config.gpu_memory_utilization),
+        "kv_cache_memory_bytes": str(config.kv_cache_memory_bytes),
+        "num_cpu_blocks": str(capacity.num_host_blocks),
+        "num_gpu_blocks": str(capacity.num_blocks),
+    }
 
 
 def _slow_tiers(

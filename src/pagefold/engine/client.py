@@ -23,6 +23,7 @@ from pagefold.request import ANYBODY
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pagefold.cache_size import CacheSize
     from pagefold.engine.engine import Engine
     from pagefold.engine.pins import PinReport
     from pagefold.request import Caller, SamplingParams
@@ -54,6 +55,8 @@ class EngineStatus:
         num_wasted_slots: slots in blocks of running requests that hold no token.
         kv_waste: their share of all slots in blocks held by requests, 0 to 1.
         is_healthy: False after a failure that the engine does not survive.
+        num_deferred: how many of those that wait could not run yet: slow tiers bring their blocks.
+        caches: what else is kept, each with its bound.
     """
 
     num_running: int = 0
@@ -66,15 +69,25 @@ class EngineStatus:
     num_wasted_slots: int = 0
     kv_waste: float = 0.0
     is_healthy: bool = True
+    num_deferred: int = 0
+    caches: tuple[CacheSize, ...] = ()
+
+    @property
+    def num_for_capacity(self) -> int:
+        """How many of those that wait wait for a place or for memory."""
+        return self.num_waiting - self.num_deferred
 
     @classmethod
-    def of(cls, scheduler: Scheduler, *, is_healthy: bool = True) -> EngineStatus:
+    def of(cls, scheduler: Scheduler, *, is_healthy: bool = True, caches: Sequence[CacheSize] = ()) -> EngineStatus:
         """Look at ``scheduler`` and its core. Plain reads, so any thread may."""
         core = scheduler.core
         num_wasted_slots = scheduler.num_wasted_slots
+        num_deferred = len(scheduler.fetching)
         return cls(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting) + len(scheduler.fetching),
+            num_waiting=len(scheduler.waiting) + num_deferred,
+            num_deferred=num_deferred,
+            caches=tuple(caches),
             kv_cache_usage=core.usage,
             num_free_blocks=core.pool.num_free,
             num_cached_blocks=core.pool.num_cached,
@@ -96,6 +109,10 @@ class EngineClient(Protocol):
     @property
     def max_model_len(self) -> int:
         """Longest prompt and output together, in tokens."""
+
+    @property
+    def cached_block_size(self) -> int | None:
+        """How many tokens a block of the prefix cache holds; None where prefixes are not cached."""
 
     def ensure_ready(self) -> None:
         """Return if it takes requests now.
@@ -253,10 +270,16 @@ class EngineThread:
         """See :class:`EngineClient`."""
         return self._engine.capacity.max_model_len
 
+    @property
+    def cached_block_size(self) -> int | None:
+        """See :class:`EngineClient`."""
+        core = self._engine.scheduler.core
+        return core.block_size if core.publishes else None
+
     def status(self) -> EngineStatus:
         """See :class:`EngineClient`."""
         is_healthy = self._failure is None and self._thread.is_alive()
-        return EngineStatus.of(self._engine.scheduler, is_healthy=is_healthy)
+        return EngineStatus.of(self._engine.scheduler, is_healthy=is_healthy, caches=self._engine.cache_sizes())
 
     @property
     def has_failed(self) -> bool:
@@ -375,12 +398,8 @@ class EngineThread:
     def _ensure_room(self, num_samples: int) -> None:
         if self._max_requests is None or self._num_requests + num_samples <= self._max_requests:
             return
-        status = self.status()
-        msg = (
-            f"The queue is full: {self._num_requests} requests are here, of which {status.num_running} run; they hold "
-            f"{status.kv_cache_usage:.0%} of the KV cache."
-        )
         retry_after_s = self._seconds_an_end()
+        msg = "The queue is full."  # how full all is, and of what, is no tenant's business
         raise QueueFullError(msg, retry_after_s=retry_after_s, remedy=f"Try again in {retry_after_s} s.")
 
     def _seconds_an_end(self) -> int:

@@ -189,7 +189,7 @@ class OverlappedEngine(Engine):
             self._drain()
         finally:  # somebody may interrupt that too
             self._flights.clear()
-            self.scheduler.abandon(type(interrupt).__name__)
+            self.scheduler.abandon(type(interrupt).__name__, is_blamed=False)
 
     def _drain(self) -> None:
         """Let the steps in flight end, whatever comes of them: what they write must not be given to others before."""

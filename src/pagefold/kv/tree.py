@@ -40,6 +40,7 @@ class Node:
         attached: the node is in the tree. Once removed a node never comes back.
         evictable: cached, without children, read by no transfer, kept by no pin: the policy may choose it.
         created_at, last_used: ticks of the core's logical clock.
+        born_s, used_s: when it was published; when it was last published, acquired or released. By ``KVCore.now_s``.
         num_hits: how often an acquire went through it.
         digest: names the node's whole path outside the device (see ``names.py``); empty until somebody asks.
         reuse_hint: whether it will be used again, as its last user believed; None for not said. No promise.
@@ -48,6 +49,7 @@ class Node:
     __slots__ = (
         "attached",
         "block",
+        "born_s",
         "children",
         "committed",
         "created_at",
@@ -61,6 +63,7 @@ class Node:
         "path_hash",
         "reuse_hint",
         "root",
+        "used_s",
     )
 
     def __init__(self, key: bytes, parent: Node | None, block: Block | None, tick: int) -> None:
@@ -81,6 +84,7 @@ class Node:
         self.evictable = False
         self.created_at = tick
         self.last_used = tick
+        self.born_s = self.used_s = 0.0
         self.num_hits = 0
         self.digest = b""
         self.reuse_hint: bool | None = None

@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import os
 import queue
 import secrets
 import sys
@@ -38,6 +39,7 @@ from pagefold.events import (
 )
 from pagefold.kv.codec import CODECS, KV_CACHE_DTYPES
 from pagefold.kv.policies import DEFAULT_POLICY
+from pagefold.private_files import open_private
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,7 +71,7 @@ _PATIENCE_S = 30.0
 
 
 class TraceRecorder:
-    """Writes a recording, as JSON lines; events come from one thread.
+    """Writes a recording, as JSON lines, for its owner alone; events come from one thread.
 
     Args:
         file: to write; what is there is replaced when the recording begins.
@@ -81,10 +83,13 @@ class TraceRecorder:
 
     def __init__(self, file: Path, clock: Callable[[], float]) -> None:
         try:
-            self._out = file.open("a", encoding="utf-8")  # a server that does not start leaves what is there
+            # To append: a server that does not start leaves what is there.
+            fd = open_private(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            self._out = os.fdopen(fd, "a", encoding="utf-8")
         except OSError as error:
             msg = f"Cannot write {file}: {error.strerror}."
             raise ConfigError(msg, remedy="Name a file in a folder that can be written.") from None
+        self._file = file
         self._clock = clock
         self._numbers: dict[str, int] = {}  # sample id -> its number, of those that have not ended
         self._tokens: dict[int, tuple[array[int], int]] = {}  # of the same, by number; and how many are the prompt
@@ -227,7 +232,7 @@ class TraceRecorder:
             self._write_all()
         except OSError as error:
             self._is_broken = True
-            _log.error("the recording %s ends here: %s", self._out.name, error.strerror)
+            _log.error("the recording %s ends here: %s", self._file, error.strerror)
             while self._lines.get() is not None:
                 pass
 

@@ -10,8 +10,11 @@ from pagefold.events import PinCause  # noqa: TC001 - pydantic reads it
 
 __all__ = [
     "STREAMED",
+    "AnthropicMessage",
     "ChatCompletion",
     "Completion",
+    "CountedTokens",
+    "DeletedResponse",
     "Detokenized",
     "Model",
     "Models",
@@ -120,9 +123,22 @@ class _OutputMessage(BaseModel):
     content: list[_OutputText]
 
 
+class _FunctionCall(BaseModel):
+    id: str
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    status: Literal["in_progress", "completed", "incomplete"]
+
+
+class _InputTokensDetails(_CachedTokens):
+    cache_write_tokens: int = Field(ge=0)
+
+
 class _ResponseUsage(BaseModel):
     input_tokens: int = Field(ge=1)
-    input_tokens_details: _CachedTokens
+    input_tokens_details: _InputTokensDetails
     output_tokens: int = Field(ge=0)
     output_tokens_details: _OutputTokensDetails
     total_tokens: int = Field(ge=1)
@@ -137,9 +153,55 @@ class OpenAIResponse(BaseModel):
     completed_at: int | None
     status: Literal["completed", "incomplete"]
     model: str
-    output: list[_OutputMessage]
+    output: list[_OutputMessage | _FunctionCall]
     usage: _ResponseUsage
-    store: Literal[False]
+    store: bool
+
+
+class DeletedResponse(BaseModel):
+    """Of ``DELETE /v1/responses/{response_id}``."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class _TextBlock(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class _ToolUseBlock(BaseModel):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class _MessageUsage(BaseModel):
+    input_tokens: int = Field(ge=0)
+    cache_creation_input_tokens: int = Field(ge=0)
+    cache_read_input_tokens: int = Field(ge=0)
+    output_tokens: int = Field(ge=0)
+
+
+class AnthropicMessage(BaseModel):
+    """Of ``/v1/messages``."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[_TextBlock | _ToolUseBlock] = Field(min_length=1)
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+    stop_sequence: str | None
+    usage: _MessageUsage
+
+
+class CountedTokens(BaseModel):
+    """Of ``/v1/messages/count_tokens``."""
+
+    input_tokens: int = Field(ge=1)
 
 
 class Tokenized(BaseModel):

@@ -1,4 +1,4 @@
-"""``/v1/cache/``: the admin's view of the prefix cache: warm it, and see and take away pins."""
+"""The admin's view of the prefix cache: warm it, see and take away pins, and forget it all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from fastapi import APIRouter, HTTPException, Request, Response
 from starlette.responses import JSONResponse
 
 from pagefold.server.answer_schemas import Pins, Unpinned, Warmed
-from pagefold.server.disconnect import CLIENT_CLOSED_REQUEST, ClientGoneError, while_connected
+from pagefold.server.checked_route import CheckedRoute
+from pagefold.server.disconnect import while_connected
 from pagefold.server.warm_schemas import WarmRequest  # noqa: TC001 - FastAPI reads it
 from pagefold.server.warming import described
 
@@ -21,19 +22,16 @@ __all__ = ["cache_routes"]
 
 def cache_routes(warmer: Warmer) -> APIRouter:
     """Return the routes."""
-    router = APIRouter(prefix="/v1/cache")
+    router = APIRouter(route_class=CheckedRoute)
     served = warmer.served
 
-    @router.post("/warm", response_model=None, responses={200: {"model": Warmed}})
+    @router.post("/v1/cache/warm", response_model=None, responses={200: {"model": Warmed}})
     async def warm(asked: WarmRequest, request: Request) -> Response:
         """Cache a prompt before anybody sends it, and pin it if wanted."""
         served.admit(asked, request)
-        try:
-            return JSONResponse(await while_connected(request.receive, warmer.warm(asked)))
-        except ClientGoneError:
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        return JSONResponse(await while_connected(request.receive, warmer.warm(asked)))
 
-    @router.get("/pins", responses={200: {"model": Pins}})
+    @router.get("/v1/cache/pins", responses={200: {"model": Pins}})
     async def list_pins() -> dict[str, Any]:
         """List what is pinned, and the last pins that went, with the cause."""
         report = await served.client.pins()
@@ -48,11 +46,16 @@ def cache_routes(warmer: Warmer) -> APIRouter:
             "max_blocks": report.max_blocks,
         }
 
-    @router.delete("/pins/{pin_id}", responses={200: {"model": Unpinned}})
+    @router.delete("/v1/cache/pins/{pin_id}", responses={200: {"model": Unpinned}})
     async def unpin(pin_id: str) -> dict[str, Any]:
         """Take a pin away; what it kept stays cached until its memory is needed."""
         if not await served.client.unpin(pin_id):
             raise HTTPException(404)
         return {"id": pin_id, "object": "cache.pin", "deleted": True}
+
+    @router.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> dict[str, int]:
+        """Forget every cached prefix; running requests go on. For the admin."""
+        return {"num_blocks_freed": await served.client.reset_prefix_cache()}
 
     return router

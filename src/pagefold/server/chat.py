@@ -13,6 +13,7 @@ from pagefold.server.answer import answer
 from pagefold.server.answer_schemas import STREAMED, ChatCompletion
 from pagefold.server.chat_form import ChatForm, ToldParts
 from pagefold.server.chat_schemas import ChatRequest  # noqa: TC001 - FastAPI reads it
+from pagefold.server.checked_route import CheckedRoute
 from pagefold.server.generation import Generation
 from pagefold.server.keys import account_of
 from pagefold.server.output_reader import OutputReader
@@ -29,7 +30,7 @@ __all__ = ["chat_routes"]
 
 def chat_routes(served: Served) -> APIRouter:
     """Return the route."""
-    router = APIRouter()
+    router = APIRouter(route_class=CheckedRoute)
 
     @router.post(
         "/v1/chat/completions", response_model=None, responses={200: {"model": ChatCompletion, "content": STREAMED}}
@@ -43,18 +44,21 @@ def chat_routes(served: Served) -> APIRouter:
             held = _with_tools(held, use)
         sampling = asked.sampling(held)
         tools = () if use is None else asked.tools
-        chat = await served.prepare_chat(asked.messages, tools, options=asked.chat_options())
+        chat = await served.prepare_chat(
+            asked.messages, tools, options=asked.chat_options(), times=asked.times_too_long, receive=request.receive
+        )
         thinking = chat.thinking
         structured = None if held is None else thinking.before(held)
         response_id = f"chatcmpl-{uuid.uuid4().hex}"
         generation = Generation(
             served.client,
             request_id=response_id,
-            prompts=[chat.token_ids],
+            prompts=asked.fitted([chat.token_ids], sampling, served.client.max_model_len),
             sampling=thinking.sampling(sampling, structured),
             caller=asked.caller(account_of(request.scope)),
             param="messages",
             grammar=await served.compile(structured),
+            keeps_token_ids=asked.return_token_ids,
             thinking=thinking,
         )
         form = ChatForm(

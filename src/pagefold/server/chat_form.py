@@ -104,6 +104,10 @@ class ChatForm:
         finish_reason = reader.finish_reason(delta.finish_reason)
         return {"index": index, "delta": piece, "logprobs": logprobs, "finish_reason": finish_reason}
 
+    def empty_choice(self, index: int) -> dict[str, Any]:
+        """See :class:`~pagefold.server.answer.Form`."""
+        return {"index": index, "delta": {}, "logprobs": None, "finish_reason": None}
+
 
 @dataclass(slots=True)
 class _Told:

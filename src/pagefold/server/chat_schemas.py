@@ -12,7 +12,7 @@ from pagefold.server.ignored import Body
 from pagefold.server.schemas import MAX_PARTS, GenerationRequest, Text, few_parts
 from pagefold.server.template_fields import TemplateVariables  # noqa: TC001 - pydantic reads it
 from pagefold.server.tools.schemas import Tool, ToolCall, ToolChoice  # noqa: TC001 - pydantic reads them
-from pagefold.server.unsupported import IN_CHAT, IN_MESSAGES, refuse_unsupported
+from pagefold.server.unsupported import IN_CHAT, IN_CHAT_MESSAGES, refuse_unsupported
 from pagefold.tokenizer import ChatOptions
 
 __all__ = ["ChatMessage", "ChatRequest", "TextPart"]
@@ -97,7 +97,7 @@ class ChatMessage(Body):
     @classmethod
     def _prepare(cls, fields: Any) -> Any:  # noqa: ANN401 - whatever the JSON was
         if isinstance(fields, dict):
-            refuse_unsupported(fields, IN_MESSAGES)
+            refuse_unsupported(fields, IN_CHAT_MESSAGES)
         return fields
 
     @model_validator(mode="after")

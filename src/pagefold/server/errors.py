@@ -8,7 +8,7 @@ import reprlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from pagefold.errors import (
@@ -23,6 +23,7 @@ from pagefold.errors import (
     TierError,
 )
 from pagefold.observe.logs import current_request_id
+from pagefold.server.disconnect import CLIENT_CLOSED_REQUEST, ClientGoneError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,11 +31,22 @@ if TYPE_CHECKING:
     from fastapi import FastAPI, Request
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["ContextLengthError", "UnknownModelError", "add_error_handlers", "error_body", "error_response"]
+__all__ = [
+    "ContextLengthError",
+    "PreviousResponseError",
+    "ResponseNotFoundError",
+    "Shown",
+    "UnknownModelError",
+    "add_error_handlers",
+    "error_body",
+    "error_response",
+    "error_status",
+]
 
 _log = logging.getLogger(__name__)
 
 _NUM_SHOWN_CHARACTERS = 60
+_NUM_PATH_CHARACTERS = 200
 
 
 class ContextLengthError(InvalidRequestError):
@@ -47,6 +59,28 @@ class UnknownModelError(ModelNotFoundError):
     param = "model"
 
 
+class ResponseNotFoundError(PagefoldError):
+    """There is no such stored response for who asks."""
+
+
+class PreviousResponseError(InvalidRequestError):
+    """A request goes on from a response that is not stored for who asks."""
+
+
+class Shown(str):
+    """A value that a client sent, as an error shows it: cut short, so that it can be recognized."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, value: object) -> Shown:
+        """Return how ``value`` is shown; what is shown already stays so."""
+        if isinstance(value, Shown):
+            return value
+        shown = reprlib.repr(value)
+        return cls(shown if len(shown) <= _NUM_SHOWN_CHARACTERS else shown[: _NUM_SHOWN_CHARACTERS - 3] + "...")
+
+
 class _Form(NamedTuple):
     status: int
     type: str
@@ -55,8 +89,10 @@ class _Form(NamedTuple):
 
 _FORMS: dict[type[Exception], _Form] = {
     ContextLengthError: _Form(400, "invalid_request_error", "context_length_exceeded"),
+    PreviousResponseError: _Form(400, "invalid_request_error", "previous_response_not_found"),
     InvalidRequestError: _Form(400, "invalid_request_error", None),
     UnknownModelError: _Form(404, "invalid_request_error", "model_not_found"),
+    ResponseNotFoundError: _Form(404, "invalid_request_error", "response_not_found"),
     EngineStoppedError: _Form(503, "service_unavailable_error", "engine_unavailable"),
     PinQuotaError: _Form(409, "invalid_request_error", "pin_quota_exceeded"),
     QueueFullError: _Form(429, "rate_limit_error", "queue_full"),
@@ -75,15 +111,26 @@ _HTTP_CODES = {
     408: "body_timeout",
     413: "request_too_large",
     415: "unsupported_media_type",
+    429: "too_many_bodies",
+    431: "head_too_large",
+    503: "too_many_connections",
 }
 
+_KINDS = {429: "rate_limit_error", 503: "service_unavailable_error"}
+
 _INTERNAL = "The server met an error of its own; its log tells more"
+
+
+def is_tag(part: object) -> bool:
+    """Whether a part of an error's place only says which of several forms a value has: such tags look ``<so>``."""
+    return isinstance(part, str) and part.startswith("<")
 
 
 def add_error_handlers(app: FastAPI) -> None:
     """Answer every failure in OpenAI's form, those of the framework included."""
     app.add_middleware(_LastResort)
     app.add_exception_handler(PagefoldError, _on_error)
+    app.add_exception_handler(ClientGoneError, _on_gone)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http)
 
@@ -131,9 +178,14 @@ def error_body(error: Exception) -> dict[str, Any]:
     return _body(message, form.type, getattr(error, "param", None), form.code)
 
 
+def error_status(error: Exception) -> int:
+    """Return the status that ``error`` is answered with."""
+    return _form(error).status
+
+
 def error_response(status: int, message: str, *, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """Return an HTTP error that is none of our types, such as an unknown route."""
-    kind = "server_error" if status >= 500 else "invalid_request_error"  # noqa: PLR2004 - as HTTP divides them
+    kind = _KINDS.get(status) or ("server_error" if status >= 500 else "invalid_request_error")  # noqa: PLR2004 - HTTP's
     return JSONResponse(_body(message, kind, None, _HTTP_CODES.get(status)), status, headers)
 
 
@@ -156,13 +208,17 @@ async def _on_error(_request: Request, error: Exception) -> JSONResponse:
     return JSONResponse(error_body(error), _form(error).status, headers)
 
 
+async def _on_gone(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
 async def _on_http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     message = str(error.detail)
     if error.status_code == 404:  # noqa: PLR2004
-        message = f"There is no {request.url.path}. /docs lists what there is."
+        message = f"There is no {_path(request)}. /docs lists what there is."
     elif error.status_code == 405:  # noqa: PLR2004
-        message = f"{request.url.path} does not take {request.method}."
+        message = f"{_path(request)} does not take {request.method}."
     elif error.status_code == 400:  # noqa: PLR2004 - FastAPI's, for a body that cannot be decoded or nests too deep
         message = "The body could not be read as JSON: it must be UTF-8, and not nested without end."
     return error_response(error.status_code, message, headers=error.headers)
@@ -171,7 +227,7 @@ async def _on_http(request: Request, error: Exception) -> JSONResponse:
 async def _on_invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    path = [str(part) for part in first["loc"] if part != "body"]
+    path = [str(part) for part in first["loc"] if part != "body" and not is_tag(part)]
     if first["type"] == "json_invalid":
         at = first["loc"][-1]
         return _invalid(f"The body is not valid JSON: {first['ctx']['error']} at character {at}.", None)
@@ -181,7 +237,7 @@ async def _on_invalid(request: Request, error: Exception) -> JSONResponse:
     if first["type"] == "missing":
         return _invalid(f"{param} is missing.", param)
     what = "it must be an object" if first["type"] == "model_type" else first["msg"].removeprefix("Value error, ")
-    return _invalid(f"{param} is {_shown(first['input'])}: {what[:1].lower()}{what[1:]}.", param)
+    return _invalid(f"{param} is {Shown.of(first['input'])}: {what[:1].lower()}{what[1:]}.", param)
 
 
 def _invalid_body(request: Request, first: dict[str, Any]) -> JSONResponse:
@@ -193,7 +249,7 @@ def _invalid_body(request: Request, first: dict[str, Any]) -> JSONResponse:
         return error_response(415, f"The body came as {kind}. Send JSON, with Content-Type: application/json.")
     if first["type"] == "string_unicode":
         return _invalid("The name of a field holds half of a surrogate pair, which is no text.", None)
-    return _invalid(f"The body is {_shown(first['input'])}; it must be a JSON object.", None)
+    return _invalid(f"The body is {Shown.of(first['input'])}; it must be a JSON object.", None)
 
 
 def _invalid(message: str, param: str | None) -> JSONResponse:
@@ -201,7 +257,7 @@ def _invalid(message: str, param: str | None) -> JSONResponse:
     return JSONResponse(_body(message, form.type, param, form.code), form.status)
 
 
-def _shown(value: object) -> str:
-    """Return a value cut short, so that it can be recognized."""
-    shown = reprlib.repr(value)
-    return shown if len(shown) <= _NUM_SHOWN_CHARACTERS else shown[: _NUM_SHOWN_CHARACTERS - 3] + "..."
+def _path(request: Request) -> str:
+    """Return the path that was asked for; of a long one the beginning."""
+    path = request.url.path
+    return path if len(path) <= _NUM_PATH_CHARACTERS else path[:_NUM_PATH_CHARACTERS] + "..."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import os
 import resource
 import socket
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
-__all__ = ["AcceptFailures", "listen", "raise_open_files"]
+__all__ = ["AcceptFailures", "is_beyond_this_machine", "listen", "raise_open_files"]
 
 _BACKLOG = 2048
 
@@ -54,6 +55,11 @@ def listen(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _FIRST_PROBE_S)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
     return listener
+
+
+def is_beyond_this_machine(host: str) -> bool:
+    """Whether others than this machine reach an address that a socket listens on."""
+    return not ipaddress.ip_address(host.partition("%")[0]).is_loopback
 
 
 def raise_open_files(num_connections: int) -> int:

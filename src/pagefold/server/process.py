@@ -15,8 +15,9 @@ from pagefold.engine.client import EngineThread
 from pagefold.errors import PagefoldError
 from pagefold.observe.metrics import Metrics
 from pagefold.server.app import create_app
+from pagefold.server.connection import http_settings
 from pagefold.server.late_engine import LateEngine
-from pagefold.server.listener import AcceptFailures
+from pagefold.server.listener import AcceptFailures, raise_open_files
 from pagefold.server.served import Served
 from pagefold.server.warming import Warmer, tenants_of
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from pagefold.config import ServerConfig
     from pagefold.engine.engine import Engine
     from pagefold.events import Emit
+    from pagefold.server.body_checker import BodyChecker
     from pagefold.server.warm_schemas import WarmRequest
 
 __all__ = ["ServerProcess", "WarmPrompt"]
@@ -88,17 +90,15 @@ class ServerProcess:
         self._is_ending = False
         self._exit_code = 0
         self._tasks: set[asyncio.Task[None]] = set()
+        app = create_app(self._late, model_name=model_name, config=config, metrics=self._metrics)
+        self._bodies: BodyChecker = app.state.checker
         self._server = _Server(
-            uvicorn.Config(
-                create_app(self._late, model_name=model_name, config=config, metrics=self._metrics),
-                access_log=False,  # RequestLog writes its own
-                http="h11",
-                lifespan="off",
-                log_config=None,
-                proxy_headers=False,
-                server_header=False,
+            http_settings(
+                app,
+                config,
+                self._metrics.count_response,
+                max_connections=raise_open_files(config.max_connections),
                 timeout_graceful_shutdown=_FLUSH_S,
-                ws="none",
             )
         )
 
@@ -108,7 +108,10 @@ class ServerProcess:
         Raises:
             PagefoldError: the engine could not be started.
         """
-        asyncio.run(self._serve())
+        try:
+            asyncio.run(self._serve())
+        finally:
+            self._bodies.close()
         if self._failure is not None:
             raise self._failure
         return self._exit_code
@@ -123,6 +126,7 @@ class ServerProcess:
         loop.set_exception_handler(AcceptFailures(_log.error))
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
+        self._bodies.start()
         self._starter = threading.Thread(target=self._start, args=(loop,), name="pagefold-start", daemon=True)
         self._starter.start()
         await self._server.serve(sockets=[self._listener])

@@ -14,27 +14,19 @@ from pagefold.errors import InvalidRequestError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["IN_CHAT", "IN_COMPLETIONS", "IN_MESSAGES", "IN_RESPONSES", "refuse_unsupported"]
+__all__ = ["IN_CHAT", "IN_CHAT_MESSAGES", "IN_COMPLETIONS", "IN_MESSAGES", "IN_RESPONSES", "refuse_unsupported"]
 
 _IN_BOTH: dict[str, tuple[Any, ...]] = {
     # vLLM's
     "length_penalty": (1, 1.0),
     "use_beam_search": (False,),
-    "prompt_logprobs": (),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
     "guided_whitespace_pattern": (),
     "structural_tag": (),
-    "return_token_ids": (False,),
     "kv_transfer_params": (),
 }
 
 IN_COMPLETIONS = _IN_BOTH | {
-    "echo": (False,),
     "suffix": ("",),
     "prompt_embeds": (),
     "add_special_tokens": (True,),
@@ -55,27 +47,28 @@ IN_CHAT = _IN_BOTH | {
 }
 """The same for /v1/chat/completions."""
 
-IN_MESSAGES: dict[str, tuple[Any, ...]] = {"function_call": (), "audio": ()}
+IN_CHAT_MESSAGES: dict[str, tuple[Any, ...]] = {"function_call": (), "audio": ()}
 """The same for the messages of chats."""
 
 IN_RESPONSES: dict[str, tuple[Any, ...]] = {
-    # Nothing is kept between requests.
-    "store": (False,),
-    "previous_response_id": (),
     "conversation": (),
     "background": (False,),
     "prompt": (),
-    "include": ([],),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "text": ({"format": {"type": "text"}}, {}),
-    "reasoning": ({},),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
     "context_management": ([],),
+    "moderation": (),
     "modalities": (["text"],),
 }
 """The same for /v1/responses."""
+
+IN_MESSAGES: dict[str, tuple[Any, ...]] = {
+    "container": (),
+    "context_management": ({}, {"edits": []}),
+    "mcp_servers": ([],),
+    "speed": ("standard",),
+}
+"""The same for /v1/messages."""
 
 
 class _Reason(NamedTuple):

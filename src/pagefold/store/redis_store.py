@@ -104,7 +104,9 @@ class RedisStore:
     def get(self, gets: Sequence[Get]) -> list[bytes | MissCause]:
         """Bring blocks; see :class:`BlockStore`."""
         found: list[bytes | MissCause] = []
-        answers = self._ask((("GET", self._key(get.name.digest)) for get in gets), self._num_batched)
+        end = self._form.frame_bytes  # one byte more than a frame has is enough to see that it is none
+        commands = (("GETRANGE", self._key(get.name.digest), 0, end) for get in gets)
+        answers = self._ask(commands, self._num_batched)
         for get, answer in zip(gets, answers, strict=True):
             found.append(self._taken(get, answer))
             if isinstance(found[-1], MissCause):
@@ -163,9 +165,10 @@ class RedisStore:
         header, payload = self._form.encode(put.name, put.payload, put.checksum)
         return "SET", self._key(put.name.digest), header + payload, *self._expiry
 
-    def _taken(self, get: Get, answer: bytes | redis.ResponseError | None) -> bytes | MissCause:
-        if answer is None:
-            return MissCause.ABSENT
+    def _taken(self, get: Get, answer: bytes | redis.ResponseError) -> bytes | MissCause:
+        if answer == b"":  # there is no such key, or an empty string in it
+            key = self._key(get.name.digest)
+            return MissCause.DAMAGED if self._send([("EXISTS", key), ("STRLEN", key)]) == [1, 0] else MissCause.ABSENT
         if isinstance(answer, redis.ResponseError) or len(answer) > self._form.frame_bytes:
             return MissCause.DAMAGED
         sent = memoryview(answer)[self._form.header_bytes :]

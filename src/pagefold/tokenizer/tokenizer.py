@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
+from pagefold.cache_size import CacheSize
 from pagefold.errors import InvalidRequestError, UnsupportedModelError
 from pagefold.tokenizer.boundary import Boundary, Encoded, StablePrefix
 from pagefold.tokenizer.chat_options import ChatOptions
@@ -27,6 +28,10 @@ __all__ = ["Tokenizer"]
 
 _NEXT_MESSAGES = (("user", "A"), ("user", "1"), ("assistant", "B"), ("assistant", "2"))
 """What may be said next: two that begin differently for each role, so that none of it is taken for the template's."""
+
+_MAX_WORDS, _WORD_BYTES = 4096, 10 * 2**10
+"""The library remembers the tokens of so many words. A word has fewer than 256 bytes, with at most 32 bytes of tokens
+for each of them."""
 
 _REPLACEMENT = "\ufffd"
 """What decoders make of bytes that are no whole character."""
@@ -68,6 +73,7 @@ class Tokenizer:
             raise UnsupportedModelError(msg, remedy="Convert it with transformers, or use another model.")
         self._backend: Any = backend
         self._showing: dict[frozenset[str], Any] = {frozenset(): backend}  # decoders, by which special tokens they show
+        self._words_bytes = _bound_words(backend.model)
         if self.has_chat_template:  # compiled now, not while the first client waits; not every template takes this chat
             with contextlib.suppress(InvalidRequestError):
                 self.render_chat([{"role": "user", "content": "Hi"}])
@@ -86,6 +92,10 @@ class Tokenizer:
         """Return how many tokens ``text`` has at least, without tokenizing it; 0 where nothing is proven."""
         return self._length_bound.min_tokens(text)
 
+    def cache_size(self) -> CacheSize:
+        """Return what the tokens of words that are remembered may take; the library does not tell what they do take."""
+        return CacheSize("words", self._words_bytes, self._words_bytes)
+
     @cached_property
     def _length_bound(self) -> LengthBound:
         return LengthBound(self._backend)
@@ -94,9 +104,13 @@ class Tokenizer:
         """Return it as the text of a ``tokenizer.json``."""
         return str(self._backend.to_str())
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of ``text``, with the special tokens that the model expects at the start of a prompt."""
-        return list(self._tokenizer.encode(text))
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def encode_parts(self, texts: list[str]) -> list[list[int]]:
+        """Return the tokens of each of ``texts`` as a part of a longer one: without special tokens around it."""
+        return [list(found.ids) for found in self._backend.encode_batch(texts, add_special_tokens=False)]
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
@@ -105,8 +119,8 @@ class Tokenizer:
         return self.encode_rendered(self.render_chat(messages, tools))
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Return the tokens of a text that :meth:`render_chat` has made."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        """Return the tokens of a text that :meth:`render_chat` has made, which has its own special tokens."""
+        return self.encode(text, add_special_tokens=False)
 
     @property
     def tool_template(self) -> str | None:
@@ -246,11 +260,14 @@ class Tokenizer:
         found: int | None = self._backend.token_to_id(text)
         return found
 
-    def detokenizer(self, prompt_token_ids: Sequence[int], *, shown: Collection[str] = ()) -> Detokenizer:
+    def detokenizer(
+        self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True, shown: Collection[str] = ()
+    ) -> Detokenizer:
         """Return a detokenizer for what follows ``prompt_token_ids``.
 
         Args:
             prompt_token_ids: what comes before the output.
+            skip_special_tokens: whether special tokens are no text.
             shown: special tokens that are part of the output's text all the same. The first output that shows some
                 takes as long as loading the tokenizer.
         """
@@ -261,7 +278,7 @@ class Tokenizer:
             if len(self._showing) == _MAX_DECODERS:
                 self._showing = {frozenset(): self._backend}
             self._showing[special] = backend
-        return Detokenizer(backend, prompt_token_ids)
+        return Detokenizer(backend, prompt_token_ids, skip_special_tokens=skip_special_tokens)
 
     @cached_property
     def _special(self) -> frozenset[str]:
@@ -287,6 +304,15 @@ def _load_with_transformers(folder: Path) -> Any:  # noqa: ANN401 - its classes 
     except (ValueError, OSError, KeyError, TypeError) as error:
         msg = f"The tokenizer of {folder} cannot be loaded: {str(error).splitlines()[0]}"
         raise UnsupportedModelError(msg, remedy="Use a folder with a tokenizer.json.") from None
+
+
+def _bound_words(model: Any) -> int:  # noqa: ANN401 - tokenizers has no stubs
+    """Bound the words that a model of the library remembers; return the bytes that they may take."""
+    resize = getattr(model, "_resize_cache", None)
+    if resize is None:  # WordPiece and WordLevel remember none
+        return 0
+    resize(_MAX_WORDS)
+    return _MAX_WORDS * _WORD_BYTES
 
 
 @cache

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, PlainValidator, StrictBool, StrictSt
 
 from pagefold.server.ignored import Body
 
-__all__ = ["Tool", "ToolCall", "ToolChoice", "WhichTool"]
+__all__ = ["Arguments", "CalledFunction", "Tool", "ToolCall", "ToolChoice", "ToolFunction", "WhichTool"]
 
 _MAX_NAME = 64
 _MAX_ALLOWED = 128
@@ -118,6 +118,10 @@ def _json_object(text: str) -> str:
     return text
 
 
+Arguments: TypeAlias = Annotated[StrictStr, AfterValidator(_json_object)]
+"""What a call was given: a JSON object, as text."""
+
+
 class CalledFunction(Body):
     """What was called, and with what.
 
@@ -126,7 +130,7 @@ class CalledFunction(Body):
     """
 
     name: StrictStr
-    arguments: Annotated[StrictStr, AfterValidator(_json_object)] = "{}"
+    arguments: Arguments = "{}"
 
 
 class ToolCall(Body):
