@@ -263,7 +263,6 @@ _BAD_CHATS = {
         "function_call",
         "tool_calls",
     ),
-    "functions": ({"messages": [USER], "functions": [{"name": "f"}]}, "functions", "Send tools"),
     "documents": ({"messages": [USER], "documents": [{"text": "x"}]}, "documents", "into a message"),
     "user's refusal": ({"messages": [{**USER, "refusal": "no"}]}, "messages.0", "only the assistant"),
     "half a character": ({"messages": [{"role": "user", "content": HALF}]}, "messages.0.content.0.text", "surrogate"),

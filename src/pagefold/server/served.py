@@ -311,8 +311,7 @@ def _num_characters(messages: Sequence[ChatMessage]) -> int:
     """Return about how many characters a chat has. Calls of tools are written out first: they count as long."""
     if any("tool_calls" in message.model_fields_set for message in messages):
         return _LONG_CHAT
-    contents = sum(len(part.text) for message in messages for part in message.content)
-    return contents + _MESSAGE_CHARACTERS * len(messages)
+    return sum(message.num_characters for message in messages) + _MESSAGE_CHARACTERS * len(messages)
 
 
 def _told(
