@@ -248,6 +248,23 @@ _BAD_CHATS = {
         "messages.0.content.0.type",
         "text only",
     ),
+    "sound": (
+        {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
+        "messages.0.content.0.type",
+        "text only",
+    ),
+    "function role": (
+        {"messages": [USER, {"role": "function", "name": "f", "content": "1"}]},
+        "messages.1.role",
+        "role tool",
+    ),
+    "call of old": (
+        {"messages": [USER, {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}]},
+        "function_call",
+        "tool_calls",
+    ),
+    "documents": ({"messages": [USER], "documents": [{"text": "x"}]}, "documents", "into a message"),
+    "user's refusal": ({"messages": [{**USER, "refusal": "no"}]}, "messages.0", "only the assistant"),
     "half a character": ({"messages": [{"role": "user", "content": HALF}]}, "messages.0.content.0.text", "surrogate"),
     "max_completion_tokens 0": (
         {"messages": [USER], "max_completion_tokens": 0},

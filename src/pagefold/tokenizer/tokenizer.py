@@ -280,6 +280,10 @@ class Tokenizer:
             self._showing[special] = backend
         return Detokenizer(backend, prompt_token_ids, skip_special_tokens=skip_special_tokens)
 
+    def shows(self, special_tokens: Collection[str]) -> bool:
+        """Whether a detokenizer that shows these is there at once."""
+        return self._special.intersection(special_tokens) in self._showing
+
     @cached_property
     def _special(self) -> frozenset[str]:
         added = self._backend.get_added_tokens_decoder().values()
