@@ -108,24 +108,26 @@ def harness(cache: Path) -> Path:
     return python
 
 
-def evaluate(python: Path, tasks: Path, names: list[str], model: str, **model_args: Any) -> dict[str, Any]:  # noqa: ANN401 - whatever lm-eval takes
+def evaluate(python: Path, tasks: Path, names: list[str], kind: str, **model_args: Any) -> dict[str, Any]:  # noqa: ANN401 - whatever lm-eval takes
     """Run lm-eval and return what it writes: ``results``, and ``samples`` by task.
 
     Args:
         python: see :func:`harness`.
         tasks: the folder of the tasks' files.
         names: of the tasks.
-        model: lm-eval's name of the kind of model.
+        kind: lm-eval's name of a kind of models.
         model_args: of that.
 
     Raises:
         subprocess.CalledProcessError: it failed; its log is on stderr.
     """
     with tempfile.TemporaryDirectory() as out:
+        batch_size = model_args.pop("batch_size", 1)
         written = ",".join(f"{name}={value}" for name, value in model_args.items())
-        command = [str(python), "-m", "lm_eval", "run", "--model", model, "--model_args", written]
+        command = [str(python), "-m", "lm_eval", "run", "--model", kind, "--model_args", written]
         command += ["--tasks", ",".join(names), "--include_path", str(tasks), "--output_path", out, "--log_samples"]
-        command += ["--device", "cpu"] if model == "hf" else []
+        command += ["--batch_size", str(batch_size)]
+        command += ["--device", "cpu"] if kind == "hf" else []
         offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         done = subprocess.run(command, env={**os.environ, **offline}, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -135,7 +137,7 @@ def evaluate(python: Path, tasks: Path, names: list[str], model: str, **model_ar
         told = json.loads(results.read_text())
         told["samples"] = {}
         for name in names:
-            (file,) = Path(out).rglob(f"samples_{name}_*.jsonl")
+            (file,) = Path(out).rglob(f"samples_{name}_[0-9]*.jsonl")
             samples = [json.loads(line) for line in file.read_text().splitlines()]
             told["samples"][name] = sorted(samples, key=lambda sample: sample["doc_id"])
         return told
