@@ -108,11 +108,18 @@ class BodyChecker:
     def _start_one(self) -> None:
         process = self._processes.get()
         try:
-            process.ensure_started()
-        except (OSError, EngineStoppedError):
-            _log.warning("the process that checks bodies does not start", exc_info=True)
+            if not self._is_closed:
+                process.ensure_started()
+        except (OSError, EngineStoppedError) as error:
+            if not self._is_closed:
+                _log.warning("%s", error)
         finally:
-            self._processes.put(process)
+            self._give_back(process)
+
+    def _give_back(self, process: _Process) -> None:
+        self._processes.put(process)
+        if self._is_closed:  # it may have started while it was closed
+            process.kill()
 
     def _ask(self, name: str, body: bytes) -> bytes:
         """Have a process check a body; on a thread of ours, of which there are as many as processes."""
@@ -124,7 +131,7 @@ class BodyChecker:
                 if answer is not None:
                     return answer
         finally:
-            self._processes.put(process)
+            self._give_back(process)
             if process.is_worn:
                 self.start()
         msg = f"The body could not be read within {_TIME_LIMIT_S:g} s, or ended the process that reads it."

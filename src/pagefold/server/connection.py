@@ -208,12 +208,12 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
             answer = error_response(status, message)
             request_id = (b"x-request-id", uuid.uuid4().hex.encode())
             headers = [*answer.raw_headers, request_id, (b"connection", b"close")]
-            for event in (
+            events = (
                 h11.Response(status_code=status, headers=headers, reason=HTTPStatus(status).phrase.encode()),
                 h11.Data(data=bytes(answer.body)),
                 h11.EndOfMessage(),
-            ):
-                self.transport.write(self.conn.send(event) or b"")
+            )
+            self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
             self._all.count(_OTHER_ROUTE, status)
         if can_tell and len(self.connections) <= 2 * self._all.max_connections:
             self.transport.write_eof()
