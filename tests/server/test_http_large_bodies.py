@@ -184,6 +184,24 @@ def test_a_killed_process_is_replaced(wide):
         assert wide.http.post(COMPLETIONS, content=body, headers=JSON).status_code == 200
 
 
+def test_a_process_is_kept_until_it_has_grown(wide):
+    """What one terrible body has left behind does not stay."""
+    body = json.dumps({"prompt": "a", "max_tokens": 1, "x": "y" * 100_000}).encode()
+
+    def ask_all() -> set[int]:
+        for _ in range(2):
+            assert wide.http.post(COMPLETIONS, content=body, headers=JSON).status_code == 200
+        return set(wide.children())
+
+    before = ask_all()
+    assert len(before) == 2
+    assert ask_all() == before
+    terrible = filled(f'{{"messages":[{USER}],"x":[', '{"a":{"b":[]}}', "]}", 4 * MB)
+    error_of(wide.http.post(CHAT, content=terrible, headers=JSON), 400)
+    until(lambda: len(wide.children()) == 2, "another process")
+    assert len(before & set(wide.children())) == 1
+
+
 def test_a_process_that_always_ends_is_an_error(wide, monkeypatch):
     ends = "import socket, sys; c = socket.socket(fileno=int(sys.argv[-1].split(',')[0])); c.send(b'\\n'); c.recv(1)"
     monkeypatch.setattr("pagefold.server.body_checker._PROGRAM", ends)
