@@ -155,6 +155,8 @@ def test_a_call_that_is_cut_off_is_incomplete(tiny, client):
         ((name, arguments, status),) = told(response)[1]
         assert (name, status) == ("weather", "incomplete")
         assert ARGUMENTS.startswith(arguments)
+        later = create(client, input="Go on", previous_response_id=response.id, max_output_tokens=5)
+        assert later.status == "incomplete"  # the model hears of no call that it did not finish
 
 
 @pytest.mark.parametrize("is_stored", [True, False])

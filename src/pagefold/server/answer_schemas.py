@@ -40,6 +40,19 @@ class _CachedTokens(BaseModel):
     cached_tokens_by_tier: dict[str, int] | None = None
 
 
+class _ReasoningText(BaseModel):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class _Reasoning(BaseModel):
+    id: str
+    type: Literal["reasoning"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    summary: list[Any]
+    content: list[_ReasoningText]
+
+
 class _OutputTokensDetails(BaseModel):
     reasoning_tokens: int
 
@@ -153,7 +166,7 @@ class OpenAIResponse(BaseModel):
     completed_at: int | None
     status: Literal["completed", "incomplete"]
     model: str
-    output: list[_OutputMessage | _FunctionCall]
+    output: list[_Reasoning | _OutputMessage | _FunctionCall]
     usage: _ResponseUsage
     store: bool
 
@@ -178,6 +191,12 @@ class _ToolUseBlock(BaseModel):
     input: dict[str, Any]
 
 
+class _ThinkingBlock(BaseModel):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
 class _MessageUsage(BaseModel):
     input_tokens: int = Field(ge=0)
     cache_creation_input_tokens: int = Field(ge=0)
@@ -192,7 +211,7 @@ class AnthropicMessage(BaseModel):
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: list[_TextBlock | _ToolUseBlock] = Field(min_length=1)
+    content: list[_ThinkingBlock | _TextBlock | _ToolUseBlock] = Field(min_length=1)
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
     stop_sequence: str | None
     usage: _MessageUsage

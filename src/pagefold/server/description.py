@@ -100,7 +100,7 @@ def describe(app: FastAPI, config: ServerConfig) -> None:
         "key": {
             "type": "http",
             "scheme": "bearer",
-            "description": "Any of --api-key and --api-key-file, or the admin's.",
+            "description": "Any of --api-key and --api-key-file, or the admin's. As the header x-api-key too.",
         },
         "admin_key": {"type": "http", "scheme": "bearer", "description": "That of --admin-api-key."},
         "metrics_key": {"type": "http", "scheme": "bearer", "description": "That of --metrics-key, or the admin's."},

@@ -117,8 +117,8 @@ class Generation:
             _check_length(len(prompt), sampling.max_tokens, client.max_model_len, param)
         self.request_id = request_id
         self._tenant = caller.tenant
+        self._client = client
         self._keeps_token_ids = keeps_token_ids
-        self._cached_block_size = client.cached_block_size
         self._prompts = prompts
         self._sampling = sampling
         self._streams: list[TokenStream] = []
@@ -247,7 +247,7 @@ class Generation:
 
     def _num_in_blocks(self, prompt: list[int]) -> int:
         """Return how many tokens of a prompt lie in blocks that it fills, and that are cached for others."""
-        size = self._cached_block_size
+        size = self._client.cached_block_size
         return 0 if size is None else len(prompt) // size * size
 
     def summary(self) -> dict[str, Any]:

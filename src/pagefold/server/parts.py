@@ -1,4 +1,4 @@
-"""Parts: what one output consists of, in order: texts and calls of tools. Responses and messages tell it so.
+"""Parts: what one output consists of, in order: thinking, texts, calls of tools. Responses and messages tell it so.
 
 A :class:`PieceReader` says what a model's text is, piece by piece; a :class:`PartReader` makes parts of the pieces, and
 says when each begins, grows and ends. What it says depends on the text alone, not on how the text was cut: a stream
@@ -12,7 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
-from pagefold.server.pieces import ArgumentsPiece, CallBegun, TextPiece
+from pagefold.server.pieces import CallBegun, ReasoningPiece, TextPiece
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator
@@ -28,9 +28,11 @@ __all__ = [
     "PartGrew",
     "PartReader",
     "PieceReader",
-    "PlainText",
     "part_events",
 ]
+
+
+Kind: TypeAlias = Literal["reasoning", "text", "call"]
 
 
 class PieceReader(Protocol):
@@ -43,31 +45,19 @@ class PieceReader(Protocol):
         """The output has ended: return what was held back."""
 
 
-class PlainText:
-    """A :class:`PieceReader` of an output that is text and nothing else."""
-
-    def push(self, text: str) -> list[Piece]:
-        """See :class:`PieceReader`."""
-        return [TextPiece(text)] if text else []
-
-    def end(self) -> list[Piece]:
-        """See :class:`PieceReader`."""
-        return []
-
-
 @dataclass(slots=True)
 class Part:
     """One part of an output.
 
     Attributes:
-        kind: ``text``, or ``call`` of a tool.
+        kind: ``reasoning``, ``text``, or ``call`` of a tool.
         index: counts the parts of the output, from 0.
         name: of the tool that is called.
         key: random; ids are made of it.
         pieces: of its text, or of the text of the call's arguments.
     """
 
-    kind: Literal["text", "call"]
+    kind: Kind
     index: int
     name: str = ""
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -109,13 +99,15 @@ class PartReader:
 
     Args:
         reader: says what the output's text is.
+        tells_thinking: whether thinking is a part, or left out.
 
     Attributes:
         parts: those that have begun.
     """
 
-    def __init__(self, reader: PieceReader) -> None:
+    def __init__(self, reader: PieceReader, *, tells_thinking: bool = True) -> None:
         self._reader = reader
+        self._tells_thinking = tells_thinking
         self._open: Part | None = None
         self.parts: list[Part] = []
 
@@ -144,14 +136,16 @@ class PartReader:
         if isinstance(piece, CallBegun):
             yield from self._begin("call", piece.name)
             return
-        assert isinstance(piece, (TextPiece, ArgumentsPiece))
-        if isinstance(piece, TextPiece) and (self._open is None or self._open.kind != "text"):
-            yield from self._begin("text")
-        assert self._open is not None, "arguments follow the beginning of their call"
+        kind = _kind_of(piece)
+        if kind == "reasoning" and not self._tells_thinking:
+            return
+        if self._open is None or self._open.kind != kind:
+            yield from self._begin(kind)
+        assert self._open is not None
         self._open.pieces.append(piece.text)
         yield PartGrew(self._open, piece.text)
 
-    def _begin(self, kind: Literal["text", "call"], name: str = "") -> Iterator[PartEvent]:
+    def _begin(self, kind: Kind, name: str = "") -> Iterator[PartEvent]:
         yield from self._end_open()
         self._open = Part(kind, len(self.parts), name)
         self.parts.append(self._open)
@@ -161,6 +155,13 @@ class PartReader:
         if self._open is not None:
             yield PartEnded(self._open)
             self._open = None
+
+
+def _kind_of(piece: Piece) -> Kind:
+    """Return of which kind the part is whose text ``piece`` is. Arguments follow the beginning of their call."""
+    if isinstance(piece, ReasoningPiece):
+        return "reasoning"
+    return "text" if isinstance(piece, TextPiece) else "call"
 
 
 async def part_events(generation: Generation, reader: PartReader) -> AsyncGenerator[PartEvent, None]:

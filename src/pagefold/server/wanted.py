@@ -6,7 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pagefold.server.parts import PartReader, PlainText
+from pagefold.server.output_reader import OutputReader
+from pagefold.server.parts import PartReader
 from pagefold.server.structured_fields import Structured
 from pagefold.server.tools.use import tool_use
 from pagefold.structured.params import StructuredOutputsParams
@@ -14,6 +15,7 @@ from pagefold.structured.params import StructuredOutputsParams
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
+    from pagefold.server.reasoning.thinking import Thinking
     from pagefold.server.served import Served
     from pagefold.server.tools.schemas import Tool, WhichTool
     from pagefold.server.tools.use import ToolUse
@@ -54,9 +56,10 @@ class Wanted:
     use: ToolUse | None
     structured: Structured | None
 
-    def reader(self) -> PartReader:
-        """Return who reads an output."""
-        return PartReader(PlainText() if self.use is None else self.use.reader())
+    def reader(self, thinking: Thinking, *, tells_thinking: bool = True) -> PartReader:
+        """Return who reads an output, which begins as ``thinking`` says; whether that is told is ``tells_thinking``."""
+        calls = None if self.use is None else self.use.reader()
+        return PartReader(OutputReader(thinking.reader(self.structured), calls), tells_thinking=tells_thinking)
 
 
 def wanted(asked: AskedTools, structured: Structured | None, served: Served) -> Wanted:

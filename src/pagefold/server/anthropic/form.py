@@ -85,15 +85,21 @@ class MessageForm:
         return {"stop_reason": reason, "stop_sequence": output.stop_reason}
 
 
+_DELTAS = {
+    "reasoning": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
+"""Kind of a part to the kind of its deltas, and the field of their text."""
+
+
 def _told(event: PartEvent) -> dict[str, Any]:
     part = event.part
     if isinstance(event, PartBegan):
         return {"type": "content_block_start", "index": part.index, "content_block": _block(part, is_whole=False)}
     if isinstance(event, PartGrew):
-        delta = {"type": "text_delta", "text": event.text}
-        if part.kind == "call":
-            delta = {"type": "input_json_delta", "partial_json": event.text}
-        return {"type": "content_block_delta", "index": part.index, "delta": delta}
+        kind, field = _DELTAS[part.kind]
+        return {"type": "content_block_delta", "index": part.index, "delta": {"type": kind, field: event.text}}
     return {"type": "content_block_stop", "index": part.index}
 
 
@@ -102,7 +108,10 @@ def _block(part: Part, *, is_whole: bool) -> dict[str, Any]:
     if part.kind == "call":
         given = (arguments_object(part.text) or {}) if is_whole else {}
         return {"type": "tool_use", "id": f"toolu_{part.key[:24]}", "name": part.name, "input": given}
-    return {"type": "text", "text": part.text if is_whole else "", "citations": None}
+    text = part.text if is_whole else ""
+    if part.kind == "reasoning":
+        return {"type": "thinking", "thinking": text, "signature": ""}
+    return {"type": "text", "text": text, "citations": None}
 
 
 def _usage(generation: Generation) -> dict[str, Any]:

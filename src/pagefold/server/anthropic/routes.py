@@ -32,20 +32,24 @@ def message_routes(served: Served) -> APIRouter:
         """Answer the last message of a chat, in Anthropic's form."""
         served.admit(asked, request)
         want = wanted(asked.asked_tools(), asked.structured(), served)
-        prompts = await served.encode_chat(asked.chat(), want.tools, receive=request.receive)
-        structured = None if want.structured is None else want.structured.params
+        options = asked.chat_options()
+        chat = await served.prepare_chat(asked.chat(), want.tools, options=options, receive=request.receive)
+        tells_thinking = asked.tells_thinking(can_be_told=chat.thinking.is_known)
+        structured = None if want.structured is None else chat.thinking.before(want.structured)
+        sampling = asked.sampling(served.client.max_model_len - len(chat.token_ids))
         form = MessageForm(served.model_name, asked.max_tokens)
         generation = Generation(
             served.client,
             request_id=form.message_id,
-            prompts=prompts,
-            sampling=asked.sampling(structured, served.client.max_model_len - len(prompts[0])),
+            prompts=[chat.token_ids],
+            sampling=chat.thinking.sampling(sampling, structured),
             caller=asked.caller(account_of(request.scope)),
             param="messages",
-            grammar=await served.compile(want.structured),
+            grammar=await served.compile(structured),
+            thinking=chat.thinking,
         )
         attach_generation(request.scope, generation)
-        reader = want.reader()
+        reader = want.reader(chat.thinking, tells_thinking=tells_thinking)
         if asked.stream:
             return EventStream(form.events(generation, reader), on_end=generation.close, is_typed=True)
 
@@ -60,7 +64,8 @@ def message_routes(served: Served) -> APIRouter:
         """Count the tokens of a prompt in Anthropic's form."""
         served.admit(asked, request)
         want = wanted(asked.asked_tools(), asked.structured(), served)
-        (token_ids,) = await served.encode_chat(asked.chat(), want.tools, receive=request.receive)
-        return {"input_tokens": len(token_ids)}
+        options = asked.chat_options()
+        chat = await served.prepare_chat(asked.chat(), want.tools, options=options, receive=request.receive)
+        return {"input_tokens": len(chat.token_ids)}
 
     return router

@@ -17,6 +17,7 @@ from pagefold.server.tools.schemas import WhichTool
 from pagefold.server.unsupported import IN_MESSAGES, refuse_unsupported
 from pagefold.server.wanted import AskedTools
 from pagefold.structured.params import StructuredOutputsParams
+from pagefold.tokenizer import ChatOptions
 
 if TYPE_CHECKING:
     from pagefold.server.chat_schemas import ChatMessage
@@ -52,6 +53,18 @@ class OutputConfig(Body):
     effort: Text | None = None
 
 
+class ThinkingConfig(Body):
+    """Whether the model thinks, and tells it.
+
+    Attributes:
+        type: ``enabled``, ``disabled``, or ``adaptive`` for as the model likes.
+    """
+
+    known: ClassVar[frozenset[str]] = frozenset({"budget_tokens", "display"})
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
 class CountRequest(CachedRequest):
     """``POST /v1/messages/count_tokens``: a prompt.
 
@@ -60,7 +73,7 @@ class CountRequest(CachedRequest):
         system: a text or texts before it.
         tools: what the model may call.
         tool_choice: whether it must, and what.
-        thinking: of the kinds disabled and adaptive; this model is told nothing of it.
+        thinking: whether the model thinks before its answer, and its thoughts are told.
         output_config: what the answer must look like.
     """
 
@@ -72,7 +85,6 @@ class CountRequest(CachedRequest):
             "inference_geo",
             "metadata",
             "service_tier",
-            "thinking",  # refused, but for kinds that mean nothing here
         }
     )
 
@@ -82,6 +94,7 @@ class CountRequest(CachedRequest):
     system: Texts = []  # noqa: RUF012 - pydantic copies it
     tools: Annotated[list[MessageTool], Field(max_length=_MAX_TOOLS), FailFast()] = []  # noqa: RUF012 - as above
     tool_choice: ToolUseChoice = Field(default_factory=lambda: _AUTO)
+    thinking: ThinkingConfig | None = None
     output_config: OutputConfig = Field(default_factory=OutputConfig)
 
     @model_validator(mode="before")
@@ -89,7 +102,6 @@ class CountRequest(CachedRequest):
     def _prepare(cls, fields: Any) -> Any:  # noqa: ANN401 - whatever the JSON was
         if isinstance(fields, dict):
             refuse_unsupported(fields, cls.unsupported)
-            _check_thinking(fields.get("thinking"))
         return fields
 
     def chat(self) -> list[ChatMessage]:
@@ -102,6 +114,25 @@ class CountRequest(CachedRequest):
             msg = "The last message is the assistant's, and going on with it is not supported yet."
             raise InvalidRequestError(msg, param="messages", remedy="End with a message of the user's.")
         return chat_of(self.system, self.messages)
+
+    def chat_options(self) -> ChatOptions:
+        """Return how the chat is put into text: templates of thinking models know ``enable_thinking``."""
+        if self.thinking is None or self.thinking.type == "adaptive":
+            return ChatOptions()
+        return ChatOptions(variables={"enable_thinking": self.thinking.type == "enabled"})
+
+    def tells_thinking(self, *, can_be_told: bool) -> bool:
+        """Return whether thoughts are told; where nobody asks for them they are left out.
+
+        Raises:
+            InvalidRequestError: they must be, and cannot be told from the answer.
+        """
+        kind = None if self.thinking is None else self.thinking.type
+        if kind == "enabled" and not can_be_told:
+            msg = "thinking is enabled, and this server does not know how its model marks its thoughts."
+            remedy = 'Leave it out, send {"type": "adaptive"}, or start the server with --reasoning-parser.'
+            raise InvalidRequestError(msg, param="thinking", remedy=remedy)
+        return kind in ("enabled", "adaptive")
 
     def asked_tools(self) -> AskedTools:
         """Return what it says of tools."""
@@ -134,13 +165,8 @@ class MessageRequest(CountRequest):
     seed: Annotated[StrictInt | None, Field(ge=1 - 2**63, le=2**63 - 1)] = None
     ignore_eos: StrictBool = False
 
-    def sampling(self, structured: StructuredOutputsParams | None, num_left: int) -> SamplingParams:
-        """Return how to sample, and what the output must look like.
-
-        Args:
-            structured: the latter.
-            num_left: how many tokens the context leaves to the answer.
-        """
+    def sampling(self, num_left: int) -> SamplingParams:
+        """Return how to sample, where the context leaves ``num_left`` tokens to the answer."""
         return SamplingParams(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -149,13 +175,4 @@ class MessageRequest(CountRequest):
             stop=tuple(self.stop_sequences),
             ignore_eos=self.ignore_eos,
             seed=self.seed,
-            structured_outputs=structured,
         )
-
-
-def _check_thinking(thinking: object) -> None:
-    kind = thinking.get("type") if isinstance(thinking, dict) else thinking
-    if kind not in (None, "disabled", "adaptive"):
-        msg = "thinking is asked for, and this server does not tell a model's thoughts from its answer here."
-        remedy = 'Leave it out, or send {"type": "disabled"} or {"type": "adaptive"}.'
-        raise InvalidRequestError(msg, param="thinking", remedy=remedy)

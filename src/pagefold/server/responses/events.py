@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagefold.errors import PagefoldError
 from pagefold.server.parts import PartBegan, PartGrew, part_events
-from pagefold.server.responses.form import item_of, text_part
+from pagefold.server.responses.form import item_id, item_of, text_part
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterator
@@ -60,20 +60,31 @@ def _told(event: PartEvent, generation: Generation) -> Iterator[dict[str, Any]]:
     if isinstance(event, PartBegan):
         yield {"type": "response.output_item.added", **place, "item": item_of(part, "in_progress")}
         if part.kind == "text":
-            yield {"type": "response.content_part.added", **_in_text(part), "part": text_part("")}
+            yield {"type": "response.content_part.added", **_in_content(part), "part": text_part("")}
     elif isinstance(event, PartGrew):
-        if part.kind == "text":
-            yield {"type": "response.output_text.delta", **_in_text(part), "delta": event.text, "logprobs": []}
-        else:
-            yield {"type": "response.function_call_arguments.delta", **_in_call(part), "delta": event.text}
+        yield _grown(part, event.text)
     else:
-        if part.kind == "text":
-            yield {"type": "response.output_text.done", **_in_text(part), "text": part.text, "logprobs": []}
-            yield {"type": "response.content_part.done", **_in_text(part), "part": text_part(part.text)}
-        else:
-            about = {"name": part.name, "arguments": part.text}
-            yield {"type": "response.function_call_arguments.done", **_in_call(part), **about}
+        yield from _text_done(part)
         yield {"type": "response.output_item.done", **place, "item": item_of(part, _status(generation))}
+
+
+def _grown(part: Part, text: str) -> dict[str, Any]:
+    if part.kind == "call":
+        return {"type": "response.function_call_arguments.delta", **_in_item(part), "delta": text}
+    if part.kind == "reasoning":
+        return {"type": "response.reasoning_text.delta", **_in_content(part), "delta": text}
+    return {"type": "response.output_text.delta", **_in_content(part), "delta": text, "logprobs": []}
+
+
+def _text_done(part: Part) -> Iterator[dict[str, Any]]:
+    text = part.text
+    if part.kind == "call":
+        yield {"type": "response.function_call_arguments.done", **_in_item(part), "name": part.name, "arguments": text}
+    elif part.kind == "reasoning":
+        yield {"type": "response.reasoning_text.done", **_in_content(part), "text": text}
+    else:
+        yield {"type": "response.output_text.done", **_in_content(part), "text": text, "logprobs": []}
+        yield {"type": "response.content_part.done", **_in_content(part), "part": text_part(text)}
 
 
 def _status(generation: Generation) -> str:
@@ -81,9 +92,9 @@ def _status(generation: Generation) -> str:
     return "incomplete" if generation.outputs[0].finish_reason == "length" else "completed"
 
 
-def _in_text(part: Part) -> dict[str, Any]:
-    return {"item_id": f"msg_{part.key}", "output_index": part.index, "content_index": 0}
+def _in_item(part: Part) -> dict[str, Any]:
+    return {"item_id": item_id(part), "output_index": part.index}
 
 
-def _in_call(part: Part) -> dict[str, Any]:
-    return {"item_id": f"fc_{part.key}", "output_index": part.index}
+def _in_content(part: Part) -> dict[str, Any]:
+    return {**_in_item(part), "content_index": 0}

@@ -7,6 +7,7 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 from pagefold.server.errors import error_body
+from pagefold.server.responses.items import call_id
 
 if TYPE_CHECKING:
     from pagefold.errors import PagefoldError
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from pagefold.server.parts import Part, PartReader
     from pagefold.server.responses.schemas import ResponseRequest
 
-__all__ = ["ResponseForm", "item_of", "text_part"]
+__all__ = ["ResponseForm", "item_id", "item_of", "reasoning_part", "text_part"]
 
 _REPEATED = (
     *("instructions", "max_output_tokens", "max_tool_calls", "metadata", "parallel_tool_calls"),
@@ -85,19 +86,35 @@ class ResponseForm:
         return {**self._fields, "status": status, **rest, **fields}
 
 
+_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
+
+
+def item_id(part: Part) -> str:
+    """Return the id of a part as an item."""
+    return f"{_PREFIXES[part.kind]}_{part.key}"
+
+
 def item_of(part: Part, status: str) -> dict[str, Any]:
-    """Return a part of the output as an item: a message or a call. What is in progress is still empty."""
+    """Return a part of the output as an item: thinking, a message or a call. What is in progress is still empty."""
     if part.kind == "call":
         arguments = "" if status == "in_progress" else part.text
-        about = {"call_id": f"call_{part.key[:24]}", "name": part.name, "arguments": arguments}
-        return {"id": f"fc_{part.key}", "type": "function_call", "status": status, **about}
+        about = {"call_id": call_id(part), "name": part.name, "arguments": arguments}
+        return {"id": item_id(part), "type": "function_call", "status": status, **about}
+    if part.kind == "reasoning":
+        content = [] if status == "in_progress" else [reasoning_part(part.text)]
+        return {"id": item_id(part), "type": "reasoning", "status": status, "summary": [], "content": content}
     content = [] if status == "in_progress" else [text_part(part.text)]
-    return {"id": f"msg_{part.key}", "type": "message", "role": "assistant", "status": status, "content": content}
+    return {"id": item_id(part), "type": "message", "role": "assistant", "status": status, "content": content}
 
 
 def text_part(text: str) -> dict[str, Any]:
     """Return the one part of a message."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def reasoning_part(text: str) -> dict[str, Any]:
+    """Return the one part of an item of thinking."""
+    return {"type": "reasoning_text", "text": text}
 
 
 def _output(reader: PartReader, status: str) -> list[dict[str, Any]]:
@@ -113,6 +130,6 @@ def _usage(generation: Generation) -> dict[str, Any]:
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {**usage["prompt_tokens_details"], **written},
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": usage.get("completion_tokens_details", {"reasoning_tokens": 0}),
         "total_tokens": usage["total_tokens"],
     }

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Discriminator, FailFast, Tag, TypeAdapter
+from pydantic import AfterValidator, BeforeValidator, Discriminator, FailFast, Field, Tag, TypeAdapter
 
 from pagefold.server.chat_schemas import ChatMessage, TextPart
 from pagefold.server.ignored import Body
-from pagefold.server.schemas import Text
+from pagefold.server.schemas import Text, whole_text
+from pagefold.server.tellable import arguments_object
 from pagefold.server.tools.schemas import Arguments, CalledFunction, ToolCall
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["ITEMS", "InputMessage", "InputText", "Item", "chat_of"]
+    from pagefold.server.parts import Part
 
+__all__ = ["ITEMS", "InputMessage", "InputText", "Item", "call_id", "chat_of", "kept", "kept_output"]
+
+_MAX_NAME = 256
 _KINDS = ("message", "function_call", "function_call_output", "reasoning")
 
 
@@ -47,6 +51,9 @@ _Parts: TypeAlias = Annotated[
 ]
 
 
+_Name: TypeAlias = Annotated[Text, Field(max_length=_MAX_NAME)]
+
+
 class InputMessage(Body):
     """One message."""
 
@@ -55,6 +62,10 @@ class InputMessage(Body):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: _Parts
+
+    def kept(self) -> dict[str, Any]:
+        """Return what is stored of it."""
+        return {"role": self.role, "content": _kept(self.content)}
 
 
 class FunctionCall(Body):
@@ -69,9 +80,14 @@ class FunctionCall(Body):
     known: ClassVar[frozenset[str]] = frozenset({"id", "status"})
 
     type: Literal["function_call"]
-    call_id: Text
-    name: Text
-    arguments: Annotated[Arguments, Text]
+    call_id: _Name
+    name: _Name
+    arguments: Annotated[Arguments, AfterValidator(whole_text)]
+
+    def kept(self) -> dict[str, Any]:
+        """See :class:`InputMessage`."""
+        call = {"call_id": self.call_id, "name": self.name, "arguments": self.arguments}
+        return {"type": self.type, **call}
 
 
 class FunctionCallOutput(Body):
@@ -85,8 +101,12 @@ class FunctionCallOutput(Body):
     known: ClassVar[frozenset[str]] = frozenset({"id", "status"})
 
     type: Literal["function_call_output"]
-    call_id: Text
+    call_id: _Name
     output: _Parts
+
+    def kept(self) -> dict[str, Any]:
+        """See :class:`InputMessage`."""
+        return {"type": self.type, "call_id": self.call_id, "output": _kept(self.output)}
 
 
 class Reasoning(Body):
@@ -118,6 +138,32 @@ Item: TypeAlias = Annotated[
 
 ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 """Reads items that were stored."""
+
+
+def kept(items: Iterable[Item]) -> list[dict[str, Any]]:
+    """Return what is stored of ``items``: what the model is told of them, and no more."""
+    return [item.kept() for item in items if not isinstance(item, Reasoning)]
+
+
+def kept_output(parts: Iterable[Part]) -> list[dict[str, Any]]:
+    """Return what is stored of an output. A call that was cut off is not told again: its arguments are no object."""
+    items: list[dict[str, Any]] = []
+    for part in parts:
+        if part.kind == "text":
+            items.append({"role": "assistant", "content": [{"type": "output_text", "text": part.text}]})
+        elif part.kind == "call" and arguments_object(part.text) is not None:
+            about = {"call_id": call_id(part), "name": part.name, "arguments": part.text}
+            items.append({"type": "function_call", **about})
+    return items
+
+
+def call_id(part: Part) -> str:
+    """Return the id by which what a call brought is told."""
+    return f"call_{part.key[:24]}"
+
+
+def _kept(parts: Iterable[InputText]) -> list[dict[str, str]]:
+    return [{"type": part.type, "text": part.text} for part in parts]
 
 
 def chat_of(instructions: str | None, items: Iterable[Item]) -> list[ChatMessage]:

@@ -18,7 +18,7 @@ from pagefold.server.keys import account_of
 from pagefold.server.request_log import attach_generation
 from pagefold.server.responses.events import response_events
 from pagefold.server.responses.form import ResponseForm
-from pagefold.server.responses.items import ITEMS, chat_of
+from pagefold.server.responses.items import ITEMS, chat_of, kept, kept_output
 from pagefold.server.responses.schemas import ResponseRequest  # noqa: TC001 - FastAPI reads it
 from pagefold.server.schemas import MAX_PARTS
 from pagefold.server.streaming import EventStream
@@ -46,21 +46,24 @@ def response_routes(served: Served, store: ResponseStore) -> APIRouter:
         account = account_of(request.scope)
         items = _items_of(asked, store, account.tenant)
         want = wanted(asked.asked_tools(), asked.text.structured(), served)
-        sampling = asked.sampling(None if want.structured is None else want.structured.params)
+        sampling = asked.sampling()
         form = ResponseForm(asked, served.model_name, is_stored=_is_stored(asked, store))
+        chat = await served.prepare_chat(
+            chat_of(asked.instructions, items), want.tools, param="input", receive=request.receive
+        )
+        structured = None if want.structured is None else chat.thinking.before(want.structured)
         generation = Generation(
             served.client,
             request_id=form.response_id,
-            prompts=await served.encode_chat(
-                chat_of(asked.instructions, items), want.tools, param="input", receive=request.receive
-            ),
-            sampling=sampling,
+            prompts=[chat.token_ids],
+            sampling=chat.thinking.sampling(sampling, structured),
             caller=asked.caller(account),
             param="input",
-            grammar=await served.compile(want.structured),
+            grammar=await served.compile(structured),
+            thinking=chat.thinking,
         )
         attach_generation(request.scope, generation)
-        answer = _Answer(form, generation, want.reader(), items, store, account.tenant)
+        answer = _Answer(form, generation, want.reader(chat.thinking), items, store, account.tenant)
         if asked.stream:
             events = response_events(form, generation, answer.reader, answer.end)
             return EventStream(events, on_end=generation.close, is_typed=True)
@@ -116,8 +119,8 @@ class _Answer:
         """Return the whole response, and have it stored. What is too large for the store is not stored, and says so."""
         response = self.form.ended(self.generation, self.reader)
         if response["store"]:
-            before = [item.model_dump(mode="json", exclude_none=True) for item in self.items]
-            response["store"] = self.store.put(self.tenant, response, [*before, *response["output"]])
+            items = [*kept(self.items), *kept_output(self.reader.parts)]
+            response["store"] = self.store.put(self.tenant, response, items)
         return response
 
 

@@ -14,7 +14,6 @@ from pagefold.server.schemas import MAX_PARTS, CachedRequest, Text, few_parts, s
 from pagefold.server.tools.schemas import WhichTool
 from pagefold.server.unsupported import IN_RESPONSES, refuse_unsupported
 from pagefold.server.wanted import AskedTools
-from pagefold.structured.params import StructuredOutputsParams  # noqa: TC001 - as above
 
 __all__ = ["ResponseRequest"]
 
@@ -110,8 +109,8 @@ class ResponseRequest(CachedRequest):
         tools = [function.as_tool() for function in self.tools]
         return AskedTools(tools, self.tool_choice.which, self.parallel_tool_calls, self.tool_choice.allowed)
 
-    def sampling(self, structured: StructuredOutputsParams | None) -> SamplingParams:
-        """Return how to sample, and what the output must look like.
+    def sampling(self) -> SamplingParams:
+        """Return how to sample.
 
         Raises:
             InvalidRequestError: a value is out of range.
@@ -123,5 +122,4 @@ class ResponseRequest(CachedRequest):
             max_tokens=self.max_output_tokens,
             ignore_eos=self.ignore_eos,
             seed=self.seed,
-            structured_outputs=structured,
         )
