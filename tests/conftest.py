@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+from shards import BOUND_S, Deck, parse_shard, seconds_of_functions
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 # Read when the first library with OpenMP is loaded, here and in what tests start. Else a thread that waits for its team
@@ -30,10 +32,65 @@ _LONGEST = (
 )
 
 
+_RANK = pytest.StashKey[int]()
+"""Which unit of its shard a test belongs to; -1 where it is of another shard."""
+
+
+class OneShard:
+    """Leaves one shard of the long tests, and keeps what belongs together on one worker (``--dist loadgroup``).
+
+    Args:
+        text: which shard, as ``2/5``.
+    """
+
+    def __init__(self, text: str) -> None:
+        try:
+            self._shard, self._num_shards = parse_shard(text)
+        except ValueError as error:
+            msg = f"--shard={text}: {error}; the second of five is 2/5"
+            raise pytest.UsageError(msg) from None
+        self._told = ""
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+        """Before xdist's own hook, which reads the groups."""
+        long = [item for item in items if item.get_closest_marker("long")]
+        deck = Deck((item.nodeid for item in long), seconds_of_functions())
+        units = deck.deal(self._num_shards)[self._shard - 1]
+        rank = {unit: number for number, unit in enumerate(sorted(units, key=deck.place))}
+        for item in long:
+            item.stash[_RANK] = rank.get(deck.unit_of(item.nodeid), -1)
+        here = [item for item in long if item.stash[_RANK] >= 0]
+        for item in here:
+            item.add_marker(pytest.mark.xdist_group(f"unit{item.stash[_RANK]}"))
+        config.hook.pytest_deselected(items=[item for item in items if item.stash.get(_RANK, -1) < 0])
+        items[:] = here
+        takes = deck.time_of(units)
+        self._told = f"shard {self._shard} of {self._num_shards}: {len(here)} tests, about {takes / 60:.0f} minutes"
+        if takes > BOUND_S:
+            msg = f"{self._told}, and {BOUND_S / 60:.0f} are the bound: raise SHARDS in the Makefile"
+            raise pytest.UsageError(msg)
+        yield
+        items.sort(key=lambda item: item.stash[_RANK])  # else in the order of this run's seed
+
+    def pytest_report_collectionfinish(self) -> str:
+        return self._told
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", help="of the long tests, only this shard: 2/5 is the second of five")
+    parser.addoption("--hostile-bodies", type=int, default=20_000, help="how many the long form of tests/hostile sends")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.shard:
+        config.pluginmanager.register(OneShard(config.option.shard))
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Several workers share the files: those that take longest come first, and the smallest last, to end together."""
-    if not hasattr(config, "workerinput"):
+    if not hasattr(config, "workerinput") or config.option.shard:
         return
     num_tests = Counter(item.path for item in items)
     names = {path: "/".join(path.parts[-2:]) for path in num_tests}
