@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -16,7 +17,7 @@ from good_bodies import good_bodies
 from hostile_bodies import HostileBody, hostile_body
 from judge import complaint
 from lateness import LATE_S
-from local_server import PATIENCE_S, ProcessServer, until
+from local_server import PATIENCE_S, AnyServer, ProcessServer, until
 from memory import resident_bytes
 from raw_cases import raw_case, send_raw
 
@@ -43,10 +44,10 @@ class Sent(NamedTuple):
 class Watch:
     """The program of ``lateness.py`` beside the server."""
 
-    def __init__(self, server: ProcessServer) -> None:
-        host, port = server.url.removeprefix("http://").split(":")
+    def __init__(self, url: str, pid: int) -> None:
+        host, port = url.removeprefix("http://").split(":")
         program = Path(__file__).parent / "lateness.py"
-        command = [sys.executable, str(program), host, port, str(server.process.pid)]
+        command = [sys.executable, str(program), host, port, str(pid)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.moments: list[dict[str, Any]] = []
         self._summary: dict[str, Any] = {}
@@ -86,12 +87,12 @@ class Attack:
     """So many bodies of one seed against a server.
 
     Args:
-        server: that nobody else asks. Its admin key is ``ADMIN_KEY``.
+        server: that nobody else asks, in a process of its own to be watched. Its admin key is ``ADMIN_KEY``.
         seed: of all bodies.
         num_bodies: mutated, described and raw ones together.
     """
 
-    def __init__(self, server: ProcessServer, seed: int, num_bodies: int) -> None:
+    def __init__(self, server: AnyServer, seed: int, num_bodies: int) -> None:
         self._server = server
         self._seed = seed
         self._host, port = server.url.removeprefix("http://").split(":")
@@ -106,24 +107,30 @@ class Attack:
         self.statuses: Counter[int] = Counter()
         self.failures: list[str] = []
 
+    def run_alone(self) -> None:
+        """Send the mutated and the raw ones, one after another."""
+        self._be_a_client(self._work())
+
     def run(self, send_described: Callable[[Attack], None]) -> dict[str, Any]:
         """Send all; return the figures. What is wrong is in ``failures``.
 
         Args:
             send_described: sends ``num_described`` bodies that are made from the server's own description.
         """
+        assert isinstance(self._server, ProcessServer)
+        pid = self._server.process.pid
         self._send_first_of_each_kind()
         self._rest()
-        before = resident_bytes(self._server.process.pid)
+        before = resident_bytes(pid)
         begin = time.monotonic()
-        with Watch(self._server) as watch:
+        with Watch(self._server.url, pid) as watch:
             self._send_all(send_described)
             seconds = time.monotonic() - begin
             self._settle()
             self._tell_late(watch)
             lateness = watch.end()
         self._rest()
-        after = resident_bytes(self._server.process.pid)
+        after = resident_bytes(pid)
         ratio = after / before
         if ratio > MAX_RSS_RATIO:
             self.failures.append(f"memory at rest: {after / 2**20:.0f} MiB after {before / 2**20:.0f}: {ratio:.2f} x")
@@ -140,14 +147,11 @@ class Attack:
 
     def _send_all(self, send_described: Callable[[Attack], None]) -> None:
         work = self._work()
-        clients = [threading.Thread(target=self._be_a_client, args=(work,)) for _ in range(NUM_CLIENTS)]
-        for client in clients:
-            client.start()
-        try:
+        with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+            clients = [pool.submit(self._be_a_client, work) for _ in range(NUM_CLIENTS)]
             send_described(self)
-        finally:
             for client in clients:
-                client.join()
+                client.result()
 
     def note(self, label: str, begin: float, statuses: list[int], wrong: str, again: Callable[[], object]) -> None:
         """Remember a body that has been sent."""

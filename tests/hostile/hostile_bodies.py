@@ -30,7 +30,7 @@ class HostileBody(NamedTuple):
     def label(self) -> str:
         shown = self.content if len(self.content) <= 400 else self.content[:400] + b"..."
         return (
-            f"seed {self.seed}, body {self.index}: {self.method} {self.path} {self.headers}, "
+            f"seed {self.seed}, body {self.index}: {self.method} {self.path} {str(self.headers)[:120]}, "
             f"{len(self.content)} bytes: {shown.decode(errors='backslashreplace')}"
         )
 
@@ -116,7 +116,7 @@ _HEADERS = [
     {"Content-Type": JSON, "Accept": "image/png"},
     {"Content-Type": JSON, "Accept-Encoding": "gzip;q=-1"},
     {"Content-Type": JSON, "X-Request-Id": "y" * 5000},
-    {"Content-Type": JSON, "X-Forwarded-For": "x, " * 1000},
+    {"Content-Type": JSON, "X-Forwarded-For": "x, " * 1000 + "x"},
 ]
 
 
@@ -143,9 +143,8 @@ def _bent(draw: random.Random, body: Any) -> Any:
             holder[key] = Raw(opening * depth + _text(holder[key]) + closing * draw.choice([depth, depth, depth - 1]))
         case "many":
             text = _text(holder[key])
-            holder[key] = Raw(
-                "[" + ", ".join([text] * min(draw.choice([2, 17, 129, 2049, 30_000]), 10**6 // len(text))) + "]"
-            )
+            num = min(draw.choice([2, 17, 129, 2049, 30_000] * 2 + [3_000_000]), 12_000_000 // max(1, len(text)))
+            holder[key] = Raw("[" + ", ".join([text] * num) + "]")
         case _:
             length, text = _length(draw), draw.choice(["a", "word ", "9", "🏳️‍🌈", "\n", "[", "ab" * 40 + " "])
             holder[key] = (text * (length // len(text) + 1))[:length]

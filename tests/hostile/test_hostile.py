@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 from attack import ADMIN_KEY, Attack
 from described_bodies import send_described
-from local_server import ProcessServer
+from local_server import LocalServer, ProcessServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,8 +41,15 @@ def attack(server: ProcessServer, seed: int, num_bodies: int) -> None:
     assert not run.failures, "\n".join([*run.failures[:40], json.dumps(figures), server.output()[-3000:]])
 
 
-def test_a_few_hostile_bodies(server):
-    attack(server, seed=0, num_bodies=300)
+def test_a_few_hostile_bodies(tiny_chat_model):
+    """The short form: a server in this process whose answers are short, one client, and nobody who watches."""
+    sizes = {"kv_cache_memory_bytes": 2**22, "max_num_seqs": 16, "max_num_batched_tokens": 64, "max_model_len": 64}
+    server = LocalServer(tiny_chat_model, door={"admin_api_key": ADMIN_KEY}, **sizes)
+    run = Attack(server, seed=0, num_bodies=300)
+    run.run_alone()
+    server.check_pool()
+    server.close()
+    assert not run.failures, "\n".join(run.failures)
 
 
 @pytest.mark.long
