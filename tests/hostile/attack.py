@@ -214,9 +214,9 @@ class Attack:
             statuses, wrong = send()
         except OSError as error:
             statuses, wrong = [], f"no connection: {error!r}"
-        self.note(
-            f"seed {self._seed}, raw case {index}: {case.name}, {case.parts[0][:200]!r}", begin, statuses, wrong, send
-        )
+        sent = b"".join(case.parts)
+        label = f"seed {self._seed}, raw case {index}: {case.name}, {len(sent)} bytes: {sent[:200]!r}"
+        self.note(label, begin, statuses, wrong, send)
 
     def _send_first_of_each_kind(self) -> None:
         with self._client() as http:
