@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
-from shards import BOUND_S, Deck, parse_shard, seconds_of_functions
+from shards import BOUND_S, Deck, function_of, parse_shard, seconds_of_functions, write_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -77,12 +78,34 @@ class OneShard:
         return self._told
 
 
+class Stopwatch:
+    """Writes into the table of ``shards.py`` what a case of each long test took, of those that ran: in one process."""
+
+    def __init__(self) -> None:
+        self._taken: dict[str, list[float]] = {}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[object]:
+        begin = sum(os.times()[:4])  # of this process, and of those that it has started and that have ended
+        result = yield
+        if item.get_closest_marker("long"):
+            self._taken.setdefault(function_of(item.nodeid), []).append(sum(os.times()[:4]) - begin)
+        return result
+
+    def pytest_sessionfinish(self) -> None:
+        means = {function: round(fmean(taken), 1) or 0.1 for function, taken in self._taken.items()}
+        write_seconds(seconds_of_functions() | means)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shard", help="of the long tests, only this shard: 2/5 is the second of five")
+    parser.addoption("--measure-long", action="store_true", help="write what long tests take into long_seconds.json")
     parser.addoption("--hostile-bodies", type=int, default=20_000, help="how many the long form of tests/hostile sends")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.option.measure_long:
+        config.pluginmanager.register(Stopwatch())
     if config.option.shard:
         config.pluginmanager.register(OneShard(config.option.shard))
 

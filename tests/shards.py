@@ -26,8 +26,15 @@ NUM_CORES = 2
 
 
 def seconds_of_functions() -> dict[str, float]:
-    """The seconds of processor time that one case of a function takes, by ``file::function``, as they were measured."""
+    """The seconds of processor time that one case of a function takes, by ``file::function``, as they were measured.
+
+    ``pytest -m long --measure-long FILES`` measures.
+    """
     return json.loads(TABLE.read_text(encoding="utf-8"))
+
+
+def write_seconds(seconds: dict[str, float]) -> None:
+    TABLE.write_text(json.dumps(seconds, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 class Deck:
