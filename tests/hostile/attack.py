@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -17,7 +18,7 @@ from good_bodies import good_bodies
 from hostile_bodies import HostileBody, hostile_body
 from judge import complaint
 from lateness import LATE_S
-from local_server import PATIENCE_S, AnyServer, ProcessServer, until
+from local_server import AnyServer, ProcessServer, until
 from memory import resident_bytes
 from raw_cases import raw_case, send_raw
 
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
 
 ADMIN_KEY = "sk-admin"
 NUM_CLIENTS = 6
+_PATIENCE_S = 300.0  # many long answers at once, on a busy machine
 MAX_RSS_RATIO = 1.1
 _AUTHORIZATION = {"Authorization": f"Bearer {ADMIN_KEY}"}
-_METHODS = {"get", "post", "put", "patch", "delete"}
 _RAW_SHARE, _DESCRIBED_SHARE = 0.04, 0.16
 
 
@@ -77,8 +78,8 @@ class Watch:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
-        self._process.wait(PATIENCE_S)
-        self._reader.join(PATIENCE_S)
+        self._process.wait(_PATIENCE_S)
+        self._reader.join(_PATIENCE_S)
         self._process.stdout.close()
         return self._summary
 
@@ -178,7 +179,7 @@ class Attack:
                 send(http)
 
     def _client(self) -> httpx.Client:
-        return httpx.Client(base_url=self._server.url, timeout=PATIENCE_S, headers=_AUTHORIZATION)
+        return httpx.Client(base_url=self._server.url, timeout=_PATIENCE_S, headers=_AUTHORIZATION)
 
     def _send_mutated(self, http: httpx.Client, index: int) -> None:
         body = hostile_body(self._seed, index, self._paths)
@@ -229,39 +230,44 @@ class Attack:
                     http.get(path)
 
     def _tell_late(self, watch: Watch) -> None:
-        """Who was late, and for whose body: those that were on their way then are sent again, each alone."""
+        """Who was late or was failed, and for whose body."""
         moments = [*watch.moments]
-        guilty: dict[str, float] = {}
-        tried: set[str] = set()
-        for moment in sorted(moments, key=lambda moment: -moment.get("late_s", 0.0))[:8]:
-            for sent in self._sent:
-                is_near = sent.begin <= moment["to"] and sent.end >= moment["from"]
-                if "failed" not in moment and is_near and sent.label not in tried:
-                    tried.add(sent.label)
-                    num_before = len(watch.moments)
-                    sent.again()
-                    self._settle()
-                    late = [one["late_s"] for one in watch.moments[num_before:] if "late_s" in one]
-                    if late:
-                        guilty[sent.label] = max(late)
         failed = Counter(moment["failed"] for moment in moments if "failed" in moment)
         self.failures += [f"{count} x another client was failed: {why}" for why, count in failed.items()]
-        late = [(moment["kind"], moment["late_s"]) for moment in moments if "late_s" in moment]
-        for kind in {kind for kind, _ in late}:
-            most = sorted((late_s for of, late_s in late if of == kind), reverse=True)
-            self.failures.append(
-                f"{len(most)} x {kind} was late by more than {LATE_S * 1000:.0f} ms of process time: "
-                f"{', '.join(f'{late_s * 1000:.0f}' for late_s in most[:10])} ms"
-            )
-        self.failures += [f"alone, {late_s * 1000:.0f} ms late\n    for {label}" for label, late_s in guilty.items()]
+        late = sorted((moment for moment in moments if "late_s" in moment), key=lambda moment: -moment["late_s"])
+        for kind in ("health", "stream"):
+            most = [f"{moment['late_s'] * 1000:.0f}" for moment in late if moment["kind"] == kind]
+            if most:
+                limit = f"{LATE_S * 1000:.0f} ms of process time"
+                self.failures.append(f"{len(most)} x {kind} was late by more than {limit}: {', '.join(most[:10])} ms")
+        for label, late_s in self._guilty(watch, late[:8]).items():
+            self.failures.append(f"alone, {late_s * 1000:.0f} ms late\n    for {label}")
+
+    def _guilty(self, watch: Watch, late: list[dict[str, Any]]) -> dict[str, float]:
+        """How late others are for each body that was on its way in a late moment, sent again alone; if they are."""
+        suspects = {
+            sent.label: sent
+            for moment in late
+            for sent in self._sent
+            if sent.begin <= moment["to"] and sent.end >= moment["from"]
+        }
+        guilty = {}
+        for sent in suspects.values():
+            num_before = len(watch.moments)
+            with suppress(OSError, httpx.HTTPError):
+                sent.again()
+            self._settle()
+            if again := [moment["late_s"] for moment in watch.moments[num_before:] if "late_s" in moment]:
+                guilty[sent.label] = max(again)
+        return guilty
 
     def _settle(self) -> None:
         """Until nobody is served but who watches."""
-        until(lambda: self._server.metric("vllm:num_requests_running") <= 1, "the attack to end")
+        until(lambda: self._server.metric("vllm:num_requests_running") <= 1, "the attack to end", _PATIENCE_S)
         time.sleep(0.1)
 
     def _rest(self) -> None:
-        until(self._server.is_idle, "the server to be idle")
+        until(self._server.is_idle, "the server to be idle", _PATIENCE_S)
         self._server.check_pool()
         time.sleep(1.0)
 

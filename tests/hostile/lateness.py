@@ -19,7 +19,7 @@ import time
 
 LATE_S = 0.1
 _PAUSE_S = 0.02
-_PATIENCE_S = 60.0
+_PATIENCE_S = 300.0
 _SO_TIMESTAMPNS = 35
 _HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 

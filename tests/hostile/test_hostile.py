@@ -35,7 +35,11 @@ def server(tiny_chat_model: Path) -> Iterator[ProcessServer]:
 
 def attack(server: ProcessServer, seed: int, num_bodies: int) -> None:
     run = Attack(server, seed, num_bodies)
-    figures = run.run(partial(send_described, url=server.url, number=seed))
+    try:
+        figures = run.run(partial(send_described, url=server.url, number=seed))
+    except BaseException:
+        print("\n".join(run.failures[:40]))  # it may have died of one of them
+        raise
     print(json.dumps(figures))
     server.close()
     assert not run.failures, "\n".join([*run.failures[:40], json.dumps(figures), server.output()[-3000:]])
