@@ -58,7 +58,7 @@ test-long: setup $(CLIENTS) ## the long tests, in shards of at most 25 minutes; 
 	esac; \
 	for shard in $$shards; do \
 	  $(BIN)/python -m pytest -qq --collect-only --shard=$$shard/$(SHARDS) && \
-	  $(BIN)/python -m pytest -q -n auto --dist loadgroup --no-loadscope-reorder --timeout 3600 --shard=$$shard/$(SHARDS) || exit 1; \
+	  $(BIN)/python -m pytest -q -n auto --dist loadgroup --no-loadscope-reorder --timeout 3600 --shard=$$shard/$(SHARDS) $(ARGS) || exit 1; \
 	done
 
 # Clients of other people, which nothing but the long tests needs.

@@ -79,7 +79,7 @@ class OneShard:
 
 
 class Stopwatch:
-    """Writes into the table of ``shards.py`` what a case of each long test took, of those that ran: in one process."""
+    """Writes into the table of ``shards.py`` what a case of each long test took, of those that ran."""
 
     def __init__(self) -> None:
         self._taken: dict[str, list[float]] = {}
@@ -89,12 +89,24 @@ class Stopwatch:
         begin = sum(os.times()[:4])  # of this process, and of those that it has started and that have ended
         result = yield
         if item.get_closest_marker("long"):
-            self._taken.setdefault(function_of(item.nodeid), []).append(sum(os.times()[:4]) - begin)
+            self._add(function_of(item.nodeid), [sum(os.times()[:4]) - begin])
         return result
 
-    def pytest_sessionfinish(self) -> None:
-        means = {function: round(fmean(taken), 1) or 0.1 for function, taken in self._taken.items()}
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node) -> None:
+        """A worker of xdist has ended."""
+        for function, taken in getattr(node, "workeroutput", {}).get("long_seconds", {}).items():
+            self._add(function, taken)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if hasattr(session.config, "workeroutput"):
+            session.config.workeroutput["long_seconds"] = self._taken
+            return
+        means = {function: max(0.1, round(fmean(taken), 1)) for function, taken in self._taken.items()}
         write_seconds(seconds_of_functions() | means)
+
+    def _add(self, function: str, taken: list[float]) -> None:
+        self._taken.setdefault(function, []).extend(taken)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

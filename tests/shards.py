@@ -8,6 +8,7 @@ the seconds that a case takes; a test that is not there yet counts as ``UNKNOWN_
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +29,7 @@ NUM_CORES = 2
 def seconds_of_functions() -> dict[str, float]:
     """The seconds of processor time that one case of a function takes, by ``file::function``, as they were measured.
 
-    ``pytest -m long --measure-long FILES`` measures.
+    ``pytest -m long --measure-long FILES`` measures, and so does ``make test-long ARGS=--measure-long``.
     """
     return json.loads(TABLE.read_text(encoding="utf-8"))
 
@@ -83,8 +84,8 @@ class Deck:
 
 
 def function_of(case: str) -> str:
-    """The id of a case without its parameters."""
-    return case.partition("[")[0]
+    """The id of a case without its parameters, and without the group that xdist adds."""
+    return re.split(r"[\[@]", case, maxsplit=1)[0]
 
 
 def parse_shard(text: str) -> tuple[int, int]:
