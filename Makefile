@@ -53,7 +53,7 @@ test-long: setup $(CLIENTS) ## the long tests, in shards of at most 25 minutes; 
 	@$(BIN)/python -c "from pagefold import LLM; LLM('smollm2-135m', max_model_len=256, kv_cache_memory_bytes=2**26)"
 	@case '$(SHARD)' in \
 	  '') shards=$$(seq $(SHARDS)) ;; \
-	  commit) shards=$$((0x$$(git rev-parse --short=7 HEAD) % $(SHARDS) + 1)) ;; \
+	  commit) shards=$$((0x$$(git rev-parse --short=7 HEAD || echo 0) % $(SHARDS) + 1)) ;; \
 	  *) shards='$(SHARD)' ;; \
 	esac; \
 	for shard in $$shards; do \
