@@ -105,7 +105,6 @@ _BAD_COMPLETIONS = {
     "truncate to nothing": ({"prompt": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1"),
     "truncate below": ({"prompt": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "-2"),
     "truncate float": ({"prompt": "a", "truncate_prompt_tokens": 1.5}, "truncate_prompt_tokens", "1.5"),
-    "truncate far too long": ({"prompt": "a" * 900_000, "truncate_prompt_tokens": 5}, "prompt", "maximum context"),
     "tier unknown": ({"prompt": "a", "service_tier": "gold"}, "service_tier", "flex"),
     "tier number": ({"prompt": "a", "service_tier": 1}, "service_tier", "1"),
     "stop kept number": ({"prompt": "a", "include_stop_str_in_output": 1}, "include_stop_str_in_output", "1"),
@@ -248,6 +247,23 @@ _BAD_CHATS = {
         "messages.0.content.0.type",
         "text only",
     ),
+    "sound": (
+        {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
+        "messages.0.content.0.type",
+        "text only",
+    ),
+    "function role": (
+        {"messages": [USER, {"role": "function", "name": "f", "content": "1"}]},
+        "messages.1.role",
+        "role tool",
+    ),
+    "call of old": (
+        {"messages": [USER, {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}]},
+        "function_call",
+        "tool_calls",
+    ),
+    "documents": ({"messages": [USER], "documents": [{"text": "x"}]}, "documents", "into a message"),
+    "user's refusal": ({"messages": [{**USER, "refusal": "no"}]}, "messages.0", "only the assistant"),
     "half a character": ({"messages": [{"role": "user", "content": HALF}]}, "messages.0.content.0.text", "surrogate"),
     "max_completion_tokens 0": (
         {"messages": [USER], "max_completion_tokens": 0},

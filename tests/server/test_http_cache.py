@@ -27,7 +27,7 @@ def library(tiny_chat_model: Path) -> Iterator[LocalServer]:
     """64 blocks of 16 tokens, of which 32 may be pinned."""
     server = LocalServer(
         tiny_chat_model,
-        door={"accounts": ACCOUNTS, "api_keys": ("sk-plain",), "admin_api_key": "sk-admin"},
+        door={"accounts": ACCOUNTS, "api_keys": ("sk-plain",), "admin_api_key": "sk-admin", "open_metrics": True},
         kv_cache_memory_bytes=64 * 16 * 2 * 2 * 2 * 8 * 8,
         max_model_len=900,
         max_num_seqs=8,

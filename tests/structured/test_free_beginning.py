@@ -11,6 +11,7 @@ import json
 import random
 import re
 
+import numpy as np
 import pytest
 from grammar_walks import EOS
 from jsonschema import Draft202012Validator
@@ -64,6 +65,7 @@ class Walker:
         if has_tokens:
             tokenizer_json = with_marks(tokenizer_json, marks, special=vocabulary == "special")
         self.backend = Tokenizer.from_str(tokenizer_json)
+        self.texts = {token_id: piece for piece, token_id in self.backend.get_vocab().items()}
         self.compiler = GrammarCompiler(tokenizer_json, self.backend.get_vocab_size(), (EOS,))
         self.token_ids = tuple(zip(marks, (START_ID, END_ID), strict=True)) if has_tokens else ()
 
@@ -96,22 +98,13 @@ class Walker:
         if thinks and beginning is Beginning.MARKED:
             self.write(self.form.starts[0], matcher, take, rng)
         if thinks:
-            for _ in range(rng.randrange(12)):
-                may = self._may(matcher)
-                assert EOS not in may
-                assert len(may) > 0.99 * self.backend.get_vocab_size()
-                token_id = rng.choice(may)
-                if token_id == END_ID and self.token_ids:
-                    continue
-                take(token_id)
-                if any(end in self.backend.decode(token_ids) for end in self.form.ends):
-                    break
-            else:
-                while not self._is_whole(matcher):
-                    take(self.backend.token_to_id("a"))
-                self.write(rng.choice(self.form.ends), matcher, take, rng)
+            self.think(matcher, take, rng)
         while not matcher.is_complete:
-            token_id = rng.choice(self._may(matcher))
+            may = self._may(matcher)
+            if not thinks and not self.backend.decode(token_ids).strip():
+                first = self.form.starts[0][0]
+                may = [one for one in may if self.texts[one][0] not in (first, *"ĠĊčĉ")]
+            token_id = rng.choice(may)
             if token_id == EOS:
                 break
             take(token_id)
@@ -122,14 +115,24 @@ class Walker:
             parts[isinstance(piece, ReasoningPiece)] += piece.text
         return parts[True], parts[False]
 
+    def think(self, matcher, take, rng):
+        """Write anything, and then an end mark."""
+        for _ in range(rng.randrange(8)):
+            may = self._may(matcher)
+            assert EOS not in may
+            take(rng.choice([one for one in may if one not in (START_ID, END_ID)]))
+        while not self._is_whole(matcher):
+            take(rng.choice(self._may(matcher)))
+        self.write(rng.choice(self.form.ends), matcher, take, rng)
+
     def _is_whole(self, matcher):
         """Whether no character is in its middle."""
         return is_in(matcher.mask(), self.backend.token_to_id("a"))
 
     @staticmethod
     def _may(matcher):
-        mask = matcher.mask()
-        return [at * 8 + bit for at, byte in enumerate(mask) for bit in range(8) if byte >> bit & 1]
+        bits = np.unpackbits(np.frombuffer(matcher.mask(), dtype=np.uint8), bitorder="little")
+        return [int(one) for one in np.flatnonzero(bits)]
 
 
 @pytest.fixture(scope="module", params=[*itertools.product(VOCABULARIES, ("qwen3", "mistral")), ("plain", "granite")])

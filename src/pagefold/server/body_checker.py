@@ -10,6 +10,7 @@ import queue
 import socket
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -72,8 +73,7 @@ class BodyChecker:
 
     def start(self) -> None:
         """Start a process before it is needed."""
-        if not self._is_closed:
-            self._threads.submit(self._start_one)
+        self._threads.submit(self._start_one)
 
     def close(self) -> None:
         """End the processes; bodies that are being checked are given up."""
@@ -89,6 +89,7 @@ class BodyChecker:
             JSONDecodeError: it is no JSON.
             UnreadableBodyError: it is no text, or nests too deep.
             RequestValidationError, InvalidRequestError: it is no ``model``.
+            EngineStoppedError: the process that should check it does not start.
         """
         if len(body) > _SMALL_BYTES:
             name = f"{model.__module__}:{model.__qualname__}"
@@ -106,27 +107,39 @@ class BodyChecker:
             raise UnreadableBodyError from None
 
     def _start_one(self) -> None:
-        process = self._processes.get()
+        self._renew(self._processes.get())
+
+    def _renew(self, process: _Process) -> None:
+        """Start a process that does not run, and let it be used."""
         try:
-            process.ensure_started()
-        except (OSError, EngineStoppedError):
-            _log.warning("the process that checks bodies does not start", exc_info=True)
+            if not self._is_closed:
+                process.ensure_started()
+        except (OSError, EngineStoppedError) as error:
+            if not self._is_closed:
+                _log.warning("%s", error)
         finally:
+            process.is_worn = False
             self._processes.put(process)
+            if self._is_closed:  # it may have started while it was closed
+                process.kill()
 
     def _ask(self, name: str, body: bytes) -> bytes:
         """Have a process check a body; on a thread of ours, of which there are as many as processes."""
         process = self._processes.get()
         try:
-            for _ in range(0 if self._is_closed else 2):  # whatever ended it may have been something else
+            for _ in range(2):  # whatever ended it may have been something else
+                if self._is_closed:
+                    msg = "The server is shutting down."
+                    raise EngineStoppedError(msg, remedy="Try another replica, or again later.")
                 process.ensure_started()
                 answer = process.ask(name, body)
                 if answer is not None:
                     return answer
         finally:
-            self._processes.put(process)
-            if process.is_worn:
-                self.start()
+            if process.is_worn:  # on no thread of ours: all of them may wait for it
+                threading.Thread(target=self._renew, args=(process,), name="pagefold-renew", daemon=True).start()
+            else:
+                self._processes.put(process)
         msg = f"The body could not be read within {_TIME_LIMIT_S:g} s, or ended the process that reads it."
         raise InvalidRequestError(msg, remedy="Send less in one request.")
 
@@ -229,6 +242,6 @@ class _Process:
 
 
 def _end_process(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
-    connection.close()
     process.kill()
     process.wait()
+    connection.close()

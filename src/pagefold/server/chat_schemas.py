@@ -122,6 +122,12 @@ class ChatMessage(Body):
         """What the assistant thought, under whichever name."""
         return self.reasoning_content or self.reasoning
 
+    @property
+    def num_characters(self) -> int:
+        """How many characters its texts have, but for calls."""
+        beside = (self.refusal, self.thought, self.name)
+        return sum(len(part.text) for part in self.content) + sum(len(text) for text in beside if text is not None)
+
     def for_template(self) -> dict[str, Any]:
         """Return it as chat templates want it."""
         role = "system" if self.role == "developer" else self.role

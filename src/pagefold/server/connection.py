@@ -185,7 +185,8 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     def _on_overdue(self, what: str) -> None:
         if what == "head":
             if self._has_head_bytes:
-                self._refuse(408, f"The head of the request was not complete after {self._all.header_timeout_s:g} s.")
+                message = f"The head of the request was not complete after {self._all.header_timeout_s:g} s."
+                self._refuse(408, message, "head_timeout")
             else:
                 self.transport.close()
         elif self.cycle.response_complete:  # it was refused before its body had come
@@ -193,7 +194,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         else:  # the app reads the body, knows the same limit, and answers
             self._is_overdue = True
 
-    def _refuse(self, status: int, message: str) -> None:
+    def _refuse(self, status: int, message: str, code: str | None = None) -> None:
         """Answer what never comes to the app, and close when the client has had time to read that.
 
         (What a system has not read when it closes takes the answer with it. So the rest is read and thrown away.)
@@ -205,15 +206,15 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if can_tell:
-            answer = error_response(status, message)
+            answer = error_response(status, message, code=code)
             request_id = (b"x-request-id", uuid.uuid4().hex.encode())
             headers = [*answer.raw_headers, request_id, (b"connection", b"close")]
-            for event in (
+            events = (
                 h11.Response(status_code=status, headers=headers, reason=HTTPStatus(status).phrase.encode()),
                 h11.Data(data=bytes(answer.body)),
                 h11.EndOfMessage(),
-            ):
-                self.transport.write(self.conn.send(event) or b"")
+            )
+            self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
             self._all.count(_OTHER_ROUTE, status)
         if can_tell and len(self.connections) <= 2 * self._all.max_connections:
             self.transport.write_eof()

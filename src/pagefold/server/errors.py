@@ -183,10 +183,12 @@ def error_status(error: Exception) -> int:
     return _form(error).status
 
 
-def error_response(status: int, message: str, *, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """Return an HTTP error that is none of our types, such as an unknown route."""
+def error_response(
+    status: int, message: str, *, headers: Mapping[str, str] | None = None, code: str | None = None
+) -> JSONResponse:
+    """Return an HTTP error that is none of our types, such as an unknown route; ``code`` if it is not its status's."""
     kind = _KINDS.get(status) or ("server_error" if status >= 500 else "invalid_request_error")  # noqa: PLR2004 - HTTP's
-    return JSONResponse(_body(message, kind, None, _HTTP_CODES.get(status)), status, headers)
+    return JSONResponse(_body(message, kind, None, code or _HTTP_CODES.get(status)), status, headers)
 
 
 def _form(error: Exception) -> _Form:

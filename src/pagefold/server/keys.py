@@ -129,7 +129,8 @@ class Keys:
         if lock is None:
             await self._app(scope, receive, send)
         elif lock.closed:
-            await error_response(403, f"{path} {lock.closed}. {lock.remedy}")(scope, receive, send)
+            code = "no_metrics_key" if path in TRAFFIC_PATHS else "no_admin_key"
+            await error_response(403, f"{path} {lock.closed}. {lock.remedy}", code=code)(scope, receive, send)
         else:
             account = _whose(scope, lock.accounts)
             if account is None:

@@ -126,7 +126,6 @@ class ServerProcess:
         loop.set_exception_handler(AcceptFailures(_log.error))
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        self._bodies.start()
         self._starter = threading.Thread(target=self._start, args=(loop,), name="pagefold-start", daemon=True)
         self._starter.start()
         await self._server.serve(sockets=[self._listener])
@@ -168,6 +167,7 @@ class ServerProcess:
         if not self._is_ending:
             self._late.arrive(engine)
             self._on_ready()
+            self._bodies.start()
 
     def _on_signal(self, number: int) -> None:
         if self._is_ending:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -174,6 +175,9 @@ class Served:
             return ChatPrompt(token_ids, self._thinking(text, continued, tokenizer))
 
         (chat,) = await self.workers.run(_LONG_CHAT if tools else _num_characters(messages), [encode], receive)
+        marks = [mark for mark, _ in chat.thinking.token_ids]
+        if not tokenizer.shows(marks):  # made once, as long as the server runs; it takes as long as loading a tokenizer
+            await asyncio.to_thread(tokenizer.detokenizer, (), shown=marks)
         return chat
 
     def _thinking(self, prompt: str, continued: str, tokenizer: Tokenizer) -> Thinking:
@@ -307,8 +311,7 @@ def _num_characters(messages: Sequence[ChatMessage]) -> int:
     """Return about how many characters a chat has. Calls of tools are written out first: they count as long."""
     if any("tool_calls" in message.model_fields_set for message in messages):
         return _LONG_CHAT
-    contents = sum(len(part.text) for message in messages for part in message.content)
-    return contents + _MESSAGE_CHARACTERS * len(messages)
+    return sum(message.num_characters for message in messages) + _MESSAGE_CHARACTERS * len(messages)
 
 
 def _told(

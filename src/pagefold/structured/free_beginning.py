@@ -38,11 +38,11 @@ class FreeBeginning:
         """Return a grammar, as the library's JSON, of outputs that begin freely and go on as ``grammar`` says.
 
         Args:
-            grammar: as the library's JSON; of one grammar.
+            grammar: one, as Lark or as the library's JSON.
             may_be_left_out: whether the output may begin with the held part where this is not ``is_open``.
         """
-        held = json.loads(grammar)["grammars"]
-        return json.dumps({"grammars": [{"lark_grammar": self._lark(may_be_left_out)}, {**held[0], "name": "held"}]})
+        held = json.loads(grammar)["grammars"][0] if grammar.startswith("{") else {"lark_grammar": grammar}
+        return json.dumps({"grammars": [{"lark_grammar": self._lark(may_be_left_out)}, {**held, "name": "held"}]})
 
     def _lark(self, may_be_left_out: bool) -> str:  # noqa: FBT001 - as before
         end = "|".join(re.escape(mark).replace("/", r"\/") for mark in self.ends)
@@ -51,7 +51,7 @@ class FreeBeginning:
         if self.is_open:
             start = f"({beginning})? free{space} @held"
         elif may_be_left_out:
-            start = f"({beginning} free{space})? @held"
+            start = f"SPACE? (mark free{space})? @held" if self.allows_space else f"({beginning} free)? @held"
         else:
             start = f"{beginning} free{space} @held"
         ends = self._tokens(self.ends)

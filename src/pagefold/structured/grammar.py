@@ -182,14 +182,15 @@ class Grammar:
     def behind(self, beginning: FreeBeginning) -> GrammarSource:
         """Return the source of outputs that begin with ``beginning`` and go on as this grammar says.
 
-        Where the held part too could begin with a start mark, nobody could tell it from thinking: then the output thinks.
+        Where the held part too could begin with a start mark, nobody could tell it from thinking: then outputs think.
         """
         is_told_apart = not any(self._may_begin_with(space + mark) for mark in beginning.starts for space in _SPACES)
         return GrammarSource(beginning.before(self._source.text, may_be_left_out=is_told_apart))
 
     def _may_begin_with(self, text: str) -> bool:
         state = self._first.deep_copy()
-        tokens = self._tokenizer.backend.tokenize_bytes(text.encode())
+        tokenize = self._tokenizer.backend.tokenize_bytes  # a byte at a time: as text, not as a mark's own token
+        tokens = [token_id for byte in text.encode() for token_id in tokenize(bytes([byte]))]
         return all(state.consume_token(token_id) for token_id in tokens)
 
     def matcher(self, *, ignore_eos: bool = False) -> GrammarMatcher:

@@ -8,7 +8,7 @@ import json
 import re
 import uuid
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from pagefold.cache_size import CacheSize
@@ -280,6 +280,10 @@ class Tokenizer:
             self._showing[special] = backend
         return Detokenizer(backend, prompt_token_ids, skip_special_tokens=skip_special_tokens)
 
+    def shows(self, special_tokens: Collection[str]) -> bool:
+        """Whether a detokenizer that shows these is there at once."""
+        return self._special.intersection(special_tokens) in self._showing
+
     @cached_property
     def _special(self) -> frozenset[str]:
         added = self._backend.get_added_tokens_decoder().values()
@@ -315,7 +319,7 @@ def _bound_words(model: Any) -> int:  # noqa: ANN401 - tokenizers has no stubs
     return _MAX_WORDS * _WORD_BYTES
 
 
-@cache
+@lru_cache(maxsize=8)  # a model's own are a few
 def _variables(template: str) -> frozenset[str]:
     """Return the names that a template is given."""
     from jinja2 import Environment, TemplateSyntaxError, meta  # noqa: PLC0415 - as above
