@@ -13,7 +13,7 @@ from pagefold.server.tools.use import tool_use
 from pagefold.structured.params import StructuredOutputsParams
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Sequence
 
     from pagefold.server.reasoning.thinking import Thinking
     from pagefold.server.served import Served
@@ -33,13 +33,11 @@ class AskedTools:
         tools: all that the model hears of.
         which: whether it must call, and what.
         is_parallel: whether one answer may have several calls.
-        allowed: the names of those that may be called; None for all.
     """
 
     tools: Sequence[Tool]
     which: WhichTool
     is_parallel: bool
-    allowed: Collection[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +70,12 @@ def wanted(asked: AskedTools, structured: Structured | None, served: Served) -> 
     if which.mode == "none" or (which.mode == "auto" and not asked.tools):
         return Wanted((), None, structured)
     form = served.tool_format()
-    callable_tools = [tool for tool in asked.tools if asked.allowed is None or tool.function.name in asked.allowed]
-    use = tool_use(callable_tools, which, form, is_parallel=asked.is_parallel)
+    use = tool_use(asked.tools, which, form, is_parallel=asked.is_parallel)
     if use.grammar is not None:
         return Wanted(asked.tools, use, Structured(use.grammar, "tools"))
     if structured is None:
         return Wanted(asked.tools, use, None)
-    calls = form.grammar(callable_tools, is_parallel=asked.is_parallel)
+    calls = form.grammar(use.tools, is_parallel=asked.is_parallel)
     return Wanted(asked.tools, use, Structured(_either(calls, structured.params), structured.field))
 
 

@@ -48,12 +48,10 @@ class Choice(NamedTuple):
 
     Attributes:
         which: whether, and what.
-        allowed: the names of those that may be called; None for all.
         told: the same as the client said it.
     """
 
     which: WhichTool
-    allowed: tuple[str, ...] | None
     told: str | dict[str, Any]
 
 
@@ -65,11 +63,11 @@ _SAYS = (
 
 def _as_choice(value: object) -> Choice:
     if value == "none":
-        return Choice(WhichTool("none"), None, "none")
+        return Choice(WhichTool("none"), "none")
     if value == "auto":
-        return Choice(WhichTool("auto"), None, "auto")
+        return Choice(WhichTool("auto"), "auto")
     if value == "required":
-        return Choice(WhichTool("required"), None, "required")
+        return Choice(WhichTool("required"), "required")
     kind = value.get("type") if isinstance(value, dict) else None
     if (
         kind == "function"
@@ -77,7 +75,7 @@ def _as_choice(value: object) -> Choice:
         and is_tellable(name := value.get("name"))
         and isinstance(name, str)
     ):
-        return Choice(WhichTool("required", name), None, {"type": "function", "name": name})
+        return Choice(WhichTool("required", name), {"type": "function", "name": name})
     if kind == "allowed_tools" and isinstance(value, dict):
         return _as_allowed(value)
     raise ValueError(_SAYS)
@@ -89,7 +87,7 @@ def _as_allowed(value: dict[str, Any]) -> Choice:
     if mode not in ("auto", "required") or not names:
         raise ValueError(_SAYS)
     told = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": name} for name in names]}
-    return Choice(WhichTool(mode), tuple(names), told)
+    return Choice(WhichTool(mode, allowed=tuple(names)), told)
 
 
 def _name_of(tool: object) -> str:
