@@ -105,6 +105,10 @@ class CountRequest(CachedRequest):
         return fields
 
     @property
+    def _kind_of_thinking(self) -> str | None:
+        return None if self.thinking is None else self.thinking.type
+
+    @property
     def _is_continued(self) -> bool:
         """Whether the answer goes on with a message of the assistant's."""
         return self.messages[-1].role == "assistant"
@@ -123,8 +127,8 @@ class CountRequest(CachedRequest):
 
     def chat_options(self) -> ChatOptions:
         """Return how the chat is put into text: templates of thinking models know ``enable_thinking``."""
-        is_said = self.thinking is not None and self.thinking.type != "adaptive"
-        variables = {"enable_thinking": self.thinking.type == "enabled"} if is_said and self.thinking else {}
+        kind = self._kind_of_thinking
+        variables = {} if kind in (None, "adaptive") else {"enable_thinking": kind == "enabled"}
         return ChatOptions(
             variables=variables,
             add_generation_prompt=not self._is_continued,
@@ -137,7 +141,7 @@ class CountRequest(CachedRequest):
         Raises:
             InvalidRequestError: they must be, and cannot be told from the answer.
         """
-        kind = None if self.thinking is None else self.thinking.type
+        kind = self._kind_of_thinking
         if kind == "enabled" and not can_be_told:
             msg = "thinking is enabled, and this server does not know how its model marks its thoughts."
             remedy = 'Leave it out, send {"type": "adaptive"}, or start the server with --reasoning-parser.'
