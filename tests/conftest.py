@@ -75,3 +75,21 @@ def tiny_chat_model(tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> 
         if file.name.startswith(("tokenizer", "special_tokens", "vocab", "merges", "chat_template")):
             shutil.copy(file, folder)
     return folder
+
+
+POISON = 777
+"""The token that makes NaN of whatever has it, in ``poisoned_chat_model``."""
+
+
+@pytest.fixture(scope="session")
+def poisoned_chat_model(tmp_path_factory: pytest.TempPathFactory, tiny_chat_model: Path) -> Path:
+    """Return the folder of the same model, but for the embedding of token ``POISON``."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("poisoned") / "tiny"
+    shutil.copytree(tiny_chat_model, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][POISON] = torch.nan
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder

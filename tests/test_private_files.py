@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import os
-import stat
-from contextlib import contextmanager
 
 import pytest
+from permissions import NOBODY, mode, umask
 
 from pagefold.errors import ConfigError
 from pagefold.private_files import check_private, create_private, make_private_folder, open_private
 from pagefold.whole_file import write_whole
 
 IS_ROOT = os.geteuid() == 0
-NOBODY = 65534
-
-
-@contextmanager
-def umask(mask):
-    before = os.umask(mask)
-    try:
-        yield
-    finally:
-        os.umask(before)
-
-
-def mode(path) -> int:
-    return stat.S_IMODE(path.lstat().st_mode)
 
 
 @pytest.mark.parametrize("mask", [0, 0o022, 0o077, 0o277, 0o777])

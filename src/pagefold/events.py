@@ -29,6 +29,7 @@ __all__ = [
     "PrefixLookup",
     "PromptFinished",
     "RequestAdded",
+    "RequestCorrupted",
     "RequestCut",
     "RequestFinished",
     "RequestPreempted",
@@ -43,7 +44,7 @@ __all__ = [
     "ignore",
 ]
 
-EvictionCause: TypeAlias = Literal["allocation", "reset", "not_admitted"]
+EvictionCause: TypeAlias = Literal["allocation", "reset", "not_admitted", "corrupted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,8 @@ class BlockEvicted:
         block_id: the block that became free.
         depth: how many blocks lie above it in its prefix.
         cause: ``allocation`` when another sequence needed the memory, ``reset`` when the cache was cleared,
-            ``not_admitted`` when the eviction policy refused to keep it.
+            ``not_admitted`` when the eviction policy refused to keep it, ``corrupted`` when a request whose logits were
+            no numbers had to do with it.
         lifetime_s: seconds since it was published.
         idle_s: seconds since the last request that held it let it go.
     """
@@ -153,9 +155,9 @@ class CacheReset:
     """Every prefix is forgotten, by request."""
 
 
-PinCause: TypeAlias = Literal["expired", "memory", "removed", "renewed", "reset", "quota"]
+PinCause: TypeAlias = Literal["expired", "memory", "removed", "renewed", "reset", "corrupted", "quota"]
 """Why a pin is no more: its time was up, a request needed the memory, it was asked for, another pin took its place, or
-the cache was reset; ``quota`` for one that never came to be."""
+the cache was reset, or its blocks are not trusted any more; ``quota`` for one that never came to be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +263,13 @@ class RequestStreamed:
     request_id: str
     num_tokens: int
     num_cold_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCorrupted:
+    """Logits of a request were NaN or infinite. It ends, and what it has is dropped."""
+
+    request_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,6 +425,7 @@ Event: TypeAlias = (
     | CacheReset
     | PinDropped
     | RequestAdded
+    | RequestCorrupted
     | RequestCut
     | StepPlanned
     | PrefixLookup

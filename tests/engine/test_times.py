@@ -249,7 +249,7 @@ def test_leaving_while_waiting_prefilling_and_decoding():
 def test_samples_that_never_began_end_too(reason, num_steps):
     house = House(budget=8, timeout_s=5.0)
     how = SamplingParams(n=3, max_tokens=4)
-    house.seen["a"] = Seen(0.0, 12)
+    house.seen["a"] = Seen(0.0, 12, 4)
     house.engine.add("a", list(range(12)), how)
     for _ in range(num_steps):
         house.step()
@@ -317,7 +317,7 @@ def test_a_stop_string_on_the_last_token_is_a_stop(smollm2):
     house = House()
     house.engine.tokenizer = tokenizer
     house.runner = NullRunner(lambda _, draw: says[draw])
-    house.seen["a"] = Seen(0.0, 3)
+    house.seen["a"] = Seen(0.0, 3, len(says))
     house.engine.add("a", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=len(says), stop=("three",)))
     house.drain()
     assert house.seen["a"].reason == "stop"

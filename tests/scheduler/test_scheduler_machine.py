@@ -18,6 +18,7 @@ Held after every operation, for every policy, with tiny pools, small chunks and 
   ends in the one that it begins in; who loses a residual by a failed step begins the block again;
 * nobody ends by ``error`` but for a cause: so many steps that failed with it alone, or in company, or in a row; where
   steps fail of culprits alone, several at a time, or two of a kind that fail only together, nobody else ends;
+* whose logits are no numbers ends, gets no token, and nothing is found that begins as it does; others go on;
 * a step that is planned behind one in flight leaves every request as it was, has the positions that follow, and says
   of each token that is not known yet whose it is; when it is not planned, there is a reason.
 
@@ -129,6 +130,7 @@ class Machine:
         self.num_failed_in_a_row = 0
         self.has_failed = False  # a step, ever
         self.is_out_of_order = False  # some were tried apart
+        self.corrupt = 0  # bits of rows
         self.culprits: set[str] = set()  # steps with one of them fail
         self.odd: set[str] = set()  # steps with two of them fail
         self.looked_up: set[str] = set()
@@ -263,6 +265,9 @@ class Machine:
         plan, requests = flight.plan, flight.requests
         aborted = {request.request_id for request in flight.samples if request.is_aborted}
         result = self.runner.run(flight.launched)
+        corrupted = self._take_corrupted(flight)
+        result = replace(result, corrupted=[requests.index(request) for request in corrupted])
+        aborted.update(sample.request_id for request in corrupted for sample in (request, *request.forks))
         for row, (request, start, num_tokens) in enumerate(zip(requests, plan.starts, plan.num_tokens, strict=True)):
             if start + num_tokens > request.num_tokens:
                 assert request.is_aborted, "computed what it does not have"
@@ -283,6 +288,7 @@ class Machine:
         got = self.scheduler.apply(result)
         self._saw("joined at commit", any(a != b for a, b in zip(tables, plan.block_ids, strict=True) if b))
         assert got == [request for request in flight.samples if request.request_id not in aborted]
+        self._check_distrusted(flight, corrupted)
         for request in requests:
             if request.status is RequestStatus.FINISHED:
                 self.computed.pop(request.request_id)
@@ -301,6 +307,29 @@ class Machine:
         assert applied.num_recomputed_tokens == num_recomputed
         assert applied.num_output_tokens == len(got)
         self._forget_ended()
+
+    def _take_corrupted(self, flight: Flight) -> list[Request]:
+        """Return whose logits will be said to be no numbers, in the order of rows."""
+        which, self.corrupt = self.corrupt, 0
+        return [request for row, request in enumerate(flight.requests) if which >> row % 16 & 1]
+
+    def _check_distrusted(self, flight: Flight, corrupted: list[Request]) -> None:
+        """Those who are corrupted end, unless they did before, and nothing is found that begins as they do."""
+        for request in corrupted:
+            assert request.is_aborted
+            assert request.finish_reason is not None
+            hit = self.core.match(request.namespace, request.packed(), request.num_tokens)
+            assert not hit.nodes
+            assert request.table is None or request.table.tail is None
+            self._saw("corrupted", request in self.scheduler.corrupted)
+            self._saw("corrupted, with a row in the step behind", request.table is not None)
+            self._saw("corrupted, with samples", bool(request.forks))
+        for other in self.scheduler.running:
+            self._saw("shares with one who is corrupted", bool(corrupted) and other.table.tail is None)
+
+    def corrupt_next(self, which: int) -> None:
+        """The next step that runs will have logits that are no numbers."""
+        self.corrupt = which
 
     def advance(self) -> None:
         """Whatever of these two comes next."""
@@ -749,6 +778,7 @@ OPERATIONS: tuple[tuple[str, int, float], ...] = (
     ("die", 0, 0.3),
     ("finish", 1, 3),
     ("reset", 0, 1),
+    ("corrupt_next", 1, 1),
     ("unpin", 1, 1),
     ("pass_time", 1, 3),
 )
@@ -868,6 +898,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.machine.finish(which)
 
     @rule(which=ints)
+    def corrupt_next(self, which: int) -> None:
+        """See Machine."""
+        self.machine.corrupt_next(which)
+
+    @rule(which=ints)
     def unpin(self, which: int) -> None:
         """See Machine."""
         self.machine.unpin(which)
@@ -933,6 +968,8 @@ def test_what_is_worth_testing_happens() -> None:
         "cancelled during two steps",
         "chunk",
         "copy-on-write",
+        "corrupted",
+        "corrupted, with a row in the step behind",
         "ended by abort",
         "ended by error",
         "ended by length",

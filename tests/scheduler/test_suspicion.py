@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
+from test_parallel_sampling import add as add_samples
+from test_scheduler import House
 
 from pagefold.kv import audit
 from pagefold.request import RequestStatus, WarmUp
 from pagefold.scheduler.suspicion import MAX_FAILED_ALONE, MAX_FAILED_IN_A_ROW, MAX_FAILED_IN_COMPANY
 from pagefold.sim.shadow_runner import ShadowRunner, alone
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from test_parallel_sampling import add as add_samples
-from test_scheduler import House
 
 if TYPE_CHECKING:
     from collections.abc import Callable

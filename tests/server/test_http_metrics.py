@@ -170,6 +170,37 @@ def test_what_requests_asked_for_is_counted_once_a_prompt(small):
     assert num_longest <= 9 + 9 + 16 + 150
 
 
+def test_what_the_host_had_is_told_apart_from_what_the_device_had(tiny_chat_model):
+    """Prompts go to the host's memory and come back; usage says to each client what came from where."""
+    server = LocalServer(
+        tiny_chat_model, kv_cache_memory_bytes=40 * 2**13, max_model_len=192, max_num_seqs=2, kv_offloading_size=0.01
+    )
+    try:
+        num_cached = num_loaded = num_asked = 0
+        for number in (1, 2, 3, 4, 5, 1, 1, 2, 3):
+            prompt = [number * 100 + at for at in range(150)]
+            details = server.complete(prompt, max_tokens=2, **GREEDY)["usage"]["prompt_tokens_details"]
+            num_asked += len(prompt)
+            num_cached += details["cached_tokens"]
+            num_loaded += sum(n for tier, n in details.get("cached_tokens_by_tier", {}).items() if tier != "device")
+        after = server.metrics()
+        assert 0 < num_loaded < num_cached
+        assert after["vllm:prefix_cache_queries_total", ""] == num_asked
+        assert after["vllm:prefix_cache_hits_total", ""] == num_cached - num_loaded
+        assert after["vllm:external_prefix_cache_hits_total", ""] == num_loaded
+        assert after["vllm:external_prefix_cache_queries_total", ""] == num_asked - (num_cached - num_loaded)
+        assert after["vllm:prompt_tokens_cached_by_source_total", "external_kv_transfer"] == num_loaded
+        assert after["vllm:prompt_tokens_cached_by_source_total", "local_cache_hit"] == num_cached - num_loaded
+        num_evicted = after["pagefold:blocks_evicted_total", "allocation"]
+        assert num_evicted > 0
+        for name in ("kv_block_lifetime_seconds", "kv_block_idle_before_evict_seconds"):
+            assert after[f"vllm:{name}_count", ""] == num_evicted
+        assert after["vllm:kv_block_idle_before_evict_seconds_sum", ""] > 0
+        server.check_pool()
+    finally:
+        server.close()
+
+
 def test_what_the_cache_is(small):
     text = small.http.get("/metrics").text
     (line,) = (line for line in text.splitlines() if line.startswith("vllm:cache_config_info{"))

@@ -194,6 +194,13 @@ def test_a_prompt_is_cut_from_its_beginning(tiny):
     assert tiny.chat(words, truncate_prompt_tokens=50, max_tokens=1, **GREEDY)["usage"]["prompt_tokens"] == 50
 
 
+def test_a_text_that_is_far_too_long_is_not_tokenized_to_be_cut(tiny, monkeypatch):
+    body = {"prompt": "a" * 900_000, "truncate_prompt_tokens": 5, "max_tokens": 1}
+    assert tiny.http.post("/v1/completions", json=body).status_code == 200
+    monkeypatch.setattr("pagefold.server.schemas._TIMES_TOO_LONG", 2)
+    assert "at least" in error_of(tiny.http.post("/v1/completions", json=body), 400)["message"]
+
+
 def test_a_model_without_tokenizer_echoes_ids(tiny, monkeypatch):
     monkeypatch.setattr(tiny.engine, "tokenizer", None)
     (choice,) = tiny.complete([1, 2, 3], echo=True, logprobs=1, max_tokens=1, **GREEDY)["choices"]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import stat
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
 from disk_blocks import frame_format, path_of, put
+from permissions import NOBODY, mode, umask
 from typer.testing import CliRunner
 
 from pagefold.cli import app
@@ -23,20 +22,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MIB = 2**20
-NOBODY = 65534
-
-
-@contextmanager
-def umask(mask):
-    before = os.umask(mask)
-    try:
-        yield
-    finally:
-        os.umask(before)
-
-
-def mode(path) -> int:
-    return stat.S_IMODE(path.lstat().st_mode)
 
 
 def exposed(folder) -> list[str]:

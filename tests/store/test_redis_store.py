@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
 import socket
@@ -379,6 +380,36 @@ def test_what_answers_is_no_redis():
             store.use()
         thread.join()
         store.close()
+
+
+@pytest.mark.parametrize(
+    "said", [b":7\r\n", b"*1\r\n:7\r\n", b"$3\r\nabc\r\n", b"$21\r\nused_memory:a lot\r\n\r\n\r\n", b"$-1\r\n"]
+)
+def test_answers_of_a_wrong_kind_are_no_traceback(said):
+    """Whatever comes, it is an answer without meaning or a StoreError."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            with contextlib.suppress(OSError):  # until the test ends
+                while True:
+                    connection, _ = listener.accept()
+                    with connection:
+                        while connection.recv(65536):
+                            connection.sendall(said)
+
+        threading.Thread(target=answer, daemon=True).start()
+        puts = path(1)
+        for ask in (
+            lambda store: store.get(gets_of(puts)),
+            lambda store: store.use(),
+            lambda store: store.self_test(),
+        ):
+            store = open_store(f"redis://127.0.0.1:{listener.getsockname()[1]}", 0.5)
+            with contextlib.suppress(StoreError):
+                found = ask(store)
+                assert found != [puts[0].checksum]
+            store.close()
+        listener.shutdown(socket.SHUT_RDWR)
 
 
 def test_passwords_are_used_and_never_shown(tmp_path):

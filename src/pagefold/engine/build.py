@@ -457,7 +457,10 @@ def _cache_settings(config: EngineConfig, capacity: Capacity) -> dict[str, str]:
 def _slow_tiers(
     config: EngineConfig, host: HostTier | None, arbiter: Arbiter, stores: list[BlockStore], say: Callable[[str], None]
 ) -> SlowTiers | None:
-    """Try every store, and return what decides about those that can ever win; ``stores`` keeps only these."""
+    """Try every store, and return what decides about those that work; ``stores`` keeps only these.
+
+    One that is too slow now stays: what it holds is computed until the arbiter tries it again.
+    """
     for store in list(stores):
         verdict = store.self_test()
         say(verdict.told)
@@ -466,10 +469,11 @@ def _slow_tiers(
             continue
         if verdict.ok:
             arbiter.links[store.tier] = LinkModel(verdict.latency_s, verdict.read_bytes_per_s)
-            if arbiter.pays(store.tier):
-                continue
-            load_s, compute_s = arbiter.block_bytes / verdict.read_bytes_per_s, arbiter.compute_s(1)
-            say(f"           off: to read a block takes {1e3 * load_s:.2f} ms, to compute it {1e3 * compute_s:.2f} ms")
+            if not arbiter.is_fast(store.tier):
+                load_s, compute_s = arbiter.block_bytes / verdict.read_bytes_per_s, arbiter.compute_s(1)
+                what = f"to read a block takes {1e3 * load_s:.2f} ms, to compute it {1e3 * compute_s:.2f} ms"
+                say(f"           too slow now: {what}; it is tried again from time to time")
+            continue
         stores.remove(store)
         store.close()
     if not stores:

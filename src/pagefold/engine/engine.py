@@ -377,7 +377,7 @@ class Engine:
         requests = self.scheduler.apply(result)
         tell_tokens(self._emit, requests, now, self.scheduler.core.block_size)
         deltas += [self._delta(request, request.finish_reason, now) for request in requests]
-        return deltas
+        return deltas + self._all_failed(self._corrupted(), None)
 
     def _abandon(self, plan: StepPlan, error: Exception) -> list[OutputDelta]:
         """Take back a step that failed; return the last deltas of requests that ended by it."""
@@ -512,12 +512,21 @@ class Engine:
             told["prompt_logprobs"] = PromptLogprobs(self.tokenizer, rest, request.prompt_logprobs)
         return told
 
-    def _all_failed(self, ended: list[Request], error: Exception) -> list[OutputDelta]:
-        """Return the last deltas of requests that ended by a failed step; who cancelled is told nothing."""
+    def _corrupted(self) -> list[Request]:
+        """Return those who end by the step that was just applied, since their logits are no numbers."""
+        ended = self.scheduler.corrupted
+        if ended:
+            _log.error("logits of %d requests are NaN or infinite; what they had is dropped", len(ended))
+        if self.tiering is not None and self.scheduler.distrusted:
+            self.tiering.distrust(self.scheduler.distrusted)
+        return [sample for request in ended for sample in (request, *request.forks)]
+
+    def _all_failed(self, ended: list[Request], error: Exception | None) -> list[OutputDelta]:
+        """Return the last deltas of requests that ended by a step, with its error; who cancelled is told nothing."""
         now = self._clock()
-        why = f"{type(error).__name__}: {error}"
+        why = "." if error is None else f": {type(error).__name__}: {error}"
         return [
-            self._cut_off(request, f"{request.error or 'The step failed'}: {why}", now)
+            self._cut_off(request, f"{request.error or 'The step failed'}{why}", now)
             for request in ended
             if request.request_id in self._texts
         ]

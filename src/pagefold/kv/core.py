@@ -39,7 +39,7 @@ from pagefold.kv.pool import BlockPool
 from pagefold.kv.streaming import Streaming
 from pagefold.kv.table import BlockTable, num_blocks_for
 from pagefold.kv.tiers import HOST
-from pagefold.kv.tree import TOKEN_BYTES, Node, PrefixHit, PrefixTree
+from pagefold.kv.tree import TOKEN_BYTES, Node, PrefixHit, PrefixTree, doubtful_nodes
 
 if TYPE_CHECKING:
     from collections import deque
@@ -612,6 +612,40 @@ class KVCore:
                 self.streaming.forget(table)
         return num_cached
 
+    def distrust(self, table: BlockTable, namespace: bytes, packed: bytes) -> set[bytes]:
+        """Forget what ``table`` has, what it began with, and whatever else goes on from that: it may be corrupted.
+
+        Those are all paths that begin with its first block, since nobody knows which of its blocks is at fault. Other
+        tables on them go on, and publish nothing any more.
+
+        Args:
+            table: of a sequence whose logits were no numbers.
+            namespace: of it.
+            packed: its tokens.
+
+        Returns the digests of the paths, for slower tiers to forget; none without a host tier.
+        """
+        nodes = doubtful_nodes(self.tree, namespace, packed[: self._stride], table.copied_from)
+        digests: set[bytes] = set()
+        if self.host is not None:
+            root = root_digest(namespace)
+            digests.update(name.digest for name in names_behind(root, root, packed, self._stride))
+            digests = self.host.forget_behind(digests.union(map(digest_of, nodes)))
+        if self.slow is not None:
+            self.slow.distrust(digests)
+        self.pins.distrust(set(nodes))
+        for node in reversed(nodes):
+            self._evict(node, "corrupted")
+        for other in self.tables:
+            tail = other.tail
+            if other is table or (tail is not None and tail.parent is not None and not tail.attached):
+                other.tail = None
+                other.num_published = 0
+            is_cold = other is table or any(held.name.digest in digests for held in other.cold)
+            if self.streaming is not None and is_cold:
+                self.streaming.forget(other)
+        return digests
+
     # Inside.
 
     def _allocate(self) -> Block | None:
@@ -634,6 +668,7 @@ class KVCore:
         node.num_hits += 1
         self._emit(BlocksReused({self.now_s - node.used_s: 1}))
         node.used_s = self.now_s
+        table.copied_from = node
         self.pool.pin_io(dst)
         self._copies.append(CopyOp(src.block_id, dst.block_id, num_tokens))
         table.block_ids.append(dst.block_id)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pagefold.kv.block import Block
     from pagefold.kv.tiers import HeldBlock
 
-__all__ = ["TOKEN_BYTES", "Node", "PrefixHit", "PrefixTree"]
+__all__ = ["TOKEN_BYTES", "Node", "PrefixHit", "PrefixTree", "doubtful_nodes"]
 
 TOKEN_BYTES = 4
 """Bytes of one packed token: ``array("i", token_ids).tobytes()``."""
@@ -174,6 +174,21 @@ class PrefixTree:
             for child in stack.pop().children.values():
                 yield child
                 stack.append(child)
+
+
+def doubtful_nodes(tree: PrefixTree, namespace: bytes, first_key: bytes, copied_from: Node | None) -> list[Node]:
+    """Return all nodes of paths that begin with ``first_key``, or as that of ``copied_from`` does; parents first."""
+    root = tree.roots.get(namespace)
+    first = None if root is None else root.children.get(first_key)
+    if copied_from is not None and copied_from.attached:
+        while copied_from.parent is not None and copied_from.depth:
+            copied_from = copied_from.parent
+    else:
+        copied_from = None
+    nodes = list(dict.fromkeys(node for node in (first, copied_from) if node is not None))
+    for node in nodes:  # it grows
+        nodes += node.children.values()
+    return nodes
 
 
 def _best_partial(parent: Node, rest: bytes) -> tuple[Node | None, int]:

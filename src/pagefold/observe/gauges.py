@@ -33,6 +33,10 @@ _GAUGES: dict[str, tuple[str, str]] = {
         "num_pinned_blocks",
         "KV blocks that pins keep cached, each counted once, whether or not a request holds them too.",
     ),
+    "pagefold:num_unsaved_blocks": (
+        "num_unsaved_blocks",
+        "Blocks of the host's memory that no slow tier was given yet. It grows to all of them while a tier hangs.",
+    ),
     "pagefold:num_wasted_slots": (
         "num_wasted_slots",
         "Slots in blocks of running requests that hold no token: what rounding to whole blocks costs.",
@@ -77,6 +81,12 @@ class Gauges:
             "vllm:cache_config_info",
             "What the cache is, in labels: block_size, cache_dtype, num_gpu_blocks (of the device) and the like.",
             [(self.settings, 1)] if self.settings else [],
+        )
+        yield self._family(
+            "pagefold:tier_fast",
+            "1 where a slow tier is thought to bring a block sooner than it is computed, 0 where what it holds is "
+            "computed until it is tried again.",
+            [({"tier": tier}, is_fast) for tier, is_fast in status.tiers_fast.items()],
         )
         yield self._family(
             "pagefold:cache_bytes",

@@ -20,6 +20,7 @@ from pagefold.events import (
     PinDropped,
     PrefixLookup,
     PromptFinished,
+    RequestCorrupted,
     RequestPreempted,
     RequestStreamed,
     StepAbandoned,
@@ -101,6 +102,7 @@ class Metrics:
             PinDropped: self._on_pin_dropped,
             PrefixLookup: self._on_prefix_lookup,
             PromptFinished: self._on_prompt_finished,
+            RequestCorrupted: self._on_request_corrupted,
             RequestPreempted: self._on_request_preempted,
             RequestStreamed: self._on_request_streamed,
             StepAbandoned: self._on_step_abandoned,
@@ -218,6 +220,10 @@ class Metrics:
             "pagefold:requests_streamed", "Times that a request was admitted which is larger than the KV budget."
         )
         self._preemptions = self._counter("vllm:num_preemptions", "Times that a running request gave its blocks back.")
+        self._corrupted = self._counter(
+            "vllm:corrupted_requests",
+            "Sequences that ended because their logits were NaN or infinite; what they had was dropped from the cache.",
+        )
         self._finished = self._counters(
             "vllm:request_success",
             "Requests that ended, by why, as their clients were told.",
@@ -421,6 +427,9 @@ class Metrics:
 
     def _on_request_streamed(self, _event: RequestStreamed) -> None:
         self._streamed.inc()
+
+    def _on_request_corrupted(self, _event: RequestCorrupted) -> None:
+        self._corrupted.inc()
 
     def _on_request_preempted(self, _event: RequestPreempted) -> None:
         self._preemptions.inc()

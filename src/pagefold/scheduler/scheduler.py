@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING
 
 from pagefold.events import (
     Emit,
+    RequestCorrupted,
     RequestCut,
     RequestFinished,
     RequestPreempted,
@@ -65,6 +66,11 @@ __all__ = ["Scheduler", "SchedulerLimits"]
 
 _ORDER = attrgetter("order")
 
+_CORRUPTED = (
+    "The model's logits for this request are NaN or infinite: weights, or cached blocks, are damaged. What it had and "
+    "began with is dropped from the cache"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
@@ -93,6 +99,8 @@ class Scheduler:
         waiting, running: requests, in order.
         fetching: those that wait for blocks, by id.
         timed_out: those that the last call of :meth:`schedule` ended.
+        corrupted: those that the last call of :meth:`apply` ended, since their logits are no numbers.
+        distrusted: digests of the paths that were dropped with them, for slower tiers to forget.
         suspicion: who may be planned after a step has failed.
     """
 
@@ -112,6 +120,8 @@ class Scheduler:
         self.running: list[Request] = []
         self.fetching: dict[str, Request] = {}
         self.timed_out: list[Request] = []
+        self.corrupted: list[Request] = []
+        self.distrusted: set[bytes] = set()
         self.suspicion = Suspicion()
         self._held_back: list[Request] = []  # of those that run, who is not chosen; while a step is planned
         self._by_id: dict[str, Request] = {}
@@ -274,23 +284,20 @@ class Scheduler:
                 any_ended = True
         if step.filling or step.joins:
             publish_late(core, step, self._step)
+        self.corrupted, self.distrusted = [], set()
+        if result.corrupted:
+            self._end_corrupted([requests[row] for row in result.corrupted])
+            any_ended = True
         apply_extras(plan, result, requests, step.samples)
         self._fork(step)
-        sampled: list[Request] = []
-        num_output_tokens = 0
-        for request, token_id in zip(step.samples, result.token_ids, strict=True):
-            if request.is_aborted:
-                continue
-            sampled.append(request)
-            if request.has_no_output:
-                request.finish_reason = "length"
-            else:
-                request.token_ids.append(token_id)
-                num_output_tokens += 1
-                request.finish_reason = _reason_to_end(request, token_id)
-            if request.finish_reason is not None:
-                any_ended = True
-        if any_ended:
+        sampled = [
+            (request, token_id)
+            for request, token_id in zip(step.samples, result.token_ids, strict=True)
+            if not request.is_aborted
+        ]
+        for request, token_id in sampled:
+            _take_token(request, token_id)
+        if any_ended or any(request.finish_reason is not None for request, _ in sampled):
             self._drop_ended()
         self._emit(
             StepApplied(
@@ -298,12 +305,12 @@ class Scheduler:
                 len(self.running),
                 len(self.waiting),
                 step.num_prefill_tokens,
-                num_output_tokens,
+                sum(not request.has_no_output for request, _ in sampled),
                 step.num_recomputed_tokens,
                 len(plan.token_ids),
             )
         )
-        return sampled
+        return [request for request, _ in sampled]
 
     def abandon(
         self, error: str, damaged_ids: frozenset[int] = frozenset(), *, is_blamed: bool = True
@@ -781,6 +788,20 @@ class Scheduler:
             if request.status is not RequestStatus.FINISHED and not request.is_aborted:
                 request.finish_reason, request.error = "error", why
 
+    def _end_corrupted(self, requests: list[Request]) -> None:
+        """End requests whose logits are no numbers, with those that were to fork from them, and drop what they had."""
+        for request in requests:
+            if request.finish_reason == "error":  # by the step before, and this row is one too many
+                continue
+            assert request.table is not None
+            self.distrusted |= self.core.distrust(request.table, request.namespace, request.packed())
+            if request.is_aborted:
+                continue
+            self.corrupted.append(request)
+            for sample in (request, *request.forks):
+                self._emit(RequestCorrupted(sample.request_id))
+                sample.is_aborted, sample.finish_reason, sample.error = True, "error", _CORRUPTED
+
     def _take_step(self) -> StepInFlight:
         """Take the step that was planned first; the one planned behind it is the next."""
         step = self._step
@@ -792,6 +813,15 @@ class Scheduler:
 def _is_over(request: Request) -> bool:
     """Whether nothing is left to compute for a request, though it runs."""
     return request.is_aborted or request.num_tokens >= request.stop.max_total_tokens
+
+
+def _take_token(request: Request, token_id: int) -> None:
+    """Append a sampled token, or end who asked for none."""
+    if request.has_no_output:
+        request.finish_reason = "length"
+        return
+    request.token_ids.append(token_id)
+    request.finish_reason = _reason_to_end(request, token_id)
 
 
 def _reason_to_end(request: Request, token_id: int) -> FinishReason | None:

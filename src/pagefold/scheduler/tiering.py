@@ -175,6 +175,10 @@ class Tiering:
         self._store()
         self.transfer.write(self._slow.take_writes())
 
+    def distrust(self, digests: set[bytes]) -> None:
+        """Have the slow tiers forget these paths, as soon as they come to it."""
+        self.transfer.forget(list(digests))
+
     def begin_reset(self) -> None:
         """The core is being reset: bring nothing until :meth:`finish_reset`."""
         self._is_resetting = True

@@ -6,6 +6,7 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
+from pagefold.native_memory import give_back_memory
 from pagefold.server.disconnect import while_connected
 
 if TYPE_CHECKING:
@@ -22,6 +23,10 @@ _NUM_THREADS = 2
 
 _LONG = 4_000
 """Characters or tokens. More of them are worked on aside, so that streams do not stall; these take milliseconds."""
+
+
+_HUGE = 100_000
+"""After so many, memory is given back: else the C library would keep the most that was ever needed."""
 
 
 class TextWorkers:
@@ -46,7 +51,11 @@ class TextWorkers:
         """
         if size < _LONG:
             return [work() for work in pieces]
-        return await while_connected(receive, self._aside(pieces))
+        try:
+            return await while_connected(receive, self._aside(pieces))
+        finally:
+            if size >= _HUGE:
+                self._threads.submit(give_back_memory)
 
     async def _aside(self, pieces: Sequence[Callable[[], _Done]]) -> list[_Done]:
         # Who is cancelled while a piece waits for a thread takes it back: wrap_future cancels it.

@@ -26,8 +26,8 @@ _CHARACTER_BYTES = 4
 _ENTRY_BYTES = 512
 """Of a grammar that is known to be harmless: its texts, and what is around them."""
 
-_MUCH_BYTES = 32 * 2**20
-"""After so many bytes of grammars were forgotten, their memory is given back."""
+_MUCH_BYTES = 256 * 2**20
+"""After grammars of so many bytes were forgotten, their memory is given back: that holds up others a little."""
 
 
 class GrammarCompiler:

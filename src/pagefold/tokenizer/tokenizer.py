@@ -8,7 +8,7 @@ import json
 import re
 import uuid
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from pagefold.cache_size import CacheSize
@@ -319,7 +319,7 @@ def _bound_words(model: Any) -> int:  # noqa: ANN401 - tokenizers has no stubs
     return _MAX_WORDS * _WORD_BYTES
 
 
-@cache
+@lru_cache(maxsize=8)  # a model's own are a few
 def _variables(template: str) -> frozenset[str]:
     """Return the names that a template is given."""
     from jinja2 import Environment, TemplateSyntaxError, meta  # noqa: PLC0415 - as above
