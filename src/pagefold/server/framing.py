@@ -25,7 +25,7 @@ class Framing(h11.Connection):
         """See :class:`h11.Connection`.
 
         Raises:
-            RemoteProtocolError: what came is no HTTP, or a body comes in crumbs: each costs as much as a whole body.
+            RemoteProtocolError: what came is no HTTP, or a body comes in crumbs, each of which costs some microseconds.
         """
         event = super().next_event()
         if isinstance(event, h11.Request):
