@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import pickle
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from pydantic import BaseModel
 
 from pagefold.errors import InvalidRequestError
 from pagefold.server.chat_schemas import ChatRequest
@@ -16,6 +15,9 @@ from pagefold.server.completion_schemas import CompletionRequest
 from pagefold.server.responses_schemas import ResponseRequest
 from pagefold.server.tokenize_schemas import DetokenizeRequest, TokenizeRequest
 from pagefold.server.warm_schemas import WarmRequest
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": "b"}'}}
@@ -52,7 +54,7 @@ def told(model: type[BaseModel], body: bytes) -> Answer:
 def test_a_right_body_is_the_request_that_it_is(model, fields):
     answer = told(model, json.dumps(fields).encode())
     expected = model.model_validate(fields)
-    assert answer == Answer(asked=expected)
+    assert repr(answer) == repr(Answer(asked=expected))  # some of what is in it has no equality
     assert answer.asked.model_fields_set == expected.model_fields_set
 
 
