@@ -8,6 +8,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 STAMP := $(VENV)/.installed
+CLIENTS := $(VENV)/.clients
+# How many shards the long tests are cut into: at most 25 minutes each on two cores (tests/shards.py). SHARD says which
+# of them runs: a number, `commit` for the one that HEAD's hash draws, or nothing for all.
+SHARDS := 6
+SHARD ?=
 
 .PHONY: help setup serve demo test test-long test-gpu check format texts docs docs-serve bench peers bench-peers wheel clean
 
@@ -35,7 +40,7 @@ serve: setup ## serve MODEL on 127.0.0.1:8000; flags in ARGS
 demo: setup ## the cache at work, without a model
 	@$(BIN)/pagefold demo
 
-test: setup ## everything that CI runs
+test: setup ## lint, types, contracts and all tests but the long ones: at most 15 minutes on two cores
 	@$(BIN)/pagefold models get smollm2-135m
 	@$(MAKE) -s check
 	@# Kernels are compiled once, before several workers would each do so.
@@ -43,9 +48,23 @@ test: setup ## everything that CI runs
 	@# A worker a core; the tests of a file stay together, and share what is dear to make. tests/conftest.py orders them.
 	@$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder -m "not long"
 
-test-long: setup ## the long property and equality runs
+test-long: setup $(CLIENTS) ## the long tests, in shards of at most 25 minutes; SHARD=2 runs the second alone
 	@$(BIN)/pagefold models get smollm2-135m
-	@$(BIN)/python -m pytest -q -m long --timeout 7200
+	@$(BIN)/python -c "from pagefold import LLM; LLM('smollm2-135m', max_model_len=256, kv_cache_memory_bytes=2**26)"
+	@case '$(SHARD)' in \
+	  '') shards=$$(seq $(SHARDS)) ;; \
+	  commit) shards=$$((0x$$(git rev-parse --short=7 HEAD || echo 0) % $(SHARDS) + 1)) ;; \
+	  *) shards='$(SHARD)' ;; \
+	esac; \
+	for shard in $$shards; do \
+	  $(BIN)/python -m pytest -qq --collect-only --shard=$$shard/$(SHARDS) && \
+	  $(BIN)/python -m pytest -q -n auto --dist loadgroup --no-loadscope-reorder --timeout 3600 --shard=$$shard/$(SHARDS) $(ARGS) || exit 1; \
+	done
+
+# Clients of other people, which nothing but the long tests needs.
+$(CLIENTS): $(STAMP)
+	@$(PIP) install -c constraints.txt -e '.[clients]'
+	@touch $(CLIENTS)
 
 test-gpu: setup ## what needs an NVIDIA card: skipped without one
 	@$(BIN)/python -m pytest -q tests/gpu
@@ -72,7 +91,7 @@ docs-serve: docs ## the same, and show it on 127.0.0.1:8001
 	@exec $(BIN)/zensical serve --dev-addr 127.0.0.1:8001
 
 bench: setup ## every benchmark of benchmarks/ that needs nothing else, one after another
-	@for script in $$(ls benchmarks/*.py | grep -v -e report -e peers -e gpu); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	@for script in $$(ls benchmarks/*.py | grep -v -e report -e peers -e gpu -e lm_eval); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 peers: setup ## make .peers: vLLM, OpenVINO GenAI and llama.cpp, each in an environment of its own (half an hour, 8 GB)
 	@$(BIN)/python benchmarks/peers/install.py $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX),)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+from shards import BOUND_S, Deck, function_of, parse_shard, seconds_of_functions, write_seconds
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 # Read when the first library with OpenMP is loaded, here and in what tests start. Else a thread that waits for its team
@@ -30,10 +33,99 @@ _LONGEST = (
 )
 
 
+_RANK = pytest.StashKey[int]()
+"""Which unit of its shard a test belongs to; -1 where it is of another shard."""
+
+
+class OneShard:
+    """Leaves one shard of the long tests, and keeps what belongs together on one worker (``--dist loadgroup``).
+
+    Args:
+        text: which shard, as ``2/5``.
+    """
+
+    def __init__(self, text: str) -> None:
+        try:
+            self._shard, self._num_shards = parse_shard(text)
+        except ValueError as error:
+            msg = f"--shard={text}: {error}; the second of five is 2/5"
+            raise pytest.UsageError(msg) from None
+        self._told = ""
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+        """Before xdist's own hook, which reads the groups."""
+        long = [item for item in items if item.get_closest_marker("long")]
+        deck = Deck((item.nodeid for item in long), seconds_of_functions())
+        units = deck.deal(self._num_shards)[self._shard - 1]
+        rank = {unit: number for number, unit in enumerate(sorted(units, key=deck.place))}
+        for item in long:
+            item.stash[_RANK] = rank.get(deck.unit_of(item.nodeid), -1)
+        here = [item for item in long if item.stash[_RANK] >= 0]
+        for item in here:
+            item.add_marker(pytest.mark.xdist_group(f"unit{item.stash[_RANK]}"))
+        config.hook.pytest_deselected(items=[item for item in items if item.stash.get(_RANK, -1) < 0])
+        items[:] = here
+        takes = deck.time_of(units)
+        self._told = f"shard {self._shard} of {self._num_shards}: {len(here)} tests, about {takes / 60:.0f} minutes"
+        if takes > BOUND_S:
+            msg = f"{self._told}, and {BOUND_S / 60:.0f} are the bound: raise SHARDS in the Makefile"
+            raise pytest.UsageError(msg)
+        yield
+        items.sort(key=lambda item: item.stash[_RANK])  # else in the order of this run's seed
+
+    def pytest_report_collectionfinish(self) -> str:
+        return self._told
+
+
+class Stopwatch:
+    """Writes into the table of ``shards.py`` what a case of each long test took, of those that ran."""
+
+    def __init__(self) -> None:
+        self._taken: dict[str, list[float]] = {}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[object]:
+        begin = sum(os.times()[:4])  # of this process, and of those that it has started and that have ended
+        result = yield
+        if item.get_closest_marker("long"):
+            self._add(function_of(item.nodeid), [sum(os.times()[:4]) - begin])
+        return result
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node) -> None:
+        """A worker of xdist has ended."""
+        for function, taken in getattr(node, "workeroutput", {}).get("long_seconds", {}).items():
+            self._add(function, taken)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if hasattr(session.config, "workeroutput"):
+            session.config.workeroutput["long_seconds"] = self._taken
+            return
+        means = {function: max(0.1, round(fmean(taken), 1)) for function, taken in self._taken.items()}
+        write_seconds(seconds_of_functions() | means)
+
+    def _add(self, function: str, taken: list[float]) -> None:
+        self._taken.setdefault(function, []).extend(taken)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", help="of the long tests, only this shard: 2/5 is the second of five")
+    parser.addoption("--measure-long", action="store_true", help="write what long tests take into long_seconds.json")
+    parser.addoption("--hostile-bodies", type=int, default=20_000, help="how many the long form of tests/hostile sends")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.measure_long:
+        config.pluginmanager.register(Stopwatch())
+    if config.option.shard:
+        config.pluginmanager.register(OneShard(config.option.shard))
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Several workers share the files: those that take longest come first, and the smallest last, to end together."""
-    if not hasattr(config, "workerinput"):
+    if not hasattr(config, "workerinput") or config.option.shard:
         return
     num_tests = Counter(item.path for item in items)
     names = {path: "/".join(path.parts[-2:]) for path in num_tests}
@@ -74,4 +166,22 @@ def tiny_chat_model(tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> 
     for file in smollm2.iterdir():
         if file.name.startswith(("tokenizer", "special_tokens", "vocab", "merges", "chat_template")):
             shutil.copy(file, folder)
+    return folder
+
+
+POISON = 777
+"""The token that makes NaN of whatever has it, in ``poisoned_chat_model``."""
+
+
+@pytest.fixture(scope="session")
+def poisoned_chat_model(tmp_path_factory: pytest.TempPathFactory, tiny_chat_model: Path) -> Path:
+    """Return the folder of the same model, but for the embedding of token ``POISON``."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("poisoned") / "tiny"
+    shutil.copytree(tiny_chat_model, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][POISON] = torch.nan
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder

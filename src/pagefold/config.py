@@ -49,8 +49,10 @@ _SCHEDULING_POLICIES = ("fcfs", "priority")
 _LOG_FORMATS = ("text", "json")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 _TOOL_CALL_PARSERS = ("hermes", "smollm2")
+_REASONING_PARSERS = ("deepseek_r1", "deepseek_v3", "glm45", "granite", "mistral", "qwen3", "seed_oss")
 _MAX_BLOCK_SIZE = 256
 _MAX_PORT = 65535
+_LEAST_OF_DOOR = {"max_body_bytes": 1, "max_connections": 1, "responses_store_bytes": 0, "max_queued_requests": 0}
 
 MAX_PRIORITY = 2**31
 """A request's priority lies between this and its negative."""
@@ -287,6 +289,8 @@ class ServerConfig:
         log_format: ``text``, or ``json`` for one object a line.
         log_level: ``debug``, ``info`` (a line for each request), ``warning`` or ``error``.
         tool_call_parser: the form in which the model writes calls of tools; None for what its chat template says.
+        reasoning_parser: the form in which the model marks its thinking; None where it is not told from answers.
+        responses_store_bytes: memory for responses that clients go on from by their id; 0 keeps none.
 
     Raises:
         ConfigError: a value is out of range.
@@ -314,15 +318,16 @@ class ServerConfig:
     log_format: Literal["text", "json"] = "text"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    responses_store_bytes: int = 64 * 2**20
 
     def __post_init__(self) -> None:
         _check_types(self)
         if not 0 <= self.port <= _MAX_PORT:
             raise _bad("port", self.port, f"between 0 (any free one) and {_MAX_PORT}")
-        if self.max_body_bytes < 1:
-            raise _bad("max_body_bytes", self.max_body_bytes, "a positive number of bytes")
-        if self.max_connections < 1:
-            raise _bad("max_connections", self.max_connections, "at least 1")
+        for name, least in _LEAST_OF_DOOR.items():
+            if getattr(self, name) < least:
+                raise _bad(name, getattr(self, name), f"at least {least}")
         for name in ("http_header_timeout_s", "http_body_timeout_s", "timeout_keep_alive_s"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise _bad(name, getattr(self, name), "a positive number of seconds")
@@ -330,10 +335,10 @@ class ServerConfig:
             raise _bad("drain_s", self.drain_s, "a number of seconds, at least 0")
         _one_of("log_format", self.log_format, _LOG_FORMATS)
         _one_of("log_level", self.log_level, _LOG_LEVELS)
-        if self.max_queued_requests < 0:
-            raise _bad("max_queued_requests", self.max_queued_requests, "at least 0")
         if self.tool_call_parser is not None:
             _one_of("tool_call_parser", self.tool_call_parser, _TOOL_CALL_PARSERS)
+        if self.reasoning_parser is not None:
+            _one_of("reasoning_parser", self.reasoning_parser, _REASONING_PARSERS)
         self._check_origins()
         self._check_keys()
 

@@ -88,7 +88,7 @@ class InvalidRequestError(PagefoldError):
 
 
 class StepFailedError(PagefoldError):
-    """The runner failed while this request was in the batch, more often than is retried."""
+    """The request made steps fail, or the device made all of them, or its logits were NaN or infinite."""
 
 
 class EngineStoppedError(PagefoldError):

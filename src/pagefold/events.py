@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BlockEvicted",
+    "BlocksReused",
+    "CacheConfigured",
     "CacheReset",
     "Emit",
     "Event",
@@ -25,7 +27,9 @@ __all__ = [
     "PinCause",
     "PinDropped",
     "PrefixLookup",
+    "PromptFinished",
     "RequestAdded",
+    "RequestCorrupted",
     "RequestCut",
     "RequestFinished",
     "RequestPreempted",
@@ -40,7 +44,7 @@ __all__ = [
     "ignore",
 ]
 
-EvictionCause: TypeAlias = Literal["allocation", "reset", "not_admitted"]
+EvictionCause: TypeAlias = Literal["allocation", "reset", "not_admitted", "corrupted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +55,40 @@ class BlockEvicted:
         block_id: the block that became free.
         depth: how many blocks lie above it in its prefix.
         cause: ``allocation`` when another sequence needed the memory, ``reset`` when the cache was cleared,
-            ``not_admitted`` when the eviction policy refused to keep it.
+            ``not_admitted`` when the eviction policy refused to keep it, ``corrupted`` when a request whose logits were
+            no numbers had to do with it.
+        lifetime_s: seconds since it was published.
+        idle_s: seconds since the last request that held it let it go.
     """
 
     block_id: int
     depth: int
     cause: EvictionCause
+    lifetime_s: float = 0.0
+    idle_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksReused:
+    """A request that was let in found blocks in the prefix tree. One event, however many there were.
+
+    Attributes:
+        gaps: seconds since a block was last used (published, found, or let go), to how many were that long ago. Blocks
+            of one prefix were mostly used together, so there are few entries.
+    """
+
+    gaps: dict[float, int]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfigured:
+    """An engine is there, with its cache.
+
+    Attributes:
+        settings: of the cache, by vLLM's names where it has them, as they are told.
+    """
+
+    settings: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +155,9 @@ class CacheReset:
     """Every prefix is forgotten, by request."""
 
 
-PinCause: TypeAlias = Literal["expired", "memory", "removed", "renewed", "reset", "quota"]
+PinCause: TypeAlias = Literal["expired", "memory", "removed", "renewed", "reset", "corrupted", "quota"]
 """Why a pin is no more: its time was up, a request needed the memory, it was asked for, another pin took its place, or
-the cache was reset; ``quota`` for one that never came to be."""
+the cache was reset, or its blocks are not trusted any more; ``quota`` for one that never came to be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,12 +217,21 @@ class PrefixLookup:
 
     ``after_preemption`` keeps lookups of requests that come back apart from first ones, so that a hit rate never counts
     a preempted request's own blocks as a saving. Every request has at most one first lookup.
+
+    Attributes:
+        num_tokens: that the request has.
+        num_hit_tokens: the part of them that was found.
+        after_preemption: whether it had been admitted before.
+        num_loaded_tokens: the part of ``num_hit_tokens`` that came from tiers behind the device.
+        has_tiers: whether there are any: what the device lacked was looked up there.
     """
 
     request_id: str
     num_tokens: int
     num_hit_tokens: int
     after_preemption: bool
+    num_loaded_tokens: int = 0
+    has_tiers: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +263,13 @@ class RequestStreamed:
     request_id: str
     num_tokens: int
     num_cold_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCorrupted:
+    """Logits of a request were NaN or infinite. It ends, and what it has is dropped."""
+
+    request_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +336,8 @@ class OutputFinished:
         prefill_s: seconds from then to its first token; None if it got none.
         decode_s: seconds from its first token to its last; None if it got none.
         is_warm_up: whether it only warms the cache: nobody waited for its end.
+        num_allowed_tokens: how many it might have had.
+        num_preemptions: how often it gave its blocks back.
     """
 
     request_id: str
@@ -300,6 +350,22 @@ class OutputFinished:
     prefill_s: float | None
     decode_s: float | None
     is_warm_up: bool = False
+    num_allowed_tokens: int = 0
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFinished:
+    """All samples of a request have ended; each has been told as :class:`OutputFinished`. A warm-up tells none.
+
+    Attributes:
+        num_choices: that were asked for: ``n``.
+        num_longest_tokens: output tokens of the longest of its samples.
+    """
+
+    request_id: str
+    num_choices: int
+    num_longest_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,12 +417,15 @@ class StepAbandoned:
 
 Event: TypeAlias = (
     BlockEvicted
+    | BlocksReused
+    | CacheConfigured
     | HostTransfer
     | TierRead
     | TierWritten
     | CacheReset
     | PinDropped
     | RequestAdded
+    | RequestCorrupted
     | RequestCut
     | StepPlanned
     | PrefixLookup
@@ -366,6 +435,7 @@ Event: TypeAlias = (
     | FirstToken
     | NextTokens
     | OutputFinished
+    | PromptFinished
     | StepApplied
     | StepAbandoned
 )

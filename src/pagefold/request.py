@@ -1,18 +1,19 @@
-"""Request: one sequence on its way through, its status with the moves that are legal, and what was asked of it."""
+"""Request: one sequence on its way through, its status with the moves that are legal, and who asked for it."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from pagefold.errors import InvalidRequestError
-from pagefold.structured.params import StructuredOutputsParams  # noqa: TC001 - wrong_type reads it
+from pagefold.sampling import MAX_LOGPROBS, MAX_SAMPLES, SamplingParams, out_of_range
 from pagefold.typecheck import wrong_type
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
     from pagefold.kv import BlockTable
     from pagefold.steps import TokenLogprobs
 
@@ -36,171 +37,12 @@ __all__ = [
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error", "timeout"]
 
-_MAX_TEMPERATURE = 2.0
-_GREEDY_BELOW = 1e-5
-_MAX_STOP_STRINGS = 16
-_MAX_PENALTY = 2.0
-_MAX_BIAS = 100.0
 _MAX_RETENTION_PRIORITY = 100.0
 
 DEFAULT_RETENTION_PRIORITY = 35.0
 """As in TensorRT-LLM."""
 
-MAX_LOGPROBS = 20
-"""How many alternatives a token's logprobs may tell, as in vLLM and in OpenAI's chats."""
-
 MAX_RETURNS_IN_S = 86_400
-MAX_SAMPLES = 128
-"""How many outputs one prompt may have, as in OpenAI's chats."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """How the next token is chosen, and when to stop. Names, defaults and meaning are vLLM's.
-
-    Attributes:
-        n: how many outputs the prompt gets, 1 to 128. Each is sampled on its own; the prompt is computed once. A greedy
-            request has one, as in vLLM: more would be the same.
-        best_of: so many are sampled, at least ``n``, and the ``n`` with the highest logprob per token are returned, the
-            best first. OpenAI's measure: the sum, which vLLM took, prefers short outputs. None samples ``n``.
-        temperature: 0 is greedy; at most 2.
-        top_p: keep the most likely tokens whose probabilities add up to this much, in (0, 1].
-        top_k: keep the k most likely tokens; 0 or -1 keeps all.
-        min_p: keep the tokens that are at least this share as likely as the most likely one, in [0, 1].
-        presence_penalty: taken from the logit of every token that the output holds; in [-2, 2].
-        frequency_penalty: taken from a token's logit for each time that the output holds it; in [-2, 2].
-        repetition_penalty: the logit of every token that prompt or output holds is divided by this if it is positive,
-            else multiplied; above 0.
-        logit_bias: added to the logits of these token ids; in [-100, 100].
-        max_tokens: how many tokens to generate at most; None for as many as ``max_model_len`` leaves.
-        min_tokens: how many tokens come before any that ends the output, and before a stop string may.
-        stop: texts that end the output; they are not part of it. One text, several, or None.
-        stop_token_ids: token ids that end the output; or None.
-        ignore_eos: go on after the model's end-of-sequence token.
-        seed: of this request's random draws. A request with a seed draws the same tokens in every batch, but where two
-            are equal within rounding. Sample ``i`` draws what a request with ``seed + i`` would draw, as in vLLM.
-        logprobs: return each output token's logprob, and those of so many most likely tokens, 0 to 20. They are of
-            the model's own distribution: without bias, penalties, temperature and cuts. None returns none.
-        prompt_logprobs: the same of the prompt's tokens, which are all computed then: what the prefix cache holds of
-            them is not used.
-        structured_outputs: what the output must look like; None for free text.
-
-    Raises:
-        InvalidRequestError: a value is out of range.
-    """
-
-    n: int = 1
-    best_of: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    seed: int | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    structured_outputs: StructuredOutputsParams | None = None
-
-    def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids"):
-            value = getattr(self, name)
-            if value is None or isinstance(value, Sequence):
-                object.__setattr__(self, name, tuple(value or ()))
-        if isinstance(self.logit_bias, Mapping):
-            object.__setattr__(self, "logit_bias", dict(self.logit_bias) or None)
-        wrong = wrong_type(self)
-        if wrong is not None:
-            raise _out_of_range(wrong.field, repr(wrong.value), wrong.allowed)
-        self._check_distribution()
-        self._check_samples()
-        self._check_length()
-        for param in ("logprobs", "prompt_logprobs"):
-            number = getattr(self, param)
-            if number is not None and not 0 <= number <= MAX_LOGPROBS:
-                raise _out_of_range(param, number, f"between 0 and {MAX_LOGPROBS}, or None for none")
-
-    def _check_distribution(self) -> None:
-        if not 0.0 <= self.temperature <= _MAX_TEMPERATURE:
-            raise _out_of_range("temperature", self.temperature, "between 0 (greedy) and 2")
-        if not 0.0 < self.top_p <= 1.0:
-            raise _out_of_range("top_p", self.top_p, "above 0 and at most 1")
-        if self.top_k < -1:
-            raise _out_of_range("top_k", self.top_k, "a positive number, or 0 or -1 to keep all tokens")
-        if not 0.0 <= self.min_p <= 1.0:
-            raise _out_of_range("min_p", self.min_p, "between 0 and 1")
-        for param in ("presence_penalty", "frequency_penalty"):
-            penalty = getattr(self, param)
-            if not -_MAX_PENALTY <= penalty <= _MAX_PENALTY:
-                raise _out_of_range(param, penalty, "between -2 and 2")
-        if not 0.0 < self.repetition_penalty < float("inf"):
-            raise _out_of_range("repetition_penalty", self.repetition_penalty, "above 0, and finite")
-        for token_id, bias in (self.logit_bias or {}).items():
-            if not -_MAX_BIAS <= bias <= _MAX_BIAS:
-                raise _out_of_range("logit_bias", f"{bias} for token {token_id}", "between -100 and 100")
-
-    def _check_samples(self) -> None:
-        if not 1 <= self.n <= MAX_SAMPLES:
-            raise _out_of_range("n", self.n, f"between 1 and {MAX_SAMPLES}")
-        if self.best_of is not None and not self.n <= self.best_of <= MAX_SAMPLES:
-            raise _out_of_range("best_of", self.best_of, f"at least n ({self.n}) and at most {MAX_SAMPLES}")
-        if self.is_greedy and self.num_samples > 1:
-            param = "n" if self.n > 1 else "best_of"
-            msg = f"{param} is {self.num_samples}, but with temperature {self.temperature:g} all outputs are the same."
-            raise InvalidRequestError(msg, param=param, remedy="Leave it out, or give a higher temperature.")
-
-    def _check_length(self) -> None:
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise _out_of_range("max_tokens", self.max_tokens, "at least 1")
-        if self.min_tokens < 0:
-            raise _out_of_range("min_tokens", self.min_tokens, "at least 0")
-        if len(self.stop) > _MAX_STOP_STRINGS:
-            raise _out_of_range("stop", f"{len(self.stop)} strings", f"at most {_MAX_STOP_STRINGS} strings")
-        if any(not text for text in self.stop):
-            raise _out_of_range("stop", "an empty string", "texts of at least one character")
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken: so near to 0 (vLLM's bound) scaled logits would overflow."""
-        return self.temperature < _GREEDY_BELOW
-
-    @property
-    def num_samples(self) -> int:
-        """How many outputs are generated."""
-        return self.n if self.best_of is None else self.best_of
-
-    @property
-    def ranks_samples(self) -> bool:
-        """Whether more outputs are generated than returned: which, their logprobs say."""
-        return self.num_samples > self.n
-
-    @property
-    def has_penalties(self) -> bool:
-        """Whether the next token depends on which tokens came before, besides through the model."""
-        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether nothing is asked but to draw from the model's distribution, tempered and cut."""
-        return (
-            not (self.has_penalties or self.logit_bias or self.min_tokens or self.ranks_samples)
-            and self.logprobs is None
-            and self.prompt_logprobs is None
-            and self.structured_outputs is None
-        )
-
-
-def _out_of_range(param: str, value: object, allowed: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{param} is {value}.", param=param, remedy=f"It must be {allowed}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,11 +66,11 @@ class WarmUp:
     def __post_init__(self) -> None:
         wrong = wrong_type(self)
         if wrong is not None:
-            raise _out_of_range(wrong.field, repr(wrong.value), wrong.allowed)
+            raise out_of_range(wrong.field, repr(wrong.value), wrong.allowed)
         if self.ttl_s is not None and not 0.0 < self.ttl_s < float("inf"):
-            raise _out_of_range("ttl_s", self.ttl_s, "a positive number of seconds; without it a pin does not expire")
+            raise out_of_range("ttl_s", self.ttl_s, "a positive number of seconds; without it a pin does not expire")
         if not 0.0 <= self.retention_priority <= _MAX_RETENTION_PRIORITY:
-            raise _out_of_range("retention_priority", self.retention_priority, "between 0 and 100")
+            raise out_of_range("retention_priority", self.retention_priority, "between 0 and 100")
         if self.ttl_s is not None and not self.pin:
             msg = f"ttl_s is {self.ttl_s}, but pin is not true."
             raise InvalidRequestError(msg, param="ttl_s", remedy="Leave it out, or send pin: true.")
@@ -244,6 +86,7 @@ class Caller:
         priority: the smaller, the sooner it is served, with a scheduling policy that looks at it.
         warm_up: of a request that only warms the cache; None for all others.
         returns_in_s: in so many seconds from its end the conversation is expected to go on; None for nobody knows.
+        tier_offset: added to ``priority``, but only with such a policy.
     """
 
     tenant: str = ""
@@ -251,10 +94,11 @@ class Caller:
     priority: int = 0
     warm_up: WarmUp | None = None
     returns_in_s: float | None = None
+    tier_offset: int = 0
 
     def __post_init__(self) -> None:
         if self.returns_in_s is not None and not 0.0 <= self.returns_in_s <= MAX_RETURNS_IN_S:
-            raise _out_of_range("returns_in_s", self.returns_in_s, f"between 0 and {MAX_RETURNS_IN_S} seconds, a day")
+            raise out_of_range("returns_in_s", self.returns_in_s, f"between 0 and {MAX_RETURNS_IN_S} seconds, a day")
 
 
 ANYBODY = Caller()
@@ -340,10 +184,17 @@ class TokenMatcher(Protocol):
     Attributes:
         is_complete: nothing can follow any more.
         error: why it cannot go on, though the output is not complete.
+        field: the request field that this is about.
     """
 
-    is_complete: bool
-    error: str | None
+    @property
+    def is_complete(self) -> bool: ...  # noqa: D102 - above
+
+    @property
+    def error(self) -> str | None: ...  # noqa: D102 - above
+
+    @property
+    def field(self) -> str: ...  # noqa: D102 - above
 
     def mask(self, banned: Collection[int] = ()) -> bytes:
         """Return which tokens may come next: bit ``t % 8`` of byte ``t // 8`` is token ``t``. At least one may.
@@ -399,12 +250,14 @@ class Request:
         order: the scheduling policy's key of it.
         warm_up: if it only warms the cache: its latencies are nobody's.
         returns_in_s: in so many seconds from its end a request that goes on from it is expected; None for unknown.
+        error: why it ends with ``error``, where that is not its grammar's.
         prompt_use: of its prompt, shared by all samples of it.
     """
 
     __slots__ = (
         "cumulative_logprob",
         "deadline_s",
+        "error",
         "finish_reason",
         "forks",
         "index",
@@ -416,7 +269,6 @@ class Request:
         "namespace",
         "num_cached_tokens",
         "num_computed_tokens",
-        "num_failed_steps",
         "num_loaded_tokens",
         "num_preemptions",
         "num_prompt_tokens",
@@ -485,9 +337,9 @@ class Request:
         self.num_cached_tokens = -1
         self.num_loaded_tokens: dict[str, int] = {}
         self.num_preemptions = 0
-        self.num_failed_steps = 0
         self.is_aborted = False
         self.finish_reason: FinishReason | None = None
+        self.error = ""
         self.table: BlockTable | None = None
 
     @property
@@ -514,6 +366,11 @@ class Request:
     def output_token_ids(self) -> list[int]:
         """The tokens sampled so far."""
         return self.token_ids[self.num_prompt_tokens :].tolist()
+
+    @property
+    def has_no_output(self) -> bool:
+        """Whether only its prompt is computed: what its row samples is nobody's."""
+        return self.stop.max_total_tokens <= self.num_prompt_tokens
 
     @property
     def max_hit_tokens(self) -> int:

@@ -73,7 +73,8 @@ class StepPlan:
             no penalty asks for it. Not a copy.
         banned: token ids that each of ``adjusted`` must not sample.
         masked: which of ``sampling_rows`` may sample only some tokens; ascending.
-        masks: those, for each of ``masked``: bit ``t % 8`` of byte ``t // 8`` is token ``t``. All are of one length.
+        masks: those, for each of ``masked``: bit ``t % 8`` of byte ``t // 8`` is token ``t``. What is beyond the end
+            of a mask is not in it.
         logprob_rows: which of ``sampling_rows`` tell logprobs of what they sample; ascending.
         prompt_parts: prompt tokens whose logprobs are asked for.
         late: which of ``token_ids`` mean nothing, since the step before samples those tokens; ascending. Only of a step
@@ -118,11 +119,14 @@ class StepResult:
         token_ids: one for each of the plan's ``sampling_rows``, in that order.
         logprobs: of the token of each of the plan's ``logprob_rows``.
         prompt_logprobs: of each token of each of the plan's ``prompt_parts``.
+        corrupted: rows with a logit that is NaN or infinite, before anything was done to it; what else is said of them
+            means nothing.
     """
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
+    corrupted: list[int] = field(default_factory=list)
 
 
 class DamagedBlocksError(Exception):

@@ -62,5 +62,7 @@ def tell_end(emit: Emit, request: Request, reason: FinishReason, now: float) -> 
             prefill_s=times.prefill_s,
             decode_s=times.decode_s,
             is_warm_up=request.warm_up is not None,
+            num_allowed_tokens=request.stop.max_total_tokens - request.num_prompt_tokens,
+            num_preemptions=request.num_preemptions,
         )
     )

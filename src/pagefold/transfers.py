@@ -109,6 +109,12 @@ class Transfers(Protocol):
     def collect(self, timeout_s: float = 0.0) -> list[Outcome]:
         """Return what has happened, in order; wait up to ``timeout_s`` for something to happen."""
 
+    def forget(self, digests: Sequence[bytes]) -> None:
+        """Have all tiers forget these blocks, also what was handed over to be written before. Waits for nothing.
+
+        A tier that cannot be used keeps them.
+        """
+
     def clear(self) -> None:
         """Have all tiers forget everything, also what was handed over to be written before. Blocks.
 

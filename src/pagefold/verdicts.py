@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pagefold.errors import ConfigError, QualityError
 from pagefold.json_object import read_json_object
 from pagefold.kv import CODECS, KV_CACHE_DTYPES
+from pagefold.private_files import make_private_folder
 from pagefold.transport.plan import DROPPED_BITS
 from pagefold.whole_file import write_whole
 
@@ -33,6 +34,7 @@ __all__ = [
     "floor_of",
     "read_verdict",
     "subject_of",
+    "verdicts_folder",
     "write_verdict",
 ]
 
@@ -118,19 +120,24 @@ def _is_rounded(config: EngineConfig, transport: TransportCodec) -> bool:
     return bool(DROPPED_BITS[transport]) and KV_CACHE_DTYPES.get(config.kv_cache_dtype) in ROUNDED
 
 
+def verdicts_folder(cache_dir: Path) -> Path:
+    """Return the folder of all verdicts."""
+    return cache_dir / "verdicts"
+
+
 def write_verdict(verdict: Verdict, cache_dir: Path) -> Path:
-    """Keep a verdict, in place of an older one on the same model and setting; return its file.
+    """Keep a verdict, for this user alone, in place of an older one on the same model and setting; return its file.
 
     Raises:
         ConfigError: the cache folder cannot be written.
     """
     file = _file(verdict.fingerprint, verdict.subject, cache_dir)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        make_private_folder(file.parent)
     except OSError as error:
         msg = f"Cannot write {file.parent}: {error.strerror or error}."
         raise ConfigError(msg, remedy="Name another cache folder in PAGEFOLD_CACHE.") from None
-    write_whole(file, json.dumps({"format": FORMAT, **asdict(verdict)}, indent=2) + "\n")
+    write_whole(file, json.dumps({"format": FORMAT, **asdict(verdict)}, indent=2) + "\n", is_private=True)
     return file
 
 
@@ -223,4 +230,4 @@ def _command(config: EngineConfig) -> str:
 
 def _file(fingerprint: str, subject: Mapping[str, Any], cache_dir: Path) -> Path:
     digest = hashlib.sha256(json.dumps([fingerprint, dict(subject)], sort_keys=True).encode()).hexdigest()
-    return cache_dir / "verdicts" / f"{digest[:32]}.json"
+    return verdicts_folder(cache_dir) / f"{digest[:32]}.json"

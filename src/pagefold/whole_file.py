@@ -7,6 +7,7 @@ from errno import EISDIR
 from typing import TYPE_CHECKING
 
 from pagefold.errors import ConfigError
+from pagefold.private_files import create_private
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -14,8 +15,13 @@ if TYPE_CHECKING:
 __all__ = ["check_writable", "write_whole"]
 
 
-def write_whole(file: Path, content: str | bytes) -> None:
+def write_whole(file: Path, content: str | bytes, *, is_private: bool = False) -> None:
     """Write ``content`` to ``file``, replacing what is there when all of it is written.
+
+    Args:
+        file: to write.
+        content: of it.
+        is_private: whether it is its owner's alone, whatever the umask.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -24,7 +30,11 @@ def write_whole(file: Path, content: str | bytes) -> None:
     part = _part_of(file)
     try:
         try:
-            part.write_bytes(data)
+            if is_private:
+                with create_private(part) as out:
+                    out.write(data)
+            else:
+                part.write_bytes(data)
             part.replace(file)
         except BaseException:
             part.unlink(missing_ok=True)

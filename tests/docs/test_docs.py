@@ -20,6 +20,7 @@ PAGES = sorted(DOCS.rglob("*.md"))
 SITE = ROOT / "build" / "site"
 # Flags of pip, and of scripts.
 OTHERS = (
+    *("--shard", "--measure-long", "--hostile-bodies"),
     *("--index-url", "--no-deps", "--json", "--help", "--check", "--site"),
     *("--engines", "--repeats", "--workloads"),
 )

@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 
 from pagefold.capacity import Capacity
 from pagefold.engine.engine import Engine, ModelLimits
+from pagefold.engine.logprobs import PromptLogprobs
 from pagefold.engine.outputs import CompletionOutput, Logprob, OutputDelta, OutputText, RequestOutput
 from pagefold.errors import InvalidRequestError
 from pagefold.kv import KVCore, Namespace, audit
 from pagefold.request import SamplingParams
 from pagefold.scheduler import Scheduler, SchedulerLimits
 from pagefold.sim import NullRunner
+from pagefold.steps import TokenLogprobs
 from pagefold.tokenizer import Tokenizer
 
 TEXTS = st.text("ab.", max_size=30)  # few letters: stop strings are found, nearly found, and overlap
@@ -139,6 +141,16 @@ def test_a_stop_string_is_met_across_pieces_and_nothing_comes_after_it():
     assert output.flush() == ""
 
 
+@pytest.mark.parametrize(
+    ("pieces", "met"), [(["a STO", "P"], "STOP"), (["an en", "d"], "end"), (["the END", ""], None)]
+)
+def test_it_says_which_stop_string_was_met(pieces, met):
+    output = OutputText(Pieces([*pieces, ""]), ("STOP", "end"))
+    for at in range(len(pieces)):
+        output.push(at)
+    assert output.stop_reason == met
+
+
 def test_without_a_detokenizer_there_is_no_text():
     output = OutputText(None, ("a",))
     assert (output.push(7), output.flush(), output.stopped) == ("", "", False)
@@ -147,7 +159,8 @@ def test_without_a_detokenizer_there_is_no_text():
 @settings(max_examples=50)
 @given(st.lists(st.integers(0, 49151), max_size=20), st.data())
 def test_stop_strings_of_real_tokens_are_cut_where_the_whole_text_has_them(tokenizer, token_ids, data):
-    text = tokenizer.decode(token_ids)
+    free = OutputText(tokenizer.detokenizer([1]), ())
+    text = "".join([*(free.push(token_id) for token_id in token_ids), free.flush()])
     at = data.draw(st.integers(0, max(0, len(text) - 1)))
     stop = (text[at : at + data.draw(st.integers(1, 5))] or "?", "never this")
     output = OutputText(tokenizer.detokenizer([1]), stop)
@@ -169,7 +182,8 @@ def test_a_result_collects_its_deltas():
 def test_a_result_collects_logprobs():
     result = RequestOutput("r", "hi", [1, 2], [CompletionOutput(index=0)])
     five, six, two = {5: Logprob(-1.5, 1)}, {6: Logprob(-0.25, 2), 5: Logprob(-0.1, 1)}, {2: Logprob(-3.0, 9)}
-    result.add(OutputDelta("r", "a", (5,), 0, logprobs=(five,), prompt_logprobs=[None, two], cumulative_logprob=-1.5))
+    of_prompt = PromptLogprobs(None, [2], [TokenLogprobs(-3.0, 9, ())])
+    result.add(OutputDelta("r", "a", (5,), 0, logprobs=(five,), prompt_logprobs=of_prompt, cumulative_logprob=-1.5))
     result.add(OutputDelta("r", "b", (6,), 0, logprobs=(six,), cumulative_logprob=-1.75))
     assert result.outputs[0].logprobs == [five, six]
     assert result.outputs[0].cumulative_logprob == -1.75
@@ -304,8 +318,40 @@ def test_the_end_of_sequence_token_ends_unless_it_is_ignored(tokenizer):
     assert run(engine, SamplingParams(max_tokens=3, ignore_eos=True)) == ("one two three", says, "length")
 
 
-def test_half_a_character_at_the_end_is_a_replacement_character(tokenizer):
+def test_half_a_character_at_the_end_is_left_out(tokenizer):
     says = tokenizer.encode("🜚")[:2]
-    assert run(make_engine(tokenizer, says), SamplingParams(max_tokens=2)) == ("\ufffd", says, "length")
+    assert run(make_engine(tokenizer, says), SamplingParams(max_tokens=2)) == ("", says, "length")
     how = SamplingParams(max_tokens=2, stop="\ufffd")
-    assert run(make_engine(tokenizer, says), how) == ("", says, "stop")
+    assert run(make_engine(tokenizer, says), how) == ("", says, "length")
+    says = [*tokenizer.encode("ok"), *says]
+    engine = make_engine(tokenizer, says, eos=(2,))
+    assert run(engine, SamplingParams(max_tokens=len(says))) == ("ok", says, "length")
+
+
+def test_a_stop_string_or_token_is_part_of_the_text_if_asked_for(tokenizer):
+    says = tokenizer.encode("one two three")
+    keeps = {"include_stop_str_in_output": True}
+    assert run(make_engine(tokenizer, says), SamplingParams(stop=["wo"], **keeps)) == ("one two", says[:2], "stop")
+    assert run(make_engine(tokenizer, says), SamplingParams(stop=["e t"], **keeps)) == ("one t", says[:2], "stop")
+    how = SamplingParams(stop_token_ids=says[1:2], **keeps)
+    assert run(make_engine(tokenizer, says), how) == ("one two", says[:2], "stop")
+    ends = [*says[:1], 2]
+    engine = make_engine(tokenizer, ends, eos=(2,))
+    assert run(engine, SamplingParams(**keeps)) == ("one", ends, "stop"), "a special token has no text"
+    shown = SamplingParams(skip_special_tokens=False, **keeps)
+    assert run(engine, shown) == ("one<|im_end|>", ends, "stop")
+
+
+@given(pieces_of_text(), STOPS)
+def test_a_text_that_keeps_its_stop_string_ends_with_it(pieces, stop):
+    output = OutputText(Pieces(pieces), stop, keeps_stop=True)
+    out = "".join([*(output.push(token_id) for token_id in range(len(pieces) - 1)), output.flush()])
+    text, stopped = cut_by_twin("".join(pieces), stop)
+    assert output.stopped == stopped
+    assert out.startswith(text)
+    assert (out[len(text) :] in stop) if stopped else out == text
+
+
+def test_without_output_a_prompt_is_computed_and_nothing_is_sampled(tokenizer):
+    engine = make_engine(tokenizer, tokenizer.encode("one"))
+    assert run(engine, SamplingParams(max_tokens=0)) == ("", [], "length")

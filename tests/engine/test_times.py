@@ -11,6 +11,7 @@ import pytest
 from pagefold.capacity import Capacity
 from pagefold.engine.client import EngineStatus
 from pagefold.engine.engine import Engine, ModelLimits
+from pagefold.events import Event, RequestPreempted, fan_out
 from pagefold.kv import KVCore, Namespace
 from pagefold.observe.metrics import Metrics
 from pagefold.request import SamplingParams
@@ -28,6 +29,7 @@ class Seen:
 
     arrival_s: float
     num_prompt_tokens: int
+    num_allowed_tokens: int = 0
     scheduled_s: float | None = None
     tokens_s: list[float] = field(default_factory=list)
     num_cached_tokens: int = 0
@@ -40,22 +42,24 @@ class House:
 
     def __init__(self, num_blocks: int = 64, *, max_num_seqs: int = 8, budget: int = 16, timeout_s=None) -> None:
         self.metrics = Metrics("m")
+        self.events: list[Event] = []
+        emit = fan_out(self.metrics.emit, self.events.append)
         self.clock = VirtualClock()
         self.step_s = 1.0
         self.runner = NullRunner()
         self.num_failures = 0
         self.seen: dict[str, Seen] = {}
         self.step_tokens: list[int] = []
-        core = KVCore(num_blocks, block_size=BLOCK_SIZE, emit=self.metrics.emit)
+        core = KVCore(num_blocks, block_size=BLOCK_SIZE, emit=emit)
         limits = SchedulerLimits(max_num_seqs, budget)
         self.engine = Engine(
-            scheduler=Scheduler(core, limits, emit=self.metrics.emit),
+            scheduler=Scheduler(core, limits, emit=emit),
             runner=self,
             tokenizer=None,
             limits=ModelLimits(VOCAB_SIZE, (), Namespace("m", "l", "d")),
             capacity=Capacity(0, 0, num_blocks, BLOCK_SIZE, num_blocks * BLOCK_SIZE, num_blocks),
             request_timeout_s=timeout_s,
-            emit=self.metrics.emit,
+            emit=emit,
             clock=self.clock,
         )
         self.metrics.watch(lambda: EngineStatus.of(self.engine.scheduler))
@@ -74,7 +78,7 @@ class House:
         return self.runner.run(plan)
 
     def add(self, name: str, prompt: list[int], num_new: int) -> None:
-        self.seen[name] = Seen(self.clock(), len(prompt))
+        self.seen[name] = Seen(self.clock(), len(prompt), num_new)
         self.engine.add(name, prompt, SamplingParams(temperature=0.0, max_tokens=num_new))
 
     def abort(self, name: str) -> None:
@@ -108,6 +112,11 @@ class House:
     def histogram(self, name: str) -> tuple[float, float]:
         return self.value(f"{name}_count"), self.value(f"{name}_sum")
 
+    def preemptions(self) -> list[int]:
+        """How often each request was preempted."""
+        counts = Counter(event.request_id for event in self.events if isinstance(event, RequestPreempted))
+        return [counts[name] for name in self.seen]
+
     def check(self) -> None:
         """Everything that a client can know is what metrics say, exactly; to be called when nothing runs."""
         all_seen = list(self.seen.values())
@@ -126,6 +135,10 @@ class House:
             "vllm:iteration_tokens_total": self.step_tokens,
             "vllm:request_prompt_tokens": [seen.num_prompt_tokens for seen in all_seen],
             "vllm:request_generation_tokens": [len(seen.tokens_s) for seen in all_seen],
+            "vllm:request_max_num_generation_tokens": [len(seen.tokens_s) for seen in all_seen],
+            "vllm:request_params_max_tokens": [seen.num_allowed_tokens for seen in all_seen],
+            "vllm:request_params_n": [1 for _ in all_seen],
+            "vllm:request_num_preemptions": self.preemptions(),
             "vllm:request_prefill_kv_computed_tokens": [
                 seen.num_prompt_tokens - seen.num_cached_tokens for seen in served
             ],
@@ -236,7 +249,7 @@ def test_leaving_while_waiting_prefilling_and_decoding():
 def test_samples_that_never_began_end_too(reason, num_steps):
     house = House(budget=8, timeout_s=5.0)
     how = SamplingParams(n=3, max_tokens=4)
-    house.seen["a"] = Seen(0.0, 12)
+    house.seen["a"] = Seen(0.0, 12, 4)
     house.engine.add("a", list(range(12)), how)
     for _ in range(num_steps):
         house.step()
@@ -304,7 +317,7 @@ def test_a_stop_string_on_the_last_token_is_a_stop(smollm2):
     house = House()
     house.engine.tokenizer = tokenizer
     house.runner = NullRunner(lambda _, draw: says[draw])
-    house.seen["a"] = Seen(0.0, 3)
+    house.seen["a"] = Seen(0.0, 3, len(says))
     house.engine.add("a", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=len(says), stop=("three",)))
     house.drain()
     assert house.seen["a"].reason == "stop"

@@ -71,7 +71,7 @@ class AskingTrial(Trial):
             self.logprobs.setdefault(key, []).extend(delta.logprobs)
         if delta.prompt_logprobs is not None:
             assert key not in self.prompt_logprobs, "told twice"
-            self.prompt_logprobs[key] = delta.prompt_logprobs
+            self.prompt_logprobs[key] = delta.prompt_logprobs.named()
 
 
 @pytest.fixture(scope="module")

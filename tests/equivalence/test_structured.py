@@ -1,4 +1,6 @@
-"""Structured output in the engine: every token is what transformers' logits, masked by a twin's matcher, say.
+"""Masks in the engine: every token is what transformers' logits, masked by a twin, say.
+
+Of structured output, of tokens that alone are allowed, of bad words, and of all of these together.
 
 The weights are random, so that an output that is valid is so by its grammar. Free requests run in the same batches and
 must not notice. All grammars are such that their longest output fits into ``max_tokens``: every output ends.
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from functools import cache
 from random import Random
 
@@ -16,9 +19,11 @@ import torch
 from jsonschema import Draft202012Validator
 
 from equivalence.harsh_runner import HarshRunner
+from equivalence.overlapped_loop import overlapped
 from pagefold import SamplingParams, StructuredOutputsParams
 from pagefold.config import EngineConfig
 from pagefold.engine.build import build_engine, plan_engine
+from pagefold.errors import InvalidRequestError
 from pagefold.events import RequestPreempted, StepAbandoned
 from pagefold.kv import audit
 from pagefold.runner.sampler import sample
@@ -49,13 +54,16 @@ HOWS = [
     {"temperature": 1.5, "top_p": 0.9, "repetition_penalty": 1.3},
     {"temperature": 0.8, "top_k": 40, "logit_bias": {5: 3.0, 300: -50.0, 92: 20.0}, "logprobs": 2},
     {"temperature": 1.0, "min_p": 0.02, "frequency_penalty": 0.8, "min_tokens": 4},
+    # Every byte is allowed, so that every grammar finds a way.
+    {"temperature": 1.0, "allowed_token_ids": [token for token in range(49152) if token < 300 or token % 3]},
+    {"temperature": 1.0, "bad_words": ["on the", "(1"], "min_tokens": 6, "logit_bias": {2: 19.0, 260: 20.0, 335: 20.0}},
 ]
 
 
 def requests_of(tokenizer):
     """Return (prompt, params): every second one is free."""
     made = []
-    for at in range(20):
+    for at in range(28):
         prompt = tokenizer.encode("Once upon a time there was " + "a very small engine " * (at % 5) + str(at))
         wish = StructuredOutputsParams(**WISHES[at // 2 % len(WISHES)]) if at % 2 else None
         fields = {"seed": at, "max_tokens": MAX_TOKENS if at % 2 else 40, **HOWS[at % len(HOWS)]}
@@ -66,7 +74,7 @@ def requests_of(tokenizer):
 class Run:
     """All requests through an engine of its own."""
 
-    def __init__(self, folder, *, is_harsh):
+    def __init__(self, folder, *, is_harsh=False, is_overlapped=False):
         self.events = []
         config = EngineConfig(
             model=str(folder),
@@ -78,6 +86,10 @@ class Run:
             kv_cache_memory_bytes=2 ** (17 if is_harsh else 24),
         )
         self.engine = build_engine(plan_engine(config), emit=self.events.append)
+        if is_overlapped:
+            compiler = self.engine._compiler
+            self.engine = overlapped(self.engine, self.events.append)
+            self.engine._compiler = compiler
         if is_harsh:
             self.engine.runner = HarshRunner(self.engine, failure_rate=0.15, random=Random(0))
         self.tokens, self.texts, self.reasons, self.errors = {}, {}, {}, {}
@@ -122,7 +134,18 @@ def calm(tiny_chat_model):
     return run.run(requests_of(run.engine.tokenizer))
 
 
-def expected_token(logits, how, grammar, prompt, output):
+def forbidden(how, tokenizer, output):
+    """Return the tokens that neither ``allowed_token_ids`` nor ``bad_words`` leave: word by word, space by space."""
+    banned = set() if how.allowed_token_ids is None else set(range(49152)) - set(how.allowed_token_ids)
+    for word in how.bad_words:
+        for text in (word, f" {word}"):
+            *before, last = tokenizer.encode_parts([text])[0]
+            if len(before) <= len(output) and output[len(output) - len(before) :] == before:
+                banned.add(last)
+    return banned
+
+
+def expected_token(logits, how, grammar, prompt, output, *, never):
     """Return what must follow ``output``: lists of floats, and a matcher that begins from the beginning every time."""
     logits = list(logits)
     for token_id, bias in (how.logit_bias or {}).items():
@@ -132,6 +155,8 @@ def expected_token(logits, how, grammar, prompt, output):
         logits[token_id] = value / how.repetition_penalty if value > 0 else value * how.repetition_penalty
     for token_id in set(output):
         logits[token_id] -= how.frequency_penalty * output.count(token_id)
+    for token_id in never:
+        logits[token_id] = NEVER
     banned = {EOS} if len(output) < how.min_tokens else set()
     if grammar is not None:
         matcher = grammar.matcher()
@@ -139,6 +164,7 @@ def expected_token(logits, how, grammar, prompt, output):
             matcher.accept(token_id)
         mask = matcher.mask()
         allowed = [token_id for token_id in range(len(logits)) if mask[token_id // 8] >> token_id % 8 & 1]
+        allowed = [token_id for token_id in allowed if token_id not in never]
         kept = [NEVER] * len(logits)
         for token_id in [token_id for token_id in allowed if token_id not in banned] or allowed:
             kept[token_id] = logits[token_id]
@@ -155,7 +181,30 @@ def test_every_token_is_that_of_the_masked_distribution(calm, logits_of):
         grammar = None if wish is None else calm.engine.compile_grammar(wish)
         for place, token_id in enumerate(output):
             logits = logits_of(tuple(prompt + output[:place]))
-            assert token_id == expected_token(logits, how, grammar, prompt, output[:place]), (at, place)
+            never = forbidden(how, calm.engine.tokenizer, output[:place])
+            expected = expected_token(logits, how, grammar, prompt, output[:place], never=never)
+            assert token_id == expected, (at, place)
+
+
+def test_some_outputs_are_what_they_are_because_of_a_restriction(calm, logits_of):
+    """Without that the test above would tell nothing of restrictions: some likeliest tokens were forbidden ones."""
+    kinds = set()
+    for at, (prompt, how) in enumerate(requests_of(calm.engine.tokenizer)):
+        for place in range(len(calm.tokens[at]) if how.restricts_tokens else 0):
+            logits = list(logits_of(tuple(prompt + calm.tokens[at][:place])))
+            for token_id, bias in (how.logit_bias or {}).items():
+                logits[token_id] += bias
+            if logits.index(max(logits)) in forbidden(how, calm.engine.tokenizer, calm.tokens[at][:place]):
+                kinds.add((how.allowed_token_ids is not None, len(how.bad_words), how.structured_outputs is not None))
+    assert kinds >= {(True, 0, False), (True, 0, True), (False, 2, False)}
+
+
+def test_steps_planned_ahead_change_nothing(calm, tiny_chat_model):
+    ahead = Run(tiny_chat_model, is_overlapped=True)
+    ahead.run(requests_of(ahead.engine.tokenizer))
+    assert ahead.tokens == calm.tokens
+    assert ahead.texts == calm.texts
+    assert ahead.reasons == calm.reasons
 
 
 def test_preemption_and_failed_steps_change_nothing(calm, tiny_chat_model):
@@ -171,7 +220,7 @@ def test_preemption_and_failed_steps_change_nothing(calm, tiny_chat_model):
 def test_free_requests_do_not_notice(calm, tiny_chat_model):
     alone = Run(tiny_chat_model, is_harsh=False)
     requests = requests_of(alone.engine.tokenizer)
-    free = [at for at, (_, how) in enumerate(requests) if how.structured_outputs is None]
+    free = [at for at, (_, how) in enumerate(requests) if how.structured_outputs is None and not how.restricts_tokens]
     alone.run([requests[at] for at in free])
     assert [alone.tokens[place] for place in range(len(free))] == [calm.tokens[at] for at in free]
 
@@ -205,6 +254,36 @@ def complete(llm, wish, **fields):
     )
     (result,) = llm.generate("Say", how, use_tqdm=False)
     return result.outputs[0]
+
+
+def test_samples_of_a_restricted_prompt_are_those_of_requests_alone(llm):
+    few = tuple(llm.engine.tokenizer.encode(" yes no on the cat"))
+    fields = {"temperature": 1.0, "max_tokens": 20, "allowed_token_ids": few, "bad_words": ("yes no", "on the")}
+    (result,) = llm.generate("Say", SamplingParams(n=3, seed=7, **fields), use_tqdm=False)
+    alone = [
+        llm.generate("Say", SamplingParams(seed=7 + index, **fields), use_tqdm=False)[0].outputs[0]
+        for index in range(3)
+    ]
+    assert [output.token_ids for output in result.outputs] == [output.token_ids for output in alone]
+    assert len({tuple(output.token_ids) for output in result.outputs}) == 3
+    for output in result.outputs:
+        assert set(output.token_ids) <= set(few)
+        assert "yes no" not in output.text
+        assert "on the" not in output.text
+
+
+def test_a_restriction_that_leaves_no_token_of_a_grammar_ends_its_request_alone(llm):
+    (a,) = llm.engine.tokenizer.encode("a")
+    wish = StructuredOutputsParams(regex="[ab][ab]b")
+    how = SamplingParams(max_tokens=9, allowed_token_ids=[a], structured_outputs=wish)
+    free = SamplingParams(max_tokens=9, ignore_eos=True)
+    ended, other = llm.generate(["Say"] * 2, [how, free], use_tqdm=False)
+    assert (ended.outputs[0].finish_reason, ended.outputs[0].token_ids) == ("error", [a, a])
+    assert ended.error == "allowed_token_ids leaves no token that may come next after 2 tokens."
+    assert (other.outputs[0].finish_reason, len(other.outputs[0].token_ids)) == ("length", 9)
+    with pytest.raises(InvalidRequestError, match="no token") as refused:
+        llm.generate("Say", replace(how, structured_outputs=StructuredOutputsParams(regex="b")), use_tqdm=False)
+    assert refused.value.param == "allowed_token_ids"
 
 
 def test_what_max_tokens_cuts_off_ends_with_length_and_what_is_complete_with_stop(llm):

@@ -50,6 +50,37 @@ def test_a_tier_that_was_slow_for_a_moment_is_tried_again():
     assert any(arbiter.pays("disk") for _ in range(500))
 
 
+@pytest.mark.parametrize("bytes_per_s", [1e3, 1e7, 8e7])
+def test_a_tier_that_was_slow_when_it_was_measured_first_is_tried_in_time(bytes_per_s):
+    arbiter = arbiter_of(disk=LinkModel(1e-4, bytes_per_s))
+    assert not arbiter.is_fast("disk")
+    waits = next(number for number in range(1000) if arbiter.pays("disk"))
+    assert waits > 5, "one request does not pay for all"
+    assert arbiter.is_fast("disk")
+    arbiter.links["disk"].learn(8 * MIB, 8 * MIB / 1e9)
+    assert arbiter.pays("disk")
+    assert arbiter.weigh(["disk"] * 10, {}).num_blocks == 10
+
+
+def test_a_tier_that_is_always_slow_is_tried_seldom():
+    arbiter = arbiter_of(disk=LinkModel(1e-4, 1e7))
+    num_tried = 0
+    for _ in range(5000):
+        if arbiter.pays("disk"):
+            num_tried += 1
+            arbiter.links["disk"].learn(8 * MIB, 8 * MIB / 1e7)
+    assert 1 <= num_tried < 150
+
+
+def test_forgiving_never_takes_from_what_was_learnt():
+    link = LinkModel(1e-4, 1e7)
+    for _ in range(50):
+        link.learn(8 * MIB, 8 * MIB / 1e9)
+    before = link.bytes_per_s
+    link.recover()
+    assert link.bytes_per_s == before
+
+
 def test_a_drip_is_left_as_soon_as_computing_is_sooner():
     arbiter = arbiter_of(disk=LinkModel(1e-4, 1e9))
     assert arbiter.goes_on(0, 10, 1.0), "patience bounds that"

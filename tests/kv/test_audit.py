@@ -12,6 +12,7 @@ import pytest
 
 import pagefold.kv
 from pagefold.kv import (
+    Arbiter,
     AuditError,
     BlockState,
     BlockTable,
@@ -20,6 +21,7 @@ from pagefold.kv import (
     KVCore,
     PrefixHit,
     Residuals,
+    SlowTiers,
     StoreOp,
     audit,
     make_policy,
@@ -390,6 +392,11 @@ def candidates_but_no_victim(world: World) -> None:
     world.core.policy._idle._heap.clear()
 
 
+def too_many_remembered(world: World) -> None:
+    world.core.slow = SlowTiers(world.host, "write_through", Arbiter(1, 4, compute_s_per_token=1.0))
+    world.core.slow._early.extend([world.held] * 9)
+
+
 CORRUPTIONS: list[tuple[Callable[[World], None], str]] = [
     (misplaced_block, "a block is not at its place"),
     (cached_count_off_by_one, "pool.num_cached=4 but 3 are"),
@@ -442,6 +449,7 @@ CORRUPTIONS: list[tuple[Callable[[World], None], str]] = [
     (streamed_and_published, "a table that streams has published blocks"),
     (cold_blocks_miscounted, "core.streaming.num_cold_blocks=2, 1 are held"),
     (residual_that_nobody_has, "residuals [0, 1"),
+    (too_many_remembered, "9 blocks are to be written at once"),
     (lost_host_block, "host blocks [0, 1, 2] in use"),
     (host_pins_miscounted, "host block 0: 2 pins"),
     (host_block_written_twice, "host block 0 is written 2 times"),

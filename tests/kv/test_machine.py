@@ -35,7 +35,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from pagefold.events import BlockEvicted, CacheReset, Event, HostTransfer, PinDropped
+from pagefold.events import BlockEvicted, BlocksReused, CacheReset, Event, HostTransfer, PinDropped
 from pagefold.kv import (
     NO_HOST_OPS,
     POLICIES,
@@ -927,7 +927,7 @@ class Machine:
             self.seen[what] = self.seen.get(what, 0) + 1
 
     def _on_event(self, event: Event) -> None:
-        if isinstance(event, CacheReset | HostTransfer | PinDropped):
+        if isinstance(event, BlocksReused | CacheReset | HostTransfer | PinDropped):
             return
         assert isinstance(event, BlockEvicted)
         if event.cause != "reset":

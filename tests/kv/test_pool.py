@@ -126,3 +126,18 @@ def test_freeing_what_is_free_is_illegal() -> None:
     pool.release(block)
     with pytest.raises(IllegalMoveError):
         pool.withdraw(block)
+
+
+def test_releasing_what_nobody_holds_is_loud() -> None:
+    """A block that is free, one that was released before, and one that is cached: nothing of it changes."""
+    pool = BlockPool(3)
+    once, cached = allocated(pool), published(pool)
+    pool.release(once)
+    pool.release(cached)
+    for block in (once, cached, pool.blocks[2]):
+        before = block.state
+        with pytest.raises(AssertionError, match=f"block {block.block_id} is released, and no table holds it"):
+            pool.release(block)
+        assert (block.state, block.num_table_refs) == (before, 0)
+    assert sorted(pool.free_ids) == [0, 2]
+    assert pool.num_cached == 1

@@ -338,6 +338,30 @@ def test_a_reset_frees_a_block_that_is_to_be_stored_and_that_somebody_waits_for(
     world.finish()
 
 
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective"])
+def test_of_a_tier_that_hangs_no_more_is_remembered_than_the_arena_could_hold(policy):
+    """And when it answers again, all that the arena still has is written."""
+    world = World(policy, 4)
+    most = 0
+    for number in range(400):
+        tokens = [(number >> bit) & 1 for bit in range(9)]
+        world.run([tokens], fails=False)
+        world.run([tokens], fails=False)  # found once
+        world.store_pending()
+        world.write(is_flush=False)  # nothing is ever said to be written
+        world.check()
+        most = max(most, world.slow.num_early)
+        assert most <= world.slow.max_early
+    assert most >= world.host.num_blocks, "the bound was never near"
+    assert world.host.num_dropped > 10 * world.slow.max_early
+    early = {held.name.digest for held in world.slow._early if world.slow._is_unsaved(held)}
+    assert early == world.host.unsaved.keys(), "who can still be written is not forgotten"
+    while world.host.unsaved:
+        world.written(0, 0)
+        world.write(is_flush=False)
+    world.finish()
+
+
 EVENTS = {
     "found",
     "arrived",
@@ -367,3 +391,35 @@ def test_random_walks_meet_everything(policy):
 def test_random_walks_for_long(policy):
     for seed in range(60):
         walk(seed, 5000, policy, (2, 6, 12, 20)[seed % 4])
+
+
+def arena(num_held, policy="write_back"):
+    """SlowTiers over a host of so many blocks, and names."""
+    host = HostTier(num_held, notes_unsaved=True)
+    arbiter = Arbiter(1, SIZE, compute_s_per_token=1.0)
+    arbiter.links["disk"] = LinkModel(0.0, 1e9)
+    return SlowTiers(host, policy, arbiter), names_behind(ROOT, ROOT, pack(range(2 * num_held * SIZE)), STRIDE)
+
+
+def test_as_much_may_be_on_its_way_as_is_said_and_no_more():
+    slow, names = arena(8)
+    assert slow.max_waited == 4
+    first = slow.begin([("disk", name) for name in names[:3]], 9.0, 0.0)
+    assert slow.begin([("disk", name) for name in names[4:6]], 9.0, 0.0) is None
+    last = slow.begin([("disk", name) for name in names[4:5]], 9.0, 0.0)
+    assert (len(first.blocks), len(last.blocks)) == (3, 1)
+    assert slow.begin([("disk", names[6])], 9.0, 0.0) is None
+
+
+def test_write_back_writes_as_much_as_room_is_short_of_and_nothing_before():
+    slow, names = arena(8)
+    host = slow.host
+    num_spare = 4
+    for index, name in enumerate(names[:8]):
+        assert host.keep(name, index)
+        host.done(host.take())
+        writes = slow.take_writes()
+        num_held = index + 1
+        assert len(writes) == (num_held > 8 - num_spare), f"{num_held} are held"
+        slow.written(writes, len(writes))
+    assert slow.take_writes() == []

@@ -6,12 +6,15 @@ from array import array
 from random import Random
 from typing import TYPE_CHECKING
 
+from pagefold.events import HostTransfer
 from pagefold.kv import Arbiter, HostTier, KVCore, LinkModel, LoadOp, Namespace, StoreOp, audit
-from pagefold.kv.names import digest_of, path_digest, root_digest
+from pagefold.kv.block import BlockId
+from pagefold.kv.names import digest_of, names_behind, path_digest, root_digest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pagefold.events import Event
     from pagefold.kv import BlockTable
 
 NS = Namespace(tenant="t").key()
@@ -26,7 +29,8 @@ class Core(KVCore):
 
     def __init__(self, num_blocks: int = 3, num_held: int = 4) -> None:
         self.tier = HostTier(num_held)
-        super().__init__(num_blocks, block_size=4, host=self.tier)
+        self.told: list[Event] = []
+        super().__init__(num_blocks, block_size=4, host=self.tier, emit=self.told.append)
 
     def step(self, tokens: Sequence[int]) -> tuple[BlockTable, int]:
         """Compute all tokens; return their table and how many were there before."""
@@ -258,3 +262,31 @@ def test_a_digest_is_not_enough():
 def test_stores_and_loads_are_told_apart():
     assert StoreOp(block_id=1, host_id=2) == (1, 2, False)
     assert LoadOp(host_id=2, block_id=1) == (2, 1)
+
+
+def test_a_transfer_is_told_that_only_stores_or_only_loads():
+    core = Core()
+    core.serve(A)
+    assert not [event for event in core.told if isinstance(event, HostTransfer)]
+    core.serve(B)  # A leaves
+    core.reclaim(9)
+    core.serve([300])  # B leaves
+    core.serve(A)
+    told = [event for event in core.told if isinstance(event, HostTransfer)]
+    assert told == [HostTransfer(2, 0), HostTransfer(2, 0), HostTransfer(0, 2)]
+
+
+def test_what_is_ready_ends_with_the_first_that_no_slower_tier_was_given() -> None:
+    tier = HostTier(4, notes_unsaved=True)
+    root = root_digest(NS)
+    names = names_behind(root, root, pack(range(16)), 16)
+    for index, name in enumerate(names[:3]):
+        assert tier.keep(name, BlockId(index))
+        tier.done(tier.take())
+    assert tier.num_ready(9) == 1, "the free one; all that is idle is unsaved"
+    for name in names[:2]:
+        del tier.unsaved[name.digest]
+    assert tier.num_ready(9) == 3
+    assert tier.num_ready(2) == 2
+    tier.unsaved[names[0].digest] = tier.get(names[0].digest)
+    assert tier.num_ready(9) == 1, "that one goes first"

@@ -262,3 +262,13 @@ def test_match_is_the_longest_there_is(
         start = len(hit.nodes) * block_size * 4
         assert hit.partial.key[:agreed] == pack(tokens)[start : start + agreed]
         assert hit.partial.parent is (hit.nodes[-1] if hit.nodes else tree.tree.roots[NS])
+
+
+def test_a_partial_match_takes_every_token_that_it_may() -> None:
+    """As many as are asked about, up to a block less one; a prompt may end with the last of them."""
+    tree = Tree()
+    (node,) = tree.publish([1, 2, 3, 4])
+    for num_tokens in (1, 2, 3):
+        for text, most in (([1, 2, 3, 4, 5][:num_tokens], 9), ([1, 2, 3, 4, 5], num_tokens)):
+            hit = tree.tree.match(NS, pack(text), most)
+            assert (hit.partial, hit.num_partial_tokens) == (node, num_tokens)

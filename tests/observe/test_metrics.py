@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import get_args
 
 import pytest
 
+from pagefold.cache_size import CacheSize
 from pagefold.engine.client import EngineStatus
 from pagefold.events import (
     BlockEvicted,
+    BlocksReused,
+    CacheConfigured,
     EvictionCause,
     FirstToken,
     NextTokens,
@@ -18,6 +22,7 @@ from pagefold.events import (
     PinCause,
     PinDropped,
     PrefixLookup,
+    PromptFinished,
     RequestFinished,
     RequestPreempted,
     StepAbandoned,
@@ -34,6 +39,15 @@ def metrics() -> Metrics:
 
 def value(metrics: Metrics, name: str, **labels: str) -> float | None:
     return metrics.registry.get_sample_value(name, {"model_name": "m", "engine": "0", **labels})
+
+
+def counted(metrics: Metrics) -> list[bytes]:
+    """What metrics say of all but the process."""
+    return [line for line in metrics.render().splitlines() if not line.startswith(b"process_")]
+
+
+def histogram(metrics: Metrics, name: str) -> tuple[float | None, float | None]:
+    return value(metrics, f"{name}_count"), value(metrics, f"{name}_sum")
 
 
 def finished(reason: str = "stop", **fields) -> OutputFinished:
@@ -130,10 +144,76 @@ def test_one_token_has_no_time_between_tokens(metrics):
 
 
 def test_events_that_nobody_counts_do_no_harm(metrics):
-    before = metrics.render()
+    before = counted(metrics)
     metrics.emit(RequestFinished("a", "length", 10, 5))
     metrics.emit(object())
-    assert metrics.render() == before
+    assert counted(metrics) == before
+
+
+def test_what_tiers_had_is_no_hit_of_the_device(metrics):
+    metrics.emit(PrefixLookup("a", 100, 32, after_preemption=False))
+    assert value(metrics, "vllm:external_prefix_cache_queries_total") == 0, "there are no tiers"
+    metrics.emit(PrefixLookup("b", 100, 80, after_preemption=False, num_loaded_tokens=48, has_tiers=True))
+    metrics.emit(PrefixLookup("b", 110, 96, after_preemption=True, num_loaded_tokens=48, has_tiers=True))
+    assert value(metrics, "vllm:prefix_cache_queries_total") == 200
+    assert value(metrics, "vllm:prefix_cache_hits_total") == 64
+    assert value(metrics, "vllm:external_prefix_cache_queries_total") == 68
+    assert value(metrics, "vllm:external_prefix_cache_hits_total") == 48
+    metrics.emit(FirstToken("b", 0.1, 100, 80, 0, num_loaded_tokens=48))
+    by_source = {"local_cache_hit": 32, "external_kv_transfer": 48}
+    for source, num in by_source.items():
+        assert value(metrics, "vllm:prompt_tokens_cached_by_source_total", source=source) == num
+
+
+def test_what_requests_asked_for(metrics):
+    metrics.emit(finished(num_allowed_tokens=16, num_preemptions=2))
+    metrics.emit(finished(num_allowed_tokens=100))
+    metrics.emit(finished(num_allowed_tokens=1, num_preemptions=7, is_warm_up=True))
+    metrics.emit(PromptFinished("a", 3, 40))
+    assert histogram(metrics, "vllm:request_params_max_tokens") == (2, 116)
+    assert histogram(metrics, "vllm:request_num_preemptions") == (2, 2)
+    assert value(metrics, "vllm:request_num_preemptions_bucket", le="0.0") == 1
+    assert histogram(metrics, "vllm:request_params_n") == (1, 3)
+    assert histogram(metrics, "vllm:request_max_num_generation_tokens") == (1, 40)
+
+
+def test_how_long_blocks_live(metrics):
+    metrics.emit(BlockEvicted(0, 0, "allocation", lifetime_s=90.0, idle_s=4.0))
+    metrics.emit(BlockEvicted(1, 0, "reset", lifetime_s=70.0, idle_s=3.0))  # nobody was short of memory
+    metrics.emit(BlocksReused({0.5: 256, 60.0: 2}))
+    assert histogram(metrics, "vllm:kv_block_lifetime_seconds") == (1, 90)
+    assert histogram(metrics, "vllm:kv_block_idle_before_evict_seconds") == (1, 4)
+    assert histogram(metrics, "vllm:kv_block_reuse_gap_seconds") == (258, 248)
+    assert value(metrics, "vllm:kv_block_reuse_gap_seconds_bucket", le="0.5") == 256
+
+
+def test_who_waits_and_what_for(metrics):
+    metrics.watch(lambda: EngineStatus(num_waiting=7, num_deferred=3))
+    assert value(metrics, "vllm:num_requests_waiting") == 7
+    assert value(metrics, "vllm:num_requests_waiting_by_reason", reason="capacity") == 4
+    assert value(metrics, "vllm:num_requests_waiting_by_reason", reason="deferred") == 3
+
+
+def test_caches_are_told_beside_their_bounds(metrics):
+    metrics.watch(lambda: EngineStatus(caches=(CacheSize("words", 5, 10), CacheSize("grammars", 0, 99))))
+    for cache, num_bytes, max_bytes in (("words", 5, 10), ("grammars", 0, 99)):
+        assert value(metrics, "pagefold:cache_bytes", cache=cache) == num_bytes
+        assert value(metrics, "pagefold:cache_max_bytes", cache=cache) == max_bytes
+
+
+def test_the_cache_s_settings_are_labels(metrics):
+    metrics.watch(EngineStatus)
+    assert not [line for line in counted(metrics) if line.startswith(b"vllm:cache_config_info")]
+    metrics.emit(CacheConfigured({"block_size": "16", "num_gpu_blocks": "40"}))
+    assert value(metrics, "vllm:cache_config_info", block_size="16", num_gpu_blocks="40") == 1
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="Prometheus reads what Linux tells of a process")
+def test_the_process_is_told_of(metrics):
+    told = {family.name: family for family in metrics.read()}
+    assert {"process_resident_memory_bytes", "process_cpu_seconds", "process_open_fds"} <= set(told)
+    (sample,) = told["process_resident_memory_bytes"].samples
+    assert sample.value > 2**20
 
 
 def test_gauges_are_of_the_moment(metrics):

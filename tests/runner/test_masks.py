@@ -31,9 +31,9 @@ def packed(allowed, num_bytes):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@given(batch=st.lists(rows(), min_size=1, max_size=6), num_bytes=st.sampled_from([3, 4, 8]))
-def test_masked_rows_keep_the_tokens_of_their_masks(dtype, batch, num_bytes):
-    """``num_bytes`` may be more than the vocabulary: a tokenizer may have more tokens than the model."""
+@given(batch=st.lists(rows(), min_size=1, max_size=6), num_bytes=st.sampled_from([3, 4, 8]), is_cut=st.booleans())
+def test_masked_rows_keep_the_tokens_of_their_masks(dtype, batch, num_bytes, is_cut):
+    """``num_bytes`` may be more than the vocabulary: a tokenizer may have more tokens than the model. Or fewer."""
     plan = StepPlan(0)
     for place, (_, allowed, bias) in enumerate(batch):
         plan.sampling_rows.append(place)
@@ -45,7 +45,8 @@ def test_masked_rows_keep_the_tokens_of_their_masks(dtype, batch, num_bytes):
             plan.banned.append(frozenset())
         if allowed is not None:
             plan.masked.append(place)
-            plan.masks.append(packed(allowed | {VOCAB_SIZE + 1}, num_bytes))
+            mask = packed(allowed | {VOCAB_SIZE + 1}, num_bytes)
+            plan.masks.append(packed(allowed, num_bytes).rstrip(b"\0") if is_cut and place % 2 else mask)
     before = torch.tensor([logits for logits, *_ in batch], dtype=dtype)
     kept = before.clone()
     after = adjust(before, plan)

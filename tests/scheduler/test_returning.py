@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagefold.scheduler.returning import Returning
+from pagefold.scheduler.returning import MAX_EXPECTED_BYTES, Returning
 
 
 def test_who_is_due_comes_in_order():
@@ -33,7 +33,9 @@ def test_their_tokens_take_no_more_than_so_many_bytes():
                 returning.add(float(due_s % 10), b"", bytes(2**23))
             assert [one.due_s for one in returning.take(1.0, 99)] == [0.0, 0.0, 1.0, 1.0]
             assert returning.next_due_s() == 2.0
+            assert returning.num_bytes == 4 * 2**23 <= MAX_EXPECTED_BYTES
             forget()
+            assert returning.num_bytes == 0
     returning.add(1.0, b"", bytes(2**26 + 1))
     assert returning.take(2.0, 1) == [], "it is too long itself"
 

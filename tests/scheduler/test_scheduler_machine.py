@@ -16,6 +16,9 @@ Held after every operation, for every policy, with tiny pools, small chunks and 
 
 * where blocks are sealed, each row finds in its residual what its sequence has of its last block, and begins a block or
   ends in the one that it begins in; who loses a residual by a failed step begins the block again;
+* nobody ends by ``error`` but for a cause: so many steps that failed with it alone, or in company, or in a row; where
+  steps fail of culprits alone, several at a time, or two of a kind that fail only together, nobody else ends;
+* whose logits are no numbers ends, gets no token, and nothing is found that begins as it does; others go on;
 * a step that is planned behind one in flight leaves every request as it was, has the positions that follow, and says
   of each token that is not known yet whose it is; when it is not planned, there is a reason.
 
@@ -41,6 +44,7 @@ from pagefold.events import Event, PinDropped, PrefixLookup, RequestPreempted, S
 from pagefold.kv import KVCore, Namespace, PinLimits, Residuals, audit, make_policy
 from pagefold.request import Request, RequestStatus, SamplingParams, StopRule, WarmUp
 from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits
+from pagefold.scheduler.suspicion import MAX_FAILED_IN_A_ROW
 from pagefold.sim.shadow_runner import VOCAB_SIZE, ShadowRunner, alone, cells_of
 
 if TYPE_CHECKING:
@@ -72,6 +76,8 @@ class Setup:
     """Short prompts and long outputs: all are let in, and then there is no room to grow."""
     seals: bool = False
     """Blocks are sealed when they are full."""
+    has_culprits: bool = False
+    """Steps fail because of who is in them, and never otherwise."""
 
 
 @dataclass
@@ -119,7 +125,14 @@ class Machine:
         self.expected: dict[str, list[int]] = {}
         self.computed: dict[str, int] = {}  # of running requests: tokens whose KV they have
         self.ever_computed: dict[str, int] = {}  # of preempted requests: the most that they ever had
-        self.num_failed: Counter[str] = Counter()  # steps in a row
+        self.failed_alone: Counter[str] = Counter()  # steps since it ran
+        self.failed_in_company: Counter[str] = Counter()  # steps since it ran in company
+        self.num_failed_in_a_row = 0
+        self.has_failed = False  # a step, ever
+        self.is_out_of_order = False  # some were tried apart
+        self.corrupt = 0  # bits of rows
+        self.culprits: set[str] = set()  # steps with one of them fail
+        self.odd: set[str] = set()  # steps with two of them fail
         self.looked_up: set[str] = set()
         self.extended: set[str] = set()  # have been given blocks for a step that did not come to pass
         self.num_added = 0
@@ -165,6 +178,8 @@ class Machine:
             )
             for index in range(num_samples)
         ]
+        if self.setup.has_culprits and 0 < own % 9 < 6:
+            (self.culprits if own % 9 < 3 else self.odd).add(samples[num_new % num_samples].request_id)
         for sample in samples:
             self.requests[sample.request_id] = sample
             self.expected[sample.request_id] = alone(sample)
@@ -188,7 +203,11 @@ class Machine:
         flight = self._flight(plan, [request for request in waited + before if self._is_new(request)])
         self._check_given_up(flight)
         self._check_admission(plan)
-        assert flight.requests == self.scheduler.running
+        assert flight.requests == self.scheduler.in_step
+        is_searching = self.scheduler.suspicion.is_on
+        assert is_searching or flight.requests == self.scheduler.running
+        self._saw("somebody is held back", len(flight.requests) < len(self.scheduler.running))
+        self._saw("somebody new waits for a search", is_searching and bool(self.scheduler.waiting))
         self._check_plan(flight)
         if plan.num_rows:
             self.flights.append(flight)
@@ -215,7 +234,8 @@ class Machine:
             self.extended.update(request.request_id for request in goes_on)
             assert not admitted
             is_forking = any(request.forks for request in first.samples)
-            assert is_forking or not goes_on or self.failed_extends or self._joins(), "nothing was in the way"
+            is_in_the_way = self.scheduler.suspicion.is_on or is_forking or self.failed_extends or self._joins()
+            assert is_in_the_way or not goes_on, "nothing was in the way"
             self._saw("not ahead: a fork", is_forking)
             self._saw("not ahead: memory", bool(self.failed_extends))
             self._saw("not ahead: a join", self._joins())
@@ -236,10 +256,18 @@ class Machine:
         """The step runs."""
         if not self.flights:
             return
-        flight = self.flights.pop(0)
+        if self._is_poisonous(self.flights[0]):
+            self._fail(self.flights[0].plan.step_id)
+        else:
+            self._apply(self.flights.pop(0))
+
+    def _apply(self, flight: Flight) -> None:
         plan, requests = flight.plan, flight.requests
         aborted = {request.request_id for request in flight.samples if request.is_aborted}
         result = self.runner.run(flight.launched)
+        corrupted = self._take_corrupted(flight)
+        result = replace(result, corrupted=[requests.index(request) for request in corrupted])
+        aborted.update(sample.request_id for request in corrupted for sample in (request, *request.forks))
         for row, (request, start, num_tokens) in enumerate(zip(requests, plan.starts, plan.num_tokens, strict=True)):
             if start + num_tokens > request.num_tokens:
                 assert request.is_aborted, "computed what it does not have"
@@ -249,7 +277,10 @@ class Machine:
             assert self.runner.read_row(plan, row) == cells, f"{request} reads what is not its own"
         for request, start, num_tokens in zip(requests, plan.starts, plan.num_tokens, strict=True):
             self.computed[request.request_id] = start + num_tokens
-            self.num_failed[request.request_id] = 0
+            self.failed_alone[request.request_id] = 0
+            if len(requests) > 1:
+                self.failed_in_company[request.request_id] = 0
+        self.num_failed_in_a_row = 0
         self._saw("a row too many of one that ended", any(request.finish_reason == "stop" for request in requests))
         tables = [list(block_ids) for block_ids in plan.block_ids]
         num_recomputed = self._num_recomputed(plan, requests)
@@ -257,6 +288,7 @@ class Machine:
         got = self.scheduler.apply(result)
         self._saw("joined at commit", any(a != b for a, b in zip(tables, plan.block_ids, strict=True) if b))
         assert got == [request for request in flight.samples if request.request_id not in aborted]
+        self._check_distrusted(flight, corrupted)
         for request in requests:
             if request.status is RequestStatus.FINISHED:
                 self.computed.pop(request.request_id)
@@ -276,6 +308,29 @@ class Machine:
         assert applied.num_output_tokens == len(got)
         self._forget_ended()
 
+    def _take_corrupted(self, flight: Flight) -> list[Request]:
+        """Return whose logits will be said to be no numbers, in the order of rows."""
+        which, self.corrupt = self.corrupt, 0
+        return [request for row, request in enumerate(flight.requests) if which >> row % 16 & 1]
+
+    def _check_distrusted(self, flight: Flight, corrupted: list[Request]) -> None:
+        """Those who are corrupted end, unless they did before, and nothing is found that begins as they do."""
+        for request in corrupted:
+            assert request.is_aborted
+            assert request.finish_reason is not None
+            hit = self.core.match(request.namespace, request.packed(), request.num_tokens)
+            assert not hit.nodes
+            assert request.table is None or request.table.tail is None
+            self._saw("corrupted", request in self.scheduler.corrupted)
+            self._saw("corrupted, with a row in the step behind", request.table is not None)
+            self._saw("corrupted, with samples", bool(request.forks))
+        for other in self.scheduler.running:
+            self._saw("shares with one who is corrupted", bool(corrupted) and other.table.tail is None)
+
+    def corrupt_next(self, which: int) -> None:
+        """The next step that runs will have logits that are no numbers."""
+        self.corrupt = which
+
     def advance(self) -> None:
         """Whatever of these two comes next."""
         if not self.flights:
@@ -284,9 +339,12 @@ class Machine:
             self.apply()
 
     def fail(self, how_far: int) -> None:
+        """The step dies of nobody, unless there are culprits for that."""
+        if self.flights and not self.setup.has_culprits:
+            self._fail(how_far)
+
+    def _fail(self, how_far: int) -> None:
         """The step dies: before its copies, after them, or while its rows are written."""
-        if not self.flights:
-            return
         flight, *behind = self.flights
         plan = flight.plan
         how_far %= plan.num_rows + 2
@@ -300,18 +358,21 @@ class Machine:
         self._saw("failed step with one behind it", bool(behind))
         self._saw("failed step with one behind it that has admitted", any(other.admitted for other in behind))
         self._saw("failed step with forks", any(request.forks for request in flight.samples))
-        ended: list[Request] = []
+        is_alone = len(flight.requests) == 1
         for request in flight.requests:
-            self.num_failed[request.request_id] += 1
-            if request.is_aborted or self.num_failed[request.request_id] == 3:
-                ended += (request, *request.forks)
-        for request in (request for other in behind for request in other.admitted):
-            if request.is_aborted:
-                ended += (request, *request.forks)
+            (self.failed_alone if is_alone else self.failed_in_company)[request.request_id] += 1
+        self.num_failed_in_a_row += 1
+        self.has_failed = True
+        left = [request for request in flight.requests if request.is_aborted]
+        left += [request for other in behind for request in other.admitted if request.is_aborted]
         admitted = [request for one in self.flights for request in one.admitted]
         self.extended.update(request.request_id for other in behind for request in other.requests)
         self.flights = []
-        assert self.scheduler.abandon("it died") == ended
+        ended = self.scheduler.abandon("it died")
+        assert {*ended}.issuperset(sample for request in left for sample in (request, *request.forks))
+        for request in ended:
+            if request not in left and request.parent_id not in {one.request_id for one in left if one.forks}:
+                self._check_blamed(request)
         for request in self.scheduler.running:
             self._note_lost(request)
         for request in admitted:
@@ -319,12 +380,33 @@ class Machine:
         self._forget_ended()
 
     def die(self) -> None:
-        """Three steps die in a row, which no request outlives that was in all of them."""
-        for how_far in range(3):
+        """The device dies, which nobody outlives who runs."""
+        if self.setup.has_culprits:
+            return
+        was_alive = not self.num_failed_in_a_row
+        for how_far in range(MAX_FAILED_IN_A_ROW):
             self.schedule()
             self.check()
             self.fail(how_far)
             self.check()
+        assert not was_alive or not self.num_failed_in_a_row or not self.scheduler.running
+
+    def _is_poisonous(self, flight: Flight) -> bool:
+        names = {request.request_id for request in flight.requests}
+        self._saw("two culprits in a step", len(names & self.culprits) > 1)
+        forking = {request.request_id for request in flight.requests if request.forks}
+        self._saw("a culprit of several samples", bool(forking & self.culprits))
+        return bool(names & self.culprits) or len(names & self.odd) > 1
+
+    def _check_blamed(self, request: Request) -> None:
+        """Whoever ends by failed steps ends for a cause, which it tells."""
+        assert request.finish_reason == "error"
+        name = request.parent_id if request.num_output_tokens == 0 else request.request_id
+        counts = self.failed_alone[name], self.failed_in_company[name], self.num_failed_in_a_row
+        assert any(n >= most for n, most in zip(counts, (3, 3, 16), strict=True)), f"{request} is blamed for nothing"
+        if self.setup.has_culprits:
+            assert name in self.culprits | self.odd, f"{request} ends, and has done nothing: {request.error}"
+        self._saw(f"blamed: {request.error.partition(' ')[2]}", request.sample_index == 0)
 
     def finish(self, which: int) -> None:
         """A client goes away, or a stop string is met."""
@@ -369,6 +451,7 @@ class Machine:
             request.num_seqs * (request.stop.max_total_tokens + 2)
             for request in (*self.scheduler.running, *self.scheduler.waiting)
         )
+        num_steps_left += 40 * len(self.requests) * (self.setup.has_culprits or self.scheduler.suspicion.is_on)
         while self.flights or self.scheduler.has_work:
             self.schedule()
             self.check()
@@ -394,7 +477,9 @@ class Machine:
         assert waiting == sorted(waiting), "not in the policy's order"
         if self.setup.scheduling == "fcfs":
             everybody = [request.index for request in (*scheduler.running, *scheduler.waiting)]
-            assert everybody == sorted(everybody), "not in order of arrival"
+            is_in_order = everybody == sorted(everybody)
+            self.is_out_of_order = not is_in_order and (self.is_out_of_order or scheduler.suspicion.is_on)
+            assert is_in_order or self.is_out_of_order, "not in order of arrival"
         else:
             known = [(request.priority * 2.5 + request.arrival_s, request.index) for request in scheduler.waiting]
             assert known == waiting
@@ -420,7 +505,7 @@ class Machine:
         if not self.flights:
             assert not core.copies_in_flight
             waits_for = {copy.dst: copy.src for copy in core.pending_copies}
-            assert not waits_for or any(self.num_failed[request.request_id] for request in scheduler.running)
+            assert not waits_for or self.has_failed
             self._saw("a copy waits for another step", bool(waits_for))
             for request in scheduler.running:
                 self._check_published(request)
@@ -458,7 +543,11 @@ class Machine:
         after = {request.request_id for request in self.scheduler.running}
         preempted = [event.request_id for event in self.events if isinstance(event, RequestPreempted)]
         assert len(set(preempted)) == len(preempted)
-        assert preempted == [request.request_id for request in reversed(before)][: len(preempted)], "not from the end"
+        planned = {request.request_id for request in self.scheduler.in_step}.difference(preempted)
+        others = [request.request_id for request in reversed(before)]
+        if self.scheduler.suspicion.is_on:
+            others = [request_id for request_id in others if request_id not in planned]
+        assert preempted == others[: len(preempted)], "not from the end"
         for request in before:
             request_id = request.request_id
             if request_id in preempted:
@@ -482,6 +571,8 @@ class Machine:
     def _check_admission(self, plan: StepPlan) -> None:
         """Nobody waits who could run: admission ends for want of budget, seats or memory."""
         scheduler, core = self.scheduler, self.core
+        if scheduler.suspicion.is_on:
+            return
         num_seats = self.setup.max_num_seqs - sum(request.num_seqs for request in scheduler.running)
         if not scheduler.waiting or scheduler.waiting[0].num_seqs > num_seats:
             return
@@ -566,6 +657,8 @@ class Machine:
         ends = [start + num_tokens for start, num_tokens in zip(plan.starts, plan.num_tokens, strict=True)]
         num_slots = [len(block_ids) * block_size for block_ids in plan.block_ids]
         wasted = sum(slots - end for slots, end in zip(num_slots, ends, strict=True))
+        held_back = [] if before else [one for one in self.scheduler.running if one not in flight.requests]
+        wasted += sum(request.table.capacity - request.num_computed_tokens for request in held_back)
         assert self.scheduler.num_wasted_slots == wasted
         assert list(zip(plan.late, plan.late_from, strict=True)) == late
         assert list(zip(plan.sampling_rows, plan.seeds, plan.draws, strict=True)) == sampling
@@ -685,6 +778,7 @@ OPERATIONS: tuple[tuple[str, int, float], ...] = (
     ("die", 0, 0.3),
     ("finish", 1, 3),
     ("reset", 0, 1),
+    ("corrupt_next", 1, 1),
     ("unpin", 1, 1),
     ("pass_time", 1, 3),
 )
@@ -704,6 +798,7 @@ def random_setup(rng: Random, policy: str) -> Setup:
         pinned_share=rng.choice((0.3, 0.6, 1.0)),
         long_outputs=rng.random() < 0.5,
         seals=rng.random() < 0.3,
+        has_culprits=rng.random() < 0.4,
     )
 
 
@@ -744,12 +839,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(("lru", "lfu", "fifo")),
         scheduling=st.sampled_from(("fcfs", "priority")),
         kind=st.sampled_from([{}, {"long_outputs": True}, {"seals": True}, {"long_outputs": True, "seals": True}]),
+        has_culprits=st.booleans(),
     )
     def start(
-        self, num_blocks: int, limits: tuple[int, int], policy: str, scheduling: str, kind: dict[str, bool]
+        self,
+        num_blocks: int,
+        limits: tuple[int, int],
+        policy: str,
+        scheduling: str,
+        kind: dict[str, bool],
+        *,
+        has_culprits: bool,
     ) -> None:
         """Begin with an empty pool."""
-        setup = Setup(num_blocks, *limits, policy, scheduling=scheduling, **kind)
+        setup = Setup(num_blocks, *limits, policy, scheduling=scheduling, has_culprits=has_culprits, **kind)
         self.machine = Machine(setup)
 
     @rule(which=ints, length=ints, own=ints, num_new=ints)
@@ -793,6 +896,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def finish(self, which: int) -> None:
         """See Machine."""
         self.machine.finish(which)
+
+    @rule(which=ints)
+    def corrupt_next(self, which: int) -> None:
+        """See Machine."""
+        self.machine.corrupt_next(which)
 
     @rule(which=ints)
     def unpin(self, which: int) -> None:
@@ -851,11 +959,17 @@ def test_what_is_worth_testing_happens() -> None:
         "ahead: admitted",
         "a row too many of one that ended",
         "a row too many of one that was cut off",
+        "a culprit of several samples",
         "beyond the quota",
+        "blamed: steps failed with this request alone in them",
+        "blamed: steps failed with this request and others, and none without either",
+        "blamed: steps in a row failed, whoever was in them",
         "cancelled during a step",
         "cancelled during two steps",
         "chunk",
         "copy-on-write",
+        "corrupted",
+        "corrupted, with a row in the step behind",
         "ended by abort",
         "ended by error",
         "ended by length",
@@ -884,6 +998,9 @@ def test_what_is_worth_testing_happens() -> None:
         "samples cancelled while their prompt is computed",
         "samples cancelled while they wait",
         "several copies of a block",
+        "somebody is held back",
+        "somebody new waits for a search",
+        "two culprits in a step",
         "waits for memory",
         "what a preemption kept",
     ):

@@ -6,6 +6,8 @@ table, hot and cold, that what is free means nothing, and that every output is w
 
 from __future__ import annotations
 
+from array import array
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -15,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from pagefold.events import RequestPreempted, RequestStreamed
 from pagefold.kv import HostTier, KVCore, Namespace, audit, make_policy
+from pagefold.kv.names import digest_of
 from pagefold.request import Request, RequestStatus, SamplingParams, StopRule
 from pagefold.scheduler import Scheduler, SchedulerLimits
 from pagefold.sim.shadow_runner import VOCAB_SIZE, ShadowRunner, alone, cells_of
@@ -52,6 +55,7 @@ class Machine:
         self.runner = ShadowRunner(self.scheduler)
         self.most_tokens = self.core.streaming.max_blocks * SIZE
         self.plan = None
+        self.corrupt = 0  # bits of rows whose logits will be no numbers
         self.requests = {}
         self.now = 0.0
 
@@ -86,12 +90,26 @@ class Machine:
         except DamagedBlocksError as error:
             self.scheduler.abandon("damaged", error.host_ids)
             return
-        rows = zip(self.scheduler.running, plan.starts, plan.num_tokens, plan.block_ids, strict=True)
+        rows = zip(self.scheduler.in_step, plan.starts, plan.num_tokens, plan.block_ids, strict=True)
         for request, start, num_tokens, block_ids in rows:
             expected = cells_of(NAMESPACE, request.token_ids[: start + num_tokens])
             assert self.runner.read(block_ids, start + num_tokens) == expected, f"{request} reads what is not its own"
-        self.scheduler.apply(result)
+        rows, self.corrupt = [row for row in range(plan.num_rows) if self.corrupt >> row & 1], 0
+        corrupted = [self.scheduler.in_step[row] for row in rows]
+        self.scheduler.apply(replace(result, corrupted=rows))
+        self.forget(self.scheduler.distrusted)
+        for request in corrupted:
+            assert request.finish_reason is not None
+            hit = self.core.match(NAMESPACE, request.packed(), request.num_tokens)
+            assert not hit.nodes
+            assert not hit.held
         self._check_outputs()
+
+    def corrupt_next(self, which):
+        self.corrupt = which
+
+    def forget(self, digests):
+        """What slower tiers are told."""
 
     def fail(self, how_far):
         if self.plan is None:
@@ -149,7 +167,15 @@ class Machine:
             assert request.status is not RequestStatus.FINISHED or request.table is None
 
 
-OPERATIONS = (("add", 3, 12), ("schedule", 0, 40), ("apply", 0, 40), ("fail", 1, 3), ("finish", 1, 2), ("damage", 1, 4))
+OPERATIONS = (
+    ("add", 3, 12),
+    ("schedule", 0, 40),
+    ("apply", 0, 40),
+    ("fail", 1, 3),
+    ("finish", 1, 2),
+    ("damage", 1, 4),
+    ("corrupt_next", 1, 1),
+)
 
 
 def random_setup(rng):
@@ -324,3 +350,25 @@ def test_two_stream_at_once_if_the_host_holds_them():
         most = max(most, sum(one.table.cold_root is not None for one in machine.scheduler.running))
         machine.apply()
     assert most == 2
+
+
+def test_what_was_stored_before_is_checked_and_what_is_stored_now_is_not():
+    """A table that streams takes over what the device has: of two blocks the host holds one."""
+    core = KVCore(6, block_size=SIZE, policy=make_policy("lru"), host=HostTier(40), allow_streaming=True)
+    packed = array("i", range(2 * SIZE)).tobytes()
+    table, _ = core.acquire(core.match(NAMESPACE, packed, 2 * SIZE))
+    assert core.extend(table, 0, 2 * SIZE)
+    core.commit(core.promise(table, packed, 2 * SIZE))
+    core.release(table)
+    first, second = core.tree.nodes()
+    assert core._store_live(first)
+    core.host_done(core.take_host_ops())
+    held = core.host.get(digest_of(first))
+    table, start = core.begin_streaming(core.match(NAMESPACE, packed, 2 * SIZE))
+    assert start == 2 * SIZE
+    ops = core.take_host_ops()
+    assert list(ops.checks) == [held.host_id]
+    assert [store.block_id for store in ops.stores] == [second.block.block_id]
+    core.host_done(ops)
+    core.release(table)
+    audit(core)

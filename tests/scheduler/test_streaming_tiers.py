@@ -88,6 +88,11 @@ class TieredMachine(Machine):
         self._poison(plan)
         self.plan = plan if plan.num_rows else None
 
+    def forget(self, digests):
+        if digests:
+            self.tiering.distrust(digests)
+        assert digests.isdisjoint(self.transfers._kept)
+
     def reset(self):
         self.core.reset()
         self.tiering.begin_reset()

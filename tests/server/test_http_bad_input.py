@@ -40,7 +40,6 @@ _BAD_COMPLETIONS = {
     "top_p too high": ({"prompt": "a", "top_p": 1.5}, "top_p", "1.5"),
     "top_k too low": ({"prompt": "a", "top_k": -2}, "top_k", "-2"),
     "top_k too high": ({"prompt": "a", "top_k": 2**70}, "top_k", "less than or equal"),
-    "max_tokens 0": ({"prompt": "a", "max_tokens": 0}, "max_tokens", "0"),
     "max_tokens negative": ({"prompt": "a", "max_tokens": -5}, "max_tokens", "-5"),
     "max_tokens float": ({"prompt": "a", "max_tokens": 1.5}, "max_tokens", "1.5"),
     "max_tokens text": ({"prompt": "a", "max_tokens": "5"}, "max_tokens", "'5'"),
@@ -80,8 +79,41 @@ _BAD_COMPLETIONS = {
     "best_of above the seats": ({"prompt": "a", "best_of": 65}, "best_of", "max_num_seqs"),
     "best_of greedy": ({"prompt": "a", "best_of": 2, "temperature": 0}, "best_of", "all outputs are the same"),
     "best_of in a stream": ({"prompt": "a", "stream": True, "n": 2, "best_of": 3}, "best_of", "do not stream"),
-    "echo": ({"prompt": "a", "echo": True}, "echo", "not supported"),
-    "prompt_logprobs": ({"prompt": "a", "prompt_logprobs": 0}, "prompt_logprobs", "not supported"),
+    "echo number": ({"prompt": "a", "echo": 1}, "echo", "1"),
+    "echo of too much": ({"prompt": [[5] * 1000] * 300, "echo": True}, "echo", "at most 262144"),
+    "echo of too many": ({"prompt": [5] * 1025, "n": 16, "stream": True, "echo": True}, "echo", "at most 16384"),
+    "logprobs of too much": ({"prompt": [[5] * 1000] * 30, "echo": True, "logprobs": 8}, "logprobs", "300000 tokens"),
+    "prompt_logprobs negative": ({"prompt": "a", "prompt_logprobs": -1}, "prompt_logprobs", "-1"),
+    "prompt_logprobs too many": ({"prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs", "21"),
+    "prompt_logprobs bool": ({"prompt": "a", "prompt_logprobs": True}, "prompt_logprobs", "True"),
+    "prompt_logprobs streamed": ({"prompt": "a", "prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "stream"),
+    "prompt_logprobs of too much": ({"prompt": [[5] * 1999] * 7, "prompt_logprobs": 20}, "prompt_logprobs", "at most"),
+    "prompt ids of too much": ({"prompt": [[5] * 1000] * 300, "return_token_ids": True}, "return_token_ids", "at most"),
+    "return_token_ids number": ({"prompt": "a", "return_token_ids": 1}, "return_token_ids", "1"),
+    "allowed ids empty": ({"prompt": "a", "allowed_token_ids": []}, "allowed_token_ids", "at least one"),
+    "allowed id too large": ({"prompt": "a", "allowed_token_ids": [5, 49152]}, "allowed_token_ids", "49152"),
+    "allowed id negative": ({"prompt": "a", "allowed_token_ids": [-1]}, "allowed_token_ids", "-1"),
+    "allowed ids of texts": ({"prompt": "a", "allowed_token_ids": ["a"]}, "allowed_token_ids.0", "'a'"),
+    "allowed ids number": ({"prompt": "a", "allowed_token_ids": 5}, "allowed_token_ids", "list"),
+    "too many allowed ids": ({"prompt": "a", "allowed_token_ids": [5] * 262_145}, "allowed_token_ids", "262144"),
+    "bad words number": ({"prompt": "a", "bad_words": [5]}, "bad_words.0", "5"),
+    "bad words text": ({"prompt": "a", "bad_words": "five"}, "bad_words", "list"),
+    "bad words blank": ({"prompt": "a", "bad_words": ["a", "  "]}, "bad_words", "not only spaces"),
+    "bad words long": ({"prompt": "a", "bad_words": ["a" * 257]}, "bad_words", "256 characters"),
+    "bad words half": ({"prompt": "a", "bad_words": [HALF]}, "bad_words.0", "surrogate"),
+    "too many bad words": ({"prompt": "a", "bad_words": ["a"] * 1025}, "bad_words", "1024"),
+    "truncate to nothing": ({"prompt": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1"),
+    "truncate below": ({"prompt": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "-2"),
+    "truncate float": ({"prompt": "a", "truncate_prompt_tokens": 1.5}, "truncate_prompt_tokens", "1.5"),
+    "tier unknown": ({"prompt": "a", "service_tier": "gold"}, "service_tier", "flex"),
+    "tier number": ({"prompt": "a", "service_tier": 1}, "service_tier", "1"),
+    "stop kept number": ({"prompt": "a", "include_stop_str_in_output": 1}, "include_stop_str_in_output", "1"),
+    "special tokens number": ({"prompt": "a", "skip_special_tokens": 0}, "skip_special_tokens", "0"),
+    "continuous usage text": (
+        {"prompt": "a", "stream": True, "stream_options": {"continuous_usage_stats": "x"}},
+        "stream_options.continuous_usage_stats",
+        "'x'",
+    ),
     "logprobs negative": ({"prompt": "a", "logprobs": -1}, "logprobs", "-1"),
     "logprobs too many": ({"prompt": "a", "logprobs": 21}, "logprobs", "21"),
     "logprobs bool": ({"prompt": "a", "logprobs": True}, "logprobs", "True"),
@@ -213,8 +245,25 @@ _BAD_CHATS = {
     "image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages.0.content.0.type",
-        "image_url",
+        "text only",
     ),
+    "sound": (
+        {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
+        "messages.0.content.0.type",
+        "text only",
+    ),
+    "function role": (
+        {"messages": [USER, {"role": "function", "name": "f", "content": "1"}]},
+        "messages.1.role",
+        "role tool",
+    ),
+    "call of old": (
+        {"messages": [USER, {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}]},
+        "function_call",
+        "tool_calls",
+    ),
+    "documents": ({"messages": [USER], "documents": [{"text": "x"}]}, "documents", "into a message"),
+    "user's refusal": ({"messages": [{**USER, "refusal": "no"}]}, "messages.0", "only the assistant"),
     "half a character": ({"messages": [{"role": "user", "content": HALF}]}, "messages.0.content.0.text", "surrogate"),
     "max_completion_tokens 0": (
         {"messages": [USER], "max_completion_tokens": 0},
@@ -344,25 +393,27 @@ def test_a_chat_longer_than_the_context(tiny):
 
 
 def test_what_is_certainly_too_long_is_not_tokenized(tiny, monkeypatch):
-    """A million characters cannot be 2,047 tokens. /tokenize counts them all the same."""
+    """A million characters cannot be 2,047 tokens."""
 
-    def tokenizes(*_: object) -> None:
+    def tokenizes(*_: object, **__: object) -> None:
         pytest.fail("it was tokenized")
 
     text = "word " * 200_000
     with monkeypatch.context() as patched:
         patched.setattr(tiny.tokenizer, "encode", tokenizes)
-        patched.setattr(tiny.tokenizer, "encode_rendered", tokenizes)
         for path, param, body in (
             ("/v1/completions", "prompt", {"prompt": text}),
             ("/v1/completions", "prompt", {"prompt": ["a", text], "stream": True}),
             ("/v1/chat/completions", "messages", {"messages": [USER, {"role": "user", "content": text}]}),
+            ("/tokenize", "prompt", {"prompt": text}),
+            ("/tokenize", "messages", {"messages": [USER, {"role": "user", "content": text}]}),
         ):
             error = error_of(tiny.http.post(path, json=body), 400)
             assert (error["code"], error["param"]) == ("context_length_exceeded", param)
             assert "maximum context length is 2048 tokens" in error["message"]
             assert "at least 12" in error["message"]
-    assert tiny.http.post("/tokenize", json={"prompt": text}).json()["count"] == 200_001
+    counted = tiny.http.post("/tokenize", json={"prompt": "word " * 20_000}).json()
+    assert counted["count"] == 20_001, "more than the context, but not certainly"
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

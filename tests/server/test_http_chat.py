@@ -155,3 +155,27 @@ def test_openai_s_client_understands_errors(smol, smol_client):
     with pytest.raises(openai.BadRequestError) as several:
         smol_client.chat.completions.create(model=smol.model, messages=HELLO, n=129)
     assert several.value.param == "n"
+
+
+def test_a_refusal_is_what_the_assistant_said(tiny):
+    said = {"role": "assistant", "content": "I cannot."}
+    usual = {"messages": [*HELLO, said, *HELLO], "max_tokens": 6, **GREEDY}
+    expected = tiny.http.post("/v1/chat/completions", json=usual).json()["choices"]
+    assert expected[0]["message"]["refusal"] is None
+    for refused in (
+        {"content": None, "refusal": "I cannot."},
+        {"content": [{"type": "refusal", "refusal": "I cannot."}]},
+    ):
+        body = {**usual, "messages": [*HELLO, {"role": "assistant", **refused}, *HELLO]}
+        assert tiny.http.post("/v1/chat/completions", json=body).json()["choices"] == expected
+
+
+def test_one_call_at_most_where_calls_are_not_parallel(tiny):
+    call = '<tool_call>[{"name": "f", "arguments": {}}, {"name": "f", "arguments": {}}]</tool_call>'
+    tool = {"type": "function", "function": {"name": "f"}}
+    for choice in ("auto", {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [tool]}}):
+        for is_parallel in (True, False):
+            tiny.runner.script = [*tiny.tokenizer.encode(call), 2]
+            fields = {"tools": [tool], "tool_choice": choice, "parallel_tool_calls": is_parallel}
+            message = tiny.chat("Go.", **fields)["choices"][0]["message"]
+            assert len(message["tool_calls"]) == (2 if is_parallel else 1)

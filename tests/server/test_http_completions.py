@@ -97,13 +97,18 @@ def test_never_half_a_character(tiny):
         response.read().decode("ascii")  # whatever cuts the bytes, cuts no character
 
 
-def test_an_output_cut_in_a_character_says_so(tiny):
-    """The bytes of a character that never came to its end are U+FFFD, streamed and whole alike."""
+def test_an_output_cut_in_a_character_ends_before_it(tiny):
+    """The bytes of a character that never came to its end are no text, streamed and whole alike."""
     (first, *_) = tiny.runner.script = tiny.tokenizer.encode("𓀀")
     assert tiny.tokenizer.decode([first]) != "𓀀"
     body = {"prompt": "x", "max_tokens": 1, **GREEDY}
-    assert tiny.complete(**body)["choices"][0]["text"] == "\ufffd"
-    assert joined(tiny.events("/v1/completions", body)) == "\ufffd"
+    assert tiny.complete(**body)["choices"][0]["text"] == ""
+    assert joined(tiny.events("/v1/completions", body)) == ""
+    tiny.runner.script = tiny.tokenizer.encode("ok 𓀀")[:-1]
+    body = {"prompt": "x", "max_tokens": len(tiny.runner.script), "stop": "\ufffd", **GREEDY}
+    for choice in (tiny.complete(**body)["choices"][0], {"text": joined(tiny.events("/v1/completions", body))}):
+        assert choice["text"].rstrip() == "ok"
+        assert choice.get("finish_reason", "length") == "length"
 
 
 @pytest.mark.parametrize(

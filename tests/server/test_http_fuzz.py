@@ -39,11 +39,14 @@ POSTS = [
     "/v1/completions",
     "/v1/chat/completions",
     "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
     "/tokenize",
     "/detokenize",
     "/v1/cache/warm",
 ]
 GETS = ["/v1/models", "/v1/models/{model_id}", "/version", "/health", "/ping", "/ready", "/load", "/metrics"]
+STORED = "/v1/responses/{response_id}"
 ADMINS = ["/reset_prefix_cache", "/server_info", "/v1/cache/pins", "/v1/cache/pins/{pin_id}"]
 
 
@@ -68,12 +71,19 @@ def description(short: LocalServer) -> dict:
     return short.http.get("/openapi.json").json()
 
 
-def send(server: LocalServer, description: dict, path: str, mode: GenerationMode, num_cases: int) -> int:
+def send(
+    server: LocalServer,
+    description: dict,
+    path: str,
+    mode: GenerationMode,
+    num_cases: int,
+    *,
+    method: str | None = None,
+) -> int:
     """Send so many cases of what can be done with ``path``; return how many there were."""
-    operation = next(
-        result.ok()
-        for result in schemathesis.openapi.from_dict(description, config=CONFIG).include(path=path).get_all_operations()
-    )
+    asked = {"path": path} | ({} if method is None else {"method": method.upper()})
+    schema = schemathesis.openapi.from_dict(description, config=CONFIG).include(**asked)
+    operation = next(result.ok() for result in schema.get_all_operations())
     key = "sk-admin" if path in ADMINS or path.startswith("/v1/cache/") else "sk-one"
     num_sent = 0
 
@@ -93,6 +103,15 @@ def send(server: LocalServer, description: dict, path: str, mode: GenerationMode
 
     run()
     return num_sent
+
+
+def refusal_of(response, status: int) -> dict:
+    """The error of a response, in the form of the API whose route it is."""
+    if not response.request.url.path.startswith("/v1/messages"):
+        return error_of(response, status)
+    assert response.status_code == status
+    assert response.json()["type"] == "error"
+    return response.json()["error"]
 
 
 MODES = [GenerationMode.POSITIVE, GenerationMode.NEGATIVE]
@@ -117,20 +136,25 @@ def test_small_routes_answer_as_described(short, description, path):
     assert send(short, description, path, GenerationMode.POSITIVE, 10)
 
 
-@pytest.mark.parametrize("path", [*POSTS, *GETS, *ADMINS])
+@pytest.mark.parametrize("method", ["get", "delete"])
+def test_stored_responses_answer_as_described(short, description, method):
+    assert send(short, description, STORED, GenerationMode.POSITIVE, 10, method=method)
+
+
+@pytest.mark.parametrize("path", [*POSTS, *GETS, *ADMINS, STORED])
 def test_other_methods_and_no_keys_are_refused(short, description, path):
     """As the description says which are open."""
-    methods = description["paths"][path]
-    method = next(iter(methods))
-    for other in {"get", "post", "put", "patch", "delete"} - set(methods):
+    methods = list(description["paths"][path])
+    for other in {"get", "post", "put", "patch", "delete"} - {*methods}:
         response = short.http.request(other, path, headers={"Authorization": "Bearer sk-admin"})
-        assert error_of(response, 405)
-        assert method.upper() in response.headers["allow"]
+        assert refusal_of(response, 405)
+        assert methods[0].upper() in response.headers["allow"]
+    method = methods[0]
     if "security" in description["paths"][path][method]:
-        assert error_of(short.http.request(method, path), 401)
+        assert refusal_of(short.http.request(method, path), 401)
     else:
         assert short.http.request(method, path).status_code == 200
 
 
 def test_every_route_is_here(description):
-    assert set(description["paths"]) == {*POSTS, *GETS, *ADMINS}
+    assert set(description["paths"]) == {*POSTS, *GETS, *ADMINS, STORED}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from local_server import PATIENCE_S, LocalServer, ProcessServer, until
+from local_server import PATIENCE_S, LocalServer, ProcessServer, error_of, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -139,10 +139,92 @@ def test_refusals_are_no_requests_but_responses(narrow):
     after = narrow.metrics()
     grown = {key: after[key] - before.get(key, 0) for key in after if after[key] != before.get(key, 0)}
     grown = {key: num for key, num in grown.items() if not key[0].endswith("_created") and key[1] != "/metrics200"}
+    grown = {key: num for key, num in grown.items() if not key[0].startswith("process_")}
     assert grown == {
         ("pagefold:http_responses_total", "/v1/completions400"): 1,
         ("pagefold:http_responses_total", "/v1/completions404"): 1,
     }
+
+
+def test_what_requests_asked_for_is_counted_once_a_prompt(small):
+    """n and the longest output once a prompt; what each sample was allowed, once a sample."""
+    prompts = [[5] * 20, [6] * 20]
+    small.runner.script = None
+    answer = small.complete(prompts, n=3, max_tokens=9, seed=1, temperature=1.0, stop_token_ids=list(range(0, 4000, 9)))
+    small.complete([7] * 100, temperature=0)
+    gone = {"prompt": [9] * 20, "max_tokens": 150, "stream": True, **GREEDY}
+    with small.post_raw("/v1/completions", gone) as connection:
+        connection.recv(1)
+    small.check_pool()
+    after = small.metrics()
+
+    def told(name: str) -> tuple[float, float]:
+        return after[f"vllm:{name}_count", ""], after[f"vllm:{name}_sum", ""]
+
+    assert told("request_params_n") == (4, 3 + 3 + 1 + 1)
+    assert told("request_params_max_tokens") == (8, 6 * 9 + 16 + 150)
+    assert told("request_num_preemptions") == (8, 0)
+    assert answer["usage"]["completion_tokens"] <= 54
+    num_ended, num_longest = told("request_max_num_generation_tokens")
+    assert num_ended == 4
+    assert num_longest <= 9 + 9 + 16 + 150
+
+
+def test_what_the_host_had_is_told_apart_from_what_the_device_had(tiny_chat_model):
+    """Prompts go to the host's memory and come back; usage says to each client what came from where."""
+    server = LocalServer(
+        tiny_chat_model, kv_cache_memory_bytes=40 * 2**13, max_model_len=192, max_num_seqs=2, kv_offloading_size=0.01
+    )
+    try:
+        num_cached = num_loaded = num_asked = 0
+        for number in (1, 2, 3, 4, 5, 1, 1, 2, 3):
+            prompt = [number * 100 + at for at in range(150)]
+            details = server.complete(prompt, max_tokens=2, **GREEDY)["usage"]["prompt_tokens_details"]
+            num_asked += len(prompt)
+            num_cached += details["cached_tokens"]
+            num_loaded += sum(n for tier, n in details.get("cached_tokens_by_tier", {}).items() if tier != "device")
+        after = server.metrics()
+        assert 0 < num_loaded < num_cached
+        assert after["vllm:prefix_cache_queries_total", ""] == num_asked
+        assert after["vllm:prefix_cache_hits_total", ""] == num_cached - num_loaded
+        assert after["vllm:external_prefix_cache_hits_total", ""] == num_loaded
+        assert after["vllm:external_prefix_cache_queries_total", ""] == num_asked - (num_cached - num_loaded)
+        assert after["vllm:prompt_tokens_cached_by_source_total", "external_kv_transfer"] == num_loaded
+        assert after["vllm:prompt_tokens_cached_by_source_total", "local_cache_hit"] == num_cached - num_loaded
+        num_evicted = after["pagefold:blocks_evicted_total", "allocation"]
+        assert num_evicted > 0
+        for name in ("kv_block_lifetime_seconds", "kv_block_idle_before_evict_seconds"):
+            assert after[f"vllm:{name}_count", ""] == num_evicted
+        assert after["vllm:kv_block_idle_before_evict_seconds_sum", ""] > 0
+        server.check_pool()
+    finally:
+        server.close()
+
+
+def test_what_the_cache_is(small):
+    text = small.http.get("/metrics").text
+    (line,) = (line for line in text.splitlines() if line.startswith("vllm:cache_config_info{"))
+    for label in ('num_gpu_blocks="40"', 'block_size="16"', 'enable_prefix_caching="True"', 'num_cpu_blocks="0"'):
+        assert label in line
+    assert line.endswith(" 1.0")
+
+
+def test_every_cache_of_the_server_is_within_its_bound(small):
+    """Also after grammars, words and salts without number."""
+    for number in range(12):
+        small.complete("a", max_tokens=2, structured_outputs={"regex": f"[ab]{{{number + 1}}}"}, cache_salt=f"{number}")
+    after = small.metrics()
+    names = {label for name, label in after if name == "pagefold:cache_bytes"}
+    assert names == {"grammars", "vetted_grammars", "words"}
+    for name in names:
+        assert 0 < after["pagefold:cache_bytes", name] <= after["pagefold:cache_max_bytes", name]
+    assert after["pagefold:cache_bytes", "grammars"] > 0.8 * after["pagefold:cache_max_bytes", "grammars"]
+
+
+def test_a_salt_is_kept_with_its_blocks_so_it_is_short(small):
+    small.complete("a", max_tokens=1, cache_salt="s" * 256)
+    response = small.http.post("/v1/completions", json={"prompt": "a", "cache_salt": "s" * 257})
+    assert error_of(response, 400)["param"] == "cache_salt"
 
 
 def test_no_client_makes_a_series(narrow):
@@ -174,8 +256,12 @@ def test_warming_up_is_counted_nowhere(tiny_chat_model):
     try:
         metrics = server.metrics()
         said = {key: value for key, value in metrics.items() if not key[0].endswith("_created")}
-        counted = {name for (name, _), value in said.items() if value and not name.startswith("pagefold:http_")}
-        assert counted == {"pagefold:num_blocks", "pagefold:num_free_blocks"}
+        others = ("pagefold:http_", "process_")
+        counted = {name for (name, _), value in said.items() if value and not name.startswith(others)}
+        assert counted == {
+            *("pagefold:num_blocks", "pagefold:num_free_blocks", "vllm:cache_config_info"),
+            *("pagefold:cache_bytes", "pagefold:cache_max_bytes"),
+        }
         assert {(f"vllm:{name}_seconds_count", "") for name in LATENCIES} <= set(metrics)
         reply = server.complete([1, 2, 3], max_tokens=2, **GREEDY)
         assert reply["usage"]["completion_tokens"] == 2

@@ -36,7 +36,7 @@ def test_a_text(tiny, client):
     assert cold.output_text == warm.output_text == chat_of(tiny, [{"role": "user", "content": TEXT}], 9)
     assert cold.id.startswith("resp_")
     assert cold.id != warm.id
-    assert (cold.object, cold.model, cold.store, cold.metadata) == ("response", "tiny", False, {"a": "b"})
+    assert (cold.object, cold.model, cold.store, cold.metadata) == ("response", "tiny", True, {"a": "b"})
     assert (cold.status, cold.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert (cold.temperature, cold.top_p, cold.max_output_tokens, cold.error) == (0, 1, 9, None)
     (message,) = cold.output
@@ -171,6 +171,8 @@ def test_a_whole_one_that_fails_is_a_500(tiny, client, caplog):
     assert caught.value.code == "step_failed"
 
 
+TOOL = {"type": "function", "name": "f", "parameters": {}}
+SCHEMA = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
 MESSAGE = {"role": "user", "content": "Hi"}
 
 BAD = {
@@ -180,16 +182,39 @@ BAD = {
     "no messages": ({"input": []}, "input", "at least 1"),
     "texts": ({"input": ["a"]}, "input.0", "object"),
     "half a character": ({"input": "\ud83d"}, "input.0.content.0.text", "surrogate"),
-    "too many": ({"input": [MESSAGE] * 10_001}, "input", "10000"),
+    "too many": ({"input": [MESSAGE] * 2_049}, "input", "2048"),
     "too many parts": (
-        {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}] * 10_001}]},
+        {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}] * 2_049}]},
         "input",
-        "10000",
+        "2048",
     ),
     "unknown role": ({"input": [{"role": "king", "content": "a"}]}, "input.0.role", "'king'"),
     "no content": ({"input": [{"role": "user"}]}, "input.0.content", "missing"),
     "image": ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type", "image"),
-    "call": ({"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "input.0.type", "call"),
+    "half a character in parts": (
+        {"input": [{"role": "user", "content": [{"type": "input_text", "text": "\ud83d"}]}]},
+        "input.0.content.0.text",
+        "surrogate",
+    ),
+    "another item": ({"input": [{"type": "computer_call", "call_id": "1"}]}, "input.0", "function_call_output"),
+    "item of a number": ({"input": [{"type": 5}]}, "input.0", "function_call_output"),
+    "item of a list": ({"input": [{"type": []}]}, "input.0", "function_call_output"),
+    "call without id": ({"input": [{"type": "function_call", "name": "f"}]}, "input.0.call_id", "missing"),
+    "call's arguments": (
+        {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "["}]},
+        "input.0.arguments",
+        "JSON object",
+    ),
+    "output number": (
+        {"input": [{"type": "function_call_output", "call_id": "1", "output": 5}]},
+        "input.0.output",
+        "text",
+    ),
+    "output image": (
+        {"input": [{"type": "function_call_output", "call_id": "1", "output": [{"type": "input_image"}]}]},
+        "input.0.output.0.type",
+        "no images",
+    ),
     "instructions": ({"input": "a", "instructions": 5}, "instructions", "5"),
     "max_output_tokens 0": ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", "0"),
     "temperature": ({"input": "a", "temperature": 2.1}, "temperature", "2.1"),
@@ -199,16 +224,74 @@ BAD = {
     "metadata": ({"input": "a", "metadata": {"a": 5}}, "metadata.a", "5"),
     "much metadata": ({"input": "a", "metadata": {str(n): "" for n in range(17)}}, "metadata", "16"),
     "priority": ({"input": "a", "priority": 3}, "priority", "first come"),
-    "store": ({"input": "a", "store": True}, "store", "not supported"),
-    "previous": ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id", "not supported"),
+    "store": ({"input": "a", "store": "yes"}, "store", "'yes'"),
+    "previous": ({"input": "a", "previous_response_id": 5}, "previous_response_id", "5"),
+    "unknown previous": ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id", "resp_1"),
+    "half a previous": ({"input": "a", "previous_response_id": "\ud83d"}, "previous_response_id", "surrogate"),
     "conversation": ({"input": "a", "conversation": "conv_1"}, "conversation", "not supported"),
     "background": ({"input": "a", "background": True}, "background", "not supported"),
     "prompt": ({"input": "a", "prompt": {"id": "p"}}, "prompt", "not supported"),
-    "include": ({"input": "a", "include": ["reasoning.encrypted_content"]}, "include", "not supported"),
-    "search": ({"input": "a", "tools": [{"type": "web_search"}]}, "tools", "not supported"),
-    "tool_choice": ({"input": "a", "tool_choice": "required"}, "tool_choice", "not supported"),
-    "json": ({"input": "a", "text": {"format": {"type": "json_object"}}}, "text", "not supported"),
-    "reasoning": ({"input": "a", "reasoning": {"effort": "high"}}, "reasoning", "not supported"),
+    "include": ({"input": "a", "include": ["message.output_text.logprobs"]}, "include.0", "chat/completions"),
+    "include number": ({"input": "a", "include": 5}, "include", "5"),
+    "search": ({"input": "a", "tools": [{"type": "web_search"}]}, "tools.0", "calls nothing itself"),
+    "nested tool": ({"input": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools.0.name", "miss"),
+    "tools text": ({"input": "a", "tools": "f"}, "tools", "list"),
+    "tools alike": ({"input": "a", "tools": [TOOL, TOOL]}, "tools", "same name"),
+    "many tools": ({"input": "a", "tools": [TOOL] * 129}, "tools", "128"),
+    "half a tool": ({"input": "a", "tools": [{**TOOL, "description": "\ud83d"}]}, "tools.0.description", "surrogate"),
+    "half a schema": (
+        {"input": "a", "tools": [{**TOOL, "parameters": {"title": "\ud83d"}}], "tool_choice": "none"},
+        "tools.0.parameters",
+        "surrogate",
+    ),
+    "no number": (
+        {"input": "a", "tools": [{**TOOL, "parameters": {"a": float("nan")}}], "tool_choice": "none"},
+        "tools.0.parameters",
+        "number",
+    ),
+    "tool's schema": (
+        {"input": "a", "tools": [{**TOOL, "parameters": {"$ref": "#/x"}}], "tool_choice": "required"},
+        "tools",
+        "does not compile",
+    ),
+    "tool_choice": ({"input": "a", "tool_choice": "required"}, "tool_choice", "no such tool"),
+    "tool_choice any": ({"input": "a", "tools": [TOOL], "tool_choice": "any"}, "tool_choice", "required"),
+    "tool_choice of another": (
+        {"input": "a", "tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}},
+        "tool_choice",
+        "no such tool",
+    ),
+    "tool_choice half": (
+        {"input": "a", "tools": [TOOL], "tool_choice": {"type": "function", "name": "\ud83d"}},
+        "tool_choice",
+        "it must be",
+    ),
+    "none allowed": (
+        {"input": "a", "tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
+        "tool_choice",
+        "it must be",
+    ),
+    "others allowed": (
+        {"input": "a", "tools": [TOOL], "tool_choice": {"type": "allowed_tools", "tools": [{"name": "g"}]}},
+        "tool_choice",
+        "no such tool",
+    ),
+    "max_tool_calls": ({"input": "a", "max_tool_calls": 0}, "max_tool_calls", "0"),
+    "text text": ({"input": "a", "text": "json"}, "text", "object"),
+    "format text": ({"input": "a", "text": {"format": "json"}}, "text.format", "json_schema"),
+    "format unknown": ({"input": "a", "text": {"format": {"type": "xml"}}}, "text.format", "json_schema"),
+    "no schema": ({"input": "a", "text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", "schema"),
+    "strict text": ({"input": "a", "text": {"format": {**SCHEMA, "strict": "x"}}}, "text.format", "true or false"),
+    "half a name": ({"input": "a", "text": {"format": {**SCHEMA, "name": "\ud83d"}}}, "text.format", "surrogate"),
+    "bad schema": (
+        {
+            "input": "a",
+            "text": {"format": {**SCHEMA, "strict": True, "schema": {"type": "array", "uniqueItems": True}}},
+        },
+        "text",
+        "uniqueItems",
+    ),
+    "verbosity": ({"input": "a", "text": {"verbosity": "loud"}}, "text.verbosity", "loud"),
     "truncation": ({"input": "a", "truncation": "auto"}, "truncation", "not supported"),
     "logprobs": ({"input": "a", "top_logprobs": 2}, "top_logprobs", "not supported"),
 }
@@ -241,7 +324,12 @@ def test_what_means_nothing_is_no_error(tiny):
         "truncation": "disabled",
         "text": {"format": {"type": "text"}},
         "background": False,
-        "include": [],
+        "include": ["reasoning.encrypted_content"],
+        "max_tool_calls": 3,
+        "service_tier": "auto",
+        "prompt_cache_key": "me",
+        "safety_identifier": "me",
+        "stream_options": {"include_obfuscation": False},
         "user": "me",
         "metadata": {},
     }

@@ -62,7 +62,8 @@ def test_others_may_not_read_it(tmp_path, mode):
     path = written(tmp_path, FILE, mode)
     read_key_file(path, said.append)
     assert len(said) == 1
-    assert said[0].endswith(f"chmod 600 {path}")
+    assert f"{path} (mode {mode:04o})" in said[0]
+    assert f"chmod 600 {path}" in said[0]
 
 
 @pytest.mark.parametrize(

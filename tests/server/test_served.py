@@ -36,6 +36,11 @@ def threads_of(monkeypatch, method):
         ("/v1/chat/completions", {"messages": [ASK], "tools": [TOOL]}, "render_chat"),
         ("/tokenize", {"messages": [ASK, {"role": "assistant", "tool_calls": [CALL]}]}, "render_chat"),
         ("/tokenize", {"messages": [{"role": "user", "content": ""}] * 1000}, "render_chat"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "assistant", "content": "", "reasoning": "a b " * 4000}, ASK]},
+            "render_chat",
+        ),
         ("/tokenize", {"prompt": "a b " * 4000, "return_token_strs": True}, "token_texts"),
         ("/detokenize", {"tokens": [5] * 10_000}, "decode"),
     ],

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagefold.server.tools.reader import ArgumentsPiece, CallBegun, TextPiece, ToolCallReader
+from pagefold.server.pieces import ArgumentsPiece, CallBegun, TextPiece
+from pagefold.server.tools.reader import ToolCallReader
 
 NAMES = {"add", "look-up"}
 OPEN, CLOSE = "<tool_call>", "</tool_call>"

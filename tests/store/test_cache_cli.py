@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import signal
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +18,7 @@ from typer.testing import CliRunner
 from pagefold.cli import app
 from pagefold.store import cache_folder
 from pagefold.store.disk import DiskStore
+from pagefold.store.frame import FrameFormat, checksum_of
 
 MIB = 2**20
 PATHS = {"namespace": path_of(10), "another": path_of(4, namespace="another")}
@@ -247,3 +251,87 @@ def test_reading_a_folder_that_changes_gives_only_what_is_right(folder):
             seen.append(frame.name.digest)
     store.close()
     assert 3 <= len(seen) <= 20
+
+
+# Files that somebody made up.
+
+_HEAD = struct.Struct("<16sIIQQ")
+_FRAME_HEAD = struct.Struct("<8sII32s32s32s32sIIQ16s")
+
+
+def bundle(file, num_frames, frames=b"", num_bytes=None):
+    """Write a file with a right checksum, whatever it says."""
+    num_bytes = 4096 + len(frames) if num_bytes is None else num_bytes
+    head = _HEAD.pack(b"PAGEFOLD EXPORT\0", 1, 0, num_frames, num_bytes)
+    file.touch(0o600)
+    with file.open("wb") as out:
+        out.write((head + checksum_of(head)).ljust(4096, b"\0") + frames)
+        out.truncate(num_bytes)
+    return file
+
+
+def frame_head(block_bytes, key_bytes=16, layout=bytes(32)):
+    header_bytes = -(-(_FRAME_HEAD.size + key_bytes + 16) // 4096) * 4096
+    digests = (bytes(32),) * 3
+    head = _FRAME_HEAD.pack(
+        b"PAGEFOLD", 1, header_bytes % 2**32, layout, *digests, key_bytes, 0, block_bytes, bytes(16)
+    )
+    head += bytes(min(key_bytes, 2048))
+    return (head + checksum_of(head)).ljust(4096, b"\0")
+
+
+def test_a_number_of_frames_that_no_file_has_is_refused_at_once(tmp_path):
+    file, there = tmp_path / "file", tmp_path / "there"
+    for num_frames in (2**60, 2**64 - 1, 2):
+        bundle(file, num_frames)
+        assert f"says that it holds {num_frames:,} frames" in refused("import", file, there, "--limit", "16M")
+        assert not there.exists()
+    bundle(file, 2**30, num_bytes=2**42)  # sparse
+    assert run_json("import", file, there, "--limit", "16M", code=2)["num_wrong"] == 2**30
+    assert not there.exists()
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "key_bytes"),
+    [(2**40, 16), (2**64 - 1, 16), (0, 16), (1, 2**30)],
+)
+def test_sizes_that_no_frame_has_are_not_believed(tmp_path, block_bytes, key_bytes):
+    """Nothing of that size is read, or taken from memory."""
+    file = bundle(tmp_path / "file", 1, frame_head(block_bytes, key_bytes), num_bytes=2**42)
+    command = [sys.executable, "-m", "pagefold.cli", "cache", "import", str(file), str(tmp_path / "there")]
+    limit = 2 * 2**30  # beyond what the program itself takes
+    done = subprocess.run(
+        [*command, "--limit", "16M", "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+    )
+    assert done.returncode == 2
+    assert json.loads(done.stdout) == {"num_blocks": 1, "num_kept": 0, "num_wrong": 1}
+    assert "Traceback" not in done.stderr
+
+
+def test_a_layout_has_one_size(folder, tmp_path):
+    """A file with frames of a known layout and another block size changes nothing of what is there."""
+    file = tmp_path / "file"
+    form = frame_format()
+    other = FrameFormat(form.layout, 8192, form.key_bytes)
+    blocks = path_of(3, block_bytes=8192, of=7)
+    frames = b"".join(other.header(block.name, block.checksum) + bytes(block.payload) for block in blocks)
+    bundle(file, 3, frames)
+    told = run("import", file, folder, code=2)
+    assert "3 blocks of" in told.stderr
+    assert "other layout" in told.stderr
+    assert holds(folder, PATHS["namespace"]) == 10
+    right = path_of(2, of=9)
+    mixed = frames + b"".join(form.header(block.name, block.checksum) + bytes(block.payload) for block in right)
+    bundle(file, 5, mixed)
+    assert run_json("import", file, tmp_path / "new", "--limit", "16M", code=2)["num_wrong"] == 2
+    assert run_json("import", file, folder, code=2)["num_wrong"] == 3
+    assert holds(folder, right) == 2
+
+
+def test_a_pipe_is_no_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    assert "it is no file" in refused("import", tmp_path / "pipe", tmp_path / "there", "--limit", "16M")

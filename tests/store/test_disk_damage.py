@@ -16,9 +16,12 @@ import pytest
 from disk_blocks import bytes_of, checksums, count, frame_format, get, least_limit, path_of, put
 
 from pagefold.errors import ConfigError
+from pagefold.store.cache_folder import look, read_frames
 from pagefold.store.disk import DiskStore
 from pagefold.store.disk_index import DiskIndex
 from pagefold.store.disk_segments import FileCalls
+from pagefold.store.frame import FrameFormat
+from pagefold.store.protocol import Get
 from pagefold.transfers import MissCause, StoreError
 
 if TYPE_CHECKING:
@@ -487,3 +490,132 @@ def fill(file):
             with contextlib.suppress(OSError):
                 while True:
                     opened.write(bytes(size))
+
+
+# The index holds what nobody wrote.
+
+TEXT, HUGE = "'text'", str(2**63 - 1)
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("filled") / "cache"
+    store = DiskStore(folder, 16 * MIB, frame_format())
+    put(store, path_of(40))
+    store.close()
+    store = DiskStore(folder, 16 * MIB, frame_format(5000))
+    put(store, path_of(5, block_bytes=5000))
+    store.close()
+    return folder
+
+
+def goes_on(folder, least=0):
+    """Open a folder whose index is damaged: what is there is right, and it keeps blocks again."""
+    blocks = path_of(40)
+    store = DiskStore(folder, 16 * MIB, frame_format())
+    try:
+        num = count(store, blocks)
+        found = get(store, blocks)
+        assert found[:least] == checksums(blocks)[:least]
+        assert num >= least
+        for block, one in zip(blocks, found, strict=True):
+            assert isinstance(one, MissCause) or one == block.checksum
+        assert put(store, blocks) == 40
+        get(store, blocks)  # entries that lied are dropped
+        assert put(store, blocks) == 40
+        assert get(store, blocks) == checksums(blocks)
+        assert bytes_of(folder) <= 16 * MIB
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize("value", [TEXT, HUGE, "0", "1.5", "CAST(x'fffe' AS TEXT)"])
+@pytest.mark.parametrize(
+    "column",
+    [
+        *(f"layouts.{name}" for name in ("digest", "version", "label", "block_bytes", "key_bytes", "used")),
+        *(f"frames.{name}" for name in ("layout", "place", "digest", "parent", "namespace", "used")),
+        "settings.value",
+    ],
+)
+def test_a_value_that_cannot_be_is_no_traceback(filled, tmp_path, column, value):
+    folder = shutil.copytree(filled, tmp_path / "cache")
+    table, name = column.split(".")
+    key = {"layouts": "id", "frames": "place", "settings": "name"}[table]
+    with sqlite3.connect(folder / "index.sqlite") as index:
+        index.execute(f"UPDATE OR REPLACE {table} SET {name} = {value} WHERE {key} = (SELECT max({key}) FROM {table})")
+    index.close()
+    with contextlib.suppress(ConfigError):  # for who only looks
+        look(folder)
+        assert sum(frame.cause is None for frame in read_frames(folder)) <= 45
+    goes_on(folder)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "DROP TABLE frames",
+        "DROP TABLE layouts; CREATE TABLE layouts (id INTEGER)",
+        "ALTER TABLE frames ADD COLUMN more INTEGER",
+        "ALTER TABLE frames RENAME COLUMN used TO was_used",
+        "CREATE TRIGGER t AFTER INSERT ON frames BEGIN DELETE FROM frames; END",
+        "CREATE VIEW v AS SELECT 1",
+        "CREATE TABLE more (id INTEGER)",
+        "DROP TABLE settings; CREATE VIEW settings AS SELECT 'limit_bytes' AS name, 1 AS value",
+        "PRAGMA user_version = 7",
+        "PRAGMA application_id = 7",
+        "PRAGMA journal_mode = DELETE; PRAGMA page_size = 512; VACUUM",
+        "INSERT INTO layouts SELECT id + 9, substr(digest, 1, 31) || x'00', version, '', 1, 16, 0 FROM layouts",
+        "UPDATE layouts SET version = 7",
+        "UPDATE layouts SET block_bytes = 8192",
+        "UPDATE layouts SET key_bytes = 4096",
+        "UPDATE frames SET place = place + 281474976710000",
+    ],
+)
+def test_an_index_that_somebody_changed_is_no_traceback(filled, tmp_path, damage):
+    folder = shutil.copytree(filled, tmp_path / "cache")
+    index = sqlite3.connect(folder / "index.sqlite", isolation_level=None)
+    index.executescript(damage)
+    index.close()
+    goes_on(folder)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_an_index_with_random_bytes_is_no_traceback(filled, tmp_path, seed):
+    folder = shutil.copytree(filled, tmp_path / "cache")
+    rng = Random(seed)
+    file = folder / "index.sqlite"
+    raw = bytearray(file.read_bytes())
+    for _ in range(rng.choice((1, 1, 4, 200))):
+        at = rng.randrange(min(len(raw), rng.choice((100, 4096, len(raw)))))
+        raw[at : at + rng.choice((1, 8, 500))] = rng.randbytes(rng.choice((1, 8, 500)))
+    file.write_bytes(raw[: rng.choice((len(raw), rng.randrange(len(raw))))])
+    if rng.random() < 0.3:
+        (folder / "index.sqlite-wal").write_bytes(rng.randbytes(10_000))
+    goes_on(folder)
+
+
+def test_a_layout_of_another_block_size_is_a_miss(filled, tmp_path):
+    folder = shutil.copytree(filled, tmp_path / "cache")
+    other = FrameFormat(frame_format().layout, 8192, 16)
+    blocks = path_of(40)
+    store = DiskStore(folder, 16 * MIB, other)
+    into = memoryview(bytearray(8192))
+    assert store.get([Get(block.name, into) for block in blocks]) == [MissCause.ABSENT] * 40
+    assert any("other sizes" in note for note in store.notes)
+    longer = path_of(3, block_bytes=8192)
+    assert put(store, longer) == 3
+    assert get(store, longer) == checksums(longer)
+    store.close()
+    goes_on(folder)
+
+
+def test_a_segment_of_a_number_that_no_place_can_have_is_left_alone(store, folder):
+    put(store, path_of(3))
+    store.close()
+    name = segment(folder).parent / "segment-99999999999999.frames"
+    with name.open("wb") as file:
+        file.truncate(10 * FRAME)
+    again = DiskStore(folder, 64 * MIB, frame_format())
+    assert put(again, path_of(50)) == 50
+    again.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
 import socket
@@ -161,6 +162,34 @@ def test_a_key_with_something_else_in_it_is_a_miss(store, witness):
     witness.delete(key_of(puts[0]))
     witness.lpush(key_of(puts[0]), "a list")
     assert store.get(gets_of(puts))[0] is MissCause.DAMAGED
+    assert not witness.exists(key_of(puts[0]))
+
+
+@pytest.mark.parametrize("kind", ["list", "set", "hash", "sorted set", "stream"])
+def test_a_key_of_another_type_is_dropped_and_can_be_written_again(store, witness, kind):
+    puts = path(1)
+    key = key_of(puts[0])
+    make = {
+        "list": lambda: witness.lpush(key, "x"),
+        "set": lambda: witness.sadd(key, "x"),
+        "hash": lambda: witness.hset(key, "x", "y"),
+        "sorted set": lambda: witness.zadd(key, {"x": 1}),
+        "stream": lambda: witness.xadd(key, {"x": "y"}),
+    }
+    make[kind]()
+    assert store.get(gets_of(puts)) == [MissCause.DAMAGED]
+    assert store.put(puts) == 1
+    gets = gets_of(puts)
+    assert came_back(puts, gets, store.get(gets))
+
+
+def test_of_a_value_that_is_far_too_long_no_more_is_fetched_than_a_frame_has(store, witness):
+    puts = path(4)
+    store.put(puts)
+    witness.setrange(key_of(puts[0]), 200 * 2**20, b"x")
+    before = witness.info("stats")["total_net_output_bytes"]
+    assert store.get(gets_of(puts))[0] is MissCause.DAMAGED
+    assert witness.info("stats")["total_net_output_bytes"] - before < 5 * FORM.frame_bytes + 2**16
     assert not witness.exists(key_of(puts[0]))
 
 
@@ -351,6 +380,36 @@ def test_what_answers_is_no_redis():
             store.use()
         thread.join()
         store.close()
+
+
+@pytest.mark.parametrize(
+    "said", [b":7\r\n", b"*1\r\n:7\r\n", b"$3\r\nabc\r\n", b"$21\r\nused_memory:a lot\r\n\r\n\r\n", b"$-1\r\n"]
+)
+def test_answers_of_a_wrong_kind_are_no_traceback(said):
+    """Whatever comes, it is an answer without meaning or a StoreError."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            with contextlib.suppress(OSError):  # until the test ends
+                while True:
+                    connection, _ = listener.accept()
+                    with connection:
+                        while connection.recv(65536):
+                            connection.sendall(said)
+
+        threading.Thread(target=answer, daemon=True).start()
+        puts = path(1)
+        for ask in (
+            lambda store: store.get(gets_of(puts)),
+            lambda store: store.use(),
+            lambda store: store.self_test(),
+        ):
+            store = open_store(f"redis://127.0.0.1:{listener.getsockname()[1]}", 0.5)
+            with contextlib.suppress(StoreError):
+                found = ask(store)
+                assert found != [puts[0].checksum]
+            store.close()
+        listener.shutdown(socket.SHUT_RDWR)
 
 
 def test_passwords_are_used_and_never_shown(tmp_path):

@@ -1,9 +1,12 @@
 """Detokenizer: its pieces are the text of all tokens, each as soon as its last character is whole, never half of one.
 
-The slow twin decodes everything at every step and lets out what is new, unless the text ends within a character.
+The slow twin decodes everything at every step and lets out what is new, unless the text ends within a character. What
+is incomplete at the end is left out.
 """
 
 from __future__ import annotations
+
+import codecs
 
 import pytest
 from hypothesis import example, given
@@ -35,14 +38,26 @@ def pieces_of(detokenizer, token_ids):
     return [*(detokenizer.push(token_id) for token_id in token_ids), detokenizer.flush()]
 
 
-def pieces_of_twin(decode, token_ids):
+def pieces_of_twin(tokenizer, token_ids):
+    decode = tokenizer.decode
     pieces, out = [], ""
     for at in range(len(token_ids)):
         text = decode(token_ids[: at + 1])
         piece = "" if text.endswith(REPLACEMENT) else text[len(out) :]
         pieces.append(piece)
         out += piece
-    return [*pieces, decode(token_ids)[len(out) :]]
+    return [*pieces, whole_text(tokenizer, token_ids)[len(out) :]]
+
+
+def whole_text(tokenizer, token_ids):
+    """Return the text of tokens, without the sign for a character that their bytes leave incomplete."""
+    data = b"".join(tokenizer.token_bytes(token_id) for token_id in token_ids if tokenizer.decode([token_id]))
+    text = tokenizer.decode(token_ids)
+    return text if whole_characters(data) == data.decode(errors="replace") else text[:-1]
+
+
+def whole_characters(data):
+    return codecs.getincrementaldecoder("utf-8")("replace").decode(data)
 
 
 # The real tokenizer.
@@ -55,7 +70,7 @@ def test_the_pieces_of_a_text_are_whole_characters_and_make_the_text(tokenizer, 
     pieces = pieces_of(tokenizer.detokenizer(tokenizer.encode(prompt)), token_ids)
     assert "".join(pieces) == tokenizer.decode(token_ids) == TEXTS[kind]
     assert not any(REPLACEMENT in piece for piece in pieces)
-    assert pieces == pieces_of_twin(tokenizer.decode, token_ids)
+    assert pieces == pieces_of_twin(tokenizer, token_ids)
 
 
 def test_some_of_these_texts_have_characters_of_several_tokens(tokenizer):
@@ -73,14 +88,14 @@ def test_any_text_comes_out_as_it_went_in(tokenizer, text, prompt):
 
 @given(PROMPTS, SEQUENCES)
 def test_any_tokens_come_out_as_they_are_decoded_together(tokenizer, prompt, token_ids):
-    """Most of these are no valid UTF-8: what is broken is U+FFFD, as often as in the whole."""
+    """Most of these are no valid UTF-8: what is broken is U+FFFD, as often as in the whole, or incomplete."""
     pieces = pieces_of(tokenizer.detokenizer(prompt), token_ids)
-    assert "".join(pieces) == tokenizer.decode(token_ids)
+    assert "".join(pieces) == whole_text(tokenizer, token_ids)
 
 
 @given(PROMPTS, SEQUENCES)
 def test_every_piece_comes_with_the_token_that_completes_it(tokenizer, prompt, token_ids):
-    assert pieces_of(tokenizer.detokenizer(prompt), token_ids) == pieces_of_twin(tokenizer.decode, token_ids)
+    assert pieces_of(tokenizer.detokenizer(prompt), token_ids) == pieces_of_twin(tokenizer, token_ids)
 
 
 @given(PROMPTS, st.lists(st.integers(0, 255).filter(lambda byte: byte not in NO_TOKEN), max_size=12))
@@ -90,7 +105,7 @@ def test_any_bytes_come_out_as_python_decodes_them(tokenizer, prompt, data):
     """One token a byte, through the alphabet of byte-level tokenizers."""
     token_ids = [token_of_byte(tokenizer, byte) for byte in data]
     pieces = pieces_of(tokenizer.detokenizer(prompt), token_ids)
-    assert "".join(pieces) == bytes(data).decode(errors="replace")
+    assert "".join(pieces) == whole_characters(bytes(data))
 
 
 def token_of_byte(tokenizer, byte):
@@ -109,12 +124,37 @@ def test_a_character_waits_for_its_last_byte(tokenizer):
     assert detokenizer.flush() == ""
 
 
-def test_a_flush_gives_what_is_left_of_a_character_once(tokenizer):
+@pytest.mark.parametrize(
+    ("data", "left"),
+    [
+        (b"\xf0\x9f\x99", ""),
+        (b"\xf0", ""),
+        (b"\xe2\x82", ""),
+        (b"a\xf0\x9f\xc3", REPLACEMENT),  # the one is broken, the next incomplete
+        (b"\x9f", REPLACEMENT),  # no character begins so
+        (b"\xf0\x9f\x99\x99\x99", REPLACEMENT),
+        (REPLACEMENT.encode(), REPLACEMENT),  # a character like all others
+    ],
+)
+def test_a_flush_leaves_out_what_is_incomplete_and_nothing_else(tokenizer, marks, data, left):
     detokenizer = tokenizer.detokenizer([])
-    for byte in b"\xf0\x9f\x99":
-        assert detokenizer.push(token_of_byte(tokenizer, byte)) == ""
-    assert detokenizer.flush() == REPLACEMENT
+    pieces = [detokenizer.push(token_of_byte(tokenizer, byte)) for byte in data]
+    assert detokenizer.flush() == left
     assert detokenizer.flush() == ""
+    assert "".join(pieces) + left == whole_characters(data)
+    fallback = "".join(pieces_of(Detokenizer(marks, []), data))
+    assert fallback.rstrip(REPLACEMENT) == whole_characters(data).rstrip(REPLACEMENT)
+    assert (REPLACEMENT in fallback) == (REPLACEMENT in whole_characters(data))
+
+
+def test_special_tokens_are_text_where_they_are_asked_for(tokenizer):
+    words = tokenizer.encode("one")
+    shown = pieces_of(tokenizer.detokenizer([], skip_special_tokens=False), [1, *words, 2])
+    assert "".join(shown) == "<|im_start|>one<|im_end|>"
+    byte = token_of_byte(tokenizer, 0xE2)
+    for skips, text in ((True, ""), (False, REPLACEMENT + "<|im_end|>")):  # a token of its own breaks the character
+        detokenizer = tokenizer.detokenizer([], skip_special_tokens=skips)
+        assert "".join(pieces_of(detokenizer, [byte, 2])) == text
 
 
 def test_a_flush_after_whole_characters_gives_nothing(tokenizer):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import random
 import shutil
 from typing import TYPE_CHECKING
 
 import pytest
 
 from pagefold.errors import InvalidRequestError, UnsupportedModelError
+from pagefold.native_memory import allocated_bytes
 from pagefold.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -111,3 +114,23 @@ def test_a_machine_that_fails_is_no_fault_of_the_messages(tokenizer: Tokenizer, 
     monkeypatch.setattr(tokenizer._tokenizer, "apply_chat_template", fails)
     with pytest.raises(OSError, match="Too many open files"):
         tokenizer.render_chat(CHAT)
+
+
+@pytest.mark.skipif(allocated_bytes() is None, reason="only glibc tells")
+def test_what_is_remembered_of_words_has_a_bound_and_reaches_it(smollm2: Path) -> None:
+    """The longest words that the library remembers, twice as many as it may: then it remembers no more."""
+    tokenizer = Tokenizer(smollm2)
+    rng = random.Random(0)
+
+    def grown_by(num_words: int) -> int:
+        before = allocated_bytes()
+        assert before is not None
+        for _ in range(num_words // 64):
+            tokenizer.encode(" ".join("".join(rng.choices("bcdfghjklmnpqrstvwxz", k=250)) for _ in range(64)))
+        gc.collect()
+        return (allocated_bytes() or 0) - before
+
+    max_bytes = tokenizer.cache_size().max_bytes
+    grown = grown_by(4096)
+    assert 0.7 * max_bytes < grown < max_bytes
+    assert grown_by(4096) < 0.05 * max_bytes

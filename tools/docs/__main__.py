@@ -42,7 +42,10 @@ def made() -> dict[Path, str]:
     from pictures import PICTURES  # noqa: PLC0415 - heavy
     from tables import TABLES  # noqa: PLC0415 - heavy
 
+    from pagefold.cli.demo import demo_svg  # noqa: PLC0415 - heavy
+
     files = {DOCS / "pictures" / f"{name}.svg": draw().svg() for name, draw in PICTURES.items()}
+    files[DOCS / "demo.svg"] = demo_svg()
     for page in sorted(DOCS.rglob("*.md")):
         text = page.read_text(encoding="utf-8")
         if MARKED.search(text):

@@ -20,7 +20,7 @@ from pagefold.request import SamplingParams
 from pagefold.server import create_app
 from pagefold.server.errors import _FORMS
 from pagefold.server.late_engine import LateEngine
-from pagefold.server.unsupported import IN_CHAT, IN_COMPLETIONS, IN_RESPONSES
+from pagefold.server.unsupported import IN_CHAT, IN_COMPLETIONS, IN_MESSAGES, IN_RESPONSES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -161,8 +161,9 @@ def _attributes(documented: type) -> dict[str, str]:
 def _type(schema: Mapping[str, Any]) -> str:
     if "$ref" in schema:
         return f"`{schema['$ref'].rsplit('/', 1)[-1]}`"
-    if "anyOf" in schema:
-        return " or ".join(dict.fromkeys(_type(one) for one in schema["anyOf"] if one.get("type") != "null"))
+    if "anyOf" in schema or "oneOf" in schema:
+        forms = schema.get("anyOf", []) + schema.get("oneOf", [])
+        return " or ".join(dict.fromkeys(_type(one) for one in forms if one.get("type") != "null"))
     if "enum" in schema or "const" in schema:
         return " or ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
     if schema.get("type") == "array":
@@ -193,6 +194,7 @@ def unsupported() -> str:
         ("`/v1/completions`", [field for field in IN_COMPLETIONS if field not in both]),
         ("`/v1/chat/completions`", [field for field in IN_CHAT if field not in both]),
         ("`/v1/responses`", list(IN_RESPONSES)),
+        ("`/v1/messages`", list(IN_MESSAGES)),
     ]
     return _table(("of", "refused"), [(of, ", ".join(f"`{field}`" for field in fields)) for of, fields in rows])
 
@@ -214,7 +216,8 @@ def _metrics(prefix: str) -> str:
     metrics = Metrics("model")
     metrics.watch(EngineStatus)
     families = metrics.read()
-    assert all(family.name.startswith(("vllm:", "pagefold:")) for family in families), "in neither table"
+    known = ("vllm:", "pagefold:", "process_")  # the last are Prometheus' own: the page has a word on them
+    assert all(family.name.startswith(known) for family in families), "in neither table"
     rows = [
         (f"`{_series(family)}`", family.type, _labels(family), family.documentation)
         for family in families

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pagefold.cli.fail import fail
+from pagefold.cli.permissions import tell_of_bundle, tell_of_cache_folder
 from pagefold.cli.size import parse_size
 from pagefold.errors import ConfigError, PagefoldError
 
@@ -27,6 +28,12 @@ app = typer.Typer(help="Cache folders on a disk: look into them, verify, clear, 
 
 _Folder = Annotated[Path, typer.Argument(help="A cache folder: what a server got as --kv-disk-path.", metavar="FOLDER")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+_Fix = Annotated[
+    bool,
+    typer.Option("--fix-permissions", help="Take from others on this machine all rights to what is there already."),
+]
 
 
 @app.command("ls")
@@ -78,9 +85,10 @@ def show_stats(folder: _Folder, *, as_json: _Json = False) -> None:
 
 
 @app.command("verify")
-def verify_blocks(folder: _Folder, *, as_json: _Json = False) -> None:
+def verify_blocks(folder: _Folder, *, fix_permissions: _Fix = False, as_json: _Json = False) -> None:
     """Read every block and drop those that are damaged. No server may be using the folder."""
     with _failing(), _bar("verifying") as progress:
+        tell_of_cache_folder(folder, fix=fix_permissions)
         from pagefold.store.cache_folder import verify  # noqa: PLC0415 - heavy
 
         verified = verify(folder, progress)
@@ -94,11 +102,12 @@ def verify_blocks(folder: _Folder, *, as_json: _Json = False) -> None:
 
 
 @app.command("clear")
-def clear_blocks(folder: _Folder, *, as_json: _Json = False) -> None:
+def clear_blocks(folder: _Folder, *, fix_permissions: _Fix = False, as_json: _Json = False) -> None:
     """Drop all blocks of a folder. No server may be using it; a server's own: POST /reset_prefix_cache."""
     with _failing():
         from pagefold.store.cache_folder import clear  # noqa: PLC0415 - heavy
 
+        tell_of_cache_folder(folder, fix=fix_permissions)
         num_blocks = clear(folder)
     typer.echo(json.dumps({"num_dropped": num_blocks}) if as_json else f"{num_blocks:,} blocks dropped")
 
@@ -110,10 +119,11 @@ def export_blocks(
     *,
     as_json: _Json = False,
 ) -> None:
-    """Write all blocks of a folder into one file; also while a server uses it. Prompts can be read from it."""
+    """Write all blocks of a folder into one file; also while a server uses it. Who reads it can read prompts."""
     with _failing(), _bar("exporting") as progress:
         from pagefold.store.export import export_frames  # noqa: PLC0415 - heavy
 
+        tell_of_cache_folder(folder)
         num_blocks, num_wrong = export_frames(folder, file, progress)
     num_bytes = file.stat().st_size
     if as_json:
@@ -132,6 +142,7 @@ def import_blocks(
         str | None,
         typer.Option(metavar="SIZE", help="How large the folder may become, as 10G; what it has if not given."),
     ] = None,
+    fix_permissions: _Fix = False,
     as_json: _Json = False,
 ) -> None:
     """Put an exported file's blocks into a folder that no server is using, each checked. Import only what you trust."""
@@ -139,6 +150,8 @@ def import_blocks(
     with _failing(), _bar("importing") as progress:
         from pagefold.store.export import import_frames  # noqa: PLC0415 - heavy
 
+        tell_of_bundle(file, fix=fix_permissions)
+        tell_of_cache_folder(folder, fix=fix_permissions)
         imported = import_frames(file, folder, limit_bytes, progress)
     num_wrong = sum(imported.wrong.values())
     if as_json:
@@ -155,6 +168,7 @@ def _look(folder: Path) -> CacheView:
     with _failing():
         from pagefold.store.cache_folder import look  # noqa: PLC0415 - heavy
 
+        tell_of_cache_folder(folder)
         return look(folder)
 
 

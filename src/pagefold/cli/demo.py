@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from io import StringIO
 from pathlib import Path  # noqa: TC003 - typer reads it
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console, Group
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
     from pagefold.sim import PoolSample
 
-__all__ = ["demo"]
+__all__ = ["demo", "demo_svg"]
+
+_NUM_BLOCKS, _NUM_CHATS = 800, 160
 
 _PICTURE_WIDTH = 64
 _PICTURE_HEIGHT = 8
@@ -49,8 +51,8 @@ and a larger share of the fewer blocks that sharing leaves in use."""
 def demo(
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    num_blocks: Annotated[int, typer.Option(min=1, help="Blocks of the KV pool, 16 tokens each.")] = 800,
-    num_chats: Annotated[int, typer.Option(min=1, max=5000, help="Chats of the generated workload.")] = 160,
+    num_blocks: Annotated[int, typer.Option(min=1, help="Blocks of the KV pool, 16 tokens each.")] = _NUM_BLOCKS,
+    num_chats: Annotated[int, typer.Option(min=1, max=5000, help="Chats of the generated workload.")] = _NUM_CHATS,
     seed: Annotated[int, typer.Option(help="Of the generated workload.")] = 0,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the table and the blocks into FILE.")] = None,
 ) -> None:
@@ -58,35 +60,61 @@ def demo(
 
     A null runner stands in for the model, and time is virtual: nothing is downloaded, nothing heavy is imported.
     """
-    workload = ChatWorkload(num_chats=num_chats, seed=seed)
-    sharing = SimConfig(num_blocks=num_blocks)
-    alone = SimConfig(num_blocks=num_blocks, enable_prefix_caching=False)
     try:
-        shared, unshared = simulate(workload.requests(), sharing), simulate(workload.requests(), alone)
+        shown = _Demo.of(num_blocks=num_blocks, num_chats=num_chats, seed=seed)
     except PagefoldError as error:
         fail(error)
-    screen = Group(_heading(workload, sharing, shared), _table(shared, unshared), _picture(shared.samples))
     if svg is not None:
-        _save_svg(screen, svg)
-    if not as_json:
-        Console().print(screen)
-        return
-    result = {
-        "workload": asdict(workload),
-        "config": asdict(sharing),
-        "sharing": shared.figures(),
-        "no_sharing": unshared.figures(),
-    }
-    typer.echo(json.dumps(result, indent=2))
+        _save(shown.svg(), svg)
+    if as_json:
+        typer.echo(json.dumps(shown.figures(), indent=2))
+    else:
+        Console().print(shown.screen())
 
 
-def _save_svg(screen: Group, file: Path) -> None:
-    console = Console(record=True, width=_SVG_WIDTH, file=StringIO(), force_terminal=True)
-    console.print(screen)
-    # rich would have the picture fetch its fonts from somewhere: any monospaced one will do.
-    drawn = re.sub(r"@font-face\s*{[^}]*}\s*", "", console.export_svg(title="pagefold demo"))
+def demo_svg() -> str:
+    """Return what ``pagefold demo`` shows by default, as a picture: that of the README."""
+    return _Demo.of(num_blocks=_NUM_BLOCKS, num_chats=_NUM_CHATS, seed=0).svg()
+
+
+@dataclass(frozen=True, slots=True)
+class _Demo:
+    """One workload, replayed with prefix sharing and without."""
+
+    workload: ChatWorkload
+    config: SimConfig
+    shared: Report
+    unshared: Report
+
+    @classmethod
+    def of(cls, *, num_blocks: int, num_chats: int, seed: int) -> _Demo:
+        workload = ChatWorkload(num_chats=num_chats, seed=seed)
+        sharing = SimConfig(num_blocks=num_blocks)
+        alone = SimConfig(num_blocks=num_blocks, enable_prefix_caching=False)
+        return cls(workload, sharing, simulate(workload.requests(), sharing), simulate(workload.requests(), alone))
+
+    def screen(self) -> Group:
+        heading = _heading(self.workload, self.config, self.shared)
+        return Group(heading, _table(self.shared, self.unshared), _picture(self.shared.samples))
+
+    def svg(self) -> str:
+        console = Console(record=True, width=_SVG_WIDTH, file=StringIO(), force_terminal=True)
+        console.print(self.screen())
+        # rich would have the picture fetch its fonts from somewhere: any monospaced one will do.
+        return re.sub(r"@font-face\s*{[^}]*}\s*", "", console.export_svg(title="pagefold demo")) + "\n"
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "workload": asdict(self.workload),
+            "config": asdict(self.config),
+            "sharing": self.shared.figures(),
+            "no_sharing": self.unshared.figures(),
+        }
+
+
+def _save(drawn: str, file: Path) -> None:
     try:
-        file.write_text(drawn + "\n", encoding="utf-8")
+        file.write_text(drawn, encoding="utf-8")
     except OSError as error:
         msg = f"Cannot write {file}: {error.strerror}."
         fail(ConfigError(msg, remedy="Name a file in a folder that can be written."))

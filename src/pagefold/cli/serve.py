@@ -9,12 +9,13 @@ import os
 import sys
 import time
 from importlib.util import find_spec
-from pathlib import Path  # noqa: TC003 - typer reads it
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, cast
 
 import typer
 
 from pagefold.cli.fail import fail
+from pagefold.cli.permissions import tell_of_served
 from pagefold.cli.size import parse_size
 from pagefold.config import (
     EngineConfig,
@@ -98,6 +99,15 @@ def serve(  # noqa: PLR0913 - one parameter a flag
     timeout_keep_alive: Annotated[
         float, typer.Option(help="Seconds that a connection stays after an answer.", rich_help_panel=_DOOR)
     ] = 5.0,
+    responses_store_bytes: Annotated[
+        int,
+        typer.Option(
+            parser=parse_size,
+            metavar="SIZE",
+            help="Memory for /v1/responses that clients go on from by their id, as 64M; 0 keeps none.",
+            rich_help_panel=_DOOR,
+        ),
+    ] = 64 * 2**20,
     api_key: Annotated[
         list[str] | None,
         typer.Option(help="Clients must bring it; may be given several times.", rich_help_panel=_DOOR),
@@ -160,6 +170,14 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             rich_help_panel=_DOOR,
         ),
     ] = None,
+    fix_permissions: Annotated[
+        bool,
+        typer.Option(
+            "--fix-permissions",
+            help="Take from others on this machine all rights to cache folder, recording, verdicts and key file.",
+            rich_help_panel=_DOOR,
+        ),
+    ] = False,
     log_format: Annotated[
         str, typer.Option(help="text, or json for one object a line.", rich_help_panel=_DOOR)
     ] = "text",
@@ -341,12 +359,21 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             rich_help_panel=_DOOR,
         ),
     ] = None,
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="How the model marks its thinking: deepseek_r1, deepseek_v3, glm45, granite, mistral, qwen3 or "
+            "seed_oss; it is not told from answers if not given.",
+            rich_help_panel=_DOOR,
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of requests that bring none.", rich_help_panel=_ENGINE)] = 0,
 ) -> None:
     """Serve MODEL with OpenAI's HTTP API."""
     began = time.monotonic()
     try:
         check_installed()
+        tell_of_served(_path(kv_disk_path), record_trace, _path(api_key_file), fix=fix_permissions)
         engine_config = EngineConfig(
             model=model,
             device=cast("Device", device),
@@ -407,6 +434,8 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             log_format=cast('Literal["text", "json"]', log_format),
             log_level=cast('Literal["debug", "info", "warning", "error"]', log_level),
             tool_call_parser=tool_call_parser,
+            reasoning_parser=reasoning_parser,
+            responses_store_bytes=responses_store_bytes,
         )
         if record_trace is not None and engine_config.has_slow_tiers:
             msg = "What slow tiers bring, and when, is not part of a recording yet."
@@ -449,6 +478,10 @@ def _warm_prompts(path: str) -> list[WarmPrompt]:
             msg = f"Line {number} of {path}: {error}"
             raise ConfigError(msg) from None
     return prompts
+
+
+def _path(name: str | None) -> Path | None:
+    return None if name is None else Path(name)
 
 
 def _num_tokens(max_model_len: str | None) -> int | Literal["auto"] | None:

@@ -15,7 +15,7 @@ from pagefold.engine.engine import Engine, ModelLimits
 from pagefold.engine.on_card import bound_use_of, build_runner, capacity_on_card, measure_link, ran_out
 from pagefold.engine.overlapped import OverlappedEngine
 from pagefold.errors import ConfigError, DoesNotFitError
-from pagefold.events import Emit, ignore
+from pagefold.events import CacheConfigured, Emit, ignore
 from pagefold.json_object import read_json_object
 from pagefold.kv import (
     CODECS,
@@ -424,6 +424,7 @@ def _assemble(
         assert arena is not None, "slow tiers go through the host's"
         move = partial(arena.carry_out, blocks=runner.slab.as_bytes())
         tiering = Tiering(scheduler, slow, Transfer(arena, stores), arena, move, emit=emit)
+    emit(CacheConfigured(_cache_settings(config, capacity)))
     # A card computes by itself; on a CPU there is nobody who could do something else meanwhile.
     kind = Engine if blueprint.card is None or tiering is not None else OverlappedEngine
     return kind(
@@ -440,10 +441,26 @@ def _assemble(
     )
 
 
+def _cache_settings(config: EngineConfig, capacity: Capacity) -> dict[str, str]:
+    """Return what an engine's cache is, by vLLM's names. A device's blocks are vLLM's GPU blocks, also on a CPU."""
+    return {
+        "block_size": str(config.block_size),
+        "cache_dtype": config.kv_cache_dtype,
+        "enable_prefix_caching": str(config.enable_prefix_caching),
+        "gpu_memory_utilization": str(config.gpu_memory_utilization),
+        "kv_cache_memory_bytes": str(config.kv_cache_memory_bytes),
+        "num_cpu_blocks": str(capacity.num_host_blocks),
+        "num_gpu_blocks": str(capacity.num_blocks),
+    }
+
+
 def _slow_tiers(
     config: EngineConfig, host: HostTier | None, arbiter: Arbiter, stores: list[BlockStore], say: Callable[[str], None]
 ) -> SlowTiers | None:
-    """Try every store, and return what decides about those that can ever win; ``stores`` keeps only these."""
+    """Try every store, and return what decides about those that work; ``stores`` keeps only these.
+
+    One that is too slow now stays: what it holds is computed until the arbiter tries it again.
+    """
     for store in list(stores):
         verdict = store.self_test()
         say(verdict.told)
@@ -452,10 +469,11 @@ def _slow_tiers(
             continue
         if verdict.ok:
             arbiter.links[store.tier] = LinkModel(verdict.latency_s, verdict.read_bytes_per_s)
-            if arbiter.pays(store.tier):
-                continue
-            load_s, compute_s = arbiter.block_bytes / verdict.read_bytes_per_s, arbiter.compute_s(1)
-            say(f"           off: to read a block takes {1e3 * load_s:.2f} ms, to compute it {1e3 * compute_s:.2f} ms")
+            if not arbiter.is_fast(store.tier):
+                load_s, compute_s = arbiter.block_bytes / verdict.read_bytes_per_s, arbiter.compute_s(1)
+                what = f"to read a block takes {1e3 * load_s:.2f} ms, to compute it {1e3 * compute_s:.2f} ms"
+                say(f"           too slow now: {what}; it is tried again from time to time")
+            continue
         stores.remove(store)
         store.close()
     if not stores:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from pagefold.engine.outputs import OutputDelta
@@ -21,8 +21,9 @@ from pagefold.errors import EngineStoppedError, QueueFullError
 from pagefold.request import ANYBODY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    from pagefold.cache_size import CacheSize
     from pagefold.engine.engine import Engine
     from pagefold.engine.pins import PinReport
     from pagefold.request import Caller, SamplingParams
@@ -53,7 +54,11 @@ class EngineStatus:
         num_pinned_blocks: how many of them pins keep, whether or not somebody uses them.
         num_wasted_slots: slots in blocks of running requests that hold no token.
         kv_waste: their share of all slots in blocks held by requests, 0 to 1.
+        num_unsaved_blocks: of the host's memory, that no slow tier was given yet.
+        tiers_fast: of each slow tier whether it is thought to bring a block sooner than the block is computed.
         is_healthy: False after a failure that the engine does not survive.
+        num_deferred: how many of those that wait could not run yet: slow tiers bring their blocks.
+        caches: what else is kept, each with its bound.
     """
 
     num_running: int = 0
@@ -65,16 +70,29 @@ class EngineStatus:
     num_pinned_blocks: int = 0
     num_wasted_slots: int = 0
     kv_waste: float = 0.0
+    num_unsaved_blocks: int = 0
+    tiers_fast: Mapping[str, bool] = field(default_factory=dict)
     is_healthy: bool = True
+    num_deferred: int = 0
+    caches: tuple[CacheSize, ...] = ()
+
+    @property
+    def num_for_capacity(self) -> int:
+        """How many of those that wait wait for a place or for memory."""
+        return self.num_waiting - self.num_deferred
 
     @classmethod
-    def of(cls, scheduler: Scheduler, *, is_healthy: bool = True) -> EngineStatus:
+    def of(cls, scheduler: Scheduler, *, is_healthy: bool = True, caches: Sequence[CacheSize] = ()) -> EngineStatus:
         """Look at ``scheduler`` and its core. Plain reads, so any thread may."""
         core = scheduler.core
+        slow = core.slow
         num_wasted_slots = scheduler.num_wasted_slots
+        num_deferred = len(scheduler.fetching)
         return cls(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting) + len(scheduler.fetching),
+            num_waiting=len(scheduler.waiting) + num_deferred,
+            num_deferred=num_deferred,
+            caches=tuple(caches),
             kv_cache_usage=core.usage,
             num_free_blocks=core.pool.num_free,
             num_cached_blocks=core.pool.num_cached,
@@ -82,6 +100,8 @@ class EngineStatus:
             num_pinned_blocks=core.pins.num_blocks,
             num_wasted_slots=num_wasted_slots,
             kv_waste=min(1.0, num_wasted_slots / max(1, core.num_active * core.block_size)),
+            num_unsaved_blocks=0 if slow is None else len(slow.host.unsaved),
+            tiers_fast={} if slow is None else {tier: slow.arbiter.is_fast(tier) for tier in tuple(slow.arbiter.links)},
             is_healthy=is_healthy,
         )
 
@@ -96,6 +116,10 @@ class EngineClient(Protocol):
     @property
     def max_model_len(self) -> int:
         """Longest prompt and output together, in tokens."""
+
+    @property
+    def cached_block_size(self) -> int | None:
+        """How many tokens a block of the prefix cache holds; None where prefixes are not cached."""
 
     def ensure_ready(self) -> None:
         """Return if it takes requests now.
@@ -253,10 +277,16 @@ class EngineThread:
         """See :class:`EngineClient`."""
         return self._engine.capacity.max_model_len
 
+    @property
+    def cached_block_size(self) -> int | None:
+        """See :class:`EngineClient`."""
+        core = self._engine.scheduler.core
+        return core.block_size if core.publishes else None
+
     def status(self) -> EngineStatus:
         """See :class:`EngineClient`."""
         is_healthy = self._failure is None and self._thread.is_alive()
-        return EngineStatus.of(self._engine.scheduler, is_healthy=is_healthy)
+        return EngineStatus.of(self._engine.scheduler, is_healthy=is_healthy, caches=self._engine.cache_sizes())
 
     @property
     def has_failed(self) -> bool:

@@ -14,13 +14,16 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypedDict
 
-from pagefold.engine.logprobs import named_logprobs
+from pagefold.cache_size import CacheSize
+from pagefold.engine.logprobs import PromptLogprobs, named_logprobs
+from pagefold.engine.output_rules import matcher_error, matchers, output_text, refuse_without_tokenizer
 from pagefold.engine.outputs import Logprob, OutputDelta, OutputText
 from pagefold.engine.pins import PinReport, report_pins
 from pagefold.errors import InvalidRequestError, PinQuotaError
-from pagefold.events import Emit, ignore
+from pagefold.events import Emit, PromptFinished, ignore
 from pagefold.kv import Namespace
 from pagefold.request import ANYBODY, Caller, Request, SamplingParams, StopRule
+from pagefold.scheduler import MAX_EXPECTED_BYTES
 from pagefold.steps import DamagedBlocksError
 from pagefold.structured.params import FIELD
 from pagefold.times import tell_end, tell_tokens
@@ -57,10 +60,29 @@ class ModelLimits:
     namespace: Namespace
 
 
+@dataclass(slots=True)
+class _Open:
+    """A request some of whose samples have not ended.
+
+    Attributes:
+        sample_ids: their ids.
+        num_choices: that were asked for; 0 for a warm-up.
+        num_longest_tokens: output tokens of the longest of the others.
+    """
+
+    sample_ids: list[str]
+    num_choices: int
+    num_longest_tokens: int = 0
+
+    def count_end(self, sample: Request) -> None:
+        """Count the output of a sample that has ended."""
+        self.num_longest_tokens = max(self.num_longest_tokens, sample.num_output_tokens)
+
+
 class _Logprobs(TypedDict, total=False):
     cumulative_logprob: float
     logprobs: tuple[dict[int, Logprob], ...]
-    prompt_logprobs: list[dict[int, Logprob] | None]
+    prompt_logprobs: PromptLogprobs
 
 
 class Engine:
@@ -107,7 +129,7 @@ class Engine:
         self._emit = emit
         self._clock = clock
         self._texts: dict[str, OutputText] = {}  # of every sample that has not ended
-        self._open: dict[str, list[str]] = {}  # the ids of those samples, by request
+        self._open: dict[str, _Open] = {}  # the requests of those samples
         self._num_requests = 0
 
     @property
@@ -119,6 +141,15 @@ class Engine:
     def has_requests(self) -> bool:
         """Whether any request is here: also if all of them wait for blocks."""
         return self.scheduler.has_requests
+
+    def cache_sizes(self) -> list[CacheSize]:
+        """Return what is kept beside blocks. Plain reads, so any thread may ask."""
+        sizes = [] if self._compiler is None else self._compiler.sizes()
+        if self.tokenizer is not None:
+            sizes.append(self.tokenizer.cache_size())
+        if self.tiering is not None:
+            sizes.append(CacheSize("expected_conversations", self.tiering.expected_bytes, MAX_EXPECTED_BYTES))
+        return sizes
 
     def decide_in_order(self) -> None:
         """From now on plan each step when the last one's tokens are known: so a recording can be replayed.
@@ -143,6 +174,7 @@ class Engine:
         self._check_ids(prompt_token_ids, "prompt")
         self._check_ids(sampling.stop_token_ids, "stop_token_ids")
         self._check_ids(sampling.logit_bias or (), "logit_bias")
+        self._check_ids(sampling.allowed_token_ids or (), "allowed_token_ids")
         max_tokens = max_len - num_tokens if sampling.max_tokens is None else sampling.max_tokens
         if sampling.min_tokens > max_tokens:
             msg = f"min_tokens is {sampling.min_tokens}, and the output has at most {max_tokens} tokens."
@@ -150,9 +182,8 @@ class Engine:
         if sampling.min_tokens and len(self._stop_ids(sampling)) >= self.limits.vocab_size:
             msg = "Every token is a stop token, so none can come before min_tokens."
             raise InvalidRequestError(msg, param="stop_token_ids", remedy="Leave some out.")
-        if sampling.stop and self.tokenizer is None:
-            msg = "Stop strings need a tokenizer, and this engine works in tokens only."
-            raise InvalidRequestError(msg, param="stop", remedy="Use stop_token_ids.")
+        if self.tokenizer is None:
+            refuse_without_tokenizer(sampling)
         max_samples = self.scheduler.limits.max_num_seqs
         if sampling.num_samples > max_samples:
             param = "n" if sampling.n > max_samples else "best_of"
@@ -214,35 +245,36 @@ class Engine:
         max_total = self.capacity.max_model_len
         if sampling.max_tokens is not None:
             max_total = min(max_total, len(prompt_token_ids) + sampling.max_tokens)
+        priority = caller.priority + (0 if self.scheduler.policy.name == "fcfs" else caller.tier_offset)
         seed = sampling.seed if sampling.seed is not None else hash((self._seed, self._num_requests))
         self._num_requests += 1
         now = self._clock()
         stop = StopRule(self._stop_ids(sampling), max_total)
+        to_match = matchers(sampling, grammar, self.limits.vocab_size, self.tokenizer)
         samples = [
             Request(
                 sample_id,
                 prompt_token_ids,
                 sampling,
                 stop=stop,
-                matcher=None if grammar is None else grammar.matcher(ignore_eos=sampling.ignore_eos),
+                matcher=matcher,
                 namespace=namespace.key(),
                 seed=seed + index,
                 arrival_s=now,
                 deadline_s=None if self._request_timeout_s is None else now + self._request_timeout_s,
-                priority=caller.priority,
+                priority=priority,
                 parent_id=request_id,
                 sample_index=index,
                 warm_up=caller.warm_up,
                 returns_in_s=caller.returns_in_s,
             )
-            for index, sample_id in enumerate(sample_ids)
+            for index, (sample_id, matcher) in enumerate(zip(sample_ids, to_match, strict=True))
         ]
         if caller.warm_up is not None and caller.warm_up.pin:
             self._check_pin_quota(samples[0])
         for sample_id in sample_ids:
-            detokenizer = None if self.tokenizer is None else self.tokenizer.detokenizer(prompt_token_ids)
-            self._texts[sample_id] = OutputText(detokenizer, sampling.stop, sampling.min_tokens)
-        self._open[request_id] = sample_ids
+            self._texts[sample_id] = output_text(sampling, prompt_token_ids, self.tokenizer)
+        self._open[request_id] = _Open(sample_ids, sampling.n if caller.warm_up is None else 0)
         first, *first.forks = samples
         self.scheduler.add(first)
         if self.tiering is not None:
@@ -250,14 +282,18 @@ class Engine:
 
     def abort(self, request_id: str) -> bool:
         """End a request whose caller has gone, with all its samples. False when it has ended already."""
-        sample_ids = self._open.pop(request_id, [])
-        for sample_id in sample_ids:
+        if request_id not in self._open:
+            return False
+        opened = self._open.pop(request_id)
+        for sample_id in opened.sample_ids:
             del self._texts[sample_id]
             request = self.scheduler.finish(sample_id, "abort")
             if request is not None:
                 for sample in (request, *request.forks):
                     tell_end(self._emit, sample, "abort", self._clock())
-        return bool(sample_ids)
+                    opened.count_end(sample)
+        self._tell_prompt_end(request_id, opened)
+        return True
 
     def reset_prefix_cache(self) -> int:
         """Forget every cached prefix, between steps; running requests go on. Return how many blocks became free.
@@ -318,7 +354,8 @@ class Engine:
     def step(self) -> list[OutputDelta]:
         """Run one step and return what it added, request by request.
 
-        A step that fails is taken back, and its requests run again; one that keeps failing ends with ``error``.
+        A step that fails is taken back, and its requests run again: apart, until it is known whose fault it was. Who
+        made it fail ends with ``error``.
         """
         now = self._clock()
         if self.tiering is not None:
@@ -332,7 +369,7 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - whatever a step dies of, its requests must not be lost
             return deltas + self._abandon(plan, error)
         except BaseException as interrupt:  # not the step's fault: whoever catches it finds no step in flight
-            self.scheduler.abandon(type(interrupt).__name__)
+            self.scheduler.abandon(type(interrupt).__name__, is_blamed=False)
             raise
         began, now = now, self._clock()
         if self.tiering is not None:
@@ -340,7 +377,7 @@ class Engine:
         requests = self.scheduler.apply(result)
         tell_tokens(self._emit, requests, now, self.scheduler.core.block_size)
         deltas += [self._delta(request, request.finish_reason, now) for request in requests]
-        return deltas
+        return deltas + self._all_failed(self._corrupted(), None)
 
     def _abandon(self, plan: StepPlan, error: Exception) -> list[OutputDelta]:
         """Take back a step that failed; return the last deltas of requests that ended by it."""
@@ -406,11 +443,14 @@ class Engine:
 
         ``reason`` is why it ended with that token, if it did.
         """
-        token_id = request.token_ids[-1]
         text = self._texts[request.request_id]
         text_offset = text.num_characters
-        is_stop_token = reason == "stop" and token_id in request.stop.token_ids
-        piece = "" if is_stop_token else text.push(token_id)
+        token_ids = () if request.has_no_output else (request.token_ids[-1],)
+        piece = ""
+        for token_id in token_ids:
+            is_stop_token = reason == "stop" and token_id in request.stop.token_ids
+            if not is_stop_token or request.sampling.include_stop_str_in_output:
+                piece = text.push(token_id)
         if text.stopped and reason != "stop":
             if reason is None:
                 self.scheduler.finish(request.request_id, "stop")
@@ -428,47 +468,65 @@ class Engine:
         delta = OutputDelta(
             request.parent_id,
             piece,
-            (token_id,),
+            token_ids,
             request.num_cached_tokens,
             reason,
             index=request.sample_index,
             is_last=is_last,
             times=request.times,
             num_loaded_tokens=request.num_loaded_tokens,
+            stop_reason=text.stop_reason if reason == "stop" else None,
         )
         if reason == "error":
-            delta = replace(delta, error=_grammar_error(request), param=FIELD)
+            assert request.matcher is not None  # in a step that ran, only it can have failed
+            delta = replace(delta, error=matcher_error(request, request.matcher), param=request.matcher.field)
         return delta if request.is_plain else replace(delta, text_offset=text_offset, **self._logprobs(request))
 
     def _close(self, request: Request) -> bool:
         """Forget a sample that has ended; return whether it was the last of its request."""
         del self._texts[request.request_id]
-        left = self._open[request.parent_id]
-        left.remove(request.request_id)
-        if not left:
-            del self._open[request.parent_id]
-        return not left
+        opened = self._open[request.parent_id]
+        opened.sample_ids.remove(request.request_id)
+        opened.count_end(request)
+        if opened.sample_ids:
+            return False
+        del self._open[request.parent_id]
+        self._tell_prompt_end(request.parent_id, opened)
+        return True
+
+    def _tell_prompt_end(self, request_id: str, opened: _Open) -> None:
+        if opened.num_choices:
+            self._emit(PromptFinished(request_id, opened.num_choices, opened.num_longest_tokens))
 
     def _logprobs(self, request: Request) -> _Logprobs:
         """Return what a delta tells of logprobs: of the last token; with the first one, of the prompt."""
         told: _Logprobs = {}
         sampling = request.sampling
         if sampling.logprobs is not None:
-            last = named_logprobs(self.tokenizer, request.token_ids[-1:], request.logprobs[-1:])
-            told["logprobs"] = tuple(last)
+            last = request.logprobs[-1:]  # none where nothing is sampled
+            told["logprobs"] = tuple(named_logprobs(self.tokenizer, request.token_ids[-1:] if last else (), last))
         if request.logprobs:
             told["cumulative_logprob"] = request.cumulative_logprob
-        if sampling.prompt_logprobs is not None and request.num_output_tokens == 1 and request.sample_index == 0:
+        if sampling.prompt_logprobs is not None and request.num_output_tokens <= 1 and request.sample_index == 0:
             rest = request.token_ids[1 : request.num_prompt_tokens]
-            told["prompt_logprobs"] = [None, *named_logprobs(self.tokenizer, rest, request.prompt_logprobs)]
+            told["prompt_logprobs"] = PromptLogprobs(self.tokenizer, rest, request.prompt_logprobs)
         return told
 
-    def _all_failed(self, ended: list[Request], error: Exception) -> list[OutputDelta]:
-        """Return the last deltas of requests that ended by a failed step; who cancelled is told nothing."""
+    def _corrupted(self) -> list[Request]:
+        """Return those who end by the step that was just applied, since their logits are no numbers."""
+        ended = self.scheduler.corrupted
+        if ended:
+            _log.error("logits of %d requests are NaN or infinite; what they had is dropped", len(ended))
+        if self.tiering is not None and self.scheduler.distrusted:
+            self.tiering.distrust(self.scheduler.distrusted)
+        return [sample for request in ended for sample in (request, *request.forks)]
+
+    def _all_failed(self, ended: list[Request], error: Exception | None) -> list[OutputDelta]:
+        """Return the last deltas of requests that ended by a step, with its error; who cancelled is told nothing."""
         now = self._clock()
-        why = f"{type(error).__name__}: {error}"
+        why = "." if error is None else f": {type(error).__name__}: {error}"
         return [
-            self._cut_off(request, f"The step failed {request.num_failed_steps} times: {why}", now)
+            self._cut_off(request, f"{request.error or 'The step failed'}{why}", now)
             for request in ended
             if request.request_id in self._texts
         ]
@@ -495,9 +553,3 @@ class Engine:
             is_last=self._close(request),
             times=request.times,
         )
-
-
-def _grammar_error(request: Request) -> str:
-    """Return why the output of ``request`` could not go on. In a step that ran, only its grammar can have failed."""
-    assert request.matcher is not None
-    return f"The grammar became too complex after {request.num_output_tokens} tokens: {request.matcher.error}."

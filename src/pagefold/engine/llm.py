@@ -61,7 +61,7 @@ class LLM:
         self._metrics = None if disable_log_stats else _metrics(self.config.model)
         self.engine = build_engine(plan_engine(self.config), emit=self._metrics.emit if self._metrics else ignore)
         if self._metrics is not None:
-            self._metrics.watch(lambda: EngineStatus.of(self.engine.scheduler))
+            self._metrics.watch(lambda: EngineStatus.of(self.engine.scheduler, caches=self.engine.cache_sizes()))
         self._num_requests = 0
         self._busy = threading.Lock()
 
@@ -205,7 +205,7 @@ class LLM:
         return RequestOutput(
             request_id=f"llm-{self._num_requests}",
             prompt=text if isinstance(text, str) else None,
-            prompt_token_ids=list(token_ids),
+            prompt_token_ids=how.truncated(list(token_ids), self.engine.capacity.max_model_len),
             outputs=[CompletionOutput(index=index) for index in range(how.num_samples)],
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pagefold.engine.outputs import Logprob
@@ -12,7 +13,33 @@ if TYPE_CHECKING:
     from pagefold.steps import TokenLogprobs
     from pagefold.tokenizer import Tokenizer
 
-__all__ = ["named_logprobs"]
+__all__ = ["PromptLogprobs", "named_logprobs"]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """What is told of a prompt's tokens. It may be much, so whoever reads it names it, and not the engine's thread.
+
+    Attributes:
+        tokenizer: of the model, or None.
+        token_ids: of the prompt, from the second on: nothing tells the first.
+        found: of each of them.
+    """
+
+    tokenizer: Tokenizer | None
+    token_ids: Sequence[int]
+    found: Sequence[TokenLogprobs]
+
+    def named(self, num_top: int | None = None) -> list[dict[int, Logprob] | None]:
+        """Return, for each token, the logprobs of it and of the most likely tokens; None for the first.
+
+        Args:
+            num_top: how many of these; None for all that were asked for.
+        """
+        found = self.found
+        if num_top is not None:
+            found = [one._replace(top=one.top[:num_top]) for one in found]
+        return [None, *named_logprobs(self.tokenizer, self.token_ids, found)]
 
 
 def named_logprobs(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from pagefold.engine.logprobs import PromptLogprobs
     from pagefold.request import FinishReason, RequestTimes
     from pagefold.tokenizer import Detokenizer
 
@@ -40,11 +41,11 @@ class OutputDelta:
         num_cached_tokens: how much of the prompt was a prefix hit.
         num_loaded_tokens: how much of that came from tiers behind the device, by tier.
         finish_reason: why it ended, in the sample's last delta.
+        stop_reason: with ``finish_reason`` ``stop``, the stop string that ended it, if one did.
         error: what went wrong, when ``finish_reason`` is ``error`` or ``timeout``.
         param: the request's field at fault, when it was the request that went wrong.
         logprobs: for each of ``token_ids``, those of it and of the most likely tokens by token id, if asked for.
-        prompt_logprobs: the same for each token of the prompt, in the first delta, if asked for. None stands for the
-            first token: nothing tells it.
+        prompt_logprobs: of the prompt's tokens, in the first delta of the first sample, if asked for.
         cumulative_logprob: the sum of the logprobs of all the sample's tokens so far, where they are known.
         text_offset: how many characters of the output's text come before that of ``token_ids``.
         times: of the request; the engine goes on writing it.
@@ -59,7 +60,7 @@ class OutputDelta:
     finish_reason: FinishReason | None = None
     error: str | None = None
     logprobs: tuple[dict[int, Logprob], ...] | None = None
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     cumulative_logprob: float | None = None
     text_offset: int = 0
     times: RequestTimes | None = None
@@ -67,6 +68,7 @@ class OutputDelta:
     index: int = 0
     is_last: bool = False
     num_loaded_tokens: Mapping[str, int] = field(default_factory=dict)
+    stop_reason: str | None = None
 
     @property
     def can_merge(self) -> bool:
@@ -89,7 +91,7 @@ class CompletionOutput:
 
     Attributes:
         index: which of the request's outputs.
-        text: its text, without stop string.
+        text: its text, without stop string unless ``include_stop_str_in_output``.
         token_ids: its tokens, those of a stop string and a stop token included.
         finish_reason: ``stop``, ``length``, ``abort``, ``error`` or ``timeout``; None while it runs.
         logprobs: for each token, those of it and of the most likely tokens by token id, if asked for.
@@ -147,7 +149,7 @@ class RequestOutput:
         if delta.cumulative_logprob is not None:
             output.cumulative_logprob = delta.cumulative_logprob
         if delta.prompt_logprobs is not None:
-            self.prompt_logprobs = delta.prompt_logprobs
+            self.prompt_logprobs = delta.prompt_logprobs.named()
         self.num_cached_tokens = delta.num_cached_tokens
         self.num_loaded_tokens = delta.num_loaded_tokens
         self.error = self.error or delta.error
@@ -180,25 +182,34 @@ class OutputText:
         detokenizer: for this output; None when text is not wanted.
         stop: the stop strings.
         min_tokens: a stop string that is complete within so many tokens does not count.
+        keeps_stop: whether the stop string is part of the text.
 
     Attributes:
-        stopped: whether a stop string is complete.
+        stop_reason: the stop string that is complete, if one is.
         num_characters: of the text so far, what is held back included.
     """
 
-    def __init__(self, detokenizer: Detokenizer | None, stop: tuple[str, ...], min_tokens: int = 0) -> None:
+    def __init__(
+        self, detokenizer: Detokenizer | None, stop: tuple[str, ...], min_tokens: int = 0, *, keeps_stop: bool = False
+    ) -> None:
         self._detokenizer = detokenizer
         self._stop = stop
         self._min_tokens = min_tokens
+        self._keeps_stop = keeps_stop
         self._num_tokens = 0
         self._num_passed = 0  # characters of ``_held`` within which a complete stop string does not count
         self.num_characters = 0
         self._num_held_back = max((len(text) for text in stop), default=1) - 1
         self._held = ""
-        self.stopped = False
+        self.stop_reason: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string is complete."""
+        return self.stop_reason is not None
 
     def push(self, token_id: int) -> str:
-        """Take a token; return the text that is certain now. Sets ``stopped`` when a stop string is complete."""
+        """Take a token; return the text that is certain now. Sets ``stop_reason`` when a stop string is complete."""
         if self._detokenizer is None or self.stopped:
             return ""
         self._num_tokens += 1
@@ -218,8 +229,9 @@ class OutputText:
         firsts = [(text, max(0, self._num_passed + 1 - len(text))) for text in self._stop]
         found = [(at + len(text), at) for text, first in firsts if (at := self._held.find(text, first)) >= 0]
         if found:  # the one that is complete first, whether or not the piece holds more; of those, the longest
-            self.stopped = True
-            certain, self._held = self._held[: min(found)[1]], ""
+            end, begin = min(found)
+            self.stop_reason = self._held[begin:end]
+            certain, self._held = self._held[: end if self._keeps_stop else begin], ""
             return certain
         cut = len(self._held) - num_held_back
         if cut <= 0:

@@ -64,7 +64,9 @@ class OverlappedEngine(Engine):
         self._flights: deque[_Flight] = deque()  # two at most, and one between steps
         self._landed_s = 0.0  # when the last step did
         self._landed: list[tuple[Request, FinishReason | None]] = []  # got a token that nobody was told of
-        self._failed: list[tuple[list[Request], Exception]] = []  # ended by failed steps, which nobody was told either
+        self._failed: list[
+            tuple[list[Request], Exception | None]
+        ] = []  # ended by failed steps, which nobody was told either
 
     @property
     def has_work(self) -> bool:
@@ -167,6 +169,8 @@ class OverlappedEngine(Engine):
         self._learn(flight, now)
         tell_tokens(self._emit, requests, now, self.scheduler.core.block_size)
         self._landed += [(request, request.finish_reason) for request in requests]
+        if self.scheduler.corrupted:
+            self._all_failed(self._corrupted(), None)
 
     def _learn(self, flight: _Flight, now: float) -> None:
         """Tell the arbiter what a step took, since it was launched or the one before had ended."""
@@ -175,7 +179,7 @@ class OverlappedEngine(Engine):
         if arbiter is not None and not plan.host_ops.loads:
             arbiter.learn_compute(len(plan.token_ids), plan.num_rows, now - begun_s)
 
-    def _all_failed(self, ended: list[Request], error: Exception) -> list[OutputDelta]:
+    def _all_failed(self, ended: list[Request], error: Exception | None) -> list[OutputDelta]:
         """Keep them until all have been told of the tokens that they got before.
 
         Not those who have been told their end: somebody else may come by their names before the others are told.
@@ -189,7 +193,7 @@ class OverlappedEngine(Engine):
             self._drain()
         finally:  # somebody may interrupt that too
             self._flights.clear()
-            self.scheduler.abandon(type(interrupt).__name__)
+            self.scheduler.abandon(type(interrupt).__name__, is_blamed=False)
 
     def _drain(self) -> None:
         """Let the steps in flight end, whatever comes of them: what they write must not be given to others before."""

@@ -24,11 +24,16 @@ _WEIGHT = 0.2
 _RECOVERY = 0.01
 """How much a tier that is left out is forgiven with each request that could have used it."""
 
+_HOPE = 1.25
+"""A tier that was measured as too slow at the start is in time thought this much faster than it must be to be tried."""
+
 _PATIENCE = 0.15
 """Share of the time that computing would take, for which a request waits though nothing arrives."""
 
 _MIN_LEARNT_TOKENS, _MIN_LEARNT_A_ROW = 64, 8
 """A step that computes fewer tokens, or fewer for each of its sequences, says little of what prefilling takes."""
+
+_INSTANT_S = 1e-12
 
 _MARGIN = 0.8
 """Loading must take at most this share of computing: measurements err, and a hit is not to be slower than a miss."""
@@ -58,9 +63,14 @@ class LinkModel:
             self.latency_s = min(self.latency_s, seconds / 2)
             self.bytes_per_s += _WEIGHT * (num_bytes / (seconds - self.latency_s) - self.bytes_per_s)
 
-    def recover(self) -> None:
-        """It was not used, since it is thought too slow: in time it is thought as fast as at first, and tried again."""
-        self.bytes_per_s += _RECOVERY * (self._first_bytes_per_s - self.bytes_per_s)
+    def recover(self, hoped_bytes_per_s: float = 0.0) -> None:
+        """It was not used, since it is thought too slow: in time it is thought faster, and tried again.
+
+        Args:
+            hoped_bytes_per_s: what it is thought then, where that is more than at first.
+        """
+        hoped = max(self._first_bytes_per_s, hoped_bytes_per_s)
+        self.bytes_per_s += _RECOVERY * max(0.0, hoped - self.bytes_per_s)
 
 
 class Verdict(NamedTuple):
@@ -109,13 +119,24 @@ class Arbiter:
         """Return how long computing so many blocks takes."""
         return num_blocks * self.block_size * self.compute_s_per_token
 
+    @property
+    def least_bytes_per_s(self) -> float:
+        """What a tier must deliver to bring a block sooner than the block is computed."""
+        return self.block_bytes / max(_MARGIN * self.compute_s(1), _INSTANT_S)
+
+    def is_fast(self, tier: str) -> bool:
+        """Whether a tier is thought to bring a block sooner than the block is computed."""
+        return self.links[tier].bytes_per_s > self.least_bytes_per_s
+
     def pays(self, tier: str) -> bool:
-        """Whether a tier can ever win: it brings a block sooner than the block is computed."""
-        link = self.links[tier]
-        pays = self.block_bytes / link.bytes_per_s < _MARGIN * self.compute_s(1)
-        if not pays:
-            link.recover()
-        return pays
+        """Whether a request should look into a tier. One that is too slow is forgiven a little, and tried in time.
+
+        That holds also for one that was too slow when it was measured first: the machine may have been busy.
+        """
+        if self.is_fast(tier):
+            return True
+        self.links[tier].recover(_HOPE * self.least_bytes_per_s)
+        return False
 
     def weigh(self, tiers: list[str], queued_bytes: dict[str, int]) -> Verdict:
         """Decide about blocks of one path.

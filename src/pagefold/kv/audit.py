@@ -47,6 +47,10 @@ def audit(core: KVCore) -> None:
         others = Counter(core.slow.pins() if core.slow is not None else ())
         others.update(held.host_id for table in core.tables for held in table.cold)
         _audit_host(core.host, others)
+        if core.slow is not None:
+            _check(
+                core.slow.num_early <= core.slow.max_early, f"{core.slow.num_early} blocks are to be written at once"
+            )
     if core.residuals is not None:
         taken = [table.residual_id for table in core.tables]
         every = sorted([*taken, *core.residuals.free_ids])

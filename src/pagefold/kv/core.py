@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagefold.events import BlockEvicted, CacheReset, Emit, EvictionCause, HostTransfer, ignore
+from pagefold.events import BlockEvicted, BlocksReused, CacheReset, Emit, EvictionCause, HostTransfer, ignore
 from pagefold.kv.block import Block, BlockState
 from pagefold.kv.names import digest_of, name_of, names_behind, root_digest
 from pagefold.kv.pins import PinLimits, PinTable
@@ -39,7 +39,7 @@ from pagefold.kv.pool import BlockPool
 from pagefold.kv.streaming import Streaming
 from pagefold.kv.table import BlockTable, num_blocks_for
 from pagefold.kv.tiers import HOST
-from pagefold.kv.tree import TOKEN_BYTES, Node, PrefixHit, PrefixTree
+from pagefold.kv.tree import TOKEN_BYTES, Node, PrefixHit, PrefixTree, doubtful_nodes
 
 if TYPE_CHECKING:
     from collections import deque
@@ -111,6 +111,7 @@ class KVCore:
         arbiter: weighs restoring against computing, if that is in question.
         streaming: of sequences larger than the device, if they are allowed.
         residuals: of unsealed blocks, if blocks are sealed.
+        now_s: the time, which whoever calls sets; nothing that is decided hangs on it. It is told with events.
     """
 
     def __init__(  # noqa: PLR0913 - settings, by name
@@ -149,6 +150,7 @@ class KVCore:
         if allow_streaming:
             assert host is not None, "what streams lies in the host's arena"
             self.streaming = Streaming(self.pool, host, block_size, self._store_live)
+        self.now_s = 0.0
         self._tick = 0  # logical time: one for every acquire and release, so recency has no ties between tables
 
     # What there is.
@@ -231,6 +233,9 @@ class KVCore:
             self.residuals.take(table)
         acquire = self.pool.acquire
         append = table.block_ids.append
+        now_s = self.now_s
+        gaps: dict[float, int] = {}
+        used_s, num_alike = (nodes[0].used_s if nodes else now_s), 0  # blocks of a path were mostly used together
         for node in nodes:
             block = node.block
             assert block is not None
@@ -238,7 +243,14 @@ class KVCore:
             append(block.block_id)
             node.last_used = tick
             node.num_hits += 1
+            if node.used_s != used_s:
+                gaps[now_s - used_s] = gaps.get(now_s - used_s, 0) + num_alike
+                used_s, num_alike = node.used_s, 0
+            num_alike += 1
+            node.used_s = now_s
         if nodes:
+            gaps[now_s - used_s] = gaps.get(now_s - used_s, 0) + num_alike
+            self._emit(BlocksReused(gaps))
             self._update_evictable(nodes[-1])
             self.policy.on_hit(nodes)
         table.num_published = len(nodes)
@@ -323,6 +335,7 @@ class KVCore:
         """
         assert table.promise is None, "commit or abandon a promise before releasing its table"
         self._tick = tick = self._tick + 1
+        now_s = self.now_s
         self.tables.remove(table)
         if self.residuals is not None:
             self.residuals.release(table)
@@ -338,6 +351,7 @@ class KVCore:
             node = block.node
             if node is not None:
                 node.last_used = tick
+                node.used_s = now_s
             if release(block) and node is not None and not node.children:
                 if block.num_pin_refs or self.policy.admit(node):
                     self._update_evictable(node)
@@ -390,7 +404,7 @@ class KVCore:
         promise = Promise(table, packed, num_blocks, tail)
         table.promise = promise
         stride = self._stride
-        tick = self._tick
+        tick, now_s = self._tick, self.now_s
         blocks = self.pool.blocks
         block_ids = table.block_ids
         insert = self.tree.insert
@@ -403,6 +417,7 @@ class KVCore:
             if block.num_table_refs > 1:
                 break  # a fork holds it too, off the tree: published, it would not be of that table's path
             node = insert(tail, key, block, tick)
+            node.born_s = node.used_s = now_s
             block.node = node
             on_insert(node)
             tail = node
@@ -455,6 +470,7 @@ class KVCore:
                     break
                 child = self.tree.insert(tail, key, own, self._tick)
                 own.node = child
+                child.born_s = self.now_s
                 child.committed = True
                 self.policy.on_insert(child)
             elif child.committed:
@@ -466,6 +482,7 @@ class KVCore:
             else:  # theirs is still being written by a step in flight: try again when this table grows
                 break
             child.last_used = self._tick
+            child.used_s = self.now_s
             tail = child
             index += 1
         table.tail = tail
@@ -595,6 +612,40 @@ class KVCore:
                 self.streaming.forget(table)
         return num_cached
 
+    def distrust(self, table: BlockTable, namespace: bytes, packed: bytes) -> set[bytes]:
+        """Forget what ``table`` has, what it began with, and whatever else goes on from that: it may be corrupted.
+
+        Those are all paths that begin with its first block, since nobody knows which of its blocks is at fault. Other
+        tables on them go on, and publish nothing any more.
+
+        Args:
+            table: of a sequence whose logits were no numbers.
+            namespace: of it.
+            packed: its tokens.
+
+        Returns the digests of the paths, for slower tiers to forget; none without a host tier.
+        """
+        nodes = doubtful_nodes(self.tree, namespace, packed[: self._stride], table.copied_from)
+        digests: set[bytes] = set()
+        if self.host is not None:
+            root = root_digest(namespace)
+            digests.update(name.digest for name in names_behind(root, root, packed, self._stride))
+            digests = self.host.forget_behind(digests.union(map(digest_of, nodes)))
+        if self.slow is not None:
+            self.slow.distrust(digests)
+        self.pins.distrust(set(nodes))
+        for node in reversed(nodes):
+            self._evict(node, "corrupted")
+        for other in self.tables:
+            tail = other.tail
+            if other is table or (tail is not None and tail.parent is not None and not tail.attached):
+                other.tail = None
+                other.num_published = 0
+            is_cold = other is table or any(held.name.digest in digests for held in other.cold)
+            if self.streaming is not None and is_cold:
+                self.streaming.forget(other)
+        return digests
+
     # Inside.
 
     def _allocate(self) -> Block | None:
@@ -615,6 +666,9 @@ class KVCore:
             return 0
         node.last_used = self._tick
         node.num_hits += 1
+        self._emit(BlocksReused({self.now_s - node.used_s: 1}))
+        node.used_s = self.now_s
+        table.copied_from = node
         self.pool.pin_io(dst)
         self._copies.append(CopyOp(src.block_id, dst.block_id, num_tokens))
         table.block_ids.append(dst.block_id)
@@ -750,4 +804,5 @@ class KVCore:
         self.policy.on_evict(node)
         self.pool.withdraw(node.block)
         if was_cached:
-            self._emit(BlockEvicted(node.block.block_id, node.depth, cause))
+            now_s = self.now_s
+            self._emit(BlockEvicted(node.block.block_id, node.depth, cause, now_s - node.born_s, now_s - node.used_s))

@@ -215,6 +215,11 @@ class PinTable:
         self._drop(best, "memory")
         return True
 
+    def distrust(self, nodes: Collection[Node]) -> None:
+        """Drop the pins of these nodes, whose blocks are not to be used any more."""
+        for pin in [pin for pin in self if pin.tail in nodes]:
+            self._drop(pin, "corrupted")
+
     def clear(self) -> None:
         """Drop all pins: the cache is being reset."""
         for pin in list(self):

@@ -60,6 +60,7 @@ class BlockPool:
 
         A published block is then CACHED; a private one is FREE, or stays ACTIVE until its last transfer lets go.
         """
+        assert block.num_table_refs > 0, f"block {block.block_id} is released, and no table holds it"
         block.num_table_refs -= 1
         if block.num_table_refs:
             return False

@@ -124,12 +124,23 @@ class SlowTiers:
         num_blocks = host.num_blocks
         spare = max(1, num_blocks // _SHARE_SPARE, min(_NUM_SPARE, num_blocks // 2))
         self._num_spare = min(_MAX_SPARE, spare)
-        self._early: deque[HeldBlock] = deque()  # of the unsaved, those that the policy writes at once
+        # Of the unsaved, those that the policy writes at once; and some that have left the arena since.
+        self._early: deque[HeldBlock] = deque()
 
     @property
     def max_waited(self) -> int:
         """How many host blocks may be on their way in, or held by requests that wait."""
         return max(1, self.host.num_blocks // _SHARE_ARRIVING)
+
+    @property
+    def max_early(self) -> int:
+        """How many blocks that are to be written at once are remembered, at most."""
+        return 2 * self.host.num_blocks
+
+    @property
+    def num_early(self) -> int:
+        """How many are remembered now."""
+        return len(self._early)
 
     # From slow tiers.
 
@@ -220,6 +231,11 @@ class SlowTiers:
             arrival.waiting.clear()
             arrival.is_wanted = False
 
+    def distrust(self, digests: set[bytes]) -> None:
+        """What is on its way of these paths is of no use."""
+        for digest in digests & self._by_digest.keys():
+            self._by_digest[digest].is_wanted = False
+
     # To slow tiers.
 
     def wants(self, node: Node) -> bool:
@@ -237,6 +253,7 @@ class SlowTiers:
             held = host.fresh.popleft()
             if self._is_early(held.num_hits):
                 self._early.append(held)
+                self._bound_early()
         room = self._num_spare - len(self._writing)
         ops: list[WriteOp] = []
         while self._early and len(ops) < room:
@@ -283,9 +300,21 @@ class SlowTiers:
         is_proved = self.policy == "write_through_selective" and num_hits >= _MIN_HITS
         return self.policy == "write_through" or is_proved
 
+    def _bound_early(self) -> None:
+        """Forget who has left the arena, when there may be as many as the arena has blocks.
+
+        Nobody is forgotten who could still be written. So of a tier that hangs no more is kept than two of each host
+        block, and what this costs is shared by as many blocks.
+        """
+        if len(self._early) >= self.max_early:
+            self._early = deque(held for held in self._early if self._is_unsaved(held))
+
+    def _is_unsaved(self, held: HeldBlock) -> bool:
+        return self.host.unsaved.get(held.name.digest) is held
+
     def _write(self, held: HeldBlock, ops: list[WriteOp]) -> None:
         host = self.host
-        if host.unsaved.get(held.name.digest) is held:  # and has not left meanwhile
+        if self._is_unsaved(held):  # and has not left meanwhile
             del host.unsaved[held.name.digest]
             host.pin_to_write(held)
             self._writing[held.host_id] = held

@@ -28,6 +28,7 @@ class BlockTable:
         tail: the deepest node of that path; the namespace's root when nothing is published; None when this table
             publishes nothing, because caching is off or the cache was reset.
         may_share_tail: a fork may hold the last block too, so a write must look first.
+        copied_from: whose block it took a part of, if it began so.
         promise: what the newest step being planned or run will add, if anything.
         cold_root: digest of its namespace, if it is one that streams (``streaming.py``); else None. After a reset one
             that nobody else has.
@@ -47,6 +48,7 @@ class BlockTable:
         "cold",
         "cold_root",
         "cold_tip",
+        "copied_from",
         "facts",
         "may_share_tail",
         "num_loaded_tokens",
@@ -62,6 +64,7 @@ class BlockTable:
         self.num_published = 0
         self.tail = tail
         self.may_share_tail = False
+        self.copied_from: Node | None = None
         self.promise: Promise | None = None
         self.cold_root: bytes | None = None
         self.cold_tip = b""

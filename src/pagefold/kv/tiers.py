@@ -274,6 +274,20 @@ class HostTier:
         for held in list(self._held.values()):
             self.forget(held)
 
+    def forget_behind(self, digests: set[bytes]) -> set[bytes]:
+        """Forget the blocks of these paths, and of all that go on from them; return the paths that are meant."""
+        behind: dict[bytes, list[bytes]] = {}
+        for digest, held in self._held.items():
+            behind.setdefault(held.name.parent, []).append(digest)
+        found, left = set(digests), list(digests)
+        while left:
+            more = [digest for digest in behind.get(left.pop(), ()) if digest not in found]
+            found.update(more)
+            left += more
+        for held in [held for digest, held in self._held.items() if digest in found]:
+            self.forget(held)
+        return found
+
     # For slower tiers.
 
     def reserve(self, name: BlockName, origin: str) -> HeldBlock | None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pagefold.kv.block import Block
     from pagefold.kv.tiers import HeldBlock
 
-__all__ = ["TOKEN_BYTES", "Node", "PrefixHit", "PrefixTree"]
+__all__ = ["TOKEN_BYTES", "Node", "PrefixHit", "PrefixTree", "doubtful_nodes"]
 
 TOKEN_BYTES = 4
 """Bytes of one packed token: ``array("i", token_ids).tobytes()``."""
@@ -40,6 +40,7 @@ class Node:
         attached: the node is in the tree. Once removed a node never comes back.
         evictable: cached, without children, read by no transfer, kept by no pin: the policy may choose it.
         created_at, last_used: ticks of the core's logical clock.
+        born_s, used_s: when it was published; when it was last published, acquired or released. By ``KVCore.now_s``.
         num_hits: how often an acquire went through it.
         digest: names the node's whole path outside the device (see ``names.py``); empty until somebody asks.
         reuse_hint: whether it will be used again, as its last user believed; None for not said. No promise.
@@ -48,6 +49,7 @@ class Node:
     __slots__ = (
         "attached",
         "block",
+        "born_s",
         "children",
         "committed",
         "created_at",
@@ -61,6 +63,7 @@ class Node:
         "path_hash",
         "reuse_hint",
         "root",
+        "used_s",
     )
 
     def __init__(self, key: bytes, parent: Node | None, block: Block | None, tick: int) -> None:
@@ -81,6 +84,7 @@ class Node:
         self.evictable = False
         self.created_at = tick
         self.last_used = tick
+        self.born_s = self.used_s = 0.0
         self.num_hits = 0
         self.digest = b""
         self.reuse_hint: bool | None = None
@@ -170,6 +174,21 @@ class PrefixTree:
             for child in stack.pop().children.values():
                 yield child
                 stack.append(child)
+
+
+def doubtful_nodes(tree: PrefixTree, namespace: bytes, first_key: bytes, copied_from: Node | None) -> list[Node]:
+    """Return all nodes of paths that begin with ``first_key``, or as that of ``copied_from`` does; parents first."""
+    root = tree.roots.get(namespace)
+    first = None if root is None else root.children.get(first_key)
+    if copied_from is not None and copied_from.attached:
+        while copied_from.parent is not None and copied_from.depth:
+            copied_from = copied_from.parent
+    else:
+        copied_from = None
+    nodes = list(dict.fromkeys(node for node in (first, copied_from) if node is not None))
+    for node in nodes:  # it grows
+        nodes += node.children.values()
+    return nodes
 
 
 def _best_partial(parent: Node, rest: bytes) -> tuple[Node | None, int]:

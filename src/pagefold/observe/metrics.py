@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any, get_args
 
-from prometheus_client import CollectorRegistry, Counter, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest
 
 from pagefold.events import (
     BlockEvicted,
+    BlocksReused,
+    CacheConfigured,
     EvictionCause,
     FirstToken,
     HostTransfer,
@@ -18,6 +19,8 @@ from pagefold.events import (
     PinCause,
     PinDropped,
     PrefixLookup,
+    PromptFinished,
+    RequestCorrupted,
     RequestPreempted,
     RequestStreamed,
     StepAbandoned,
@@ -26,14 +29,16 @@ from pagefold.events import (
     TierRead,
     TierWritten,
 )
+from pagefold.observe.gauges import Gauges
 from pagefold.observe.histogram import Histogram
 from pagefold.request import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from prometheus_client.metrics_core import Metric
 
+    from pagefold.cache_size import CacheSize
     from pagefold.engine.client import EngineStatus
     from pagefold.events import Event
 
@@ -54,33 +59,15 @@ _REQUEST_S = (
 _STEP_TOKENS = (1, *(2**power for power in range(3, 15)))
 _REQUEST_TOKENS = (*(digit * 10**power for power in range(6) for digit in (1, 2, 5)), 10**6)
 
+_CHOICES = (1, 2, 5, 10, 20)
+_PREEMPTIONS = (0, 1, 2, 5, 10, 20)
+_RESIDENCY_S = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0),
+    *(120.0, 300.0, 600.0, 1200.0, 1800.0),
+)
+
 _TOKEN_SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 _TIERS = ("disk", "remote")
-
-_GAUGES: dict[str, tuple[str, str]] = {
-    "vllm:num_requests_running": ("num_running", "Requests that a step computes tokens for."),
-    "vllm:num_requests_waiting": ("num_waiting", "Requests that wait for a place, preempted ones included."),
-    "vllm:kv_cache_usage_perc": (
-        "kv_cache_usage",
-        "Share of KV blocks held by requests, 0 to 1. Cached blocks that nobody holds do not count: they can go.",
-    ),
-    "pagefold:num_blocks": ("num_blocks", "KV blocks."),
-    "pagefold:num_free_blocks": ("num_free_blocks", "KV blocks that hold nothing."),
-    "pagefold:num_cached_blocks": (
-        "num_cached_blocks",
-        "KV blocks that no request holds and a later one can use. When nothing runs, free and cached are all.",
-    ),
-    "pagefold:num_pinned_blocks": (
-        "num_pinned_blocks",
-        "KV blocks that pins keep cached, each counted once, whether or not a request holds them too.",
-    ),
-    "pagefold:num_wasted_slots": (
-        "num_wasted_slots",
-        "Slots in blocks of running requests that hold no token: what rounding to whole blocks costs.",
-    ),
-    "pagefold:kv_waste_perc": ("kv_waste", "Share of the slots in blocks held by requests that hold no token, 0 to 1."),
-}
-"""Gauge to (field of ``EngineStatus``, help)."""
 
 
 class Metrics:
@@ -98,19 +85,24 @@ class Metrics:
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": "0"}
-        self._status: Callable[[], EngineStatus] | None = None
         self._lock = threading.Lock()
+        self._gauges = Gauges(self._labels)
         self._make_counters()
         self._make_histograms()
-        self.registry.register(self)
+        self.registry.register(self._gauges)
+        ProcessCollector(registry=self.registry)
         self._on: dict[type, Callable[[Any], None]] = {
             BlockEvicted: self._on_block_evicted,
+            BlocksReused: self._on_blocks_reused,
+            CacheConfigured: self._on_cache_configured,
             FirstToken: self._on_first_token,
             HostTransfer: self._on_host_transfer,
             NextTokens: self._on_next_tokens,
             OutputFinished: self._on_output_finished,
             PinDropped: self._on_pin_dropped,
             PrefixLookup: self._on_prefix_lookup,
+            PromptFinished: self._on_prompt_finished,
+            RequestCorrupted: self._on_request_corrupted,
             RequestPreempted: self._on_request_preempted,
             RequestStreamed: self._on_request_streamed,
             StepAbandoned: self._on_step_abandoned,
@@ -121,7 +113,11 @@ class Metrics:
 
     def watch(self, status: Callable[[], EngineStatus]) -> None:
         """Ask ``status`` for the gauges whenever somebody reads; before, there are none."""
-        self._status = status
+        self._gauges.status = status
+
+    def watch_cache(self, size: Callable[[], CacheSize]) -> None:
+        """Ask ``size`` for the gauges of a cache that is not the engine's."""
+        self._gauges.caches.append(size)
 
     def emit(self, event: Event) -> None:
         """Count an event, if it is one of those that are counted."""
@@ -149,16 +145,6 @@ class Metrics:
         """Return all series as Prometheus' text."""
         return generate_latest(_Reading(self.read()))
 
-    def collect(self) -> Iterator[Metric]:
-        """Yield the gauges; ``prometheus_client`` calls it at each reading."""
-        if self._status is None:
-            return
-        status = self._status()
-        for name, (field, what) in _GAUGES.items():
-            family = GaugeMetricFamily(name, what, labels=tuple(self._labels))
-            family.add_metric(tuple(self._labels.values()), getattr(status, field))
-            yield family
-
     # What there is.
 
     def _make_counters(self) -> None:
@@ -167,7 +153,14 @@ class Metrics:
         )
         self._prefix_hits = self._counter(
             "vllm:prefix_cache_hits",
-            "Prompt tokens found by these lookups. What a preempted request finds again of its own is no hit.",
+            "Those of them that were found on the device. What a preempted request finds again of its own is no hit.",
+        )
+        self._external_queries = self._counter(
+            "vllm:external_prefix_cache_queries",
+            "Prompt tokens that the device did not have and that were looked up in tiers behind it; 0 without tiers.",
+        )
+        self._external_hits = self._counter(
+            "vllm:external_prefix_cache_hits", "Those of them that were loaded from there: the host, a disk, a remote."
         )
         self._prompt_tokens = self._counter(
             "vllm:prompt_tokens", "Tokens of prompts, counted when their request gets its first token."
@@ -179,6 +172,12 @@ class Metrics:
             _TOKEN_SOURCES,
         )
         self._cached_tokens = self._counter("vllm:prompt_tokens_cached", "Those of them that need not be computed.")
+        self._cached_by_source = self._counters(
+            "vllm:prompt_tokens_cached_by_source",
+            "The cached ones by where their KV was: on the device, or in a tier behind it.",
+            "source",
+            _TOKEN_SOURCES[1:],
+        )
         self._copied_tokens = self._counter(
             "pagefold:prompt_tokens_copied",
             "Those of the cached ones that lay in a block of which only a part could be used: the block was copied.",
@@ -221,6 +220,10 @@ class Metrics:
             "pagefold:requests_streamed", "Times that a request was admitted which is larger than the KV budget."
         )
         self._preemptions = self._counter("vllm:num_preemptions", "Times that a running request gave its blocks back.")
+        self._corrupted = self._counter(
+            "vllm:corrupted_requests",
+            "Sequences that ended because their logits were NaN or infinite; what they had was dropped from the cache.",
+        )
         self._finished = self._counters(
             "vllm:request_success",
             "Requests that ended, by why, as their clients were told.",
@@ -287,6 +290,37 @@ class Metrics:
         self._request_generation_tokens = self._histogram(
             "vllm:request_generation_tokens", "Output tokens of each request that ended.", _REQUEST_TOKENS
         )
+        self._request_choices = self._histogram(
+            "vllm:request_params_n", "Choices that each request asked for: n.", _CHOICES
+        )
+        self._request_longest_tokens = self._histogram(
+            "vllm:request_max_num_generation_tokens",
+            "Output tokens of the longest sample of each request, once all have ended.",
+            _REQUEST_TOKENS,
+        )
+        self._request_allowed_tokens = self._histogram(
+            "vllm:request_params_max_tokens",
+            "Output tokens that each sample that ended might have had: max_tokens, or what the context leaves.",
+            _REQUEST_TOKENS,
+        )
+        self._request_preemptions = self._histogram(
+            "vllm:request_num_preemptions", "Times that each sample that ended gave its blocks back.", _PREEMPTIONS
+        )
+        self._block_lifetime_s = self._histogram(
+            "vllm:kv_block_lifetime_seconds",
+            "From when a block was published to when another sequence got its memory. Of all blocks, not of a sample.",
+            _RESIDENCY_S,
+        )
+        self._block_idle_s = self._histogram(
+            "vllm:kv_block_idle_before_evict_seconds",
+            "From when the last request that held a block let it go to when another sequence got its memory.",
+            _RESIDENCY_S,
+        )
+        self._block_gap_s = self._histogram(
+            "vllm:kv_block_reuse_gap_seconds",
+            "From when a block was last used (published, found, or let go) to when a request found it, for every find.",
+            _RESIDENCY_S,
+        )
         self._prefill_computed_tokens = self._histogram(
             "vllm:request_prefill_kv_computed_tokens",
             "Prompt tokens of each request that were computed and not found; requests that got a token.",
@@ -313,6 +347,16 @@ class Metrics:
 
     def _on_block_evicted(self, event: BlockEvicted) -> None:
         self._evicted[event.cause].inc()
+        if event.cause == "allocation":  # only then was memory short
+            self._block_lifetime_s.observe(event.lifetime_s)
+            self._block_idle_s.observe(event.idle_s)
+
+    def _on_blocks_reused(self, event: BlocksReused) -> None:
+        for gap_s, num in event.gaps.items():
+            self._block_gap_s.observe(gap_s, num)
+
+    def _on_cache_configured(self, event: CacheConfigured) -> None:
+        self._gauges.settings = event.settings
 
     def _on_host_transfer(self, event: HostTransfer) -> None:
         self._host_blocks["stored"].inc(event.num_stored_blocks)
@@ -333,7 +377,11 @@ class Metrics:
         if event.after_preemption:  # its own blocks, found again, are no saving
             return
         self._prefix_queries.inc(event.num_tokens)
-        self._prefix_hits.inc(event.num_hit_tokens)
+        num_on_device = event.num_hit_tokens - event.num_loaded_tokens
+        self._prefix_hits.inc(num_on_device)
+        if event.has_tiers:
+            self._external_queries.inc(event.num_tokens - num_on_device)
+            self._external_hits.inc(event.num_loaded_tokens)
 
     def _on_first_token(self, event: FirstToken) -> None:
         if not event.is_warm_up:
@@ -342,6 +390,8 @@ class Metrics:
         self._by_source["local_compute"].inc(event.num_prompt_tokens - event.num_cached_tokens)
         self._by_source["local_cache_hit"].inc(event.num_cached_tokens - event.num_loaded_tokens)
         self._by_source["external_kv_transfer"].inc(event.num_loaded_tokens)
+        self._cached_by_source["local_cache_hit"].inc(event.num_cached_tokens - event.num_loaded_tokens)
+        self._cached_by_source["external_kv_transfer"].inc(event.num_loaded_tokens)
         self._cached_tokens.inc(event.num_cached_tokens)
         self._copied_tokens.inc(event.num_copied_tokens)
 
@@ -357,6 +407,8 @@ class Metrics:
         self._queue_s.observe(event.queue_s)
         self._request_prompt_tokens.observe(event.num_prompt_tokens)
         self._request_generation_tokens.observe(event.num_output_tokens)
+        self._request_allowed_tokens.observe(event.num_allowed_tokens)
+        self._request_preemptions.observe(event.num_preemptions)
         if event.prefill_s is None or event.decode_s is None:
             return
         self._prefill_s.observe(event.prefill_s)
@@ -366,11 +418,18 @@ class Metrics:
         if event.num_output_tokens > 1:
             self._time_per_output_token_s.observe(event.decode_s / (event.num_output_tokens - 1))
 
+    def _on_prompt_finished(self, event: PromptFinished) -> None:
+        self._request_choices.observe(event.num_choices)
+        self._request_longest_tokens.observe(event.num_longest_tokens)
+
     def _on_pin_dropped(self, event: PinDropped) -> None:
         self._pins_dropped[event.cause].inc()
 
     def _on_request_streamed(self, _event: RequestStreamed) -> None:
         self._streamed.inc()
+
+    def _on_request_corrupted(self, _event: RequestCorrupted) -> None:
+        self._corrupted.inc()
 
     def _on_request_preempted(self, _event: RequestPreempted) -> None:
         self._preemptions.inc()

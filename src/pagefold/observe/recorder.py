@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import os
 import queue
 import secrets
 import sys
@@ -30,6 +31,7 @@ from pagefold.events import (
     PinDropped,
     PrefixLookup,
     RequestAdded,
+    RequestCorrupted,
     RequestCut,
     RequestFinished,
     StepAbandoned,
@@ -38,6 +40,7 @@ from pagefold.events import (
 )
 from pagefold.kv.codec import CODECS, KV_CACHE_DTYPES
 from pagefold.kv.policies import DEFAULT_POLICY
+from pagefold.private_files import open_private
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,9 +70,14 @@ _KEY_BYTES = 32
 _STATE_BYTES = 16
 _PATIENCE_S = 30.0
 
+_DIGEST_BYTES = 16
+_MAX_NAMESPACES = 2**18
+_MAX_WAITING_TOKENS, _MAX_WAITING_LINES = 2**25, 2**18
+"""What is kept while it is recorded: some 100 bytes a namespace, 4 a token and 500 a line."""
+
 
 class TraceRecorder:
-    """Writes a recording, as JSON lines; events come from one thread.
+    """Writes a recording, as JSON lines, for its owner alone; events come from one thread.
 
     Args:
         file: to write; what is there is replaced when the recording begins.
@@ -81,16 +89,20 @@ class TraceRecorder:
 
     def __init__(self, file: Path, clock: Callable[[], float]) -> None:
         try:
-            self._out = file.open("a", encoding="utf-8")  # a server that does not start leaves what is there
+            # To append: a server that does not start leaves what is there.
+            fd = open_private(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            self._out = os.fdopen(fd, "a", encoding="utf-8")
         except OSError as error:
             msg = f"Cannot write {file}: {error.strerror}."
             raise ConfigError(msg, remedy="Name a file in a folder that can be written.") from None
+        self._file = file
         self._clock = clock
         self._numbers: dict[str, int] = {}  # sample id -> its number, of those that have not ended
         self._tokens: dict[int, tuple[array[int], int]] = {}  # of the same, by number; and how many are the prompt
         self._pins: dict[str, int] = {}  # pin id -> the number of the request that it is named after
         self._num_samples = 0
-        self._namespaces: dict[bytes, int] = {}
+        self._namespaces: dict[bytes, int] = {}  # digest -> number
+        self._num_put = self._num_written = 0  # tokens: each counted by one thread only
         self._step = _Step()
         self._is_broken = False
         self._lines: queue.SimpleQueue[_Line | None] = queue.SimpleQueue()
@@ -122,6 +134,8 @@ class TraceRecorder:
                 self._step.hits.append((self._numbers[event.request_id], event.num_hit_tokens))
             case BlockEvicted():
                 self._step.evicted.append(event.block_id)
+            case RequestCorrupted():
+                self._step.corrupted.append(self._numbers[event.request_id])
             case HostTransfer():
                 self._step.damaged += event.damaged_ids
             case RequestFinished():
@@ -165,7 +179,7 @@ class TraceRecorder:
             "samples": len(event.sample_ids),
             "prompt": event.num_prompt_tokens,
             "most": event.max_total_tokens,
-            "namespace": self._namespaces.setdefault(event.namespace, len(self._namespaces)),
+            "namespace": self._number_of(event.namespace),
             "at": event.arrival_s,
         }
         if event.deadline_s is not None:
@@ -206,16 +220,36 @@ class TraceRecorder:
             line["evicted"] = step.evicted
         if step.damaged:
             line["damaged"] = step.damaged
+        if step.corrupted:
+            line["corrupted"] = step.corrupted
         self._put(line)
         for number, reason in step.ended:
-            self._put_tokens(number, "failed" if has_failed and reason == "error" else reason)
+            is_failed = has_failed or number in step.corrupted
+            self._put_tokens(number, "failed" if is_failed and reason == "error" else reason)
 
     # The file.
+
+    def _number_of(self, namespace: bytes) -> int:
+        """Return the number of a namespace: the same whenever it comes, as long as not too many came."""
+        digest = blake2b(namespace, digest_size=_DIGEST_BYTES).digest()
+        if digest not in self._namespaces and len(self._namespaces) >= _MAX_NAMESPACES:
+            self._give_up(f"{_MAX_NAMESPACES} namespaces came")
+        return self._namespaces.setdefault(digest, len(self._namespaces)) if not self._is_broken else 0
 
     def _put(self, fields: dict[str, Any], tokens: _Tokens | None = None) -> None:
         if self._is_broken:
             return
+        self._num_put += 0 if tokens is None else len(tokens.token_ids)
+        if self._num_put - self._num_written > _MAX_WAITING_TOKENS or self._lines.qsize() > _MAX_WAITING_LINES:
+            self._give_up("the disk is too slow")
+            return
         self._lines.put(_Line(fields, tokens))
+
+    def _give_up(self, why: str) -> None:
+        """End the recording where it is: what was noted before is written yet, and nothing more is kept."""
+        if not self._is_broken:
+            self._is_broken = True
+            _log.error("the recording %s ends here: %s", self._file, why)
 
     def _put_tokens(self, number: int, reason: str) -> None:
         token_ids, num_prompt_tokens = self._tokens.pop(number)
@@ -226,8 +260,7 @@ class TraceRecorder:
         try:
             self._write_all()
         except OSError as error:
-            self._is_broken = True
-            _log.error("the recording %s ends here: %s", self._out.name, error.strerror)
+            self._give_up(error.strerror or "it cannot be written")
             while self._lines.get() is not None:
                 pass
 
@@ -237,6 +270,7 @@ class TraceRecorder:
             while (line := self._lines.get()) is not None:
                 fields = line.fields
                 if line.tokens is not None:
+                    self._num_written += len(line.tokens.token_ids)
                     fields["hashes"] = base64.b64encode(_little(hashing.go_on(line.tokens)).tobytes()).decode()
                 out.write(json.dumps(fields, separators=(",", ":")) + "\n")
                 if self._lines.empty():
@@ -260,13 +294,14 @@ class _Line(NamedTuple):
 class _Step:
     """What has happened since the last step ended."""
 
-    __slots__ = ("began_s", "damaged", "ended", "evicted", "hits", "plan")
+    __slots__ = ("began_s", "corrupted", "damaged", "ended", "evicted", "hits", "plan")
 
     def __init__(self) -> None:
         self.plan: StepPlanned | None = None
         self.began_s = 0.0
         self.hits: list[tuple[int, int]] = []
         self.evicted: list[int] = []
+        self.corrupted: list[int] = []
         self.damaged: list[int] = []
         self.ended: list[tuple[int, str]] = []
 

@@ -58,8 +58,10 @@ def _adjust(logits: torch.Tensor, plan: StepPlan) -> None:
 
 
 def _mask(logits: torch.Tensor, plan: StepPlan) -> None:
-    """Leave each masked row only the tokens of its mask; a mask may be longer than the vocabulary."""
-    packed = np.frombuffer(b"".join(plan.masks), dtype=np.uint8).reshape(len(plan.masks), -1)
+    """Leave each masked row only the tokens of its mask; a mask may be longer than the vocabulary, or shorter."""
+    width = -(-logits.shape[-1] // 8)
+    rows_of_bits = b"".join(mask[:width].ljust(width, b"\0") for mask in plan.masks)
+    packed = np.frombuffer(rows_of_bits, dtype=np.uint8).reshape(len(plan.masks), width)
     bits = np.unpackbits(packed, axis=1, bitorder="little", count=logits.shape[-1])
     allowed = put(bits, logits.device).view(torch.bool)
     if len(plan.masked) == len(logits):

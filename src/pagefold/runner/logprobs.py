@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["token_logprobs"]
 
+_LEAST_LOGPROB = -9999.0
+"""What is less likely is told as that: JSON has no infinity, and OpenAI's clients know the number."""
+
 _ROWS_AT_ONCE = 64
 """Rows normalized together: a long prompt's logits are large enough once."""
 
@@ -40,6 +43,7 @@ def _of_rows(logits: torch.Tensor, token_ids: Sequence[int], num_tops: Sequence[
     ranks = (logprobs > chosen).sum(-1) + 1
     # Always as many: which of equal tokens come first must not depend on who else is in the batch.
     best, best_ids = logprobs.topk(min(MAX_LOGPROBS, logprobs.shape[-1]), dim=-1)
+    chosen, best = chosen.clamp(_LEAST_LOGPROB), best.clamp(_LEAST_LOGPROB)
     columns = (chosen[:, 0].tolist(), ranks.tolist(), best_ids.tolist(), best.tolist(), num_tops)
     return [
         TokenLogprobs(logprob, rank, tuple(zip(ids[:num_top], values[:num_top], strict=True)))

@@ -14,6 +14,7 @@ import torch
 from pagefold.errors import CardMemoryError
 from pagefold.kv import BlockId
 from pagefold.request import SamplingParams
+from pagefold.runner.finite import are_finite, broken_rows
 from pagefold.runner.inputs import late_tokens, make_inputs
 from pagefold.runner.logits import adjust
 from pagefold.runner.logprobs import token_logprobs
@@ -94,7 +95,7 @@ class TorchRunner:
             token_ids = sample(adjust(logits, plan), plan.sampling, plan.seeds, plan.draws)
             if moves is not None:
                 moves.learn()
-            return _result(plan, token_ids, logits, of_prompts)
+            return _result(plan, token_ids, broken_rows(logits), logits, of_prompts)
 
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Queue one step on a card; see :class:`~pagefold.steps.LaunchingRunner`. The host waits for nothing.
@@ -107,7 +108,7 @@ class TorchRunner:
             logits, of_prompts = self._forward(plan, moves)
             sampled = sample_on_card(adjust(logits, plan), plan.sampling, plan.seeds, plan.draws)
             self._sampled = sampled
-            read = to_host(sampled)
+            read = to_host(sampled.where(are_finite(logits), ~sampled))  # in one copy: below 0 where they are not
 
         def wait() -> StepResult:
             with _memory_for(plan):
@@ -115,10 +116,12 @@ class TorchRunner:
                     moves.verify()
                 if plan.prompt_parts:
                     self.on_prompt_logits(plan, of_prompts)
-                token_ids = read()
+                found = read()
                 if moves is not None:
                     moves.learn()
-                return _result(plan, token_ids, logits, of_prompts)
+                broken = [place for place, token_id in enumerate(found) if token_id < 0]
+                token_ids = [max(token_id, ~token_id) for token_id in found] if broken else found
+                return _result(plan, token_ids, broken, logits, of_prompts)
 
         return wait
 
@@ -215,8 +218,17 @@ def _memory_for(plan: StepPlan) -> Iterator[None]:
         raise CardMemoryError(msg, remedy=_MEMORY_REMEDY) from error
 
 
-def _result(plan: StepPlan, token_ids: list[int], logits: torch.Tensor, of_prompts: torch.Tensor) -> StepResult:
-    return StepResult(token_ids, _sampled_logprobs(plan, logits, token_ids), _prompt_logprobs(plan, of_prompts))
+def _result(
+    plan: StepPlan, token_ids: list[int], broken: list[int], logits: torch.Tensor, of_prompts: torch.Tensor
+) -> StepResult:
+    """Return what a step says. ``broken`` are those of its sampling rows whose logits are not finite."""
+    rows = {plan.sampling_rows[place] for place in broken}
+    if plan.prompt_parts:
+        parts = chain.from_iterable([part.row] * len(part.token_ids) for part in plan.prompt_parts)
+        rows_of_prompts = list(parts)
+        rows.update(rows_of_prompts[at] for at in broken_rows(of_prompts))
+    logprobs = _sampled_logprobs(plan, logits, token_ids)
+    return StepResult(token_ids, logprobs, _prompt_logprobs(plan, of_prompts), sorted(rows))
 
 
 def _ignore(_plan: StepPlan, _logits: torch.Tensor) -> None:

@@ -1,7 +1,15 @@
 """Who runs in the next step, and with how many tokens. Pure: time comes in, a plan goes out."""
 
 from pagefold.scheduler.policy import SCHEDULING_POLICIES, SchedulingPolicy
+from pagefold.scheduler.returning import MAX_EXPECTED_BYTES
 from pagefold.scheduler.scheduler import Scheduler, SchedulerLimits
 from pagefold.scheduler.tiering import Tiering
 
-__all__ = ["SCHEDULING_POLICIES", "Scheduler", "SchedulerLimits", "SchedulingPolicy", "Tiering"]
+__all__ = [
+    "MAX_EXPECTED_BYTES",
+    "SCHEDULING_POLICIES",
+    "Scheduler",
+    "SchedulerLimits",
+    "SchedulingPolicy",
+    "Tiering",
+]

@@ -33,7 +33,7 @@ def plan_extras(plan: StepPlan, request: Request) -> None:
                 plan.adjusted.append(place)
                 plan.histories.append(request.token_ids if sampling.has_penalties else _NO_HISTORY)
                 plan.banned.append(banned if sample.matcher is None else _NOTHING)
-            if sampling.logprobs is not None or sampling.ranks_samples:
+            if (sampling.logprobs is not None or sampling.ranks_samples) and not request.has_no_output:
                 plan.logprob_rows.append(place)
     if sampling.prompt_logprobs is not None:
         first = len(request.prompt_logprobs) + 1

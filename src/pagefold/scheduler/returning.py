@@ -5,9 +5,9 @@ from __future__ import annotations
 import heapq
 from typing import NamedTuple
 
-__all__ = ["Expected", "Returning"]
+__all__ = ["MAX_EXPECTED_BYTES", "Expected", "Returning"]
 
-_MAX_EXPECTED, _MAX_BYTES = 1024, 2**26
+_MAX_EXPECTED, MAX_EXPECTED_BYTES = 1024, 2**26
 """So many conversations are remembered at most, with so many bytes of tokens; of more, those that return last are
 forgotten."""
 
@@ -36,12 +36,17 @@ class Returning:
         self._num_added = 0
         self._num_bytes = 0  # of all tokens
 
+    @property
+    def num_bytes(self) -> int:
+        """What all tokens that are remembered take."""
+        return self._num_bytes
+
     def add(self, due_s: float, namespace: bytes, packed: bytes) -> None:
         """Expect a conversation."""
         heapq.heappush(self._heap, Expected(due_s, self._num_added, namespace, packed))
         self._num_added += 1
         self._num_bytes += len(packed)
-        while len(self._heap) > _MAX_EXPECTED or self._num_bytes > _MAX_BYTES:
+        while len(self._heap) > _MAX_EXPECTED or self._num_bytes > MAX_EXPECTED_BYTES:
             last = max(self._heap)
             self._heap.remove(last)
             heapq.heapify(self._heap)

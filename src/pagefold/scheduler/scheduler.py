@@ -10,7 +10,11 @@ Memory comes from free and cached blocks first, then from pins, and only then fr
 
 Always: ``waiting`` is in the policy's order, and so is ``running`` when a step begins; those that the step admits come
 behind. Preemption takes from the end of ``running``, so the first in that order always gets on, and a victim is never
-part of the plan that is being made. First come first served, all in ``running`` came before all in ``waiting``.
+part of the plan that is being made. First come first served, all in ``running`` came before all in ``waiting``, but
+for those that were tried apart.
+
+When a step has failed, ``suspicion.py`` says who alone is planned until it is known whose fault that was. Who runs and
+is not chosen keeps its blocks, unless somebody more urgent needs them.
 
 Where the device computes beside the host, one more step may be planned behind the one in flight (``schedule_ahead``):
 it is applied after it, or taken back with it.
@@ -30,6 +34,7 @@ from typing import TYPE_CHECKING
 
 from pagefold.events import (
     Emit,
+    RequestCorrupted,
     RequestCut,
     RequestFinished,
     RequestPreempted,
@@ -48,6 +53,7 @@ from pagefold.scheduler.publishing import commit, publish_late
 from pagefold.scheduler.room import Room
 from pagefold.scheduler.step_in_flight import StepInFlight
 from pagefold.scheduler.streaming import Streamer
+from pagefold.scheduler.suspicion import Suspicion
 from pagefold.scheduler.telling import tell_added, tell_lookups
 from pagefold.steps import StepPlan, StepResult
 
@@ -58,10 +64,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
-_MAX_FAILED_STEPS = 3
-"""A request whose step failed so many times in a row ends with ``error``: the failure is likely its own."""
-
 _ORDER = attrgetter("order")
+
+_CORRUPTED = (
+    "The model's logits for this request are NaN or infinite: weights, or cached blocks, are damaged. What it had and "
+    "began with is dropped from the cache"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +99,9 @@ class Scheduler:
         waiting, running: requests, in order.
         fetching: those that wait for blocks, by id.
         timed_out: those that the last call of :meth:`schedule` ended.
+        corrupted: those that the last call of :meth:`apply` ended, since their logits are no numbers.
+        distrusted: digests of the paths that were dropped with them, for slower tiers to forget.
+        suspicion: who may be planned after a step has failed.
     """
 
     def __init__(
@@ -109,6 +120,10 @@ class Scheduler:
         self.running: list[Request] = []
         self.fetching: dict[str, Request] = {}
         self.timed_out: list[Request] = []
+        self.corrupted: list[Request] = []
+        self.distrusted: set[bytes] = set()
+        self.suspicion = Suspicion()
+        self._held_back: list[Request] = []  # of those that run, who is not chosen; while a step is planned
         self._by_id: dict[str, Request] = {}
         self._deadlines = Deadlines()
         self._emit = emit
@@ -116,7 +131,6 @@ class Scheduler:
         self._ahead: StepInFlight | None = None  # planned behind it
         self._num_steps = 0
         self._num_arrived = 0
-        self._now_s = 0.0  # of the last call of schedule()
         self._streamer = Streamer(core)
         self._room = Room(core, self._streamer)
 
@@ -177,7 +191,7 @@ class Scheduler:
         request = self._by_id.get(request_id)
         if request is None or request.finish_reason is not None:
             return None
-        is_in_step = self._step is not None and request.status is RequestStatus.RUNNING
+        is_in_step = request.status is RequestStatus.RUNNING and self._is_in_step(request)
         self._emit(RequestCut(request_id, reason, is_in_step))
         if is_in_step:
             for sample in (request, *request.forks):
@@ -204,7 +218,7 @@ class Scheduler:
         never stops those that decode. What is left admits waiting requests, in order.
         """
         assert self._step is None, "one step at a time: apply or abandon the last one first"
-        self._now_s = now
+        self.core.now_s = now
         self.core.pins.expire(now)
         self.timed_out = self._end_late(now)
         step = StepInFlight(StepPlan(self._num_steps), now)
@@ -216,16 +230,17 @@ class Scheduler:
     def schedule_ahead(self, now: float) -> StepPlan | None:
         """Plan the step behind the one in flight, whose tokens are not known yet. None where that one must land first.
 
-        That is so where its tokens decide what comes next, where a request's time is up, and where somebody would have
-        to be preempted. Who may end with the token that is being sampled has a row too many, which is dropped.
+        That is so where its tokens decide what comes next, where a request's time is up, where somebody would have to
+        be preempted, and while a culprit is looked for. Who may end with the token that is being sampled has a row too
+        many, which is dropped.
         """
         before = self._step
         assert self._ahead is None, "two steps at a time: apply or abandon the first one first"
-        if before is None or before.hides_too_much or self.next_deadline_s <= now:
+        if before is None or before.hides_too_much or self.next_deadline_s <= now or self.suspicion.is_on:
             return None
         if self.core.streaming is not None:  # it looks at one step at a time
             return None
-        self._now_s = now
+        self.core.now_s = now
         self.core.pins.expire(now)
         step = StepInFlight(StepPlan(self._num_steps), now, before.places())
         all_running = self.running
@@ -249,7 +264,8 @@ class Scheduler:
     def apply(self, result: StepResult) -> list[Request]:
         """The step ran: commit its blocks, append what it sampled, end what is complete.
 
-        Returns the requests that got a token, in the plan's order; those that ended have a ``finish_reason``.
+        Returns the requests that got a token, or asked for none and are computed, in the plan's order; those that ended
+        have a ``finish_reason``.
         """
         step = self._take_step()
         plan = step.plan
@@ -259,27 +275,29 @@ class Scheduler:
             core.copies_done(plan.copies)
         core.host_done(plan.host_ops)
         requests = step.requests
-        tell_lookups(self._emit, step)
+        self.suspicion.ran(requests)
+        tell_lookups(self._emit, step, has_tiers=self.core.host is not None)
         any_ended = False
         for request, num_tokens in zip(requests, plan.num_tokens, strict=True):
             request.num_computed_tokens += num_tokens
-            request.num_failed_steps = 0
             if request.is_aborted:
                 any_ended = True
         if step.filling or step.joins:
             publish_late(core, step, self._step)
+        self.corrupted, self.distrusted = [], set()
+        if result.corrupted:
+            self._end_corrupted([requests[row] for row in result.corrupted])
+            any_ended = True
         apply_extras(plan, result, requests, step.samples)
         self._fork(step)
-        sampled: list[Request] = []
-        for request, token_id in zip(step.samples, result.token_ids, strict=True):
-            if request.is_aborted:
-                continue
-            request.token_ids.append(token_id)
-            sampled.append(request)
-            request.finish_reason = _reason_to_end(request, token_id)
-            if request.finish_reason is not None:
-                any_ended = True
-        if any_ended:
+        sampled = [
+            (request, token_id)
+            for request, token_id in zip(step.samples, result.token_ids, strict=True)
+            if not request.is_aborted
+        ]
+        for request, token_id in sampled:
+            _take_token(request, token_id)
+        if any_ended or any(request.finish_reason is not None for request, _ in sampled):
             self._drop_ended()
         self._emit(
             StepApplied(
@@ -287,14 +305,16 @@ class Scheduler:
                 len(self.running),
                 len(self.waiting),
                 step.num_prefill_tokens,
-                len(sampled),
+                sum(not request.has_no_output for request, _ in sampled),
                 step.num_recomputed_tokens,
                 len(plan.token_ids),
             )
         )
-        return sampled
+        return [request for request, _ in sampled]
 
-    def abandon(self, error: str, damaged_ids: frozenset[int] = frozenset()) -> list[Request]:
+    def abandon(
+        self, error: str, damaged_ids: frozenset[int] = frozenset(), *, is_blamed: bool = True
+    ) -> list[Request]:
         """The step failed: take back all that it had promised, and let those that it admitted wait again.
 
         A step planned behind it is taken back first, and is nobody's failure.
@@ -302,9 +322,10 @@ class Scheduler:
         Args:
             error: what it failed of.
             damaged_ids: what of the host arena it could not load; then no request is at fault.
+            is_blamed: whether one of its requests may be at fault.
 
         Returns the requests that are gone with it: those that were cancelled meanwhile or had ended before, and those
-        whose steps failed too often in a row.
+        against whom too much counts now, which have an ``error``.
         """
         step = self._take_step()
         behind, self._step = self._step, None
@@ -316,12 +337,13 @@ class Scheduler:
             self.running.remove(request)
             self._back_to_waiting(request, is_preempted=True)
         self._begin_lost_blocks_again()
-        for request in step.requests:
-            request.num_failed_steps += not damaged_ids
-            if request.num_failed_steps >= _MAX_FAILED_STEPS and not request.is_aborted:
-                request.finish_reason = "error"
-        took_part = dict.fromkeys([*step.requests, *(behind.requests if behind is not None else ())])
-        ended = [request for request in took_part if request.finish_reason is not None]
+        if is_blamed and not damaged_ids:
+            self._blame(step)
+        else:
+            self.suspicion.spoiled()
+        took_part = [*step.requests, *(behind.requests if behind is not None else ())]
+        here = [*self.running, *self.waiting]
+        ended = [request for request in dict.fromkeys([*took_part, *here]) if request.finish_reason is not None]
         self._drop_ended()
         for request in ended:
             if request.status is not RequestStatus.FINISHED:
@@ -344,17 +366,46 @@ class Scheduler:
         step = self._ahead or self._step
         if step is None:
             ends = [(request, request.num_computed_tokens) for request in self.running]
-        else:  # all that run take part in it
+        else:
             rows = zip(step.requests, step.plan.starts, step.plan.num_tokens, strict=False)
             ends = [(request, start + num_tokens) for request, start, num_tokens in rows]
+            if not step.is_ahead and len(ends) < len(self.running):  # some are held back
+                planned = {request for request, _ in ends}
+                ends += [(one, one.num_computed_tokens) for one in list(self.running) if one not in planned]
         tables = [(request.table, end) for request, end in ends]
         return sum(table.capacity - end for table, end in tables if table is not None)
+
+    @property
+    def in_step(self) -> list[Request]:
+        """Who has each row of the step in flight that was planned last."""
+        step = self._ahead or self._step
+        return [] if step is None else step.requests
 
     # Inside.
 
     def _plan(self, step: StepInFlight) -> None:
         """Plan rows: those of running requests, then those of requests that are admitted."""
         self.running.sort(key=_ORDER)  # in order but for those that the last step admitted: next to nothing
+        while self.suspicion.is_on and not step.requests:
+            chosen = self.suspicion.choose(self.running, self.waiting)
+            if chosen is not None:
+                self._plan_chosen(step, chosen)
+        if not step.requests:
+            self._plan_all(step)
+
+    def _plan_chosen(self, step: StepInFlight, chosen: set[Request]) -> None:
+        """Plan rows of nobody but ``chosen``, while a culprit is looked for. Perhaps there is room for none of them."""
+        self._held_back = [request for request in self.running if request not in chosen]
+        self.running = [request for request in self.running if request in chosen]
+        budget = self._schedule_running(step, self.limits.max_num_batched_tokens)
+        others = [request for request in self.waiting if request not in chosen]
+        self.waiting = deque(request for request in self.waiting if request in chosen)
+        self._admit_waiting(step, budget)
+        self.running = sorted([*self.running, *self._held_back], key=_ORDER)
+        self.waiting = deque(sorted([*self.waiting, *others], key=_ORDER))
+        self._held_back = []
+
+    def _plan_all(self, step: StepInFlight) -> None:
         num_running = len(self.running)
         budget = self._schedule_running(step, self.limits.max_num_batched_tokens)
         if step.is_ahead and len(step.requests) < num_running:
@@ -483,19 +534,19 @@ class Scheduler:
     def _admit_waiting(self, step: StepInFlight, budget: int) -> None:
         """Admit from the head of the queue while budget, seats and memory last."""
         core = self.core
-        num_seats = self.limits.max_num_seqs - len(self.running)
+        num_seats = self.limits.max_num_seqs - len(self.running) - len(self._held_back)
         if num_seats:
-            num_seats -= sum(len(request.forks) for request in self.running)
+            num_seats -= sum(len(request.forks) for request in (*self.running, *self._held_back))
         if self.core.residuals is not None:  # those who leave have theirs until the step in flight has ended
             num_seats -= step.num_leaving
         while self.waiting and budget > 0 and self.waiting[0].num_seqs <= num_seats:
             request = self.waiting[0]
             packed = request.packed()
             streams = self._streamer.streams(request)
-            if streams and not self._room.to_stream(request, self.running, step.now):
+            if streams and not self._room.to_stream(request, self._all_running, step.now):
                 break
             found = core.match(request.namespace, packed, request.max_hit_tokens)
-            hit = found if streams else self._room.for_all(request, found, self.running, step.now)
+            hit = found if streams else self._room.for_all(request, found, self._all_running, step.now)
             if hit is None:
                 break  # in order: nobody overtakes the head of the queue
             table, start = core.begin_streaming(hit) if streams else core.acquire(core.worth(hit))
@@ -612,17 +663,23 @@ class Scheduler:
         if request.table.cold_root is not None:
             self._streamer.make_room(request, end)
         while not self.core.extend(request.table, start, end):
-            if self._streamer.cool(self.running) or self.core.pins.give_up(self._now_s):
+            if self._streamer.cool(self._all_running) or self.core.pins.give_up(self.core.now_s):
                 continue
             if self._streamer.take_back(request, end):
                 continue
             if step.is_ahead:
                 return False
-            victim = self.running.pop()
+            victim = self._take_last()
             self._preempt(victim, request)
             if victim is request:
                 return False
         return True
+
+    def _take_last(self) -> Request:
+        """Take the last, in order, of those that run and have no row yet."""
+        held_back = self._held_back
+        is_held_back = held_back and held_back[-1].order > self.running[-1].order
+        return held_back.pop() if is_held_back else self.running.pop()
 
     def _preempt(self, victim: Request, beneficiary: Request) -> None:
         """Take a running request's blocks; what is published stays cached and spares work if it is still there."""
@@ -713,10 +770,37 @@ class Scheduler:
         self.core.pins.add(
             request.request_id,
             table.tail,
-            self._now_s,
+            self.core.now_s,
             ttl_s=warm_up.ttl_s,
             priority=warm_up.retention_priority,
         )
+
+    @property
+    def _all_running(self) -> list[Request]:
+        return [*self.running, *self._held_back] if self._held_back else self.running
+
+    def _is_in_step(self, request: Request) -> bool:
+        return any(step is not None and request in step.requests for step in (self._step, self._ahead))
+
+    def _blame(self, step: StepInFlight) -> None:
+        """Let those end who are found to have made steps fail."""
+        for request, why in self.suspicion.failed(step.requests, step.admitted).items():
+            if request.status is not RequestStatus.FINISHED and not request.is_aborted:
+                request.finish_reason, request.error = "error", why
+
+    def _end_corrupted(self, requests: list[Request]) -> None:
+        """End requests whose logits are no numbers, with those that were to fork from them, and drop what they had."""
+        for request in requests:
+            if request.finish_reason == "error":  # by the step before, and this row is one too many
+                continue
+            assert request.table is not None
+            self.distrusted |= self.core.distrust(request.table, request.namespace, request.packed())
+            if request.is_aborted:
+                continue
+            self.corrupted.append(request)
+            for sample in (request, *request.forks):
+                self._emit(RequestCorrupted(sample.request_id))
+                sample.is_aborted, sample.finish_reason, sample.error = True, "error", _CORRUPTED
 
     def _take_step(self) -> StepInFlight:
         """Take the step that was planned first; the one planned behind it is the next."""
@@ -729,6 +813,15 @@ class Scheduler:
 def _is_over(request: Request) -> bool:
     """Whether nothing is left to compute for a request, though it runs."""
     return request.is_aborted or request.num_tokens >= request.stop.max_total_tokens
+
+
+def _take_token(request: Request, token_id: int) -> None:
+    """Append a sampled token, or end who asked for none."""
+    if request.has_no_output:
+        request.finish_reason = "length"
+        return
+    request.token_ids.append(token_id)
+    request.finish_reason = _reason_to_end(request, token_id)
 
 
 def _reason_to_end(request: Request, token_id: int) -> FinishReason | None:

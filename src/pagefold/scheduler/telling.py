@@ -35,9 +35,17 @@ def tell_added(emit: Emit, request: Request) -> None:
     )
 
 
-def tell_lookups(emit: Emit, step: StepInFlight) -> None:
-    """Tell what those that a step admitted had found: when it ran, since a step that fails is no lookup."""
+def tell_lookups(emit: Emit, step: StepInFlight, *, has_tiers: bool) -> None:
+    """Tell what those that a step admitted had found: when it ran, since a step that fails is no lookup.
+
+    Args:
+        emit: where events go.
+        step: that ran.
+        has_tiers: whether what the device lacked was looked up behind it.
+    """
     for row in range(len(step.requests) - step.num_admitted, len(step.requests)):
         request = step.requests[row]
         after_preemption = request.num_preemptions > 0
-        emit(PrefixLookup(request.request_id, request.num_tokens, step.plan.starts[row], after_preemption))
+        num_loaded = sum(request.num_loaded_tokens.values())
+        num_hit = step.plan.starts[row]
+        emit(PrefixLookup(request.request_id, request.num_tokens, num_hit, after_preemption, num_loaded, has_tiers))

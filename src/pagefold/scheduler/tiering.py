@@ -160,6 +160,11 @@ class Tiering:
         """Take note of what a step of ``num_rows`` sequences took, if it was mostly prefilling."""
         self._slow.arbiter.learn_compute(num_tokens, num_rows, seconds)
 
+    @property
+    def expected_bytes(self) -> int:
+        """What is remembered of conversations that are expected to go on: at most ``MAX_EXPECTED_BYTES``."""
+        return self._returning.num_bytes
+
     def next_due_s(self) -> float:
         """Return when :meth:`poll` has something to do though nothing has come; inf for never."""
         looking = (waiting.late_s for waiting in self._waiting.values() if waiting.fetch is None)
@@ -169,6 +174,10 @@ class Tiering:
         """No step will run soon: make the stores that wait for one."""
         self._store()
         self.transfer.write(self._slow.take_writes())
+
+    def distrust(self, digests: set[bytes]) -> None:
+        """Have the slow tiers forget these paths, as soon as they come to it."""
+        self.transfer.forget(list(digests))
 
     def begin_reset(self) -> None:
         """The core is being reset: bring nothing until :meth:`finish_reset`."""

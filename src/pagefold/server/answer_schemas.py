@@ -10,8 +10,11 @@ from pagefold.events import PinCause  # noqa: TC001 - pydantic reads it
 
 __all__ = [
     "STREAMED",
+    "AnthropicMessage",
     "ChatCompletion",
     "Completion",
+    "CountedTokens",
+    "DeletedResponse",
     "Detokenized",
     "Model",
     "Models",
@@ -37,11 +40,29 @@ class _CachedTokens(BaseModel):
     cached_tokens_by_tier: dict[str, int] | None = None
 
 
+class _ReasoningText(BaseModel):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class _Reasoning(BaseModel):
+    id: str
+    type: Literal["reasoning"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    summary: list[Any]
+    content: list[_ReasoningText]
+
+
+class _OutputTokensDetails(BaseModel):
+    reasoning_tokens: int
+
+
 class _Usage(BaseModel):
     prompt_tokens: int = Field(ge=1)
     completion_tokens: int = Field(ge=0)
     total_tokens: int = Field(ge=1)
     prompt_tokens_details: _CachedTokens
+    completion_tokens_details: _OutputTokensDetails | None = None
 
 
 class _Choice(BaseModel):
@@ -80,6 +101,9 @@ class _ChatAnswer(BaseModel):
     role: Literal["assistant"]
     content: str | None
     tool_calls: list[_ToolCall] = Field(default=[], min_length=1)
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
 
 
 class _ChatChoice(_Choice):
@@ -112,13 +136,22 @@ class _OutputMessage(BaseModel):
     content: list[_OutputText]
 
 
-class _OutputTokensDetails(BaseModel):
-    reasoning_tokens: int
+class _FunctionCall(BaseModel):
+    id: str
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    status: Literal["in_progress", "completed", "incomplete"]
+
+
+class _InputTokensDetails(_CachedTokens):
+    cache_write_tokens: int = Field(ge=0)
 
 
 class _ResponseUsage(BaseModel):
     input_tokens: int = Field(ge=1)
-    input_tokens_details: _CachedTokens
+    input_tokens_details: _InputTokensDetails
     output_tokens: int = Field(ge=0)
     output_tokens_details: _OutputTokensDetails
     total_tokens: int = Field(ge=1)
@@ -133,9 +166,61 @@ class OpenAIResponse(BaseModel):
     completed_at: int | None
     status: Literal["completed", "incomplete"]
     model: str
-    output: list[_OutputMessage]
+    output: list[_Reasoning | _OutputMessage | _FunctionCall]
     usage: _ResponseUsage
-    store: Literal[False]
+    store: bool
+
+
+class DeletedResponse(BaseModel):
+    """Of ``DELETE /v1/responses/{response_id}``."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class _TextBlock(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class _ToolUseBlock(BaseModel):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class _ThinkingBlock(BaseModel):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+class _MessageUsage(BaseModel):
+    input_tokens: int = Field(ge=0)
+    cache_creation_input_tokens: int = Field(ge=0)
+    cache_read_input_tokens: int = Field(ge=0)
+    output_tokens: int = Field(ge=0)
+
+
+class AnthropicMessage(BaseModel):
+    """Of ``/v1/messages``."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[_ThinkingBlock | _TextBlock | _ToolUseBlock] = Field(min_length=1)
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+    stop_sequence: str | None
+    usage: _MessageUsage
+
+
+class CountedTokens(BaseModel):
+    """Of ``/v1/messages/count_tokens``."""
+
+    input_tokens: int = Field(ge=1)
 
 
 class Tokenized(BaseModel):

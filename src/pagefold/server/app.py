@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 
 from pagefold import __version__
+from pagefold.server.anthropic import AnthropicErrors, message_routes
 from pagefold.server.body_checker import BodyChecker
 from pagefold.server.body_limit import BodyLimit
 from pagefold.server.cache import cache_routes
@@ -21,7 +22,7 @@ from pagefold.server.models import model_routes
 from pagefold.server.origins import allow_origins
 from pagefold.server.probes import probe_routes
 from pagefold.server.request_log import RequestLog
-from pagefold.server.responses import response_routes
+from pagefold.server.responses import ResponseStore, response_routes
 from pagefold.server.served import Served
 from pagefold.server.tokenize import tokenize_routes
 from pagefold.server.warming import Warmer, tenants_of
@@ -50,13 +51,17 @@ def create_app(client: EngineClient, *, model_name: str, config: ServerConfig, m
     app.add_middleware(HeadAsGet)
     app.add_middleware(Keys, locks=Locks.of(config))
     add_error_handlers(app)
+    app.add_middleware(AnthropicErrors)
     allow_origins(app, config)
     app.add_middleware(RequestLog, count=metrics.count_response)  # the last added is the outermost
     metrics.watch(client.status)
-    served = Served(client, model_name, config.tool_call_parser)
+    served = Served(client, model_name, config.tool_call_parser, config.reasoning_parser)
     app.include_router(completion_routes(served))
     app.include_router(chat_routes(served))
-    app.include_router(response_routes(served))
+    responses = ResponseStore(config.responses_store_bytes)
+    metrics.watch_cache(responses.size)
+    app.include_router(response_routes(served, responses))
+    app.include_router(message_routes(served))
     app.include_router(tokenize_routes(served))
     app.include_router(cache_routes(Warmer(served, tenants_of(config))))
     app.include_router(model_routes(served))

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse
 
 from pagefold.server.answer_schemas import Pins, Unpinned, Warmed
 from pagefold.server.checked_route import CheckedRoute
-from pagefold.server.disconnect import CLIENT_CLOSED_REQUEST, ClientGoneError, while_connected
+from pagefold.server.disconnect import while_connected
 from pagefold.server.warm_schemas import WarmRequest  # noqa: TC001 - FastAPI reads it
 from pagefold.server.warming import described
 
@@ -29,10 +29,7 @@ def cache_routes(warmer: Warmer) -> APIRouter:
     async def warm(asked: WarmRequest, request: Request) -> Response:
         """Cache a prompt before anybody sends it, and pin it if wanted."""
         served.admit(asked, request)
-        try:
-            return JSONResponse(await while_connected(request.receive, warmer.warm(asked)))
-        except ClientGoneError:
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        return JSONResponse(await while_connected(request.receive, warmer.warm(asked)))
 
     @router.get("/v1/cache/pins", responses={200: {"model": Pins}})
     async def list_pins() -> dict[str, Any]:

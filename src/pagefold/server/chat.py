@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request, Response
 
 from pagefold.errors import InvalidRequestError
 from pagefold.server.answer import answer
 from pagefold.server.answer_schemas import STREAMED, ChatCompletion
+from pagefold.server.chat_form import ChatForm, ToldParts
 from pagefold.server.chat_schemas import ChatRequest  # noqa: TC001 - FastAPI reads it
 from pagefold.server.checked_route import CheckedRoute
 from pagefold.server.generation import Generation
 from pagefold.server.keys import account_of
-from pagefold.server.logprobs import chat_logprobs, told_tokens
+from pagefold.server.output_reader import OutputReader
 from pagefold.server.structured_fields import Structured
 from pagefold.server.tools.schemas import WhichTool
 from pagefold.server.tools.use import tool_use
 
 if TYPE_CHECKING:
-    from pagefold.engine.outputs import OutputDelta
-    from pagefold.server.generation import Output
     from pagefold.server.served import Served
-    from pagefold.server.tools.use import CallTeller, ToolUse
-    from pagefold.tokenizer import Tokenizer
+    from pagefold.server.tools.use import ToolUse
 
 __all__ = ["chat_routes"]
 
@@ -40,20 +38,34 @@ def chat_routes(served: Served) -> APIRouter:
     async def create_chat_completion(asked: ChatRequest, request: Request) -> Response:
         """Answer the last message of a chat."""
         served.admit(asked, request)
-        structured = asked.structured()
+        held = asked.structured()
         use = _tool_use(asked, served)
         if use is not None:
-            structured = _with_tools(structured, use)
-        sampling = asked.sampling(structured)
-        form = _ChatForm(served.model_name, int(time.time()), asked.top_logprobs, served.client.tokenizer, use)
+            held = _with_tools(held, use)
+        sampling = asked.sampling(held)
+        tools = () if use is None else asked.tools
+        chat = await served.prepare_chat(
+            asked.messages, tools, options=asked.chat_options(), times=asked.times_too_long, receive=request.receive
+        )
+        thinking = chat.thinking
+        structured = None if held is None else thinking.before(held)
+        response_id = f"chatcmpl-{uuid.uuid4().hex}"
         generation = Generation(
             served.client,
-            request_id=form.request_id,
-            prompts=await served.encode_chat(asked.messages, () if use is None else asked.tools),
-            sampling=sampling,
+            request_id=response_id,
+            prompts=asked.fitted([chat.token_ids], sampling, served.client.max_model_len),
+            sampling=thinking.sampling(sampling, structured),
             caller=asked.caller(account_of(request.scope)),
             param="messages",
             grammar=await served.compile(structured),
+            keeps_token_ids=asked.return_token_ids,
+            thinking=thinking,
+        )
+        form = ChatForm(
+            {"id": response_id, "created": int(time.time()), "model": served.model_name},
+            ToldParts(asked.top_logprobs, thinking.is_known, asked.include_reasoning),
+            served.client.tokenizer,
+            lambda: OutputReader(thinking.reader(held), None if use is None else use.reader()),
         )
         return await answer(asked, form, generation, request)
 
@@ -74,51 +86,3 @@ def _with_tools(structured: Structured | None, use: ToolUse) -> Structured | Non
         remedy = f"Leave {structured.field} out, or send tool_choice: none."
         raise InvalidRequestError(msg, param=structured.field, remedy=remedy)
     return None if use.grammar is None else Structured(use.grammar, "tools")
-
-
-class _ChatForm:
-    """See :class:`~pagefold.server.answer.Form`."""
-
-    def __init__(
-        self, model_name: str, created: int, num_top: int, tokenizer: Tokenizer | None, use: ToolUse | None
-    ) -> None:
-        self._num_top = num_top
-        self._tokenizer = tokenizer
-        self._use = use
-        self._tellers: dict[int, CallTeller] = {}  # of the choices that are being streamed
-        self.request_id = f"chatcmpl-{uuid.uuid4().hex}"
-        self._common = {"created": created, "model": model_name}
-
-    def head(self) -> dict[str, Any]:
-        return {"id": self.request_id, "object": "chat.completion", **self._common}
-
-    def chunk_head(self) -> dict[str, Any]:
-        return {"id": self.request_id, "object": "chat.completion.chunk", **self._common}
-
-    def choice(self, index: int, output: Output) -> dict[str, Any]:
-        text = "".join(output.text)
-        told: dict[str, Any] = {"content": text}
-        finish_reason: str | None = output.finish_reason
-        if self._use is not None:
-            teller = self._use.teller()
-            told = teller.message(text)
-            finish_reason = teller.finish_reason(output.finish_reason)
-        message = {"role": "assistant", **told, "refusal": None}
-        logprobs = chat_logprobs(output.told, self._num_top, self._tokenizer)
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
-
-    def first_chunk_choice(self, index: int) -> dict[str, Any]:
-        first = {"role": "assistant", "content": ""}
-        return {"index": index, "delta": first, "logprobs": None, "finish_reason": None}
-
-    def chunk_choice(self, index: int, delta: OutputDelta) -> dict[str, Any] | None:
-        logprobs = chat_logprobs(told_tokens(delta), self._num_top, self._tokenizer)
-        piece: dict[str, Any] = {"content": delta.text} if delta.text else {}
-        finish_reason: str | None = delta.finish_reason
-        if self._use is not None:
-            teller = self._tellers.get(index) or self._tellers.setdefault(index, self._use.teller())
-            piece = teller.delta(delta.text, is_last=delta.finish_reason is not None)
-            finish_reason = teller.finish_reason(delta.finish_reason)
-        if not piece and logprobs is None and finish_reason is None:
-            return None
-        return {"index": index, "delta": piece, "logprobs": logprobs, "finish_reason": finish_reason}

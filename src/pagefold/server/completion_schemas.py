@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, TypeAlias
 
-from pydantic import Field, PlainValidator, StrictInt
+from pydantic import Field, PlainValidator, StrictBool, StrictInt
 
 from pagefold.request import MAX_LOGPROBS
 from pagefold.server.schemas import MAX_TOKEN_ID, GenerationRequest, OneText, stated, whole_text
@@ -61,15 +61,32 @@ class CompletionRequest(GenerationRequest):
 
     Attributes:
         prompts: the field ``prompt``: a text or token ids, or a list of either. Each gets a choice of its own.
+        echo: whether each choice begins with its prompt; with ``logprobs``, these tell the prompt's tokens too.
         logprobs: how many alternatives to each token are told.
     """
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = IN_COMPLETIONS
     default_max_tokens: ClassVar[int | None] = _DEFAULT_COMPLETION_TOKENS
+    has_many_prompts: ClassVar[bool] = True
 
     prompts: Annotated[_Prompts, PlainValidator(_as_prompts, json_schema_input_type=_Prompt), Field(alias="prompt")]
+    echo: StrictBool = False
     logprobs: Annotated[StrictInt | None, stated(minimum=0, maximum=MAX_LOGPROBS)] = None
+    max_tokens: Annotated[StrictInt | None, Field(ge=0)] = None
+    max_completion_tokens: Annotated[StrictInt | None, Field(ge=0)] = None
 
     def num_logprobs(self) -> int | None:
         """See :class:`GenerationRequest`."""
         return self.logprobs
+
+    def num_prompt_logprobs(self) -> int | None:
+        """See :class:`GenerationRequest`."""
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((number for number in asked if number is not None), default=None)
+
+    def num_told_of_prompts(self) -> dict[str, int]:
+        """See :class:`GenerationRequest`."""
+        told = super().num_told_of_prompts()
+        told["echo"] = int(self.echo)
+        told["logprobs"] = 1 + self.logprobs if self.echo and self.logprobs is not None else 0
+        return told

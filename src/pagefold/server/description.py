@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pagefold.server.anthropic.errors import is_anthropic
 from pagefold.server.ignored import IGNORED_HEADER
 from pagefold.server.keys import TRAFFIC_PATHS, Locks, is_for_admin
 
@@ -37,11 +38,27 @@ _ERROR = {
 }
 """OpenAI's form of an error; see ``errors.py``."""
 
+_ANTHROPIC_ERROR = {
+    "title": "AnthropicError",
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string", "minLength": 1}},
+        },
+        "request_id": {"type": ["string", "null"]},
+    },
+}
+"""Anthropic's; see ``anthropic/errors.py``."""
+
 _WORDS = {
     400: "The request cannot be served as it was sent.",
     401: "A key is missing, or not known.",
     403: "The route asks for the admin's key or that of the metrics, and the server has none.",
-    404: "There is no such model, or no such pin.",
+    404: "There is no such model, no such pin, or no such response.",
     408: "The body stopped coming, or took too long.",
     409: "More would be pinned than may be.",
     413: "The body is too large.",
@@ -78,11 +95,12 @@ def describe(app: FastAPI, config: ServerConfig) -> None:
     for of_fastapi in ("HTTPValidationError", "ValidationError"):
         schemas.pop(of_fastapi, None)
     schemas["Error"] = _ERROR
+    schemas["AnthropicError"] = _ANTHROPIC_ERROR
     components["securitySchemes"] = {
         "key": {
             "type": "http",
             "scheme": "bearer",
-            "description": "Any of --api-key and --api-key-file, or the admin's.",
+            "description": "Any of --api-key and --api-key-file, or the admin's. As the header x-api-key too.",
         },
         "admin_key": {"type": "http", "scheme": "bearer", "description": "That of --admin-api-key."},
         "metrics_key": {"type": "http", "scheme": "bearer", "description": "That of --metrics-key, or the admin's."},
@@ -92,10 +110,11 @@ def describe(app: FastAPI, config: ServerConfig) -> None:
 def _describe_operation(path: str, method: str, operation: dict[str, Any], locks: Locks) -> None:
     responses = operation["responses"]
     responses.pop("422", None)  # FastAPI's; a body that does not fit is a 400
+    form = "AnthropicError" if is_anthropic(path) else "Error"
     for status in _statuses(path, method, operation, locks):
         responses[str(status)] = {
             "description": _WORDS[status],
-            "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+            "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{form}"}}},
         }
     if "429" in responses:
         responses["429"]["headers"] = {"Retry-After": _RETRY_AFTER}
@@ -111,6 +130,21 @@ def _security_of(path: str) -> str:
     return "admin_key" if is_for_admin(path) else "key"
 
 
+_OF_ONE: dict[tuple[str, str], tuple[int, ...]] = {
+    ("post", "/v1/cache/warm"): (409,),
+    ("delete", "/v1/cache/pins/{pin_id}"): (404,),
+    ("get", "/v1/responses/{response_id}"): (400, 404),
+    ("delete", "/v1/responses/{response_id}"): (404,),
+    ("get", "/health"): (503,),
+    ("get", "/ping"): (503,),
+    ("post", "/ping"): (503,),
+    ("get", "/ready"): (503,),
+    ("get", "/v1/models"): (503,),
+    ("get", "/v1/models/{model_id}"): (404, 503),
+}
+"""Statuses of single routes, by method and path."""
+
+
 def _statuses(path: str, method: str, operation: dict[str, Any], locks: Locks) -> set[int]:
     statuses: set[int] = set()
     if "requestBody" in operation:
@@ -124,12 +158,4 @@ def _statuses(path: str, method: str, operation: dict[str, Any], locks: Locks) -
             statuses.add(403)
     if is_for_admin(path):
         statuses.update((500, 503))
-    if path == "/v1/cache/warm":
-        statuses.add(409)
-    if "{pin_id}" in path:
-        statuses.add(404)
-    if path in ("/health", "/ping", "/ready"):
-        statuses.add(503)
-    if method == "get" and path.startswith("/v1/models"):
-        statuses.update((404, 503) if "{" in path else (503,))
-    return statuses
+    return statuses.union(_OF_ONE.get((method, path), ()))

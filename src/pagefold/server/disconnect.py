@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from starlette.types import Receive
+    from starlette.types import Message, Receive
 
-__all__ = ["CLIENT_CLOSED_REQUEST", "ClientGoneError", "while_connected"]
+__all__ = ["CLIENT_CLOSED_REQUEST", "ClientGoneError", "stays", "while_connected"]
 
 CLIENT_CLOSED_REQUEST = 499
 """nginx's number; nobody gets to read it but the access log."""
@@ -41,6 +41,12 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T
         for task in (working, leaving):
             task.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def stays() -> Message:
+    """Be the ``receive`` of a client who never goes away: of the server itself."""
+    await asyncio.Event().wait()
+    raise AssertionError  # nobody sets it
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -8,7 +8,7 @@ import reprlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from pagefold.errors import (
@@ -23,6 +23,7 @@ from pagefold.errors import (
     TierError,
 )
 from pagefold.observe.logs import current_request_id
+from pagefold.server.disconnect import CLIENT_CLOSED_REQUEST, ClientGoneError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,11 +33,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ContextLengthError",
+    "PreviousResponseError",
+    "ResponseNotFoundError",
     "Shown",
     "UnknownModelError",
     "add_error_handlers",
     "error_body",
     "error_response",
+    "error_status",
 ]
 
 _log = logging.getLogger(__name__)
@@ -53,6 +57,14 @@ class UnknownModelError(ModelNotFoundError):
     """A request names a model that this server does not have."""
 
     param = "model"
+
+
+class ResponseNotFoundError(PagefoldError):
+    """There is no such stored response for who asks."""
+
+
+class PreviousResponseError(InvalidRequestError):
+    """A request goes on from a response that is not stored for who asks."""
 
 
 class Shown(str):
@@ -77,8 +89,10 @@ class _Form(NamedTuple):
 
 _FORMS: dict[type[Exception], _Form] = {
     ContextLengthError: _Form(400, "invalid_request_error", "context_length_exceeded"),
+    PreviousResponseError: _Form(400, "invalid_request_error", "previous_response_not_found"),
     InvalidRequestError: _Form(400, "invalid_request_error", None),
     UnknownModelError: _Form(404, "invalid_request_error", "model_not_found"),
+    ResponseNotFoundError: _Form(404, "invalid_request_error", "response_not_found"),
     EngineStoppedError: _Form(503, "service_unavailable_error", "engine_unavailable"),
     PinQuotaError: _Form(409, "invalid_request_error", "pin_quota_exceeded"),
     QueueFullError: _Form(429, "rate_limit_error", "queue_full"),
@@ -107,10 +121,16 @@ _KINDS = {429: "rate_limit_error", 503: "service_unavailable_error"}
 _INTERNAL = "The server met an error of its own; its log tells more"
 
 
+def is_tag(part: object) -> bool:
+    """Whether a part of an error's place only says which of several forms a value has: such tags look ``<so>``."""
+    return isinstance(part, str) and part.startswith("<")
+
+
 def add_error_handlers(app: FastAPI) -> None:
     """Answer every failure in OpenAI's form, those of the framework included."""
     app.add_middleware(_LastResort)
     app.add_exception_handler(PagefoldError, _on_error)
+    app.add_exception_handler(ClientGoneError, _on_gone)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http)
 
@@ -158,6 +178,11 @@ def error_body(error: Exception) -> dict[str, Any]:
     return _body(message, form.type, getattr(error, "param", None), form.code)
 
 
+def error_status(error: Exception) -> int:
+    """Return the status that ``error`` is answered with."""
+    return _form(error).status
+
+
 def error_response(
     status: int, message: str, *, headers: Mapping[str, str] | None = None, code: str | None = None
 ) -> JSONResponse:
@@ -185,6 +210,10 @@ async def _on_error(_request: Request, error: Exception) -> JSONResponse:
     return JSONResponse(error_body(error), _form(error).status, headers)
 
 
+async def _on_gone(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
 async def _on_http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     message = str(error.detail)
@@ -200,7 +229,7 @@ async def _on_http(request: Request, error: Exception) -> JSONResponse:
 async def _on_invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    path = [str(part) for part in first["loc"] if part != "body"]
+    path = [str(part) for part in first["loc"] if part != "body" and not is_tag(part)]
     if first["type"] == "json_invalid":
         at = first["loc"][-1]
         return _invalid(f"The body is not valid JSON: {first['ctx']['error']} at character {at}.", None)

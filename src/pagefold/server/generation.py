@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections import Counter
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -12,16 +13,35 @@ from pagefold.engine.outputs import best
 from pagefold.errors import EngineStoppedError, InvalidRequestError, RequestTimeoutError, StepFailedError
 from pagefold.server.errors import ContextLengthError
 from pagefold.server.logprobs import ToldToken, told_tokens
+from pagefold.server.reasoning.counter import NOTHING_COUNTED, TokenCounter
+from pagefold.server.reasoning.thinking import NO_THINKING
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping
 
     from pagefold.engine.client import EngineClient, TokenStream
+    from pagefold.engine.logprobs import PromptLogprobs
     from pagefold.engine.outputs import OutputDelta
     from pagefold.request import Caller, FinishReason, RequestTimes, SamplingParams
+    from pagefold.server.reasoning.thinking import Thinking
     from pagefold.structured.grammar import Grammar
 
-__all__ = ["Generation", "Output"]
+__all__ = ["Generation", "Output", "PromptUse"]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptUse:
+    """What the cache had to do with the prompts of a request, in tokens.
+
+    Attributes:
+        num_tokens: of the prompts.
+        num_read: those that were found in the cache.
+        num_written: those that were computed and filled blocks that later requests can find.
+    """
+
+    num_tokens: int
+    num_read: int
+    num_written: int
 
 
 @dataclass(slots=True)
@@ -34,9 +54,14 @@ class Output:
         num_cached_tokens: how much of the prompt was a prefix hit.
         num_loaded_tokens: how much of that came from tiers behind the device, by tier.
         finish_reason: why it ended.
+        stop_reason: the stop string that ended it, if one did.
         told: its tokens with their logprobs, if asked for.
         times: when things happened to it, once it has got a token.
         cumulative_logprob: the sum of its tokens' logprobs, where they are known.
+        prompt_token_ids: what it follows.
+        prompt_logprobs: of those, if asked for, once they are known.
+        token_ids: what was sampled, if that is told.
+        thinking: counts the tokens of its thinking.
     """
 
     text: list[str] = field(default_factory=list)
@@ -44,9 +69,14 @@ class Output:
     num_cached_tokens: int = 0
     num_loaded_tokens: Mapping[str, int] = field(default_factory=dict)
     finish_reason: FinishReason | None = None
+    stop_reason: str | None = None
     told: list[ToldToken] = field(default_factory=list)
     times: RequestTimes | None = None
     cumulative_logprob: float | None = None
+    prompt_token_ids: list[int] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
+    thinking: TokenCounter = NOTHING_COUNTED
 
 
 class Generation:
@@ -60,6 +90,8 @@ class Generation:
         caller: who asks.
         param: the request field that holds the prompts.
         grammar: of ``sampling.structured_outputs``; each output gets a matcher of its own.
+        keeps_token_ids: whether outputs have their ``token_ids``.
+        thinking: how thinking stands behind each prompt.
 
     Raises:
         InvalidRequestError: one of them can never be served.
@@ -77,12 +109,16 @@ class Generation:
         caller: Caller,
         param: str,
         grammar: Grammar | None = None,
+        keeps_token_ids: bool = False,
+        thinking: Thinking = NO_THINKING,
     ) -> None:
         self.request_ids = [f"{request_id}-{index}" for index in range(len(prompts))]
         for prompt in prompts:
             _check_length(len(prompt), sampling.max_tokens, client.max_model_len, param)
         self.request_id = request_id
         self._tenant = caller.tenant
+        self._client = client
+        self._keeps_token_ids = keeps_token_ids
         self._prompts = prompts
         self._sampling = sampling
         self._streams: list[TokenStream] = []
@@ -93,7 +129,11 @@ class Generation:
         except BaseException:
             self.close()
             raise
-        self.outputs = [Output() for _ in range(len(prompts) * sampling.num_samples)]  # as many as may be here
+        self._thinking = thinking
+        # As many as may be here.
+        self.outputs = [Output(prompt_token_ids=prompt) for prompt in prompts for _ in range(sampling.num_samples)]
+        for output in self.outputs if thinking.is_known else ():
+            output.thinking = thinking.counter(client.tokenizer, output.prompt_token_ids)
 
     def close(self) -> None:
         """End all sequences that have not ended."""
@@ -115,9 +155,16 @@ class Generation:
                 output = self.outputs[index]
                 output.text.append(delta.text)
                 output.num_tokens += len(delta.token_ids)
+                if self._keeps_token_ids:
+                    output.token_ids.extend(delta.token_ids)
+                if delta.prompt_logprobs is not None:
+                    for sample in self.outputs[index : index + self._sampling.num_samples]:
+                        sample.prompt_logprobs = delta.prompt_logprobs
+                output.thinking.push(delta.token_ids)
                 output.num_cached_tokens = delta.num_cached_tokens
                 output.num_loaded_tokens = delta.num_loaded_tokens
                 output.finish_reason = delta.finish_reason
+                output.stop_reason = delta.stop_reason
                 output.told += told_tokens(delta)
                 output.times = delta.times
                 if delta.cumulative_logprob is not None:
@@ -138,6 +185,11 @@ class Generation:
             async for _ in deltas:
                 pass
 
+    @property
+    def tells_prompts(self) -> bool:
+        """Whether logprobs of prompts were asked for."""
+        return self._sampling.prompt_logprobs is not None
+
     def choices(self) -> list[Output]:
         """Return the outputs that were asked for, at the end: all of them, or of each prompt the best."""
         if not self._sampling.ranks_samples:
@@ -150,10 +202,21 @@ class Generation:
             chosen += (samples[at] for at in best(scores, self._sampling.n))
         return chosen
 
+    def usage_of(self, index: int) -> dict[str, Any]:
+        """Return the tokens of one output so far, and of its prompt."""
+        output = self.outputs[index]
+        num_prompt_tokens = len(output.prompt_token_ids)
+        return {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": output.num_tokens,
+            "total_tokens": num_prompt_tokens + output.num_tokens,
+        }
+
     def usage(self) -> dict[str, Any]:
         """Return the tokens so far, in OpenAI's form: each prompt once, and all that was sampled after it.
 
-        Where cached tokens came from tiers behind the device, the details say how many from which.
+        Where cached tokens came from tiers behind the device, the details say how many from which; where the model's
+        thinking is known, how many tokens of the outputs it is.
         """
         num_prompt_tokens = sum(len(prompt) for prompt in self._prompts)
         num_output_tokens = sum(output.num_tokens for output in self.outputs)
@@ -164,12 +227,28 @@ class Generation:
         details: dict[str, Any] = {"cached_tokens": sum(output.num_cached_tokens for output in firsts)}
         if by_tier:
             details["cached_tokens_by_tier"] = {"device": details["cached_tokens"] - by_tier.total(), **by_tier}
-        return {
+        usage = {
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": num_output_tokens,
             "total_tokens": num_prompt_tokens + num_output_tokens,
             "prompt_tokens_details": details,
         }
+        if self._thinking.is_known:
+            num_reasoning_tokens = sum(output.thinking.num_tokens for output in self.outputs)
+            usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning_tokens}
+        return usage
+
+    def prompt_use(self) -> PromptUse:
+        """Return what the cache had to do with the prompts; known once each of them has got a token."""
+        firsts = self.outputs[:: self._sampling.num_samples]
+        num_read = [output.num_cached_tokens for output in firsts]
+        num_written = [self._num_in_blocks(prompt) - read for prompt, read in zip(self._prompts, num_read, strict=True)]
+        return PromptUse(sum(map(len, self._prompts)), sum(num_read), sum(max(0, written) for written in num_written))
+
+    def _num_in_blocks(self, prompt: list[int]) -> int:
+        """Return how many tokens of a prompt lie in blocks that it fills, and that are cached for others."""
+        size = self._client.cached_block_size
+        return 0 if size is None else len(prompt) // size * size
 
     def summary(self) -> dict[str, Any]:
         """Return what the log tells of it: numbers, ids and reasons; seconds are of the output that came first."""
@@ -230,7 +309,7 @@ async def _merged(streams: list[TokenStream]) -> AsyncGenerator[tuple[int, Outpu
 
 
 def _check_length(num_prompt_tokens: int, max_tokens: int | None, max_model_len: int, param: str) -> None:
-    wanted = max_tokens or 1
+    wanted = max(1, max_tokens or 1)  # without any too, one must be left
     if not num_prompt_tokens or num_prompt_tokens + wanted <= max_model_len:
         return
     msg = (

@@ -54,7 +54,8 @@ def read_key_file(path: str, warn: Callable[[str], None]) -> tuple[Account, ...]
         msg = f"The key file {path} cannot be read: {reason}."
         raise ConfigError(msg, remedy="Give a TOML file that this user may read.") from None
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        warn(f"warning: others on this machine can read the key file {path}. Run: chmod 600 {path}")
+        said = f"others on this machine can read the key file {path} (mode {stat.S_IMODE(mode):04o})"
+        warn(f"warning: {said}. Run: chmod 600 {path} (or give --fix-permissions)")
     return _accounts(path, text)
 
 

@@ -140,15 +140,17 @@ class Keys:
                 await self._app(scope, receive, send)
 
     async def _refuse(self, lock: Lock, scope: Scope, receive: Receive, send: Send) -> None:
-        message = f"The request does not bring {lock.what}. Send it as the header 'Authorization: Bearer KEY'."
+        how = "Send it as the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
+        message = f"The request does not bring {lock.what}. {how}"
         message += f" {lock.remedy}" if lock.remedy else ""
         response = error_response(401, message, headers={"WWW-Authenticate": "Bearer"})
         await response(scope, receive, send)
 
 
 def _whose(scope: Scope, accounts: Sequence[Account]) -> Account | None:
-    given = dict(scope["headers"]).get(b"authorization", b"")
-    scheme, _, key = given.partition(b" ")
+    headers = dict(scope["headers"])
+    scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+    given = [bearer.strip() if scheme.lower() == b"bearer" else b"", headers.get(b"x-api-key", b"").strip()]
     # All of them are compared, whichever matches: time must tell nothing.
-    matches = [account for account in accounts if hmac.compare_digest(key.strip(), account.key.encode())]
-    return matches[0] if matches and scheme.lower() == b"bearer" else None
+    matches = [account for key in given for account in accounts if hmac.compare_digest(key, account.key.encode())]
+    return matches[0] if matches else None

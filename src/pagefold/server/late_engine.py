@@ -46,6 +46,11 @@ class LateEngine:
         """See :class:`~pagefold.engine.client.EngineClient`."""
         return self._arrived().max_model_len
 
+    @property
+    def cached_block_size(self) -> int | None:
+        """See :class:`~pagefold.engine.client.EngineClient`."""
+        return self._arrived().cached_block_size
+
     def ensure_ready(self) -> None:
         """See :class:`~pagefold.engine.client.EngineClient`."""
         if self._is_closing:

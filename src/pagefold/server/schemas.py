@@ -6,7 +6,8 @@ ignored and told (``ignored.py`` does both), but for those of ``unsupported``.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, TypeAlias
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import (
     AfterValidator,
@@ -23,7 +24,8 @@ from pydantic import (
 
 from pagefold.config import MAX_PRIORITY, Account
 from pagefold.errors import InvalidRequestError
-from pagefold.request import MAX_RETURNS_IN_S, Caller, SamplingParams
+from pagefold.request import MAX_LOGPROBS, MAX_RETURNS_IN_S, Caller, SamplingParams
+from pagefold.sampling import MAX_BAD_WORDS
 from pagefold.server.ignored import Body
 from pagefold.server.structured_fields import (
     GuidedChoice,
@@ -35,11 +37,14 @@ from pagefold.server.structured_fields import (
     StructuredOutputs,
     the_one_of,
 )
+from pagefold.server.told_prompt import refuse_too_much
 from pagefold.server.unsupported import refuse_unsupported
 
 __all__ = [
     "MAX_PARTS",
+    "MAX_SALT_CHARACTERS",
     "MAX_TOKEN_ID",
+    "SERVICE_TIERS",
     "CachedRequest",
     "GenerationRequest",
     "OneText",
@@ -52,12 +57,23 @@ __all__ = [
 ]
 
 _MAX_STOP_IDS = 4096
+_MAX_ALLOWED_IDS = 2**18
 MAX_PARTS = 2048
 """Messages of a request, and parts of all of them: each is an object to check while everybody else waits."""
+
+MAX_SALT_CHARACTERS = 256
+"""Of a ``cache_salt``: it is kept as long as any block that was computed with it."""
 
 _MAX_INT64 = 2**63 - 1
 MAX_TOKEN_ID = 2**31 - 1
 _MAX_ID_DIGITS = 18
+
+_TIMES_TOO_LONG = 8
+
+ServiceTier: TypeAlias = Literal["auto", "default", "flex", "scale", "priority"]
+
+SERVICE_TIERS: dict[ServiceTier, int] = {"auto": 0, "default": 0, "scale": 0, "priority": -10, "flex": 10}
+"""What each tier adds to the priority that the key's customer class says."""
 
 OneText: TypeAlias = Annotated[str, Field(min_length=1)]
 _Stop: TypeAlias = OneText | Annotated[list[OneText], Field(max_length=16)]
@@ -128,9 +144,11 @@ class StreamOptions(Body):
 
     Attributes:
         include_usage: whether a last chunk tells the token counts.
+        continuous_usage_stats: with it, whether every chunk tells those of its choice so far.
     """
 
     include_usage: StrictBool = False
+    continuous_usage_stats: StrictBool = False
 
 
 class RequestBody(Body):
@@ -154,7 +172,7 @@ class CachedRequest(RequestBody):
             and what only slow tiers have of them by then is brought before.
     """
 
-    cache_salt: Annotated[Text | None, Field(min_length=1)] = None
+    cache_salt: Annotated[Text | None, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)] = None
     priority: Annotated[StrictInt | None, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = None
     returns_in_s: Annotated[StrictFloat | None, stated(minimum=0, maximum=MAX_RETURNS_IN_S)] = None
 
@@ -180,6 +198,11 @@ class GenerationRequest(CachedRequest):
         user: accepted and ignored.
         response_format: what the output must look like: text, any JSON object, or JSON of a schema.
         structured_outputs: the same in vLLM's form: ``json``, ``regex``, ``choice``, ``grammar`` or ``json_object``.
+        return_token_ids: whether ``token_ids`` tell what was sampled, and ``prompt_token_ids`` what it follows.
+        service_tier: OpenAI's word for a ``priority``, which counts instead if it is there too. Of what the key's
+            customer class says, ``priority`` takes 10 and ``flex`` adds 10; ``default``, ``auto`` and ``scale`` leave
+            it. It is told back, ``auto`` as ``default``. Where the server does not schedule by priority it changes
+            nothing.
         guided_json: vLLM's older form of ``structured_outputs.json``.
         guided_regex: of its ``regex``.
         guided_choice: of its ``choice``.
@@ -187,6 +210,7 @@ class GenerationRequest(CachedRequest):
     """
 
     default_max_tokens: ClassVar[int | None] = None
+    has_many_prompts: ClassVar[bool] = False
 
     n: Annotated[StrictInt, stated(minimum=1)] = 1
     best_of: Annotated[StrictInt | None, stated(minimum=1)] = None
@@ -203,10 +227,20 @@ class GenerationRequest(CachedRequest):
     min_tokens: Annotated[StrictInt, stated(minimum=0)] = 0
     seed: Annotated[StrictInt | None, Field(ge=-_MAX_INT64, le=_MAX_INT64)] = None
     stop: Annotated[list[Text], FailFast(), BeforeValidator(_as_list, json_schema_input_type=_Stop)] = []  # noqa: RUF012 - as above
+    include_stop_str_in_output: StrictBool = False
     stop_token_ids: Annotated[
         list[Annotated[StrictInt, stated(minimum=0)]], Field(max_length=_MAX_STOP_IDS), FailFast()
     ] = []  # noqa: RUF012 - as above
     ignore_eos: StrictBool = False
+    allowed_token_ids: Annotated[
+        list[Annotated[StrictInt, stated(minimum=0)]] | None, Field(max_length=_MAX_ALLOWED_IDS), FailFast()
+    ] = None
+    bad_words: Annotated[list[Text], Field(max_length=MAX_BAD_WORDS), FailFast()] = []  # noqa: RUF012 - as above
+    truncate_prompt_tokens: Annotated[StrictInt | None, Field(le=_MAX_INT64), stated(minimum=-1)] = None
+    prompt_logprobs: Annotated[StrictInt | None, stated(minimum=0, maximum=MAX_LOGPROBS)] = None
+    skip_special_tokens: StrictBool = True
+    return_token_ids: StrictBool = False
+    service_tier: ServiceTier | None = None
     stream: StrictBool = False
     stream_options: StreamOptions | None = None
     user: Text | None = None
@@ -238,7 +272,8 @@ class GenerationRequest(CachedRequest):
         Raises:
             InvalidRequestError: a value is out of range.
         """
-        max_tokens = self.max_completion_tokens or self.max_tokens or self.default_max_tokens
+        asked = (self.max_completion_tokens, self.max_tokens, self.default_max_tokens)
+        max_tokens = next((number for number in asked if number is not None), None)
         how = SamplingParams(
             n=self.n,
             best_of=self.best_of,
@@ -256,7 +291,13 @@ class GenerationRequest(CachedRequest):
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
             seed=self.seed,
+            include_stop_str_in_output=self.include_stop_str_in_output,
             logprobs=self.num_logprobs(),
+            prompt_logprobs=self.num_prompt_logprobs(),
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            bad_words=tuple(self.bad_words),
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            skip_special_tokens=self.skip_special_tokens,
             structured_outputs=None if structured is None else structured.params,
         )
         if how.ranks_samples and self.stream:
@@ -264,7 +305,33 @@ class GenerationRequest(CachedRequest):
                 f"best_of is {self.best_of} and n is {self.n}: which are the best is known at the end, not in a stream."
             )
             raise InvalidRequestError(msg, param="best_of", remedy="Leave it out, or do not stream.")
+        if self.prompt_logprobs is not None and self.stream:
+            msg = "prompt_logprobs are told in a whole answer, and stream is true."
+            raise InvalidRequestError(msg, param="prompt_logprobs", remedy="Leave it out, or do not stream.")
         return how
+
+    def caller(self, account: Account) -> Caller:
+        """Return who asks, and on what terms; see :meth:`CachedRequest.caller`."""
+        caller = super().caller(account)
+        if self.service_tier is None or self.priority is not None:
+            return caller
+        return replace(caller, tier_offset=SERVICE_TIERS[self.service_tier])
+
+    def told_back(self) -> dict[str, str]:
+        """Return what an answer tells of the request."""
+        if self.service_tier is None:
+            return {}
+        return {"service_tier": "default" if self.service_tier == "auto" else self.service_tier}
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of the stream tells the usage so far."""
+        return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    @property
+    def times_too_long(self) -> int:
+        """How many contexts a text may have: one that is truncated is tokenized first."""
+        return 1 if self.truncate_prompt_tokens is None else _TIMES_TOO_LONG
 
     def structured(self) -> Structured | None:
         """Return what the output must look like, if that is said.
@@ -286,3 +353,25 @@ class GenerationRequest(CachedRequest):
     def num_logprobs(self) -> int | None:
         """Return of how many alternatives to each token logprobs are asked for; None for none, not even the token's."""
         return None
+
+    def num_prompt_logprobs(self) -> int | None:
+        """Return the same of the prompt's tokens."""
+        return self.prompt_logprobs
+
+    def fitted(self, prompts: list[list[int]], sampling: SamplingParams, max_model_len: int) -> list[list[int]]:
+        """Return these prompts, truncated if that is asked for.
+
+        Raises:
+            InvalidRequestError: the answer would repeat too much of them.
+        """
+        prompts = [sampling.truncated(prompt, max_model_len) for prompt in prompts]
+        told = self.num_told_of_prompts()
+        num_choices = self.n if self.has_many_prompts else 1
+        param = max(told, key=told.__getitem__)
+        refuse_too_much(prompts, num_choices * sum(told.values()), is_streamed=self.stream, param=param)
+        return prompts
+
+    def num_told_of_prompts(self) -> dict[str, int]:
+        """Return how many things are told of each token of a prompt, by the field that asks for them."""
+        num_logprobs = 0 if self.prompt_logprobs is None else 1 + self.prompt_logprobs
+        return {"return_token_ids": int(self.return_token_ids), "prompt_logprobs": num_logprobs}

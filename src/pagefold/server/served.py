@@ -5,22 +5,29 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from pagefold.errors import InvalidRequestError
+from pagefold.server.chat_prompt import ChatPrompt
+from pagefold.server.disconnect import stays
 from pagefold.server.errors import ContextLengthError, UnknownModelError
 from pagefold.server.ignored import note_ignored
+from pagefold.server.reasoning.formats import FORMATS as REASONING_FORMATS
+from pagefold.server.reasoning.thinking import NO_THINKING, thinking_of
+from pagefold.server.text_workers import TextWorkers
 from pagefold.server.tools.formats import FORMATS, format_of_template
-from pagefold.tokenizer import StablePrefix
+from pagefold.tokenizer import ChatOptions, StablePrefix
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from starlette.requests import Request
+    from starlette.types import Receive
 
     from pagefold.engine.client import EngineClient
     from pagefold.server.chat_schemas import ChatMessage
-    from pagefold.server.responses_schemas import InputMessage
+    from pagefold.server.reasoning.thinking import Thinking
     from pagefold.server.schemas import RequestBody
     from pagefold.server.structured_fields import Structured
     from pagefold.server.tools.formats import ToolFormat
@@ -34,10 +41,17 @@ __all__ = ["Served"]
 _MESSAGE_CHARACTERS = 20
 """What a template is guessed to put around a message."""
 
-_Tokens = TypeVar("_Tokens")
+_LONG_CHAT = 4_000
+"""Characters that a chat counts as where they are not counted: it is worked on aside."""
 
-_LONG_TEXT = 4_000
-"""Characters. More of them are tokenized on another thread, so that streams do not stall; these take milliseconds."""
+_AS_USUAL = ChatOptions()
+
+_MAX_CHARACTERS, _MAX_CHARACTERS_A_TOKEN = 2**20, 8
+"""A text has at most so many characters, or so many for each token of the context if that is more: where no fewer
+ tokens can be proven to be too many, this bounds what tokenizing takes, in seconds and in memory."""
+
+_NUM_TOGETHER = 2**14
+"""Tokens that are decoded in one piece: the library holds the interpreter while it hands them over."""
 
 
 def _now() -> int:
@@ -52,13 +66,18 @@ class Served:
         client: the engine.
         model_name: what clients call the model.
         tool_call_parser: the form in which the model writes calls of tools, or None for what its chat template says.
+        reasoning_parser: the form in which it marks its thinking, or None where that is not told from answers.
         created: when this server began, in seconds since 1970, as OpenAI tells time.
+        workers: turn texts into tokens, and back. Every method that asks them takes the ``receive`` of the client who
+            waits: when he goes away, it raises ``ClientGoneError``.
     """
 
     client: EngineClient
     model_name: str
     tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
     created: int = field(default_factory=_now)
+    workers: TextWorkers = field(default_factory=TextWorkers)
 
     def admit(self, asked: RequestBody, request: Request) -> None:
         """Let a request in that names this model, or none, while the engine takes requests.
@@ -82,50 +101,89 @@ class Served:
             msg = f"There is no model {ascii(model)[:80]} here."
             raise UnknownModelError(msg, remedy=f"This server has {self.model_name}.")
 
-    async def encode(self, prompts: list[str] | list[list[int]], *, any_length: bool = False) -> list[list[int]]:
-        """Return the tokens of each prompt.
+    async def encode(
+        self,
+        prompts: list[str] | list[list[int]],
+        *,
+        add_special_tokens: bool = True,
+        times: int = 1,
+        receive: Receive = stays,
+    ) -> list[list[int]]:
+        """Return the tokens of each prompt. Of a text that will be truncated, ``times`` as many as fit are too many.
 
         Raises:
             InvalidRequestError: they are texts, and the model has no tokenizer.
-            ContextLengthError: one is certainly longer than the context, unless ``any_length`` will do.
+            ContextLengthError: one is certainly longer than the context.
         """
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         if not texts:
             return [prompt for prompt in prompts if not isinstance(prompt, str)]
         tokenizer = self._tokenizer("prompt")
 
-        def encode() -> list[list[int]]:
-            for text in () if any_length else texts:
-                self._refuse_if_too_long(text, tokenizer, "prompt")
-            return [tokenizer.encode(text) for text in texts]
+        def check() -> None:
+            for text in texts:
+                self._refuse_if_too_long(text, tokenizer, "prompt", times)
 
-        return await _aside(sum(map(len, texts)), encode)
+        size = sum(map(len, texts))
+        await self.workers.run(size, [check], receive)
+        encode = partial(tokenizer.encode, add_special_tokens=add_special_tokens)
+        return await self.workers.run(size, [partial(encode, text) for text in texts], receive)
 
     async def encode_chat(
         self,
-        messages: Sequence[ChatMessage | InputMessage],
+        messages: Sequence[ChatMessage],
         tools: Sequence[Tool] = (),
         *,
         param: str = "messages",
-        any_length: bool = False,
+        add_special_tokens: bool = False,
+        receive: Receive = stays,
     ) -> list[list[int]]:
-        """Return the tokens of a chat in the model's template, as the only prompt. ``param`` is the field it came in.
+        """Return the tokens of a chat in the model's template, as the only prompt; see :meth:`prepare_chat`."""
+        chat = await self.prepare_chat(
+            messages, tools, param=param, add_special_tokens=add_special_tokens, receive=receive
+        )
+        return [chat.token_ids]
+
+    async def prepare_chat(  # noqa: PLR0913 - a chat, by name
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Tool] = (),
+        *,
+        options: ChatOptions = _AS_USUAL,
+        param: str = "messages",
+        add_special_tokens: bool = False,
+        times: int = 1,
+        receive: Receive = stays,
+    ) -> ChatPrompt:
+        """Return a chat in the model's template. ``param`` is the field it came in.
+
+        Of a chat that will be truncated, ``times`` as many tokens as fit are too many.
 
         Raises:
             InvalidRequestError: the model has no template or no tokenizer, or the template refuses these messages,
                 or knows nothing of tools.
-            ContextLengthError: it is certainly longer than the context, unless ``any_length`` will do.
+            ContextLengthError: it is certainly longer than the context.
         """
         tokenizer = self._tokenizer(param)
 
-        def encode() -> list[list[int]]:
+        def encode() -> ChatPrompt:
             plain = [message.for_template() for message in messages]
-            text = tokenizer.render_chat(plain, _told(tools, plain, tokenizer))
-            if not any_length:
-                self._refuse_if_too_long(text, tokenizer, param)
-            return [tokenizer.encode_rendered(text)]
+            text = tokenizer.render_chat(plain, _told(tools, plain, tokenizer), options)
+            self._refuse_if_too_long(text, tokenizer, param, times)
+            token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            continued = plain[-1]["content"] if options.continue_final_message else ""
+            return ChatPrompt(token_ids, self._thinking(text, continued, tokenizer))
 
-        return await _aside(_LONG_TEXT if tools else _num_characters(messages), encode)
+        (chat,) = await self.workers.run(_LONG_CHAT if tools else _num_characters(messages), [encode], receive)
+        marks = [mark for mark, _ in chat.thinking.token_ids]
+        if not tokenizer.shows(marks):  # made once, as long as the server runs; it takes as long as loading a tokenizer
+            await asyncio.to_thread(tokenizer.detokenizer, (), shown=marks)
+        return chat
+
+    def _thinking(self, prompt: str, continued: str, tokenizer: Tokenizer) -> Thinking:
+        if self.reasoning_parser is None:
+            return NO_THINKING
+        return thinking_of(REASONING_FORMATS[self.reasoning_parser], prompt, continued, tokenizer)
 
     def tool_format(self) -> ToolFormat:
         """Return how the model writes calls of tools.
@@ -175,7 +233,7 @@ class Served:
             self._refuse_if_too_long(text, tokenizer, param)
             return tokenizer.encode_rendered_prefix(text) if prompt is None else tokenizer.encode_prefix(text)
 
-        found = await _aside(len(prompt or "") + _num_characters(messages), encode)
+        (found,) = await self.workers.run(len(prompt or "") + _num_characters(messages), [encode], stays)
         if not found.token_ids:
             msg = (
                 f"Whatever follows may change all {found.num_tokens} tokens of the {param}: none can be cached for it."
@@ -183,23 +241,34 @@ class Served:
             raise InvalidRequestError(msg, param=param, remedy="Add some words, or send token ids.")
         return found
 
-    async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+    async def token_texts(self, token_ids: Sequence[int], *, receive: Receive = stays) -> list[str]:
         """Return the text of each token alone."""
         tokenizer = self._tokenizer("prompt")
-        return await _aside(len(token_ids), lambda: tokenizer.token_texts(token_ids))
+        parts = [token_ids[first : first + _NUM_TOGETHER] for first in range(0, len(token_ids), _NUM_TOGETHER)]
+        texts = await self.workers.run(
+            len(token_ids), [partial(tokenizer.token_texts, part) for part in parts], receive
+        )
+        return [text for part in texts for text in part]
 
-    async def decode(self, token_ids: Sequence[int]) -> str:
+    async def decode(self, token_ids: Sequence[int], *, receive: Receive = stays) -> str:
         """Return the text of tokens, special ones included.
 
         Raises:
             InvalidRequestError: one of them is not in the vocabulary.
+            ContextLengthError: they are more than the context.
         """
         tokenizer = self._tokenizer("tokens")
+        max_model_len = self.client.max_model_len
+        if len(token_ids) > max_model_len:
+            msg = f"This model's maximum context length is {max_model_len} tokens, and there are {len(token_ids)}."
+            raise ContextLengthError(msg, param="tokens", remedy="Send them in parts.")
         largest = max(token_ids, default=0)
         if largest >= tokenizer.vocab_size:
             msg = f"Token id {largest} is not in the model's vocabulary."
             raise InvalidRequestError(msg, param="tokens", remedy=f"Ids go from 0 to {tokenizer.vocab_size - 1}.")
-        return await _aside(len(token_ids), lambda: tokenizer.decode(token_ids, skip_special_tokens=False))
+        decode = partial(tokenizer.decode, token_ids, skip_special_tokens=False)
+        (text,) = await self.workers.run(len(token_ids), [decode], receive)
+        return text
 
     def about_model(self) -> dict[str, Any]:
         """Return the model as ``/v1/models`` lists it; ``max_model_len`` as vLLM adds it."""
@@ -211,14 +280,23 @@ class Served:
             "max_model_len": self.client.max_model_len,
         }
 
-    def _refuse_if_too_long(self, text: str, tokenizer: Tokenizer, param: str) -> None:
-        """Refuse before it is tokenized what cannot fit: tokenizing takes a second a megabyte."""
+    def _refuse_if_too_long(self, text: str, tokenizer: Tokenizer, param: str, times: int = 1) -> None:
+        """Refuse before it is tokenized what cannot fit: tokenizing takes seconds a megabyte, and 300 times its memory.
+
+        Where a vocabulary proves nothing of a text's tokens, its characters alone are bounded.
+        """
         max_model_len = self.client.max_model_len
+        max_characters = times * max(_MAX_CHARACTERS, _MAX_CHARACTERS_A_TOKEN * max_model_len)
         num_tokens = tokenizer.min_tokens(text)
-        if num_tokens >= max_model_len:
+        if num_tokens >= max_model_len * times:
             msg = (
                 f"This model's maximum context length is {max_model_len} tokens. However, the {param} has "
                 f"{len(text)} characters, which are at least {num_tokens} tokens."
+            )
+            raise ContextLengthError(msg, param=param, remedy=f"Please reduce the length of the {param}.")
+        if len(text) > max_characters:
+            msg = (
+                f"The {param} has {len(text)} characters; for {max_model_len} tokens at most {max_characters} are read."
             )
             raise ContextLengthError(msg, param=param, remedy=f"Please reduce the length of the {param}.")
 
@@ -229,17 +307,11 @@ class Served:
         return self.client.tokenizer
 
 
-def _num_characters(messages: Sequence[ChatMessage | InputMessage]) -> int:
+def _num_characters(messages: Sequence[ChatMessage]) -> int:
     """Return about how many characters a chat has. Calls of tools are written out first: they count as long."""
     if any("tool_calls" in message.model_fields_set for message in messages):
-        return _LONG_TEXT
-    contents = sum(len(part.text) for message in messages for part in message.content)
-    return contents + _MESSAGE_CHARACTERS * len(messages)
-
-
-async def _aside(num_characters: int, encode: Callable[[], _Tokens]) -> _Tokens:
-    """Run ``encode`` here, or on another thread if it would take long."""
-    return encode() if num_characters < _LONG_TEXT else await asyncio.to_thread(encode)
+        return _LONG_CHAT
+    return sum(message.num_characters for message in messages) + _MESSAGE_CHARACTERS * len(messages)
 
 
 def _told(

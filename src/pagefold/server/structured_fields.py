@@ -71,7 +71,7 @@ def _as_response_format(value: object) -> StructuredOutputsParams | None:
     return StructuredOutputsParams(json=schema, lenient=strict is not True)
 
 
-_SUPPORTED = tuple(StructuredOutputsParams.__dataclass_fields__)
+_SUPPORTED = tuple(name for name in StructuredOutputsParams.__dataclass_fields__ if name != "beginning")
 
 
 def _as_structured_outputs(value: object) -> StructuredOutputsParams:

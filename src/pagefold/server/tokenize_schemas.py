@@ -12,6 +12,9 @@ from pagefold.server.schemas import MAX_PARTS, MAX_TOKEN_ID, RequestBody, Text, 
 
 __all__ = ["DetokenizeRequest", "TokenizeRequest"]
 
+_MAX_TOKENS = 2**21
+"""More than any context has: of more, none is looked at."""
+
 
 class TokenizeRequest(RequestBody):
     """``POST /tokenize``: a prompt, or the messages of a chat.
@@ -20,6 +23,8 @@ class TokenizeRequest(RequestBody):
         model: may be left out: there is one.
         prompt: a text.
         messages: a chat, which is put into the model's template; instead of ``prompt``.
+        add_special_tokens: whether the tokens that the model expects at the start of a prompt are added. If it is not
+            there: yes for a prompt, no for a chat, whose template brings its own.
         return_token_strs: whether the text of each token is told too.
     """
 
@@ -30,6 +35,7 @@ class TokenizeRequest(RequestBody):
         FailFast(),
         BeforeValidator(few_parts),
     ] = None
+    add_special_tokens: StrictBool | None = None
     return_token_strs: StrictBool = False
 
     @model_validator(mode="after")
@@ -44,7 +50,9 @@ class DetokenizeRequest(RequestBody):
     """``POST /detokenize``.
 
     Attributes:
-        tokens: token ids.
+        tokens: token ids, no more than the context has.
     """
 
-    tokens: Annotated[list[Annotated[StrictInt, Field(ge=0, le=MAX_TOKEN_ID)]], FailFast()]
+    tokens: Annotated[
+        list[Annotated[StrictInt, Field(ge=0, le=MAX_TOKEN_ID)]], Field(max_length=_MAX_TOKENS), FailFast()
+    ]

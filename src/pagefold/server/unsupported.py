@@ -6,34 +6,27 @@ table nor ``schemas`` are ignored.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pagefold.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["IN_CHAT", "IN_COMPLETIONS", "IN_RESPONSES", "refuse_unsupported"]
+__all__ = ["IN_CHAT", "IN_CHAT_MESSAGES", "IN_COMPLETIONS", "IN_MESSAGES", "IN_RESPONSES", "refuse_unsupported"]
 
 _IN_BOTH: dict[str, tuple[Any, ...]] = {
     # vLLM's
     "length_penalty": (1, 1.0),
     "use_beam_search": (False,),
-    "prompt_logprobs": (),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
     "guided_whitespace_pattern": (),
     "structural_tag": (),
-    "return_token_ids": (False,),
     "kv_transfer_params": (),
 }
 
 IN_COMPLETIONS = _IN_BOTH | {
-    "echo": (False,),
     "suffix": ("",),
     "prompt_embeds": (),
     "add_special_tokens": (True,),
@@ -49,33 +42,63 @@ IN_CHAT = _IN_BOTH | {
     "web_search_options": (),
     "echo": (False,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "documents": ([],),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "add_special_tokens": (False,),
 }
 """The same for /v1/chat/completions."""
 
+IN_CHAT_MESSAGES: dict[str, tuple[Any, ...]] = {"function_call": (), "audio": ()}
+"""The same for the messages of chats."""
 
 IN_RESPONSES: dict[str, tuple[Any, ...]] = {
-    # Nothing is kept between requests.
-    "store": (False,),
-    "previous_response_id": (),
     "conversation": (),
     "background": (False,),
     "prompt": (),
-    "include": ([],),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "text": ({"format": {"type": "text"}}, {}),
-    "reasoning": ({},),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
     "context_management": ([],),
+    "moderation": (),
     "modalities": (["text"],),
 }
 """The same for /v1/responses."""
+
+IN_MESSAGES: dict[str, tuple[Any, ...]] = {
+    "container": (),
+    "context_management": ({}, {"edits": []}),
+    "mcp_servers": ([],),
+    "speed": ("standard",),
+}
+"""The same for /v1/messages."""
+
+
+class _Reason(NamedTuple):
+    """Why a field is not taken, and what to do instead.
+
+    Attributes:
+        what: the former, after the field's name.
+        remedy: the latter.
+    """
+
+    what: str
+    remedy: str
+
+
+_AS_TOOLS = "is OpenAI's older form of tools, and not supported"
+_ONLY_TEXT = "asks for more than text, and this server's models take and write text only"
+
+_REASONS: Mapping[str, _Reason] = MappingProxyType(
+    {
+        "chat_template": _Reason(
+            "is not taken from clients and not supported: a template is a program, and the model's own is run",
+            "Leave it out. What a template reads goes into chat_template_kwargs; /v1/completions takes any text.",
+        ),
+        "documents": _Reason("is not supported", "Put the documents' text into a message."),
+        "functions": _Reason(_AS_TOOLS, "Send tools."),
+        "function_call": _Reason(_AS_TOOLS, "Send tools with tool_choice, and calls in messages as tool_calls."),
+        "modalities": _Reason(_ONLY_TEXT, 'Leave it out, or send ["text"].'),
+        "audio": _Reason(_ONLY_TEXT, "Leave it out."),
+    }
+)
 
 
 def refuse_unsupported(fields: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]]) -> None:
@@ -91,5 +114,6 @@ def refuse_unsupported(fields: Mapping[str, Any], unsupported: Mapping[str, tupl
         remedy = "Leave it out."
         if meaningless:
             remedy = f"Leave it out, or send {meaningless[0]!r}."
-        message = f"{name} is not supported yet."
-        raise InvalidRequestError(message, param=name, remedy=remedy)
+        reason = _REASONS.get(name, _Reason("is not supported yet", remedy))
+        message = f"{name} {reason.what}."
+        raise InvalidRequestError(message, param=name, remedy=reason.remedy)

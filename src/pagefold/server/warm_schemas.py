@@ -19,7 +19,7 @@ from pagefold.errors import InvalidRequestError
 from pagefold.request import DEFAULT_RETENTION_PRIORITY, WarmUp
 from pagefold.server.chat_schemas import ChatMessage  # noqa: TC001 - pydantic reads it
 from pagefold.server.completion_schemas import OneIds, checked_ids, checked_text
-from pagefold.server.schemas import MAX_PARTS, OneText, RequestBody, Text, few_parts, stated
+from pagefold.server.schemas import MAX_PARTS, MAX_SALT_CHARACTERS, OneText, RequestBody, Text, few_parts, stated
 
 __all__ = ["WarmRequest"]
 
@@ -56,7 +56,7 @@ class WarmRequest(RequestBody):
         list[ChatMessage] | None, Field(min_length=1, max_length=MAX_PARTS), FailFast(), BeforeValidator(few_parts)
     ] = None
     tenant: Text | None = None
-    cache_salt: Annotated[Text | None, Field(min_length=1)] = None
+    cache_salt: Annotated[Text | None, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)] = None
     pin: StrictBool = False
     ttl_s: Annotated[StrictFloat | None, stated(exclusiveMinimum=0)] = None
     retention_priority: Annotated[StrictFloat, stated(minimum=0, maximum=100)] = DEFAULT_RETENTION_PRIORITY

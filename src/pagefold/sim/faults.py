@@ -261,7 +261,7 @@ class _Machine:
         tokens: list[int] = []
         names: list[str] = []
         for row, seed in zip(plan.sampling_rows, plan.seeds, strict=True):
-            request = self._scheduler.running[row]
+            request = self._scheduler.in_step[row]
             tokens.append(expected_token(request.namespace, request.token_ids, seed))
             names.append(request.request_id)
         return tokens, names

@@ -7,7 +7,7 @@ compared.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pagefold.events import BlockEvicted, PrefixLookup, RequestPreempted
@@ -172,7 +172,9 @@ class _Replayer:
         elif recorded.has_failed:
             self._scheduler.abandon("as recorded", frozenset(recorded.damaged))
         else:
-            self._scheduler.apply(self._result(plan))
+            corrupted = {_name(number) for number in recorded.corrupted}
+            rows = [row for row, one in enumerate(self._scheduler.in_step) if one.request_id in corrupted]
+            self._scheduler.apply(replace(self._result(plan), corrupted=rows))
         hits, self._hits = tuple(self._hits), []
         evicted, self._evicted = tuple(self._evicted), []
         if hits != recorded.hits:

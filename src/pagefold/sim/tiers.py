@@ -184,6 +184,11 @@ class SimTransfers:
             outcomes.append(outcome)
         return outcomes
 
+    def forget(self, digests: Sequence[bytes]) -> None:
+        """Forget these blocks at once."""
+        for digest in digests:
+            self._kept.pop(digest, None)
+
     def clear(self) -> None:
         """Forget everything."""
         self._kept.clear()

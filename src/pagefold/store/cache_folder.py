@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pagefold.errors import ConfigError
 from pagefold.kv.names import path_digest
-from pagefold.store.disk_folder import drop_contents, drop_layout_folders, folder_bytes
-from pagefold.store.disk_index import INDEX_NAME, DiskIndex, UnreadableIndexError
+from pagefold.store.disk_folder import drop_contents, drop_layout_folders, folder_bytes, is_cache_folder
+from pagefold.store.disk_index import DiskIndex, UnreadableIndexError
 from pagefold.store.disk_lock import FolderLock, holder_of
 from pagefold.store.disk_segments import place_bytes_of, places_of_segment, segment_name
 from pagefold.store.frame import FrameFormat
@@ -33,6 +33,7 @@ __all__ = [
     "Verified",
     "check_frame",
     "clear",
+    "layout_sizes",
     "look",
     "read_frames",
     "verify",
@@ -142,6 +143,17 @@ def look(folder: Path) -> CacheView:
         return CacheView(folder, index.setting("limit_bytes"), folder_bytes(folder), holder_of(folder), layouts)
 
 
+def layout_sizes(folder: Path) -> dict[bytes, tuple[int, int]]:
+    """Return of each layout that a folder knows the bytes of a block, and of its packed tokens; none if it is new."""
+    if not is_cache_folder(folder):
+        return {}
+    try:
+        with _looking(folder) as index:
+            return {row.digest: row.sizes for row in index.layouts()}
+    except ConfigError:
+        return {}  # it is damaged: who opens it to write begins anew
+
+
 def read_frames(folder: Path) -> Iterator[Frame]:
     """Yield all frames, by layout, used longest ago first; whoever uses the folder may change it meanwhile.
 
@@ -207,11 +219,7 @@ def clear(folder: Path) -> int:
 
 
 def _check_is_cache(folder: Path) -> None:
-    try:
-        is_cache = (folder / INDEX_NAME).is_file()
-    except OSError:
-        is_cache = False
-    if not is_cache:
+    if not is_cache_folder(folder):
         msg = f"{folder} is no cache folder."
         raise ConfigError(msg, remedy="Name the folder that a server was given with --kv-disk-path.")
 

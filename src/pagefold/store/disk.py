@@ -13,17 +13,20 @@ It holds at every moment, also if the process is killed:
 from __future__ import annotations
 
 import contextlib
+import shutil
 import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pagefold.errors import ConfigError
+from pagefold.private_files import make_private_folder
 from pagefold.store.disk_budget import checked_budget
 from pagefold.store.disk_entries import Entries
 from pagefold.store.disk_folder import (
     SELF_TEST_NAME,
     check_is_ours,
+    check_permissions,
     drop_contents,
     drop_layout_folders,
     drop_temporary,
@@ -67,7 +70,7 @@ class DiskStore:
     """A :class:`~pagefold.store.protocol.BlockStore` in a folder. One process at a time uses the folder.
 
     Args:
-        path: the folder; made if it is not there.
+        path: the folder; made, for its owner alone, if it is not there.
         limit_bytes: of all its files together, of whatever layout.
         frames: the format of this model's and layout's frames. Frames of others stay as long as there is room.
         label: what people call the model and layout.
@@ -150,8 +153,9 @@ class DiskStore:
 
     def _open(self, opened: contextlib.ExitStack, label: str) -> None:
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_private_folder(self.path)
             check_is_ours(self.path)
+            self.notes += check_permissions(self.path)
         except OSError as error:
             msg = f"The cache folder {self.path} cannot be used: {error.strerror}."
             raise ConfigError(msg, remedy="Name a folder that this user may write to.") from None
@@ -159,8 +163,27 @@ class DiskStore:
         opened.callback(self._lock.release)
         try:
             drop_temporary(self.path)
-            self._index = self._open_index()
-            opened.callback(self._index.close)
+            try:
+                self._open_contents(opened, label)
+            except UnreadableIndexError as error:
+                self.notes.append(f"the index of {self.path} cannot be used ({error}): the cache starts empty")
+                drop_contents(self.path)
+                self._open_contents(opened, label)
+        except OSError as error:
+            msg = f"The cache folder {self.path} cannot be used: {error.strerror or error}."
+            raise ConfigError(msg, remedy="Name a folder that this user may write to, on a disk with room.") from None
+        except StoreError as error:
+            msg = f"The cache folder {self.path} cannot be used: {error}."
+            raise ConfigError(msg, remedy="Name a folder that this user may write to, on a disk with room.") from None
+        self._reader = FrameReader(self.frames)
+        opened.callback(self._reader.close)
+
+    def _open_contents(self, opened: contextlib.ExitStack, label: str) -> None:
+        """Open the index and what it names. If that fails, nothing of it is open."""
+        self._entries = Entries()
+        with contextlib.ExitStack() as attempt:
+            self._index = DiskIndex(self.path)
+            attempt.callback(self._index.close)
             self._budget = checked_budget(self.path, self.limit_bytes, self.frames)
             *others, own = self._open_layouts(label)
             self._layout_id = own.layout_id
@@ -175,24 +198,9 @@ class DiskStore:
                 self._index,
                 self._budget,
             )
-            opened.callback(self._places.close)
+            attempt.callback(self._places.close)
             self._load()
-        except OSError as error:
-            msg = f"The cache folder {self.path} cannot be used: {error.strerror or error}."
-            raise ConfigError(msg, remedy="Name a folder that this user may write to, on a disk with room.") from None
-        except StoreError as error:
-            msg = f"The cache folder {self.path} cannot be used: {error}."
-            raise ConfigError(msg, remedy="Name a folder that this user may write to, on a disk with room.") from None
-        self._reader = FrameReader(self.frames)
-        opened.callback(self._reader.close)
-
-    def _open_index(self) -> DiskIndex:
-        try:
-            return DiskIndex(self.path)
-        except UnreadableIndexError as error:
-            self.notes.append(f"the index of {self.path} cannot be used ({error}): the cache starts empty")
-            drop_contents(self.path)
-            return DiskIndex(self.path)
+            opened.push(attempt.pop_all())
 
     def _open_layouts(self, label: str) -> list[LayoutRow]:
         """Drop what no version of today reads, and leftovers; return the layouts that stay, this one last."""
@@ -200,6 +208,10 @@ class DiskStore:
             if row.version != VERSION:
                 self.notes.append(f"{self.path} has frames of version {row.version}: they are dropped")
                 self._index.remove_layout(row.layout_id)
+            elif row.digest == self.frames.layout and row.sizes != self.frames.sizes:
+                self.notes.append(f"{self.path} has frames of this layout with other sizes: they are dropped")
+                self._index.remove_layout(row.layout_id)
+                shutil.rmtree(self.path / row.folder_name, ignore_errors=True)
         self._index.add_layout(
             LayoutRow(
                 0, self.frames.layout, VERSION, label, self.frames.block_bytes, self.frames.key_bytes, time.time_ns()
@@ -209,7 +221,7 @@ class DiskStore:
         rows = sorted(self._index.layouts(), key=lambda row: row.digest == self.frames.layout)
         drop_layout_folders(self.path, keep={row.folder_name for row in rows})
         for row in rows:
-            (self.path / row.folder_name).mkdir(exist_ok=True)
+            make_private_folder(self.path / row.folder_name)
         return rows
 
     def _open_segments(self, row: LayoutRow, *, direct: bool) -> SegmentFiles:

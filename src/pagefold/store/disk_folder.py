@@ -7,15 +7,19 @@
         index.sqlite{,-wal,-shm}    which frame is where
         0123456789abcdef/           the segments of a layout, by the begin of its digest
             segment-00000.frames
+
+All of it is its owner's alone: prompts can be read from it. Nothing of it is a link.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 from typing import TYPE_CHECKING
 
 from pagefold.errors import ConfigError
+from pagefold.private_files import check_private
 from pagefold.store.disk_index import INDEX_NAME, INDEX_NAMES
 from pagefold.store.disk_lock import LOCK_NAME
 from pagefold.store.disk_probe import PROBE_NAME
@@ -28,11 +32,14 @@ if TYPE_CHECKING:
 __all__ = [
     "SELF_TEST_NAME",
     "check_is_ours",
+    "check_permissions",
     "drop_contents",
     "drop_layout_folders",
     "drop_temporary",
     "folder_bytes",
     "foreign_bytes",
+    "is_cache_folder",
+    "own_paths",
 ]
 
 SELF_TEST_NAME = "self-test.tmp"
@@ -43,15 +50,44 @@ _OTHERS_MAY_MAKE = ("lost+found",)
 def check_is_ours(folder: Path) -> None:
     """Refuse a folder that holds files of somebody else and no index: nobody's files shall be taken for leftovers.
 
+    Nor is any file of ours a link: what is behind it, somebody else may have chosen.
+
     Raises:
         ConfigError: it is such a folder.
     """
+    for path in own_paths(folder):
+        if path.is_symlink():
+            msg = f"{path} is a link, and in a cache folder nothing is."
+            raise ConfigError(msg, remedy="Remove it, or name another folder.")
     if (folder / INDEX_NAME).exists():
         return
     for entry in folder.iterdir():
         if not _is_ours(entry.name) and entry.name not in _OTHERS_MAY_MAKE:
             msg = f"{folder} is no cache folder: it holds {entry.name}."
             raise ConfigError(msg, remedy="Name an empty folder, or one that does not exist yet.")
+
+
+def is_cache_folder(folder: Path) -> bool:
+    """Whether somebody made a cache in it."""
+    try:
+        return (folder / INDEX_NAME).is_file()
+    except OSError:
+        return False
+
+
+def own_paths(folder: Path) -> Iterator[Path]:
+    """Yield what of a cache folder is ours, as far as it can be looked at: folders first, nothing behind a link."""
+    with contextlib.suppress(OSError):
+        for entry in sorted(folder.iterdir()):
+            if _is_ours(entry.name):
+                yield entry
+                if entry.is_dir() and not entry.is_symlink():
+                    yield from _below(entry)
+
+
+def check_permissions(folder: Path, *, fix: bool = False) -> list[str]:
+    """Return what people should be told of who else can read or change a cache folder; see ``check_private``."""
+    return check_private(f"the cache folder {folder}", folder, own_paths(folder), fix=fix)
 
 
 def drop_contents(folder: Path) -> None:
@@ -92,6 +128,12 @@ def _files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
             yield path.relative_to(folder).parts[0], path.lstat()
         except FileNotFoundError:
             continue  # it was removed meanwhile
+
+
+def _below(folder: Path) -> list[Path]:
+    with contextlib.suppress(OSError):
+        return sorted(folder.iterdir())
+    return []
 
 
 def _is_ours(name: str) -> bool:

@@ -7,10 +7,12 @@ The log is bounded: transactions are small, and none begins while the log is lon
 from __future__ import annotations
 
 import contextlib
+import os
 import sqlite3
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from urllib.parse import quote
 
+from pagefold.private_files import open_private
 from pagefold.transfers import StoreError
 
 if TYPE_CHECKING:
@@ -61,6 +63,33 @@ _SCHEMA = """
 """
 
 
+_COLUMNS = {
+    "layouts": ["id", "digest", "version", "label", "block_bytes", "key_bytes", "used"],
+    "frames": ["layout", "place", "digest", "parent", "namespace", "used"],
+    "settings": ["name", "value"],
+}
+_DAMAGED = (
+    sqlite3.SQLITE_CORRUPT,
+    sqlite3.SQLITE_NOTADB,
+    sqlite3.SQLITE_ERROR,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_SCHEMA,
+    sqlite3.SQLITE_MISMATCH,
+    sqlite3.SQLITE_CONSTRAINT,
+    sqlite3.SQLITE_TOOBIG,
+    sqlite3.SQLITE_FORMAT,
+    sqlite3.SQLITE_IOERR_SHORT_READ,
+)
+"""What SQLite says of a file that is none of its own, or is damaged; all else is about the disk, or about us. What can
+be opened for writing and must not be written says so itself."""
+_LIES = "it holds what no index holds"
+_DIGEST_BYTES = 32
+_MOST_BLOCK_BYTES = 2**40
+_MOST_KEY_BYTES = 2**24
+_MOST_PLACES = 2**48
+_LATEST = 2**62  # the year 2116, in nanoseconds since 1970
+
+
 class UnreadableIndexError(StoreError):
     """The index is damaged, or of another version: what it names cannot be used any more."""
 
@@ -86,6 +115,23 @@ class LayoutRow(NamedTuple):
     used: int
 
     @property
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of a block, and of its packed tokens."""
+        return self.block_bytes, self.key_bytes
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether it is what was once written: nothing else is believed."""
+        return (
+            _are(int, self.layout_id, self.version, self.block_bytes, self.key_bytes, self.used)
+            and _are_digests(self.digest)
+            and _are(str, self.label)
+            and 0 < self.block_bytes <= _MOST_BLOCK_BYTES
+            and 0 < self.key_bytes <= _MOST_KEY_BYTES
+            and 0 <= self.used < _LATEST
+        )
+
+    @property
     def folder_name(self) -> str:
         """The folder of its segments."""
         return self.digest.hex()[:16]
@@ -106,6 +152,16 @@ class FrameRow(NamedTuple):
     namespace: bytes
     used: int
 
+    @property
+    def is_sound(self) -> bool:
+        """Whether it is what was once written: nothing else is believed."""
+        return (
+            _are(int, self.place, self.used)
+            and _are_digests(self.digest, self.parent, self.namespace)
+            and 0 <= self.place < _MOST_PLACES
+            and 0 <= self.used < _LATEST
+        )
+
 
 class DiskIndex:
     """The index of a cache folder.
@@ -124,10 +180,17 @@ class DiskIndex:
     def __init__(self, folder: Path, *, read_only: bool = False) -> None:
         self._log = folder / INDEX_NAMES[1]
         file = folder / INDEX_NAME
-        uri = f"file:{_quoted(file)}?mode={'ro' if read_only else 'rwc'}"
+        uri = f"file:{_quoted(file)}?mode={'ro' if read_only else 'rw'}"
+        if not read_only:  # SQLite gives its log the permissions that the file has
+            try:
+                os.close(open_private(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW))
+            except OSError as error:
+                msg = f"its index cannot be opened: {error.strerror}"
+                raise StoreError(msg) from None
         with _errors():
             # Checkpoints wait for nobody: who reads keeps the log from being begun anew, not the store from going on.
             self._sql = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=0)
+        self._sql.text_factory = _text
         try:
             with _errors():
                 self._prepare(read_only=read_only)
@@ -157,8 +220,18 @@ class DiskIndex:
         ):
             msg = "it is of another version"
             raise UnreadableIndexError(msg)
+        self._check_schema()
         if not read_only and self._sql.execute("PRAGMA quick_check(1)").fetchone() != ("ok",):
             msg = "it is damaged"
+            raise UnreadableIndexError(msg)
+
+    def _check_schema(self) -> None:
+        """See that the tables are ours, and nothing else is there: views and triggers would act."""
+        found = self._sql.execute("SELECT name FROM sqlite_master WHERE name NOT GLOB 'sqlite_autoindex_*'")
+        names = {name for (name,) in found}
+        columns = {name: [row[1] for row in self._sql.execute(f"PRAGMA table_info({name})")] for name in _COLUMNS}
+        if names != set(_COLUMNS) or columns != _COLUMNS or self._value("PRAGMA page_size") != _PAGE_BYTES:
+            msg = "its tables are not those of an index"
             raise UnreadableIndexError(msg)
 
     @property
@@ -168,7 +241,8 @@ class DiskIndex:
 
     def allow(self, num_bytes: int) -> None:
         """Have its file never grow beyond ``num_bytes``, or beyond what it is now."""
-        self._sql.execute(f"PRAGMA max_page_count = {num_bytes // _PAGE_BYTES}")
+        with _errors():
+            self._sql.execute(f"PRAGMA max_page_count = {num_bytes // _PAGE_BYTES}")
 
     def shrink(self) -> None:
         """Give back the pages that hold nothing."""
@@ -185,7 +259,11 @@ class DiskIndex:
         """Return all layouts, used longest ago first."""
         with _errors():
             columns = "id, digest, version, label, block_bytes, key_bytes, used"
-            return [LayoutRow(*row) for row in self._sql.execute(f"SELECT {columns} FROM layouts ORDER BY used")]  # noqa: S608 - columns are ours
+            query = f"SELECT {columns} FROM layouts ORDER BY used"  # noqa: S608 - columns are ours
+            rows = [LayoutRow(*row) for row in self._sql.execute(query)]
+        if not all(row.is_sound for row in rows) or len({row.folder_name for row in rows}) < len(rows):
+            raise UnreadableIndexError(_LIES)
+        return rows
 
     def add_layout(self, row: LayoutRow) -> int:
         """Add a layout, or say that it is used again; return its id."""
@@ -200,7 +278,14 @@ class DiskIndex:
 
     def remove_layout(self, layout_id: int) -> None:
         """Forget a layout and its frames."""
-        self.delete_range(layout_id, 0, self._value("SELECT max(place) + 1 FROM frames WHERE layout = ?", layout_id))
+        num_deleted = 1
+        while num_deleted:  # whatever the places are: who lies may have written any
+            with _errors(), self._writing():
+                num_deleted = self._sql.execute(
+                    "DELETE FROM frames WHERE layout = ?1 AND place IN"
+                    " (SELECT place FROM frames WHERE layout = ?1 ORDER BY place LIMIT ?2)",
+                    (layout_id, 8 * _ROWS_AT_ONCE),
+                ).rowcount
         with _errors(), self._writing():
             self._sql.execute("DELETE FROM layouts WHERE id = ?", (layout_id,))
 
@@ -210,7 +295,10 @@ class DiskIndex:
             columns = "place, digest, parent, namespace, used"
             query = f"SELECT {columns} FROM frames WHERE layout = ? ORDER BY used"  # noqa: S608 - columns are ours
             for row in self._sql.execute(query, (layout_id,)):
-                yield FrameRow(*row)
+                frame = FrameRow(*row)
+                if not frame.is_sound:
+                    raise UnreadableIndexError(_LIES)
+                yield frame
 
     def num_frames(self, layout_id: int) -> int:
         """Return how many frames of a layout there are."""
@@ -270,7 +358,10 @@ class DiskIndex:
     def _value(self, query: str, *arguments: bytes | str | int) -> int:
         with _errors():
             row = self._sql.execute(query, arguments).fetchone()
-        return int(row[0] or 0) if row else 0
+        value = (row[0] or 0) if row else 0
+        if not isinstance(value, int):
+            raise UnreadableIndexError(_LIES)
+        return value
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -301,15 +392,27 @@ def _parts(rows: Sequence[_Row], at_once: int = _ROWS_AT_ONCE) -> Iterator[Seque
         yield rows[begin : begin + at_once]
 
 
+def _are(kind: type, *values: object) -> bool:
+    return all(type(value) is kind for value in values)
+
+
+def _are_digests(*values: object) -> bool:
+    return all(isinstance(value, bytes) and len(value) == _DIGEST_BYTES for value in values)
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode(errors="replace")
+
+
 @contextlib.contextmanager
 def _errors() -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        # SQLite's own class alone says that the file is none of SQLite's, or is damaged.
-        kind = UnreadableIndexError if type(error) is sqlite3.DatabaseError else StoreError
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_MISUSE)
+        is_damaged = code in _DAMAGED or code & 0xFF in _DAMAGED
         msg = f"its index fails: {error}"
-        raise kind(msg) from None
+        raise (UnreadableIndexError if is_damaged else StoreError)(msg) from None
 
 
 def _quoted(file: Path) -> str:

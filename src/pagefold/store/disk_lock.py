@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 from pagefold.errors import ConfigError
+from pagefold.private_files import open_private
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,7 +35,7 @@ class FolderLock:
     def __init__(self, folder: Path) -> None:
         self._path = folder / LOCK_NAME
         try:
-            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._fd = open_private(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         except OSError as error:
             msg = f"The cache folder {folder} cannot be written: {error.strerror}."
             raise ConfigError(msg, remedy="Name a folder that this user may write to.") from None

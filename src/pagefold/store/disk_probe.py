@@ -7,6 +7,7 @@ import mmap
 import os
 from typing import TYPE_CHECKING
 
+from pagefold.private_files import open_private
 from pagefold.store.frame import ALIGNMENT
 
 if TYPE_CHECKING:
@@ -28,10 +29,10 @@ def why_not_direct(folder: Path) -> str:
         OSError: the folder cannot be written at all.
     """
     file = folder / PROBE_NAME
-    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-    os.close(os.open(file, flags, 0o644))
+    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    os.close(open_private(file, flags))
     try:
-        fd = os.open(file, flags | os.O_DIRECT, 0o644)
+        fd = open_private(file, flags | os.O_DIRECT)
     except OSError as error:
         file.unlink()
         return f"the file system refuses it: {error.strerror}"

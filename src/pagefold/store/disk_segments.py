@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from pagefold.private_files import open_private
 from pagefold.store.frame import ALIGNMENT
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FileCalls", "FoundFrame", "SegmentFiles", "place_bytes_of", "places_of_segment", "segment_name"]
 
-_SEGMENT_NAME = re.compile(r"segment-(\d{5,})\.frames")
+_SEGMENT_NAME = re.compile(r"segment-(\d{5,9})\.frames")  # so that every place is a number that the index can hold
 _SEGMENT_BYTES = 2**26
 _RUN_BYTES = 2**22
 """What one call reads or writes at most: enough for a disk's bandwidth, few enough that several are in flight."""
@@ -56,8 +57,8 @@ class FileCalls:
     """The calls to the system that segments are made of. Tests make them fail."""
 
     def open(self, path: Path, flags: int) -> int:
-        """Open a file."""
-        return os.open(path, flags, 0o644)
+        """Open a file that is no link; one that is made is its owner's alone."""
+        return open_private(path, flags | os.O_NOFOLLOW)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Read into buffers."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from pagefold.private_files import make_private_folder
 from pagefold.store.disk_segments import FileCalls, SegmentFiles
 from pagefold.store.frame import ALIGNMENT, BlockName, checksum_of
 from pagefold.store.protocol import Get
@@ -57,7 +58,7 @@ def try_disk(folder: Path, num_bytes: int, frames: FrameFormat, reader: FrameRea
         direct: whether to go past the system's cache.
     """
     try:
-        folder.mkdir()
+        make_private_folder(folder)
         segments = SegmentFiles(folder, frames, direct=direct, calls=FileCalls())
         try:
             return _try(folder, segments, max(1, num_bytes // segments.place_bytes), frames, reader)

@@ -23,10 +23,11 @@ import struct
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagefold.errors import ConfigError
-from pagefold.store.cache_folder import check_frame, look, read_frames
+from pagefold.private_files import create_private
+from pagefold.store.cache_folder import check_frame, layout_sizes, look, read_frames
 from pagefold.store.disk import DiskStore
-from pagefold.store.disk_index import INDEX_NAME
-from pagefold.store.frame import VERSION, FrameFormat, checksum_of, sizes_of
+from pagefold.store.disk_folder import is_cache_folder
+from pagefold.store.frame import ALIGNMENT, VERSION, FrameFormat, checksum_of, sizes_of
 from pagefold.store.protocol import Put
 from pagefold.transfers import MissCause, StoreError
 
@@ -42,7 +43,11 @@ __all__ = ["Imported", "export_frames", "import_frames"]
 _MAGIC = b"PAGEFOLD EXPORT\0"
 _HEAD = struct.Struct("<16sIIQQ")
 _HEADER_BYTES = 4096
+_REMEDY = "Name a file that pagefold cache export wrote."
 _SIZES_BYTES = 4096  # of a frame, in which its sizes are
+_LEAST_FRAME_BYTES = ALIGNMENT  # of its header alone
+_MOST_FRAME_BYTES = 2**29  # far beyond blocks of any model; frames are read whole
+_BATCH_BYTES = 2**26
 _BATCH = 8  # frames, which the smallest folder holds: of more at once it would keep the first, not the last
 
 
@@ -63,7 +68,7 @@ class Imported(NamedTuple):
 def export_frames(folder: Path, file: Path, progress: Callable[[int, int], None]) -> tuple[int, int]:
     """Write all right frames of a cache folder to ``file``; return how many, and how many were wrong and left out.
 
-    The file is there whole or not at all. A server may be using the folder.
+    The file is there whole or not at all, and is its owner's alone. A server may be using the folder.
 
     Args:
         folder: a cache folder.
@@ -78,7 +83,7 @@ def export_frames(folder: Path, file: Path, progress: Callable[[int, int], None]
     num_frames = num_wrong = 0
     try:
         try:
-            with part.open("wb") as out:
+            with create_private(part) as out:
                 out.write(bytes(_HEADER_BYTES))
                 progress(0, total)
                 for frame in read_frames(folder):
@@ -113,11 +118,17 @@ def import_frames(file: Path, folder: Path, limit_bytes: int | None, progress: C
     Raises:
         ConfigError: the file is none or is not whole, or the folder cannot be used. Nothing was imported.
     """
+    if folder.is_symlink():
+        msg = f"{folder} is a link, which an import does not follow."
+        raise ConfigError(msg, remedy=f"If that is what you mean, name {folder.resolve()}.")
     if limit_bytes is None:
-        if not (folder / INDEX_NAME).is_file():
+        if not is_cache_folder(folder):
             msg = f"{folder} is no cache folder yet."
             raise ConfigError(msg, remedy="Say with --limit how large it may become.")
         limit_bytes = look(folder).limit_bytes
+    if file.exists() and not file.is_file():  # opening a pipe would wait
+        msg = f"Cannot read {file}: it is no file."
+        raise ConfigError(msg, remedy=_REMEDY)
     try:
         with file.open("rb") as opened:
             num_frames = _num_frames(opened, file)
@@ -125,15 +136,14 @@ def import_frames(file: Path, folder: Path, limit_bytes: int | None, progress: C
             return _import(opened, num_frames, folder, limit_bytes, progress)
     except OSError as error:
         msg = f"Cannot read {file}: {error.strerror}."
-        raise ConfigError(msg, remedy="Name a file that pagefold cache export wrote.") from None
+        raise ConfigError(msg, remedy=_REMEDY) from None
 
 
 def _num_frames(opened: BinaryIO, file: Path) -> int:
     raw = opened.read(_HEADER_BYTES)
-    remedy = "Name a file that pagefold cache export wrote."
     if len(raw) < _HEADER_BYTES or raw[: len(_MAGIC)] != _MAGIC:
         msg = f"{file} is no exported cache."
-        raise ConfigError(msg, remedy=remedy)
+        raise ConfigError(msg, remedy=_REMEDY)
     _, version, _, num_frames, num_bytes = _HEAD.unpack_from(raw)
     if version != VERSION:
         msg = f"{file} is of version {version}; this is version {VERSION}."
@@ -142,6 +152,9 @@ def _num_frames(opened: BinaryIO, file: Path) -> int:
     if raw[_HEAD.size : _HEAD.size + 16] != checksum_of(raw[: _HEAD.size]) or there != num_bytes:
         msg = f"{file} is not whole: it has {there:,} bytes of {num_bytes:,}."
         raise ConfigError(msg, remedy="Copy it again.")
+    if num_frames > there // _LEAST_FRAME_BYTES:
+        msg = f"{file} says that it holds {num_frames:,} frames, and has {there:,} bytes."
+        raise ConfigError(msg, remedy=_REMEDY)
     return int(num_frames)
 
 
@@ -149,12 +162,12 @@ def _import(
     opened: BinaryIO, num_frames: int, folder: Path, limit_bytes: int, progress: Callable[[int, int], None]
 ) -> Imported:
     wrong: dict[MissCause, int] = {}
-    num_kept = 0
+    num_kept = number = 0
     batch: list[Put] = []
     names: list[BlockName] = []  # of what was put into the store that is open
     with contextlib.ExitStack() as stores:
         store: DiskStore | None = None
-        for number, read in enumerate(_frames(opened, num_frames), start=1):
+        for number, read in enumerate(_frames(opened, num_frames, layout_sizes(folder)), start=1):
             progress(number, num_frames)
             if isinstance(read, MissCause):
                 wrong[read] = wrong.get(read, 0) + 1
@@ -168,26 +181,39 @@ def _import(
                 stores.callback(store.close)
             batch.append(put)
             names.append(put.name)
-            if len(batch) == _BATCH:
+            if len(batch) >= min(_BATCH, _BATCH_BYTES // frames.frame_bytes):
                 _put(store, batch)
         num_kept += _put(store, batch, names)
+    if number < num_frames:
+        wrong[MissCause.DAMAGED] = wrong.get(MissCause.DAMAGED, 0) + num_frames - number
+        progress(num_frames, num_frames)
     return Imported(num_frames, num_kept, wrong)
 
 
-def _frames(opened: BinaryIO, num_frames: int) -> Iterator[tuple[FrameFormat, Put] | MissCause]:
-    """Yield what is right and what is wrong. Where not even sizes can be read, the rest is wrong too."""
-    for index in range(num_frames):
+def _frames(
+    opened: BinaryIO, num_frames: int, sizes: dict[bytes, tuple[int, int]]
+) -> Iterator[tuple[FrameFormat, Put] | MissCause]:
+    """Yield what is right and what is wrong, up to where not even sizes can be read: the rest is wrong too.
+
+    Args:
+        opened: behind its header.
+        num_frames: of it.
+        sizes: of blocks of the layouts that are known, to which those of others are added: a layout has one size.
+    """
+    end = os.fstat(opened.fileno()).st_size
+    for _ in range(num_frames):
+        most_bytes = min(_MOST_FRAME_BYTES, end - opened.tell())
         begin = opened.read(_SIZES_BYTES)
         frames = sizes_of(begin)
-        if frames is None or frames.frame_bytes > os.fstat(opened.fileno()).st_size:
-            for _ in range(index, num_frames):
-                yield MissCause.DAMAGED
+        if frames is None or frames.frame_bytes > most_bytes:  # before anything of that size is read
             return
         header = begin + opened.read(frames.header_bytes - len(begin))
         payload = opened.read(frames.block_bytes)
         name = check_frame(frames, header, payload)
         if isinstance(name, MissCause):
             yield name
+        elif sizes.setdefault(frames.layout, frames.sizes) != frames.sizes:
+            yield MissCause.OTHER_LAYOUT
         else:
             yield frames, Put(name, memoryview(payload), checksum_of(payload))
 

@@ -90,6 +90,11 @@ class FrameFormat:
         self.header_bytes = -(-(_HEAD.size + key_bytes + _CHECKSUM_BYTES) // ALIGNMENT) * ALIGNMENT
         self.frame_bytes = self.header_bytes + block_bytes
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of a block, and of its packed tokens."""
+        return self.block_bytes, self.key_bytes
+
     @classmethod
     def of(cls, namespace: Namespace, geometry: KVGeometry) -> FrameFormat:
         """Return the format of a model's blocks.
@@ -255,6 +260,8 @@ def sizes_of(header: bytes) -> FrameFormat | None:
     fields = _HEAD.unpack_from(header)
     layout, key_bytes, block_bytes = fields[3], fields[7], fields[9]
     end = _HEAD.size + key_bytes
+    if not block_bytes or not key_bytes:
+        return None
     frames = FrameFormat(layout, block_bytes, key_bytes)
     if fields[2] != frames.header_bytes:
         return None

@@ -48,8 +48,11 @@ def _opened(
     stores: list[BlockStore] = []
     if config.kv_disk_path is not None:
         limit_bytes = int(config.kv_disk_size * 2**30)
-        stores.append(DiskStore(config.kv_disk_path, limit_bytes, frames, label=config.model))
-        opened.callback(stores[-1].close)
+        disk = DiskStore(config.kv_disk_path, limit_bytes, frames, label=config.model)
+        opened.callback(disk.close)
+        for note in disk.notes:
+            _log.warning("%s", note)
+        stores.append(disk)
     if config.kv_remote_url is not None:
         packed = frames.for_transport(plan(), DROPPED_BITS[config.kv_transport_codec])
         remote = open_remote(config.kv_remote_url, packed, on_change=_tell)

@@ -37,6 +37,8 @@ _BATCH_BYTES = 2**20
 """Blocks that are sent or asked for together, and read at once. redis-py copies them from buffer to buffer: batches of
 2 MiB and more arrive at a third of the speed (benchmarks/remote_store.py)."""
 _BATCH_NAMES = 512
+_NO_REDIS = (ValueError, TypeError, AttributeError, LookupError)
+"""What redis-py raises where what answers is no Redis."""
 _MOST_CONNECTIONS = 8
 
 
@@ -104,7 +106,9 @@ class RedisStore:
     def get(self, gets: Sequence[Get]) -> list[bytes | MissCause]:
         """Bring blocks; see :class:`BlockStore`."""
         found: list[bytes | MissCause] = []
-        answers = self._ask((("GET", self._key(get.name.digest)) for get in gets), self._num_batched)
+        end = self._form.frame_bytes  # one byte more than a frame has is enough to see that it is none
+        commands = (("GETRANGE", self._key(get.name.digest), 0, end) for get in gets)
+        answers = self._ask(commands, self._num_batched)
         for get, answer in zip(gets, answers, strict=True):
             found.append(self._taken(get, answer))
             if isinstance(found[-1], MissCause):
@@ -116,8 +120,8 @@ class RedisStore:
 
     def count(self, names: Sequence[BlockName]) -> int:
         """Return how many it holds in a row; see :class:`BlockStore`."""
-        found: Iterator[int] = self._ask((("EXISTS", self._key(name.digest)) for name in names), _BATCH_NAMES)
-        return sum(takewhile(bool, found))
+        found = self._ask((("EXISTS", self._key(name.digest)) for name in names), _BATCH_NAMES)
+        return sum(takewhile(lambda answer: answer == 1, found))
 
     def delete(self, digests: Sequence[bytes]) -> None:
         """Forget blocks."""
@@ -137,7 +141,7 @@ class RedisStore:
     def use(self) -> StoreUse:
         """Return what the whole server holds, and may hold: it does not count what is ours."""
         facts = self._memory()
-        return StoreUse(-1, int(facts.get("used_memory", -1)), int(facts.get("maxmemory", 0)))
+        return StoreUse(-1, _number(facts, "used_memory", -1), _number(facts, "maxmemory", 0))
 
     def self_test(self) -> SelfTest:
         """Try it out; warn of a server that will refuse blocks when it is full."""
@@ -163,10 +167,11 @@ class RedisStore:
         header, payload = self._form.encode(put.name, put.payload, put.checksum)
         return "SET", self._key(put.name.digest), header + payload, *self._expiry
 
-    def _taken(self, get: Get, answer: bytes | redis.ResponseError | None) -> bytes | MissCause:
-        if answer is None:
-            return MissCause.ABSENT
-        if isinstance(answer, redis.ResponseError) or len(answer) > self._form.frame_bytes:
+    def _taken(self, get: Get, answer: bytes | redis.ResponseError) -> bytes | MissCause:
+        if answer == b"":  # there is no such key, or an empty string in it
+            key = self._key(get.name.digest)
+            return MissCause.DAMAGED if self._send([("EXISTS", key), ("STRLEN", key)]) == [1, 0] else MissCause.ABSENT
+        if not isinstance(answer, bytes) or len(answer) > self._form.frame_bytes:
             return MissCause.DAMAGED
         sent = memoryview(answer)[self._form.header_bytes :]
         return self._form.decode(answer[: self._form.header_bytes], sent, get.into, get.name)
@@ -197,10 +202,15 @@ class RedisStore:
         except redis.TimeoutError:
             msg = f"{self.address}: no answer within {self._timeout_s:g} s"
             raise StoreError(msg) from None
-        except (redis.RedisError, OSError, ValueError) as error:  # ValueError: what answers is no Redis
+        except (redis.RedisError, OSError, *_NO_REDIS) as error:
             msg = self.address.without_secrets(f"{self.address}: {str(error).rstrip('.') or type(error).__name__}")
             raise StoreError(msg) from None
         return answers
+
+
+def _number(facts: Mapping[str, Any], name: str, default: int) -> int:
+    value = facts.get(name, default)
+    return value if isinstance(value, int) else default
 
 
 def _is_about_one_block(error: redis.ResponseError) -> bool:

@@ -136,6 +136,24 @@ class Transfer:
         except queue.Empty:
             return outcomes
 
+    def forget(self, digests: Sequence[bytes]) -> None:
+        """Have all tiers forget these blocks, behind what is being written: that goes from lane to lane."""
+        left = list(self._lanes.values())
+
+        def forget_on() -> None:
+            store = left.pop(0).store
+            try:
+                store.delete(digests)
+            except StoreError as error:
+                _log.warning("%d blocks are not to be trusted, and are still there: %s", len(digests), error)
+            except Exception:  # noqa: BLE001 - as in write()
+                _log.exception("blocks were not deleted from the %s tier", store.tier)
+            if left:
+                with contextlib.suppress(RuntimeError):  # all is being closed
+                    left[0].writer.submit(forget_on)
+
+        left[0].writer.submit(forget_on)
+
     def clear(self) -> None:
         """Have all tiers forget everything, also what was handed over to be written before. Blocks.
 

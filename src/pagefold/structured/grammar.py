@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from llguidance._lib import JsonCompileOptions
 
+    from pagefold.structured.free_beginning import FreeBeginning
     from pagefold.structured.params import StructuredOutputsParams
 
 __all__ = ["Grammar", "GrammarMatcher", "GrammarSource", "GrammarTokenizer", "first_line", "grammar_source"]
@@ -30,12 +31,19 @@ _MAX_MESSAGE_CHARACTERS = 300
 
 _SOME_WHITESPACE = r"[ \t\r\n]{0,20}"
 
+_SPACES = ("", " ", "\n")
+_MAX_LEXER_STATES = 8_000
+_LEXER_STATE_BYTES = 2 * 2**10
+_WORN_STEPS = 2**15
+"""So many tokens, and a grammar has probably grown. Its states are never given back, and where it has as many as it may
+have, every output that needs another fails: so it is compiled anew for those that come then."""
+
 _LIMITS = LLParserLimits(
     # A mask takes some microseconds. With the library's own limits one that was made to be slow takes seconds, and all
     # other requests wait for it; with these, a tenth of a second.
     step_lexer_fuel=50_000,
     max_items_in_row=1_000,
-    max_lexer_states=20_000,  # 1 to 2 KB each
+    max_lexer_states=_MAX_LEXER_STATES,
     max_grammar_size=100_000,
     verbose_errors=False,
 )
@@ -140,16 +148,25 @@ class GrammarTokenizer:
 class Grammar:
     """A compiled grammar: makes the matcher of each output.
 
+    It grows: its matchers share the states that any of them came through.
+
     Args:
         source: converted.
         tokenizer: of the model.
+        num_bytes: that it takes as it is compiled.
+
+    Attributes:
+        max_bytes: that it takes at most, with all states that it may have.
 
     Raises:
         InvalidRequestError: it does not compile, or allows no output.
     """
 
-    def __init__(self, source: GrammarSource, tokenizer: GrammarTokenizer) -> None:
+    def __init__(self, source: GrammarSource, tokenizer: GrammarTokenizer, num_bytes: int = 0) -> None:
+        self._source = source
         self._tokenizer = tokenizer
+        self.max_bytes = num_bytes + _MAX_LEXER_STATES * _LEXER_STATE_BYTES
+        self._wear = _Wear()
         self._first = LLMatcher(tokenizer.backend, source.text, log_level=0, limits=_LIMITS)
         self._first_mask = b"" if self._first.is_error() else self._first.compute_bitmask()
         if self._first.is_error() or self._first.is_stopped():
@@ -157,15 +174,48 @@ class Grammar:
             msg = f"The grammar does not compile: {why}."
             raise InvalidRequestError(msg, param=FIELD, remedy="Change it, or leave it out.")
 
+    @property
+    def is_worn(self) -> bool:
+        """Whether it has, or may have, about as many states as it may have: a fresh one should take its place."""
+        return self._wear.has_failed or self._wear.num_steps >= _WORN_STEPS
+
+    def behind(self, beginning: FreeBeginning) -> GrammarSource:
+        """Return the source of outputs that begin with ``beginning`` and go on as this grammar says.
+
+        Where the held part too could begin with a start mark, nobody could tell it from thinking: then outputs think.
+        """
+        is_told_apart = not any(self._may_begin_with(space + mark) for mark in beginning.starts for space in _SPACES)
+        return GrammarSource(beginning.before(self._source.text, may_be_left_out=is_told_apart))
+
+    def _may_begin_with(self, text: str) -> bool:
+        state = self._first.deep_copy()
+        tokenize = self._tokenizer.backend.tokenize_bytes  # a byte at a time: as text, not as a mark's own token
+        tokens = [token_id for byte in text.encode() for token_id in tokenize(bytes([byte]))]
+        return all(state.consume_token(token_id) for token_id in tokens)
+
     def matcher(self, *, ignore_eos: bool = False) -> GrammarMatcher:
         """Return the matcher of a new output. Cheap: what is compiled is shared.
 
         Args:
             ignore_eos: the output goes on while the grammar lets it.
         """
-        return GrammarMatcher(
-            self._first.deep_copy(), self._first_mask, self._tokenizer.eos_token_ids if ignore_eos else ()
-        )
+        never = self._tokenizer.eos_token_ids if ignore_eos else ()
+        return GrammarMatcher(self._first.deep_copy(), self._first_mask, never, self._wear)
+
+
+class _Wear:
+    """What the matchers of one grammar did to it. Counted without a lock: one more or less does not matter.
+
+    Attributes:
+        num_steps: tokens that they accepted.
+        has_failed: whether one of them failed.
+    """
+
+    __slots__ = ("has_failed", "num_steps")
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.has_failed = False
 
 
 class GrammarMatcher:
@@ -175,11 +225,14 @@ class GrammarMatcher:
         state: the library's.
         mask: of the tokens that may come first.
         never: token ids that come only if nothing else may.
+        wear: of the grammar.
     """
 
-    __slots__ = ("_mask", "_never", "_state", "error", "is_complete")
+    __slots__ = ("_mask", "_never", "_state", "_wear", "error", "is_complete")
+    field = FIELD
 
-    def __init__(self, state: LLMatcher, mask: bytes, never: Sequence[int]) -> None:
+    def __init__(self, state: LLMatcher, mask: bytes, never: Sequence[int], wear: _Wear) -> None:
+        self._wear = wear
         self._state = state
         self._mask = mask
         self._never = never
@@ -200,9 +253,11 @@ class GrammarMatcher:
     def accept(self, token_id: int) -> None:
         """See :class:`~pagefold.request.TokenMatcher`. The next mask is computed here: what fails, fails now."""
         state = self._state
+        self._wear.num_steps += 1
         if state.consume_token(token_id) and not state.is_stopped():
             self._mask = state.compute_bitmask()
         if state.is_error():
+            self._wear.has_failed = True
             self.error = _explained(state.get_error()) or "no token can follow"
         elif state.is_stopped():
             self.is_complete = True

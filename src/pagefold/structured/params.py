@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagefold.errors import InvalidRequestError
+from pagefold.structured.free_beginning import FreeBeginning  # noqa: TC001 - pydantic reads it
 
 __all__ = ["FIELD", "StructuredOutputsParams"]
 
@@ -31,6 +32,8 @@ class StructuredOutputsParams:
             end: small models like to write nothing else.
         whitespace_pattern: a regex of the whitespace that is allowed between the parts of JSON.
         lenient: ignore what a JSON schema says beyond what can be enforced, instead of refusing it.
+        beginning: what may come before all this, such as a model's thinking. A server sets it, by what it knows of its
+            model.
 
     Raises:
         InvalidRequestError: none of the five is there, or several, or one is not of its type.
@@ -44,6 +47,7 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
     whitespace_pattern: str | None = None
     lenient: bool = False
+    beginning: FreeBeginning | None = None
 
     def __post_init__(self) -> None:
         if self.json_object is False:

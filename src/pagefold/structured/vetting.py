@@ -20,9 +20,10 @@ import sys
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pagefold.errors import EngineStoppedError, InvalidRequestError, PagefoldError
+from pagefold.native_memory import allocated_bytes, give_back_memory
 from pagefold.structured.params import FIELD
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     from pagefold.structured.grammar import Grammar, GrammarSource, GrammarTokenizer
 
-__all__ = ["Vetter", "serve"]
+__all__ = ["Vetted", "Vetter", "serve"]
 
 TIME_LIMIT_S = 5.0
 """How long a grammar may take to be vetted."""
@@ -41,10 +42,26 @@ _WALK_LIMIT_S = 1.0
 
 _START_LIMIT_S = 120.0
 _MAX_MEMORY_BYTES = 4 * 2**30
+_MAX_GRAMMAR_BYTES = 32 * 2**20
+_UNKNOWN_BYTES = 8 * 2**20
+"""What a compiled grammar may take, and what it counts as where that cannot be told."""
+
 _STACK_BYTES = 2**20  # threads of the server have at least twice as much
 _NUM_STEPS = 48
 
 _PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from pagefold.structured.vetting import serve; serve()"
+
+
+class Vetted(NamedTuple):
+    """A grammar that does no harm.
+
+    Attributes:
+        source: as the library compiles it.
+        num_bytes: that it takes, compiled.
+    """
+
+    source: GrammarSource
+    num_bytes: int
 
 
 class Vetter:
@@ -60,8 +77,10 @@ class Vetter:
         self._process: subprocess.Popen[bytes] | None = None
         self._end_process: Callable[[], object] | None = None
 
-    def vet(self, source: GrammarSource) -> GrammarSource:
-        """Return ``source`` as the library compiles it. Blocks, up to ``TIME_LIMIT_S`` for each one before it.
+    def vet(self, source: GrammarSource) -> Vetted:
+        """Return ``source`` as the library compiles it, and what that takes. Blocks, with others before it.
+
+        Each takes up to ``TIME_LIMIT_S``.
 
         Raises:
             InvalidRequestError: it is no grammar, or one that takes too much.
@@ -80,7 +99,8 @@ class Vetter:
             raise InvalidRequestError(msg, param=FIELD, remedy="Make it smaller.")
         if "error" in answer:
             raise InvalidRequestError(answer["error"], param=FIELD, remedy="Change it, or leave it out.")
-        return GrammarSource(answer["text"])
+        converted = GrammarSource(answer["text"]) if source.is_gbnf else source
+        return Vetted(converted, answer["num_bytes"])
 
     def _start(self) -> None:
         self._process = process = subprocess.Popen(  # noqa: S603 - our own module
@@ -158,6 +178,7 @@ def _answer_all() -> None:
     for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_REAL, 2 * TIME_LIMIT_S)  # ends this process if the server could not
         _say(_vet(json.loads(line), tokenizer))
+        give_back_memory()
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
@@ -173,14 +194,24 @@ def _vet(question: dict[str, Any], tokenizer: GrammarTokenizer) -> dict[str, Any
         source = GrammarSource(**question).converted()
     except Exception as error:  # noqa: BLE001 - the library's converter raises what it likes
         return {"error": f"The grammar is neither Lark nor GBNF: {first_line(str(error))}."}
+    before = allocated_bytes()
     try:
         grammar = Grammar(source, tokenizer)
+        num_bytes = _bytes_since(before)
+        if num_bytes > _MAX_GRAMMAR_BYTES:
+            return {"error": f"The grammar is too complex: it takes {num_bytes >> 20} MiB."}
         trouble = _walk(grammar)
         if trouble is not None:
             return {"error": f"The grammar is too complex: {trouble}."}
     except PagefoldError as error:
         return {"error": error.message}
-    return {"text": source.text}
+    return {"text": source.text, "num_bytes": num_bytes}
+
+
+def _bytes_since(before: int | None) -> int:
+    """Return what was allocated since: in this process nothing else runs."""
+    now = allocated_bytes()
+    return _UNKNOWN_BYTES if before is None or now is None else max(0, now - before)
 
 
 def _walk(grammar: Grammar) -> str | None:

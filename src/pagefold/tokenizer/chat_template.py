@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
@@ -36,15 +36,18 @@ def render_template(
     template: str,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None,
-    special_tokens: Mapping[str, str],
+    variables: Mapping[str, Any],
+    *,
+    add_generation_prompt: bool,
 ) -> str:
-    """Return the text of a chat, ready for the assistant's answer.
+    """Return the text of a chat.
 
     Args:
         template: a plain one.
         messages: of JSON's types alone.
         tools: likewise; None without.
-        special_tokens: as ``bos_token``.
+        variables: what the template may read besides, special tokens (as ``bos_token``) among them.
+        add_generation_prompt: whether the text ends with the beginning of the assistant's answer.
 
     Raises:
         ValueError: there are no messages. And whatever a template raises.
@@ -57,8 +60,8 @@ def render_template(
         messages=[_with_reasoning(message) for message in present],
         tools=tools,
         documents=None,
-        add_generation_prompt=True,
-        **special_tokens,
+        add_generation_prompt=add_generation_prompt,
+        **variables,
     )
 
 
@@ -67,7 +70,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-@cache
+@lru_cache(maxsize=8)  # a model's own are a few
 def _compiled(template: str) -> Template:
     return _environment().from_string(template)
 

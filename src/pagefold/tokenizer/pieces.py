@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["bytes_of_piece", "letter_of_byte"]
+__all__ = ["bytes_of_piece", "is_byte_fallback", "letter_of_byte"]
 
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -17,6 +17,11 @@ def bytes_of_piece(piece: str) -> bytes | None:
     if all(letter in _BYTE_OF_LETTER for letter in piece):
         return bytes(_BYTE_OF_LETTER[letter] for letter in piece)
     return None
+
+
+def is_byte_fallback(piece: str) -> bool:
+    """Return whether a vocabulary entry is one byte, written as ``<0xE2>``."""
+    return _BYTE_FALLBACK.fullmatch(piece) is not None
 
 
 def letter_of_byte(byte: int) -> str:

@@ -48,12 +48,14 @@ class PlainTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of a text."""
-        return list(self._encoding(text, add_special_tokens=add_special_tokens).ids)
+        # Its characters are not looked for: that takes as long as all the rest.
+        (encoding,) = self.backend_tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
 
     def __call__(self, text: str, *, add_special_tokens: bool, return_offsets_mapping: bool) -> dict[str, Any]:
         """Return the tokens of a text, and which of its characters each one is."""
         assert return_offsets_mapping, "offsets are what this is for"
-        encoding = self._encoding(text, add_special_tokens=add_special_tokens)
+        (encoding,) = self.backend_tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
         return {"input_ids": encoding.ids, "offset_mapping": encoding.offsets}
 
     def apply_chat_template(
@@ -63,13 +65,13 @@ class PlainTokenizer:
         tools: Sequence[Mapping[str, Any]] | None,
         tokenize: bool,
         add_generation_prompt: bool,
+        **variables: object,
     ) -> str:
         """Return the text of a chat.
 
         Raises:
             ValueError: there are several templates, and none of them for this. And whatever the template raises.
         """
-        assert add_generation_prompt, "the answer follows"
         assert not tokenize, "the text is wanted"
         template = self.chat_template
         if isinstance(template, dict):
@@ -79,11 +81,8 @@ class PlainTokenizer:
                 raise ValueError(msg)
             template = template[name]
         assert template is not None, "asked before"
-        return render_template(template, conversation, tools, self._special_tokens)
-
-    def _encoding(self, text: str, *, add_special_tokens: bool) -> Any:  # noqa: ANN401 - tokenizers has no stubs
-        (encoding,) = self.backend_tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
-        return encoding
+        known = {**self._special_tokens, **variables}
+        return render_template(template, conversation, tools, known, add_generation_prompt=add_generation_prompt)
 
 
 def load_plain_tokenizer(folder: Path) -> PlainTokenizer | None:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import json
 import re
-from functools import cache, cached_property
+import uuid
+from dataclasses import replace
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
+from pagefold.cache_size import CacheSize
 from pagefold.errors import InvalidRequestError, UnsupportedModelError
 from pagefold.tokenizer.boundary import Boundary, Encoded, StablePrefix
+from pagefold.tokenizer.chat_options import ChatOptions
 from pagefold.tokenizer.detokenizer import Detokenizer
 from pagefold.tokenizer.length_bound import LengthBound
 from pagefold.tokenizer.pieces import bytes_of_piece
 from pagefold.tokenizer.plain import load_plain_tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from pathlib import Path
 
 __all__ = ["Tokenizer"]
@@ -23,8 +29,30 @@ __all__ = ["Tokenizer"]
 _NEXT_MESSAGES = (("user", "A"), ("user", "1"), ("assistant", "B"), ("assistant", "2"))
 """What may be said next: two that begin differently for each role, so that none of it is taken for the template's."""
 
+_MAX_WORDS, _WORD_BYTES = 4096, 10 * 2**10
+"""The library remembers the tokens of so many words. A word has fewer than 256 bytes, with at most 32 bytes of tokens
+for each of them."""
+
 _REPLACEMENT = "\ufffd"
 """What decoders make of bytes that are no whole character."""
+
+_AS_USUAL = ChatOptions()
+
+_MAX_DECODERS = 4
+
+_RESERVED = frozenset(
+    {
+        *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"),
+        *("conversation", "tokenize", "tokenizer_kwargs"),
+        *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
+        *("image_token", "additional_special_tokens", "extra_special_tokens"),
+        *("range", "dict", "lipsum", "cycler", "joiner", "namespace", "raise_exception", "strftime_now"),
+        *("self", "loop", "caller", "varargs", "kwargs", "context", "environment"),
+    }
+)
+
+_MAX_REASON_CHARACTERS = 500
+"""Of what a template raises."""
 
 
 class Tokenizer:
@@ -44,6 +72,8 @@ class Tokenizer:
             msg = f"The tokenizer of {folder} has no fast form (tokenizer.json)."
             raise UnsupportedModelError(msg, remedy="Convert it with transformers, or use another model.")
         self._backend: Any = backend
+        self._showing: dict[frozenset[str], Any] = {frozenset(): backend}  # decoders, by which special tokens they show
+        self._words_bytes = _bound_words(backend.model)
         if self.has_chat_template:  # compiled now, not while the first client waits; not every template takes this chat
             with contextlib.suppress(InvalidRequestError):
                 self.render_chat([{"role": "user", "content": "Hi"}])
@@ -62,6 +92,10 @@ class Tokenizer:
         """Return how many tokens ``text`` has at least, without tokenizing it; 0 where nothing is proven."""
         return self._length_bound.min_tokens(text)
 
+    def cache_size(self) -> CacheSize:
+        """Return what the tokens of words that are remembered may take; the library does not tell what they do take."""
+        return CacheSize("words", self._words_bytes, self._words_bytes)
+
     @cached_property
     def _length_bound(self) -> LengthBound:
         return LengthBound(self._backend)
@@ -70,9 +104,13 @@ class Tokenizer:
         """Return it as the text of a ``tokenizer.json``."""
         return str(self._backend.to_str())
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of ``text``, with the special tokens that the model expects at the start of a prompt."""
-        return list(self._tokenizer.encode(text))
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def encode_parts(self, texts: list[str]) -> list[list[int]]:
+        """Return the tokens of each of ``texts`` as a part of a longer one: without special tokens around it."""
+        return [list(found.ids) for found in self._backend.encode_batch(texts, add_special_tokens=False)]
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
@@ -81,8 +119,8 @@ class Tokenizer:
         return self.encode_rendered(self.render_chat(messages, tools))
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Return the tokens of a text that :meth:`render_chat` has made."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        """Return the tokens of a text that :meth:`render_chat` has made, which has its own special tokens."""
+        return self.encode(text, add_special_tokens=False)
 
     @property
     def tool_template(self) -> str | None:
@@ -92,8 +130,16 @@ class Tokenizer:
             templates = templates.get("tool_use", templates.get("default"))
         return templates if isinstance(templates, str) and "tools" in _variables(templates) else None
 
+    @cached_property
+    def reserved_variables(self) -> frozenset[str]:
+        """Names that no variable of a client's may have: they are the template's, or say how it is rendered."""
+        return _RESERVED | inspect.signature(self._tokenizer.apply_chat_template).parameters.keys()
+
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: ChatOptions = _AS_USUAL,
     ) -> str:
         """Return the text of a chat in the model's template, ready for the assistant's answer.
 
@@ -101,26 +147,31 @@ class Tokenizer:
             messages: in OpenAI's form, but for the arguments of calls, which are objects.
             tools: in OpenAI's form. None for a chat that has nothing to do with tools; empty for one that only tells
                 of earlier calls.
+            options: what else to ask of the template.
 
         Raises:
-            InvalidRequestError: the model has no template, or the template refuses these messages.
+            InvalidRequestError: the model has no template, or the template refuses these messages, or variables.
         """
         if not self.has_chat_template:
             msg = "This model has no chat template."
             raise InvalidRequestError(msg, param="messages", remedy="Use /v1/completions with a prompt.")
+        refused = sorted(self.reserved_variables.intersection(options.variables))
+        if refused:
+            msg = f"chat_template_kwargs has {refused[0]}, which is not the client's to set."
+            raise InvalidRequestError(msg, param="chat_template_kwargs", remedy="Leave it out.")
         try:
-            text = str(
-                self._tokenizer.apply_chat_template(
-                    [dict(message) for message in messages],
-                    tools=None if tools is None else [dict(tool) for tool in tools],
-                    tokenize=False,
-                    add_generation_prompt=True,
-                )
-            )
-        except (OSError, MemoryError):  # not the template's doing
+            text = self._rendered(messages, tools, options)
+        except (OSError, MemoryError, InvalidRequestError):  # not the template's doing
             raise
         except Exception as error:  # a template is the model's own program: it may raise anything
-            msg = f"The model's chat template refused these messages: {error}"
+            reason = str(error)[:_MAX_REASON_CHARACTERS]
+            if options.variables:
+                self.render_chat(messages, tools, replace(options, variables={}))  # are the messages at fault?
+                msg = f"The model's chat template refused chat_template_kwargs: {reason}"
+                raise InvalidRequestError(
+                    msg, param="chat_template_kwargs", remedy="Send values that it takes, or leave them out."
+                ) from error
+            msg = f"The model's chat template refused these messages: {reason}"
             raise InvalidRequestError(msg, param="messages", remedy="Check the roles and their order.") from error
         try:
             text.encode()
@@ -128,6 +179,32 @@ class Tokenizer:
             msg = "The chat or its tools hold half of a surrogate pair, which is no text."
             raise InvalidRequestError(msg, param="messages", remedy="Send whole characters.") from None
         return text
+
+    def _rendered(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, options: ChatOptions
+    ) -> str:
+        """Return what the template makes of a chat, up to where the answer goes on."""
+        chat = [dict(message) for message in messages]
+        end = ""
+        if options.continue_final_message:
+            end = f"end{uuid.uuid4().hex}"  # nobody can have written it
+            chat[-1]["content"] += end
+        text = str(
+            self._tokenizer.apply_chat_template(
+                chat,
+                tools=None if tools is None else [dict(tool) for tool in tools],
+                tokenize=False,
+                add_generation_prompt=options.add_generation_prompt and not options.continue_final_message,
+                **options.variables,
+            )
+        )
+        if not end:
+            return text
+        continued, found, _ = text.rpartition(end)
+        if not found:
+            msg = "The model's chat template leaves the last message out, or changes it: it cannot be continued."
+            raise InvalidRequestError(msg, param="continue_final_message", remedy="Leave it out.")
+        return continued
 
     def encode_prefix(self, text: str) -> StablePrefix:
         """Return the first tokens of :meth:`encode` that stay the same whatever follows ``text``; see ``boundary``."""
@@ -178,9 +255,49 @@ class Tokenizer:
         (text,) = self.token_texts([token_id])
         return text.encode() if _REPLACEMENT not in text else bytes_of_piece(str(self._backend.id_to_token(token_id)))
 
-    def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
-        """Return a detokenizer for what follows ``prompt_token_ids``."""
-        return Detokenizer(self._backend, prompt_token_ids)
+    def token_id(self, text: str) -> int | None:
+        """Return the token that ``text`` is, or None if it is not one."""
+        found: int | None = self._backend.token_to_id(text)
+        return found
+
+    def detokenizer(
+        self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True, shown: Collection[str] = ()
+    ) -> Detokenizer:
+        """Return a detokenizer for what follows ``prompt_token_ids``.
+
+        Args:
+            prompt_token_ids: what comes before the output.
+            skip_special_tokens: whether special tokens are no text.
+            shown: special tokens that are part of the output's text all the same. The first output that shows some
+                takes as long as loading the tokenizer.
+        """
+        special = self._special.intersection(shown) if shown else frozenset()
+        backend = self._showing.get(special)
+        if backend is None:
+            backend = _showing(self._backend, special)
+            if len(self._showing) == _MAX_DECODERS:
+                self._showing = {frozenset(): self._backend}
+            self._showing[special] = backend
+        return Detokenizer(backend, prompt_token_ids, skip_special_tokens=skip_special_tokens)
+
+    def shows(self, special_tokens: Collection[str]) -> bool:
+        """Whether a detokenizer that shows these is there at once."""
+        return self._special.intersection(special_tokens) in self._showing
+
+    @cached_property
+    def _special(self) -> frozenset[str]:
+        added = self._backend.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in added if token.special)
+
+
+def _showing(backend: Any, special: frozenset[str]) -> Any:  # noqa: ANN401 - tokenizers has no stubs
+    """Return a tokenizer for which some special tokens are text."""
+    from tokenizers import Tokenizer as Backend  # noqa: PLC0415 - not needed to import this module
+
+    contents = json.loads(backend.to_str())
+    for token in contents["added_tokens"]:
+        token["special"] = token["special"] and token["content"] not in special
+    return Backend.from_str(json.dumps(contents))
 
 
 def _load_with_transformers(folder: Path) -> Any:  # noqa: ANN401 - its classes have no common type
@@ -193,7 +310,16 @@ def _load_with_transformers(folder: Path) -> Any:  # noqa: ANN401 - its classes 
         raise UnsupportedModelError(msg, remedy="Use a folder with a tokenizer.json.") from None
 
 
-@cache
+def _bound_words(model: Any) -> int:  # noqa: ANN401 - tokenizers has no stubs
+    """Bound the words that a model of the library remembers; return the bytes that they may take."""
+    resize = getattr(model, "_resize_cache", None)
+    if resize is None:  # WordPiece and WordLevel remember none
+        return 0
+    resize(_MAX_WORDS)
+    return _MAX_WORDS * _WORD_BYTES
+
+
+@lru_cache(maxsize=8)  # a model's own are a few
 def _variables(template: str) -> frozenset[str]:
     """Return the names that a template is given."""
     from jinja2 import Environment, TemplateSyntaxError, meta  # noqa: PLC0415 - as above

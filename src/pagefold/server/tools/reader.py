@@ -7,49 +7,20 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
+from pagefold.server.pieces import ArgumentsPiece, CallBegun, TextPiece
 from pagefold.server.tools.formats import CLOSING, OPENING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
-__all__ = ["ArgumentsPiece", "CallBegun", "Piece", "TextPiece", "ToolCallReader"]
+    from pagefold.server.pieces import Piece
+
+__all__ = ["ToolCallReader"]
 
 _HEAD = re.compile(r'[\s\[,}]*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _MAYBE_OPENING = re.compile(r"\s*(?:" + "|".join(re.escape(OPENING[:n]) for n in range(len(OPENING), 0, -1)) + r")?\Z")
-
-
-@dataclass(frozen=True, slots=True)
-class TextPiece:
-    """Text that is no call."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallBegun:
-    """A call begins.
-
-    Attributes:
-        index: counts the calls of the output, from 0.
-        name: of the function.
-    """
-
-    index: int
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class ArgumentsPiece:
-    """Some of the text of a call's arguments, as the model wrote it."""
-
-    index: int
-    text: str
-
-
-Piece: TypeAlias = TextPiece | CallBegun | ArgumentsPiece
 
 
 class ToolCallReader:

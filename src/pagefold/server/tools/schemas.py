@@ -9,9 +9,10 @@ from pydantic import AfterValidator, Field, PlainValidator, StrictBool, StrictSt
 
 from pagefold.server.ignored import Body
 
-__all__ = ["Tool", "ToolCall", "ToolChoice", "WhichTool"]
+__all__ = ["Arguments", "CalledFunction", "Tool", "ToolCall", "ToolChoice", "ToolFunction", "WhichTool"]
 
 _MAX_NAME = 64
+_MAX_ALLOWED = 128
 
 
 class ToolFunction(Body):
@@ -52,10 +53,17 @@ class WhichTool(NamedTuple):
     Attributes:
         mode: ``none``, ``auto`` or ``required``.
         name: with ``required``, the function that must be called; None for any.
+        allowed: the functions that may be called; None for all. The model hears of the others too: so the beginning of
+            the prompt stays what it was for requests that allow others.
     """
 
     mode: Literal["none", "auto", "required"]
     name: str | None = None
+    allowed: tuple[str, ...] | None = None
+
+    def lets(self, name: str) -> bool:
+        """Return whether a function may be called."""
+        return self.name in (None, name) and (self.allowed is None or name in self.allowed)
 
 
 def _as_choice(value: object) -> WhichTool:
@@ -65,13 +73,33 @@ def _as_choice(value: object) -> WhichTool:
         return WhichTool("auto")
     if value == "required":
         return WhichTool("required")
-    if isinstance(value, dict) and value.get("type") == "function":
-        function = value.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
-        if isinstance(name, str):
-            return WhichTool("required", name)
-    msg = 'it must be none, auto, required, or {"type": "function", "function": {"name": ...}}'
+    name = _name_of(value)
+    if name is not None:
+        return WhichTool("required", name)
+    if isinstance(value, dict) and value.get("type") == "allowed_tools":
+        return _as_allowed(value.get("allowed_tools"))
+    msg = 'it must be none, auto, required, {"type": "function", "function": {"name": ...}}, or allowed_tools'
     raise ValueError(msg)
+
+
+def _as_allowed(value: object) -> WhichTool:
+    mode, tools = (value.get("mode"), value.get("tools")) if isinstance(value, dict) else (None, None)
+    names = [_name_of(tool) for tool in tools] if isinstance(tools, list) and len(tools) <= _MAX_ALLOWED else []
+    allowed = tuple(name for name in names if name is not None)
+    if mode not in ("auto", "required") or not names or len(allowed) < len(names):
+        msg = (
+            'its allowed_tools must be {"mode": "auto" or "required", "tools": [{"type": "function", "function": '
+            f'{{"name": ...}}}}, ...]}}, with at most {_MAX_ALLOWED} tools'
+        )
+        raise ValueError(msg)
+    return WhichTool("auto" if mode == "auto" else "required", allowed=allowed)
+
+
+def _name_of(value: object) -> str | None:
+    """Return the function that a choice names, if it does."""
+    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
 
 
 ToolChoice: TypeAlias = Annotated[
@@ -90,6 +118,10 @@ def _json_object(text: str) -> str:
     return text
 
 
+Arguments: TypeAlias = Annotated[StrictStr, AfterValidator(_json_object)]
+"""What a call was given: a JSON object, as text."""
+
+
 class CalledFunction(Body):
     """What was called, and with what.
 
@@ -98,7 +130,7 @@ class CalledFunction(Body):
     """
 
     name: StrictStr
-    arguments: Annotated[StrictStr, AfterValidator(_json_object)] = "{}"
+    arguments: Arguments = "{}"
 
 
 class ToolCall(Body):

@@ -206,6 +206,7 @@ class _Reader:
             hits=tuple(_hit(each, len(self._adds)) for each in line.items("hits")),
             evicted=line.wholes("evicted", 0, settings.num_blocks - 1),
             damaged=line.wholes("damaged", 0, settings.num_host_blocks - 1),
+            corrupted=line.wholes("corrupted", 0, _MOST),
         )
 
     def _end(self, line: Fields, recording: Recording) -> None:

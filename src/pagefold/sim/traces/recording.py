@@ -109,6 +109,7 @@ class RecordedStep:
         hits: (number, tokens that were found) of each sample that it admitted.
         evicted: ids of the blocks that were evicted since the step before, in order.
         damaged: host blocks that it failed of.
+        corrupted: samples whose logits were no numbers.
     """
 
     step_id: int
@@ -121,6 +122,7 @@ class RecordedStep:
     hits: tuple[tuple[int, int], ...] = ()
     evicted: tuple[int, ...] = ()
     damaged: tuple[int, ...] = ()
+    corrupted: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

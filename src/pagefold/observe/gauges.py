@@ -1,0 +1,106 @@
+"""Gauges: what an engine is doing at the moment when somebody reads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import GaugeMetricFamily
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from prometheus_client.metrics_core import Metric
+
+    from pagefold.cache_size import CacheSize
+    from pagefold.engine.client import EngineStatus
+
+__all__ = ["Gauges"]
+
+_GAUGES: dict[str, tuple[str, str]] = {
+    "vllm:num_requests_running": ("num_running", "Requests that a step computes tokens for."),
+    "vllm:num_requests_waiting": ("num_waiting", "Requests that wait for a place, preempted ones included."),
+    "vllm:kv_cache_usage_perc": (
+        "kv_cache_usage",
+        "Share of KV blocks held by requests, 0 to 1. Cached blocks that nobody holds do not count: they can go.",
+    ),
+    "pagefold:num_blocks": ("num_blocks", "KV blocks."),
+    "pagefold:num_free_blocks": ("num_free_blocks", "KV blocks that hold nothing."),
+    "pagefold:num_cached_blocks": (
+        "num_cached_blocks",
+        "KV blocks that no request holds and a later one can use. When nothing runs, free and cached are all.",
+    ),
+    "pagefold:num_pinned_blocks": (
+        "num_pinned_blocks",
+        "KV blocks that pins keep cached, each counted once, whether or not a request holds them too.",
+    ),
+    "pagefold:num_unsaved_blocks": (
+        "num_unsaved_blocks",
+        "Blocks of the host's memory that no slow tier was given yet. It grows to all of them while a tier hangs.",
+    ),
+    "pagefold:num_wasted_slots": (
+        "num_wasted_slots",
+        "Slots in blocks of running requests that hold no token: what rounding to whole blocks costs.",
+    ),
+    "pagefold:kv_waste_perc": ("kv_waste", "Share of the slots in blocks held by requests that hold no token, 0 to 1."),
+}
+"""Gauge to (field of ``EngineStatus``, help)."""
+
+
+class Gauges:
+    """A collector of ``prometheus_client``: looks when it is asked.
+
+    Args:
+        labels: of every series.
+
+    Attributes:
+        status: what is asked; None for nobody yet, and then there are no gauges.
+        caches: beside those that it tells of.
+        settings: of the cache, by vLLM's names; none before it is there.
+    """
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        self._labels = labels
+        self.status: Callable[[], EngineStatus] | None = None
+        self.caches: list[Callable[[], CacheSize]] = []
+        self.settings: Mapping[str, str] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the gauges; ``prometheus_client`` calls it at each reading."""
+        if self.status is None:
+            return
+        status = self.status()
+        caches = [*status.caches, *(size() for size in self.caches)]
+        for name, (field, what) in _GAUGES.items():
+            yield self._family(name, what, [({}, getattr(status, field))])
+        yield self._family(
+            "vllm:num_requests_waiting_by_reason",
+            "Those that wait: for a place or for memory (capacity), or for blocks that slow tiers bring (deferred).",
+            [({"reason": "capacity"}, status.num_for_capacity), ({"reason": "deferred"}, status.num_deferred)],
+        )
+        yield self._family(
+            "vllm:cache_config_info",
+            "What the cache is, in labels: block_size, cache_dtype, num_gpu_blocks (of the device) and the like.",
+            [(self.settings, 1)] if self.settings else [],
+        )
+        yield self._family(
+            "pagefold:tier_fast",
+            "1 where a slow tier is thought to bring a block sooner than it is computed, 0 where what it holds is "
+            "computed until it is tried again.",
+            [({"tier": tier}, is_fast) for tier, is_fast in status.tiers_fast.items()],
+        )
+        yield self._family(
+            "pagefold:cache_bytes",
+            "What the label's cache takes at most with what it keeps now. Blocks of KV are no part of any.",
+            [({"cache": one.name}, one.num_bytes) for one in caches],
+        )
+        yield self._family(
+            "pagefold:cache_max_bytes",
+            "What the label's cache may take.",
+            [({"cache": one.name}, one.max_bytes) for one in caches],
+        )
+
+    def _family(self, name: str, what: str, series: Sequence[tuple[Mapping[str, str], float]]) -> Metric:
+        family = GaugeMetricFamily(name, what, labels=(*self._labels, *(series[0][0] if series else ())))
+        for own, value in series:
+            family.add_metric((*self._labels.values(), *own.values()), value)
+        return family

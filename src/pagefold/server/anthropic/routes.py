@@ -1,0 +1,71 @@
+"""``POST /v1/messages`` and ``/v1/messages/count_tokens``: chats as Anthropic's API has them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request, Response
+
+from pagefold.server.answer import whole_answer
+from pagefold.server.answer_schemas import STREAMED, AnthropicMessage, CountedTokens
+from pagefold.server.anthropic.form import MessageForm
+from pagefold.server.anthropic.schemas import CountRequest, MessageRequest  # noqa: TC001 - FastAPI reads them
+from pagefold.server.checked_route import CheckedRoute
+from pagefold.server.generation import Generation
+from pagefold.server.keys import account_of
+from pagefold.server.request_log import attach_generation
+from pagefold.server.streaming import EventStream
+from pagefold.server.wanted import wanted
+
+if TYPE_CHECKING:
+    from pagefold.server.served import Served
+
+__all__ = ["message_routes"]
+
+
+def message_routes(served: Served) -> APIRouter:
+    """Return the routes."""
+    router = APIRouter(route_class=CheckedRoute)
+
+    @router.post("/v1/messages", response_model=None, responses={200: {"model": AnthropicMessage, "content": STREAMED}})
+    async def create_message(asked: MessageRequest, request: Request) -> Response:
+        """Answer the last message of a chat, in Anthropic's form."""
+        served.admit(asked, request)
+        want = wanted(asked.asked_tools(), asked.structured(), served)
+        options = asked.chat_options()
+        chat = await served.prepare_chat(asked.chat(), want.tools, options=options, receive=request.receive)
+        tells_thinking = asked.tells_thinking(can_be_told=chat.thinking.is_known)
+        structured = None if want.structured is None else chat.thinking.before(want.structured)
+        sampling = asked.sampling(served.client.max_model_len - len(chat.token_ids))
+        form = MessageForm(served.model_name, asked.max_tokens)
+        generation = Generation(
+            served.client,
+            request_id=form.message_id,
+            prompts=[chat.token_ids],
+            sampling=chat.thinking.sampling(sampling, structured),
+            caller=asked.caller(account_of(request.scope)),
+            param="messages",
+            grammar=await served.compile(structured),
+            thinking=chat.thinking,
+        )
+        attach_generation(request.scope, generation)
+        reader = want.reader(chat.thinking, tells_thinking=tells_thinking)
+        if asked.stream:
+            return EventStream(form.events(generation, reader), on_end=generation.close, is_typed=True)
+
+        def whole() -> dict[str, Any]:
+            reader.read("".join(generation.outputs[0].text))
+            return form.whole(generation, reader)
+
+        return await whole_answer(generation, request, whole)
+
+    @router.post("/v1/messages/count_tokens", responses={200: {"model": CountedTokens}})
+    async def count_tokens(asked: CountRequest, request: Request) -> dict[str, int]:
+        """Count the tokens of a prompt in Anthropic's form."""
+        served.admit(asked, request)
+        want = wanted(asked.asked_tools(), asked.structured(), served)
+        options = asked.chat_options()
+        chat = await served.prepare_chat(asked.chat(), want.tools, options=options, receive=request.receive)
+        return {"input_tokens": len(chat.token_ids)}
+
+    return router

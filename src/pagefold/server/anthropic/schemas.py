@@ -1,0 +1,178 @@
+"""What clients send to ``/v1/messages`` and ``/v1/messages/count_tokens``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, FailFast, Field, StrictBool, StrictFloat, StrictInt, model_validator
+
+from pagefold.errors import InvalidRequestError
+from pagefold.request import SamplingParams
+from pagefold.server.anthropic.blocks import MessageParam, Texts, chat_of
+from pagefold.server.anthropic.tools import Choice, MessageTool, ToolUseChoice
+from pagefold.server.ignored import Body
+from pagefold.server.schemas import MAX_PARTS, CachedRequest, Text, few_parts
+from pagefold.server.structured_fields import Structured
+from pagefold.server.tools.schemas import WhichTool
+from pagefold.server.unsupported import IN_MESSAGES, refuse_unsupported
+from pagefold.server.wanted import AskedTools
+from pagefold.structured.params import StructuredOutputsParams
+from pagefold.tokenizer import ChatOptions
+
+if TYPE_CHECKING:
+    from pagefold.server.chat_schemas import ChatMessage
+
+__all__ = ["CountRequest", "MessageRequest"]
+
+_MAX_TOOLS = 128
+_MAX_STOPS = 16
+
+_AUTO = Choice(WhichTool("auto"), is_parallel=True)
+
+
+class OutputFormat(Body):
+    """The form of an answer.
+
+    Attributes:
+        schema_: the field ``schema``: a JSON schema of it.
+    """
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(Body):
+    """What the answer must look like.
+
+    Attributes:
+        format: JSON of a schema.
+        effort: accepted, and told to no model.
+    """
+
+    format: OutputFormat | None = None
+    effort: Text | None = None
+
+
+class ThinkingConfig(Body):
+    """Whether the model thinks, and tells it.
+
+    Attributes:
+        type: ``enabled``, ``disabled``, or ``adaptive`` for as the model likes.
+    """
+
+    known: ClassVar[frozenset[str]] = frozenset({"budget_tokens", "display"})
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+class CountRequest(CachedRequest):
+    """``POST /v1/messages/count_tokens``: a prompt.
+
+    Attributes:
+        messages: the chat; the user's message is the last.
+        system: a text or texts before it.
+        tools: what the model may call.
+        tool_choice: whether it must, and what.
+        thinking: whether the model thinks before its answer, and its thoughts are told.
+        output_config: what the answer must look like.
+    """
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = IN_MESSAGES
+    known: ClassVar[frozenset[str]] = frozenset(
+        {
+            "cache_control",  # all prompts are cached
+            "context_management",  # refused, but for what means nothing
+            "inference_geo",
+            "metadata",
+            "service_tier",
+        }
+    )
+
+    messages: Annotated[
+        list[MessageParam], Field(min_length=1, max_length=MAX_PARTS), FailFast(), BeforeValidator(few_parts)
+    ]
+    system: Texts = []  # noqa: RUF012 - pydantic copies it
+    tools: Annotated[list[MessageTool], Field(max_length=_MAX_TOOLS), FailFast()] = []  # noqa: RUF012 - as above
+    tool_choice: ToolUseChoice = Field(default_factory=lambda: _AUTO)
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig = Field(default_factory=OutputConfig)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _prepare(cls, fields: Any) -> Any:  # noqa: ANN401 - whatever the JSON was
+        if isinstance(fields, dict):
+            refuse_unsupported(fields, cls.unsupported)
+        return fields
+
+    def chat(self) -> list[ChatMessage]:
+        """Return the chat that is asked.
+
+        Raises:
+            InvalidRequestError: the last message is the assistant's.
+        """
+        if self.messages[-1].role == "assistant":
+            msg = "The last message is the assistant's, and going on with it is not supported yet."
+            raise InvalidRequestError(msg, param="messages", remedy="End with a message of the user's.")
+        return chat_of(self.system, self.messages)
+
+    def chat_options(self) -> ChatOptions:
+        """Return how the chat is put into text: templates of thinking models know ``enable_thinking``."""
+        if self.thinking is None or self.thinking.type == "adaptive":
+            return ChatOptions()
+        return ChatOptions(variables={"enable_thinking": self.thinking.type == "enabled"})
+
+    def tells_thinking(self, *, can_be_told: bool) -> bool:
+        """Return whether thoughts are told; where nobody asks for them they are left out.
+
+        Raises:
+            InvalidRequestError: they must be, and cannot be told from the answer.
+        """
+        kind = None if self.thinking is None else self.thinking.type
+        if kind == "enabled" and not can_be_told:
+            msg = "thinking is enabled, and this server does not know how its model marks its thoughts."
+            remedy = 'Leave it out, send {"type": "adaptive"}, or start the server with --reasoning-parser.'
+            raise InvalidRequestError(msg, param="thinking", remedy=remedy)
+        return kind in ("enabled", "adaptive")
+
+    def asked_tools(self) -> AskedTools:
+        """Return what it says of tools."""
+        return AskedTools([tool.as_tool() for tool in self.tools], self.tool_choice.which, self.tool_choice.is_parallel)
+
+    def structured(self) -> Structured | None:
+        """Return what the output must look like, if that is said."""
+        form = self.output_config.format
+        if form is None:
+            return None
+        return Structured(StructuredOutputsParams(json=form.schema_, lenient=True), "output_config")
+
+
+class MessageRequest(CountRequest):
+    """``POST /v1/messages``; :class:`~pagefold.request.SamplingParams` says what the fields of sampling mean.
+
+    Attributes:
+        max_tokens: how long the answer may be; it may be less long where the context ends before.
+        stop_sequences: texts that end the answer.
+        stream: whether the answer comes in events, as it is made.
+    """
+
+    max_tokens: Annotated[StrictInt, Field(ge=1)]
+    stop_sequences: Annotated[list[Annotated[Text, Field(min_length=1)]], Field(max_length=_MAX_STOPS), FailFast()] = []  # noqa: RUF012 - as above
+    temperature: Annotated[StrictFloat, Field(ge=0, le=1)] = 1.0
+    top_p: Annotated[StrictFloat, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[StrictInt, Field(ge=0, le=2**63 - 1)] = 0
+    stream: StrictBool = False
+    # ours
+    seed: Annotated[StrictInt | None, Field(ge=1 - 2**63, le=2**63 - 1)] = None
+    ignore_eos: StrictBool = False
+
+    def sampling(self, num_left: int) -> SamplingParams:
+        """Return how to sample, where the context leaves ``num_left`` tokens to the answer."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            max_tokens=min(self.max_tokens, max(1, num_left)),
+            stop=tuple(self.stop_sequences),
+            ignore_eos=self.ignore_eos,
+            seed=self.seed,
+        )

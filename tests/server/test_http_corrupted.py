@@ -1,0 +1,80 @@
+"""Logits that are no numbers, over HTTP: an error in OpenAI's form, valid JSON, and others are answered as ever."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import TYPE_CHECKING
+
+import openai
+import pytest
+from local_server import LocalServer, error_of, finish_reasons
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": 6}
+POISON = 777  # of poisoned_chat_model
+BAD = [*range(200, 230), POISON]
+
+
+@pytest.fixture(scope="module")
+def poisoned(poisoned_chat_model: Path) -> Iterator[LocalServer]:
+    server = LocalServer(poisoned_chat_model, kv_cache_memory_bytes=2**21, max_num_seqs=8, max_num_batched_tokens=64)
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 3, "temperature": 1}, {"logprobs": 4}], ids=str)
+def test_a_whole_answer_is_an_error(poisoned, fields, caplog):
+    before = poisoned.metric("vllm:corrupted_requests_total")
+    error = error_of(poisoned.http.post("/v1/completions", json={"prompt": BAD, **GREEDY, **fields}), 500)
+    assert (error["type"], error["code"]) == ("server_error", "step_failed")
+    assert "NaN or infinite" in error["message"]
+    assert poisoned.metric("vllm:corrupted_requests_total") == before + fields.get("n", 1)
+    poisoned.check_pool()
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 3, "temperature": 1}, {"logprobs": 4}], ids=str)
+@pytest.mark.parametrize("bias", [None, {str(POISON): 100}], ids=["in the prompt", "sampled"])
+def test_an_error_in_a_stream_is_an_event(poisoned, fields, bias, caplog):
+    """And every event is JSON as everybody reads it: no NaN, no Infinity."""
+    prompt = BAD if bias is None else BAD[:-1]
+    body = {"prompt": prompt, **GREEDY, **fields, "logit_bias": bias, "stream": True}
+    with poisoned.http.stream("POST", "/v1/completions", json=body) as response:
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert lines.pop() == "[DONE]"
+    *texts, last = (json.loads(line, parse_constant=pytest.fail) for line in lines)
+    assert last["error"]["code"] == "step_failed"
+    assert finish_reasons(texts) == []
+    poisoned.check_pool()
+
+
+def test_others_of_the_batch_are_answered_as_ever(poisoned, caplog):
+    prompt = list(range(200, 230))
+    expected = poisoned.complete(prompt, **GREEDY, logprobs=2)["choices"]
+    found = []
+
+    def ask():
+        found.append(poisoned.complete(prompt, **GREEDY, logprobs=2)["choices"])
+
+    def ask_badly():
+        poisoned.http.post("/v1/completions", json={"prompt": BAD})
+
+    poisoned.runner.close_gate()
+    askers = [threading.Thread(target=target) for target in (ask, ask, ask, ask_badly)]
+    for asker in askers:
+        asker.start()
+    poisoned.runner.allow()
+    for asker in askers:
+        asker.join()
+    assert found == [expected] * 3
+
+
+def test_openai_s_client_raises(poisoned, caplog):
+    with openai.OpenAI(base_url=f"{poisoned.url}/v1", api_key="none", max_retries=0) as client:
+        with pytest.raises(openai.InternalServerError, match="NaN or infinite"):
+            client.completions.create(model="tiny", prompt=BAD, max_tokens=3)
+        with pytest.raises(openai.APIError, match="NaN or infinite"):
+            list(client.completions.create(model="tiny", prompt=BAD, max_tokens=3, stream=True))
