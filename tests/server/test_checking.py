@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pagefold.errors import InvalidRequestError
+from pagefold.server.anthropic.schemas import MessageRequest
 from pagefold.server.chat_schemas import ChatRequest
 from pagefold.server.checking import Answer, check
 from pagefold.server.completion_schemas import CompletionRequest
-from pagefold.server.responses_schemas import ResponseRequest
+from pagefold.server.responses.schemas import ResponseRequest
 from pagefold.server.tokenize_schemas import DetokenizeRequest, TokenizeRequest
 from pagefold.server.warm_schemas import WarmRequest
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": "b"}'}}
+CLAUDES = [{"name": "f", "input_schema": {"type": "object", "properties": {"a": {"type": "string"}}}}]
+FORMAT = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
 CHAT = [
     {"role": "system", "content": [{"type": "text", "text": "x"}]},
     {"role": "assistant", "tool_calls": [CALL]},
@@ -36,6 +39,12 @@ RIGHT: list[tuple[type[BaseModel], dict[str, Any]]] = [
     ),
     (CompletionRequest, {"prompt": [[1, 2], [3]], "logit_bias": {"5": 1.5}, "guided_choice": ["a", "b"]}),
     (CompletionRequest, {"prompt": "naïve 🐧", "structured_outputs": {"regex": "a+"}, "stop_token_ids": [7]}),
+    (ChatRequest, {"messages": CHAT[:1], "chat_template_kwargs": {"enable_thinking": False}, "bad_words": ["a"]}),
+    (ResponseRequest, {"input": "x", "tools": [{"type": "function", **TOOL["function"]}], "text": {"format": FORMAT}}),
+    (
+        MessageRequest,
+        {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "system": "y", "tools": CLAUDES},
+    ),
     (ResponseRequest, {"input": "x", "instructions": "y", "metadata": {"a": "b"}}),
     (TokenizeRequest, {"messages": CHAT}),
     (DetokenizeRequest, {"tokens": [1, 2, 3]}),
