@@ -178,7 +178,7 @@ class Machine:
             )
             for index in range(num_samples)
         ]
-        if self.setup.has_culprits and 0 < own % 9 < 6:
+        if self.setup.has_culprits and 0 < own % 9 < 7:
             (self.culprits if own % 9 < 3 else self.odd).add(samples[num_new % num_samples].request_id)
         for sample in samples:
             self.requests[sample.request_id] = sample
