@@ -30,11 +30,6 @@ def ask_all(server):
     return [answer["choices"][0]["text"] for answer in answers], num_from_disk
 
 
-def exposed(folder):
-    """Return what of a folder is not its owner's alone."""
-    return [path for path in (folder, *folder.rglob("*")) if path.lstat().st_mode & 0o077]
-
-
 def num_written(server):
     return server.metric("pagefold:tier_blocks_written_total", "kept")
 
@@ -46,16 +41,10 @@ def test_what_was_cached_is_found_after_a_restart(tmp_path):
         server.process.terminate()  # what is cached is written
         assert server.process.wait(60) == 0
         assert "disk       " in server.output()
-        assert "others on this machine" not in server.output()
     finally:
         server.close()
-    assert exposed(tmp_path / "kv") == []
-    for path in (tmp_path / "kv", *(tmp_path / "kv").rglob("*")):
-        path.chmod(0o755)
-    again = ProcessServer(MODEL, *disk(tmp_path / "kv", "--fix-permissions"))
+    again = ProcessServer(MODEL, *disk(tmp_path / "kv"))
     try:
-        assert exposed(tmp_path / "kv") == []
-        assert "others on this machine could read the cache folder" in again.output()
         texts_again, num_from_disk = ask_all(again)
         assert texts_again == texts
         assert num_from_disk
@@ -65,6 +54,34 @@ def test_what_was_cached_is_found_after_a_restart(tmp_path):
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
     finally:
         again.close()
+
+
+def exposed(folder):
+    """Return what of a folder is not its owner's alone."""
+    return [path for path in (folder, *folder.rglob("*")) if path.lstat().st_mode & 0o077]
+
+
+def test_what_a_server_leaves_is_its_owners_alone_and_what_is_wider_is_mended(tiny_chat_model, tmp_path):
+    folder, keys = tmp_path / "kv", tmp_path / "keys.toml"
+    folder.mkdir()
+    folder.chmod(0o755)
+    keys.write_text('[[keys]]\nkey = "sk-a"\ntenant = "acme"\n')
+    keys.chmod(0o644)
+    flags = ("--kv-cache-memory-bytes", "4M", "--kv-disk-path", str(folder), "--kv-disk-size", "0.1")
+    for more in ((), ("--api-key-file", str(keys), "--fix-permissions")):
+        server = ProcessServer(str(tiny_chat_model), *flags, *more)
+        try:
+            assert (folder / "index.sqlite").stat().st_mode & 0o077 == 0
+            told = server.output()
+        finally:
+            server.close()
+        if not more:
+            assert f"{folder} (mode 0755)" in told
+            assert exposed(folder) == [folder], "what it made is right"
+    assert "could read the cache folder" in told
+    assert "could read the key file" in told
+    assert exposed(folder) == []
+    assert exposed(keys) == []
 
 
 def test_a_killed_server_has_lost_little(tmp_path):
