@@ -56,34 +56,6 @@ def test_what_was_cached_is_found_after_a_restart(tmp_path):
         again.close()
 
 
-def exposed(folder):
-    """Return what of a folder is not its owner's alone."""
-    return [path for path in (folder, *folder.rglob("*")) if path.lstat().st_mode & 0o077]
-
-
-def test_what_a_server_leaves_is_its_owners_alone_and_what_is_wider_is_mended(tiny_chat_model, tmp_path):
-    folder, keys = tmp_path / "kv", tmp_path / "keys.toml"
-    folder.mkdir()
-    folder.chmod(0o755)
-    keys.write_text('[[keys]]\nkey = "sk-a"\ntenant = "acme"\n')
-    keys.chmod(0o644)
-    flags = ("--kv-cache-memory-bytes", "4M", "--kv-disk-path", str(folder), "--kv-disk-size", "0.1")
-    for more in ((), ("--api-key-file", str(keys), "--fix-permissions")):
-        server = ProcessServer(str(tiny_chat_model), *flags, *more)
-        try:
-            assert (folder / "index.sqlite").stat().st_mode & 0o077 == 0
-            told = server.output()
-        finally:
-            server.close()
-        if not more:
-            assert f"{folder} (mode 0755)" in told
-            assert exposed(folder) == [folder], "what it made is right"
-    assert "could read the cache folder" in told
-    assert "could read the key file" in told
-    assert exposed(folder) == []
-    assert exposed(keys) == []
-
-
 def test_a_killed_server_has_lost_little(tmp_path):
     flags = disk(tmp_path / "kv", "--kv-write-policy", "write_through")
     server = ProcessServer(MODEL, *flags)
