@@ -1,7 +1,7 @@
 """Parts: what one output consists of, in order: thinking, texts, calls of tools. Responses and messages tell it so.
 
-A :class:`PieceReader` says what a model's text is, piece by piece; a :class:`PartReader` makes parts of the pieces, and
-says when each begins, grows and ends. What it says depends on the text alone, not on how the text was cut: a stream
+An :class:`OutputReader` says what a model's text is, piece by piece; a :class:`PartReader` makes parts of the pieces,
+and says when each begins, grows and ends. What it says depends on the text alone, not on how the text was cut: a stream
 tells what a whole answer tells.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import uuid
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from pagefold.server.pieces import CallBegun, ReasoningPiece, TextPiece
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator
 
     from pagefold.server.generation import Generation
+    from pagefold.server.output_reader import OutputReader
     from pagefold.server.pieces import Piece
 
 __all__ = [
@@ -27,22 +28,11 @@ __all__ = [
     "PartEvent",
     "PartGrew",
     "PartReader",
-    "PieceReader",
     "part_events",
 ]
 
 
 Kind: TypeAlias = Literal["reasoning", "text", "call"]
-
-
-class PieceReader(Protocol):
-    """Says what the text of one output is, as it comes."""
-
-    def push(self, text: str) -> list[Piece]:
-        """Take more text; return what is certain now."""
-
-    def end(self) -> list[Piece]:
-        """The output has ended: return what was held back."""
 
 
 @dataclass(slots=True)
@@ -105,7 +95,7 @@ class PartReader:
         parts: those that have begun.
     """
 
-    def __init__(self, reader: PieceReader, *, tells_thinking: bool = True) -> None:
+    def __init__(self, reader: OutputReader, *, tells_thinking: bool = True) -> None:
         self._reader = reader
         self._tells_thinking = tells_thinking
         self._open: Part | None = None

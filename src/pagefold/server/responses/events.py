@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagefold.errors import PagefoldError
 from pagefold.server.parts import PartBegan, PartGrew, part_events
-from pagefold.server.responses.form import item_id, item_of, text_part
+from pagefold.server.responses.form import content_part, item_id, item_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterator
@@ -59,8 +59,8 @@ def _told(event: PartEvent, generation: Generation) -> Iterator[dict[str, Any]]:
     place = {"output_index": part.index}
     if isinstance(event, PartBegan):
         yield {"type": "response.output_item.added", **place, "item": item_of(part, "in_progress")}
-        if part.kind == "text":
-            yield {"type": "response.content_part.added", **_in_content(part), "part": text_part("")}
+        if part.kind != "call":
+            yield {"type": "response.content_part.added", **_in_content(part), "part": content_part(part, "")}
     elif isinstance(event, PartGrew):
         yield _grown(part, event.text)
     else:
@@ -80,11 +80,12 @@ def _text_done(part: Part) -> Iterator[dict[str, Any]]:
     text = part.text
     if part.kind == "call":
         yield {"type": "response.function_call_arguments.done", **_in_item(part), "name": part.name, "arguments": text}
-    elif part.kind == "reasoning":
+        return
+    if part.kind == "reasoning":
         yield {"type": "response.reasoning_text.done", **_in_content(part), "text": text}
     else:
         yield {"type": "response.output_text.done", **_in_content(part), "text": text, "logprobs": []}
-        yield {"type": "response.content_part.done", **_in_content(part), "part": text_part(text)}
+    yield {"type": "response.content_part.done", **_in_content(part), "part": content_part(part, text)}
 
 
 def _status(generation: Generation) -> str:
