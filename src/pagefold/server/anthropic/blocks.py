@@ -162,14 +162,14 @@ def _add(chat: list[ChatMessage], message: MessageParam) -> None:
     if results and not texts:
         return
     added = _message(message.role, texts)
-    thought = "\n".join(block.thinking for block in message.content if isinstance(block, ThinkingBlock))
+    thoughts = [block.thinking for block in message.content if isinstance(block, ThinkingBlock)]
     last = chat[-1] if chat else None
     if last is not None and last.role == message.role != "system":
         chat.pop()
         added = added.model_copy(update={"content": [*last.content, *added.content]})
         calls = [*last.tool_calls, *calls]
-        thought = "\n".join(text for text in (last.reasoning_content, thought) if text)
-    more = {"tool_calls": calls, "reasoning_content": thought}
+        thoughts = [last.reasoning_content or "", *thoughts]
+    more = {"tool_calls": calls, "reasoning_content": "\n".join(filter(None, thoughts))}
     chat.append(added.model_copy(update={name: value for name, value in more.items() if value}))
 
 

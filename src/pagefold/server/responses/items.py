@@ -197,8 +197,8 @@ def _kept(parts: Iterable[InputText]) -> list[dict[str, str]]:
 def chat_of(instructions: str | None, items: Iterable[Item]) -> list[ChatMessage]:
     """Return the chat that ``items`` are, after a system message of ``instructions``.
 
-    A thought begins a message of the assistant's, and calls are part of the one before them, as they were when the model
-    wrote them.
+    A thought begins a message of the assistant's, and calls are part of the one before them, as they were when the
+    model wrote them.
     """
     chat: list[ChatMessage] = []
     if instructions is not None:
