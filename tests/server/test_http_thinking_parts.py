@@ -1,6 +1,7 @@
 """Thinking models behind Responses and Anthropic's messages: what they think is a part of its own.
 
-The test writes the outputs, and they are held to their grammars: what is no answer of the form that was asked for fails.
+The test writes the outputs, and they are held to their grammars: what is no answer of the form that was asked for is
+refused.
 """
 
 from __future__ import annotations
@@ -134,6 +135,20 @@ def test_a_thought_before_a_call_goes_back_to_the_template(server, messages):
     assert num_tokens(server, [*HI, said, {"role": "tool", "content": "2"}], [told]) == (
         usage.input_tokens + usage.cache_creation_input_tokens + usage.cache_read_input_tokens
     )
+
+
+def test_a_stream_begins_while_thoughts_are_left_out(server):
+    says(server, THINKING + ANSWER)
+    server.runner.close_gate()
+    server.runner.allow(4)
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+        events = client.messages.create(model="tiny", messages=HI, max_tokens=200, stream=True)
+        try:
+            assert next(events).type == "message_start"
+        finally:
+            server.runner.allow()
+        deltas = [event.delta for event in events if event.type == "content_block_delta"]
+    assert "".join(delta.text for delta in deltas) == ANSWER
 
 
 def test_what_the_user_says_is_no_thought(server):

@@ -154,15 +154,13 @@ def _kind_of(piece: Piece) -> Kind:
     return "text" if isinstance(piece, TextPiece) else "call"
 
 
-async def part_events(generation: Generation, reader: PartReader) -> AsyncGenerator[PartEvent, None]:
-    """Yield what ``reader`` says of the one output of ``generation``, as it comes.
+async def part_events(generation: Generation, reader: PartReader) -> AsyncGenerator[list[PartEvent], None]:
+    """Yield what ``reader`` says of the one output of ``generation``, as it comes; of some of it that is nothing.
 
     Raises:
         PagefoldError: see :meth:`~pagefold.server.generation.Generation.deltas`.
     """
     async with aclosing(generation.deltas()) as deltas:
         async for _, delta in deltas:
-            for event in reader.push(delta.text):
-                yield event
-    for event in reader.end():
-        yield event
+            yield reader.push(delta.text)
+    yield reader.end()

@@ -110,12 +110,12 @@ def _source(params: StructuredOutputsParams) -> GrammarSource:
 
 def _calls_or_json(calls: str, schema: Mapping[str, Any]) -> str:
     """Return a grammar of what ``calls`` says, or else of JSON."""
+    assert calls.startswith(_START)
     rules = [
         "start: calls | answer",
         f"answer: %json {json.dumps(schema, ensure_ascii=False)}",
         f"calls: {calls.removeprefix(_START)}",
     ]
-    assert calls.startswith(_START)
     return "\n".join(rules)
 
 

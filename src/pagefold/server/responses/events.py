@@ -46,10 +46,11 @@ async def _steps(
 ) -> AsyncGenerator[dict[str, Any], None]:
     yield {"type": "response.created", "response": form.began()}
     yield {"type": "response.in_progress", "response": form.began()}
-    async with aclosing(part_events(generation, reader)) as events:
-        async for event in events:
-            for told in _told(event, generation):
-                yield told
+    async with aclosing(part_events(generation, reader)) as steps:
+        async for events in steps:
+            for event in events:
+                for told in _told(event, generation):
+                    yield told
     response = end()
     yield {"type": f"response.{response['status']}", "response": response}
 
