@@ -208,6 +208,15 @@ def test_a_conversation_goes_on_after_thoughts(server, responses, is_stored):
     assert last.usage.input_tokens == num_tokens(server, by_hand)
 
 
+def test_a_thought_is_whole_though_the_answer_is_cut_off_at_once(server, responses):
+    """The token that shows that the thought has ended is the last one."""
+    says(server, THINKING + ANSWER)
+    items, whole, events = responses(max_output_tokens=len(server.tokenizer.encode(f"{THINKING}Yes")))
+    assert items == [("reasoning", THOUGHT), ("message", "Yes")]
+    done = [event.item.status for event in events if event.type == "response.output_item.done"]
+    assert done == [item.status for item in whole.output] == ["completed", "incomplete"]
+
+
 def test_what_was_cut_off_while_it_thought_is_a_thought(server, responses):
     says(server, THINKING + ANSWER)
     items, whole, _ = responses(max_output_tokens=6)

@@ -76,9 +76,15 @@ class PartGrew:
 
 @dataclass(frozen=True, slots=True)
 class PartEnded:
-    """A part has all its text."""
+    """A part has all its text.
+
+    Attributes:
+        part: which.
+        is_last: whether the output ends with it, and may have been cut off in it.
+    """
 
     part: Part
+    is_last: bool
 
 
 PartEvent: TypeAlias = PartBegan | PartGrew | PartEnded
@@ -115,7 +121,7 @@ class PartReader:
         events = [event for piece in self._reader.end() for event in self._take(piece)]
         if not self.parts:
             events += self._begin("text")
-        return [*events, *self._end_open()]
+        return [*events, *self._end_open(is_last=True)]
 
     def read(self, text: str) -> None:
         """Take all of an output at once."""
@@ -136,14 +142,14 @@ class PartReader:
         yield PartGrew(self._open, piece.text)
 
     def _begin(self, kind: Kind, name: str = "") -> Iterator[PartEvent]:
-        yield from self._end_open()
+        yield from self._end_open(is_last=False)
         self._open = Part(kind, len(self.parts), name)
         self.parts.append(self._open)
         yield PartBegan(self._open)
 
-    def _end_open(self) -> Iterator[PartEvent]:
+    def _end_open(self, *, is_last: bool) -> Iterator[PartEvent]:
         if self._open is not None:
-            yield PartEnded(self._open)
+            yield PartEnded(self._open, is_last)
             self._open = None
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterator
 
     from pagefold.server.generation import Generation
-    from pagefold.server.parts import Part, PartEvent, PartReader
+    from pagefold.server.parts import Part, PartEnded, PartEvent, PartReader
     from pagefold.server.responses.form import ResponseForm
 
 __all__ = ["response_events"]
@@ -66,7 +66,7 @@ def _told(event: PartEvent, generation: Generation) -> Iterator[dict[str, Any]]:
         yield _grown(part, event.text)
     else:
         yield from _text_done(part)
-        yield {"type": "response.output_item.done", **place, "item": item_of(part, _status(generation))}
+        yield {"type": "response.output_item.done", **place, "item": item_of(part, _status(event, generation))}
 
 
 def _grown(part: Part, text: str) -> dict[str, Any]:
@@ -89,9 +89,10 @@ def _text_done(part: Part) -> Iterator[dict[str, Any]]:
     yield {"type": "response.content_part.done", **_in_content(part), "part": content_part(part, text)}
 
 
-def _status(generation: Generation) -> str:
-    """Return how a part ended: what ends when the tokens are used up was cut off."""
-    return "incomplete" if generation.outputs[0].finish_reason == "length" else "completed"
+def _status(ended: PartEnded, generation: Generation) -> str:
+    """Return how a part ended: what is open when the tokens are used up was cut off."""
+    is_cut_off = ended.is_last and generation.outputs[0].finish_reason == "length"
+    return "incomplete" if is_cut_off else "completed"
 
 
 def _in_item(part: Part) -> dict[str, Any]:
