@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, PlainValidator, model_validator
 
 from pagefold.server.schemas import Text  # noqa: TC001 - pydantic reads it
 from pagefold.server.tellable import is_tellable, tellable
-from pagefold.server.tools.schemas import Tool, ToolFunction, WhichTool
+from pagefold.server.tools.schemas import MAX_ALLOWED, Tool, ToolFunction, WhichTool
 
 __all__ = ["Choice", "Function", "FunctionChoice"]
 
@@ -84,7 +84,7 @@ def _as_choice(value: object) -> Choice:
 def _as_allowed(value: dict[str, Any]) -> Choice:
     mode, tools = value.get("mode", "auto"), value.get("tools")
     names = [_name_of(tool) for tool in tools] if isinstance(tools, list) else []
-    if mode not in ("auto", "required") or not names:
+    if mode not in ("auto", "required") or not 0 < len(names) <= MAX_ALLOWED:
         raise ValueError(_SAYS)
     told = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": name} for name in names]}
     return Choice(WhichTool(mode, allowed=tuple(names)), told)
