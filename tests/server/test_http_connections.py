@@ -167,9 +167,20 @@ def test_where_all_are_busy_one_more_is_refused(strict):
         (b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip\r\n\r\n", 501, "Transfer-Encoding"),
         (b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 431, "16384"),
         (b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a: b\r\n" * 10_000, 431, "16384"),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\na: " + b"b" * 17_000 + b"\r\n\r\n", 431, "16384"),
         (post_head("/v1/completions", 0, "Transfer-Encoding: chunked") + b"zz\r\n", 400, "chunk"),
     ],
-    ids=["nonsense", "no host", "no colon", "no length", "no such coding", "long path", "many headers", "bad chunk"],
+    ids=[
+        "nonsense",
+        "no host",
+        "no colon",
+        "no length",
+        "no such coding",
+        "long path",
+        "many headers",
+        "head of two reads",
+        "bad chunk",
+    ],
 )
 def test_what_is_no_http_is_told_in_openai_s_form(tiny, sent, status, said):
     counted = ("pagefold:http_responses_total", "")

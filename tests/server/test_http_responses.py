@@ -223,6 +223,8 @@ BAD = {
     "stream": ({"input": "a", "stream": "yes"}, "stream", "'yes'"),
     "metadata": ({"input": "a", "metadata": {"a": 5}}, "metadata.a", "5"),
     "much metadata": ({"input": "a", "metadata": {str(n): "" for n in range(17)}}, "metadata", "16"),
+    "long metadata": ({"input": "a", "metadata": {"a": "b" * 513}}, "metadata.a", "512"),
+    "long user": ({"input": "a", "user": "b" * 513}, "user", "512"),
     "priority": ({"input": "a", "priority": 3}, "priority", "first come"),
     "store": ({"input": "a", "store": "yes"}, "store", "'yes'"),
     "previous": ({"input": "a", "previous_response_id": 5}, "previous_response_id", "5"),

@@ -65,6 +65,16 @@ def test_an_output_that_can_go_no_further_is_an_error_that_names_the_field(tiny)
     assert "no token that may come next" in error["message"]
 
 
+@pytest.mark.parametrize("ends", [{"allowed_token_ids": [2]}, {"allowed_token_ids": [2, 7], "stop_token_ids": [7]}])
+def test_where_only_ends_are_allowed_none_comes_before_min_tokens(tiny, ends):
+    body = {"prompt": "Say", "max_tokens": 3, **ends}
+    assert (
+        error_of(tiny.http.post("/v1/completions", json={**body, "min_tokens": 2}), 400)["param"] == "allowed_token_ids"
+    )
+    assert tiny.complete(**body)["choices"][0]["finish_reason"] == "stop"
+    assert tiny.complete(**body, min_tokens=2, ignore_eos=True)["usage"]["completion_tokens"] >= 2
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_stays_if_asked_for(tiny, stream):
     tiny.runner.script = tiny.tokenizer.encode("one two three four five")

@@ -210,6 +210,13 @@ def test_a_signal_to_all_processes_leaves_the_vetting_to_the_server(fresh):
     assert fresh._vetter._process is process
 
 
+def test_a_vetting_process_that_was_killed_between_two_grammars_costs_none_of_them(fresh):
+    fresh.compile(regex(1))
+    fresh._vetter._process.kill()
+    os.waitid(os.P_PID, fresh._vetter._process.pid, os.WEXITED | os.WNOWAIT)
+    fresh.compile(regex(2))
+
+
 def test_the_vetting_process_ends_with_the_compiler(fresh):
     fresh.compile(regex(1))
     process = fresh._vetter._process

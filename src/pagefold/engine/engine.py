@@ -179,9 +179,8 @@ class Engine:
         if sampling.min_tokens > max_tokens:
             msg = f"min_tokens is {sampling.min_tokens}, and the output has at most {max_tokens} tokens."
             raise InvalidRequestError(msg, param="min_tokens", remedy=f"Ask for at most {max_tokens}.")
-        if sampling.min_tokens and len(self._stop_ids(sampling)) >= self.limits.vocab_size:
-            msg = "Every token is a stop token, so none can come before min_tokens."
-            raise InvalidRequestError(msg, param="stop_token_ids", remedy="Leave some out.")
+        if sampling.min_tokens:
+            self._check_that_some_go_on(sampling)
         if self.tokenizer is None:
             refuse_without_tokenizer(sampling)
         max_samples = self.scheduler.limits.max_num_seqs
@@ -430,6 +429,16 @@ class Engine:
             bad = lowest if lowest < 0 else highest
             msg = f"Token id {bad} is not in the model's vocabulary."
             raise InvalidRequestError(msg, param=param, remedy=f"Ids go from 0 to {self.limits.vocab_size - 1}.")
+
+    def _check_that_some_go_on(self, sampling: SamplingParams) -> None:
+        stop_ids = self._stop_ids(sampling)
+        if len(stop_ids) >= self.limits.vocab_size:
+            msg = "Every token is a stop token, so none can come before min_tokens."
+            raise InvalidRequestError(msg, param="stop_token_ids", remedy="Leave some out.")
+        allowed = sampling.allowed_token_ids
+        if allowed is not None and sampling.structured_outputs is None and stop_ids.issuperset(allowed):
+            msg = "Every allowed token ends the output, so none can come before min_tokens."
+            raise InvalidRequestError(msg, param="allowed_token_ids", remedy="Allow more, or leave min_tokens out.")
 
     def _stop_ids(self, sampling: SamplingParams) -> frozenset[int]:
         """Return what ends the output. A grammar lets the end of sequence come only where an output may end."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import Any
 
 import h11
@@ -25,10 +26,14 @@ class Framing(h11.Connection):
         """See :class:`h11.Connection`.
 
         Raises:
-            RemoteProtocolError: what came is no HTTP, or a body comes in crumbs, each of which costs some microseconds.
+            RemoteProtocolError: what came is no HTTP, or a head that came at once is too large, or a body comes in
+                crumbs, each of which costs some microseconds.
         """
         event = super().next_event()
         if isinstance(event, h11.Request):
+            if _head_bytes(event) > MAX_HEAD_BYTES:  # h11 looks only at heads that are not there whole
+                msg = "the head is too large"
+                raise h11.RemoteProtocolError(msg, error_status_hint=HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
             self._num_chunks = self._num_chunk_bytes = 0
             return _of_one_length(event)
         if isinstance(event, h11.Data):
@@ -38,6 +43,11 @@ class Framing(h11.Connection):
                 msg = f"the body comes in more than {_MAX_CHUNKS} chunks of less than {_MIN_CHUNK_BYTES} bytes"
                 raise h11.RemoteProtocolError(msg)
         return event
+
+
+def _head_bytes(request: h11.Request) -> int:
+    """Return how many bytes the head of a request has, without what HTTP puts between."""
+    return len(request.method) + len(request.target) + sum(len(name) + len(value) for name, value in request.headers)
 
 
 def _of_one_length(request: h11.Request) -> h11.Request:

@@ -89,6 +89,8 @@ class Vetter:
         from pagefold.structured.grammar import GrammarSource  # noqa: PLC0415 - native code, loaded when it is used
 
         with self._lock:
+            if self._process is not None and self._process.poll() is not None:
+                self._end()  # somebody else ended it, between two grammars
             if self._process is None:
                 self._start()
             answer = self._ask({"text": source.text, "is_gbnf": source.is_gbnf}, TIME_LIMIT_S)

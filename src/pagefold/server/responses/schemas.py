@@ -18,6 +18,10 @@ from pagefold.server.wanted import AskedTools
 __all__ = ["ResponseRequest"]
 
 _MAX_METADATA = 16
+_MAX_METADATA_NAME = 64
+_MAX_METADATA_VALUE = 512
+"""OpenAI's own bounds. They are kept, and told again in each of a stream's whole responses."""
+_MAX_USER = 512
 _MAX_TOOLS = 128
 _MAX_INCLUDED = 16
 
@@ -90,8 +94,14 @@ class ResponseRequest(CachedRequest):
     temperature: Annotated[StrictFloat, stated(minimum=0, maximum=2)] = 1.0
     top_p: Annotated[StrictFloat, stated(exclusiveMinimum=0, maximum=1)] = 1.0
     stream: StrictBool = False
-    metadata: Annotated[dict[Text, Text], Field(max_length=_MAX_METADATA)] = {}  # noqa: RUF012 - as above
-    user: Text | None = None
+    metadata: Annotated[
+        dict[
+            Annotated[Text, Field(max_length=_MAX_METADATA_NAME)],
+            Annotated[Text, Field(max_length=_MAX_METADATA_VALUE)],
+        ],
+        Field(max_length=_MAX_METADATA),
+    ] = {}  # noqa: RUF012 - as above
+    user: Annotated[Text | None, Field(max_length=_MAX_USER)] = None
     # vLLM's
     top_k: Annotated[StrictInt, Field(le=2**63 - 1), stated(minimum=-1)] = 0
     seed: Annotated[StrictInt | None, Field(ge=1 - 2**63, le=2**63 - 1)] = None
