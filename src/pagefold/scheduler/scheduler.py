@@ -290,14 +290,17 @@ class Scheduler:
             any_ended = True
         apply_extras(plan, result, requests, step.samples)
         self._fork(step)
-        sampled = [
-            (request, token_id)
-            for request, token_id in zip(step.samples, result.token_ids, strict=True)
-            if not request.is_aborted
-        ]
-        for request, token_id in sampled:
-            _take_token(request, token_id)
-        if any_ended or any(request.finish_reason is not None for request, _ in sampled):
+        sampled: list[Request] = []
+        for request, token_id in zip(step.samples, result.token_ids, strict=True):
+            if request.is_aborted:
+                continue
+            sampled.append(request)
+            request.finish_reason = reason = _take_token(request, token_id)
+            if reason is not None:
+                any_ended = True
+        num_output_tokens = len(sampled)
+        if any_ended:
+            num_output_tokens -= sum(request.has_no_output for request in sampled)  # they have all ended
             self._drop_ended()
         self._emit(
             StepApplied(
@@ -305,12 +308,12 @@ class Scheduler:
                 len(self.running),
                 len(self.waiting),
                 step.num_prefill_tokens,
-                sum(not request.has_no_output for request, _ in sampled),
+                num_output_tokens,
                 step.num_recomputed_tokens,
                 len(plan.token_ids),
             )
         )
-        return [request for request, _ in sampled]
+        return sampled
 
     def abandon(
         self, error: str, damaged_ids: frozenset[int] = frozenset(), *, is_blamed: bool = True
@@ -811,22 +814,25 @@ class Scheduler:
 
 
 def _is_over(request: Request) -> bool:
-    """Whether nothing is left to compute for a request, though it runs."""
-    return request.is_aborted or request.num_tokens >= request.stop.max_total_tokens
-
-
-def _take_token(request: Request, token_id: int) -> None:
-    """Append a sampled token, or end who asked for none."""
+    """Whether nothing is left to compute for a request, though it runs. Of no output, that is so behind its prompt."""
+    if request.is_aborted:
+        return True
     if request.has_no_output:
-        request.finish_reason = "length"
-        return
-    request.token_ids.append(token_id)
-    request.finish_reason = _reason_to_end(request, token_id)
+        return request.num_computed_tokens >= request.num_prompt_tokens
+    return request.num_tokens >= request.stop.max_total_tokens
 
 
-def _reason_to_end(request: Request, token_id: int) -> FinishReason | None:
-    """Return why ``request`` ends with the token that it got, if it does. Its matcher advances by the token."""
-    if token_id in request.stop.token_ids:
+def _take_token(request: Request, token_id: int) -> FinishReason | None:
+    """Append a sampled token, unless none was asked for; return why ``request`` ends by it, if it does.
+
+    Its matcher advances by the token.
+    """
+    token_ids, stop = request.token_ids, request.stop
+    num_left = stop.max_total_tokens - len(token_ids)
+    if num_left <= 0:
+        return "length"
+    token_ids.append(token_id)
+    if token_id in stop.token_ids:
         return "stop"
     matcher = request.matcher
     if matcher is not None:
@@ -835,4 +841,4 @@ def _reason_to_end(request: Request, token_id: int) -> FinishReason | None:
             return "stop"
         if matcher.error is not None:
             return "error"
-    return "length" if len(request.token_ids) >= request.stop.max_total_tokens else None
+    return "length" if num_left == 1 else None
