@@ -815,11 +815,10 @@ class Scheduler:
 
 def _is_over(request: Request) -> bool:
     """Whether nothing is left to compute for a request, though it runs. Of no output, that is so behind its prompt."""
-    if request.is_aborted:
-        return True
-    if request.has_no_output:
-        return request.num_computed_tokens >= request.num_prompt_tokens
-    return request.num_tokens >= request.stop.max_total_tokens
+    if request.num_tokens < request.stop.max_total_tokens:
+        return request.is_aborted
+    is_computed = request.num_computed_tokens >= request.num_prompt_tokens or not request.has_no_output
+    return is_computed or request.is_aborted
 
 
 def _take_token(request: Request, token_id: int) -> FinishReason | None:
@@ -828,10 +827,11 @@ def _take_token(request: Request, token_id: int) -> FinishReason | None:
     Its matcher advances by the token.
     """
     token_ids, stop = request.token_ids, request.stop
-    num_left = stop.max_total_tokens - len(token_ids)
-    if num_left <= 0:
-        return "length"
     token_ids.append(token_id)
+    is_long = len(token_ids) >= stop.max_total_tokens
+    if is_long and request.has_no_output:
+        token_ids.pop()
+        return "length"
     if token_id in stop.token_ids:
         return "stop"
     matcher = request.matcher
@@ -841,4 +841,4 @@ def _take_token(request: Request, token_id: int) -> FinishReason | None:
             return "stop"
         if matcher.error is not None:
             return "error"
-    return "length" if num_left == 1 else None
+    return "length" if is_long else None
