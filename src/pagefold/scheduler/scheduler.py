@@ -811,8 +811,12 @@ class Scheduler:
 
 
 def _is_over(request: Request) -> bool:
-    """Whether nothing is left to compute for a request, though it runs."""
-    return request.is_aborted or request.num_tokens >= request.stop.max_total_tokens
+    """Whether nothing is left to compute for a request, though it runs.
+
+    One that asks for no output has a token foreseen too, when all of its prompt is computed.
+    """
+    num_at_end = max(request.stop.max_total_tokens, request.num_prompt_tokens + 1)
+    return request.is_aborted or request.num_tokens >= num_at_end
 
 
 def _take_token(request: Request, token_id: int) -> None:
