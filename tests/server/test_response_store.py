@@ -54,6 +54,17 @@ def test_nobody_can_push_out_what_others_keep():
     assert not store.get("large", "0")
 
 
+def test_nor_with_many_small_ones():
+    store = ResponseStore(10**6, max_responses=20)
+    for number in range(5):
+        assert put(store, "large", str(number), 10_000)
+    for number in range(100):
+        assert put(store, "small", str(number))
+    assert [store.get("large", str(number)) is not None for number in range(5)] == [True] * 5
+    assert store.get("small", "99")
+    assert not store.get("small", "0")
+
+
 def test_what_is_larger_than_all_of_it_is_not_kept_and_takes_nothing_away():
     store = ResponseStore(10_000)
     put(store, "a", "1")
