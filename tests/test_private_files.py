@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 from permissions import NOBODY, mode, umask
@@ -121,3 +122,8 @@ def test_files_of_another_user_are_told_plainly(tmp_path):
     file.chmod(0o600)
     (line,) = check_private("the file", file)
     assert "belongs to nobody" in line
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_and_no_loop():
+    with pytest.raises(OSError, match="nowhere"):
+        make_private_folder(Path("/proc/nowhere/below"))

@@ -47,7 +47,7 @@ def make_private_folder(folder: Path) -> None:
     try:
         folder.mkdir(_FOLDER_MODE)
     except FileNotFoundError:
-        if folder.parent == folder:
+        if folder.parent.is_dir():  # it says so of a folder that cannot be made there, as in /proc
             raise
         make_private_folder(folder.parent)
         make_private_folder(folder)

@@ -95,6 +95,16 @@ def test_whoever_wants_decisions_in_order_gets_them():
     assert engine.num_ahead == 0
 
 
+def test_a_prompt_without_output_is_computed_chunk_by_chunk_beside_those_that_decode():
+    engine = make(budget=8)
+    engine.add("decodes", [1, 2, 0], SamplingParams(max_tokens=40, **PLAIN))
+    engine.step()
+    engine.add("none", [1, 2] * 20, SamplingParams(max_tokens=0, **PLAIN))
+    told = [delta.request_id for delta in drain(engine)]
+    assert told.index("none") < 10
+    assert told.count("decodes") == 40
+
+
 def requests_of(seed, num_requests=24):
     """Return requests that share prefixes, of all kinds: plain ones mostly."""
     random = Random(seed)
@@ -111,6 +121,8 @@ def requests_of(seed, num_requests=24):
                 how |= {"repetition_penalty": 1.5}  # the shadow does not heed it, and the scheduler does
             case 3:
                 how |= {"logit_bias": {0: 1.0}, "min_tokens": 1}
+            case 4:
+                how |= {"max_tokens": 0}
         found.append((prompt, SamplingParams(**how)))
     return found
 
@@ -215,7 +227,7 @@ def test_who_takes_the_name_of_a_cancelled_request_gets_nothing_of_it():
 
 def test_who_takes_the_name_of_a_request_that_failed_and_was_cancelled_is_not_told_its_error():
     engine = make()
-    engine.runner.wrong = {("land", step_id): RuntimeError("it died") for step_id in (0, 2, 4)}
+    engine.runner.wrong = {("land", step_id): RuntimeError("it died") for step_id in (0, 2, 3)}
     engine.add("r", [1, 2, 0], SamplingParams(max_tokens=6, **PLAIN))
     for _ in range(3):
         assert engine.step() == []

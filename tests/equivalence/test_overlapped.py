@@ -55,7 +55,8 @@ def hold(setting, tiny_folder, tiny_references, *, is_late):
     assert isinstance(engine, OverlappedEngine)
     trial.assert_exact(tiny_references("llama", WORKLOAD.num_outputs))
     if not setting.allow_streaming:
-        assert engine.num_ahead > engine.num_launched / 4
+        # While it is looked for who made a step fail, none is planned behind another one.
+        assert engine.num_ahead > engine.num_launched / (32 if setting.failure_rate else 4)
 
 
 @pytest.mark.parametrize("kind", ["overlapped", pytest.param("plain", marks=pytest.mark.long)])

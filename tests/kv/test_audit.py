@@ -239,6 +239,14 @@ def idle_but_not_evictable(world: World) -> None:
     world.cached.evictable = False
 
 
+def used_before_it_was_born(world: World) -> None:
+    world.cached.born_s = 1.0
+
+
+def used_in_the_future(world: World) -> None:
+    world.cached.used_s = 1.0
+
+
 def orphaned_node(world: World) -> None:
     parent = world.cached.parent
     assert parent is not None
@@ -427,6 +435,8 @@ CORRUPTIONS: list[tuple[Callable[[World], None], str]] = [
     (committed_while_promised, "committed is True, against the promises"),
     (evictable_while_held, "evictable is True"),
     (idle_but_not_evictable, "evictable is False"),
+    (used_before_it_was_born, "born at 1.0, used at 0.0"),
+    (used_in_the_future, "born at 0.0, used at 1.0"),
     (orphaned_node, "its node is not in the tree"),
     (promise_of_another_table, "a table has another table's promise"),
     (promises_with_a_gap, "does not end where the next one begins"),

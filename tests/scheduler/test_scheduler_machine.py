@@ -162,6 +162,7 @@ class Machine:
         self.num_added += 1
         num_samples = 1 + num_new // 50 % min(4, self.setup.max_num_seqs) if own // 16 % 3 == 0 else 1
         num_samples = num_samples if warm_up is None else 1
+        max_total = len(tokens) if num_new % 13 == 0 else max_total
         samples = [
             Request(
                 request_id if not index else f"{request_id}/{index}",
@@ -178,7 +179,7 @@ class Machine:
             )
             for index in range(num_samples)
         ]
-        if self.setup.has_culprits and 0 < own % 9 < 6:
+        if self.setup.has_culprits and 0 < own % 9 < 7:
             (self.culprits if own % 9 < 3 else self.odd).add(samples[num_new % num_samples].request_id)
         for sample in samples:
             self.requests[sample.request_id] = sample
@@ -247,6 +248,7 @@ class Machine:
         self._poison_what_is_written(plan)
         self._saw("ahead")
         self._saw("ahead: admitted", bool(admitted))
+        self._saw("ahead: no output", any(request.has_no_output for request in flight.requests))
         self._saw(
             "ahead: a chunk behind a chunk",
             any(plan.starts[row] for row in range(plan.num_rows) if row not in plan.sampling_rows),
@@ -305,7 +307,7 @@ class Machine:
         (applied,) = [event for event in self.events if isinstance(event, StepApplied)]
         assert applied.num_tokens == len(plan.token_ids)
         assert applied.num_recomputed_tokens == num_recomputed
-        assert applied.num_output_tokens == len(got)
+        assert applied.num_output_tokens == sum(not request.has_no_output for request in got)
         self._forget_ended()
 
     def _take_corrupted(self, flight: Flight) -> list[Request]:
@@ -685,7 +687,7 @@ class Machine:
     def _is_over(self, request: Request, flight: Flight) -> bool:
         """Whether a running request surely has nothing to do behind ``flight``."""
         num_tokens = request.num_tokens + (request in flight.samples)
-        return request.is_aborted or num_tokens == request.stop.max_total_tokens
+        return request.is_aborted or num_tokens == request.stop.max_total_tokens + request.has_no_output
 
     def _joins(self) -> bool:
         """Whether a running table is not published as far as it is written: others hold the same."""
@@ -957,6 +959,7 @@ def test_what_is_worth_testing_happens() -> None:
         "ahead",
         "ahead: a chunk behind a chunk",
         "ahead: admitted",
+        "ahead: no output",
         "a row too many of one that ended",
         "a row too many of one that was cut off",
         "a culprit of several samples",

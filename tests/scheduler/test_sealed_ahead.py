@@ -84,3 +84,20 @@ def test_a_table_joins_what_is_promised_later_in_the_step():
     assert late.num_published == 2
     assert late.block_ids == behind.block_ids
     audit(core)
+
+
+def test_who_asks_for_no_output_keeps_its_seat_until_its_prompt_is_computed():
+    scheduler = scheduler_of(2, seals=False)
+    add(scheduler, "stays", 3, 9)
+    long = add(scheduler, "long", 40, 0)
+    add(scheduler, "waits", 3, 1)
+    scheduler.schedule(0.0)
+    for num_tokens in (15, 12):  # behind 13, in steps of 16 together with who stays
+        ahead = scheduler.schedule_ahead(0.0)
+        assert ahead.num_tokens == [1, num_tokens]
+        assert scheduler.in_step[1] is long
+        scheduler.apply(StepResult([7]))
+    scheduler.apply(StepResult([7, 7]))
+    assert long.finish_reason == "length"
+    assert long.output_token_ids == []
+    audit(scheduler.core)

@@ -319,9 +319,9 @@ _BAD_CHATS = {
         "tool_choice",
         "g, and there is no such tool",
     ),
-    "tools and response_format": (
-        {"messages": [USER], "tools": [TOOL], "response_format": {"type": "json_object"}},
-        "response_format",
+    "tools and a form that is no JSON": (
+        {"messages": [USER], "tools": [TOOL], "guided_regex": "[ab]+"},
+        "guided_regex",
         "tool_choice: none",
     ),
     "logprobs number": ({"messages": [USER], "logprobs": 1}, "logprobs", "1"),

@@ -8,6 +8,7 @@ import pytest
 from fastapi.testclient import TestClient
 from local_server import error_of
 
+from pagefold.cli.serve import listed, warn_if_open
 from pagefold.config import Account, ServerConfig
 from pagefold.errors import ConfigError
 from pagefold.observe.metrics import Metrics
@@ -156,6 +157,34 @@ def test_methods_headers_and_credentials_of_pages():
     assert asked.status_code == 200
     assert asked.headers["access-control-allow-credentials"] == "true"
     assert http.options("/v1/models", headers={**preflight, "Access-Control-Request-Method": "PUT"}).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("flags", "origins"),
+    [
+        ((), ()),
+        (("*",), ("*",)),
+        (('["https://a.org", "https://b.org"]',), ("https://a.org", "https://b.org")),
+        (("https://a.org", "https://b.org"), ("https://a.org", "https://b.org")),
+    ],
+)
+def test_origins_are_written_as_vllm_does_or_one_by_one(flags, origins):
+    assert listed(flags, ()) == origins
+
+
+@pytest.mark.parametrize("flag", ["[", "[5]", '[["https://a.org"]]'])
+def test_what_is_no_list_of_origins_is_told(flag):
+    with pytest.raises(ConfigError, match="JSON list"):
+        listed([flag], ())
+
+
+def test_a_start_warns_of_an_open_door(capsys):
+    open_door = ServerConfig(host="0.0.0.0")
+    warn_if_open("0.0.0.0", open_door)
+    assert "--api-key" in capsys.readouterr().err
+    warn_if_open("127.0.0.1", open_door)
+    warn_if_open("0.0.0.0", ServerConfig(api_keys=("sk-one",)))
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,18 @@ def test_system_and_messages_are_a_chat(tiny, client):
         assert raw.parse().content[0].text == chat_of(tiny, chat, 12)
 
 
+def test_an_answer_goes_on_with_the_assistant_s_message(tiny, client):
+    begun = {"role": "assistant", "content": "The rivers are"}
+    fields = {**GREEDY, "messages": [*HI, begun]}
+    answer = client.messages.create(max_tokens=12, **fields)
+    body = {"messages": [*HI, begun], "max_tokens": 12, **SAMPLING}
+    body |= {"continue_final_message": True, "add_generation_prompt": False}
+    chat = tiny.http.post("/v1/chat/completions", json=body).json()
+    assert answer.content[0].text == chat["choices"][0]["message"]["content"]
+    count = client.messages.count_tokens(model="tiny", messages=[*HI, begun]).input_tokens
+    assert count == chat["usage"]["prompt_tokens"]
+
+
 def test_why_it_stopped(tiny, client):
     says(tiny, "one two three")
     assert told(create(client)) == told(streamed(client)) == ([("text", "one two three")], "end_turn", None)
@@ -351,7 +363,8 @@ BAD = {
     "input nan": (blocks({**USE, "input": {"a": float("nan")}}, role="assistant"), "number that JSON"),
     "too many blocks": (blocks(*[{"type": "text", "text": "a"}] * 2_049), "2048"),
     "too many messages": ({**BODY, "messages": [USER] * 2_049}, "2048"),
-    "prefill": ({**BODY, "messages": [USER, {"role": "assistant", "content": "So"}]}, "not supported yet"),
+    "calls at the end": ({**BODY, "messages": [USER, {"role": "assistant", "content": [USE]}]}, "holds calls"),
+    "nothing to go on with": ({**BODY, "messages": [USER, {"role": "assistant", "content": " "}]}, "no text to go on"),
     "thinking": ({**BODY, "thinking": {"type": "enabled", "budget_tokens": 1024}}, "does not know how its model marks"),
     "thinking unknown": ({**BODY, "thinking": {"type": "deep"}}, "thinking.type is 'deep'"),
     "thinking text": ({**BODY, "thinking": "yes"}, "thinking is 'yes'"),

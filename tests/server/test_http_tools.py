@@ -36,6 +36,10 @@ TOOLS = [
 ]
 SCHEMAS = {"weather": WEATHER, "time_of": TIME, "now": {"type": "object", "maxProperties": 0}}
 CALL = '{"name": "weather", "arguments": {"place": "Tromsø", "days": 3}}'
+MARKED = json.dumps({"text": f"a <tool_call>[{CALL}]</tool_call>"}, ensure_ascii=False)
+ANSWER = {"type": "object", "properties": {"text": {"type": "string", "maxLength": 200}}, "required": ["text"]}
+ANSWER |= {"additionalProperties": False}
+FORM = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": ANSWER, "strict": True}}}
 
 
 @pytest.fixture
@@ -151,6 +155,50 @@ def test_the_model_may_call_or_answer(tiny, client, text, content, names):
         assert all(json.loads(arguments) == {"place": "Tromsø", "days": 3} for _, arguments in got[1])
         assert got[2] == ("tool_calls" if names else "stop")
     assert len(told(chat(client, parallel_tool_calls=False))[1]) == min(1, len(names))
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "num_calls"),
+    [
+        (f"<tool_call>[\n{CALL},\n{CALL}\n]</tool_call>", "", 2),
+        (MARKED, MARKED, 0),
+        ('{\n  "text": "no"\n}', '{\n  "text": "no"\n}', 0),
+    ],
+    ids=["calls", "marks in JSON are text", "white space"],
+)
+def test_the_model_calls_or_answers_in_a_form(tiny, client, text, content, num_calls):
+    """The script is held to the grammar: what is no call and no answer would be refused."""
+    says(tiny, text)
+    for form in (FORM, {"extra_body": {"guided_json": ANSWER}}, {"response_format": {"type": "json_object"}}):
+        got = told(chat(client, **form))
+        assert got == streamed(client, **form)
+        assert got[0] == content
+        assert len(got[1]) == num_calls
+        assert got[2] == ("tool_calls" if num_calls else "stop")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_the_model_says_beside_calls_is_of_the_form(client, seed):
+    got = told(chat(client, **FORM, seed=seed))
+    assert got == streamed(client, **FORM, seed=seed)
+    content, calls, reason = got
+    assert bool(content) != bool(calls)
+    if content and reason == "stop":
+        Draft202012Validator(ANSWER).validate(json.loads(content))
+    for name, arguments in calls if reason == "tool_calls" else ():
+        Draft202012Validator(SCHEMAS[name]).validate(json.loads(arguments))
+    must = told(chat(client, **FORM, seed=seed, tool_choice="required", parallel_tool_calls=False))
+    assert (must[0], len(must[1])) == ("", 1)
+
+
+def test_json_beside_calls_has_the_white_space_that_was_asked_for(tiny, client):
+    fields = {"tools": TOOLS, "messages": ASK, "structured_outputs": {"json": ANSWER, "disable_any_whitespace": True}}
+    says(tiny, '{"text":"no"}')
+    assert tiny.http.post("/v1/chat/completions", json=fields).status_code == 200
+    says(tiny, '{"text": "no"}')
+    assert tiny.http.post("/v1/chat/completions", json=fields).status_code == 400
+    says(tiny, f"<tool_call>[\n{CALL}\n]</tool_call>")
+    assert tiny.http.post("/v1/chat/completions", json=fields).status_code == 200
 
 
 def test_arguments_stream_as_they_are_written(tiny):

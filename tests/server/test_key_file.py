@@ -133,7 +133,7 @@ def test_a_key_has_one_meaning(field):
 
 @pytest.fixture(scope="module")
 def shared(tiny_chat_model: Path) -> Iterator[LocalServer]:
-    door = {"accounts": ACCOUNTS, "api_keys": ("sk-plain",), "admin_api_key": "sk-admin"}
+    door = {"accounts": ACCOUNTS, "api_keys": ("sk-plain",), "admin_api_key": "sk-admin", "open_metrics": True}
     server = LocalServer(
         tiny_chat_model, door=door, kv_cache_memory_bytes=2**22, scheduling_policy="priority", max_num_seqs=2
     )
@@ -246,7 +246,15 @@ def test_unknown_keys_are_refused_and_not_shown(shared, key, caplog):
 
 def test_a_served_key_file(tiny_chat_model, tmp_path):
     path = written(tmp_path, FILE, 0o644)
-    flags = ("--api-key-file", path, "--scheduling-policy", "priority", "--kv-cache-memory-bytes", "4M")
+    flags = (
+        "--api-key-file",
+        path,
+        "--open-metrics",
+        "--scheduling-policy",
+        "priority",
+        "--kv-cache-memory-bytes",
+        "4M",
+    )
     server = ProcessServer(str(tiny_chat_model), *flags)
     try:
         error_of(server.http.post("/v1/completions", json={"prompt": "x"}), 401)

@@ -60,6 +60,7 @@ def test_what_is_told_depends_on_no_cut(pieces, has_tools):
             told[-1] += event.text
         if isinstance(event, PartEnded):
             is_open = False
+            assert event.is_last == (event.part is streamed.parts[-1])
     assert not is_open
     assert told == [part.text for part in whole.parts]
     if not has_tools:

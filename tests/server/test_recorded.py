@@ -119,6 +119,37 @@ def test_a_replay_finds_and_evicts_what_the_server_did(recorded):
     assert any(step.damaged for step in steps) == bool(recording.settings.num_host_blocks)
 
 
+@pytest.mark.parametrize("num_samples", [1, 3])
+def test_requests_whose_logits_were_no_numbers_are_replayed(poisoned_chat_model, tmp_path, caplog, num_samples):
+    """In a prompt that goes on from what is cached, and in what was sampled; beside others."""
+    server = LocalServer(
+        poisoned_chat_model, kv_cache_memory_bytes=2**20, max_num_seqs=8, record_trace=tmp_path / "trace"
+    )
+    poison, shared = 777, list(range(300, 340))
+    bad = {"n": num_samples, "temperature": 1.0, "seed": 1, "max_tokens": 9}
+    others = [threading.Thread(target=server.complete, args=([*shared, 9, own],)) for own in range(3)]
+    try:
+        server.complete(shared, max_tokens=3)
+        server.runner.close_gate()
+        for other in others:
+            other.start()
+        until(lambda: server.engine.scheduler.has_requests, "somebody to come")
+        server.runner.allow()
+        for fields in ({"prompt": [*shared, poison]}, {"prompt": shared, "logit_bias": {str(poison): 100}}):
+            assert server.http.post("/v1/completions", json={**bad, **fields}).status_code == 500
+        for other in others:
+            other.join()
+        server.complete(shared, max_tokens=3)
+    finally:
+        server.close()
+    recording = read_recording(tmp_path / "trace")
+    report = replay_recording(recording)
+    assert report.first_difference == ""
+    steps = [each for each in recording.happened if isinstance(each, RecordedStep)]
+    assert sum(len(step.corrupted) for step in steps) == 2 * num_samples
+    assert report.num_equal_steps == len(steps)
+
+
 def test_a_difference_is_told(recorded):
     recording = read_recording(recorded)
     index = next(i for i, each in enumerate(recording.happened) if isinstance(each, RecordedStep) and each.evicted)

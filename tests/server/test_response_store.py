@@ -54,6 +54,17 @@ def test_nobody_can_push_out_what_others_keep():
     assert not store.get("large", "0")
 
 
+def test_nor_with_many_small_ones():
+    store = ResponseStore(10**6, max_responses=20)
+    for number in range(5):
+        assert put(store, "large", str(number), 10_000)
+    for number in range(100):
+        assert put(store, "small", str(number))
+    assert [store.get("large", str(number)) is not None for number in range(5)] == [True] * 5
+    assert store.get("small", "99")
+    assert not store.get("small", "0")
+
+
 def test_what_is_larger_than_all_of_it_is_not_kept_and_takes_nothing_away():
     store = ResponseStore(10_000)
     put(store, "a", "1")
@@ -173,7 +184,7 @@ def test_what_failed_is_not_kept(tiny, client, caplog):
 
 def test_another_tenant_finds_nothing(tiny_chat_model):
     accounts = (Account(key="sk-a1", tenant="a"), Account(key="sk-a2", tenant="a"), Account(key="sk-b", tenant="b"))
-    door = {"accounts": accounts, "admin_api_key": "sk-admin", "responses_store_bytes": 6_000}
+    door = {"accounts": accounts, "admin_api_key": "sk-admin", "open_metrics": True, "responses_store_bytes": 6_000}
     server = LocalServer(tiny_chat_model, door=door, kv_cache_memory_bytes=2**22)
     try:
         with client_of(server, "sk-a1") as one, client_of(server, "sk-a2") as two, client_of(server, "sk-b") as other:

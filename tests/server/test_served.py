@@ -42,19 +42,19 @@ def threads_of(monkeypatch, method):
             "render_chat",
         ),
         ("/tokenize", {"prompt": "a b " * 4000, "return_token_strs": True}, "token_texts"),
-        ("/detokenize", {"tokens": [5] * 10_000}, "decode"),
     ],
 )
 def test_long_work_is_done_on_another_thread(tiny, monkeypatch, path, body, method):
     seen = threads_of(monkeypatch, method)
     answer = tiny.http.post(path, json={"max_tokens": 1, **body})
     assert answer.status_code == 200, answer.text
-    assert [name.startswith("asyncio_") for name in seen] == [True]
+    assert [name.startswith("pagefold-text") for name in seen] == [True]
 
 
 def test_what_the_queue_refuses_has_cost_nothing(monkeypatch):
     class Full:
         max_model_len = 100
+        cached_block_size = None
 
         def submit(self, *_):
             msg = "The queue is full."

@@ -16,9 +16,9 @@ NAMES = {"add", "look-up"}
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
-def read(text, cuts=(), max_calls=None):
+def read(text, cuts=(), max_calls=None, *, is_all=False):
     """Return (text, [(name, arguments)])."""
-    reader = ToolCallReader(NAMES, max_calls=max_calls)
+    reader = ToolCallReader(NAMES, max_calls=max_calls, is_all=is_all)
     places = [0, *sorted(cuts), len(text)]
     pieces = [piece for a, b in pairwise(places) for piece in reader.push(text[a:b])] + reader.end()
     calls = []
@@ -100,6 +100,9 @@ def test_what_is_told_does_not_depend_on_how_the_text_is_cut(parts, data):
     text = "".join(parts)
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
     assert read(text, cuts) == read(text) == read(text, range(len(text)))
+    told = read(text, is_all=True)
+    assert told == read(text, cuts, is_all=True) == read(text, range(len(text)), is_all=True)
+    assert told == (read(text) if text.lstrip().startswith(OPEN) else (text, []))
 
 
 @given(

@@ -28,7 +28,7 @@ from pagefold.errors import ConfigError, InvalidRequestError, PagefoldError
 from pagefold.events import fan_out
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pagefold.config import Account, AttentionBackend, Device, Dtype, ModelImpl
     from pagefold.engine.engine import Engine
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pagefold.server.process import WarmPrompt
     from pagefold.transport.plan import TransportCodec
 
-__all__ = ["check_installed", "parse_layers", "quiet_transformers", "serve"]
+__all__ = ["check_installed", "listed", "parse_layers", "quiet_transformers", "serve", "warn_if_open"]
 
 _NEEDED = (
     "torch",
@@ -424,9 +424,9 @@ def serve(  # noqa: PLR0913 - one parameter a flag
             timeout_keep_alive_s=timeout_keep_alive,
             metrics_key=metrics_key or (None if open_metrics else environment_metrics_key()),
             open_metrics=open_metrics,
-            allowed_origins=_listed(allowed_origins, ()),
-            allowed_methods=_listed(allowed_methods, ("*",)),
-            allowed_headers=_listed(allowed_headers, ("*",)),
+            allowed_origins=listed(allowed_origins, ()),
+            allowed_methods=listed(allowed_methods, ("*",)),
+            allowed_headers=listed(allowed_headers, ("*",)),
             allow_credentials=allow_credentials,
             api_keys=tuple(api_key or ()),
             accounts=_accounts(api_key_file, scheduling_policy),
@@ -507,7 +507,7 @@ def parse_layers(text: str | None) -> tuple[int, ...]:
         raise typer.BadParameter(msg, param_hint="--kv-cache-dtype-skip-layers") from None
 
 
-def _listed(values: list[str] | None, default: tuple[str, ...]) -> tuple[str, ...]:
+def listed(values: Sequence[str] | None, default: tuple[str, ...]) -> tuple[str, ...]:
     """Return what a flag lists: a JSON list, as vLLM writes it, or one text each time that it was given."""
     if not values:
         return default
@@ -538,11 +538,7 @@ def _run(
     recorder: TraceRecorder | None,
 ) -> int:
     from pagefold.observe.logs import set_up_logs  # noqa: PLC0415 - imports python-json-logger
-    from pagefold.server.listener import (  # noqa: PLC0415 - as below
-        is_beyond_this_machine,
-        listen,
-        raise_open_files,
-    )
+    from pagefold.server.listener import listen, raise_open_files  # noqa: PLC0415 - as below
     from pagefold.server.process import ServerProcess  # noqa: PLC0415 - imports fastapi and uvicorn
 
     set_up_logs(config.log_format, config.log_level)
@@ -558,12 +554,7 @@ def _run(
     host, port = listener.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     model_name = config.served_model_name or engine_config.model
-    if is_beyond_this_machine(host) and not (config.api_keys or config.accounts):
-        _warn(
-            f"listening on {host} without keys: whoever reaches it can use the model and see what others do. "
-            "Give --api-key or --api-key-file, or --host 127.0.0.1.",
-            config,
-        )
+    warn_if_open(host, config)
 
     def say_ready() -> None:
         say(f"ready on {address} (model {model_name}) after {time.monotonic() - began:.1f} s")
@@ -584,7 +575,16 @@ def _run(
     return exit_code
 
 
-def _warn(message: str, config: ServerConfig) -> None:
+def warn_if_open(host: str, config: ServerConfig) -> None:
+    """Say on stderr, or in the log if that is for machines, that others reach the server and need no key."""
+    from pagefold.server.listener import is_beyond_this_machine  # noqa: PLC0415 - as above
+
+    if config.api_keys or config.accounts or not is_beyond_this_machine(host):
+        return
+    message = (
+        f"listening on {host} without keys: whoever reaches it can use the model, and see what others do. "
+        "Give --api-key or --api-key-file, or --host 127.0.0.1."
+    )
     if config.log_format == "json":
         _log.warning(message)
     else:

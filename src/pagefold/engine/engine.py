@@ -147,8 +147,9 @@ class Engine:
         sizes = [] if self._compiler is None else self._compiler.sizes()
         if self.tokenizer is not None:
             sizes.append(self.tokenizer.cache_size())
-        if self.tiering is not None:
-            sizes.append(CacheSize("expected_conversations", self.tiering.expected_bytes, MAX_EXPECTED_BYTES))
+        tiering = self.tiering  # which the engine's thread lets go of when it closes
+        if tiering is not None:
+            sizes.append(CacheSize("expected_conversations", tiering.expected_bytes, MAX_EXPECTED_BYTES))
         return sizes
 
     def decide_in_order(self) -> None:

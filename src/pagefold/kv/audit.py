@@ -124,6 +124,7 @@ def _audit_tree(core: KVCore) -> dict[int, Node]:
         evictable = block.state == BlockState.CACHED
         evictable = evictable and not (node.children or block.num_io_refs or block.num_pin_refs)
         _check(node.evictable == evictable, f"{block}: evictable is {node.evictable}")
+        _check(node.born_s <= node.used_s <= core.now_s, f"{block}: born at {node.born_s}, used at {node.used_s}")
     return published
 
 

@@ -309,6 +309,7 @@ class KVCore:
         twin.block_ids = list(table.block_ids)
         twin.capacity = table.capacity
         twin.num_published = table.num_published
+        twin.copied_from = table.copied_from
         twin.may_share_tail = table.may_share_tail = True
         for block_id in twin.block_ids:
             self.pool.acquire(self.pool.blocks[block_id])
@@ -630,6 +631,8 @@ class KVCore:
         if self.host is not None:
             root = root_digest(namespace)
             digests.update(name.digest for name in names_behind(root, root, packed, self._stride))
+            if table.copied_from is not None:  # it may have left the tree, and be held all the same
+                digests.add(digest_of(table.copied_from))
             digests = self.host.forget_behind(digests.union(map(digest_of, nodes)))
         if self.slow is not None:
             self.slow.distrust(digests)

@@ -34,7 +34,6 @@ from typing import TYPE_CHECKING
 
 from pagefold.events import (
     Emit,
-    RequestCorrupted,
     RequestCut,
     RequestFinished,
     RequestPreempted,
@@ -46,7 +45,9 @@ from pagefold.events import (
 )
 from pagefold.kv.eviction import RequestFacts
 from pagefold.request import FinishReason, Request, RequestStatus
+from pagefold.scheduler.corrupted import end_corrupted
 from pagefold.scheduler.deadlines import Deadlines
+from pagefold.scheduler.ending import is_over, take_token
 from pagefold.scheduler.extras import apply_extras, plan_extras
 from pagefold.scheduler.policy import FirstComeFirstServed
 from pagefold.scheduler.publishing import commit, publish_late
@@ -65,11 +66,6 @@ if TYPE_CHECKING:
 __all__ = ["Scheduler", "SchedulerLimits"]
 
 _ORDER = attrgetter("order")
-
-_CORRUPTED = (
-    "The model's logits for this request are NaN or infinite: weights, or cached blocks, are damaged. What it had and "
-    "began with is dropped from the cache"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +241,7 @@ class Scheduler:
         step = StepInFlight(StepPlan(self._num_steps), now, before.places())
         all_running = self.running
         with before.foreseen():
-            self.running = [request for request in all_running if not _is_over(request)]
+            self.running = [request for request in all_running if not is_over(request)]
             num_running = len(self.running)
             step.num_leaving = len(all_running) - num_running
             self._plan(step)
@@ -286,18 +282,22 @@ class Scheduler:
             publish_late(core, step, self._step)
         self.corrupted, self.distrusted = [], set()
         if result.corrupted:
-            self._end_corrupted([requests[row] for row in result.corrupted])
+            rows = [requests[row] for row in result.corrupted]
+            self.corrupted, self.distrusted = end_corrupted(core, rows, self._emit)
             any_ended = True
         apply_extras(plan, result, requests, step.samples)
         self._fork(step)
-        sampled = [
-            (request, token_id)
-            for request, token_id in zip(step.samples, result.token_ids, strict=True)
-            if not request.is_aborted
-        ]
-        for request, token_id in sampled:
-            _take_token(request, token_id)
-        if any_ended or any(request.finish_reason is not None for request, _ in sampled):
+        sampled: list[Request] = []
+        for request, token_id in zip(step.samples, result.token_ids, strict=True):
+            if request.is_aborted:
+                continue
+            sampled.append(request)
+            request.finish_reason = reason = take_token(request, token_id)
+            if reason is not None:
+                any_ended = True
+        num_output_tokens = len(sampled)
+        if any_ended:
+            num_output_tokens -= sum(request.has_no_output for request in sampled)  # they have all ended
             self._drop_ended()
         self._emit(
             StepApplied(
@@ -305,12 +305,12 @@ class Scheduler:
                 len(self.running),
                 len(self.waiting),
                 step.num_prefill_tokens,
-                sum(not request.has_no_output for request, _ in sampled),
+                num_output_tokens,
                 step.num_recomputed_tokens,
                 len(plan.token_ids),
             )
         )
-        return [request for request, _ in sampled]
+        return sampled
 
     def abandon(
         self, error: str, damaged_ids: frozenset[int] = frozenset(), *, is_blamed: bool = True
@@ -788,51 +788,9 @@ class Scheduler:
             if request.status is not RequestStatus.FINISHED and not request.is_aborted:
                 request.finish_reason, request.error = "error", why
 
-    def _end_corrupted(self, requests: list[Request]) -> None:
-        """End requests whose logits are no numbers, with those that were to fork from them, and drop what they had."""
-        for request in requests:
-            if request.finish_reason == "error":  # by the step before, and this row is one too many
-                continue
-            assert request.table is not None
-            self.distrusted |= self.core.distrust(request.table, request.namespace, request.packed())
-            if request.is_aborted:
-                continue
-            self.corrupted.append(request)
-            for sample in (request, *request.forks):
-                self._emit(RequestCorrupted(sample.request_id))
-                sample.is_aborted, sample.finish_reason, sample.error = True, "error", _CORRUPTED
-
     def _take_step(self) -> StepInFlight:
         """Take the step that was planned first; the one planned behind it is the next."""
         step = self._step
         assert step is not None, "no step is in flight"
         self._step, self._ahead = self._ahead, None
         return step
-
-
-def _is_over(request: Request) -> bool:
-    """Whether nothing is left to compute for a request, though it runs."""
-    return request.is_aborted or request.num_tokens >= request.stop.max_total_tokens
-
-
-def _take_token(request: Request, token_id: int) -> None:
-    """Append a sampled token, or end who asked for none."""
-    if request.has_no_output:
-        request.finish_reason = "length"
-        return
-    request.token_ids.append(token_id)
-    request.finish_reason = _reason_to_end(request, token_id)
-
-
-def _reason_to_end(request: Request, token_id: int) -> FinishReason | None:
-    """Return why ``request`` ends with the token that it got, if it does. Its matcher advances by the token."""
-    if token_id in request.stop.token_ids:
-        return "stop"
-    matcher = request.matcher
-    if matcher is not None:
-        matcher.accept(token_id)
-        if matcher.is_complete:
-            return "stop"
-        if matcher.error is not None:
-            return "error"
-    return "length" if len(request.token_ids) >= request.stop.max_total_tokens else None

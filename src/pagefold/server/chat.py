@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request, Response
 
-from pagefold.errors import InvalidRequestError
 from pagefold.server.answer import answer
 from pagefold.server.answer_schemas import STREAMED, ChatCompletion
 from pagefold.server.chat_form import ChatForm, ToldParts
@@ -16,14 +15,10 @@ from pagefold.server.chat_schemas import ChatRequest  # noqa: TC001 - FastAPI re
 from pagefold.server.checked_route import CheckedRoute
 from pagefold.server.generation import Generation
 from pagefold.server.keys import account_of
-from pagefold.server.output_reader import OutputReader
-from pagefold.server.structured_fields import Structured
-from pagefold.server.tools.schemas import WhichTool
-from pagefold.server.tools.use import tool_use
+from pagefold.server.wanted import wanted
 
 if TYPE_CHECKING:
     from pagefold.server.served import Served
-    from pagefold.server.tools.use import ToolUse
 
 __all__ = ["chat_routes"]
 
@@ -38,17 +33,17 @@ def chat_routes(served: Served) -> APIRouter:
     async def create_chat_completion(asked: ChatRequest, request: Request) -> Response:
         """Answer the last message of a chat."""
         served.admit(asked, request)
-        held = asked.structured()
-        use = _tool_use(asked, served)
-        if use is not None:
-            held = _with_tools(held, use)
-        sampling = asked.sampling(held)
-        tools = () if use is None else asked.tools
+        want = wanted(asked.asked_tools(), asked.structured(), served)
+        sampling = asked.sampling()
         chat = await served.prepare_chat(
-            asked.messages, tools, options=asked.chat_options(), times=asked.times_too_long, receive=request.receive
+            asked.messages,
+            want.tools,
+            options=asked.chat_options(),
+            times=asked.times_too_long,
+            receive=request.receive,
         )
         thinking = chat.thinking
-        structured = None if held is None else thinking.before(held)
+        structured = thinking.before(want.structured)
         response_id = f"chatcmpl-{uuid.uuid4().hex}"
         generation = Generation(
             served.client,
@@ -65,24 +60,8 @@ def chat_routes(served: Served) -> APIRouter:
             {"id": response_id, "created": int(time.time()), "model": served.model_name},
             ToldParts(asked.top_logprobs, thinking.is_known, asked.include_reasoning),
             served.client.tokenizer,
-            lambda: OutputReader(thinking.reader(held), None if use is None else use.reader()),
+            lambda: want.reader(thinking),
         )
         return await answer(asked, form, generation, request)
 
     return router
-
-
-def _tool_use(asked: ChatRequest, served: Served) -> ToolUse | None:
-    which = asked.tool_choice or WhichTool("auto")
-    if which.mode == "none" or (which.mode == "auto" and not asked.tools):
-        return None
-    return tool_use(asked.tools, which, served.tool_format(), is_parallel=asked.parallel_tool_calls)
-
-
-def _with_tools(structured: Structured | None, use: ToolUse) -> Structured | None:
-    """Return what the output must look like, tools included."""
-    if structured is not None:
-        msg = f"{structured.field} says what the answer must look like, and tools may be called instead of answering."
-        remedy = f"Leave {structured.field} out, or send tool_choice: none."
-        raise InvalidRequestError(msg, param=structured.field, remedy=remedy)
-    return None if use.grammar is None else Structured(use.grammar, "tools")

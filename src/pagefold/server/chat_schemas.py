@@ -11,8 +11,9 @@ from pagefold.request import MAX_LOGPROBS
 from pagefold.server.ignored import Body
 from pagefold.server.schemas import MAX_PARTS, GenerationRequest, Text, few_parts
 from pagefold.server.template_fields import TemplateVariables  # noqa: TC001 - pydantic reads it
-from pagefold.server.tools.schemas import Tool, ToolCall, ToolChoice  # noqa: TC001 - pydantic reads them
+from pagefold.server.tools.schemas import Tool, ToolCall, ToolChoice, WhichTool
 from pagefold.server.unsupported import IN_CHAT, IN_CHAT_MESSAGES, refuse_unsupported
+from pagefold.server.wanted import AskedTools
 from pagefold.tokenizer import ChatOptions
 
 __all__ = ["ChatMessage", "ChatRequest", "TextPart"]
@@ -168,7 +169,7 @@ class ChatRequest(GenerationRequest):
     logprobs: StrictBool = False
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS)] = 0
     tools: Annotated[list[Tool], Field(max_length=_MAX_TOOLS), FailFast()] = []  # noqa: RUF012 - as above
-    tool_choice: ToolChoice | None = None
+    tool_choice: ToolChoice = WhichTool("auto")
     parallel_tool_calls: StrictBool = True
     chat_template_kwargs: TemplateVariables = {}  # noqa: RUF012 - as above
     add_generation_prompt: StrictBool = True
@@ -187,6 +188,10 @@ class ChatRequest(GenerationRequest):
             msg = "continue_final_message is true, but the last message is not what the assistant said."
             raise InvalidRequestError(msg, param="continue_final_message", remedy="Let the last message be one.")
         return self
+
+    def asked_tools(self) -> AskedTools:
+        """Return what it says of tools."""
+        return AskedTools(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     def chat_options(self) -> ChatOptions:
         """Return how the template is asked for the chat's text."""

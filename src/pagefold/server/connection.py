@@ -18,6 +18,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pagefold.server.errors import error_response
+from pagefold.server.framing import MAX_HEAD_BYTES, Framing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,14 +27,11 @@ if TYPE_CHECKING:
 
     from pagefold.config import ServerConfig
 
-__all__ = ["MAX_HEAD_BYTES", "Connection", "Connections", "http_settings"]
+__all__ = ["Connection", "Connections", "http_settings"]
 
-MAX_HEAD_BYTES = 16 * 2**10
 _READ_BYTES = 16 * 2**10
 """What is read at once: h11 needs some milliseconds for the worst of it, and others come in between."""
 
-_MAX_CHUNKS = 1024
-_MIN_CHUNK_BYTES = 32
 _LINGER_S = 2.0
 _OTHER_ROUTE = "other"
 
@@ -88,7 +86,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
 
     def __init__(self, *, connections: Connections, **arguments: Any) -> None:  # noqa: ANN401 - uvicorn's own
         super().__init__(**arguments)
-        self.conn: h11.Connection = _Http()
+        self.conn: h11.Connection = Framing()
         self._all = connections
         self._deadline: asyncio.TimerHandle | None = None
         self._waits_for: tuple[str, object] | None = None
@@ -222,55 +220,6 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
             self.loop.call_later(_LINGER_S, self.transport.close)
         else:
             self.transport.close()
-
-
-class _Http(h11.Connection):
-    """h11's side of a connection, which also looks at how a body is framed."""
-
-    def __init__(self) -> None:
-        super().__init__(h11.SERVER, MAX_HEAD_BYTES)
-        self._num_chunks = 0
-        self._num_chunk_bytes = 0
-
-    def next_event(self) -> Any:  # noqa: ANN401 - h11's own
-        """See :class:`h11.Connection`.
-
-        Raises:
-            RemoteProtocolError: what came is no HTTP, or a head that came at once is too large, or a body comes in
-                crumbs: each costs as much as a whole body.
-        """
-        event = super().next_event()
-        if isinstance(event, h11.Request):
-            if _head_bytes(event) > MAX_HEAD_BYTES:  # h11 looks only at heads that are not there whole
-                msg = "the head is too large"
-                raise h11.RemoteProtocolError(msg, error_status_hint=HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
-            self._num_chunks = self._num_chunk_bytes = 0
-            return _of_one_length(event)
-        if isinstance(event, h11.Data):
-            self._num_chunks += event.chunk_start
-            self._num_chunk_bytes += len(event.data)
-            if self._num_chunks > _MAX_CHUNKS + self._num_chunk_bytes // _MIN_CHUNK_BYTES:
-                msg = f"the body comes in more than {_MAX_CHUNKS} chunks of less than {_MIN_CHUNK_BYTES} bytes"
-                raise h11.RemoteProtocolError(msg)
-        return event
-
-
-def _head_bytes(request: h11.Request) -> int:
-    """Return how many bytes the head of a request has, without what HTTP puts between."""
-    return len(request.method) + len(request.target) + sum(len(name) + len(value) for name, value in request.headers)
-
-
-def _of_one_length(request: h11.Request) -> h11.Request:
-    """Return a request with both a length and chunks without its length, and as the last of its connection.
-
-    Whoever passed it on may have believed in the length, and then what follows is somebody else's (RFC 9112, 6.3).
-    """
-    names = {name for name, _ in request.headers}
-    if not {b"content-length", b"transfer-encoding"} <= names:
-        return request
-    headers = [header for header in request.headers if header[0] not in (b"content-length", b"connection")]
-    headers.append((b"connection", b"close"))
-    return h11.Request(method=request.method, target=request.target, headers=headers, http_version=request.http_version)
 
 
 def http_settings(

@@ -1,7 +1,7 @@
 """Parts: what one output consists of, in order: thinking, texts, calls of tools. Responses and messages tell it so.
 
-A :class:`PieceReader` says what a model's text is, piece by piece; a :class:`PartReader` makes parts of the pieces, and
-says when each begins, grows and ends. What it says depends on the text alone, not on how the text was cut: a stream
+An :class:`OutputReader` says what a model's text is, piece by piece; a :class:`PartReader` makes parts of the pieces,
+and says when each begins, grows and ends. What it says depends on the text alone, not on how the text was cut: a stream
 tells what a whole answer tells.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import uuid
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from pagefold.server.pieces import CallBegun, ReasoningPiece, TextPiece
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator
 
     from pagefold.server.generation import Generation
+    from pagefold.server.output_reader import OutputReader
     from pagefold.server.pieces import Piece
 
 __all__ = [
@@ -27,22 +28,11 @@ __all__ = [
     "PartEvent",
     "PartGrew",
     "PartReader",
-    "PieceReader",
     "part_events",
 ]
 
 
 Kind: TypeAlias = Literal["reasoning", "text", "call"]
-
-
-class PieceReader(Protocol):
-    """Says what the text of one output is, as it comes."""
-
-    def push(self, text: str) -> list[Piece]:
-        """Take more text; return what is certain now."""
-
-    def end(self) -> list[Piece]:
-        """The output has ended: return what was held back."""
 
 
 @dataclass(slots=True)
@@ -86,9 +76,15 @@ class PartGrew:
 
 @dataclass(frozen=True, slots=True)
 class PartEnded:
-    """A part has all its text."""
+    """A part has all its text.
+
+    Attributes:
+        part: which.
+        is_last: whether the output ends with it, and may have been cut off in it.
+    """
 
     part: Part
+    is_last: bool
 
 
 PartEvent: TypeAlias = PartBegan | PartGrew | PartEnded
@@ -105,7 +101,7 @@ class PartReader:
         parts: those that have begun.
     """
 
-    def __init__(self, reader: PieceReader, *, tells_thinking: bool = True) -> None:
+    def __init__(self, reader: OutputReader, *, tells_thinking: bool = True) -> None:
         self._reader = reader
         self._tells_thinking = tells_thinking
         self._open: Part | None = None
@@ -125,7 +121,7 @@ class PartReader:
         events = [event for piece in self._reader.end() for event in self._take(piece)]
         if not self.parts:
             events += self._begin("text")
-        return [*events, *self._end_open()]
+        return [*events, *self._end_open(is_last=True)]
 
     def read(self, text: str) -> None:
         """Take all of an output at once."""
@@ -146,14 +142,14 @@ class PartReader:
         yield PartGrew(self._open, piece.text)
 
     def _begin(self, kind: Kind, name: str = "") -> Iterator[PartEvent]:
-        yield from self._end_open()
+        yield from self._end_open(is_last=False)
         self._open = Part(kind, len(self.parts), name)
         self.parts.append(self._open)
         yield PartBegan(self._open)
 
-    def _end_open(self) -> Iterator[PartEvent]:
+    def _end_open(self, *, is_last: bool) -> Iterator[PartEvent]:
         if self._open is not None:
-            yield PartEnded(self._open)
+            yield PartEnded(self._open, is_last)
             self._open = None
 
 
@@ -164,15 +160,13 @@ def _kind_of(piece: Piece) -> Kind:
     return "text" if isinstance(piece, TextPiece) else "call"
 
 
-async def part_events(generation: Generation, reader: PartReader) -> AsyncGenerator[PartEvent, None]:
-    """Yield what ``reader`` says of the one output of ``generation``, as it comes.
+async def part_events(generation: Generation, reader: PartReader) -> AsyncGenerator[list[PartEvent], None]:
+    """Yield what ``reader`` says of the one output of ``generation``, as it comes; of some of it that is nothing.
 
     Raises:
         PagefoldError: see :meth:`~pagefold.server.generation.Generation.deltas`.
     """
     async with aclosing(generation.deltas()) as deltas:
         async for _, delta in deltas:
-            for event in reader.push(delta.text):
-                yield event
-    for event in reader.end():
-        yield event
+            yield reader.push(delta.text)
+    yield reader.end()

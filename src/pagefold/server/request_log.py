@@ -26,7 +26,7 @@ _log = logging.getLogger("pagefold.request")
 
 _HEADER = "x-request-id"
 _SANE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
-_QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
+_QUIET_PATHS = frozenset({"/health", "/ping", "/ready", "/load", "/metrics"})
 """What probes ask all day: logged with ``debug``, whatever the answer."""
 
 _OTHER_ROUTE = "other"

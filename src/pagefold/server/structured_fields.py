@@ -30,10 +30,17 @@ class Structured(NamedTuple):
     Attributes:
         params: the former.
         field: the latter.
+        is_calls: whether it is that it calls tools.
     """
 
     params: StructuredOutputsParams
     field: str
+    is_calls: bool = False
+
+    @property
+    def allows_space(self) -> bool:
+        """Whether white space before an answer changes nothing of it: before JSON, and before calls."""
+        return self.is_calls or self.params.is_json
 
 
 def the_one_of(asked: dict[str, StructuredOutputsParams | None]) -> Structured | None:
@@ -71,7 +78,7 @@ def _as_response_format(value: object) -> StructuredOutputsParams | None:
     return StructuredOutputsParams(json=schema, lenient=strict is not True)
 
 
-_SUPPORTED = tuple(name for name in StructuredOutputsParams.__dataclass_fields__ if name != "beginning")
+_SUPPORTED = tuple(name for name in StructuredOutputsParams.__dataclass_fields__ if name not in ("beginning", "calls"))
 
 
 def _as_structured_outputs(value: object) -> StructuredOutputsParams:

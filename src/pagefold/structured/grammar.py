@@ -16,7 +16,7 @@ from pagefold.errors import InvalidRequestError
 from pagefold.structured.params import FIELD
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from llguidance._lib import JsonCompileOptions
 
@@ -28,6 +28,8 @@ __all__ = ["Grammar", "GrammarMatcher", "GrammarSource", "GrammarTokenizer", "fi
 _MAX_SOURCE_CHARACTERS = 256 * 1024
 
 _MAX_MESSAGE_CHARACTERS = 300
+
+_START = "start: "
 
 _SOME_WHITESPACE = r"[ \t\r\n]{0,20}"
 
@@ -98,7 +100,23 @@ def _source(params: StructuredOutputsParams) -> GrammarSource:
         if not is_lark_syntax(params.grammar):
             return GrammarSource(params.grammar, is_gbnf=True)
         return GrammarSource(LLMatcher.grammar_from_lark(params.grammar))
-    return GrammarSource(LLMatcher.grammar_from_json_schema(_schema(params), overrides=_json_options(params)))
+    schema, options = _schema(params), _json_options(params)
+    if params.calls is not None:
+        return GrammarSource(
+            LLMatcher.grammar_from_lark(_calls_or_json(params.calls, {**schema, "x-guidance": options}))
+        )
+    return GrammarSource(LLMatcher.grammar_from_json_schema(schema, overrides=options))
+
+
+def _calls_or_json(calls: str, schema: Mapping[str, Any]) -> str:
+    """Return a grammar of what ``calls`` says, or else of JSON."""
+    assert calls.startswith(_START)
+    rules = [
+        "start: calls | answer",
+        f"answer: %json {json.dumps(schema, ensure_ascii=False)}",
+        f"calls: {calls.removeprefix(_START)}",
+    ]
+    return "\n".join(rules)
 
 
 def _schema(params: StructuredOutputsParams) -> dict[str, Any]:

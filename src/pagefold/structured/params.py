@@ -34,6 +34,7 @@ class StructuredOutputsParams:
         lenient: ignore what a JSON schema says beyond what can be enforced, instead of refusing it.
         beginning: what may come before all this, such as a model's thinking. A server sets it, by what it knows of its
             model.
+        calls: a grammar in Lark's syntax of what an output may be instead of JSON: calls of tools. A server sets it.
 
     Raises:
         InvalidRequestError: none of the five is there, or several, or one is not of its type.
@@ -48,6 +49,7 @@ class StructuredOutputsParams:
     whitespace_pattern: str | None = None
     lenient: bool = False
     beginning: FreeBeginning | None = None
+    calls: str | None = None
 
     def __post_init__(self) -> None:
         if self.json_object is False:
@@ -66,6 +68,11 @@ class StructuredOutputsParams:
             object.__setattr__(self, "choice", tuple(self.choice))
         for name in ("json_object", "disable_any_whitespace", "lenient"):
             self._check(name, getattr(self, name) in (True, False, None), "True or False")
+
+    @property
+    def is_json(self) -> bool:
+        """Whether an output is JSON."""
+        return self.json is not None or self.json_object is not None
 
     def _check(self, name: str, is_right: bool, allowed: str) -> None:  # noqa: FBT001 - the result of the check
         if not is_right:

@@ -84,11 +84,16 @@ class ToolResultBlock(Body):
 
 
 class ThinkingBlock(Body):
-    """What a model thought before an earlier answer: taken, and not told to the model again."""
+    """What a model thought before an earlier answer. Templates decide what of it the model sees again.
 
-    known: ClassVar[frozenset[str]] = frozenset({"thinking", "signature", "data"})
+    Attributes:
+        thinking: its text; what was redacted has none, and is told to no model.
+    """
+
+    known: ClassVar[frozenset[str]] = frozenset({"signature", "data"})
 
     type: Literal["thinking", "redacted_thinking"]
+    thinking: Text = ""
 
 
 def _tag(value: Any) -> str | None:  # noqa: ANN401 - whatever the JSON was
@@ -127,8 +132,8 @@ class MessageParam(Body):
     @model_validator(mode="after")
     def _check_roles(self) -> MessageParam:
         for block in self.content:
-            if isinstance(block, ToolUseBlock) and self.role != "assistant":
-                msg = "only the assistant's messages may have tool_use blocks"
+            if isinstance(block, (ToolUseBlock, ThinkingBlock)) and self.role != "assistant":
+                msg = f"only the assistant's messages may have {block.type} blocks"
                 raise ValueError(msg)
             if isinstance(block, ToolResultBlock) and self.role != "user":
                 msg = "only the user's messages may have tool_result blocks"
@@ -157,12 +162,15 @@ def _add(chat: list[ChatMessage], message: MessageParam) -> None:
     if results and not texts:
         return
     added = _message(message.role, texts)
+    thoughts = [block.thinking for block in message.content if isinstance(block, ThinkingBlock)]
     last = chat[-1] if chat else None
     if last is not None and last.role == message.role != "system":
         chat.pop()
         added = added.model_copy(update={"content": [*last.content, *added.content]})
         calls = [*last.tool_calls, *calls]
-    chat.append(added.model_copy(update={"tool_calls": calls}) if calls else added)
+        thoughts = [last.reasoning_content or "", *thoughts]
+    more = {"tool_calls": calls, "reasoning_content": "\n".join(filter(None, thoughts))}
+    chat.append(added.model_copy(update={name: value for name, value in more.items() if value}))
 
 
 def _message(role: str, texts: Sequence[TextBlock]) -> ChatMessage:

@@ -53,13 +53,14 @@ class MessageForm:
 
     async def _steps(self, generation: Generation, reader: PartReader) -> AsyncGenerator[dict[str, Any], None]:
         has_begun = False
-        async with aclosing(part_events(generation, reader)) as events:
-            async for event in events:
+        async with aclosing(part_events(generation, reader)) as steps:
+            async for events in steps:
                 if not has_begun:  # only now it is known what the cache had of the prompt
                     yield {"type": "message_start", "message": self._begun(generation)}
                     yield {"type": "ping"}
                     has_begun = True
-                yield _told(event)
+                for event in events:
+                    yield _told(event)
         yield {"type": "message_delta", "delta": self._stop(generation, reader), "usage": _usage(generation)}
         yield {"type": "message_stop"}
 

@@ -13,6 +13,7 @@ from pagefold.server.anthropic.schemas import CountRequest, MessageRequest  # no
 from pagefold.server.checked_route import CheckedRoute
 from pagefold.server.generation import Generation
 from pagefold.server.keys import account_of
+from pagefold.server.parts import PartReader
 from pagefold.server.request_log import attach_generation
 from pagefold.server.streaming import EventStream
 from pagefold.server.wanted import wanted
@@ -35,7 +36,7 @@ def message_routes(served: Served) -> APIRouter:
         options = asked.chat_options()
         chat = await served.prepare_chat(asked.chat(), want.tools, options=options, receive=request.receive)
         tells_thinking = asked.tells_thinking(can_be_told=chat.thinking.is_known)
-        structured = None if want.structured is None else chat.thinking.before(want.structured)
+        structured = chat.thinking.before(want.structured)
         sampling = asked.sampling(served.client.max_model_len - len(chat.token_ids))
         form = MessageForm(served.model_name, asked.max_tokens)
         generation = Generation(
@@ -49,7 +50,7 @@ def message_routes(served: Served) -> APIRouter:
             thinking=chat.thinking,
         )
         attach_generation(request.scope, generation)
-        reader = want.reader(chat.thinking, tells_thinking=tells_thinking)
+        reader = PartReader(want.reader(chat.thinking), tells_thinking=tells_thinking)
         if asked.stream:
             return EventStream(form.events(generation, reader), on_end=generation.close, is_typed=True)
 

@@ -69,7 +69,7 @@ class CountRequest(CachedRequest):
     """``POST /v1/messages/count_tokens``: a prompt.
 
     Attributes:
-        messages: the chat; the user's message is the last.
+        messages: the chat; where the last message is the assistant's, the answer goes on with it.
         system: a text or texts before it.
         tools: what the model may call.
         tool_choice: whether it must, and what.
@@ -104,22 +104,36 @@ class CountRequest(CachedRequest):
             refuse_unsupported(fields, cls.unsupported)
         return fields
 
+    @property
+    def _kind_of_thinking(self) -> str | None:
+        return None if self.thinking is None else self.thinking.type
+
+    @property
+    def _is_continued(self) -> bool:
+        """Whether the answer goes on with a message of the assistant's."""
+        return self.messages[-1].role == "assistant"
+
     def chat(self) -> list[ChatMessage]:
         """Return the chat that is asked.
 
         Raises:
-            InvalidRequestError: the last message is the assistant's.
+            InvalidRequestError: the last message is the assistant's, and nothing that can be gone on with.
         """
-        if self.messages[-1].role == "assistant":
-            msg = "The last message is the assistant's, and going on with it is not supported yet."
-            raise InvalidRequestError(msg, param="messages", remedy="End with a message of the user's.")
-        return chat_of(self.system, self.messages)
+        chat = chat_of(self.system, self.messages)
+        if self._is_continued and (chat[-1].tool_calls or not any(part.text.strip() for part in chat[-1].content)):
+            msg = "The last message is the assistant's, and holds calls, or no text to go on with."
+            raise InvalidRequestError(msg, param="messages", remedy="End with a message of the user's, or with a text.")
+        return chat
 
     def chat_options(self) -> ChatOptions:
         """Return how the chat is put into text: templates of thinking models know ``enable_thinking``."""
-        if self.thinking is None or self.thinking.type == "adaptive":
-            return ChatOptions()
-        return ChatOptions(variables={"enable_thinking": self.thinking.type == "enabled"})
+        kind = self._kind_of_thinking
+        variables = {} if kind in (None, "adaptive") else {"enable_thinking": kind == "enabled"}
+        return ChatOptions(
+            variables=variables,
+            add_generation_prompt=not self._is_continued,
+            continue_final_message=self._is_continued,
+        )
 
     def tells_thinking(self, *, can_be_told: bool) -> bool:
         """Return whether thoughts are told; where nobody asks for them they are left out.
@@ -127,7 +141,7 @@ class CountRequest(CachedRequest):
         Raises:
             InvalidRequestError: they must be, and cannot be told from the answer.
         """
-        kind = None if self.thinking is None else self.thinking.type
+        kind = self._kind_of_thinking
         if kind == "enabled" and not can_be_told:
             msg = "thinking is enabled, and this server does not know how its model marks its thoughts."
             remedy = 'Leave it out, send {"type": "adaptive"}, or start the server with --reasoning-parser.'

@@ -42,19 +42,19 @@ class Thinking:
 
     def reader(self, structured: Structured | None = None) -> ReasoningReader:
         """Return who reads one output, whose answer looks like ``structured``."""
-        keeps_space = structured is not None and not _allows_space(structured)
+        keeps_space = structured is not None and not structured.allows_space
         return ReasoningReader(self.form, self.beginning, keeps_space=keeps_space)
 
-    def before(self, structured: Structured) -> Structured:
+    def before(self, structured: Structured | None) -> Structured | None:
         """Return what an output must look like whose answer, behind its thinking, looks like ``structured``."""
-        if self.beginning is Beginning.ANSWER:
+        if structured is None or self.beginning is Beginning.ANSWER:
             return structured
         free = FreeBeginning(
             self.form.starts,
             self.form.ends,
             self.token_ids,
             is_open=self.beginning is Beginning.THINKING,
-            allows_space=_allows_space(structured),
+            allows_space=structured.allows_space,
         )
         return structured._replace(params=replace(structured.params, beginning=free))
 
@@ -102,9 +102,3 @@ def _beginning(form: ReasoningFormat, prompt: str, continued: str) -> Beginning:
 
 def _last(marks: tuple[str, ...], text: str) -> int:
     return max(text.rfind(mark) for mark in marks)
-
-
-def _allows_space(structured: Structured) -> bool:
-    """Whether white space before an answer changes nothing of it: before JSON, and before calls."""
-    params = structured.params
-    return params.json is not None or params.json_object is not None or structured.field == "tools"

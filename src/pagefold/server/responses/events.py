@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from pagefold.errors import PagefoldError
 from pagefold.server.parts import PartBegan, PartGrew, part_events
-from pagefold.server.responses.form import item_id, item_of, text_part
+from pagefold.server.responses.form import content_part, item_id, item_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterator
 
     from pagefold.server.generation import Generation
-    from pagefold.server.parts import Part, PartEvent, PartReader
+    from pagefold.server.parts import Part, PartEnded, PartEvent, PartReader
     from pagefold.server.responses.form import ResponseForm
 
 __all__ = ["response_events"]
@@ -46,10 +46,11 @@ async def _steps(
 ) -> AsyncGenerator[dict[str, Any], None]:
     yield {"type": "response.created", "response": form.began()}
     yield {"type": "response.in_progress", "response": form.began()}
-    async with aclosing(part_events(generation, reader)) as events:
-        async for event in events:
-            for told in _told(event, generation):
-                yield told
+    async with aclosing(part_events(generation, reader)) as steps:
+        async for events in steps:
+            for event in events:
+                for told in _told(event, generation):
+                    yield told
     response = end()
     yield {"type": f"response.{response['status']}", "response": response}
 
@@ -59,13 +60,13 @@ def _told(event: PartEvent, generation: Generation) -> Iterator[dict[str, Any]]:
     place = {"output_index": part.index}
     if isinstance(event, PartBegan):
         yield {"type": "response.output_item.added", **place, "item": item_of(part, "in_progress")}
-        if part.kind == "text":
-            yield {"type": "response.content_part.added", **_in_content(part), "part": text_part("")}
+        if part.kind != "call":
+            yield {"type": "response.content_part.added", **_in_content(part), "part": content_part(part, "")}
     elif isinstance(event, PartGrew):
         yield _grown(part, event.text)
     else:
         yield from _text_done(part)
-        yield {"type": "response.output_item.done", **place, "item": item_of(part, _status(generation))}
+        yield {"type": "response.output_item.done", **place, "item": item_of(part, _status(event, generation))}
 
 
 def _grown(part: Part, text: str) -> dict[str, Any]:
@@ -80,16 +81,18 @@ def _text_done(part: Part) -> Iterator[dict[str, Any]]:
     text = part.text
     if part.kind == "call":
         yield {"type": "response.function_call_arguments.done", **_in_item(part), "name": part.name, "arguments": text}
-    elif part.kind == "reasoning":
+        return
+    if part.kind == "reasoning":
         yield {"type": "response.reasoning_text.done", **_in_content(part), "text": text}
     else:
         yield {"type": "response.output_text.done", **_in_content(part), "text": text, "logprobs": []}
-        yield {"type": "response.content_part.done", **_in_content(part), "part": text_part(text)}
+    yield {"type": "response.content_part.done", **_in_content(part), "part": content_part(part, text)}
 
 
-def _status(generation: Generation) -> str:
-    """Return how a part ended: what ends when the tokens are used up was cut off."""
-    return "incomplete" if generation.outputs[0].finish_reason == "length" else "completed"
+def _status(ended: PartEnded, generation: Generation) -> str:
+    """Return how a part ended: what is open when the tokens are used up was cut off."""
+    is_cut_off = ended.is_last and generation.outputs[0].finish_reason == "length"
+    return "incomplete" if is_cut_off else "completed"
 
 
 def _in_item(part: Part) -> dict[str, Any]:

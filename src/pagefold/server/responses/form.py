@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pagefold.server.parts import Part, PartReader
     from pagefold.server.responses.schemas import ResponseRequest
 
-__all__ = ["ResponseForm", "item_id", "item_of", "reasoning_part", "text_part"]
+__all__ = ["ResponseForm", "content_part", "item_id", "item_of"]
 
 _REPEATED = (
     *("instructions", "max_output_tokens", "max_tool_calls", "metadata", "parallel_tool_calls"),
@@ -100,21 +100,17 @@ def item_of(part: Part, status: str) -> dict[str, Any]:
         arguments = "" if status == "in_progress" else part.text
         about = {"call_id": call_id(part), "name": part.name, "arguments": arguments}
         return {"id": item_id(part), "type": "function_call", "status": status, **about}
+    content = [] if status == "in_progress" else [content_part(part, part.text)]
     if part.kind == "reasoning":
-        content = [] if status == "in_progress" else [reasoning_part(part.text)]
         return {"id": item_id(part), "type": "reasoning", "status": status, "summary": [], "content": content}
-    content = [] if status == "in_progress" else [text_part(part.text)]
     return {"id": item_id(part), "type": "message", "role": "assistant", "status": status, "content": content}
 
 
-def text_part(text: str) -> dict[str, Any]:
-    """Return the one part of a message."""
+def content_part(part: Part, text: str) -> dict[str, Any]:
+    """Return the one piece of content of a message or of thinking."""
+    if part.kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def reasoning_part(text: str) -> dict[str, Any]:
-    """Return the one part of an item of thinking."""
-    return {"type": "reasoning_text", "text": text}
 
 
 def _output(reader: PartReader, status: str) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, PlainValidator, model_validator
 
 from pagefold.server.schemas import Text  # noqa: TC001 - pydantic reads it
 from pagefold.server.tellable import is_tellable, tellable
-from pagefold.server.tools.schemas import Tool, ToolFunction, WhichTool
+from pagefold.server.tools.schemas import MAX_ALLOWED, Tool, ToolFunction, WhichTool
 
 __all__ = ["Choice", "Function", "FunctionChoice"]
 
@@ -48,12 +48,10 @@ class Choice(NamedTuple):
 
     Attributes:
         which: whether, and what.
-        allowed: the names of those that may be called; None for all.
         told: the same as the client said it.
     """
 
     which: WhichTool
-    allowed: tuple[str, ...] | None
     told: str | dict[str, Any]
 
 
@@ -65,11 +63,11 @@ _SAYS = (
 
 def _as_choice(value: object) -> Choice:
     if value == "none":
-        return Choice(WhichTool("none"), None, "none")
+        return Choice(WhichTool("none"), "none")
     if value == "auto":
-        return Choice(WhichTool("auto"), None, "auto")
+        return Choice(WhichTool("auto"), "auto")
     if value == "required":
-        return Choice(WhichTool("required"), None, "required")
+        return Choice(WhichTool("required"), "required")
     kind = value.get("type") if isinstance(value, dict) else None
     if (
         kind == "function"
@@ -77,7 +75,7 @@ def _as_choice(value: object) -> Choice:
         and is_tellable(name := value.get("name"))
         and isinstance(name, str)
     ):
-        return Choice(WhichTool("required", name), None, {"type": "function", "name": name})
+        return Choice(WhichTool("required", name), {"type": "function", "name": name})
     if kind == "allowed_tools" and isinstance(value, dict):
         return _as_allowed(value)
     raise ValueError(_SAYS)
@@ -86,10 +84,10 @@ def _as_choice(value: object) -> Choice:
 def _as_allowed(value: dict[str, Any]) -> Choice:
     mode, tools = value.get("mode", "auto"), value.get("tools")
     names = [_name_of(tool) for tool in tools] if isinstance(tools, list) else []
-    if mode not in ("auto", "required") or not names:
+    if mode not in ("auto", "required") or not 0 < len(names) <= MAX_ALLOWED:
         raise ValueError(_SAYS)
     told = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": name} for name in names]}
-    return Choice(WhichTool(mode), tuple(names), told)
+    return Choice(WhichTool(mode, allowed=tuple(names)), told)
 
 
 def _name_of(tool: object) -> str:

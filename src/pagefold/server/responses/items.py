@@ -109,12 +109,38 @@ class FunctionCallOutput(Body):
         return {"type": self.type, "call_id": self.call_id, "output": _kept(self.output)}
 
 
-class Reasoning(Body):
-    """What a model thought before an earlier answer: taken, and not told to the model again."""
+class ReasoningText(Body):
+    """A piece of what a model thought."""
 
-    known: ClassVar[frozenset[str]] = frozenset({"id", "summary", "content", "encrypted_content", "status"})
+    type: Literal["reasoning_text"]
+    text: Text
+
+
+class Reasoning(Body):
+    """What a model thought before an earlier answer. Templates decide what of it the model sees again.
+
+    Attributes:
+        content: of it; where there is none, the model is told nothing of it.
+    """
+
+    known: ClassVar[frozenset[str]] = frozenset({"id", "summary", "encrypted_content", "status"})
 
     type: Literal["reasoning"]
+    content: Annotated[list[ReasoningText], FailFast()] = []  # noqa: RUF012 - pydantic copies it
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "\n".join(part.text for part in self.content)
+
+    def kept(self) -> dict[str, Any]:
+        """See :class:`InputMessage`."""
+        return kept_thought(self.text)
+
+
+def kept_thought(text: str) -> dict[str, Any]:
+    """Return what is stored of a thought."""
+    return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
 
 
 def _tag(value: Any) -> str | None:  # noqa: ANN401 - whatever the JSON was
@@ -142,7 +168,7 @@ ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 
 def kept(items: Iterable[Item]) -> list[dict[str, Any]]:
     """Return what is stored of ``items``: what the model is told of them, and no more."""
-    return [item.kept() for item in items if not isinstance(item, Reasoning)]
+    return [item.kept() for item in items]
 
 
 def kept_output(parts: Iterable[Part]) -> list[dict[str, Any]]:
@@ -151,7 +177,9 @@ def kept_output(parts: Iterable[Part]) -> list[dict[str, Any]]:
     for part in parts:
         if part.kind == "text":
             items.append({"role": "assistant", "content": [{"type": "output_text", "text": part.text}]})
-        elif part.kind == "call" and arguments_object(part.text) is not None:
+        elif part.kind == "reasoning":
+            items.append(kept_thought(part.text))
+        elif arguments_object(part.text) is not None:
             about = {"call_id": call_id(part), "name": part.name, "arguments": part.text}
             items.append({"type": "function_call", **about})
     return items
@@ -169,21 +197,37 @@ def _kept(parts: Iterable[InputText]) -> list[dict[str, str]]:
 def chat_of(instructions: str | None, items: Iterable[Item]) -> list[ChatMessage]:
     """Return the chat that ``items`` are, after a system message of ``instructions``.
 
-    Calls are part of the assistant's message before them, as they were when the model wrote both.
+    A thought begins a message of the assistant's, and calls are part of the one before them, as they were when the
+    model wrote them.
     """
     chat: list[ChatMessage] = []
     if instructions is not None:
         chat.append(ChatMessage.model_construct(role="system", content=_text(instructions)))
     for item in items:
         if isinstance(item, InputMessage):
-            content = [TextPart.model_construct(type="text", text=part.text) for part in item.content]
-            chat.append(ChatMessage.model_construct(role=item.role, content=content))
+            _add_message(chat, item)
+        elif isinstance(item, Reasoning):
+            _add_thought(chat, item.text)
         elif isinstance(item, FunctionCall):
             _add_call(chat, item)
-        elif isinstance(item, FunctionCallOutput):
+        else:
             content = [TextPart.model_construct(type="text", text=part.text) for part in item.output]
             chat.append(ChatMessage.model_construct(role="tool", content=content, tool_call_id=item.call_id))
     return chat
+
+
+def _add_message(chat: list[ChatMessage], item: InputMessage) -> None:
+    content = [TextPart.model_construct(type="text", text=part.text) for part in item.content]
+    last = chat[-1] if chat else None
+    if item.role == "assistant" and last is not None and last.thought and not (last.content or last.tool_calls):
+        chat[-1] = last.model_copy(update={"content": content})
+    else:
+        chat.append(ChatMessage.model_construct(role=item.role, content=content))
+
+
+def _add_thought(chat: list[ChatMessage], text: str) -> None:
+    if text:
+        chat.append(ChatMessage.model_construct(role="assistant", content=[], reasoning_content=text))
 
 
 def _add_call(chat: list[ChatMessage], item: FunctionCall) -> None:

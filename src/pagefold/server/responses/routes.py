@@ -15,6 +15,7 @@ from pagefold.server.checked_route import CheckedRoute
 from pagefold.server.errors import PreviousResponseError, ResponseNotFoundError
 from pagefold.server.generation import Generation
 from pagefold.server.keys import account_of
+from pagefold.server.parts import PartReader
 from pagefold.server.request_log import attach_generation
 from pagefold.server.responses.events import response_events
 from pagefold.server.responses.form import ResponseForm
@@ -25,7 +26,6 @@ from pagefold.server.streaming import EventStream
 from pagefold.server.wanted import wanted
 
 if TYPE_CHECKING:
-    from pagefold.server.parts import PartReader
     from pagefold.server.responses.items import Item
     from pagefold.server.responses.store import ResponseStore
     from pagefold.server.served import Served
@@ -51,7 +51,7 @@ def response_routes(served: Served, store: ResponseStore) -> APIRouter:
         chat = await served.prepare_chat(
             chat_of(asked.instructions, items), want.tools, param="input", receive=request.receive
         )
-        structured = None if want.structured is None else chat.thinking.before(want.structured)
+        structured = chat.thinking.before(want.structured)
         generation = Generation(
             served.client,
             request_id=form.response_id,
@@ -63,7 +63,7 @@ def response_routes(served: Served, store: ResponseStore) -> APIRouter:
             thinking=chat.thinking,
         )
         attach_generation(request.scope, generation)
-        answer = _Answer(form, generation, want.reader(chat.thinking), items, store, account.tenant)
+        answer = _Answer(form, generation, PartReader(want.reader(chat.thinking)), items, store, account.tenant)
         if asked.stream:
             events = response_events(form, generation, answer.reader, answer.end)
             return EventStream(events, on_end=generation.close, is_typed=True)

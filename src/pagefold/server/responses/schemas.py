@@ -25,7 +25,7 @@ _MAX_USER = 512
 _MAX_TOOLS = 128
 _MAX_INCLUDED = 16
 
-_AUTO = Choice(WhichTool("auto"), None, "auto")
+_AUTO = Choice(WhichTool("auto"), "auto")
 
 
 def _as_items(value: object) -> object:
@@ -117,7 +117,7 @@ class ResponseRequest(CachedRequest):
     def asked_tools(self) -> AskedTools:
         """Return what it says of tools."""
         tools = [function.as_tool() for function in self.tools]
-        return AskedTools(tools, self.tool_choice.which, self.parallel_tool_calls, self.tool_choice.allowed)
+        return AskedTools(tools, self.tool_choice.which, self.parallel_tool_calls)
 
     def sampling(self) -> SamplingParams:
         """Return how to sample.

@@ -48,8 +48,9 @@ class _Shelf(OrderedDict[str, StoredResponse]):
 class ResponseStore:
     """Keeps responses until there is no more room for them; used in the event loop only.
 
-    When room is short, the tenant whose responses take most of it loses the one that was not used for longest: nobody
-    can push out what others keep. Every entry holds its whole conversation, so that none leans on another.
+    When bytes are short, the tenant whose responses take most of them loses the one that was not used for longest; when
+    there are too many, the tenant that has most does. So nobody can push out what others keep. Every entry holds its
+    whole conversation, so that none leans on another.
 
     Args:
         max_bytes: that all entries may take; 0 keeps nothing.
@@ -92,9 +93,10 @@ class ResponseStore:
         if stored.num_bytes > self._max_bytes:
             return False
         self._shelves.setdefault(tenant, _Shelf()).place(response["id"], stored)
-        while self.num_bytes > self._max_bytes or self.num_responses > self._max_responses:
-            fullest = max(self._shelves, key=lambda name: self._shelves[name].num_bytes)
-            self._take_away(fullest, next(iter(self._shelves[fullest])))
+        while self.num_bytes > self._max_bytes:
+            self._shrink(max(self._shelves, key=lambda name: self._shelves[name].num_bytes))
+        while self.num_responses > self._max_responses:
+            self._shrink(max(self._shelves, key=lambda name: len(self._shelves[name])))
         return self.get(tenant, response["id"]) is not None
 
     def get(self, tenant: str, response_id: str) -> StoredResponse | None:
@@ -111,6 +113,9 @@ class ResponseStore:
             return False
         self._take_away(tenant, response_id)
         return True
+
+    def _shrink(self, tenant: str) -> None:
+        self._take_away(tenant, next(iter(self._shelves[tenant])))
 
     def _take_away(self, tenant: str, response_id: str) -> None:
         shelf = self._shelves[tenant]

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from pagefold.structured.params import StructuredOutputsParams
-
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -37,8 +35,8 @@ class ToolFormat:
     between: str
     after: str
 
-    def grammar(self, tools: Sequence[Tool], *, is_parallel: bool) -> StructuredOutputsParams:
-        """Return what an output must look like that calls at least one of ``tools``, each with arguments of its schema.
+    def grammar(self, tools: Sequence[Tool], *, is_parallel: bool) -> str:
+        """Return, in Lark's syntax, an output that calls at least one of ``tools``, each with arguments of its schema.
 
         Each schema is a document of its own, so that its references stay right.
         """
@@ -52,7 +50,7 @@ class ToolFormat:
             options = {"whitespace_pattern": " ?", "lenient": not tool.function.strict}
             schema = {**tool.function.arguments_schema(), "x-guidance": options}
             rules.append(f"arguments_{at}: %json {json.dumps(schema, ensure_ascii=False)}")
-        return StructuredOutputsParams(grammar="\n".join(rules))
+        return "\n".join(rules)
 
 
 def _quoted(text: str) -> str:

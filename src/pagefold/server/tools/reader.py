@@ -32,14 +32,15 @@ class ToolCallReader:
     Args:
         names: the functions that there are.
         max_calls: calls beyond are left out.
+        is_all: the output consists of calls, or has none: marks further on are text, such as a text in JSON.
     """
 
-    def __init__(self, names: Collection[str], *, max_calls: int | None = None) -> None:
+    def __init__(self, names: Collection[str], *, max_calls: int | None = None, is_all: bool = False) -> None:
         self._names = names
         self._max_calls = max_calls
         self._num_calls = 0
         self._held = ""  # what is not certain yet
-        self._read: Callable[[bool], Iterator[Piece]] = self._in_text
+        self._read: Callable[[bool], Iterator[Piece]] = self._at_beginning if is_all else self._in_text
         self._space = ""  # before the opening mark
         self._after_call = False  # spaces around calls belong to nobody
         self._has_call = False  # since the opening mark
@@ -63,12 +64,24 @@ class ToolCallReader:
 
     def _pieces(self, *, is_last: bool) -> Iterator[Piece]:
         while self._held:
-            num_held = len(self._held)
-            yield from self._read(is_last)
-            if len(self._held) == num_held:
+            num_held, read = len(self._held), self._read
+            yield from read(is_last)
+            if len(self._held) == num_held and self._read == read:
                 return
 
-    def _in_text(self, is_last: bool) -> Iterator[Piece]:  # noqa: FBT001 - one of three alike
+    def _at_beginning(self, is_last: bool) -> Iterator[Piece]:  # noqa: FBT001 - one of five alike
+        text = self._held.lstrip()
+        if text.startswith(OPENING):
+            self._read = self._in_text
+        elif is_last or not OPENING.startswith(text):
+            self._read = self._in_plain_text
+        yield from ()
+
+    def _in_plain_text(self, _is_last: bool) -> Iterator[Piece]:  # noqa: FBT001 - as above
+        text, self._held = self._held, ""
+        yield TextPiece(text)
+
+    def _in_text(self, is_last: bool) -> Iterator[Piece]:  # noqa: FBT001 - as above
         if self._after_call:
             self._held = self._held.lstrip()
             self._after_call = not self._held

@@ -9,10 +9,11 @@ from pydantic import AfterValidator, Field, PlainValidator, StrictBool, StrictSt
 
 from pagefold.server.ignored import Body
 
-__all__ = ["Arguments", "CalledFunction", "Tool", "ToolCall", "ToolChoice", "ToolFunction", "WhichTool"]
+__all__ = ["MAX_ALLOWED", "Arguments", "CalledFunction", "Tool", "ToolCall", "ToolChoice", "ToolFunction", "WhichTool"]
 
 _MAX_NAME = 64
-_MAX_ALLOWED = 128
+MAX_ALLOWED = 128
+"""So many tools a choice may allow by name."""
 
 
 class ToolFunction(Body):
@@ -84,12 +85,12 @@ def _as_choice(value: object) -> WhichTool:
 
 def _as_allowed(value: object) -> WhichTool:
     mode, tools = (value.get("mode"), value.get("tools")) if isinstance(value, dict) else (None, None)
-    names = [_name_of(tool) for tool in tools] if isinstance(tools, list) and len(tools) <= _MAX_ALLOWED else []
+    names = [_name_of(tool) for tool in tools] if isinstance(tools, list) and len(tools) <= MAX_ALLOWED else []
     allowed = tuple(name for name in names if name is not None)
     if mode not in ("auto", "required") or not names or len(allowed) < len(names):
         msg = (
             'its allowed_tools must be {"mode": "auto" or "required", "tools": [{"type": "function", "function": '
-            f'{{"name": ...}}}}, ...]}}, with at most {_MAX_ALLOWED} tools'
+            f'{{"name": ...}}}}, ...]}}, with at most {MAX_ALLOWED} tools'
         )
         raise ValueError(msg)
     return WhichTool("auto" if mode == "auto" else "required", allowed=allowed)

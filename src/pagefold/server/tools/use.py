@@ -1,4 +1,4 @@
-"""ToolUse: what the tools of one request come to: what the model must write, and who reads it."""
+"""ToolUse: the tools of one request that may be called: how calls are written, and who reads them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
     from pagefold.server.tools.formats import ToolFormat
     from pagefold.server.tools.schemas import Tool, WhichTool
-    from pagefold.structured.params import StructuredOutputsParams
 
 __all__ = ["ToolUse", "tool_use"]
 
@@ -25,16 +24,21 @@ class ToolUse:
     Attributes:
         tools: those that may be called.
         max_calls: how many calls an answer may have; None for any number.
-        grammar: what the output must look like, where a call is required.
+        form: how the model writes them.
     """
 
     tools: Sequence[Tool]
     max_calls: int | None
-    grammar: StructuredOutputsParams | None
+    form: ToolFormat
 
-    def reader(self) -> ToolCallReader:
-        """Return who reads one output."""
-        return ToolCallReader({tool.function.name for tool in self.tools}, max_calls=self.max_calls)
+    def grammar(self) -> str:
+        """Return, in Lark's syntax, what an output must look like that consists of calls."""
+        return self.form.grammar(self.tools, is_parallel=self.max_calls is None)
+
+    def reader(self, *, is_all: bool) -> ToolCallReader:
+        """Return who reads one output; ``is_all`` says that it consists of calls, or has none."""
+        names = {tool.function.name for tool in self.tools}
+        return ToolCallReader(names, max_calls=self.max_calls, is_all=is_all)
 
 
 def tool_use(tools: Sequence[Tool], which: WhichTool, form: ToolFormat, *, is_parallel: bool) -> ToolUse:
@@ -55,9 +59,4 @@ def tool_use(tools: Sequence[Tool], which: WhichTool, form: ToolFormat, *, is_pa
     if not callable_tools:
         msg = f"tool_choice asks for {which.name or 'a call'}, and there is no such tool."
         raise InvalidRequestError(msg, param="tool_choice", remedy=f"There are {', '.join(names) or 'none'}.")
-    may_be_many = is_parallel and which.name is None
-    return ToolUse(
-        callable_tools,
-        None if may_be_many else 1,
-        form.grammar(callable_tools, is_parallel=may_be_many) if which.mode == "required" else None,
-    )
+    return ToolUse(callable_tools, None if is_parallel and which.name is None else 1, form)

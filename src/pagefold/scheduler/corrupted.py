@@ -1,0 +1,41 @@
+"""Corrupted requests: those whose logits are no numbers. They end, and what they had is never used again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pagefold.events import Emit, RequestCorrupted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pagefold.kv import KVCore
+    from pagefold.request import Request
+
+__all__ = ["end_corrupted"]
+
+_WHY = (
+    "The model's logits for this request are NaN or infinite: weights, or cached blocks, are damaged. What it had and "
+    "began with is dropped from the cache"
+)
+
+
+def end_corrupted(core: KVCore, requests: Iterable[Request], emit: Emit) -> tuple[list[Request], set[bytes]]:
+    """End requests that run, with those that were to fork from them, and drop what they had.
+
+    Returns those that end by it, and the digests of the paths that were dropped, for slower tiers to forget.
+    """
+    ended: list[Request] = []
+    digests: set[bytes] = set()
+    for request in requests:
+        if request.finish_reason == "error":  # by the step before, and this row is one too many
+            continue
+        assert request.table is not None
+        digests |= core.distrust(request.table, request.namespace, request.packed())
+        if request.is_aborted:
+            continue
+        ended.append(request)
+        for sample in (request, *request.forks):
+            emit(RequestCorrupted(sample.request_id))
+            sample.is_aborted, sample.finish_reason, sample.error = True, "error", _WHY
+    return ended, digests

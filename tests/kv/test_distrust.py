@@ -1,0 +1,150 @@
+"""What is dropped with a sequence whose logits were no numbers: all that begins as it does, on device and host."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from pagefold.events import BlockEvicted, PinDropped
+from pagefold.kv import HostTier, KVCore, audit
+from pagefold.kv.policies import make_policy
+
+NS, OTHER = b"one", b"other"
+SHARED = [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def pack(tokens):
+    return array("i", tokens).tobytes()
+
+
+class House:
+    """A core, and what it told."""
+
+    def __init__(self, num_held=0):
+        self.events = []
+        host = HostTier(num_held) if num_held else None
+        self.core = KVCore(24, block_size=4, policy=make_policy("lru"), host=host, emit=self.events.append)
+
+    def serve(self, tokens, namespace=NS):
+        """A table whose tokens are all computed, and which runs."""
+        table, start = self.core.acquire(self.core.match(namespace, pack(tokens), len(tokens) - 1))
+        assert self.core.extend(table, start, len(tokens))
+        self.copy()
+        promise = self.core.promise(table, pack(tokens), len(tokens))
+        if promise is not None:
+            self.core.commit(promise)
+        return table
+
+    def grow(self, table, tokens):
+        """Compute the rest of ``tokens``."""
+        assert self.core.extend(table, table.capacity, len(tokens))
+        promise = self.core.promise(table, pack(tokens), len(tokens))
+        if promise is not None:
+            self.core.commit(promise)
+
+    def copy(self):
+        self.core.copies_done(self.core.take_copies())
+        self.core.host_done(self.core.take_host_ops())
+
+    def num_found(self, tokens, namespace=NS):
+        hit = self.core.match(namespace, pack(tokens), len(tokens))
+        return 4 * (len(hit.nodes) + len(hit.held))
+
+    def distrust(self, table, tokens, namespace=NS):
+        found = self.core.distrust(table, namespace, pack(tokens))
+        audit(self.core)
+        return found
+
+
+def test_all_that_begins_with_its_first_block_goes_and_nothing_else():
+    house = House()
+    for tokens in ([*SHARED, 9, 9, 9, 9], [1, 2, 3, 4, 7, 7, 7, 7], [1, 2, 3, 5, 1, 1, 1, 1]):
+        house.core.release(house.serve(tokens))
+    house.core.release(house.serve(SHARED, OTHER))
+    bad = house.serve([*SHARED, 5, 5, 5, 5, 5])
+    assert house.distrust(bad, [*SHARED, 5, 5, 5, 5, 5]) == set(), "no tier behind the device"
+    assert house.num_found([*SHARED, 9, 9, 9, 9]) == house.num_found([1, 2, 3, 4, 7, 7, 7, 7]) == 0
+    assert house.num_found([1, 2, 3, 5, 1, 1, 1, 1]) == 8
+    assert house.num_found(SHARED, OTHER) == 8
+    evicted = [event.cause for event in house.events if isinstance(event, BlockEvicted)]
+    assert evicted == ["corrupted"] * 2, "those that were cached; what it holds itself was not"
+
+
+def test_who_runs_on_it_goes_on_and_publishes_no_more_and_others_do():
+    house = House()
+    beside, apart = house.serve([*SHARED, 9, 9, 9, 9]), house.serve([5, 5, 5, 5])
+    bad = house.serve([*SHARED, 5])
+    house.distrust(bad, [*SHARED, 5])
+    assert (beside.tail, beside.num_published, len(beside.block_ids)) == (None, 0, 3)
+    house.grow(beside, [*SHARED, 9, 9, 9, 9, 1, 1, 1, 1])
+    house.grow(apart, [5, 5, 5, 5, 6, 6, 6, 6])
+    audit(house.core)
+    assert house.num_found([*SHARED, 9, 9, 9, 9]) == 0
+    assert house.num_found([5, 5, 5, 5, 6, 6, 6, 6]) == 8
+    for table in (bad, beside, apart):
+        house.core.release(table)
+    audit(house.core)
+    assert house.core.num_active == 0
+
+
+def test_one_that_has_no_whole_block_takes_nothing_along():
+    house = House()
+    house.core.release(house.serve(SHARED))
+    bad = house.serve([7, 7])
+    house.distrust(bad, [7, 7])
+    assert house.num_found(SHARED) == 8
+
+
+@pytest.mark.parametrize("by", ["itself", "a fork"])
+def test_what_it_took_a_part_of_goes_with_all_behind_it(by):
+    house = House()
+    house.core.release(house.serve(SHARED))
+    bad = house.serve([1, 2, 9, 9, 9])
+    if by == "a fork":
+        first, bad = bad, house.core.fork(bad)
+        house.core.release(first)
+    assert house.num_found(SHARED) == 8
+    house.distrust(bad, [1, 2, 9, 9, 9])
+    assert house.num_found(SHARED) == 0
+
+
+def test_what_it_took_a_part_of_goes_from_the_host_too_where_the_device_has_it_no_more():
+    house = House(num_held=8)
+    house.core.release(house.serve(SHARED))
+    bad = house.serve([1, 2, 9, 9, 9])
+    assert house.core.reclaim(2) == 2
+    house.copy()
+    assert house.num_found(SHARED) == 8
+    found = house.distrust(bad, [1, 2, 9, 9, 9])
+    assert house.num_found(SHARED) == 0
+    assert len(found) == 3, "its own block, and both of the other's"
+
+
+def test_pins_on_it_are_dropped_and_say_why():
+    house = House()
+    pinned, kept = house.serve(SHARED), house.serve([5, 5, 5, 5])
+    for name, table in (("bad", pinned), ("good", kept)):
+        assert house.core.pins.add(name, table.tail, 0.0) is not None
+    house.distrust(pinned, SHARED)
+    assert [pin.pin_id for pin in house.core.pins] == ["good"]
+    assert [(event.pin_id, event.cause) for event in house.events if isinstance(event, PinDropped)] == [
+        ("bad", "corrupted")
+    ]
+
+
+def test_a_promise_that_is_open_comes_to_nothing():
+    """As of a step that was planned behind the one whose logits were no numbers."""
+    house = House()
+    bad = house.serve(SHARED)
+    tokens = [*SHARED, 1, 1, 1, 1]
+    leaning = house.serve([*SHARED, 2])
+    assert house.core.extend(bad, 8, 12)
+    promise = house.core.promise(bad, pack(tokens), 12)
+    house.distrust(bad, SHARED)
+    house.core.commit(promise)
+    audit(house.core)
+    assert house.num_found(tokens) == 0
+    for table in (bad, leaning):
+        house.core.release(table)
+    assert house.core.pool.num_free == 24
