@@ -93,6 +93,7 @@ def test_one_that_has_no_whole_block_takes_nothing_along():
     house.core.release(house.serve(SHARED))
     bad = house.serve([7, 7])
     house.distrust(bad, [7, 7])
+    assert bad.tail is None, "what it goes on with is not published"
     assert house.num_found(SHARED) == 8
 
 

@@ -101,6 +101,39 @@ def test_of_two_sequences_with_one_end_the_shorter_is_enough():
     assert sequences_of(["x"], lambda texts: [encode[text] for text in texts]) == [[7]]
 
 
+def test_a_text_without_tokens_bans_nothing():
+    encode = {"x": [], " x": [3]}
+    assert sequences_of(["x"], lambda texts: [encode[text] for text in texts]) == [[3]]
+
+
+def test_the_longest_sequence_decides_how_much_is_remembered():
+    matcher = Restriction(VOCAB, None, [[1, 2, 3], [4, 5]]).matcher()
+    for token in (1, 2):
+        matcher.accept(token)
+    assert tokens_of(matcher.mask()) == set(range(VOCAB)) - {3}
+
+
+def test_a_mask_may_be_shorter_than_what_is_banned():
+    """What is beyond its end is not in it."""
+    inner = Inner()
+    inner.mask = lambda: b"\x0f"
+    matcher = Restriction(VOCAB, {1, 2, 9}).matcher(inner)
+    assert tokens_of(matcher.mask({2, 10})) == {1}
+
+
+@pytest.mark.parametrize("how", ["complete", "stuck"])
+def test_the_end_of_the_other_matcher_is_the_end(how):
+    """What it would let come then means nothing."""
+    inner = Inner()
+    matcher = Restriction(VOCAB, {1, 2}).matcher(inner)
+    inner.accept = lambda _: setattr(inner, *(("is_complete", True) if how == "complete" else ("error", "too deep")))
+    inner.mask = lambda: b""
+    matcher.accept(2)
+    assert matcher.is_complete == (how == "complete")
+    assert matcher.error == (None if how == "complete" else "too deep")
+    assert matcher.field == FIELD
+
+
 @pytest.mark.parametrize(
     ("allowed", "bad_words", "field"),
     [([4], [[4]], "allowed_token_ids"), (None, [[t] for t in range(VOCAB)], "bad_words")],

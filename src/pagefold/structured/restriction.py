@@ -74,13 +74,12 @@ class Restriction:
 class RestrictedMatcher:
     """A :class:`~pagefold.request.TokenMatcher`: what a restriction leaves of all tokens, or of another matcher's."""
 
-    __slots__ = ("_allowed", "_inner", "_last", "_num_bytes", "_restriction", "_stuck")
+    __slots__ = ("_allowed", "_inner", "_last", "_restriction", "_stuck")
 
     def __init__(self, restriction: Restriction, inner: TokenMatcher | None) -> None:
         self._restriction = restriction
         self._inner = inner
         self._last: list[int] = []
-        self._num_bytes = restriction.num_bytes
         self._stuck: str | None = None
         self._look()
 
@@ -101,8 +100,9 @@ class RestrictedMatcher:
 
     def mask(self, banned: Collection[int] = ()) -> bytes:
         """See :class:`~pagefold.request.TokenMatcher`."""
-        rest = self._allowed & ~_bits(banned, self._num_bytes) if banned else self._allowed
-        return (rest or self._allowed).to_bytes(self._num_bytes, "little")
+        num_bytes = self._restriction.num_bytes
+        rest = self._allowed & ~_bits(banned, num_bytes) if banned else self._allowed
+        return (rest or self._allowed).to_bytes(num_bytes, "little")
 
     def accept(self, token_id: int) -> None:
         """See :class:`~pagefold.request.TokenMatcher`."""
@@ -117,9 +117,7 @@ class RestrictedMatcher:
         """Find out what may come next."""
         self._allowed = self._restriction.after(self._last)
         if self._inner is not None:
-            mask = self._inner.mask()
-            self._num_bytes = len(mask)
-            self._allowed &= int.from_bytes(mask, "little")
+            self._allowed &= int.from_bytes(self._inner.mask(), "little")
         if not self._allowed:
             self._stuck = "no token that may come next"
 
