@@ -58,7 +58,7 @@ class BlockEvicted:
             ``not_admitted`` when the eviction policy refused to keep it, ``corrupted`` when a request whose logits were
             no numbers had to do with it.
         lifetime_s: seconds since it was published.
-        idle_s: seconds since the last request that held it let it go.
+        idle_s: seconds since it was last used (published, found, or let go).
     """
 
     block_id: int

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections import Counter
+from random import Random
 
 import openai
 import pytest
@@ -94,6 +96,54 @@ def test_it_is_never_larger_than_it_may_be(steps):
         assert store.num_responses == len(kept) <= 5
         assert store.num_bytes == sum(stored.num_bytes for stored in kept) <= 12_000
         assert all(store._shelves.values())
+
+
+class SlowModel:
+    """What a store keeps, decided by looking at all of it each time."""
+
+    def __init__(self, max_bytes: int, max_responses: int):
+        self.max_bytes, self.max_responses = max_bytes, max_responses
+        self.sizes: dict[tuple[str, str], int] = {}  # used longest ago first
+
+    def put(self, tenant: str, name: str, size: int, store: ResponseStore) -> bool:
+        if size > self.max_bytes:
+            return False
+        self.sizes[tenant, name] = size
+        while sum(self.sizes.values()) > self.max_bytes or len(self.sizes) > self.max_responses:
+            are_too_large = sum(self.sizes.values()) > self.max_bytes
+            takes = Counter()
+            for (whose, _), each in self.sizes.items():
+                takes[whose] += each if are_too_large else 1
+            of_each = {whose: (whose, name) for whose, name in reversed(self.sizes)}
+            candidates = [of_each[whose] for whose in takes if takes[whose] == max(takes.values())]
+            gone = [one for one in candidates if one[1] not in store._shelves.get(one[0], {})]
+            assert gone, "of those who take most, one loses what was not used for longest"
+            del self.sizes[gone[0]]
+        return (tenant, name) in self.sizes
+
+    def use(self, tenant: str, name: str) -> bool:
+        if (tenant, name) in self.sizes:
+            self.sizes[tenant, name] = self.sizes.pop((tenant, name))
+        return (tenant, name) in self.sizes
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_it_keeps_what_a_slow_model_keeps(seed):
+    random = Random(seed)
+    limits = random.choice([1500, 4000, 20_000, 60_000]), random.choice([1, 2, 5, 20])
+    store, model = ResponseStore(*limits), SlowModel(*limits)
+    for at in range(300):
+        tenant, name = random.choice("abcd"), f"{random.randrange(max(0, at - 40), at + 1)}"
+        draw = random.random()
+        if draw < 0.5:
+            text = "x" * random.choice([0, 50, random.randrange(2000), random.randrange(9000)])
+            size = 1024 + len(f'{{"id":"{at}","text":"{text}"}}[]')
+            assert put(store, tenant, f"{at}", len(text)) == model.put(tenant, f"{at}", size, store)
+        elif draw < 0.9:
+            assert (store.get(tenant, name) is not None) == model.use(tenant, name)
+        else:
+            assert store.delete(tenant, name) == (model.sizes.pop((tenant, name), None) is not None)
+        assert (store.num_responses, store.num_bytes) == (len(model.sizes), sum(model.sizes.values()))
 
 
 @pytest.fixture

@@ -313,7 +313,7 @@ class Metrics:
         )
         self._block_idle_s = self._histogram(
             "vllm:kv_block_idle_before_evict_seconds",
-            "From when the last request that held a block let it go to when another sequence got its memory.",
+            "From when a block was last used (published, found, or let go) to when another sequence got its memory.",
             _RESIDENCY_S,
         )
         self._block_gap_s = self._histogram(

@@ -14,11 +14,11 @@ apart from the others, in ever smaller groups:
   is not blamed for what many requests do, from half of that on the clear ones are planned by themselves, and where
   there are none, one request of each group in turn.
 
-Bounds. One culprit among ``n`` costs at most ``log2(n) + 4`` steps that fail: 11 of 128, and nobody else ends. A search
-knows only those who were in the step that failed: who waits is not admitted before it is over, and no step is planned
-behind another one. Each step of it settles a group, halves one, or counts against somebody, and each group is tried in
-its turn, so nobody waits for longer than there are groups. Who is tried and cannot be planned, for want of memory, is
-suspected no more: it waits like all others, and is newly admitted when it comes again.
+Bounds. One culprit among ``n`` costs at most ``ceil(log2(n)) + 4`` steps that fail: 11 of 128, and nobody else ends. A
+search knows only those who were in the step that failed: who waits is not admitted before it is over, and no step is
+planned behind another one. Each step of it settles a group, halves one, or counts against somebody, and each group is
+tried in its turn, so nobody waits for longer than there are groups. Who is tried and cannot be planned, for want of
+memory, is suspected no more: it waits like all others, and is newly admitted when it comes again.
 
 While nothing has failed there is nothing here: :attr:`Suspicion.is_on` is False, and nobody asks more.
 """

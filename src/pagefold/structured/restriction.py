@@ -29,9 +29,6 @@ class Restriction:
         vocab_size: of the model.
         allowed: the only tokens that may come; None for all.
         bad_words: sequences of tokens, the last of which must not come where the output ends with those before it.
-
-    Raises:
-        InvalidRequestError: no token is left that could come first.
     """
 
     def __init__(
