@@ -134,3 +134,26 @@ def test_what_failed_in_company_is_forgotten_when_it_joins():
         search.ran("b")
         search.ran("ac")
         assert search.failed("abc") == ({"b"} if count == MAX_FAILED_IN_COMPANY else set())
+
+
+def test_nothing_counts_against_anybody_when_a_search_is_over():
+    search = Search("ab")
+    search.begin()
+    assert search.failed("a") == set()
+    search.ran("b")
+    fail_in_company(search)
+    assert search.suspicion.num_counted == 1
+    assert search.failed("a") == set()
+    search.running.remove("a")
+    assert search.chosen() == "nobody"
+    assert search.suspicion.num_counted == 0
+
+
+def test_a_device_is_blamed_anew():
+    search = Search("abcdefghijkl")
+    ended = {}
+    while not ended:
+        chosen = search.suspicion.choose(search.running, []) if search.suspicion.is_on else search.running
+        ended = search.suspicion.failed(list(chosen), [])
+    assert "in a row" in ended["a"]
+    assert search.suspicion.failed(["x", "y"], []) == {}

@@ -59,7 +59,7 @@ def test_faults_cost_hits_and_nothing_else():
 
 def test_a_disk_that_is_slower_than_computing_is_left_alone():
     report = run(TierModel(host_tokens=8_000, disk_tokens=MANY, disk_bytes_per_s=5e7))
-    assert not report.num_disk_read
+    assert report.num_disk_read < report.num_disk_written / 20, "it is tried again from time to time, and no more"
     assert report.num_disk_written
 
 
