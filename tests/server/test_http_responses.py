@@ -340,6 +340,14 @@ def test_what_means_nothing_is_no_error(tiny):
     assert "x-pagefold-ignored" not in response.headers
 
 
+@pytest.mark.parametrize("tier", ["auto", "default", "flex", "priority"])
+def test_a_tier_is_told_back(tiny, tier):
+    response = tiny.http.post("/v1/responses", json={"input": "a", "max_output_tokens": 2, "service_tier": tier})
+    assert response.json()["service_tier"] == ("default" if tier == "auto" else tier)
+    wrong = tiny.http.post("/v1/responses", json={"input": "a", "service_tier": "gold"})
+    assert error_of(wrong, 400)["param"] == "service_tier"
+
+
 def _last(events):
     *_, last = events
     return last.response

@@ -165,3 +165,31 @@ def test_of_many_texts_no_other_begins_when_the_client_has_gone(tiny, gate):
 
 def _has(server: LocalServer, label: str) -> bool:
     return ("pagefold:http_responses_total", label) in server.metrics()
+
+
+TOOL = {"type": "function", "function": {"name": "weather", "description": "Tell the weather.", "parameters": {}}}
+SAID = {"role": "assistant", "content": "Well, I"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [USER]},
+        {"messages": [USER], "tools": [TOOL]},
+        {"messages": [USER], "chat_template_kwargs": {"enable_thinking": False}},
+        {"messages": [USER, SAID], "add_generation_prompt": False, "continue_final_message": True},
+        {"messages": [USER], "add_generation_prompt": False},
+    ],
+)
+def test_a_chat_is_counted_as_it_is_answered(tiny, fields):
+    answer = tiny.http.post("/v1/chat/completions", json={**fields, "max_tokens": 1}).json()
+    counted = tiny.http.post("/tokenize", json=fields)
+    assert counted.json()["count"] == answer["usage"]["prompt_tokens"]
+    assert "x-pagefold-ignored" not in counted.headers
+
+
+def test_a_chat_that_cannot_be_continued_is_not_counted(tiny):
+    answer = tiny.http.post("/tokenize", json={"messages": [USER], "continue_final_message": True})
+    assert error_of(answer, 400)["param"] == "continue_final_message"
+    answer = tiny.http.post("/tokenize", json={"prompt": "a", "continue_final_message": True})
+    assert error_of(answer, 400)["param"] == "continue_final_message"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, FailFast, Field, StrictBool, StrictInt, model_validator
 
@@ -16,7 +16,7 @@ from pagefold.server.unsupported import IN_CHAT, IN_CHAT_MESSAGES, refuse_unsupp
 from pagefold.server.wanted import AskedTools
 from pagefold.tokenizer import ChatOptions
 
-__all__ = ["ChatMessage", "ChatRequest", "TextPart"]
+__all__ = ["ChatMessage", "ChatRequest", "Templated", "TextPart"]
 
 _MAX_TOOLS = 128
 
@@ -145,19 +145,56 @@ class ChatMessage(Body):
         return message
 
 
-class ChatRequest(GenerationRequest):
+class Templated(Body):
+    """What a body says of how the model's chat template is asked for its messages.
+
+    Attributes:
+        messages: the chat; None where there is another prompt.
+        tools: what the model hears of.
+        chat_template_kwargs: variables that the template reads, such as ``enable_thinking``.
+        add_generation_prompt: whether the assistant's answer is begun behind the messages, as the template begins it.
+        continue_final_message: the answer goes on with the last message, which is the assistant's and stays open.
+    """
+
+    messages: Annotated[
+        list[ChatMessage] | None, Field(min_length=1, max_length=MAX_PARTS), FailFast(), BeforeValidator(few_parts)
+    ] = None
+    tools: Annotated[list[Tool], Field(max_length=_MAX_TOOLS), FailFast()] = []  # noqa: RUF012 - as above
+    chat_template_kwargs: TemplateVariables = {}  # noqa: RUF012 - as above
+    add_generation_prompt: StrictBool = True
+    continue_final_message: StrictBool = False
+
+    @model_validator(mode="after")
+    def _check_end(self) -> Self:
+        if not self.continue_final_message:
+            return self
+        if self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set:
+            msg = "continue_final_message and add_generation_prompt are both true: an answer goes on or begins."
+            raise InvalidRequestError(msg, param="continue_final_message", remedy="Send one of them.")
+        last = self.messages[-1] if self.messages else None
+        if last is None or last.role != "assistant" or last.tool_calls:
+            msg = "continue_final_message is true, but the last message is not what the assistant said."
+            raise InvalidRequestError(msg, param="continue_final_message", remedy="Let the last message be one.")
+        return self
+
+    def chat_options(self) -> ChatOptions:
+        """Return how the template is asked for the chat's text."""
+        return ChatOptions(
+            variables=self.chat_template_kwargs,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+        )
+
+
+class ChatRequest(Templated, GenerationRequest):
     """``POST /v1/chat/completions``. Without ``max_tokens`` an answer may be as long as fits.
 
     Attributes:
         messages: the chat.
         logprobs: whether each token's logprob is told.
         top_logprobs: with it, those of so many most likely tokens.
-        tools: what the model may call.
         tool_choice: whether it must, and what; ``auto`` where there are tools.
         parallel_tool_calls: whether one answer may have several calls.
-        chat_template_kwargs: variables that the model's chat template reads, such as ``enable_thinking``.
-        add_generation_prompt: whether the assistant's answer is begun behind the messages, as the template begins it.
-        continue_final_message: the answer goes on with the last message, which is the assistant's and stays open.
         include_reasoning: whether the answer tells what the model thought.
     """
 
@@ -168,38 +205,13 @@ class ChatRequest(GenerationRequest):
     ]
     logprobs: StrictBool = False
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS)] = 0
-    tools: Annotated[list[Tool], Field(max_length=_MAX_TOOLS), FailFast()] = []  # noqa: RUF012 - as above
     tool_choice: ToolChoice = WhichTool("auto")
     parallel_tool_calls: StrictBool = True
-    chat_template_kwargs: TemplateVariables = {}  # noqa: RUF012 - as above
-    add_generation_prompt: StrictBool = True
-    continue_final_message: StrictBool = False
     include_reasoning: StrictBool = True
-
-    @model_validator(mode="after")
-    def _check_end(self) -> ChatRequest:
-        if not self.continue_final_message:
-            return self
-        if self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set:
-            msg = "continue_final_message and add_generation_prompt are both true: an answer goes on or begins."
-            raise InvalidRequestError(msg, param="continue_final_message", remedy="Send one of them.")
-        last = self.messages[-1]
-        if last.role != "assistant" or last.tool_calls:
-            msg = "continue_final_message is true, but the last message is not what the assistant said."
-            raise InvalidRequestError(msg, param="continue_final_message", remedy="Let the last message be one.")
-        return self
 
     def asked_tools(self) -> AskedTools:
         """Return what it says of tools."""
         return AskedTools(self.tools, self.tool_choice, self.parallel_tool_calls)
-
-    def chat_options(self) -> ChatOptions:
-        """Return how the template is asked for the chat's text."""
-        return ChatOptions(
-            variables=self.chat_template_kwargs,
-            add_generation_prompt=self.add_generation_prompt,
-            continue_final_message=self.continue_final_message,
-        )
 
     def num_logprobs(self) -> int | None:
         """See :class:`GenerationRequest`.

@@ -51,6 +51,7 @@ __all__ = [
     "RequestBody",
     "StreamOptions",
     "Text",
+    "TieredRequest",
     "few_parts",
     "stated",
     "whole_text",
@@ -187,7 +188,33 @@ class CachedRequest(RequestBody):
         )
 
 
-class GenerationRequest(CachedRequest):
+class TieredRequest(CachedRequest):
+    """What every body has in OpenAI's APIs.
+
+    Attributes:
+        service_tier: OpenAI's word for a ``priority``, which counts instead if it is there too. Of what the key's
+            customer class says, ``priority`` takes 10 and ``flex`` adds 10; ``default``, ``auto`` and ``scale`` leave
+            it. It is told back, ``auto`` as ``default``. Where the server does not schedule by priority it changes
+            nothing.
+    """
+
+    service_tier: ServiceTier | None = None
+
+    def caller(self, account: Account) -> Caller:
+        """Return who asks, and on what terms; see :meth:`CachedRequest.caller`."""
+        caller = super().caller(account)
+        if self.service_tier is None or self.priority is not None:
+            return caller
+        return replace(caller, tier_offset=SERVICE_TIERS[self.service_tier])
+
+    def told_back(self) -> dict[str, str]:
+        """Return what an answer tells of the request."""
+        if self.service_tier is None:
+            return {}
+        return {"service_tier": "default" if self.service_tier == "auto" else self.service_tier}
+
+
+class GenerationRequest(TieredRequest):
     """What completions and chats have in common; :class:`~pagefold.request.SamplingParams` says what the fields mean.
 
     Attributes:
@@ -199,10 +226,6 @@ class GenerationRequest(CachedRequest):
         response_format: what the output must look like: text, any JSON object, or JSON of a schema.
         structured_outputs: the same in vLLM's form: ``json``, ``regex``, ``choice``, ``grammar`` or ``json_object``.
         return_token_ids: whether ``token_ids`` tell what was sampled, and ``prompt_token_ids`` what it follows.
-        service_tier: OpenAI's word for a ``priority``, which counts instead if it is there too. Of what the key's
-            customer class says, ``priority`` takes 10 and ``flex`` adds 10; ``default``, ``auto`` and ``scale`` leave
-            it. It is told back, ``auto`` as ``default``. Where the server does not schedule by priority it changes
-            nothing.
         guided_json: vLLM's older form of ``structured_outputs.json``.
         guided_regex: of its ``regex``.
         guided_choice: of its ``choice``.
@@ -240,7 +263,6 @@ class GenerationRequest(CachedRequest):
     prompt_logprobs: Annotated[StrictInt | None, stated(minimum=0, maximum=MAX_LOGPROBS)] = None
     skip_special_tokens: StrictBool = True
     return_token_ids: StrictBool = False
-    service_tier: ServiceTier | None = None
     stream: StrictBool = False
     stream_options: StreamOptions | None = None
     user: Text | None = None
@@ -309,19 +331,6 @@ class GenerationRequest(CachedRequest):
             msg = "prompt_logprobs are told in a whole answer, and stream is true."
             raise InvalidRequestError(msg, param="prompt_logprobs", remedy="Leave it out, or do not stream.")
         return how
-
-    def caller(self, account: Account) -> Caller:
-        """Return who asks, and on what terms; see :meth:`CachedRequest.caller`."""
-        caller = super().caller(account)
-        if self.service_tier is None or self.priority is not None:
-            return caller
-        return replace(caller, tier_offset=SERVICE_TIERS[self.service_tier])
-
-    def told_back(self) -> dict[str, str]:
-        """Return what an answer tells of the request."""
-        if self.service_tier is None:
-            return {}
-        return {"service_tier": "default" if self.service_tier == "auto" else self.service_tier}
 
     @property
     def continuous_usage(self) -> bool:

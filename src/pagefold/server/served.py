@@ -129,21 +129,6 @@ class Served:
         encode = partial(tokenizer.encode, add_special_tokens=add_special_tokens)
         return await self.workers.run(size, [partial(encode, text) for text in texts], receive)
 
-    async def encode_chat(
-        self,
-        messages: Sequence[ChatMessage],
-        tools: Sequence[Tool] = (),
-        *,
-        param: str = "messages",
-        add_special_tokens: bool = False,
-        receive: Receive = stays,
-    ) -> list[list[int]]:
-        """Return the tokens of a chat in the model's template, as the only prompt; see :meth:`prepare_chat`."""
-        chat = await self.prepare_chat(
-            messages, tools, param=param, add_special_tokens=add_special_tokens, receive=receive
-        )
-        return [chat.token_ids]
-
     async def prepare_chat(  # noqa: PLR0913 - a chat, by name
         self,
         messages: Sequence[ChatMessage],
@@ -217,7 +202,7 @@ class Served:
         """Return what to warm of a prompt: token ids as they are, texts and chats up to where they may go on.
 
         Raises:
-            InvalidRequestError, ContextLengthError: as :meth:`encode` and :meth:`encode_chat`; or no token is certain
+            InvalidRequestError, ContextLengthError: as :meth:`encode` and :meth:`prepare_chat`; or no token is certain
                 to stay.
         """
         prompt = asked.prompt

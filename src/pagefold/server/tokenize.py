@@ -33,7 +33,14 @@ def tokenize_routes(served: Served) -> APIRouter:
         served.admit(asked, request)
         adds, receive = asked.add_special_tokens, request.receive
         if asked.messages is not None:
-            (token_ids,) = await served.encode_chat(asked.messages, add_special_tokens=adds or False, receive=receive)
+            chat = await served.prepare_chat(
+                asked.messages,
+                asked.tools,
+                options=asked.chat_options(),
+                add_special_tokens=adds or False,
+                receive=receive,
+            )
+            token_ids = chat.token_ids
         else:
             adds = adds is None or adds
             (token_ids,) = await served.encode([asked.prompt or ""], add_special_tokens=adds, receive=receive)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BeforeValidator, FailFast, Field, StrictBool, StrictInt, model_validator
+from pydantic import FailFast, Field, StrictBool, StrictInt, model_validator
 
 from pagefold.errors import InvalidRequestError
-from pagefold.server.chat_schemas import ChatMessage  # noqa: TC001 - pydantic reads it
-from pagefold.server.schemas import MAX_PARTS, MAX_TOKEN_ID, RequestBody, Text, few_parts
+from pagefold.server.chat_schemas import Templated
+from pagefold.server.schemas import MAX_TOKEN_ID, RequestBody, Text
 
 __all__ = ["DetokenizeRequest", "TokenizeRequest"]
 
@@ -16,25 +16,19 @@ _MAX_TOKENS = 2**21
 """More than any context has: of more, none is looked at."""
 
 
-class TokenizeRequest(RequestBody):
+class TokenizeRequest(Templated, RequestBody):
     """``POST /tokenize``: a prompt, or the messages of a chat.
 
     Attributes:
         model: may be left out: there is one.
         prompt: a text.
-        messages: a chat, which is put into the model's template; instead of ``prompt``.
+        messages: a chat, which is put into the model's template, as its other fields say; instead of ``prompt``.
         add_special_tokens: whether the tokens that the model expects at the start of a prompt are added. If it is not
             there: yes for a prompt, no for a chat, whose template brings its own.
         return_token_strs: whether the text of each token is told too.
     """
 
     prompt: Text | None = None
-    messages: Annotated[
-        list[ChatMessage] | None,
-        Field(min_length=1, max_length=MAX_PARTS),
-        FailFast(),
-        BeforeValidator(few_parts),
-    ] = None
     add_special_tokens: StrictBool | None = None
     return_token_strs: StrictBool = False
 

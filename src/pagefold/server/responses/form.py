@@ -41,13 +41,14 @@ class ResponseForm:
             "model": model_name,
             "background": False,
             "reasoning": {"effort": None, "summary": None},
-            "service_tier": "default",
             "store": is_stored,
             "text": asked.text.told(),
             "tool_choice": asked.tool_choice.told,
             "tools": [function.told() for function in asked.tools],
             "truncation": "disabled",
             **{name: getattr(asked, name) for name in _REPEATED},
+            "service_tier": "default",
+            **asked.told_back(),
         }
 
     def began(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pagefold.request import SamplingParams
 from pagefold.server.responses.functions import Choice, Function, FunctionChoice
 from pagefold.server.responses.items import Item
 from pagefold.server.responses.text_config import TextConfig
-from pagefold.server.schemas import MAX_PARTS, CachedRequest, Text, few_parts, stated
+from pagefold.server.schemas import MAX_PARTS, Text, TieredRequest, few_parts, stated
 from pagefold.server.tools.schemas import WhichTool
 from pagefold.server.unsupported import IN_RESPONSES, refuse_unsupported
 from pagefold.server.wanted import AskedTools
@@ -42,7 +42,7 @@ def _has_it(included: object) -> object:
 _Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_PARTS)]
 
 
-class ResponseRequest(CachedRequest):
+class ResponseRequest(TieredRequest):
     """``POST /v1/responses``; :class:`~pagefold.request.SamplingParams` says what the fields of sampling mean.
 
     Attributes:
@@ -59,7 +59,7 @@ class ResponseRequest(CachedRequest):
         max_tool_calls: of tools that the server itself calls, of which there are none.
         stream: whether the answer comes in events, as it is made.
         metadata: told back.
-        user: accepted and ignored.
+        user: told back.
     """
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = IN_RESPONSES
@@ -69,7 +69,6 @@ class ResponseRequest(CachedRequest):
             "prompt_cache_options",
             "prompt_cache_retention",
             "safety_identifier",
-            "service_tier",
             "stream_options",  # nothing is obfuscated
             "truncation",  # refused, but for what is done anyway
         }
