@@ -115,7 +115,8 @@ def test_outputs_of_the_overlapped_loop_are_those_alone(setting, is_late, tiny_f
     trial = Trial(how, SHORT, tiny_folder("qwen3"), build_overlapped, is_late=is_late)
     trial.run()
     trial.assert_exact(alone("qwen3", trial.setting))
-    assert trial.engine.num_ahead > trial.engine.num_launched / 4
+    # While it is looked for who made a step fail, none is planned behind another one.
+    assert trial.engine.num_ahead > trial.engine.num_launched / (32 if setting.failure_rate else 4)
 
 
 @pytest.mark.long

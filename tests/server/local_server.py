@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +29,12 @@ from pagefold.observe.recorder import TraceRecorder
 from pagefold.server import create_app
 from pagefold.server.connection import http_settings
 from pagefold.server.listener import listen
-from pagefold.steps import StepResult
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Iterator
 
-    from pagefold.steps import Runner, StepPlan
+    from pagefold.steps import Runner, StepPlan, StepResult
 
 PATIENCE_S = 60.0
 """How long anything may take before a test gives up: for a machine that is busy, not for a measurement."""
@@ -51,7 +51,10 @@ def until(condition, what: str, patience_s: float = PATIENCE_S) -> None:
 
 
 class ControlledRunner:
-    """The real runner, behind a gate; or a script in its place, so that a test chooses the output token by token."""
+    """The real runner, behind a gate; or with a script, so that a test chooses the output token by token.
+
+    Also then blocks hold what was computed: other tests may find them.
+    """
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -74,9 +77,10 @@ class ControlledRunner:
                 self._num_failures -= 1
                 msg = "the test lets this step fail"
                 raise RuntimeError(msg)
-        if self.script is not None:
-            return StepResult([self.script[draw % len(self.script)] for draw in plan.draws])
-        return self._runner.run(plan)
+        result = self._runner.run(plan)
+        if self.script is None:
+            return result
+        return replace(result, token_ids=[self.script[draw % len(self.script)] for draw in plan.draws])
 
     def close_gate(self) -> None:
         """Stop at the next step, before it runs."""

@@ -152,6 +152,8 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         """Refuse what is no HTTP; ``msg`` is uvicorn's, and says less than h11 does."""
         error = sys.exc_info()[1]
         status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
+        if status == HTTPStatus.NOT_IMPLEMENTED:  # a transfer coding: it is the client's to send one that is known
+            status = HTTPStatus.BAD_REQUEST
         if status == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE:
             self._refuse(status, f"The head of the request is larger than the {MAX_HEAD_BYTES} bytes that are taken.")
         else:
