@@ -132,8 +132,7 @@ SETTINGS = (
     ),
     Setting(
         name="streamed",
-        spare_blocks=-20,
-        allow_streaming=True,
+        streamed_share=0.26,
         num_host_blocks=200,
         num_rounds=2,
         at_least=Counts(num_streamed=6, num_hit_tokens=1000),
@@ -141,8 +140,7 @@ SETTINGS = (
     Setting(
         name="streamed in a few blocks, chunks of 64, with others",
         block_size=4,
-        spare_blocks=-100,
-        allow_streaming=True,
+        streamed_share=0.06,
         num_host_blocks=240,
         max_num_batched_tokens=64,
         max_num_seqs=16,
@@ -154,8 +152,7 @@ SETTINGS = (
     Setting(
         name="streamed, with bits that turn, failing steps, cancels and a slow tier that goes wrong",
         block_size=8,
-        spare_blocks=-34,
-        allow_streaming=True,
+        streamed_share=0.36,
         num_host_blocks=120,
         slow_policy="write_through",
         slow_fault_rate=0.02,

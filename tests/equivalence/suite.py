@@ -61,8 +61,10 @@ class Setting:
         block_size, kv_cache_dtype, max_num_batched_tokens, max_num_seqs, enable_prefix_caching, eviction_policy,
             attention_backend, dtype: as in ``EngineConfig``.
         spare_blocks: the KV budget: so many blocks more than the longest request needs; None for plenty.
-        allow_streaming: as in ``EngineConfig``; then ``spare_blocks`` may be negative.
-        num_host_blocks: what the host keeps of evicted blocks; 0 for no host tier.
+        streamed_share: the KV budget instead: this share of the blocks that the longest request needs, so that it
+            streams; None for no streaming.
+        num_host_blocks: what the host keeps of evicted blocks; 0 for no host tier. With ``streamed_share`` it is
+            twice what the longest request needs, if that is more.
         damage_rate: share of the blocks that come back from there damaged.
         slow_policy: when blocks are written to a slow tier behind the host; None for no such tier.
         slow_fault_rate: share of its blocks that do not come back, or not as they were.
@@ -85,7 +87,7 @@ class Setting:
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
     spare_blocks: int | None = None
-    allow_streaming: bool = False
+    streamed_share: float | None = None
     num_host_blocks: int = 0
     slow_policy: WritePolicy | None = None
     slow_fault_rate: float = 0.0
@@ -186,6 +188,7 @@ class Budget(NamedTuple):
     """What an engine gets that follows from setting and workload."""
 
     num_blocks: int
+    num_host_blocks: int
     max_model_len: int
 
 
@@ -209,8 +212,8 @@ def build(setting: Setting, folder: Path, budget: Budget, emit: Emit) -> Engine:
         kv_cache_dtype=setting.kv_cache_dtype,
         kv_cache_memory_bytes=budget.num_blocks * geometry.bytes_per_block
         + setting.max_num_seqs * geometry.residual_bytes,
-        kv_offloading_size=setting.num_host_blocks * geometry.bytes_per_block / 2**30,
-        allow_streaming=setting.allow_streaming,
+        kv_offloading_size=budget.num_host_blocks * geometry.bytes_per_block / 2**30,
+        allow_streaming=setting.streamed_share is not None,
         max_model_len=budget.max_model_len,
         max_num_seqs=setting.max_num_seqs,
         max_num_batched_tokens=setting.max_num_batched_tokens,
@@ -403,10 +406,15 @@ def assert_clean(engine: Engine) -> None:
 
 def _budget(setting: Setting, workload: Workload) -> Budget:
     max_model_len = workload.max_total_tokens
+    longest = -(-max_model_len // setting.block_size)
+    if setting.streamed_share is not None:
+        num_host_blocks = max(setting.num_host_blocks, 2 * longest)
+        return Budget(int(longest * setting.streamed_share), num_host_blocks, max_model_len)
     if setting.spare_blocks is not None:
-        return Budget(-(-max_model_len // setting.block_size) + setting.spare_blocks, max_model_len)
+        return Budget(longest + setting.spare_blocks, setting.num_host_blocks, max_model_len)
     needed = sum(-(-(len(prompt) + workload.num_outputs) // setting.block_size) for prompt in workload.prompts)
-    return Budget(int(needed * (1.1 + setting.cancel_share)) + 2, max_model_len)
+    plenty = int(needed * (1.1 + setting.cancel_share)) + 2
+    return Budget(plenty, setting.num_host_blocks, max_model_len)
 
 
 def _difference(ours: list[int], expected: list[int]) -> str:

@@ -73,7 +73,7 @@ QUICK = (
 ALL_SETTINGS = [
     replace(setting, kv_cache_dtype="kivi2", at_least=_once(setting.at_least))
     for setting in SETTINGS
-    if 4 <= setting.block_size <= 64 and not setting.allow_streaming
+    if 4 <= setting.block_size <= 64 and setting.streamed_share is None
 ]
 
 

@@ -54,7 +54,7 @@ def hold(setting, tiny_folder, tiny_references, *, is_late):
     engine = trial.engine
     assert isinstance(engine, OverlappedEngine)
     trial.assert_exact(tiny_references("llama", WORKLOAD.num_outputs))
-    if not setting.allow_streaming:
+    if setting.streamed_share is None:
         # While it is looked for who made a step fail, none is planned behind another one.
         assert engine.num_ahead > engine.num_launched / (32 if setting.failure_rate else 4)
 

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -33,6 +32,7 @@ from pagefold.server.listener import listen
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Iterator
+    from pathlib import Path
 
     from pagefold.steps import Runner, StepPlan, StepResult
 
@@ -247,10 +247,8 @@ class LocalServer(AnyServer):
         return self._server.servers[0].get_loop()
 
     def children(self) -> list[int]:
-        """The processes that check bodies: all that this one has started and that are there for them."""
-        own = Path(f"/proc/{os.getpid()}/task")
-        pids = [int(pid) for task in own.iterdir() for pid in (task / "children").read_text("ascii").split()]
-        return [pid for pid in pids if b"checking" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        """The processes of this server that check bodies."""
+        return self.app.state.checker.pids
 
     def close(self) -> None:
         self.http.close()

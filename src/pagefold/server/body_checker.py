@@ -71,6 +71,11 @@ class BodyChecker:
             self._all.append(_Process(_MEMORY_BYTES + _MEMORY_PER_BYTE * max_body_bytes))
             self._processes.put(self._all[-1])
 
+    @property
+    def pids(self) -> list[int]:
+        """The ids of the processes that run."""
+        return [process.pid for process in self._all if process.pid is not None]
+
     def start(self) -> None:
         """Start a process before it is needed."""
         self._threads.submit(self._start_one)
@@ -161,9 +166,15 @@ def _told(answer: Answer) -> BaseModel:
 
 
 class _Process:
-    """A process that checks, as the server sees it. One thread at a time may use it."""
+    """A process that checks, as the server sees it. One thread at a time may use it.
+
+    Attributes:
+        pid: of the process, while it runs.
+        is_worn: whether it has grown so much that another should take its place.
+    """
 
     def __init__(self, max_memory_bytes: int) -> None:
+        self.pid: int | None = None
         self._max_memory_bytes = max_memory_bytes
         self._connection: socket.socket | None = None
         self._end_process: Callable[[], object] | None = None
@@ -183,7 +194,7 @@ class _Process:
             process = subprocess.Popen(  # noqa: S603 - our own module
                 [sys.executable, "-c", _PROGRAM, *arguments], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
             )
-        self._connection, self.is_worn = ours, False
+        self._connection, self.pid, self.is_worn = ours, process.pid, False
         self._end_process = weakref.finalize(self, _end_process, process, ours)
         ours.settimeout(_START_LIMIT_S)
         try:
@@ -238,7 +249,7 @@ class _Process:
     def _end(self) -> None:
         if self._end_process is not None:
             self._end_process()
-        self._connection = self._end_process = None
+        self._connection = self._end_process = self.pid = None
 
 
 def _end_process(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
