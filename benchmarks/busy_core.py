@@ -43,7 +43,7 @@ def runner_steps() -> dict[str, Callable[[], object]]:
     from pagefold.config import EngineConfig
     from pagefold.engine.build import build_engine, plan_engine
     from pagefold.kv import BlockId
-    from pagefold.request import SamplingParams
+    from pagefold.sampling import SamplingParams
     from pagefold.steps import StepPlan
 
     config = EngineConfig(model="smollm2-135m", kv_cache_memory_bytes=2**30, max_model_len=1024)

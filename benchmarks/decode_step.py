@@ -48,8 +48,8 @@ class Step:
 
 def decode_steps(engine: Engine, rng: random.Random, vocab_size: int) -> list[Step]:
     """Run 32 requests; return the steps in which all of them decoded."""
-    from pagefold.request import SamplingParams
     from pagefold.runner.fused.decoder import FusedDecoder
+    from pagefold.sampling import SamplingParams
 
     decoder = engine.runner.decoder
     assert isinstance(decoder, FusedDecoder)

@@ -400,7 +400,7 @@ def start(folder: str, **settings: Any) -> Engine:  # noqa: ANN401 - of EngineCo
 
 def complete(engine: Engine, prompts: list[list[int]], num_outputs: int) -> tuple[list[list[int]], list[float]]:
     """Complete prompts greedily; return outputs, and when each step ended."""
-    from pagefold.request import SamplingParams
+    from pagefold.sampling import SamplingParams
 
     tokens: dict[str, list[int]] = {}
     for index, prompt in enumerate(prompts):
@@ -448,7 +448,7 @@ class Big:
         """Return an engine over the model, put together as ``build_engine`` does."""
         from pagefold.capacity import Capacity
         from pagefold.config import EngineConfig
-        from pagefold.engine.build import Blueprint
+        from pagefold.engine.blueprint import Blueprint
         from pagefold.engine.engine import ModelLimits
         from pagefold.engine.on_card import bound_use_of, build_runner, capacity_on_card
         from pagefold.engine.overlapped import OverlappedEngine
@@ -574,7 +574,7 @@ def time_host(engine: OverlappedEngine, num_seqs: int, length: int) -> None:
 
 
 def _time_host(engine: OverlappedEngine, num_seqs: int, length: int, how: str, asked: str) -> None:
-    from pagefold.request import SamplingParams
+    from pagefold.sampling import SamplingParams
 
     launch = engine.runner.launch
     spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []

@@ -31,7 +31,8 @@ from pagefold.engine.engine import Engine, ModelLimits
 from pagefold.events import ignore
 from pagefold.kv import KVCore, Namespace
 from pagefold.observe.metrics import Metrics
-from pagefold.request import Request, SamplingParams, StopRule
+from pagefold.request import Request, StopRule
+from pagefold.sampling import SamplingParams
 from pagefold.scheduler import Scheduler, SchedulerLimits
 from pagefold.sim import NullRunner
 

@@ -23,7 +23,8 @@ from report import Row, machine, parser, print_report
 
 from pagefold.kv import KVCore
 from pagefold.kv.geometry import KVGeometry
-from pagefold.request import Request, SamplingParams, StopRule
+from pagefold.request import Request, StopRule
+from pagefold.sampling import SamplingParams
 from pagefold.scheduler import Scheduler, SchedulerLimits
 from pagefold.sim import NullRunner, Tally
 

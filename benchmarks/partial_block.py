@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Protocol
 from report import Row, machine, parser, print_report
 
 from pagefold.kv import KVCore, PrefixHit
-from pagefold.request import Caller, Request, SamplingParams, StopRule
+from pagefold.request import Caller, Request, StopRule
+from pagefold.sampling import SamplingParams
 from pagefold.scheduler import Scheduler, SchedulerLimits
 from pagefold.sim import NullRunner, Tally
 

@@ -20,7 +20,8 @@ from time import process_time
 from report import Row, machine, parser, print_report
 
 from pagefold.kv import KVCore
-from pagefold.request import Request, SamplingParams, StopRule
+from pagefold.request import Request, StopRule
+from pagefold.sampling import SamplingParams
 from pagefold.scheduler import Scheduler, SchedulerLimits
 from pagefold.sim import NullRunner
 from pagefold.steps import StepPlan

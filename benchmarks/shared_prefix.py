@@ -17,7 +17,8 @@ import random
 from report import Row, machine, parser, print_report
 
 from pagefold.kv import KVCore
-from pagefold.request import Request, SamplingParams, StopRule
+from pagefold.request import Request, StopRule
+from pagefold.sampling import SamplingParams
 from pagefold.scheduler import Scheduler, SchedulerLimits
 from pagefold.sim import LinearStepCost, NullRunner, Tally, VirtualClock, replay
 

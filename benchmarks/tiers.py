@@ -35,7 +35,7 @@ from rich.progress import track
 from pagefold.config import EngineConfig
 from pagefold.engine.build import build_engine, plan_engine
 from pagefold.kv import BlockId, HostOps, LoadOp, StoreOp
-from pagefold.request import SamplingParams
+from pagefold.sampling import SamplingParams
 from pagefold.store import HostArena
 
 if TYPE_CHECKING:

@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING
 from report import Row, machine, parser, print_report
 
 from pagefold.kv import KVCore
-from pagefold.request import Request, SamplingParams, StopRule
+from pagefold.request import Request, StopRule
+from pagefold.sampling import SamplingParams
 from pagefold.scheduler import Scheduler, SchedulerLimits
 from pagefold.sim import LinearStepCost, NullRunner, Report, Tally, VirtualClock, replay
 

@@ -9,7 +9,8 @@ from itertools import product
 import pytest
 
 from pagefold.errors import InvalidRequestError
-from pagefold.request import LEGAL_MOVES, Request, RequestStatus, SamplingParams, StopRule
+from pagefold.request import LEGAL_MOVES, Request, RequestStatus, StopRule
+from pagefold.sampling import SamplingParams
 
 # What was asked.
 

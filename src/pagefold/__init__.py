@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pagefold.engine.llm import LLM
     from pagefold.kv import KVCore
-    from pagefold.request import SamplingParams
+    from pagefold.sampling import SamplingParams
     from pagefold.sim import SimConfig, simulate
     from pagefold.structured.params import StructuredOutputsParams
 

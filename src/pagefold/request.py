@@ -8,7 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from pagefold.errors import InvalidRequestError
-from pagefold.sampling import MAX_LOGPROBS, MAX_SAMPLES, SamplingParams, out_of_range
+from pagefold.sampling import SamplingParams, out_of_range
 from pagefold.typecheck import wrong_type
 
 if TYPE_CHECKING:
@@ -21,15 +21,12 @@ __all__ = [
     "ANYBODY",
     "DEFAULT_RETENTION_PRIORITY",
     "LEGAL_MOVES",
-    "MAX_LOGPROBS",
     "MAX_RETURNS_IN_S",
-    "MAX_SAMPLES",
     "Caller",
     "FinishReason",
     "Request",
     "RequestStatus",
     "RequestTimes",
-    "SamplingParams",
     "StopRule",
     "TokenMatcher",
     "WarmUp",

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pagefold.kv import BlockId, CopyOp, HostOps, ResidualCopy
-    from pagefold.request import SamplingParams
+    from pagefold.sampling import SamplingParams
 
 __all__ = ["DamagedBlocksError", "LaunchingRunner", "PromptPart", "Runner", "StepPlan", "StepResult", "TokenLogprobs"]
 

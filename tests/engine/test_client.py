@@ -14,7 +14,7 @@ from pagefold.config import EngineConfig
 from pagefold.engine.build import build_engine, plan_engine
 from pagefold.engine.client import EngineThread
 from pagefold.errors import EngineStoppedError, InvalidRequestError, QueueFullError
-from pagefold.request import SamplingParams
+from pagefold.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -20,7 +20,8 @@ from pagefold.engine.overlapped import OverlappedEngine
 from pagefold.events import BlockEvicted, PinDropped, RequestCorrupted, StepApplied
 from pagefold.kv import audit
 from pagefold.kv.names import names_behind, root_digest
-from pagefold.request import Caller, SamplingParams, WarmUp
+from pagefold.request import Caller, WarmUp
+from pagefold.sampling import SamplingParams
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 8}
 POISON = 777  # of poisoned_chat_model

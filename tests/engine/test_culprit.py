@@ -8,7 +8,7 @@ from pagefold.config import EngineConfig
 from pagefold.engine.build import build_engine, plan_engine
 from pagefold.events import StepAbandoned
 from pagefold.kv import audit
-from pagefold.request import SamplingParams
+from pagefold.sampling import SamplingParams
 
 POISON = 777
 NUM_REQUESTS = 128

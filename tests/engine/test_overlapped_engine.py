@@ -16,7 +16,7 @@ from pagefold.engine.overlapped import OverlappedEngine
 from pagefold.errors import InvalidRequestError
 from pagefold.events import StepAbandoned
 from pagefold.kv import HostTier, KVCore, Namespace, audit
-from pagefold.request import SamplingParams
+from pagefold.sampling import SamplingParams
 from pagefold.scheduler import Scheduler, SchedulerLimits
 from pagefold.sim.shadow_runner import VOCAB_SIZE, ShadowRunner, expected_token
 

@@ -14,7 +14,7 @@ from pagefold.engine.engine import Engine, ModelLimits
 from pagefold.events import Event, RequestPreempted, fan_out
 from pagefold.kv import KVCore, Namespace
 from pagefold.observe.metrics import Metrics
-from pagefold.request import SamplingParams
+from pagefold.sampling import SamplingParams
 from pagefold.scheduler import Scheduler, SchedulerLimits
 from pagefold.sim import NullRunner, VirtualClock
 from pagefold.tokenizer import Tokenizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pagefold.config import EngineConfig
 from pagefold.engine.build import build_engine, plan_engine
-from pagefold.request import SamplingParams
+from pagefold.sampling import SamplingParams
 
 
 class AloneOutputs:

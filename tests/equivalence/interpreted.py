@@ -145,7 +145,6 @@ def complete(folder, prompts, num_outputs, *, has_graphs, is_overlapped=False, *
     from pagefold.config import EngineConfig
     from pagefold.engine.build import build_engine, plan_engine
     from pagefold.engine.overlapped import OverlappedEngine
-    from pagefold.request import SamplingParams
     from pagefold.runner.attention.cuda.attention import CudaAttention, HeadShape
     from pagefold.runner.codec_slab import CODEC_ROWS_LAYOUT, CodecSlab
     from pagefold.runner.cuda_decoder import CudaDecoder
@@ -153,6 +152,7 @@ def complete(folder, prompts, num_outputs, *, has_graphs, is_overlapped=False, *
     from pagefold.runner.sealed_slab import SEALED_ROWS_LAYOUT, SealedSlab
     from pagefold.runner.slab import ROWS_LAYOUT, Slab
     from pagefold.runner.torch_runner import TorchRunner
+    from pagefold.sampling import SamplingParams
 
     config = EngineConfig(
         model=str(folder),

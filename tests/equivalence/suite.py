@@ -32,8 +32,8 @@ from pagefold.events import (
     TierWritten,
 )
 from pagefold.kv import CODECS, TOKEN_BYTES, KVGeometry, audit
-from pagefold.request import SamplingParams
 from pagefold.runner.models import inspect_model
+from pagefold.sampling import SamplingParams
 from pagefold.store import FrameFormat
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from pagefold.config import EngineConfig
 from pagefold.engine import build
 from pagefold.engine.build import build_engine, plan_engine
 from pagefold.kv import audit
-from pagefold.request import SamplingParams
+from pagefold.sampling import SamplingParams
 
 CODECS = ("kivi2", "int4_per_token_head", "k8v4", "int8_per_token_head", "fp8_e4m3")
 LONGEST, MOST_OUTPUTS = 300, 38

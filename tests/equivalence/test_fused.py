@@ -28,8 +28,8 @@ from pagefold.config import EngineConfig
 from pagefold.engine.build import build_engine, plan_engine
 from pagefold.errors import ConfigError
 from pagefold.kv import BlockId
-from pagefold.request import SamplingParams
 from pagefold.runner.fused.decoder import FusedDecoder
+from pagefold.sampling import SamplingParams
 from pagefold.steps import StepPlan
 
 FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3")

@@ -29,9 +29,9 @@ from pagefold.config import EngineConfig
 from pagefold.engine.build import _geometry, build_engine, plan_engine
 from pagefold.errors import ConfigError, PagefoldError
 from pagefold.observe.recorder import TraceRecorder
-from pagefold.request import SamplingParams
 from pagefold.runner.codecs.int2 import pack, quantize, unpack
 from pagefold.runner.sealed_slab import to_residual
+from pagefold.sampling import SamplingParams
 from pagefold.sim.replay_recording import replay_recording
 from pagefold.sim.traces.read_recording import read_recording
 

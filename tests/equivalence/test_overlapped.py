@@ -20,7 +20,7 @@ from equivalence.settings import SETTINGS
 from equivalence.suite import Counts, Setting, Trial, Workload, assert_clean, build
 from equivalence.tiny_models import VOCAB_SIZE
 from pagefold.engine.overlapped import OverlappedEngine
-from pagefold.request import SamplingParams
+from pagefold.sampling import SamplingParams
 from pagefold.store.card_arena import CardArena
 
 pytestmark = pytest.mark.usefixtures("one_thread")

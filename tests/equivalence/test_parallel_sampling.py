@@ -15,7 +15,7 @@ from equivalence.settings import SETTINGS
 from equivalence.suite import Counts, Setting, Workload
 from equivalence.test_sampling import BIAS, AskingTrial, assert_as_transformers, logits_of
 from equivalence.tiny_models import VOCAB_SIZE
-from pagefold.request import SamplingParams
+from pagefold.sampling import SamplingParams
 
 __all__ = ["logits_of"]  # a fixture
 

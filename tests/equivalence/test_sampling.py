@@ -20,8 +20,8 @@ from equivalence.settings import SETTINGS
 from equivalence.suite import Counts, Key, Trial, Workload
 from equivalence.tiny_models import EOS_TOKEN_IDS, VOCAB_SIZE, save_tiny_model
 from pagefold import LLM
-from pagefold.request import SamplingParams
 from pagefold.runner.sampler import sample
+from pagefold.sampling import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -15,7 +15,7 @@ from pagefold.config import EngineConfig
 from pagefold.engine.build import _decoder, build_engine, plan_engine
 from pagefold.engine.calibration import find_constants
 from pagefold.errors import DoesNotFitError
-from pagefold.request import SamplingParams
+from pagefold.sampling import SamplingParams
 
 
 @pytest.fixture(scope="module")

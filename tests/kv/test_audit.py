@@ -26,10 +26,9 @@ from pagefold.kv import (
     audit,
     make_policy,
 )
-from pagefold.kv.block import Block
+from pagefold.kv.block import Block, Node
+from pagefold.kv.held_block import HeldBlock
 from pagefold.kv.names import BlockName
-from pagefold.kv.tiers import HeldBlock
-from pagefold.kv.tree import Node
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from pagefold.errors import ConfigError
 from pagefold.kv import DEFAULT_POLICY, POLICIES, KeyPolicy, KVCore, audit, make_policy
-from pagefold.kv.block import Block, BlockId
-from pagefold.kv.tree import Node
+from pagefold.kv.block import Block, BlockId, Node
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

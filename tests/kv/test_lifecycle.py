@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 import pagefold.kv
-from pagefold.kv.block import LEGAL_MOVES, Block, BlockId, BlockState, IllegalMoveError
-from pagefold.kv.tree import Node
+from pagefold.kv.block import LEGAL_MOVES, Block, BlockId, BlockState, IllegalMoveError, Node
 
 MOVES = [(old, new) for old in BlockState for new in BlockState]
 LEGAL = {

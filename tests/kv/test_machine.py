@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pagefold.kv import BlockTable, CopyOp, EvictionPolicy, Promise
-    from pagefold.kv.tree import Node
+    from pagefold.kv.block import Node
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 24

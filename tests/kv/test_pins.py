@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pagefold.events import Event
-    from pagefold.kv.tree import Node
+    from pagefold.kv.block import Node
 
 NS = b"namespace"
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pagefold.kv import EvictionPolicy
-    from pagefold.kv.tree import Node
+    from pagefold.kv.block import Node
 
 NS = b"n"
 

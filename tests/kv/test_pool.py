@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pagefold.kv.block import Block, BlockState, IllegalMoveError
+from pagefold.kv.block import Block, BlockState, IllegalMoveError, Node
 from pagefold.kv.pool import BlockPool
-from pagefold.kv.tree import Node
 
 
 def allocated(pool: BlockPool) -> Block:

@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pagefold.events import Event
-    from pagefold.kv.core import Promise
-    from pagefold.kv.table import BlockTable
-    from pagefold.kv.tree import Node
+    from pagefold.kv.block import Node
+    from pagefold.kv.table import BlockTable, Promise
 
 BLOCK_SIZE = 4
 NAMESPACES = (b"one", b"two")

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagefold.kv.block import Block, BlockId
-from pagefold.kv.tree import Node, PrefixHit, PrefixTree
+from pagefold.kv.block import Block, BlockId, Node
+from pagefold.kv.tree import PrefixHit, PrefixTree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

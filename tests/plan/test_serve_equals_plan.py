@@ -12,7 +12,7 @@ from pagefold.config import EngineConfig
 from pagefold.engine.build import build_engine, plan_engine
 from pagefold.plan import Device, PlanSettings, Question, Workload, draw_lengths, find_model, make_plan
 from pagefold.plan.memory import plan_memory
-from pagefold.request import SamplingParams
+from pagefold.sampling import SamplingParams
 
 sys.path.append(str(Path(__file__).parents[1] / "equivalence"))
 from tiny_models import FAMILIES, save_tiny_model

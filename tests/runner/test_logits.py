@@ -15,9 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagefold.request import SamplingParams
 from pagefold.runner.logits import adjust
 from pagefold.runner.sampler import sample
+from pagefold.sampling import SamplingParams
 from pagefold.steps import StepPlan
 
 NEVER = float("-inf")

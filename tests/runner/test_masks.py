@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagefold.request import SamplingParams
 from pagefold.runner.logits import adjust
+from pagefold.sampling import SamplingParams
 from pagefold.steps import StepPlan
 
 VOCAB_SIZE = 21

@@ -15,7 +15,6 @@ from equivalence.tiny_models import FAMILIES
 
 from pagefold.kv import CODECS, BlockId, KVGeometry, ResidualCopy
 from pagefold.kv.codec import KV_CACHE_DTYPES
-from pagefold.request import SamplingParams
 from pagefold.runner.attention.cuda.columns import plan_columns
 from pagefold.runner.attention.reference import reference_attention
 from pagefold.runner.codec_slab import CODEC_ROWS_LAYOUT, CodecSlab
@@ -27,6 +26,7 @@ from pagefold.runner.logits import adjust
 from pagefold.runner.sampler import sample, sample_on_card
 from pagefold.runner.sealed_slab import SEALED_ROWS_LAYOUT, SealedSlab
 from pagefold.runner.slab import ROWS_LAYOUT, Slab
+from pagefold.sampling import SamplingParams
 from pagefold.steps import StepPlan
 
 META = torch.device("meta")

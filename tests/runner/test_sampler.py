@@ -17,11 +17,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagefold.request import SamplingParams
 from pagefold.runner.sampler import sample
 from pagefold.runner.sampler.cpu import race
 from pagefold.runner.sampler.draws import make_draws, noise_key
 from pagefold.runner.sampler.reference import draw_tokens, exponential_noise
+from pagefold.sampling import SamplingParams
 
 EPS = 1e-8  # where top_p or min_p lies on an edge, rounding may decide either way
 WORD = 2**64

@@ -16,7 +16,6 @@ from model_folders import SIZES, save_model
 
 from pagefold.errors import UnsupportedModelError
 from pagefold.kv import BlockId, CopyOp, KVGeometry
-from pagefold.request import SamplingParams
 from pagefold.runner.attention import reference_attention
 from pagefold.runner.loader import load_model
 from pagefold.runner.models import inspect_model
@@ -24,6 +23,7 @@ from pagefold.runner.sampler import sample
 from pagefold.runner.slab import Slab
 from pagefold.runner.torch_runner import TorchRunner
 from pagefold.runner.transformers_decoder import TransformersDecoder
+from pagefold.sampling import SamplingParams
 from pagefold.steps import PromptPart, StepPlan
 
 if TYPE_CHECKING:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pagefold.kv import KVCore
-from pagefold.request import Request, SamplingParams, StopRule
+from pagefold.request import Request, StopRule
+from pagefold.sampling import SamplingParams
 from pagefold.scheduler import Scheduler, SchedulerLimits
 from pagefold.steps import StepResult, TokenLogprobs
 

@@ -9,7 +9,8 @@ from test_scheduler import House
 
 from pagefold.events import PrefixLookup, RequestFinished, StepApplied
 from pagefold.kv import audit
-from pagefold.request import Request, RequestStatus, SamplingParams, StopRule
+from pagefold.request import Request, RequestStatus, StopRule
+from pagefold.sampling import SamplingParams
 from pagefold.sim import NullRunner, hashed_token
 from pagefold.sim.shadow_runner import ShadowRunner, alone
 from pagefold.steps import StepResult, TokenLogprobs

@@ -14,7 +14,8 @@ import pytest
 from content_device import DAMAGED, NAN, ContentDevice, DeviceError, Faults, entries, output_of
 
 from pagefold.kv import POLICIES, HostTier, KVCore, audit, make_policy
-from pagefold.request import Request, SamplingParams, StopRule
+from pagefold.request import Request, StopRule
+from pagefold.sampling import SamplingParams
 from pagefold.scheduler import Scheduler, SchedulerLimits
 from pagefold.scheduler.policy import FirstComeFirstServed, PriorityWithAging
 from pagefold.scheduler.suspicion import MAX_FAILED_ALONE, MAX_FAILED_IN_A_ROW, MAX_FAILED_IN_COMPANY

@@ -9,7 +9,8 @@ import pytest
 
 from pagefold.events import Event, PrefixLookup, RequestFinished, RequestPreempted, StepAbandoned, StepApplied
 from pagefold.kv import Arbiter, HostTier, KVCore, LinkModel, Namespace, audit
-from pagefold.request import Request, RequestStatus, SamplingParams, StopRule
+from pagefold.request import Request, RequestStatus, StopRule
+from pagefold.sampling import SamplingParams
 from pagefold.scheduler import Scheduler, SchedulerLimits
 from pagefold.sim import NullRunner, hashed_token
 from pagefold.sim.shadow_runner import VOCAB_SIZE, ShadowRunner, alone

@@ -42,14 +42,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from pagefold.events import Event, PinDropped, PrefixLookup, RequestPreempted, StepApplied
 from pagefold.kv import KVCore, Namespace, PinLimits, Residuals, audit, make_policy
-from pagefold.request import Request, RequestStatus, SamplingParams, StopRule, WarmUp
+from pagefold.request import Request, RequestStatus, StopRule, WarmUp
+from pagefold.sampling import SamplingParams
 from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits
 from pagefold.scheduler.suspicion import MAX_FAILED_IN_A_ROW
 from pagefold.sim.shadow_runner import VOCAB_SIZE, ShadowRunner, alone, cells_of
 
 if TYPE_CHECKING:
     from pagefold.kv import BlockTable
-    from pagefold.kv.tree import Node
+    from pagefold.kv.block import Node
     from pagefold.steps import StepPlan
 
 BLOCK_SIZE = 4

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pagefold.events import RequestPreempted
 from pagefold.kv import KVCore, Namespace, PinLimits, audit
-from pagefold.request import Request, SamplingParams, StopRule, WarmUp
+from pagefold.request import Request, StopRule, WarmUp
+from pagefold.sampling import SamplingParams
 from pagefold.scheduler import Scheduler, SchedulerLimits
 from pagefold.sim.shadow_runner import ShadowRunner
 

@@ -7,7 +7,8 @@ from array import array
 import pytest
 
 from pagefold.kv import KVCore, Namespace, Residuals, audit
-from pagefold.request import Request, SamplingParams, StopRule
+from pagefold.request import Request, StopRule
+from pagefold.sampling import SamplingParams
 from pagefold.scheduler import Scheduler, SchedulerLimits
 from pagefold.scheduler.publishing import commit
 from pagefold.steps import StepResult

@@ -18,7 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from pagefold.events import RequestPreempted, RequestStreamed
 from pagefold.kv import HostTier, KVCore, Namespace, audit, make_policy
 from pagefold.kv.names import digest_of
-from pagefold.request import Request, RequestStatus, SamplingParams, StopRule
+from pagefold.request import Request, RequestStatus, StopRule
+from pagefold.sampling import SamplingParams
 from pagefold.scheduler import Scheduler, SchedulerLimits
 from pagefold.sim.shadow_runner import VOCAB_SIZE, ShadowRunner, alone, cells_of
 from pagefold.steps import DamagedBlocksError

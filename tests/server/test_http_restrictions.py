@@ -8,7 +8,7 @@ import pytest
 from local_server import error_of, joined
 
 from pagefold.config import Account
-from pagefold.request import SamplingParams
+from pagefold.sampling import SamplingParams
 from pagefold.server.completion_schemas import CompletionRequest
 
 USER = {"role": "user", "content": "Hi"}

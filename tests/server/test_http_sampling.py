@@ -8,7 +8,7 @@ import openai
 import pytest
 from local_server import PATIENCE_S
 
-from pagefold.request import SamplingParams
+from pagefold.sampling import SamplingParams
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 EXTRA = {"ignore_eos": True}

@@ -7,7 +7,8 @@ import threading
 import pytest
 
 from pagefold.errors import QueueFullError
-from pagefold.request import Caller, SamplingParams
+from pagefold.request import Caller
+from pagefold.sampling import SamplingParams
 from pagefold.server import generation
 from pagefold.server.generation import Generation
 from pagefold.tokenizer import Tokenizer

@@ -8,7 +8,8 @@ import pytest
 
 from pagefold.errors import BudgetTooSmallError
 from pagefold.kv import KVCore, audit
-from pagefold.request import Request, SamplingParams, StopRule
+from pagefold.request import Request, StopRule
+from pagefold.sampling import SamplingParams
 from pagefold.scheduler import Scheduler, SchedulerLimits
 from pagefold.sim import (
     ChatWorkload,

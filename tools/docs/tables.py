@@ -16,7 +16,7 @@ from pagefold.config import ServerConfig
 from pagefold.engine.client import EngineStatus
 from pagefold.errors import PagefoldError
 from pagefold.observe.metrics import Metrics
-from pagefold.request import SamplingParams
+from pagefold.sampling import SamplingParams
 from pagefold.server import create_app
 from pagefold.server.errors import _FORMS
 from pagefold.server.late_engine import LateEngine

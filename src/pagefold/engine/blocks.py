@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pagefold.engine.build import Blueprint
+    from pagefold.engine.blueprint import Blueprint
     from pagefold.runner.slab import AnySlab
 
 __all__ = ["allocate_blocks"]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pagefold.capacity import Capacity, human_bytes, plan_capacity
 from pagefold.config import available_cpus, available_memory_bytes, cache_dir
 from pagefold.engine.blocks import allocate_blocks
+from pagefold.engine.blueprint import Blueprint
 from pagefold.engine.engine import Engine, ModelLimits
 from pagefold.engine.on_card import bound_use_of, build_runner, capacity_on_card, measure_link, ran_out
 from pagefold.engine.overlapped import OverlappedEngine
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 
     from pagefold.config import EngineConfig
     from pagefold.hub.progress import Progress
-    from pagefold.runner.card import Card
     from pagefold.runner.codecs.constants import CodecConstants
     from pagefold.runner.models import ModelSpec
     from pagefold.runner.slab import AnySlab
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from pagefold.structured.compiler import GrammarCompiler
     from pagefold.tokenizer import Tokenizer
 
-__all__ = ["Blueprint", "build_engine", "plan_engine"]
+__all__ = ["build_engine", "plan_engine"]
 
 _log = logging.getLogger(__name__)
 
@@ -66,33 +66,6 @@ _SCALE_BYTES = 4
 
 _MIN_STAGING_BLOCKS, _MAX_STAGING_BYTES, _STAGING_SHARE = 64, 2**30, 16
 """Host memory that slower tiers get if none is asked for: a share of what is free, within bounds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Blueprint:
-    """All that is decided before weights are loaded.
-
-    Attributes:
-        config: what was asked.
-        spec: the model.
-        geometry: of its KV.
-        capacity: what fits.
-        dtype: of weights, activations and KV.
-        is_fused: whether the fused decoder computes it, rather than transformers.
-        constants: what codecs know of the model (see ``calibration.py``); None for nothing, or not known yet.
-        device: ``cpu`` or ``cuda``.
-        card: the one that it runs on; None on a CPU. Its ``capacity`` follows from bounds until the rest is measured.
-    """
-
-    config: EngineConfig
-    spec: ModelSpec
-    geometry: KVGeometry
-    capacity: Capacity
-    dtype: torch.dtype
-    is_fused: bool
-    device: str = "cpu"
-    card: Card | None = None
-    constants: CodecConstants | None = None
 
 
 def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Blueprint:

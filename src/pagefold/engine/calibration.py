@@ -54,7 +54,7 @@ from pagefold.whole_file import write_whole
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pagefold.engine.build import Blueprint
+    from pagefold.engine.blueprint import Blueprint
     from pagefold.runner.models import ModelSpec
     from pagefold.runner.slab import AnySlab
     from pagefold.runner.torch_runner import Decoder, OnQueries

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from pagefold.cache_size import CacheSize
     from pagefold.engine.engine import Engine
     from pagefold.engine.pins import PinReport
-    from pagefold.request import Caller, SamplingParams
+    from pagefold.request import Caller
+    from pagefold.sampling import SamplingParams
     from pagefold.scheduler import Scheduler
     from pagefold.structured.grammar import Grammar
     from pagefold.structured.params import StructuredOutputsParams

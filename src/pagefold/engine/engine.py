@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypedDict
 
 from pagefold.cache_size import CacheSize
-from pagefold.engine.logprobs import PromptLogprobs, named_logprobs
+from pagefold.engine.logprobs import Logprob, PromptLogprobs, named_logprobs
 from pagefold.engine.output_rules import matcher_error, matchers, output_text, refuse_without_tokenizer
-from pagefold.engine.outputs import Logprob, OutputDelta, OutputText
+from pagefold.engine.outputs import OutputDelta, OutputText
 from pagefold.engine.pins import PinReport, report_pins
 from pagefold.errors import InvalidRequestError, PinQuotaError
 from pagefold.events import Emit, PromptFinished, ignore
 from pagefold.kv import Namespace
-from pagefold.request import ANYBODY, Caller, Request, SamplingParams, StopRule
+from pagefold.request import ANYBODY, Caller, Request, StopRule
 from pagefold.scheduler import MAX_EXPECTED_BYTES
 from pagefold.steps import DamagedBlocksError
 from pagefold.structured.params import FIELD
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from pagefold.capacity import Capacity
     from pagefold.request import FinishReason, WarmUp
+    from pagefold.sampling import SamplingParams
     from pagefold.scheduler import Scheduler, Tiering
     from pagefold.steps import Runner, StepPlan
     from pagefold.structured.compiler import GrammarCompiler

@@ -14,7 +14,7 @@ from pagefold.engine.client import EngineStatus
 from pagefold.engine.outputs import CompletionOutput, RequestOutput
 from pagefold.errors import ConfigError, InvalidRequestError
 from pagefold.events import ignore
-from pagefold.request import SamplingParams
+from pagefold.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -5,15 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pagefold.engine.outputs import Logprob
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pagefold.steps import TokenLogprobs
     from pagefold.tokenizer import Tokenizer
 
-__all__ = ["PromptLogprobs", "named_logprobs"]
+__all__ = ["Logprob", "PromptLogprobs", "named_logprobs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """How likely the model found a token; vLLM's names.
+
+    Attributes:
+        logprob: natural logarithm of its probability.
+        rank: 1 for the most likely token of all.
+        decoded_token: its text, or None without a tokenizer. A token within a character is U+FFFD.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

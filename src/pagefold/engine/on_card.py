@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pagefold.engine.build import Blueprint
+    from pagefold.engine.blueprint import Blueprint
     from pagefold.kv import Arbiter
     from pagefold.runner.attention.cuda.attention import CudaAttention
     from pagefold.runner.slab import AnySlab
@@ -141,7 +141,7 @@ def measure_link(arena: CardArena, runner: TorchRunner, arbiter: Arbiter, say: C
         say: takes the lines that a start prints.
     """
     from pagefold.kv import LinkModel  # noqa: PLC0415 - as below
-    from pagefold.kv.tiers import HOST  # noqa: PLC0415
+    from pagefold.kv.held_block import HOST  # noqa: PLC0415
 
     latency_s, bytes_per_s = arena.measure(runner.slab.as_bytes())
     link = arbiter.links[HOST] = LinkModel(latency_s, bytes_per_s)

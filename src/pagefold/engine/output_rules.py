@@ -12,7 +12,8 @@ from pagefold.structured.restriction import Restriction, sequences_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pagefold.request import Request, SamplingParams, TokenMatcher
+    from pagefold.request import Request, TokenMatcher
+    from pagefold.sampling import SamplingParams
     from pagefold.structured.grammar import Grammar
     from pagefold.tokenizer import Tokenizer
 

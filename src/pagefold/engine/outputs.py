@@ -8,26 +8,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pagefold.engine.logprobs import PromptLogprobs
+    from pagefold.engine.logprobs import Logprob, PromptLogprobs
     from pagefold.request import FinishReason, RequestTimes
     from pagefold.tokenizer import Detokenizer
 
-__all__ = ["CompletionOutput", "Logprob", "OutputDelta", "OutputText", "RequestOutput", "best"]
-
-
-@dataclass(frozen=True, slots=True)
-class Logprob:
-    """How likely the model found a token; vLLM's names.
-
-    Attributes:
-        logprob: natural logarithm of its probability.
-        rank: 1 for the most likely token of all.
-        decoded_token: its text, or None without a tokenizer. A token within a character is U+FFFD.
-    """
-
-    logprob: float
-    rank: int
-    decoded_token: str | None = None
+__all__ = ["CompletionOutput", "OutputDelta", "OutputText", "RequestOutput", "best"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from pagefold.kv.arbiter import Arbiter, LinkModel, Verdict
 from pagefold.kv.audit import AuditError, audit
 from pagefold.kv.block import Block, BlockId, BlockState
 from pagefold.kv.codec import CODECS, KV_CACHE_DTYPES, Codec
-from pagefold.kv.core import KVCore, Promise
+from pagefold.kv.core import KVCore
 from pagefold.kv.eviction import EvictionPolicy, KeyPolicy, RequestFacts
 from pagefold.kv.geometry import CacheGroup, CacheLayout, KVGeometry, LayerKV, lay_out
 from pagefold.kv.names import BlockName, root_digest
@@ -15,7 +15,7 @@ from pagefold.kv.policies import DEFAULT_POLICY, POLICIES, make_policy
 from pagefold.kv.residuals import Residuals
 from pagefold.kv.slow_tiers import WRITE_POLICIES, Fetch, SlowTiers, WritePolicy
 from pagefold.kv.streaming import max_hot_blocks_of
-from pagefold.kv.table import BlockTable, num_blocks_for
+from pagefold.kv.table import BlockTable, Promise, num_blocks_for
 from pagefold.kv.tiers import HostTier
 from pagefold.kv.tree import TOKEN_BYTES, PrefixHit
 

@@ -15,10 +15,10 @@ from pagefold.kv.tree import TOKEN_BYTES
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from pagefold.kv.block import Node
     from pagefold.kv.core import KVCore
     from pagefold.kv.plans import HostOps
     from pagefold.kv.tiers import HostTier
-    from pagefold.kv.tree import Node
 
 __all__ = ["AuditError", "audit"]
 

@@ -30,16 +30,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pagefold.events import BlockEvicted, BlocksReused, CacheReset, Emit, EvictionCause, HostTransfer, ignore
-from pagefold.kv.block import Block, BlockState
+from pagefold.kv.block import Block, BlockState, Node
+from pagefold.kv.held_block import HOST
 from pagefold.kv.names import digest_of, name_of, names_behind, root_digest
 from pagefold.kv.pins import PinLimits, PinTable
 from pagefold.kv.plans import NO_HOST_OPS, CopyOp
 from pagefold.kv.policies import make_policy
 from pagefold.kv.pool import BlockPool
 from pagefold.kv.streaming import Streaming
-from pagefold.kv.table import BlockTable, num_blocks_for
-from pagefold.kv.tiers import HOST
-from pagefold.kv.tree import TOKEN_BYTES, Node, PrefixHit, PrefixTree, doubtful_nodes
+from pagefold.kv.table import BlockTable, Promise, num_blocks_for
+from pagefold.kv.tree import TOKEN_BYTES, PrefixHit, PrefixTree, doubtful_nodes
 
 if TYPE_CHECKING:
     from collections import deque
@@ -48,42 +48,14 @@ if TYPE_CHECKING:
     from pagefold.kv.arbiter import Arbiter
     from pagefold.kv.block import BlockId
     from pagefold.kv.eviction import EvictionPolicy
+    from pagefold.kv.held_block import HeldBlock
     from pagefold.kv.names import BlockName
     from pagefold.kv.plans import HostOps, LoadOp
     from pagefold.kv.residuals import Residuals
     from pagefold.kv.slow_tiers import SlowTiers
-    from pagefold.kv.tiers import HeldBlock, HostTier
+    from pagefold.kv.tiers import HostTier
 
-__all__ = ["KVCore", "Promise"]
-
-
-class Promise:
-    """Blocks of one table that the step being planned will fill: published before they are written.
-
-    Attributes:
-        table: whose blocks.
-        packed: the sequence's packed tokens.
-        num_blocks: how many whole blocks the table will have written when the step has run.
-        first: ``table.num_published`` before the promise.
-        tail: ``table.tail`` before the promise.
-        end: ``table.tail`` after it: what is promised are the nodes behind ``tail``, up to ``end``.
-        before: the table's promise of the step before, where that is still in flight.
-    """
-
-    __slots__ = ("before", "end", "first", "num_blocks", "packed", "table", "tail")
-
-    def __init__(self, table: BlockTable, packed: bytes, num_blocks: int, tail: Node) -> None:
-        self.table = table
-        self.packed = packed
-        self.num_blocks = num_blocks
-        self.first = table.num_published
-        self.tail = self.end = tail
-        self.before = table.promise
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether somebody else's blocks are where some of the table's should be published."""
-        return self.table.tail is not None and self.table.num_published < self.num_blocks
+__all__ = ["KVCore"]
 
 
 class KVCore:

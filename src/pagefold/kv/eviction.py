@@ -13,7 +13,7 @@ from pagefold.kv.ordered import OrderedNodes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pagefold.kv.tree import Node
+    from pagefold.kv.block import Node
 
 __all__ = ["EvictionPolicy", "KeyPolicy", "RequestFacts"]
 

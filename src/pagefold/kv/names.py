@@ -11,7 +11,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from pagefold.kv.tree import Node
+    from pagefold.kv.block import Node
 
 __all__ = ["BlockName", "digest_of", "name_of", "names_behind", "path_digest", "root_digest"]
 

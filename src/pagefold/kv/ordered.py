@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pagefold.kv.tree import Node
+    from pagefold.kv.block import Node
 
 __all__ = ["OrderedNodes"]
 

@@ -20,8 +20,8 @@ from pagefold.kv.block import BlockState
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
 
+    from pagefold.kv.block import Node
     from pagefold.kv.pool import BlockPool
-    from pagefold.kv.tree import Node
 
 __all__ = ["DroppedPin", "Pin", "PinLimits", "PinTable"]
 

@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pagefold.kv.arbiter import Arbiter
+    from pagefold.kv.block import Node
+    from pagefold.kv.held_block import HeldBlock
     from pagefold.kv.names import BlockName
-    from pagefold.kv.tiers import HeldBlock, HostTier
-    from pagefold.kv.tree import Node
+    from pagefold.kv.tiers import HostTier
 
 __all__ = ["WRITE_POLICIES", "Fetch", "SlowTiers", "WritePolicy"]
 

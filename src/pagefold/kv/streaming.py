@@ -23,9 +23,11 @@ from pagefold.kv.tree import TOKEN_BYTES
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pagefold.kv.block import Node
+    from pagefold.kv.held_block import HeldBlock
     from pagefold.kv.pool import BlockPool
-    from pagefold.kv.tiers import HeldBlock, HostTier
-    from pagefold.kv.tree import Node, PrefixHit
+    from pagefold.kv.tiers import HostTier
+    from pagefold.kv.tree import PrefixHit
 
 __all__ = ["Streaming", "max_hot_blocks_of"]
 

@@ -1,4 +1,4 @@
-"""BlockTable: which blocks hold a sequence's tokens, and where in them a position lies."""
+"""BlockTable: which blocks hold a sequence's tokens, and where in them a position lies; and what a step promises it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING
 from pagefold.kv.eviction import RequestFacts
 
 if TYPE_CHECKING:
-    from pagefold.kv.block import BlockId
-    from pagefold.kv.core import Promise
-    from pagefold.kv.tiers import HeldBlock
-    from pagefold.kv.tree import Node
+    from pagefold.kv.block import BlockId, Node
+    from pagefold.kv.held_block import HeldBlock
 
-__all__ = ["BlockTable", "num_blocks_for", "slot_of"]
+__all__ = ["BlockTable", "Promise", "num_blocks_for", "slot_of"]
 
 _NO_FACTS = RequestFacts()
 
@@ -77,6 +75,35 @@ class BlockTable:
     def has_path(self) -> bool:
         """Whether it holds published blocks that are still in the tree: not if the step failed that wrote them."""
         return bool(self.num_published) and self.tail is not None and self.tail.attached
+
+
+class Promise:
+    """Blocks of one table that the step being planned will fill: published before they are written.
+
+    Attributes:
+        table: whose blocks.
+        packed: the sequence's packed tokens.
+        num_blocks: how many whole blocks the table will have written when the step has run.
+        first: ``table.num_published`` before the promise.
+        tail: ``table.tail`` before the promise.
+        end: ``table.tail`` after it: what is promised are the nodes behind ``tail``, up to ``end``.
+        before: the table's promise of the step before, where that is still in flight.
+    """
+
+    __slots__ = ("before", "end", "first", "num_blocks", "packed", "table", "tail")
+
+    def __init__(self, table: BlockTable, packed: bytes, num_blocks: int, tail: Node) -> None:
+        self.table = table
+        self.packed = packed
+        self.num_blocks = num_blocks
+        self.first = table.num_published
+        self.tail = self.end = tail
+        self.before = table.promise
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether somebody else's blocks are where some of the table's should be published."""
+        return self.table.tail is not None and self.table.num_published < self.num_blocks
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:

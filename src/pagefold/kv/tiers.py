@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from typing import TYPE_CHECKING
 
+from pagefold.kv.held_block import HeldBlock
 from pagefold.kv.names import path_digest
 from pagefold.kv.plans import HostOps, LoadOp, StoreOp
 
@@ -23,36 +24,7 @@ if TYPE_CHECKING:
     from pagefold.kv.block import BlockId
     from pagefold.kv.names import BlockName
 
-__all__ = ["HOST", "HeldBlock", "HostTier"]
-
-HOST = "host"
-"""The origin of what came from the device itself."""
-
-
-class HeldBlock:
-    """A block in the host arena.
-
-    Attributes:
-        name: of it.
-        host_id: where it is; -1 when it is there no more.
-        num_pins: how many planned copies and transfers read or write it, and requests wait for it.
-        num_hits: how often it had been found on the device when it left.
-        origin: the tier that it came from, until it is used: ``host``, ``disk`` or ``remote``.
-    """
-
-    __slots__ = ("host_id", "name", "num_hits", "num_pins", "origin")
-
-    def __init__(self, name: BlockName, host_id: int, *, num_hits: int = 0, origin: str = HOST) -> None:
-        self.name = name
-        self.host_id = host_id
-        self.num_hits = num_hits
-        self.origin = origin
-        self.num_pins = 0
-
-    def count_use(self, num_tokens: dict[str, int], block_size: int) -> None:
-        """Count it in ``num_tokens`` under the tier that it came from; from now on it is the host's."""
-        num_tokens[self.origin] = num_tokens.get(self.origin, 0) + block_size
-        self.origin = HOST
+__all__ = ["HostTier"]
 
 
 class HostTier:

@@ -9,85 +9,21 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
+from pagefold.kv.block import Node
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pagefold.kv.block import Block
-    from pagefold.kv.tiers import HeldBlock
+    from pagefold.kv.held_block import HeldBlock
 
-__all__ = ["TOKEN_BYTES", "Node", "PrefixHit", "PrefixTree", "doubtful_nodes"]
+__all__ = ["TOKEN_BYTES", "PrefixHit", "PrefixTree", "doubtful_nodes"]
 
 TOKEN_BYTES = 4
 """Bytes of one packed token: ``array("i", token_ids).tobytes()``."""
 
 _MAX_SIBLINGS_SCANNED = 32
 """A partial match looks at the newest so many siblings: a bounded search, since a popular prefix may have thousands."""
-
-
-class Node:
-    """One published block.
-
-    Attributes:
-        key: packed tokens of the block; of a root, the namespace's key.
-        parent: the node of the block before it; None for a root.
-        root: the node of its namespace; a root is its own.
-        block: the block; None for a root.
-        depth: how many blocks lie above it: 0 for the first block of a prefix.
-        path_hash: of its namespace and all tokens up to its end: what policies remember it by when it is gone. Equal
-            paths have equal hashes; nothing but a guess about the future may rest on the reverse.
-        committed: its bytes have been written. Until then the node is promised: a request of the same step may lean
-            on it, and :meth:`KVCore.abandon` takes it back.
-        attached: the node is in the tree. Once removed a node never comes back.
-        evictable: cached, without children, read by no transfer, kept by no pin: the policy may choose it.
-        created_at, last_used: ticks of the core's logical clock.
-        born_s, used_s: when it was published; when it was last published, acquired or released. By ``KVCore.now_s``.
-        num_hits: how often an acquire went through it.
-        digest: names the node's whole path outside the device (see ``names.py``); empty until somebody asks.
-        reuse_hint: whether it will be used again, as its last user believed; None for not said. No promise.
-    """
-
-    __slots__ = (
-        "attached",
-        "block",
-        "born_s",
-        "children",
-        "committed",
-        "created_at",
-        "depth",
-        "digest",
-        "evictable",
-        "key",
-        "last_used",
-        "num_hits",
-        "parent",
-        "path_hash",
-        "reuse_hint",
-        "root",
-        "used_s",
-    )
-
-    def __init__(self, key: bytes, parent: Node | None, block: Block | None, tick: int) -> None:
-        self.key = key
-        self.parent = parent
-        self.block = block
-        if parent is None:
-            self.depth = -1
-            self.path_hash = hash(key)
-            self.root = self
-        else:
-            self.depth = parent.depth + 1
-            self.path_hash = hash((parent.path_hash, key))
-            self.root = parent.root
-        self.children: dict[bytes, Node] = {}
-        self.committed = False
-        self.attached = True
-        self.evictable = False
-        self.created_at = tick
-        self.last_used = tick
-        self.born_s = self.used_s = 0.0
-        self.num_hits = 0
-        self.digest = b""
-        self.reuse_hint: bool | None = None
 
 
 class PrefixHit(NamedTuple):

@@ -1,6 +1,7 @@
 """The planner: what fits, what it costs and what to switch on, before anything is bought or loaded. No torch."""
 
-from pagefold.plan.plan import DEFAULT_WORKLOAD, Plan, Question, make_plan
+from pagefold.plan.plan import Plan, make_plan
+from pagefold.plan.question import DEFAULT_WORKLOAD, Question
 from pagefold.plan.refusal import Remedy, nearest_settings
 from pagefold.plan.settings import PlanSettings
 from pagefold.plan.shape import ModelShape

@@ -13,7 +13,7 @@ from pagefold.plan.weights import find_weight_dtype
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pagefold.plan.plan import Question
+    from pagefold.plan.question import Question
     from pagefold.plan.settings import PlanSettings
 
 __all__ = ["Remedy", "nearest_settings"]

@@ -14,7 +14,8 @@ from pagefold.plan.timing import request_rate
 from pagefold.plan.weights import find_weight_dtype
 
 if TYPE_CHECKING:
-    from pagefold.plan.plan import Question, WorkloadPlan
+    from pagefold.plan.load import WorkloadPlan
+    from pagefold.plan.question import Question
     from pagefold.plan.settings import PlanSettings
     from pagefold.plan.timing import Timing
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from pagefold.runner.attention.cuda.columns import DeviceColumns
+from pagefold.runner.attention.device_columns import DeviceColumns
 from pagefold.runner.inputs import fill_in
 from pagefold.runner.to_device import ALIGNMENT, Packing, put
 

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from pagefold.runner.attention import AttentionInputs
-from pagefold.runner.attention.cuda.columns import DeviceColumns, plan_columns
+from pagefold.runner.attention.cuda.columns import plan_columns
+from pagefold.runner.attention.device_columns import DeviceColumns
 from pagefold.runner.to_device import pack
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from array import array
     from collections.abc import Collection, Iterable
 
-    from pagefold.request import SamplingParams
+    from pagefold.sampling import SamplingParams
     from pagefold.steps import StepPlan
 
 __all__ = ["adjust"]

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pagefold.request import MAX_LOGPROBS
 from pagefold.runner.to_device import put
+from pagefold.sampling import MAX_LOGPROBS
 from pagefold.steps import TokenLogprobs
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ import torch
 
 from pagefold.errors import CardMemoryError
 from pagefold.kv import BlockId
-from pagefold.request import SamplingParams
 from pagefold.runner.finite import are_finite, broken_rows
 from pagefold.runner.inputs import late_tokens, make_inputs
 from pagefold.runner.logits import adjust
@@ -21,6 +20,7 @@ from pagefold.runner.logprobs import token_logprobs
 from pagefold.runner.sampler import sample, sample_on_card
 from pagefold.runner.sealed_slab import SealedSlab
 from pagefold.runner.to_device import put, to_host
+from pagefold.sampling import SamplingParams
 from pagefold.steps import StepPlan, StepResult, TokenLogprobs
 
 if TYPE_CHECKING:

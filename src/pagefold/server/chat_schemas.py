@@ -7,13 +7,13 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, FailFast, Field, StrictBool, StrictInt, model_validator
 
 from pagefold.errors import InvalidRequestError
-from pagefold.request import MAX_LOGPROBS
+from pagefold.sampling import MAX_LOGPROBS
 from pagefold.server.ignored import Body
 from pagefold.server.schemas import MAX_PARTS, GenerationRequest, Text, few_parts
 from pagefold.server.template_fields import TemplateVariables  # noqa: TC001 - pydantic reads it
+from pagefold.server.tools.asked import AskedTools
 from pagefold.server.tools.schemas import Tool, ToolCall, ToolChoice, WhichTool
 from pagefold.server.unsupported import IN_CHAT, IN_CHAT_MESSAGES, refuse_unsupported
-from pagefold.server.wanted import AskedTools
 from pagefold.tokenizer import ChatOptions
 
 __all__ = ["ChatMessage", "ChatRequest", "Templated", "TextPart"]

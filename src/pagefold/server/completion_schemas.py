@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, TypeAlias
 
 from pydantic import Field, PlainValidator, StrictBool, StrictInt
 
-from pagefold.request import MAX_LOGPROBS
+from pagefold.sampling import MAX_LOGPROBS
 from pagefold.server.schemas import MAX_TOKEN_ID, GenerationRequest, OneText, stated, whole_text
 from pagefold.server.unsupported import IN_COMPLETIONS
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from pagefold.engine.client import EngineClient, TokenStream
     from pagefold.engine.logprobs import PromptLogprobs
     from pagefold.engine.outputs import OutputDelta
-    from pagefold.request import Caller, FinishReason, RequestTimes, SamplingParams
+    from pagefold.request import Caller, FinishReason, RequestTimes
+    from pagefold.sampling import SamplingParams
     from pagefold.server.reasoning.thinking import Thinking
     from pagefold.structured.grammar import Grammar
 

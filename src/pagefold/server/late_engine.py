@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
     from pagefold.engine.client import EngineClient, TokenStream
     from pagefold.engine.pins import PinReport
-    from pagefold.request import Caller, SamplingParams
+    from pagefold.request import Caller
+    from pagefold.sampling import SamplingParams
     from pagefold.structured.grammar import Grammar
     from pagefold.structured.params import StructuredOutputsParams
     from pagefold.tokenizer import Tokenizer

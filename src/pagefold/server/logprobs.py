@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pagefold.engine.outputs import Logprob
+from pagefold.engine.logprobs import Logprob
 
 if TYPE_CHECKING:
     from pagefold.engine.outputs import OutputDelta

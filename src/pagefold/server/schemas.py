@@ -24,8 +24,8 @@ from pydantic import (
 
 from pagefold.config import MAX_PRIORITY, Account
 from pagefold.errors import InvalidRequestError
-from pagefold.request import MAX_LOGPROBS, MAX_RETURNS_IN_S, Caller, SamplingParams
-from pagefold.sampling import MAX_BAD_WORDS
+from pagefold.request import MAX_RETURNS_IN_S, Caller
+from pagefold.sampling import MAX_BAD_WORDS, MAX_LOGPROBS, SamplingParams
 from pagefold.server.ignored import Body
 from pagefold.server.structured_fields import (
     GuidedChoice,
@@ -215,7 +215,7 @@ class TieredRequest(CachedRequest):
 
 
 class GenerationRequest(TieredRequest):
-    """What completions and chats have in common; :class:`~pagefold.request.SamplingParams` says what the fields mean.
+    """What completions and chats have in common; :class:`~pagefold.sampling.SamplingParams` says what the fields mean.
 
     Attributes:
         stream: whether the answer comes in events, as it is made.

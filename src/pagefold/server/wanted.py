@@ -19,30 +19,16 @@ if TYPE_CHECKING:
 
     from pagefold.server.reasoning.thinking import Thinking
     from pagefold.server.served import Served
-    from pagefold.server.tools.schemas import Tool, WhichTool
+    from pagefold.server.tools.asked import AskedTools
+    from pagefold.server.tools.schemas import Tool
     from pagefold.server.tools.use import ToolUse
 
-__all__ = ["AskedTools", "Wanted", "wanted"]
-
-
-@dataclass(frozen=True, slots=True)
-class AskedTools:
-    """What a request says of tools.
-
-    Attributes:
-        tools: all that the model hears of.
-        which: whether it must call, and what it may.
-        is_parallel: whether one answer may have several calls.
-    """
-
-    tools: Sequence[Tool]
-    which: WhichTool
-    is_parallel: bool
+__all__ = ["Wanted", "wanted"]
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What becomes of them.
+    """What becomes of the tools of a request and the form of its answer.
 
     Attributes:
         tools: what the model hears of.

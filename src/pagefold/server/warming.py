@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from pagefold.errors import InvalidRequestError, PinQuotaError
-from pagefold.request import Caller, SamplingParams
+from pagefold.request import Caller
+from pagefold.sampling import SamplingParams
 from pagefold.server.generation import Generation
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from pagefold.events import BlockEvicted, PrefixLookup, RequestPreempted
 from pagefold.kv import HostTier, KVCore, PinLimits, Residuals, audit, make_policy
-from pagefold.request import Request, SamplingParams, StopRule, WarmUp
+from pagefold.request import Request, StopRule, WarmUp
+from pagefold.sampling import SamplingParams
 from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits
 from pagefold.sim.traces.recording import (
     RecordedAdd,

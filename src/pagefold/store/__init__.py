@@ -3,8 +3,7 @@
 from pagefold.store.arena import HostArena
 from pagefold.store.frame import FrameFormat
 from pagefold.store.open import open_stores
-from pagefold.store.protocol import BlockStore, Get, Put, StoreUse
-from pagefold.store.self_test import SelfTest
+from pagefold.store.protocol import BlockStore, Get, Put, SelfTest, StoreUse
 from pagefold.store.transfer import Transfer
 from pagefold.transfers import MissCause, StoreError
 

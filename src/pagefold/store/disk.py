@@ -45,8 +45,7 @@ from pagefold.store.disk_read import FrameReader
 from pagefold.store.disk_segments import FileCalls, SegmentFiles
 from pagefold.store.disk_self_test import try_disk
 from pagefold.store.frame import VERSION, FrameFormat
-from pagefold.store.protocol import StoreUse
-from pagefold.store.self_test import SelfTest
+from pagefold.store.protocol import SelfTest, StoreUse
 from pagefold.transfers import MissCause, StoreError
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from pagefold.store.address import RemoteAddress
     from pagefold.store.breaker import Change
     from pagefold.store.frame import BlockName
-    from pagefold.store.protocol import Get, Put
-    from pagefold.store.self_test import SelfTest
+    from pagefold.store.protocol import Get, Put, SelfTest
 
 __all__ = ["GuardState", "GuardedStore", "RemoteStore"]
 

@@ -12,10 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pagefold.kv import BlockName
-    from pagefold.store.self_test import SelfTest
     from pagefold.transfers import MissCause
 
-__all__ = ["BlockStore", "Get", "Put", "StoreUse"]
+__all__ = ["BlockStore", "Get", "Put", "SelfTest", "StoreUse"]
 
 
 class Put(NamedTuple):
@@ -56,6 +55,25 @@ class StoreUse(NamedTuple):
     num_blocks: int
     num_bytes: int
     limit_bytes: int
+
+
+class SelfTest(NamedTuple):
+    """What came of trying a store out.
+
+    Attributes:
+        tier: which.
+        ok: whether it can be used.
+        read_bytes_per_s, write_bytes_per_s: of a few blocks, checks included; 0 if it cannot be used.
+        latency_s: of a question without blocks; 0 if it cannot be used.
+        told: one line for people.
+    """
+
+    tier: str
+    ok: bool
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    latency_s: float
+    told: str
 
 
 class BlockStore(Protocol):

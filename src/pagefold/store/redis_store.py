@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
     from pagefold.store.address import RemoteAddress
     from pagefold.store.frame import BlockName, FrameFormat
-    from pagefold.store.protocol import Get, Put
-    from pagefold.store.self_test import SelfTest
+    from pagefold.store.protocol import Get, Put, SelfTest
 
 __all__ = ["RedisStore"]
 

@@ -1,43 +1,24 @@
-"""SelfTest: whether a store does what it says, found out by doing it once, at the start of a server."""
+"""The self-test: whether a store does what it says, found out by doing it once, at the start of a server."""
 
 from __future__ import annotations
 
 import os
 import statistics
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from pagefold.store.frame import BlockName, checksum_of
-from pagefold.store.protocol import Get, Put
+from pagefold.store.protocol import Get, Put, SelfTest
 from pagefold.transfers import MissCause, StoreError
 
 if TYPE_CHECKING:
     from pagefold.store.frame import FrameFormat
     from pagefold.store.protocol import BlockStore
 
-__all__ = ["SelfTest", "run_self_test"]
+__all__ = ["run_self_test"]
 
 _NUM_BLOCKS = 4
 _NUM_ROUND_TRIPS = 5
-
-
-class SelfTest(NamedTuple):
-    """What came of trying a store out.
-
-    Attributes:
-        tier: which.
-        ok: whether it can be used.
-        read_bytes_per_s, write_bytes_per_s: of a few blocks, checks included; 0 if it cannot be used.
-        latency_s: of a question without blocks; 0 if it cannot be used.
-        told: one line for people.
-    """
-
-    tier: str
-    ok: bool
-    read_bytes_per_s: float
-    write_bytes_per_s: float
-    latency_s: float
-    told: str
 
 
 class _NotDoneError(Exception):

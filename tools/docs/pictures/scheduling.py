@@ -9,7 +9,8 @@ from svg import Drawing
 
 from pagefold.events import PrefixLookup, RequestPreempted
 from pagefold.kv import KVCore, audit
-from pagefold.request import Request, RequestStatus, SamplingParams, StopRule
+from pagefold.request import Request, RequestStatus, StopRule
+from pagefold.sampling import SamplingParams
 from pagefold.scheduler import Scheduler, SchedulerLimits
 from pagefold.sim import NullRunner
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from svg import Drawing
 
     from pagefold.kv import BlockTable, Promise
-    from pagefold.kv.tree import Node
+    from pagefold.kv.block import Node
 
 __all__ = ["BLOCK", "BLOCK_SIZE", "Words", "draw_block"]
 

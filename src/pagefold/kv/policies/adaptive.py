@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pagefold.kv.block import Node
 from pagefold.kv.policies.learned import Learned
 from pagefold.kv.policies.lfu import Lfu
 from pagefold.kv.policies.lru import Lru
-from pagefold.kv.tree import Node
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -16,7 +16,7 @@ from pagefold.kv.policies.ages import AGE_STARTS, NUM_AGES, age_range
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from pagefold.kv.tree import Node
+    from pagefold.kv.block import Node
 
 __all__ = ["AgingNodes", "Ranks"]
 

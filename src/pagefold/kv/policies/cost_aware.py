@@ -14,7 +14,7 @@ from pagefold.kv.policies.counting import CountingPolicy
 from pagefold.kv.tree import TOKEN_BYTES
 
 if TYPE_CHECKING:
-    from pagefold.kv.tree import Node
+    from pagefold.kv.block import Node
 
 __all__ = ["CostAware"]
 

@@ -10,7 +10,7 @@ from pagefold.kv.policies.ghosts import Ghosts
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pagefold.kv.tree import Node
+    from pagefold.kv.block import Node
 
 __all__ = ["CountingPolicy"]
 

@@ -24,8 +24,8 @@ from pagefold.kv.tree import TOKEN_BYTES
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from pagefold.kv.block import Node
     from pagefold.kv.eviction import RequestFacts
-    from pagefold.kv.tree import Node
 
 __all__ = ["Accuracy", "Learned"]
 

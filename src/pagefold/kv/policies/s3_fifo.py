@@ -16,8 +16,8 @@ from pagefold.kv.policies.ghosts import Ghosts
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from pagefold.kv.block import Node
     from pagefold.kv.eviction import RequestFacts
-    from pagefold.kv.tree import Node
 
 __all__ = ["S3Fifo"]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pagefold.kv.eviction import KeyPolicy
 
 if TYPE_CHECKING:
-    from pagefold.kv.tree import Node
+    from pagefold.kv.block import Node
 
 __all__ = ["Slru"]
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from pagefold.kv.eviction import KeyPolicy
 
 if TYPE_CHECKING:
+    from pagefold.kv.block import Node
     from pagefold.kv.eviction import RequestFacts
-    from pagefold.kv.tree import Node
 
 __all__ = ["Weighted"]
 

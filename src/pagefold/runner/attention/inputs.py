@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from pagefold.runner.attention.cuda.columns import DeviceColumns
+    from pagefold.runner.attention.device_columns import DeviceColumns
     from pagefold.runner.slab import AnySlab
 
 __all__ = ["AttentionBackend", "AttentionInputs"]

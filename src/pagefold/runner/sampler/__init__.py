@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from pagefold.request import SamplingParams
     from pagefold.runner.sampler.draws import Draws
+    from pagefold.sampling import SamplingParams
 
 __all__ = ["sample", "sample_on_card"]
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pagefold.request import SamplingParams
+    from pagefold.sampling import SamplingParams
 
 __all__ = ["GOLDEN", "MIX_1", "MIX_2", "REACHED", "Draws", "make_draws", "noise_key"]
 

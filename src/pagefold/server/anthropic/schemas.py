@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, FailFast, Field, StrictBool, StrictFloat, StrictInt, model_validator
 
 from pagefold.errors import InvalidRequestError
-from pagefold.request import SamplingParams
+from pagefold.sampling import SamplingParams
 from pagefold.server.anthropic.blocks import MessageParam, Texts, chat_of
 from pagefold.server.anthropic.tools import Choice, MessageTool, ToolUseChoice
 from pagefold.server.ignored import Body
 from pagefold.server.schemas import MAX_PARTS, CachedRequest, Text, few_parts
 from pagefold.server.structured_fields import Structured
+from pagefold.server.tools.asked import AskedTools
 from pagefold.server.tools.schemas import WhichTool
 from pagefold.server.unsupported import IN_MESSAGES, refuse_unsupported
-from pagefold.server.wanted import AskedTools
 from pagefold.structured.params import StructuredOutputsParams
 from pagefold.tokenizer import ChatOptions
 
@@ -161,7 +161,7 @@ class CountRequest(CachedRequest):
 
 
 class MessageRequest(CountRequest):
-    """``POST /v1/messages``; :class:`~pagefold.request.SamplingParams` says what the fields of sampling mean.
+    """``POST /v1/messages``; :class:`~pagefold.sampling.SamplingParams` says what the fields of sampling mean.
 
     Attributes:
         max_tokens: how long the answer may be; it may be less long where the context ends before.

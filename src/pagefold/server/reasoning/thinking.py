@@ -13,7 +13,7 @@ from pagefold.structured.free_beginning import FreeBeginning
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pagefold.request import SamplingParams
+    from pagefold.sampling import SamplingParams
     from pagefold.server.reasoning.counter import TokenCounter
     from pagefold.server.structured_fields import Structured
     from pagefold.tokenizer import Tokenizer

@@ -6,14 +6,14 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, FailFast, Field, StrictBool, StrictFloat, StrictInt, model_validator
 
-from pagefold.request import SamplingParams
+from pagefold.sampling import SamplingParams
 from pagefold.server.responses.functions import Choice, Function, FunctionChoice
 from pagefold.server.responses.items import Item
 from pagefold.server.responses.text_config import TextConfig
 from pagefold.server.schemas import MAX_PARTS, Text, TieredRequest, few_parts, stated
+from pagefold.server.tools.asked import AskedTools
 from pagefold.server.tools.schemas import WhichTool
 from pagefold.server.unsupported import IN_RESPONSES, refuse_unsupported
-from pagefold.server.wanted import AskedTools
 
 __all__ = ["ResponseRequest"]
 
@@ -43,7 +43,7 @@ _Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_PARTS)]
 
 
 class ResponseRequest(TieredRequest):
-    """``POST /v1/responses``; :class:`~pagefold.request.SamplingParams` says what the fields of sampling mean.
+    """``POST /v1/responses``; :class:`~pagefold.sampling.SamplingParams` says what the fields of sampling mean.
 
     Attributes:
         input: a text, which is the user's message, or items: messages, calls, and what calls brought.

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from pagefold.request import SamplingParams
+from pagefold.sampling import SamplingParams
 from pagefold.sim.size_limits import MAX_TOKENS
 
 __all__ = ["GREEDY_TO_LENGTH", "MAX_TOKENS", "TOKENS_PER_ID", "Trace", "TraceRequest", "request_of"]

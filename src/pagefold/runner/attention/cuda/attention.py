@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pagefold.runner.attention.cuda.blocks import CardBlocks, CellFormat
-from pagefold.runner.attention.cuda.columns import DeviceColumns, plan_columns
+from pagefold.runner.attention.cuda.columns import plan_columns
 from pagefold.runner.attention.cuda.configs import (
     KernelConfig,
     Reads,
@@ -25,6 +25,7 @@ from pagefold.runner.attention.cuda.encode import bring_queries, write_codes
 from pagefold.runner.attention.cuda.kernels import decode, merge_splits, prefill, write_kv
 from pagefold.runner.attention.cuda.seal import write_sealed
 from pagefold.runner.attention.cuda.tile import INTERPRETED
+from pagefold.runner.attention.device_columns import DeviceColumns
 from pagefold.runner.to_device import pack
 
 if TYPE_CHECKING:

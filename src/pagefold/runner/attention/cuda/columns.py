@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,41 +9,15 @@ import numpy as np
 from pagefold.runner.to_device import ALIGNMENT
 
 if TYPE_CHECKING:
-    import torch
     from numpy.typing import NDArray
 
     from pagefold.runner.attention.inputs import AttentionInputs
 
-__all__ = ["DeviceColumns", "plan_columns"]
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceColumns:
-    """The columns of :class:`~pagefold.runner.attention.inputs.AttentionInputs` on a device, and who decodes: int32.
-
-    Attributes:
-        query_starts: ``[S + 1]``.
-        seq_of: ``[T]``: the sequence of each token.
-        tables: ``[S, Hkv or 1, W]``, 1 where all heads share a table; W is a multiple of 16.
-        lengths: ``[S, Hkv or 1]``.
-        cells: ``[S or 1, L, Hkv]``.
-        rows: ``[D]``: the sequences with one token, which decode.
-        tiles: ``[N, 2]``: sequence and first token of each tile of the others' queries, the dearest first.
-        residual_ids: ``[S]`` where blocks are sealed, else ``[0]``.
-    """
-
-    query_starts: torch.Tensor
-    seq_of: torch.Tensor
-    tables: torch.Tensor
-    lengths: torch.Tensor
-    cells: torch.Tensor
-    rows: torch.Tensor
-    tiles: torch.Tensor
-    residual_ids: torch.Tensor
+__all__ = ["plan_columns"]
 
 
 def plan_columns(inputs: AttentionInputs, tokens_a_tile: int) -> list[NDArray[Any]]:
-    """Return the fields of a :class:`DeviceColumns`, in order, still on the host.
+    """Return the fields of the step's ``DeviceColumns``, in order, still on the host.
 
     Args:
         inputs: of the step.

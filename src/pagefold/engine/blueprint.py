@@ -1,0 +1,45 @@
+"""Blueprint: all that is decided of an engine before weights are loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from pagefold.capacity import Capacity
+    from pagefold.config import EngineConfig
+    from pagefold.kv import KVGeometry
+    from pagefold.runner.card import Card
+    from pagefold.runner.codecs.constants import CodecConstants
+    from pagefold.runner.models import ModelSpec
+
+__all__ = ["Blueprint"]
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """All that is decided of an engine before weights are loaded.
+
+    Attributes:
+        config: what was asked.
+        spec: the model.
+        geometry: of its KV.
+        capacity: what fits.
+        dtype: of weights, activations and KV.
+        is_fused: whether the fused decoder computes it, rather than transformers.
+        constants: what codecs know of the model (see ``calibration.py``); None for nothing, or not known yet.
+        device: ``cpu`` or ``cuda``.
+        card: the one that it runs on; None on a CPU. Its ``capacity`` follows from bounds until the rest is measured.
+    """
+
+    config: EngineConfig
+    spec: ModelSpec
+    geometry: KVGeometry
+    capacity: Capacity
+    dtype: torch.dtype
+    is_fused: bool
+    device: str = "cpu"
+    card: Card | None = None
+    constants: CodecConstants | None = None
