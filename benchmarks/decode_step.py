@@ -72,7 +72,7 @@ def silu_s(num_rows: int, width: int, num_layers: int) -> float:
     """Return the seconds that SiLU takes for so many rows in all layers, on one core."""
     from numba import njit
 
-    from pagefold.runner.kernels.exponential import silu_times
+    from pagefold.kernels.exponential import silu_times
 
     @njit
     def rows(gate: np.ndarray, up: np.ndarray, powers: np.ndarray) -> None:  # type: ignore[type-arg]

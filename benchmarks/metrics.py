@@ -20,7 +20,6 @@ from array import array
 from time import process_time
 from typing import TYPE_CHECKING
 
-from pagefold.engine.times import tell_tokens
 from prometheus_client import CollectorRegistry
 from prometheus_client import Histogram as TheirHistogram
 from report import Row, machine, parser, print_report
@@ -35,6 +34,7 @@ from pagefold.request import Request, StopRule
 from pagefold.sampling import SamplingParams
 from pagefold.scheduler import Scheduler, SchedulerLimits
 from pagefold.sim import NullRunner
+from pagefold.times import tell_tokens
 
 if TYPE_CHECKING:
     from pagefold.events import Emit

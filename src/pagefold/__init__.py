@@ -6,8 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pagefold.engine.llm import LLM
     from pagefold.kv import KVCore
+    from pagefold.llm import LLM
     from pagefold.sampling import SamplingParams
     from pagefold.sim import SimConfig, simulate
     from pagefold.structured.params import StructuredOutputsParams
@@ -17,8 +17,8 @@ __all__ = ["LLM", "KVCore", "SamplingParams", "SimConfig", "StructuredOutputsPar
 __version__ = "0.1.0"
 
 _HOMES = {
-    "LLM": "pagefold.engine.llm",
-    "SamplingParams": "pagefold.request",
+    "LLM": "pagefold.llm",
+    "SamplingParams": "pagefold.sampling",
     "StructuredOutputsParams": "pagefold.structured.params",
     "KVCore": "pagefold.kv",
     "SimConfig": "pagefold.sim",

@@ -9,15 +9,19 @@ import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeAlias
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from pagefold.errors import ConfigError
 from pagefold.kv import KV_CACHE_DTYPES
 from pagefold.kv.slow_tiers import WRITE_POLICIES, WritePolicy
-from pagefold.transport.plan import DROPPED_BITS, TransportCodec
 from pagefold.typecheck import wrong_type
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 __all__ = [
+    "DROPPED_BITS",
     "MAX_PRIORITY",
     "Account",
     "AttentionBackend",
@@ -26,6 +30,7 @@ __all__ = [
     "EngineConfig",
     "ModelImpl",
     "ServerConfig",
+    "TransportCodec",
     "available_cpus",
     "available_memory_bytes",
     "cache_dir",
@@ -40,6 +45,7 @@ Dtype: TypeAlias = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 AttentionBackend: TypeAlias = Literal["auto", "cpu", "cuda", "reference"]
 ModelImpl: TypeAlias = Literal["auto", "pagefold", "transformers"]
+TransportCodec: TypeAlias = Literal["none", "lossless", "lossy7", "lossy6"]
 
 _DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
 _DEVICES = ("auto", "cpu", "cuda")
@@ -53,6 +59,11 @@ _REASONING_PARSERS = ("deepseek_r1", "deepseek_v3", "glm45", "granite", "mistral
 _MAX_BLOCK_SIZE = 256
 _MAX_PORT = 65535
 _LEAST_OF_DOOR = {"max_body_bytes": 1, "max_connections": 1, "responses_store_bytes": 0, "max_queued_requests": 0}
+
+DROPPED_BITS: Mapping[TransportCodec, int | None] = MappingProxyType(
+    {"none": None, "lossless": 0, "lossy7": 1, "lossy6": 2}
+)
+"""How many of the lower bits of codes of 8 bit each rounds away; None packs nothing."""
 
 MAX_PRIORITY = 2**31
 """A request's priority lies between this and its negative."""

@@ -5,17 +5,18 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from pagefold.errors import InvalidRequestError
 from pagefold.sampling import SamplingParams, out_of_range
 from pagefold.typecheck import wrong_type
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Sequence
 
     from pagefold.kv import BlockTable
     from pagefold.steps import TokenLogprobs
+    from pagefold.structured.matcher import TokenMatcher
 
 __all__ = [
     "ANYBODY",
@@ -28,7 +29,6 @@ __all__ = [
     "RequestStatus",
     "RequestTimes",
     "StopRule",
-    "TokenMatcher",
     "WarmUp",
 ]
 
@@ -173,34 +173,6 @@ class RequestTimes:
         if self.last_token_s is None or self.first_token_s is None:
             return None
         return self.last_token_s - self.first_token_s
-
-
-class TokenMatcher(Protocol):
-    """Which tokens may come next in one output. It belongs to one request, and only that one's tokens advance it.
-
-    Attributes:
-        is_complete: nothing can follow any more.
-        error: why it cannot go on, though the output is not complete.
-        field: the request field that this is about.
-    """
-
-    @property
-    def is_complete(self) -> bool: ...  # noqa: D102 - above
-
-    @property
-    def error(self) -> str | None: ...  # noqa: D102 - above
-
-    @property
-    def field(self) -> str: ...  # noqa: D102 - above
-
-    def mask(self, banned: Collection[int] = ()) -> bytes:
-        """Return which tokens may come next: bit ``t % 8`` of byte ``t // 8`` is token ``t``. At least one may.
-
-        ``banned`` ones may only if nothing else may.
-        """
-
-    def accept(self, token_id: int) -> None:
-        """Advance by a token of the mask; after that ask ``is_complete`` and ``error`` before the next mask."""
 
 
 class PromptUse:

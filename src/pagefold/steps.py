@@ -1,20 +1,30 @@
-"""What crosses between scheduler and runner: a plan in columns, a result, and the protocol of a runner."""
+"""What crosses between scheduler and runner: a plan in columns, a result, and protocols of who carries it out."""
 
 from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pagefold.kv.plans import NO_HOST_OPS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pagefold.kv import BlockId, CopyOp, HostOps, ResidualCopy
     from pagefold.sampling import SamplingParams
 
-__all__ = ["DamagedBlocksError", "LaunchingRunner", "PromptPart", "Runner", "StepPlan", "StepResult", "TokenLogprobs"]
+__all__ = [
+    "BlockMover",
+    "DamagedBlocksError",
+    "LaunchingRunner",
+    "Moves",
+    "PromptPart",
+    "Runner",
+    "StepPlan",
+    "StepResult",
+    "TokenLogprobs",
+]
 
 
 class TokenLogprobs(NamedTuple):
@@ -139,6 +149,48 @@ class DamagedBlocksError(Exception):
     def __init__(self, host_ids: frozenset[int]) -> None:
         super().__init__(f"{len(host_ids)} blocks of the host arena are damaged")
         self.host_ids = host_ids
+
+
+class Moves(Protocol):
+    """Moves of a step that are under way while it is queued and computed."""
+
+    def hold(self, layer: int) -> None:
+        """Let what is queued from now on wait for the blocks up to ``layer``, and for what the step may overwrite."""
+
+    def hold_all(self) -> None:
+        """Let what is queued from now on wait for all of it."""
+
+    def verify(self) -> None:
+        """Compare checksums.
+
+        Raises:
+            DamagedBlocksError: some of what was loaded or checked.
+        """
+
+    def learn(self) -> None:
+        """The step has ended: take note of how long its loads took."""
+
+
+class BlockMover(Protocol):
+    """Moves a step's blocks between the device and the host arena."""
+
+    def begin(
+        self,
+        ops: HostOps,
+        blocks: Any,  # noqa: ANN401 - NumPy's on a CPU, torch's on a card
+        layer_begins: Sequence[int] = (0,),
+    ) -> Moves | None:
+        """Begin a step's moves; return what is still on its way, if anything.
+
+        Args:
+            ops: what the core decided.
+            blocks: uint8 ``[num_blocks, block_bytes]``: the device's blocks, which this reads and writes.
+            layer_begins: where each layer begins in a block, in bytes; layers may come one after another.
+
+        Raises:
+            DamagedBlocksError: some of what was loaded or checked, where that is known already; else
+                :meth:`Moves.verify` raises it.
+        """
 
 
 class Runner(Protocol):

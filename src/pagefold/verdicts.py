@@ -11,19 +11,18 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from pagefold.config import DROPPED_BITS
 from pagefold.errors import ConfigError, QualityError
 from pagefold.json_object import read_json_object
 from pagefold.kv import CODECS, KV_CACHE_DTYPES
 from pagefold.private_files import make_private_folder
-from pagefold.transport.plan import DROPPED_BITS
 from pagefold.whole_file import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from pagefold.config import EngineConfig
-    from pagefold.transport.plan import TransportCodec
+    from pagefold.config import EngineConfig, TransportCodec
 
 __all__ = [
     "QUALITY_FIELDS",

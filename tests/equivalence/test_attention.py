@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from equivalence.attention_cases import Lengths, Shape, make_case
 from pagefold.config import cache_dir
+from pagefold.kernels import KERNEL_CACHE
 from pagefold.runner.attention import choose_backend
-from pagefold.runner.kernels import KERNEL_CACHE
 from pagefold.runner.slab import Slab
 
 FLOAT64_BOUND = 1e-14
@@ -178,7 +178,7 @@ import sys, torch
 sys.path.insert(0, {tests!r})
 from equivalence.attention_cases import Lengths, Shape, make_case
 from pagefold.runner.attention.cpu import CpuAttention
-from pagefold.runner.kernels.compiled import num_kernels_compiled
+from pagefold.kernels.compiled import num_kernels_compiled
 shape = Shape(block_size=4, head_dim=4, num_kv_heads=1, group=1)
 case = make_case(shape, [Lengths(3, 2)], per_head=False, seed=0)
 assert (CpuAttention(2)(*case.to(torch.float32)).double() - case.expected()).abs().max() < 1e-5

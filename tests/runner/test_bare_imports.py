@@ -44,7 +44,7 @@ from equivalence.tiny_models import save_tiny_model
 import pagefold.engine.build, pagefold.engine.on_card, pagefold.engine.engine, pagefold.runner.card_profile
 import pagefold.runner.attention.cuda.configs, pagefold.scheduler, pagefold.tokenizer
 from pagefold.kv import BlockId, KVGeometry
-from pagefold.request import SamplingParams
+from pagefold.sampling import SamplingParams
 from pagefold.runner.card import find_card
 from pagefold.runner.cuda_decoder import CudaDecoder
 from pagefold.runner.loader import load_model

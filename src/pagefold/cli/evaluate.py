@@ -14,22 +14,20 @@ from rich.console import Console
 from pagefold.cli.fail import fail
 from pagefold.cli.models import progress_bar
 from pagefold.cli.serve import check_installed, parse_layers, quiet_transformers
-from pagefold.config import EngineConfig, cache_dir
+from pagefold.config import DROPPED_BITS, EngineConfig, cache_dir
 from pagefold.errors import ConfigError, PagefoldError
 from pagefold.kv import KV_CACHE_DTYPES
-from pagefold.transport.plan import DROPPED_BITS
 from pagefold.verdicts import SAME_AS, Verdict, floor_of, subject_of, write_verdict
 from pagefold.whole_file import check_writable, write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pagefold.config import AttentionBackend, Device, Dtype, ModelImpl
+    from pagefold.config import AttentionBackend, Device, Dtype, ModelImpl, TransportCodec
     from pagefold.hub.progress import Progress
     from pagefold.quality.result import Evaluation
     from pagefold.quality.setting import Setting
     from pagefold.quality.texts import Text
-    from pagefold.transport.plan import TransportCodec
 
 __all__ = ["evaluate"]
 

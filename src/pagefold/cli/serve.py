@@ -30,13 +30,12 @@ from pagefold.events import fan_out
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pagefold.config import Account, AttentionBackend, Device, Dtype, ModelImpl
+    from pagefold.config import Account, AttentionBackend, Device, Dtype, ModelImpl, TransportCodec
     from pagefold.engine.engine import Engine
     from pagefold.events import Emit
     from pagefold.kv import WritePolicy
     from pagefold.observe.recorder import TraceRecorder
     from pagefold.server.process import WarmPrompt
-    from pagefold.transport.plan import TransportCodec
 
 __all__ = ["check_installed", "listed", "parse_layers", "quiet_transformers", "serve", "warn_if_open"]
 

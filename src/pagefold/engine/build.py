@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pagefold.capacity import Capacity, human_bytes, plan_capacity
-from pagefold.config import available_cpus, available_memory_bytes, cache_dir
+from pagefold.config import DROPPED_BITS, available_cpus, available_memory_bytes, cache_dir
 from pagefold.engine.blocks import allocate_blocks
 from pagefold.engine.blueprint import Blueprint
 from pagefold.engine.engine import Engine, ModelLimits
@@ -33,7 +33,6 @@ from pagefold.kv import (
     make_policy,
 )
 from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits, Tiering
-from pagefold.transport.plan import DROPPED_BITS
 from pagefold.verdicts import check_quality
 
 if TYPE_CHECKING:

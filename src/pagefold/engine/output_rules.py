@@ -12,9 +12,10 @@ from pagefold.structured.restriction import Restriction, sequences_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pagefold.request import Request, TokenMatcher
+    from pagefold.request import Request
     from pagefold.sampling import SamplingParams
     from pagefold.structured.grammar import Grammar
+    from pagefold.structured.matcher import TokenMatcher
     from pagefold.tokenizer import Tokenizer
 
 __all__ = ["matcher_error", "matchers", "output_text", "refuse_without_tokenizer"]

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from pagefold.config import TransportCodec
     from pagefold.quality.statistics import Estimate
-    from pagefold.transport.plan import TransportCodec
 
 __all__ = ["Evaluation", "GreedyResult", "NeedleResult", "PositionBin", "SettingResult"]
 

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pagefold.config import DROPPED_BITS
 from pagefold.errors import ConfigError
 from pagefold.runner.block_plan import block_plan
 from pagefold.runner.codec_slab import CodecSlab
-from pagefold.transport.plan import DROPPED_BITS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pagefold.config import TransportCodec
     from pagefold.kv import KVGeometry
     from pagefold.runner.torch_runner import TorchRunner
     from pagefold.steps import StepPlan, StepResult
-    from pagefold.transport.plan import TransportCodec
 
 __all__ = ["RoundingRunner", "check_rounds"]
 

@@ -10,8 +10,7 @@ from pagefold.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pagefold.config import EngineConfig
-    from pagefold.transport.plan import TransportCodec
+    from pagefold.config import EngineConfig, TransportCodec
 
 __all__ = ["EXACT", "Setting"]
 

@@ -15,8 +15,7 @@ from pagefold.runner.to_device import pack
 
 if TYPE_CHECKING:
     from pagefold.kv import KVGeometry
-    from pagefold.steps import StepPlan
-    from pagefold.store.arena import Moves
+    from pagefold.steps import Moves, StepPlan
 
 __all__ = ["LateTokens", "StepInputs", "fill_in", "late_tokens", "make_inputs", "on_card"]
 

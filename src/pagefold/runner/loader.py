@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from pagefold.runner.attention import AttentionBackend, AttentionInputs
     from pagefold.runner.slab import AnySlab
-    from pagefold.store.arena import Moves
+    from pagefold.steps import Moves
 
 __all__ = ["AttentionContext", "load_model", "register_attention"]
 

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from pagefold.kv import KVGeometry
     from pagefold.runner.inputs import StepInputs
     from pagefold.runner.slab import AnySlab
-    from pagefold.store import HostArena
-    from pagefold.store.arena import Moves
+    from pagefold.steps import BlockMover, Moves
 
 __all__ = ["Decoder", "OnQueries", "TorchRunner"]
 
@@ -71,7 +70,7 @@ class TorchRunner:
             part after another, ``[P, vocab]``; they may be valid until the next step only.
     """
 
-    def __init__(self, decoder: Decoder, geometry: KVGeometry, slab: AnySlab, arena: HostArena | None = None) -> None:
+    def __init__(self, decoder: Decoder, geometry: KVGeometry, slab: AnySlab, arena: BlockMover | None = None) -> None:
         self.geometry = geometry
         self.slab = slab
         self.arena = arena

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
@@ -16,31 +16,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pagefold.kv import HostOps
+    from pagefold.steps import Moves
 
-__all__ = ["HostArena", "Moves"]
+__all__ = ["HostArena"]
 
 _CHUNK_BYTES = 2**18
 """What is copied and digested at a time: small enough to be read from memory once for both, and few calls."""
-
-
-class Moves(Protocol):
-    """Moves of a step that are under way while it is queued and computed."""
-
-    def hold(self, layer: int) -> None:
-        """Let what is queued from now on wait for the blocks up to ``layer``, and for what the step may overwrite."""
-
-    def hold_all(self) -> None:
-        """Let what is queued from now on wait for all of it."""
-
-    def verify(self) -> None:
-        """Compare checksums.
-
-        Raises:
-            DamagedBlocksError: some of what was loaded or checked.
-        """
-
-    def learn(self) -> None:
-        """The step has ended: take note of how long its loads took."""
 
 
 class HostArena:

@@ -6,9 +6,9 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING
 
+from pagefold.config import DROPPED_BITS
 from pagefold.store.disk import DiskStore
 from pagefold.store.remote import open_remote
-from pagefold.transport.plan import DROPPED_BITS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

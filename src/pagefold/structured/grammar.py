@@ -237,7 +237,7 @@ class _Wear:
 
 
 class GrammarMatcher:
-    """A :class:`~pagefold.request.TokenMatcher`.
+    """A :class:`~pagefold.structured.matcher.TokenMatcher`.
 
     Args:
         state: the library's.
@@ -258,7 +258,7 @@ class GrammarMatcher:
         self.error: str | None = None
 
     def mask(self, banned: Collection[int] = ()) -> bytes:
-        """See :class:`~pagefold.request.TokenMatcher`."""
+        """See :class:`~pagefold.structured.matcher.TokenMatcher`."""
         mask = self._mask
         unwanted = [token_id for token_id in (*self._never, *banned) if mask[token_id >> 3] >> (token_id & 7) & 1]
         if not unwanted:
@@ -269,7 +269,7 @@ class GrammarMatcher:
         return bytes(rest) if any(rest) else mask
 
     def accept(self, token_id: int) -> None:
-        """See :class:`~pagefold.request.TokenMatcher`. The next mask is computed here: what fails, fails now."""
+        """See :class:`~pagefold.structured.matcher.TokenMatcher`. It computes the next mask: what fails, fails now."""
         state = self._state
         self._wear.num_steps += 1
         if state.consume_token(token_id) and not state.is_stopped():

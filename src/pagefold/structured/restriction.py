@@ -12,7 +12,7 @@ from pagefold.errors import InvalidRequestError
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
-    from pagefold.request import TokenMatcher
+    from pagefold.structured.matcher import TokenMatcher
 
 __all__ = ["RestrictedMatcher", "Restriction", "sequences_of"]
 
@@ -69,7 +69,7 @@ class Restriction:
 
 
 class RestrictedMatcher:
-    """A :class:`~pagefold.request.TokenMatcher`: what a restriction leaves of all tokens, or of another matcher's."""
+    """A :class:`~pagefold.structured.matcher.TokenMatcher`: what a restriction leaves of all tokens, or of another."""
 
     __slots__ = ("_allowed", "_inner", "_last", "_restriction", "_stuck")
 
@@ -82,27 +82,27 @@ class RestrictedMatcher:
 
     @property
     def is_complete(self) -> bool:
-        """See :class:`~pagefold.request.TokenMatcher`."""
+        """See :class:`~pagefold.structured.matcher.TokenMatcher`."""
         return self._inner is not None and self._inner.is_complete
 
     @property
     def error(self) -> str | None:
-        """See :class:`~pagefold.request.TokenMatcher`."""
+        """See :class:`~pagefold.structured.matcher.TokenMatcher`."""
         return self._stuck or (None if self._inner is None else self._inner.error)
 
     @property
     def field(self) -> str:
-        """See :class:`~pagefold.request.TokenMatcher`."""
+        """See :class:`~pagefold.structured.matcher.TokenMatcher`."""
         return self._restriction.field if self._inner is None or self._stuck else self._inner.field
 
     def mask(self, banned: Collection[int] = ()) -> bytes:
-        """See :class:`~pagefold.request.TokenMatcher`."""
+        """See :class:`~pagefold.structured.matcher.TokenMatcher`."""
         num_bytes = self._restriction.num_bytes
         rest = self._allowed & ~_bits(banned, num_bytes) if banned else self._allowed
         return (rest or self._allowed).to_bytes(num_bytes, "little")
 
     def accept(self, token_id: int) -> None:
-        """See :class:`~pagefold.request.TokenMatcher`."""
+        """See :class:`~pagefold.structured.matcher.TokenMatcher`."""
         self._last = [*self._last, token_id][-self._restriction.num_remembered :]
         if self._inner is not None:
             self._inner.accept(token_id)

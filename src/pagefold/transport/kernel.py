@@ -19,7 +19,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from pagefold.runner.kernels.compiled import part
+from pagefold.kernels.compiled import part
 from pagefold.transport.tables import MAX_BITS
 
 __all__ = ["NUM_STREAMS", "PART_FIELDS", "RECIPROCALS", "pack_parts", "unpack_parts"]

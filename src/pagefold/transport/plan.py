@@ -1,21 +1,13 @@
-"""What packing must know of a block, and the ways to pack that a user can choose. Standard library only."""
+"""BlockPlan: what packing must know of a block. Standard library only."""
 
 from __future__ import annotations
 
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-__all__ = ["DROPPED_BITS", "BlockPlan", "TransportCodec"]
-
-TransportCodec: TypeAlias = Literal["none", "lossless", "lossy7", "lossy6"]
-
-DROPPED_BITS: Mapping[TransportCodec, int | None] = MappingProxyType(
-    {"none": None, "lossless": 0, "lossy7": 1, "lossy6": 2}
-)
-"""How many of the lower bits of codes of 8 bit each rounds away; None packs nothing."""
+__all__ = ["BlockPlan"]
 
 
 class BlockPlan(NamedTuple):

@@ -1,4 +1,4 @@
-"""What attention does where K and V are codes, beside the tiles that load them (see ``attention_tiles.py``).
+"""What attention does where K and V are codes, beside the tiles that load them (see ``tiles.py``).
 
 Scales are applied beside the tiles: with ``k = code * scale + zero`` a score is ``(q . code) * scale + sum(q) * zero``,
 and the sum of weighted values is that of codes weighted by ``weight * scale``, plus the sum of ``weight * zero``, in
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from pagefold.kernels.compiled import FAST, part, part_with
 from pagefold.runner.attention.kernel_slab import (
     HAS_BASIS,
     KEY_FORMAT,
@@ -23,9 +24,7 @@ from pagefold.runner.attention.kernel_slab import (
     CodedBlocks,
     SealedBlocks,
 )
-from pagefold.runner.codecs.constants import RANGE
-from pagefold.runner.codecs.kernel import encode, from_bfloat16, hadamard, into_basis
-from pagefold.runner.kernels.attention_tiles import (
+from pagefold.runner.attention.tiles import (
     BFLOAT16,
     E4M3_SCALED,
     FLOAT16,
@@ -36,7 +35,8 @@ from pagefold.runner.kernels.attention_tiles import (
     INT8,
     TWO_WIDTHS,
 )
-from pagefold.runner.kernels.compiled import FAST, part, part_with
+from pagefold.runner.codecs.constants import RANGE
+from pagefold.runner.codecs.kernel import encode, from_bfloat16, hadamard, into_basis
 
 __all__ = [
     "add_centres",

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from numba import njit, prange
 
+from pagefold.kernels.compiled import part, specialised
+from pagefold.kernels.team import SYNC_WIDTH, claim, finish, wait
 from pagefold.runner.attention.kernel import attend, merge, seal, write
 from pagefold.runner.attention.kernel_slab import KEY_FORMAT, VALUE_FORMAT, kernel_slab
 from pagefold.runner.attention.scratch import Scratch, make_scratch
+from pagefold.runner.attention.tiles import FLOAT16, INT2, attention_tiles
 from pagefold.runner.attention.work import AttentionWork, WorkDealer
-from pagefold.runner.kernels.attention_tiles import FLOAT16, INT2, attention_tiles
-from pagefold.runner.kernels.compiled import part, specialised
-from pagefold.runner.kernels.team import SYNC_WIDTH, claim, finish, wait
 from pagefold.runner.sealed_slab import SealedSlab
 
 if TYPE_CHECKING:

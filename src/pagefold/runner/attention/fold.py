@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pagefold.runner.kernels.compiled import part
+from pagefold.kernels.compiled import part
 
 __all__ = ["NOTHING", "fold"]
 

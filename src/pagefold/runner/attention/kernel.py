@@ -13,6 +13,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from pagefold.kernels.compiled import part
+from pagefold.kernels.emit import FLOAT_BYTES, LINE_BYTES, call_tile, fetch
+from pagefold.kernels.exponential import exp2_row
+from pagefold.kernels.team import claim, finish, wait
 from pagefold.runner.attention.coded_blocks import (
     add_centres,
     add_shifts,
@@ -28,12 +32,8 @@ from pagefold.runner.attention.coded_blocks import (
 from pagefold.runner.attention.fold import NOTHING, fold
 from pagefold.runner.attention.kernel_slab import KEY_FORMAT, KEY_SCALES, KEYS, VALUE_FORMAT, VALUES
 from pagefold.runner.attention.sealed_blocks import attend_own_blocks, score_channels, seal, write_unsealed
+from pagefold.runner.attention.tiles import FLOAT32, INT2
 from pagefold.runner.attention.work import AttentionWork
-from pagefold.runner.kernels.attention_tiles import FLOAT32, INT2
-from pagefold.runner.kernels.compiled import part
-from pagefold.runner.kernels.emit import FLOAT_BYTES, LINE_BYTES, call_tile, fetch
-from pagefold.runner.kernels.exponential import exp2_row
-from pagefold.runner.kernels.team import claim, finish, wait
 
 __all__ = ["AttentionWork", "attend", "merge", "seal", "write"]
 

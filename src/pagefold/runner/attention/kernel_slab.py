@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from pagefold.runner.attention.tiles import FLOAT32, INT2
 from pagefold.runner.codecs.hadamard import hadamard, hadamard_size
-from pagefold.runner.kernels.attention_tiles import FLOAT32, INT2
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

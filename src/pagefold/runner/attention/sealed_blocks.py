@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from pagefold.kernels.compiled import FAST, part, part_with
+from pagefold.kernels.emit import FLOAT_BYTES, LINE_BYTES, call_tile, fetch
+from pagefold.kernels.exponential import exp2_row
+from pagefold.kernels.team import claim, finish, wait
 from pagefold.runner.attention.fold import NOTHING, fold
 from pagefold.runner.attention.kernel_slab import KEY_SCALES, KEYS, VALUE_SCALES, VALUES, SealedBlocks
+from pagefold.runner.attention.tiles import FLOAT16, INT2
 from pagefold.runner.codecs.kernel import encode_int2, from_bfloat16, from_float16, to_float16
-from pagefold.runner.kernels.attention_tiles import FLOAT16, INT2
-from pagefold.runner.kernels.compiled import FAST, part, part_with
-from pagefold.runner.kernels.emit import FLOAT_BYTES, LINE_BYTES, call_tile, fetch
-from pagefold.runner.kernels.exponential import exp2_row
-from pagefold.runner.kernels.team import claim, finish, wait
 
 __all__ = ["attend_own_blocks", "score_channels", "seal", "write_unsealed"]
 

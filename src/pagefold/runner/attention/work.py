@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numba import njit
 
-from pagefold.runner.kernels.compiled import part, specialised
+from pagefold.kernels.compiled import part, specialised
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,11 +13,9 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from pagefold.kernels.compiled import part
 from pagefold.kv.codec import num_wide
-from pagefold.runner.codecs.int4_symmetric import SHARE
-from pagefold.runner.codecs.levels import INVERSE, REACH
-from pagefold.runner.codecs.two_widths import WIDE_REACH
-from pagefold.runner.kernels.attention_tiles import (
+from pagefold.runner.attention.tiles import (
     BFLOAT16,
     E4M3_SCALED,
     E5M2,
@@ -28,7 +26,9 @@ from pagefold.runner.kernels.attention_tiles import (
     INT8,
     TWO_WIDTHS,
 )
-from pagefold.runner.kernels.compiled import part
+from pagefold.runner.codecs.int4_symmetric import SHARE
+from pagefold.runner.codecs.levels import INVERSE, REACH
+from pagefold.runner.codecs.two_widths import WIDE_REACH
 
 __all__ = [
     "encode",

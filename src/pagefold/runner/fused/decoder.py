@@ -10,6 +10,9 @@ import numba
 import numpy as np
 import torch
 
+from pagefold.kernels.compiled import specialised
+from pagefold.kernels.simd import weight_tiles
+from pagefold.kernels.team import SYNC_WIDTH, ends
 from pagefold.runner.attention.cpu import AttentionRoom, scale_and_cap
 from pagefold.runner.fused.kernel import (
     TOKENS_A_TILE,
@@ -20,9 +23,6 @@ from pagefold.runner.fused.kernel import (
 )
 from pagefold.runner.fused.weights import PANEL_WIDTH, num_panels
 from pagefold.runner.inputs import fill_in
-from pagefold.runner.kernels.compiled import specialised
-from pagefold.runner.kernels.simd import weight_tiles
-from pagefold.runner.kernels.team import SYNC_WIDTH, ends
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numba import njit, prange
 
+from pagefold.kernels.compiled import part
+from pagefold.kernels.emit import call_tile
+from pagefold.kernels.exponential import silu_times
+from pagefold.kernels.team import claim, finish, wait
 from pagefold.runner.attention.cpu import member_scratch
 from pagefold.runner.attention.kernel import attend, merge, seal, write
-from pagefold.runner.kernels.compiled import part
-from pagefold.runner.kernels.emit import call_tile
-from pagefold.runner.kernels.exponential import silu_times
-from pagefold.runner.kernels.team import claim, finish, wait
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

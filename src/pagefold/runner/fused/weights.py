@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from pagefold.config import available_cpus
+from pagefold.kernels.emit import MAX_LANES
+from pagefold.kernels.simd import PANEL_VECTORS
 from pagefold.runner.fused.checkpoint import Checkpoint
 from pagefold.runner.fused.rope import rope_table
-from pagefold.runner.kernels.emit import MAX_LANES
-from pagefold.runner.kernels.simd import PANEL_VECTORS
 
 if TYPE_CHECKING:
     from pathlib import Path

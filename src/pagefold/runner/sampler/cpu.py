@@ -15,7 +15,7 @@ import numpy as np
 from numba import njit
 from numpy.lib.stride_tricks import as_strided
 
-from pagefold.runner.kernels.compiled import part, specialised
+from pagefold.kernels.compiled import part, specialised
 from pagefold.runner.sampler.draws import GOLDEN, MIX_1, MIX_2, REACHED, make_draws
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import llvmlite.binding as llvm
 
 from pagefold.errors import ConfigError
-from pagefold.runner.kernels import KERNEL_CACHE
+from pagefold.kernels import KERNEL_CACHE
 from pagefold.whole_file import write_whole
 
 if TYPE_CHECKING:

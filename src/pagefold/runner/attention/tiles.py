@@ -16,8 +16,7 @@ import torch
 from llvmlite import ir
 from numba.core import cgutils
 
-from pagefold.runner.codecs.levels import levels_of
-from pagefold.runner.kernels.emit import (
+from pagefold.kernels.emit import (
     F32_P,
     I8,
     I8_P,
@@ -34,7 +33,8 @@ from pagefold.runner.kernels.emit import (
     new_function,
     rows_on,
 )
-from pagefold.runner.kernels.object_code import addresses_in
+from pagefold.kernels.object_code import addresses_in
+from pagefold.runner.codecs.levels import levels_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

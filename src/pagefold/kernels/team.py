@@ -23,7 +23,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from pagefold.runner.kernels.compiled import part
+from pagefold.kernels.compiled import part
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numba
 from numba.extending import overload
 
-from pagefold.runner.kernels import KERNEL_CACHE
-from pagefold.runner.kernels.object_code import num_modules_compiled
+from pagefold.kernels import KERNEL_CACHE
+from pagefold.kernels.object_code import num_modules_compiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Kernels of the CPU path, compiled by Numba: matrix tiles, a team of threads, exponentials.
+"""What kernels of the CPU path are made of, compiled by Numba: matrix tiles, a team of threads, exponentials.
 
 Compiled code is kept under the cache folder, in a folder named by what it was compiled from: the source of every kernel
 (Numba itself looks at the outermost function's file only) and the versions of Numba and LLVM. Numba adds the processor
@@ -17,12 +17,16 @@ from pagefold.config import cache_dir
 
 __all__ = ["KERNEL_CACHE"]
 
+_ROOMS = "kernels", "runner", "transport"
+"""Where there are kernels."""
+
 
 def _key() -> str:
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
-    room = Path(__file__).parent.parent
-    for file in sorted(room.rglob("*.py")):
-        digest.update(file.read_bytes())
+    house = Path(__file__).parent.parent
+    for room in _ROOMS:
+        for file in sorted((house / room).rglob("*.py")):
+            digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 
 

@@ -33,7 +33,7 @@ from typing import NamedTuple
 from llvmlite import ir
 from numba.core import cgutils
 
-from pagefold.runner.kernels.emit import (
+from pagefold.kernels.emit import (
     F32_P,
     I8_P,
     I64,
@@ -46,7 +46,7 @@ from pagefold.runner.kernels.emit import (
     new_function,
     rows_on,
 )
-from pagefold.runner.kernels.object_code import addresses_in
+from pagefold.kernels.object_code import addresses_in
 
 __all__ = ["PANEL_VECTORS", "WeightTiles", "weight_tiles"]
 
