@@ -446,13 +446,13 @@ class Big:
 
     def engine(self, **settings: Any) -> OverlappedEngine:  # noqa: ANN401 - of EngineConfig
         """Return an engine over the model, put together as ``build_engine`` does."""
-        from pagefold.capacity import Capacity
         from pagefold.config import EngineConfig
         from pagefold.engine.blueprint import Blueprint
         from pagefold.engine.engine import ModelLimits
         from pagefold.engine.on_card import bound_use_of, build_runner, capacity_on_card
         from pagefold.engine.overlapped import OverlappedEngine
         from pagefold.kv import KVCore, KVGeometry, Namespace
+        from pagefold.memory.capacity import Capacity
         from pagefold.runner.models import ModelSpec
         from pagefold.scheduler import Scheduler, SchedulerLimits
 

@@ -24,17 +24,17 @@ from prometheus_client import CollectorRegistry
 from prometheus_client import Histogram as TheirHistogram
 from report import Row, machine, parser, print_report
 
-from pagefold.capacity import Capacity
 from pagefold.engine.client import EngineStatus
 from pagefold.engine.engine import Engine, ModelLimits
 from pagefold.events import ignore
 from pagefold.kv import KVCore, Namespace
+from pagefold.memory.capacity import Capacity
 from pagefold.observe.metrics import Metrics
 from pagefold.request import Request, StopRule
 from pagefold.sampling import SamplingParams
 from pagefold.scheduler import Scheduler, SchedulerLimits
+from pagefold.scheduler.times import tell_tokens
 from pagefold.sim import NullRunner
-from pagefold.times import tell_tokens
 
 if TYPE_CHECKING:
     from pagefold.events import Emit

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pagefold.capacity import Capacity
 from pagefold.engine.engine import Engine, ModelLimits
 from pagefold.engine.logprobs import Logprob, PromptLogprobs
 from pagefold.engine.outputs import CompletionOutput, OutputDelta, OutputText, RequestOutput
 from pagefold.errors import InvalidRequestError
 from pagefold.kv import KVCore, Namespace, audit
+from pagefold.memory.capacity import Capacity
 from pagefold.sampling import SamplingParams
 from pagefold.scheduler import Scheduler, SchedulerLimits
 from pagefold.sim import NullRunner

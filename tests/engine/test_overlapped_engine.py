@@ -10,12 +10,12 @@ from random import Random
 
 import pytest
 
-from pagefold.capacity import Capacity
 from pagefold.engine.engine import Engine, ModelLimits
 from pagefold.engine.overlapped import OverlappedEngine
 from pagefold.errors import InvalidRequestError
 from pagefold.events import StepAbandoned
 from pagefold.kv import HostTier, KVCore, Namespace, audit
+from pagefold.memory.capacity import Capacity
 from pagefold.sampling import SamplingParams
 from pagefold.scheduler import Scheduler, SchedulerLimits
 from pagefold.sim.shadow_runner import VOCAB_SIZE, ShadowRunner, expected_token

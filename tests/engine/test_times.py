@@ -8,11 +8,11 @@ from random import Random
 
 import pytest
 
-from pagefold.capacity import Capacity
 from pagefold.engine.client import EngineStatus
 from pagefold.engine.engine import Engine, ModelLimits
 from pagefold.events import Event, RequestPreempted, fan_out
 from pagefold.kv import KVCore, Namespace
+from pagefold.memory.capacity import Capacity
 from pagefold.observe.metrics import Metrics
 from pagefold.sampling import SamplingParams
 from pagefold.scheduler import Scheduler, SchedulerLimits

@@ -23,6 +23,7 @@ from equivalence.settings import SETTINGS
 from equivalence.suite import Trial, Workload
 from equivalence.test_fused import AloneOutputs
 from equivalence.tiny_models import VOCAB_SIZE
+from pagefold.engine.verdicts import FORMAT
 from pagefold.kv import CODECS, KVGeometry
 from pagefold.kv.codec import num_wide
 from pagefold.runner.attention import choose_backend
@@ -33,7 +34,6 @@ from pagefold.runner.codecs.constants import RANGE
 from pagefold.runner.codecs.levels import REACH, codes_of, levels_of
 from pagefold.runner.codecs.vectors import scales_of
 from pagefold.runner.sealed_slab import SEALED_LAYOUT, SealedSlab
-from pagefold.verdicts import FORMAT
 
 BOUND = 3e-5
 

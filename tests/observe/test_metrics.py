@@ -9,7 +9,6 @@ from typing import get_args
 
 import pytest
 
-from pagefold.cache_size import CacheSize
 from pagefold.engine.client import EngineStatus
 from pagefold.events import (
     BlockEvicted,
@@ -28,6 +27,7 @@ from pagefold.events import (
     StepAbandoned,
     StepApplied,
 )
+from pagefold.memory.cache_size import CacheSize
 from pagefold.observe.metrics import Metrics
 from pagefold.request import FinishReason
 

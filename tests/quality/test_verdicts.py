@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 from pagefold import LLM
 from pagefold.cli import app
 from pagefold.config import EngineConfig
+from pagefold.engine.verdicts import Verdict, check_quality, floor_of, read_verdict, subject_of, write_verdict
 from pagefold.errors import ConfigError, QualityError
 from pagefold.runner.content import content_fingerprint
-from pagefold.verdicts import Verdict, check_quality, floor_of, read_verdict, subject_of, write_verdict
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,8 +10,8 @@ import pytest
 from disk_blocks import checksums, count, frame_format, get, least_limit, path_of, put
 
 from pagefold.errors import ConfigError
+from pagefold.kv.transfers import MissCause, StoreError
 from pagefold.store.disk import DiskStore
-from pagefold.transfers import MissCause, StoreError
 
 MIB = 2**20
 

@@ -16,11 +16,11 @@ from disk_blocks import bytes_of, checksums, count, frame_format, get, least_lim
 from disk_writer import BLOCK_BYTES, NUM_PATHS, PATH
 
 from pagefold.errors import ConfigError
+from pagefold.kv.transfers import MissCause
 from pagefold.store.disk import DiskStore
 from pagefold.store.disk_index import DiskIndex
 from pagefold.store.disk_lock import holder_of
 from pagefold.store.disk_segments import FileCalls
-from pagefold.transfers import MissCause
 
 LIMIT = least_limit(200, BLOCK_BYTES)
 WRITER = Path(__file__).with_name("disk_writer.py")

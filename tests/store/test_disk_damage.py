@@ -16,13 +16,13 @@ import pytest
 from disk_blocks import bytes_of, checksums, count, frame_format, get, least_limit, path_of, put
 
 from pagefold.errors import ConfigError
+from pagefold.kv.transfers import MissCause, StoreError
 from pagefold.store.cache_folder import look, read_frames
 from pagefold.store.disk import DiskStore
 from pagefold.store.disk_index import DiskIndex
 from pagefold.store.disk_segments import FileCalls
 from pagefold.store.frame import FrameFormat
 from pagefold.store.protocol import Get
-from pagefold.transfers import MissCause, StoreError
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,8 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
+from pagefold.kv.transfers import MissCause
 from pagefold.store.disk import DiskStore
-from pagefold.transfers import MissCause
 
 FORMATS = (frame_format(), frame_format(5000))
 PATHS = [[path_of(8, of=of, block_bytes=made.block_bytes) for of in range(6)] for made in FORMATS]

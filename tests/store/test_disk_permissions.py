@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 from pagefold.cli import app
 from pagefold.cli.permissions import tell_of_served
+from pagefold.engine.verdicts import Verdict, write_verdict
 from pagefold.errors import ConfigError
 from pagefold.observe.recorder import TraceRecorder
 from pagefold.store.disk import DiskStore
 from pagefold.store.export import export_frames
-from pagefold.verdicts import Verdict, write_verdict
 
 if TYPE_CHECKING:
     from pathlib import Path

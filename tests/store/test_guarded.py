@@ -20,12 +20,12 @@ from real_servers import (
 )
 
 from pagefold.errors import ConfigError
+from pagefold.kv.transfers import MissCause, StoreError
 from pagefold.store.address import RemoteAddress
 from pagefold.store.breaker import Breaker
 from pagefold.store.guarded import GuardedStore
 from pagefold.store.protocol import StoreUse
 from pagefold.store.redis_store import RedisStore
-from pagefold.transfers import MissCause, StoreError
 
 
 def open_store(port: int, timeout_s: float = 60.0) -> RedisStore:

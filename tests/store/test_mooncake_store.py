@@ -29,13 +29,13 @@ from real_servers import (
 )
 
 from pagefold.errors import ConfigError
+from pagefold.kv.transfers import MissCause, StoreError
 from pagefold.store.address import RemoteAddress
 from pagefold.store.deadline import Deadline
 from pagefold.store.frame import FrameFormat
 from pagefold.store.guarded import GuardedStore
 from pagefold.store.mooncake_store import MooncakeStore
 from pagefold.store.protocol import Put, StoreUse
-from pagefold.transfers import MissCause, StoreError
 
 if TYPE_CHECKING:
     from pagefold.store.mooncake_process import MooncakeProcess

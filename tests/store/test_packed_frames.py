@@ -21,10 +21,10 @@ from real_servers import (
 
 from pagefold import LLM, SamplingParams
 from pagefold.kv import CODECS, TOKEN_BYTES, BlockName, KVGeometry, Namespace
+from pagefold.kv.transfers import MissCause
 from pagefold.runner.block_plan import block_plan
 from pagefold.store.frame import FrameFormat, checksum_of
 from pagefold.store.remote import open_remote
-from pagefold.transfers import MissCause
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -29,10 +29,10 @@ from real_servers import (
 )
 
 from pagefold.errors import ConfigError
+from pagefold.kv.transfers import MissCause, StoreError
 from pagefold.store.address import RemoteAddress
 from pagefold.store.frame import BlockName, FrameFormat
 from pagefold.store.redis_store import RedisStore
-from pagefold.transfers import MissCause, StoreError
 
 pytestmark = pytest.mark.skipif(REDIS_SERVER is None, reason=NO_REDIS)
 

@@ -13,7 +13,7 @@ from grammar_walks import EOS
 
 from pagefold import StructuredOutputsParams
 from pagefold.errors import InvalidRequestError
-from pagefold.native_memory import allocated_bytes
+from pagefold.memory.native import allocated_bytes
 from pagefold.structured import compiler as compiler_module
 from pagefold.structured import grammar as grammar_module
 from pagefold.structured import vetting

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pagefold.errors import InvalidRequestError, UnsupportedModelError
-from pagefold.native_memory import allocated_bytes
+from pagefold.memory.native import allocated_bytes
 from pagefold.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ GROWS = """
 import gc, random, sys
 from pathlib import Path
 
-from pagefold.native_memory import allocated_bytes
+from pagefold.memory.native import allocated_bytes
 from pagefold.tokenizer import Tokenizer
 
 tokenizer = Tokenizer(Path(sys.argv[1]))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from pagefold.engine.verdicts import ROUNDED
 from pagefold.kv import CODECS, KVGeometry
 from pagefold.runner.block_plan import block_plan
 from pagefold.runner.codec_slab import CODEC_LAYOUT, CODEC_ROWS_LAYOUT
@@ -15,7 +16,6 @@ from pagefold.transport.kernel import RECIPROCALS
 from pagefold.transport.packing import Packing
 from pagefold.transport.plan import BlockPlan
 from pagefold.transport.tables import MAX_BITS, SCALES, code_lengths, tables
-from pagefold.verdicts import ROUNDED
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

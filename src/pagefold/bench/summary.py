@@ -7,8 +7,8 @@ import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
-from pagefold.chart import steps
-from pagefold.page import Page
+from pagefold.pages.chart import steps
+from pagefold.pages.page import Page
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

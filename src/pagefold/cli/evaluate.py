@@ -15,10 +15,10 @@ from pagefold.cli.fail import fail
 from pagefold.cli.models import progress_bar
 from pagefold.cli.serve import check_installed, parse_layers, quiet_transformers
 from pagefold.config import DROPPED_BITS, EngineConfig, cache_dir
+from pagefold.engine.verdicts import SAME_AS, Verdict, floor_of, subject_of, write_verdict
 from pagefold.errors import ConfigError, PagefoldError
+from pagefold.files.whole import check_writable, write_whole
 from pagefold.kv import KV_CACHE_DTYPES
-from pagefold.verdicts import SAME_AS, Verdict, floor_of, subject_of, write_verdict
-from pagefold.whole_file import check_writable, write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

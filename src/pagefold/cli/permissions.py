@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from pagefold.config import cache_dir
-from pagefold.private_files import check_private
-from pagefold.verdicts import verdicts_folder
+from pagefold.engine.verdicts import verdicts_folder
+from pagefold.files.private import check_private
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

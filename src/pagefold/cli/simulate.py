@@ -20,7 +20,7 @@ from pagefold import __version__
 from pagefold.cli.fail import fail
 from pagefold.config import EngineConfig, available_cpus
 from pagefold.errors import ConfigError, PagefoldError
-from pagefold.whole_file import check_writable, write_whole
+from pagefold.files.whole import check_writable, write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

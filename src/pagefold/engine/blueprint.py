@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from pagefold.capacity import Capacity
     from pagefold.config import EngineConfig
     from pagefold.kv import KVGeometry
+    from pagefold.memory.capacity import Capacity
     from pagefold.runner.card import Card
     from pagefold.runner.codecs.constants import CodecConstants
     from pagefold.runner.models import ModelSpec

@@ -8,16 +8,16 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pagefold.capacity import Capacity, human_bytes, plan_capacity
 from pagefold.config import DROPPED_BITS, available_cpus, available_memory_bytes, cache_dir
 from pagefold.engine.blocks import allocate_blocks
 from pagefold.engine.blueprint import Blueprint
 from pagefold.engine.engine import Engine, ModelLimits
 from pagefold.engine.on_card import bound_use_of, build_runner, capacity_on_card, measure_link, ran_out
 from pagefold.engine.overlapped import OverlappedEngine
+from pagefold.engine.verdicts import check_quality
 from pagefold.errors import ConfigError, DoesNotFitError
 from pagefold.events import CacheConfigured, Emit, ignore
-from pagefold.json_object import read_json_object
+from pagefold.files.json_object import read_json_object
 from pagefold.kv import (
     CODECS,
     KV_CACHE_DTYPES,
@@ -32,8 +32,8 @@ from pagefold.kv import (
     SlowTiers,
     make_policy,
 )
+from pagefold.memory.capacity import Capacity, human_bytes, plan_capacity
 from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits, Tiering
-from pagefold.verdicts import check_quality
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -39,6 +39,7 @@ import torch
 
 from pagefold.config import cache_dir
 from pagefold.errors import ConfigError
+from pagefold.files.whole import write_whole
 from pagefold.kv import BlockId, KVGeometry
 from pagefold.runner import codecs
 from pagefold.runner.codecs import CELL_CODECS
@@ -49,7 +50,6 @@ from pagefold.runner.content import content_fingerprint
 from pagefold.runner.inputs import make_inputs
 from pagefold.runner.slab import Slab
 from pagefold.steps import StepPlan
-from pagefold.whole_file import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -23,9 +23,9 @@ from pagefold.request import ANYBODY
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from pagefold.cache_size import CacheSize
     from pagefold.engine.engine import Engine
     from pagefold.engine.pins import PinReport
+    from pagefold.memory.cache_size import CacheSize
     from pagefold.request import Caller
     from pagefold.sampling import SamplingParams
     from pagefold.scheduler import Scheduler

@@ -14,7 +14,6 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypedDict
 
-from pagefold.cache_size import CacheSize
 from pagefold.engine.logprobs import Logprob, PromptLogprobs, named_logprobs
 from pagefold.engine.output_rules import matcher_error, matchers, output_text, refuse_without_tokenizer
 from pagefold.engine.outputs import OutputDelta, OutputText
@@ -22,16 +21,17 @@ from pagefold.engine.pins import PinReport, report_pins
 from pagefold.errors import InvalidRequestError, PinQuotaError
 from pagefold.events import Emit, PromptFinished, ignore
 from pagefold.kv import Namespace
+from pagefold.memory.cache_size import CacheSize
 from pagefold.request import ANYBODY, Caller, Request, StopRule
 from pagefold.scheduler import MAX_EXPECTED_BYTES
+from pagefold.scheduler.times import tell_end, tell_tokens
 from pagefold.steps import DamagedBlocksError
 from pagefold.structured.params import FIELD
-from pagefold.times import tell_end, tell_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from pagefold.capacity import Capacity
+    from pagefold.memory.capacity import Capacity
     from pagefold.request import FinishReason, WarmUp
     from pagefold.sampling import SamplingParams
     from pagefold.scheduler import Scheduler, Tiering

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pagefold.capacity import Capacity, plan_capacity
-from pagefold.card_memory import CardBudget, CardUse, bound_use, budget_on_card
 from pagefold.engine.blocks import allocate_blocks
 from pagefold.errors import DoesNotFitError
-from pagefold.json_object import read_json_object
+from pagefold.files.json_object import read_json_object
+from pagefold.memory.capacity import Capacity, plan_capacity
+from pagefold.memory.card import CardBudget, CardUse, bound_use, budget_on_card
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -25,7 +25,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 from pagefold.engine.engine import Engine
-from pagefold.times import tell_tokens
+from pagefold.scheduler.times import tell_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable

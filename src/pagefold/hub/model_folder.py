@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pagefold.errors import ModelNotFoundError
-from pagefold.weight_files import find_weight_files
+from pagefold.files.weights import find_weight_files
 
 if TYPE_CHECKING:
     from pathlib import Path

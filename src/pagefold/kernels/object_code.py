@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import llvmlite.binding as llvm
 
 from pagefold.errors import ConfigError
+from pagefold.files.whole import write_whole
 from pagefold.kernels import KERNEL_CACHE
-from pagefold.whole_file import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
-    from pagefold.cache_size import CacheSize
     from pagefold.engine.client import EngineStatus
+    from pagefold.memory.cache_size import CacheSize
 
 __all__ = ["Gauges"]
 

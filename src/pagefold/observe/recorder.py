@@ -38,9 +38,9 @@ from pagefold.events import (
     StepApplied,
     StepPlanned,
 )
+from pagefold.files.private import open_private
 from pagefold.kv.codec import CODECS, KV_CACHE_DTYPES
 from pagefold.kv.policies import DEFAULT_POLICY
-from pagefold.private_files import open_private
 
 if TYPE_CHECKING:
     from collections.abc import Callable

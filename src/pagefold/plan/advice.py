@@ -11,9 +11,9 @@ import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from pagefold.capacity import human_bytes
 from pagefold.errors import ConfigError
 from pagefold.kv.policies import DEFAULT_POLICY
+from pagefold.memory.capacity import human_bytes
 from pagefold.plan.trace import workload_of
 from pagefold.sim import LinearStepCost, SimConfig, simulate
 from pagefold.sim.traces import request_of

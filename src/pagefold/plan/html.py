@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagefold.chart import Bar, bars, stacked
-from pagefold.page import Page
+from pagefold.pages.chart import Bar, bars, stacked
+from pagefold.pages.page import Page
 from pagefold.plan.report import headline, notes, sections, technique_rows
 
 if TYPE_CHECKING:

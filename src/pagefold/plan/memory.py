@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pagefold.capacity import Capacity, plan_capacity
 from pagefold.errors import ConfigError, DoesNotFitError
 from pagefold.kv import CODECS
+from pagefold.memory.capacity import Capacity, plan_capacity
 from pagefold.plan.parallel import Shard, check_parallel, shards_of
 from pagefold.plan.settings import DTYPES
 from pagefold.plan.weights import WeightDtype, find_weight_dtype, stored_dtype

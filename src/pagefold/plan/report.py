@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pagefold.capacity import human_bytes
+from pagefold.memory.capacity import human_bytes
 
 if TYPE_CHECKING:
     from pagefold.kv import CacheLayout, LayerKV

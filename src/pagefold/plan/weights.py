@@ -10,8 +10,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from pagefold.errors import ConfigError
+from pagefold.files.weights import find_weight_files, num_elements
 from pagefold.plan.nearest import nearest_names
-from pagefold.weight_files import find_weight_files, num_elements
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

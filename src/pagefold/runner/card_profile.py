@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pagefold.card_memory import CardUse
+from pagefold.memory.card import CardUse
 
 if TYPE_CHECKING:
     from pagefold.runner.card import Card

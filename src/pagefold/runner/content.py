@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from pagefold.errors import ConfigError
-from pagefold.weight_files import find_weight_files
-from pagefold.whole_file import write_whole
+from pagefold.files.weights import find_weight_files
+from pagefold.files.whole import write_whole
 
 if TYPE_CHECKING:
     from pathlib import Path

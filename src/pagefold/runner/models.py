@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pagefold.errors import ModelNotFoundError, UnsupportedModelError
-from pagefold.json_object import read_json_object
+from pagefold.files.json_object import read_json_object
+from pagefold.files.weights import find_weight_files, num_elements, read_header
 from pagefold.runner.fused.families import FusedConfig, read_fused_config
 from pagefold.runner.plain_config import read_plain_config
-from pagefold.weight_files import find_weight_files, num_elements, read_header
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from pagefold.host_memory import host_memory
+from pagefold.memory.host import host_memory
 
 if TYPE_CHECKING:
     import numpy as np

@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Protocol
 
 from pagefold.errors import TierError
 from pagefold.events import Emit, TierRead, TierWritten, ignore
+from pagefold.kv.transfers import Fetched, Found, MissCause, StoreError, Written
 from pagefold.kv.tree import TOKEN_BYTES
 from pagefold.request import RequestStatus
 from pagefold.scheduler.returning import Returning
 from pagefold.steps import DamagedBlocksError
-from pagefold.transfers import Fetched, Found, MissCause, StoreError, Written
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pagefold.events import TierMissCause
     from pagefold.kv import BlockName, Fetch, HostOps, SlowTiers, Verdict
+    from pagefold.kv.transfers import Transfers
     from pagefold.request import Request
     from pagefold.scheduler.scheduler import Scheduler
-    from pagefold.transfers import Transfers
 
 __all__ = ["Tiering"]
 

@@ -6,7 +6,7 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
-from pagefold.native_memory import give_back_memory
+from pagefold.memory.native import give_back_memory
 from pagefold.server.disconnect import while_connected
 
 if TYPE_CHECKING:

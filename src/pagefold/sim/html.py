@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagefold.chart import Line, lines
-from pagefold.page import Page
+from pagefold.pages.chart import Line, lines
+from pagefold.pages.page import Page
 from pagefold.sim.answer import OVER_TIME, cache_rows, curve_rows, over_time, run_name, timed_rows
 from pagefold.sim.report import Report
 

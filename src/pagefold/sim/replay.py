@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pagefold.errors import BudgetTooSmallError
 from pagefold.kv import KVCore, make_policy
 from pagefold.scheduler import Scheduler, SchedulerLimits, Tiering
+from pagefold.scheduler.times import tell_tokens
 from pagefold.sim.arrivals import AnyRequest, Arrival, arrivals
 from pagefold.sim.clock import VirtualClock
 from pagefold.sim.null_runner import NullRunner
@@ -16,7 +17,6 @@ from pagefold.sim.report import Report, Tally
 from pagefold.sim.step_cost import LinearStepCost
 from pagefold.sim.tiers import SimArena, SimTransfers, TierModel
 from pagefold.steps import StepPlan
-from pagefold.times import tell_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

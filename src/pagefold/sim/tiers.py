@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 
 from pagefold.errors import ConfigError
 from pagefold.kv import Arbiter, HostTier, LinkModel, SlowTiers
-from pagefold.transfers import Fetched, Found, MissCause, Written
+from pagefold.kv.transfers import Fetched, Found, MissCause, Written
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pagefold.kv import BlockName, Fetch, HostOps, WriteOp, WritePolicy
+    from pagefold.kv.transfers import Outcome
     from pagefold.sim.clock import VirtualClock
-    from pagefold.transfers import Outcome
 
 __all__ = ["DISK", "SimArena", "SimTransfers", "TierModel"]
 
@@ -115,7 +115,7 @@ class SimArena:
 
 
 class SimTransfers:
-    """A disk in virtual time: see :class:`~pagefold.transfers.Transfers`. It reads and it writes one batch at a time.
+    """A disk in virtual time: see :class:`~pagefold.kv.transfers.Transfers`. It reads and writes one batch at a time.
 
     Args:
         model: how fast, how large, how often wrong.

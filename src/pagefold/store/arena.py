@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from pagefold.host_memory import host_memory
+from pagefold.memory.host import host_memory
 from pagefold.steps import DamagedBlocksError
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pagefold.errors import ConfigError
 from pagefold.kv.names import path_digest
+from pagefold.kv.transfers import MissCause, StoreError
 from pagefold.store.disk_folder import drop_contents, drop_layout_folders, folder_bytes, is_cache_folder
 from pagefold.store.disk_index import DiskIndex, UnreadableIndexError
 from pagefold.store.disk_lock import FolderLock, holder_of
 from pagefold.store.disk_segments import place_bytes_of, places_of_segment, segment_name
 from pagefold.store.frame import FrameFormat
-from pagefold.transfers import MissCause, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

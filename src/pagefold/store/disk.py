@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pagefold.errors import ConfigError
-from pagefold.private_files import make_private_folder
+from pagefold.files.private import make_private_folder
+from pagefold.kv.transfers import MissCause, StoreError
 from pagefold.store.disk_budget import checked_budget
 from pagefold.store.disk_entries import Entries
 from pagefold.store.disk_folder import (
@@ -46,7 +47,6 @@ from pagefold.store.disk_segments import FileCalls, SegmentFiles
 from pagefold.store.disk_self_test import try_disk
 from pagefold.store.frame import VERSION, FrameFormat
 from pagefold.store.protocol import SelfTest, StoreUse
-from pagefold.transfers import MissCause, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

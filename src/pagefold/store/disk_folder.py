@@ -19,7 +19,7 @@ import shutil
 from typing import TYPE_CHECKING
 
 from pagefold.errors import ConfigError
-from pagefold.private_files import check_private
+from pagefold.files.private import check_private
 from pagefold.store.disk_index import INDEX_NAME, INDEX_NAMES
 from pagefold.store.disk_lock import LOCK_NAME
 from pagefold.store.disk_probe import PROBE_NAME

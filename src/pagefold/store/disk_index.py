@@ -12,8 +12,8 @@ import sqlite3
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from urllib.parse import quote
 
-from pagefold.private_files import open_private
-from pagefold.transfers import StoreError
+from pagefold.files.private import open_private
+from pagefold.kv.transfers import StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 from pagefold.errors import ConfigError
-from pagefold.private_files import open_private
+from pagefold.files.private import open_private
 
 if TYPE_CHECKING:
     from pathlib import Path

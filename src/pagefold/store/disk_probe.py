@@ -7,7 +7,7 @@ import mmap
 import os
 from typing import TYPE_CHECKING
 
-from pagefold.private_files import open_private
+from pagefold.files.private import open_private
 from pagefold.store.frame import ALIGNMENT
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from pagefold.transfers import MissCause
+from pagefold.kv.transfers import MissCause
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

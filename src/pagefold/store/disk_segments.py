@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from pagefold.private_files import open_private
+from pagefold.files.private import open_private
 from pagefold.store.frame import ALIGNMENT
 
 if TYPE_CHECKING:

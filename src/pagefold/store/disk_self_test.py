@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from pagefold.private_files import make_private_folder
+from pagefold.files.private import make_private_folder
+from pagefold.kv.transfers import MissCause
 from pagefold.store.disk_segments import FileCalls, SegmentFiles
 from pagefold.store.frame import ALIGNMENT, BlockName, checksum_of
 from pagefold.store.protocol import Get
-from pagefold.transfers import MissCause
 
 if TYPE_CHECKING:
     from pathlib import Path

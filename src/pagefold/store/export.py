@@ -23,13 +23,13 @@ import struct
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagefold.errors import ConfigError
-from pagefold.private_files import create_private
+from pagefold.files.private import create_private
+from pagefold.kv.transfers import MissCause, StoreError
 from pagefold.store.cache_folder import check_frame, layout_sizes, look, read_frames
 from pagefold.store.disk import DiskStore
 from pagefold.store.disk_folder import is_cache_folder
 from pagefold.store.frame import ALIGNMENT, VERSION, FrameFormat, checksum_of, sizes_of
 from pagefold.store.protocol import Put
-from pagefold.transfers import MissCause, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from pagefold.kv import TOKEN_BYTES, BlockName, KVGeometry, Namespace, root_digest
-from pagefold.transfers import MissCause
+from pagefold.kv.transfers import MissCause
 
 if TYPE_CHECKING:
     from pagefold.transport.packing import Packing

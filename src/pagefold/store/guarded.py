@@ -7,9 +7,9 @@ import time
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from pagefold.errors import ConfigError
+from pagefold.kv.transfers import MissCause, StoreError
 from pagefold.store.breaker import Breaker
 from pagefold.store.protocol import BlockStore, StoreUse
-from pagefold.transfers import MissCause, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

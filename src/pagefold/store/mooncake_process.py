@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pagefold.transfers import StoreError
+from pagefold.kv.transfers import StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from pagefold.errors import ConfigError
+from pagefold.kv.transfers import MissCause, StoreError
 from pagefold.store.deadline import Deadline
 from pagefold.store.mooncake_process import MooncakeProcess
 from pagefold.store.protocol import StoreUse
 from pagefold.store.self_test import run_self_test
-from pagefold.transfers import MissCause, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Sequence

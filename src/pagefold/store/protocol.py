@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pagefold.kv import BlockName
-    from pagefold.transfers import MissCause
+    from pagefold.kv.transfers import MissCause
 
 __all__ = ["BlockStore", "Get", "Put", "SelfTest", "StoreUse"]
 
@@ -79,7 +79,7 @@ class SelfTest(NamedTuple):
 class BlockStore(Protocol):
     """Keeps blocks by name. Any thread may call it, several at once.
 
-    Every method but ``close`` raises :class:`~pagefold.transfers.StoreError` when the store cannot be used.
+    Every method but ``close`` raises :class:`~pagefold.kv.transfers.StoreError` when the store cannot be used.
 
     Attributes:
         tier: what users call it: "disk" or "remote".

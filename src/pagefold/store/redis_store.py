@@ -17,9 +17,9 @@ from redis.credentials import UsernamePasswordCredentialProvider
 from redis.retry import Retry
 
 from pagefold.errors import ConfigError
+from pagefold.kv.transfers import MissCause, StoreError
 from pagefold.store.protocol import StoreUse
 from pagefold.store.self_test import run_self_test
-from pagefold.transfers import MissCause, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -7,9 +7,9 @@ import statistics
 import time
 from typing import TYPE_CHECKING
 
+from pagefold.kv.transfers import MissCause, StoreError
 from pagefold.store.frame import BlockName, checksum_of
 from pagefold.store.protocol import Get, Put, SelfTest
-from pagefold.transfers import MissCause, StoreError
 
 if TYPE_CHECKING:
     from pagefold.store.frame import FrameFormat

@@ -14,8 +14,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from pagefold.kv.transfers import Fetched, Found, MissCause, Outcome, StoreError, Written
 from pagefold.store.protocol import Get, Put
-from pagefold.transfers import Fetched, Found, MissCause, Outcome, StoreError, Written
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -54,7 +54,7 @@ class _Lane:
 
 
 class Transfer:
-    """Moves blocks; see :class:`~pagefold.transfers.Transfers`.
+    """Moves blocks; see :class:`~pagefold.kv.transfers.Transfers`.
 
     Args:
         arena: where blocks come to and from.

@@ -6,8 +6,8 @@ import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from pagefold.cache_size import CacheSize
-from pagefold.native_memory import give_back_memory
+from pagefold.memory.cache_size import CacheSize
+from pagefold.memory.native import give_back_memory
 from pagefold.structured.vetting import Vetter
 
 if TYPE_CHECKING:

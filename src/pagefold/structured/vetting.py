@@ -23,7 +23,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pagefold.errors import EngineStoppedError, InvalidRequestError, PagefoldError
-from pagefold.native_memory import allocated_bytes, give_back_memory
+from pagefold.memory.native import allocated_bytes, give_back_memory
 from pagefold.structured.params import FIELD
 
 if TYPE_CHECKING:

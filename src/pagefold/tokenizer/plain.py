@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pagefold.json_object import read_json_object
+from pagefold.files.json_object import read_json_object
 from pagefold.tokenizer.chat_template import is_plain_template, render_template
 
 if TYPE_CHECKING:

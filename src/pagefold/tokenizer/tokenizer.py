@@ -11,8 +11,8 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from pagefold.cache_size import CacheSize
 from pagefold.errors import InvalidRequestError, UnsupportedModelError
+from pagefold.memory.cache_size import CacheSize
 from pagefold.tokenizer.boundary import Boundary, Encoded, StablePrefix
 from pagefold.tokenizer.chat_options import ChatOptions
 from pagefold.tokenizer.detokenizer import Detokenizer

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 
 from pagefold.errors import UnsupportedModelError
-from pagefold.weight_files import find_weight_files
+from pagefold.files.weights import find_weight_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

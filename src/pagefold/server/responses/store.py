@@ -6,7 +6,7 @@ import json
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
-from pagefold.cache_size import CacheSize
+from pagefold.memory.cache_size import CacheSize
 
 __all__ = ["ResponseStore", "StoredResponse"]
 

@@ -12,8 +12,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pagefold.capacity import human_bytes
 from pagefold.errors import BudgetTooSmallError, DoesNotFitError
+from pagefold.memory.capacity import human_bytes
 
 if TYPE_CHECKING:
     from pagefold.kv import CacheLayout

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from pagefold.whole_file import write_whole
+from pagefold.files.whole import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pagefold.errors import ModelNotFoundError
-from pagefold.weight_files import find_weight_files
+from pagefold.files.weights import find_weight_files
 
 
 def touch(folder, *names):

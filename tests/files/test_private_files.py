@@ -9,8 +9,8 @@ import pytest
 from permissions import NOBODY, mode, umask
 
 from pagefold.errors import ConfigError
-from pagefold.private_files import check_private, create_private, make_private_folder, open_private
-from pagefold.whole_file import write_whole
+from pagefold.files.private import check_private, create_private, make_private_folder, open_private
+from pagefold.files.whole import write_whole
 
 IS_ROOT = os.geteuid() == 0
 

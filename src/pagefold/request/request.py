@@ -1,4 +1,4 @@
-"""Request: one sequence on its way through, its status with the moves that are legal, and who asked for it."""
+"""Request: one sequence on its way through, and its status with the moves that are legal."""
 
 from __future__ import annotations
 
@@ -7,98 +7,20 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from pagefold.errors import InvalidRequestError
-from pagefold.sampling import SamplingParams, out_of_range
-from pagefold.typecheck import wrong_type
+from pagefold.request.times import RequestTimes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pagefold.kv import BlockTable
+    from pagefold.request.caller import WarmUp
+    from pagefold.sampling import SamplingParams
     from pagefold.steps import TokenLogprobs
     from pagefold.structured.matcher import TokenMatcher
 
-__all__ = [
-    "ANYBODY",
-    "DEFAULT_RETENTION_PRIORITY",
-    "LEGAL_MOVES",
-    "MAX_RETURNS_IN_S",
-    "Caller",
-    "FinishReason",
-    "Request",
-    "RequestStatus",
-    "RequestTimes",
-    "StopRule",
-    "WarmUp",
-]
+__all__ = ["LEGAL_MOVES", "FinishReason", "PromptUse", "Request", "RequestStatus", "StopRule"]
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error", "timeout"]
-
-_MAX_RETENTION_PRIORITY = 100.0
-
-DEFAULT_RETENTION_PRIORITY = 35.0
-"""As in TensorRT-LLM."""
-
-MAX_RETURNS_IN_S = 86_400
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WarmUp:
-    """What makes a request a warm-up: it is there for the blocks of its prompt, and nobody waits for its output.
-
-    Attributes:
-        pin: whether those blocks are pinned once they are computed.
-        ttl_s: seconds until the pin expires; None for never.
-        retention_priority: of the pin, 0 to 100. It halves with age; the least is given up first when a request needs
-            memory. Name and range are TensorRT-LLM's.
-
-    Raises:
-        InvalidRequestError: a value is out of range.
-    """
-
-    pin: bool = False
-    ttl_s: float | None = None
-    retention_priority: float = DEFAULT_RETENTION_PRIORITY
-
-    def __post_init__(self) -> None:
-        wrong = wrong_type(self)
-        if wrong is not None:
-            raise out_of_range(wrong.field, repr(wrong.value), wrong.allowed)
-        if self.ttl_s is not None and not 0.0 < self.ttl_s < float("inf"):
-            raise out_of_range("ttl_s", self.ttl_s, "a positive number of seconds; without it a pin does not expire")
-        if not 0.0 <= self.retention_priority <= _MAX_RETENTION_PRIORITY:
-            raise out_of_range("retention_priority", self.retention_priority, "between 0 and 100")
-        if self.ttl_s is not None and not self.pin:
-            msg = f"ttl_s is {self.ttl_s}, but pin is not true."
-            raise InvalidRequestError(msg, param="ttl_s", remedy="Leave it out, or send pin: true.")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Caller:
-    """Who asks, and on what terms.
-
-    Attributes:
-        tenant: whose blocks a request may share.
-        cache_salt: only requests of the tenant with the same salt share blocks.
-        priority: the smaller, the sooner it is served, with a scheduling policy that looks at it.
-        warm_up: of a request that only warms the cache; None for all others.
-        returns_in_s: in so many seconds from its end the conversation is expected to go on; None for nobody knows.
-        tier_offset: added to ``priority``, but only with such a policy.
-    """
-
-    tenant: str = ""
-    cache_salt: str = ""
-    priority: int = 0
-    warm_up: WarmUp | None = None
-    returns_in_s: float | None = None
-    tier_offset: int = 0
-
-    def __post_init__(self) -> None:
-        if self.returns_in_s is not None and not 0.0 <= self.returns_in_s <= MAX_RETURNS_IN_S:
-            raise out_of_range("returns_in_s", self.returns_in_s, f"between 0 and {MAX_RETURNS_IN_S} seconds, a day")
-
-
-ANYBODY = Caller()
 
 
 class RequestStatus(Enum):
@@ -133,46 +55,6 @@ class StopRule:
 
     token_ids: frozenset[int]
     max_total_tokens: int
-
-
-@dataclass(slots=True)
-class RequestTimes:
-    """When things happened to a request, in seconds of the engine's clock; None for what has not happened.
-
-    Attributes:
-        arrival_s: it came.
-        scheduled_s: a step was first planned with it. What comes after, a preemption or a failed step, changes nothing.
-        first_token_s, last_token_s: it got its first token, and the last one so far.
-    """
-
-    arrival_s: float
-    scheduled_s: float | None = None
-    first_token_s: float | None = None
-    last_token_s: float | None = None
-
-    @property
-    def queue_s(self) -> float | None:
-        """Seconds that it waited until it was first scheduled."""
-        return None if self.scheduled_s is None else self.scheduled_s - self.arrival_s
-
-    @property
-    def ttft_s(self) -> float | None:
-        """Seconds until its first token."""
-        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
-
-    @property
-    def prefill_s(self) -> float | None:
-        """Seconds from its first schedule to its first token."""
-        if self.first_token_s is None or self.scheduled_s is None:
-            return None
-        return self.first_token_s - self.scheduled_s
-
-    @property
-    def decode_s(self) -> float | None:
-        """Seconds from its first token to the last one so far."""
-        if self.last_token_s is None or self.first_token_s is None:
-            return None
-        return self.last_token_s - self.first_token_s
 
 
 class PromptUse:

@@ -7,7 +7,7 @@ import resource
 import numpy as np
 import pytest
 
-from pagefold.host_memory import host_memory
+from pagefold.memory.host import host_memory
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 4096, 2**21 + 5])

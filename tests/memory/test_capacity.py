@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from pagefold.capacity import KV_SHARE_OF_FREE_MEMORY, Capacity, plan_capacity
 from pagefold.errors import BudgetTooSmallError, ConfigError
 from pagefold.kv import CODECS, KVGeometry
+from pagefold.memory.capacity import KV_SHARE_OF_FREE_MEMORY, Capacity, plan_capacity
 
 GIB = 2**30
 SMOLLM2 = KVGeometry(num_layers=30, num_kv_heads=3, head_dim=64, element_bytes=2)

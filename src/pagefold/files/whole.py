@@ -7,7 +7,7 @@ from errno import EISDIR
 from typing import TYPE_CHECKING
 
 from pagefold.errors import ConfigError
-from pagefold.private_files import create_private
+from pagefold.files.private import create_private
 
 if TYPE_CHECKING:
     from pathlib import Path

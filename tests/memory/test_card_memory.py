@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagefold.card_memory import CardBudget, CardUse, bound_use, budget_on_card
 from pagefold.errors import BudgetTooSmallError, DoesNotFitError
 from pagefold.kv import CODECS, KVGeometry
+from pagefold.memory.card import CardBudget, CardUse, bound_use, budget_on_card
 
 GIB = 2**30
 LLAMA_3_8B = KVGeometry(num_layers=32, num_kv_heads=8, head_dim=128, element_bytes=2)

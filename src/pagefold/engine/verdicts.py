@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from pagefold.config import DROPPED_BITS
 from pagefold.errors import ConfigError, QualityError
-from pagefold.json_object import read_json_object
+from pagefold.files.json_object import read_json_object
+from pagefold.files.private import make_private_folder
+from pagefold.files.whole import write_whole
 from pagefold.kv import CODECS, KV_CACHE_DTYPES
-from pagefold.private_files import make_private_folder
-from pagefold.whole_file import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

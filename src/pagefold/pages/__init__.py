@@ -1,0 +1,1 @@
+"""Pages of HTML that stand alone, and their charts."""

@@ -1,0 +1,77 @@
+"""Caller: who asks, and on what terms; a warm-up is such a term."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagefold.errors import InvalidRequestError
+from pagefold.sampling import out_of_range
+from pagefold.typecheck import wrong_type
+
+__all__ = ["ANYBODY", "DEFAULT_RETENTION_PRIORITY", "MAX_RETURNS_IN_S", "Caller", "WarmUp"]
+
+_MAX_RETENTION_PRIORITY = 100.0
+
+DEFAULT_RETENTION_PRIORITY = 35.0
+"""As in TensorRT-LLM."""
+
+MAX_RETURNS_IN_S = 86_400
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmUp:
+    """What makes a request a warm-up: it is there for the blocks of its prompt, and nobody waits for its output.
+
+    Attributes:
+        pin: whether those blocks are pinned once they are computed.
+        ttl_s: seconds until the pin expires; None for never.
+        retention_priority: of the pin, 0 to 100. It halves with age; the least is given up first when a request needs
+            memory. Name and range are TensorRT-LLM's.
+
+    Raises:
+        InvalidRequestError: a value is out of range.
+    """
+
+    pin: bool = False
+    ttl_s: float | None = None
+    retention_priority: float = DEFAULT_RETENTION_PRIORITY
+
+    def __post_init__(self) -> None:
+        wrong = wrong_type(self)
+        if wrong is not None:
+            raise out_of_range(wrong.field, repr(wrong.value), wrong.allowed)
+        if self.ttl_s is not None and not 0.0 < self.ttl_s < float("inf"):
+            raise out_of_range("ttl_s", self.ttl_s, "a positive number of seconds; without it a pin does not expire")
+        if not 0.0 <= self.retention_priority <= _MAX_RETENTION_PRIORITY:
+            raise out_of_range("retention_priority", self.retention_priority, "between 0 and 100")
+        if self.ttl_s is not None and not self.pin:
+            msg = f"ttl_s is {self.ttl_s}, but pin is not true."
+            raise InvalidRequestError(msg, param="ttl_s", remedy="Leave it out, or send pin: true.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Who asks, and on what terms.
+
+    Attributes:
+        tenant: whose blocks a request may share.
+        cache_salt: only requests of the tenant with the same salt share blocks.
+        priority: the smaller, the sooner it is served, with a scheduling policy that looks at it.
+        warm_up: of a request that only warms the cache; None for all others.
+        returns_in_s: in so many seconds from its end the conversation is expected to go on; None for nobody knows.
+        tier_offset: added to ``priority``, but only with such a policy.
+    """
+
+    tenant: str = ""
+    cache_salt: str = ""
+    priority: int = 0
+    warm_up: WarmUp | None = None
+    returns_in_s: float | None = None
+    tier_offset: int = 0
+
+    def __post_init__(self) -> None:
+        if self.returns_in_s is not None and not 0.0 <= self.returns_in_s <= MAX_RETURNS_IN_S:
+            raise out_of_range("returns_in_s", self.returns_in_s, f"between 0 and {MAX_RETURNS_IN_S} seconds, a day")
+
+
+ANYBODY = Caller()
