@@ -12,11 +12,7 @@ from pagefold.kv.block import LEGAL_MOVES, Block, BlockId, BlockState, IllegalMo
 
 MOVES = [(old, new) for old in BlockState for new in BlockState]
 LEGAL = {
-    ("FREE", "LOADING"),
     ("FREE", "ACTIVE"),
-    ("LOADING", "ACTIVE"),
-    ("LOADING", "CACHED"),
-    ("LOADING", "FREE"),
     ("ACTIVE", "CACHED"),
     ("ACTIVE", "FREE"),
     ("CACHED", "ACTIVE"),

@@ -1,6 +1,6 @@
 """What always holds, as code. Called after every operation in tests, and by an idle engine.
 
-Conservation: free + loading + active + cached = total. References: a block's counts are what tables, transfers and pins
+Conservation: free + active + cached = total. References: a block's counts are what tables, transfers and pins
 hold. Structure: the tree, the tables, the pins and the policy agree about every block.
 """
 

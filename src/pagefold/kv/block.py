@@ -1,4 +1,4 @@
-r"""The block, its states, and the one table of legal moves; and the node of the prefix tree that publishes it.
+"""The block, its states, and the one table of legal moves; and the node of the prefix tree that publishes it.
 
 No other file assigns a block's state.
 
@@ -6,8 +6,7 @@ No other file assigns a block's state.
 
               allocate                      release (published)
         FREE ----------> ACTIVE  <------------------------------> CACHED
-         ^ \               | release (private)     acquire          |
-         |  \--> LOADING --+---> CACHED                             |
+         ^                  | release (private)     acquire          |
          +------------------+-------------------- evict -------------+
 """
 
@@ -26,18 +25,15 @@ class BlockState(IntEnum):
 
     FREE = 0
     """In the free list; its bytes mean nothing."""
-    LOADING = 1
-    """Being filled from a tier; not readable yet."""
-    ACTIVE = 2
+    ACTIVE = 1
     """Some table holds it, or a transfer that outlived its last table still does."""
-    CACHED = 3
+    CACHED = 2
     """In the prefix tree, held by no table: readable, and evictable when it is a leaf that no transfer reads and no pin
     keeps."""
 
 
 LEGAL_MOVES: dict[BlockState, frozenset[BlockState]] = {
-    BlockState.FREE: frozenset({BlockState.LOADING, BlockState.ACTIVE}),
-    BlockState.LOADING: frozenset({BlockState.ACTIVE, BlockState.CACHED, BlockState.FREE}),
+    BlockState.FREE: frozenset({BlockState.ACTIVE}),
     BlockState.ACTIVE: frozenset({BlockState.CACHED, BlockState.FREE}),
     BlockState.CACHED: frozenset({BlockState.ACTIVE, BlockState.FREE}),
 }

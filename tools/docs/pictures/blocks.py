@@ -69,7 +69,7 @@ def lifecycle() -> Drawing:
     """The table of legal moves."""
     drawing = Drawing(
         760,
-        270,
+        124,
         "The life of a block",
         "; ".join(
             f"{old.name} may become {', '.join(new.name for new in sorted(moves))}"
@@ -81,26 +81,21 @@ def lifecycle() -> Drawing:
         BlockState.FREE: (30, 40, "empty", "its bytes mean nothing"),
         BlockState.ACTIVE: (310, 40, "a", "held by some table"),
         BlockState.CACHED: (590, 40, "cached", "held by none, findable"),
-        BlockState.LOADING: (310, 180, "c", "filled from a tier"),
     }
     for state, (x, y, kind, what) in places.items():
         drawing.box(x, y, width, height, kind)
         drawing.text(x + width / 2, y + 23, state.name, "bold", anchor="middle")
         drawing.text(x + width / 2, y + 42, what, "pale", anchor="middle", size=11)
-    free, active, cached, loading = BlockState.FREE, BlockState.ACTIVE, BlockState.CACHED, BlockState.LOADING
+    free, active, cached = BlockState
     labels: dict[tuple[BlockState, BlockState], tuple[tuple[tuple[float, float], ...], float, float, str]] = {
         (free, active): (((170, 55), (310, 55)), 240, 48, "allocate"),
         (active, free): (((310, 80), (170, 80)), 240, 97, "release, private"),
         (active, cached): (((450, 55), (590, 55)), 520, 48, "release, published"),
         (cached, active): (((590, 80), (450, 80)), 520, 97, "acquire: a hit"),
         (cached, free): (((660, 40), (660, 16), (100, 16), (100, 40)), 380, 30, "evict"),
-        (free, loading): (((75, 94), (75, 196), (310, 196)), 190, 189, "load"),
-        (loading, free): (((310, 220), (115, 220), (115, 94)), 208, 237, "the load failed, or is late"),
-        (loading, active): (((380, 180), (380, 94)), 388, 142, "loaded, wanted"),
-        (loading, cached): (((450, 207), (660, 207), (660, 94)), 555, 200, "loaded"),
     }
     assert set(labels) == {(old, new) for old, moves in LEGAL_MOVES.items() for new in moves}, "draw the new moves"
     for points, at_x, at_y, label in labels.values():
         drawing.arrow(*points)
-        drawing.text(at_x, at_y, label, anchor="start" if label == "loaded, wanted" else "middle", size=12)
+        drawing.text(at_x, at_y, label, anchor="middle", size=12)
     return drawing
