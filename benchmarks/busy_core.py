@@ -41,7 +41,8 @@ def busy_core() -> Iterator[None]:
 def runner_steps() -> dict[str, Callable[[], object]]:
     """Return decode steps of the runner, by name."""
     from pagefold.config import EngineConfig
-    from pagefold.engine.build import build_engine, plan_engine
+    from pagefold.engine.build import build_engine
+    from pagefold.engine.planning import plan_engine
     from pagefold.kv import BlockId
     from pagefold.sampling import SamplingParams
     from pagefold.steps import StepPlan

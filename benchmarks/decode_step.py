@@ -116,7 +116,8 @@ def main() -> None:
     from transformers import AutoConfig
 
     from pagefold.config import EngineConfig, available_cpus
-    from pagefold.engine.build import build_engine, plan_engine
+    from pagefold.engine.build import build_engine
+    from pagefold.engine.planning import plan_engine
 
     arguments = parser(__doc__)
     arguments.add_argument("--repeats", type=int, default=3)

@@ -393,7 +393,8 @@ def time_restore() -> None:
 def start(folder: str, **settings: Any) -> Engine:  # noqa: ANN401 - of EngineConfig
     """Start an engine on the card, from a folder."""
     from pagefold.config import EngineConfig
-    from pagefold.engine.build import build_engine, plan_engine
+    from pagefold.engine.build import build_engine
+    from pagefold.engine.planning import plan_engine
 
     return build_engine(plan_engine(EngineConfig(model=folder, device="cuda", **settings)), say=lambda _: None)
 

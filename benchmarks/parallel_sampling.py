@@ -119,7 +119,8 @@ def with_engine(model: str, *, as_samples: bool, caching: bool) -> Cost:
 
 def _engine(model: str, tally: Tally, *, caching: bool) -> Engine:
     from pagefold.config import EngineConfig
-    from pagefold.engine.build import build_engine, plan_engine
+    from pagefold.engine.build import build_engine
+    from pagefold.engine.planning import plan_engine
 
     config = EngineConfig(
         model=model,

@@ -149,7 +149,8 @@ def systems(model: str | None) -> tuple[int, System, System]:
     if model is None:
         return 49_152, WithNullRunner(is_twin=False), WithNullRunner(is_twin=True)
     from pagefold.config import EngineConfig
-    from pagefold.engine.build import build_engine, plan_engine
+    from pagefold.engine.build import build_engine
+    from pagefold.engine.planning import plan_engine
 
     made: list[System] = []
     vocab_size = 0

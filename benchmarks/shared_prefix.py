@@ -55,7 +55,8 @@ def with_null_runner(budget: int, *, caching: bool) -> int:
 def with_engine(model: str, budget: int) -> int:
     """Return how many prompt tokens the real engine computes."""
     from pagefold.config import EngineConfig
-    from pagefold.engine.build import build_engine, plan_engine
+    from pagefold.engine.build import build_engine
+    from pagefold.engine.planning import plan_engine
 
     config = EngineConfig(
         model=model,

@@ -33,7 +33,8 @@ from rich.console import Console
 from rich.progress import track
 
 from pagefold.config import EngineConfig
-from pagefold.engine.build import build_engine, plan_engine
+from pagefold.engine.build import build_engine
+from pagefold.engine.planning import plan_engine
 from pagefold.kv import BlockId, HostOps, LoadOp, StoreOp
 from pagefold.sampling import SamplingParams
 from pagefold.store import HostArena

@@ -12,7 +12,8 @@ import torch
 from equivalence.tiny_models import save_tiny_model
 
 from pagefold.config import EngineConfig
-from pagefold.engine.build import _namespace, plan_engine
+from pagefold.engine.namespace import namespace_of
+from pagefold.engine.planning import plan_engine
 from pagefold.errors import BudgetTooSmallError, CardMemoryError, ConfigError, DoesNotFitError
 from pagefold.kv import KVGeometry
 from pagefold.runner.card import Card, choose_device, find_card
@@ -115,7 +116,7 @@ def test_codecs_make_more_blocks_of_the_same_bytes(plan_on):
 )
 def test_codes_of_a_card_are_never_taken_for_those_of_a_cpu(name, on_card, on_cpu, plan_on):
     blueprints = [plan_on(H100, device=device, dtype="float32", kv_cache_dtype=name) for device in ("cuda", "cpu")]
-    layouts = [_namespace(blueprint).layout for blueprint in blueprints]
+    layouts = [namespace_of(blueprint).layout for blueprint in blueprints]
     assert [layout.startswith(f"{own}/{name}/") for layout, own in zip(layouts, (on_card, on_cpu), strict=True)]
 
 

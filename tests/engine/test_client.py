@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pagefold.config import EngineConfig
-from pagefold.engine.build import build_engine, plan_engine
+from pagefold.engine.build import build_engine
 from pagefold.engine.client import EngineThread
+from pagefold.engine.planning import plan_engine
 from pagefold.errors import EngineStoppedError, InvalidRequestError, QueueFullError
 from pagefold.sampling import SamplingParams
 

@@ -14,9 +14,10 @@ from engine.test_overlapped_engine import drain as drain_shadow
 from engine.test_tiering import TieredLLM
 
 from pagefold.config import EngineConfig
-from pagefold.engine.build import build_engine, plan_engine
+from pagefold.engine.build import build_engine
 from pagefold.engine.engine import Engine
 from pagefold.engine.overlapped import OverlappedEngine
+from pagefold.engine.planning import plan_engine
 from pagefold.events import BlockEvicted, PinDropped, RequestCorrupted, StepApplied
 from pagefold.kv import audit
 from pagefold.kv.names import names_behind, root_digest

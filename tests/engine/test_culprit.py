@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pagefold.config import EngineConfig
-from pagefold.engine.build import build_engine, plan_engine
+from pagefold.engine.build import build_engine
+from pagefold.engine.planning import plan_engine
 from pagefold.events import StepAbandoned
 from pagefold.kv import audit
 from pagefold.sampling import SamplingParams

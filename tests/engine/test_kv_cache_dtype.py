@@ -11,8 +11,8 @@ from store.memory_store import always_load
 
 from pagefold import LLM, SamplingParams
 from pagefold.config import EngineConfig
-from pagefold.engine.build import _decoder, plan_engine
 from pagefold.engine.calibration import find_constants
+from pagefold.engine.planning import hardware_of, plan_engine
 from pagefold.errors import ConfigError
 from pagefold.runner.cuda_decoder import CudaDecoder
 from pagefold.runner.loader import load_model
@@ -103,14 +103,14 @@ def test_who_measures_at_the_same_time_takes_what_the_first_has_kept(tiny_chat_m
     monkeypatch.setenv("PAGEFOLD_CACHE", str(tmp_path))
     settings = SMALL | {"kv_cache_dtype": "int4", "attention_backend": "reference"}  # nothing is compiled
     blueprint = plan_engine(EngineConfig(model=str(tiny_chat_model), **settings))
-    own = find_constants(blueprint, _decoder, str)
+    own = find_constants(blueprint, hardware_of(blueprint).decoder, str)
     (file,) = (tmp_path / "calibration").iterdir()
     numbers = (np.frombuffer(file.read_bytes()[:-32], np.float32) * 2).tobytes()
     file.unlink()
 
     def other_is_sooner(*args):
         file.write_bytes(numbers + hashlib.sha256(numbers).digest())
-        return _decoder(*args)
+        return hardware_of(blueprint).decoder(*args)
 
     found = find_constants(blueprint, other_is_sooner, str)
     assert all(torch.equal(one, 2 * ours) for one, ours in zip(found, own, strict=True))
@@ -121,7 +121,7 @@ def test_a_cards_decoder_finds_the_same(tiny_chat_model, tmp_path, monkeypatch):
     monkeypatch.setenv("PAGEFOLD_CACHE", str(tmp_path))
     settings = SMALL | {"kv_cache_dtype": "int4", "attention_backend": "reference"}
     blueprint = plan_engine(EngineConfig(model=str(tiny_chat_model), **settings))
-    own = find_constants(blueprint, _decoder, str)
+    own = find_constants(blueprint, hardware_of(blueprint).decoder, str)
     (file,) = (tmp_path / "calibration").iterdir()
     file.unlink()
 

@@ -6,7 +6,7 @@ import pytest
 
 from pagefold import LLM, SamplingParams
 from pagefold.config import EngineConfig
-from pagefold.engine.build import plan_engine
+from pagefold.engine.planning import plan_engine
 from pagefold.errors import BudgetTooSmallError, ConfigError, InvalidRequestError
 
 SMALL = {"max_num_seqs": 4, "block_size": 16, "max_model_len": 256}

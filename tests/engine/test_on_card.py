@@ -13,8 +13,8 @@ from equivalence.tiny_models import save_tiny_model
 from pagefold.config import EngineConfig
 from pagefold.engine import on_card
 from pagefold.engine.blocks import allocate_blocks
-from pagefold.engine.build import plan_engine
 from pagefold.engine.calibration import bound_constants
+from pagefold.engine.planning import plan_engine
 from pagefold.memory.card import CardUse
 from pagefold.runner.card import Card
 from pagefold.runner.codec_slab import CODEC_ROWS_LAYOUT, CodecSlab

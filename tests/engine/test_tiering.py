@@ -9,8 +9,9 @@ from store.memory_store import MemoryStore, always_load
 
 from pagefold import LLM, SamplingParams
 from pagefold.config import EngineConfig
-from pagefold.engine.build import build_engine, plan_engine
+from pagefold.engine.build import build_engine
 from pagefold.engine.client import EngineStatus
+from pagefold.engine.planning import plan_engine
 from pagefold.errors import ConfigError
 from pagefold.kv import audit
 from pagefold.observe.metrics import Metrics

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pagefold.config import EngineConfig
-from pagefold.engine.build import build_engine, plan_engine
+from pagefold.engine.build import build_engine
+from pagefold.engine.planning import plan_engine
 from pagefold.sampling import SamplingParams
 
 

@@ -143,8 +143,9 @@ def complete(folder, prompts, num_outputs, *, has_graphs, is_overlapped=False, *
     import torch
 
     from pagefold.config import EngineConfig
-    from pagefold.engine.build import build_engine, plan_engine
+    from pagefold.engine.build import build_engine
     from pagefold.engine.overlapped import OverlappedEngine
+    from pagefold.engine.planning import plan_engine
     from pagefold.runner.attention.cuda.attention import CudaAttention, HeadShape
     from pagefold.runner.codec_slab import CODEC_ROWS_LAYOUT, CodecSlab
     from pagefold.runner.cuda_decoder import CudaDecoder

@@ -20,7 +20,8 @@ from store.memory_store import MemoryStore, always_load
 
 from equivalence.harsh_runner import HarshRunner
 from pagefold.config import EngineConfig
-from pagefold.engine.build import build_engine, plan_engine
+from pagefold.engine.build import build_engine
+from pagefold.engine.planning import plan_engine
 from pagefold.events import (
     HostTransfer,
     PrefixLookup,

@@ -17,7 +17,8 @@ from equivalence.test_codecs import some_constants
 from equivalence.tiny_models import VOCAB_SIZE
 from pagefold.config import EngineConfig
 from pagefold.engine import build
-from pagefold.engine.build import build_engine, plan_engine
+from pagefold.engine.build import build_engine
+from pagefold.engine.planning import plan_engine
 from pagefold.kv import audit
 from pagefold.sampling import SamplingParams
 

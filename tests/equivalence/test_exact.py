@@ -15,7 +15,8 @@ from equivalence.settings import SETTINGS
 from equivalence.suite import Counts, Setting, Trial, Workload
 from equivalence.tiny_models import FAMILIES, VOCAB_SIZE
 from pagefold.config import EngineConfig
-from pagefold.engine.build import build_engine, plan_engine
+from pagefold.engine.build import build_engine
+from pagefold.engine.planning import plan_engine
 from pagefold.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

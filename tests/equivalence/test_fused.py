@@ -25,7 +25,8 @@ from equivalence.settings import SETTINGS
 from equivalence.suite import Trial, Workload
 from equivalence.tiny_models import VOCAB_SIZE
 from pagefold.config import EngineConfig
-from pagefold.engine.build import build_engine, plan_engine
+from pagefold.engine.build import build_engine
+from pagefold.engine.planning import plan_engine
 from pagefold.errors import ConfigError
 from pagefold.kv import BlockId
 from pagefold.runner.fused.decoder import FusedDecoder

@@ -26,7 +26,8 @@ from equivalence.settings import SETTINGS
 from equivalence.suite import Counts, Trial, Workload, assert_clean
 from equivalence.tiny_models import VOCAB_SIZE
 from pagefold.config import EngineConfig
-from pagefold.engine.build import _geometry, build_engine, plan_engine
+from pagefold.engine.build import build_engine
+from pagefold.engine.planning import geometry_of, plan_engine
 from pagefold.errors import ConfigError, PagefoldError
 from pagefold.observe.recorder import TraceRecorder
 from pagefold.runner.codecs.int2 import pack, quantize, unpack
@@ -282,7 +283,7 @@ def test_heads_that_cannot_be_packed_are_refused(tiny_folder):
     config = EngineConfig(model=str(tiny_folder("qwen3")), kv_cache_dtype="kivi2")
     spec = replace(plan_engine(config).spec, head_dim=24)
     with pytest.raises(ConfigError, match="heads of 24"):
-        _geometry(config, spec, torch.float32)
+        geometry_of(config, spec, torch.float32)
 
 
 @settings(max_examples=40, suppress_health_check=list(HealthCheck))

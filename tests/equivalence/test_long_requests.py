@@ -9,7 +9,8 @@ from equivalence.references import References
 from equivalence.tiny_models import FAMILIES, VOCAB_SIZE
 from pagefold import SamplingParams
 from pagefold.config import EngineConfig
-from pagefold.engine.build import build_engine, plan_engine
+from pagefold.engine.build import build_engine
+from pagefold.engine.planning import plan_engine
 from pagefold.kv import audit
 
 pytestmark = pytest.mark.usefixtures("one_thread")

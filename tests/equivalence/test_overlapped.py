@@ -117,7 +117,8 @@ def run(engine, *, resets: bool = False):
 
 def test_sampled_outputs_and_reasons_are_those_of_the_plain_loop(tiny_folder):
     from pagefold.config import EngineConfig
-    from pagefold.engine.build import build_engine, plan_engine
+    from pagefold.engine.build import build_engine
+    from pagefold.engine.planning import plan_engine
 
     config = EngineConfig(
         model=str(tiny_folder("llama")),
@@ -136,7 +137,8 @@ def test_sampled_outputs_and_reasons_are_those_of_the_plain_loop(tiny_folder):
 
 def test_a_request_whose_time_is_up_is_told_its_last_token_first(tiny_folder):
     from pagefold.config import EngineConfig
-    from pagefold.engine.build import build_engine, plan_engine
+    from pagefold.engine.build import build_engine
+    from pagefold.engine.planning import plan_engine
 
     blueprint = plan_engine(
         EngineConfig(model=str(tiny_folder("llama")), dtype="float64", max_model_len=64, kv_cache_memory_bytes=2**20)

@@ -21,7 +21,8 @@ from equivalence.references import References
 from equivalence.suite import Counts, Setting, Trial, Workload
 from pagefold import LLM, SamplingParams
 from pagefold.config import EngineConfig
-from pagefold.engine.build import build_engine, plan_engine
+from pagefold.engine.build import build_engine
+from pagefold.engine.planning import plan_engine
 from pagefold.kv import BlockId
 from pagefold.steps import PromptPart, StepPlan
 from pagefold.tokenizer import Tokenizer

@@ -22,7 +22,8 @@ from equivalence.harsh_runner import HarshRunner
 from equivalence.overlapped_loop import overlapped
 from pagefold import SamplingParams, StructuredOutputsParams
 from pagefold.config import EngineConfig
-from pagefold.engine.build import build_engine, plan_engine
+from pagefold.engine.build import build_engine
+from pagefold.engine.planning import plan_engine
 from pagefold.errors import InvalidRequestError
 from pagefold.events import RequestPreempted, StepAbandoned
 from pagefold.kv import audit

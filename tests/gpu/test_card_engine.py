@@ -12,8 +12,9 @@ from equivalence.references import References
 from equivalence.tiny_models import VOCAB_SIZE, save_tiny_model
 
 from pagefold.config import EngineConfig
-from pagefold.engine.build import _decoder, build_engine, plan_engine
+from pagefold.engine.build import build_engine
 from pagefold.engine.calibration import find_constants
+from pagefold.engine.planning import hardware_of, plan_engine
 from pagefold.errors import DoesNotFitError
 from pagefold.sampling import SamplingParams
 
@@ -84,7 +85,7 @@ def test_a_calibration_on_a_card_is_that_of_a_cpu(tiny_chat_model, tmp_path, mon
         monkeypatch.setenv("PAGEFOLD_CACHE", str(tmp_path / device))
         how = {"device": device, "dtype": "float32", "model_impl": "transformers", "kv_cache_dtype": "int4"}
         blueprint = plan_engine(EngineConfig(model=str(tiny_chat_model), kv_cache_memory_bytes=2**22, **how))
-        found.append(find_constants(blueprint, _decoder, str))
+        found.append(find_constants(blueprint, hardware_of(blueprint).decoder, str))
     for on_cpu, on_card in zip(*found, strict=True):
         torch.testing.assert_close(on_cpu, on_card, rtol=1e-2, atol=1e-2 * on_cpu.abs().max().item())
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from pagefold.config import EngineConfig
-from pagefold.engine.build import build_engine, plan_engine
+from pagefold.engine.build import build_engine
+from pagefold.engine.planning import plan_engine
 from pagefold.plan import Device, PlanSettings, Question, Workload, draw_lengths, find_model, make_plan
 from pagefold.plan.memory import plan_memory
 from pagefold.sampling import SamplingParams
@@ -39,7 +40,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory):
 @pytest.fixture
 def free_bytes(monkeypatch: pytest.MonkeyPatch) -> int:
     """Both see so much free memory: what is free changes by itself from moment to moment."""
-    monkeypatch.setattr("pagefold.engine.build.available_memory_bytes", lambda: 3 * GIB)
+    monkeypatch.setattr("pagefold.engine.on_cpu.available_memory_bytes", lambda: 3 * GIB)
     return 3 * GIB
 
 

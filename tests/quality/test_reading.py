@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from pagefold.config import EngineConfig
-from pagefold.engine.build import plan_engine
 from pagefold.engine.overlapped import OverlappedEngine
+from pagefold.engine.planning import plan_engine
 from pagefold.errors import ConfigError
 from pagefold.kv import CODECS, BlockId, KVGeometry
 from pagefold.quality.contexts import cut_contexts

@@ -41,7 +41,8 @@ from array import array
 from pathlib import Path
 import torch
 from equivalence.tiny_models import save_tiny_model
-import pagefold.engine.build, pagefold.engine.on_card, pagefold.engine.engine, pagefold.runner.card_profile
+import pagefold.engine.build, pagefold.engine.planning, pagefold.engine.on_card, pagefold.engine.engine
+import pagefold.runner.card_profile
 import pagefold.runner.attention.cuda.configs, pagefold.scheduler, pagefold.tokenizer
 from pagefold.kv import BlockId, KVGeometry
 from pagefold.sampling import SamplingParams

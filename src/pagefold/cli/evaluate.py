@@ -197,7 +197,7 @@ def _settings(
     config: EngineConfig, codecs: str | None, layers: tuple[int, ...], transports: Sequence[TransportCodec]
 ) -> dict[str, Setting]:
     """Return what is evaluated, by name. Codecs that the model cannot have are left out if none was named."""
-    from pagefold.engine.build import plan_engine  # noqa: PLC0415 - torch comes with it
+    from pagefold.engine.planning import plan_engine  # noqa: PLC0415 - torch comes with it
     from pagefold.quality.rounding import check_rounds  # noqa: PLC0415
     from pagefold.quality.setting import Setting  # noqa: PLC0415
 

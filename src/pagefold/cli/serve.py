@@ -605,7 +605,8 @@ def _start_engine(
     config: EngineConfig, emit: Emit, say: Callable[[str], None], recorder: TraceRecorder | None
 ) -> Engine:
     from pagefold.cli.models import progress_bar  # noqa: PLC0415 - only here
-    from pagefold.engine.build import build_engine, plan_engine  # noqa: PLC0415 - torch comes with it
+    from pagefold.engine.build import build_engine  # noqa: PLC0415 - torch comes with it
+    from pagefold.engine.planning import plan_engine  # noqa: PLC0415 - torch comes with it
 
     with progress_bar() as progress:
         blueprint = plan_engine(config, progress=progress)

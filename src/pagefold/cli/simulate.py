@@ -434,7 +434,8 @@ def _planned(device: str, model: str) -> _Machine:
 
 
 def _calibrated(file: Path, model: str) -> _Machine:
-    from pagefold.engine.build import build_engine, plan_engine  # noqa: PLC0415 - torch comes with it
+    from pagefold.engine.build import build_engine  # noqa: PLC0415 - torch comes with it
+    from pagefold.engine.planning import plan_engine  # noqa: PLC0415 - torch comes with it
     from pagefold.sim.calibration import calibrate  # noqa: PLC0415
     from pagefold.sim.step_cost import step_cost_json  # noqa: PLC0415
 

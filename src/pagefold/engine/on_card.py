@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pagefold.engine.blocks import allocate_blocks
-from pagefold.errors import DoesNotFitError
+from pagefold.config import available_memory_bytes
+from pagefold.engine.blocks import allocate_blocks, host_bytes_for
+from pagefold.engine.hardware import Ready
+from pagefold.errors import ConfigError, DoesNotFitError
 from pagefold.files.json_object import read_json_object
-from pagefold.memory.capacity import Capacity, plan_capacity
+from pagefold.memory.capacity import Capacity, human_bytes, plan_capacity
 from pagefold.memory.card import CardBudget, CardUse, bound_use, budget_on_card
 
 if TYPE_CHECKING:
@@ -15,17 +18,52 @@ if TYPE_CHECKING:
 
     import torch
 
+    from pagefold.config import EngineConfig
     from pagefold.engine.blueprint import Blueprint
-    from pagefold.kv import Arbiter
+    from pagefold.kv import Arbiter, KVGeometry
     from pagefold.runner.attention.cuda.attention import CudaAttention
     from pagefold.runner.slab import AnySlab
-    from pagefold.runner.torch_runner import TorchRunner
+    from pagefold.runner.torch_runner import Decoder, OnQueries, TorchRunner
     from pagefold.store import HostArena
     from pagefold.store.card_arena import CardArena
 
-__all__ = ["bound_use_of", "build_runner", "capacity_on_card", "measure_link", "ran_out"]
+__all__ = ["OnCard", "bound_use_of", "build_runner", "capacity_on_card", "measure_link", "ran_out"]
 
 _MAX_WHY = 200
+
+
+class OnCard:
+    """A card: see :class:`~pagefold.engine.hardware.Hardware`. It computes by itself."""
+
+    computes_apart = True
+
+    def capacity(self, blueprint: Blueprint) -> Capacity:
+        """Decide what fits on the card, by bounds; it is decided again when the rest is measured."""
+        _check(blueprint.config)
+        host_bytes = _pinned_bytes(blueprint.config, blueprint.geometry)
+        return capacity_on_card(blueprint, bound_use_of(blueprint), host_bytes)
+
+    def lines(self, blueprint: Blueprint) -> list[str]:
+        """Return which card it is: what fits there is said when it has been measured."""
+        assert blueprint.card is not None, "a card's name without one"
+        return [f"card       {blueprint.card.name}"]
+
+    def decoder(self, blueprint: Blueprint, slab: AnySlab, on_queries: OnQueries | None = None) -> Decoder:
+        """Load the weights onto the card, for the reference attention."""
+        from pagefold.runner.cuda_decoder import CudaDecoder  # noqa: PLC0415 - only here
+
+        longest = blueprint.capacity.max_model_len
+        return CudaDecoder(_load(blueprint), slab, None, max_model_len=longest, on_queries=on_queries)
+
+    def ready(self, blueprint: Blueprint, say: Callable[[str], None]) -> Ready:
+        """Load weights, measure what a step takes, and allocate blocks in the rest."""
+        num_held = blueprint.capacity.num_host_blocks
+        arena = _arena(blueprint, num_held) if num_held else None
+        model = _load(blueprint)
+        runner, capacity = build_runner(blueprint, model, say, arena)
+        if arena is None:
+            return Ready(runner, capacity, None)
+        return Ready(runner, capacity, arena, partial(measure_link, arena, runner))
 
 
 def bound_use_of(blueprint: Blueprint) -> CardUse:
@@ -181,3 +219,53 @@ def _kernels(blueprint: Blueprint) -> CudaAttention | None:
         Reads.NUMBERS if codec is None else reads_of(CELL_CODECS[codec.name]),
     )
     return CudaAttention(heads)
+
+
+def _check(config: EngineConfig) -> None:
+    """Refuse what only a CPU can do yet.
+
+    Raises:
+        ConfigError: with what to leave out.
+    """
+    if config.allow_streaming:
+        msg = "allow_streaming is set, and a card does not read the host's memory yet."
+        raise ConfigError(msg, remedy="Leave it out, or use device=cpu.")
+
+
+def _pinned_bytes(config: EngineConfig, geometry: KVGeometry) -> int:
+    """Return how much of the host's memory is pinned for a card's blocks.
+
+    Raises:
+        DoesNotFitError: the host has not so much.
+    """
+    available_bytes = available_memory_bytes()
+    host_bytes = host_bytes_for(config, geometry, available_bytes)
+    if host_bytes > available_bytes:
+        msg = f"kv_offloading_size is {human_bytes(host_bytes)}, and {human_bytes(available_bytes)} of memory are free."
+        raise DoesNotFitError(msg, missing_bytes=host_bytes - available_bytes, remedy="Give less: it is pinned.")
+    return host_bytes
+
+
+def _arena(blueprint: Blueprint, num_blocks: int) -> CardArena:
+    """Return pinned host memory for a card's blocks."""
+    import torch  # noqa: PLC0415
+
+    from pagefold.store.card_arena import CardArena  # noqa: PLC0415 - only here
+
+    return CardArena(num_blocks, blueprint.capacity.host_bytes // num_blocks, torch.device(blueprint.device))
+
+
+def _load(blueprint: Blueprint) -> Any:  # noqa: ANN401 - transformers' models have no common type
+    """Load the weights onto the card.
+
+    Raises:
+        DoesNotFitError: others took its memory meanwhile.
+    """
+    import torch  # noqa: PLC0415
+
+    from pagefold.runner.loader import load_model  # noqa: PLC0415
+
+    try:
+        return load_model(blueprint.spec.folder, blueprint.dtype, blueprint.device)
+    except torch.OutOfMemoryError as error:
+        raise ran_out(error) from error

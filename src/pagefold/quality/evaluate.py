@@ -12,7 +12,7 @@ import numpy as np
 
 from pagefold import __version__
 from pagefold.config import cache_dir
-from pagefold.engine.build import plan_engine
+from pagefold.engine.planning import plan_engine
 from pagefold.errors import ConfigError
 from pagefold.hub.progress import Progress, silent
 from pagefold.quality.contexts import Contexts, check_length, cut_contexts

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pagefold.config import DROPPED_BITS
-from pagefold.engine.build import build_engine, plan_engine
+from pagefold.engine.build import build_engine
+from pagefold.engine.planning import plan_engine
 from pagefold.errors import PagefoldError
 from pagefold.quality.rounding import RoundingRunner, check_rounds
 from pagefold.runner.torch_runner import TorchRunner

@@ -1,0 +1,109 @@
+"""A runner on CPUs: what fits in the machine's memory, blocks, and who computes the layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pagefold.config import available_cpus, available_memory_bytes
+from pagefold.engine.blocks import allocate_blocks, host_bytes_for
+from pagefold.engine.hardware import Ready
+from pagefold.memory.capacity import Capacity, plan_capacity
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pagefold.engine.blueprint import Blueprint
+    from pagefold.kv import KVGeometry
+    from pagefold.runner.slab import AnySlab
+    from pagefold.runner.torch_runner import Decoder, OnQueries
+
+__all__ = ["OnCpu"]
+
+
+class OnCpu:
+    """CPUs: see :class:`~pagefold.engine.hardware.Hardware`. Kernels have all of them busy while a step is computed."""
+
+    computes_apart = False
+
+    def capacity(self, blueprint: Blueprint) -> Capacity:
+        """Decide what fits into the machine's memory, and see that the attention that was asked for can be had."""
+        from pagefold.runner.attention import choose_backend  # noqa: PLC0415 - heavy rooms are entered when needed
+
+        config, spec, geometry = blueprint.config, blueprint.spec, blueprint.geometry
+        available_bytes = available_memory_bytes()
+        capacity = plan_capacity(
+            layout=geometry.layout,
+            weight_bytes=spec.num_parameters * (1 if config.quantization else blueprint.dtype.itemsize),
+            model_max_len=spec.max_exact_len,
+            model_limit=spec.limit,
+            max_model_len=config.max_model_len,
+            kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+            max_num_seqs=config.max_num_seqs,
+            available_bytes=available_bytes,
+            host_bytes=host_bytes_for(config, geometry, available_bytes),
+            allow_streaming=config.allow_streaming,
+        )
+        choose_backend(
+            config.attention_backend,
+            blueprint.dtype,
+            block_size=config.block_size,
+            head_dim=spec.head_dim,
+            codes_a_byte=_codes_a_byte(geometry),
+        )
+        return capacity
+
+    def lines(self, blueprint: Blueprint) -> list[str]:
+        """Return what fits."""
+        return blueprint.capacity.lines()
+
+    def decoder(self, blueprint: Blueprint, slab: AnySlab, on_queries: OnQueries | None = None) -> Decoder:
+        """Load the weights. transformers is imported for its own decoder only."""
+        config, spec, max_model_len = blueprint.config, blueprint.spec, blueprint.capacity.max_model_len
+        if blueprint.is_fused:
+            from pagefold.runner.fused.decoder import FusedDecoder  # noqa: PLC0415 - compiles
+            from pagefold.runner.fused.weights import pack_model  # noqa: PLC0415
+
+            assert spec.fused is not None, "a fused decoder of a model that it does not compute"
+            weights = pack_model(spec.fused, spec.folder, max_model_len, is_int8=config.quantization == "int8")
+            num_threads = config.threads or available_cpus()
+            return FusedDecoder(spec.fused, weights, slab, num_threads=num_threads, on_queries=on_queries)
+        from pagefold.runner.attention import choose_backend  # noqa: PLC0415
+        from pagefold.runner.loader import load_model  # noqa: PLC0415
+        from pagefold.runner.transformers_decoder import TransformersDecoder, told_queries  # noqa: PLC0415
+
+        attention = choose_backend(
+            config.attention_backend,
+            blueprint.dtype,
+            block_size=slab.block_size,
+            head_dim=spec.head_dim,
+            codes_a_byte=_codes_a_byte(blueprint.geometry),
+        )
+        if on_queries is not None:
+            attention = told_queries(attention, on_queries)
+        return TransformersDecoder(
+            load_model(spec.folder, blueprint.dtype), slab, attention, max_model_len=max_model_len
+        )
+
+    def ready(self, blueprint: Blueprint, say: Callable[[str], None]) -> Ready:  # noqa: ARG002 - nothing to say
+        """Load weights and allocate blocks. Where sequences may stream, the arena lies behind the blocks."""
+        from pagefold.runner.torch_runner import TorchRunner  # noqa: PLC0415 - torch comes with it
+
+        config, capacity = blueprint.config, blueprint.capacity
+        num_held = capacity.num_host_blocks
+        num_read = capacity.num_blocks + (num_held if config.allow_streaming else 0)  # blocks that attention reads
+        slab = allocate_blocks(blueprint, num_read, capacity.num_residuals)
+        arena = None
+        if num_held:
+            from pagefold.store import HostArena  # noqa: PLC0415 - only here
+
+            behind: Any = slab.as_bytes()[capacity.num_blocks :] if config.allow_streaming else None
+            arena = HostArena(num_held, capacity.host_bytes // num_held, behind)
+        runner = TorchRunner(self.decoder(blueprint, slab), blueprint.geometry, slab, arena)
+        return Ready(runner, capacity, arena)
+
+
+def _codes_a_byte(geometry: KVGeometry) -> int:
+    """Return how many of a head's numbers have their codes in one byte of a block, at most."""
+    from pagefold.runner.codecs import CELL_CODECS  # noqa: PLC0415 - torch comes with it
+
+    return 1 if geometry.codec is None else CELL_CODECS[geometry.codec.name].codes_a_byte

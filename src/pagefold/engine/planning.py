@@ -1,0 +1,144 @@
+"""From a config to a blueprint: resolve the model, read its config, and decide what fits. Loads no weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pagefold.config import cache_dir
+from pagefold.engine.blueprint import Blueprint
+from pagefold.engine.on_card import OnCard
+from pagefold.engine.on_cpu import OnCpu
+from pagefold.errors import ConfigError
+from pagefold.files.json_object import read_json_object
+from pagefold.kv import CODECS, KV_CACHE_DTYPES, KVGeometry
+from pagefold.memory.capacity import Capacity
+
+if TYPE_CHECKING:
+    import torch
+
+    from pagefold.config import EngineConfig
+    from pagefold.engine.hardware import Hardware
+    from pagefold.hub.progress import Progress
+    from pagefold.runner.models import ModelSpec
+
+__all__ = ["geometry_of", "hardware_of", "plan_engine"]
+
+_NOTHING = Capacity(0, 0, 0, 1, 0, 1)
+
+_SCALE_BYTES = 4
+"""Bytes of the scale and the zero point that a block keeps of one channel."""
+
+
+def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Blueprint:
+    """Resolve the model, read its config and headers, and decide what fits. Loads no weights.
+
+    Raises:
+        ModelNotFoundError, UnsupportedModelError, ConfigError, BudgetTooSmallError: with what was wrong and what to do.
+    """
+    from pagefold.hub.catalog import resolve  # noqa: PLC0415 - heavy rooms are entered when they are needed
+    from pagefold.hub.progress import silent  # noqa: PLC0415
+
+    folder = resolve(config.model, cache_dir(), progress=progress or silent)
+    import torch  # noqa: PLC0415
+
+    from pagefold.runner.card import check_attention, choose_device, find_card  # noqa: PLC0415
+    from pagefold.runner.models import inspect_model  # noqa: PLC0415
+
+    card = None if config.device == "cpu" else find_card()
+    device = choose_device(config.device, card)
+    spec = inspect_model(folder)
+    dtype: torch.dtype = getattr(torch, _dtype(config, device, spec))
+    check_attention(config, device, dtype, spec.head_dim)
+    geometry = geometry_of(config, spec, dtype)
+    is_fused = _is_fused(config, spec, dtype, device)
+    assert device == "cpu" or card is not None, "it was chosen"
+    card = None if device == "cpu" else card
+    blueprint = Blueprint(config, spec, geometry, _NOTHING, dtype, is_fused, device, card)
+    return replace(blueprint, capacity=hardware_of(blueprint).capacity(blueprint))
+
+
+def hardware_of(blueprint: Blueprint) -> Hardware:
+    """Return what the model runs on."""
+    return OnCpu() if blueprint.card is None else OnCard()
+
+
+def _dtype(config: EngineConfig, device: str, spec: ModelSpec) -> str:
+    """Return the dtype that is computed in: what was asked, or what the device is good at."""
+    if config.dtype != "auto":
+        return config.dtype
+    if device == "cpu":
+        return "float32"
+    raw = read_json_object(spec.folder / "config.json")
+    return "float16" if raw.get("dtype", raw.get("torch_dtype")) == "float16" else "bfloat16"
+
+
+def geometry_of(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> KVGeometry:
+    """Return what a block holds.
+
+    Raises:
+        ConfigError: the codec cannot pack the model's heads, or layers are to be skipped that it has not.
+    """
+    shape = spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype.itemsize, config.block_size
+    unknown = [layer for layer in config.kv_cache_dtype_skip_layers if not 0 <= layer < spec.num_layers]
+    if unknown:
+        msg = f"kv_cache_dtype_skip_layers has {unknown[0]}, and {spec.folder.name} has {spec.num_layers} layers."
+        raise ConfigError(msg, remedy=f"Give layers between 0 and {spec.num_layers - 1}.")
+    name = KV_CACHE_DTYPES.get(config.kv_cache_dtype)
+    if name is None or f"torch.{name}" == str(dtype):
+        return KVGeometry(*shape)
+    from pagefold.runner.codecs import CELL_CODECS  # noqa: PLC0415 - torch comes with it
+
+    wanted = CELL_CODECS[name].cannot_pack(spec.head_dim)
+    if wanted:
+        msg = f"{name} cannot store heads of {spec.head_dim} numbers, which {spec.folder.name} has."
+        raise ConfigError(msg, remedy=f"It takes {wanted}; int8_per_token_head takes any.")
+    skipped = tuple(sorted(set(config.kv_cache_dtype_skip_layers)))
+    if CELL_CODECS[name].seals:
+        _check_sealing(config, spec)
+    skip_codec = CODECS["bfloat16" if str(dtype) == "torch.bfloat16" else "float16"]
+    return KVGeometry(*shape, CODECS[name], skipped, skip_codec if skipped else None)
+
+
+def _check_sealing(config: EngineConfig, spec: ModelSpec) -> None:
+    """Refuse what cannot be where blocks are sealed when they are full.
+
+    Raises:
+        ConfigError: with what to leave out.
+    """
+    if config.kv_cache_dtype_skip_layers:
+        msg = f"kv_cache_dtype_skip_layers is set, and {config.kv_cache_dtype} seals blocks in all layers at once."
+        raise ConfigError(msg, remedy="Leave it out, or use another kv_cache_dtype.")
+    if config.allow_streaming:
+        msg = f"allow_streaming is set, and {config.kv_cache_dtype} does not stream yet."
+        raise ConfigError(msg, remedy="Leave one of them out.")
+    if _SCALE_BYTES * spec.head_dim % config.block_size:
+        msg = f"block_size is {config.block_size}, and {config.kv_cache_dtype} shares scales among its tokens."
+        raise ConfigError(msg, remedy=f"Use a power of two that divides {_SCALE_BYTES * spec.head_dim}, as 16 or 32.")
+
+
+def _is_fused(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: str = "cpu") -> bool:
+    """Decide who computes the layers.
+
+    Raises:
+        ConfigError: the fused decoder, or what only it gives, was asked for and cannot be had.
+    """
+    why_not = spec.not_fused
+    if device != "cpu":
+        why_not = f"device={device} (it computes on CPUs)"
+    if not why_not and str(dtype) != "torch.float32":
+        why_not = f"{dtype} (it computes in float32)"
+    if not why_not and (config.block_size % 4 or spec.head_dim % 8):
+        why_not = f"block_size {config.block_size} with head_dim {spec.head_dim}"
+    if not why_not and config.attention_backend == "reference":
+        why_not = "attention_backend=reference"
+    if why_not and config.model_impl == "pagefold":
+        msg = f"The fused decoder does not compute {spec.folder.name}: not {why_not}."
+        raise ConfigError(msg, remedy="Use model_impl=auto or transformers.")
+    is_fused = not why_not and config.model_impl != "transformers"
+    wanted = "batch_invariant" if config.batch_invariant else "quantization" if config.quantization else ""
+    if wanted and not is_fused:
+        why_not = why_not or "model_impl=transformers"
+        msg = f"{wanted} takes the fused decoder, which {spec.folder.name} cannot have: not {why_not}."
+        raise ConfigError(msg, remedy=f"Leave {wanted} out, or change that.")
+    return is_fused
