@@ -124,7 +124,7 @@ class TierRead:
     """Blocks were asked for from a slow tier, and have come into the host's memory, or not.
 
     Attributes:
-        tier: which.
+        tier: the slow tier.
         num_blocks, num_bytes: that came, and were right.
         seconds: how long it took, as if the tier had done nothing else meanwhile.
         num_missed: how many did not come, by cause.
@@ -257,7 +257,7 @@ class RequestStreamed:
 
     Attributes:
         num_tokens: that it has.
-        num_cold_blocks: of them, found already.
+        num_cold_blocks: how many blocks in the host's memory were found already.
     """
 
     request_id: str

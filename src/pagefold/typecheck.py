@@ -14,7 +14,7 @@ class WrongType(NamedTuple):
     """A field that holds what it must not.
 
     Attributes:
-        field: its name.
+        field: the field's name.
         value: what it holds.
         allowed: what it may hold, for a message.
     """

@@ -75,7 +75,7 @@ async def run_load(
     Args:
         client: of the server.
         prompts: each is sent once.
-        settings: when.
+        settings: when which request is sent.
         on_done: told of each request that has ended.
     """
     bound = asyncio.Semaphore(settings.max_concurrency or len(prompts))

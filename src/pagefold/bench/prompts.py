@@ -221,7 +221,7 @@ def generate_prompts(  # noqa: PLR0913 - what prompts are made of
     """Return prompts of common words, of about as many tokens as are drawn.
 
     Args:
-        num_prompts: how many.
+        num_prompts: how many prompts.
         draw_length: draws the tokens of a prompt.
         draw_output: draws the tokens of its output, at most.
         tokens_per_word: as the server counts tokens.

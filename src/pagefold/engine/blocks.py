@@ -21,8 +21,8 @@ def allocate_blocks(blueprint: Blueprint, num_blocks: int, num_residuals: int) -
 
     Args:
         blueprint: says what a block holds, and where.
-        num_blocks: how many.
-        num_residuals: how many; 0 where blocks are not sealed.
+        num_blocks: how many blocks.
+        num_residuals: how many residuals; 0 where blocks are not sealed.
     """
     from pagefold.runner.codec_slab import CodecSlab  # noqa: PLC0415 - torch comes with it
     from pagefold.runner.sealed_slab import SealedSlab  # noqa: PLC0415

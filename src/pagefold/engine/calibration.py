@@ -64,13 +64,13 @@ __all__ = ["MakeDecoder", "bound_constants", "digest_of", "find_constants"]
 _TEXT = Path(codecs.__file__).with_name("calibration.txt")
 _NUM_TOKENS, _TOKENS_A_STEP = 2048, 256
 _NUM_STRETCHES = 4
-"""Of positions, to which the text's keys and queries are turned."""
+"""Stretches of positions to which the text's keys and queries are turned."""
 _MOST_POSITIONS = 131072
-"""Later ones have the centres of the last range before."""
+"""Positions that are told apart, at most: later ones have the centres of the last range before."""
 _VERSION = 4
-"""Of what is measured, and how it is kept."""
+"""The version of what is measured and of how it is kept."""
 _DIGEST_BYTES = 32
-"""Of SHA-256, behind the numbers: a matrix with a wrong bit is a matrix too."""
+"""Bytes of the SHA-256 behind the numbers: a matrix with a wrong bit is a matrix too."""
 
 
 class MakeDecoder(Protocol):

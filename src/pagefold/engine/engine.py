@@ -66,7 +66,7 @@ class _Open:
     """A request some of whose samples have not ended.
 
     Attributes:
-        sample_ids: their ids.
+        sample_ids: the ids of those samples.
         num_choices: that were asked for; 0 for a warm-up.
         num_longest_tokens: output tokens of the longest of the others.
     """

@@ -36,7 +36,7 @@ class PromptLogprobs:
     Attributes:
         tokenizer: of the model, or None.
         token_ids: of the prompt, from the second on: nothing tells the first.
-        found: of each of them.
+        found: the logprobs of each of ``token_ids``.
     """
 
     tokenizer: Tokenizer | None

@@ -20,7 +20,7 @@ class OutputDelta:
     """What one step added to one sample of a request.
 
     Attributes:
-        request_id: whose.
+        request_id: whose sample it is.
         text: text that is certain now: it ends at a character, and no stop string can still begin in it.
         token_ids: tokens sampled in the step.
         num_cached_tokens: how much of the prompt was a prefix hit.
@@ -152,7 +152,7 @@ def best(scores: Sequence[tuple[float | None, int]], n: int) -> list[int]:
 
     Args:
         scores: the cumulative logprob and the number of tokens of each.
-        n: how many.
+        n: how many outputs are chosen.
     """
     means = [float("-inf") if total is None or not num_tokens else total / num_tokens for total, num_tokens in scores]
     return sorted(range(len(means)), key=means.__getitem__, reverse=True)[:n]

@@ -38,8 +38,8 @@ __all__ = [
 ]
 
 FORMAT = 3
-"""Of the files that are written here, and of codecs: what one cost is no verdict on what it has become. Files of
-another format are as if they were not there."""
+"""The version of the files that are written here, and of the codecs: what a codec cost is no verdict on what it has
+become. Files of another version are as if they were not there."""
 
 QUALITY_FIELDS = ("dtype", "quantization", "block_size", "kv_cache_dtype", "kv_cache_dtype_skip_layers")
 """Fields of the engine's config that a verdict is about: another value of any of them needs another one."""
@@ -68,7 +68,7 @@ class Verdict:
         num_tokens: positions compared.
         context_len: tokens of each context.
         text: names of the texts.
-        text_digest: of them.
+        text_digest: digest of those texts.
         date: ISO 8601, UTC.
         version: of Pagefold.
     """

@@ -64,8 +64,8 @@ class _Found(NamedTuple):
     """A file or a folder whose permissions are wider than Pagefold's.
 
     Attributes:
-        path: of it.
-        stat: of it.
+        path: the file or folder.
+        stat: what the system says of it.
     """
 
     path: Path

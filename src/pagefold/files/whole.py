@@ -20,7 +20,7 @@ def write_whole(file: Path, content: str | bytes, *, is_private: bool = False) -
 
     Args:
         file: to write.
-        content: of it.
+        content: all that the file holds then.
         is_private: whether it is its owner's alone, whatever the umask.
 
     Raises:

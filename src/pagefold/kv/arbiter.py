@@ -19,7 +19,7 @@ from typing import NamedTuple
 __all__ = ["Arbiter", "LinkModel", "Verdict"]
 
 _WEIGHT = 0.2
-"""Of the newest measurement in each average."""
+"""The weight of the newest measurement in each average."""
 
 _RECOVERY = 0.01
 """How much a tier that is left out is forgiven with each request that could have used it."""
@@ -93,7 +93,7 @@ class Arbiter:
     """Weighs loading against computing.
 
     Args:
-        block_bytes: of a block.
+        block_bytes: bytes of a block.
         block_size: tokens a block.
         compute_s_per_token: what prefilling takes, as far as known.
 

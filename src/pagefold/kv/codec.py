@@ -23,7 +23,7 @@ def num_wide(num_elements: int) -> int:
 
 
 _RESIDUAL_BYTES = 2
-"""Of an element of a block that is not sealed yet: 16 bit."""
+"""Bytes of an element of a block that is not sealed yet: 16 bit."""
 
 
 @dataclass(frozen=True, slots=True)

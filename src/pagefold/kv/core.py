@@ -593,8 +593,8 @@ class KVCore:
 
         Args:
             table: of a sequence whose logits were no numbers.
-            namespace: of it.
-            packed: its tokens.
+            namespace: key of the namespace that its blocks are in.
+            packed: the sequence's packed tokens.
 
         Returns the digests of the paths, for slower tiers to forget; none without a host tier.
         """

@@ -17,7 +17,7 @@ class HeldBlock:
     """A block in the host arena.
 
     Attributes:
-        name: of it.
+        name: names what the block holds.
         host_id: where it is; -1 when it is there no more.
         num_pins: how many planned copies and transfers read or write it, and requests wait for it.
         num_hits: how often it had been found on the device when it left.

@@ -39,7 +39,7 @@ class StoreOp(NamedTuple):
 
     Attributes:
         block_id: where it is.
-        host_id: where to.
+        host_id: the block of the arena that it is copied to.
         is_live: whether it is still cached; then it is pinned until the step is over. Otherwise it was just evicted.
     """
 

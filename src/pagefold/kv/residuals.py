@@ -28,7 +28,7 @@ class Residuals:
         num_residuals: how many there are.
 
     Attributes:
-        num_residuals: as given.
+        num_residuals: how many there are.
         free_ids: those that nobody has.
         pending_copies: decided, and not handed over yet.
     """

@@ -91,7 +91,7 @@ class Streaming:
 
         Args:
             table: one that streams.
-            packed: its tokens.
+            packed: the sequence's packed tokens.
             num_tokens: how many are written; a block that is not full of them stays hot.
             num_hot: how many hot blocks to leave, at least.
             is_read: whether the table will be read again.

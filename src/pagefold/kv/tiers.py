@@ -39,7 +39,7 @@ class HostTier:
     Attributes:
         num_stored, num_loaded, num_dropped: blocks since the start: stored, loaded, and lost for want of room.
         unsaved: what was stored here and nobody has taken for a slower tier yet; used longest ago first.
-        fresh: of these, what nobody has looked at yet.
+        fresh: the part of ``unsaved`` that nobody has looked at yet.
     """
 
     def __init__(self, num_blocks: int, *, notes_unsaved: bool = False) -> None:
@@ -117,7 +117,7 @@ class HostTier:
         """Keep the bytes of a block: plan to store them, unless they are held or all host blocks are in use.
 
         Args:
-            name: of it.
+            name: names what the block holds.
             block_id: where its bytes are.
             num_hits: how often it was found on the device.
             is_live: whether the block stays what it is, so that the caller pins it until the store is over.

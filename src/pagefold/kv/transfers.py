@@ -40,9 +40,9 @@ class Fetched(NamedTuple):
     """Blocks were brought, or not.
 
     Attributes:
-        tier: from which.
+        tier: the tier that was asked.
         ops: which were asked for.
-        found: for each its checksum, or why it could not be had.
+        found: for each of ``ops`` the block's checksum, or why it could not be had.
         seconds: how long it took, as if the tier had done nothing else meanwhile.
     """
 
@@ -56,7 +56,7 @@ class Found(NamedTuple):
     """A tier has said how much of what was asked for it probably has.
 
     Attributes:
-        tier: which.
+        tier: the tier that was asked.
         ticket: of the question.
         num_blocks: so many, from the first on.
     """
@@ -70,7 +70,7 @@ class Written(NamedTuple):
     """Blocks were given to the tiers.
 
     Attributes:
-        ops: which.
+        ops: what was to be written.
         num_kept: how many of them at least one tier keeps.
     """
 

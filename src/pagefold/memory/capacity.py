@@ -41,9 +41,9 @@ class Capacity:
         max_model_len: the longest sequence that is served, in tokens.
         num_blocks_per_request: blocks of a sequence of ``max_model_len``.
         num_host_blocks: blocks that the host keeps of those that were evicted.
-        host_bytes: theirs.
+        host_bytes: bytes of the host's blocks.
         num_residuals: running sequences that have room for an unsealed block in 16 bit; 0 where blocks are not sealed.
-        residual_bytes: of that room, all of it.
+        residual_bytes: bytes of all that room.
     """
 
     weight_bytes: int

@@ -22,7 +22,7 @@ class Histogram:
 
     Args:
         name: of the metric.
-        what: its help.
+        what: help of the metric.
         labels: of its series.
         bounds: the largest value of each bucket, ascending; one without a bound follows.
     """

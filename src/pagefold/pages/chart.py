@@ -20,7 +20,7 @@ class Bar(NamedTuple):
     Attributes:
         label: before it.
         value: its length.
-        shown: behind it.
+        shown: text behind the bar.
     """
 
     label: str

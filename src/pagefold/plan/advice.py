@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Advice", "advise", "read_bench", "workload_of_bench"]
 
 _LISTS = ("start_times", "input_lens", "output_lens", "hash_ids", "errors")
-"""Of a measurement, one entry for each request."""
+"""Fields of a measurement that have one entry for each request."""
 
 _BLOCK_SIZES = (8, 16, 32, 64)
 _BUDGETS = (0.5, 1.0, 2.0, 4.0)

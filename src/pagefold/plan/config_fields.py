@@ -39,7 +39,7 @@ _OBJECTS = ("quantization_config", "rope_scaling", "rope_parameters", "per_layer
 _UNREAD = (
     "attn_type_list", "block_configs", "block_types", "cross_attention_layers", "full_attn_idxs", "linear_attn_config",
 )  # fmt: skip
-"""By these families say what their layers keep, in ways that nobody reads here."""
+"""Fields by which families say what their layers keep, in ways that nobody reads here."""
 
 
 def lacks(name: str, fields: Sequence[str]) -> ConfigError:

@@ -39,7 +39,7 @@ _OTHER_NAMES = {
 """What families call the same thing."""
 
 _MANY = 10_000
-"""More layers than that are refused in a moment."""
+"""How many layers are read: a config that has more is refused in a moment."""
 
 _OTHER_KINDS = {"attention": "full_attention", "full": "full_attention"}
 

@@ -33,7 +33,7 @@ class Experts:
     Attributes:
         num_experts: of the layer.
         num_active: that a token uses.
-        parameters: of all of them.
+        parameters: how many parameters all experts have.
         router_parameters: of what chooses among them.
         shared_parameters: of the experts that every token uses.
         width: elements between the two products, of all experts that a token uses.

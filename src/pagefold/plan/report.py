@@ -34,7 +34,7 @@ class Section:
 
     Attributes:
         title: above it.
-        rows: of it.
+        rows: rows of the table.
     """
 
     title: str

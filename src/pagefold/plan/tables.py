@@ -24,7 +24,7 @@ class Device:
 
     Attributes:
         name: what it is called.
-        memory_bytes: of it; on a CPU what is free.
+        memory_bytes: bytes of its memory; on a CPU what is free.
         bandwidth: bytes a second of its memory; None where nobody said.
         flops_16: operations a second of dense products in 16 bit; None where nobody said.
         flops_8: the same in 8 bit, where it has them.

@@ -15,7 +15,7 @@ __all__ = ["this_cpu"]
 _COPIED_BYTES = 64 * 2**20
 _REPEATS = 3
 _OPERATIONS_A_CYCLE = (("avx512f", 64.0), ("avx2", 32.0), ("asimd", 16.0))
-"""Of one core in float32: two units that multiply and add whole vectors. The clock is what the system says now."""
+"""What one core does in float32: two units multiply and add whole vectors. The clock is what the system says now."""
 
 
 def this_cpu() -> Device:

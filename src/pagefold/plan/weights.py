@@ -64,7 +64,7 @@ _ALL = (
 WEIGHT_DTYPES: Mapping[str, WeightDtype] = MappingProxyType({dtype.name: dtype for dtype in _ALL})
 
 _GROUPED = re.compile(r"int([1-9])-g([1-9]\d{0,5})")
-"""For each group of parameters a scale and a zero point, in 16 bit each."""
+"""Names of dtypes that keep, for each group of parameters, a scale and a zero point in 16 bit each."""
 
 _OTHER_NAMES = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "half": "fp16"}
 

@@ -18,7 +18,7 @@ __all__ = ["DEFAULT_NUM_CONTEXTS", "Contexts", "check_length", "cut_contexts"]
 DEFAULT_NUM_CONTEXTS = 8
 _LEAST_TOKENS = 32
 _CHARACTERS_PER_TOKEN = 12
-"""More than a token has in any text that people write: so much of a long text is tokenized, and no more."""
+"""Characters that are read for each token of a long text: more than a token has in any text that people write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,10 @@ def cut_contexts(texts: Sequence[Text], tokenizer: Tokenizer, length: int, num_c
     """Cut contexts of ``length`` tokens, from each text as many.
 
     Args:
-        texts: from which; the first ones give one more where it does not come out even.
+        texts: texts to cut from; the first ones give one more where it does not come out even.
         tokenizer: of the model.
         length: of a context, in tokens.
-        num_contexts: how many; None for eight, or as many as there are.
+        num_contexts: how many contexts; None for eight, or as many as there are.
 
     Raises:
         ConfigError: the texts are too short, or a number is too small; says what would work.

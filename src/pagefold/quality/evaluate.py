@@ -48,7 +48,7 @@ class Question:
         settings: to be compared with the exact cache.
         texts: to be read.
         context_len: tokens of each context.
-        num_contexts: how many; None for eight, or as many as the texts have.
+        num_contexts: how many contexts; None for eight, or as many as the texts have.
         num_greedy_tokens: of each greedy continuation; 0 for none.
         num_haystacks: in each of them a needle is hidden at every depth; 0 for none.
         num_bins: of positions.

@@ -111,7 +111,7 @@ class Evaluation:
         model: what the user called it.
         fingerprint: of its weights and config.
         text: names of the texts.
-        text_digest: of them.
+        text_digest: digest of those texts.
         context_len: tokens of each context.
         num_contexts: contexts.
         num_tokens: positions compared, of all contexts.

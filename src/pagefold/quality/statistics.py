@@ -31,7 +31,7 @@ class Estimate:
 
     Attributes:
         value: the figure.
-        standard_error: of it; None where there is one context only.
+        standard_error: standard error of the figure; None where there is one context only.
         low, high: 95 % of resampled figures lie between them; None as above.
     """
 

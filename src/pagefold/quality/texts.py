@@ -30,7 +30,7 @@ class Text:
 
     Attributes:
         name: for people.
-        content: of it.
+        content: the text.
     """
 
     name: str

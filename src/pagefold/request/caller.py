@@ -13,7 +13,7 @@ __all__ = ["ANYBODY", "DEFAULT_RETENTION_PRIORITY", "MAX_RETURNS_IN_S", "Caller"
 _MAX_RETENTION_PRIORITY = 100.0
 
 DEFAULT_RETENTION_PRIORITY = 35.0
-"""As in TensorRT-LLM."""
+"""The retention priority of a pin that says none, as in TensorRT-LLM."""
 
 MAX_RETURNS_IN_S = 86_400
 

@@ -41,7 +41,7 @@ CODEC_LAYOUT = "codec-panels-v3"
 """Names the arrangement of bytes inside a block and what they stand for, for the namespace."""
 
 CODEC_ROWS_LAYOUT = "codec-rows-v3"
-"""The same of a card."""
+"""The layout of codes on a card."""
 
 
 def codec_layout_on(device: torch.device | str) -> str:
@@ -96,7 +96,7 @@ class CodecSlab:
         layout: how K's codes lie in a block.
 
     Attributes:
-        data, layout: as given.
+        data, layout: as given to the constructor.
         block_size, head_dim: of the geometry.
         places: where the parts of each cell are.
         constants: where the blocks are; zeros in cells whose codec takes nothing off.
@@ -158,7 +158,7 @@ class CodecSlab:
         """Encode K and V of some tokens into their slots of one cell.
 
         Args:
-            cell: of all of them.
+            cell: the cell that all these tokens are written to.
             block_ids: int64 ``[n]``: of each token.
             entries: int64 ``[n]``: which of its sequence's entries each is.
             kv: K and V, ``[n, D]`` each, in any dtype.

@@ -31,7 +31,7 @@ class CudaDecoder:
         on_queries: told each layer's queries of a step.
 
     Attributes:
-        model, kernels: as given.
+        model, kernels: as given to the constructor.
         graphs: the captured steps; None before there are any.
     """
 

@@ -71,7 +71,7 @@ class DecodeGraphs:
 
     Args:
         forward: a step's logits, on the device, from inputs that are there.
-        device: where.
+        device: the card.
         max_num_seqs: rows of the largest step.
         max_blocks: of the longest sequence.
         record: what makes a graph of a function; None for a :class:`GraphRecorder`. The tests replay on a CPU.

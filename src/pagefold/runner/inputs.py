@@ -25,7 +25,7 @@ class LateTokens(NamedTuple):
 
     Attributes:
         at: which of the step's T tokens they are, int64 ``[L]``.
-        token_ids: they, int64 ``[L]``.
+        token_ids: those tokens, int64 ``[L]``.
     """
 
     at: torch.Tensor

@@ -42,7 +42,7 @@ SEALED_LAYOUT = "sealed-panels-v1"
 """Names the arrangement of bytes inside a block and what they stand for, for the namespace."""
 
 SEALED_ROWS_LAYOUT = "sealed-rows-v1"
-"""The same of a card: K as V."""
+"""The layout of sealed blocks on a card: K as V."""
 
 _FLOAT16_MAX = 65504.0
 
@@ -72,7 +72,7 @@ class SealedSlab:
         layout: how K lies in a block, and in a residual.
 
     Attributes:
-        data, residuals, layout: as given.
+        data, residuals, layout: as given to the constructor.
         block_size, head_dim: of the geometry.
         codec: of all cells.
         places: where the parts of each cell are.
@@ -162,7 +162,7 @@ class SealedSlab:
         """Return the K and V, float32 ``[n, D]`` each, that entries have in sealed blocks.
 
         Args:
-            cell: of all of them.
+            cell: the cell of all these entries.
             block_ids: int64 ``[n]``: of each.
             entries: int64 ``[n]``: which of its sequence's entries each is.
         """

@@ -29,7 +29,7 @@ LAYOUT = "panels-v1"
 """Names the arrangement of bytes inside a block, for the namespace."""
 
 ROWS_LAYOUT = "rows-v1"
-"""The same of a card: K as V, ``[slot][head_dim]``."""
+"""The layout of numbers on a card: K as V, ``[slot][head_dim]``."""
 
 
 def layout_on(device: torch.device | str) -> str:
@@ -78,7 +78,7 @@ class TokenSlab(AnySlab, Protocol):
         """Put K and V of some tokens into the slots of one cell.
 
         Args:
-            cell: of all of them.
+            cell: the cell that all these tokens are written to.
             block_ids: int64 ``[n]``: of each token.
             entries: int64 ``[n]``: which of its sequence's entries each is.
             kv: K and V, ``[n, D]`` each, in any dtype.
@@ -102,7 +102,7 @@ class Slab:
         layout: how K lies in a block.
 
     Attributes:
-        layout: it.
+        layout: how K and V lie in a block.
         data: ``[num_blocks, num_cells, 2, block_size * head_dim]``.
         block_size: tokens a block.
         head_dim: numbers of a head.

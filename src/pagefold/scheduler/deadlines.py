@@ -30,9 +30,9 @@ class Deadlines:
         """Note when the time of a request is up.
 
         Args:
-            deadline_s: when.
+            deadline_s: when its time is up.
             index: tells it from others of the same name.
-            request_id: its name.
+            request_id: the request's name.
             living: names of the requests that have not ended, its own included.
         """
         heapq.heappush(self._heap, (deadline_s, index, request_id))

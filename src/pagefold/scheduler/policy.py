@@ -63,4 +63,4 @@ SCHEDULING_POLICIES: dict[str, Callable[[float], SchedulingPolicy]] = {
     "fcfs": lambda _aging_s: FirstComeFirstServed(),
     "priority": PriorityWithAging,
 }
-"""By the name of ``--scheduling-policy``; called with ``priority_aging_s``."""
+"""Every scheduling policy by its name in ``--scheduling-policy``; called with ``priority_aging_s``."""

@@ -8,8 +8,8 @@ from typing import NamedTuple
 __all__ = ["MAX_EXPECTED_BYTES", "Expected", "Returning"]
 
 _MAX_EXPECTED, MAX_EXPECTED_BYTES = 1024, 2**26
-"""So many conversations are remembered at most, with so many bytes of tokens; of more, those that return last are
-forgotten."""
+"""How many conversations are remembered at most, and with how many bytes of tokens. Where there are more, those that
+return last are forgotten."""
 
 
 class Expected(NamedTuple):

@@ -28,7 +28,7 @@ class StepInFlight:
 
     Args:
         plan: filled as it is planned.
-        now: when.
+        now: when it was planned.
         late: those whose last token the step before samples, each with its place among the tokens sampled there; None
             where the step is not planned behind another one.
 

@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 __all__ = ["MAX_FAILED_ALONE", "MAX_FAILED_IN_A_ROW", "MAX_FAILED_IN_COMPANY", "Suspicion"]
 
 MAX_FAILED_ALONE = 3
-"""So many steps in a row fail with a request alone in them: it ends. Two may have been a mishap."""
+"""A request ends when so many steps in a row fail with it alone in them. Two may have been a mishap."""
 
 MAX_FAILED_IN_COMPANY = 3
-"""So often a step fails with a request and the clear ones, each of which runs without the other: it ends."""
+"""A request ends when so many steps fail with it and the clear ones, and each of both runs without the other."""
 
 MAX_FAILED_IN_A_ROW = 16
-"""So many steps fail and none runs between: the device is at fault."""
+"""The device is at fault when so many steps fail and none runs between."""
 
 _DOUBT_DEVICE = MAX_FAILED_IN_A_ROW // 2
 

@@ -46,8 +46,8 @@ _SHARE_EXPECTED = 2
 """What is brought before it is asked for takes at most one in so many of the host blocks that arrivals may take."""
 
 _NUM_AHEAD = 4
-"""So many of those that wait are looked at again: what device and host had when they came may have gone since. And so
-many that are expected are looked at in one poll."""
+"""How many waiting requests are looked at again, since what device and host had when they came may have gone; and how
+many expected ones are looked at in one poll."""
 
 _LOOK_UP_S = 0.2
 """How long a close waits at most before it asks again how long it may take."""
@@ -88,7 +88,7 @@ class Tiering:
 
     Args:
         scheduler: its core has slow tiers.
-        slow: they.
+        slow: the slow tiers.
         transfer: carries out what is decided.
         arena: the host's blocks.
         move: carries out stores outside a step.

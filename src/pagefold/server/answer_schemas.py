@@ -32,7 +32,7 @@ _EVENT = {
 }
 
 STREAMED: dict[str, Any] = {"text/event-stream": {"schema": _EVENT}}
-"""The same in pieces, with ``stream``: events whose data are JSON, or ``[DONE]``."""
+"""The schema of an answer in pieces, with ``stream``: events whose data are JSON, or ``[DONE]``."""
 
 
 class _CachedTokens(BaseModel):

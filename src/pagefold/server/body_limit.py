@@ -19,7 +19,7 @@ _STALL_S = 30.0
 _SMALL_BYTES = 64 * 2**10
 """Bodies up to this size are always taken: there are as many as connections."""
 _MAX_LARGE_BODIES = 16
-"""So many of the largest size may be held at once, or more that are smaller."""
+"""How many bodies of the largest size may be held at once; more that are smaller."""
 
 
 class BodyLimit:

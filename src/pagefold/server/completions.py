@@ -136,7 +136,7 @@ class _Echo(_NoEcho):
 
     Args:
         prompts: all of them.
-        num_choices: of each.
+        num_choices: how many choices each prompt has.
         num_top: how many likely tokens are told of each token; None for no logprobs.
     """
 

@@ -60,7 +60,7 @@ class Output:
         times: when things happened to it, once it has got a token.
         cumulative_logprob: the sum of its tokens' logprobs, where they are known.
         prompt_token_ids: what it follows.
-        prompt_logprobs: of those, if asked for, once they are known.
+        prompt_logprobs: logprobs of the prompt's tokens, if asked for, once they are known.
         token_ids: what was sampled, if that is told.
         thinking: counts the tokens of its thinking.
     """

@@ -26,7 +26,7 @@ _ADMIN_PREFIX = "/v1/cache/"
 _OPEN_WITHOUT_KEYS = frozenset({"/server_info"})
 
 TRAFFIC_PATHS = frozenset({"/metrics", "/load"})
-"""They show what all tenants do together."""
+"""Paths that show what all tenants do together."""
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/version", "/docs", "/openapi.json"})
 """Without a key: what probes ask."""

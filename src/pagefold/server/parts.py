@@ -79,7 +79,7 @@ class PartEnded:
     """A part has all its text.
 
     Attributes:
-        part: which.
+        part: the part.
         is_last: whether the output ends with it, and may have been cut off in it.
     """
 

@@ -63,7 +63,7 @@ MAX_PARTS = 2048
 """Messages of a request, and parts of all of them: each is an object to check while everybody else waits."""
 
 MAX_SALT_CHARACTERS = 256
-"""Of a ``cache_salt``: it is kept as long as any block that was computed with it."""
+"""Length of a ``cache_salt``, at most: it is kept as long as any block that was computed with it."""
 
 _MAX_INT64 = 2**63 - 1
 MAX_TOKEN_ID = 2**31 - 1

@@ -13,7 +13,7 @@ from pagefold.server.schemas import MAX_TOKEN_ID, RequestBody, Text
 __all__ = ["DetokenizeRequest", "TokenizeRequest"]
 
 _MAX_TOKENS = 2**21
-"""More than any context has: of more, none is looked at."""
+"""Token ids that are looked at, at most: more than any context has."""
 
 
 class TokenizeRequest(Templated, RequestBody):

@@ -19,7 +19,7 @@ MAX_TOLD = 2**18
 """How many tokens of prompts one answer may repeat, each logprob of them counted as one more, choice by choice."""
 
 MAX_STREAMED = 2**14
-"""The same of a stream, which is written while everybody else waits."""
+"""How many of them a stream may repeat, which is written while everybody else waits."""
 
 
 def refuse_too_much(prompts: Sequence[Sequence[int]], num_each: int, *, is_streamed: bool, param: str) -> None:

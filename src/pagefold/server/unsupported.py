@@ -31,7 +31,7 @@ IN_COMPLETIONS = _IN_BOTH | {
     "prompt_embeds": (),
     "add_special_tokens": (True,),
 }
-"""Field of /v1/completions to the values that mean nothing; null always does."""
+"""Fields of /v1/completions, each with the values of it that mean nothing; null always does."""
 
 IN_CHAT = _IN_BOTH | {
     "functions": ([],),
@@ -45,10 +45,10 @@ IN_CHAT = _IN_BOTH | {
     "documents": ([],),
     "add_special_tokens": (False,),
 }
-"""The same for /v1/chat/completions."""
+"""Fields of /v1/chat/completions, likewise."""
 
 IN_CHAT_MESSAGES: dict[str, tuple[Any, ...]] = {"function_call": (), "audio": ()}
-"""The same for the messages of chats."""
+"""Fields of the messages of chats, likewise."""
 
 IN_RESPONSES: dict[str, tuple[Any, ...]] = {
     "conversation": (),
@@ -60,7 +60,7 @@ IN_RESPONSES: dict[str, tuple[Any, ...]] = {
     "moderation": (),
     "modalities": (["text"],),
 }
-"""The same for /v1/responses."""
+"""Fields of /v1/responses, likewise."""
 
 IN_MESSAGES: dict[str, tuple[Any, ...]] = {
     "container": (),
@@ -68,7 +68,7 @@ IN_MESSAGES: dict[str, tuple[Any, ...]] = {
     "mcp_servers": ([],),
     "speed": ("standard",),
 }
-"""The same for /v1/messages."""
+"""Fields of /v1/messages, likewise."""
 
 
 class _Reason(NamedTuple):

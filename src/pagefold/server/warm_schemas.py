@@ -39,7 +39,7 @@ class WarmRequest(RequestBody):
     Attributes:
         prompt: a text, or token ids.
         messages: the beginning of a chat; instead of ``prompt``.
-        tenant: for whom; for those whom no key file names if it is not there.
+        tenant: the tenant whose requests find it; without it those whom no key file names.
         cache_salt: for requests that bring this one.
         pin: whether it is kept from being evicted.
         ttl_s: seconds until the pin ends by itself; never if it is not there.

@@ -24,7 +24,7 @@ class Arrival(NamedTuple):
     """A request that will come.
 
     Attributes:
-        arrival_s: when.
+        arrival_s: when it comes.
         num_tokens: of its prompt and its output, at most.
         make: returns it, with all its tokens.
     """

@@ -39,7 +39,7 @@ class BeladyCache:
 
         Args:
             path: names of blocks.
-            next_use: of each, when it is used again: from :func:`next_uses`.
+            next_use: when each of the blocks is used again: from :func:`next_uses`.
         """
         cached = self._next
         num_hits = 0

@@ -46,7 +46,7 @@ class Ask:
     """A request comes.
 
     Attributes:
-        number: its name.
+        number: the request's name.
         prompt: its tokens.
         num_output: tokens that it wants.
         num_samples: outputs of its prompt.
@@ -111,7 +111,7 @@ class FaultyRun:
         num_blocks, block_size: of its pool.
         num_host_blocks: of its host tier; 0 for none.
         max_num_seqs, max_num_batched_tokens: of a step.
-        eviction_policy, scheduling_policy: their names.
+        eviction_policy, scheduling_policy: names of the two policies.
         actions: what happens, in order.
     """
 

@@ -48,7 +48,7 @@ class RecordingReport:
     Attributes:
         num_requests: that came.
         num_steps: that were replayed; empty ones count.
-        num_failed_steps, num_cancelled, num_preemptions: of them.
+        num_failed_steps, num_cancelled, num_preemptions: steps that failed, requests cancelled, preemptions.
         num_asked_tokens, num_hit_tokens: of first admissions.
         num_evictions: cached blocks that went.
         num_equal_steps: steps that found and evicted just what the server's did.

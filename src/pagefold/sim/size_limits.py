@@ -5,13 +5,13 @@ from __future__ import annotations
 __all__ = ["MAX_BLOCKS", "MAX_REQUESTS", "MAX_TOKENS", "MAX_WORKLOAD_TOKENS"]
 
 MAX_TOKENS = 2**24
-"""Of one prompt, one output, one block. The longest contexts of today's models are below it."""
+"""Tokens of one prompt, one output, one block. The longest contexts of today's models are below it."""
 
 MAX_BLOCKS = 10_000_000
-"""Of a cache: each takes some hundred bytes here. In blocks of 16 tokens, 160 million tokens."""
+"""Blocks of a cache: each takes some hundred bytes here. In blocks of 16 tokens, 160 million tokens."""
 
 MAX_REQUESTS = 2_000_000
-"""Of a generated workload: each takes about a kilobyte."""
+"""Requests of a generated workload: each takes about a kilobyte."""
 
 MAX_WORKLOAD_TOKENS = 10**10
-"""Of all prompts of a generated workload."""
+"""Tokens of all prompts of a generated workload."""

@@ -22,7 +22,7 @@ class Window:
 
     Attributes:
         end_s: virtual time at the end of the last one.
-        num_steps: how many.
+        num_steps: how many steps.
         num_asked_tokens, num_hit_tokens: prompt tokens of requests that were admitted first, and those found.
         num_first_tokens: requests that got their first token.
         ttft_s: seconds that they waited for it, all together.
@@ -31,7 +31,7 @@ class Window:
         num_waiting: requests that waited after each step, added up.
         num_running: likewise those that ran.
         num_active_blocks: likewise blocks that sequences held.
-        num_evictions, num_preemptions: how many.
+        num_evictions, num_preemptions: how many blocks were evicted, and requests preempted.
     """
 
     end_s: float = 0.0

@@ -34,7 +34,7 @@ class HostArena:
 
     Args:
         num_blocks: how many blocks it holds.
-        block_bytes: of a block.
+        block_bytes: bytes of a block.
         blocks: uint8 ``[num_blocks, block_bytes]``: memory to use, where it is not to take some itself.
     """
 

@@ -47,7 +47,7 @@ class NamespaceView(NamedTuple):
 
     Attributes:
         namespace: its digest.
-        num_blocks: how many.
+        num_blocks: how many blocks.
         used: when one was last used, in nanoseconds since 1970.
     """
 
@@ -87,7 +87,7 @@ class CacheView(NamedTuple):
     """A cache folder.
 
     Attributes:
-        path: of it.
+        path: the folder.
         limit_bytes: that it was last opened with.
         num_bytes: of all its files.
         holder: who uses it now; empty if nobody does.
@@ -105,7 +105,7 @@ class Frame(NamedTuple):
     """A frame as it is on the disk.
 
     Attributes:
-        layout: of it.
+        layout: what the index says of its layout.
         row: what the index says of it.
         header, payload: its bytes.
         name: what it says it is; None if it is not right.

@@ -49,7 +49,7 @@ class CardArena(HostArena):
 
     Args:
         num_blocks: how many blocks it holds.
-        block_bytes: of a block.
+        block_bytes: bytes of a block.
         device: where the blocks are that it moves; a CPU's need neither a pin nor a stream.
         stream: where copies are queued; None for one of the device's.
 
@@ -138,7 +138,7 @@ class CardMoves:
         ops: what moves.
         begun: when all stores are made.
         marks: when each group of layers is there, the stores included.
-        num_layers: of a block.
+        num_layers: layers that a block has.
     """
 
     def __init__(self, arena: CardArena, ops: HostOps, begun: Mark, marks: list[Mark], num_layers: int) -> None:

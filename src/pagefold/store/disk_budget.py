@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 __all__ = ["Budget", "checked_budget"]
 
 _FOLDER_BYTES = 2**18
-"""Of the lock, the folders themselves, and a probe."""
+"""Bytes of the lock, the folders themselves, and a probe."""
 _SEGMENT_BYTES = 2**16
-"""Of a segment beside its places: what file systems keep of where they are."""
+"""Bytes of a segment beside its places: what file systems keep of where they are."""
 _SELF_TEST_BYTES = 2**23
 _MIN_PLACES = 8
 

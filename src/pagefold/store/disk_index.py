@@ -35,11 +35,11 @@ INDEX_NAME = "index.sqlite"
 INDEX_NAMES = (INDEX_NAME, f"{INDEX_NAME}-wal", f"{INDEX_NAME}-shm", f"{INDEX_NAME}-journal")
 
 INDEX_FRAME_BYTES = 512
-"""Of the index, at most, for each frame: a row of 130 bytes, in pages of which SQLite fills at least a third."""
+"""Bytes of the index, at most, for each frame: a row of 130 bytes, in pages of which SQLite fills at least a third."""
 INDEX_BASE_BYTES = 2**16
-"""Of an empty index, at most."""
+"""Bytes of an empty index, at most."""
 INDEX_LOG_BYTES = 3 * 2**20
-"""Of the log and its shared memory, at most."""
+"""Bytes of the log and its shared memory, at most."""
 
 _Row = TypeVar("_Row")
 

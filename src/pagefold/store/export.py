@@ -112,7 +112,7 @@ def import_frames(file: Path, folder: Path, limit_bytes: int | None, progress: C
     Args:
         file: an exported one.
         folder: a cache folder that nobody uses, or one that is to become one.
-        limit_bytes: of it; None for what it has.
+        limit_bytes: what the folder may take; None for the limit that it has.
         progress: is told how many frames of how many were read.
 
     Raises:
@@ -196,8 +196,8 @@ def _frames(
     """Yield what is right and what is wrong, up to where not even sizes can be read: the rest is wrong too.
 
     Args:
-        opened: behind its header.
-        num_frames: of it.
+        opened: the file, read up to the end of its header.
+        num_frames: how many frames the header says there are.
         sizes: of blocks of the layouts that are known, to which those of others are added: a layout has one size.
     """
     end = os.fstat(opened.fileno()).st_size

@@ -44,9 +44,9 @@ ALIGNMENT = 4096
 """Headers are multiples of it, and so are frames on a disk: what direct I/O asks for at most."""
 
 VERSION = 1
-"""Of frames as they are written here, unpacked."""
+"""The version of frames as they are written here, unpacked."""
 PACKED_VERSION = 2
-"""Of frames whose payload is packed. Frames of other versions are not read."""
+"""The version of frames whose payload is packed. Frames of other versions are not read."""
 
 _MAGIC = b"PAGEFOLD"
 _HEAD = struct.Struct("<8sII32s32s32s32sIIQ16s")
@@ -63,8 +63,8 @@ class FrameFormat:
 
     Args:
         layout: digest of all that decides how a block's bytes are to be read; 32 bytes.
-        block_bytes: of a block.
-        key_bytes: of a block's packed tokens.
+        block_bytes: bytes of a block.
+        key_bytes: bytes of a block's packed tokens.
         plan: of what a block is made; None reads and writes no packed frames.
         dropped_bits: of codes of 8 bit, when a block is packed; None packs none, and reads those of others.
 
@@ -137,7 +137,7 @@ class FrameFormat:
         Args:
             name: of the block.
             payload: uint8, its bytes.
-            checksum: of them.
+            checksum: checksum of the payload.
         """
         if self._dropped_bits is None or self._packing is None:
             return self.header(name, checksum), payload

@@ -26,7 +26,7 @@ class RemoteStore(BlockStore, Protocol):
     """A store on another machine.
 
     Attributes:
-        address: of it; as text it shows no password.
+        address: where the store is; as text it shows no password.
     """
 
     address: RemoteAddress

@@ -56,7 +56,7 @@ class Lane:
 
         Args:
             verb: what to do.
-            keys: with what.
+            keys: the keys that it is asked with.
             deadline: of the answer.
             sizes: bytes of each frame that is put.
 

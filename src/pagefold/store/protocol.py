@@ -21,9 +21,9 @@ class Put(NamedTuple):
     """A block to keep.
 
     Attributes:
-        name: of it.
+        name: names what the block holds.
         payload: uint8, its bytes, contiguous. They do not change until the call returns.
-        checksum: of them.
+        checksum: checksum of the payload.
     """
 
     name: BlockName
@@ -35,7 +35,7 @@ class Get(NamedTuple):
     """A block to bring.
 
     Attributes:
-        name: of it.
+        name: names what the block holds.
         into: uint8, where its bytes go, contiguous. After a miss they mean nothing.
     """
 
@@ -61,7 +61,7 @@ class SelfTest(NamedTuple):
     """What came of trying a store out.
 
     Attributes:
-        tier: which.
+        tier: the store's tier.
         ok: whether it can be used.
         read_bytes_per_s, write_bytes_per_s: of a few blocks, checks included; 0 if it cannot be used.
         latency_s: of a question without blocks; 0 if it cannot be used.

@@ -24,7 +24,7 @@ _MAX_VETTED = 1024
 _MAX_VETTED_BYTES = 8 * 2**20
 _CHARACTER_BYTES = 4
 _ENTRY_BYTES = 512
-"""Of a grammar that is known to be harmless: its texts, and what is around them."""
+"""Bytes of a grammar that is known to be harmless: its texts, and what is around them."""
 
 _MUCH_BYTES = 256 * 2**20
 """After grammars of so many bytes were forgotten, their memory is given back: that holds up others a little."""

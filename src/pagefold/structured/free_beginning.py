@@ -22,7 +22,7 @@ class FreeBeginning:
     Attributes:
         starts: marks with which it begins; one of them.
         ends: marks with which it ends: the first that comes is the end.
-        token_ids: of those marks that are tokens of their own.
+        token_ids: ids of those marks that are tokens of their own.
         is_open: it has begun already, so it is always there; a start mark may come all the same. Otherwise it is there
             if the output begins with a start mark.
         allows_space: some white space may stand between its end and the held part, to which it means nothing.

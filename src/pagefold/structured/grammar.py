@@ -37,8 +37,8 @@ _SPACES = ("", " ", "\n")
 _MAX_LEXER_STATES = 8_000
 _LEXER_STATE_BYTES = 2 * 2**10
 _WORN_STEPS = 2**15
-"""So many tokens, and a grammar has probably grown. Its states are never given back, and where it has as many as it may
-have, every output that needs another fails: so it is compiled anew for those that come then."""
+"""After so many tokens a grammar has probably grown. Its states are never given back, and where it has as many as it
+may have, every output that needs another fails: so it is compiled anew for outputs that come later."""
 
 _LIMITS = LLParserLimits(
     # A mask takes some microseconds. With the library's own limits one that was made to be slow takes seconds, and all

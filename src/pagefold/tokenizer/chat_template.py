@@ -45,7 +45,7 @@ def render_template(
     Args:
         template: a plain one.
         messages: of JSON's types alone.
-        tools: likewise; None without.
+        tools: of JSON's types alone; None without tools.
         variables: what the template may read besides, special tokens (as ``bos_token``) among them.
         add_generation_prompt: whether the text ends with the beginning of the assistant's answer.
 

@@ -52,7 +52,7 @@ _RESERVED = frozenset(
 )
 
 _MAX_REASON_CHARACTERS = 500
-"""Of what a template raises."""
+"""How much is told of what a template raises."""
 
 
 class Tokenizer:

@@ -26,7 +26,7 @@ __all__ = ["NUM_STREAMS", "PART_FIELDS", "RECIPROCALS", "pack_parts", "unpack_pa
 
 NUM_STREAMS = 4
 PART_FIELDS = ("begin", "is_value", "num_rows", "num_slots", "row_stride", "slot_stride")
-"""Of a part: where its first number is, what it is, and its shape; strides in bytes. Rows are a multiple of 4."""
+"""What is said of a part: where it begins, what it is, and its shape; strides in bytes. Rows are a multiple of 4."""
 
 _U0, _U1, _U2, _U3, _U4, _U5 = (np.uint64(number) for number in range(6))
 _LEN_SHIFT, _CODE_SHIFT, _WORD, _TABLE_SHIFT = np.uint64(8), np.uint64(16), np.uint64(32), np.uint64(MAX_BITS)

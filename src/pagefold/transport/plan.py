@@ -14,7 +14,7 @@ class BlockPlan(NamedTuple):
     """Of what a block is made.
 
     Attributes:
-        block_bytes: of it.
+        block_bytes: bytes of the block.
         parts: K and V as codes of 8 bit; each has the fields of ``kernel.PART_FIELDS``.
         planes: what else there is: where it begins and ends, and the bytes of its numbers.
     """

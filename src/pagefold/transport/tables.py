@@ -23,7 +23,7 @@ __all__ = ["MAX_BITS", "NUM_TABLES", "SCALES", "Tables", "code_lengths", "tables
 MAX_BITS = 13
 NUM_TABLES = 24
 SCALES = tuple(21 * 118**k // 100**k for k in range(NUM_TABLES))
-"""Of each table, in sixteenths: from 1.3 to 59, by a ratio of 1.18."""
+"""The scale of each table, in sixteenths: from 1.3 to 59, by a ratio of 1.18."""
 
 _NUM_SYMBOLS = 256
 

@@ -20,7 +20,7 @@ def _starts() -> list[int]:
 
 
 AGE_STARTS = _starts()
-"""Where each range begins: 0, 1, 2, 3, 4, 5, 6, 8, 9, 11, 13, 16 ..."""
+"""Ages at which the ranges begin: 0, 1, 2, 3, 4, 5, 6, 8, 9, 11, 13, 16 ..."""
 
 NUM_AGES = len(AGE_STARTS)
 

@@ -24,7 +24,7 @@ _MOST_MOVES = 64
 """Nodes that grow older at one call: who calls at every use is hardly ever behind, and never waits long."""
 
 Ranks = dict[int, list[float]]
-"""Of each class, the rank of each range of ages: the smallest goes first."""
+"""The rank of each range of ages, for each class: the smallest goes first."""
 
 
 class AgingNodes:

@@ -80,8 +80,8 @@ class _Use:
 
     Attributes:
         kind: what they have in common.
-        tick: when.
-        num_blocks: how many.
+        tick: when they were used.
+        num_blocks: how many blocks.
         turns: of the conversation.
         tail_depth: of the request's last block.
     """

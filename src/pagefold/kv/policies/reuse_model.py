@@ -65,7 +65,7 @@ _FACTOR_STRENGTH = 40
 """How many uses a belief counts as much as."""
 
 _BELIEF_HAZARD = 0.04
-"""Of a range of ages that nothing is known of yet: a tail like a power law, which is LRU's own belief."""
+"""The hazard of a range of ages that nothing is known of yet: a tail like a power law, which is LRU's own belief."""
 
 _TURN = 1.25
 _LENGTH = 0.8

@@ -25,7 +25,7 @@ class _Part(NamedTuple):
     """One KV head of one sequence.
 
     Attributes:
-        head: which.
+        head: index of the KV head.
         cell: of this layer.
         tokens: which of the step's tokens are the sequence's.
         start, end: which of its entries these are.

@@ -10,7 +10,7 @@ from pagefold.runner.codecs.vectors import scales_of
 __all__ = ["SHARE", "Int4Symmetric"]
 
 SHARE = 0.9
-"""Of the scale that reaches all numbers, the other one that is tried. More of them gave hardly more."""
+"""The other scale that is tried, as a share of the one that reaches all numbers. More of them gave hardly more."""
 
 
 class Int4Symmetric:

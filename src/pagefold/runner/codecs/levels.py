@@ -19,7 +19,7 @@ _HALF, _MAX = 7.5, 15
 REACH = _HALF + _HALF**3 / 128
 """How far from 0 the last levels are, in scales."""
 INVERSE = 0.97156095, -0.0044371723, 1.8852969e-05
-"""Of ``y``, ``y**3`` and ``y**5``: their sum is the code less 7.5 of a number of ``y`` scales. It grows with y and goes
+"""Factors of ``y``, ``y**3`` and ``y**5``: the sum is the code less 7.5 of a number of ``y`` scales. It grows and goes
 from one code to the next within 1/40 of a step from halfway."""
 
 

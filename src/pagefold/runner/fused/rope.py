@@ -24,7 +24,7 @@ def rope_table(config: FusedConfig, folder: Path, num_positions: int) -> NDArray
     Args:
         config: of the model.
         folder: the model's: kinds that are not computed here are computed by transformers, from its ``config.json``.
-        num_positions: how many.
+        num_positions: how many positions, from 0 on.
     """
     rope, scale = config.rope, 1.0
     if rope.kind == "default":

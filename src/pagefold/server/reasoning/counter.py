@@ -22,7 +22,7 @@ class TokenCounter(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """See above."""
+        """How many tokens were counted so far."""
 
     def push(self, token_ids: Iterable[int]) -> None:
         """Take the output's next tokens."""
@@ -35,7 +35,7 @@ class ReasoningCounter:
 
     Args:
         detokenizer: for this output, and nobody else's.
-        reader: likewise.
+        reader: tells where thinking ends in this output, and in nobody else's.
     """
 
     def __init__(self, detokenizer: Detokenizer, reader: ReasoningReader) -> None:

@@ -73,7 +73,7 @@ class Thinking:
 
 
 NO_THINKING = Thinking(ReasoningFormat("none", (), ()), Beginning.ANSWER)
-"""Of models whose thinking, if any, nobody tells from their answers."""
+"""The thinking of models whose thinking, if any, nobody tells from their answers."""
 
 
 def thinking_of(form: ReasoningFormat, prompt: str, continued: str, tokenizer: Tokenizer) -> Thinking:

@@ -120,7 +120,7 @@ class Reasoning(Body):
     """What a model thought before an earlier answer. Templates decide what of it the model sees again.
 
     Attributes:
-        content: of it; where there is none, the model is told nothing of it.
+        content: what was thought; where there is none, the model is told nothing of it.
     """
 
     known: ClassVar[frozenset[str]] = frozenset({"id", "summary", "encrypted_content", "status"})

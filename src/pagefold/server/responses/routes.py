@@ -100,7 +100,7 @@ class _Answer:
         reader: of its output.
         items: of the conversation before it.
         store: keeps it at its end, if its form says so.
-        tenant: for whom.
+        tenant: the tenant who asked.
     """
 
     form: ResponseForm

@@ -13,7 +13,7 @@ __all__ = ["MAX_ALLOWED", "Arguments", "CalledFunction", "Tool", "ToolCall", "To
 
 _MAX_NAME = 64
 MAX_ALLOWED = 128
-"""So many tools a choice may allow by name."""
+"""How many tools a choice may allow by name."""
 
 
 class ToolFunction(Body):

@@ -376,7 +376,7 @@ GENERATORS: dict[str, type[Workload]] = {
     kind.name: kind
     for kind in (ChatWorkload, SharedPromptWorkload, AgentTreeWorkload, RetrievalWorkload, BurstWorkload)
 }
-"""By the names that ``pagefold simulate`` takes."""
+"""Every generator by the name that ``pagefold simulate`` takes."""
 
 
 def parse_workload(text: str) -> Workload:

@@ -100,7 +100,7 @@ class RecordedStep:
     """A step.
 
     Attributes:
-        step_id: its number.
+        step_id: the step's number.
         now_s: the time that it was planned for.
         num_rows: sequences that took part; with 0 nothing ran.
         num_computed, num_read: tokens that it computed, and tokens of KV that it read.

@@ -16,7 +16,7 @@ GREEDY_TO_LENGTH = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=T
 """What a simulated request samples: as many tokens as its ``StopRule`` lets it have."""
 
 TOKENS_PER_ID = 512
-"""In Mooncake's traces."""
+"""Tokens that one id of a block stands for in Mooncake's traces."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ class GeneratedRequest:
     """One request of a generated workload.
 
     Attributes:
-        name: its id.
+        name: the request's id.
         arrival_s: when it comes.
         segments: its prompt.
         answer: what the null runner will answer, to the token: a later prompt may hold it.

@@ -89,7 +89,7 @@ def choose_config(  # noqa: PLR0913, PLR0917 - the columns of a table
     """Return how ``decode`` or ``prefill`` works on this shape and card.
 
     Args:
-        kernel: which.
+        kernel: ``decode`` or ``prefill``.
         dtype: of queries.
         head_dim: numbers of a head.
         group: query heads a KV head.
@@ -110,23 +110,23 @@ def choose_config(  # noqa: PLR0913, PLR0917 - the columns of a table
 
 
 _DECODE = {False: ((128, 64), (256, 32)), True: ((64, 32), (256, 16))}
-"""By whether it is float32: padded head_dim at most, and the tile."""
+"""The tile of ``decode``, by whether numbers are float32 and by padded head_dim, which is at most so large."""
 
 _PREFILL = {
     True: ((64, 128, 64, 4, 3), (128, 128, 64, 8, 3), (256, 64, 32, 4, 2)),
     False: ((64, 64, 64, 4, 2), (128, 64, 32, 4, 2), (256, 32, 16, 4, 2)),
 }
-"""By room: padded head_dim at most; rows, tile, warps, stages."""
+"""Rows, tile, warps and stages of ``prefill``, by room and by padded head_dim, which is at most so large."""
 
 _PREFILL_CODES = {
     Reads.CODES: ((64, 128, 64, 8, 3), (128, 128, 64, 8, 3), (256, 64, 32, 8, 2)),
     Reads.CENTRED_CODES: ((64, 128, 64, 8, 3), (128, 64, 64, 8, 3), (256, 64, 32, 8, 2)),
     Reads.SEALED_CODES: ((64, 128, 64, 8, 3), (128, 64, 32, 8, 3), (256, 32, 32, 8, 2)),
 }
-"""The same where codes become numbers in registers, on every card: tiles take less room, and more registers."""
+"""``_PREFILL`` where codes become numbers in registers, on every card: tiles take less room, and more registers."""
 
 _PREFILL_FLOAT32 = ((32, 64, 32, 4, 2), (64, 32, 32, 4, 2), (256, 32, 16, 8, 2))
-"""The same of float32, which tensor cores do not multiply: its sums want registers, and spill with larger tiles."""
+"""``_PREFILL`` of float32, which tensor cores do not multiply: sums want registers, and spill with larger tiles."""
 
 
 def sealing_warps(block_size: int, head_dim: int) -> int:
