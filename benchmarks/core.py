@@ -84,9 +84,9 @@ def admit(core: KVCore, prompt: bytes) -> BlockTable:
 
 def insert(core: KVCore, table: BlockTable, prompt: bytes) -> None:
     """Publish it."""
-    promise = core.promise(table, prompt, NUM_TOKENS)
+    promise = core.publishing.promise(table, prompt, NUM_TOKENS)
     assert promise is not None
-    core.commit(promise)
+    core.publishing.commit(promise)
 
 
 def fill(core: KVCore, prompts: Prompts) -> None:
@@ -194,7 +194,7 @@ def eviction_of_many() -> Case:
         spent = 0
         for _ in range(NUM_ROUNDS):
             begin = process_time_ns()
-            num_evicted = core.reclaim(NUM_BLOCKS)
+            num_evicted = core.cache.reclaim(NUM_BLOCKS)
             spent += process_time_ns() - begin
             assert num_evicted == NUM_BLOCKS
             fill(core, prompts)

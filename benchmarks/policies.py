@@ -120,14 +120,14 @@ def decision_us(policy: str) -> float:
             packed = array("i", range(prompt * 32, prompt * 32 + 32)).tobytes()
             table, start = core.acquire(core.match(b"", packed, 32))
             assert core.extend(table, start, 32)
-            promise = core.promise(table, packed, 32)
+            promise = core.publishing.promise(table, packed, 32)
             if promise is not None:
-                core.commit(promise)
+                core.publishing.commit(promise)
             core.release(table)
     taken = []
     for _ in range(200):
         begin = time.perf_counter()
-        core.reclaim(100)
+        core.cache.reclaim(100)
         taken.append((time.perf_counter() - begin) / 100)
     return statistics.median(taken) * 1e6
 
@@ -166,9 +166,9 @@ def pauses_ms(policy: str) -> list[float]:
         packed = array("i", [name]).tobytes()
         table, start = core.acquire(core.match(b"", packed, 1))
         assert core.extend(table, start, 1)
-        promise = core.promise(table, packed, 1)
+        promise = core.publishing.promise(table, packed, 1)
         if promise is not None:
-            core.commit(promise)
+            core.publishing.commit(promise)
         core.release(table)
         waited.append(timed.taken * 1e3)
     gc.enable()

@@ -117,15 +117,15 @@ class HarshRunner:
         raise error
 
     def _harshly(self, plan: StepPlan, carry_out: Callable[[StepPlan], Result]) -> Result:
-        stores = [plan.host_ops, *(self._core.host.in_flight if self._core.host is not None else ())]
+        stores = [plan.host_ops, *self._core.host.in_flight]
         to_store = {store.block_id for ops in stores for store in ops.stores}
         free = set(self._core.pool.free_ids) - to_store
         self.inner.slab.as_bytes()[sorted(free - self._free)] = 0xFF  # NaN in every codec that has one
         self._free = free
-        if self._core.residuals is not None:
+        if self._core.residuals.is_on:
             self.inner.slab.residuals[:, self._core.residuals.free_ids] = torch.nan
         self._during_step()
-        if self._core.streaming is not None:  # then attention reads the arena
+        if self._core.streaming.is_on:  # then attention reads the arena
             self.inner.arena.blocks[self._core.host.free_ids()] = 0xFF  # NaN
         for host_id in sorted(plan.host_ops.ids_read):
             if self._random.random() < self._damage_rate:

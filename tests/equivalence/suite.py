@@ -393,13 +393,12 @@ def assert_clean(engine: Engine) -> None:
     assert not engine.has_requests
     if engine.tiering is not None:
         engine.close(lambda: 30.0)
-        assert core.slow is not None
         assert not list(core.slow.pins()), "something is kept for nobody"
     assert not core.tables, "a table was not released"
     assert core.num_active == 0, f"{core.num_active} blocks are held by nobody"
     assert core.num_available == core.pool.num_blocks
-    assert not core.pending_copies
-    assert not core.copies_in_flight
+    assert not core.moves.pending_copies
+    assert not core.moves.copies_in_flight
     assert not engine._texts, "an output's text was not dropped"
     assert not engine._open, "a request was not dropped"
     audit(core)

@@ -59,13 +59,13 @@ class World:
         self.core = core = KVCore(20, block_size=4, policy=make_policy("lru"), host=self.host, allow_streaming=True)
         self.pool = core.pool
         core.release(self.serve(range(90, 94)))
-        core.reclaim(1)
-        core.host_done(core.take_host_ops())
+        core.cache.reclaim(1)
+        core.moves.host_done(core.moves.take_host_ops())
         loading, _ = core.acquire(core.match(NS, pack(range(90, 96)), 5))
         (self.held,) = self.host.held()
         assert loading.block_ids == [load.block_id for load in self.host.pending.loads]
         core.release(self.serve(range(80, 84)))
-        core.reclaim(1)
+        core.cache.reclaim(1)
         core.release(self.serve([50, 51, 52, 53, 60, 61, 62, 63]))
         core.release(self.serve(range(50, 58)))
         self.cached = core.match(NS, pack(range(50, 58)), 8).nodes[1]
@@ -81,13 +81,13 @@ class World:
         core = self.core
         table, start = core.acquire(core.match(NS, pack(tokens), len(tokens) - 1))
         assert core.extend(table, start, len(tokens))
-        core.promise(table, pack(tokens), len(tokens))
+        core.publishing.promise(table, pack(tokens), len(tokens))
         return table
 
     def serve(self, tokens: Sequence[int]) -> BlockTable:
         table = self.plan(tokens)
         assert table.promise is not None
-        self.core.commit(table.promise)
+        self.core.publishing.commit(table.promise)
         return table
 
     def block(self, table: BlockTable, index: int) -> Block:
@@ -159,7 +159,7 @@ def cached_but_not_published(world: World) -> None:
 def copy_for_nobody(world: World) -> None:
     src, dst = world.block(world.table, 0), world.cached.block
     assert dst is not None
-    world.core.pending_copies.append(CopyOp(src.block_id, dst.block_id, 1))
+    world.core.moves.pending_copies.append(CopyOp(src.block_id, dst.block_id, 1))
     world.pool.pin_io(src)
     world.pool.pin_io(dst)
 
@@ -357,6 +357,10 @@ def residual_that_nobody_has(world: World) -> None:
     core.residuals.free_ids.clear()
 
 
+def table_without_residual(world: World) -> None:
+    world.core.residuals = Residuals(len(world.core.tables))
+
+
 def lost_host_block(world: World) -> None:
     world.host._free.pop()
 
@@ -458,6 +462,7 @@ CORRUPTIONS: list[tuple[Callable[[World], None], str]] = [
     (streamed_and_published, "a table that streams has published blocks"),
     (cold_blocks_miscounted, "core.streaming.num_cold_blocks=2, 1 are held"),
     (residual_that_nobody_has, "residuals [0, 1"),
+    (table_without_residual, "a table has no residual"),
     (too_many_remembered, "9 blocks are to be written at once"),
     (lost_host_block, "host blocks [0, 1, 2] in use"),
     (host_pins_miscounted, "host block 0: 2 pins"),

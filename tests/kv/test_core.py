@@ -61,26 +61,26 @@ class Core(KVCore):
         """Plan to write all of ``tokens`` from ``start`` on."""
         assert self.extend(table, start, len(tokens))
         audit(self)
-        promise = self.promise(table, pack(tokens), len(tokens))
+        promise = self.publishing.promise(table, pack(tokens), len(tokens))
         audit(self)
         return promise
 
     def finish_step(self, *promises: Promise | None) -> list[CopyOp]:
         """Let the step that was planned succeed; return the copies that it made."""
-        copies = self.take_copies()
-        self.copies_done(copies)
+        copies = self.moves.take_copies()
+        self.moves.copies_done(copies)
         for promise in promises:
             if promise is not None:
-                self.commit(promise)
+                self.publishing.commit(promise)
             audit(self)
         return copies
 
     def fail_step(self, *promises: Promise | None, admitted: Sequence[BlockTable] = ()) -> None:
         """Let it fail."""
-        self.copies_failed(self.take_copies())
+        self.moves.copies_failed(self.moves.take_copies())
         for promise in reversed(promises):
             if promise is not None:
-                self.abandon(promise)
+                self.publishing.abandon(promise)
         for table in admitted:
             self.release(table)
         audit(self)
@@ -149,7 +149,7 @@ def test_match_pins_nothing() -> None:
     hit = core.find(range(9))
     assert len(hit.nodes) == 2
     assert core.states() == (0, 2, 0)
-    assert core.reclaim(2) == 2
+    assert core.cache.reclaim(2) == 2
 
 
 def test_acquire_pins() -> None:
@@ -157,7 +157,7 @@ def test_acquire_pins() -> None:
     core.drop(core.serve(range(8)))
     core.admit(range(9))
     assert core.states() == (0, 0, 2)
-    assert core.reclaim(2) == 0
+    assert core.cache.reclaim(2) == 0
 
 
 def test_a_whole_prompt_that_is_known_leaves_its_last_token_to_compute() -> None:
@@ -185,11 +185,11 @@ def test_a_partial_match_is_a_copy() -> None:
     first = core.serve(range(8))
     table, num_tokens = core.admit([0, 1, 2, 3, 4, 5, 99])
     assert num_tokens == 6
-    (copy,) = core.pending_copies
+    (copy,) = core.moves.pending_copies
     assert copy == CopyOp(first.block_ids[1], table.block_ids[1], 2)
     assert table.block_ids[1] not in first.block_ids
     assert core.grow(table, [0, 1, 2, 3, 4, 5, 99], 6) == [copy]
-    assert core.pending_copies == core.copies_in_flight == []
+    assert core.moves.pending_copies == core.moves.copies_in_flight == []
 
 
 def test_a_partial_match_needs_a_block_and_does_without() -> None:
@@ -200,10 +200,10 @@ def test_a_partial_match_needs_a_block_and_does_without() -> None:
     assert hit.num_partial_tokens == 2
     table, num_tokens = core.acquire(hit)  # the one block that could be evicted is the one to copy from
     audit(core)
-    assert (num_tokens, table.block_ids, core.pending_copies) == (4, [0], [])
+    assert (num_tokens, table.block_ids, core.moves.pending_copies) == (4, [0], [])
     core.drop(other)
     core.drop(table)
-    assert core.reclaim(2) == 2
+    assert core.cache.reclaim(2) == 2
 
 
 def test_a_partial_match_may_evict_for_its_copy_but_never_its_source() -> None:
@@ -215,7 +215,7 @@ def test_a_partial_match_may_evict_for_its_copy_but_never_its_source() -> None:
     table, num_tokens = core.admit([0, 1, 2, 3, 4, 5, 99])
     assert num_tokens == 6
     assert core.hit_tokens([50]) == 0
-    assert core.pending_copies == [CopyOp(src.block_id, table.block_ids[1], 2)]
+    assert core.moves.pending_copies == [CopyOp(src.block_id, table.block_ids[1], 2)]
     assert src.num_io_refs == 1
 
 
@@ -226,7 +226,7 @@ def test_a_promised_block_is_not_copied_from() -> None:
     promise = core.plan(table, range(8), 0)
     other, num_tokens = core.admit([0, 1, 2, 3, 4, 99])
     assert num_tokens == 4
-    assert not core.pending_copies
+    assert not core.moves.pending_copies
     core.finish_step(promise, core.plan(other, [0, 1, 2, 3, 4, 99], 4))
 
 
@@ -238,7 +238,7 @@ def test_a_stale_hit_is_cut_where_the_tree_was() -> None:
     core.drop(core.serve(range(16)))
     hit = core.match(NS, pack(range(16)), 15)
     assert (len(hit.nodes), hit.num_partial_tokens) == (3, 3)
-    core.reclaim(2)
+    core.cache.reclaim(2)
     table, num_tokens = core.acquire(hit)
     audit(core)
     assert (num_tokens, len(table.block_ids)) == (8, 2)
@@ -248,18 +248,18 @@ def test_a_stale_hit_whose_partial_block_left() -> None:
     core = Core()
     core.drop(core.serve(range(8)))
     hit = core.find([0, 1, 2, 3, 4, 5, 99])
-    core.reclaim(1)
+    core.cache.reclaim(1)
     table, num_tokens = core.acquire(hit)
     audit(core)
     assert (hit.num_partial_tokens, num_tokens, len(table.block_ids)) == (2, 4, 1)
-    assert not core.pending_copies
+    assert not core.moves.pending_copies
 
 
 def test_a_stale_hit_of_which_nothing_is_left() -> None:
     core = Core(4)
     core.drop(core.serve(range(16)))
     hit = core.find(range(16))
-    core.reclaim(4)
+    core.cache.reclaim(4)
     table, num_tokens = core.acquire(hit)
     audit(core)
     assert (num_tokens, table.block_ids) == (0, [])
@@ -272,7 +272,7 @@ def test_a_stale_hit_does_not_take_the_same_tokens_in_another_block() -> None:
     core = Core(3)
     core.drop(core.serve(range(8)))
     hit = core.find(range(9))
-    core.reclaim(2)
+    core.cache.reclaim(2)
     core.drop(core.serve(range(8)))
     table, num_tokens = core.acquire(hit)
     audit(core)
@@ -451,11 +451,11 @@ def test_copy_on_write_that_finds_no_memory_says_so_and_goes_on_later() -> None:
     other = core.serve([50])
     assert not core.extend(table, 6, 7)  # two blocks are needed and one is left
     audit(core)
-    assert core.pending_copies == [CopyOp(twin.block_ids[1], table.block_ids[1], 2)]
+    assert core.moves.pending_copies == [CopyOp(twin.block_ids[1], table.block_ids[1], 2)]
     core.drop(other)
     assert core.extend(table, 6, 7)
     audit(core)
-    assert len(core.pending_copies) == 1
+    assert len(core.moves.pending_copies) == 1
     assert not set(table.block_ids[1:]) & set(twin.block_ids[1:])
 
 
@@ -493,14 +493,14 @@ def test_there_is_nothing_to_promise_below_a_block(num_tokens: int) -> None:
     core = Core()
     table, _ = core.admit(range(4))
     assert core.extend(table, 0, 4)
-    assert core.promise(table, pack(range(4)), num_tokens) is None
+    assert core.publishing.promise(table, pack(range(4)), num_tokens) is None
     assert table.promise is None
 
 
 def test_there_is_nothing_to_promise_twice() -> None:
     core = Core()
     table = core.serve(range(8))
-    assert core.promise(table, pack(range(8)), 8) is None
+    assert core.publishing.promise(table, pack(range(8)), 8) is None
 
 
 def test_a_request_of_the_same_step_leans_on_a_promise() -> None:
@@ -582,7 +582,7 @@ def test_a_duplicate_whose_twin_left_meanwhile_is_published_after_all() -> None:
     core.drop(core.serve(range(4)))
     promise = core.plan(early, range(5), 0)
     assert core.pool.num_free == 1
-    core.reclaim(1)
+    core.cache.reclaim(1)
     assert not core.tree.roots
     other, _ = core.admit([50, 51, 52, 53])
     other_promise = core.plan(other, [50, 51, 52, 53], 0)
@@ -626,7 +626,7 @@ def test_a_block_that_a_fork_holds_too_is_not_published_under_it() -> None:
     early, late = behind_a_later_promise(core)
     twin = core.fork(early)
     core.drop(late)
-    core.reclaim(1)
+    core.cache.reclaim(1)
     core.grow(early, range(9), 8)
     assert (early.num_published, twin.num_published) == (1, 1)
     core.drop(twin)
@@ -640,7 +640,7 @@ def test_nor_is_it_at_commit() -> None:
     twin = core.fork(early)
     core.drop(late)
     promise = core.plan(early, range(9), 8)
-    core.reclaim(1)
+    core.cache.reclaim(1)
     core.finish_step(promise)
     assert (early.num_published, twin.num_published) == (1, 1)
     core.grow(twin, [*range(8), 99], 8)
@@ -726,11 +726,11 @@ def test_a_copy_that_a_failed_step_did_not_make_is_made_by_the_next() -> None:
     twin = core.fork(table)
     promise = core.plan(table, range(7), 6)
     copies = [CopyOp(twin.block_ids[1], table.block_ids[1], 2)]
-    assert core.pending_copies == copies
+    assert core.moves.pending_copies == copies
     core.fail_step(promise)
-    assert core.pending_copies == copies
+    assert core.moves.pending_copies == copies
     assert core.grow(table, range(7), 6) == copies
-    assert core.pending_copies == core.copies_in_flight == []
+    assert core.moves.pending_copies == core.moves.copies_in_flight == []
 
 
 def test_a_copy_that_a_failed_step_left_goes_with_its_table() -> None:
@@ -739,7 +739,7 @@ def test_a_copy_that_a_failed_step_left_goes_with_its_table() -> None:
     twin = core.fork(table)
     core.fail_step(core.plan(table, range(7), 6))
     core.drop(table)
-    assert core.pending_copies == []
+    assert core.moves.pending_copies == []
     assert core.num_active == 2
     core.drop(twin)
     assert core.num_active == 0
@@ -751,7 +751,7 @@ def test_a_copy_for_a_table_that_the_failed_step_admitted_is_dropped() -> None:
     table, start = core.admit(range(7))
     assert start == 6
     core.fail_step(core.plan(table, range(7), start), admitted=[table])
-    assert core.pending_copies == []
+    assert core.moves.pending_copies == []
     assert core.states() == (14, 2, 0)
 
 
@@ -760,11 +760,11 @@ def test_a_copy_for_a_table_that_was_released_before_is_dropped_too() -> None:
     core.drop(core.serve(range(8)))
     table, start = core.admit(range(7))
     core.plan(table, range(7), start)
-    copies = core.take_copies()
+    copies = core.moves.take_copies()
     core.drop(table)
-    core.copies_failed(copies)
+    core.moves.copies_failed(copies)
     audit(core)
-    assert core.pending_copies == core.copies_in_flight == []
+    assert core.moves.pending_copies == core.moves.copies_in_flight == []
     assert core.states() == (14, 2, 0)
 
 
@@ -776,7 +776,7 @@ def test_a_fork_of_a_table_that_waits_for_a_copy_copies_from_where_the_bytes_are
     third = core.fork(table)
     waiting = table.block_ids[1]
     core.plan(third, [*range(6), 99], 6)
-    assert core.pending_copies == [
+    assert core.moves.pending_copies == [
         CopyOp(twin.block_ids[1], waiting, 2),
         CopyOp(twin.block_ids[1], third.block_ids[1], 2),
     ]
@@ -807,10 +807,10 @@ def test_a_table_released_while_its_step_is_planned_leaves_no_copy_behind() -> N
     for _ in range(5):
         table, start = core.admit([0, 1, 2, 3, 4, 99, *range(60, 70)])
         assert start == 5
-        assert len(core.pending_copies) == 1
+        assert len(core.moves.pending_copies) == 1
         assert not core.extend(table, start, 24)
         core.drop(table)
-        assert core.pending_copies == []
+        assert core.moves.pending_copies == []
         assert core.states() == (2, 2, 0)
 
 
@@ -821,11 +821,11 @@ def test_a_block_that_a_transfer_reads_is_not_evicted() -> None:
     core = Core(4)
     core.drop(core.serve(range(8)))
     table, _ = core.admit([0, 1, 2, 3, 4, 5, 99])
-    copies = core.take_copies()
+    copies = core.moves.take_copies()
     core.drop(table)  # cancelled while the step runs: nothing of it is in the plan but the copy
     src, dst = (core.pool.blocks[i] for i in (copies[0].src, copies[0].dst))
     assert (src.state, dst.state) == (BlockState.CACHED, BlockState.ACTIVE)
-    assert core.reclaim(4) == 0  # and so nothing before it goes
+    assert core.cache.reclaim(4) == 0  # and so nothing before it goes
     other, _ = core.admit(range(50, 60))
     assert not core.extend(other, 0, 8)  # one block is free, and it is given back
     audit(core)
@@ -834,7 +834,7 @@ def test_a_block_that_a_transfer_reads_is_not_evicted() -> None:
     assert not core.extend(other, 4, 8)
     audit(core)
     assert dst.block_id not in other.block_ids
-    core.copies_done(copies)
+    core.moves.copies_done(copies)
     audit(core)
     assert dst.state == BlockState.FREE
     assert core.extend(other, 4, 12)
@@ -845,24 +845,24 @@ def test_copies_are_handed_over_once() -> None:
     core = Core()
     core.drop(core.serve(range(8)))
     core.admit(range(7))
-    copies = core.take_copies()
-    assert core.take_copies() == []
-    assert core.copies_in_flight == copies
-    core.copies_done(copies)
+    copies = core.moves.take_copies()
+    assert core.moves.take_copies() == []
+    assert core.moves.copies_in_flight == copies
+    core.moves.copies_done(copies)
     with pytest.raises(ValueError, match="not in list"):
-        core.copies_done(copies)
+        core.moves.copies_done(copies)
 
 
 def test_a_reset_leaves_a_source_alone_until_its_copy_is_made() -> None:
     core = Core(4)
     core.drop(core.serve(range(8)))
     core.admit(range(7))
-    (copy,) = core.pending_copies
+    (copy,) = core.moves.pending_copies
     assert core.reset() == 1
     audit(core)
     src = core.pool.blocks[copy.src]
     assert (src.state, src.node) == (BlockState.ACTIVE, None)
-    core.copies_done(core.take_copies())
+    core.moves.copies_done(core.moves.take_copies())
     audit(core)
     assert src.state == BlockState.FREE
 
@@ -958,7 +958,7 @@ def test_namespaces_do_not_share_and_come_and_go_alone() -> None:
     assert not set(one.block_ids) & set(other.block_ids)
     core.drop(one)
     core.drop(other)
-    core.reclaim(2)
+    core.cache.reclaim(2)
     assert [core.hit_tokens(range(9)), core.hit_tokens(range(9), b"other")] == [0, 8]
     assert list(core.tree.roots) == [b"other"]
 
@@ -1011,7 +1011,7 @@ def test_two_promises_are_taken_back_newest_first() -> None:
     table, _ = core.admit(range(17))
     promises = core.plan(table, range(9), 0), core.plan(table, range(17), 9)
     with pytest.raises(AssertionError, match="newest promise"):
-        core.abandon(promises[0])  # type: ignore[arg-type]
+        core.publishing.abandon(promises[0])  # type: ignore[arg-type]
     core.fail_step(*promises)
     assert (table.num_published, table.promise, core.hit_tokens(range(17))) == (0, None, 0)
 
@@ -1032,7 +1032,7 @@ def test_a_promise_commits_oldest_first() -> None:
     second = core.plan(table, range(17), 9)
     assert second is not None
     with pytest.raises(AssertionError, match="oldest promise"):
-        core.commit(second)
+        core.publishing.commit(second)
 
 
 def test_a_table_that_is_read_keeps_its_blocks_until_it_joins() -> None:
@@ -1043,11 +1043,11 @@ def test_a_table_that_is_read_keeps_its_blocks_until_it_joins() -> None:
     assert second is not None
     core.finish_step(first)
     own = list(other.block_ids)
-    core.commit(second, joins=False)
+    core.publishing.commit(second, joins=False)
     audit(core)
     assert other.block_ids == own
     assert second.is_behind
-    core.join(second)
+    core.publishing.join(second)
     audit(core)
     assert other.block_ids[:2] == one.block_ids[:2]
     assert not second.is_behind

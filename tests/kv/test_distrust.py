@@ -7,7 +7,7 @@ from array import array
 import pytest
 
 from pagefold.events import BlockEvicted, PinDropped
-from pagefold.kv import HostTier, KVCore, audit
+from pagefold.kv import NO_HOST, HostTier, KVCore, audit
 from pagefold.kv.policies import make_policy
 
 NS, OTHER = b"one", b"other"
@@ -23,7 +23,7 @@ class House:
 
     def __init__(self, num_held=0):
         self.events = []
-        host = HostTier(num_held) if num_held else None
+        host = HostTier(num_held) if num_held else NO_HOST
         self.core = KVCore(24, block_size=4, policy=make_policy("lru"), host=host, emit=self.events.append)
 
     def serve(self, tokens, namespace=NS):
@@ -31,21 +31,21 @@ class House:
         table, start = self.core.acquire(self.core.match(namespace, pack(tokens), len(tokens) - 1))
         assert self.core.extend(table, start, len(tokens))
         self.copy()
-        promise = self.core.promise(table, pack(tokens), len(tokens))
+        promise = self.core.publishing.promise(table, pack(tokens), len(tokens))
         if promise is not None:
-            self.core.commit(promise)
+            self.core.publishing.commit(promise)
         return table
 
     def grow(self, table, tokens):
         """Compute the rest of ``tokens``."""
         assert self.core.extend(table, table.capacity, len(tokens))
-        promise = self.core.promise(table, pack(tokens), len(tokens))
+        promise = self.core.publishing.promise(table, pack(tokens), len(tokens))
         if promise is not None:
-            self.core.commit(promise)
+            self.core.publishing.commit(promise)
 
     def copy(self):
-        self.core.copies_done(self.core.take_copies())
-        self.core.host_done(self.core.take_host_ops())
+        self.core.moves.copies_done(self.core.moves.take_copies())
+        self.core.moves.host_done(self.core.moves.take_host_ops())
 
     def num_found(self, tokens, namespace=NS):
         hit = self.core.match(namespace, pack(tokens), len(tokens))
@@ -114,7 +114,7 @@ def test_what_it_took_a_part_of_goes_from_the_host_too_where_the_device_has_it_n
     house = House(num_held=8)
     house.core.release(house.serve(SHARED))
     bad = house.serve([1, 2, 9, 9, 9])
-    assert house.core.reclaim(2) == 2
+    assert house.core.cache.reclaim(2) == 2
     house.copy()
     assert house.num_found(SHARED) == 8
     found = house.distrust(bad, [1, 2, 9, 9, 9])
@@ -141,9 +141,9 @@ def test_a_promise_that_is_open_comes_to_nothing():
     tokens = [*SHARED, 1, 1, 1, 1]
     leaning = house.serve([*SHARED, 2])
     assert house.core.extend(bad, 8, 12)
-    promise = house.core.promise(bad, pack(tokens), 12)
+    promise = house.core.publishing.promise(bad, pack(tokens), 12)
     house.distrust(bad, SHARED)
-    house.core.commit(promise)
+    house.core.publishing.commit(promise)
     audit(house.core)
     assert house.num_found(tokens) == 0
     for table in (bad, leaning):

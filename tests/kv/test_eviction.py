@@ -46,9 +46,9 @@ class Cache:
     def admit(self, tokens: Sequence[int]) -> BlockTable:
         table, start = self.core.acquire(self.core.match(NS, pack(tokens), len(tokens)))
         assert self.core.extend(table, start, len(tokens))
-        promise = self.core.promise(table, pack(tokens), len(tokens))
+        promise = self.core.publishing.promise(table, pack(tokens), len(tokens))
         if promise is not None:
-            self.core.commit(promise)
+            self.core.publishing.commit(promise)
         audit(self.core)
         return table
 
@@ -181,7 +181,7 @@ def test_fifo_evicts_what_came_first() -> None:
 def test_tails_go_before_heads(name: str) -> None:
     cache = Cache(8, make_policy(name))
     cache.use(range(8))
-    assert cache.core.reclaim(8) == 8
+    assert cache.core.cache.reclaim(8) == 8
     assert [event.depth for event in cache.evicted] == [7, 6, 5, 4, 3, 2, 1, 0]
     assert {event.cause for event in cache.evicted} == {"allocation"}
 
@@ -191,20 +191,20 @@ def test_what_a_sequence_holds_stays_with_all_before_it(name: str) -> None:
     cache = Cache(8, make_policy(name))
     cache.use([0, 1, 2, 3])
     table = cache.admit([0, 1, 9])
-    assert cache.core.reclaim(8) == 2  # 2 and 3 go; 0, 1, 9 stay
+    assert cache.core.cache.reclaim(8) == 2  # 2 and 3 go; 0, 1, 9 stay
     assert cache.knows([0, 1, 2, 3]) == 2
     assert cache.knows([0, 1, 9]) == 3
     cache.core.release(table)
-    assert cache.core.reclaim(8) == 3
+    assert cache.core.cache.reclaim(8) == 3
 
 
 def test_reclaim_says_how_many_went() -> None:
     cache = Cache(4)
-    assert cache.core.reclaim(2) == 0
+    assert cache.core.cache.reclaim(2) == 0
     cache.use(range(4))
-    assert cache.core.reclaim(0) == 0
-    assert cache.core.reclaim(3) == 3
-    assert cache.core.reclaim(3) == 1
+    assert cache.core.cache.reclaim(0) == 0
+    assert cache.core.cache.reclaim(3) == 3
+    assert cache.core.cache.reclaim(3) == 1
 
 
 class Shallow(KeyPolicy):
@@ -280,7 +280,7 @@ def test_a_policy_is_told_of_everything() -> None:
     cache = Cache(4, policy)
     cache.use([1, 2])
     cache.use([1, 2, 3])
-    cache.core.reclaim(1)
+    cache.core.cache.reclaim(1)
     cache.core.reset()
     assert policy.told == [
         ("insert", (0,)),
@@ -301,9 +301,9 @@ def test_a_policy_is_told_when_a_promise_is_abandoned() -> None:
     core = KVCore(4, block_size=1, policy=policy)
     table, _ = core.acquire(core.match(NS, pack([1, 2]), 1))
     assert core.extend(table, 0, 2)
-    promise = core.promise(table, pack([1, 2]), 2)
+    promise = core.publishing.promise(table, pack([1, 2]), 2)
     assert promise is not None
-    core.abandon(promise)
+    core.publishing.abandon(promise)
     assert policy.told == [("insert", (0,)), ("insert", (1,)), ("evict", (1,)), ("evict", (0,))]
 
 

@@ -37,6 +37,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from pagefold.events import BlockEvicted, BlocksReused, CacheReset, Event, HostTransfer, PinDropped
 from pagefold.kv import (
+    NO_HOST,
     NO_HOST_OPS,
     POLICIES,
     HostOps,
@@ -270,7 +271,7 @@ class Machine:
             policy=policy_of(policy),
             enable_prefix_caching=enable_prefix_caching,
             pin_limits=PinLimits(PINNED_SHARE, HALF_LIFE),
-            host=HostTier(num_host_blocks) if num_host_blocks else None,
+            host=HostTier(num_host_blocks) if num_host_blocks else NO_HOST,
             emit=self._on_event,
         )
         self.arena: list[list[int]] = [POISONED] * num_host_blocks
@@ -370,7 +371,7 @@ class Machine:
         wanted = num_blocks % 6
         obtainable = self._num_obtainable() - self.core.pool.num_free
         num_free = self.core.pool.num_free
-        num_evicted = self.core.reclaim(wanted)
+        num_evicted = self.core.cache.reclaim(wanted)
         assert num_evicted == min(wanted, obtainable)
         assert self.core.pool.num_free == num_free + num_evicted
         return True
@@ -479,18 +480,18 @@ class Machine:
         return True
 
     def _moved(self, copies: list[CopyOp]) -> None:
-        self.core.copies_done(copies)
-        self.core.host_done(self.host_ops)
+        self.core.moves.copies_done(copies)
+        self.core.moves.host_done(self.host_ops)
         self.host_ops = NO_HOST_OPS
 
     def _not_moved(self, copies: list[CopyOp], order: int) -> None:
-        self.core.copies_failed(copies)
+        self.core.moves.copies_failed(copies)
         damaged = (
             frozenset(load.host_id for load in self.host_ops.loads[:: 1 + order // 8 % 2]) if order // 4 % 2 else ()
         )
         self._saw("damaged block", bool(damaged))
         self._saw("lost store", bool(self.host_ops.stores))
-        self.core.host_failed(self.host_ops, frozenset(damaged))
+        self.core.moves.host_failed(self.host_ops, frozenset(damaged))
         self.host_ops = NO_HOST_OPS
 
     def fail(self, how_far: int, order: int) -> bool:
@@ -537,7 +538,7 @@ class Machine:
                 assert self._bytes(known.block_id) == known.cells, f"published block {known.block_id} has wrong bytes"
         self._check_pins()
         self._check_sequences()
-        if core.host is not None:
+        if core.host.is_on:
             self._check_host(core.host)
 
     def _check_host(self, host: HostTier) -> None:
@@ -560,8 +561,8 @@ class Machine:
         assert self.core.num_available == self.core.pool.num_free + len(cached - pinned)
 
     def _check_sequences(self) -> None:
-        pending = {copy.dst: copy for copy in self.core.pending_copies}
-        loading = {load.block_id for load in self.core.host.pending.loads} if self.core.host is not None else set()
+        pending = {copy.dst: copy for copy in self.core.moves.pending_copies}
+        loading = {load.block_id for load in self.core.host.pending.loads}
         planned = {row.sequence: row for row in self.plan}
         promised = {block_id for row in self.plan for block_id in row.promised_ids}
         for sequence in self.running:
@@ -590,8 +591,8 @@ class Machine:
             self.fail(1, 1)
         for sequence in list(self.running):
             self._release(sequence)
-        self.core.copies_done(self.core.take_copies())
-        self.core.host_failed(self.core.take_host_ops())
+        self.core.moves.copies_done(self.core.moves.take_copies())
+        self.core.moves.host_failed(self.core.moves.take_host_ops())
         self.check()
         pool = self.core.pool
         assert pool.num_free + pool.num_cached == pool.num_blocks
@@ -599,12 +600,12 @@ class Machine:
         while self.pins:
             assert self._give_up([]), "nobody holds a block, so every pin can be given up"
         assert pool.num_blocks == self.core.num_available
-        self.core.reclaim(pool.num_blocks)
+        self.core.cache.reclaim(pool.num_blocks)
         assert pool.num_free == pool.num_blocks
         assert not self.core.tree.roots
         self.check()
-        if self.core.host is not None:
-            self.core.host_failed(self.core.take_host_ops())
+        if self.core.host.is_on:
+            self.core.moves.host_failed(self.core.moves.take_host_ops())
             self.core.reset()
             assert len(self.core.host.free_ids()) == self.core.host.num_blocks
 
@@ -622,7 +623,7 @@ class Machine:
 
     def _num_held(self, namespace: int, tokens: list[int], first: int) -> int:
         """Count the whole blocks of ``tokens`` from block ``first`` on that the host tier holds in a row."""
-        if self.core.host is None:
+        if not self.core.host.is_on:
             return 0
         held = {held.name.digest for held in self.core.host.held()} & self.offered
         index = first
@@ -717,7 +718,7 @@ class Machine:
     def _promise(self, row: Row) -> None:
         sequence = row.sequence
         assert sequence.table is not None
-        row.promise = self.core.promise(sequence.table, pack(sequence.tokens), row.end)
+        row.promise = self.core.publishing.promise(sequence.table, pack(sequence.tokens), row.end)
         num_blocks = row.end // BLOCK_SIZE
         assert (row.promise is not None) == (sequence.publishes and num_blocks > sequence.num_published)
         if row.promise is None:
@@ -753,12 +754,12 @@ class Machine:
                 else:
                     self._saw("joined at commit")
                 sequence.num_published += 1
-        self.core.commit(promise)
+        self.core.publishing.commit(promise)
 
     def _abandon(self, row: Row) -> None:
         if row.promise is None:
             return
-        self.core.abandon(row.promise)
+        self.core.publishing.abandon(row.promise)
         for prefix in row.promised:
             self.model.known.pop(prefix, None)  # a reset may have been faster
         if row.sequence.publishes:
@@ -795,9 +796,9 @@ class Machine:
     # Inside: the runner.
 
     def _take_copies(self) -> None:
-        self.copies = self.core.take_copies()
-        self.host_ops = self.core.take_host_ops()
-        assert not self.core.pending_copies
+        self.copies = self.core.moves.take_copies()
+        self.host_ops = self.core.moves.take_host_ops()
+        assert not self.core.moves.pending_copies
 
     def _copy(self, *, batched: bool) -> None:
         """Move between blocks and slots, then make the copies one after another, or all at once: it must not matter."""
@@ -834,7 +835,7 @@ class Machine:
 
     def _poison(self, block_id: int) -> None:
         host = self.core.host
-        if host is not None and any(store.block_id == block_id for store in host.pending.stores):
+        if any(store.block_id == block_id for store in host.pending.stores):
             return  # its bytes are still wanted, until the step that stores them
         self.slab[block_id * BLOCK_SIZE : (block_id + 1) * BLOCK_SIZE] = POISONED
 
@@ -933,7 +934,7 @@ class Machine:
         if event.cause != "reset":
             self._saw(event.cause)
             for (namespace, tokens), known in self.model.known.items():
-                if known.block_id == event.block_id and self.core.host is not None:
+                if known.block_id == event.block_id and self.core.host.is_on:
                     self.evicted[digest(namespace, tokens)] = known.cells
                     self.offered.add(digest(namespace, tokens))
             self.model.evicted(event.block_id)

@@ -24,9 +24,9 @@ def num_hit_tokens(written: Namespace, asked: Namespace) -> int:
     core = KVCore(8, block_size=4)
     table, _ = core.acquire(core.match(written.key(), TOKENS, 11))
     assert core.extend(table, 0, 12)
-    promise = core.promise(table, TOKENS, 12)
+    promise = core.publishing.promise(table, TOKENS, 12)
     assert promise is not None
-    core.commit(promise)
+    core.publishing.commit(promise)
     core.release(table)
     hit = core.match(asked.key(), TOKENS, 12)
     return len(hit.nodes) * 4 + hit.num_partial_tokens

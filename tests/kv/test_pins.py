@@ -29,14 +29,14 @@ class Core(KVCore):
         self.events: list[Event] = []
         super().__init__(16, block_size=4, pin_limits=PinLimits(0.75, 10.0), emit=self.events.append)
 
-    def cache(self, tokens: Sequence[int]) -> Node:
+    def fill(self, tokens: Sequence[int]) -> Node:
         """Compute ``tokens``, let go of them, and return the node of their last whole block."""
         table, start = self.acquire(self.match(NS, pack(tokens), len(tokens) - 1))
         assert self.extend(table, start, len(tokens))
-        promise = self.promise(table, pack(tokens), len(tokens))
-        self.copies_done(self.take_copies())
+        promise = self.publishing.promise(table, pack(tokens), len(tokens))
+        self.moves.copies_done(self.moves.take_copies())
         if promise is not None:
-            self.commit(promise)
+            self.publishing.commit(promise)
         tail = table.tail
         assert tail is not None
         self.release(table)
@@ -50,25 +50,25 @@ class Core(KVCore):
 
 def test_a_pinned_prefix_outlives_any_pressure() -> None:
     core = Core()
-    assert core.pins.add("p", core.cache(range(8)), 0.0) is not None
+    assert core.pins.add("p", core.fill(range(8)), 0.0) is not None
     assert (core.pins.num_blocks, core.pool.num_cached, core.num_available) == (2, 2, 14)
     for first in range(100, 1000, 50):
-        core.cache(range(first, first + 48))
+        core.fill(range(first, first + 48))
     assert core.knows(range(8)) == 2
-    core.reclaim(99)
+    core.cache.reclaim(99)
     assert core.pool.num_free == 14
     audit(core)
 
 
 def test_pinned_blocks_are_not_in_use() -> None:
     core = Core()
-    core.pins.add("p", core.cache(range(8)), 0.0)
+    core.pins.add("p", core.fill(range(8)), 0.0)
     assert core.usage == 0.0
 
 
 def test_a_pin_ends_at_its_time_and_its_blocks_stay_cached() -> None:
     core = Core()
-    core.pins.add("p", core.cache(range(8)), 5.0, ttl_s=2.0)
+    core.pins.add("p", core.fill(range(8)), 5.0, ttl_s=2.0)
     core.pins.expire(6.99)
     assert [pin.pin_id for pin in core.pins] == ["p"]
     core.pins.expire(7.0)
@@ -81,7 +81,7 @@ def test_a_pin_ends_at_its_time_and_its_blocks_stay_cached() -> None:
 
 def test_priority_halves_in_a_half_life() -> None:
     core = Core()
-    pin = core.pins.add("p", core.cache(range(8)), 100.0, priority=80)
+    pin = core.pins.add("p", core.fill(range(8)), 100.0, priority=80)
     assert pin is not None
     assert [core.pins.priority_at(pin, now) for now in (100.0, 110.0, 130.0)] == [80, 40, 10]
     assert core.pins.priority_at(pin, 1e9) == 0
@@ -89,8 +89,8 @@ def test_priority_halves_in_a_half_life() -> None:
 
 def test_the_least_is_given_up_first_and_age_makes_less() -> None:
     core = Core()
-    old = core.cache(range(8))
-    new = core.cache(range(10, 18))
+    old = core.fill(range(8))
+    new = core.fill(range(10, 18))
     core.pins.add("old", old, 0.0, priority=60)
     core.pins.add("new", new, 15.0, priority=40)  # at 15 s the old one is worth 60 / 2 ** 1.5 = 21
     assert core.pins.give_up(15.0)
@@ -102,7 +102,7 @@ def test_the_least_is_given_up_first_and_age_makes_less() -> None:
 def test_of_equals_the_older_goes() -> None:
     core = Core()
     for index, pin_id in enumerate(("b", "a", "c")):
-        core.pins.add(pin_id, core.cache(range(10 * index, 10 * index + 4)), 1000.0 * index, priority=0)
+        core.pins.add(pin_id, core.fill(range(10 * index, 10 * index + 4)), 1000.0 * index, priority=0)
     assert core.pins.give_up(1e6)
     assert core.pins.dropped[-1].pin_id == "b"
 
@@ -110,7 +110,7 @@ def test_of_equals_the_older_goes() -> None:
 def test_what_would_free_nothing_is_kept() -> None:
     """A pin of blocks that a sequence holds, or a longer pin, or that the caller is about to use."""
     core = Core()
-    short, long = core.cache(range(8)), core.cache(range(12))
+    short, long = core.fill(range(8)), core.fill(range(12))
     core.pins.add("short", short, 0.0, priority=1)
     core.pins.add("long", long, 0.0, priority=9)
     hit = core.match(NS, pack(range(12)), 12)
@@ -125,8 +125,8 @@ def test_what_would_free_nothing_is_kept() -> None:
 
 def test_shared_blocks_count_once() -> None:
     core = Core()
-    core.pins.add("one", core.cache([1, 2, 3, 4, 5, 6, 7, 8]), 0.0)
-    core.pins.add("two", core.cache([1, 2, 3, 4, 9, 9, 9, 9]), 0.0)
+    core.pins.add("one", core.fill([1, 2, 3, 4, 5, 6, 7, 8]), 0.0)
+    core.pins.add("two", core.fill([1, 2, 3, 4, 9, 9, 9, 9]), 0.0)
     assert core.pins.num_blocks == 3
     core.pins.remove("one")
     assert core.pins.num_blocks == 2
@@ -136,8 +136,8 @@ def test_shared_blocks_count_once() -> None:
 
 def test_the_quota_holds_and_nothing_is_lost() -> None:
     core = Core()
-    core.pins.add("big", core.cache(range(40)), 0.0)
-    tail = core.cache(range(100, 112))
+    core.pins.add("big", core.fill(range(40)), 0.0)
+    tail = core.fill(range(100, 112))
     assert core.pins.add("more", tail, 0.0) is None
     assert core.pins.dropped[-1] == ("more", 3, "quota")
     assert [pin.pin_id for pin in core.pins] == ["big"]
@@ -148,13 +148,13 @@ def test_the_quota_holds_and_nothing_is_lost() -> None:
 
 def test_expired_pins_make_room_in_the_quota() -> None:
     core = Core()
-    core.pins.add("big", core.cache(range(48)), 0.0, ttl_s=1.0)
-    assert core.pins.add("more", core.cache(range(100, 112)), 2.0) is not None
+    core.pins.add("big", core.fill(range(48)), 0.0, ttl_s=1.0)
+    assert core.pins.add("more", core.fill(range(100, 112)), 2.0) is not None
 
 
 def test_to_pin_again_renews() -> None:
     core = Core()
-    tail = core.cache(range(8))
+    tail = core.fill(range(8))
     core.pins.add("first", tail, 0.0, ttl_s=5.0, priority=10)
     core.pins.add("again", tail, 4.0, ttl_s=5.0, priority=20)
     assert core.pins.dropped[-1] == ("first", 2, "renewed")
@@ -165,15 +165,15 @@ def test_to_pin_again_renews() -> None:
 
 def test_only_what_is_written_is_pinned() -> None:
     core = Core()
-    core.cache(range(4))
+    core.fill(range(4))
     table, start = core.acquire(core.match(NS, pack(range(12)), 11))
     assert core.extend(table, start, 12)
-    promise = core.promise(table, pack(range(12)), 12)
+    promise = core.publishing.promise(table, pack(range(12)), 12)
     assert promise is not None
     pin = core.pins.add("p", table.tail, 0.0)
     assert pin is not None
     assert pin.num_blocks == 1
-    core.abandon(promise)
+    core.publishing.abandon(promise)
     audit(core)
     core.release(table)
     assert core.pins.add("q", None, 0.0) is None
@@ -182,7 +182,7 @@ def test_only_what_is_written_is_pinned() -> None:
 
 def test_a_reset_drops_pins() -> None:
     core = Core()
-    core.pins.add("p", core.cache(range(8)), 0.0)
+    core.pins.add("p", core.fill(range(8)), 0.0)
     assert core.reset() == 2
     assert not list(core.pins)
     assert core.pool.num_free == 16
@@ -192,7 +192,7 @@ def test_a_reset_drops_pins() -> None:
 
 def test_a_policy_that_keeps_nothing_keeps_what_is_pinned() -> None:
     core = Core()
-    tail = core.cache(range(8))
+    tail = core.fill(range(8))
     core.pins.add("p", tail, 0.0)
     core.policy.admit = lambda _node: False
     table, _ = core.acquire(core.match(NS, pack(range(9)), 9))

@@ -333,10 +333,10 @@ class Server:
             hit = self.core.match(NS, packed, len(text) - 1)
             table, start = self.core.acquire(hit)
             if self.core.extend(table, start, len(text)):
-                promise = self.core.promise(table, packed, len(text))
+                promise = self.core.publishing.promise(table, packed, len(text))
                 if promise is not None:
-                    self.core.commit(promise)
-            self.core.copies_done(self.core.take_copies())
+                    self.core.publishing.commit(promise)
+            self.core.moves.copies_done(self.core.moves.take_copies())
             table.facts = RequestFacts(rng.choice((1.0, 1.0, 0.5)), rng.randint(-2, 2), rng.choice((1.0, 2.0)))
             running.append(table)
             if len(running) > 2:
@@ -375,10 +375,10 @@ def test_a_reset_and_failed_steps_leave_a_policy_in_order(name: str) -> None:
             core.release(table)
         table, start = core.acquire(core.match(NS, pack([7] * 8), 7))
         assert core.extend(table, start, 8)
-        promise = core.promise(table, pack([7] * 8), 8)
+        promise = core.publishing.promise(table, pack([7] * 8), 8)
         leaning, _ = core.acquire(core.match(NS, pack([7] * 8), 8))  # in the same step
         if promise is not None:
-            core.abandon(promise)
+            core.publishing.abandon(promise)
         core.release(leaning)
         core.release(table)
         audit(core)
@@ -419,12 +419,12 @@ def test_operations_an_eviction_do_not_grow_with_the_cache(name: str, monkeypatc
                 tokens = pack(range(prompt * 8, prompt * 8 + 8))
                 table, start = core.acquire(core.match(NS, tokens, 8))
                 assert core.extend(table, start, 8)
-                promise = core.promise(table, tokens, 8)
+                promise = core.publishing.promise(table, tokens, 8)
                 if promise is not None:
-                    core.commit(promise)
+                    core.publishing.commit(promise)
                 core.release(table)
         Counting.num_operations = 0
-        num_evicted = core.reclaim(num_blocks // 2)
+        num_evicted = core.cache.reclaim(num_blocks // 2)
         per_eviction.append(Counting.num_operations / num_evicted)
     assert max(per_eviction) < 12 * (3 if name == "adaptive" else 1)
     assert per_eviction[1] < 2 * per_eviction[0] + 1
@@ -507,9 +507,9 @@ def test_the_shadow_of_lru_counts_what_was_used_since(seed: int) -> None:
 def serve_one(core: KVCore, tokens: Sequence[int], facts: RequestFacts | None = None) -> None:
     table, start = core.acquire(core.match(NS, pack(tokens), len(tokens)))
     assert core.extend(table, start, len(tokens))
-    promise = core.promise(table, pack(tokens), len(tokens))
+    promise = core.publishing.promise(table, pack(tokens), len(tokens))
     if promise is not None:
-        core.commit(promise)
+        core.publishing.commit(promise)
     if facts is not None:
         table.facts = facts
     core.release(table)
@@ -605,9 +605,9 @@ def test_a_ghost_cache_keeps_what_a_cache_would_keep() -> None:
         hit = core.match(NS, pack(text), len(text))
         table, start = core.acquire(hit)
         assert core.extend(table, start, len(text))
-        promise = core.promise(table, pack(text), len(text))
+        promise = core.publishing.promise(table, pack(text), len(text))
         if promise is not None:
-            core.commit(promise)
+            core.publishing.commit(promise)
         path = []
         node = table.tail
         while node.parent is not None:
@@ -615,7 +615,7 @@ def test_a_ghost_cache_keeps_what_a_cache_would_keep() -> None:
             node = node.parent
         assert ghost.use(path[::-1], RequestFacts(), 20) == len(hit.nodes)
         core.release(table)
-        core.reclaim(core.pool.num_cached - 20)
+        core.cache.reclaim(core.pool.num_cached - 20)
 
 
 def test_adaptive_follows_the_better_one() -> None:

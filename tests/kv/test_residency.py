@@ -54,14 +54,14 @@ class Twin:
         return done
 
     def promise(self, table: BlockTable, tokens: list[int]) -> Promise | None:
-        promise = self.core.promise(table, pack(tokens), len(tokens))
+        promise = self.core.publishing.promise(table, pack(tokens), len(tokens))
         self._compare()
         return promise
 
     def commit(self, promise: Promise, namespace: bytes) -> None:
         table, first = promise.table, promise.table.num_published
-        self.core.copies_done(self.core.take_copies())
-        self.core.commit(promise)
+        self.core.moves.copies_done(self.core.moves.take_copies())
+        self.core.publishing.commit(promise)
         self._compare()
         joined = [path_of(namespace, promise.packed, num) for num in range(first + 1, table.num_published + 1)]
         self.used |= dict.fromkeys(joined, self.core.now_s)
@@ -75,10 +75,10 @@ class Twin:
 
     def fail(self, step: list[tuple[BlockTable, bytes, list[int], Promise | None]]) -> None:
         """The step fails: its promises are taken back, and all that it admitted is let go of."""
-        self.core.copies_failed(self.core.take_copies())
+        self.core.moves.copies_failed(self.core.moves.take_copies())
         for *_, promise in reversed(step):
             if promise is not None:
-                self.core.abandon(promise)
+                self.core.publishing.abandon(promise)
         published = self._published()
         for path in self.born.keys() - published:  # never cached, so never evicted
             del self.born[path], self.used[path]

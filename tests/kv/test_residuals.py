@@ -27,9 +27,9 @@ def begin(core, num_tokens):
     tokens = packed(num_tokens)
     table, start = core.acquire(core.match(NAMESPACE, tokens, num_tokens - 1))
     assert core.extend(table, start, num_tokens)
-    promise = core.promise(table, tokens, num_tokens)
+    promise = core.publishing.promise(table, tokens, num_tokens)
     if promise is not None:
-        core.commit(promise)
+        core.publishing.commit(promise)
     return table, start
 
 
@@ -47,7 +47,7 @@ def test_only_whole_blocks_are_taken_over(core):
     core.release(begin(core, 11)[0])
     table, start = begin(core, 7)
     assert start == SIZE
-    assert not core.pending_copies
+    assert not core.moves.pending_copies
     core.release(table)
     plain = KVCore(32, block_size=SIZE)
     plain.release(begin(plain, 11)[0])
@@ -62,7 +62,7 @@ def test_a_fork_goes_on_from_a_copy(core):
     assert core.extend(twin, 6, 7)  # the block is one of its own, and nothing of it is copied
     assert twin.block_ids[:1] == table.block_ids[:1]
     assert twin.block_ids[1] != table.block_ids[1]
-    assert not core.pending_copies
+    assert not core.moves.pending_copies
     (copy,) = core.residuals.take_copies()
     assert copy == (table.residual_id, twin.residual_id)
     assert not core.residuals.take_copies()

@@ -66,14 +66,14 @@ class World:
                 self.seen["no memory"] += 1
                 continue
             tables.append((table, tokens, num_found))
-            promise = self.core.promise(table, pack(tokens), len(tokens))
+            promise = self.core.publishing.promise(table, pack(tokens), len(tokens))
             if promise is not None:
                 promises.append(promise)
-        copies = self.core.take_copies()
+        copies = self.core.moves.take_copies()
         if not tables:
             assert not copies
             return
-        ops = self.core.take_host_ops()
+        ops = self.core.moves.take_host_ops()
         self.move(ops)
         for copy in copies:
             self.slab[copy.dst] = self.slab[copy.src]
@@ -87,21 +87,21 @@ class World:
             if len(tokens) % SIZE:
                 self.slab[table.block_ids[len(tokens) // SIZE]] = b"half a block"
         if fails:
-            self.core.copies_failed(copies)
-            self.core.host_failed(ops)
+            self.core.moves.copies_failed(copies)
+            self.core.moves.host_failed(ops)
             for promise in reversed(promises):
-                self.core.abandon(promise)
+                self.core.publishing.abandon(promise)
         else:
             for promise in promises:
-                self.core.commit(promise)
-            self.core.copies_done(copies)
-            self.core.host_done(ops)
+                self.core.publishing.commit(promise)
+            self.core.moves.copies_done(copies)
+            self.core.moves.host_done(ops)
         for table, _, num_found in tables:
             for origin, num in table.num_loaded_tokens.items():
                 self.seen[f"loaded from {origin}"] += num
             assert sum(table.num_loaded_tokens.values()) <= num_found
             if not fails:
-                self.core.write_through(table)
+                self.core.moves.write_through(table)
             self.core.release(table)
 
     def move(self, ops):
@@ -112,10 +112,10 @@ class World:
             self.slab[load.block_id] = self.arena[load.host_id]
 
     def store_pending(self):
-        ops = self.core.take_host_ops()
+        ops = self.core.moves.take_host_ops()
         assert not ops.loads, "nobody waits for a load outside a step"
         self.move(ops)
-        self.core.host_done(ops)
+        self.core.moves.host_done(ops)
 
     def fetch(self, tokens):
         names = self.core.missing(NS, pack(tokens), len(tokens) - 1)

@@ -36,11 +36,11 @@ class Core(KVCore):
         """Compute all tokens; return their table and how many were there before."""
         table, num_found = self.acquire(self.match(NS, pack(tokens), len(tokens) - 1))
         assert self.extend(table, num_found, len(tokens))
-        promise = self.promise(table, pack(tokens), len(tokens))
-        ops = self.take_host_ops()
+        promise = self.publishing.promise(table, pack(tokens), len(tokens))
+        ops = self.moves.take_host_ops()
         if promise is not None:
-            self.commit(promise)
-        self.host_done(ops)
+            self.publishing.commit(promise)
+        self.moves.host_done(ops)
         audit(self)
         return table, num_found
 
@@ -86,8 +86,8 @@ def test_what_is_sooner_computed_than_restored_is_left_on_the_host():
 def test_the_device_is_looked_at_first_and_goes_on_on_the_host():
     core = Core(num_blocks=5)
     core.serve(A)
-    core.reclaim(1)  # the tail
-    core.host_done(core.take_host_ops())
+    core.cache.reclaim(1)  # the tail
+    core.moves.host_done(core.moves.take_host_ops())
     hit = core.match(NS, pack(A), 8)
     assert (len(hit.nodes), len(hit.held), hit.partial) == (1, 1, None)
     table, num_found = core.acquire(hit)
@@ -140,9 +140,9 @@ def test_a_step_stores_and_another_of_its_requests_loads_the_same():
     core.release(table)
     table, num_found = core.acquire(core.match(NS, pack(A), 8))
     assert num_found == 8
-    ops = core.take_host_ops()
+    ops = core.moves.take_host_ops()
     assert [store.host_id for store in ops.stores] == [load.host_id for load in ops.loads]
-    core.host_done(ops)
+    core.moves.host_done(ops)
     core.release(table)
     audit(core)
 
@@ -152,9 +152,9 @@ def test_a_failed_step_loses_what_it_was_to_store_and_nothing_else():
     core.serve(A)
     core.serve(B)  # A is on the host
     table, _ = core.acquire(core.match(NS, pack(A), 8))
-    ops = core.take_host_ops()
+    ops = core.moves.take_host_ops()
     assert (len(ops.stores), len(ops.loads)) == (1, 2)
-    core.host_failed(ops)
+    core.moves.host_failed(ops)
     core.release(table)
     audit(core)
     assert held_keys(core.tier) == {tuple(A[:4]), tuple(A[4:8])}
@@ -165,8 +165,8 @@ def test_a_damaged_block_is_forgotten_and_the_rest_of_its_path_is_not_found():
     core.serve(A)
     core.serve(B)
     table, _ = core.acquire(core.match(NS, pack(A), 8))
-    ops = core.take_host_ops()
-    core.host_failed(ops, frozenset({ops.loads[0].host_id}))
+    ops = core.moves.take_host_ops()
+    core.moves.host_failed(ops, frozenset({ops.loads[0].host_id}))
     core.release(table)
     audit(core)
     assert core.match(NS, pack(A), 8).held == ()
@@ -190,12 +190,12 @@ def test_a_reset_forgets_also_what_a_step_in_flight_uses():
     core.serve(A)
     core.serve(B)
     table, _ = core.acquire(core.match(NS, pack(A), 8))
-    ops = core.take_host_ops()
+    ops = core.moves.take_host_ops()
     core.reset()
     audit(core)
     assert core.tier.num_held == 0
     assert core.match(NS, pack(A), 8).held == ()
-    core.host_done(ops)
+    core.moves.host_done(ops)
     core.release(table)
     audit(core)
     assert core.tier.free_ids()
@@ -230,8 +230,8 @@ def test_with_caching_off_nothing_is_kept():
     table, _ = core.acquire(core.match(NS, pack(A), 8))
     core.extend(table, 0, 9)
     core.release(table)
-    core.reclaim(4)
-    assert core.take_host_ops() == ([], [], [])
+    core.cache.reclaim(4)
+    assert core.moves.take_host_ops() == ([], [], [])
 
 
 def test_a_path_is_named_by_all_its_tokens():
@@ -269,7 +269,7 @@ def test_a_transfer_is_told_that_only_stores_or_only_loads():
     core.serve(A)
     assert not [event for event in core.told if isinstance(event, HostTransfer)]
     core.serve(B)  # A leaves
-    core.reclaim(9)
+    core.cache.reclaim(9)
     core.serve([300])  # B leaves
     core.serve(A)
     told = [event for event in core.told if isinstance(event, HostTransfer)]

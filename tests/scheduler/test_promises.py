@@ -13,7 +13,7 @@ from random import Random
 import pytest
 from content_device import DAMAGED, NAN, ContentDevice, DeviceError, Faults, entries, output_of
 
-from pagefold.kv import POLICIES, HostTier, KVCore, audit, make_policy
+from pagefold.kv import NO_HOST, POLICIES, HostTier, KVCore, audit, make_policy
 from pagefold.request import Request, StopRule
 from pagefold.sampling import SamplingParams
 from pagefold.scheduler import Scheduler, SchedulerLimits
@@ -46,7 +46,7 @@ class World:
         need = -(-MAX_LEN // self.size) + 2
         self.is_ample = random.random() < 0.3
         num_blocks = 2 * need * self.seats if self.is_ample else random.choice([need, need + 3, 2 * need, 4 * need])
-        host = HostTier(random.choice([3, 10, 60])) if random.random() < 0.35 else None
+        host = HostTier(random.choice([3, 10, 60])) if random.random() < 0.35 else NO_HOST
         policy = make_policy(random.choice(list(POLICIES)))
         self.core = KVCore(num_blocks, block_size=self.size, policy=policy, host=host)
         limits = SchedulerLimits(self.seats, self.budget)

@@ -159,7 +159,7 @@ def test_what_waits_for_memory_is_weighed_once():
     arbiter.links["host"] = LinkModel(0.0, 1e4)
     house.add("first", range(30), 1)
     house.run()
-    house.core.reclaim(12)
+    house.core.cache.reclaim(12)
     house.add("runs", range(100, 120), 8)
     house.step()
     house.add("waits", range(30), 1)

@@ -41,7 +41,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from pagefold.events import Event, PinDropped, PrefixLookup, RequestPreempted, StepApplied
-from pagefold.kv import KVCore, Namespace, PinLimits, Residuals, audit, make_policy
+from pagefold.kv import NO_RESIDUALS, KVCore, Namespace, PinLimits, Residuals, audit, make_policy
 from pagefold.request import Request, RequestStatus, StopRule, WarmUp
 from pagefold.sampling import SamplingParams
 from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits
@@ -113,7 +113,7 @@ class Machine:
             policy=make_policy(setup.policy),
             enable_prefix_caching=setup.enable_prefix_caching,
             pin_limits=PinLimits(setup.pinned_share, 8.0),
-            residuals=Residuals(setup.max_num_seqs) if setup.seals else None,
+            residuals=Residuals(setup.max_num_seqs) if setup.seals else NO_RESIDUALS,
             emit=self._on_event,
         )
         limits = SchedulerLimits(setup.max_num_seqs, setup.max_num_batched_tokens)
@@ -506,8 +506,8 @@ class Machine:
                 assert (fork.status, fork.table) == (RequestStatus.WAITING, None)
                 assert scheduler.get(fork.request_id) is None
         if not self.flights:
-            assert not core.copies_in_flight
-            waits_for = {copy.dst: copy.src for copy in core.pending_copies}
+            assert not core.moves.copies_in_flight
+            waits_for = {copy.dst: copy.src for copy in core.moves.pending_copies}
             assert not waits_for or self.has_failed
             self._saw("a copy waits for another step", bool(waits_for))
             for request in scheduler.running:

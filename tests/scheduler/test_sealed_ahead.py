@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from pagefold.kv import KVCore, Namespace, Residuals, audit
+from pagefold.kv import NO_RESIDUALS, KVCore, Namespace, Residuals, audit
 from pagefold.request import Request, StopRule
 from pagefold.sampling import SamplingParams
 from pagefold.scheduler import Scheduler, SchedulerLimits
@@ -18,7 +18,7 @@ SIZE = 4
 
 
 def scheduler_of(max_num_seqs, *, seals):
-    core = KVCore(32, block_size=SIZE, residuals=Residuals(max_num_seqs) if seals else None)
+    core = KVCore(32, block_size=SIZE, residuals=Residuals(max_num_seqs) if seals else NO_RESIDUALS)
     return Scheduler(core, SchedulerLimits(max_num_seqs, 16))
 
 
@@ -76,11 +76,11 @@ def test_a_table_joins_what_is_promised_later_in_the_step():
         return table
 
     first, late = begin(SIZE), begin(SIZE)
-    promise = core.promise(first, tokens, SIZE)
+    promise = core.publishing.promise(first, tokens, SIZE)
     commit(core, [promise], None)
-    promises = [core.promise(late, tokens, 2 * SIZE)]
+    promises = [core.publishing.promise(late, tokens, 2 * SIZE)]
     behind = begin(SIZE)
-    promises.append(core.promise(behind, tokens, 2 * SIZE))
+    promises.append(core.publishing.promise(behind, tokens, 2 * SIZE))
     commit(core, promises, None)
     assert late.num_published == 2
     assert late.block_ids == behind.block_ids

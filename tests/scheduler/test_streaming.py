@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from pagefold.events import RequestPreempted, RequestStreamed
-from pagefold.kv import HostTier, KVCore, Namespace, audit, make_policy
+from pagefold.kv import NO_SLOW_TIERS, HostTier, KVCore, Namespace, audit, make_policy
 from pagefold.kv.names import digest_of
 from pagefold.request import Request, RequestStatus, StopRule
 from pagefold.sampling import SamplingParams
@@ -40,13 +40,13 @@ def request_of(name, tokens, num_outputs=3):
 class Machine:
     """Operations, each legal at any time; one that makes no sense at the moment does nothing."""
 
-    def __init__(self, num_blocks=6, num_held=40, max_num_seqs=3, max_tokens=24, slow=None):
+    def __init__(self, num_blocks=6, num_held=40, max_num_seqs=3, max_tokens=24, slow=NO_SLOW_TIERS):
         self.events = []
         self.core = KVCore(
             num_blocks,
             block_size=SIZE,
             policy=make_policy("lru"),
-            host=HostTier(num_held) if slow is None else slow.host,
+            host=HostTier(num_held) if not slow.is_on else slow.host,
             slow=slow,
             allow_streaming=True,
             emit=self.events.append,
@@ -348,7 +348,7 @@ def test_two_stream_at_once_if_the_host_holds_them():
     most = 0
     while machine.scheduler.has_work:
         machine.schedule()
-        most = max(most, sum(one.table.cold_root is not None for one in machine.scheduler.running))
+        most = max(most, sum(one.table.streams for one in machine.scheduler.running))
         machine.apply()
     assert most == 2
 
@@ -359,17 +359,17 @@ def test_what_was_stored_before_is_checked_and_what_is_stored_now_is_not():
     packed = array("i", range(2 * SIZE)).tobytes()
     table, _ = core.acquire(core.match(NAMESPACE, packed, 2 * SIZE))
     assert core.extend(table, 0, 2 * SIZE)
-    core.commit(core.promise(table, packed, 2 * SIZE))
+    core.publishing.commit(core.publishing.promise(table, packed, 2 * SIZE))
     core.release(table)
     first, second = core.tree.nodes()
-    assert core._store_live(first)
-    core.host_done(core.take_host_ops())
+    assert core.moves.store(first)
+    core.moves.host_done(core.moves.take_host_ops())
     held = core.host.get(digest_of(first))
     table, start = core.begin_streaming(core.match(NAMESPACE, packed, 2 * SIZE))
     assert start == 2 * SIZE
-    ops = core.take_host_ops()
+    ops = core.moves.take_host_ops()
     assert list(ops.checks) == [held.host_id]
     assert [store.block_id for store in ops.stores] == [second.block.block_id]
-    core.host_done(ops)
+    core.moves.host_done(ops)
     core.release(table)
     audit(core)

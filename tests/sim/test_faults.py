@@ -6,8 +6,9 @@ from collections import Counter
 
 import pytest
 
-from pagefold.kv import DEFAULT_POLICY, KVCore, make_policy
+from pagefold.kv import DEFAULT_POLICY, make_policy
 from pagefold.kv import tree as tree_module
+from pagefold.kv.publishing import Publishing
 from pagefold.scheduler import Scheduler
 from pagefold.sim import faults, shadow_runner
 from pagefold.sim.fault_hunt import Found, as_test, draw_run, hunt
@@ -80,7 +81,7 @@ def forget_to_take_back(monkeypatch) -> None:
             node.committed = True
             node = node.parent
 
-    monkeypatch.setattr(KVCore, "abandon", abandon)
+    monkeypatch.setattr(Publishing, "abandon", abandon)
 
 
 def lean_on_what_is_not_written(monkeypatch) -> None:

@@ -16,7 +16,19 @@ from pagefold.engine.overlapped import OverlappedEngine
 from pagefold.engine.planning import hardware_of
 from pagefold.engine.verdicts import check_quality
 from pagefold.events import CacheConfigured, Emit, ignore
-from pagefold.kv import Arbiter, HostTier, KVCore, LinkModel, PinLimits, Residuals, SlowTiers, make_policy
+from pagefold.kv import (
+    NO_HOST,
+    NO_RESIDUALS,
+    NO_SLOW_TIERS,
+    Arbiter,
+    HostTier,
+    KVCore,
+    LinkModel,
+    PinLimits,
+    Residuals,
+    SlowTiers,
+    make_policy,
+)
 from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits, Tiering
 
 if TYPE_CHECKING:
@@ -118,8 +130,8 @@ def _assemble(
     runner, capacity, arena, measure_link = hardware.ready(blueprint, say)
     runner.warm_up()
     num_held = blueprint.capacity.num_host_blocks
-    host = HostTier(num_held, notes_unsaved=bool(stores)) if num_held else None
-    slow = arbiter = None
+    host = HostTier(num_held, notes_unsaved=bool(stores)) if num_held else NO_HOST
+    slow, arbiter = NO_SLOW_TIERS, None
     if stores or measure_link is not None:
         compute_s = runner.seconds_per_token()
         arbiter = Arbiter(geometry.bytes_per_block, geometry.block_size, compute_s_per_token=compute_s)
@@ -134,9 +146,9 @@ def _assemble(
         pin_limits=PinLimits(config.max_pinned_share, config.pin_half_life_s),
         host=host,
         slow=slow,
-        arbiter=None if measure_link is None else arbiter,
+        arbiter=arbiter,
         allow_streaming=config.allow_streaming,
-        residuals=Residuals(capacity.num_residuals) if capacity.num_residuals else None,
+        residuals=Residuals(capacity.num_residuals) if capacity.num_residuals else NO_RESIDUALS,
         emit=emit,
     )
     scheduler = Scheduler(
@@ -146,7 +158,7 @@ def _assemble(
         emit=emit,
     )
     tiering = None
-    if slow is not None:
+    if slow.is_on:
         from pagefold.store import Transfer  # noqa: PLC0415 - only here
 
         assert arena is not None, "slow tiers go through the host's"
@@ -182,8 +194,8 @@ def _cache_settings(config: EngineConfig, capacity: Capacity) -> dict[str, str]:
 
 
 def _slow_tiers(
-    config: EngineConfig, host: HostTier | None, arbiter: Arbiter, stores: list[BlockStore], say: Callable[[str], None]
-) -> SlowTiers | None:
+    config: EngineConfig, host: HostTier, arbiter: Arbiter, stores: list[BlockStore], say: Callable[[str], None]
+) -> SlowTiers:
     """Try every store, and return what decides about those that work; ``stores`` keeps only these.
 
     One that is too slow now stays: what it holds is computed until the arbiter tries it again.
@@ -204,8 +216,8 @@ def _slow_tiers(
         stores.remove(store)
         store.close()
     if not stores:
-        return None
-    assert host is not None, "slow tiers go through the host's"
+        return NO_SLOW_TIERS
+    assert host.is_on, "slow tiers go through the host's"
     return SlowTiers(host, config.kv_write_policy, arbiter)
 
 

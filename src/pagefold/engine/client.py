@@ -101,8 +101,8 @@ class EngineStatus:
             num_pinned_blocks=core.pins.num_blocks,
             num_wasted_slots=num_wasted_slots,
             kv_waste=min(1.0, num_wasted_slots / max(1, core.num_active * core.block_size)),
-            num_unsaved_blocks=0 if slow is None else len(slow.host.unsaved),
-            tiers_fast={} if slow is None else {tier: slow.arbiter.is_fast(tier) for tier in tuple(slow.arbiter.links)},
+            num_unsaved_blocks=len(slow.host.unsaved),
+            tiers_fast={tier: slow.arbiter.is_fast(tier) for tier in tuple(slow.arbiter.links)},
             is_healthy=is_healthy,
         )
 

@@ -176,7 +176,7 @@ class OverlappedEngine(Engine):
         """Tell the arbiter what a step took, since it was launched or the one before had ended."""
         begun_s, self._landed_s = max(flight.begun_s, self._landed_s), now
         arbiter, plan = self.scheduler.core.arbiter, flight.plan
-        if arbiter is not None and not plan.host_ops.loads:
+        if not plan.host_ops.loads:
             arbiter.learn_compute(len(plan.token_ids), plan.num_rows, now - begun_s)
 
     def _all_failed(self, ended: list[Request], error: Exception | None) -> list[OutputDelta]:

@@ -12,18 +12,21 @@ from pagefold.kv.namespace import Namespace
 from pagefold.kv.pins import DroppedPin, Pin, PinLimits, PinTable
 from pagefold.kv.plans import NO_HOST_OPS, CopyOp, FetchOp, HostOps, LoadOp, ResidualCopy, StoreOp, WriteOp
 from pagefold.kv.policies import DEFAULT_POLICY, POLICIES, make_policy
-from pagefold.kv.residuals import Residuals
-from pagefold.kv.slow_tiers import WRITE_POLICIES, Fetch, SlowTiers, WritePolicy
+from pagefold.kv.residuals import NO_RESIDUALS, Residuals
+from pagefold.kv.slow_tiers import NO_SLOW_TIERS, WRITE_POLICIES, Fetch, SlowTiers, WritePolicy
 from pagefold.kv.streaming import max_hot_blocks_of
 from pagefold.kv.table import BlockTable, Promise, num_blocks_for
-from pagefold.kv.tiers import HostTier
+from pagefold.kv.tiers import NO_HOST, HostTier
 from pagefold.kv.tree import TOKEN_BYTES, PrefixHit
 
 __all__ = [
     "CODECS",
     "DEFAULT_POLICY",
     "KV_CACHE_DTYPES",
+    "NO_HOST",
     "NO_HOST_OPS",
+    "NO_RESIDUALS",
+    "NO_SLOW_TIERS",
     "POLICIES",
     "TOKEN_BYTES",
     "WRITE_POLICIES",

@@ -43,21 +43,16 @@ def audit(core: KVCore) -> None:
     _audit_tables(core)
     _audit_pins(core)
     _audit_policy(core)
-    if core.host is not None:
-        others = Counter(core.slow.pins() if core.slow is not None else ())
-        others.update(held.host_id for table in core.tables for held in table.cold)
-        _audit_host(core.host, others)
-        if core.slow is not None:
-            _check(
-                core.slow.num_early <= core.slow.max_early, f"{core.slow.num_early} blocks are to be written at once"
-            )
-    if core.residuals is not None:
-        taken = [table.residual_id for table in core.tables]
-        every = sorted([*taken, *core.residuals.free_ids])
-        _check(every == list(range(core.residuals.num_residuals)), f"residuals {every} are free or taken")
-    if core.streaming is not None:
-        num_cold = sum(len(table.cold) for table in core.tables)
-        _check(num_cold == core.streaming.num_cold_blocks, f"{core.streaming.num_cold_blocks=}, {num_cold} are held")
+    others = Counter(core.slow.pins())
+    others.update(held.host_id for table in core.tables for held in table.cold)
+    _audit_host(core.host, others)
+    _check(core.slow.num_early <= core.slow.max_early, f"{core.slow.num_early} blocks are to be written at once")
+    taken = [table.residual_id for table in core.tables if table.residual_id >= 0]
+    _check(len(taken) == (len(core.tables) if core.residuals.is_on else 0), "a table has no residual, or needs none")
+    every = sorted([*taken, *core.residuals.free_ids])
+    _check(every == list(range(core.residuals.num_residuals)), f"residuals {every} are free or taken")
+    num_cold = sum(len(table.cold) for table in core.tables)
+    _check(num_cold == core.streaming.num_cold_blocks, f"{core.streaming.num_cold_blocks=}, {num_cold} are held")
 
 
 def _check(holds: bool, what: str) -> None:  # noqa: FBT001 - the one thing it is about
@@ -77,13 +72,11 @@ def _audit_conservation(core: KVCore) -> None:
 
 def _audit_references(core: KVCore) -> None:
     tables = Counter(block_id for table in core.tables for block_id in table.block_ids[len(table.cold) :])
-    transfers = Counter(
-        block_id for copy in (*core.pending_copies, *core.copies_in_flight) for block_id in (copy.src, copy.dst)
-    )
-    if core.host is not None:
-        for ops in _host_ops(core.host):
-            transfers.update(load.block_id for load in ops.loads)
-            transfers.update(store.block_id for store in ops.stores if store.is_live)
+    copies = (*core.moves.pending_copies, *core.moves.copies_in_flight)
+    transfers = Counter(block_id for copy in copies for block_id in (copy.src, copy.dst))
+    for ops in _host_ops(core.host):
+        transfers.update(load.block_id for load in ops.loads)
+        transfers.update(store.block_id for store in ops.stores if store.is_live)
     pins = Counter(node.block.block_id for pin in core.pins for node in pin.path() if node.block is not None)
     for block in core.pool.blocks:
         _check(block.num_pin_refs == pins[block.block_id], f"{block}: {pins[block.block_id]} pins keep it")
@@ -96,7 +89,7 @@ def _audit_references(core: KVCore) -> None:
             _check(held, f"{block}: active but nobody holds it")
         elif block.state == BlockState.CACHED:
             _check(not block.num_table_refs and block.node is not None, f"{block}: cached but held or not published")
-    for copy in core.pending_copies:
+    for copy in core.moves.pending_copies:
         _check(core.pool.blocks[copy.dst].num_table_refs > 0, f"{copy}: for a block that no table holds")
 
 
@@ -167,7 +160,7 @@ def _audit_tables(core: KVCore) -> None:
         num_cold = len(table.cold)
         cold_ids = [core.pool.num_blocks + held.host_id for held in table.cold]
         _check(cold_ids == ids[:num_cold], f"cold blocks {cold_ids} are not the first of {ids}")
-        _check(table.cold_root is None or not table.num_published, "a table that streams has published blocks")
+        _check(not table.streams or not table.num_published, "a table that streams has published blocks")
         _check(path[::-1] == ids[: table.num_published], f"path {path[::-1]} is not the table {ids}")
         for block_id in ids[max(num_cold, table.num_published) :]:
             _check(

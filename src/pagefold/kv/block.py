@@ -104,7 +104,7 @@ class Node:
         path_hash: of its namespace and all tokens up to its end: what policies remember it by when it is gone. Equal
             paths have equal hashes; nothing but a guess about the future may rest on the reverse.
         committed: its bytes have been written. Until then the node is promised: a request of the same step may lean
-            on it, and :meth:`KVCore.abandon` takes it back.
+            on it, and :meth:`Publishing.abandon` takes it back.
         attached: the node is in the tree. Once removed a node never comes back.
         evictable: cached, without children, read by no transfer, kept by no pin: the policy may choose it.
         created_at, last_used: ticks of the core's logical clock.

@@ -17,7 +17,7 @@ class CopyOp(NamedTuple):
     """Copy a whole block before the step's first write (copy-on-write).
 
     Only the first ``num_tokens`` positions of ``dst`` mean anything afterwards; a block is one contiguous copy, so the
-    rest is copied too and overwritten later. Both blocks stay pinned until :meth:`KVCore.copies_done`.
+    rest is copied too and overwritten later. Both blocks stay pinned until :meth:`Moves.copies_done`.
 
     No copy of a step reads what another one writes: they may be made in any order, or all at once.
     """

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from pagefold.kv.table import BlockTable
 
-__all__ = ["Residuals"]
+__all__ = ["NO_RESIDUALS", "Residuals"]
 
 
 class Residuals:
@@ -32,6 +32,8 @@ class Residuals:
         free_ids: those that nobody has.
         pending_copies: decided, and not handed over yet.
     """
+
+    is_on = True
 
     def __init__(self, num_residuals: int) -> None:
         self.num_residuals = num_residuals
@@ -59,6 +61,29 @@ class Residuals:
         self.free_ids.append(table.residual_id)
         table.residual_id = -1
 
+    def ids_of(self, tables: Iterable[BlockTable | None]) -> list[int]:
+        """Return the residual of each of ``tables``, all of which are held; none where blocks are not sealed."""
+        return [table.residual_id for table in tables if table is not None]
+
+    def limit(self, start: int, num_tokens: int, num_all: int, block_size: int) -> int:
+        """Return how many tokens from position ``start`` on a sequence may compute in one step.
+
+        What begins inside a block goes no further than its end. So a residual is overwritten only by who needs none of
+        what it held, and a step that fails has taken nothing away. And what does not get to the end of its tokens ends
+        where a block does, if it gets so far.
+
+        Args:
+            start: its first position.
+            num_tokens: how many there could be.
+            num_all: how many the sequence has in all.
+            block_size: tokens a block.
+        """
+        if start % block_size:
+            return min(num_tokens, block_size - start % block_size)
+        if start + num_tokens < num_all and num_tokens > block_size:
+            return num_tokens - num_tokens % block_size
+        return num_tokens
+
     def take_copies(self) -> list[ResidualCopy]:
         """Hand over the copies that the step being planned must make before its first write."""
         copies, self.pending_copies = self.pending_copies, []
@@ -77,3 +102,31 @@ class Residuals:
         is_lost = table.residual_id in self._lost
         self._lost.discard(table.residual_id)
         return is_lost
+
+
+class _NoResiduals(Residuals):
+    """Blocks are not sealed: nobody needs a residual."""
+
+    is_on = False
+
+    def take(self, table: BlockTable) -> None:
+        pass
+
+    def fork(self, table: BlockTable, twin: BlockTable) -> None:
+        pass
+
+    def release(self, table: BlockTable) -> None:
+        pass
+
+    def ids_of(self, tables: Iterable[BlockTable | None]) -> list[int]:  # noqa: ARG002
+        return []
+
+    def limit(self, start: int, num_tokens: int, num_all: int, block_size: int) -> int:  # noqa: ARG002
+        return num_tokens
+
+    def overwritten(self, table: BlockTable) -> None:
+        pass
+
+
+NO_RESIDUALS: Residuals = _NoResiduals(0)
+"""No residuals; it never changes, so all cores without some share it."""

@@ -19,18 +19,19 @@ from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
+from pagefold.kv.arbiter import Arbiter
 from pagefold.kv.plans import FetchOp, WriteOp
+from pagefold.kv.tiers import NO_HOST
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pagefold.kv.arbiter import Arbiter
     from pagefold.kv.block import Node
     from pagefold.kv.held_block import HeldBlock
     from pagefold.kv.names import BlockName
     from pagefold.kv.tiers import HostTier
 
-__all__ = ["WRITE_POLICIES", "Fetch", "SlowTiers", "WritePolicy"]
+__all__ = ["NO_SLOW_TIERS", "WRITE_POLICIES", "Fetch", "SlowTiers", "WritePolicy"]
 
 WritePolicy = Literal["write_back", "write_through", "write_through_selective"]
 WRITE_POLICIES: tuple[WritePolicy, ...] = ("write_back", "write_through", "write_through_selective")
@@ -109,9 +110,12 @@ class SlowTiers:
         arbiter: whether loading pays.
 
     Attributes:
+        is_on: whether there are any.
         num_fetched, num_lost, num_written, num_unwritten: blocks since the start: brought, not brought though they were
             asked for, written, and not kept by any tier.
     """
+
+    is_on = True
 
     def __init__(self, host: HostTier, policy: WritePolicy, arbiter: Arbiter) -> None:
         self.host = host
@@ -358,3 +362,13 @@ class SlowTiers:
                 return
             fetch.num_arrived += 1
         fetch.is_over = True
+
+
+class _NoSlowTiers(SlowTiers):
+    """No slow tiers: nothing moves, and nobody waits."""
+
+    is_on = False
+
+
+NO_SLOW_TIERS: SlowTiers = _NoSlowTiers(NO_HOST, "write_back", Arbiter(1, 1, compute_s_per_token=0.0))
+"""No slow tiers; it never changes, so all cores without some share it."""

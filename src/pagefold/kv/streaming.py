@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING
 
 from pagefold.kv.block import BlockId
 from pagefold.kv.names import digest_of, names_behind, root_digest
+from pagefold.kv.pool import BlockPool
 from pagefold.kv.table import BlockTable
+from pagefold.kv.tiers import NO_HOST
 from pagefold.kv.tree import TOKEN_BYTES
 
 if TYPE_CHECKING:
@@ -25,11 +27,10 @@ if TYPE_CHECKING:
 
     from pagefold.kv.block import Node
     from pagefold.kv.held_block import HeldBlock
-    from pagefold.kv.pool import BlockPool
     from pagefold.kv.tiers import HostTier
     from pagefold.kv.tree import PrefixHit
 
-__all__ = ["Streaming", "max_hot_blocks_of"]
+__all__ = ["NO_STREAMING", "Streaming", "max_hot_blocks_of"]
 
 _HOT_SHARE = 2
 """One over the share of the device that a table that streams may take: others run beside it."""
@@ -50,9 +51,12 @@ class Streaming:
         store: plans to store the block of a node that stays cached; False if the host holds it or has no room.
 
     Attributes:
+        is_on: whether sequences may be larger than the device.
         max_hot_blocks: how many hot blocks a table has, beside the one that is being filled.
         num_cold_blocks: that tables hold now.
     """
+
+    is_on = True
 
     def __init__(self, pool: BlockPool, host: HostTier, block_size: int, store: Callable[[Node], bool]) -> None:
         self.max_hot_blocks = max_hot_blocks_of(pool.num_blocks)
@@ -115,7 +119,9 @@ class Streaming:
         return num_cooled
 
     def release(self, table: BlockTable) -> None:
-        """Let go of the cold blocks of ``table``: the host keeps them as all others."""
+        """Let go of the cold blocks of ``table``, if it has any: the host keeps them as all others."""
+        if not table.cold:
+            return
         self._host.unpin(table.cold)
         self.num_cold_blocks -= len(table.cold)
         del table.block_ids[: len(table.cold)]
@@ -153,3 +159,17 @@ class Streaming:
         table.cold.append(held)
         table.cold_tip = held.name.digest
         self.num_cold_blocks += 1
+
+
+class _NoStreaming(Streaming):
+    """No sequence is larger than the device."""
+
+    is_on = False
+
+    def begin(self, hit: PrefixHit) -> BlockTable:
+        msg = f"{hit.namespace!r}: streaming is not allowed"
+        raise AssertionError(msg)
+
+
+NO_STREAMING: Streaming = _NoStreaming(BlockPool(0), NO_HOST, 1, lambda _: False)
+"""No streaming; it never changes, so all cores without it share it."""

@@ -72,6 +72,11 @@ class BlockTable:
         self.facts = _NO_FACTS
 
     @property
+    def streams(self) -> bool:
+        """Whether it is one that streams (``streaming.py``)."""
+        return self.cold_root is not None
+
+    @property
     def has_path(self) -> bool:
         """Whether it holds published blocks that are still in the tree: not if the step failed that wrote them."""
         return bool(self.num_published) and self.tail is not None and self.tail.attached

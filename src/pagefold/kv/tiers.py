@@ -15,16 +15,18 @@ from collections import OrderedDict, deque
 from typing import TYPE_CHECKING
 
 from pagefold.kv.held_block import HeldBlock
-from pagefold.kv.names import path_digest
-from pagefold.kv.plans import HostOps, LoadOp, StoreOp
+from pagefold.kv.names import digest_of, name_of, names_behind, path_digest, root_digest
+from pagefold.kv.plans import NO_HOST_OPS, HostOps, LoadOp, StoreOp
+from pagefold.kv.tree import TOKEN_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from pagefold.kv.block import BlockId
+    from pagefold.kv.block import BlockId, Node
     from pagefold.kv.names import BlockName
+    from pagefold.kv.tree import PrefixHit
 
-__all__ = ["HostTier"]
+__all__ = ["NO_HOST", "HostTier"]
 
 
 class HostTier:
@@ -37,10 +39,13 @@ class HostTier:
         notes_unsaved: whether ``unsaved`` and ``fresh`` are kept, for slower tiers.
 
     Attributes:
+        is_on: whether there is a host tier at all.
         num_stored, num_loaded, num_dropped: blocks since the start: stored, loaded, and lost for want of room.
         unsaved: what was stored here and nobody has taken for a slower tier yet; used longest ago first.
         fresh: the part of ``unsaved`` that nobody has looked at yet.
     """
+
+    is_on = True
 
     def __init__(self, num_blocks: int, *, notes_unsaved: bool = False) -> None:
         self.num_blocks = num_blocks
@@ -87,6 +92,11 @@ class HostTier:
         return HostOps(self._stores, self._loads, list(checks))
 
     @property
+    def has_loads(self) -> bool:
+        """Whether a block is to be loaded."""
+        return bool(self._loads)
+
+    @property
     def has_live_stores(self) -> bool:
         """Whether a block is to be stored that stays what it is."""
         return any(store.is_live for store in self._stores)
@@ -94,6 +104,19 @@ class HostTier:
     def get(self, digest: bytes) -> HeldBlock | None:
         """Return the block of that name, if it is held."""
         return self._held.get(digest)
+
+    def extend(self, hit: PrefixHit, packed: bytes, max_tokens: int, stride: int) -> PrefixHit:
+        """Return ``hit`` with the blocks behind it that are held here.
+
+        Args:
+            hit: what the device has of ``packed``.
+            packed: a sequence's tokens, packed.
+            max_tokens: how many of them may be found.
+            stride: bytes of a block's packed tokens.
+        """
+        parent = digest_of(hit.nodes[-1]) if hit.nodes else root_digest(hit.namespace)
+        held = self.match(parent, packed[len(hit.nodes) * stride : max_tokens * TOKEN_BYTES], stride)
+        return hit._replace(partial=None, num_partial_tokens=0, held=held) if held else hit
 
     def match(self, parent: bytes, packed: bytes, stride: int) -> tuple[HeldBlock, ...]:
         """Find the blocks that go on from the path ``parent``: as many whole ones of ``packed`` as are held in a row.
@@ -137,6 +160,16 @@ class HostTier:
         held.num_pins = 1
         self._stores.append(StoreOp(block_id, host_id, is_live))
         return True
+
+    def keep_evicted(self, node: Node) -> None:
+        """Keep the bytes of a node's block, which is being evicted."""
+        assert node.block is not None
+        self.keep(name_of(node), node.block.block_id, num_hits=node.num_hits)
+
+    def keep_live(self, node: Node) -> bool:
+        """Keep the bytes of a node's block, which stays what it is. Return whether a store was planned."""
+        assert node.block is not None
+        return self.keep(name_of(node), node.block.block_id, num_hits=node.num_hits, is_live=True)
 
     def pin(self, held: Sequence[HeldBlock]) -> list[HeldBlock]:
         """Pin the blocks of a match that are still there, up to the first that is not, and return them."""
@@ -246,12 +279,26 @@ class HostTier:
         for held in list(self._held.values()):
             self.forget(held)
 
-    def forget_behind(self, digests: set[bytes]) -> set[bytes]:
-        """Forget the blocks of these paths, and of all that go on from them; return the paths that are meant."""
+    def distrust(
+        self, namespace: bytes, packed: bytes, stride: int, nodes: Iterable[Node], copied_from: Node | None
+    ) -> set[bytes]:
+        """Forget the blocks of a sequence, of ``nodes``, and of all that go on from them; return the paths meant.
+
+        Args:
+            namespace: of the sequence.
+            packed: its tokens, packed.
+            stride: bytes of a block's packed tokens.
+            nodes: of the device, that are forgotten there.
+            copied_from: whose block it took a part of: it may have left the tree, and be held all the same.
+        """
+        root = root_digest(namespace)
+        found = {name.digest for name in names_behind(root, root, packed, stride)}.union(map(digest_of, nodes))
+        if copied_from is not None:
+            found.add(digest_of(copied_from))
         behind: dict[bytes, list[bytes]] = {}
         for digest, held in self._held.items():
             behind.setdefault(held.name.parent, []).append(digest)
-        found, left = set(digests), list(digests)
+        left = list(found)
         while left:
             more = [digest for digest in behind.get(left.pop(), ()) if digest not in found]
             found.update(more)
@@ -318,3 +365,38 @@ class HostTier:
         del self._by_id[held.host_id]
         self._free.append(held.host_id)
         held.host_id = -1
+
+
+class _NoHost(HostTier):
+    """No host tier: it has no blocks, is asked for names of none, and plans nothing."""
+
+    is_on = False
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def extend(self, hit: PrefixHit, packed: bytes, max_tokens: int, stride: int) -> PrefixHit:  # noqa: ARG002
+        return hit
+
+    def keep_evicted(self, node: Node) -> None:
+        pass
+
+    def keep_live(self, node: Node) -> bool:  # noqa: ARG002
+        return False
+
+    def take(self) -> HostOps:
+        return NO_HOST_OPS
+
+    def distrust(
+        self,
+        namespace: bytes,  # noqa: ARG002
+        packed: bytes,  # noqa: ARG002
+        stride: int,  # noqa: ARG002
+        nodes: Iterable[Node],  # noqa: ARG002
+        copied_from: Node | None,  # noqa: ARG002
+    ) -> set[bytes]:
+        return set()
+
+
+NO_HOST: HostTier = _NoHost()
+"""No host tier; it never changes, so all cores without one share it."""

@@ -103,6 +103,10 @@ class PrefixTree:
             del self.roots[parent.key]
             parent.attached = False
 
+    def clear(self) -> None:
+        """Forget all paths."""
+        self.roots = {}
+
     def nodes(self) -> Iterator[Node]:
         """Yield all nodes but the roots, parents before children."""
         stack = list(self.roots.values())

@@ -20,14 +20,14 @@ def commit(core: KVCore, promises: list[Promise], behind: StepInFlight | None) -
         behind: the next step, if it is in flight: the tables that it reads keep their blocks until it ends.
     """
     for promise in promises:  # all of them first: some tables join blocks that are promised later in the step
-        core.commit(promise, joins=False)
+        core.publishing.commit(promise, joins=False)
     late = [promise for promise in promises if promise.is_behind]
     reads = behind.tables() if late and behind is not None else ()
     for promise in late:
         if behind is not None and promise.table in reads:
             behind.joins.append(promise)
         else:
-            core.join(promise)
+            core.publishing.join(promise)
 
 
 def publish_late(core: KVCore, step: StepInFlight, behind: StepInFlight | None) -> None:
@@ -36,13 +36,13 @@ def publish_late(core: KVCore, step: StepInFlight, behind: StepInFlight | None) 
     Arguments are those of :func:`commit`.
     """
     for joining in step.joins:
-        core.join(joining)
+        core.publishing.join(joining)
     promises: list[Promise] = []
     for request in step.filling:
         table, end = request.table, request.num_computed_tokens
         if table is None or table.tail is None or end > request.num_tokens:  # who was cut off has lost a token
             continue
-        promise = core.promise(table, request.packed(), end)
+        promise = core.publishing.promise(table, request.packed(), end)
         if promise is not None:
             promises.append(promise)
     commit(core, promises, behind)

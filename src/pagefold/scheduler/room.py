@@ -67,7 +67,7 @@ class Room:
             pass
         if missing > 0 and not self._give_up_pins(missing, hit, now):
             return False
-        return core.make_free(needed)
+        return core.cache.make_free(needed)
 
     def _num_missing(self, needed: int, hit: PrefixHit) -> int:
         """Return how many of ``needed`` blocks can neither be allocated nor are a gift of ``hit``; may be negative."""

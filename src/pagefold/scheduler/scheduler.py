@@ -234,7 +234,7 @@ class Scheduler:
         assert self._ahead is None, "two steps at a time: apply or abandon the first one first"
         if before is None or before.hides_too_much or self.next_deadline_s <= now or self.suspicion.is_on:
             return None
-        if self.core.streaming is not None:  # it looks at one step at a time
+        if self.core.streaming.is_on:  # it looks at one step at a time
             return None
         self.core.now_s = now
         self.core.pins.expire(now)
@@ -250,7 +250,7 @@ class Scheduler:
         if len(step.requests) < num_running + len(admitted) or not step.requests:
             assert not admitted, "admitted, and somebody who runs has no row"
             for promise in reversed(step.promises):
-                self.core.abandon(promise)
+                self.core.publishing.abandon(promise)
             return None
         self.running += admitted
         step.note_late()
@@ -268,11 +268,11 @@ class Scheduler:
         core = self.core
         commit(core, step.promises, self._step)
         if plan.copies:
-            core.copies_done(plan.copies)
-        core.host_done(plan.host_ops)
+            core.moves.copies_done(plan.copies)
+        core.moves.host_done(plan.host_ops)
         requests = step.requests
         self.suspicion.ran(requests)
-        tell_lookups(self._emit, step, has_tiers=self.core.host is not None)
+        tell_lookups(self._emit, step, has_tiers=self.core.host.is_on)
         any_ended = False
         for request, num_tokens in zip(requests, plan.num_tokens, strict=True):
             request.num_computed_tokens += num_tokens
@@ -418,44 +418,38 @@ class Scheduler:
         self._num_steps += 1
         plan = step.plan
         if step.requests:
-            plan.copies = self.core.take_copies()
-            plan.host_ops = self.core.take_host_ops()
-            if self.core.residuals is not None:
-                plan.residual_ids = [request.table.residual_id for request in step.requests if request.table]
-                plan.residual_copies = self.core.residuals.take_copies()
+            plan.copies = self.core.moves.take_copies()
+            plan.host_ops = self.core.moves.take_host_ops()
+            plan.residual_ids = self.core.residuals.ids_of(request.table for request in step.requests)
+            plan.residual_copies = self.core.residuals.take_copies()
         else:
-            assert not self.core.pending_copies, "nobody runs, so nobody waits for a copy"
+            assert not self.core.moves.pending_copies, "nobody runs, so nobody waits for a copy"
         num_tokens = len(plan.token_ids)
         self._emit(StepPlanned(plan.step_id, step.now, plan.num_rows, num_tokens, sum(plan.starts) + num_tokens))
         return plan
 
     def _take_back(self, step: StepInFlight, damaged_ids: frozenset[int] = frozenset()) -> None:
         """Take back what a step had promised, and let those that it admitted wait again. The newest step first."""
-        self.core.copies_failed(step.plan.copies)
-        self.core.host_failed(step.plan.host_ops, damaged_ids)
-        if self.core.residuals is not None:
-            self.core.residuals.failed(step.plan.residual_copies)
+        self.core.moves.copies_failed(step.plan.copies)
+        self.core.moves.host_failed(step.plan.host_ops, damaged_ids)
+        self.core.residuals.failed(step.plan.residual_copies)
         for promise in reversed(step.promises):
-            self.core.abandon(promise)
+            self.core.publishing.abandon(promise)
         for promise in step.joins:  # what the step before wrote stays, and nobody reads these tables any more
-            self.core.join(promise)
+            self.core.publishing.join(promise)
         for request in reversed(step.admitted):
             self.running.remove(request)
             self._back_to_waiting(request)
 
     def _note_overwritten(self, behind: StepInFlight) -> None:
         """Note in whose residual the step behind a failed one may have begun a block."""
-        residuals, size = self.core.residuals, self.core.block_size
-        if residuals is not None:
-            for request, start in zip(behind.requests, behind.plan.starts, strict=True):
-                if request.table is not None and start % size == 0:
-                    residuals.overwritten(request.table)
+        for request, start in zip(behind.requests, behind.plan.starts, strict=True):
+            if request.table is not None and start % self.core.block_size == 0:
+                self.core.residuals.overwritten(request.table)
 
     def _begin_lost_blocks_again(self) -> None:
         """Let those whose residual is lost compute their last block from its beginning."""
         residuals, size = self.core.residuals, self.core.block_size
-        if residuals is None:
-            return
         for request in self.running:
             if request.table is not None and residuals.take_lost(request.table):
                 request.max_computed_tokens = max(request.max_computed_tokens, request.num_computed_tokens)
@@ -527,7 +521,7 @@ class Scheduler:
             step.filling.append(request)
             return
         assert request.table is not None
-        promise = self.core.promise(request.table, request.packed(), end)
+        promise = self.core.publishing.promise(request.table, request.packed(), end)
         if promise is not None:
             step.promises.append(promise)
 
@@ -537,7 +531,7 @@ class Scheduler:
         num_seats = self.limits.max_num_seqs - len(self.running) - len(self._held_back)
         if num_seats:
             num_seats -= sum(len(request.forks) for request in (*self.running, *self._held_back))
-        if self.core.residuals is not None:  # those who leave have theirs until the step in flight has ended
+        if self.core.residuals.is_on:  # those who leave have theirs until the step in flight has ended
             num_seats -= step.num_leaving
         while self.waiting and budget > 0 and self.waiting[0].num_seqs <= num_seats:
             request = self.waiting[0]
@@ -567,23 +561,11 @@ class Scheduler:
             num_seats -= request.num_seqs
 
     def _limit(self, request: Request, start: int, num_tokens: int) -> int:
-        """Return how many of ``num_tokens`` from ``start`` on ``request`` may compute in one step.
-
-        Where blocks are sealed, what begins inside a block goes no further than its end. So a residual is overwritten
-        only by who needs none of what it held, and a step that fails has taken nothing away. And what does not get to
-        the end of its tokens ends where a block does, if it gets so far.
-        """
-        table, size = request.table, self.core.block_size
-        assert table is not None
-        if table.cold_root is not None:
+        """Return how many of ``num_tokens`` from ``start`` on ``request`` may compute in one step."""
+        assert request.table is not None
+        if request.table.streams:
             return self._streamer.limit(num_tokens)
-        if self.core.residuals is None:
-            return num_tokens
-        if start % size:
-            return min(num_tokens, size - start % size)
-        if start + num_tokens < request.num_tokens and num_tokens > size:
-            return num_tokens - num_tokens % size
-        return num_tokens
+        return self.core.residuals.limit(start, num_tokens, request.num_tokens, self.core.block_size)
 
     def _start(self, request: Request, num_hit_tokens: int, now: float) -> None:
         if request.status is not RequestStatus.PREEMPTED:
@@ -618,7 +600,7 @@ class Scheduler:
         plan.block_ids.append(table.block_ids)
         if not request.is_plain:
             plan_extras(plan, request)
-        promise = self.core.promise(table, packed, end)
+        promise = self.core.publishing.promise(table, packed, end)
         if promise is not None:
             step.promises.append(promise)
 
@@ -660,7 +642,7 @@ class Scheduler:
         False when ``request`` itself had to go; or somebody, while a step is in flight that reads what they have.
         """
         assert request.table is not None
-        if request.table.cold_root is not None:
+        if request.table.streams:
             self._streamer.make_room(request, end)
         while not self.core.extend(request.table, start, end):
             if self._streamer.cool(self._all_running) or self.core.pins.give_up(self.core.now_s):
@@ -741,7 +723,7 @@ class Scheduler:
         if request.table is not None:
             if request.warm_up is not None and request.warm_up.pin and reason in ("stop", "length"):
                 self._pin(request, request.warm_up, request.table)
-            self.core.write_through(request.table)
+            self.core.moves.write_through(request.table)
             if request.returns_in_s is not None:
                 self.core.hint(request.table, repeat(True))  # noqa: FBT003 - of every block
             self._release(request, 1.0)

@@ -32,11 +32,10 @@ class Streamer:
 
     def streams(self, request: Request) -> bool:
         """Whether ``request``, which waits, must stream: with the next token it does not fit the device."""
-        return self._streaming is not None and self._num_blocks(request) > self._core.pool.num_blocks
+        return self._streaming.is_on and self._num_blocks(request) > self._core.pool.num_blocks
 
     def limit(self, num_tokens: int) -> int:
         """Return how many of ``num_tokens`` a request that streams may compute in one step."""
-        assert self._streaming is not None, "streaming is not allowed"
         return min(num_tokens, self._streaming.max_hot_blocks * self._core.block_size)
 
     def num_hot_blocks(self, num_tokens: int) -> int:
@@ -48,15 +47,14 @@ class Streamer:
         table = request.table
         assert table is not None
         num_more = num_blocks_for(request.num_tokens, self._core.block_size) - len(table.block_ids)
-        if table.cold_root is not None:
+        if table.streams:
             num_hot = len(table.block_ids) - len(table.cold)
             num_more = min(num_more, self.num_hot_blocks(request.num_tokens) - num_hot)
         return max(0, num_more)
 
     def fits(self, request: Request, running: Iterable[Request]) -> bool:
         """Whether the arena could hold ``request`` beside what streams already."""
-        assert self._streaming is not None, "streaming is not allowed"
-        others = [other for other in running if other.table is not None and other.table.cold_root is not None]
+        others = [other for other in running if other.table is not None and other.table.streams]
         if not others:
             return True
         num_cold = sum(self._num_blocks(one) - self._streaming.max_hot_blocks for one in (request, *others))
@@ -66,20 +64,17 @@ class Streamer:
         """Make cold what ``request`` has too much of on the device, before it is given room up to ``end``."""
         table = request.table
         assert table is not None
-        assert self._streaming is not None
         num_new = num_blocks_for(end, self._core.block_size) - len(table.block_ids)
         self._cool(request, max(0, self._streaming.max_hot_blocks - num_new))
 
     def cool(self, running: Iterable[Request]) -> bool:
         """Make cold what can be of those that stream, until some block is free; whether any is."""
-        if self._streaming is None:
-            return False
-        return any(self._cool(request, 0) for request in running)
+        return self._streaming.is_on and any(self._cool(request, 0) for request in running)
 
     def take_back(self, request: Request, end: int) -> bool:
         """Make room for a request that streams out of what is kept for those that wait; whether there was any."""
         table = request.table
-        if table is None or table.cold_root is None or self._core.slow is None or not self._core.slow.let_go():
+        if table is None or not table.streams or not self._core.slow.let_go():
             return False
         self.make_room(request, end)
         return True
@@ -91,11 +86,11 @@ class Streamer:
     def is_intact(self, request: Request) -> bool:
         """Whether all that ``request`` has is still there, after a step failed."""
         table = request.table
-        return self._streaming is None or table is None or self._streaming.is_intact(table)
+        return table is None or self._streaming.is_intact(table)
 
     def _cool(self, request: Request, num_hot: int, *, is_read: bool = True) -> int:
         table = request.table
-        if self._streaming is None or table is None or table.cold_root is None:
+        if table is None or not table.streams:
             return 0
         if len(table.block_ids) - len(table.cold) <= num_hot:
             return 0

@@ -208,7 +208,7 @@ class Tiering:
         slow.give_up()
         nodes = deque(core.tree.nodes())  # heads before tails: what is left out cuts off least
         while left_s() > 0:
-            core.store_cached(nodes, slow.num_spare)
+            core.moves.store_cached(nodes, slow.num_spare)
             self._store()
             writes = slow.take_writes(is_flush=True)
             self.transfer.write(writes)
@@ -223,15 +223,15 @@ class Tiering:
     def _store(self) -> None:
         """Make the stores that wait for a step."""
         core = self._scheduler.core
-        ops = core.take_host_ops()
+        ops = core.moves.take_host_ops()
         if not ops.stores:
             return
         try:
             self._move(ops)
         except DamagedBlocksError as damage:
-            core.host_failed(ops, damage.host_ids)
+            core.moves.host_failed(ops, damage.host_ids)
         else:
-            core.host_done(ops)
+            core.moves.host_done(ops)
 
     def _look_ahead(self, now: float) -> None:
         """Look again at those who will be admitted next and for whom nothing is kept, once each.

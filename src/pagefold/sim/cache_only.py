@@ -153,13 +153,13 @@ class _Replayer:
             table, num_found = core.acquire(hit)
             fits = core.extend(table, num_found, num_tokens)
             assert fits, "there is room for any one request"
-            promise = core.promise(table, packed, num_tokens)
+            promise = core.publishing.promise(table, packed, num_tokens)
             if promise is not None:
-                core.commit(promise)
+                core.publishing.commit(promise)
             if hints is not None:
                 core.hint(table, hints[index])
             core.release(table)
-            core.reclaim(core.pool.num_cached - num_blocks)
+            core.cache.reclaim(core.pool.num_cached - num_blocks)
             num_asked += request.prompt_tokens
             num_hit += min(num_found, request.prompt_tokens)
             num_asked_blocks += self.num_blocks_of(request)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from pagefold.kv import BlockTable, HostTier, KVCore, PinLimits, audit, make_policy
+from pagefold.kv import NO_HOST, BlockTable, HostTier, KVCore, PinLimits, audit, make_policy
 from pagefold.kv.tree import PrefixHit
 from pagefold.request import Request, StopRule, WarmUp
 from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits
@@ -153,7 +153,7 @@ class _Machine:
             block_size=run.block_size,
             policy=make_policy(run.eviction_policy),
             pin_limits=PinLimits(0.5, 5.0),
-            host=HostTier(run.num_host_blocks) if run.num_host_blocks else None,
+            host=HostTier(run.num_host_blocks) if run.num_host_blocks else NO_HOST,
         )
         limits = SchedulerLimits(run.max_num_seqs, run.max_num_batched_tokens)
         policy = SCHEDULING_POLICIES[run.scheduling_policy](60.0)

@@ -94,7 +94,7 @@ def simulate(
         return cost(plan) + tiers.step_s(plan.host_ops, config.block_size)
 
     disk = None
-    if core.slow is not None:
+    if core.slow.is_on:
         transfers = SimTransfers(tiers, config.block_size, clock)
         tiering = Tiering(scheduler, core.slow, transfers, SimArena(), lambda _: None, emit=tally, clock=clock)
         disk = _Disk(tiering, transfers)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pagefold.events import BlockEvicted, PrefixLookup, RequestPreempted
-from pagefold.kv import HostTier, KVCore, PinLimits, Residuals, audit, make_policy
+from pagefold.kv import NO_HOST, NO_RESIDUALS, HostTier, KVCore, PinLimits, Residuals, audit, make_policy
 from pagefold.request import Request, StopRule, WarmUp
 from pagefold.sampling import SamplingParams
 from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits
@@ -102,9 +102,9 @@ class _Replayer:
             policy=make_policy(settings.eviction_policy),
             enable_prefix_caching=settings.enable_prefix_caching,
             pin_limits=PinLimits(settings.max_pinned_share, settings.pin_half_life_s),
-            host=HostTier(settings.num_host_blocks) if settings.num_host_blocks else None,
+            host=HostTier(settings.num_host_blocks) if settings.num_host_blocks else NO_HOST,
             allow_streaming=settings.allow_streaming,
-            residuals=Residuals(settings.max_num_seqs) if settings.seals_blocks else None,
+            residuals=Residuals(settings.max_num_seqs) if settings.seals_blocks else NO_RESIDUALS,
             emit=self._note,
         )
         self._scheduler = Scheduler(

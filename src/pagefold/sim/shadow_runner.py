@@ -74,9 +74,8 @@ class ShadowRunner:
         self._scheduler = scheduler
         self._size = core.block_size
         self._slab = [[_POISON] * self._size for _ in range(core.pool.num_blocks)]
-        self._arena = [_Stored([_POISON] * self._size) for _ in range(core.host.num_blocks if core.host else 0)]
-        num_residuals = core.residuals.num_residuals if core.residuals else 0
-        self._residuals = [[_POISON] * self._size for _ in range(num_residuals)]
+        self._arena = [_Stored([_POISON] * self._size) for _ in range(core.host.num_blocks)]
+        self._residuals = [[_POISON] * self._size for _ in range(core.residuals.num_residuals)]
         self._last: list[int] = []  # sampled by the last step
 
     def run(self, plan: StepPlan) -> StepResult:

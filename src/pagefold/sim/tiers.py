@@ -15,7 +15,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from pagefold.errors import ConfigError
-from pagefold.kv import Arbiter, HostTier, LinkModel, SlowTiers
+from pagefold.kv import NO_HOST, NO_SLOW_TIERS, Arbiter, HostTier, LinkModel, SlowTiers
 from pagefold.kv.transfers import Fetched, Found, MissCause, Written
 
 if TYPE_CHECKING:
@@ -81,22 +81,22 @@ class TierModel:
         if not 0 <= self.fault_rate <= 1:
             raise _bad("fault_rate", self.fault_rate, "between 0 and 1")
 
-    def host(self, block_size: int) -> HostTier | None:
-        """Return the host tier; None without tiers.
+    def host(self, block_size: int) -> HostTier:
+        """Return the host tier; ``NO_HOST`` without tiers.
 
         Raises:
             ConfigError: it is smaller than a block.
         """
         if not self.host_tokens:
-            return None
+            return NO_HOST
         if self.host_tokens < block_size:
             raise _bad("host_tokens", self.host_tokens, f"at least a block of {block_size} tokens")
         return HostTier(self.host_tokens // block_size, notes_unsaved=bool(self.disk_tokens))
 
-    def slow(self, host: HostTier | None, block_size: int, compute_s_per_token: float) -> SlowTiers | None:
-        """Return what is behind the host tier; None without a disk."""
-        if host is None or not self.disk_tokens:
-            return None
+    def slow(self, host: HostTier, block_size: int, compute_s_per_token: float) -> SlowTiers:
+        """Return what is behind the host tier; ``NO_SLOW_TIERS`` without a disk."""
+        if not host.is_on or not self.disk_tokens:
+            return NO_SLOW_TIERS
         arbiter = Arbiter(self.token_bytes * block_size, block_size, compute_s_per_token=compute_s_per_token)
         arbiter.links[DISK] = LinkModel(self.disk_latency_s, self.disk_bytes_per_s)
         return SlowTiers(host, self.write_policy, arbiter)

@@ -25,7 +25,7 @@ def tree() -> Drawing:
     copies = []
     for name, text in texts.items():
         tables[name], starts[name], promise = words.admit(text)
-        copies += words.core.pending_copies
+        copies += words.core.moves.pending_copies
         words.commit(promise)
     (copy,) = copies
 
@@ -104,7 +104,7 @@ def promises() -> Drawing:
             words.commit(promise)
         for promise in reversed(made) if is_abandoned else []:
             assert promise is not None
-            words.core.abandon(promise)
+            words.core.publishing.abandon(promise)
         for table in list(tables.values()) if is_abandoned else []:
             words.core.release(table)
         audit(words.core)

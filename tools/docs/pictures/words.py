@@ -41,7 +41,7 @@ class Words:
         table, start = self.core.acquire(hit)
         assert self.core.extend(table, start, len(words))
         self.write(table, words, 0)
-        return table, start, self.core.promise(table, self.packed(text), len(words))
+        return table, start, self.core.publishing.promise(table, self.packed(text), len(words))
 
     def write(self, table: BlockTable, words: list[str], start: int) -> None:
         """Fill the table's blocks from position ``start`` on, as a runner would."""
@@ -52,9 +52,9 @@ class Words:
     def commit(self, promise: Promise | None) -> None:
         """Do what the scheduler does when the step has run."""
         assert promise is not None
-        self.core.commit(promise)
-        copies = self.core.take_copies()
-        self.core.copies_done(copies)
+        self.core.publishing.commit(promise)
+        copies = self.core.moves.take_copies()
+        self.core.moves.copies_done(copies)
         audit(self.core)
 
     def words_of(self, node: Node) -> list[str]:
