@@ -291,7 +291,7 @@ class EngineThread:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it died of a bug."""
+        """Whether the engine died of a bug."""
         return self._failure is not None
 
     def ensure_ready(self) -> None:

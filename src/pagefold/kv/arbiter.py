@@ -64,7 +64,7 @@ class LinkModel:
             self.bytes_per_s += _WEIGHT * (num_bytes / (seconds - self.latency_s) - self.bytes_per_s)
 
     def recover(self, hoped_bytes_per_s: float = 0.0) -> None:
-        """It was not used, since it is thought too slow: in time it is thought faster, and tried again.
+        """Note that a tier was not used, since it is thought too slow: in time it is thought faster, and tried again.
 
         Args:
             hoped_bytes_per_s: what it is thought then, where that is more than at first.

@@ -58,7 +58,7 @@ class Advice:
     why: str
 
     def figures(self) -> dict[str, str]:
-        """Return it by names."""
+        """Return the advice as words, by name."""
         return asdict(self)
 
 

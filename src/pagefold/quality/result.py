@@ -136,5 +136,5 @@ class Evaluation:
     version: str
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as what JSON can hold."""
+        """Return the evaluation as what JSON can hold."""
         return asdict(self)

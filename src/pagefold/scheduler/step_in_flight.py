@@ -81,7 +81,7 @@ class StepInFlight:
 
     @property
     def admitted(self) -> list[Request]:
-        """Those that were admitted in this step."""
+        """Requests that were admitted in this step."""
         return self.requests[len(self.requests) - self.num_admitted :]
 
     @property

@@ -130,7 +130,7 @@ class ChatMessage(Body):
         return sum(len(part.text) for part in self.content) + sum(len(text) for text in beside if text is not None)
 
     def for_template(self) -> dict[str, Any]:
-        """Return it as chat templates want it."""
+        """Return the message as chat templates want it."""
         role = "system" if self.role == "developer" else self.role
         content = "\n".join(part.text for part in self.content) or self.refusal or ""
         message: dict[str, Any] = {"role": role, "content": content}

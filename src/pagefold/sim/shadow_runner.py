@@ -235,7 +235,7 @@ class _Stored:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether it is no more what was stored."""
+        """Whether the block is no more what was stored."""
         return tuple(self.cells) != self.cells_then
 
 

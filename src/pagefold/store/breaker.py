@@ -61,13 +61,13 @@ class Breaker:
         return self._turn(now, why)
 
     def asked_in_vain(self, why: str) -> None:
-        """It was asked while out, and does not answer yet."""
+        """Note that the store was asked while out, and does not answer yet."""
         self.num_failures += 1
         self.last_error = why
         self.wait_s = min(2 * self.wait_s, self._most_wait_s)
 
     def answered(self, now: float) -> Change | None:
-        """It answers. Return the change that this is, if it is one."""
+        """Note that the store answers. Return the change that this is, if it is one."""
         return self._turn(now, self.last_error) if self.is_out else None
 
     def _turn(self, now: float, why: str) -> Change:

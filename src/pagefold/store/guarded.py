@@ -88,7 +88,7 @@ class GuardedStore:
 
     @property
     def state(self) -> GuardState:
-        """How it is now."""
+        """How the store is now."""
         with self._lock:
             breaker = self._breaker
             return GuardState(breaker.is_out, breaker.since, breaker.num_failures, breaker.last_error)

@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 def open_stores(config: EngineConfig, frames: FrameFormat, plan: Callable[[], BlockPlan]) -> list[BlockStore]:
-    """Open them.
+    """Open the slow tiers that a config names.
 
     Args:
         config: says where they are.

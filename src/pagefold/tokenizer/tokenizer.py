@@ -101,7 +101,7 @@ class Tokenizer:
         return LengthBound(self._backend)
 
     def to_json(self) -> str:
-        """Return it as the text of a ``tokenizer.json``."""
+        """Return the tokenizer as the text of a ``tokenizer.json``."""
         return str(self._backend.to_str())
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

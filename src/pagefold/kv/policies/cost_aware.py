@@ -42,7 +42,7 @@ class CostAware(CountingPolicy):
         return 1.0 + node.depth * (len(node.key) // TOKEN_BYTES) / self._even_context
 
     def on_insert(self, node: Node) -> None:
-        """Count it, and give it a key."""
+        """Count the node, and give it a key."""
         super().on_insert(node)
         self._rekey(node)
 

@@ -80,7 +80,7 @@ class S3Fifo:
         """Nothing to do: ``on_idle`` follows."""
 
     def on_evict(self, node: Node) -> None:
-        """Remember it, if it left by the small queue."""
+        """Remember the node, if it left by the small queue."""
         if self._places.pop(node).is_main:
             return
         self._num_small -= 1

@@ -35,7 +35,7 @@ class Slru(KeyPolicy):
         self._tick = 0
 
     def on_insert(self, node: Node) -> None:  # noqa: ARG002 - all are on probation first
-        """Put it on probation."""
+        """Put the node on probation."""
         self._num_nodes += 1
 
     def on_hit(self, path: list[Node]) -> None:

@@ -39,7 +39,7 @@ class Weighted(KeyPolicy):
         self._score: dict[Node, float] = {}  # log2 of the worth, as it would have been at tick 0
 
     def on_insert(self, node: Node) -> None:
-        """Give it a worth of 1 until its request tells."""
+        """Give the node a worth of 1 until its request tells."""
         self._score[node] = self._tick / self._half_life
 
     def on_release(self, tail: Node, facts: RequestFacts) -> None:

@@ -38,7 +38,7 @@ class MessageTool(Body):
     strict: StrictBool = False
 
     def as_tool(self) -> Tool:
-        """Return it in the form of chats."""
+        """Return the tool in the form of chats."""
         function = ToolFunction.model_construct(
             name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
         )

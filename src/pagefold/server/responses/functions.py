@@ -29,11 +29,11 @@ class Function(ToolFunction):
         return fields
 
     def as_tool(self) -> Tool:
-        """Return it in the form of chats."""
+        """Return the function in the form of chats."""
         return Tool.model_construct(type="function", function=self)
 
     def told(self) -> dict[str, Any]:
-        """Return it as responses repeat it."""
+        """Return the function as responses repeat it."""
         return {
             "type": "function",
             "name": self.name,

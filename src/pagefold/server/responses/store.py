@@ -64,7 +64,7 @@ class ResponseStore:
 
     @property
     def is_on(self) -> bool:
-        """Whether it ever keeps anything."""
+        """Whether the store ever keeps anything."""
         return self._max_bytes > 0
 
     @property

@@ -64,6 +64,6 @@ class TextConfig(Body):
         return None if self.format.params is None else Structured(self.format.params, "text")
 
     def told(self) -> dict[str, Any]:
-        """Return it as responses repeat it."""
+        """Return the config as responses repeat it."""
         verbosity = {} if self.verbosity is None else {"verbosity": self.verbosity}
         return {"format": self.format.told, **verbosity}

@@ -43,7 +43,7 @@ class Tool(Body):
     function: ToolFunction
 
     def for_template(self) -> dict[str, Any]:
-        """Return it as chat templates want it."""
+        """Return the tool as chat templates want it."""
         function = {"name": self.function.name, "description": self.function.description}
         return {"type": "function", "function": {**function, "parameters": self.function.arguments_schema()}}
 
