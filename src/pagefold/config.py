@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, get_args
 
 from pagefold.errors import ConfigError
 from pagefold.kv import KV_CACHE_DTYPES
@@ -28,6 +28,7 @@ __all__ = [
     "Device",
     "Dtype",
     "EngineConfig",
+    "Flag",
     "ModelImpl",
     "ServerConfig",
     "TransportCodec",
@@ -46,14 +47,10 @@ Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 AttentionBackend: TypeAlias = Literal["auto", "cpu", "cuda", "reference"]
 ModelImpl: TypeAlias = Literal["auto", "pagefold", "transformers"]
 TransportCodec: TypeAlias = Literal["none", "lossless", "lossy7", "lossy6"]
+SchedulingPolicyName: TypeAlias = Literal["fcfs", "priority"]
+LogFormat: TypeAlias = Literal["text", "json"]
+LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 
-_DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
-_DEVICES = ("auto", "cpu", "cuda")
-_BACKENDS = ("auto", "cpu", "cuda", "reference")
-_MODEL_IMPLS = ("auto", "pagefold", "transformers")
-_SCHEDULING_POLICIES = ("fcfs", "priority")
-_LOG_FORMATS = ("text", "json")
-_LOG_LEVELS = ("debug", "info", "warning", "error")
 _TOOL_CALL_PARSERS = ("hermes", "smollm2")
 _REASONING_PARSERS = ("deepseek_r1", "deepseek_v3", "glm45", "granite", "mistral", "qwen3", "seed_oss")
 _MAX_BLOCK_SIZE = 256
@@ -64,6 +61,22 @@ DROPPED_BITS: Mapping[TransportCodec, int | None] = MappingProxyType(
     {"none": None, "lossless": 0, "lossy7": 1, "lossy6": 2}
 )
 """How many of the lower bits of codes of 8 bit each rounds away; None packs nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """How ``pagefold serve`` takes a setting.
+
+    Attributes:
+        help: what it says of it.
+        metavar: what stands for the value there; None for the last word of its name.
+        name: of the flag, if it is not the setting's, without the unit of seconds.
+    """
+
+    help: str
+    metavar: str | None = None
+    name: str | None = None
+
 
 MAX_PRIORITY = 2**31
 """A request's priority lies between this and its negative."""
@@ -129,56 +142,104 @@ class EngineConfig:
     """
 
     model: str
-    device: Device = "auto"
-    dtype: Dtype = "auto"
-    block_size: int = 16
-    kv_cache_dtype: str = "auto"
-    kv_cache_dtype_skip_layers: tuple[int, ...] = ()
-    kv_quality_floor: float | None = None
-    force_kv_cache_dtype: bool = False
-    kv_cache_memory_bytes: int | None = None
-    gpu_memory_utilization: float = 0.9
-    kv_offloading_size: float = 0.0
-    allow_streaming: bool = False
-    kv_disk_path: str | None = None
-    kv_disk_size: float = 10.0
-    kv_remote_url: str | None = field(default=None, repr=False)
-    kv_remote_required: bool = False
-    kv_transport_codec: TransportCodec = "none"
-    kv_write_policy: WritePolicy = "write_back"
-    max_model_len: int | Literal["auto"] | None = None
-    max_num_seqs: int = 128
-    max_num_batched_tokens: int = 512
-    enable_prefix_caching: bool = True
-    eviction_policy: str = "default"
-    attention_backend: AttentionBackend = "auto"
-    model_impl: ModelImpl = "auto"
-    quantization: Literal["int8"] | None = None
-    enforce_eager: bool = False
-    threads: int | None = None
-    batch_invariant: bool = False
-    seed: int = 0
-    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-    priority_aging_s: float = 60.0
-    request_timeout_s: float | None = None
-    max_pinned_share: float = 0.5
-    pin_half_life_s: float = 3600.0
+    device: Annotated[Device, Flag("auto (a card where there is one), cpu or cuda.")] = "auto"
+    dtype: Annotated[Dtype, Flag("auto, float32, float64, bfloat16 or float16.")] = "auto"
+    block_size: Annotated[int, Flag("Tokens a KV block.")] = 16
+    kv_cache_dtype: Annotated[
+        str,
+        Flag(
+            "How K and V are stored: auto (as computed), float16, bfloat16, fp8, fp8_e5m2, "
+            "int8_per_token_head, k8v4, int4_per_token_head, kivi2, ..."
+        ),
+    ] = "auto"
+    kv_cache_dtype_skip_layers: Annotated[
+        tuple[int, ...], Flag("Layers that stay in 16 bit all the same, such as 0,29.", metavar="LAYERS")
+    ] = ()
+    kv_quality_floor: Annotated[
+        float | None,
+        Flag(
+            "Refuse a codec under it: how often, as pagefold eval found, the likeliest token is that "
+            "of auto. 0.97 for 8 bit and 0.95 for less if not given.",
+            metavar="SHARE",
+        ),
+    ] = None
+    force_kv_cache_dtype: Annotated[bool, Flag("Start with a codec under that floor.")] = False
+    kv_cache_memory_bytes: Annotated[
+        int | None,
+        Flag("KV budget: bytes, or 512M, 2G, 2GiB; a share of the free memory if not given.", metavar="SIZE"),
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float, Flag("Of a card's whole memory, how much is for weights, activations and KV.", metavar="SHARE")
+    ] = 0.9
+    kv_offloading_size: Annotated[
+        float, Flag("Host memory for evicted blocks, beside the KV budget.", metavar="GIB")
+    ] = 0.0
+    allow_streaming: Annotated[
+        bool, Flag("Serve requests larger than the KV budget: what does not fit is read from the host's memory.")
+    ] = False
+    kv_disk_path: Annotated[str | None, Flag("Keep blocks on a disk too, in this folder.", metavar="FOLDER")] = None
+    kv_disk_size: Annotated[float, Flag("What that folder may take at most.", metavar="GIB")] = 10.0
+    kv_remote_url: Annotated[
+        str | None,
+        Flag(
+            "Share blocks with other machines: redis://HOST:PORT or mooncake://HOST:PORT. Or $PAGEFOLD_KV_REMOTE_URL.",
+            metavar="URL",
+        ),
+    ] = field(default=None, repr=False)
+    kv_remote_required: Annotated[bool, Flag("Do not start without that pool.")] = False
+    kv_transport_codec: Annotated[
+        TransportCodec, Flag("How blocks are packed on their way to that pool: none, lossless, lossy7 or lossy6.")
+    ] = "none"
+    kv_write_policy: Annotated[
+        WritePolicy,
+        Flag("When blocks are written to disk and pool: write_back, write_through or write_through_selective."),
+    ] = "write_back"
+    max_model_len: Annotated[
+        int | Literal["auto"] | None,
+        Flag("Longest prompt and output together; auto for as much as the budget holds.", metavar="TOKENS|auto"),
+    ] = None
+    max_num_seqs: Annotated[int, Flag("Sequences running at once.")] = 128
+    max_num_batched_tokens: Annotated[int, Flag("Tokens computed in one step.")] = 512
+    enable_prefix_caching: Annotated[bool, Flag("Share blocks between requests that begin alike.")] = True
+    eviction_policy: Annotated[
+        str,
+        Flag(
+            "Which cached blocks go first: default (learned), lru, lfu, fifo, slru, 2q, s3-fifo, "
+            "weighted, cost-aware, learned or adaptive."
+        ),
+    ] = "default"
+    attention_backend: Annotated[AttentionBackend, Flag("auto, cpu, cuda or reference.")] = "auto"
+    model_impl: Annotated[ModelImpl, Flag("Who computes the layers: auto, pagefold or transformers.")] = "auto"
+    quantization: Annotated[Literal["int8"] | None, Flag("int8: weights of a quarter of the size.")] = None
+    enforce_eager: Annotated[bool, Flag("On a card, no CUDA graphs.")] = False
+    threads: Annotated[int | None, Flag("Threads that compute; all cores if not given.")] = None
+    batch_invariant: Annotated[bool, Flag("Refuse what would let a request's tokens depend on its batch.")] = False
+    seed: Annotated[int, Flag("Of requests that bring none.")] = 0
+    scheduling_policy: Annotated[SchedulingPolicyName, Flag("Who goes first: fcfs, or priority (the smallest).")] = (
+        "fcfs"
+    )
+    priority_aging_s: Annotated[float, Flag("Seconds of waiting that are worth one level of priority.")] = 60.0
+    request_timeout_s: Annotated[
+        float | None, Flag("Seconds after which an unfinished request is ended; never if not given.")
+    ] = None
+    max_pinned_share: Annotated[float, Flag("Of all KV blocks, how many pins may keep together.")] = 0.5
+    pin_half_life_s: Annotated[float, Flag("Seconds in which a pin's priority halves.")] = 3600.0
 
     def __post_init__(self) -> None:
         from pagefold.kv.policies import POLICIES  # noqa: PLC0415 - kv stands on nothing here; keeps imports one-way
 
         _check_types(self)
-        _one_of("device", self.device, _DEVICES)
-        _one_of("dtype", self.dtype, _DTYPES)
-        _one_of("attention_backend", self.attention_backend, _BACKENDS)
-        _one_of("model_impl", self.model_impl, _MODEL_IMPLS)
+        _one_of("device", self.device, get_args(Device))
+        _one_of("dtype", self.dtype, get_args(Dtype))
+        _one_of("attention_backend", self.attention_backend, get_args(AttentionBackend))
+        _one_of("model_impl", self.model_impl, get_args(ModelImpl))
         _one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", *KV_CACHE_DTYPES))
         if self.kv_cache_dtype_skip_layers and self.kv_cache_dtype == "auto":
             msg = "kv_cache_dtype_skip_layers is set, but no layer's KV is encoded."
             raise ConfigError(msg, remedy="Leave it out, or give a kv_cache_dtype such as int8_per_token_head.")
         _one_of("quantization", self.quantization, (None, "int8"))
         _one_of("eviction_policy", self.eviction_policy, ("default", *POLICIES))
-        _one_of("scheduling_policy", self.scheduling_policy, _SCHEDULING_POLICIES)
+        _one_of("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicyName))
         if not 0 < self.priority_aging_s < float("inf"):  # without end, priority 0 would have no order
             raise _bad("priority_aging_s", self.priority_aging_s, "a positive number of seconds")
         if self.request_timeout_s is not None and not self.request_timeout_s > 0:
@@ -307,30 +368,67 @@ class ServerConfig:
         ConfigError: a value is out of range.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    served_model_name: str | None = None
-    max_body_bytes: int = 4 * 2**20
-    max_connections: int = 4096
-    http_header_timeout_s: float = 30.0
-    http_body_timeout_s: float = 300.0
-    timeout_keep_alive_s: float = 5.0
-    drain_s: float = 30.0
-    max_queued_requests: int = 1024
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    host: Annotated[str, Flag("Where to listen.")] = "127.0.0.1"
+    port: Annotated[int, Flag("0 takes a free one.")] = 8000
+    served_model_name: Annotated[str | None, Flag("What clients call the model; MODEL if not given.")] = None
+    max_body_bytes: Annotated[int, Flag("The largest request body, as 512K or 16M; more is a 413.", metavar="SIZE")] = (
+        4 * 2**20
+    )
+    max_connections: Annotated[int, Flag("At once; one too many takes the place of an idle one.")] = 4096
+    http_header_timeout_s: Annotated[float, Flag("Seconds that the head of a request may take to come.")] = 30.0
+    http_body_timeout_s: Annotated[
+        float, Flag("Seconds that its body may take; one that stalls is given up after 30.")
+    ] = 300.0
+    timeout_keep_alive_s: Annotated[float, Flag("Seconds that a connection stays after an answer.")] = 5.0
+    drain_s: Annotated[float, Flag("Seconds that SIGTERM lets running requests finish.", name="shutdown_timeout")] = (
+        30.0
+    )
+    max_queued_requests: Annotated[int, Flag("Requests beyond --max-num-seqs that may wait; more get a 429.")] = 1024
+    api_keys: Annotated[tuple[str, ...], Flag("Clients must bring it; may be given several times.", name="api_key")] = (
+        field(default=(), repr=False)
+    )
     accounts: tuple[Account, ...] = ()
-    admin_api_key: str | None = field(default=None, repr=False)
-    metrics_key: str | None = field(default=None, repr=False)
-    open_metrics: bool = False
-    allowed_origins: tuple[str, ...] = ()
-    allowed_methods: tuple[str, ...] = ("*",)
-    allowed_headers: tuple[str, ...] = ("*",)
-    allow_credentials: bool = False
-    log_format: Literal["text", "json"] = "text"
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    tool_call_parser: str | None = None
-    reasoning_parser: str | None = None
-    responses_store_bytes: int = 64 * 2**20
+    admin_api_key: Annotated[
+        str | None, Flag("What admin routes ask for; closed without. Or $PAGEFOLD_ADMIN_API_KEY.")
+    ] = field(default=None, repr=False)
+    metrics_key: Annotated[
+        str | None,
+        Flag(
+            "What /metrics and /load ask for; with --api-key-file and without it they are the "
+            "admin's. Or $PAGEFOLD_METRICS_KEY."
+        ),
+    ] = field(default=None, repr=False)
+    open_metrics: Annotated[bool, Flag("Show them to everybody, with --api-key-file too.")] = False
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        Flag(
+            "Websites whose pages may use the server: '[\"https://a.org\"]', or one, several times; * for all.",
+            metavar="ORIGINS",
+        ),
+    ] = ()
+    allowed_methods: Annotated[tuple[str, ...], Flag("What they may send; all if not given.", metavar="METHODS")] = (
+        "*",
+    )
+    allowed_headers: Annotated[
+        tuple[str, ...], Flag("And with which headers; all if not given.", metavar="HEADERS")
+    ] = ("*",)
+    allow_credentials: Annotated[bool, Flag("Browsers send cookies along.")] = False
+    log_format: Annotated[LogFormat, Flag("text, or json for one object a line.")] = "text"
+    log_level: Annotated[LogLevel, Flag("debug, info (a line for each request), warning or error.")] = "info"
+    tool_call_parser: Annotated[
+        str | None,
+        Flag("How the model writes calls of tools: hermes or smollm2; what its chat template says if not given."),
+    ] = None
+    reasoning_parser: Annotated[
+        str | None,
+        Flag(
+            "How the model marks its thinking: deepseek_r1, deepseek_v3, glm45, granite, mistral, "
+            "qwen3 or seed_oss; it is not told from answers if not given."
+        ),
+    ] = None
+    responses_store_bytes: Annotated[
+        int, Flag("Memory for /v1/responses that clients go on from by their id, as 64M; 0 keeps none.", metavar="SIZE")
+    ] = 64 * 2**20
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -344,8 +442,8 @@ class ServerConfig:
                 raise _bad(name, getattr(self, name), "a positive number of seconds")
         if not self.drain_s >= 0:
             raise _bad("drain_s", self.drain_s, "a number of seconds, at least 0")
-        _one_of("log_format", self.log_format, _LOG_FORMATS)
-        _one_of("log_level", self.log_level, _LOG_LEVELS)
+        _one_of("log_format", self.log_format, get_args(LogFormat))
+        _one_of("log_level", self.log_level, get_args(LogLevel))
         if self.tool_call_parser is not None:
             _one_of("tool_call_parser", self.tool_call_parser, _TOOL_CALL_PARSERS)
         if self.reasoning_parser is not None:

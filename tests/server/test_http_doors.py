@@ -8,7 +8,8 @@ import pytest
 from fastapi.testclient import TestClient
 from local_server import error_of
 
-from pagefold.cli.serve import listed, warn_if_open
+from pagefold.cli.options import listed
+from pagefold.cli.serve import warn_if_open
 from pagefold.config import Account, ServerConfig
 from pagefold.errors import ConfigError
 from pagefold.observe.metrics import Metrics

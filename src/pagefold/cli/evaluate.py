@@ -13,7 +13,8 @@ from rich.console import Console
 
 from pagefold.cli.fail import fail
 from pagefold.cli.models import progress_bar
-from pagefold.cli.serve import check_installed, parse_layers, quiet_transformers
+from pagefold.cli.options import parse_layers
+from pagefold.cli.serve import check_installed, quiet_transformers
 from pagefold.config import DROPPED_BITS, EngineConfig, cache_dir
 from pagefold.engine.verdicts import SAME_AS, Verdict, floor_of, subject_of, write_verdict
 from pagefold.errors import ConfigError, PagefoldError

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import islice
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from pagefold.kv.arbiter import Arbiter
 from pagefold.kv.plans import FetchOp, WriteOp
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["NO_SLOW_TIERS", "WRITE_POLICIES", "Fetch", "SlowTiers", "WritePolicy"]
 
 WritePolicy = Literal["write_back", "write_through", "write_through_selective"]
-WRITE_POLICIES: tuple[WritePolicy, ...] = ("write_back", "write_through", "write_through_selective")
+WRITE_POLICIES: tuple[WritePolicy, ...] = get_args(WritePolicy)
 
 _MIN_HITS = 1
 """``write_through_selective`` writes what was found so often."""
