@@ -29,6 +29,8 @@ NAMES = (
     "failed steps, chunks of 17, warm",
     "everything at once",
 )
+LONG_NAMES = ("short of memory, cache off", "failed steps, chunks of 17, warm")
+"""Of them, those that only the long form runs."""
 NUM_OUTPUTS = 24
 NUM_SAMPLES = 3
 KINDS = (
@@ -75,8 +77,11 @@ def run(setting, workload, folder):
 
 @pytest.mark.parametrize(
     "setting",
-    [*(setting for setting in SETTINGS if setting.name in NAMES), SHORT_OF_MEMORY],
-    ids=lambda setting: setting.name,
+    [
+        pytest.param(setting, id=setting.name, marks=[pytest.mark.long] if setting.name in LONG_NAMES else [])
+        for setting in (*SETTINGS, SHORT_OF_MEMORY)
+        if setting.name in NAMES or setting is SHORT_OF_MEMORY
+    ],
 )
 def test_every_sample_is_that_of_transformers(setting, tiny_folder, logits_of):
     trial = run(setting, Workload(short_prompts(VOCAB_SIZE), NUM_OUTPUTS), tiny_folder("llama"))

@@ -37,6 +37,8 @@ NAMES = (
     "failed steps, chunks of 17, warm",
     "everything at once",
 )
+LONG_NAMES = ("short of memory, chunks of 17", "short of memory, cache off")
+"""Of them, those that only the long form runs."""
 BIAS = dict.fromkeys(EOS_TOKEN_IDS, 4.0) | {100: -100.0, 101: 2.5}
 KINDS = (
     SamplingParams(temperature=0.0, repetition_penalty=1.3, logprobs=0),
@@ -112,7 +114,12 @@ def assert_told(told, token_id, num_top, logprobs):
 
 
 @pytest.mark.parametrize(
-    "setting", [setting for setting in SETTINGS if setting.name in NAMES], ids=lambda setting: setting.name
+    "setting",
+    [
+        pytest.param(setting, id=setting.name, marks=[pytest.mark.long] if setting.name in LONG_NAMES else [])
+        for setting in SETTINGS
+        if setting.name in NAMES
+    ],
 )
 def test_tokens_and_logprobs_are_those_of_transformers(setting, tiny_folder, logits_of):
     least = Counts(**{name: min(1, least) for name, least in vars(setting.at_least or Counts()).items()})
