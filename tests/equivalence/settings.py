@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import pytest
+
 from equivalence.suite import Counts, Setting
 
-__all__ = ["SETTINGS"]
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["SETTINGS", "deal"]
 
 SETTINGS = (
     Setting(name="alone", arrivals="alone", at_least=Counts(num_hit_tokens=100)),
@@ -215,3 +222,17 @@ SETTINGS = (
         at_least=Counts(num_failed_steps=20, num_cancelled=8, num_hit_tokens=100),
     ),
 )
+
+
+def deal(families: Iterable[str], settings: Iterable[Setting] = SETTINGS) -> list:
+    """Return pairs of a family and a setting for pytest: the first family in every setting, the others in a third each.
+
+    A setting tries the cache and a family tries the model's code: what is wrong in either shows without every pair.
+    """
+    settings = list(settings)
+    return [
+        pytest.param(family, setting, id=f"{family}-{setting.name}")
+        for place, family in enumerate(families)
+        for number, setting in enumerate(settings)
+        if place == 0 or (place + number) % 3 == 0
+    ]

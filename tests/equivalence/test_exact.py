@@ -11,7 +11,7 @@ from __future__ import annotations
 import pytest
 
 from equivalence.prompts import full_prompts, short_prompts
-from equivalence.settings import SETTINGS
+from equivalence.settings import SETTINGS, deal
 from equivalence.suite import Counts, Setting, Trial, Workload
 from equivalence.tiny_models import FAMILIES, VOCAB_SIZE
 from pagefold.config import EngineConfig
@@ -29,21 +29,7 @@ FEW_SETTINGS = [
 FULL = Workload(full_prompts(VOCAB_SIZE), num_outputs=64)
 
 
-def _pairs(*families):
-    """The first family in every setting, and each of the others in a third of them."""
-    return [
-        pytest.param(family, setting, id=f"{family}-{setting.name}")
-        for place, family in enumerate(families)
-        for number, setting in enumerate(SETTINGS)
-        if place == 0 or (place + number) % 3 == 0
-    ]
-
-
-PAIRS = _pairs("llama", "qwen3", "mistral")
-PAIRS_IN_FULL = _pairs(*(family for family in FAMILIES if family != "gemma2-window-64"))
-
-
-@pytest.mark.parametrize(("family", "setting"), PAIRS)
+@pytest.mark.parametrize(("family", "setting"), deal(["llama", "qwen3", "mistral"]))
 def test_outputs_are_those_of_generate(family, setting, tiny_folder, tiny_references):
     trial = Trial(setting, SHORT, tiny_folder(family))
     trial.run()
@@ -59,7 +45,7 @@ def test_outputs_of_more_families_are_those_of_generate(family, setting, tiny_fo
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("family", "setting"), PAIRS_IN_FULL)
+@pytest.mark.parametrize(("family", "setting"), deal(family for family in FAMILIES if family != "gemma2-window-64"))
 def test_outputs_are_those_of_generate_in_full(family, setting, tiny_folder, tiny_references):
     trial = Trial(setting, FULL, tiny_folder(family))
     trial.run()

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from equivalence.alone import AloneOutputs
 from equivalence.prompts import full_prompts, short_prompts
-from equivalence.settings import SETTINGS
+from equivalence.settings import SETTINGS, deal
 from equivalence.suite import Trial, Workload
 from equivalence.tiny_models import VOCAB_SIZE
 from pagefold.config import EngineConfig
@@ -69,8 +69,7 @@ def test_outputs_are_those_alone(family, setting, tiny_folder, alone_outputs):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("setting", ALL_SETTINGS, ids=lambda setting: setting.name)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "setting"), deal(FAMILIES, ALL_SETTINGS))
 def test_outputs_are_those_alone_in_full(family, setting, tiny_folder, alone_outputs):
     trial = Trial(setting, FULL, tiny_folder(family))
     trial.run()
