@@ -170,6 +170,7 @@ SETTINGS = (
         shuffle=True,
         max_num_batched_tokens=128,
         num_rounds=2,
+        max_prompt_tokens=600,  # of hundreds of blocks some are always damaged
         at_least=Counts(num_streamed=4, num_failed_steps=10, num_cancelled=1),
     ),
     Setting(name="cancels", cancel_share=1.0, at_least=Counts(num_cancelled=8)),
