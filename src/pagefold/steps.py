@@ -37,7 +37,7 @@ class PromptPart(NamedTuple):
     Attributes:
         row: the plan's row that tells them.
         offset: which of the row's tokens tells the first of them; the others follow.
-        token_ids: they.
+        token_ids: those tokens.
         num_top: how many of the most likely tokens to tell beside each.
     """
 

@@ -102,7 +102,7 @@ class Slab:
         layout: how K lies in a block.
 
     Attributes:
-        layout: it.
+        layout: how K and V lie in a block.
         data: ``[num_blocks, num_cells, 2, block_size * head_dim]``.
         block_size: tokens a block.
         head_dim: numbers of a head.

@@ -88,7 +88,7 @@ class Tiering:
 
     Args:
         scheduler: its core has slow tiers.
-        slow: they.
+        slow: the slow tiers.
         transfer: carries out what is decided.
         arena: the host's blocks.
         move: carries out stores outside a step.

@@ -124,7 +124,7 @@ class Run(NamedTuple):
     """One policy at one size.
 
     Attributes:
-        policy, cache_tokens: they.
+        policy, cache_tokens: the policy, and the size of the cache.
         report: what happened.
     """
 

@@ -61,7 +61,7 @@ class Transfer:
         stores: the slow tiers, faster ones first.
 
     Attributes:
-        stores: they.
+        stores: the slow tiers, as given.
         notify: called on a thread of the transfer's whenever there is something to collect.
     """
 

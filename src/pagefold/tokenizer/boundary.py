@@ -42,7 +42,7 @@ class Encoded(NamedTuple):
     """A text's tokens.
 
     Attributes:
-        token_ids: they.
+        token_ids: those tokens.
         offsets: (first character, last and one) of each; (0, 0) for what the tokenizer puts around a text.
     """
 
@@ -54,7 +54,7 @@ class StablePrefix(NamedTuple):
     """The tokens of a text that stay the same whatever follows it.
 
     Attributes:
-        token_ids: they.
+        token_ids: those tokens.
         num_tokens: how many the text has.
     """
 
