@@ -9,9 +9,9 @@ import pytest
 from equivalence.suite import Counts, Setting
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
-__all__ = ["SETTINGS", "deal"]
+__all__ = ["SETTINGS", "deal", "some_long"]
 
 SETTINGS = (
     Setting(name="alone", arrivals="alone", at_least=Counts(num_hit_tokens=100)),
@@ -236,4 +236,12 @@ def deal(families: Iterable[str], settings: Iterable[Setting] = SETTINGS) -> lis
         for place, family in enumerate(families)
         for number, setting in enumerate(settings)
         if place == 0 or (place + number) % 3 == 0
+    ]
+
+
+def some_long(settings: Iterable[Setting], long_names: Collection[str]) -> list:
+    """Return settings for pytest; those of ``long_names`` only the long form runs."""
+    return [
+        pytest.param(setting, id=setting.name, marks=[pytest.mark.long] if setting.name in long_names else [])
+        for setting in settings
     ]

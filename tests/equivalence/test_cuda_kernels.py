@@ -63,8 +63,8 @@ def compiler():
         yield compile_kernel
 
 
-def _first_are_quick(cases, quick):
-    """All ``cases``; what is not in ``quick`` is long."""
+def _long_but(quick, cases):
+    """All ``cases``; those that are not in ``quick`` are long."""
     return [pytest.param(case, marks=[] if case in quick else [pytest.mark.long]) for case in cases]
 
 
@@ -148,7 +148,7 @@ CODED_BOUNDS = BOUNDS | {"float32": 3e-5}
 QUICK_NAMES = ("fp8_e4m3", "int8_per_token_head", "int4_per_token_head", "k8v4")
 
 
-@pytest.mark.parametrize("name", _first_are_quick(CODEC_NAMES, QUICK_NAMES))
+@pytest.mark.parametrize("name", _long_but(QUICK_NAMES, CODEC_NAMES))
 def test_codes_are_read_and_written_as_the_reference_does(name, interpreter):
     """Outputs are those of what the slab holds; and its bytes are equal, with poison in all that nobody wrote."""
     seed, bound = 11, CODED_BOUNDS["float32"]
@@ -169,8 +169,8 @@ def test_what_is_no_number_is_not_hidden(name, num_splits, interpreter):
     interpreter(interpreted.attend_to_none, name, num_splits)
 
 
-@pytest.mark.parametrize("dtype", _first_are_quick(["float16", "bfloat16"], ["bfloat16"]))
-@pytest.mark.parametrize("name", _first_are_quick(QUICK_NAMES[:3], QUICK_NAMES[1:3]))
+@pytest.mark.parametrize("dtype", _long_but(["bfloat16"], ["float16", "bfloat16"]))
+@pytest.mark.parametrize("name", _long_but(QUICK_NAMES[1:3], QUICK_NAMES[:3]))
 def test_codes_are_computed_with_in_the_models_dtype(name, dtype, interpreter):
     made = {"per_head": False, "seed": 12}
     bound = 4 * CODED_BOUNDS[dtype]  # queries are rounded once more where K is rotated, and centres make scores sharp
@@ -186,7 +186,7 @@ def test_codes_of_any_shape(name, shape, interpreter):
     interpreter(attend_coded, name, shape, RAGGED, "float32", bound, **made)
 
 
-@pytest.mark.parametrize("name", _first_are_quick(["k8v4", "int4_per_token_head"], ["k8v4"]))
+@pytest.mark.parametrize("name", _long_but(["k8v4"], ["k8v4", "int4_per_token_head"]))
 def test_each_range_of_positions_has_its_centre(name, interpreter):
     """What was taken off K is in scores again: in each split, and under a softcap, which sees all of it."""
     sequences = [Lengths(num_old, 3) for num_old in (1, 254, 257, 767)] + [Lengths(255, 1), Lengths(1100, 1)]
@@ -271,7 +271,7 @@ CODED_KERNELS = ("write_codes", "bring_queries", "decode", "prefill")
 SEALING_KERNELS = ("write_sealed", "decode", "prefill")
 
 
-@pytest.mark.parametrize("dtype", _first_are_quick(BOUNDS, ["bfloat16"]))
+@pytest.mark.parametrize("dtype", _long_but(["bfloat16"], BOUNDS))
 def test_every_configuration_compiles_for_an_h100_and_fits(dtype, compiler):
     for head_dim in (32, 64, 80, 128, 256):
         for name in KERNELS:
@@ -303,7 +303,7 @@ def test_no_register_is_spilled_on_an_h100(dtype, head_dim, compiler):
 
 
 @pytest.mark.parametrize(
-    "name", _first_are_quick(["int8_per_token_head", "int4_per_token_head", "kivi2"], ["int4_per_token_head"])
+    "name", _long_but(["int4_per_token_head"], ["int8_per_token_head", "int4_per_token_head", "kivi2"])
 )
 def test_codes_compile_for_an_h100_spill_nothing_and_are_encoded_without_fused_additions(name, compiler):
     for head_dim in (64, 128):
@@ -343,9 +343,9 @@ def test_the_measured_steps_kernels_are_those_of_all_others():
 @pytest.mark.parametrize("capability", MAX_SHARED_BYTES, ids=str)
 @pytest.mark.parametrize("name", [*CODEC_NAMES, "kivi2"])
 def test_codes_compile_for_every_card_and_fit(name, capability, compiler):
-    """In the dtype that models have on cards; where rows are widest, in the others too."""
-    sizes = [("bfloat16", head_dim) for head_dim in (32, 64, 80, 128, 256)] + [("float16", 256), ("float32", 256)]
-    for dtype, head_dim in sizes:
+    """Of every size in numbers of two and of four bytes; float16 is as wide as bfloat16, and compiles once."""
+    sizes = [(dtype, head_dim) for dtype in ("bfloat16", "float32") for head_dim in (32, 64, 80, 128, 256)]
+    for dtype, head_dim in [*sizes, ("float16", 256)]:
         for kernel in SEALING_KERNELS if name == "kivi2" else CODED_KERNELS:
             shared_bytes, _ = compiler(kernel, dtype, head_dim, 4, capability, codec=name)
             assert shared_bytes <= MAX_SHARED_BYTES[capability], f"{kernel} of {dtype} and head_dim {head_dim}"

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from equivalence.prompts import short_prompts
-from equivalence.settings import SETTINGS
+from equivalence.settings import SETTINGS, some_long
 from equivalence.suite import Counts, Setting, Workload
 from equivalence.test_sampling import BIAS, AskingTrial, assert_as_transformers, logits_of
 from equivalence.tiny_models import VOCAB_SIZE
@@ -77,11 +77,7 @@ def run(setting, workload, folder):
 
 @pytest.mark.parametrize(
     "setting",
-    [
-        pytest.param(setting, id=setting.name, marks=[pytest.mark.long] if setting.name in LONG_NAMES else [])
-        for setting in (*SETTINGS, SHORT_OF_MEMORY)
-        if setting.name in NAMES or setting is SHORT_OF_MEMORY
-    ],
+    some_long([*(setting for setting in SETTINGS if setting.name in NAMES), SHORT_OF_MEMORY], LONG_NAMES),
 )
 def test_every_sample_is_that_of_transformers(setting, tiny_folder, logits_of):
     trial = run(setting, Workload(short_prompts(VOCAB_SIZE), NUM_OUTPUTS), tiny_folder("llama"))
