@@ -97,14 +97,16 @@ def harness(cache: Path) -> Path:
     """
     folder = cache / "lm-eval"
     python, whole = folder / "bin" / "python", folder / "whole"
-    if whole.exists() and whole.read_text() == " ".join(PACKAGES) and python.exists():
+    outer = sysconfig.get_path("purelib")
+    made_of = " ".join([*PACKAGES, outer])
+    if whole.exists() and whole.read_text() == made_of and python.exists():
         return python
     venv.create(folder, with_pip=True, clear=True)
     # What this environment has, that one has too: torch and transformers are not installed again.
     inside = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
-    (inside / "outer.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (inside / "outer.pth").write_text(outer + "\n")
     subprocess.run([python, "-m", "pip", "install", "-q", "-c", str(CONSTRAINTS), *PACKAGES], check=True)
-    whole.write_text(" ".join(PACKAGES))
+    whole.write_text(made_of)
     return python
 
 

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import pytest
+
 from equivalence.suite import Counts, Setting
 
-__all__ = ["SETTINGS"]
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+__all__ = ["SETTINGS", "deal", "some_long"]
 
 SETTINGS = (
     Setting(name="alone", arrivals="alone", at_least=Counts(num_hit_tokens=100)),
@@ -163,6 +170,7 @@ SETTINGS = (
         shuffle=True,
         max_num_batched_tokens=128,
         num_rounds=2,
+        max_prompt_tokens=600,  # of hundreds of blocks some are always damaged
         at_least=Counts(num_streamed=4, num_failed_steps=10, num_cancelled=1),
     ),
     Setting(name="cancels", cancel_share=1.0, at_least=Counts(num_cancelled=8)),
@@ -215,3 +223,25 @@ SETTINGS = (
         at_least=Counts(num_failed_steps=20, num_cancelled=8, num_hit_tokens=100),
     ),
 )
+
+
+def deal(families: Iterable[str], settings: Iterable[Setting] = SETTINGS) -> list:
+    """Return pairs of a family and a setting for pytest: the first family in every setting, the others in a third each.
+
+    A setting tries the cache and a family tries the model's code: what is wrong in either shows without every pair.
+    """
+    settings = list(settings)
+    return [
+        pytest.param(family, setting, id=f"{family}-{setting.name}")
+        for place, family in enumerate(families)
+        for number, setting in enumerate(settings)
+        if place == 0 or (place + number) % 3 == 0
+    ]
+
+
+def some_long(settings: Iterable[Setting], long_names: Collection[str]) -> list:
+    """Return settings for pytest; those of ``long_names`` only the long form runs."""
+    return [
+        pytest.param(setting, id=setting.name, marks=[pytest.mark.long] if setting.name in long_names else [])
+        for setting in settings
+    ]

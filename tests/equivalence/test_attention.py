@@ -193,6 +193,7 @@ def _num_compiled(cache: Path) -> str:
     return subprocess.run(program, env=environment, check=True, capture_output=True, text=True).stdout.strip()
 
 
+@pytest.mark.long
 def test_a_second_process_compiles_nothing_unless_the_cache_is_damaged(tmp_path):
     """In a copy of the cache that all tests share: compiling once, after the damage, takes long enough."""
     _num_compiled(cache_dir())

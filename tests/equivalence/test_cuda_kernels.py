@@ -63,19 +63,22 @@ def compiler():
         yield compile_kernel
 
 
-def _is_long(shape, dtype):
-    return dtype != "float32" and shape not in SHAPES[:2]
+def _long_but(quick, cases):
+    """All ``cases``; those that are not in ``quick`` are long."""
+    return [pytest.param(case, marks=[] if case in quick else [pytest.mark.long]) for case in cases]
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype"),
-    [
-        pytest.param(shape, dtype, marks=[pytest.mark.long] if _is_long(shape, dtype) else [])
+def _shapes_and_dtypes(*quick_shapes):
+    """Each shape with each dtype: quick are ``quick_shapes`` in float32, and the first of them in every dtype."""
+    return [
+        pytest.param(shape, dtype, marks=[] if is_quick else [pytest.mark.long])
         for shape in SHAPES
         for dtype in BOUNDS
-    ],
-    ids=str,
-)
+        for is_quick in [shape == quick_shapes[0] or (dtype == "float32" and shape in quick_shapes)]
+    ]
+
+
+@pytest.mark.parametrize(("shape", "dtype"), _shapes_and_dtypes(*SHAPES[:3], SHAPES[4]), ids=str)
 def test_they_are_dense_attention(shape, dtype, interpreter):
     seed = Random().randrange(2**32)
     for per_head in (False, True):
@@ -142,7 +145,10 @@ CODED_BOUNDS = BOUNDS | {"float32": 3e-5}
 """Of float32 as ``test_codecs.py`` has it: rotated heads are sums of many numbers."""
 
 
-@pytest.mark.parametrize("name", CODEC_NAMES)
+QUICK_NAMES = ("fp8_e4m3", "int8_per_token_head", "int4_per_token_head", "k8v4")
+
+
+@pytest.mark.parametrize("name", _long_but(QUICK_NAMES, CODEC_NAMES))
 def test_codes_are_read_and_written_as_the_reference_does(name, interpreter):
     """Outputs are those of what the slab holds; and its bytes are equal, with poison in all that nobody wrote."""
     seed, bound = 11, CODED_BOUNDS["float32"]
@@ -163,8 +169,8 @@ def test_what_is_no_number_is_not_hidden(name, num_splits, interpreter):
     interpreter(interpreted.attend_to_none, name, num_splits)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("name", ["fp8_e4m3", "int8_per_token_head", "int4_per_token_head"])
+@pytest.mark.parametrize("dtype", _long_but(["bfloat16"], ["float16", "bfloat16"]))
+@pytest.mark.parametrize("name", _long_but(QUICK_NAMES[1:3], QUICK_NAMES[:3]))
 def test_codes_are_computed_with_in_the_models_dtype(name, dtype, interpreter):
     made = {"per_head": False, "seed": 12}
     bound = 4 * CODED_BOUNDS[dtype]  # queries are rounded once more where K is rotated, and centres make scores sharp
@@ -180,7 +186,7 @@ def test_codes_of_any_shape(name, shape, interpreter):
     interpreter(attend_coded, name, shape, RAGGED, "float32", bound, **made)
 
 
-@pytest.mark.parametrize("name", ["k8v4", "int4_per_token_head"])
+@pytest.mark.parametrize("name", _long_but(["k8v4"], ["k8v4", "int4_per_token_head"]))
 def test_each_range_of_positions_has_its_centre(name, interpreter):
     """What was taken off K is in scores again: in each split, and under a softcap, which sees all of it."""
     sequences = [Lengths(num_old, 3) for num_old in (1, 254, 257, 767)] + [Lengths(255, 1), Lengths(1100, 1)]
@@ -200,15 +206,7 @@ SEALED = [(300, 1, 0), (37, 5, 0), (0, 70, 0), (64, 1, 64), (0, 1, 0), (15, 1, 0
 """Of each sequence what it had, what it computes, and what it shares: rows in, to the end of, and over blocks."""
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype"),
-    [
-        pytest.param(shape, dtype, marks=[pytest.mark.long] if dtype != "float32" and shape != SHAPES[0] else [])
-        for shape in SHAPES
-        for dtype in BOUNDS
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("shape", "dtype"), _shapes_and_dtypes(*SHAPES[:2]), ids=str)
 def test_sealed_blocks_are_read_and_written_as_the_reference_does(shape, dtype, interpreter):
     """Blocks and residuals are equal in bytes; outputs see a token's own block in 16 bit, and all before it sealed."""
     seed = 13
@@ -248,7 +246,11 @@ def test_what_no_model_computes_is_sealed_as_the_reference_does(head_dim, interp
 
 @pytest.mark.parametrize(
     ("name", "skipped", "has_graphs"),
-    [("int8_per_token_head", (), True), ("int4_per_token_head", (0,), False), ("kivi2", (), True)],
+    [
+        pytest.param("int8_per_token_head", (), True, marks=pytest.mark.long),
+        ("int4_per_token_head", (0,), False),
+        ("kivi2", (), True),
+    ],
 )
 def test_an_engine_on_codes_says_what_the_reference_says_alone(name, skipped, has_graphs, interpreter, tmp_path):
     """Each prompt alone, by the reference, is the slow twin; once with layers of two codecs in one block."""
@@ -269,7 +271,7 @@ CODED_KERNELS = ("write_codes", "bring_queries", "decode", "prefill")
 SEALING_KERNELS = ("write_sealed", "decode", "prefill")
 
 
-@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("dtype", _long_but(["bfloat16"], BOUNDS))
 def test_every_configuration_compiles_for_an_h100_and_fits(dtype, compiler):
     for head_dim in (32, 64, 80, 128, 256):
         for name in KERNELS:
@@ -300,7 +302,9 @@ def test_no_register_is_spilled_on_an_h100(dtype, head_dim, compiler):
         assert compiler(name, dtype, head_dim, 4, (9, 0), function=compiled_for_cards.spilled_bytes) == 0
 
 
-@pytest.mark.parametrize("name", ["int8_per_token_head", "int4_per_token_head", "kivi2"])
+@pytest.mark.parametrize(
+    "name", _long_but(["int4_per_token_head"], ["int8_per_token_head", "int4_per_token_head", "kivi2"])
+)
 def test_codes_compile_for_an_h100_spill_nothing_and_are_encoded_without_fused_additions(name, compiler):
     for head_dim in (64, 128):
         for kernel in SEALING_KERNELS if name == "kivi2" else CODED_KERNELS:
@@ -339,11 +343,12 @@ def test_the_measured_steps_kernels_are_those_of_all_others():
 @pytest.mark.parametrize("capability", MAX_SHARED_BYTES, ids=str)
 @pytest.mark.parametrize("name", [*CODEC_NAMES, "kivi2"])
 def test_codes_compile_for_every_card_and_fit(name, capability, compiler):
-    for dtype in BOUNDS:
-        for head_dim in (32, 64, 80, 128, 256):
-            for kernel in SEALING_KERNELS if name == "kivi2" else CODED_KERNELS:
-                shared_bytes, _ = compiler(kernel, dtype, head_dim, 4, capability, codec=name)
-                assert shared_bytes <= MAX_SHARED_BYTES[capability], f"{kernel} of {dtype} and head_dim {head_dim}"
+    """Of every size in numbers of two and of four bytes; float16 is as wide as bfloat16, and compiles once."""
+    sizes = [(dtype, head_dim) for dtype in ("bfloat16", "float32") for head_dim in (32, 64, 80, 128, 256)]
+    for dtype, head_dim in [*sizes, ("float16", 256)]:
+        for kernel in SEALING_KERNELS if name == "kivi2" else CODED_KERNELS:
+            shared_bytes, _ = compiler(kernel, dtype, head_dim, 4, capability, codec=name)
+            assert shared_bytes <= MAX_SHARED_BYTES[capability], f"{kernel} of {dtype} and head_dim {head_dim}"
 
 
 def test_prefill_on_an_h100_multiplies_by_wgmma_and_copies_ahead(compiler):

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from equivalence.alone import AloneOutputs
 from equivalence.prompts import full_prompts, short_prompts
-from equivalence.settings import SETTINGS
+from equivalence.settings import SETTINGS, deal
 from equivalence.suite import Trial, Workload
 from equivalence.tiny_models import VOCAB_SIZE
 from pagefold.config import EngineConfig
@@ -70,8 +70,7 @@ def test_outputs_are_those_alone(family, setting, tiny_folder, alone_outputs):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("setting", ALL_SETTINGS, ids=lambda setting: setting.name)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "setting"), deal(FAMILIES, ALL_SETTINGS))
 def test_outputs_are_those_alone_in_full(family, setting, tiny_folder, alone_outputs):
     trial = Trial(setting, FULL, tiny_folder(family))
     trial.run()
@@ -201,6 +200,7 @@ print([runner.run(_plan([([7] * 40, 0, range(4)), (list(range(30)), 0, range(4, 
 """
 
 
+@pytest.mark.long
 def test_a_team_on_a_single_core_ends_and_says_the_same(tiny_folder):
     """A member that the system runs only when the other lets it."""
     said = []
@@ -226,6 +226,7 @@ def _resident_bytes():
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
+@pytest.mark.long
 def test_memory_is_flat_over_10_000_steps(tiny_folder):
     """Requests of all lengths that come and go, more of them than there are blocks for."""
     engine = _engine(tiny_folder("llama"), max_num_seqs=8, max_model_len=256, max_num_batched_tokens=512)

@@ -121,6 +121,7 @@ def test_without_peaks_a_saving_is_by_requests_at_once():
     assert technique.monthly_saving == pytest.approx(3 * 720 / 2, rel=1e-2)
 
 
+@pytest.mark.long
 def test_token_eviction_gives_nothing_to_windows_that_are_full_anyway():
     mistral = find_model("mistralai/Mistral-7B-v0.1")
     made = planned(mistral, prompt=28_000, output=1000, max_model_len=32_768)

@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-NUM_TOKENS = 1900
+NUM_TOKENS = 800
+"""Their events are 200 kB: more than all buffers hold."""
 WORDS = "one two three four five six seven "
-LONG = {"prompt": [5] * 10, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
+LONG = {"prompt": [5] * 10, "max_tokens": 1900, "temperature": 0, "ignore_eos": True, "stream": True}
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,7 @@ class Reader:
 
 def test_who_does_not_read_holds_up_nobody_and_can_catch_up(cramped):
     """It gets all of the text, in fewer events than tokens: what waited for it was put together."""
-    body = {**LONG, "stream_options": {"include_usage": True}}
+    body = {**LONG, "max_tokens": NUM_TOKENS, "stream_options": {"include_usage": True}}
     before = cramped.metric("vllm:request_success_total", "length")
     reader = Reader(cramped, body)
     until(lambda: cramped.metric("vllm:request_success_total", "length") > before, "the request to end")
@@ -72,12 +73,12 @@ def test_who_does_not_read_holds_up_nobody_and_can_catch_up(cramped):
 
 def test_several_prompts_of_a_slow_reader_wait_each_for_itself(cramped):
     before = cramped.metric("vllm:request_success_total", "length")
-    body = {**LONG, "prompt": [[30 + n] * 10 for n in range(4)], "max_tokens": 900}
+    body = {**LONG, "prompt": [[30 + n] * 10 for n in range(4)], "max_tokens": NUM_TOKENS // 2}
     reader = Reader(cramped, body)
     until(lambda: cramped.metric("vllm:request_success_total", "length") == before + 4, "the requests to end")
     events = reader.events()
-    assert [joined(events, index) for index in range(4)] == [text_of(cramped, 900)] * 4
-    assert len(events) < 4 * 900
+    assert [joined(events, index) for index in range(4)] == [text_of(cramped, NUM_TOKENS // 2)] * 4
+    assert len(events) < 4 * NUM_TOKENS // 2
 
 
 def test_who_never_reads_is_ended(tiny_chat_model, monkeypatch):

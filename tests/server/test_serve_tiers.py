@@ -56,6 +56,7 @@ def test_what_was_cached_is_found_after_a_restart(tmp_path):
         again.close()
 
 
+@pytest.mark.long
 def test_a_killed_server_has_lost_little(tmp_path):
     flags = disk(tmp_path / "kv", "--kv-write-policy", "write_through")
     server = ProcessServer(MODEL, *flags)
@@ -107,14 +108,18 @@ def test_one_server_a_folder(tmp_path):
     ("flags", "told"),
     [
         (("--kv-disk-path", "/proc/nowhere"), "/proc/nowhere"),
-        (("--kv-disk-path", "{folder}", "--kv-disk-size", "1e9"), "bytes less than"),
+        pytest.param(
+            ("--kv-disk-path", "{folder}", "--kv-disk-size", "1e9"), "bytes less than", marks=pytest.mark.long
+        ),
         (("--kv-disk-path", "{folder}", "--kv-disk-size", "0"), "kv_disk_size is 0"),
-        (("--kv-disk-path", "{folder}", "--kv-disk-size", "0.001"), "small"),
-        (("--kv-remote-url", "ftp://127.0.0.1"), "no remote store"),
+        pytest.param(("--kv-disk-path", "{folder}", "--kv-disk-size", "0.001"), "small", marks=pytest.mark.long),
+        pytest.param(("--kv-remote-url", "ftp://127.0.0.1"), "no remote store", marks=pytest.mark.long),
         (("--kv-remote-required",), "there is no kv_remote_url"),
         (("--kv-remote-url", "redis://:secret@127.0.0.1:1", "--kv-remote-required"), "127.0.0.1:1"),
         (("--kv-write-policy", "sometimes", "--kv-disk-path", "{folder}"), "write_through_selective"),
-        (("--kv-disk-path", "{folder}", "--record-trace", "{folder}/trace"), "--record-trace"),
+        pytest.param(
+            ("--kv-disk-path", "{folder}", "--record-trace", "{folder}/trace"), "--record-trace", marks=pytest.mark.long
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line(tiny_chat_model, tmp_path, flags, told):
@@ -127,6 +132,7 @@ def test_what_cannot_be_is_refused_in_a_line(tiny_chat_model, tmp_path, flags, t
     assert "secret" not in said
 
 
+@pytest.mark.long
 @pytest.mark.skipif(REDIS_SERVER is None, reason=NO_REDIS)
 def test_a_pool_that_hangs_or_is_not_there_holds_up_nobody(tmp_path):
     with redis_server(tmp_path) as redis:

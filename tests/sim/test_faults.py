@@ -113,7 +113,13 @@ def trust_what_comes_back(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "plant", [forget_to_take_back, lean_on_what_is_not_written, lose_a_block, trust_what_comes_back]
+    "plant",
+    [
+        forget_to_take_back,
+        lean_on_what_is_not_written,
+        lose_a_block,
+        pytest.param(trust_what_comes_back, marks=pytest.mark.long),
+    ],
 )
 def test_a_bug_is_found_and_shrunk_to_a_test(plant):
     with pytest.MonkeyPatch.context() as monkeypatch:
