@@ -7,6 +7,7 @@ from pagefold.kv.codec import CODECS, KV_CACHE_DTYPES, Codec
 from pagefold.kv.core import KVCore
 from pagefold.kv.eviction import EvictionPolicy, KeyPolicy, RequestFacts
 from pagefold.kv.geometry import CacheGroup, CacheLayout, KVGeometry, LayerKV, lay_out
+from pagefold.kv.keep import KEEP_ALL, KeepRule
 from pagefold.kv.names import BlockName, root_digest
 from pagefold.kv.namespace import Namespace
 from pagefold.kv.pins import DroppedPin, Pin, PinLimits, PinTable
@@ -22,6 +23,7 @@ from pagefold.kv.tree import TOKEN_BYTES, PrefixHit
 __all__ = [
     "CODECS",
     "DEFAULT_POLICY",
+    "KEEP_ALL",
     "KV_CACHE_DTYPES",
     "NO_HOST",
     "NO_HOST_OPS",
@@ -49,6 +51,7 @@ __all__ = [
     "HostTier",
     "KVCore",
     "KVGeometry",
+    "KeepRule",
     "KeyPolicy",
     "LayerKV",
     "LinkModel",

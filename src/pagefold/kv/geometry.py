@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from pagefold.kv.codec import Codec, plain_codec
+from pagefold.kv.keep import KeepRule
 from pagefold.kv.table import num_blocks_for
 
 if TYPE_CHECKING:
@@ -81,6 +82,11 @@ class CacheGroup:
     block_size: int
     window: int | None = None
     is_chunked: bool = False
+
+    @property
+    def keeps(self) -> KeepRule:
+        """Which tokens it keeps."""
+        return KeepRule(self.window, self.is_chunked)
 
     @property
     def num_cells(self) -> int:
