@@ -81,7 +81,7 @@ def test_a_failed_step_tells_nothing_and_a_preempted_prompt_only_what_is_missing
     for _ in range(2):
         step(scheduler)
     assert len(request.prompt_logprobs) == 8
-    scheduler._preempt(scheduler.running.pop(), request)
+    scheduler._leaving.wait_again(scheduler.running.pop(), is_preempted=True)
     (part,) = step(scheduler)[0].prompt_parts
     assert list(part.token_ids) == [19, 20]
     assert len(request.prompt_logprobs) == 10

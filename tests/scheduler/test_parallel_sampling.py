@@ -307,7 +307,7 @@ def test_preempted_before_it_forks_it_begins_again_with_all_samples():
     expected = [alone(first), *(alone(sample) for sample in samples)]
     house.step(runner)
     assert [request.request_id for request in house.scheduler.running] == ["first", "a"]
-    house.scheduler._preempt(house.scheduler.running.pop(), first)
+    house.scheduler._leaving.wait_again(house.scheduler.running.pop(), is_preempted=True)
     assert samples[0].status is RequestStatus.PREEMPTED
     house.run(runner)
     assert [request.output_token_ids for request in (first, *samples)] == expected
@@ -351,7 +351,7 @@ def test_a_prompt_is_told_once_and_not_again_to_one_that_was_preempted():
     assert [token for part in parts for token in part.token_ids] == list(range(1, 10))
     victim = house.scheduler.running.pop()
     assert victim is samples[1]
-    house.scheduler._preempt(victim, samples[0])
+    house.scheduler._leaving.wait_again(victim, is_preempted=True)
     while victim.num_output_tokens < 3:
         assert step(house).prompt_parts == []
     assert len(victim.prompt_logprobs) == 9

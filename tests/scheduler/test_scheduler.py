@@ -24,10 +24,12 @@ if TYPE_CHECKING:
 class House:
     """A scheduler with its core, and everything that it emitted."""
 
-    def __init__(self, num_blocks: int = 64, *, seqs: int = 8, budget: int = 64, size: int = 4, caching: bool = True):
+    def __init__(
+        self, num_blocks: int = 64, *, seqs: int = 8, budget: int = 64, size: int = 4, caching: bool = True, **parts
+    ):
         self.events: list[Event] = []
         emit = self.events.append
-        self.core = KVCore(num_blocks, block_size=size, enable_prefix_caching=caching, emit=emit)
+        self.core = KVCore(num_blocks, block_size=size, enable_prefix_caching=caching, emit=emit, **parts)
         self.scheduler = Scheduler(self.core, SchedulerLimits(seqs, budget), emit=emit)
 
     def add(self, request_id: str, tokens: Sequence[int], num_new: int = 4, **settings: object) -> Request:
@@ -153,9 +155,8 @@ def test_the_head_of_the_queue_is_never_overtaken():
 
 def test_what_waits_for_memory_is_weighed_once():
     """A link that is thought too slow is forgiven for each request that could have used it, not for each step."""
-    house = House(num_blocks=12)
-    house.core.host = HostTier(16)
-    house.core.arbiter = arbiter = Arbiter(1000, 4, compute_s_per_token=1e-3)
+    arbiter = Arbiter(1000, 4, compute_s_per_token=1e-3)
+    house = House(num_blocks=12, host=HostTier(16), arbiter=arbiter)
     arbiter.links["host"] = LinkModel(0.0, 1e4)
     house.add("first", range(30), 1)
     house.run()
@@ -501,7 +502,7 @@ def test_deadlines_of_requests_that_have_ended_are_forgotten():
     for number in range(500):
         house.add(str(number), [1, 2, 3], 1, deadline_s=1e9)
         house.run()
-    assert len(house.scheduler._deadlines) < 100
+    assert len(house.scheduler._queues.deadlines) < 100
     late = house.add("late", [1, 2, 3], 1, deadline_s=0.0)
     assert house.scheduler.schedule(0.0).num_rows == 0
     assert house.scheduler.timed_out == [late]

@@ -6,12 +6,10 @@ A step is one sentence::
     result = runner.run(plan)
     scheduler.apply(result)          or, when the runner raised: scheduler.abandon(error)
 
-Memory comes from free and cached blocks first, then from pins, and only then from running requests.
-
-Always: ``waiting`` is in the policy's order, and so is ``running`` when a step begins; those that the step admits come
-behind. Preemption takes from the end of ``running``, so the first in that order always gets on, and a victim is never
-part of the plan that is being made. First come first served, all in ``running`` came before all in ``waiting``, but
-for those that were tried apart.
+Running requests get their rows first (``rows.py``), and what is left of the budget admits waiting ones
+(``admission.py``). Memory is found as ``relief.py`` says. Preemption takes from the end of ``running``, so the first in
+order always gets on, and a victim is never part of the plan that is being made. First come first served, all in
+``running`` came before all in ``waiting``, but for those that were tried apart.
 
 When a step has failed, ``suspicion.py`` says who alone is planned until it is known whose fault that was. Who runs and
 is not chosen keeps its blocks, unless somebody more urgent needs them.
@@ -25,33 +23,29 @@ once for each. When that step is applied the others fork from it, with their fir
 
 from __future__ import annotations
 
-from bisect import bisect
-from collections import deque
 from dataclasses import dataclass
-from itertools import repeat
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from pagefold.events import (
     Emit,
     RequestCut,
-    RequestFinished,
-    RequestPreempted,
-    RequestStreamed,
     StepAbandoned,
     StepApplied,
     StepPlanned,
     ignore,
 )
-from pagefold.kv.eviction import RequestFacts
 from pagefold.request import FinishReason, Request, RequestStatus
+from pagefold.scheduler.admission import Admission
 from pagefold.scheduler.corrupted import end_corrupted
-from pagefold.scheduler.deadlines import Deadlines
 from pagefold.scheduler.ending import is_over, take_token
-from pagefold.scheduler.extras import apply_extras, plan_extras
+from pagefold.scheduler.extras import apply_extras
+from pagefold.scheduler.leaving import Leaving
 from pagefold.scheduler.policy import FirstComeFirstServed
 from pagefold.scheduler.publishing import commit, publish_late
-from pagefold.scheduler.room import Room
+from pagefold.scheduler.queues import Queues
+from pagefold.scheduler.relief import Relief
+from pagefold.scheduler.rows import RowPlanner
+from pagefold.scheduler.samples import fork_samples
 from pagefold.scheduler.step_in_flight import StepInFlight
 from pagefold.scheduler.streaming import Streamer
 from pagefold.scheduler.suspicion import Suspicion
@@ -59,13 +53,12 @@ from pagefold.scheduler.telling import tell_added, tell_lookups
 from pagefold.steps import StepPlan, StepResult
 
 if TYPE_CHECKING:
-    from pagefold.kv import BlockTable, KVCore
-    from pagefold.request import WarmUp
+    from collections import deque
+
+    from pagefold.kv import KVCore
     from pagefold.scheduler.policy import SchedulingPolicy
 
 __all__ = ["Scheduler", "SchedulerLimits"]
-
-_ORDER = attrgetter("order")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +76,7 @@ class SchedulerLimits:
 
 
 class Scheduler:
-    """Decides each step; owns the queues and, through the core, the blocks of running requests.
+    """Decides each step. Its parts have what is theirs: queues, admission, relief, rows, leaving.
 
     Args:
         core: the KV core.
@@ -92,8 +85,6 @@ class Scheduler:
         emit: where events go.
 
     Attributes:
-        waiting, running: requests, in order.
-        fetching: those that wait for blocks, by id.
         timed_out: those that the last call of :meth:`schedule` ended.
         corrupted: those that the last call of :meth:`apply` ended, since their logits are no numbers.
         distrusted: digests of the paths that were dropped with them, for slower tiers to forget.
@@ -112,40 +103,53 @@ class Scheduler:
         self.core = core
         self.limits = limits
         self.policy = policy or FirstComeFirstServed()
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
-        self.fetching: dict[str, Request] = {}
         self.timed_out: list[Request] = []
         self.corrupted: list[Request] = []
         self.distrusted: set[bytes] = set()
         self.suspicion = Suspicion()
-        self._held_back: list[Request] = []  # of those that run, who is not chosen; while a step is planned
-        self._by_id: dict[str, Request] = {}
-        self._deadlines = Deadlines()
         self._emit = emit
         self._step: StepInFlight | None = None
         self._ahead: StepInFlight | None = None  # planned behind it
         self._num_steps = 0
         self._num_arrived = 0
-        self._streamer = Streamer(core)
-        self._room = Room(core, self._streamer)
+        self._queues = queues = Queues()
+        self._streamer = streamer = Streamer(core)
+        self._leaving = Leaving(core, queues, streamer, emit)
+        relief = Relief(core, queues, streamer, self._leaving, emit)
+        admission = Admission(core, queues, streamer, relief, limits.max_num_seqs, emit)
+        self._rows = RowPlanner(core, queues, streamer, relief, admission, limits.max_num_batched_tokens)
 
     # Requests come and go.
 
     @property
+    def waiting(self) -> deque[Request]:
+        """Those that could be admitted, in order."""
+        return self._queues.waiting
+
+    @property
+    def running(self) -> list[Request]:
+        """Those that have blocks, in order."""
+        return self._queues.running
+
+    @property
+    def fetching(self) -> dict[str, Request]:
+        """Those that wait for blocks of slow tiers, by id."""
+        return self._queues.fetching
+
+    @property
     def has_work(self) -> bool:
         """Whether any request runs or could be admitted: whether a step would do anything."""
-        return bool(self.running or self.waiting)
+        return bool(self._queues.running or self._queues.waiting)
 
     @property
     def has_requests(self) -> bool:
         """Whether any request is here, those included that wait for blocks."""
-        return bool(self._by_id)
+        return bool(self._queues)
 
     @property
     def next_deadline_s(self) -> float:
         """When the next request's time may be up; inf for never."""
-        return self._deadlines.next_s
+        return self._queues.deadlines.next_s
 
     def add(self, request: Request) -> None:
         """Queue a request, with those that will fork from it.
@@ -157,25 +161,21 @@ class Scheduler:
             sample.index = self._num_arrived
             self._num_arrived += 1
             sample.order = self.policy.key(sample)
-        self._enter(request)
-        self._queue(request)
+        self._queues.enter(request)
+        self._queues.wait(request)
         tell_added(self._emit, request)
 
     def hold(self, request: Request) -> None:
         """Let a request that waits not be admitted before :meth:`ready`: blocks are brought for it."""
-        self.waiting.remove(request)
-        request.to(RequestStatus.FETCHING)
-        self.fetching[request.request_id] = request
+        self._queues.hold(request)
 
     def ready(self, request: Request) -> None:
         """Let a held request be admitted, in its place among those that wait."""
-        del self.fetching[request.request_id]
-        request.to(RequestStatus.WAITING)
-        self._queue(request)
+        self._queues.ready(request)
 
     def get(self, request_id: str) -> Request | None:
         """Return the request of that id, if it has not finished."""
-        return self._by_id.get(request_id)
+        return self._queues.get(request_id)
 
     def finish(self, request_id: str, reason: FinishReason) -> Request | None:
         """End a request from outside: cancelled, or its text met a stop string. At any moment, also during a step.
@@ -184,7 +184,7 @@ class Scheduler:
         released when the last step ends that it is part of, since the runner still writes them. Those that were to fork
         from it end with it.
         """
-        request = self._by_id.get(request_id)
+        request = self._queues.get(request_id)
         if request is None or request.finish_reason is not None:
             return None
         is_in_step = request.status is RequestStatus.RUNNING and self._is_in_step(request)
@@ -194,13 +194,8 @@ class Scheduler:
                 sample.is_aborted = True
                 sample.finish_reason = reason
             return request
-        if request.status is RequestStatus.RUNNING:
-            self.running.remove(request)
-        elif request.status is RequestStatus.FETCHING:
-            del self.fetching[request_id]
-        else:
-            self.waiting.remove(request)
-        self._finish(request, reason)
+        self._queues.remove(request)
+        self._leaving.finish(request, reason)
         return request
 
     # The step.
@@ -239,20 +234,20 @@ class Scheduler:
         self.core.now_s = now
         self.core.pins.expire(now)
         step = StepInFlight(StepPlan(self._num_steps), now, before.places())
-        all_running = self.running
+        queues, all_running = self._queues, self._queues.running
         with before.foreseen():
-            self.running = [request for request in all_running if not is_over(request)]
-            num_running = len(self.running)
+            queues.running = [request for request in all_running if not is_over(request)]
+            num_running = len(queues.running)
             step.num_leaving = len(all_running) - num_running
             self._plan(step)
-        admitted = self.running[num_running:]
-        self.running = all_running
+        admitted = queues.running[num_running:]
+        queues.running = all_running
         if len(step.requests) < num_running + len(admitted) or not step.requests:
             assert not admitted, "admitted, and somebody who runs has no row"
             for promise in reversed(step.promises):
                 self.core.publishing.abandon(promise)
             return None
-        self.running += admitted
+        queues.running += admitted
         step.note_late()
         self._ahead = step
         return self._planned(step)
@@ -286,7 +281,7 @@ class Scheduler:
             self.corrupted, self.distrusted = end_corrupted(core, rows, self._emit)
             any_ended = True
         apply_extras(plan, result, requests, step.samples)
-        self._fork(step)
+        fork_samples(step, core, self._queues)
         sampled: list[Request] = []
         for request, token_id in zip(step.samples, result.token_ids, strict=True):
             if request.is_aborted:
@@ -335,7 +330,7 @@ class Scheduler:
         self._take_back(step, damaged_ids)
         for request in [one for one in self.running if not self._streamer.is_intact(one)]:
             self.running.remove(request)
-            self._back_to_waiting(request, is_preempted=True)
+            self._leaving.wait_again(request, is_preempted=True)
         self._begin_lost_blocks_again()
         if is_blamed and not damaged_ids:
             self._blame(step)
@@ -348,7 +343,7 @@ class Scheduler:
         for request in ended:
             if request.status is not RequestStatus.FINISHED:
                 self.waiting.remove(request)
-                self._finish(request, request.finish_reason or "error")
+                self._leaving.finish(request, request.finish_reason or "error")
         self._emit(StepAbandoned(step.plan.step_id, len(step.requests), error))
         if behind is not None:
             self._emit(StepAbandoned(behind.plan.step_id, len(behind.requests), "the step before it failed"))
@@ -384,34 +379,17 @@ class Scheduler:
     # Inside.
 
     def _plan(self, step: StepInFlight) -> None:
-        """Plan rows: those of running requests, then those of requests that are admitted."""
-        self.running.sort(key=_ORDER)  # in order but for those that the last step admitted: next to nothing
+        """Plan rows; while a culprit is looked for, for nobody but those that may be planned together."""
+        queues = self._queues
+        queues.sort()
         while self.suspicion.is_on and not step.requests:
-            chosen = self.suspicion.choose(self.running, self.waiting)
-            if chosen is not None:
-                self._plan_chosen(step, chosen)
+            chosen = self.suspicion.choose(queues.running, queues.waiting)
+            if chosen is not None:  # perhaps there is room for none of them
+                others = queues.choose(chosen)
+                self._rows.plan(step)
+                queues.unchoose(others)
         if not step.requests:
-            self._plan_all(step)
-
-    def _plan_chosen(self, step: StepInFlight, chosen: set[Request]) -> None:
-        """Plan rows of nobody but ``chosen``, while a culprit is looked for. Perhaps there is room for none of them."""
-        self._held_back = [request for request in self.running if request not in chosen]
-        self.running = [request for request in self.running if request in chosen]
-        budget = self._schedule_running(step, self.limits.max_num_batched_tokens)
-        others = [request for request in self.waiting if request not in chosen]
-        self.waiting = deque(request for request in self.waiting if request in chosen)
-        self._admit_waiting(step, budget)
-        self.running = sorted([*self.running, *self._held_back], key=_ORDER)
-        self.waiting = deque(sorted([*self.waiting, *others], key=_ORDER))
-        self._held_back = []
-
-    def _plan_all(self, step: StepInFlight) -> None:
-        num_running = len(self.running)
-        budget = self._schedule_running(step, self.limits.max_num_batched_tokens)
-        if step.is_ahead and len(step.requests) < num_running:
-            return
-        if self.waiting:
-            self._admit_waiting(step, budget)
+            self._rows.plan(step)
 
     def _planned(self, step: StepInFlight) -> StepPlan:
         """Hand over a plan that stands, with what must be moved for it."""
@@ -439,7 +417,7 @@ class Scheduler:
             self.core.publishing.join(promise)
         for request in reversed(step.admitted):
             self.running.remove(request)
-            self._back_to_waiting(request)
+            self._leaving.wait_again(request)
 
     def _note_overwritten(self, behind: StepInFlight) -> None:
         """Note in whose residual the step behind a failed one may have begun a block."""
@@ -457,243 +435,10 @@ class Scheduler:
 
     def _end_late(self, now: float) -> list[Request]:
         late: list[Request] = []
-        for request_id, index in self._deadlines.take(now):
-            request = self._by_id.get(request_id)
-            if request is not None and request.index == index:  # and not a later one of the same name
-                self.finish(request_id, "timeout")
-                late += (request, *request.forks)
+        for request in self._queues.take_late(now):
+            self.finish(request.request_id, "timeout")
+            late += (request, *request.forks)
         return late
-
-    def _schedule_running(self, step: StepInFlight, budget: int) -> int:
-        """Plan a row for every running request, preempting from the end where memory is short; return what is left."""
-        plan = step.plan
-        running = self.running
-        block_size = self.core.block_size
-        add_request, add_token = step.requests.append, plan.token_ids.append
-        add_start, add_num, add_table = plan.starts.append, plan.num_tokens.append, plan.block_ids.append
-        add_row, add_sampling, add_sample = plan.sampling_rows.append, plan.sampling.append, step.samples.append
-        add_seed, add_draw = plan.seeds.append, plan.draws.append
-        row = 0
-        while row < len(running):
-            request = running[row]
-            token_ids = request.token_ids
-            start = request.num_computed_tokens
-            num_tokens = len(token_ids) - start
-            allowed = budget - (len(running) - row - 1)
-            num_tokens = min(num_tokens, allowed)
-            table = request.table
-            assert table is not None
-            if num_tokens > 1:
-                num_tokens = self._limit(request, start, num_tokens)
-            end = start + num_tokens
-            if (end > table.capacity or table.may_share_tail) and not self._make_room(step, request, start, end):
-                break  # it was the last and went itself, or nobody may go
-            budget -= num_tokens
-            add_request(request)
-            if num_tokens == 1:
-                add_token(token_ids[start])
-            else:
-                plan.token_ids.extend(token_ids[start:end])
-            add_start(start)
-            add_num(num_tokens)
-            add_table(table.block_ids)
-            if end == len(token_ids):
-                add_row(row)
-                add_sampling(request.sampling)
-                add_seed(request.seed)
-                add_draw(end - request.num_prompt_tokens)
-                add_sample(request)
-                if request.forks:
-                    self._plan_forks(step, request)
-            if not request.is_plain:
-                plan_extras(plan, request)
-            if start < request.num_prompt_tokens or num_tokens > 1 or start < request.max_computed_tokens:
-                step.num_prefill_tokens += num_tokens
-                step.num_recomputed_tokens += max(0, min(end, request.max_computed_tokens) - start)
-            if end // block_size > table.num_published and table.tail is not None:
-                self._promise(step, request, end)
-            row += 1
-        return budget
-
-    def _promise(self, step: StepInFlight, request: Request, end: int) -> None:
-        """Promise the blocks of ``request`` up to position ``end``, or note that they are filled with a late token."""
-        if request in step.late:
-            step.filling.append(request)
-            return
-        assert request.table is not None
-        promise = self.core.publishing.promise(request.table, request.packed(), end)
-        if promise is not None:
-            step.promises.append(promise)
-
-    def _admit_waiting(self, step: StepInFlight, budget: int) -> None:
-        """Admit from the head of the queue while budget, seats and memory last."""
-        core = self.core
-        num_seats = self.limits.max_num_seqs - len(self.running) - len(self._held_back)
-        if num_seats:
-            num_seats -= sum(len(request.forks) for request in (*self.running, *self._held_back))
-        if self.core.residuals.is_on:  # those who leave have theirs until the step in flight has ended
-            num_seats -= step.num_leaving
-        while self.waiting and budget > 0 and self.waiting[0].num_seqs <= num_seats:
-            request = self.waiting[0]
-            packed = request.packed()
-            streams = self._streamer.streams(request)
-            if streams and not self._room.to_stream(request, self._all_running, step.now):
-                break
-            found = core.match(request.namespace, packed, request.max_hit_tokens)
-            hit = found if streams else self._room.for_all(request, found, self._all_running, step.now)
-            if hit is None:
-                break  # in order: nobody overtakes the head of the queue
-            table, start = core.begin_streaming(hit) if streams else core.acquire(core.worth(hit))
-            num_tokens = min(request.num_tokens - start, budget)
-            request.table = table
-            num_tokens = self._limit(request, start, num_tokens)
-            if not core.extend(table, start, start + num_tokens):
-                request.table = None
-                core.release(table)
-                break
-            self.waiting.popleft()
-            if streams:
-                self._emit(RequestStreamed(request.request_id, request.num_tokens, len(table.cold)))
-            self._start(request, start, step.now)
-            self.running.append(request)
-            self._plan_admitted(step, request, num_tokens, packed)
-            budget -= num_tokens
-            num_seats -= request.num_seqs
-
-    def _limit(self, request: Request, start: int, num_tokens: int) -> int:
-        """Return how many of ``num_tokens`` from ``start`` on ``request`` may compute in one step."""
-        assert request.table is not None
-        if request.table.streams:
-            return self._streamer.limit(num_tokens)
-        return self.core.residuals.limit(start, num_tokens, request.num_tokens, self.core.block_size)
-
-    def _start(self, request: Request, num_hit_tokens: int, now: float) -> None:
-        if request.status is not RequestStatus.PREEMPTED:
-            request.num_cached_tokens = num_hit_tokens
-            assert request.table is not None
-            request.num_loaded_tokens = request.table.num_loaded_tokens
-        request.to(RequestStatus.RUNNING)
-        request.num_computed_tokens = num_hit_tokens
-        if request.times.scheduled_s is None:
-            request.times.scheduled_s = now
-
-    def _plan_admitted(self, step: StepInFlight, request: Request, num_tokens: int, packed: bytes) -> None:
-        plan = step.plan
-        table = request.table
-        assert table is not None
-        start = request.num_computed_tokens
-        end = start + num_tokens
-        if end == request.num_tokens:
-            plan.sampling_rows.append(plan.num_rows)
-            plan.sampling.append(request.sampling)
-            plan.seeds.append(request.seed)
-            plan.draws.append(request.num_output_tokens)
-            step.samples.append(request)
-            self._plan_forks(step, request)
-        step.requests.append(request)
-        step.num_admitted += 1
-        step.num_prefill_tokens += num_tokens
-        step.num_recomputed_tokens += max(0, min(end, request.max_computed_tokens) - start)
-        plan.token_ids.extend(request.token_ids[start:end])
-        plan.starts.append(start)
-        plan.num_tokens.append(num_tokens)
-        plan.block_ids.append(table.block_ids)
-        if not request.is_plain:
-            plan_extras(plan, request)
-        promise = self.core.publishing.promise(table, packed, end)
-        if promise is not None:
-            step.promises.append(promise)
-
-    def _plan_forks(self, step: StepInFlight, request: Request) -> None:
-        """Sample the row of ``request``, which was planned last, once for each that will fork from it."""
-        plan = step.plan
-        for fork in request.forks:
-            plan.sampling_rows.append(plan.sampling_rows[-1])
-            plan.sampling.append(fork.sampling)
-            plan.seeds.append(fork.seed)
-            plan.draws.append(0)
-            step.samples.append(fork)
-        if request.forks:
-            step.forking.append(request)
-
-    def _fork(self, step: StepInFlight) -> None:
-        """Let the other samples of each prompt that the step has completed run on its blocks."""
-        for request in step.forking:
-            if request.is_aborted:
-                continue
-            assert request.table is not None
-            for fork in request.forks:
-                fork.to(RequestStatus.RUNNING)
-                fork.table = self.core.fork(request.table)
-                fork.num_computed_tokens = request.num_computed_tokens
-                fork.num_cached_tokens = request.num_cached_tokens
-                fork.num_loaded_tokens = request.num_loaded_tokens
-                fork.prompt_use = request.prompt_use
-                fork.prompt_logprobs = request.prompt_logprobs
-                fork.times.scheduled_s = request.times.scheduled_s
-                self._enter(fork)
-            at = self.running.index(request) + 1
-            self.running[at:at] = request.forks
-            request.forks = []
-
-    def _make_room(self, step: StepInFlight, request: Request, start: int, end: int) -> bool:
-        """Extend the table of ``request``, giving up pins and then preempting from the end.
-
-        False when ``request`` itself had to go; or somebody, while a step is in flight that reads what they have.
-        """
-        assert request.table is not None
-        if request.table.streams:
-            self._streamer.make_room(request, end)
-        while not self.core.extend(request.table, start, end):
-            if self._streamer.cool(self._all_running) or self.core.pins.give_up(self.core.now_s):
-                continue
-            if self._streamer.take_back(request, end):
-                continue
-            if step.is_ahead:
-                return False
-            victim = self._take_last()
-            self._preempt(victim, request)
-            if victim is request:
-                return False
-        return True
-
-    def _take_last(self) -> Request:
-        """Take the last, in order, of those that run and have no row yet."""
-        held_back = self._held_back
-        is_held_back = held_back and held_back[-1].order > self.running[-1].order
-        return held_back.pop() if is_held_back else self.running.pop()
-
-    def _preempt(self, victim: Request, beneficiary: Request) -> None:
-        """Take a running request's blocks; what is published stays cached and spares work if it is still there."""
-        usage = self.core.usage
-        num_computed = victim.num_computed_tokens
-        self._back_to_waiting(victim, is_preempted=True)
-        self._emit(
-            RequestPreempted(
-                victim.request_id, num_computed, usage, self.core.usage, cause_request_id=beneficiary.request_id
-            )
-        )
-
-    def _back_to_waiting(self, request: Request, *, is_preempted: bool = False) -> None:
-        assert request.table is not None
-        if is_preempted:
-            request.num_preemptions += 1
-            request.max_computed_tokens = max(request.max_computed_tokens, request.num_computed_tokens)
-        progress = request.num_computed_tokens / request.stop.max_total_tokens
-        self._release(request, min(progress, 1.0))
-        request.num_computed_tokens = 0
-        request.to(RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING)
-        self._queue(request)
-
-    def _queue(self, request: Request) -> None:
-        """Put a request in its place among those that wait: nearly always one of the ends."""
-        waiting = self.waiting
-        if not waiting or waiting[-1].order < request.order:
-            waiting.append(request)
-        elif request.order < waiting[0].order:
-            waiting.appendleft(request)
-        else:
-            waiting.insert(bisect(waiting, request.order, key=_ORDER), request)
 
     def _drop_ended(self) -> None:
         """Take every running request that has a finish reason out of ``running``.
@@ -709,57 +454,8 @@ class Scheduler:
                 request.is_aborted = True
                 still.append(request)
             else:
-                self._finish(request, request.finish_reason)
-        self.running = still
-
-    def _enter(self, request: Request) -> None:
-        """From now on ``request`` is found by its id and ends when its time is up."""
-        assert request.request_id not in self._by_id, f"request id {request.request_id!r} is in use"
-        self._by_id[request.request_id] = request
-        if request.deadline_s is not None:
-            self._deadlines.add(request.deadline_s, request.index, request.request_id, self._by_id)
-
-    def _finish(self, request: Request, reason: FinishReason) -> None:
-        if request.table is not None:
-            if request.warm_up is not None and request.warm_up.pin and reason in ("stop", "length"):
-                self._pin(request, request.warm_up, request.table)
-            self.core.moves.write_through(request.table)
-            if request.returns_in_s is not None:
-                self.core.hint(request.table, repeat(True))  # noqa: FBT003 - of every block
-            self._release(request, 1.0)
-        del self._by_id[request.request_id]
-        for sample in (request, *request.forks):
-            sample.finish_reason = reason
-            sample.to(RequestStatus.FINISHED)
-            self._emit(
-                RequestFinished(
-                    sample.request_id, reason, sample.num_prompt_tokens, sample.num_output_tokens, sample.sample_index
-                )
-            )
-
-    def _release(self, request: Request, progress: float) -> None:
-        """Give back a request's blocks, and tell the policy whose they were."""
-        table, use = request.table, request.prompt_use
-        assert table is not None
-        self._streamer.keep(request)
-        table.facts = RequestFacts(progress, request.priority, is_repeat=use.is_told)
-        use.is_told = use.is_told or table.has_path
-        self.core.release(table)
-        request.table = None
-
-    def _pin(self, request: Request, warm_up: WarmUp, table: BlockTable) -> None:
-        """Pin what a warm-up has computed, under its own id; ``core.pins.dropped`` says why if it cannot be."""
-        self.core.pins.add(
-            request.request_id,
-            table.tail,
-            self.core.now_s,
-            ttl_s=warm_up.ttl_s,
-            priority=warm_up.retention_priority,
-        )
-
-    @property
-    def _all_running(self) -> list[Request]:
-        return [*self.running, *self._held_back] if self._held_back else self.running
+                self._leaving.finish(request, request.finish_reason)
+        self._queues.running = still
 
     def _is_in_step(self, request: Request) -> bool:
         return any(step is not None and request in step.requests for step in (self._step, self._ahead))

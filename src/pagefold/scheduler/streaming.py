@@ -34,13 +34,17 @@ class Streamer:
         """Whether ``request``, which waits, must stream: with the next token it does not fit the device."""
         return self._streaming.is_on and self._num_blocks(request) > self._core.pool.num_blocks
 
-    def limit(self, num_tokens: int) -> int:
-        """Return how many of ``num_tokens`` a request that streams may compute in one step."""
-        return min(num_tokens, self._streaming.max_hot_blocks * self._core.block_size)
+    def limit(self, request: Request, start: int, num_tokens: int) -> int:
+        """Return how many of ``num_tokens`` from ``start`` on ``request``, which has a table, may compute in a step."""
+        table = request.table
+        assert table is not None
+        if table.streams:
+            return self._limit(num_tokens)
+        return self._core.residuals.limit(start, num_tokens, request.num_tokens, self._core.block_size)
 
     def num_hot_blocks(self, num_tokens: int) -> int:
         """Return the most hot blocks that a request has which computes so many tokens more."""
-        return num_blocks_for(self.limit(num_tokens), self._core.block_size) + 1
+        return num_blocks_for(self._limit(num_tokens), self._core.block_size) + 1
 
     def num_growth(self, request: Request) -> int:
         """Return the most blocks that a running request takes yet, of what it has tokens for."""
@@ -95,6 +99,10 @@ class Streamer:
         if len(table.block_ids) - len(table.cold) <= num_hot:
             return 0
         return self._streaming.cool(table, request.packed(), request.num_computed_tokens, num_hot, is_read=is_read)
+
+    def _limit(self, num_tokens: int) -> int:
+        """Return how many of ``num_tokens`` a request that streams may compute in one step."""
+        return min(num_tokens, self._streaming.max_hot_blocks * self._core.block_size)
 
     def _num_blocks(self, request: Request) -> int:
         return num_blocks_for(request.num_tokens + 1, self._core.block_size)

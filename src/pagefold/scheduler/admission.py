@@ -1,0 +1,86 @@
+"""Admission: who is let in from the head of the queue, with which blocks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pagefold.events import Emit, RequestStreamed
+from pagefold.request import RequestStatus
+
+if TYPE_CHECKING:
+    from pagefold.kv import KVCore
+    from pagefold.scheduler.queues import Queues
+    from pagefold.scheduler.relief import Relief
+    from pagefold.scheduler.step_in_flight import StepInFlight
+    from pagefold.scheduler.streaming import Streamer
+
+__all__ = ["Admission"]
+
+
+class Admission:
+    """Lets requests in, one after another: nobody overtakes the head of the queue.
+
+    Args:
+        core: the KV core.
+        queues: who waits, and who runs.
+        streamer: knows who must stream.
+        relief: finds memory.
+        max_num_seqs: sequences running at once.
+        emit: where events go.
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917 - the parts that it holds together
+        self, core: KVCore, queues: Queues, streamer: Streamer, relief: Relief, max_num_seqs: int, emit: Emit
+    ) -> None:
+        self._core = core
+        self._queues = queues
+        self._streamer = streamer
+        self._relief = relief
+        self._max_num_seqs = max_num_seqs
+        self._emit = emit
+
+    def num_seats(self, step: StepInFlight) -> int:
+        """Return how many sequences more may run."""
+        with_blocks = self._queues.with_blocks
+        num_seats = self._max_num_seqs - len(with_blocks)
+        if num_seats:
+            num_seats -= sum(len(request.forks) for request in with_blocks)
+        if self._core.residuals.is_on:  # those who leave have theirs until the step in flight has ended
+            num_seats -= step.num_leaving
+        return num_seats
+
+    def admit(self, step: StepInFlight, budget: int) -> bool:
+        """Let the head of the queue run, as the last of those that do; False if it must wait.
+
+        Its table has room for what it may compute of ``budget`` tokens.
+        """
+        core, now = self._core, step.now
+        request = self._queues.waiting[0]
+        if request.num_seqs > self.num_seats(step):
+            return False
+        streams = self._streamer.streams(request)
+        if streams and not self._relief.room_to_stream(request, now):
+            return False
+        found = core.match(request.namespace, request.packed(), request.max_hit_tokens)
+        hit = found if streams else self._relief.room_for_all(request, found, now)
+        if hit is None:
+            return False
+        table, start = core.begin_streaming(hit) if streams else core.acquire(core.worth(hit))
+        request.table = table
+        num_tokens = self._streamer.limit(request, start, min(request.num_tokens - start, budget))
+        if not core.extend(table, start, start + num_tokens):
+            request.table = None
+            core.release(table)
+            return False
+        self._queues.waiting.popleft()
+        if streams:
+            self._emit(RequestStreamed(request.request_id, request.num_tokens, len(table.cold)))
+        if request.status is not RequestStatus.PREEMPTED:
+            request.num_cached_tokens = start
+            request.num_loaded_tokens = table.num_loaded_tokens
+        request.to(RequestStatus.RUNNING)
+        request.num_computed_tokens = start
+        if request.times.scheduled_s is None:
+            request.times.scheduled_s = now
+        self._queues.running.append(request)
+        return True

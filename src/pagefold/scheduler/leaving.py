@@ -1,0 +1,85 @@
+"""Leaving: how a request gives back what it has, for good or until it is admitted again."""
+
+from __future__ import annotations
+
+from itertools import repeat
+from typing import TYPE_CHECKING
+
+from pagefold.events import Emit, RequestFinished
+from pagefold.kv.eviction import RequestFacts
+from pagefold.request import FinishReason, Request, RequestStatus
+
+if TYPE_CHECKING:
+    from pagefold.kv import BlockTable, KVCore
+    from pagefold.request import WarmUp
+    from pagefold.scheduler.queues import Queues
+    from pagefold.scheduler.streaming import Streamer
+
+__all__ = ["Leaving"]
+
+
+class Leaving:
+    """Lets requests go that stand in no queue any more.
+
+    Args:
+        core: has their blocks.
+        queues: where those go that wait again.
+        streamer: keeps what a request that streams has.
+        emit: where events go.
+    """
+
+    def __init__(self, core: KVCore, queues: Queues, streamer: Streamer, emit: Emit) -> None:
+        self._core = core
+        self._queues = queues
+        self._streamer = streamer
+        self._emit = emit
+
+    def wait_again(self, request: Request, *, is_preempted: bool = False) -> None:
+        """Let a request that ran wait: preempted, or taken back with the step that admitted it."""
+        if is_preempted:
+            request.num_preemptions += 1
+            request.max_computed_tokens = max(request.max_computed_tokens, request.num_computed_tokens)
+        progress = request.num_computed_tokens / request.stop.max_total_tokens
+        self._release(request, min(progress, 1.0))
+        request.num_computed_tokens = 0
+        request.to(RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING)
+        self._queues.wait(request)
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """Let a request end, and those that were to fork from it."""
+        if request.table is not None:
+            if request.warm_up is not None and request.warm_up.pin and reason in ("stop", "length"):
+                self._pin(request, request.warm_up, request.table)
+            self._core.moves.write_through(request.table)
+            if request.returns_in_s is not None:
+                self._core.hint(request.table, repeat(True))  # noqa: FBT003 - of every block
+            self._release(request, 1.0)
+        self._queues.forget(request)
+        for sample in (request, *request.forks):
+            sample.finish_reason = reason
+            sample.to(RequestStatus.FINISHED)
+            self._emit(
+                RequestFinished(
+                    sample.request_id, reason, sample.num_prompt_tokens, sample.num_output_tokens, sample.sample_index
+                )
+            )
+
+    def _release(self, request: Request, progress: float) -> None:
+        """Give back a request's blocks, and tell the policy whose they were."""
+        table, use = request.table, request.prompt_use
+        assert table is not None
+        self._streamer.keep(request)
+        table.facts = RequestFacts(progress, request.priority, is_repeat=use.is_told)
+        use.is_told = use.is_told or table.has_path
+        self._core.release(table)
+        request.table = None
+
+    def _pin(self, request: Request, warm_up: WarmUp, table: BlockTable) -> None:
+        """Pin what a warm-up has computed, under its own id; ``core.pins.dropped`` says why if it cannot be."""
+        self._core.pins.add(
+            request.request_id,
+            table.tail,
+            self._core.now_s,
+            ttl_s=warm_up.ttl_s,
+            priority=warm_up.retention_priority,
+        )

@@ -1,0 +1,132 @@
+"""Queues: which requests are here, who of them runs, and in which order the others wait."""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections import deque
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from pagefold.request import RequestStatus
+from pagefold.scheduler.deadlines import Deadlines
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pagefold.request import Request
+
+__all__ = ["Queues"]
+
+_ORDER = attrgetter("order")
+
+
+class Queues:
+    """Requests by where they are.
+
+    Always: ``waiting`` is in the policy's order, and so is ``running`` after :meth:`sort`; those that the step being
+    planned admits come behind.
+
+    Attributes:
+        waiting: could be admitted, in order.
+        running: have blocks, in order.
+        held_back: have blocks too, and are not planned: for the moment in which others are, while a culprit is
+            looked for.
+        fetching: wait for blocks that slow tiers bring, by id.
+        deadlines: when each one's time is up.
+    """
+
+    __slots__ = ("_by_id", "deadlines", "fetching", "held_back", "running", "waiting")
+
+    def __init__(self) -> None:
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.held_back: list[Request] = []
+        self.fetching: dict[str, Request] = {}
+        self.deadlines = Deadlines()
+        self._by_id: dict[str, Request] = {}
+
+    def __bool__(self) -> bool:
+        """Whether any request is here."""
+        return bool(self._by_id)
+
+    @property
+    def with_blocks(self) -> list[Request]:
+        """All that have blocks."""
+        return [*self.running, *self.held_back] if self.held_back else self.running
+
+    def get(self, request_id: str) -> Request | None:
+        """Return the request of that id, if it is here."""
+        return self._by_id.get(request_id)
+
+    def enter(self, request: Request) -> None:
+        """From now on ``request`` is found by its id and ends when its time is up."""
+        assert request.request_id not in self._by_id, f"request id {request.request_id!r} is in use"
+        self._by_id[request.request_id] = request
+        if request.deadline_s is not None:
+            self.deadlines.add(request.deadline_s, request.index, request.request_id, self._by_id)
+
+    def forget(self, request: Request) -> None:
+        """Do not find ``request`` any more. It stands in no queue."""
+        del self._by_id[request.request_id]
+
+    def take_late(self, now: float) -> Iterator[Request]:
+        """Yield those whose time is up, each once."""
+        for request_id, index in self.deadlines.take(now):
+            request = self._by_id.get(request_id)
+            if request is not None and request.index == index:  # and not a later one of the same name
+                yield request
+
+    def wait(self, request: Request) -> None:
+        """Put a request in its place among those that wait: nearly always one of the ends."""
+        waiting = self.waiting
+        if not waiting or waiting[-1].order < request.order:
+            waiting.append(request)
+        elif request.order < waiting[0].order:
+            waiting.appendleft(request)
+        else:
+            waiting.insert(bisect(waiting, request.order, key=_ORDER), request)
+
+    def hold(self, request: Request) -> None:
+        """Let a request that waits not be admitted before :meth:`ready`: blocks are brought for it."""
+        self.waiting.remove(request)
+        request.to(RequestStatus.FETCHING)
+        self.fetching[request.request_id] = request
+
+    def ready(self, request: Request) -> None:
+        """Let a held request be admitted, in its place among those that wait."""
+        del self.fetching[request.request_id]
+        request.to(RequestStatus.WAITING)
+        self.wait(request)
+
+    def remove(self, request: Request) -> None:
+        """Take a request out of the queue that it stands in."""
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+        elif request.status is RequestStatus.FETCHING:
+            del self.fetching[request.request_id]
+        else:
+            self.waiting.remove(request)
+
+    def take_last(self) -> Request:
+        """Take the last, in order, of those that have blocks and no row of the step being planned yet."""
+        held_back = self.held_back
+        is_held_back = held_back and held_back[-1].order > self.running[-1].order
+        return held_back.pop() if is_held_back else self.running.pop()
+
+    def sort(self) -> None:
+        """Put those that run in order; they are but for those that the last step admitted."""
+        self.running.sort(key=_ORDER)
+
+    def choose(self, chosen: set[Request]) -> list[Request]:
+        """Leave nobody but ``chosen`` to be planned. Return who else waits, for :meth:`unchoose`."""
+        self.held_back = [request for request in self.running if request not in chosen]
+        self.running = [request for request in self.running if request in chosen]
+        others = [request for request in self.waiting if request not in chosen]
+        self.waiting = deque(request for request in self.waiting if request in chosen)
+        return others
+
+    def unchoose(self, others: list[Request]) -> None:
+        """Put those back who were not chosen, as :meth:`choose` returned them."""
+        self.running = sorted([*self.running, *self.held_back], key=_ORDER)
+        self.waiting = deque(sorted([*self.waiting, *others], key=_ORDER))
+        self.held_back = []

@@ -1,0 +1,139 @@
+"""Relief: who gives memory, in which order. It is written here and in ``kv/block_cache.py``, and nowhere else.
+
+Free blocks come first, and then cached ones, which the core evicts by itself. When these are short, memory is given by
+
+1. requests that stream, whose blocks are made cold in the host's arena,
+2. pins, from the least important on,
+3. for a request that streams, what is kept in the arena for those that wait,
+4. for a request that runs, other running requests, from the last in order on: they are preempted.
+
+For a request that waits nobody is preempted, and pins are given up only if that is enough.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pagefold.events import Emit, RequestPreempted
+from pagefold.kv import PrefixHit
+
+if TYPE_CHECKING:
+    from pagefold.kv import KVCore
+    from pagefold.request import Request
+    from pagefold.scheduler.leaving import Leaving
+    from pagefold.scheduler.queues import Queues
+    from pagefold.scheduler.step_in_flight import StepInFlight
+    from pagefold.scheduler.streaming import Streamer
+
+__all__ = ["Relief"]
+
+_WATERMARK = 0.01
+"""Share of all blocks that admission leaves free beside running requests, so that they can grow before one of them must
+be preempted again (vLLM's value)."""
+
+
+class Relief:
+    """Finds memory for one request at the cost of what is kept for others.
+
+    Args:
+        core: the KV core.
+        queues: who runs.
+        streamer: knows how requests that stream grow and shrink.
+        leaving: lets those go that are preempted.
+        emit: where events go.
+    """
+
+    def __init__(self, core: KVCore, queues: Queues, streamer: Streamer, leaving: Leaving, emit: Emit) -> None:
+        self._core = core
+        self._queues = queues
+        self._streamer = streamer
+        self._leaving = leaving
+        self._emit = emit
+        self._watermark_blocks = int(core.pool.num_blocks * _WATERMARK)
+
+    def extend(self, step: StepInFlight, request: Request, start: int, end: int) -> bool:
+        """Extend the table of ``request``, which runs, for writing positions [start, end).
+
+        False when ``request`` itself had to go; or somebody, while a step is in flight that reads what they have.
+        """
+        assert request.table is not None
+        if request.table.streams:
+            self._streamer.make_room(request, end)
+        while not self._core.extend(request.table, start, end):
+            if self._streamer.cool(self._queues.with_blocks) or self._core.pins.give_up(self._core.now_s):
+                continue
+            if self._streamer.take_back(request, end):
+                continue
+            if step.is_ahead:
+                return False
+            victim = self._queues.take_last()
+            self._preempt(victim, request)
+            if victim is request:
+                return False
+        return True
+
+    def room_for_all(self, request: Request, hit: PrefixHit, now: float) -> PrefixHit | None:
+        """Return what of ``hit`` can be used if all tokens of ``request``, which waits, fit beside those that run.
+
+        None if they do not. All its tokens, not only its first chunk: a prompt that is let in and cannot be finished
+        only preempts others. Samples that will fork need a block each, for a copy of the tail or the next one. A
+        request that runs alone does not wait for these: its samples can run one after another.
+        """
+        needed = -(-(request.num_tokens + 1) // self._core.block_size)
+        running = self._queues.with_blocks
+        for other in running:
+            needed += self._streamer.num_growth(other) + len(other.forks)
+        if running:
+            needed += self._watermark_blocks + len(request.forks)
+        missing = self._num_missing(needed, hit)
+        if missing > 0 and not self._give_up_pins(missing, hit, now):
+            return None
+        if self._num_missing(needed, hit) == 0:  # a copy keeps its source pinned for this step: one block more
+            return hit._replace(partial=None, num_partial_tokens=0)
+        return hit
+
+    def room_to_stream(self, request: Request, now: float) -> bool:
+        """Make room for what ``request``, which waits, needs of the device at a time; False if there is none."""
+        streamer, running = self._streamer, self._queues.with_blocks
+        if request.forks or not streamer.fits(request, running):
+            return False
+        needed = streamer.num_hot_blocks(request.num_tokens)
+        needed += sum(streamer.num_growth(other) for other in running)
+        hit = PrefixHit(request.namespace, [], None, 0)
+        while (missing := self._num_missing(needed, hit)) > 0 and streamer.cool(running):
+            pass
+        if missing > 0 and not self._give_up_pins(missing, hit, now):
+            return False
+        return self._core.cache.make_free(needed)
+
+    def _preempt(self, victim: Request, beneficiary: Request) -> None:
+        """Take a running request's blocks; what is published stays cached and spares work if it is still there."""
+        usage = self._core.usage
+        num_computed = victim.num_computed_tokens
+        self._leaving.wait_again(victim, is_preempted=True)
+        self._emit(
+            RequestPreempted(
+                victim.request_id, num_computed, usage, self._core.usage, cause_request_id=beneficiary.request_id
+            )
+        )
+
+    def _num_missing(self, needed: int, hit: PrefixHit) -> int:
+        """Return how many of ``needed`` blocks can neither be allocated nor are a gift of ``hit``; may be negative."""
+        # Hit blocks that nobody keeps are among the available ones, so they are needed too; kept ones are a gift.
+        kept = sum(1 for node in hit.nodes if node.block and (node.block.num_table_refs or node.block.num_pin_refs))
+        return needed - kept - self._core.num_available
+
+    def _give_up_pins(self, num_blocks: int, hit: PrefixHit, now: float) -> bool:
+        """Give up pins until ``num_blocks`` fewer are missing beside ``hit``; none at all if that is out of reach."""
+        left = self._num_kept_beside(hit) - num_blocks
+        if left < 0:
+            return False
+        while self._num_kept_beside(hit) > left:
+            has_gained = self._core.pins.give_up(now, hit.nodes)
+            assert has_gained, "pins alone keep a block, and no pin keeps it"
+        return True
+
+    def _num_kept_beside(self, hit: PrefixHit) -> int:
+        """Return how many blocks pins alone keep, those of ``hit`` aside: it has them anyway."""
+        own = sum(1 for node in hit.nodes if node.block and node.block.num_pin_refs and not node.block.num_table_refs)
+        return self._core.pool.num_pinned - own

@@ -1,0 +1,119 @@
+"""Rows: the one place where a plan's rows are written. It runs for every request in every step, so it is one loop."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pagefold.scheduler.extras import plan_extras
+from pagefold.scheduler.samples import plan_samples
+
+if TYPE_CHECKING:
+    from pagefold.kv import KVCore
+    from pagefold.request import Request
+    from pagefold.scheduler.admission import Admission
+    from pagefold.scheduler.queues import Queues
+    from pagefold.scheduler.relief import Relief
+    from pagefold.scheduler.step_in_flight import StepInFlight
+    from pagefold.scheduler.streaming import Streamer
+
+__all__ = ["RowPlanner"]
+
+
+class RowPlanner:
+    """Plans who computes which tokens.
+
+    Args:
+        core: the KV core.
+        queues: who runs.
+        streamer: knows how much of a request one step may compute.
+        relief: finds memory for those that run.
+        admission: lets those in that wait.
+        max_num_batched_tokens: of one step.
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917 - the parts that it holds together
+        self,
+        core: KVCore,
+        queues: Queues,
+        streamer: Streamer,
+        relief: Relief,
+        admission: Admission,
+        max_num_batched_tokens: int,
+    ) -> None:
+        self._core = core
+        self._queues = queues
+        self._streamer = streamer
+        self._relief = relief
+        self._admission = admission
+        self._max_num_batched_tokens = max_num_batched_tokens
+
+    def plan(self, step: StepInFlight) -> None:  # noqa: C901, PLR0912, PLR0915 - for each row of each step: calls cost
+        """Plan a row for everybody who runs, preempting from the end where memory is short, and then for who is let in.
+
+        Each of those that run leaves one token of the budget for everyone behind it, so that a long prompt never stops
+        those that decode. What is left admits.
+
+        A step that is planned ahead ends where nobody may be preempted: it has fewer rows than requests run then.
+        """
+        plan, queues = step.plan, self._queues
+        running = queues.running
+        block_size = self._core.block_size
+        add_request, add_token = step.requests.append, plan.token_ids.append
+        add_start, add_num, add_table = plan.starts.append, plan.num_tokens.append, plan.block_ids.append
+        add_row, add_sampling, add_sample = plan.sampling_rows.append, plan.sampling.append, step.samples.append
+        add_seed, add_draw = plan.seeds.append, plan.draws.append
+        budget = self._max_num_batched_tokens
+        row = 0
+        while True:
+            if row == len(running):  # all that ran before have theirs
+                if not queues.waiting or budget <= 0 or not self._admission.admit(step, budget):
+                    return
+                step.num_admitted += 1
+            request = running[row]
+            token_ids = request.token_ids
+            start = request.num_computed_tokens
+            num_tokens = min(len(token_ids) - start, budget - (len(running) - row - 1))
+            table = request.table
+            assert table is not None
+            if num_tokens > 1:
+                num_tokens = self._streamer.limit(request, start, num_tokens)
+            end = start + num_tokens
+            if (end > table.capacity or table.may_share_tail) and not self._relief.extend(step, request, start, end):
+                if step.is_ahead:
+                    return
+                continue  # it was the last, and went itself
+            budget -= num_tokens
+            add_request(request)
+            if num_tokens == 1:
+                add_token(token_ids[start])
+            else:
+                plan.token_ids.extend(token_ids[start:end])
+            add_start(start)
+            add_num(num_tokens)
+            add_table(table.block_ids)
+            if end == len(token_ids):
+                add_row(row)
+                add_sampling(request.sampling)
+                add_seed(request.seed)
+                add_draw(end - request.num_prompt_tokens)
+                add_sample(request)
+                if request.forks:
+                    plan_samples(step, request)
+            if not request.is_plain:
+                plan_extras(plan, request)
+            if start < request.num_prompt_tokens or num_tokens > 1 or start < request.max_computed_tokens:
+                step.num_prefill_tokens += num_tokens
+                step.num_recomputed_tokens += max(0, min(end, request.max_computed_tokens) - start)
+            if end // block_size > table.num_published and table.tail is not None:
+                self._promise(step, request, end)
+            row += 1
+
+    def _promise(self, step: StepInFlight, request: Request, end: int) -> None:
+        """Promise the blocks of ``request`` up to position ``end``, or note that they are filled with a late token."""
+        if request in step.late:
+            step.filling.append(request)
+            return
+        assert request.table is not None
+        promise = self._core.publishing.promise(request.table, request.packed(), end)
+        if promise is not None:
+            step.promises.append(promise)
