@@ -43,7 +43,7 @@ def runner_steps() -> dict[str, Callable[[], object]]:
     from pagefold.config import EngineConfig
     from pagefold.engine.build import build_engine
     from pagefold.engine.planning import plan_engine
-    from pagefold.kv import BlockId
+    from pagefold.kv import BlockId, BlockTable
     from pagefold.sampling import SamplingParams
     from pagefold.steps import StepPlan
 
@@ -55,7 +55,8 @@ def runner_steps() -> dict[str, Callable[[], object]]:
         made = StepPlan(0)
         made.token_ids = array("i", range(num_rows))
         made.num_tokens, made.starts = [1] * num_rows, [CONTEXT - 1] * num_rows
-        made.block_ids = [[BlockId(num_blocks * row + at) for at in range(num_blocks)] for row in range(num_rows)]
+        ids = (range(num_blocks * row, num_blocks * (row + 1)) for row in range(num_rows))
+        made.tables = [[BlockTable(map(BlockId, own))] for own in ids]
         made.sampling_rows, made.sampling = list(range(num_rows)), [SamplingParams(temperature=0.0)] * num_rows
         made.seeds, made.draws = [0] * num_rows, [0] * num_rows
         return made

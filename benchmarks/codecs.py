@@ -194,13 +194,14 @@ def _fill(slab: AnySlab, num_cells: int, num_blocks: int) -> None:
 
 def _step(start: int, width: int) -> StepPlan:
     from pagefold import SamplingParams
-    from pagefold.kv import BlockId
+    from pagefold.kv import BlockId, BlockTable
     from pagefold.steps import StepPlan
 
     plan = StepPlan(start)
     plan.token_ids = array("i", range(100, 100 + NUM_REQUESTS))
     plan.starts, plan.num_tokens = [start] * NUM_REQUESTS, [1] * NUM_REQUESTS
-    plan.block_ids = [[BlockId(width * row + at) for at in range(width)] for row in range(NUM_REQUESTS)]
+    ids = (range(width * row, width * (row + 1)) for row in range(NUM_REQUESTS))
+    plan.tables = [[BlockTable(map(BlockId, own))] for own in ids]
     plan.sampling_rows = list(range(NUM_REQUESTS))
     plan.sampling = [SamplingParams(temperature=0.0)] * NUM_REQUESTS
     plan.seeds = plan.draws = [0] * NUM_REQUESTS

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from report import Row, machine, parser, print_report
 
-from pagefold.kv import BlockTable, KVCore, audit
+from pagefold.kv import SequenceCache, KVCore, audit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,16 +75,16 @@ class Prompts:
         return array("i", (self._random.randrange(50_000) for _ in range(NUM_TOKENS))).tobytes()
 
 
-def admit(core: KVCore, prompt: bytes) -> BlockTable:
+def admit(core: KVCore, prompt: bytes) -> SequenceCache:
     """Make a table with room for all of ``prompt``."""
-    table, start = core.acquire(core.match(NAMESPACE, prompt, NUM_TOKENS))
-    assert core.extend(table, start, NUM_TOKENS)
-    return table
+    cache, start = core.acquire(core.match(NAMESPACE, prompt, NUM_TOKENS))
+    assert core.extend(cache, start, NUM_TOKENS)
+    return cache
 
 
-def insert(core: KVCore, table: BlockTable, prompt: bytes) -> None:
+def insert(core: KVCore, cache: SequenceCache, prompt: bytes) -> None:
     """Publish it."""
-    promise = core.publishing.promise(table, prompt, NUM_TOKENS)
+    promise = core.publishing.promise(cache, prompt, NUM_TOKENS)
     assert promise is not None
     core.publishing.commit(promise)
 
@@ -93,9 +93,9 @@ def fill(core: KVCore, prompts: Prompts) -> None:
     """Cache prompts until no more fit without evicting."""
     while core.pool.num_free >= NUM_BLOCKS:
         prompt = prompts()
-        table = admit(core, prompt)
-        insert(core, table, prompt)
-        core.release(table)
+        cache = admit(core, prompt)
+        insert(core, cache, prompt)
+        core.release(cache)
 
 
 def floor() -> Case:
@@ -122,18 +122,18 @@ def match_and_acquire(*, timed: str) -> Case:
     core = KVCore(4 * NUM_BLOCKS, block_size=BLOCK_SIZE)
     prompts = Prompts(1)
     prompt = prompts()
-    table = admit(core, prompt)
-    insert(core, table, prompt)
-    core.release(table)
+    cache = admit(core, prompt)
+    insert(core, cache, prompt)
+    core.release(cache)
     fill(core, prompts)
 
     def sample() -> float:
         hitting = releasing = 0
         for _ in range(NUM_ROUNDS):
             begin = process_time_ns()
-            table, num_tokens = core.acquire(core.match(NAMESPACE, prompt, NUM_TOKENS))
+            cache, num_tokens = core.acquire(core.match(NAMESPACE, prompt, NUM_TOKENS))
             middle = process_time_ns()
-            core.release(table)
+            core.release(cache)
             end = process_time_ns()
             assert num_tokens == NUM_TOKENS
             hitting += middle - begin
@@ -151,11 +151,11 @@ def insert_miss() -> Case:
     def sample() -> float:
         spent = 0
         for prompt in [prompts() for _ in range(NUM_ROUNDS)]:
-            table = admit(core, prompt)
+            cache = admit(core, prompt)
             begin = process_time_ns()
-            insert(core, table, prompt)
+            insert(core, cache, prompt)
             spent += process_time_ns() - begin
-            core.release(table)
+            core.release(cache)
         assert core.pool.num_cached == NUM_ROUNDS * NUM_BLOCKS
         core.reset()
         return spent / NUM_ROUNDS / NUM_TOKENS
@@ -173,9 +173,9 @@ def miss_with_eviction() -> Case:
         spent = 0
         for prompt in [prompts() for _ in range(NUM_ROUNDS)]:
             begin = process_time_ns()
-            table = admit(core, prompt)
-            insert(core, table, prompt)
-            core.release(table)
+            cache = admit(core, prompt)
+            insert(core, cache, prompt)
+            core.release(cache)
             spent += process_time_ns() - begin
         assert core.pool.num_free == 0
         return spent / NUM_ROUNDS / NUM_TOKENS
@@ -194,7 +194,7 @@ def eviction_of_many() -> Case:
         spent = 0
         for _ in range(NUM_ROUNDS):
             begin = process_time_ns()
-            num_evicted = core.cache.reclaim(NUM_BLOCKS)
+            num_evicted = core.blocks.reclaim(NUM_BLOCKS)
             spent += process_time_ns() - begin
             assert num_evicted == NUM_BLOCKS
             fill(core, prompts)

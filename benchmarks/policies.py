@@ -127,7 +127,7 @@ def decision_us(policy: str) -> float:
     taken = []
     for _ in range(200):
         begin = time.perf_counter()
-        core.cache.reclaim(100)
+        core.blocks.reclaim(100)
         taken.append((time.perf_counter() - begin) / 100)
     return statistics.median(taken) * 1e6
 

@@ -86,18 +86,18 @@ def ahead_s(scheduler: Scheduler) -> float:
 def floor_s(scheduler: Scheduler) -> float:
     """Return the seconds that it takes to append the same columns, so many times."""
     ready = [
-        (request.token_ids[-1], request.num_computed_tokens, request.table.block_ids, request.sampling, request.seed)
+        (request.token_ids[-1], request.num_computed_tokens, request.cache.tables, request.sampling, request.seed)
         for request in scheduler.running
-        if request.table is not None
+        if request.cache is not None
     ]
     begin = process_time()
     for step in range(NUM_STEPS):
         plan = StepPlan(step)
-        for row, (token_id, start, block_ids, sampling, seed) in enumerate(ready):
+        for row, (token_id, start, tables, sampling, seed) in enumerate(ready):
             plan.token_ids.append(token_id)
             plan.starts.append(start)
             plan.num_tokens.append(1)
-            plan.block_ids.append(block_ids)
+            plan.tables.append(tables)
             plan.sampling_rows.append(row)
             plan.sampling.append(sampling)
             plan.seeds.append(seed)

@@ -141,7 +141,7 @@ def hit_over_miss(repeats: int) -> dict[int, float]:
 
 def evict(engine: Engine) -> None:
     """Empty the device's cache; a step of something else carries it to the host."""
-    engine.scheduler.core.cache.reclaim(2**20)
+    engine.scheduler.core.blocks.reclaim(2**20)
     run(engine, [[0]], 1)
 
 
@@ -181,7 +181,7 @@ def to_disk(engine: Engine) -> None:
     while core.host.unsaved or not core.slow.is_quiet:
         tiering.transfer.write(core.slow.take_writes(is_flush=True))
         tiering.wait(0.1)
-    core.cache.reclaim(2**20)
+    core.blocks.reclaim(2**20)
     core.moves.host_done(core.moves.take_host_ops())
     core.host.reset()
 

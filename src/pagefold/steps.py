@@ -11,7 +11,7 @@ from pagefold.kv.plans import NO_HOST_OPS
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pagefold.kv import BlockId, CopyOp, HostOps, ResidualCopy
+    from pagefold.kv import BlockId, BlockTable, CopyOp, HostOps, ResidualCopy
     from pagefold.sampling import SamplingParams
 
 __all__ = [
@@ -67,7 +67,7 @@ class StepPlan:
         starts: position of each row's first token. The KV of [0, start) is in the blocks before the step's writes,
             or is written in this same step by an earlier row.
         num_tokens: how many tokens of ``token_ids`` are each row's.
-        block_ids: each row's block table; position ``p`` lies in ``block_ids[i][p // block_size]``.
+        tables: each row's block tables, one for each cache group. They are the sequence's own, as of now.
         host_ops: what to move between the blocks and the host arena, before anything else.
         copies: whole-block copies to make then, before the first write.
         residual_ids: where each row has its unsealed block, where blocks are sealed; else none. Then a row that begins
@@ -96,7 +96,7 @@ class StepPlan:
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     starts: list[int] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
-    block_ids: list[list[BlockId]] = field(default_factory=list)
+    tables: list[Sequence[BlockTable]] = field(default_factory=list)
     host_ops: HostOps = NO_HOST_OPS
     copies: list[CopyOp] = field(default_factory=list)
     residual_ids: list[int] = field(default_factory=list)
@@ -114,6 +114,11 @@ class StepPlan:
     prompt_parts: list[PromptPart] = field(default_factory=list)
     late: list[int] = field(default_factory=list)
     late_from: list[int] = field(default_factory=list)
+
+    @property
+    def block_ids(self) -> list[list[BlockId]]:
+        """Each row's blocks of the first cache group, which is the only one of most models."""
+        return [tables[0].block_ids for tables in self.tables]
 
     @property
     def num_rows(self) -> int:

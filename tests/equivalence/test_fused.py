@@ -28,7 +28,7 @@ from pagefold.config import EngineConfig
 from pagefold.engine.build import build_engine
 from pagefold.engine.planning import plan_engine
 from pagefold.errors import ConfigError
-from pagefold.kv import BlockId
+from pagefold.kv import BlockId, BlockTable
 from pagefold.runner.fused.decoder import FusedDecoder
 from pagefold.sampling import SamplingParams
 from pagefold.steps import StepPlan
@@ -83,7 +83,7 @@ def _plan(rows):
     plan.token_ids = array("i", [token_id for tokens, _, _ in rows for token_id in tokens])
     plan.num_tokens = [len(tokens) for tokens, _, _ in rows]
     plan.starts = [start for _, start, _ in rows]
-    plan.block_ids = [[BlockId(block) for block in blocks] for _, _, blocks in rows]
+    plan.tables = [[BlockTable(map(BlockId, blocks))] for _, _, blocks in rows]
     plan.sampling_rows = list(range(len(rows)))
     plan.sampling = [SamplingParams(temperature=0.0)] * len(rows)
     plan.seeds = plan.draws = [0] * len(rows)

@@ -23,7 +23,7 @@ from pagefold import LLM, SamplingParams
 from pagefold.config import EngineConfig
 from pagefold.engine.build import build_engine
 from pagefold.engine.planning import plan_engine
-from pagefold.kv import BlockId
+from pagefold.kv import BlockId, BlockTable
 from pagefold.steps import PromptPart, StepPlan
 from pagefold.tokenizer import Tokenizer
 
@@ -134,7 +134,7 @@ def test_rounding_is_no_worse_than_torchs(smollm2):
     exact = reference(torch.float64)
     engine = build_engine(plan_engine(EngineConfig(model=str(smollm2), max_model_len=512, kv_cache_memory_bytes=2**28)))
     plan = StepPlan(0, token_ids=array("i", prompt), starts=[0], num_tokens=[len(prompt)])
-    plan.block_ids = [[BlockId(index) for index in range(len(prompt) // 16 + 1)]]
+    plan.tables = [[BlockTable(map(BlockId, range(len(prompt) // 16 + 1)))]]
     plan.prompt_parts = [PromptPart(0, 0, array("i", prompt), 0)]
     ours = engine.runner._forward(plan, None)[1].double()
     error, theirs = ((each - exact).square().mean().sqrt() for each in (ours, reference(torch.float32)))

@@ -15,7 +15,7 @@ from pagefold.kv import (
     Arbiter,
     AuditError,
     BlockState,
-    BlockTable,
+    SequenceCache,
     CopyOp,
     HostTier,
     KVCore,
@@ -28,6 +28,7 @@ from pagefold.kv import (
 )
 from pagefold.kv.block import Block, Node
 from pagefold.kv.held_block import HeldBlock
+from pagefold.kv.keep import KeepRule
 from pagefold.kv.names import BlockName
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class World:
     """A core with something of everything, by name, to corrupt.
 
     Attributes:
-        table: runs; its first two blocks are published, its third is private.
+        cache: runs; its first two blocks are published, its third is private.
         promising: holds out a promise of one block.
         cached: one of two leaves under a block, all three cached.
         free: a block that nobody has.
@@ -59,17 +60,17 @@ class World:
         self.core = core = KVCore(20, block_size=4, policy=make_policy("lru"), host=self.host, allow_streaming=True)
         self.pool = core.pool
         core.release(self.serve(range(90, 94)))
-        core.cache.reclaim(1)
+        core.blocks.reclaim(1)
         core.moves.host_done(core.moves.take_host_ops())
         loading, _ = core.acquire(core.match(NS, pack(range(90, 96)), 5))
         (self.held,) = self.host.held()
         assert loading.block_ids == [load.block_id for load in self.host.pending.loads]
         core.release(self.serve(range(80, 84)))
-        core.cache.reclaim(1)
+        core.blocks.reclaim(1)
         core.release(self.serve([50, 51, 52, 53, 60, 61, 62, 63]))
         core.release(self.serve(range(50, 58)))
         self.cached = core.match(NS, pack(range(50, 58)), 8).nodes[1]
-        self.table = self.serve(range(10))
+        self.cache = self.serve(range(10))
         self.promising = self.plan(range(70, 74))
         self.streamed, _ = core.begin_streaming(PrefixHit(NS, [], None, 0))
         assert core.extend(self.streamed, 0, 8)
@@ -77,24 +78,24 @@ class World:
         self.free = self.pool.blocks[self.pool.free_ids[0]]
         audit(core)
 
-    def plan(self, tokens: Sequence[int]) -> BlockTable:
+    def plan(self, tokens: Sequence[int]) -> SequenceCache:
         core = self.core
-        table, start = core.acquire(core.match(NS, pack(tokens), len(tokens) - 1))
-        assert core.extend(table, start, len(tokens))
-        core.publishing.promise(table, pack(tokens), len(tokens))
-        return table
+        cache, start = core.acquire(core.match(NS, pack(tokens), len(tokens) - 1))
+        assert core.extend(cache, start, len(tokens))
+        core.publishing.promise(cache, pack(tokens), len(tokens))
+        return cache
 
-    def serve(self, tokens: Sequence[int]) -> BlockTable:
-        table = self.plan(tokens)
-        assert table.promise is not None
-        self.core.publishing.commit(table.promise)
-        return table
+    def serve(self, tokens: Sequence[int]) -> SequenceCache:
+        cache = self.plan(tokens)
+        assert cache.promise is not None
+        self.core.publishing.commit(cache.promise)
+        return cache
 
-    def block(self, table: BlockTable, index: int) -> Block:
-        return self.pool.blocks[table.block_ids[index]]
+    def block(self, cache: SequenceCache, index: int) -> Block:
+        return self.pool.blocks[cache.block_ids[index]]
 
-    def node(self, table: BlockTable, index: int) -> Node:
-        node = self.block(table, index).node
+    def node(self, cache: SequenceCache, index: int) -> Node:
+        node = self.block(cache, index).node
         assert node is not None
         return node
 
@@ -117,15 +118,15 @@ def free_block_lost(world: World) -> None:
 
 
 def held_block_in_the_free_list(world: World) -> None:
-    world.pool.free_ids.append(world.table.block_ids[0])
+    world.pool.free_ids.append(world.cache.block_ids[0])
 
 
 def table_count_off_by_one(world: World) -> None:
-    world.block(world.table, 1).num_table_refs += 1
+    world.block(world.cache, 1).num_table_refs += 1
 
 
 def table_count_too_small(world: World) -> None:
-    world.block(world.table, 2).num_table_refs -= 1
+    world.block(world.cache, 2).num_table_refs -= 1
 
 
 def free_block_with_a_ref(world: World) -> None:
@@ -133,7 +134,7 @@ def free_block_with_a_ref(world: World) -> None:
 
 
 def transfer_count_off_by_one(world: World) -> None:
-    world.block(world.table, 2).num_io_refs += 1
+    world.block(world.cache, 2).num_io_refs += 1
 
 
 def free_block_with_a_node(world: World) -> None:
@@ -147,7 +148,7 @@ def active_but_nobody_holds_it(world: World) -> None:
 
 
 def cached_but_held(world: World) -> None:
-    world.block(world.table, 1).state = BlockState.CACHED
+    world.block(world.cache, 1).state = BlockState.CACHED
     world.pool.num_cached += 1
 
 
@@ -157,7 +158,7 @@ def cached_but_not_published(world: World) -> None:
 
 
 def copy_for_nobody(world: World) -> None:
-    src, dst = world.block(world.table, 0), world.cached.block
+    src, dst = world.block(world.cache, 0), world.cached.block
     assert dst is not None
     world.core.moves.pending_copies.append(CopyOp(src.block_id, dst.block_id, 1))
     world.pool.pin_io(src)
@@ -169,15 +170,25 @@ def root_under_another_name(world: World) -> None:
 
 
 def root_without_children(world: World) -> None:
-    world.core.tree.roots[b"other"] = Node(b"other", None, None, 0)
+    world.core.tree.roots[b"other"] = Node(b"other", None, (), 0)
 
 
 def root_not_attached(world: World) -> None:
     world.core.tree.roots[NS].attached = False
 
 
+def node_for_another_number_of_groups(world: World) -> None:
+    world.cached.blocks.append(None)
+
+
 def node_without_block(world: World) -> None:
-    world.cached.block = None
+    parent = world.cached.parent
+    assert parent is not None
+    parent.blocks[0] = None
+
+
+def leaf_without_blocks(world: World) -> None:
+    world.cached.blocks[0] = None
 
 
 def node_under_another_key(world: World) -> None:
@@ -205,25 +216,25 @@ def node_in_the_tree_that_says_it_left(world: World) -> None:
 def block_published_by_two_nodes(world: World) -> None:
     root, block = world.core.tree.roots[NS], world.cached.block
     assert block is not None
-    world.core.tree.insert(root, b"\0" * 16, block, 0).committed = True
+    world.core.tree.insert(root, b"\0" * 16, [block], 0).committed = True
 
 
 def two_blocks_of_one_id(world: World) -> None:
     root, block = world.core.tree.roots[NS], world.cached.block
     assert block is not None
     twin = Block(block.block_id)
-    twin.node = world.core.tree.insert(root, b"\0" * 16, twin, 0)
+    twin.node = world.core.tree.insert(root, b"\0" * 16, [twin], 0)
     twin.node.committed = True
     twin.node.children, world.cached.children = world.cached.children, twin.node.children
 
 
 def held_but_not_the_block_before_it(world: World) -> None:
-    world.pool.release(world.block(world.table, 0))
-    del world.table.block_ids[0]
+    world.pool.release(world.block(world.cache, 0))
+    del world.cache.block_ids[0]
 
 
 def never_committed(world: World) -> None:
-    world.node(world.table, 1).committed = False
+    world.node(world.cache, 1).committed = False
 
 
 def committed_while_promised(world: World) -> None:
@@ -231,7 +242,7 @@ def committed_while_promised(world: World) -> None:
 
 
 def evictable_while_held(world: World) -> None:
-    world.node(world.table, 1).evictable = True
+    world.node(world.cache, 1).evictable = True
 
 
 def idle_but_not_evictable(world: World) -> None:
@@ -254,7 +265,7 @@ def orphaned_node(world: World) -> None:
 
 def promise_of_another_table(world: World) -> None:
     assert world.promising.promise is not None
-    world.table.promise = world.promising.promise
+    world.cache.promise = world.promising.promise
 
 
 def promises_with_a_gap(world: World) -> None:
@@ -263,36 +274,60 @@ def promises_with_a_gap(world: World) -> None:
 
 
 def block_twice_in_a_table(world: World) -> None:
-    world.pool.acquire(world.block(world.table, 2))
-    world.table.block_ids.append(world.table.block_ids[2])
+    world.pool.acquire(world.block(world.cache, 2))
+    world.cache.block_ids.append(world.cache.block_ids[2])
 
 
 def wrong_capacity(world: World) -> None:
-    world.table.capacity += 4
+    world.cache.capacity += 4
 
 
 def more_published_than_held(world: World) -> None:
-    world.table.num_published = 4
+    world.cache.num_published = 4
 
 
 def tail_that_left_the_tree(world: World) -> None:
-    tail = world.table.tail
+    tail = world.cache.tail
     assert tail is not None
-    world.table.tail = Node(tail.key, tail.parent, tail.block, 0)
-    world.table.tail.attached = False
+    world.cache.tail = Node(tail.key, tail.parent, [tail.block], 0)
+    world.cache.tail.attached = False
+
+
+def path_of_another_length(world: World) -> None:
+    world.cache.num_published = 1
 
 
 def path_that_is_not_the_table(world: World) -> None:
-    world.table.num_published = 1
+    ids = world.cache.block_ids
+    ids[0], ids[1] = ids[1], ids[0]
+
+
+def blocks_given_back_that_are_kept(world: World) -> None:
+    world.cache.tables[0].num_trimmed = 1
+
+
+def last_published_block_given_back(world: World) -> None:
+    world.core.rules = (KeepRule(4),)
+    world.cache.tables[0].num_trimmed = 2
+
+
+def evictable_alone_twice(world: World) -> None:
+    block = world.cached.block
+    assert block is not None
+    world.core.blocks._stale[block] = world.core.blocks._idle[block] = None
+
+
+def idle_and_not_evictable_alone(world: World) -> None:
+    world.core.rules = (KeepRule(4),)
 
 
 def published_off_the_path(world: World) -> None:
-    world.table.num_published = 0
-    world.table.tail = world.core.tree.roots[NS]
+    world.cache.num_published = 0
+    world.cache.tail = world.core.tree.roots[NS]
 
 
 def pin_count_off_by_one(world: World) -> None:
-    world.block(world.table, 0).num_pin_refs += 1
+    world.block(world.cache, 0).num_pin_refs += 1
 
 
 def pin(world: World, tail: Node | None = None) -> Pin:
@@ -304,19 +339,26 @@ def pin(world: World, tail: Node | None = None) -> Pin:
 def two_pins_of_one_tail(world: World) -> None:
     pinned = pin(world)
     world.core.pins._pins["q"] = pinned
-    for node in pinned.path():
-        assert node.block is not None
-        world.pool.pin(node.block)
+    for block in pinned.blocks:
+        world.pool.pin(block)
+
+
+def pin_of_another_path(world: World) -> None:
+    pinned = pin(world, world.node(world.cache, 0))
+    assert pinned.tail.block is not None
+    world.pool.unpin(pinned.tail.block)
+    other = world.block(world.cache, 1)
+    world.pool.pin(other)
+    world.core.pins._pins["p"] = replace(pinned, blocks=(other,))
 
 
 def pin_on_what_is_not_published(world: World) -> None:
     pinned = pin(world)
-    private = world.block(world.table, 2)
-    lost = replace(pinned, tail=Node(b"", world.core.tree.roots[NS], private, 0))
+    private = world.block(world.cache, 2)
+    lost = replace(pinned, tail=Node(b"", world.core.tree.roots[NS], [private], 0), blocks=(private,))
     private.num_pin_refs = 1
-    for node in pinned.path():
-        assert node.block is not None
-        world.pool.unpin(node.block)
+    for block in pinned.blocks:
+        world.pool.unpin(block)
     world.core.policy.on_idle(world.cached)
     world.cached.evictable = True
     world.core.pins._pins["p"] = lost
@@ -333,7 +375,7 @@ def pins_beyond_their_quota(world: World) -> None:
 
 
 def cached_pinned_blocks_miscounted(world: World) -> None:
-    pin(world, world.node(world.table, 1))
+    pin(world, world.node(world.cache, 1))
     world.pool.num_pinned += 1
 
 
@@ -351,14 +393,14 @@ def cold_blocks_miscounted(world: World) -> None:
 
 def residual_that_nobody_has(world: World) -> None:
     core = world.core
-    core.residuals = Residuals(len(core.tables) + 1)
-    for table in core.tables:
-        core.residuals.take(table)
+    core.residuals = Residuals(len(core.caches) + 1)
+    for cache in core.caches:
+        core.residuals.take(cache)
     core.residuals.free_ids.clear()
 
 
 def table_without_residual(world: World) -> None:
-    world.core.residuals = Residuals(len(world.core.tables))
+    world.core.residuals = Residuals(len(world.core.caches))
 
 
 def lost_host_block(world: World) -> None:
@@ -370,12 +412,12 @@ def host_pins_miscounted(world: World) -> None:
 
 
 def host_block_written_twice(world: World) -> None:
-    world.host._stores += [StoreOp(world.block(world.table, 0).block_id, world.held.host_id)] * 2
+    world.host._stores += [StoreOp(world.block(world.cache, 0).block_id, world.held.host_id)] * 2
     world.held.num_pins += 2
 
 
 def store_into_a_free_host_block(world: World) -> None:
-    world.host._stores.append(StoreOp(world.block(world.table, 0).block_id, world.host._free[0]))
+    world.host._stores.append(StoreOp(world.block(world.cache, 0).block_id, world.host._free[0]))
 
 
 def held_without_a_place(world: World) -> None:
@@ -396,7 +438,7 @@ def candidate_missing(world: World) -> None:
 
 
 def candidate_too_many(world: World) -> None:
-    world.core.policy.on_idle(world.node(world.table, 1))
+    world.core.policy.on_idle(world.node(world.cache, 1))
 
 
 def candidates_but_no_victim(world: World) -> None:
@@ -426,7 +468,9 @@ CORRUPTIONS: list[tuple[Callable[[World], None], str]] = [
     (root_under_another_name, "a root is no root"),
     (root_without_children, "a root without children"),
     (root_not_attached, "a root without children"),
-    (node_without_block, "a node without block or parent"),
+    (node_for_another_number_of_groups, "for 1 groups"),
+    (node_without_block, "none of group 0, which keeps all"),
+    (leaf_without_blocks, "a leaf without blocks"),
     (node_under_another_key, "its parent does not know it"),
     (wrong_key_length, "a key of 17 bytes"),
     (wrong_depth, "depth 7 under 0"),
@@ -443,12 +487,18 @@ CORRUPTIONS: list[tuple[Callable[[World], None], str]] = [
     (orphaned_node, "its node is not in the tree"),
     (promise_of_another_table, "a table has another table's promise"),
     (promises_with_a_gap, "does not end where the next one begins"),
-    (block_twice_in_a_table, "a table holds a block twice"),
+    (block_twice_in_a_table, "a cache holds a block twice"),
     (wrong_capacity, "capacity 16 of 3 blocks"),
-    (more_published_than_held, "more published than held"),
+    (more_published_than_held, "and the path has 2 nodes"),
+    (path_of_another_length, "and the path has 2 nodes"),
+    (blocks_given_back_that_are_kept, "group 0 keeps all, and 1 blocks are gone"),
+    (last_published_block_given_back, "the last published block is gone"),
+    (evictable_alone_twice, "both stale and not"),
+    (idle_and_not_evictable_alone, "0 blocks can be evicted alone"),
+    (pin_of_another_path, "pins blocks of another path"),
     (tail_that_left_the_tree, "which left the tree"),
     (path_that_is_not_the_table, "is not the table"),
-    (published_off_the_path, "published but not by its table's path"),
+    (published_off_the_path, "published but not by its cache's path"),
     (pin_count_off_by_one, "0 pins keep it"),
     (two_pins_of_one_tail, "two pins have the same tail"),
     (pin_on_what_is_not_published, "p pins what is not there"),
@@ -459,7 +509,7 @@ CORRUPTIONS: list[tuple[Callable[[World], None], str]] = [
     (candidate_too_many, "policy offers 3 nodes, 2 are evictable"),
     (candidates_but_no_victim, "no victim among its candidates"),
     (cold_block_elsewhere, "are not the first of"),
-    (streamed_and_published, "a table that streams has published blocks"),
+    (streamed_and_published, "a cache that streams has published blocks"),
     (cold_blocks_miscounted, "core.streaming.num_cold_blocks=2, 1 are held"),
     (residual_that_nobody_has, "residuals [0, 1"),
     (table_without_residual, "a table has no residual"),

@@ -28,18 +28,18 @@ class House:
 
     def serve(self, tokens, namespace=NS):
         """A table whose tokens are all computed, and which runs."""
-        table, start = self.core.acquire(self.core.match(namespace, pack(tokens), len(tokens) - 1))
-        assert self.core.extend(table, start, len(tokens))
+        cache, start = self.core.acquire(self.core.match(namespace, pack(tokens), len(tokens) - 1))
+        assert self.core.extend(cache, start, len(tokens))
         self.copy()
-        promise = self.core.publishing.promise(table, pack(tokens), len(tokens))
+        promise = self.core.publishing.promise(cache, pack(tokens), len(tokens))
         if promise is not None:
             self.core.publishing.commit(promise)
-        return table
+        return cache
 
-    def grow(self, table, tokens):
+    def grow(self, cache, tokens):
         """Compute the rest of ``tokens``."""
-        assert self.core.extend(table, table.capacity, len(tokens))
-        promise = self.core.publishing.promise(table, pack(tokens), len(tokens))
+        assert self.core.extend(cache, cache.capacity, len(tokens))
+        promise = self.core.publishing.promise(cache, pack(tokens), len(tokens))
         if promise is not None:
             self.core.publishing.commit(promise)
 
@@ -51,8 +51,8 @@ class House:
         hit = self.core.match(namespace, pack(tokens), len(tokens))
         return 4 * (len(hit.nodes) + len(hit.held))
 
-    def distrust(self, table, tokens, namespace=NS):
-        found = self.core.distrust(table, namespace, pack(tokens))
+    def distrust(self, cache, tokens, namespace=NS):
+        found = self.core.distrust(cache, namespace, pack(tokens))
         audit(self.core)
         return found
 
@@ -82,8 +82,8 @@ def test_who_runs_on_it_goes_on_and_publishes_no_more_and_others_do():
     audit(house.core)
     assert house.num_found([*SHARED, 9, 9, 9, 9]) == 0
     assert house.num_found([5, 5, 5, 5, 6, 6, 6, 6]) == 8
-    for table in (bad, beside, apart):
-        house.core.release(table)
+    for cache in (bad, beside, apart):
+        house.core.release(cache)
     audit(house.core)
     assert house.core.num_active == 0
 
@@ -114,7 +114,7 @@ def test_what_it_took_a_part_of_goes_from_the_host_too_where_the_device_has_it_n
     house = House(num_held=8)
     house.core.release(house.serve(SHARED))
     bad = house.serve([1, 2, 9, 9, 9])
-    assert house.core.cache.reclaim(2) == 2
+    assert house.core.blocks.reclaim(2) == 2
     house.copy()
     assert house.num_found(SHARED) == 8
     found = house.distrust(bad, [1, 2, 9, 9, 9])
@@ -125,8 +125,8 @@ def test_what_it_took_a_part_of_goes_from_the_host_too_where_the_device_has_it_n
 def test_pins_on_it_are_dropped_and_say_why():
     house = House()
     pinned, kept = house.serve(SHARED), house.serve([5, 5, 5, 5])
-    for name, table in (("bad", pinned), ("good", kept)):
-        assert house.core.pins.add(name, table.tail, 0.0) is not None
+    for name, cache in (("bad", pinned), ("good", kept)):
+        assert house.core.pins.add(name, cache.tail, 0.0) is not None
     house.distrust(pinned, SHARED)
     assert [pin.pin_id for pin in house.core.pins] == ["good"]
     assert [(event.pin_id, event.cause) for event in house.events if isinstance(event, PinDropped)] == [
@@ -146,6 +146,6 @@ def test_a_promise_that_is_open_comes_to_nothing():
     house.core.publishing.commit(promise)
     audit(house.core)
     assert house.num_found(tokens) == 0
-    for table in (bad, leaning):
-        house.core.release(table)
+    for cache in (bad, leaning):
+        house.core.release(cache)
     assert house.core.pool.num_free == 24

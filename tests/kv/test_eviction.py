@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pagefold.events import BlockEvicted
-    from pagefold.kv import BlockTable, EvictionPolicy, RequestFacts
+    from pagefold.kv import SequenceCache, EvictionPolicy, RequestFacts
 
 NS = b"n"
 POLICY_NAMES = list(POLICIES)
@@ -43,21 +43,21 @@ class Cache:
         """Serve a request from beginning to end."""
         self.core.release(self.admit(tokens))
 
-    def admit(self, tokens: Sequence[int]) -> BlockTable:
-        table, start = self.core.acquire(self.core.match(NS, pack(tokens), len(tokens)))
-        assert self.core.extend(table, start, len(tokens))
-        promise = self.core.publishing.promise(table, pack(tokens), len(tokens))
+    def admit(self, tokens: Sequence[int]) -> SequenceCache:
+        cache, start = self.core.acquire(self.core.match(NS, pack(tokens), len(tokens)))
+        assert self.core.extend(cache, start, len(tokens))
+        promise = self.core.publishing.promise(cache, pack(tokens), len(tokens))
         if promise is not None:
             self.core.publishing.commit(promise)
         audit(self.core)
-        return table
+        return cache
 
     def knows(self, tokens: Sequence[int]) -> int:
         return len(self.core.match(NS, pack(tokens), len(tokens)).nodes)
 
 
 def node(last_used: int = 0, num_hits: int = 0, created_at: int = 0) -> Node:
-    made = Node(b"", None, Block(BlockId(0)), created_at)
+    made = Node(b"", None, [Block(BlockId(0))], created_at)
     made.last_used = last_used
     made.num_hits = num_hits
     return made
@@ -181,7 +181,7 @@ def test_fifo_evicts_what_came_first() -> None:
 def test_tails_go_before_heads(name: str) -> None:
     cache = Cache(8, make_policy(name))
     cache.use(range(8))
-    assert cache.core.cache.reclaim(8) == 8
+    assert cache.core.blocks.reclaim(8) == 8
     assert [event.depth for event in cache.evicted] == [7, 6, 5, 4, 3, 2, 1, 0]
     assert {event.cause for event in cache.evicted} == {"allocation"}
 
@@ -190,21 +190,21 @@ def test_tails_go_before_heads(name: str) -> None:
 def test_what_a_sequence_holds_stays_with_all_before_it(name: str) -> None:
     cache = Cache(8, make_policy(name))
     cache.use([0, 1, 2, 3])
-    table = cache.admit([0, 1, 9])
-    assert cache.core.cache.reclaim(8) == 2  # 2 and 3 go; 0, 1, 9 stay
+    held = cache.admit([0, 1, 9])
+    assert cache.core.blocks.reclaim(8) == 2  # 2 and 3 go; 0, 1, 9 stay
     assert cache.knows([0, 1, 2, 3]) == 2
     assert cache.knows([0, 1, 9]) == 3
-    cache.core.release(table)
-    assert cache.core.cache.reclaim(8) == 3
+    cache.core.release(held)
+    assert cache.core.blocks.reclaim(8) == 3
 
 
 def test_reclaim_says_how_many_went() -> None:
     cache = Cache(4)
-    assert cache.core.cache.reclaim(2) == 0
+    assert cache.core.blocks.reclaim(2) == 0
     cache.use(range(4))
-    assert cache.core.cache.reclaim(0) == 0
-    assert cache.core.cache.reclaim(3) == 3
-    assert cache.core.cache.reclaim(3) == 1
+    assert cache.core.blocks.reclaim(0) == 0
+    assert cache.core.blocks.reclaim(3) == 3
+    assert cache.core.blocks.reclaim(3) == 1
 
 
 class Shallow(KeyPolicy):
@@ -280,7 +280,7 @@ def test_a_policy_is_told_of_everything() -> None:
     cache = Cache(4, policy)
     cache.use([1, 2])
     cache.use([1, 2, 3])
-    cache.core.cache.reclaim(1)
+    cache.core.blocks.reclaim(1)
     cache.core.reset()
     assert policy.told == [
         ("insert", (0,)),
@@ -299,9 +299,9 @@ def test_a_policy_is_told_of_everything() -> None:
 def test_a_policy_is_told_when_a_promise_is_abandoned() -> None:
     policy = Recorder()
     core = KVCore(4, block_size=1, policy=policy)
-    table, _ = core.acquire(core.match(NS, pack([1, 2]), 1))
-    assert core.extend(table, 0, 2)
-    promise = core.publishing.promise(table, pack([1, 2]), 2)
+    cache, _ = core.acquire(core.match(NS, pack([1, 2]), 1))
+    assert core.extend(cache, 0, 2)
+    promise = core.publishing.promise(cache, pack([1, 2]), 2)
     assert promise is not None
     core.publishing.abandon(promise)
     assert policy.told == [("insert", (0,)), ("insert", (1,)), ("evict", (1,)), ("evict", (0,))]

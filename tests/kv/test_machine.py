@@ -56,7 +56,7 @@ from pagefold.kv.names import path_digest, root_digest
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pagefold.kv import BlockTable, CopyOp, EvictionPolicy, Promise
+    from pagefold.kv import SequenceCache, CopyOp, EvictionPolicy, Promise
     from pagefold.kv.block import Node
 
 BLOCK_SIZE = 4
@@ -213,7 +213,7 @@ class Sequence:
     namespace: int
     tokens: list[int]
     cells: list[int]
-    table: BlockTable | None = None
+    cache: SequenceCache | None = None
     num_computed: int = 0
     num_published: int = 0
     publishes: bool = True
@@ -348,10 +348,10 @@ class Machine:
         if not idle or len(self.running) >= MAX_RUNNING:
             return False
         sequence = idle[which % len(idle)]
-        assert sequence.table is not None
+        assert sequence.cache is not None
         num = sequence.num_computed
         twin = Sequence(sequence.namespace, sequence.tokens[:num], sequence.cells[:num])
-        twin.table = self.core.fork(sequence.table)
+        twin.cache = self.core.fork(sequence.cache)
         twin.num_computed = num
         twin.num_published = sequence.num_published
         twin.publishes = sequence.publishes
@@ -371,7 +371,7 @@ class Machine:
         wanted = num_blocks % 6
         obtainable = self._num_obtainable() - self.core.pool.num_free
         num_free = self.core.pool.num_free
-        num_evicted = self.core.cache.reclaim(wanted)
+        num_evicted = self.core.blocks.reclaim(wanted)
         assert num_evicted == min(wanted, obtainable)
         assert self.core.pool.num_free == num_free + num_evicted
         return True
@@ -396,7 +396,7 @@ class Machine:
         if not self.running:
             return False
         sequence = self.running[which % len(self.running)]
-        assert sequence.table is not None
+        assert sequence.cache is not None
         self.num_pins += 1
         pin_id, expires_at = f"p{self.num_pins}", self.now + 1 + ttl % 20 if ttl % 3 else float("inf")
         tokens = self._written(sequence)
@@ -404,7 +404,7 @@ class Machine:
         fits = len(self._pinned() | wanted.prefixes()) <= self.max_pinned
         pinned = self.core.pins.add(
             pin_id,
-            sequence.table.tail,
+            sequence.cache.tail,
             self.now,
             ttl_s=None if expires_at == float("inf") else expires_at - self.now,
             priority=wanted.priority,
@@ -566,13 +566,13 @@ class Machine:
         planned = {row.sequence: row for row in self.plan}
         promised = {block_id for row in self.plan for block_id in row.promised_ids}
         for sequence in self.running:
-            table = sequence.table
-            assert table is not None
-            assert table.num_published == sequence.num_published
-            assert (table.tail is not None) == sequence.publishes
+            cache = sequence.cache
+            assert cache is not None
+            assert cache.num_published == sequence.num_published
+            assert (cache.tail is not None) == sequence.publishes
             leans = sequence in planned and planned[sequence].admitted and not self.in_flight
             for start in range(0, sequence.num_computed, BLOCK_SIZE):
-                block_id = table.block_ids[start // BLOCK_SIZE]
+                block_id = cache.block_ids[start // BLOCK_SIZE]
                 wanted = sequence.cells[start : min(start + BLOCK_SIZE, sequence.num_computed)]
                 if leans and block_id in promised:
                     continue  # an earlier row of this step is going to write it
@@ -600,7 +600,7 @@ class Machine:
         while self.pins:
             assert self._give_up([]), "nobody holds a block, so every pin can be given up"
         assert pool.num_blocks == self.core.num_available
-        self.core.cache.reclaim(pool.num_blocks)
+        self.core.blocks.reclaim(pool.num_blocks)
         assert pool.num_free == pool.num_blocks
         assert not self.core.tree.roots
         self.check()
@@ -638,13 +638,13 @@ class Machine:
         self._saw("lean on a promise", any(not node.committed for node in attached))
         still = list(takewhile(lambda held: held.host_id >= 0, hit.held)) if len(attached) == len(hit.nodes) else []
         self._saw("stale held block", len(still) < len(hit.held))
-        table, num_tokens = self.core.acquire(hit)
-        num_loaded = len(table.block_ids) - len(attached) if hit.held else 0
+        cache, num_tokens = self.core.acquire(hit)
+        num_loaded = len(cache.block_ids) - len(attached) if hit.held else 0
         if num_loaded != len(still):
             self._saw("no block for a held one")
             assert num_loaded < len(still)
             assert self._num_obtainable() == 0
-        for block_id in table.block_ids[len(attached) :] if hit.held else ():
+        for block_id in cache.block_ids[len(attached) :] if hit.held else ():
             self._saw("loaded block")
             self._poison(block_id)
         num_whole = (len(attached) + num_loaded) * BLOCK_SIZE
@@ -655,8 +655,8 @@ class Machine:
             assert num_tokens == num_whole + (hit.num_partial_tokens if takes_partial else 0)
             if takes_partial:
                 self._saw("partial match")
-                self._poison(table.block_ids[-1])
-        sequence.table = table
+                self._poison(cache.block_ids[-1])
+        sequence.cache = cache
         sequence.num_computed = num_tokens
         sequence.num_published = len(attached)
         sequence.publishes = self.publishes
@@ -691,23 +691,23 @@ class Machine:
         return True
 
     def _extend(self, sequence: Sequence, end: int) -> bool:
-        table = sequence.table
-        assert table is not None
+        cache = sequence.cache
+        assert cache is not None
         start = sequence.num_computed
         blocks = self.core.pool.blocks
-        before = list(table.block_ids)
+        before = list(cache.block_ids)
         shared = [i for i in range(start // BLOCK_SIZE, len(before)) if blocks[before[i]].num_table_refs > 1]
         num_needed = max(0, -(-end // BLOCK_SIZE) - len(before)) + len(shared)
         num_obtainable = self._num_obtainable()
-        done = self.core.extend(table, start, end)
+        done = self.core.extend(cache, start, end)
         assert done == (num_needed <= num_obtainable), f"{num_needed} needed, {num_obtainable} to be had, got {done}"
-        for index, block_id in enumerate(table.block_ids):
+        for index, block_id in enumerate(cache.block_ids):
             if index >= len(before) or block_id != before[index]:
                 assert index >= start // BLOCK_SIZE, "a block below the write was replaced"
                 self._poison(block_id)
         if done:
             self._saw("copy-on-write", bool(shared))
-            for block_id in table.block_ids[start // BLOCK_SIZE : -(-end // BLOCK_SIZE)]:
+            for block_id in cache.block_ids[start // BLOCK_SIZE : -(-end // BLOCK_SIZE)]:
                 block = blocks[block_id]
                 assert block.num_table_refs == 1, "a write would reach another sequence"
                 assert block.node is None, "a write would reach a published block"
@@ -717,8 +717,8 @@ class Machine:
 
     def _promise(self, row: Row) -> None:
         sequence = row.sequence
-        assert sequence.table is not None
-        row.promise = self.core.publishing.promise(sequence.table, pack(sequence.tokens), row.end)
+        assert sequence.cache is not None
+        row.promise = self.core.publishing.promise(sequence.cache, pack(sequence.tokens), row.end)
         num_blocks = row.end // BLOCK_SIZE
         assert (row.promise is not None) == (sequence.publishes and num_blocks > sequence.num_published)
         if row.promise is None:
@@ -732,12 +732,12 @@ class Machine:
                 break
             self._publish(sequence, index, committed=False)
             row.promised.append((sequence.namespace, tuple(sequence.tokens[: (index + 1) * BLOCK_SIZE])))
-            row.promised_ids.append(sequence.table.block_ids[index])
+            row.promised_ids.append(sequence.cache.block_ids[index])
             sequence.num_published += 1
 
     def _commit(self, row: Row, promise: Promise) -> None:
         sequence = row.sequence
-        assert sequence.table is not None
+        assert sequence.cache is not None
         if sequence.publishes:
             for prefix in row.promised:
                 self.model.known[prefix].committed = True
@@ -766,22 +766,22 @@ class Machine:
             row.sequence.num_published = row.first
 
     def _publish(self, sequence: Sequence, index: int, *, committed: bool) -> None:
-        assert sequence.table is not None
+        assert sequence.cache is not None
         cells = sequence.cells[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
         prefix = (sequence.namespace, tuple(sequence.tokens[: (index + 1) * BLOCK_SIZE]))
-        self.model.known[prefix] = Known(sequence.table.block_ids[index], cells, committed)
+        self.model.known[prefix] = Known(sequence.cache.block_ids[index], cells, committed)
 
     def _is_shared(self, sequence: Sequence, index: int) -> bool:
-        assert sequence.table is not None
-        block_id = sequence.table.block_ids[index]
-        return sum(other.table is not None and block_id in other.table.block_ids for other in self.running) > 1
+        assert sequence.cache is not None
+        block_id = sequence.cache.block_ids[index]
+        return sum(other.cache is not None and block_id in other.cache.block_ids for other in self.running) > 1
 
     def _release(self, sequence: Sequence) -> None:
-        assert sequence.table is not None
+        assert sequence.cache is not None
         self.plan = [row for row in self.plan if row.sequence is not sequence]
         self.running.remove(sequence)
-        self.core.release(sequence.table)
-        sequence.table = None
+        self.core.release(sequence.cache)
+        sequence.cache = None
         sequence.num_computed = sequence.num_published = 0
 
     def _unplanned(self) -> list[Sequence]:
@@ -819,15 +819,15 @@ class Machine:
                 self.slab[copy.dst * BLOCK_SIZE : (copy.dst + 1) * BLOCK_SIZE] = self._bytes(copy.src)
 
     def _write(self, row: Row) -> None:
-        assert row.sequence.table is not None
-        block_ids = row.sequence.table.block_ids
+        assert row.sequence.cache is not None
+        block_ids = row.sequence.cache.block_ids
         for position in range(row.start, row.end):
             slot = block_ids[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
             self.slab[slot] = row.sequence.cells[position]
 
     def _read(self, row: Row) -> None:
-        assert row.sequence.table is not None
-        cells = [cell for block_id in row.sequence.table.block_ids for cell in self._bytes(block_id)]
+        assert row.sequence.cache is not None
+        cells = [cell for block_id in row.sequence.cache.block_ids for cell in self._bytes(block_id)]
         assert cells[: row.end] == row.sequence.cells[: row.end], "a sequence reads bytes that are not its own"
 
     def _bytes(self, block_id: int) -> list[int]:
@@ -859,7 +859,7 @@ class Machine:
         return {prefix for pin in self.pins.values() for prefix in pin.prefixes()}
 
     def _held(self) -> set[int]:
-        return {block_id for sequence in self.running if sequence.table for block_id in sequence.table.block_ids}
+        return {block_id for sequence in self.running if sequence.cache for block_id in sequence.cache.block_ids}
 
     def _written(self, sequence: Sequence) -> tuple[int, ...]:
         """Return what of ``sequence`` is published, and committed from the first block on."""

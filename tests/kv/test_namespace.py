@@ -22,12 +22,12 @@ namespaces = st.builds(Namespace, texts, texts, texts, texts, texts, texts)
 def num_hit_tokens(written: Namespace, asked: Namespace) -> int:
     """Publish 12 tokens under one namespace, and match them under another."""
     core = KVCore(8, block_size=4)
-    table, _ = core.acquire(core.match(written.key(), TOKENS, 11))
-    assert core.extend(table, 0, 12)
-    promise = core.publishing.promise(table, TOKENS, 12)
+    cache, _ = core.acquire(core.match(written.key(), TOKENS, 11))
+    assert core.extend(cache, 0, 12)
+    promise = core.publishing.promise(cache, TOKENS, 12)
     assert promise is not None
     core.publishing.commit(promise)
-    core.release(table)
+    core.release(cache)
     hit = core.match(asked.key(), TOKENS, 12)
     return len(hit.nodes) * 4 + hit.num_partial_tokens
 

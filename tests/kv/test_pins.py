@@ -31,15 +31,15 @@ class Core(KVCore):
 
     def fill(self, tokens: Sequence[int]) -> Node:
         """Compute ``tokens``, let go of them, and return the node of their last whole block."""
-        table, start = self.acquire(self.match(NS, pack(tokens), len(tokens) - 1))
-        assert self.extend(table, start, len(tokens))
-        promise = self.publishing.promise(table, pack(tokens), len(tokens))
+        cache, start = self.acquire(self.match(NS, pack(tokens), len(tokens) - 1))
+        assert self.extend(cache, start, len(tokens))
+        promise = self.publishing.promise(cache, pack(tokens), len(tokens))
         self.moves.copies_done(self.moves.take_copies())
         if promise is not None:
             self.publishing.commit(promise)
-        tail = table.tail
+        tail = cache.tail
         assert tail is not None
-        self.release(table)
+        self.release(cache)
         audit(self)
         return tail
 
@@ -55,7 +55,7 @@ def test_a_pinned_prefix_outlives_any_pressure() -> None:
     for first in range(100, 1000, 50):
         core.fill(range(first, first + 48))
     assert core.knows(range(8)) == 2
-    core.cache.reclaim(99)
+    core.blocks.reclaim(99)
     assert core.pool.num_free == 14
     audit(core)
 
@@ -114,10 +114,10 @@ def test_what_would_free_nothing_is_kept() -> None:
     core.pins.add("short", short, 0.0, priority=1)
     core.pins.add("long", long, 0.0, priority=9)
     hit = core.match(NS, pack(range(12)), 12)
-    assert not core.pins.give_up(0.0, hit.nodes)
-    table, _ = core.acquire(hit)
+    assert not core.pins.give_up(0.0, core.blocks_of(hit))
+    cache, _ = core.acquire(hit)
     assert not core.pins.give_up(0.0)
-    core.release(table)
+    core.release(cache)
     assert core.pins.give_up(0.0)
     assert core.pins.dropped[-1].pin_id == "long"
     audit(core)
@@ -166,16 +166,16 @@ def test_to_pin_again_renews() -> None:
 def test_only_what_is_written_is_pinned() -> None:
     core = Core()
     core.fill(range(4))
-    table, start = core.acquire(core.match(NS, pack(range(12)), 11))
-    assert core.extend(table, start, 12)
-    promise = core.publishing.promise(table, pack(range(12)), 12)
+    cache, start = core.acquire(core.match(NS, pack(range(12)), 11))
+    assert core.extend(cache, start, 12)
+    promise = core.publishing.promise(cache, pack(range(12)), 12)
     assert promise is not None
-    pin = core.pins.add("p", table.tail, 0.0)
+    pin = core.pins.add("p", cache.tail, 0.0)
     assert pin is not None
     assert pin.num_blocks == 1
     core.publishing.abandon(promise)
     audit(core)
-    core.release(table)
+    core.release(cache)
     assert core.pins.add("q", None, 0.0) is None
     assert core.pins.dropped[-1] == ("q", 0, "reset")
 
@@ -195,8 +195,8 @@ def test_a_policy_that_keeps_nothing_keeps_what_is_pinned() -> None:
     tail = core.fill(range(8))
     core.pins.add("p", tail, 0.0)
     core.policy.admit = lambda _node: False
-    table, _ = core.acquire(core.match(NS, pack(range(9)), 9))
-    core.release(table)
+    cache, _ = core.acquire(core.match(NS, pack(range(9)), 9))
+    core.release(cache)
     assert core.knows(range(8)) == 2
     audit(core)
 

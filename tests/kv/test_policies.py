@@ -331,14 +331,14 @@ class Server:
             del text[24:]
             packed = pack(text)
             hit = self.core.match(NS, packed, len(text) - 1)
-            table, start = self.core.acquire(hit)
-            if self.core.extend(table, start, len(text)):
-                promise = self.core.publishing.promise(table, packed, len(text))
+            cache, start = self.core.acquire(hit)
+            if self.core.extend(cache, start, len(text)):
+                promise = self.core.publishing.promise(cache, packed, len(text))
                 if promise is not None:
                     self.core.publishing.commit(promise)
             self.core.moves.copies_done(self.core.moves.take_copies())
-            table.facts = RequestFacts(rng.choice((1.0, 1.0, 0.5)), rng.randint(-2, 2), rng.choice((1.0, 2.0)))
-            running.append(table)
+            cache.facts = RequestFacts(rng.choice((1.0, 1.0, 0.5)), rng.randint(-2, 2), rng.choice((1.0, 2.0)))
+            running.append(cache)
             if len(running) > 2:
                 self.core.release(running.pop(rng.randrange(3)))
             if request % 8 == 0:
@@ -371,21 +371,21 @@ def test_a_reset_and_failed_steps_leave_a_policy_in_order(name: str) -> None:
     core = server.core
     for round_ in range(3):
         server.serve(round_, 40)
-        for table in list(core.tables)[:1]:
-            core.release(table)
-        table, start = core.acquire(core.match(NS, pack([7] * 8), 7))
-        assert core.extend(table, start, 8)
-        promise = core.publishing.promise(table, pack([7] * 8), 8)
+        for cache in list(core.caches)[:1]:
+            core.release(cache)
+        cache, start = core.acquire(core.match(NS, pack([7] * 8), 7))
+        assert core.extend(cache, start, 8)
+        promise = core.publishing.promise(cache, pack([7] * 8), 8)
         leaning, _ = core.acquire(core.match(NS, pack([7] * 8), 8))  # in the same step
         if promise is not None:
             core.publishing.abandon(promise)
         core.release(leaning)
-        core.release(table)
+        core.release(cache)
         audit(core)
         core.reset()
         audit(core)
-        for table in list(core.tables):
-            core.release(table)
+        for cache in list(core.caches):
+            core.release(cache)
         audit(core)
 
 
@@ -417,14 +417,14 @@ def test_operations_an_eviction_do_not_grow_with_the_cache(name: str, monkeypatc
         for prompt in range(num_blocks // 8):
             for _ in range(1 + prompt % 3 % 2):
                 tokens = pack(range(prompt * 8, prompt * 8 + 8))
-                table, start = core.acquire(core.match(NS, tokens, 8))
-                assert core.extend(table, start, 8)
-                promise = core.publishing.promise(table, tokens, 8)
+                cache, start = core.acquire(core.match(NS, tokens, 8))
+                assert core.extend(cache, start, 8)
+                promise = core.publishing.promise(cache, tokens, 8)
                 if promise is not None:
                     core.publishing.commit(promise)
-                core.release(table)
+                core.release(cache)
         Counting.num_operations = 0
-        num_evicted = core.cache.reclaim(num_blocks // 2)
+        num_evicted = core.blocks.reclaim(num_blocks // 2)
         per_eviction.append(Counting.num_operations / num_evicted)
     assert max(per_eviction) < 12 * (3 if name == "adaptive" else 1)
     assert per_eviction[1] < 2 * per_eviction[0] + 1
@@ -505,14 +505,14 @@ def test_the_shadow_of_lru_counts_what_was_used_since(seed: int) -> None:
 
 
 def serve_one(core: KVCore, tokens: Sequence[int], facts: RequestFacts | None = None) -> None:
-    table, start = core.acquire(core.match(NS, pack(tokens), len(tokens)))
-    assert core.extend(table, start, len(tokens))
-    promise = core.publishing.promise(table, pack(tokens), len(tokens))
+    cache, start = core.acquire(core.match(NS, pack(tokens), len(tokens)))
+    assert core.extend(cache, start, len(tokens))
+    promise = core.publishing.promise(cache, pack(tokens), len(tokens))
     if promise is not None:
         core.publishing.commit(promise)
     if facts is not None:
-        table.facts = facts
-    core.release(table)
+        cache.facts = facts
+    core.release(cache)
 
 
 def test_no_use_waits_long_for_what_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -603,19 +603,19 @@ def test_a_ghost_cache_keeps_what_a_cache_would_keep() -> None:
     for _ in range(300):
         text = [rng.randrange(3), rng.randrange(4), *([rng.randrange(6)] * rng.randint(1, 6))]
         hit = core.match(NS, pack(text), len(text))
-        table, start = core.acquire(hit)
-        assert core.extend(table, start, len(text))
-        promise = core.publishing.promise(table, pack(text), len(text))
+        cache, start = core.acquire(hit)
+        assert core.extend(cache, start, len(text))
+        promise = core.publishing.promise(cache, pack(text), len(text))
         if promise is not None:
             core.publishing.commit(promise)
         path = []
-        node = table.tail
+        node = cache.tail
         while node.parent is not None:
             path.append(node)
             node = node.parent
         assert ghost.use(path[::-1], RequestFacts(), 20) == len(hit.nodes)
-        core.release(table)
-        core.cache.reclaim(core.pool.num_cached - 20)
+        core.release(cache)
+        core.blocks.reclaim(core.pool.num_cached - 20)
 
 
 def test_adaptive_follows_the_better_one() -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from pagefold.events import Event
     from pagefold.kv.block import Node
-    from pagefold.kv.table import BlockTable, Promise
+    from pagefold.kv.sequence_cache import SequenceCache, Promise
 
 BLOCK_SIZE = 4
 NAMESPACES = (b"one", b"two")
@@ -36,44 +36,44 @@ class Twin:
         self.used: dict[Path, float] = {}
         self.num_compared: Counter[str] = Counter()
 
-    def admit(self, namespace: bytes, tokens: list[int]) -> tuple[BlockTable, int]:
+    def admit(self, namespace: bytes, tokens: list[int]) -> tuple[SequenceCache, int]:
         packed = pack(tokens)
         hit = self.core.match(namespace, packed, len(tokens) - 1)
-        table, num_tokens = self.core.acquire(hit)
+        cache, num_tokens = self.core.acquire(hit)
         found = [path_of(namespace, packed, num) for num in range(1, len(hit.nodes) + 1)]
         if num_tokens > len(hit.nodes) * BLOCK_SIZE:
             assert hit.partial is not None
             found.append((*path_of(namespace, packed, len(hit.nodes)), hit.partial.key))
         self._compare([self.core.now_s - self.used[path] for path in found])
         self.used |= dict.fromkeys(found, self.core.now_s)
-        return table, num_tokens
+        return cache, num_tokens
 
-    def extend(self, table: BlockTable, start: int, end: int) -> bool:
-        done = self.core.extend(table, start, end)
+    def extend(self, cache: SequenceCache, start: int, end: int) -> bool:
+        done = self.core.extend(cache, start, end)
         self._compare()
         return done
 
-    def promise(self, table: BlockTable, tokens: list[int]) -> Promise | None:
-        promise = self.core.publishing.promise(table, pack(tokens), len(tokens))
+    def promise(self, cache: SequenceCache, tokens: list[int]) -> Promise | None:
+        promise = self.core.publishing.promise(cache, pack(tokens), len(tokens))
         self._compare()
         return promise
 
     def commit(self, promise: Promise, namespace: bytes) -> None:
-        table, first = promise.table, promise.table.num_published
+        cache, first = promise.cache, promise.cache.num_published
         self.core.moves.copies_done(self.core.moves.take_copies())
         self.core.publishing.commit(promise)
         self._compare()
-        joined = [path_of(namespace, promise.packed, num) for num in range(first + 1, table.num_published + 1)]
+        joined = [path_of(namespace, promise.packed, num) for num in range(first + 1, cache.num_published + 1)]
         self.used |= dict.fromkeys(joined, self.core.now_s)
         self.num_compared["joined"] += len(joined)
 
-    def release(self, table: BlockTable, namespace: bytes, tokens: list[int]) -> None:
-        held = [path_of(namespace, pack(tokens), num) for num in range(1, table.num_published + 1)]
-        self.core.release(table)
+    def release(self, cache: SequenceCache, namespace: bytes, tokens: list[int]) -> None:
+        held = [path_of(namespace, pack(tokens), num) for num in range(1, cache.num_published + 1)]
+        self.core.release(cache)
         self.used |= dict.fromkeys(held, self.core.now_s)
         self._compare()
 
-    def fail(self, step: list[tuple[BlockTable, bytes, list[int], Promise | None]]) -> None:
+    def fail(self, step: list[tuple[SequenceCache, bytes, list[int], Promise | None]]) -> None:
         """The step fails: its promises are taken back, and all that it admitted is let go of."""
         self.core.moves.copies_failed(self.core.moves.take_copies())
         for *_, promise in reversed(step):
@@ -82,9 +82,9 @@ class Twin:
         published = self._published()
         for path in self.born.keys() - published:  # never cached, so never evicted
             del self.born[path], self.used[path]
-        for table, namespace, tokens, _ in step:
-            held = {path_of(namespace, pack(tokens), num) for num in range(1, table.num_published + 1)}
-            self.core.release(table)
+        for cache, namespace, tokens, _ in step:
+            held = {path_of(namespace, pack(tokens), num) for num in range(1, cache.num_published + 1)}
+            self.core.release(cache)
             self.used |= dict.fromkeys(held & published, self.core.now_s)  # of what was leant on nothing is left
         self._compare()
 
@@ -136,26 +136,26 @@ def test_what_events_tell_is_what_the_twin_knows(seed):
     """Prompts that share, steps of several at once that compute the same, steps that fail, memory that is short."""
     rng = random.Random(seed)
     twin = Twin(num_blocks=24)
-    running: list[tuple[BlockTable, bytes, list[int]]] = []
+    running: list[tuple[SequenceCache, bytes, list[int]]] = []
     for _ in range(250):
         twin.core.now_s += rng.choice((0, 0, 1, 2, 50))
         step = []
         for _ in range(rng.randrange(3)):
             namespace, length = rng.choice(NAMESPACES), rng.randrange(1, 30)
             tokens = [rng.randrange(2) if rng.random() < 0.05 else 7 for _ in range(length)]
-            table, start = twin.admit(namespace, tokens)
-            if not twin.extend(table, start, length):
-                twin.release(table, namespace, tokens)
+            cache, start = twin.admit(namespace, tokens)
+            if not twin.extend(cache, start, length):
+                twin.release(cache, namespace, tokens)
                 continue
-            step.append((table, namespace, tokens, twin.promise(table, tokens)))
+            step.append((cache, namespace, tokens, twin.promise(cache, tokens)))
         if step and rng.random() < 0.15:
             twin.fail(step)
             continue
         twin.core.now_s += rng.choice((0, 1))
-        for table, namespace, tokens, promise in step:
+        for cache, namespace, tokens, promise in step:
             if promise is not None:
                 twin.commit(promise, namespace)
-            running.append((table, namespace, tokens))
+            running.append((cache, namespace, tokens))
         rng.shuffle(running)
         for _ in range(rng.randrange(4)):
             if running:
@@ -168,13 +168,13 @@ def test_what_events_tell_is_what_the_twin_knows(seed):
 def test_a_prefix_that_was_used_together_is_told_in_one_number():
     twin = Twin(num_blocks=24)
     tokens = list(range(40))
-    table, start = twin.admit(b"one", tokens)
-    assert twin.extend(table, start, 40)
-    promise = twin.promise(table, tokens)
+    cache, start = twin.admit(b"one", tokens)
+    assert twin.extend(cache, start, 40)
+    promise = twin.promise(cache, tokens)
     assert promise is not None
     twin.commit(promise, b"one")
     twin.core.now_s = 3.0
-    twin.release(table, b"one", tokens)
+    twin.release(cache, b"one", tokens)
     twin.core.now_s = 10.0
     hit = twin.core.match(b"one", pack(tokens), 39)
     twin.core.acquire(hit)

@@ -56,36 +56,36 @@ class World:
 
     def run(self, sequences, *, fails):  # noqa: C901, PLR0912 - one step, as it comes
         """Run a step of several sequences and end them; each finds what is there and computes the rest."""
-        tables = []
+        caches = []
         promises = []
         for tokens in sequences:
             hit = self.core.match(NS, pack(tokens), len(tokens) - 1)
-            table, num_found = self.core.acquire(hit)
-            if not self.core.extend(table, num_found, len(tokens)):
-                self.core.release(table)
+            cache, num_found = self.core.acquire(hit)
+            if not self.core.extend(cache, num_found, len(tokens)):
+                self.core.release(cache)
                 self.seen["no memory"] += 1
                 continue
-            tables.append((table, tokens, num_found))
-            promise = self.core.publishing.promise(table, pack(tokens), len(tokens))
+            caches.append((cache, tokens, num_found))
+            promise = self.core.publishing.promise(cache, pack(tokens), len(tokens))
             if promise is not None:
                 promises.append(promise)
         copies = self.core.moves.take_copies()
-        if not tables:
+        if not caches:
             assert not copies
             return
         ops = self.core.moves.take_host_ops()
         self.move(ops)
         for copy in copies:
             self.slab[copy.dst] = self.slab[copy.src]
-        for table, tokens, num_found in tables:
+        for cache, tokens, num_found in caches:
             for index, digest in enumerate(digests(tokens)):
                 if (index + 1) * SIZE <= num_found:
-                    assert self.slab[table.block_ids[index]] == digest, "a sequence found a wrong block"
+                    assert self.slab[cache.block_ids[index]] == digest, "a sequence found a wrong block"
                     self.seen["found"] += 1
                 else:
-                    self.slab[table.block_ids[index]] = digest
+                    self.slab[cache.block_ids[index]] = digest
             if len(tokens) % SIZE:
-                self.slab[table.block_ids[len(tokens) // SIZE]] = b"half a block"
+                self.slab[cache.block_ids[len(tokens) // SIZE]] = b"half a block"
         if fails:
             self.core.moves.copies_failed(copies)
             self.core.moves.host_failed(ops)
@@ -96,13 +96,13 @@ class World:
                 self.core.publishing.commit(promise)
             self.core.moves.copies_done(copies)
             self.core.moves.host_done(ops)
-        for table, _, num_found in tables:
-            for origin, num in table.num_loaded_tokens.items():
+        for cache, _, num_found in caches:
+            for origin, num in cache.num_loaded_tokens.items():
                 self.seen[f"loaded from {origin}"] += num
-            assert sum(table.num_loaded_tokens.values()) <= num_found
+            assert sum(cache.num_loaded_tokens.values()) <= num_found
             if not fails:
-                self.core.moves.write_through(table)
-            self.core.release(table)
+                self.core.moves.write_through(cache)
+            self.core.release(cache)
 
     def move(self, ops):
         for store in ops.stores:
@@ -321,11 +321,11 @@ def waiting_for_a_store():
 def test_who_needs_all_memory_gets_blocks_that_are_to_be_stored_and_that_somebody_waits_for():
     """No step would be planned without it, and so nothing stored."""
     world, fetch = waiting_for_a_store()
-    table, _ = world.core.acquire(world.core.match(NS, pack([1] * 20), 19))
-    assert world.core.extend(table, 0, NUM_BLOCKS * SIZE)
+    cache, _ = world.core.acquire(world.core.match(NS, pack([1] * 20), 19))
+    assert world.core.extend(cache, 0, NUM_BLOCKS * SIZE)
     world.check()
     assert not world.host.has_live_stores
-    world.core.release(table)
+    world.core.release(cache)
     world.slow.end(fetch)
     world.finish()
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pagefold.events import Event
-    from pagefold.kv import BlockTable
+    from pagefold.kv import SequenceCache
 
 NS = Namespace(tenant="t").key()
 
@@ -32,22 +32,22 @@ class Core(KVCore):
         self.told: list[Event] = []
         super().__init__(num_blocks, block_size=4, host=self.tier, emit=self.told.append)
 
-    def step(self, tokens: Sequence[int]) -> tuple[BlockTable, int]:
+    def step(self, tokens: Sequence[int]) -> tuple[SequenceCache, int]:
         """Compute all tokens; return their table and how many were there before."""
-        table, num_found = self.acquire(self.match(NS, pack(tokens), len(tokens) - 1))
-        assert self.extend(table, num_found, len(tokens))
-        promise = self.publishing.promise(table, pack(tokens), len(tokens))
+        cache, num_found = self.acquire(self.match(NS, pack(tokens), len(tokens) - 1))
+        assert self.extend(cache, num_found, len(tokens))
+        promise = self.publishing.promise(cache, pack(tokens), len(tokens))
         ops = self.moves.take_host_ops()
         if promise is not None:
             self.publishing.commit(promise)
         self.moves.host_done(ops)
         audit(self)
-        return table, num_found
+        return cache, num_found
 
     def serve(self, tokens: Sequence[int]) -> int:
         """Compute all tokens and end; return how many were there before."""
-        table, num_found = self.step(tokens)
-        self.release(table)
+        cache, num_found = self.step(tokens)
+        self.release(cache)
         audit(self)
         return num_found
 
@@ -86,13 +86,13 @@ def test_what_is_sooner_computed_than_restored_is_left_on_the_host():
 def test_the_device_is_looked_at_first_and_goes_on_on_the_host():
     core = Core(num_blocks=5)
     core.serve(A)
-    core.cache.reclaim(1)  # the tail
+    core.blocks.reclaim(1)  # the tail
     core.moves.host_done(core.moves.take_host_ops())
     hit = core.match(NS, pack(A), 8)
     assert (len(hit.nodes), len(hit.held), hit.partial) == (1, 1, None)
-    table, num_found = core.acquire(hit)
-    assert (num_found, table.num_published, len(table.block_ids)) == (8, 1, 2)
-    assert core.tier.pending.loads == [LoadOp(hit.held[0].host_id, table.block_ids[1])]
+    cache, num_found = core.acquire(hit)
+    assert (num_found, cache.num_published, len(cache.block_ids)) == (8, 1, 2)
+    assert core.tier.pending.loads == [LoadOp(hit.held[0].host_id, cache.block_ids[1])]
 
 
 def test_what_came_back_is_not_stored_again():
@@ -122,10 +122,10 @@ def test_host_blocks_of_the_step_are_nobody_elses():
     core = Core(num_held=2)
     core.serve(A)
     core.serve(B)  # A takes both places
-    table, num_found = core.step(A)  # loads both, and evicts both blocks of B, for which there is no place
+    cache, num_found = core.step(A)  # loads both, and evicts both blocks of B, for which there is no place
     assert num_found == 8
     assert core.tier.num_dropped == 2
-    core.release(table)
+    core.release(cache)
 
 
 def test_a_step_stores_and_another_of_its_requests_loads_the_same():
@@ -134,16 +134,16 @@ def test_a_step_stores_and_another_of_its_requests_loads_the_same():
     big, _ = core.acquire(core.match(NS, pack(range(500, 520)), 19))
     assert core.extend(big, 0, 20)  # five blocks: A's tail is evicted
     assert core.tier.pending.stores
-    table, num_found = core.acquire(core.match(NS, pack(A), 8))
+    cache, num_found = core.acquire(core.match(NS, pack(A), 8))
     assert num_found == 4, "there is no block to load into"
     core.release(big)
-    core.release(table)
-    table, num_found = core.acquire(core.match(NS, pack(A), 8))
+    core.release(cache)
+    cache, num_found = core.acquire(core.match(NS, pack(A), 8))
     assert num_found == 8
     ops = core.moves.take_host_ops()
     assert [store.host_id for store in ops.stores] == [load.host_id for load in ops.loads]
     core.moves.host_done(ops)
-    core.release(table)
+    core.release(cache)
     audit(core)
 
 
@@ -151,11 +151,11 @@ def test_a_failed_step_loses_what_it_was_to_store_and_nothing_else():
     core = Core()
     core.serve(A)
     core.serve(B)  # A is on the host
-    table, _ = core.acquire(core.match(NS, pack(A), 8))
+    cache, _ = core.acquire(core.match(NS, pack(A), 8))
     ops = core.moves.take_host_ops()
     assert (len(ops.stores), len(ops.loads)) == (1, 2)
     core.moves.host_failed(ops)
-    core.release(table)
+    core.release(cache)
     audit(core)
     assert held_keys(core.tier) == {tuple(A[:4]), tuple(A[4:8])}
 
@@ -164,10 +164,10 @@ def test_a_damaged_block_is_forgotten_and_the_rest_of_its_path_is_not_found():
     core = Core()
     core.serve(A)
     core.serve(B)
-    table, _ = core.acquire(core.match(NS, pack(A), 8))
+    cache, _ = core.acquire(core.match(NS, pack(A), 8))
     ops = core.moves.take_host_ops()
     core.moves.host_failed(ops, frozenset({ops.loads[0].host_id}))
-    core.release(table)
+    core.release(cache)
     audit(core)
     assert core.match(NS, pack(A), 8).held == ()
     assert held_keys(core.tier) == {tuple(A[4:8])}
@@ -177,9 +177,9 @@ def test_a_table_that_goes_before_the_step_takes_its_loads_with_it():
     core = Core()
     core.serve(A)
     core.serve(B)
-    table, _ = core.acquire(core.match(NS, pack(A), 8))
+    cache, _ = core.acquire(core.match(NS, pack(A), 8))
     assert core.tier.pending.loads
-    core.release(table)
+    core.release(cache)
     assert not core.tier.pending.loads
     assert core.pool.num_free == 2, "and one block of B is still there"
     audit(core)
@@ -189,14 +189,14 @@ def test_a_reset_forgets_also_what_a_step_in_flight_uses():
     core = Core()
     core.serve(A)
     core.serve(B)
-    table, _ = core.acquire(core.match(NS, pack(A), 8))
+    cache, _ = core.acquire(core.match(NS, pack(A), 8))
     ops = core.moves.take_host_ops()
     core.reset()
     audit(core)
     assert core.tier.num_held == 0
     assert core.match(NS, pack(A), 8).held == ()
     core.moves.host_done(ops)
-    core.release(table)
+    core.release(cache)
     audit(core)
     assert core.tier.free_ids()
     assert sorted(core.tier.free_ids()) == [0, 1, 2, 3]
@@ -209,9 +209,9 @@ def test_a_hit_that_is_stale_loads_only_what_is_still_there():
     hit = core.match(NS, pack(A), 8)
     assert len(hit.held) == 2
     core.serve(C)  # B takes the places
-    table, num_found = core.acquire(hit)
+    cache, num_found = core.acquire(hit)
     assert num_found == 0
-    core.release(table)
+    core.release(cache)
     audit(core)
 
 
@@ -227,10 +227,10 @@ def test_namespaces_do_not_meet():
 
 def test_with_caching_off_nothing_is_kept():
     core = KVCore(4, block_size=4, enable_prefix_caching=False, host=HostTier(4))
-    table, _ = core.acquire(core.match(NS, pack(A), 8))
-    core.extend(table, 0, 9)
-    core.release(table)
-    core.cache.reclaim(4)
+    cache, _ = core.acquire(core.match(NS, pack(A), 8))
+    core.extend(cache, 0, 9)
+    core.release(cache)
+    core.blocks.reclaim(4)
     assert core.moves.take_host_ops() == ([], [], [])
 
 
@@ -239,14 +239,14 @@ def test_a_path_is_named_by_all_its_tokens():
     core = Core(num_blocks=64)
     rng = Random(3)
     tokens = [rng.randrange(1000) for _ in range(160)]
-    table, _ = core.step(tokens)
+    cache, _ = core.step(tokens)
     digest = root_digest(NS)
     for index in range(40):
         digest = path_digest(digest, pack(tokens[4 * index : 4 * index + 4]))
-        node = core.pool.blocks[table.block_ids[index]].node
+        node = core.pool.blocks[cache.block_ids[index]].node
         assert node is not None
         assert digest_of(node) == digest
-    core.release(table)
+    core.release(cache)
 
 
 def test_a_digest_is_not_enough():
@@ -269,7 +269,7 @@ def test_a_transfer_is_told_that_only_stores_or_only_loads():
     core.serve(A)
     assert not [event for event in core.told if isinstance(event, HostTransfer)]
     core.serve(B)  # A leaves
-    core.cache.reclaim(9)
+    core.blocks.reclaim(9)
     core.serve([300])  # B leaves
     core.serve(A)
     told = [event for event in core.told if isinstance(event, HostTransfer)]

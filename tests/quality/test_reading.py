@@ -14,7 +14,7 @@ from pagefold.config import EngineConfig
 from pagefold.engine.overlapped import OverlappedEngine
 from pagefold.engine.planning import plan_engine
 from pagefold.errors import ConfigError
-from pagefold.kv import CODECS, BlockId, KVGeometry
+from pagefold.kv import CODECS, BlockId, BlockTable, KVGeometry
 from pagefold.quality.contexts import cut_contexts
 from pagefold.quality.evaluate import Question, _sized, evaluate
 from pagefold.quality.needles import DEPTHS, hide_needles
@@ -136,7 +136,7 @@ def test_what_a_step_has_filled_is_as_it_comes_back_from_a_pool(name: str, bits:
     packing = Packing(block_plan(geometry, layout), bits)
     plan = StepPlan(0)
     plan.starts, plan.num_tokens = [10, 0, 40], [30, 16, 8]
-    plan.block_ids = [[BlockId(0), BlockId(1), BlockId(2)], [BlockId(3)], [BlockId(5), BlockId(6), BlockId(7)]]
+    plan.tables = [[BlockTable(map(BlockId, ids))] for ids in ([0, 1, 2], [3], [5, 6, 7])]
     transport = {1: "lossy7", 2: "lossy6"}[bits]
     rounding = RoundingRunner(runner, transport)
     assert rounding.run(plan) == "result"

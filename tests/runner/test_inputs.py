@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagefold.kv import KVGeometry
+from pagefold.kv import BlockId, BlockTable, KVGeometry
 from pagefold.runner.inputs import make_inputs
 from pagefold.steps import StepPlan
 
@@ -33,7 +33,8 @@ def plan_of(rows, block_size, data):
         plan.starts.append(start)
         plan.num_tokens.append(num_tokens)
         num_blocks = -(-(start + num_tokens) // block_size) + data.draw(st.integers(0, 2))  # some have room to spare
-        plan.block_ids.append(data.draw(st.lists(st.integers(0, 99), min_size=num_blocks, max_size=num_blocks)))
+        ids = data.draw(st.lists(st.integers(0, 99), min_size=num_blocks, max_size=num_blocks))
+        plan.tables.append([BlockTable(map(BlockId, ids))])
         plan.sampling_rows += [row] * num_samples
     return plan
 

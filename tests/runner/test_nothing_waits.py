@@ -13,7 +13,7 @@ import pytest
 import torch
 from equivalence.tiny_models import FAMILIES
 
-from pagefold.kv import CODECS, BlockId, KVGeometry, ResidualCopy
+from pagefold.kv import CODECS, BlockId, BlockTable, KVGeometry, ResidualCopy
 from pagefold.kv.codec import KV_CACHE_DTYPES
 from pagefold.runner.attention.cuda.columns import plan_columns
 from pagefold.runner.attention.reference import reference_attention
@@ -37,7 +37,7 @@ def make_plan() -> StepPlan:
     plan = StepPlan(0)
     plan.token_ids = array("i", [5, 6, 7, 8, 9, 10])
     plan.starts, plan.num_tokens = [0, 7, 0], [3, 1, 2]
-    plan.block_ids = [[BlockId(0)], [BlockId(1), BlockId(2)], [BlockId(3)]]
+    plan.tables = [[BlockTable(map(BlockId, ids))] for ids in ([0], [1, 2], [3])]
     plan.sampling_rows = [1, 2]
     plan.sampling = [
         SamplingParams(top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.2, logit_bias={3: 1.0}),

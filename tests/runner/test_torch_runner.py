@@ -15,7 +15,7 @@ import torch
 from model_folders import SIZES, save_model
 
 from pagefold.errors import UnsupportedModelError
-from pagefold.kv import BlockId, CopyOp, KVGeometry
+from pagefold.kv import BlockId, BlockTable, CopyOp, KVGeometry
 from pagefold.runner.attention import reference_attention
 from pagefold.runner.loader import load_model
 from pagefold.runner.models import inspect_model
@@ -49,7 +49,7 @@ def make_plan(*rows: tuple[list[int], int, list[int], bool]) -> StepPlan:
         plan.token_ids.extend(tokens)
         plan.starts.append(start)
         plan.num_tokens.append(len(tokens))
-        plan.block_ids.append([BlockId(block_id) for block_id in block_ids])
+        plan.tables.append([BlockTable(map(BlockId, block_ids))])
         if samples:
             plan.sampling_rows.append(row)
             plan.sampling.append(SamplingParams(temperature=0.0))

@@ -145,12 +145,12 @@ class ContentDevice:
             self.blocks[load.block_id] = list(self.arena[load.host_id])
 
     def _read(self, plan: StepPlan, row: int, *, is_lost: bool) -> list:
-        table, start = plan.block_ids[row], plan.starts[row]
-        held = [self.blocks[table[at // self.size]][at % self.size] for at in range(start)]
+        cache, start = plan.block_ids[row], plan.starts[row]
+        held = [self.blocks[cache[at // self.size]][at % self.size] for at in range(start)]
         assert is_lost or None not in held, f"step {plan.step_id} reads what nobody wrote: {held}"
         return [0 if entry is None else entry for entry in held]
 
     def _write(self, plan: StepPlan, row: int, written: list) -> None:
-        table, start = plan.block_ids[row], plan.starts[row]
+        cache, start = plan.block_ids[row], plan.starts[row]
         for at, entry in enumerate(written, start):
-            self.blocks[table[at // self.size]][at % self.size] = entry
+            self.blocks[cache[at // self.size]][at % self.size] = entry

@@ -176,14 +176,14 @@ class World:
 
     def apply(self, requests: list[Request], result) -> None:
         found = [requests[row] for row in result.corrupted]
-        tables = {q: (list(q.table.block_ids), q.packed()) for q in found if not (q in self.ended or q.is_aborted)}
+        caches = {q: (list(q.cache.block_ids), q.packed()) for q in found if not (q in self.ended or q.is_aborted)}
         ended = self.scheduler.apply(result)
-        assert set(self.scheduler.corrupted) == set(tables)
-        for request in tables:
+        assert set(self.scheduler.corrupted) == set(caches)
+        for request in caches:
             self.counts["corrupted"] += 1
             for sample in (request, *request.forks):
                 self.end(sample, "corrupted")
-        self.check_dropped(tables.values())
+        self.check_dropped(caches.values())
         for request in ended:
             if request.finish_reason is not None:
                 self.end(request, request.finish_reason)
@@ -225,14 +225,14 @@ class World:
             name = request.parent_id
             assert name in self.culprits or any(name in pair for pair in self.pairs), f"{request} is no culprit"
 
-    def check_dropped(self, tables) -> None:
+    def check_dropped(self, caches) -> None:
         """Nothing that they had or began with is found by anybody."""
         nodes, published = list(self.core.tree.roots.values()), set()
         while nodes:
             node = nodes.pop()
             nodes += node.children.values()
             published.update(() if node.block is None else [node.block.block_id])
-        for block_ids, packed in tables:
+        for block_ids, packed in caches:
             hit = self.core.match(b"", packed, len(packed) // 4)
             assert not hit.nodes
             assert not hit.held

@@ -160,7 +160,7 @@ def test_what_waits_for_memory_is_weighed_once():
     arbiter.links["host"] = LinkModel(0.0, 1e4)
     house.add("first", range(30), 1)
     house.run()
-    house.core.cache.reclaim(12)
+    house.core.blocks.reclaim(12)
     house.add("runs", range(100, 120), 8)
     house.step()
     house.add("waits", range(30), 1)
@@ -387,7 +387,7 @@ def test_finish_during_a_step_frees_its_blocks_when_the_step_ends():
     a, b = house.add("a", range(30), 3), house.add("b", range(100, 110), 3)
     plan = house.scheduler.schedule(0.0)
     assert house.scheduler.finish("a", "abort") is a
-    assert a.table is not None, "the runner still writes it"
+    assert a.cache is not None, "the runner still writes it"
     assert house.scheduler.apply(NullRunner().run(plan)) == [b]
     assert a.status is RequestStatus.FINISHED
     assert a.num_output_tokens == 0

@@ -41,7 +41,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from pagefold.events import Event, PinDropped, PrefixLookup, RequestPreempted, StepApplied
-from pagefold.kv import NO_RESIDUALS, KVCore, Namespace, PinLimits, Residuals, audit, make_policy
+from pagefold.kv import NO_RESIDUALS, BlockTable, KVCore, Namespace, PinLimits, Residuals, audit, make_policy
 from pagefold.request import Request, RequestStatus, StopRule, WarmUp
 from pagefold.sampling import SamplingParams
 from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits
@@ -49,7 +49,9 @@ from pagefold.scheduler.suspicion import MAX_FAILED_IN_A_ROW
 from pagefold.sim.shadow_runner import VOCAB_SIZE, ShadowRunner, alone, cells_of
 
 if TYPE_CHECKING:
-    from pagefold.kv import BlockTable
+    from collections.abc import Sequence
+
+    from pagefold.kv import SequenceCache
     from pagefold.kv.block import Node
     from pagefold.steps import StepPlan
 
@@ -285,11 +287,11 @@ class Machine:
                 self.failed_in_company[request.request_id] = 0
         self.num_failed_in_a_row = 0
         self._saw("a row too many of one that ended", any(request.finish_reason == "stop" for request in requests))
-        tables = [list(block_ids) for block_ids in plan.block_ids]
+        caches = [list(block_ids) for block_ids in plan.block_ids]
         num_recomputed = self._num_recomputed(plan, requests)
         self.events.clear()
         got = self.scheduler.apply(result)
-        self._saw("joined at commit", any(a != b for a, b in zip(tables, plan.block_ids, strict=True) if b))
+        self._saw("joined at commit", any(a != b for a, b in zip(caches, plan.block_ids, strict=True) if b))
         assert got == [request for request in flight.samples if request.request_id not in aborted]
         self._check_distrusted(flight, corrupted)
         for request in requests:
@@ -323,12 +325,12 @@ class Machine:
             assert request.finish_reason is not None
             hit = self.core.match(request.namespace, request.packed(), request.num_tokens)
             assert not hit.nodes
-            assert request.table is None or request.table.tail is None
+            assert request.cache is None or request.cache.tail is None
             self._saw("corrupted", request in self.scheduler.corrupted)
-            self._saw("corrupted, with a row in the step behind", request.table is not None)
+            self._saw("corrupted, with a row in the step behind", request.cache is not None)
             self._saw("corrupted, with samples", bool(request.forks))
         for other in self.scheduler.running:
-            self._saw("shares with one who is corrupted", bool(corrupted) and other.table.tail is None)
+            self._saw("shares with one who is corrupted", bool(corrupted) and other.cache.tail is None)
 
     def corrupt_next(self, which: int) -> None:
         """The next step that runs will have logits that are no numbers."""
@@ -490,20 +492,20 @@ class Machine:
         for flight in self.flights:
             running = [request for request in flight.requests if request in scheduler.running]
             assert sum(1 + len(request.forks) for request in running) <= self.setup.max_num_seqs
-        assert core.tables == {request.table for request in scheduler.running}
+        assert core.caches == {request.cache for request in scheduler.running}
         for request in scheduler.running:
             assert request.status is RequestStatus.RUNNING
             assert request.num_computed_tokens == self.computed[request.request_id]
             assert request.num_computed_tokens < request.num_tokens or request.is_aborted
             assert scheduler.get(request.request_id) is request
         for request in scheduler.waiting:
-            assert request.table is None
+            assert request.cache is None
             assert request.finish_reason is None
             assert (request.status is RequestStatus.PREEMPTED) == (request.num_preemptions > 0)
         for request in (*scheduler.running, *scheduler.waiting):
             assert not (request.forks and request.num_output_tokens), "it has a token, and its samples have not begun"
             for fork in request.forks:
-                assert (fork.status, fork.table) == (RequestStatus.WAITING, None)
+                assert (fork.status, fork.cache) == (RequestStatus.WAITING, None)
                 assert scheduler.get(fork.request_id) is None
         if not self.flights:
             assert not core.moves.copies_in_flight
@@ -512,7 +514,7 @@ class Machine:
             self._saw("a copy waits for another step", bool(waits_for))
             for request in scheduler.running:
                 self._check_published(request)
-                block_ids = [waits_for.get(block_id, block_id) for block_id in request.table.block_ids]
+                block_ids = [waits_for.get(block_id, block_id) for block_id in request.cache.block_ids]
                 cells = self._cells(request, block_ids)
                 assert cells == cells_of(request.namespace, request.token_ids[: request.num_computed_tokens])
         self._check_pins()
@@ -524,7 +526,7 @@ class Machine:
         if not self.setup.seals:
             return self.runner.read(block_ids, request.num_computed_tokens)
         waits_for = {copy.dst: copy.src for copy in self.core.residuals.pending_copies}
-        residual_id = waits_for.get(request.table.residual_id, request.table.residual_id)
+        residual_id = waits_for.get(request.cache.residual_id, request.cache.residual_id)
         return self.runner.read_sealed(block_ids, request.num_computed_tokens, residual_id)
 
     def _check_published(self, request: Request) -> None:
@@ -532,14 +534,14 @@ class Machine:
 
         It joins that twin when it grows; until then what forks from it shares it, off the tree.
         """
-        table = request.table
+        cache = request.cache
         num_whole = request.num_computed_tokens // BLOCK_SIZE
-        if table.tail is None or table.num_published == num_whole:  # None: caching is off, or the cache was reset
+        if cache.tail is None or cache.num_published == num_whole:  # None: caching is off, or the cache was reset
             return
-        key = request.token_ids[table.num_published * BLOCK_SIZE :][:BLOCK_SIZE].tobytes()
-        num_tables = self.core.pool.blocks[table.block_ids[table.num_published]].num_table_refs
-        assert table.num_published == num_whole - 1
-        assert key in table.tail.children or num_tables > 1, f"{request} has not published a block"
+        key = request.token_ids[cache.num_published * BLOCK_SIZE :][:BLOCK_SIZE].tobytes()
+        num_tables = self.core.pool.blocks[cache.block_ids[cache.num_published]].num_table_refs
+        assert cache.num_published == num_whole - 1
+        assert key in cache.tail.children or num_tables > 1, f"{request} has not published a block"
         self._saw("publishes later")
 
     def _check_preempted(self, before: list[Request]) -> None:
@@ -584,7 +586,7 @@ class Machine:
         head = scheduler.waiting[0]
         needed = head.num_tokens // BLOCK_SIZE + head.num_seqs + int(self.setup.num_blocks * 0.01)
         for request in scheduler.running:
-            needed += max(0, -(-request.num_tokens // BLOCK_SIZE) - len(request.table.block_ids)) + len(request.forks)
+            needed += max(0, -(-request.num_tokens // BLOCK_SIZE) - len(request.cache.block_ids)) + len(request.forks)
         assert needed > core.num_available + core.pool.num_pinned, f"{head} could run"
         self._saw("waits for memory")
 
@@ -595,8 +597,8 @@ class Machine:
         self._saw("pin given up for one that waits", bool(num_given_up and not self.failed_extends))
         self._saw("pin given up for one that runs", bool(num_given_up and self.failed_extends))
 
-    def _extend(self, table: BlockTable, start: int, end: int) -> bool:
-        done = KVCore.extend(self.core, table, start, end)
+    def _extend(self, cache: SequenceCache, start: int, end: int) -> bool:
+        done = KVCore.extend(self.core, cache, start, end)
         if not done:
             self.failed_extends.append(self.core.pool.num_pinned)
         return done
@@ -661,7 +663,7 @@ class Machine:
         num_slots = [len(block_ids) * block_size for block_ids in plan.block_ids]
         wasted = sum(slots - end for slots, end in zip(num_slots, ends, strict=True))
         held_back = [] if before else [one for one in self.scheduler.running if one not in flight.requests]
-        wasted += sum(request.table.capacity - request.num_computed_tokens for request in held_back)
+        wasted += sum(request.cache.capacity - request.num_computed_tokens for request in held_back)
         assert self.scheduler.num_wasted_slots == wasted
         assert list(zip(plan.late, plan.late_from, strict=True)) == late
         assert list(zip(plan.sampling_rows, plan.seeds, plan.draws, strict=True)) == sampling
@@ -673,13 +675,13 @@ class Machine:
     def _flight(self, plan: StepPlan, admitted: list[Request]) -> Flight:
         """Note who has which row of a plan that was just made, and who was admitted."""
         assert not [event for event in self.events if isinstance(event, PrefixLookup)], "told before it ran"
-        rows = {id(request.table.block_ids): request for request in self.scheduler.running}
+        rows = {id(request.cache.block_ids): request for request in self.scheduler.running}
         requests = [rows[id(block_ids)] for block_ids in plan.block_ids]
         admitted.sort(key=lambda request: request.order)
         lookups = [self._lookup_of(request) for request in admitted]
         self.computed |= {lookup.request_id: lookup.num_hit_tokens for lookup in lookups}
-        rows_then = zip(plan.starts, plan.block_ids, strict=True)  # of a row that begins, the runner asks whose it is
-        launched = replace(plan, block_ids=[list(ids) if start else ids for start, ids in rows_then])
+        rows_then = zip(plan.starts, plan.tables, strict=True)  # of a row that begins, the runner asks whose it is
+        launched = replace(plan, tables=[_copied(tables) if start else tables for start, tables in rows_then])
         return Flight(plan, launched, requests, samples_of(plan, requests), admitted, lookups)
 
     def _is_new(self, request: Request) -> bool:
@@ -694,13 +696,13 @@ class Machine:
         """Whether a running table is not published as far as it is written: others hold the same."""
         for request in self.scheduler.running:
             num_whole = request.num_computed_tokens // BLOCK_SIZE
-            if request.table.tail is not None and request.table.num_published < num_whole:
+            if request.cache.tail is not None and request.cache.num_published < num_whole:
                 return True
         return False
 
     def _saw_leaning(self, flight: Flight) -> None:
         for request, start in zip(flight.requests, flight.plan.starts, strict=True):
-            node: Node | None = request.table.tail
+            node: Node | None = request.cache.tail
             while node is not None and (node.depth + 1) * BLOCK_SIZE > start:
                 node = node.parent
             self._saw("lean on a promise", node is not None and node.block is not None and not node.committed)
@@ -740,7 +742,7 @@ class Machine:
             if request.status is not RequestStatus.FINISHED:
                 continue
             self._saw(f"ended by {request.finish_reason}")
-            assert request.table is None
+            assert request.cache is None
             assert self.scheduler.get(request_id) is None
             self._saw("a sample ended by itself", request.sample_index > 0 and request.finish_reason == "stop")
             if request.finish_reason == "length":
@@ -1018,3 +1020,7 @@ def test_a_million_random_operations(policy: str) -> None:
     """10^6 operations over the three policies, in 170 setups each."""
     for seed in range(170):
         random_operations(1000 + seed, 2000, policy)
+
+
+def _copied(tables: Sequence[BlockTable]) -> list[BlockTable]:
+    return [BlockTable(table.block_ids, table.num_trimmed) for table in tables]

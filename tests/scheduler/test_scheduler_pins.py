@@ -115,7 +115,7 @@ def test_where_all_pins_would_not_do_none_goes() -> None:
     waits = world.add("w", range(300, 332), 1)  # nine more: neither three nor seven are enough
     world.step()
     assert world.pinned == ["p"]
-    assert waits.table is None
+    assert waits.cache is None
     assert runs.finish_reason == "length"
     world.run()
     assert waits.finish_reason == "length"

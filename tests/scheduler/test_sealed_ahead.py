@@ -71,9 +71,9 @@ def test_a_table_joins_what_is_promised_later_in_the_step():
     tokens = array("i", range(9)).tobytes()
 
     def begin(num_tokens):
-        table, start = core.acquire(core.match(NAMESPACE, tokens, num_tokens))
-        assert core.extend(table, start, 2 * SIZE)
-        return table
+        cache, start = core.acquire(core.match(NAMESPACE, tokens, num_tokens))
+        assert core.extend(cache, start, 2 * SIZE)
+        return cache
 
     first, late = begin(SIZE), begin(SIZE)
     promise = core.publishing.promise(first, tokens, SIZE)

@@ -165,7 +165,7 @@ class Machine:
             output = list(request.output_token_ids)
             expected = alone(request)
             assert output == expected[: len(output)], f"{request} generates what it does not generate alone"
-            assert request.status is not RequestStatus.FINISHED or request.table is None
+            assert request.status is not RequestStatus.FINISHED or request.cache is None
 
 
 OPERATIONS = (
@@ -348,7 +348,7 @@ def test_two_stream_at_once_if_the_host_holds_them():
     most = 0
     while machine.scheduler.has_work:
         machine.schedule()
-        most = max(most, sum(one.table.streams for one in machine.scheduler.running))
+        most = max(most, sum(one.cache.streams for one in machine.scheduler.running))
         machine.apply()
     assert most == 2
 
@@ -357,19 +357,19 @@ def test_what_was_stored_before_is_checked_and_what_is_stored_now_is_not():
     """A table that streams takes over what the device has: of two blocks the host holds one."""
     core = KVCore(6, block_size=SIZE, policy=make_policy("lru"), host=HostTier(40), allow_streaming=True)
     packed = array("i", range(2 * SIZE)).tobytes()
-    table, _ = core.acquire(core.match(NAMESPACE, packed, 2 * SIZE))
-    assert core.extend(table, 0, 2 * SIZE)
-    core.publishing.commit(core.publishing.promise(table, packed, 2 * SIZE))
-    core.release(table)
+    cache, _ = core.acquire(core.match(NAMESPACE, packed, 2 * SIZE))
+    assert core.extend(cache, 0, 2 * SIZE)
+    core.publishing.commit(core.publishing.promise(cache, packed, 2 * SIZE))
+    core.release(cache)
     first, second = core.tree.nodes()
     assert core.moves.store(first)
     core.moves.host_done(core.moves.take_host_ops())
     held = core.host.get(digest_of(first))
-    table, start = core.begin_streaming(core.match(NAMESPACE, packed, 2 * SIZE))
+    cache, start = core.begin_streaming(core.match(NAMESPACE, packed, 2 * SIZE))
     assert start == 2 * SIZE
     ops = core.moves.take_host_ops()
     assert list(ops.checks) == [held.host_id]
     assert [store.block_id for store in ops.stores] == [second.block.block_id]
     core.moves.host_done(ops)
-    core.release(table)
+    core.release(cache)
     audit(core)

@@ -309,4 +309,4 @@ def test_slots_of_who_is_held_back_count_as_wasted():
     scheduler.schedule(0.0)
     assert len(scheduler.in_step) == 4
     ends = {request: request.num_computed_tokens + (request in scheduler.in_step) for request in requests}
-    assert scheduler.num_wasted_slots == sum(request.table.capacity - end for request, end in ends.items())
+    assert scheduler.num_wasted_slots == sum(request.cache.capacity - end for request, end in ends.items())

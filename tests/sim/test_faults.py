@@ -75,8 +75,8 @@ def forget_to_take_back(monkeypatch) -> None:
     """A failed step's blocks stay published, though nothing was written."""
 
     def abandon(self, promise):
-        promise.table.promise = None
-        node = promise.table.tail
+        promise.cache.promise = None
+        node = promise.cache.tail
         while node is not None and node is not promise.tail:
             node.committed = True
             node = node.parent
@@ -100,8 +100,8 @@ def lose_a_block(monkeypatch) -> None:
     real = Scheduler._finish
 
     def leak(self, request, reason):
-        if reason == "abort" and request.table is not None and request.is_aborted:
-            self.core.fork(request.table)
+        if reason == "abort" and request.cache is not None and request.is_aborted:
+            self.core.fork(request.cache)
         real(self, request, reason)
 
     monkeypatch.setattr(Scheduler, "_finish", leak)

@@ -40,7 +40,7 @@ import torch
 from pagefold.config import cache_dir
 from pagefold.errors import ConfigError
 from pagefold.files.whole import write_whole
-from pagefold.kv import BlockId, KVGeometry
+from pagefold.kv import BlockId, BlockTable, KVGeometry
 from pagefold.runner import codecs
 from pagefold.runner.codecs import CELL_CODECS
 from pagefold.runner.codecs.basis import fitted_basis
@@ -204,7 +204,7 @@ def _measure(blueprint: Blueprint, make_decoder: MakeDecoder, text: str) -> Code
         plan = StepPlan(start)
         plan.token_ids = array("i", token_ids[start : start + _TOKENS_A_STEP])
         plan.starts, plan.num_tokens = [start], [len(plan.token_ids)]
-        plan.block_ids = [list(map(BlockId, range(num_blocks)))]
+        plan.tables = [[BlockTable(map(BlockId, range(num_blocks)))]]
         plan.sampling_rows = [0]
         positions = torch.arange(start, start + len(plan.token_ids))
         decoder.logits(make_inputs(plan, plain))

@@ -415,7 +415,7 @@ class Engine:
         core.pins.expire(request.arrival_s)
         num_blocks = request.num_prompt_tokens // core.block_size
         known = core.match(request.namespace, request.packed(), request.num_prompt_tokens).nodes
-        num_new = num_blocks - len(known) + core.pins.num_new_blocks(known)
+        num_new = core.pins.num_new_blocks(known, num_blocks)
         if core.pins.num_blocks + num_new > core.pins.max_blocks:
             msg = (
                 f"{core.pins.num_blocks} of at most {core.pins.max_blocks} blocks are pinned, and this prompt would "

@@ -14,9 +14,10 @@ from pagefold.kv.pins import DroppedPin, Pin, PinLimits, PinTable
 from pagefold.kv.plans import NO_HOST_OPS, CopyOp, FetchOp, HostOps, LoadOp, ResidualCopy, StoreOp, WriteOp
 from pagefold.kv.policies import DEFAULT_POLICY, POLICIES, make_policy
 from pagefold.kv.residuals import NO_RESIDUALS, Residuals
+from pagefold.kv.sequence_cache import Promise, SequenceCache
 from pagefold.kv.slow_tiers import NO_SLOW_TIERS, WRITE_POLICIES, Fetch, SlowTiers, WritePolicy
 from pagefold.kv.streaming import max_hot_blocks_of
-from pagefold.kv.table import BlockTable, Promise, num_blocks_for
+from pagefold.kv.table import BlockTable, num_blocks_for
 from pagefold.kv.tiers import NO_HOST, HostTier
 from pagefold.kv.tree import TOKEN_BYTES, PrefixHit
 
@@ -65,6 +66,7 @@ __all__ = [
     "RequestFacts",
     "ResidualCopy",
     "Residuals",
+    "SequenceCache",
     "SlowTiers",
     "StoreOp",
     "Verdict",

@@ -15,9 +15,10 @@ from pagefold.kv.tree import TOKEN_BYTES
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pagefold.kv.block import Node
+    from pagefold.kv.block import Block, BlockId, Node
     from pagefold.kv.core import KVCore
     from pagefold.kv.plans import HostOps
+    from pagefold.kv.sequence_cache import SequenceCache
     from pagefold.kv.tiers import HostTier
 
 __all__ = ["AuditError", "audit"]
@@ -41,17 +42,18 @@ def audit(core: KVCore) -> None:
             block.node is None or published.get(block.block_id) is block.node, f"{block}: its node is not in the tree"
         )
     _audit_tables(core)
+    _audit_alone(core)
     _audit_pins(core)
     _audit_policy(core)
     others = Counter(core.slow.pins())
-    others.update(held.host_id for table in core.tables for held in table.cold)
+    others.update(held.host_id for cache in core.caches for held in cache.cold)
     _audit_host(core.host, others)
     _check(core.slow.num_early <= core.slow.max_early, f"{core.slow.num_early} blocks are to be written at once")
-    taken = [table.residual_id for table in core.tables if table.residual_id >= 0]
-    _check(len(taken) == (len(core.tables) if core.residuals.is_on else 0), "a table has no residual, or needs none")
+    taken = [cache.residual_id for cache in core.caches if cache.residual_id >= 0]
+    _check(len(taken) == (len(core.caches) if core.residuals.is_on else 0), "a table has no residual, or needs none")
     every = sorted([*taken, *core.residuals.free_ids])
     _check(every == list(range(core.residuals.num_residuals)), f"residuals {every} are free or taken")
-    num_cold = sum(len(table.cold) for table in core.tables)
+    num_cold = sum(len(cache.cold) for cache in core.caches)
     _check(num_cold == core.streaming.num_cold_blocks, f"{core.streaming.num_cold_blocks=}, {num_cold} are held")
 
 
@@ -71,13 +73,13 @@ def _audit_conservation(core: KVCore) -> None:
 
 
 def _audit_references(core: KVCore) -> None:
-    tables = Counter(block_id for table in core.tables for block_id in table.block_ids[len(table.cold) :])
+    tables = Counter(block_id for cache in core.caches for block_id in _device_ids(cache))
     copies = (*core.moves.pending_copies, *core.moves.copies_in_flight)
     transfers = Counter(block_id for copy in copies for block_id in (copy.src, copy.dst))
     for ops in _host_ops(core.host):
         transfers.update(load.block_id for load in ops.loads)
         transfers.update(store.block_id for store in ops.stores if store.is_live)
-    pins = Counter(node.block.block_id for pin in core.pins for node in pin.path() if node.block is not None)
+    pins = Counter(block.block_id for pin in core.pins for block in pin.blocks)
     for block in core.pool.blocks:
         _check(block.num_pin_refs == pins[block.block_id], f"{block}: {pins[block.block_id]} pins keep it")
         _check(block.num_table_refs == tables[block.block_id], f"{block}: {tables[block.block_id]} tables hold it")
@@ -97,37 +99,43 @@ def _audit_tree(core: KVCore) -> dict[int, Node]:
     published: dict[int, Node] = {}
     promised = _promised(core)
     for key, root in core.tree.roots.items():
-        _check(root.key == key and root.parent is None and root.block is None, "a root is no root")
+        _check(root.key == key and root.parent is None and not root.blocks, "a root is no root")
         _check(bool(root.children) and root.attached, "a root without children stays in the tree")
     for node in core.tree.nodes():
-        block, parent = node.block, node.parent
-        _check(block is not None and parent is not None, "a node without block or parent")
-        assert block is not None
-        assert parent is not None
-        _check(parent.children.get(node.key) is node, f"{block}: its parent does not know it")
-        _check(len(node.key) == core.block_size * TOKEN_BYTES, f"{block}: a key of {len(node.key)} bytes")
-        _check(node.depth == parent.depth + 1, f"{block}: depth {node.depth} under {parent.depth}")
-        _check(node.attached, f"{block}: in the tree but not attached")
-        _check(block.node is node, f"{block}: published by two nodes, or not told")
-        _check(block.block_id not in published, f"{block}: published twice")
-        published[block.block_id] = node
-        if block.num_table_refs and parent.block is not None:
-            _check(parent.block.num_table_refs > 0, f"{block}: held, but not the block before it")
-        _check(node.committed != (node in promised), f"{block}: committed is {node.committed}, against the promises")
-        evictable = block.state == BlockState.CACHED
-        evictable = evictable and not (node.children or block.num_io_refs or block.num_pin_refs)
-        _check(node.evictable == evictable, f"{block}: evictable is {node.evictable}")
-        _check(node.born_s <= node.used_s <= core.now_s, f"{block}: born at {node.born_s}, used at {node.used_s}")
+        parent = node.parent
+        assert parent is not None, "a root is no child"
+        where = f"the node of blocks {node.blocks}"
+        _check(len(node.blocks) == len(core.rules), f"{where}: for {len(core.rules)} groups")
+        _check(parent.children.get(node.key) is node, f"{where}: its parent does not know it")
+        _check(len(node.key) == core.block_size * TOKEN_BYTES, f"{where}: a key of {len(node.key)} bytes")
+        _check(node.depth == parent.depth + 1, f"{where}: depth {node.depth} under {parent.depth}")
+        _check(node.attached, f"{where}: in the tree but not attached")
+        _check(bool(node.children) or not node.is_bare, f"{where}: a leaf without blocks")
+        _check(node.committed != (node in promised), f"{where}: committed is {node.committed}, against the promises")
+        evictable = not node.children
+        for group, block in enumerate(node.blocks):
+            if block is None:
+                _check(core.rules[group].trims, f"{where}: none of group {group}, which keeps all")
+                continue
+            _check(block.node is node and block.group == group, f"{block}: published by two nodes, or not told")
+            _check(block.block_id not in published, f"{block}: published twice")
+            published[block.block_id] = node
+            above = parent.blocks[group] if parent.blocks else None
+            if block.num_table_refs and above is not None and not core.rules[group].trims:
+                _check(above.num_table_refs > 0, f"{block}: held, but not the block before it")
+            evictable = evictable and _is_idle(block)
+        _check(node.evictable == evictable, f"{where}: evictable is {node.evictable}")
+        _check(node.born_s <= node.used_s <= core.now_s, f"{where}: born at {node.born_s}, used at {node.used_s}")
     return published
 
 
 def _promised(core: KVCore) -> set[Node]:
     """Return the nodes that open promises hold out."""
     promised: set[Node] = set()
-    for table in core.tables:
-        promise, end = table.promise, table.tail
+    for cache in core.caches:
+        promise, end = cache.promise, cache.tail
         while promise is not None:
-            _check(promise.table is table, "a table has another table's promise")
+            _check(promise.cache is cache, "a table has another table's promise")
             if end is not None:  # else the cache was reset
                 is_next = promise.end is end or end.parent is None  # a namespace's root may have come back
                 _check(is_next, "a table's promise does not end where the next one begins")
@@ -146,26 +154,52 @@ def _nodes_between(head: Node, end: Node) -> Iterator[Node]:
 
 
 def _audit_tables(core: KVCore) -> None:
-    for table in core.tables:
-        ids = table.block_ids
-        _check(len(set(ids)) == len(ids), f"a table holds a block twice: {ids}")
-        _check(table.capacity == len(ids) * core.block_size, f"capacity {table.capacity} of {len(ids)} blocks")
-        _check(table.num_published <= len(ids), "more published than held")
-        path: list[int] = []
-        node = table.tail
-        while node is not None and node.block is not None:
-            _check(node.attached, f"a table's path leads through block {node.block.block_id}, which left the tree")
-            path.append(node.block.block_id)
+    for cache in core.caches:
+        every = list(cache.all_block_ids())
+        _check(len(set(every)) == len(every), f"a cache holds a block twice: {every}")
+        path: list[Node] = []
+        node = cache.tail
+        while node is not None and node.blocks:
+            _check(node.attached, f"a cache's path leads through {node.blocks}, which left the tree")
+            path.append(node)
             node = node.parent
-        num_cold = len(table.cold)
-        cold_ids = [core.pool.num_blocks + held.host_id for held in table.cold]
-        _check(cold_ids == ids[:num_cold], f"cold blocks {cold_ids} are not the first of {ids}")
-        _check(not table.streams or not table.num_published, "a table that streams has published blocks")
-        _check(path[::-1] == ids[: table.num_published], f"path {path[::-1]} is not the table {ids}")
-        for block_id in ids[max(num_cold, table.num_published) :]:
-            _check(
-                core.pool.blocks[block_id].node is None, f"block {block_id} is published but not by its table's path"
-            )
+        path.reverse()
+        num_cold = len(cache.cold)
+        cold_ids = [core.pool.num_blocks + held.host_id for held in cache.cold]
+        _check(cold_ids == cache.block_ids[:num_cold], f"cold blocks {cold_ids} are not the first of {cache.block_ids}")
+        _check(not cache.streams or not cache.num_published, "a cache that streams has published blocks")
+        _check(len(path) == cache.num_published, f"{cache.num_published=}, and the path has {len(path)} nodes")
+        for group, table in enumerate(cache.tables):
+            _audit_table(core, cache, path, group)
+            _check(cache.capacity == table.end * core.block_size, f"capacity {cache.capacity} of {table.end} blocks")
+
+
+def _audit_table(core: KVCore, cache: SequenceCache, path: list[Node], group: int) -> None:
+    table = cache.tables[group]
+    ids, first = table.block_ids, table.num_trimmed
+    _check(not first or core.rules[group].trims, f"group {group} keeps all, and {first} blocks are gone")
+    _check(cache.tail is None or first <= max(0, cache.num_published - 1), f"the last published block is gone: {first}")
+    published = [node.blocks[group] for node in path[first:]]
+    path_ids = [None if block is None else block.block_id for block in published]
+    _check(path_ids == ids[: len(path_ids)], f"path {path_ids} is not the table {ids}")
+    for block_id in ids[max(len(cache.cold), len(path_ids)) :]:
+        _check(core.pool.blocks[block_id].node is None, f"block {block_id} is published but not by its cache's path")
+
+
+def _device_ids(cache: SequenceCache) -> list[BlockId]:
+    return list(cache.all_block_ids())[len(cache.cold) :]
+
+
+def _is_idle(block: Block) -> bool:
+    return block.state == BlockState.CACHED and not block.num_io_refs and not block.num_pin_refs
+
+
+def _audit_alone(core: KVCore) -> None:
+    """Of groups that keep the last tokens only, each cached block is known to be evictable, once."""
+    alone = core.blocks.evictable_alone()
+    _check(len(set(alone)) == len(alone), "a block is both stale and not")
+    idle = {block for block in core.pool.blocks if _is_idle(block) and core.rules[block.group].trims}
+    _check(set(alone) == idle, f"{len(alone)} blocks can be evicted alone, and {len(idle)} are idle")
 
 
 def _audit_pins(core: KVCore) -> None:
@@ -174,6 +208,8 @@ def _audit_pins(core: KVCore) -> None:
     _check(len(tails) == len(pins), "two pins have the same tail")
     for pin in pins:
         _check(all(node.attached and node.committed for node in pin.path()), f"{pin.pin_id} pins what is not there")
+        path = set(pin.path())
+        _check(all(block.node in path for block in pin.blocks), f"{pin.pin_id} pins blocks of another path")
     num_blocks = sum(1 for block in core.pool.blocks if block.num_pin_refs)
     _check(num_blocks == pins.num_blocks <= pins.max_blocks, f"{pins.num_blocks=}, {num_blocks} are pinned")
     num_pinned = sum(1 for block in core.pool.blocks if block.num_pin_refs and block.state == BlockState.CACHED)

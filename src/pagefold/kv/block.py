@@ -13,7 +13,10 @@ No other file assigns a block's state.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import NewType
+from typing import TYPE_CHECKING, NewType
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 __all__ = ["LEGAL_MOVES", "Block", "BlockId", "BlockState", "IllegalMoveError", "Node"]
 
@@ -55,10 +58,11 @@ class Block:
         num_table_refs: how many block tables hold it.
         num_io_refs: how many transfers (copies, loads, stores) still read or write it.
         num_pin_refs: how many pins keep it; they hold no bytes in use, but keep it from being evicted.
+        group: index of the cache group whose layers it holds, while it is published.
         node: the node of the prefix tree that publishes it; None while it is private or free.
     """
 
-    __slots__ = ("block_id", "node", "num_io_refs", "num_pin_refs", "num_table_refs", "state")
+    __slots__ = ("block_id", "group", "node", "num_io_refs", "num_pin_refs", "num_table_refs", "state")
 
     def __init__(self, block_id: BlockId) -> None:
         self.block_id = block_id
@@ -66,6 +70,7 @@ class Block:
         self.num_table_refs = 0
         self.num_io_refs = 0
         self.num_pin_refs = 0
+        self.group = 0
         self.node: Node | None = None
 
     def to(self, state: BlockState) -> None:
@@ -93,20 +98,22 @@ class Block:
 
 
 class Node:
-    """One published block.
+    """So many tokens of a path as fill a block, and the blocks that hold them: one for each cache group.
 
     Attributes:
         key: packed tokens of the block; of a root, the namespace's key.
         parent: the node of the block before it; None for a root.
         root: the node of its namespace; a root is its own.
-        block: the block; None for a root.
+        blocks: the block of each cache group, None where it is gone: of a group that keeps the last tokens only. Empty
+            for a root.
         depth: how many blocks lie above it: 0 for the first block of a prefix.
         path_hash: of its namespace and all tokens up to its end: what policies remember it by when it is gone. Equal
             paths have equal hashes; nothing but a guess about the future may rest on the reverse.
         committed: its bytes have been written. Until then the node is promised: a request of the same step may lean
             on it, and :meth:`Publishing.abandon` takes it back.
         attached: the node is in the tree. Once removed a node never comes back.
-        evictable: cached, without children, read by no transfer, kept by no pin: the policy may choose it.
+        evictable: all its blocks are cached, read by no transfer and kept by no pin, and it has no children: the policy
+            may choose it.
         created_at, last_used: ticks of the core's logical clock.
         born_s, used_s: when it was published; when it was last published, acquired or released. By ``KVCore.now_s``.
         num_hits: how often an acquire went through it.
@@ -116,7 +123,7 @@ class Node:
 
     __slots__ = (
         "attached",
-        "block",
+        "blocks",
         "born_s",
         "children",
         "committed",
@@ -134,10 +141,10 @@ class Node:
         "used_s",
     )
 
-    def __init__(self, key: bytes, parent: Node | None, block: Block | None, tick: int) -> None:
+    def __init__(self, key: bytes, parent: Node | None, blocks: Iterable[Block], tick: int) -> None:
         self.key = key
         self.parent = parent
-        self.block = block
+        self.blocks: list[Block | None] = [*blocks]
         if parent is None:
             self.depth = -1
             self.path_hash = hash(key)
@@ -156,3 +163,13 @@ class Node:
         self.num_hits = 0
         self.digest = b""
         self.reuse_hint: bool | None = None
+
+    @property
+    def block(self) -> Block | None:
+        """The block of the first cache group, which is the only one of most models; None for a root."""
+        return self.blocks[0] if self.blocks else None
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether none of its blocks is left; a root never had any."""
+        return not any(self.blocks)

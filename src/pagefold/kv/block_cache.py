@@ -1,11 +1,18 @@
 """BlockCache: the blocks of the device, those that stay cached though nobody holds them, and how room is made.
 
-A block is given out of the free list. If that is empty, the policy says which cached block is evicted; and if none can
-be, *givers* are asked, one after another, to let go of what they keep. That order is written here and nowhere else.
+A block is given out of the free list. If that is empty, cached ones are evicted, in this order:
+
+1. *stale* ones: those that a sequence left behind, of a group that keeps the last tokens only,
+2. the blocks of the leaf that the policy names,
+3. other blocks of such groups.
+
+If there are none, *givers* are asked, one after another, to let go of what they keep. That is written here and nowhere
+else.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from pagefold.events import BlockEvicted, Emit, EvictionCause
@@ -14,10 +21,11 @@ from pagefold.kv.pool import BlockPool
 from pagefold.kv.tree import PrefixTree
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from pagefold.kv.block import Block, BlockId, Node
     from pagefold.kv.eviction import EvictionPolicy
+    from pagefold.kv.keep import KeepRule
     from pagefold.kv.tiers import HostTier
 
 __all__ = ["BlockCache"]
@@ -29,11 +37,13 @@ class BlockCache:
     Args:
         num_blocks: blocks of the slab.
         block_size: tokens a block.
+        rules: what each cache group keeps.
         policy: who is evicted first.
         host: where evicted blocks go.
         emit: where events go.
 
     Attributes:
+        trimmed_groups: the groups that keep the last tokens only.
         pool: who holds which block.
         tree: which blocks hold which tokens.
         policy: who is evicted first.
@@ -43,13 +53,24 @@ class BlockCache:
         tick: logical time: one for every acquire and release, so recency has no ties between tables.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, policy: EvictionPolicy, host: HostTier, emit: Emit) -> None:
+    def __init__(  # noqa: PLR0913, PLR0917 - the parts that it holds together
+        self,
+        num_blocks: int,
+        block_size: int,
+        rules: Sequence[KeepRule],
+        policy: EvictionPolicy,
+        host: HostTier,
+        emit: Emit,
+    ) -> None:
         self.pool = BlockPool(num_blocks)
         self.tree = PrefixTree(block_size)
         self.policy = policy
         self.givers: list[Callable[[], bool]] = []
         self.now_s = 0.0
         self.tick = 0
+        self.trimmed_groups = tuple(group for group, rule in enumerate(rules) if rule.trims)
+        self._stale: OrderedDict[Block, None] = OrderedDict()  # the first is evicted first; likewise the next
+        self._idle: OrderedDict[Block, None] = OrderedDict()
         self._host = host
         self._emit = emit
 
@@ -80,26 +101,68 @@ class BlockCache:
         return pool.num_free >= num_blocks
 
     def reclaim(self, num_blocks: int) -> int:
-        """Evict up to ``num_blocks`` cached blocks into the free list, and keep them on the host if it can hold any.
+        """Evict cached blocks until ``num_blocks`` more are free, and keep them on the host if it can hold any.
 
-        Return how many went.
+        Return how many went: perhaps a few more, since a leaf has a block of every group.
         """
         num_evicted = 0
         while num_evicted < num_blocks:
+            if self._stale:
+                self._evict_alone(next(iter(self._stale)))
+                num_evicted += 1
+                continue
             node = self.policy.victim()
-            if node is None:
+            if node is not None:
+                self._host.keep_evicted(node)
+                num_evicted += len(node.blocks) - node.blocks.count(None)
+                self.evict(node, "allocation")
+            elif self._idle:
+                self._evict_alone(next(iter(self._idle)))
+                num_evicted += 1
+            else:
                 break
-            self._host.keep_evicted(node)
-            self.evict(node, "allocation")
-            num_evicted += 1
         return num_evicted
 
     def evict(self, node: Node, cause: EvictionCause) -> None:
-        """Take a leaf out of the tree: its block is free if nobody holds it."""
-        self.tree.remove(node)
-        self._withdraw(node, cause)
-        assert node.parent is not None
-        self.update_evictable(node.parent)
+        """Take a leaf out of the tree, and those above it that have neither blocks nor other children.
+
+        Its blocks are free where nobody holds them.
+        """
+        while True:
+            parent = node.parent
+            assert parent is not None
+            self.tree.remove(node)
+            self._withdraw(node, cause)
+            if not parent.blocks or parent.children or not parent.is_bare:
+                break
+            node = parent
+        self.update_evictable(parent)
+
+    def note_idle(self, block: Block, *, is_stale: bool = False) -> None:
+        """Nobody holds ``block`` any more: of a group that keeps the last tokens only it can be evicted alone.
+
+        Args:
+            block: that was released.
+            is_stale: whether who held it last has left it behind.
+        """
+        if block.group not in self.trimmed_groups:
+            return
+        if block.state != BlockState.CACHED or block.num_io_refs or block.num_pin_refs:
+            self.note_busy(block)
+        elif is_stale:
+            self._idle.pop(block, None)
+            self._stale[block] = None
+        elif block not in self._stale:
+            self._idle[block] = None
+
+    def note_busy(self, block: Block) -> None:
+        """Somebody holds, reads or pins ``block``, or it is gone: it cannot be evicted alone."""
+        self._idle.pop(block, None)
+        self._stale.pop(block, None)
+
+    def evictable_alone(self) -> list[Block]:
+        """Return the blocks that can be evicted though their nodes stay, in the order in which that happens."""
+        return [*self._stale, *self._idle]
 
     def clear(self) -> None:
         """Take all out of the tree: cached blocks become free, and those that somebody holds private."""
@@ -109,10 +172,17 @@ class BlockCache:
 
     def update_evictable(self, node: Node) -> None:
         """Tell the policy if ``node`` became evictable or ceased to be."""
-        block = node.block
-        if block is None:  # a root
+        blocks = node.blocks
+        if not blocks:  # a root
             return
-        evictable = not (block.state != BlockState.CACHED or node.children or block.num_io_refs or block.num_pin_refs)
+        evictable = not node.children
+        for block in blocks:
+            if block is not None and (block.state != BlockState.CACHED or block.num_io_refs or block.num_pin_refs):
+                evictable = False
+        for group in self.trimmed_groups:
+            alone = blocks[group]
+            if alone is not None:
+                self.note_idle(alone)
         if evictable != node.evictable:
             node.evictable = evictable
             if evictable:
@@ -131,16 +201,32 @@ class BlockCache:
     def _make_one_free(self) -> bool:
         return bool(self.reclaim(1)) or any(give() and self.reclaim(1) for give in self.givers)
 
+    def _evict_alone(self, block: Block) -> None:
+        """Evict one block of a node, which stays if it has another, or children."""
+        node = block.node
+        assert node is not None
+        if not node.children and node.blocks.count(None) == len(node.blocks) - 1:
+            self.evict(node, "allocation")
+            return
+        node.blocks[block.group] = None
+        self._withdraw_block(node, block, "allocation")
+
     def _withdraw(self, node: Node, cause: EvictionCause) -> None:
-        """Undo the publication of ``node``: its block is free if nobody holds it, else private."""
-        assert node.block is not None
+        """Undo the publication of ``node``: its blocks are free where nobody holds them, else private."""
         if node.evictable:
             node.evictable = False
             self.policy.on_busy(node)
-        was_cached = node.block.state == BlockState.CACHED
         node.attached = False
         self.policy.on_evict(node)
-        self.pool.withdraw(node.block)
+        for block in node.blocks:
+            if block is not None:
+                self._withdraw_block(node, block, cause)
+
+    def _withdraw_block(self, node: Node, block: Block, cause: EvictionCause) -> None:
+        was_cached = block.state == BlockState.CACHED
+        if self.trimmed_groups:
+            self.note_busy(block)
+        self.pool.withdraw(block)
         if was_cached:
             now_s = self.now_s
-            self._emit(BlockEvicted(node.block.block_id, node.depth, cause, now_s - node.born_s, now_s - node.used_s))
+            self._emit(BlockEvicted(block.block_id, node.depth, cause, now_s - node.born_s, now_s - node.used_s))

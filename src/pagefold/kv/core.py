@@ -14,7 +14,7 @@ The core's parts have what is theirs:
 
     core.publishing     what a step will write: promised, committed or abandoned
     core.moves          what a step copies: between blocks, to the host and back
-    core.cache          the blocks themselves, and how memory is found
+    core.blocks         the blocks themselves, and how memory is found
     core.pins           what stays cached though no table holds it
     core.host, slow     the tiers behind the device (``tiers.py``, ``slow_tiers.py``)
     core.residuals      where tables have their unsealed blocks, of a codec that seals (``residuals.py``)
@@ -31,29 +31,31 @@ from pagefold.events import BlocksReused, CacheReset, Emit, ignore
 from pagefold.kv.arbiter import Arbiter
 from pagefold.kv.block_cache import BlockCache
 from pagefold.kv.held_block import HOST
+from pagefold.kv.keep import KEEP_ALL
 from pagefold.kv.moves import Moves
 from pagefold.kv.names import digest_of, names_behind, root_digest
 from pagefold.kv.pins import PinLimits, PinTable
 from pagefold.kv.policies import make_policy
 from pagefold.kv.publishing import Publishing
 from pagefold.kv.residuals import NO_RESIDUALS
+from pagefold.kv.sequence_cache import SequenceCache
 from pagefold.kv.slow_tiers import NO_SLOW_TIERS
 from pagefold.kv.streaming import NO_STREAMING, Streaming
-from pagefold.kv.table import BlockTable, num_blocks_for
+from pagefold.kv.table import num_blocks_for
 from pagefold.kv.tiers import NO_HOST
-from pagefold.kv.tree import TOKEN_BYTES, doubtful_nodes
+from pagefold.kv.tree import TOKEN_BYTES, PrefixHit, doubtful_nodes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from pagefold.kv.block import Block, Node
     from pagefold.kv.eviction import EvictionPolicy
     from pagefold.kv.held_block import HeldBlock
+    from pagefold.kv.keep import KeepRule
     from pagefold.kv.names import BlockName
     from pagefold.kv.residuals import Residuals
     from pagefold.kv.slow_tiers import SlowTiers
     from pagefold.kv.tiers import HostTier
-    from pagefold.kv.tree import PrefixHit
 
 __all__ = ["KVCore"]
 
@@ -66,6 +68,7 @@ class KVCore:
     Args:
         num_blocks: blocks of the slab.
         block_size: tokens a block.
+        rules: what each cache group keeps.
         policy: who is evicted first; the default of ``policies/`` if none is given.
         enable_prefix_caching: False publishes nothing, so nothing is ever matched.
         pin_limits: what pins may keep, and how long they count.
@@ -79,10 +82,11 @@ class KVCore:
 
     Attributes:
         publishes: whether anything is ever cached.
-        cache, moves, publishing, pins, host, slow, residuals, streaming: the parts, as the module says.
+        rules: what each cache group keeps.
+        blocks, moves, publishing, pins, host, slow, residuals, streaming: the parts, as the module says.
         arbiter: weighs restoring against computing.
-        pool, tree, policy: of ``cache``.
-        tables: all that were acquired and not released.
+        pool, tree, policy: of ``blocks``.
+        caches: all that were acquired and not released.
     """
 
     def __init__(  # noqa: PLR0913 - settings, by name
@@ -90,6 +94,7 @@ class KVCore:
         num_blocks: int,
         *,
         block_size: int = 16,
+        rules: Sequence[KeepRule] = (KEEP_ALL,),
         policy: EvictionPolicy | None = None,
         enable_prefix_caching: bool = True,
         pin_limits: PinLimits = _NO_LIMITS,
@@ -103,37 +108,44 @@ class KVCore:
         assert not slow.is_on or slow.host is host, "slow tiers of another arena"
         assert not (residuals.is_on and allow_streaming), "what streams is not sealed"
         assert host.is_on or not allow_streaming, "what streams lies in the host's arena"
+        assert len(rules) == 1 or not (host.is_on or residuals.is_on), "tiers and residuals know one cache group"
         self.block_size = block_size
+        self.rules = tuple(rules)
         self.publishes = enable_prefix_caching
-        self.tables: set[BlockTable] = set()
+        self.caches: set[SequenceCache] = set()
         self.host = host
         self.slow = slow
         self.arbiter = arbiter or Arbiter(1, block_size, compute_s_per_token=0.0)
         self.residuals = residuals
-        self.cache = cache = BlockCache(num_blocks, block_size, policy or make_policy("default"), host, emit)
-        self.pool, self.tree, self.policy = cache.pool, cache.tree, cache.policy
-        self.moves = Moves(cache, host, slow, emit)
-        self.publishing = Publishing(cache, block_size)
-        self.pins = PinTable(cache.pool, pin_limits, update_evictable=cache.update_evictable, emit=emit)
-        self.streaming = Streaming(cache.pool, host, block_size, self.moves.store) if allow_streaming else NO_STREAMING
+        self.blocks = blocks = BlockCache(
+            num_blocks, block_size, self.rules, policy or make_policy("default"), host, emit
+        )
+        self.pool, self.tree, self.policy = blocks.pool, blocks.tree, blocks.policy
+        self.moves = Moves(blocks, host, slow, emit)
+        self.publishing = Publishing(blocks, block_size)
+        self.pins = PinTable(
+            blocks.pool, self.first_kept, pin_limits, update_evictable=blocks.update_evictable, emit=emit
+        )
+        self.streaming = Streaming(blocks.pool, host, block_size, self.moves.store) if allow_streaming else NO_STREAMING
         self._emit = emit
         self._stride = block_size * TOKEN_BYTES
+        self._trims = bool(blocks.trimmed_groups)
 
     # What there is.
 
     @property
     def now_s(self) -> float:
         """The time, which whoever calls sets; nothing that is decided hangs on it. It is told with events."""
-        return self.cache.now_s
+        return self.blocks.now_s
 
     @now_s.setter
     def now_s(self, now_s: float) -> None:
-        self.cache.now_s = now_s
+        self.blocks.now_s = now_s
 
     @property
     def num_available(self) -> int:
         """Blocks that an allocation could get: the free ones, and the cached ones that no pin keeps."""
-        return self.cache.num_available
+        return self.blocks.num_available
 
     @property
     def num_active(self) -> int:
@@ -155,9 +167,39 @@ class KVCore:
                 know the next.
         """
         hit = self.tree.match(namespace, packed, max_tokens)
+        if self._trims:
+            hit = self._with_windows(hit)
         if self.residuals.is_on:  # a part of a sealed block is not what its tokens alone come to
             hit = hit._replace(partial=None, num_partial_tokens=0)
         return self.host.extend(hit, packed, max_tokens, self._stride)
+
+    def first_kept(self, num_blocks: int) -> list[int]:
+        """Return, for each cache group, the first block that whoever goes on behind so many blocks needs."""
+        return [rule.first_block(num_blocks, self.block_size) for rule in self.rules]
+
+    def blocks_of(self, hit: PrefixHit) -> list[Block]:
+        """Return the blocks that a cache holds which is made from ``hit``, but for a partial one and loaded ones."""
+        firsts = self.first_kept(len(hit.nodes))
+        return [
+            block
+            for group, first in enumerate(firsts)
+            for node in hit.nodes[first:]
+            if (block := node.blocks[group]) is not None
+        ]
+
+    def num_blocks_for(self, num_tokens: int, num_new: int, cache: SequenceCache | None = None) -> int:
+        """Return the most blocks, of all groups, that a sequence of ``num_tokens`` holds at once.
+
+        Args:
+            num_tokens: of the sequence.
+            num_new: the most that one step computes of it.
+            cache: what it has already; that is not counted.
+        """
+        num_blocks = 0
+        for group, rule in enumerate(self.rules):
+            num_held = len(cache.tables[group].block_ids) if cache is not None else 0
+            num_blocks += max(0, rule.num_blocks_for(num_tokens, num_new, self.block_size) - num_held)
+        return num_blocks
 
     def worth(self, hit: PrefixHit) -> PrefixHit:
         """Return ``hit`` without what the host holds, where computing that is sooner than restoring it.
@@ -183,33 +225,31 @@ class KVCore:
 
     # Tables.
 
-    def acquire(self, hit: PrefixHit) -> tuple[BlockTable, int]:
+    def acquire(self, hit: PrefixHit) -> tuple[SequenceCache, int]:
         """Make a table that starts with what ``hit`` found, and pin it. Return it and the number of tokens it holds.
 
         A hit is a value and may be stale: what has left the tree since is cut off. A partial block is taken over by
         copying it, and a block that the host tier holds by loading it, if a block can be had for that. What is loaded
         is published by the table's next promise, as what the step computes.
         """
-        tick = self.cache.next_tick()
+        tick = self.blocks.next_tick()
         nodes = hit.nodes
         num_nodes = num_found = len(nodes)
         while num_nodes and not nodes[num_nodes - 1].attached:  # leaves leave first: parents are attached
             num_nodes -= 1
-        if num_nodes < len(nodes):
+        if self._trims:
+            num_nodes = self._num_whole(nodes[:num_nodes])
+        if num_nodes < num_found:
             nodes = nodes[:num_nodes]
-        table = BlockTable((nodes[-1] if nodes else self.tree.root(hit.namespace)) if self.publishes else None)
-        self.tables.add(table)
-        self.residuals.take(table)
-        acquire = self.pool.acquire
-        append = table.block_ids.append
-        now_s = self.cache.now_s
+        tail = nodes[-1] if nodes else self.tree.root(hit.namespace)
+        cache = SequenceCache(len(self.rules), tail if self.publishes else None)
+        self.caches.add(cache)
+        self.residuals.take(cache)
+        self._take(cache, nodes)
+        now_s = self.blocks.now_s
         gaps: dict[float, int] = {}
         used_s, num_alike = (nodes[0].used_s if nodes else now_s), 0  # blocks of a path were mostly used together
         for node in nodes:
-            block = node.block
-            assert block is not None
-            acquire(block)
-            append(block.block_id)
             node.last_used = tick
             node.num_hits += 1
             if node.used_s != used_s:
@@ -220,112 +260,145 @@ class KVCore:
         if nodes:
             gaps[now_s - used_s] = gaps.get(now_s - used_s, 0) + num_alike
             self._emit(BlocksReused(gaps))
-            self.cache.update_evictable(nodes[-1])
+            self.blocks.update_evictable(nodes[-1])
             self.policy.on_hit(nodes)
-        table.num_published = len(nodes)
+        cache.num_published = len(nodes)
         num_tokens = len(nodes) * self.block_size
-        if hit.partial is not None and hit.partial.attached:  # then all of hit.nodes are
-            num_tokens += self._acquire_partial(table, hit.partial, hit.num_partial_tokens)
-        elif hit.held and num_nodes == num_found:
-            num_tokens += self._acquire_held(table, hit.held)
-        table.capacity = len(table.block_ids) * self.block_size
-        return table, num_tokens
+        if num_nodes == num_found:
+            if hit.partial is not None and hit.partial.attached:
+                num_tokens += self._acquire_partial(cache, hit.partial, hit.num_partial_tokens)
+            elif hit.held:
+                num_tokens += self._acquire_held(cache, hit.held)
+        cache.capacity = cache.tables[0].end * self.block_size
+        return cache, num_tokens
 
-    def begin_streaming(self, hit: PrefixHit) -> tuple[BlockTable, int]:
+    def begin_streaming(self, hit: PrefixHit) -> tuple[SequenceCache, int]:
         """Make a table that streams and starts with what ``hit`` found. Return it and the number of tokens it holds.
 
         The table holds none of the device's blocks yet, and what it will hold is never published.
         """
-        table = self.streaming.begin(hit)
-        self.tables.add(table)
-        table.capacity = len(table.block_ids) * self.block_size
-        return table, table.capacity
+        cache = self.streaming.begin(hit)
+        self.caches.add(cache)
+        cache.capacity = cache.tables[0].end * self.block_size
+        return cache, cache.capacity
 
-    def extend(self, table: BlockTable, start: int, end: int) -> bool:
+    def extend(self, cache: SequenceCache, start: int, end: int) -> bool:
         """Make room for writing positions [start, end), evicting cached blocks if need be.
 
         Blocks that a fork shares are replaced first (copy-on-write), so that a write never reaches another sequence.
         False, with nothing changed that matters, when memory is short.
         """
-        if table.may_share_tail and not self._unshare(table, start):
+        if cache.may_share_tail and not self._unshare(cache, start):
             return False
-        if end <= table.capacity:
+        if end <= cache.capacity:
             return True
-        num_new = num_blocks_for(end, self.block_size) - len(table.block_ids)
-        if num_new > self.cache.num_available:
+        num_new = num_blocks_for(end, self.block_size) - cache.tables[0].end
+        if num_new * len(cache.tables) > self.blocks.num_available:
             return False
         new: list[Block] = []
-        for _ in range(num_new):
-            block = self.cache.allocate()
+        for _ in range(num_new * len(cache.tables)):
+            block = self.blocks.allocate()
             if block is None:  # cached blocks that a transfer reads cannot go
                 for taken in reversed(new):
                     self.pool.release(taken)
                 return False
             new.append(block)
-        table.block_ids.extend(block.block_id for block in new)
-        table.capacity = len(table.block_ids) * self.block_size
+        for group, table in enumerate(cache.tables):
+            table.block_ids.extend([block.block_id for block in new[group * num_new : (group + 1) * num_new]])
+        cache.capacity = cache.tables[0].end * self.block_size
         return True
 
-    def fork(self, table: BlockTable) -> BlockTable:
+    def trim(self, cache: SequenceCache, num_tokens: int) -> None:
+        """Give back the blocks that nobody sees from position ``num_tokens`` on: what groups do not keep.
+
+        They are free in this moment; or cached, if they are published, until anybody needs a block. Blocks that are
+        still to be published stay, and so does the last published one, in which the path goes on.
+
+        To be called between steps of ``cache``, for all of whose tokens before ``num_tokens`` the step has ended.
+        """
+        if not self._trims:
+            return
+        most = cache.num_published - 1 if cache.tail is not None else cache.tables[0].end
+        pool = self.pool
+        for group in self.blocks.trimmed_groups:
+            table = cache.tables[group]
+            first = min(self.rules[group].first_seen(num_tokens) // self.block_size, most)
+            num_old = first - table.num_trimmed
+            if num_old <= 0:
+                continue
+            for block_id in table.block_ids[:num_old]:
+                block = pool.blocks[block_id]
+                if pool.release(block) and block.node is not None:
+                    self.blocks.note_idle(block, is_stale=True)
+            del table.block_ids[:num_old]
+            table.num_trimmed = first
+
+    def fork(self, cache: SequenceCache) -> SequenceCache:
         """Make a second table on the same blocks. Whoever writes into a shared block first gets a copy of it.
 
         Both go on from the same position: what lies before it in the shared block is what the copy is for.
         """
-        assert table.promise is None, "a table forks between steps"
-        assert not table.streams, "a table that streams does not fork"
-        twin = BlockTable(table.tail)
-        twin.block_ids = list(table.block_ids)
-        twin.capacity = table.capacity
-        twin.num_published = table.num_published
-        twin.copied_from = table.copied_from
-        twin.may_share_tail = table.may_share_tail = True
-        for block_id in twin.block_ids:
+        assert cache.promise is None, "a table forks between steps"
+        assert not cache.streams, "a table that streams does not fork"
+        twin = SequenceCache(len(cache.tables), cache.tail)
+        for table, other in zip(cache.tables, twin.tables, strict=True):
+            other.block_ids = list(table.block_ids)
+            other.num_trimmed = table.num_trimmed
+        twin.capacity = cache.capacity
+        twin.num_published = cache.num_published
+        twin.copied_from = cache.copied_from
+        twin.may_share_tail = cache.may_share_tail = True
+        for block_id in twin.all_block_ids():
             self.pool.acquire(self.pool.blocks[block_id])
-        self.tables.add(twin)
-        self.residuals.fork(table, twin)
+        self.caches.add(twin)
+        self.residuals.fork(cache, twin)
         return twin
 
-    def hint(self, table: BlockTable, will_be_reused: Iterable[bool]) -> None:
-        """Say of the first blocks of ``table`` whether they will be used again; call it before releasing the table.
+    def hint(self, cache: SequenceCache, will_be_reused: Iterable[bool]) -> None:
+        """Say of the first blocks of ``cache`` whether they will be used again; call it before releasing the table.
 
         Policies may heed it, as far as hints have proved right; nothing else does. It holds until the next user's hint.
         """
-        blocks = self.pool.blocks
-        for block_id, hint in zip(table.block_ids[: table.num_published], will_be_reused, strict=False):
-            node = blocks[block_id].node
-            assert node is not None, "published blocks have nodes"
-            node.reuse_hint = hint
+        path: list[Node] = []
+        node = cache.tail
+        while node is not None and node.blocks:
+            path.append(node)
+            node = node.parent
+        for one, hint in zip(reversed(path), will_be_reused, strict=False):
+            one.reuse_hint = hint
 
-    def release(self, table: BlockTable) -> None:
-        """Let go of all blocks of ``table``: published ones become cached, private ones free.
+    def release(self, cache: SequenceCache) -> None:
+        """Let go of all blocks of ``cache``: published ones become cached, private ones free.
 
         Tails go first, so that of one prefix the tail is always evicted before the head.
         """
-        assert table.promise is None, "commit or abandon a promise before releasing its table"
-        tick = self.cache.next_tick()
-        now_s = self.cache.now_s
-        self.tables.remove(table)
-        self.residuals.release(table)
-        if table.has_path:
-            assert table.tail is not None
-            self.policy.on_release(table.tail, table.facts)
-        self.streaming.release(table)
+        assert cache.promise is None, "commit or abandon a promise before releasing its table"
+        tick = self.blocks.next_tick()
+        now_s = self.blocks.now_s
+        self.caches.remove(cache)
+        self.residuals.release(cache)
+        if cache.has_path:
+            assert cache.tail is not None
+            self.policy.on_release(cache.tail, cache.facts)
+        self.streaming.release(cache)
         blocks = self.pool.blocks
         release = self.pool.release
-        for block_id in reversed(table.block_ids):
+        for table in cache.tables[1:]:
+            for block_id in reversed(table.block_ids):
+                release(blocks[block_id])
+                self.blocks.note_idle(blocks[block_id])
+        for block_id in reversed(cache.block_ids):
             block = blocks[block_id]
             node = block.node
             if node is not None:
                 node.last_used = tick
                 node.used_s = now_s
-            if release(block) and node is not None and not node.children:
-                if block.num_pin_refs or self.policy.admit(node):
-                    self.cache.update_evictable(node)
-                else:
-                    self.cache.evict(node, "not_admitted")
-        table.block_ids = []
-        table.capacity = table.num_published = 0
-        table.tail = None
+            if release(block) and node is not None:
+                self._keep_or_evict(node, block)
+        for table in cache.tables:
+            table.block_ids.clear()
+        cache.capacity = cache.num_published = 0
+        cache.tail = None
         self.moves.drop_unheld()
 
     def reset(self) -> int:
@@ -339,92 +412,153 @@ class KVCore:
         self.moves.cancel_stores()  # else their blocks would wait for a step, which may wait for the blocks
         self.host.reset()
         num_cached = self.pool.num_cached
-        self.cache.clear()
-        for table in self.tables:
-            table.tail = None
-            table.num_published = 0
-            self.streaming.forget(table)
+        self.blocks.clear()
+        for cache in self.caches:
+            cache.tail = None
+            cache.num_published = 0
+            self.streaming.forget(cache)
         return num_cached
 
-    def distrust(self, table: BlockTable, namespace: bytes, packed: bytes) -> set[bytes]:
-        """Forget what ``table`` has, what it began with, and whatever else goes on from that: it may be corrupted.
+    def distrust(self, cache: SequenceCache, namespace: bytes, packed: bytes) -> set[bytes]:
+        """Forget what ``cache`` has, what it began with, and whatever else goes on from that: it may be corrupted.
 
         Those are all paths that begin with its first block, since nobody knows which of its blocks is at fault. Other
         tables on them go on, and publish nothing any more.
 
         Args:
-            table: of a sequence whose logits were no numbers.
+            cache: of a sequence whose logits were no numbers.
             namespace: key of the namespace that its blocks are in.
             packed: the sequence's packed tokens.
 
         Returns the digests of the paths, for slower tiers to forget; none without a host tier.
         """
-        nodes = doubtful_nodes(self.tree, namespace, packed[: self._stride], table.copied_from)
-        digests = self.host.distrust(namespace, packed, self._stride, nodes, table.copied_from)
+        nodes = doubtful_nodes(self.tree, namespace, packed[: self._stride], cache.copied_from)
+        digests = self.host.distrust(namespace, packed, self._stride, nodes, cache.copied_from)
         self.slow.distrust(digests)
         self.pins.distrust(set(nodes))
         for node in reversed(nodes):
-            self.cache.evict(node, "corrupted")
-        for other in self.tables:
+            self.blocks.evict(node, "corrupted")
+        for other in self.caches:
             tail = other.tail
-            if other is table or (tail is not None and tail.parent is not None and not tail.attached):
+            if other is cache or (tail is not None and tail.parent is not None and not tail.attached):
                 other.tail = None
                 other.num_published = 0
-            if other is table or any(held.name.digest in digests for held in other.cold):
+            if other is cache or any(held.name.digest in digests for held in other.cold):
                 self.streaming.forget(other)
         return digests
 
     # Inside.
 
-    def _acquire_partial(self, table: BlockTable, node: Node, num_tokens: int) -> int:
-        src = node.block
-        assert src is not None
-        self.pool.pin_io(src)  # before allocating, which might evict it
-        self.cache.update_evictable(node)
-        dst = self.cache.allocate()
-        if dst is None:
-            self.pool.unpin_io(src)
-            self.cache.update_evictable(node)
+    def _with_windows(self, hit: PrefixHit) -> PrefixHit:
+        """Return as much of ``hit`` as can be gone on from: each group has what it keeps behind it."""
+        num_whole = self._num_whole(hit.nodes)
+        if num_whole < len(hit.nodes):
+            return PrefixHit(hit.namespace, hit.nodes[:num_whole], None, 0)
+        if hit.partial is not None and None in hit.partial.blocks:
+            return hit._replace(partial=None, num_partial_tokens=0)
+        return hit
+
+    def _num_whole(self, nodes: list[Node]) -> int:
+        """Return how many of ``nodes`` can be gone on from: groups that keep the last tokens only have those."""
+        whole = set(range(len(nodes) + 1))
+        for group in self.blocks.trimmed_groups:
+            num_present = 0  # up to here, without a gap
+            for end, node in enumerate(nodes, 1):
+                num_present = 0 if node.blocks[group] is None else num_present + 1
+                if end - num_present > self.rules[group].first_block(end, self.block_size):
+                    whole.discard(end)
+        return max(whole)
+
+    def _take(self, cache: SequenceCache, nodes: list[Node]) -> None:
+        """Let the tables of ``cache`` begin with the blocks of ``nodes``, as far as they are kept."""
+        acquire = self.pool.acquire
+        for group, (table, rule) in enumerate(zip(cache.tables, self.rules, strict=True)):
+            kept = nodes
+            if rule.trims:
+                table.num_trimmed = rule.first_block(len(nodes), self.block_size)
+                kept = nodes[table.num_trimmed :]
+            append = table.block_ids.append
+            for node in kept:
+                block = node.blocks[group]
+                assert block is not None
+                acquire(block)
+                append(block.block_id)
+                if rule.trims:
+                    self.blocks.note_busy(block)
+
+    def _keep_or_evict(self, node: Node, block: Block) -> None:
+        """Nobody holds ``block`` of ``node`` any more: its node stays cached, unless the policy does not want it."""
+        if not node.children:
+            if block.num_pin_refs or self.policy.admit(node):
+                self.blocks.update_evictable(node)
+                return
+            self.blocks.evict(node, "not_admitted")
+        self.blocks.note_idle(block)
+
+    def _acquire_partial(self, cache: SequenceCache, node: Node, num_tokens: int) -> int:
+        sources: list[Block] = []
+        for block in node.blocks:
+            if block is None:
+                break
+            self.pool.pin_io(block)  # before allocating, which might evict it
+            sources.append(block)
+        self.blocks.update_evictable(node)
+        copies: list[Block] = []
+        while len(copies) < len(node.blocks) == len(sources):
+            dst = self.blocks.allocate()
+            if dst is None:
+                break
+            copies.append(dst)
+        is_taken = len(copies) == len(node.blocks)
+        if is_taken:
+            node.last_used = self.blocks.tick
+            node.num_hits += 1
+            now_s = self.blocks.now_s
+            self._emit(BlocksReused({now_s - node.used_s: 1}))
+            node.used_s = now_s
+            cache.copied_from = node
+            for table, src, dst in zip(cache.tables, sources, copies, strict=True):
+                self.moves.copy(src, dst, num_tokens)
+                table.block_ids.append(dst.block_id)
+        else:
+            for dst in copies:
+                self.pool.release(dst)
+        for src in sources:
+            self.pool.unpin_io(src)  # the copy has pinned it too
+        if not is_taken:
+            self.blocks.update_evictable(node)
             return 0
-        node.last_used = self.cache.tick
-        node.num_hits += 1
-        now_s = self.cache.now_s
-        self._emit(BlocksReused({now_s - node.used_s: 1}))
-        node.used_s = now_s
-        table.copied_from = node
-        self.moves.copy(src, dst, num_tokens)
-        self.pool.unpin_io(src)  # the copy has pinned it too
-        table.block_ids.append(dst.block_id)
         return num_tokens
 
-    def _acquire_held(self, table: BlockTable, held: tuple[HeldBlock, ...]) -> int:
+    def _acquire_held(self, cache: SequenceCache, held: tuple[HeldBlock, ...]) -> int:
         pinned = self.host.pin(held)  # before allocating, which may evict into the arena
         num_loaded = 0
         for one in pinned:
-            block = self.cache.allocate()
+            block = self.blocks.allocate()
             if block is None:
                 break
             self.moves.load(one, block)
-            table.block_ids.append(block.block_id)
-            one.count_use(table.num_loaded_tokens, self.block_size)
+            cache.block_ids.append(block.block_id)
+            one.count_use(cache.num_loaded_tokens, self.block_size)
             num_loaded += 1
         self.host.unpin(pinned[num_loaded:])
         return num_loaded * self.block_size
 
-    def _unshare(self, table: BlockTable, start: int) -> bool:
-        """Give ``table`` blocks of its own from position ``start`` on; False when memory is short."""
+    def _unshare(self, cache: SequenceCache, start: int) -> bool:
+        """Give ``cache`` blocks of its own from position ``start`` on; False when memory is short."""
         first = start // self.block_size
-        for index in range(first, len(table.block_ids)):
-            src = self.pool.blocks[table.block_ids[index]]
-            if src.num_table_refs == 1:
-                continue
-            dst = self.cache.allocate()
-            if dst is None:
-                return False  # blocks replaced so far stay replaced: the next try goes on from there
-            num_tokens = start % self.block_size if index == first else 0
-            if num_tokens and not self.residuals.is_on:  # else nothing is in a block that is not full
-                self.moves.copy(src, dst, num_tokens)
-            table.block_ids[index] = dst.block_id
-            self.pool.release(src)
-        table.may_share_tail = False
+        for table in cache.tables:
+            for at in range(first - table.num_trimmed, len(table.block_ids)):
+                src = self.pool.blocks[table.block_ids[at]]
+                if src.num_table_refs == 1:
+                    continue
+                dst = self.blocks.allocate()
+                if dst is None:
+                    return False  # blocks replaced so far stay replaced: the next try goes on from there
+                num_tokens = start % self.block_size if at == first - table.num_trimmed else 0
+                if num_tokens and not self.residuals.is_on:  # else nothing is in a block that is not full
+                    self.moves.copy(src, dst, num_tokens)
+                table.block_ids[at] = dst.block_id
+                self.pool.release(src)
+        cache.may_share_tail = False
         return True

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pagefold.kv.table import num_blocks_for
+
 __all__ = ["KEEP_ALL", "KeepRule"]
 
 
@@ -31,6 +33,26 @@ class KeepRule:
         if self.is_chunked:
             return position - position % self.window
         return max(0, position + 1 - self.window)
+
+    def first_block(self, num_blocks: int, block_size: int) -> int:
+        """Return the first of so many full blocks that whoever goes on behind them needs.
+
+        The last one always: a path goes on in it.
+        """
+        if self.window is None or not num_blocks:
+            return 0
+        return min(self.first_seen(num_blocks * block_size) // block_size, num_blocks - 1)
+
+    def num_blocks_for(self, num_tokens: int, num_new: int, block_size: int) -> int:
+        """Return the most blocks that a sequence of ``num_tokens`` holds while steps write up to ``num_new`` of them.
+
+        The tokens that are kept seldom begin where a block does, so they lie in one block more than they fill. And one
+        more is kept: the last that is published, where the sequence goes on from in the prefix tree.
+        """
+        num_blocks = num_blocks_for(num_tokens, block_size)
+        if self.window is None:
+            return num_blocks
+        return min(num_blocks, num_blocks_for(self.window - 1 + num_new, block_size) + 2)
 
 
 KEEP_ALL = KeepRule()

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from pagefold.kv.block_cache import BlockCache
     from pagefold.kv.held_block import HeldBlock
     from pagefold.kv.plans import HostOps
+    from pagefold.kv.sequence_cache import SequenceCache
     from pagefold.kv.slow_tiers import SlowTiers
-    from pagefold.kv.table import BlockTable
     from pagefold.kv.tiers import HostTier
 
 __all__ = ["Moves"]
@@ -34,7 +34,7 @@ class Moves:
     """Moves that wait for a step, or are part of one in flight.
 
     Args:
-        cache: the blocks of the device.
+        blocks: of the device.
         host: those of the host.
         slow: what is behind the host.
         emit: where events go.
@@ -44,14 +44,14 @@ class Moves:
         copies_in_flight: of steps that have not ended.
     """
 
-    def __init__(self, cache: BlockCache, host: HostTier, slow: SlowTiers, emit: Emit) -> None:
+    def __init__(self, blocks: BlockCache, host: HostTier, slow: SlowTiers, emit: Emit) -> None:
         self.pending_copies: list[CopyOp] = []
         self.copies_in_flight: list[CopyOp] = []
-        self._cache = cache
+        self._blocks = blocks
         self._host = host
         self._slow = slow
         self._emit = emit
-        cache.givers.append(self.cancel_stores)
+        blocks.givers.append(self.cancel_stores)
 
     # Planning.
 
@@ -59,15 +59,15 @@ class Moves:
         """Plan to copy the first ``num_tokens`` positions of a block into another."""
         for copy in self.pending_copies:  # after a failed step src may wait for a copy itself: no copy leans on another
             if copy.dst == src.block_id:
-                src = self._cache.pool.blocks[copy.src]
+                src = self._blocks.pool.blocks[copy.src]
                 break
-        self._cache.pool.pin_io(src)
-        self._cache.pool.pin_io(dst)
+        self._blocks.pool.pin_io(src)
+        self._blocks.pool.pin_io(dst)
         self.pending_copies.append(CopyOp(src.block_id, dst.block_id, num_tokens))
 
     def load(self, held: HeldBlock, dst: Block) -> None:
         """Plan to load a block that the host holds, pinned, into another."""
-        self._cache.pool.pin_io(dst)
+        self._blocks.pool.pin_io(dst)
         self._host.load(held, dst.block_id)
 
     def store(self, node: Node) -> bool:
@@ -75,8 +75,8 @@ class Moves:
         assert node.block is not None
         if not self._host.keep_live(node):
             return False
-        self._cache.pool.pin_io(node.block)
-        self._cache.update_evictable(node)
+        self._blocks.pool.pin_io(node.block)
+        self._blocks.update_evictable(node)
         return True
 
     def store_cached(self, nodes: deque[Node], num_blocks: int) -> None:
@@ -86,10 +86,10 @@ class Moves:
             if node.attached and node.committed:
                 num_blocks -= self.store(node)
 
-    def write_through(self, table: BlockTable) -> None:
+    def write_through(self, cache: SequenceCache) -> None:
         """Plan to store what the policy of slow tiers wants written of a table that will be released."""
-        node = table.tail if self._slow.is_on else None
-        while node is not None and node.block is not None and node.attached:
+        node = cache.tail if self._slow.is_on else None
+        while node is not None and node.blocks and node.attached:
             if node.committed and self._slow.wants(node):
                 self.store(node)
             node = node.parent
@@ -103,12 +103,12 @@ class Moves:
         stores = self._host.cancel_live_stores()
         if not stores and self._host.has_live_stores and self._slow.let_go():
             stores = self._host.cancel_live_stores()
-        self._cache.unpin_io(store.block_id for store in stores)
+        self._blocks.unpin_io(store.block_id for store in stores)
         return bool(stores)
 
     def drop_unheld(self) -> None:
         """Forget the moves into blocks that no table holds any more, so that they are pinned no longer."""
-        blocks = self._cache.pool.blocks
+        blocks = self._blocks.pool.blocks
         if self.pending_copies:
             copies, self.pending_copies = self.pending_copies, []
             for copy in copies:
@@ -119,7 +119,7 @@ class Moves:
         if self._host.has_loads:
             loads = [load for load in self._host.pending.loads if not blocks[load.block_id].num_table_refs]
             self._host.cancel(loads)
-            self._cache.unpin_io(load.block_id for load in loads)
+            self._blocks.unpin_io(load.block_id for load in loads)
 
     # The step.
 
@@ -170,8 +170,8 @@ class Moves:
     # Inside.
 
     def _unpin_host_ops(self, ops: HostOps) -> None:
-        self._cache.unpin_io(load.block_id for load in ops.loads)
-        self._cache.unpin_io(store.block_id for store in ops.stores if store.is_live)
+        self._blocks.unpin_io(load.block_id for load in ops.loads)
+        self._blocks.unpin_io(store.block_id for store in ops.stores if store.is_live)
 
     def _unpin_copy(self, copy: CopyOp) -> None:
-        self._cache.unpin_io((copy.dst, copy.src))
+        self._blocks.unpin_io((copy.dst, copy.src))

@@ -18,9 +18,9 @@ from pagefold.events import Emit, PinCause, PinDropped
 from pagefold.kv.block import BlockState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
-    from pagefold.kv.block import Node
+    from pagefold.kv.block import Block, Node
     from pagefold.kv.pool import BlockPool
 
 __all__ = ["DroppedPin", "Pin", "PinLimits", "PinTable"]
@@ -48,6 +48,7 @@ class Pin:
     Attributes:
         pin_id: the caller's name for it.
         tail: the node of its last block; those above it are pinned with it.
+        blocks: that it keeps, the last first: of a group that keeps the last tokens only those of the path's end.
         priority: when it was pinned; the larger, the longer it is kept.
         pinned_at_s: when that was.
         expires_at_s: when it ends by itself; infinite for never.
@@ -55,6 +56,7 @@ class Pin:
 
     pin_id: str
     tail: Node
+    blocks: tuple[Block, ...]
     priority: float
     pinned_at_s: float
     expires_at_s: float
@@ -62,7 +64,7 @@ class Pin:
     @property
     def num_blocks(self) -> int:
         """How many blocks it keeps, alone or with others."""
-        return self.tail.depth + 1
+        return len(self.blocks)
 
     @property
     def namespace(self) -> bytes:
@@ -100,6 +102,7 @@ class PinTable:
 
     Args:
         pool: of the blocks.
+        first_kept: of each cache group the first node, by depth, whose block a path of so many nodes needs.
         limits: what pins may do.
         update_evictable: told of every node that may have become evictable, or ceased to be.
         emit: where events go.
@@ -112,9 +115,16 @@ class PinTable:
     """
 
     def __init__(
-        self, pool: BlockPool, limits: PinLimits, *, update_evictable: Callable[[Node], None], emit: Emit
+        self,
+        pool: BlockPool,
+        first_kept: Callable[[int], Sequence[int]],
+        limits: PinLimits,
+        *,
+        update_evictable: Callable[[Node], None],
+        emit: Emit,
     ) -> None:
         self._pool = pool
+        self._first_kept = first_kept
         self._half_life_s = limits.half_life_s
         self._update_evictable = update_evictable
         self._emit = emit
@@ -139,9 +149,18 @@ class PinTable:
         """Return what is left of a pin's priority."""
         return pin.priority * exp2((pin.pinned_at_s - now_s) / self._half_life_s)
 
-    def num_new_blocks(self, path: Iterable[Node]) -> int:
-        """Return how many blocks of ``path`` no pin keeps yet: what a pin of it would add to ``num_blocks``."""
-        return sum(1 for node in path if node.block is not None and not node.block.num_pin_refs)
+    def num_new_blocks(self, nodes: Sequence[Node], num_blocks: int) -> int:
+        """Return how many blocks a pin would keep that no pin keeps yet.
+
+        Args:
+            nodes: the first nodes of its path, as far as they are there.
+            num_blocks: how many the path will have.
+        """
+        num_new = 0
+        for group, first in enumerate(self._first_kept(num_blocks)):
+            blocks = (node.blocks[group] for node in nodes[first:])
+            num_new += num_blocks - first - sum(1 for block in blocks if block is not None and block.num_pin_refs)
+        return num_new
 
     def add(
         self,
@@ -163,19 +182,19 @@ class PinTable:
         if tail is None:
             self._tell(DroppedPin(pin_id, 0, "reset"))
             return None
-        pin = Pin(pin_id, tail, priority, now_s, inf if ttl_s is None else now_s + ttl_s)
-        if self.num_blocks + self.num_new_blocks(pin.path()) > self.max_blocks:
+        expires_at_s = inf if ttl_s is None else now_s + ttl_s
+        pin = Pin(pin_id, tail, tuple(self._blocks_of(tail)), priority, now_s, expires_at_s)
+        if self.num_blocks + sum(1 for block in pin.blocks if not block.num_pin_refs) > self.max_blocks:
             self._tell(DroppedPin(pin_id, pin.num_blocks, "quota"))
             return None
-        for node in pin.path():
-            assert node.block is not None
-            self.num_blocks += self._pool.pin(node.block)
+        for block in pin.blocks:
+            self.num_blocks += self._pool.pin(block)
         renewed = self._by_tail.get(tail)
         if renewed is not None:
             self._drop(renewed, "renewed")
         self._pins[pin_id] = self._by_tail[tail] = pin
         self.next_expiry_s = min(self.next_expiry_s, pin.expires_at_s)
-        self._update_evictable(tail)
+        self._update_nodes(pin)
         return pin
 
     def remove(self, pin_id: str) -> Pin | None:
@@ -192,20 +211,17 @@ class PinTable:
         for pin in [pin for pin in self if pin.expires_at_s <= now_s]:
             self._drop(pin, "expired")
 
-    def give_up(self, now_s: float, spared: Collection[Node] = ()) -> bool:
+    def give_up(self, now_s: float, spared: Collection[Block] = ()) -> bool:
         """Give up the pin of least priority among those that alone keep a block from being evicted.
 
-        ``spared`` are nodes of one path from a root that the caller is about to use: to let go of them alone gains it
-        nothing. False when no pin would gain anything; while any block outside of ``spared`` is kept by pins alone,
-        some pin does: of those that keep it, the one with the deepest tail.
+        ``spared`` are blocks that the caller is about to use: to let go of them alone gains it nothing. False when no
+        pin would gain anything; while any block outside of ``spared`` is kept by pins alone, some pin does: of those
+        that keep it, the one with the deepest tail.
         """
         best: Pin | None = None
         least = (inf, inf)
         for pin in self:
-            block = pin.tail.block
-            assert block is not None
-            # Whoever holds or pins a block holds or pins those above it: if the tail is not freed, nothing is.
-            if block.state != BlockState.CACHED or block.num_pin_refs > 1 or pin.tail in spared:
+            if not self._keeps_alone(pin, spared):
                 continue
             rank = (self.priority_at(pin, now_s), pin.pinned_at_s)
             if rank < least or best is None:
@@ -228,11 +244,36 @@ class PinTable:
     def _drop(self, pin: Pin, cause: PinCause) -> None:
         del self._pins[pin.pin_id], self._by_tail[pin.tail]
         self.next_expiry_s = min((other.expires_at_s for other in self), default=inf)
-        for node in pin.path():
-            assert node.block is not None
-            self.num_blocks -= self._pool.unpin(node.block)
-        self._update_evictable(pin.tail)
+        for block in pin.blocks:
+            self.num_blocks -= self._pool.unpin(block)
+        self._update_nodes(pin)
         self._tell(DroppedPin(pin.pin_id, pin.num_blocks, cause))
+
+    def _keeps_alone(self, pin: Pin, spared: Collection[Block]) -> bool:
+        """Whether some block would be evictable without ``pin``."""
+        # Of a group that keeps all, whoever holds or pins a block holds or pins those above it: the last one tells.
+        blocks = pin.blocks if any(self._first_kept(pin.tail.depth + 1)) else pin.blocks[: len(pin.tail.blocks)]
+        return any(
+            block.state == BlockState.CACHED and block.num_pin_refs == 1 and block not in spared for block in blocks
+        )
+
+    def _blocks_of(self, tail: Node) -> Iterator[Block]:
+        """Yield the blocks that whoever goes on behind ``tail`` needs, the last first."""
+        first_kept = self._first_kept(tail.depth + 1)
+        node = tail
+        while node.parent is not None:
+            for block, first in zip(node.blocks, first_kept, strict=True):
+                if block is not None and node.depth >= first:
+                    yield block
+            node = node.parent
+
+    def _update_nodes(self, pin: Pin) -> None:
+        """Note what became evictable, or ceased to be: the last node, and blocks that can be evicted alone."""
+        last = 0 if any(self._first_kept(pin.tail.depth + 1)) else pin.tail.depth
+        for node in pin.path():
+            if node.depth < last:
+                break
+            self._update_evictable(node)
 
     def _tell(self, dropped: DroppedPin) -> None:
         self.dropped.append(dropped)
@@ -242,7 +283,7 @@ class PinTable:
 def _committed(node: Node | None) -> Node | None:
     """Return the deepest node of the path that ends in ``node`` up to which all is written; None for nothing."""
     deepest = None
-    while node is not None and node.block is not None:
+    while node is not None and node.blocks:
         if not node.committed:
             deepest = None
         elif deepest is None:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagefold.kv.table import Promise
+from pagefold.kv.sequence_cache import Promise
 from pagefold.kv.tree import TOKEN_BYTES
 
 if TYPE_CHECKING:
+    from pagefold.kv.block import Block, Node
     from pagefold.kv.block_cache import BlockCache
-    from pagefold.kv.table import BlockTable
+    from pagefold.kv.sequence_cache import SequenceCache
 
 __all__ = ["Publishing"]
 
@@ -25,16 +26,16 @@ class Publishing:
     """Promises of tables, and what becomes of them.
 
     Args:
-        cache: the blocks.
+        blocks: of the device.
         block_size: tokens a block.
     """
 
-    def __init__(self, cache: BlockCache, block_size: int) -> None:
-        self._cache = cache
+    def __init__(self, blocks: BlockCache, block_size: int) -> None:
+        self._blocks = blocks
         self._block_size = block_size
         self._stride = block_size * TOKEN_BYTES
 
-    def promise(self, table: BlockTable, packed: bytes, num_tokens: int) -> Promise | None:
+    def promise(self, cache: SequenceCache, packed: bytes, num_tokens: int) -> Promise | None:
         """Publish the whole blocks among the first ``num_tokens`` that the step being planned will complete.
 
         Until :meth:`commit` they are promised: requests planned later in the same step may lean on them, since each
@@ -42,38 +43,37 @@ class Publishing:
 
         A table may have two: that of a step in flight, and that of the step planned behind it.
         """
-        older = table.promise
+        older = cache.promise
         assert older is None or older.before is None, "two promises a table: commit or abandon the last ones first"
-        tail = table.tail
-        index = table.num_published
+        tail = cache.tail
+        index = cache.num_published
         num_blocks = num_tokens // self._block_size
         if num_blocks <= index or tail is None:
             return None
         if tail.parent is None:
-            tail = self._cache.tree.root(tail.key)  # the namespace's root may have left and come back since
-        promise = Promise(table, packed, num_blocks, tail)
-        table.promise = promise
+            tail = self._blocks.tree.root(tail.key)  # the namespace's root may have left and come back since
+        promise = Promise(cache, packed, num_blocks, tail)
+        cache.promise = promise
         stride = self._stride
-        tick, now_s = self._cache.tick, self._cache.now_s
-        blocks = self._cache.pool.blocks
-        block_ids = table.block_ids
-        insert = self._cache.tree.insert
-        on_insert = self._cache.policy.on_insert
+        tick, now_s = self._blocks.tick, self._blocks.now_s
+        insert = self._blocks.tree.insert
+        on_insert = self._blocks.policy.on_insert
         while index < num_blocks:
             key = packed[index * stride : (index + 1) * stride]
             if key in tail.children:
                 break  # somebody else's: commit() joins it once ours and theirs are both written
-            block = blocks[block_ids[index]]
-            if block.num_table_refs > 1:
-                break  # a fork holds it too, off the tree: published, it would not be of that table's path
-            node = insert(tail, key, block, tick)
+            own = self._own(cache, index)
+            if own is None:
+                break
+            node = insert(tail, key, own, tick)
+            for group, block in enumerate(own):
+                block.node, block.group = node, group
             node.born_s = node.used_s = now_s
-            block.node = node
             on_insert(node)
             tail = node
             index += 1
-        table.tail = promise.end = tail
-        table.num_published = index
+        cache.tail = promise.end = tail
+        cache.num_published = index
         return promise
 
     def commit(self, promise: Promise, *, joins: bool = True) -> None:
@@ -82,13 +82,13 @@ class Publishing:
         Where another table had published the same tokens first, this table joins those blocks: see :meth:`join`. Not
         without ``joins``: then that is the caller's, when all of the step is committed, and no other reads the table.
         """
-        table = promise.table
+        cache = promise.cache
         assert promise.before is None, "a table's oldest promise is committed first"
-        if table.promise is promise:
-            table.promise = None
-        elif table.promise is not None:
-            table.promise.before = None
-        if table.tail is None:  # the cache was reset while the step ran
+        if cache.promise is promise:
+            cache.promise = None
+        elif cache.promise is not None:
+            cache.promise.before = None
+        if cache.tail is None:  # the cache was reset while the step ran
             return
         node = promise.end
         while node is not promise.tail:
@@ -105,38 +105,36 @@ class Publishing:
         """
         if not promise.is_behind:
             return
-        table = promise.table
-        tail = table.tail
+        cache = promise.cache
+        tail = cache.tail
         assert tail is not None, "behind, and it publishes nothing"
         if tail.parent is None:
-            tail = self._cache.tree.root(tail.key)
-        index = table.num_published
+            tail = self._blocks.tree.root(tail.key)
+        index = cache.num_published
         while index < promise.num_blocks:
             key = promise.packed[index * self._stride : (index + 1) * self._stride]
-            own = self._cache.pool.blocks[table.block_ids[index]]
             child = tail.children.get(key)
             if child is None:
-                if own.num_table_refs > 1:  # as in promise()
+                own = self._own(cache, index)
+                if own is None:
                     break
-                child = self._cache.tree.insert(tail, key, own, self._cache.tick)
-                own.node = child
-                child.born_s = self._cache.now_s
+                child = self._blocks.tree.insert(tail, key, own, self._blocks.tick)
+                for group, block in enumerate(own):
+                    block.node, block.group = child, group
+                child.born_s = self._blocks.now_s
                 child.committed = True
-                self._cache.policy.on_insert(child)
+                self._blocks.policy.on_insert(child)
             elif child.committed:
-                assert child.block is not None
-                self._cache.pool.acquire(child.block)
-                self._cache.update_evictable(child)
-                table.block_ids[index] = child.block.block_id
-                self._cache.pool.release(own)
+                if not self._exchange(cache, index, child):
+                    break
             else:  # theirs is still being written by a step in flight: try again when this table grows
                 break
-            child.last_used = self._cache.tick
-            child.used_s = self._cache.now_s
+            child.last_used = self._blocks.tick
+            child.used_s = self._blocks.now_s
             tail = child
             index += 1
-        table.tail = tail
-        table.num_published = index
+        cache.tail = tail
+        cache.num_published = index
 
     def abandon(self, promise: Promise) -> None:
         """The step failed: take back what was promised. Newest promise first.
@@ -144,19 +142,58 @@ class Publishing:
         Tables that lean on it (acquired after the promise was made) must be released by the caller, after all promises
         of the step are abandoned: their blocks hold nothing.
         """
-        table = promise.table
-        assert table.promise is promise, "a table's newest promise is abandoned first"
-        table.promise = promise.before
-        node = table.tail
+        cache = promise.cache
+        assert cache.promise is promise, "a table's newest promise is abandoned first"
+        cache.promise = promise.before
+        node = cache.tail
         if node is None:
             return
         while node is not promise.tail:
             parent = node.parent
             assert parent is not None
-            assert node.block is not None
-            self._cache.tree.remove(node)
-            self._cache.policy.on_evict(node)
-            self._cache.pool.withdraw(node.block)
+            self._blocks.tree.remove(node)
+            self._blocks.policy.on_evict(node)
+            for block in node.blocks:
+                assert block is not None, "what is promised is held"
+                self._blocks.pool.withdraw(block)
             node = parent
-        table.tail = promise.tail
-        table.num_published = promise.first
+        cache.tail = promise.tail
+        cache.num_published = promise.first
+
+    # Inside.
+
+    def _own(self, cache: SequenceCache, index: int) -> list[Block] | None:
+        """Return the blocks of every group at one place of a path; None if a fork holds one too, off the tree.
+
+        Published, that would not be of the fork's path.
+        """
+        blocks = self._blocks.pool.blocks
+        own = [blocks[table.block_ids[index - table.num_trimmed]] for table in cache.tables]
+        for block in own:
+            if block.num_table_refs > 1:
+                return None
+        return own
+
+    def _exchange(self, cache: SequenceCache, index: int, node: Node) -> bool:
+        """Give blocks of ``cache`` back for those of ``node``, which hold the same; or to ``node``, where it has none.
+
+        False, with nothing changed, where a fork holds what ``node`` would be given.
+        """
+        pool = self._blocks.pool
+        pairs = [
+            (table, pool.blocks[table.block_ids[index - table.num_trimmed]], theirs)
+            for table, theirs in zip(cache.tables, node.blocks, strict=True)
+        ]
+        if any(theirs is None and own.num_table_refs > 1 for _, own, theirs in pairs):
+            return False
+        for group, (_, own, theirs) in enumerate(pairs):
+            if theirs is None:
+                node.blocks[group], own.node, own.group = own, node, group
+            else:
+                pool.acquire(theirs)
+        self._blocks.update_evictable(node)
+        for table, own, theirs in pairs:
+            if theirs is not None:
+                table.block_ids[index - table.num_trimmed] = theirs.block_id
+                pool.release(own)
+        return True

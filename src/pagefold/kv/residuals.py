@@ -16,7 +16,7 @@ from pagefold.kv.plans import ResidualCopy
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pagefold.kv.table import BlockTable
+    from pagefold.kv.sequence_cache import SequenceCache
 
 __all__ = ["NO_RESIDUALS", "Residuals"]
 
@@ -41,29 +41,29 @@ class Residuals:
         self.pending_copies: list[ResidualCopy] = []
         self._lost: set[int] = set()
 
-    def take(self, table: BlockTable) -> None:
-        """Give ``table`` a residual, with nothing in it."""
+    def take(self, cache: SequenceCache) -> None:
+        """Give ``cache`` a residual, with nothing in it."""
         assert self.free_ids, "more tables than sequences that may run"
-        table.residual_id = self.free_ids.pop()
+        cache.residual_id = self.free_ids.pop()
 
-    def fork(self, table: BlockTable, twin: BlockTable) -> None:
-        """Give ``twin`` a residual with what that of ``table`` holds: copied before the next step's first write."""
+    def fork(self, cache: SequenceCache, twin: SequenceCache) -> None:
+        """Give ``twin`` a residual with what that of ``cache`` holds: copied before the next step's first write."""
         self.take(twin)
-        self.pending_copies.append(ResidualCopy(table.residual_id, twin.residual_id))
+        self.pending_copies.append(ResidualCopy(cache.residual_id, twin.residual_id))
 
-    def release(self, table: BlockTable) -> None:
+    def release(self, cache: SequenceCache) -> None:
         """Take a table's residual back; what it was to be filled with is not copied any more.
 
         What others copy from it is still there: nobody writes before the copies are made.
         """
-        self.pending_copies = [copy for copy in self.pending_copies if copy.dst != table.residual_id]
-        self._lost.discard(table.residual_id)
-        self.free_ids.append(table.residual_id)
-        table.residual_id = -1
+        self.pending_copies = [copy for copy in self.pending_copies if copy.dst != cache.residual_id]
+        self._lost.discard(cache.residual_id)
+        self.free_ids.append(cache.residual_id)
+        cache.residual_id = -1
 
-    def ids_of(self, tables: Iterable[BlockTable | None]) -> list[int]:
+    def ids_of(self, caches: Iterable[SequenceCache | None]) -> list[int]:
         """Return the residual of each of ``tables``, all of which are held; none where blocks are not sealed."""
-        return [table.residual_id for table in tables if table is not None]
+        return [cache.residual_id for cache in caches if cache is not None]
 
     def limit(self, start: int, num_tokens: int, num_all: int, block_size: int) -> int:
         """Return how many tokens from position ``start`` on a sequence may compute in one step.
@@ -93,14 +93,14 @@ class Residuals:
         """A step failed that was to make these: whoever wrote in it may have written where they read from."""
         self._lost.update(copy.dst for copy in copies)
 
-    def overwritten(self, table: BlockTable) -> None:
+    def overwritten(self, cache: SequenceCache) -> None:
         """A step failed that needs what this residual held, and one behind it may have begun the next block there."""
-        self._lost.add(table.residual_id)
+        self._lost.add(cache.residual_id)
 
-    def take_lost(self, table: BlockTable) -> bool:
-        """Whether what the residual of ``table`` held is lost; who asks knows now that nothing is in it."""
-        is_lost = table.residual_id in self._lost
-        self._lost.discard(table.residual_id)
+    def take_lost(self, cache: SequenceCache) -> bool:
+        """Whether what the residual of ``cache`` held is lost; who asks knows now that nothing is in it."""
+        is_lost = cache.residual_id in self._lost
+        self._lost.discard(cache.residual_id)
         return is_lost
 
 
@@ -109,22 +109,22 @@ class _NoResiduals(Residuals):
 
     is_on = False
 
-    def take(self, table: BlockTable) -> None:
+    def take(self, cache: SequenceCache) -> None:
         pass
 
-    def fork(self, table: BlockTable, twin: BlockTable) -> None:
+    def fork(self, cache: SequenceCache, twin: SequenceCache) -> None:
         pass
 
-    def release(self, table: BlockTable) -> None:
+    def release(self, cache: SequenceCache) -> None:
         pass
 
-    def ids_of(self, tables: Iterable[BlockTable | None]) -> list[int]:  # noqa: ARG002
+    def ids_of(self, caches: Iterable[SequenceCache | None]) -> list[int]:  # noqa: ARG002
         return []
 
     def limit(self, start: int, num_tokens: int, num_all: int, block_size: int) -> int:  # noqa: ARG002
         return num_tokens
 
-    def overwritten(self, table: BlockTable) -> None:
+    def overwritten(self, cache: SequenceCache) -> None:
         pass
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from pagefold.kv.block import BlockId
 from pagefold.kv.names import digest_of, names_behind, root_digest
 from pagefold.kv.pool import BlockPool
-from pagefold.kv.table import BlockTable
+from pagefold.kv.sequence_cache import SequenceCache
 from pagefold.kv.tiers import NO_HOST
 from pagefold.kv.tree import TOKEN_BYTES
 
@@ -77,68 +77,68 @@ class Streaming:
         """Cold blocks that all tables could have, if nothing else had a claim on the arena."""
         return self._host.num_blocks
 
-    def begin(self, hit: PrefixHit) -> BlockTable:
+    def begin(self, hit: PrefixHit) -> SequenceCache:
         """Make a table that starts with what ``hit`` found, all of it cold: what the device has is stored first."""
-        table = BlockTable(None)
-        table.cold_root = table.cold_tip = root_digest(hit.namespace)
+        cache = SequenceCache(1, None)
+        cache.cold_root = cache.cold_tip = root_digest(hit.namespace)
         host = self._host
         pinned = host.pin(hit.held)  # before storing, which may need their place
-        if self._take_nodes(table, hit.nodes):
+        if self._take_nodes(cache, hit.nodes):
             for held in pinned:
-                self._take(table, held)
-                held.count_use(table.num_loaded_tokens, self._stride // TOKEN_BYTES)
+                self._take(cache, held)
+                held.count_use(cache.num_loaded_tokens, self._stride // TOKEN_BYTES)
         host.unpin(pinned)
-        return table
+        return cache
 
-    def cool(self, table: BlockTable, packed: bytes, num_tokens: int, num_hot: int, *, is_read: bool = True) -> int:
+    def cool(self, cache: SequenceCache, packed: bytes, num_tokens: int, num_hot: int, *, is_read: bool = True) -> int:
         """Make hot blocks cold, from the first on, until ``num_hot`` are left. Return how many blocks became free.
 
         Args:
-            table: one that streams.
+            cache: one that streams.
             packed: the sequence's packed tokens.
             num_tokens: how many are written; a block that is not full of them stays hot.
             num_hot: how many hot blocks to leave, at least.
             is_read: whether the table will be read again.
         """
-        root = table.cold_root
+        root = cache.cold_root
         assert root is not None, "a table that does not stream"
-        first = len(table.cold)
-        end = min(len(table.block_ids) - num_hot, num_tokens * TOKEN_BYTES // self._stride)
+        first = len(cache.cold)
+        end = min(len(cache.block_ids) - num_hot, num_tokens * TOKEN_BYTES // self._stride)
         num_cooled = 0
         packed = packed[first * self._stride : max(first, end) * self._stride]
-        for name in names_behind(root, table.cold_tip, packed, self._stride):
-            block = self._pool.blocks[table.block_ids[first + num_cooled]]
+        for name in names_behind(root, cache.cold_tip, packed, self._stride):
+            block = self._pool.blocks[cache.block_ids[first + num_cooled]]
             is_stored = self._host.keep(name, block.block_id)
             held = self._host.get(name.digest)
             if held is None:
                 break
-            del table.block_ids[first + num_cooled]
-            self._take(table, held, is_checked=is_read and not is_stored)
+            del cache.block_ids[first + num_cooled]
+            self._take(cache, held, is_checked=is_read and not is_stored)
             self._pool.release(block)
             num_cooled += 1
         return num_cooled
 
-    def release(self, table: BlockTable) -> None:
-        """Let go of the cold blocks of ``table``, if it has any: the host keeps them as all others."""
-        if not table.cold:
+    def release(self, cache: SequenceCache) -> None:
+        """Let go of the cold blocks of ``cache``, if it has any: the host keeps them as all others."""
+        if not cache.cold:
             return
-        self._host.unpin(table.cold)
-        self.num_cold_blocks -= len(table.cold)
-        del table.block_ids[: len(table.cold)]
-        table.cold = []
+        self._host.unpin(cache.cold)
+        self.num_cold_blocks -= len(cache.cold)
+        del cache.block_ids[: len(cache.cold)]
+        cache.cold = []
 
-    def is_intact(self, table: BlockTable) -> bool:
-        """Whether all cold blocks of ``table`` are found: not after a step failed that was to store some."""
-        return all(self._host.get(held.name.digest) is held for held in table.cold)
+    def is_intact(self, cache: SequenceCache) -> bool:
+        """Whether all cold blocks of ``cache`` are found: not after a step failed that was to store some."""
+        return all(self._host.get(held.name.digest) is held for held in cache.cold)
 
-    def forget(self, table: BlockTable) -> None:
-        """What ``table`` holds is not to be found any more: its blocks get names that nobody asks for."""
-        if table.cold_root is not None:
+    def forget(self, cache: SequenceCache) -> None:
+        """What ``cache`` holds is not to be found any more: its blocks get names that nobody asks for."""
+        if cache.cold_root is not None:
             self._num_forgotten += 1
-            table.cold_root = table.cold_tip = root_digest(b"forgotten %d" % self._num_forgotten)
+            cache.cold_root = cache.cold_tip = root_digest(b"forgotten %d" % self._num_forgotten)
 
-    def _take_nodes(self, table: BlockTable, nodes: Sequence[Node]) -> bool:
-        """Make the blocks of ``nodes`` cold ones of ``table`` too; whether all could be."""
+    def _take_nodes(self, cache: SequenceCache, nodes: Sequence[Node]) -> bool:
+        """Make the blocks of ``nodes`` cold ones of ``cache`` too; whether all could be."""
         host = self._host
         for node in nodes:
             if not (node.attached and node.committed):  # promised only: it cannot be stored before it is written
@@ -147,17 +147,17 @@ class Streaming:
             held = host.get(digest_of(node))
             if held is None:
                 return False
-            self._take(table, held, is_checked=not is_stored)
+            self._take(cache, held, is_checked=not is_stored)
         return True
 
-    def _take(self, table: BlockTable, held: HeldBlock, *, is_checked: bool = True) -> None:
-        """Make ``held`` the next cold block of ``table``. What is not stored just now is checked before it is read."""
+    def _take(self, cache: SequenceCache, held: HeldBlock, *, is_checked: bool = True) -> None:
+        """Make ``held`` the next cold block of ``cache``. What is not stored just now is checked before it is read."""
         self._host.pin([held])
         if is_checked:
             self._host.check(held)
-        table.block_ids.insert(len(table.cold), BlockId(self._pool.num_blocks + held.host_id))
-        table.cold.append(held)
-        table.cold_tip = held.name.digest
+        cache.block_ids.insert(len(cache.cold), BlockId(self._pool.num_blocks + held.host_id))
+        cache.cold.append(held)
+        cache.cold_tip = held.name.digest
         self.num_cold_blocks += 1
 
 
@@ -166,7 +166,7 @@ class _NoStreaming(Streaming):
 
     is_on = False
 
-    def begin(self, hit: PrefixHit) -> BlockTable:
+    def begin(self, hit: PrefixHit) -> SequenceCache:
         msg = f"{hit.namespace!r}: streaming is not allowed"
         raise AssertionError(msg)
 

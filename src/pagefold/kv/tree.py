@@ -1,4 +1,4 @@
-"""PrefixTree: which blocks hold which tokens. One node a block, children keyed by their exact packed tokens.
+"""PrefixTree: which blocks hold which tokens. Children are keyed by their exact packed tokens, as many as fill a block.
 
 Keys are the tokens themselves (4 bytes each, in the machine's order), not a hash of them: two texts cannot collide.
 Each namespace has a root of its own.
@@ -78,17 +78,17 @@ class PrefixTree:
     def root(self, namespace: bytes) -> Node:
         """Return the root of ``namespace``; a new one is not in the tree until something is inserted under it."""
         root = self.roots.get(namespace)
-        return Node(namespace, None, None, 0) if root is None else root
+        return Node(namespace, None, (), 0) if root is None else root
 
-    def insert(self, parent: Node, key: bytes, block: Block, tick: int) -> Node:
-        """Publish ``block`` under ``parent``, uncommitted.
+    def insert(self, parent: Node, key: bytes, blocks: list[Block], tick: int) -> Node:
+        """Publish ``blocks``, one for each cache group, under ``parent``, uncommitted.
 
         ``parent`` is in the tree, or is what :meth:`root` just returned.
         """
         if parent.parent is None and not parent.children:
             parent.attached = True
             self.roots[parent.key] = parent
-        node = Node(key, parent, block, tick)
+        node = Node(key, parent, blocks, tick)
         parent.children[key] = node
         return node
 

@@ -12,7 +12,7 @@ from pagefold.request.times import RequestTimes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pagefold.kv import BlockTable
+    from pagefold.kv import SequenceCache
     from pagefold.request.caller import WarmUp
     from pagefold.sampling import SamplingParams
     from pagefold.steps import TokenLogprobs
@@ -94,7 +94,7 @@ class Request:
         num_loaded_tokens: how much of that did not come from the device, by tier.
         max_computed_tokens: the most that was ever computed: what is computed again below it is recomputation.
         namespace: :meth:`Namespace.key` of its blocks.
-        table: its blocks while it runs.
+        cache: its blocks while it runs.
         times: when it came, on the caller's clock, and what followed.
         deadline_s: when it is ended with ``timeout`` if it has not finished, on the same clock; None for never.
         priority: how urgent it is: the smaller, the more. It counts only with a policy that looks at it.
@@ -106,6 +106,7 @@ class Request:
     """
 
     __slots__ = (
+        "cache",
         "cumulative_logprob",
         "deadline_s",
         "error",
@@ -135,7 +136,6 @@ class Request:
         "seed",
         "status",
         "stop",
-        "table",
         "times",
         "token_ids",
         "warm_up",
@@ -191,7 +191,7 @@ class Request:
         self.is_aborted = False
         self.finish_reason: FinishReason | None = None
         self.error = ""
-        self.table: BlockTable | None = None
+        self.cache: SequenceCache | None = None
 
     @property
     def arrival_s(self) -> float:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from pagefold.errors import CardMemoryError
-from pagefold.kv import BlockId
+from pagefold.kv import BlockId, BlockTable
 from pagefold.runner.finite import are_finite, broken_rows
 from pagefold.runner.inputs import late_tokens, make_inputs
 from pagefold.runner.logits import adjust
@@ -198,7 +198,7 @@ def _dummy_plan(num_tokens: list[int], num_blocks: int) -> StepPlan:
     plan, num_rows = StepPlan(0), len(num_tokens)
     plan.token_ids = array("i", [0] * sum(num_tokens))
     plan.starts, plan.num_tokens = [0] * num_rows, num_tokens
-    plan.block_ids = [list(map(BlockId, range(num_blocks))) for _ in num_tokens]
+    plan.tables = [[BlockTable(map(BlockId, range(num_blocks)))] for _ in num_tokens]
     plan.residual_ids = [0] * num_rows
     plan.sampling_rows = list(range(num_rows))
     plan.sampling = [SamplingParams()] * num_rows  # not greedy: the sampler has a kernel too

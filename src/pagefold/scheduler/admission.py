@@ -65,19 +65,19 @@ class Admission:
         hit = found if streams else self._relief.room_for_all(request, found, now)
         if hit is None:
             return False
-        table, start = core.begin_streaming(hit) if streams else core.acquire(core.worth(hit))
-        request.table = table
+        cache, start = core.begin_streaming(hit) if streams else core.acquire(core.worth(hit))
+        request.cache = cache
         num_tokens = self._streamer.limit(request, start, min(request.num_tokens - start, budget))
-        if not core.extend(table, start, start + num_tokens):
-            request.table = None
-            core.release(table)
+        if not core.extend(cache, start, start + num_tokens):
+            request.cache = None
+            core.release(cache)
             return False
         self._queues.waiting.popleft()
         if streams:
-            self._emit(RequestStreamed(request.request_id, request.num_tokens, len(table.cold)))
+            self._emit(RequestStreamed(request.request_id, request.num_tokens, len(cache.cold)))
         if request.status is not RequestStatus.PREEMPTED:
             request.num_cached_tokens = start
-            request.num_loaded_tokens = table.num_loaded_tokens
+            request.num_loaded_tokens = cache.num_loaded_tokens
         request.to(RequestStatus.RUNNING)
         request.num_computed_tokens = start
         if request.times.scheduled_s is None:

@@ -30,8 +30,8 @@ def end_corrupted(core: KVCore, requests: Iterable[Request], emit: Emit) -> tupl
     for request in requests:
         if request.finish_reason == "error":  # by the step before, and this row is one too many
             continue
-        assert request.table is not None
-        digests |= core.distrust(request.table, request.namespace, request.packed())
+        assert request.cache is not None
+        digests |= core.distrust(request.cache, request.namespace, request.packed())
         if request.is_aborted:
             continue
         ended.append(request)

@@ -10,7 +10,7 @@ from pagefold.kv.eviction import RequestFacts
 from pagefold.request import FinishReason, Request, RequestStatus
 
 if TYPE_CHECKING:
-    from pagefold.kv import BlockTable, KVCore
+    from pagefold.kv import KVCore, SequenceCache
     from pagefold.request import WarmUp
     from pagefold.scheduler.queues import Queues
     from pagefold.scheduler.streaming import Streamer
@@ -47,12 +47,12 @@ class Leaving:
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """Let a request end, and those that were to fork from it."""
-        if request.table is not None:
+        if request.cache is not None:
             if request.warm_up is not None and request.warm_up.pin and reason in ("stop", "length"):
-                self._pin(request, request.warm_up, request.table)
-            self._core.moves.write_through(request.table)
+                self._pin(request, request.warm_up, request.cache)
+            self._core.moves.write_through(request.cache)
             if request.returns_in_s is not None:
-                self._core.hint(request.table, repeat(True))  # noqa: FBT003 - of every block
+                self._core.hint(request.cache, repeat(True))  # noqa: FBT003 - of every block
             self._release(request, 1.0)
         self._queues.forget(request)
         for sample in (request, *request.forks):
@@ -66,19 +66,19 @@ class Leaving:
 
     def _release(self, request: Request, progress: float) -> None:
         """Give back a request's blocks, and tell the policy whose they were."""
-        table, use = request.table, request.prompt_use
-        assert table is not None
+        cache, use = request.cache, request.prompt_use
+        assert cache is not None
         self._streamer.keep(request)
-        table.facts = RequestFacts(progress, request.priority, is_repeat=use.is_told)
-        use.is_told = use.is_told or table.has_path
-        self._core.release(table)
-        request.table = None
+        cache.facts = RequestFacts(progress, request.priority, is_repeat=use.is_told)
+        use.is_told = use.is_told or cache.has_path
+        self._core.release(cache)
+        request.cache = None
 
-    def _pin(self, request: Request, warm_up: WarmUp, table: BlockTable) -> None:
+    def _pin(self, request: Request, warm_up: WarmUp, cache: SequenceCache) -> None:
         """Pin what a warm-up has computed, under its own id; ``core.pins.dropped`` says why if it cannot be."""
         self._core.pins.add(
             request.request_id,
-            table.tail,
+            cache.tail,
             self._core.now_s,
             ttl_s=warm_up.ttl_s,
             priority=warm_up.retention_priority,

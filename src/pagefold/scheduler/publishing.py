@@ -22,9 +22,9 @@ def commit(core: KVCore, promises: list[Promise], behind: StepInFlight | None) -
     for promise in promises:  # all of them first: some tables join blocks that are promised later in the step
         core.publishing.commit(promise, joins=False)
     late = [promise for promise in promises if promise.is_behind]
-    reads = behind.tables() if late and behind is not None else ()
+    reads = behind.caches() if late and behind is not None else ()
     for promise in late:
-        if behind is not None and promise.table in reads:
+        if behind is not None and promise.cache in reads:
             behind.joins.append(promise)
         else:
             core.publishing.join(promise)
@@ -39,10 +39,10 @@ def publish_late(core: KVCore, step: StepInFlight, behind: StepInFlight | None) 
         core.publishing.join(joining)
     promises: list[Promise] = []
     for request in step.filling:
-        table, end = request.table, request.num_computed_tokens
-        if table is None or table.tail is None or end > request.num_tokens:  # who was cut off has lost a token
+        cache, end = request.cache, request.num_computed_tokens
+        if cache is None or cache.tail is None or end > request.num_tokens:  # who was cut off has lost a token
             continue
-        promise = core.publishing.promise(table, request.packed(), end)
+        promise = core.publishing.promise(cache, request.packed(), end)
         if promise is not None:
             promises.append(promise)
     commit(core, promises, behind)

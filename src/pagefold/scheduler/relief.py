@@ -15,10 +15,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pagefold.events import Emit, RequestPreempted
-from pagefold.kv import PrefixHit
 
 if TYPE_CHECKING:
-    from pagefold.kv import KVCore
+    from pagefold.kv import Block, KVCore, PrefixHit
     from pagefold.request import Request
     from pagefold.scheduler.leaving import Leaving
     from pagefold.scheduler.queues import Queues
@@ -56,10 +55,10 @@ class Relief:
 
         False when ``request`` itself had to go; or somebody, while a step is in flight that reads what they have.
         """
-        assert request.table is not None
-        if request.table.streams:
+        assert request.cache is not None
+        if request.cache.streams:
             self._streamer.make_room(request, end)
-        while not self._core.extend(request.table, start, end):
+        while not self._core.extend(request.cache, start, end):
             if self._streamer.cool(self._queues.with_blocks) or self._core.pins.give_up(self._core.now_s):
                 continue
             if self._streamer.take_back(request, end):
@@ -79,16 +78,17 @@ class Relief:
         only preempts others. Samples that will fork need a block each, for a copy of the tail or the next one. A
         request that runs alone does not wait for these: its samples can run one after another.
         """
-        needed = -(-(request.num_tokens + 1) // self._core.block_size)
+        needed = self._streamer.num_blocks(request)
         running = self._queues.with_blocks
         for other in running:
             needed += self._streamer.num_growth(other) + len(other.forks)
         if running:
             needed += self._watermark_blocks + len(request.forks)
-        missing = self._num_missing(needed, hit)
-        if missing > 0 and not self._give_up_pins(missing, hit, now):
+        blocks = self._core.blocks_of(hit)
+        missing = self._num_missing(needed, blocks)
+        if missing > 0 and not self._give_up_pins(missing, blocks, now):
             return None
-        if self._num_missing(needed, hit) == 0:  # a copy keeps its source pinned for this step: one block more
+        if self._num_missing(needed, blocks) > -len(self._core.rules):  # a copy keeps its sources for this step
             return hit._replace(partial=None, num_partial_tokens=0)
         return hit
 
@@ -99,12 +99,11 @@ class Relief:
             return False
         needed = streamer.num_hot_blocks(request.num_tokens)
         needed += sum(streamer.num_growth(other) for other in running)
-        hit = PrefixHit(request.namespace, [], None, 0)
-        while (missing := self._num_missing(needed, hit)) > 0 and streamer.cool(running):
+        while (missing := self._num_missing(needed, [])) > 0 and streamer.cool(running):
             pass
-        if missing > 0 and not self._give_up_pins(missing, hit, now):
+        if missing > 0 and not self._give_up_pins(missing, [], now):
             return False
-        return self._core.cache.make_free(needed)
+        return self._core.blocks.make_free(needed)
 
     def _preempt(self, victim: Request, beneficiary: Request) -> None:
         """Take a running request's blocks; what is published stays cached and spares work if it is still there."""
@@ -117,23 +116,24 @@ class Relief:
             )
         )
 
-    def _num_missing(self, needed: int, hit: PrefixHit) -> int:
-        """Return how many of ``needed`` blocks can neither be allocated nor are a gift of ``hit``; may be negative."""
-        # Hit blocks that nobody keeps are among the available ones, so they are needed too; kept ones are a gift.
-        kept = sum(1 for node in hit.nodes if node.block and (node.block.num_table_refs or node.block.num_pin_refs))
+    def _num_missing(self, needed: int, found: list[Block]) -> int:
+        """Return how many of ``needed`` blocks can neither be allocated nor are a gift of a hit; may be negative."""
+        # Found blocks that nobody keeps are among the available ones, so they are needed too; kept ones are a gift.
+        kept = sum(1 for block in found if block.num_table_refs or block.num_pin_refs)
         return needed - kept - self._core.num_available
 
-    def _give_up_pins(self, num_blocks: int, hit: PrefixHit, now: float) -> bool:
-        """Give up pins until ``num_blocks`` fewer are missing beside ``hit``; none at all if that is out of reach."""
-        left = self._num_kept_beside(hit) - num_blocks
+    def _give_up_pins(self, num_blocks: int, found: list[Block], now: float) -> bool:
+        """Give up pins until ``num_blocks`` fewer are missing beside ``found``; none at all if that is out of reach."""
+        left = self._num_kept_beside(found) - num_blocks
         if left < 0:
             return False
-        while self._num_kept_beside(hit) > left:
-            has_gained = self._core.pins.give_up(now, hit.nodes)
+        spared = set(found)
+        while self._num_kept_beside(found) > left:
+            has_gained = self._core.pins.give_up(now, spared)
             assert has_gained, "pins alone keep a block, and no pin keeps it"
         return True
 
-    def _num_kept_beside(self, hit: PrefixHit) -> int:
-        """Return how many blocks pins alone keep, those of ``hit`` aside: it has them anyway."""
-        own = sum(1 for node in hit.nodes if node.block and node.block.num_pin_refs and not node.block.num_table_refs)
+    def _num_kept_beside(self, found: list[Block]) -> int:
+        """Return how many blocks pins alone keep, those of a hit aside: who has it has them anyway."""
+        own = sum(1 for block in found if block.num_pin_refs and not block.num_table_refs)
         return self._core.pool.num_pinned - own

@@ -59,7 +59,7 @@ class RowPlanner:
         running = queues.running
         block_size = self._core.block_size
         add_request, add_token = step.requests.append, plan.token_ids.append
-        add_start, add_num, add_table = plan.starts.append, plan.num_tokens.append, plan.block_ids.append
+        add_start, add_num, add_tables = plan.starts.append, plan.num_tokens.append, plan.tables.append
         add_row, add_sampling, add_sample = plan.sampling_rows.append, plan.sampling.append, step.samples.append
         add_seed, add_draw = plan.seeds.append, plan.draws.append
         budget = self._max_num_batched_tokens
@@ -73,12 +73,12 @@ class RowPlanner:
             token_ids = request.token_ids
             start = request.num_computed_tokens
             num_tokens = min(len(token_ids) - start, budget - (len(running) - row - 1))
-            table = request.table
-            assert table is not None
+            cache = request.cache
+            assert cache is not None
             if num_tokens > 1:
                 num_tokens = self._streamer.limit(request, start, num_tokens)
             end = start + num_tokens
-            if (end > table.capacity or table.may_share_tail) and not self._relief.extend(step, request, start, end):
+            if (end > cache.capacity or cache.may_share_tail) and not self._relief.extend(step, request, start, end):
                 if step.is_ahead:
                     return
                 continue  # it was the last, and went itself
@@ -90,7 +90,7 @@ class RowPlanner:
                 plan.token_ids.extend(token_ids[start:end])
             add_start(start)
             add_num(num_tokens)
-            add_table(table.block_ids)
+            add_tables(cache.tables)
             if end == len(token_ids):
                 add_row(row)
                 add_sampling(request.sampling)
@@ -104,7 +104,7 @@ class RowPlanner:
             if start < request.num_prompt_tokens or num_tokens > 1 or start < request.max_computed_tokens:
                 step.num_prefill_tokens += num_tokens
                 step.num_recomputed_tokens += max(0, min(end, request.max_computed_tokens) - start)
-            if end // block_size > table.num_published and table.tail is not None:
+            if end // block_size > cache.num_published and cache.tail is not None:
                 self._promise(step, request, end)
             row += 1
 
@@ -113,7 +113,7 @@ class RowPlanner:
         if request in step.late:
             step.filling.append(request)
             return
-        assert request.table is not None
-        promise = self._core.publishing.promise(request.table, request.packed(), end)
+        assert request.cache is not None
+        promise = self._core.publishing.promise(request.cache, request.packed(), end)
         if promise is not None:
             step.promises.append(promise)

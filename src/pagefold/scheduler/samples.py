@@ -32,10 +32,10 @@ def fork_samples(step: StepInFlight, core: KVCore, queues: Queues) -> None:
     for request in step.forking:
         if request.is_aborted:
             continue
-        assert request.table is not None
+        assert request.cache is not None
         for fork in request.forks:
             fork.to(RequestStatus.RUNNING)
-            fork.table = core.fork(request.table)
+            fork.cache = core.fork(request.cache)
             fork.num_computed_tokens = request.num_computed_tokens
             fork.num_cached_tokens = request.num_cached_tokens
             fork.num_loaded_tokens = request.num_loaded_tokens

@@ -113,7 +113,7 @@ class Scheduler:
         self._num_steps = 0
         self._num_arrived = 0
         self._queues = queues = Queues()
-        self._streamer = streamer = Streamer(core)
+        self._streamer = streamer = Streamer(core, limits.max_num_batched_tokens)
         self._leaving = Leaving(core, queues, streamer, emit)
         relief = Relief(core, queues, streamer, self._leaving, emit)
         admission = Admission(core, queues, streamer, relief, limits.max_num_seqs, emit)
@@ -367,8 +367,8 @@ class Scheduler:
             if not step.is_ahead and len(ends) < len(self.running):  # some are held back
                 planned = {request for request, _ in ends}
                 ends += [(one, one.num_computed_tokens) for one in list(self.running) if one not in planned]
-        tables = [(request.table, end) for request, end in ends]
-        return sum(table.capacity - end for table, end in tables if table is not None)
+        caches = [(request.cache, end) for request, end in ends]
+        return sum(cache.capacity - end for cache, end in caches if cache is not None)
 
     @property
     def in_step(self) -> list[Request]:
@@ -398,7 +398,7 @@ class Scheduler:
         if step.requests:
             plan.copies = self.core.moves.take_copies()
             plan.host_ops = self.core.moves.take_host_ops()
-            plan.residual_ids = self.core.residuals.ids_of(request.table for request in step.requests)
+            plan.residual_ids = self.core.residuals.ids_of(request.cache for request in step.requests)
             plan.residual_copies = self.core.residuals.take_copies()
         else:
             assert not self.core.moves.pending_copies, "nobody runs, so nobody waits for a copy"
@@ -422,14 +422,14 @@ class Scheduler:
     def _note_overwritten(self, behind: StepInFlight) -> None:
         """Note in whose residual the step behind a failed one may have begun a block."""
         for request, start in zip(behind.requests, behind.plan.starts, strict=True):
-            if request.table is not None and start % self.core.block_size == 0:
-                self.core.residuals.overwritten(request.table)
+            if request.cache is not None and start % self.core.block_size == 0:
+                self.core.residuals.overwritten(request.cache)
 
     def _begin_lost_blocks_again(self) -> None:
         """Let those whose residual is lost compute their last block from its beginning."""
         residuals, size = self.core.residuals, self.core.block_size
         for request in self.running:
-            if request.table is not None and residuals.take_lost(request.table):
+            if request.cache is not None and residuals.take_lost(request.cache):
                 request.max_computed_tokens = max(request.max_computed_tokens, request.num_computed_tokens)
                 request.num_computed_tokens -= request.num_computed_tokens % size
 

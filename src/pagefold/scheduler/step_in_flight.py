@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pagefold.kv import BlockTable, Promise
+    from pagefold.kv import Promise, SequenceCache
     from pagefold.request import Request
     from pagefold.steps import StepPlan
 
@@ -100,9 +100,9 @@ class StepInFlight:
         """Return who gets a token of this step, each with its place among those sampled."""
         return {request: place for place, request in enumerate(self.samples)}
 
-    def tables(self) -> set[BlockTable]:
+    def caches(self) -> set[SequenceCache]:
         """Return the tables that it reads."""
-        return {request.table for request in self.requests if request.table is not None}
+        return {request.cache for request in self.requests if request.cache is not None}
 
     @contextmanager
     def foreseen(self) -> Iterator[None]:

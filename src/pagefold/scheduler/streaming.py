@@ -24,21 +24,27 @@ class Streamer:
 
     Args:
         core: the KV core.
+        max_num_batched_tokens: of one step.
     """
 
-    def __init__(self, core: KVCore) -> None:
+    def __init__(self, core: KVCore, max_num_batched_tokens: int) -> None:
         self._core = core
+        self._max_num_batched_tokens = max_num_batched_tokens
         self._streaming = core.streaming
 
     def streams(self, request: Request) -> bool:
         """Whether ``request``, which waits, must stream: with the next token it does not fit the device."""
-        return self._streaming.is_on and self._num_blocks(request) > self._core.pool.num_blocks
+        return self._streaming.is_on and self.num_blocks(request) > self._core.pool.num_blocks
+
+    def num_blocks(self, request: Request) -> int:
+        """Return the most blocks that ``request`` holds at once, with the next token."""
+        return self._core.num_blocks_for(request.num_tokens + 1, self._max_num_batched_tokens)
 
     def limit(self, request: Request, start: int, num_tokens: int) -> int:
         """Return how many of ``num_tokens`` from ``start`` on ``request``, which has a table, may compute in a step."""
-        table = request.table
-        assert table is not None
-        if table.streams:
+        cache = request.cache
+        assert cache is not None
+        if cache.streams:
             return self._limit(num_tokens)
         return self._core.residuals.limit(start, num_tokens, request.num_tokens, self._core.block_size)
 
@@ -48,27 +54,27 @@ class Streamer:
 
     def num_growth(self, request: Request) -> int:
         """Return the most blocks that a running request takes yet, of what it has tokens for."""
-        table = request.table
-        assert table is not None
-        num_more = num_blocks_for(request.num_tokens, self._core.block_size) - len(table.block_ids)
-        if table.streams:
-            num_hot = len(table.block_ids) - len(table.cold)
-            num_more = min(num_more, self.num_hot_blocks(request.num_tokens) - num_hot)
-        return max(0, num_more)
+        cache = request.cache
+        assert cache is not None
+        num_more = self._core.num_blocks_for(request.num_tokens, self._max_num_batched_tokens, cache)
+        if cache.streams:
+            num_hot = len(cache.block_ids) - len(cache.cold)
+            num_more = max(0, min(num_more, self.num_hot_blocks(request.num_tokens) - num_hot))
+        return num_more
 
     def fits(self, request: Request, running: Iterable[Request]) -> bool:
         """Whether the arena could hold ``request`` beside what streams already."""
-        others = [other for other in running if other.table is not None and other.table.streams]
+        others = [other for other in running if other.cache is not None and other.cache.streams]
         if not others:
             return True
-        num_cold = sum(self._num_blocks(one) - self._streaming.max_hot_blocks for one in (request, *others))
+        num_cold = sum(self.num_blocks(one) - self._streaming.max_hot_blocks for one in (request, *others))
         return num_cold <= self._streaming.max_cold_blocks
 
     def make_room(self, request: Request, end: int) -> None:
         """Make cold what ``request`` has too much of on the device, before it is given room up to ``end``."""
-        table = request.table
-        assert table is not None
-        num_new = num_blocks_for(end, self._core.block_size) - len(table.block_ids)
+        cache = request.cache
+        assert cache is not None
+        num_new = num_blocks_for(end, self._core.block_size) - len(cache.block_ids)
         self._cool(request, max(0, self._streaming.max_hot_blocks - num_new))
 
     def cool(self, running: Iterable[Request]) -> bool:
@@ -77,8 +83,8 @@ class Streamer:
 
     def take_back(self, request: Request, end: int) -> bool:
         """Make room for a request that streams out of what is kept for those that wait; whether there was any."""
-        table = request.table
-        if table is None or not table.streams or not self._core.slow.let_go():
+        cache = request.cache
+        if cache is None or not cache.streams or not self._core.slow.let_go():
             return False
         self.make_room(request, end)
         return True
@@ -89,20 +95,17 @@ class Streamer:
 
     def is_intact(self, request: Request) -> bool:
         """Whether all that ``request`` has is still there, after a step failed."""
-        table = request.table
-        return table is None or self._streaming.is_intact(table)
+        cache = request.cache
+        return cache is None or self._streaming.is_intact(cache)
 
     def _cool(self, request: Request, num_hot: int, *, is_read: bool = True) -> int:
-        table = request.table
-        if table is None or not table.streams:
+        cache = request.cache
+        if cache is None or not cache.streams:
             return 0
-        if len(table.block_ids) - len(table.cold) <= num_hot:
+        if len(cache.block_ids) - len(cache.cold) <= num_hot:
             return 0
-        return self._streaming.cool(table, request.packed(), request.num_computed_tokens, num_hot, is_read=is_read)
+        return self._streaming.cool(cache, request.packed(), request.num_computed_tokens, num_hot, is_read=is_read)
 
     def _limit(self, num_tokens: int) -> int:
         """Return how many of ``num_tokens`` a request that streams may compute in one step."""
         return min(num_tokens, self._streaming.max_hot_blocks * self._core.block_size)
-
-    def _num_blocks(self, request: Request) -> int:
-        return num_blocks_for(request.num_tokens + 1, self._core.block_size)

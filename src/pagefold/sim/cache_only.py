@@ -150,16 +150,16 @@ class _Replayer:
             request = self.requests[index]
             num_tokens = self.num_blocks_of(request) * size
             hit = core.match(_NAMESPACE, packed, num_tokens)._replace(partial=None, num_partial_tokens=0)
-            table, num_found = core.acquire(hit)
-            fits = core.extend(table, num_found, num_tokens)
+            cache, num_found = core.acquire(hit)
+            fits = core.extend(cache, num_found, num_tokens)
             assert fits, "there is room for any one request"
-            promise = core.publishing.promise(table, packed, num_tokens)
+            promise = core.publishing.promise(cache, packed, num_tokens)
             if promise is not None:
                 core.publishing.commit(promise)
             if hints is not None:
-                core.hint(table, hints[index])
-            core.release(table)
-            core.cache.reclaim(core.pool.num_cached - num_blocks)
+                core.hint(cache, hints[index])
+            core.release(cache)
+            core.blocks.reclaim(core.pool.num_cached - num_blocks)
             num_asked += request.prompt_tokens
             num_hit += min(num_found, request.prompt_tokens)
             num_asked_blocks += self.num_blocks_of(request)

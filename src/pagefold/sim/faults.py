@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from pagefold.kv import NO_HOST, BlockTable, HostTier, KVCore, PinLimits, audit, make_policy
+from pagefold.kv import NO_HOST, HostTier, KVCore, PinLimits, SequenceCache, audit, make_policy
 from pagefold.kv.tree import PrefixHit
 from pagefold.request import Request, StopRule, WarmUp
 from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits
@@ -160,7 +160,7 @@ class _Machine:
         self._scheduler = Scheduler(self._core, limits, policy=policy)
         self._runner = ShadowRunner(self._scheduler)
         self._asked: list[Request] = []
-        self._ballast: BlockTable | None = None
+        self._ballast: SequenceCache | None = None
 
     def do(self, action: Action) -> None:
         match action:
@@ -273,11 +273,11 @@ class _Machine:
             self._ballast = None
         num_blocks = min(num_blocks, self._core.num_available)
         if num_blocks:
-            table, _ = self._core.acquire(PrefixHit(b"", [], None, 0))
-            if self._core.extend(table, 0, num_blocks * self._core.block_size):
-                self._ballast = table
+            cache, _ = self._core.acquire(PrefixHit(b"", [], None, 0))
+            if self._core.extend(cache, 0, num_blocks * self._core.block_size):
+                self._ballast = cache
             else:
-                self._core.release(table)
+                self._core.release(cache)
 
 
 def _check(holds: bool, what: str) -> None:  # noqa: FBT001 - the one thing it is about

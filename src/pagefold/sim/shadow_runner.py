@@ -220,8 +220,8 @@ class ShadowRunner:
 
     def _namespace(self, block_ids: list[BlockId]) -> bytes:
         """Return the namespace of the request whose table this is."""
-        tables = ((request.table, request.namespace) for request in self._scheduler.running)
-        return next(namespace for table, namespace in tables if table is not None and table.block_ids is block_ids)
+        caches = ((request.cache, request.namespace) for request in self._scheduler.running)
+        return next(namespace for cache, namespace in caches if cache is not None and cache.block_ids is block_ids)
 
 
 class _Stored:

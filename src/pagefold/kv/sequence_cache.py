@@ -1,0 +1,123 @@
+"""SequenceCache: what one sequence has of the device's blocks, and what a step promises it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pagefold.kv.eviction import RequestFacts
+from pagefold.kv.table import BlockTable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pagefold.kv.block import BlockId, Node
+    from pagefold.kv.held_block import HeldBlock
+
+__all__ = ["Promise", "SequenceCache"]
+
+_NO_FACTS = RequestFacts()
+
+
+class SequenceCache:
+    """What one sequence has on the device: for each cache group a block table, and how far it is published.
+
+    Attributes:
+        tables: one for each cache group, in the groups' order.
+        capacity: how many positions the tables reach up to: all of them end with the same one.
+        num_published: the first so many blocks are those of the tree path that ends in ``tail``.
+        tail: the deepest node of that path; the namespace's root when nothing is published; None when this table
+            publishes nothing, because caching is off or the cache was reset.
+        may_share_tail: a fork may hold the last block too, so a write must look first.
+        copied_from: whose block it took a part of, if it began so.
+        promise: what the newest step being planned or run will add, if anything.
+        cold_root: digest of its namespace, if it is one that streams (``streaming.py``); else None. After a reset one
+            that nobody else has.
+        cold_tip: digest of the path that its cold blocks are.
+        cold: the host's blocks that are its first ones, if it streams.
+        num_loaded_tokens: how many of its tokens were loaded when it was acquired, by the tier that they came from.
+        residual_id: where it has its unsealed block, of a codec that seals blocks (``residuals.py``); else -1.
+        facts: of the request that holds it, for the eviction policy; whoever releases the table may set them before.
+
+    Always: the path from the root to ``tail`` has ``num_published`` nodes, and where a table holds one of the first so
+    many blocks, that node publishes it.
+    """
+
+    __slots__ = (
+        "capacity",
+        "cold",
+        "cold_root",
+        "cold_tip",
+        "copied_from",
+        "facts",
+        "may_share_tail",
+        "num_loaded_tokens",
+        "num_published",
+        "promise",
+        "residual_id",
+        "tables",
+        "tail",
+    )
+
+    def __init__(self, num_groups: int, tail: Node | None) -> None:
+        self.tables = tuple(BlockTable() for _ in range(num_groups))
+        self.capacity = 0
+        self.num_published = 0
+        self.tail = tail
+        self.may_share_tail = False
+        self.copied_from: Node | None = None
+        self.promise: Promise | None = None
+        self.cold_root: bytes | None = None
+        self.cold_tip = b""
+        self.cold: list[HeldBlock] = []
+        self.num_loaded_tokens: dict[str, int] = {}
+        self.residual_id = -1
+        self.facts = _NO_FACTS
+
+    @property
+    def block_ids(self) -> list[BlockId]:
+        """The blocks of the first group, which is the only one of most models."""
+        return self.tables[0].block_ids
+
+    @property
+    def streams(self) -> bool:
+        """Whether it is one that streams (``streaming.py``)."""
+        return self.cold_root is not None
+
+    @property
+    def has_path(self) -> bool:
+        """Whether it holds published blocks that are still in the tree: not if the step failed that wrote them."""
+        return bool(self.num_published) and self.tail is not None and self.tail.attached
+
+    def all_block_ids(self) -> Iterator[BlockId]:
+        """Yield the blocks of all groups."""
+        for table in self.tables:
+            yield from table.block_ids
+
+
+class Promise:
+    """Blocks of one table that the step being planned will fill: published before they are written.
+
+    Attributes:
+        cache: whose blocks.
+        packed: the sequence's packed tokens.
+        num_blocks: how many whole blocks the table will have written when the step has run.
+        first: ``table.num_published`` before the promise.
+        tail: ``table.tail`` before the promise.
+        end: ``table.tail`` after it: what is promised are the nodes behind ``tail``, up to ``end``.
+        before: the table's promise of the step before, where that is still in flight.
+    """
+
+    __slots__ = ("before", "cache", "end", "first", "num_blocks", "packed", "tail")
+
+    def __init__(self, cache: SequenceCache, packed: bytes, num_blocks: int, tail: Node) -> None:
+        self.cache = cache
+        self.packed = packed
+        self.num_blocks = num_blocks
+        self.first = cache.num_published
+        self.tail = self.end = tail
+        self.before = cache.promise
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether somebody else's blocks are where some of the table's should be published."""
+        return self.cache.tail is not None and self.cache.num_published < self.num_blocks
