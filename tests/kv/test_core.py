@@ -15,7 +15,7 @@ import pytest
 
 import pagefold.kv
 from pagefold.events import BlocksReused, CacheReset
-from pagefold.kv import BlockState, SequenceCache, CopyOp, KVCore, Promise, audit, make_policy
+from pagefold.kv import BlockState, CopyOp, KVCore, Promise, SequenceCache, audit, make_policy
 from pagefold.kv.table import num_blocks_for, slot_of
 
 if TYPE_CHECKING:

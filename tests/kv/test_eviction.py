@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pagefold.events import BlockEvicted
-    from pagefold.kv import SequenceCache, EvictionPolicy, RequestFacts
+    from pagefold.kv import EvictionPolicy, RequestFacts, SequenceCache
 
 NS = b"n"
 POLICY_NAMES = list(POLICIES)

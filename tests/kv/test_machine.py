@@ -56,7 +56,7 @@ from pagefold.kv.names import path_digest, root_digest
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pagefold.kv import SequenceCache, CopyOp, EvictionPolicy, Promise
+    from pagefold.kv import CopyOp, EvictionPolicy, Promise, SequenceCache
     from pagefold.kv.block import Node
 
 BLOCK_SIZE = 4

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from pagefold.events import Event
     from pagefold.kv.block import Node
-    from pagefold.kv.sequence_cache import SequenceCache, Promise
+    from pagefold.kv.sequence_cache import Promise, SequenceCache
 
 BLOCK_SIZE = 4
 NAMESPACES = (b"one", b"two")

@@ -61,7 +61,8 @@ geometry = KVGeometry(spec.num_layers, spec.num_kv_heads, spec.head_dim, 4)
 slab = Slab(Slab.allocate(geometry, 4, torch.float32).data, spec.head_dim, ROWS_LAYOUT)
 runner = TorchRunner(CudaDecoder(load_model(folder, torch.float32), slab, None, max_model_len=64), geometry, slab)
 plan = StepPlan(0)
-plan.token_ids, plan.starts, plan.num_tokens, plan.tables = array("i", [5, 6, 7]), [0], [3], [[BlockTable([BlockId(2)])]]
+plan.token_ids, plan.starts, plan.num_tokens = array("i", [5, 6, 7]), [0], [3]
+plan.tables = [[BlockTable([BlockId(2)])]]
 plan.sampling_rows, plan.sampling, plan.seeds, plan.draws = [0], [SamplingParams(temperature=0.0)], [0], [0]
 (token_id,) = runner.run(plan).token_ids
 assert 0 <= token_id < spec.vocab_size

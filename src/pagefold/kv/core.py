@@ -82,6 +82,7 @@ class KVCore:
 
     Attributes:
         publishes: whether anything is ever cached.
+        trims: whether any group gives blocks back while a sequence runs.
         rules: what each cache group keeps.
         blocks, moves, publishing, pins, host, slow, residuals, streaming: the parts, as the module says.
         arbiter: weighs restoring against computing.
@@ -124,12 +125,12 @@ class KVCore:
         self.moves = Moves(blocks, host, slow, emit)
         self.publishing = Publishing(blocks, block_size)
         self.pins = PinTable(
-            blocks.pool, self.first_kept, pin_limits, update_evictable=blocks.update_evictable, emit=emit
+            blocks.pool, self.rules, block_size, pin_limits, update_evictable=blocks.update_evictable, emit=emit
         )
         self.streaming = Streaming(blocks.pool, host, block_size, self.moves.store) if allow_streaming else NO_STREAMING
         self._emit = emit
         self._stride = block_size * TOKEN_BYTES
-        self._trims = bool(blocks.trimmed_groups)
+        self.trims = bool(blocks.trimmed_groups)
 
     # What there is.
 
@@ -167,23 +168,19 @@ class KVCore:
                 know the next.
         """
         hit = self.tree.match(namespace, packed, max_tokens)
-        if self._trims:
+        if self.trims:
             hit = self._with_windows(hit)
         if self.residuals.is_on:  # a part of a sealed block is not what its tokens alone come to
             hit = hit._replace(partial=None, num_partial_tokens=0)
         return self.host.extend(hit, packed, max_tokens, self._stride)
 
-    def first_kept(self, num_blocks: int) -> list[int]:
-        """Return, for each cache group, the first block that whoever goes on behind so many blocks needs."""
-        return [rule.first_block(num_blocks, self.block_size) for rule in self.rules]
-
     def blocks_of(self, hit: PrefixHit) -> list[Block]:
         """Return the blocks that a cache holds which is made from ``hit``, but for a partial one and loaded ones."""
-        firsts = self.first_kept(len(hit.nodes))
+        num_blocks = len(hit.nodes)
         return [
             block
-            for group, first in enumerate(firsts)
-            for node in hit.nodes[first:]
+            for group, rule in enumerate(self.rules)
+            for node in hit.nodes[rule.first_block(num_blocks, self.block_size) :]
             if (block := node.blocks[group]) is not None
         ]
 
@@ -237,7 +234,7 @@ class KVCore:
         num_nodes = num_found = len(nodes)
         while num_nodes and not nodes[num_nodes - 1].attached:  # leaves leave first: parents are attached
             num_nodes -= 1
-        if self._trims:
+        if self.trims:
             num_nodes = self._num_whole(nodes[:num_nodes])
         if num_nodes < num_found:
             nodes = nodes[:num_nodes]
@@ -316,7 +313,7 @@ class KVCore:
 
         To be called between steps of ``cache``, for all of whose tokens before ``num_tokens`` the step has ended.
         """
-        if not self._trims:
+        if not self.trims:
             return
         most = cache.num_published - 1 if cache.tail is not None else cache.tables[0].end
         pool = self.pool
@@ -437,7 +434,8 @@ class KVCore:
         self.slow.distrust(digests)
         self.pins.distrust(set(nodes))
         for node in reversed(nodes):
-            self.blocks.evict(node, "corrupted")
+            if node.attached:  # one without blocks has gone with its last child
+                self.blocks.evict(node, "corrupted")
         for other in self.caches:
             tail = other.tail
             if other is cache or (tail is not None and tail.parent is not None and not tail.attached):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
     from pagefold.kv.block import Block, Node
+    from pagefold.kv.keep import KeepRule
     from pagefold.kv.pool import BlockPool
 
 __all__ = ["DroppedPin", "Pin", "PinLimits", "PinTable"]
@@ -102,7 +103,8 @@ class PinTable:
 
     Args:
         pool: of the blocks.
-        first_kept: of each cache group the first node, by depth, whose block a path of so many nodes needs.
+        rules: what each cache group keeps.
+        block_size: tokens a block.
         limits: what pins may do.
         update_evictable: told of every node that may have become evictable, or ceased to be.
         emit: where events go.
@@ -114,17 +116,20 @@ class PinTable:
         next_expiry_s: when the first pin expires; infinite if none does.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - settings
         self,
         pool: BlockPool,
-        first_kept: Callable[[int], Sequence[int]],
+        rules: Sequence[KeepRule],
+        block_size: int,
         limits: PinLimits,
         *,
         update_evictable: Callable[[Node], None],
         emit: Emit,
     ) -> None:
         self._pool = pool
-        self._first_kept = first_kept
+        self._rules = rules
+        self._block_size = block_size
+        self._trims = any(rule.trims for rule in rules)
         self._half_life_s = limits.half_life_s
         self._update_evictable = update_evictable
         self._emit = emit
@@ -157,7 +162,8 @@ class PinTable:
             num_blocks: how many the path will have.
         """
         num_new = 0
-        for group, first in enumerate(self._first_kept(num_blocks)):
+        for group, rule in enumerate(self._rules):
+            first = rule.first_block(num_blocks, self._block_size)
             blocks = (node.blocks[group] for node in nodes[first:])
             num_new += num_blocks - first - sum(1 for block in blocks if block is not None and block.num_pin_refs)
         return num_new
@@ -252,27 +258,24 @@ class PinTable:
     def _keeps_alone(self, pin: Pin, spared: Collection[Block]) -> bool:
         """Whether some block would be evictable without ``pin``."""
         # Of a group that keeps all, whoever holds or pins a block holds or pins those above it: the last one tells.
-        blocks = pin.blocks if any(self._first_kept(pin.tail.depth + 1)) else pin.blocks[: len(pin.tail.blocks)]
+        blocks = pin.blocks if self._trims else pin.blocks[: len(self._rules)]
         return any(
             block.state == BlockState.CACHED and block.num_pin_refs == 1 and block not in spared for block in blocks
         )
 
     def _blocks_of(self, tail: Node) -> Iterator[Block]:
         """Yield the blocks that whoever goes on behind ``tail`` needs, the last first."""
-        first_kept = self._first_kept(tail.depth + 1)
+        firsts = [rule.first_block(tail.depth + 1, self._block_size) for rule in self._rules]
         node = tail
         while node.parent is not None:
-            for block, first in zip(node.blocks, first_kept, strict=True):
+            for block, first in zip(node.blocks, firsts, strict=True):
                 if block is not None and node.depth >= first:
                     yield block
             node = node.parent
 
     def _update_nodes(self, pin: Pin) -> None:
-        """Note what became evictable, or ceased to be: the last node, and blocks that can be evicted alone."""
-        last = 0 if any(self._first_kept(pin.tail.depth + 1)) else pin.tail.depth
+        """Note what became evictable, or ceased to be."""
         for node in pin.path():
-            if node.depth < last:
-                break
             self._update_evictable(node)
 
     def _tell(self, dropped: DroppedPin) -> None:

@@ -275,6 +275,10 @@ class Scheduler:
                 any_ended = True
         if step.filling or step.joins:
             publish_late(core, step, self._step)
+        if core.trims:
+            for request in requests:
+                if request.cache is not None:
+                    core.trim(request.cache, request.num_computed_tokens)
         self.corrupted, self.distrusted = [], set()
         if result.corrupted:
             rows = [requests[row] for row in result.corrupted]

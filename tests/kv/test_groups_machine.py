@@ -1,0 +1,402 @@
+"""KVCore with several cache groups under random operations, beside bytes that can be checked.
+
+Held after every operation:
+
+* ``audit`` passes;
+* every position that a group keeps of a sequence reads back what that sequence expects there: a cell of the simulated
+  slab names its group and all tokens up to its position. Blocks are poisoned when they become free and when they are
+  allocated;
+* a sequence holds no more blocks than its rules allow, and what it gave back is free or cached in the same moment;
+* ``match`` finds the longest prefix of which each group has what it keeps, by a look at all of the tree;
+* memory is refused only when it is short.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+from random import Random
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagefold.kv import KEEP_ALL, KeepRule, KVCore, PinLimits, audit, make_policy
+from pagefold.kv.block import BlockState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pagefold.kv import Promise, SequenceCache
+    from pagefold.kv.block import Node
+
+SIZE = 4
+MAX_TOKENS = 60
+MAX_RUNNING = 6
+MAX_NEW = 11
+NS = b"namespace"
+POISON = None
+
+_streams = Random(0)
+STREAMS = [[_streams.randrange(2) for _ in range(MAX_TOKENS)] for _ in range(3)]
+
+RULES = {
+    "full": (KEEP_ALL,),
+    "full and full": (KEEP_ALL, KEEP_ALL),
+    "full and a window": (KEEP_ALL, KeepRule(9)),
+    "a window first": (KeepRule(6), KEEP_ALL),
+    "a window within a block": (KEEP_ALL, KeepRule(2)),
+    "windows alone": (KeepRule(7), KeepRule(12)),
+    "one window": (KeepRule(5),),
+    "chunks": (KEEP_ALL, KeepRule(8, is_chunked=True)),
+    "chunks alone": (KeepRule(8, is_chunked=True),),
+    "chunks across blocks": (KeepRule(6, is_chunked=True), KeepRule(3), KEEP_ALL),
+    "one token": (KeepRule(1), KEEP_ALL),
+}
+
+
+def pack(tokens: list[int]) -> bytes:
+    return array("i", tokens).tobytes()
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request: its tokens, and how many of them are computed."""
+
+    tokens: list[int]
+    cache: SequenceCache
+    num_computed: int
+
+
+@dataclass(eq=False)
+class Row:
+    """A sequence of the step being planned, which computes [start, end)."""
+
+    sequence: Sequence
+    start: int
+    end: int
+    is_admitted: bool
+    promise: Promise | None = None
+
+
+@dataclass
+class Machine:
+    """A scheduler and a runner of the simplest kind around a core with groups."""
+
+    rules: tuple[KeepRule, ...]
+    num_blocks: int
+    random: Random
+    policy: str = "lru"
+    seen: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.core = KVCore(
+            self.num_blocks,
+            block_size=SIZE,
+            rules=self.rules,
+            policy=make_policy(self.policy),
+            pin_limits=PinLimits(0.5),
+        )
+        self.slab: list[list[object]] = [[POISON] * SIZE for _ in range(self.num_blocks)]
+        self.running: list[Sequence] = []
+        self.num_pins = 0
+
+    # Operations.
+
+    def step(self) -> None:
+        """Plan rows for some who run and some who come; run; apply or fail."""
+        rows: list[Row] = []
+        for sequence in [one for one in self.running if self.random.random() < 0.8]:
+            if sequence in self.running:  # it may have been preempted
+                self._plan(rows, sequence, is_admitted=False)
+        while len(self.running) < MAX_RUNNING and self.random.random() < 0.5:
+            tokens = self._prompt()
+            hit = self.core.match(NS, pack(tokens), len(tokens) - 1)
+            self._check_hit(tokens, hit.nodes)
+            self.seen["hit"] += bool(hit.nodes)
+            self.seen["partial hit"] += hit.partial is not None
+            cache, num_computed = self.core.acquire(hit)
+            sequence = Sequence(tokens, cache, num_computed)
+            self.running.append(sequence)
+            self._plan(rows, sequence, is_admitted=True)
+        self._check_tables()
+        copies = self.core.moves.take_copies()
+        is_failing = self.random.random() < 0.15
+        if not is_failing or self.random.random() < 0.5:
+            self._run(rows, copies)
+        if is_failing:
+            self._fail(rows, copies)
+        else:
+            self._apply(rows, copies)
+
+    def fork(self) -> None:
+        """Let a sequence go on twice."""
+        if not self.running or len(self.running) >= MAX_RUNNING:
+            return
+        sequence = self.random.choice(self.running)
+        cache = self.core.fork(sequence.cache)
+        self.running.append(Sequence(sequence.tokens[: sequence.num_computed], cache, sequence.num_computed))
+
+    def release(self) -> None:
+        """End a sequence."""
+        if self.running:
+            self._release(self.random.choice(self.running))
+
+    def reclaim(self) -> None:
+        """Evict some blocks."""
+        wanted = self.random.randrange(8)
+        num_free = self.core.pool.num_free
+        num_evicted = self.core.blocks.reclaim(wanted)
+        assert self.core.pool.num_free == num_free + num_evicted
+        assert num_evicted >= min(wanted, self._num_obtainable(num_free))
+
+    def pin(self) -> None:
+        """Pin what a sequence has published."""
+        if self.running:
+            self.num_pins += 1
+            sequence = self.random.choice(self.running)
+            self.seen["pinned"] += self.core.pins.add(f"pin {self.num_pins}", sequence.cache.tail, 0.0) is not None
+
+    def unpin(self) -> None:
+        """Take a pin away, or give one up."""
+        pins = [pin.pin_id for pin in self.core.pins]
+        if pins and self.random.random() < 0.5:
+            self.core.pins.remove(self.random.choice(pins))
+        else:
+            num_pinned = self.core.pool.num_pinned
+            assert self.core.pins.give_up(0.0) == (num_pinned > 0)
+            assert self.core.pool.num_pinned < num_pinned or not num_pinned
+
+    def reset(self) -> None:
+        """Forget all prefixes."""
+        self.core.reset()
+
+    def distrust(self) -> None:
+        """Drop what a sequence has, as if its logits had been no numbers."""
+        if self.running:
+            sequence = self.random.choice(self.running)
+            self.core.distrust(sequence.cache, NS, pack(sequence.tokens))
+
+    def drain(self) -> None:
+        """End all; then everything can be had."""
+        for sequence in list(self.running):
+            self._release(sequence)
+        self.check()
+        for pin in list(self.core.pins):
+            self.core.pins.remove(pin.pin_id)
+        assert self.core.num_available == self.num_blocks
+        assert self.core.blocks.make_free(self.num_blocks)
+        self.check()
+        assert not self.core.tree.roots
+
+    def check(self) -> None:
+        """Look at everything."""
+        audit(self.core)
+        for block in self.core.pool.blocks:
+            if block.state == BlockState.FREE:
+                self.slab[block.block_id] = [POISON] * SIZE
+        for sequence in self.running:
+            self._check_content(sequence, sequence.num_computed, sequence.num_computed)
+        for node in self.core.tree.nodes():
+            tokens = self._tokens_of(node)
+            for group, block in enumerate(node.blocks):
+                if block is not None and node.committed:
+                    cells = [(group, tuple(tokens[: end + 1])) for end in range(len(tokens) - SIZE, len(tokens))]
+                    assert self.slab[block.block_id] == cells, "a published block holds something else"
+
+    # Inside.
+
+    def _prompt(self) -> list[int]:
+        tokens = self.random.choice(STREAMS)[: self.random.randrange(1, 45)]
+        return tokens + [self.random.randrange(2) for _ in range(self.random.randrange(6))]
+
+    def _plan(self, rows: list[Row], sequence: Sequence, *, is_admitted: bool) -> None:
+        start = sequence.num_computed
+        num_new = self.random.choice((1, 1, 3, MAX_NEW))
+        while len(sequence.tokens) < min(start + num_new, MAX_TOKENS):
+            sequence.tokens.append(self.random.choice(STREAMS)[len(sequence.tokens)])
+        end = min(start + num_new, len(sequence.tokens))
+        if end == start:
+            self._release(sequence)
+            return
+        before = set(sequence.cache.all_block_ids())
+        while not self.core.extend(sequence.cache, start, end):
+            self.seen["memory short"] += 1
+            needed = len(self.rules) * (-(-end // SIZE) - sequence.cache.tables[0].end)
+            shared = sum(self.core.pool.blocks[one].num_table_refs > 1 for one in sequence.cache.all_block_ids())
+            assert self._num_obtainable(0) < needed + shared + len(self.rules), "refused, though there is memory"
+            planned = {row.sequence for row in rows}
+            victims = [one for one in self.running if one is not sequence and one not in planned]
+            if not victims:
+                if self.core.pins.give_up(0.0):
+                    continue
+                self._release(sequence)
+                return
+            self._release(self.random.choice(victims))
+            before = set(sequence.cache.all_block_ids())
+        copied = {copy.dst for copy in self.core.moves.pending_copies}
+        for block_id in set(sequence.cache.all_block_ids()) - before - copied:
+            self.slab[block_id] = [POISON] * SIZE
+        row = Row(sequence, start, end, is_admitted)
+        row.promise = self.core.publishing.promise(sequence.cache, pack(sequence.tokens), end)
+        rows.append(row)
+
+    def _run(self, rows: list[Row], copies: list) -> None:
+        for copy in copies:
+            self.seen["copy"] += 1
+            source = self.slab[copy.src][: copy.num_tokens]
+            self.slab[copy.dst] = source + [POISON] * (SIZE - copy.num_tokens)
+        for row in rows:
+            for group, table in enumerate(row.sequence.cache.tables):
+                for position in range(row.start, row.end):
+                    block_id = table.block_ids[position // SIZE - table.num_trimmed]
+                    cell = (group, tuple(row.sequence.tokens[: position + 1]))
+                    self.slab[block_id][position % SIZE] = cell
+        for row in rows:
+            self._check_content(row.sequence, row.start, row.end)
+
+    def _apply(self, rows: list[Row], copies: list) -> None:
+        for row in rows:
+            if row.promise is not None:
+                self.core.publishing.commit(row.promise)
+        self.core.moves.copies_done(copies)
+        for row in rows:
+            sequence = row.sequence
+            sequence.num_computed = row.end
+            held = list(sequence.cache.all_block_ids())
+            self.core.trim(sequence.cache, row.end)
+            given_back = set(held) - set(sequence.cache.all_block_ids())
+            self.seen["given back"] += len(given_back)
+            for block_id in given_back:
+                block = self.core.pool.blocks[block_id]
+                assert block.num_table_refs or block.state in (BlockState.FREE, BlockState.CACHED) or block.num_io_refs
+            if sequence.cache.tail is not None and sequence.cache.num_published < row.end // SIZE:
+                continue  # what is still to be published stays
+            for rule, table in zip(self.rules, sequence.cache.tables, strict=True):
+                assert len(table.block_ids) <= rule.num_blocks_for(sequence.cache.capacity, MAX_NEW, SIZE)
+
+    def _fail(self, rows: list[Row], copies: list) -> None:
+        self.seen["failed step"] += 1
+        for row in reversed(rows):
+            if row.promise is not None:
+                self.core.publishing.abandon(row.promise)
+        self.core.moves.copies_failed(copies)
+        for row in reversed(rows):
+            if row.is_admitted:
+                self._release(row.sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.core.release(sequence.cache)
+
+    def _check_content(self, sequence: Sequence, start: int, end: int) -> None:
+        """What whoever computes from ``start`` on sees, up to ``end``."""
+        waiting = {copy.dst for copy in self.core.moves.pending_copies}
+        for group, (rule, table) in enumerate(zip(self.rules, sequence.cache.tables, strict=True)):
+            for position in range(rule.first_seen(start), end):
+                at = position // SIZE - table.num_trimmed
+                assert at >= 0, f"position {position} was given back, and is seen from {start} on"
+                block_id = table.block_ids[at]
+                if block_id not in waiting:
+                    cell = (group, tuple(sequence.tokens[: position + 1]))
+                    assert self.slab[block_id][position % SIZE] == cell, "a sequence reads what is not its own"
+
+    def _check_tables(self) -> None:
+        every = Counter(group for one in self.running for group in one.cache.all_block_ids())
+        assert all(self.core.pool.blocks[block_id].num_table_refs == num for block_id, num in every.items())
+
+    def _check_hit(self, tokens: list[int], found: list[Node]) -> None:
+        """``found`` is the longest path of which each group has what it keeps."""
+        path: list[Node] = []
+        node = self.core.tree.roots.get(NS)
+        while node is not None and (len(path) + 1) * SIZE <= len(tokens) - 1:
+            node = node.children.get(pack(tokens[len(path) * SIZE : (len(path) + 1) * SIZE]))
+            if node is not None:
+                path.append(node)
+        best = 0
+        for length in range(1, len(path) + 1):
+            firsts = [min(rule.first_seen(length * SIZE) // SIZE, length - 1) for rule in self.rules]
+            if all(path[at].blocks[g] is not None for g, first in enumerate(firsts) for at in range(first, length)):
+                best = length
+        assert found == path[:best]
+        self.seen["cut hit"] += best < len(path)
+
+    def _num_obtainable(self, num_free: int) -> int:
+        """How many blocks beside ``num_free`` could be free: those that nobody holds, above which nobody holds one."""
+        stuck: set[Node] = set()
+        num = 0 if num_free else self.core.pool.num_free
+        for node in self.core.tree.nodes():
+            if any(block is not None and not _is_idle(block) for block in node.blocks):
+                above: Node | None = node
+                while above is not None:
+                    stuck.add(above)
+                    above = above.parent
+        for node in self.core.tree.nodes():
+            for group, block in enumerate(node.blocks):
+                if block is not None and _is_idle(block) and (self.rules[group].trims or node not in stuck):
+                    num += 1
+        return num
+
+    def _tokens_of(self, node: Node) -> list[int]:
+        keys: list[bytes] = []
+        while node.parent is not None:
+            keys.append(node.key)
+            node = node.parent
+        return [token for key in reversed(keys) for token in memoryview(key).cast("i")]
+
+
+def _is_idle(block) -> bool:
+    return block.state == BlockState.CACHED and not block.num_io_refs and not block.num_pin_refs
+
+
+OPERATIONS: dict[str, int] = {
+    "step": 40, "fork": 5, "release": 8, "reclaim": 4, "pin": 3, "unpin": 2, "reset": 1, "distrust": 1,
+}  # fmt: skip
+
+
+def random_operations(seed: int, name: str, num_operations: int, policy: str = "lru") -> Counter[str]:
+    random = Random(f"{seed} {name}")
+    machine = Machine(RULES[name], random.choice((24, 40, 70)), random, policy)
+    log: list[str] = []
+    try:
+        for operation in random.choices(list(OPERATIONS), list(OPERATIONS.values()), k=num_operations):
+            log.append(operation)
+            run: Callable[[], None] = getattr(machine, operation)
+            run()
+            machine.check()
+        machine.drain()
+    except BaseException as error:
+        error.add_note(f"random_operations({seed}, {name!r}, {num_operations}): operation {len(log)}: {log[-8:]}")
+        raise
+    return machine.seen
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 2**32), num_operations=st.integers(1, 60))
+@pytest.mark.parametrize("name", RULES)
+def test_random_operations(name: str, seed: int, num_operations: int) -> None:
+    random_operations(seed, name, num_operations)
+
+
+@pytest.mark.parametrize("policy", ["s3-fifo", "learned", "2q"])
+def test_random_operations_with_other_policies(policy: str) -> None:
+    for name in RULES:
+        random_operations(1, name, 100, policy)
+
+
+def test_what_is_worth_testing_happens() -> None:
+    seen: Counter[str] = Counter()
+    for name in RULES:
+        seen.update(random_operations(0, name, 200))
+    for what in ("hit", "partial hit", "cut hit", "copy", "memory short", "given back", "failed step", "pinned"):
+        assert seen[what] > 0, f"{what} never happened: {seen}"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", RULES)
+def test_very_many_random_operations(name: str) -> None:
+    for seed in range(30):
+        random_operations(1000 + seed, name, 3000)
