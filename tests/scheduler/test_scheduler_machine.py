@@ -41,7 +41,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from pagefold.events import Event, PinDropped, PrefixLookup, RequestPreempted, StepApplied
-from pagefold.kv import NO_RESIDUALS, BlockTable, KVCore, Namespace, PinLimits, Residuals, audit, make_policy
+from pagefold.kv import (
+    KEEP_ALL,
+    NO_RESIDUALS,
+    BlockTable,
+    KeepRule,
+    KVCore,
+    Namespace,
+    PinLimits,
+    Residuals,
+    audit,
+    make_policy,
+)
 from pagefold.request import Request, RequestStatus, StopRule, WarmUp
 from pagefold.sampling import SamplingParams
 from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits
@@ -64,6 +75,14 @@ the others a few requests come one after another."""
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=None)
 
 
+GROUPS = (
+    (KEEP_ALL, KEEP_ALL),
+    (KEEP_ALL, KeepRule(9)),
+    (KEEP_ALL, KeepRule(2), KeepRule(13)),
+    (KEEP_ALL, KeepRule(8, is_chunked=True)),
+)
+
+
 @dataclass(frozen=True)
 class Setup:
     """A pool and the limits of a step."""
@@ -79,6 +98,8 @@ class Setup:
     """Short prompts and long outputs: all are let in, and then there is no room to grow."""
     seals: bool = False
     """Blocks are sealed when they are full."""
+    rules: tuple[KeepRule, ...] = (KEEP_ALL,)
+    """Of the cache groups."""
     has_culprits: bool = False
     """Steps fail because of who is in them, and never otherwise."""
 
@@ -104,6 +125,10 @@ class Flight:
     lookups: list[PrefixLookup]
 
 
+def _copied(tables: Sequence[BlockTable]) -> list[BlockTable]:
+    return [BlockTable(table.block_ids, table.num_trimmed) for table in tables]
+
+
 class Machine:
     """Operations, each legal at any time; one that makes no sense at the moment does nothing."""
 
@@ -112,6 +137,7 @@ class Machine:
         self.core = KVCore(
             setup.num_blocks,
             block_size=BLOCK_SIZE,
+            rules=setup.rules,
             policy=make_policy(setup.policy),
             enable_prefix_caching=setup.enable_prefix_caching,
             pin_limits=PinLimits(setup.pinned_share, 8.0),
@@ -122,7 +148,7 @@ class Machine:
         scheduling = SCHEDULING_POLICIES[setup.scheduling](2.5)
         self.scheduler = Scheduler(self.core, limits, policy=scheduling, emit=self._on_event)
         self.runner = ShadowRunner(self.scheduler)
-        self.max_total_tokens = min(60, setup.num_blocks * BLOCK_SIZE)
+        self.max_total_tokens = min(60, setup.num_blocks // len(setup.rules) * BLOCK_SIZE)
         self.flights: list[Flight] = []  # two at most, in order
         self.requests: dict[str, Request] = {}
         self.expected: dict[str, list[int]] = {}
@@ -584,9 +610,11 @@ class Machine:
         if len(plan.token_ids) == self.setup.max_num_batched_tokens or plan.copies:
             return
         head = scheduler.waiting[0]
-        needed = head.num_tokens // BLOCK_SIZE + head.num_seqs + int(self.setup.num_blocks * 0.01)
+        num_groups, num_new = len(self.setup.rules), self.setup.max_num_batched_tokens
+        needed = core.num_blocks_for(head.num_tokens + 1, num_new) + len(head.forks) * num_groups
+        needed += int(self.setup.num_blocks * 0.01)
         for request in scheduler.running:
-            needed += max(0, -(-request.num_tokens // BLOCK_SIZE) - len(request.cache.block_ids)) + len(request.forks)
+            needed += core.num_blocks_for(request.num_tokens, num_new, request.cache) + len(request.forks) * num_groups
         assert needed > core.num_available + core.pool.num_pinned, f"{head} could run"
         self._saw("waits for memory")
 
@@ -606,6 +634,7 @@ class Machine:
     def _check_pins(self) -> None:
         for pin in self.core.pins:
             path = list(pin.path())[::-1]
+            assert set(pin.blocks) >= {node.block for node in path}
             tokens = array("i", b"".join(node.key for node in path))
             block_ids = [node.block.block_id for node in path]
             assert self.runner.read(block_ids, len(tokens)) == cells_of(pin.namespace, tokens), "a pin lost its bytes"
@@ -619,8 +648,8 @@ class Machine:
             self._saw("beyond the quota", "quota" in causes)
             assert causes, "no pin, and nobody says why"
         else:
-            assert pin.num_blocks == request.num_prompt_tokens // BLOCK_SIZE
-            prompt = request.token_ids[: pin.num_blocks * BLOCK_SIZE].tobytes()
+            assert pin.tail.depth + 1 == request.num_prompt_tokens // BLOCK_SIZE
+            prompt = request.token_ids[: (pin.tail.depth + 1) * BLOCK_SIZE].tobytes()
             assert b"".join([node.key for node in pin.path()][::-1]) == prompt
 
     def _check_plan(self, flight: Flight, before: Flight | None = None) -> None:
@@ -722,9 +751,11 @@ class Machine:
         return [request for flight in self.flights for request in flight.samples if request.forks]
 
     def _poison_what_is_written(self, plan: StepPlan) -> None:
-        for block_ids, start in zip(plan.block_ids, plan.starts, strict=True):
-            for index in range(start // BLOCK_SIZE, len(block_ids)):
-                self.runner.poison(block_ids[index], start % BLOCK_SIZE if index == start // BLOCK_SIZE else 0)
+        for tables, start in zip(plan.tables, plan.starts, strict=True):
+            for table in tables:
+                for index in range(start // BLOCK_SIZE, table.end):
+                    block_id = table.block_ids[index - table.num_trimmed]
+                    self.runner.poison(block_id, start % BLOCK_SIZE if index == start // BLOCK_SIZE else 0)
         for copy in plan.copies:
             self.runner.poison(copy.dst)
 
@@ -807,13 +838,18 @@ def random_setup(rng: Random, policy: str) -> Setup:
     )
 
 
-def random_operations(seed: int, num_operations: int, policy: str) -> Counter[str]:
+def random_operations(
+    seed: int, num_operations: int, policy: str, rules: tuple[KeepRule, ...] = (KEEP_ALL,)
+) -> Counter[str]:
     """Do ``num_operations`` random operations with everything checked after each. Return how often what happened.
 
     The same seed does the same operations; a failure names the seed, the setup and the last operations.
     """
     rng = Random(seed)
-    machine = Machine(random_setup(rng, policy))
+    setup = random_setup(rng, policy)
+    if len(rules) > 1:
+        setup = replace(setup, rules=rules, seals=False, num_blocks=setup.num_blocks * len(rules))
+    machine = Machine(setup)
     operations = rng.choices(OPERATIONS, weights=[weight for _, _, weight in OPERATIONS], k=num_operations)
     log: list[str] = []
     try:
@@ -949,6 +985,13 @@ def test_random_operations(policy: str) -> None:
         random_operations(seed, 400, policy)
 
 
+@pytest.mark.parametrize("rules", GROUPS, ids=str)
+def test_random_operations_with_several_groups(rules: tuple[KeepRule, ...]) -> None:
+    """The same where groups keep windows, and give blocks back while requests run."""
+    for seed in range(3):
+        random_operations(seed, 400, "lru", rules)
+
+
 def test_what_is_worth_testing_happens() -> None:
     """A control: the driver reaches the corners that it exists for."""
     seen: Counter[str] = Counter()
@@ -1020,7 +1063,3 @@ def test_a_million_random_operations(policy: str) -> None:
     """10^6 operations over the three policies, in 170 setups each."""
     for seed in range(170):
         random_operations(1000 + seed, 2000, policy)
-
-
-def _copied(tables: Sequence[BlockTable]) -> list[BlockTable]:
-    return [BlockTable(table.block_ids, table.num_trimmed) for table in tables]

@@ -80,15 +80,16 @@ class Relief:
         """
         needed = self._streamer.num_blocks(request)
         running = self._queues.with_blocks
+        num_groups = len(self._core.rules)
         for other in running:
-            needed += self._streamer.num_growth(other) + len(other.forks)
+            needed += self._streamer.num_growth(other) + len(other.forks) * num_groups
         if running:
-            needed += self._watermark_blocks + len(request.forks)
+            needed += self._watermark_blocks + len(request.forks) * num_groups
         blocks = self._core.blocks_of(hit)
         missing = self._num_missing(needed, blocks)
         if missing > 0 and not self._give_up_pins(missing, blocks, now):
             return None
-        if self._num_missing(needed, blocks) > -len(self._core.rules):  # a copy keeps its sources for this step
+        if self._num_missing(needed, blocks) > -num_groups:  # a copy keeps its sources for this step
             return hit._replace(partial=None, num_partial_tokens=0)
         return hit
 

@@ -262,8 +262,7 @@ class Scheduler:
         plan = step.plan
         core = self.core
         commit(core, step.promises, self._step)
-        if plan.copies:
-            core.moves.copies_done(plan.copies)
+        core.moves.copies_done(plan.copies)
         core.moves.host_done(plan.host_ops)
         requests = step.requests
         self.suspicion.ran(requests)
@@ -276,9 +275,7 @@ class Scheduler:
         if step.filling or step.joins:
             publish_late(core, step, self._step)
         if core.trims:
-            for request in requests:
-                if request.cache is not None:
-                    core.trim(request.cache, request.num_computed_tokens)
+            self._trim(requests)
         self.corrupted, self.distrusted = [], set()
         if result.corrupted:
             rows = [requests[row] for row in result.corrupted]
@@ -436,6 +433,12 @@ class Scheduler:
             if request.cache is not None and residuals.take_lost(request.cache):
                 request.max_computed_tokens = max(request.max_computed_tokens, request.num_computed_tokens)
                 request.num_computed_tokens -= request.num_computed_tokens % size
+
+    def _trim(self, requests: list[Request]) -> None:
+        """Give back what is left behind of those that a step has got on."""
+        for request in requests:
+            if request.cache is not None:
+                self.core.trim(request.cache, request.num_computed_tokens)
 
     def _end_late(self, now: float) -> list[Request]:
         late: list[Request] = []

@@ -5,6 +5,9 @@ namespace and all tokens up to there, as the K and V of a real model do. A sampl
 row reads after every row has written. So a wrong share, a stale block or a copy that was not made shows twice: as a
 cell that is not what :func:`cells_of` says, and as a token that is not what :func:`expected_token` says.
 
+The cells of another cache group than the first, which keeps all, are the same numbers and as much more as the group's
+index. A row reads of it what the group keeps.
+
 Where blocks are sealed, what a row has of its last block is in its residual, and in the block only when that is full.
 
 It has a host arena too. A block there is stored together with what was stored, as the real arena's are with a checksum.
@@ -19,7 +22,7 @@ from pagefold.steps import DamagedBlocksError, StepResult
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pagefold.kv import BlockId
+    from pagefold.kv import BlockId, BlockTable
     from pagefold.request import Request
     from pagefold.scheduler import Scheduler
     from pagefold.steps import StepPlan
@@ -73,6 +76,8 @@ class ShadowRunner:
         core = scheduler.core
         self._scheduler = scheduler
         self._size = core.block_size
+        self._rules = core.rules
+        assert not self._rules[0].trims, "the first group tells what the others must have"
         self._slab = [[_POISON] * self._size for _ in range(core.pool.num_blocks)]
         self._arena = [_Stored([_POISON] * self._size) for _ in range(core.host.num_blocks)]
         self._residuals = [[_POISON] * self._size for _ in range(core.residuals.num_residuals)]
@@ -128,10 +133,11 @@ class ShadowRunner:
 
     def spoil(self, plan: StepPlan, num_rows: int) -> None:
         """Leave what a step that died may leave: anything, wherever its first ``num_rows`` rows write."""
-        rows = list(zip(plan.block_ids, plan.starts, plan.num_tokens, strict=True))
-        for row, (block_ids, start, num_tokens) in enumerate(rows[:num_rows]):
+        rows = list(zip(plan.tables, plan.starts, plan.num_tokens, strict=True))
+        for row, (tables, start, num_tokens) in enumerate(rows[:num_rows]):
             for position in range(start, start + num_tokens):
-                self._slab[block_ids[position // self._size]][position % self._size] = _GARBAGE
+                for table in tables:
+                    self._put(table, position, _GARBAGE)
             if self._residuals:
                 own = self._own(start, start + num_tokens)
                 self._residuals[plan.residual_ids[row]][own] = [_GARBAGE] * (own.stop - own.start)
@@ -177,7 +183,17 @@ class ShadowRunner:
         block_ids, num_tokens = plan.block_ids[row], plan.starts[row] + plan.num_tokens[row]
         if self._residuals:
             return self.read_sealed(block_ids, num_tokens, plan.residual_ids[row])
-        return self.read(block_ids, num_tokens)
+        cells = self.read(block_ids, num_tokens)
+        for group, (rule, table) in enumerate(zip(self._rules, plan.tables[row], strict=True)):
+            for position in range(rule.first_seen(plan.starts[row]) if group else num_tokens, num_tokens):
+                block_id = table.block_ids[position // self._size - table.num_trimmed]
+                cell = self._slab[block_id][position % self._size] - group
+                if cell != cells[position]:
+                    cells[position] = cell
+        return cells
+
+    def _put(self, table: BlockTable, position: int, cell: int) -> None:
+        self._slab[table.block_ids[position // self._size - table.num_trimmed]][position % self._size] = cell
 
     def _cells(self, block_id: int) -> list[int]:
         """Return a block's cells; those of the arena lie behind the device's, for requests that stream."""
@@ -200,7 +216,8 @@ class ShadowRunner:
             self._seal(plan.residual_ids[row], block_ids, start, cells)
             return
         for position, cell in enumerate(cells, start):
-            self._slab[block_ids[position // size]][position % size] = cell
+            for group, table in enumerate(plan.tables[row]):
+                self._put(table, position, cell + group)
 
     def _seal(self, residual_id: int, block_ids: list[BlockId], start: int, cells: list[int]) -> None:
         """Write cells from position ``start`` on: blocks that they fill, and of the last block also the residual."""
