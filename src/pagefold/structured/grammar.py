@@ -33,8 +33,8 @@ _MAX_MESSAGE_CHARACTERS = 300
 _START = "start: "
 
 _LARK_LINE = re.compile(r"(?m)^[^\S\n]*(?:%llguidance\b|start\s*:)")
-"""A line that Lark has and GBNF has not: what ``llguidance.gbnf_to_lark.is_lark_syntax`` looks for. The library looks from
-each line on over all empty lines behind it, which takes a minute where there are 200,000 of them."""
+"""A line that Lark has and GBNF has not: what ``llguidance.gbnf_to_lark.is_lark_syntax`` looks for. The library looks
+from each line on over all empty lines behind it, which takes a minute where there are 200,000 of them."""
 
 _SOME_WHITESPACE = r"[ \t\r\n]{0,20}"
 
