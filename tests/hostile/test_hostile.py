@@ -27,7 +27,7 @@ SEEDS = range(1, NUM_SEEDS + 1)
 def server(tiny_chat_model: Path) -> Iterator[ProcessServer]:
     """A server of its own for each attack: what it holds at rest is measured."""
     flags = ("--served-model-name", "tiny", "--admin-api-key", ADMIN_KEY, "--log-level", "warning")
-    sizes = ("--kv-cache-memory-bytes", "64M", "--max-num-seqs", "32", "--max-num-batched-tokens", "256")
+    sizes = ("--kv-cache-memory-bytes", "16M", "--max-num-seqs", "32", "--max-num-batched-tokens", "256")
     server = ProcessServer(str(tiny_chat_model), *flags, *sizes)
     yield server
     server.close()

@@ -84,6 +84,13 @@ def test_a_message(tiny, client):
         assert usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens == count
 
 
+def test_counting_refuses_what_a_message_is_refused_for(tiny):
+    body = {"model": "tiny", "max_tokens": 1, "messages": HI, "returns_in_s": -1}
+    told = [tiny.http.post(path, json=body) for path in ("/v1/messages", "/v1/messages/count_tokens")]
+    assert [response.status_code for response in told] == [400, 400]
+    assert "returns_in_s" in told[1].json()["error"]["message"]
+
+
 def test_a_stream_has_the_documented_events(tiny):
     salt = uuid.uuid4().hex
     body = {"messages": HI, "max_tokens": 20, "temperature": 0, "ignore_eos": True, "cache_salt": salt}

@@ -11,10 +11,12 @@ from grammar_walks import EOS, LINKED, NUM_PADDED, SCHEMAS, tokens_of, walk
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
+from llguidance.gbnf_to_lark import is_lark_syntax
 
 from pagefold import StructuredOutputsParams
 from pagefold.errors import InvalidRequestError
 from pagefold.structured import vetting
+from pagefold.structured.grammar import grammar_source
 
 MANY = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -88,6 +90,18 @@ def test_grammars_in_lark_and_gbnf(compiler, tokenizer):
     for grammar in (lark, gbnf):
         for seed in range(20):
             assert re.fullmatch(r"\(\d{1,2}(\+\d{1,2})*\)", text_of(compiler, tokenizer, seed, grammar=grammar))
+
+
+@given(st.lists(st.sampled_from([*" \t\n\r\v:sx", "start", "%llguidance", "\n\n", "::="])).map("".join))
+def test_lark_is_told_from_gbnf_as_the_library_does(text):
+    source = grammar_source(StructuredOutputsParams(grammar=text or " "))
+    assert source.is_gbnf == (not is_lark_syntax(text))
+
+
+@pytest.mark.timeout(30)  # the library's own test takes minutes
+def test_very_many_empty_lines_are_read_at_once():
+    assert grammar_source(StructuredOutputsParams(grammar="\n" * 250_000)).is_gbnf
+    assert not grammar_source(StructuredOutputsParams(grammar="\n" * 250_000 + "start: /a/")).is_gbnf
 
 
 def test_whitespace_in_json_is_bounded(compiler, tokenizer):

@@ -77,8 +77,9 @@ class BodyChecker:
         return [process.pid for process in self._all if process.pid is not None]
 
     def start(self) -> None:
-        """Start a process before it is needed."""
-        self._threads.submit(self._start_one)
+        """Start the processes before they are needed: what they take is taken from the start."""
+        for _ in self._all:
+            self._threads.submit(self._start_one)
 
     def close(self) -> None:
         """End the processes; bodies that are being checked are given up."""

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ValidationError
 
 from pagefold.errors import InvalidRequestError
+from pagefold.native_memory import give_back_memory
 from pagefold.server.errors import Shown
 
 if TYPE_CHECKING:
@@ -132,6 +133,8 @@ def serve() -> None:
                 return
             if _tell(stream, _answer(name.decode(), body)):
                 return
+            del body
+            give_back_memory()  # else it stays with this process, and there are two
 
 
 def _answer(name: str, body: bytes) -> bytes:

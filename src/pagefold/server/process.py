@@ -13,6 +13,7 @@ import uvicorn
 
 from pagefold.engine.client import EngineThread
 from pagefold.errors import PagefoldError
+from pagefold.native_memory import have_few_arenas
 from pagefold.observe.metrics import Metrics
 from pagefold.server.app import create_app
 from pagefold.server.connection import http_settings
@@ -108,6 +109,7 @@ class ServerProcess:
         Raises:
             PagefoldError: the engine could not be started.
         """
+        have_few_arenas()
         try:
             asyncio.run(self._serve())
         finally:

@@ -7,10 +7,11 @@ output gets a matcher, which its tokens advance one by one.
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
-from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from pagefold.errors import InvalidRequestError
 from pagefold.structured.params import FIELD
@@ -30,6 +31,10 @@ _MAX_SOURCE_CHARACTERS = 256 * 1024
 _MAX_MESSAGE_CHARACTERS = 300
 
 _START = "start: "
+
+_LARK_LINE = re.compile(r"(?m)^[^\S\n]*(?:%llguidance\b|start\s*:)")
+"""A line that Lark has and GBNF has not: what ``llguidance.gbnf_to_lark.is_lark_syntax`` looks for. The library looks
+from each line on over all empty lines behind it, which takes a minute where there are 200,000 of them."""
 
 _SOME_WHITESPACE = r"[ \t\r\n]{0,20}"
 
@@ -97,7 +102,7 @@ def _source(params: StructuredOutputsParams) -> GrammarSource:
         choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in params.choice)
         return GrammarSource(LLMatcher.grammar_from_lark(f"start: {choices}"))
     if params.grammar is not None:
-        if not is_lark_syntax(params.grammar):
+        if _LARK_LINE.search(params.grammar) is None:
             return GrammarSource(params.grammar, is_gbnf=True)
         return GrammarSource(LLMatcher.grammar_from_lark(params.grammar))
     schema, options = _schema(params), _json_options(params)
