@@ -131,10 +131,10 @@ def test_as_many_params_as_prompts(llm: LLM) -> None:
         ("runner", "run"),
         ("scheduler", "add"),
         ("scheduler", "schedule"),
-        ("scheduler._room", "for_all"),
+        ("scheduler._rows._relief", "room_for_all"),
         ("scheduler", "_take_step"),
-        ("scheduler.core", "take_copies"),
-        ("scheduler.core", "commit"),
+        ("scheduler.core.moves", "take_copies"),
+        ("scheduler.core.publishing", "commit"),
     ],
 )
 def test_ctrl_c_at_any_moment_gives_the_blocks_back(

@@ -14,7 +14,7 @@ from pagefold.engine.engine import Engine, ModelLimits
 from pagefold.engine.overlapped import OverlappedEngine
 from pagefold.errors import InvalidRequestError
 from pagefold.events import StepAbandoned
-from pagefold.kv import HostTier, KVCore, Namespace, audit
+from pagefold.kv import NO_HOST, HostTier, KVCore, Namespace, audit
 from pagefold.memory.capacity import Capacity
 from pagefold.sampling import SamplingParams
 from pagefold.scheduler import Scheduler, SchedulerLimits
@@ -48,7 +48,7 @@ class LateRunner(ShadowRunner):
 
 def make(kind=OverlappedEngine, *, num_blocks=64, seqs=8, budget=32, num_held=0, emit=None, **parts):
     told = {"emit": emit} if emit is not None else {}
-    core = KVCore(num_blocks, block_size=4, host=HostTier(num_held) if num_held else None, **told)
+    core = KVCore(num_blocks, block_size=4, host=HostTier(num_held) if num_held else NO_HOST, **told)
     scheduler = Scheduler(core, SchedulerLimits(seqs, budget), **told)
     return kind(
         scheduler=scheduler,

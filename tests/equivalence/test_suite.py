@@ -33,7 +33,8 @@ def skip_copies(engine):
 
 def keep_failed_promises(engine):
     """Blocks of a failed step stay known as if they were written."""
-    engine.scheduler.core.abandon = engine.scheduler.core.commit
+    publishing = engine.scheduler.core.publishing
+    publishing.abandon = publishing.commit
 
 
 def start_early(engine):
@@ -66,13 +67,13 @@ def swap_two_blocks(engine):
 def match_all_but_one_token(engine):
     """Prefixes are matched by something weaker than their tokens."""
     core = engine.scheduler.core
-    match, promise = core.match, core.promise
+    match, promise = core.match, core.publishing.promise
 
     def blurred(packed):
         return bytes(4) + packed[4:]
 
     core.match = lambda namespace, packed, max_tokens: match(namespace, blurred(packed), max_tokens)
-    core.promise = lambda table, packed, num_tokens: promise(table, blurred(packed), num_tokens)
+    core.publishing.promise = lambda cache, packed, num_tokens: promise(cache, blurred(packed), num_tokens)
 
 
 def free_too_early(engine):

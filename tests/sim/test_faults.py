@@ -9,7 +9,7 @@ import pytest
 from pagefold.kv import DEFAULT_POLICY, make_policy
 from pagefold.kv import tree as tree_module
 from pagefold.kv.publishing import Publishing
-from pagefold.scheduler import Scheduler
+from pagefold.scheduler.leaving import Leaving
 from pagefold.sim import faults, shadow_runner
 from pagefold.sim.fault_hunt import Found, as_test, draw_run, hunt
 from pagefold.sim.faults import Ask, Cancel, Damage, FaultyRun, ResetCache, Shrink, Step, run_faulty
@@ -37,7 +37,7 @@ def test_everything_that_can_go_wrong_does(monkeypatch):
     real = faults.Scheduler
 
     def watched(core, limits, *, policy):
-        core._emit = core.pins._emit = count
+        core._emit = core.pins._emit = core.blocks._emit = core.moves._emit = count
         machines.append(core)
         return real(core, limits, policy=policy, emit=count)
 
@@ -97,14 +97,14 @@ def lean_on_what_is_not_written(monkeypatch) -> None:
 
 def lose_a_block(monkeypatch) -> None:
     """Who is cancelled during a step keeps its blocks."""
-    real = Scheduler._finish
+    real = Leaving.finish
 
     def leak(self, request, reason):
         if reason == "abort" and request.cache is not None and request.is_aborted:
-            self.core.fork(request.cache)
+            self._core.fork(request.cache)
         real(self, request, reason)
 
-    monkeypatch.setattr(Scheduler, "_finish", leak)
+    monkeypatch.setattr(Leaving, "finish", leak)
 
 
 def trust_what_comes_back(monkeypatch) -> None:
