@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from report import Row, machine, parser, print_report
 
-from pagefold.kv import SequenceCache, KVCore, audit
+from pagefold.kv import KVCore, SequenceCache, audit
 
 if TYPE_CHECKING:
     from collections.abc import Callable

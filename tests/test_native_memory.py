@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), rea
 
 _COUNT_ARENAS = """
 import ctypes, sys, threading
-from pagefold.native_memory import have_few_arenas
+from pagefold.memory.native import have_few_arenas
 if sys.argv[1] == "few":
     have_few_arenas()
 libc = ctypes.CDLL(None)

@@ -394,7 +394,7 @@ def assert_clean(engine: Engine) -> None:
     if engine.tiering is not None:
         engine.close(lambda: 30.0)
         assert not list(core.slow.pins()), "something is kept for nobody"
-    assert not core.tables, "a table was not released"
+    assert not core.caches, "a cache was not released"
     assert core.num_active == 0, f"{core.num_active} blocks are held by nobody"
     assert core.num_available == core.pool.num_blocks
     assert not core.moves.pending_copies

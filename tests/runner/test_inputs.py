@@ -94,7 +94,7 @@ def test_types_and_shapes_are_those_of_the_signature_and_nothing_is_copied(rows,
 def test_a_prefill_and_a_decode_row():
     """The plain case, written out: five tokens of a new prompt, then the 18th token of another sequence."""
     plan = StepPlan(3, token_ids=array("i", [7, 8, 9, 10, 11, 42]), starts=[0, 17], num_tokens=[5, 1])
-    plan.block_ids, plan.sampling_rows = [[3, 9], [5, 4, 6, 2, 8, 1]], [1]
+    plan.tables, plan.sampling_rows = [[BlockTable(map(BlockId, ids))] for ids in ([3, 9], [5, 4, 6, 2, 8, 1])], [1]
     inputs = make_inputs(plan, KVGeometry(num_layers=2, num_kv_heads=1, head_dim=8, element_bytes=4, block_size=4))
     assert inputs.positions.tolist() == [[0, 1, 2, 3, 4, 17]]
     assert inputs.attention.query_starts.tolist() == [0, 5, 6]

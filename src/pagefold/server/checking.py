@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ValidationError
 
 from pagefold.errors import InvalidRequestError
-from pagefold.native_memory import give_back_memory
+from pagefold.memory.native import give_back_memory
 from pagefold.server.errors import Shown
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import uvicorn
 
 from pagefold.engine.client import EngineThread
 from pagefold.errors import PagefoldError
-from pagefold.native_memory import have_few_arenas
+from pagefold.memory.native import have_few_arenas
 from pagefold.observe.metrics import Metrics
 from pagefold.server.app import create_app
 from pagefold.server.connection import http_settings
