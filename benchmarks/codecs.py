@@ -101,7 +101,7 @@ def measure_attention(repeats: int) -> list[Row]:
     width = CONTEXT // BLOCK_SIZE
     num_blocks = NUM_REQUESTS * width
     tables = np.random.default_rng(0).permutation(num_blocks).reshape(NUM_REQUESTS, 1, -1).astype(np.int32)
-    inputs = AttentionInputs(
+    inputs = AttentionInputs.of_one_group(
         query_starts=np.arange(NUM_REQUESTS + 1, dtype=np.int32),
         tables=np.broadcast_to(tables, (NUM_REQUESTS, NUM_KV_HEADS, width)),
         lengths=np.broadcast_to(np.int32(CONTEXT), (NUM_REQUESTS, NUM_KV_HEADS)),

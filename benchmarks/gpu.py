@@ -181,7 +181,7 @@ def columns_of(lengths: list[int], num_new: list[int], num_kv_heads: int, block_
         tables[row, :width] = order[begin : begin + width]
         begin += width
     size = len(lengths), num_kv_heads
-    inputs = AttentionInputs(
+    inputs = AttentionInputs.of_one_group(
         query_starts=np.concatenate([[0], np.cumsum(num_new)]).astype(np.int32),
         tables=np.broadcast_to(tables[:, None], (*size, tables.shape[1])),
         lengths=np.broadcast_to(np.array(lengths, np.int32)[:, None], size),

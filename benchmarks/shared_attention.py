@@ -53,7 +53,7 @@ def main() -> None:
         rows = np.arange(NUM_REQUESTS + 1, dtype=np.int32)
         lengths = np.full((NUM_REQUESTS, 1), args.shared + OWN, np.int32)
         cells = np.arange(NUM_KV_HEADS, dtype=np.int32)[None, None]
-        return AttentionInputs(
+        return AttentionInputs.of_one_group(
             query_starts=rows,
             tables=np.broadcast_to(tables[:, None], (NUM_REQUESTS, NUM_KV_HEADS, tables.shape[1])),
             lengths=np.broadcast_to(lengths, (NUM_REQUESTS, NUM_KV_HEADS)),

@@ -2,7 +2,8 @@
 
 A case knows, for every sequence and KV head, the keys and values that its queries see, as plain tensors, and has the
 same laid out in blocks: tables, lengths and cells that differ by head, blocks that sequences share, also ones that are
-written in the same step, and NaN in every slot and block that nothing may read.
+written in the same step, cache groups that keep all, a window or a chunk, whose tables begin with any block that the
+rule allows, and NaN in every slot and block that nothing may read.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from pagefold.kv import KVGeometry
-from pagefold.runner.attention import AttentionInputs
+from pagefold.kv import KEEP_ALL, KeepRule, KVGeometry
+from pagefold.runner.attention import AttentionInputs, GroupInputs
 from pagefold.runner.slab import LAYOUT, Slab
 
 __all__ = ["Case", "Lengths", "Shape", "make_case"]
 
 
 class Shape(NamedTuple):
-    """What a kernel is compiled for, and how many heads and layers there are."""
+    """What a kernel is compiled for, how many heads there are, and layers in each cache group."""
 
     block_size: int
     head_dim: int
@@ -66,6 +67,16 @@ class Case:
     softcap: float
     dense: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]
 
+    @property
+    def group(self) -> GroupInputs:
+        """The layer's cache group."""
+        return self.inputs.group_of(self.layer)
+
+    def places(self, s: int, h: int, entries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the blocks, and the slots in them, of entries that a sequence has for a KV head."""
+        size = self.slab.block_size
+        return self.group.tables[s, h, (entries - self.group.firsts[s]) // size], entries % size
+
     def expected(self) -> torch.Tensor:
         """Return the op's result by dense attention, head by head, in float64: ``[T, H, D]``.
 
@@ -79,6 +90,8 @@ class Case:
             queries = self.query[tokens, heads].transpose(0, 1)  # [G, q, D]
             num_queries, num_entries = queries.shape[1], len(keys)
             visible = torch.ones(num_queries, num_entries, dtype=torch.bool).tril(num_entries - num_queries)
+            for q, seen in enumerate(visible, num_entries - num_queries):
+                seen[: self.group.keeps.first_seen(q)] = False
             operands = queries, keys.expand(group, -1, -1), values.expand(group, -1, -1)
             if self.softcap:
                 attended = _softcapped(*operands, visible, self.scale, self.softcap)
@@ -99,11 +112,11 @@ class Case:
 
     def pad(self, num_padding: int) -> None:
         """Append rows without entries to a decoding step whose heads share tables, and operands for them."""
-        real, num_kv_heads = self.inputs, self.key.shape[1]
+        real, group, num_kv_heads = self.inputs, self.inputs.only_group, self.key.shape[1]
         num_rows = real.num_seqs + num_padding
-        tables = np.concatenate([real.tables[:, :1], np.zeros((num_padding, 1, real.tables.shape[2]), np.int32)])
-        lengths = np.concatenate([real.lengths[:, :1], np.zeros((num_padding, 1), np.int32)])
-        self.inputs = AttentionInputs(
+        tables = np.concatenate([group.tables[:, :1], np.zeros((num_padding, 1, group.tables.shape[2]), np.int32)])
+        lengths = np.concatenate([group.lengths[:, :1], np.zeros((num_padding, 1), np.int32)])
+        self.inputs = AttentionInputs.of_one_group(
             query_starts=np.arange(num_rows + 1, dtype=np.int32),
             tables=np.broadcast_to(tables, (num_rows, num_kv_heads, tables.shape[2])),
             lengths=np.broadcast_to(lengths, (num_rows, num_kv_heads)),
@@ -142,8 +155,25 @@ def _softcapped(  # noqa: PLR0917 - the operands of the op
     return out
 
 
+@dataclass(frozen=True)
+class _How:
+    """How a case is laid out; see :func:`make_case`."""
+
+    per_head: bool
+    rules: tuple[KeepRule, ...]
+    trims: bool | None
+
+
 def make_case(
-    shape: Shape, sequences: list[Lengths], *, per_head: bool, seed: int, sharpness: float = 1.0, softcap: float = 0.0
+    shape: Shape,
+    sequences: list[Lengths],
+    *,
+    per_head: bool,
+    seed: int,
+    sharpness: float = 1.0,
+    softcap: float = 0.0,
+    rules: tuple[KeepRule, ...] = (KEEP_ALL,),
+    trims: bool | None = None,
 ) -> Case:
     """Make a case.
 
@@ -151,72 +181,72 @@ def make_case(
         shape: of the op.
         sequences: of the step, in order.
         per_head: whether tables, lengths and cells differ by head; else they are broadcast, as the runner does it.
-        seed: of all numbers and of who gets which block.
+        seed: of all numbers and of who gets which block. Numbers are the same however ``trims`` is.
         sharpness: factor of the scores, whose standard deviation is 1.
         softcap: of the scores; 0 for none.
+        rules: of each cache group, what it keeps. Layers are dealt to them in turn.
+        trims: whether tables begin as late as the rule allows; None for anywhere up to there, False for the beginning.
     """
     random, generator = Random(seed), torch.Generator().manual_seed(seed)
-    maker = _CaseMaker(shape, sequences, per_head=per_head, random=random, generator=generator)
+    maker = _CaseMaker(shape, sequences, _How(per_head, rules, trims), random=random, generator=generator)
     return maker.make(sharpness, softcap)
 
 
 class _CaseMaker:
     def __init__(
-        self, shape: Shape, sequences: list[Lengths], *, per_head: bool, random: Random, generator: torch.Generator
+        self, shape: Shape, sequences: list[Lengths], how: _How, *, random: Random, generator: torch.Generator
     ) -> None:
         self.shape = shape
         self.sequences = sequences
-        self.per_head = per_head
+        self.how = how
         self.random = random
         self.generator = generator
-        self.tables = (per_head and shape.num_kv_heads) or 1  # how many tables a sequence has
+        self.tables = (how.per_head and shape.num_kv_heads) or 1  # how many tables a sequence has
 
     def make(self, sharpness: float, softcap: float) -> Case:
         shape, sequences = self.shape, self.sequences
-        block_size, num_kv_heads, num_layers = shape.block_size, shape.num_kv_heads, shape.num_layers
-        lengths = np.array([self._lengths(sequence) for sequence in sequences], dtype=np.int32)  # [S, tables]
-        widths = -(-lengths // block_size)
-        num_blocks = int(widths.sum()) + 3
-        num_cells = num_layers * num_kv_heads
-        spare_cells = 1 if self.per_head else 0
-        geometry = KVGeometry(1, num_cells + spare_cells, shape.head_dim, 8, block_size)
+        num_groups = len(self.how.rules)
+        num_layers = shape.num_layers * num_groups
+        layer = self.random.randrange(num_layers)
+        lengths = [self._all_lengths() for _ in self.how.rules]  # [S, tables] each
+        firsts = [self._firsts(rule, own) for rule, own in zip(self.how.rules, lengths, strict=True)]
+        num_blocks = 3 + sum(
+            int((-(-own // shape.block_size) - first[:, None] // shape.block_size).sum())
+            for own, first in zip(lengths, firsts, strict=True)
+        )
+        spare_cells = 1 if self.how.per_head else 0
+        num_cells = shape.num_layers * shape.num_kv_heads + spare_cells
+        geometry = KVGeometry(1, num_cells, shape.head_dim, 8, shape.block_size)
         slab = Slab.allocate(geometry, num_blocks, torch.float64)
         slab.data.fill_(float("nan"))
         free = list(range(num_blocks))
         self.random.shuffle(free)
-        unused = free.pop()
-        tables = np.full((len(sequences), self.tables, int(widths.max()) + 1), unused, dtype=np.int32)
-        cells = np.empty((len(sequences), num_layers, num_kv_heads), dtype=np.int32)
-        order = list(range(num_cells + spare_cells))
-        for s in range(len(sequences)):
-            if self.per_head and not sequences[s].num_shared:
-                self.random.shuffle(order)  # who shares blocks shares their cells
-            cells[s] = np.array(order[:num_cells]).reshape(num_layers, num_kv_heads)
-            for t in range(self.tables):
-                num_shared = self._num_shared_blocks(s, t, lengths)
-                tables[s, t, :num_shared] = tables[s - 1, t, :num_shared]
-                for index in range(num_shared, widths[s, t]):
-                    tables[s, t, index] = free.pop()
+        of_groups = zip(self.how.rules, lengths, firsts, strict=True)
+        groups = tuple(self._group(rule, own, first, free) for rule, own, first in of_groups)
+        cells = self._cells(num_cells, num_groups)
         query_starts = np.cumsum([0, *(sequence.num_new for sequence in sequences)]).astype(np.int32)
         num_tokens = int(query_starts[-1])
         case = Case(
-            query=self._normal(num_tokens, num_kv_heads * shape.group, shape.head_dim),
-            key=self._normal(num_tokens, num_kv_heads, shape.head_dim),
-            value=self._normal(num_tokens, num_kv_heads, shape.head_dim),
+            query=self._normal(num_tokens, shape.num_kv_heads * shape.group, shape.head_dim),
+            key=self._normal(num_tokens, shape.num_kv_heads, shape.head_dim),
+            value=self._normal(num_tokens, shape.num_kv_heads, shape.head_dim),
             slab=slab,
             inputs=AttentionInputs(
                 query_starts=query_starts,
-                tables=np.broadcast_to(tables, (len(sequences), num_kv_heads, tables.shape[2])),
-                lengths=np.broadcast_to(lengths, (len(sequences), num_kv_heads)),
-                cells=np.broadcast_to(cells if self.per_head else cells[:1], cells.shape),
+                groups=groups,
+                group_of_layer=tuple(index % num_groups for index in range(num_layers)),
+                cells=np.broadcast_to(cells if self.how.per_head else cells[:1], cells.shape),
             ),
-            layer=self.random.randrange(num_layers),
+            layer=layer,
             scale=sharpness * shape.head_dim**-0.5,
             softcap=softcap,
             dense={},
         )
         self._fill(case)
         return case
+
+    def _all_lengths(self) -> np.ndarray:
+        return np.array([self._lengths(sequence) for sequence in self.sequences], dtype=np.int32)
 
     def _lengths(self, sequence: Lengths) -> list[int]:
         """Return how many entries each table of a sequence has after the step."""
@@ -225,8 +255,53 @@ class _CaseMaker:
             lengths.append(self.random.randint(0, sequence.num_old) + sequence.num_new)
         return lengths
 
+    def _firsts(self, rule: KeepRule, lengths: np.ndarray) -> np.ndarray:
+        """Return which entry the tables of each sequence begin with: one that the rule allows for all of them."""
+        firsts = np.zeros(len(lengths), np.int32)
+        for s, sequence in enumerate(self.sequences):
+            most = rule.first_seen(int(lengths[s].min()) - sequence.num_new) // self.shape.block_size
+            of_its_own = self.random.randint(0, most)
+            firsts[s] = {True: most, False: 0, None: of_its_own}[self.how.trims] * self.shape.block_size
+        return firsts
+
+    def _group(self, rule: KeepRule, lengths: np.ndarray, firsts: np.ndarray, free: list[int]) -> GroupInputs:
+        """Return tables of one group, whose blocks are taken from the free ones, or from the sequence before."""
+        num_seqs, size, num_kv_heads = len(lengths), self.shape.block_size, self.shape.num_kv_heads
+        first_blocks = firsts // size
+        widths = -(-lengths // size) - first_blocks[:, None]
+        tables = np.full((num_seqs, self.tables, int(widths.max()) + 1), free[0], dtype=np.int32)  # that nobody gets
+        for s in range(num_seqs):
+            for t in range(self.tables):
+                num_shared = self._num_shared_blocks(s, t, lengths)
+                for index in range(first_blocks[s], first_blocks[s] + widths[s, t]):
+                    is_shared = index < num_shared and index >= first_blocks[s - 1]
+                    block = tables[s - 1, t, index - first_blocks[s - 1]] if is_shared else free.pop()
+                    tables[s, t, index - first_blocks[s]] = block
+        return GroupInputs(
+            tables=np.broadcast_to(tables, (num_seqs, num_kv_heads, tables.shape[2])),
+            lengths=np.broadcast_to(lengths, (num_seqs, num_kv_heads)),
+            firsts=firsts,
+            keeps=rule,
+        )
+
+    def _cells(self, num_cells: int, num_groups: int) -> np.ndarray:
+        """Return which cells each sequence has for each layer in the blocks of that layer's group."""
+        num_layers, num_kv_heads = self.shape.num_layers, self.shape.num_kv_heads
+        cells = np.empty((len(self.sequences), num_layers * num_groups, num_kv_heads), dtype=np.int32)
+        for group in range(num_groups):
+            order = list(range(num_cells))
+            for s, sequence in enumerate(self.sequences):
+                if self.how.per_head and not sequence.num_shared:
+                    self.random.shuffle(order)  # who shares blocks shares their cells
+                own = np.array(order[: num_layers * num_kv_heads])
+                cells[s, group::num_groups] = own.reshape(num_layers, num_kv_heads)
+        return cells
+
     def _num_shared_blocks(self, s: int, t: int, lengths: np.ndarray) -> int:
-        """Blocks that sequence ``s`` takes from the one before: whole, and written before its own tokens begin."""
+        """Blocks that sequence ``s`` takes from the one before: whole, and written before its own tokens begin.
+
+        But those that the one before has no more are its own, and hold the same.
+        """
         if not s:
             return 0
         num_old = int(lengths[s, t]) - self.sequences[s].num_new
@@ -234,21 +309,22 @@ class _CaseMaker:
 
     def _fill(self, case: Case) -> None:
         """Write what came before the step into the blocks, and note what each head will see."""
-        inputs, slab = case.inputs, case.slab
+        inputs, slab, group = case.inputs, case.slab, case.group
         for s, sequence in enumerate(self.sequences):
             first = int(inputs.query_starts[s])
             new = slice(first, first + sequence.num_new)
             for h in range(self.shape.num_kv_heads):
-                t = h if self.per_head else 0
-                num_old = int(inputs.lengths[s, h]) - sequence.num_new
-                num_shared = self._num_shared_blocks(s, t, inputs.lengths) * slab.block_size
+                t = h if self.how.per_head else 0
+                num_old = int(group.lengths[s, h]) - sequence.num_new
+                num_shared = self._num_shared_blocks(s, t, group.lengths) * slab.block_size
                 keys, values = self._normal(num_old, self.shape.head_dim), self._normal(num_old, self.shape.head_dim)
                 if num_shared:
                     keys[:num_shared], values[:num_shared] = (kv[:num_shared] for kv in case.dense[s - 1, h])
-                entries = np.arange(num_shared, num_old)
-                blocks, slots = inputs.tables[s, h, entries // slab.block_size], entries % slab.block_size
-                slab.keys[blocks, inputs.cells[s, case.layer, h], slots] = keys[num_shared:]
-                slab.values[blocks, inputs.cells[s, case.layer, h], slots] = values[num_shared:]
+                entries = np.arange(group.firsts[s], num_old)
+                entries = entries[(entries >= num_shared) | (entries < group.firsts[s - 1])]  # what it has of its own
+                blocks, slots = case.places(s, h, entries)
+                slab.keys[blocks, inputs.cells[s, case.layer, h], slots] = keys[entries]
+                slab.values[blocks, inputs.cells[s, case.layer, h], slots] = values[entries]
                 case.dense[s, h] = torch.cat([keys, case.key[new, h]]), torch.cat([values, case.value[new, h]])
 
     def _normal(self, *shape: int) -> torch.Tensor:

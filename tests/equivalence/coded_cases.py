@@ -59,7 +59,8 @@ def encoded(case, name, seed, layout=CODEC_LAYOUT, device="cpu"):
     data = torch.full((num_blocks, geometry.bytes_per_block), 0xFF, dtype=torch.uint8)
     made = CodecSlab(data, geometry, constants, layout)
     places = np.zeros(num_blocks, np.int64)  # of each block in its table; who shares it has it at the same place
-    places[case.inputs.tables] = np.arange(case.inputs.tables.shape[2])
+    group = case.group
+    places[group.tables] = np.arange(group.tables.shape[2]) + group.firsts[:, None, None] // slab.block_size
     for cell in range(num_cells):
         blocks, slots = torch.nonzero(~slab.keys[:, cell, :, 0].isnan(), as_tuple=True)
         entries = torch.from_numpy(places)[blocks] * slab.block_size + slots
@@ -79,8 +80,8 @@ def hold_codes(case, expected, slab):
         for h in range(case.key.shape[1]):
             cell = int(case.inputs.cells[s, case.layer, h])
             places, is_choosing = slab.places[cell], slab.codec(cell).values.number == CHOOSING
-            entries = torch.arange(first - last, 0) + int(case.inputs.lengths[s, h])
-            blocks = torch.tensor(case.inputs.tables[s, h])[entries // slab.block_size].long()
+            entries = torch.arange(first - last, 0) + int(case.group.lengths[s, h])
+            blocks = torch.from_numpy(case.places(s, h, entries.numpy())[0]).long()
             read = [one.read(cell, blocks, entries)[1].cpu().double() for one in (expected, slab)]
             for block, entry, value, *both in zip(blocks, entries, case.value[first:last, h], *read, strict=True):
                 errors = [(one - value).square().sum().item() for one in both]
@@ -146,7 +147,7 @@ def encode_extremes(name, *, card=None):
     num_tokens, codec = len(vectors), CELL_CODECS[name]
     geometry = KVGeometry(1, 1, head_dim, 4, num_tokens, CODECS[name])
     constants = some_constants(1, head_dim, 1)
-    inputs = AttentionInputs(
+    inputs = AttentionInputs.of_one_group(
         query_starts=np.array([0, num_tokens], np.int32),
         tables=np.zeros((1, 1, 1), np.int32),
         lengths=np.array([[num_tokens]], np.int32),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import torch
@@ -181,9 +182,9 @@ def poison(slab: AnySlab, num_cells: int, plan: StepPlan) -> None:
         return
     dtype = slab.data.dtype if slab.data.dtype.is_floating_point else torch.float32
     nothing = torch.full((1, slab.head_dim), torch.nan, dtype=dtype)
-    for block_ids, start, num_tokens in zip(plan.block_ids, plan.starts, plan.num_tokens, strict=True):
-        for position in range(start, start + num_tokens):
-            block = block_ids[position // slab.block_size]
+    for tables, start, num_tokens in zip(plan.tables, plan.starts, plan.num_tokens, strict=True):
+        for table, position in product(tables, range(start, start + num_tokens)):
+            block = table.block_ids[position // slab.block_size - table.num_trimmed]
             for cell in range(num_cells):
                 slab.write(cell, torch.tensor([block]), torch.tensor([position]), (nothing, nothing))
 

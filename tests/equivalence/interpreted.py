@@ -53,7 +53,7 @@ def attend_in_window(shape, sequences, window, bound, **made):
             scores = case.query[token, h * group : (h + 1) * group] @ keys[seen].T * case.scale
             expected[token, h * group : (h + 1) * group] = scores.softmax(-1) @ values[seen]
         before = max(0, len(keys) - (stop - first) + 1 - window) // shape.block_size
-        for block in case.inputs.tables[s, h, :before].tolist():
+        for block in case.group.tables[s, h, :before].tolist():
             case.slab.data[block, case.inputs.cells[s, case.layer, h]] = float("nan")
     output, _ = _run(case, torch.float32, window=window)
     error = (output - expected).abs().max().item()
@@ -123,8 +123,7 @@ def _hold_writes(case, slab):
     for s in range(case.inputs.num_seqs):
         first, last = case.inputs.query_starts[s : s + 2].tolist()
         for h in range(case.key.shape[1]):
-            entries = np.arange(first - last, 0) + case.inputs.lengths[s, h]
-            blocks, slots = case.inputs.tables[s, h, entries // slab.block_size], entries % slab.block_size
+            blocks, slots = case.places(s, h, np.arange(first - last, 0) + case.group.lengths[s, h])
             at = blocks, case.inputs.cells[s, case.layer, h], slots
             expected.keys[at] = case.key[first:last, h].to(slab.data.dtype)
             expected.values[at] = case.value[first:last, h].to(slab.data.dtype)

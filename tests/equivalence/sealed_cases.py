@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 
-from pagefold.kv import CODECS, KVGeometry
-from pagefold.runner.attention import AttentionInputs, choose_backend
+from pagefold.kv import CODECS, KEEP_ALL, KVGeometry
+from pagefold.runner.attention import AttentionInputs, GroupInputs, choose_backend
 from pagefold.runner.attention.reference import reference_attention
 from pagefold.runner.sealed_slab import SEALED_LAYOUT, SEALED_ROWS_LAYOUT, SealedSlab
 
@@ -23,23 +21,30 @@ class SealedCase:
         sequences: of each the tokens it had, those it computes, and how many of the sequence before it shares: whole
             blocks, also some that the step fills.
         seed: of all numbers.
+        rule: what is kept.
+        trims: whether tables begin as late as the rule allows, rather than with the first entry.
     """
 
-    def __init__(self, shape, sequences, seed):
+    def __init__(self, shape, sequences, seed, rule=KEEP_ALL, *, trims=False):
         size, heads, dim = shape.block_size, shape.num_kv_heads, shape.head_dim
         self.shape, self.random = shape, torch.Generator().manual_seed(seed)
         self.geometry = KVGeometry(2, heads, dim, 4, size, CODECS["kivi2"])
-        rows, tables, num_blocks = [], [], 0
+        rows, tables, firsts, num_blocks = [], [], [], 0
         for num_old, num_wanted, num_shared in sequences:
             inside = num_old % size  # then it goes no further than its block
             end = num_old + (min(num_wanted, size - inside) if inside else num_wanted)
             shared = min(num_shared, num_old) // size if rows else 0
             shared = min(shared, rows[-1][1] // size) if rows else 0
-            own = range(num_blocks, num_blocks + -(-end // size) - shared)
-            tables.append([*(tables[-1][:shared] if shared else ()), *own])
+            first = rule.first_seen(num_old) // size if trims else 0
+            table = []
+            for index in range(first, -(-end // size)):
+                is_shared = index < shared and index >= firsts[-1]
+                table.append(tables[-1][index - firsts[-1]] if is_shared else num_blocks)
+                num_blocks += not is_shared
+            tables.append(table)
+            firsts.append(first)
             rows.append((num_old, end, shared))
-            num_blocks += len(own)
-        order = torch.randperm(num_blocks, generator=self.random).tolist()
+        order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).tolist()
         tables = [[order[block] for block in table] for table in tables]
         width = max(map(len, tables))
         padded = np.array([table + [0] * (width - len(table)) for table in tables], np.int32)
@@ -48,24 +53,46 @@ class SealedCase:
         self.slab = SealedSlab.allocate(self.geometry, num_blocks, len(rows) + 2, centres)
         self.slab.data.fill_(0xFF)
         self.slab.residuals.fill_(torch.nan)
-        for (num_old, _, shared), table, residual_id in zip(rows, tables, residual_ids.tolist(), strict=True):
+        self.sealed = {}
+        for s, (num_old, _, _) in enumerate(rows):
             for cell in range(2 * heads):
-                for index in range(shared, num_old // size):
-                    self.slab.seal(cell, table[index], self.randn(size, dim).half(), self.randn(size, dim).half())
-                for part in self.slab.residual(cell, residual_id):
+                self._fill(cell, s, rows, tables[s], firsts[s])
+                for part in self.slab.residual(cell, int(residual_ids[s])):
                     part[: num_old % size] = self.randn(num_old % size, dim).half()
         counts = [end - num_old for num_old, end, _ in rows]
         ends = np.array([end for _, end, _ in rows], np.int32)
         cells = np.arange(2 * heads, dtype=np.int32).reshape(1, 2, heads)
-        self.inputs = AttentionInputs(
-            np.cumsum([0, *counts], dtype=np.int32),
+        group = GroupInputs(
             np.broadcast_to(padded[:, None], (len(rows), heads, width)),
             np.broadcast_to(ends[:, None], (len(rows), heads)),
+            np.array(firsts, np.int32) * size,
+            rule,
+        )
+        self.inputs = AttentionInputs(
+            np.cumsum([0, *counts], dtype=np.int32),
+            (group,),
+            (0, 0),
             np.broadcast_to(cells, (len(rows), 2, heads)),
             residual_ids,
         )
         self.query = self.randn(sum(counts), heads * shape.group, dim)
         self.key, self.value = self.randn(sum(counts), heads, dim), self.randn(sum(counts), heads, dim)
+
+    def _fill(self, cell, s, rows, table, first):
+        """Seal what sequence ``s`` had before the step; what it shares is as the sequence before has it.
+
+        Numbers are drawn of blocks that it holds no more, too: they are the same however tables begin.
+        """
+        (num_old, _, shared), size = rows[s], self.shape.block_size
+        for index in range(num_old // size):
+            if index < shared:
+                block = self.sealed.get((cell, s - 1, index))  # none if the step writes it
+            else:
+                block = [self.randn(size, self.shape.head_dim).half() for _ in range(2)]
+            if block is not None:
+                self.sealed[cell, s, index] = block
+                if index >= first:
+                    self.slab.seal(cell, table[index - first], *block)
 
     def randn(self, *shape):
         return torch.randn(*shape, generator=self.random)
@@ -94,13 +121,13 @@ class SealedCase:
     def padded(self, num_padding):
         """Return the inputs with rows that only fill up a batch behind them."""
         real = self.inputs
-        tables, lengths = real.tables[:, :1], real.lengths[:, :1]
+        group = real.only_group
+        tables, lengths = group.tables[:, :1], group.lengths[:, :1]
         tables = np.concatenate([tables, np.zeros((num_padding, 1, tables.shape[2]), np.int32)])
         lengths = np.concatenate([lengths, np.zeros((num_padding, 1), np.int32)])
         num_rows, heads = len(lengths), self.shape.num_kv_heads
         last = real.query_starts[-1]
-        return replace(
-            real,
+        return AttentionInputs.of_one_group(
             query_starts=np.concatenate(
                 [real.query_starts, np.arange(last + 1, last + num_padding + 1, dtype=np.int32)]
             ),
@@ -168,7 +195,7 @@ def seal_extremes(dim, *, card=None):
     blocks += [torch.where(first, bad, some) for bad in (torch.inf, -torch.inf, torch.nan)] + [some * torch.nan]
     vectors = torch.cat(blocks)[:, None]
     geometry = KVGeometry(1, 1, dim, 4, size, CODECS["kivi2"])
-    inputs = AttentionInputs(
+    inputs = AttentionInputs.of_one_group(
         query_starts=np.array([0, len(vectors)], np.int32),
         tables=np.arange(len(blocks), dtype=np.int32)[None, None],
         lengths=np.array([[len(vectors)]], np.int32),

@@ -12,7 +12,7 @@ An issue that brings a new engine (tiers, a codec, a device) passes its own ``En
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
@@ -106,6 +106,11 @@ class Setting:
     max_prompt_tokens: int | None = None
     seed: int = 0
     at_least: Counts | None = None
+
+    @property
+    def stays_on_device(self) -> bool:
+        """Whether blocks are as they are computed, and nowhere else than on the device."""
+        return not self.num_host_blocks and self.streamed_share is None and self.kv_cache_dtype == "auto"
 
 
 @dataclass
@@ -206,13 +211,17 @@ def build(setting: Setting, folder: Path, budget: Budget, emit: Emit) -> Engine:
     element_bytes = 8 if setting.dtype == "float64" else 4
     codec = CODECS.get(setting.kv_cache_dtype)
     geometry = KVGeometry(spec.num_layers, spec.num_kv_heads, spec.head_dim, element_bytes, setting.block_size, codec)
+    num_blocks = budget.num_blocks
+    if spec.keeps and setting.stays_on_device:
+        geometry = replace(geometry, keeps=spec.keeps)
+        num_spare = num_blocks - -(-budget.max_model_len // setting.block_size)
+        num_blocks = num_spare + geometry.layout.num_blocks_for(budget.max_model_len, setting.max_num_batched_tokens)
     config = EngineConfig(
         model=str(folder),
         dtype=setting.dtype,
         block_size=setting.block_size,
         kv_cache_dtype=setting.kv_cache_dtype,
-        kv_cache_memory_bytes=budget.num_blocks * geometry.bytes_per_block
-        + setting.max_num_seqs * geometry.residual_bytes,
+        kv_cache_memory_bytes=num_blocks * geometry.bytes_per_block + setting.max_num_seqs * geometry.residual_bytes,
         kv_offloading_size=budget.num_host_blocks * geometry.bytes_per_block / 2**30,
         allow_streaming=setting.streamed_share is not None,
         max_model_len=budget.max_model_len,

@@ -88,8 +88,7 @@ def hold_writes(case, name, slab):
         first, last = case.inputs.query_starts[s : s + 2].tolist()
         for h in range(case.key.shape[1]):
             cell = case.inputs.cells[s, case.layer, h]
-            entries = np.arange(first - last, 0) + case.inputs.lengths[s, h]
-            blocks, slots = case.inputs.tables[s, h, entries // slab.block_size], entries % slab.block_size
+            blocks, slots = case.places(s, h, np.arange(first - last, 0) + case.group.lengths[s, h])
             keys[blocks, cell, slots] = case.key[first:last, h].to(keys.dtype)
             values[blocks, cell, slots] = case.value[first:last, h].to(keys.dtype)
     np.testing.assert_array_equal(slab.data.numpy(), expected.data.numpy(), f"{name} has written elsewhere")

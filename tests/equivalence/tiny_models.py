@@ -89,6 +89,19 @@ def gemma2(sliding_window: int = MAX_POSITIONS) -> PretrainedConfig:
     return Gemma2Config(**_sizes(num_kv_heads=2), **capping, sliding_window=sliding_window)
 
 
+def gemma3(sliding_window: int = 24) -> PretrainedConfig:
+    """Return a Gemma 3 of two full and two sliding layers, which have another rope; no prompt fits into its windows."""
+    from transformers import Gemma3TextConfig
+
+    ropes = {
+        "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    layer_types = ["sliding_attention", "full_attention"] * 2
+    windows = {"sliding_window": sliding_window, "layer_types": layer_types, "rope_parameters": ropes}
+    return Gemma3TextConfig(**_sizes(num_kv_heads=2, num_layers=4), **windows, query_pre_attn_scalar=24)
+
+
 def _gpt_neox() -> PretrainedConfig:
     from transformers import GPTNeoXConfig
 
@@ -111,6 +124,7 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "phi3-longrope": _phi3_long,
     "gemma2": gemma2,
     "gemma2-window-64": lambda: gemma2(sliding_window=64),
+    "gemma3": gemma3,
     "gpt-neox": _gpt_neox,
 }
 """Configs by name: Llama with grouped, multi-head and multi-query attention and with Llama 3's rope, Qwen3 (norms of q

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagefold.kv import BlockId, BlockTable, KVGeometry
-from pagefold.runner.inputs import make_inputs
+from pagefold.kv import BlockId, BlockTable, CacheGroup, KeepRule, KVGeometry
+from pagefold.runner.inputs import _group_inputs, _layers_of, make_inputs
 from pagefold.steps import StepPlan
 
 ROWS = st.lists(
@@ -43,7 +43,7 @@ def plan_of(rows, block_size, data):
 def test_every_token_has_its_position_and_every_position_its_block(rows, geometry, data):
     plan = plan_of(rows, geometry.block_size, data)
     inputs = make_inputs(plan, geometry)
-    attention = inputs.attention
+    attention, group = inputs.attention, inputs.attention.only_group
     assert inputs.token_ids.tolist() == [plan.token_ids.tolist()]
     assert inputs.positions.tolist() == [[start + i for start, num_tokens, _ in rows for i in range(num_tokens)]]
     assert attention.num_seqs == len(rows)
@@ -53,10 +53,10 @@ def test_every_token_has_its_position_and_every_position_its_block(rows, geometr
         assert attention.query_starts[row : row + 2].tolist() == [first, last]
         first = last
         for head in range(geometry.num_kv_heads):
-            assert attention.lengths[row, head] == start + num_tokens
+            assert group.lengths[row, head] == start + num_tokens
             for position in range(start + num_tokens):
                 at = position // geometry.block_size
-                assert attention.tables[row, head, at] == plan.block_ids[row][at]
+                assert group.tables[row, head, at] == plan.block_ids[row][at]
             for layer in range(geometry.num_layers):
                 assert attention.cells[row, layer, head] == geometry.groups[0].cell(layer, head)
 
@@ -81,14 +81,15 @@ def test_logits_are_wanted_of_the_last_token_of_each_row_that_samples_once(rows,
 def test_types_and_shapes_are_those_of_the_signature_and_nothing_is_copied(rows, geometry, data):
     inputs = make_inputs(plan_of(rows, geometry.block_size, data), geometry)
     attention, heads, layers = inputs.attention, geometry.num_kv_heads, geometry.num_layers
+    group = attention.only_group
     width = max(-(-(start + num_tokens) // geometry.block_size) for start, num_tokens, _ in rows)
-    assert attention.tables.shape == (len(rows), heads, width)
-    assert attention.lengths.shape == (len(rows), heads)
+    assert group.tables.shape == (len(rows), heads, width)
+    assert group.lengths.shape == (len(rows), heads)
     assert attention.cells.shape == (len(rows), layers, heads)
-    columns = (attention.query_starts, attention.tables, attention.lengths, attention.cells)
+    columns = (attention.query_starts, group.tables, group.lengths, group.firsts, attention.cells)
     assert all(column.dtype == np.int32 for column in columns)
     assert (inputs.token_ids.dtype, inputs.positions.dtype) == (torch.int64, torch.int64)
-    assert attention.tables.strides[1] == attention.lengths.strides[1] == attention.cells.strides[0] == 0
+    assert group.tables.strides[1] == group.lengths.strides[1] == attention.cells.strides[0] == 0
 
 
 def test_a_prefill_and_a_decode_row():
@@ -98,8 +99,28 @@ def test_a_prefill_and_a_decode_row():
     inputs = make_inputs(plan, KVGeometry(num_layers=2, num_kv_heads=1, head_dim=8, element_bytes=4, block_size=4))
     assert inputs.positions.tolist() == [[0, 1, 2, 3, 4, 17]]
     assert inputs.attention.query_starts.tolist() == [0, 5, 6]
-    assert inputs.attention.lengths.tolist() == [[5], [18]]
-    assert inputs.attention.tables[0, 0, :2].tolist() == [3, 9]
-    assert inputs.attention.tables[1, 0].tolist() == [5, 4, 6, 2, 8]
+    assert inputs.attention.only_group.lengths.tolist() == [[5], [18]]
+    assert inputs.attention.only_group.tables[0, 0, :2].tolist() == [3, 9]
+    assert inputs.attention.only_group.tables[1, 0].tolist() == [5, 4, 6, 2, 8]
     assert inputs.attention.cells.tolist() == [[[0], [1]], [[0], [1]]]
     assert inputs.logit_rows.tolist() == [5]
+
+
+def test_tables_of_a_group_that_has_given_blocks_back():
+    """Three sequences that keep 8 tokens: of 5, of 21, whose table begins with entry 12, and of 40."""
+    group = CacheGroup((0, 2), num_kv_heads=2, block_size=4, window=8)
+    firsts, ends = np.array([0, 12, 32], np.int32), np.array([5, 21, 40])
+    inputs = _group_inputs([[7, 8, 9], [1, 2, 3], [4, 5]], firsts, ends, group)
+    assert inputs.tables[:, 0].tolist() == [[7, 8, 0], [1, 2, 3], [4, 5, 0]]
+    assert inputs.lengths.tolist() == [[5, 5], [21, 21], [40, 40]]
+    assert inputs.firsts.tolist() == [0, 12, 32]
+    assert inputs.keeps == KeepRule(8)
+    assert inputs.tables.strides[1] == inputs.lengths.strides[1] == 0
+
+
+def test_each_layer_has_cells_in_blocks_of_its_own_group():
+    groups = CacheGroup((0, 1, 3), 2, 16, window=8), CacheGroup((2, 4), 2, 16)
+    group_of_layer, cells = _layers_of(groups)
+    assert group_of_layer == (0, 0, 1, 0, 1)
+    assert cells.tolist() == [[0, 1], [2, 3], [0, 1], [4, 5], [2, 3]]
+    assert cells.dtype == np.int32

@@ -172,7 +172,7 @@ ODD = {
     "sliding window": (
         "MistralConfig",
         SIZES | {"sliding_window": 63},
-        "asks for sliding_window=63, less than max_model_len=64",
+        "asks for sliding_window=63, where the cache keeps all of up to 64 tokens",
     ),
     "windows in some layers": (
         "Gemma2Config",

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pagefold.memory.capacity import Capacity
     from pagefold.runner.card import Card
     from pagefold.runner.codecs.constants import CodecConstants
-    from pagefold.runner.models import ModelSpec
+    from pagefold.runner.models import Limit, ModelSpec
 
 __all__ = ["Blueprint"]
 
@@ -43,3 +43,11 @@ class Blueprint:
     device: str = "cpu"
     card: Card | None = None
     constants: CodecConstants | None = None
+
+    @property
+    def limit(self) -> Limit:
+        """Up to which length it is computed as it is meant."""
+        from pagefold.runner.models import Limit  # noqa: PLC0415 - heavy rooms are entered when they are needed
+
+        spec = self.spec
+        return spec.windowed_limit if self.geometry.keeps else Limit(spec.max_exact_len, spec.limit)

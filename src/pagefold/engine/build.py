@@ -79,9 +79,10 @@ def build_engine(
     check_quality(config, dtype, lambda: content_fingerprint(spec.folder, cache_dir()), cache_dir(), _log.warning)
     for line in hardware_of(blueprint).lines(blueprint):
         say(line)
-    if spec.limit:
-        longest = f"{spec.max_exact_len:,} of {spec.max_positions:,} tokens"
-        say(f"limit      {longest}, beyond which {spec.limit} is not computed yet")
+    limit = blueprint.limit
+    if limit.what:
+        longest = f"{limit.length:,} of {spec.max_positions:,} tokens"
+        say(f"limit      {longest}, beyond which {limit.what} is not computed yet")
     blueprint = replace(blueprint, constants=_constants(blueprint, say))
     namespace = namespace_of(blueprint)
     if config.has_slow_tiers:  # refused before weights are loaded
@@ -141,6 +142,7 @@ def _assemble(
     core = KVCore(
         capacity.num_blocks,
         block_size=config.block_size,
+        rules=[group.keeps for group in geometry.groups],
         policy=make_policy(config.eviction_policy),
         enable_prefix_caching=config.enable_prefix_caching,
         pin_limits=PinLimits(config.max_pinned_share, config.pin_half_life_s),

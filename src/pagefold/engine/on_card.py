@@ -93,9 +93,9 @@ def capacity_on_card(blueprint: Blueprint, use: CardUse, host_bytes: int = 0) ->
         ConfigError: ``max_model_len`` is beyond the model.
         DoesNotFitError, BudgetTooSmallError: with how much is missing, and settings that do.
     """
-    config, spec, card, layout = blueprint.config, blueprint.spec, blueprint.card, blueprint.geometry.layout
+    config, card, layout = blueprint.config, blueprint.card, blueprint.geometry.layout
     assert card is not None, "a card's capacity without one"
-    longest, asked_len = spec.max_exact_len, config.max_model_len
+    longest, asked_len = blueprint.limit.length, config.max_model_len
     kv_bytes = budget_on_card(
         CardBudget(card.total_bytes, card.free_bytes, config.gpu_memory_utilization),
         use,
@@ -109,7 +109,7 @@ def capacity_on_card(blueprint: Blueprint, use: CardUse, host_bytes: int = 0) ->
         layout=layout,
         weight_bytes=use.weight_bytes,
         model_max_len=longest,
-        model_limit=spec.limit,
+        model_limit=blueprint.limit.what,
         max_model_len=asked_len,
         kv_cache_memory_bytes=kv_bytes,
         max_num_seqs=config.max_num_seqs,

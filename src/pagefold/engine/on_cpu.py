@@ -34,14 +34,15 @@ class OnCpu:
         capacity = plan_capacity(
             layout=geometry.layout,
             weight_bytes=spec.num_parameters * (1 if config.quantization else blueprint.dtype.itemsize),
-            model_max_len=spec.max_exact_len,
-            model_limit=spec.limit,
+            model_max_len=blueprint.limit.length,
+            model_limit=blueprint.limit.what,
             max_model_len=config.max_model_len,
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
             max_num_seqs=config.max_num_seqs,
             available_bytes=available_bytes,
             host_bytes=host_bytes_for(config, geometry, available_bytes),
             allow_streaming=config.allow_streaming,
+            max_num_batched_tokens=config.max_num_batched_tokens,
         )
         choose_backend(
             config.attention_backend,

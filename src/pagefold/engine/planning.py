@@ -50,8 +50,10 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
     spec = inspect_model(folder)
     dtype: torch.dtype = getattr(torch, _dtype(config, device, spec))
     check_attention(config, device, dtype, spec.head_dim)
-    geometry = geometry_of(config, spec, dtype)
     is_fused = _is_fused(config, spec, dtype, device)
+    geometry = geometry_of(config, spec, dtype)
+    if spec.keeps and device == "cpu" and not is_fused and _keeps_windows(config, geometry):
+        geometry = replace(geometry, keeps=spec.keeps)
     assert device == "cpu" or card is not None, "it was chosen"
     card = None if device == "cpu" else card
     blueprint = Blueprint(config, spec, geometry, _NOTHING, dtype, is_fused, device, card)
@@ -98,6 +100,12 @@ def geometry_of(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> KV
         _check_sealing(config, spec)
     skip_codec = CODECS["bfloat16" if str(dtype) == "torch.bfloat16" else "float16"]
     return KVGeometry(*shape, CODECS[name], skipped, skip_codec if skipped else None)
+
+
+def _keeps_windows(config: EngineConfig, geometry: KVGeometry) -> bool:
+    """Whether windows are computed, rather than no sequence longer than they are: what leaves the device is not yet."""
+    has_tiers = config.kv_offloading_size or config.has_slow_tiers or config.allow_streaming
+    return geometry.codec is None and not has_tiers
 
 
 def _check_sealing(config: EngineConfig, spec: ModelSpec) -> None:

@@ -101,11 +101,18 @@ class CacheGroup:
         """
         return self.layers.index(layer) * self.num_kv_heads + kv_head
 
-    def num_blocks_for(self, num_tokens: int) -> int:
+    def num_blocks_for(self, num_tokens: int, num_new: int | None = None) -> int:
         """Return how many blocks a sequence of ``num_tokens`` holds at once in this group.
 
         The last ``window`` tokens seldom begin where a block does, so they lie in one block more than they fill.
+
+        Args:
+            num_tokens: of the sequence.
+            num_new: how many of them our own steps write at a time, beside what is kept; None for what any engine
+                needs at least.
         """
+        if num_new is not None:
+            return self.keeps.num_blocks_for(num_tokens, num_new, self.block_size)
         num_blocks = num_blocks_for(num_tokens, self.block_size)
         if self.window is None:
             return num_blocks
@@ -164,16 +171,19 @@ class CacheLayout:
         """Return how many whole blocks a budget holds."""
         return max(0, budget_bytes) // self.bytes_per_block
 
-    def num_blocks_for(self, num_tokens: int) -> int:
-        """Return how many blocks a sequence of ``num_tokens`` holds, of all groups and its state."""
-        return self.num_state_blocks + sum(group.num_blocks_for(num_tokens) for group in self.groups)
+    def num_blocks_for(self, num_tokens: int, num_new: int | None = None) -> int:
+        """Return how many blocks a sequence of ``num_tokens`` holds, of all groups and its state.
 
-    def longest_in(self, num_blocks: int, at_most: int) -> int:
+        Arguments are those of :meth:`CacheGroup.num_blocks_for`.
+        """
+        return self.num_state_blocks + sum(group.num_blocks_for(num_tokens, num_new) for group in self.groups)
+
+    def longest_in(self, num_blocks: int, at_most: int, num_new: int | None = None) -> int:
         """Return the most tokens, up to ``at_most``, of a sequence that ``num_blocks`` hold; 0 if they hold none."""
         low, high = 0, at_most
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.num_blocks_for(middle) <= num_blocks else (low, middle - 1)
+            low, high = (middle, high) if self.num_blocks_for(middle, num_new) <= num_blocks else (low, middle - 1)
         return low
 
 
@@ -235,7 +245,7 @@ def lay_out(
 
 @dataclass(frozen=True)
 class KVGeometry:
-    """Shape of a model's KV, one group with all cells: MHA, GQA and MQA without windows. What a slab is made of.
+    """Shape of a model's KV: MHA, GQA and MQA, with or without windows. What a slab is made of.
 
     Bytes a token are, of every cell, those of a K and of a V in the cell's codec; without one
     ``2 * num_layers * num_kv_heads * head_dim * element_bytes``. With as many KV heads as query heads this is MHA, with
@@ -248,6 +258,7 @@ class KVGeometry:
         codec: how K and V are stored; None for as they are computed.
         skip_layers: layers that are stored by ``skip_codec`` instead.
         skip_codec: how these are stored; None for as they are computed.
+        keeps: what each layer keeps; empty where all keep all. Then there is one group, which holds every cell.
     """
 
     num_layers: int
@@ -258,6 +269,7 @@ class KVGeometry:
     codec: Codec | None = None
     skip_layers: tuple[int, ...] = ()
     skip_codec: Codec | None = None
+    keeps: tuple[KeepRule, ...] = ()
 
     def codec_of(self, layer: int) -> Codec:
         """Return how a layer's K and V are stored."""
@@ -277,9 +289,13 @@ class KVGeometry:
 
     @cached_property
     def layout(self) -> CacheLayout:
-        """All layers in one group, also where their codecs differ: blocks are equal because each holds all of them."""
+        """Layers that keep all in one group, also where their codecs differ: each block holds all of them."""
         one = LayerKV(self.num_kv_heads, self.head_dim, self.head_dim)
         codec = (self.codec or plain_codec(self.element_bytes)).in_blocks(self.block_size)
+        if any(keep.trims for keep in self.keeps):
+            assert self.codec is None, "codecs and windows"
+            kept = [replace(one, window=keep.window, is_chunked=keep.is_chunked) for keep in self.keeps]
+            return lay_out(kept, codec, block_size=self.block_size)
         layers = tuple(
             replace(one, codec=self.codec_of(layer)) if layer in self.skip_layers else one
             for layer in range(self.num_layers)
@@ -290,7 +306,7 @@ class KVGeometry:
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
-        """The cache groups: one, which holds every cell."""
+        """The cache groups."""
         return self.layout.groups
 
     @property

@@ -42,6 +42,7 @@ class Capacity:
         num_blocks_per_request: blocks of a sequence of ``max_model_len``.
         num_host_blocks: blocks that the host keeps of those that were evicted.
         host_bytes: bytes of the host's blocks.
+        num_groups: cache groups, each of which has blocks of its own of a sequence.
         num_residuals: running sequences that have room for an unsealed block in 16 bit; 0 where blocks are not sealed.
         residual_bytes: bytes of all that room.
     """
@@ -54,6 +55,7 @@ class Capacity:
     num_blocks_per_request: int
     num_host_blocks: int = 0
     host_bytes: int = 0
+    num_groups: int = 1
     num_residuals: int = 0
     residual_bytes: int = 0
 
@@ -64,8 +66,8 @@ class Capacity:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that all blocks hold."""
-        return self.num_blocks * self.block_size
+        """Tokens that all blocks hold, in every layer."""
+        return self.num_blocks // self.num_groups * self.block_size
 
     @property
     def max_concurrency(self) -> float:
@@ -101,6 +103,7 @@ def plan_capacity(  # noqa: PLR0913 - the facts that it weighs, by name
     available_bytes: int,
     host_bytes: int = 0,
     allow_streaming: bool = False,
+    max_num_batched_tokens: int | None = None,
     is_ours: bool = False,
 ) -> Capacity:
     """Decide budget, blocks and ``max_model_len``.
@@ -116,6 +119,7 @@ def plan_capacity(  # noqa: PLR0913 - the facts that it weighs, by name
         available_bytes: memory that is free before the weights are loaded.
         host_bytes: what to set aside for blocks that are evicted, of the same memory.
         allow_streaming: whether a sequence may be larger than the budget, and lie in those blocks for the rest.
+        max_num_batched_tokens: what a step of ours writes, beside what windows keep; None for another engine.
         is_ours: whether all of it is for weights and blocks, as on a GPU whose share for the rest is already taken off;
             the default budget is then all that the weights leave.
 
@@ -145,7 +149,10 @@ def plan_capacity(  # noqa: PLR0913 - the facts that it weighs, by name
     budget = kv_cache_memory_bytes
     wanted_len = model_max_len if max_model_len is None or max_model_len == "auto" else max_model_len
     if budget is None:
-        enough = max(max_num_seqs * layout.num_blocks_for(wanted_len), _MIN_DEFAULT_TOKENS // layout.block_size)
+        enough = max(
+            max_num_seqs * layout.num_blocks_for(wanted_len, max_num_batched_tokens),
+            _MIN_DEFAULT_TOKENS // layout.block_size,
+        )
         most = enough * layout.bytes_per_block + residual_bytes
         budget = left if is_ours else min(int(left * KV_SHARE_OF_FREE_MEMORY), most)
     elif budget > left:
@@ -157,10 +164,10 @@ def plan_capacity(  # noqa: PLR0913 - the facts that it weighs, by name
         raise DoesNotFitError(msg, missing_bytes=budget - left, remedy=remedy)
     num_blocks = layout.num_blocks(budget - residual_bytes)
     num_usable = _num_streamed(num_blocks, num_host_blocks) if allow_streaming else num_blocks
-    longest = layout.longest_in(num_usable, model_max_len)
+    longest = layout.longest_in(num_usable, model_max_len, max_num_batched_tokens)
     if max_model_len == "auto":
         wanted_len = longest
-    num_blocks_needed = layout.num_blocks_for(max(wanted_len, 2))
+    num_blocks_needed = layout.num_blocks_for(max(wanted_len, 2), max_num_batched_tokens)
     if num_usable < num_blocks_needed:
         msg = (
             f"The KV budget of {budget:,} bytes is {num_blocks} blocks of {layout.bytes_per_block:,} bytes"
@@ -178,6 +185,7 @@ def plan_capacity(  # noqa: PLR0913 - the facts that it weighs, by name
         num_blocks_per_request=num_blocks_needed,
         num_host_blocks=num_host_blocks,
         host_bytes=num_host_blocks * layout.bytes_per_block,
+        num_groups=len(layout.groups),
         num_residuals=max_num_seqs if residual_bytes else 0,
         residual_bytes=residual_bytes,
     )

@@ -100,7 +100,7 @@ class DecodeGraphs:
         return (
             num_rows == inputs.token_ids.shape[1] == len(inputs.logit_rows)
             and num_rows <= self.sizes[-1]
-            and attention.tables.shape[2] <= self._width
+            and attention.only_group.tables.shape[2] <= self._width
         )
 
     def capture(self, like: StepInputs) -> None:
@@ -170,12 +170,12 @@ class _Graph:
         """Fill in a step's rows and replay. At most one step before is in flight when the host's copy is written."""
         token_ids, positions, lengths, tables, residual_ids = self._arrays
         attention = inputs.attention
-        num_rows = attention.num_seqs
+        num_rows, group = attention.num_seqs, attention.only_group
         token_ids[0, :num_rows] = inputs.token_ids[0].numpy()
         positions[0, :num_rows] = inputs.positions[0].numpy()
-        lengths[:num_rows, 0] = attention.lengths[:, 0]
+        lengths[:num_rows, 0] = group.lengths[:, 0]
         lengths[num_rows:] = 0
-        tables[:num_rows, 0, : attention.tables.shape[2]] = attention.tables[:, 0]
+        tables[:num_rows, 0, : group.tables.shape[2]] = group.tables[:, 0]
         if attention.residual_ids is not None:
             residual_ids[:num_rows] = attention.residual_ids
         host, *others = self._hosts

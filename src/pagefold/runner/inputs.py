@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
-from pagefold.runner.attention import AttentionInputs
+from pagefold.runner.attention import AttentionInputs, GroupInputs
 from pagefold.runner.attention.cuda.columns import plan_columns
 from pagefold.runner.attention.device_columns import DeviceColumns
 from pagefold.runner.to_device import pack
 
 if TYPE_CHECKING:
-    from pagefold.kv import KVGeometry
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from pagefold.kv import BlockId, CacheGroup, KVGeometry
     from pagefold.steps import Moves, StepPlan
 
 __all__ = ["LateTokens", "StepInputs", "fill_in", "late_tokens", "make_inputs", "on_card"]
@@ -59,17 +64,16 @@ class StepInputs:
 
 
 def make_inputs(plan: StepPlan, geometry: KVGeometry) -> StepInputs:
-    """Turn ``plan`` into tensors. All heads of a sequence share its table and length: broadcast, stride 0."""
+    """Turn ``plan`` into tensors. All heads of a sequence share its tables and lengths: broadcast, stride 0.
+
+    In all cache groups of today, a token's entry has the number of its position.
+    """
     starts = np.array(plan.starts, dtype=np.int64)
     num_tokens = np.array(plan.num_tokens, dtype=np.int64)
     query_starts = np.zeros(plan.num_rows + 1, dtype=np.int32)
     np.cumsum(num_tokens, out=query_starts[1:])
     positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], num_tokens)
     ends = starts + num_tokens
-    widths = -(-ends // geometry.block_size)
-    tables = np.zeros((plan.num_rows, int(widths.max())), dtype=np.int32)
-    for row, (block_ids, width) in enumerate(zip(plan.block_ids, widths.tolist(), strict=True)):
-        tables[row, :width] = block_ids[:width]
     places = {row: place for place, row in enumerate(dict.fromkeys(plan.sampling_rows))}
     logit_rows = query_starts[1:][list(places)].astype(np.int64) - 1
     if plan.prompt_parts:
@@ -78,9 +82,12 @@ def make_inputs(plan: StepPlan, geometry: KVGeometry) -> StepInputs:
     samples = None
     if len(places) < len(plan.sampling_rows):
         samples = torch.tensor([places[row] for row in plan.sampling_rows])
-    num_layers, num_kv_heads = geometry.num_layers, geometry.num_kv_heads
-    cells = np.arange(num_layers * num_kv_heads, dtype=np.int32).reshape(1, num_layers, num_kv_heads)
-    num_rows, max_blocks = tables.shape
+    group_of_layer, cells = _layers_of(geometry.groups)
+    groups = []
+    for index, group in enumerate(geometry.groups):
+        tables = [row[index] for row in plan.tables]
+        begins = np.array([table.num_trimmed * group.block_size for table in tables], np.int32)
+        groups.append(_group_inputs([table.block_ids for table in tables], begins, ends, group))
     return StepInputs(
         token_ids=torch.from_numpy(np.array(plan.token_ids, dtype=np.int64))[None],
         positions=torch.from_numpy(positions)[None],
@@ -88,12 +95,47 @@ def make_inputs(plan: StepPlan, geometry: KVGeometry) -> StepInputs:
         samples=samples,
         attention=AttentionInputs(
             query_starts=query_starts,
-            tables=np.broadcast_to(tables[:, None], (num_rows, num_kv_heads, max_blocks)),
-            lengths=np.broadcast_to(ends.astype(np.int32)[:, None], (num_rows, num_kv_heads)),
-            cells=np.broadcast_to(cells, (num_rows, num_layers, num_kv_heads)),
+            groups=tuple(groups),
+            group_of_layer=group_of_layer,
+            cells=np.broadcast_to(cells, (plan.num_rows, *cells.shape)),
             residual_ids=np.array(plan.residual_ids, dtype=np.int32) if plan.residual_ids else None,
         ),
     )
+
+
+def _group_inputs(
+    tables: Sequence[Sequence[BlockId]], firsts: NDArray[np.int32], ends: NDArray[np.int64], group: CacheGroup
+) -> GroupInputs:
+    """Return where one cache group has the entries of each row.
+
+    Args:
+        tables: the block ids of each row, which may hold more blocks than the row fills.
+        firsts: the entry that each row's table begins with.
+        ends: entries of each row after the step.
+        group: whose blocks these are.
+    """
+    widths = -(-ends // group.block_size) - firsts // group.block_size
+    num_rows, max_blocks, num_kv_heads = len(ends), int(widths.max()), group.num_kv_heads
+    block_ids = np.zeros((num_rows, max_blocks), np.int32)
+    for row, (table, width) in enumerate(zip(tables, widths.tolist(), strict=True)):
+        block_ids[row, :width] = table[:width]
+    return GroupInputs(
+        tables=np.broadcast_to(block_ids[:, None], (num_rows, num_kv_heads, max_blocks)),
+        lengths=np.broadcast_to(ends.astype(np.int32)[:, None], (num_rows, num_kv_heads)),
+        firsts=firsts,
+        keeps=group.keeps,
+    )
+
+
+@lru_cache(maxsize=8)
+def _layers_of(groups: tuple[CacheGroup, ...]) -> tuple[tuple[int, ...], NDArray[np.int32]]:
+    """Return each layer's group, and its cells inside a block of that, int32 ``[L, Hkv]``."""
+    (num_kv_heads,) = {group.num_kv_heads for group in groups}  # attention reads blocks of one shape
+    (_,) = {group.block_size for group in groups}
+    group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
+    layers = range(len(group_of))
+    cells = [[groups[group_of[layer]].cell(layer, head) for head in range(num_kv_heads)] for layer in layers]
+    return tuple(group_of[layer] for layer in layers), np.array(cells, np.int32)
 
 
 def late_tokens(plan: StepPlan, sampled: torch.Tensor) -> LateTokens:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from pagefold.kv import KeepRule
     from pagefold.runner.attention import AttentionBackend, AttentionInputs
     from pagefold.runner.slab import AnySlab
     from pagefold.steps import Moves
@@ -102,20 +103,18 @@ def _paged_attention(  # noqa: PLR0913 - transformers calls it so
     for name in _REFUSED_ARGUMENTS:
         if arguments.get(name) is not None:
             raise _refusal(module, f"asks for {name}")
-    if sliding_window is not None and sliding_window < paged.max_model_len:
-        raise _refusal(
-            module, f"asks for sliding_window={sliding_window}, less than max_model_len={paged.max_model_len}"
-        )
     if attention_mask is not None:  # no mask function is registered under our name: the model made one itself
         raise _refusal(module, "brings a mask of its own")
     if not getattr(module, "is_causal", True):
         raise _refusal(module, "looks at later tokens too: it is an encoder's")
-    shape = paged.inputs.lengths.shape[1], paged.slab.head_dim
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    group = paged.inputs.group_of(layer)
+    shape = group.lengths.shape[1], paged.slab.head_dim
     for states in (key, value):
         if (states.shape[1], states.shape[3]) != shape:
             msg = f"has {states.shape[1]} KV heads of {states.shape[3]}, where the config says {shape[0]} of {shape[1]}"
             raise _refusal(module, msg)
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    _hold_window(module, sliding_window, group.keeps, paged.max_model_len)
     paged.layers.append(layer)
     if paged.moves is not None:
         paged.moves.hold(layer)
@@ -130,6 +129,18 @@ def _paged_attention(  # noqa: PLR0913 - transformers calls it so
         softcap or 0.0,
     )
     return out[None], None
+
+
+def _hold_window(module: torch.nn.Module, asked: int | None, keeps: KeepRule, max_model_len: int) -> None:
+    """Refuse a layer that asks for another window than its cache group keeps, if any sequence can tell.
+
+    A layer that attends by chunks asks for no window: its model says so by its mask, which is not made.
+    """
+    if keeps.is_chunked and asked is None:
+        return
+    if min(asked or max_model_len, max_model_len) != min(keeps.window or max_model_len, max_model_len):
+        kept = f"all of up to {max_model_len} tokens" if keeps.window is None else f"a window of {keeps.window}"
+        raise _refusal(module, f"asks for sliding_window={asked}, where the cache keeps {kept}")
 
 
 def _refusal(module: torch.nn.Module, what: str) -> UnsupportedModelError:

@@ -2,8 +2,8 @@
 
 Any decoder of transformers that calls its attention through ``AttentionInterface`` works. Refused is what this
 attention would get wrong: sinks, latent or shared KV, a recurrent state, positions that depend on the batch. What is
-right only up to some length, a sliding window or a rope that changes behind its original length, limits
-``max_model_len`` in the families where that has been tested, and is refused in others.
+right only up to some length, a rope that changes behind its original length, or a sliding window where that is not
+computed, limits ``max_model_len`` in the families where that has been tested, and is refused in others.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pagefold.errors import ModelNotFoundError, UnsupportedModelError
 from pagefold.files.json_object import read_json_object
 from pagefold.files.weights import find_weight_files, num_elements, read_header
+from pagefold.kv import KEEP_ALL, KeepRule
 from pagefold.runner.fused.families import FusedConfig, read_fused_config
 from pagefold.runner.plain_config import read_plain_config
 
@@ -25,13 +26,16 @@ if TYPE_CHECKING:
 
     from pagefold.runner.plain_config import PlainConfig
 
-__all__ = ["ModelSpec", "inspect_model"]
+__all__ = ["Limit", "ModelSpec", "inspect_model"]
 
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 """Rope kinds whose frequencies do not depend on which positions are in the batch. ``dynamic`` and ``longrope`` do."""
 
-_WINDOWED_FAMILIES = ("gemma2", "mistral", "phi3", "qwen2", "qwen3")
+_WINDOWED_FAMILIES = ("gemma2", "gemma3_text", "mistral", "phi3", "qwen2", "qwen3")
 """Families that are taken with sliding windows: while no sequence is longer than it, a window is full attention."""
+
+_COMPUTED_WINDOWS = ("gemma3_text",)
+"""Families whose windows are computed, by transformers' layers and our attention; they may be limited as well."""
 
 _LONGROPE_FAMILIES = ("phi3",)
 """Families that are taken with ``longrope``: its frequencies change once the longest sequence of the batch, whichever
@@ -53,6 +57,16 @@ _MAX_WHY = 200
 """Characters of somebody else's error that ours repeats."""
 
 
+class Limit(NamedTuple):
+    """Up to ``length`` tokens a model is computed rightly; ``what`` of it ends that, as half a sentence.
+
+    ``what`` is empty where nothing does before the positions that the model was made for.
+    """
+
+    length: int
+    what: str
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A model, before its weights are loaded.
@@ -62,8 +76,11 @@ class ModelSpec:
         model_type: transformers' name of the family.
         num_layers, num_heads, num_kv_heads, head_dim: of its attention.
         max_positions: how long a sequence it was made for.
-        max_exact_len: the longest sequence that Pagefold computes as the model is meant: ``max_positions`` or less.
+        max_exact_len: the longest sequence that Pagefold computes as the model is meant where windows are not computed:
+            ``max_positions`` or less.
         limit: what of the model ends that before ``max_positions``; empty where nothing does.
+        windowed_limit: both where windows are computed.
+        keeps: what each layer keeps, of a family whose windows can be computed; empty where all keep all.
         vocab_size: token ids are in [0, vocab_size).
         eos_token_ids: each of them ends a sequence.
         num_parameters: elements of all weight tensors.
@@ -81,10 +98,12 @@ class ModelSpec:
     max_positions: int
     max_exact_len: int
     limit: str
+    windowed_limit: Limit
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     num_parameters: int
     fingerprint: str
+    keeps: tuple[KeepRule, ...] = ()
     fused: FusedConfig | None = None
     not_fused: str = ""
 
@@ -111,7 +130,8 @@ def inspect_model(folder: Path) -> ModelSpec:
         raise ModelNotFoundError(msg, remedy="Download the whole model, or name another folder.")
     max_positions = int(config.max_position_embeddings)
     fused = read_fused_config(config.to_dict())
-    limits = [limit for limit in _limits(config) if limit.length < max_positions]
+    whole = Limit(max_positions, "")
+    window, others = _window_limit(config), [*_other_limits(config), whole]
     return ModelSpec(
         folder=folder,
         model_type=str(config.model_type),
@@ -120,12 +140,14 @@ def inspect_model(folder: Path) -> ModelSpec:
         num_kv_heads=num_kv_heads,
         head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // num_heads),
         max_positions=max_positions,
-        max_exact_len=min((limit.length for limit in limits), default=max_positions),
-        limit=min(limits).what if limits else "",
+        max_exact_len=min([*window, *others]).length,
+        limit=min([*window, *others]).what,
+        windowed_limit=min(others),
         vocab_size=int(config.vocab_size),
         eos_token_ids=_eos_token_ids(folder, config),
         num_parameters=sum(num_elements(file) for file in weight_files),
         fingerprint=_fingerprint(folder / "config.json", weight_files),
+        keeps=_keeps(config),
         fused=fused if isinstance(fused, FusedConfig) else None,
         not_fused=fused if isinstance(fused, str) else "",
     )
@@ -175,30 +197,33 @@ def _why_refused(config: PretrainedConfig) -> str | None:  # noqa: PLR0911 - one
         return f"a sliding window of {config.sliding_window} tokens"
     if getattr(config, "alibi", False):
         return "ALiBi position biases"
-    rope = _rope_type(config)
-    if rope not in _STATIC_ROPE and not (rope == "longrope" and config.model_type in _LONGROPE_FAMILIES):
-        return f"rope of type {rope}"
+    taken = {*_STATIC_ROPE, "longrope"} if config.model_type in _LONGROPE_FAMILIES else {*_STATIC_ROPE}
+    odd_ropes = sorted(_rope_types(config) - taken)
+    if odd_ropes:
+        return f"rope of type {' and '.join(odd_ropes)}"
     if not _uses_attention_interface(config):
         return "an attention of its own, not transformers' AttentionInterface"
     return None
 
 
-class _Limit(NamedTuple):
-    """Up to ``length`` tokens a model is computed rightly; ``what`` of it ends that, as half a sentence."""
-
-    length: int
-    what: str
-
-
-def _limits(config: PretrainedConfig | PlainConfig) -> list[_Limit]:
-    limits = []
+def _window_limit(config: PretrainedConfig | PlainConfig) -> list[Limit]:
     window = _window(config)
-    if window is not None:
-        limits.append(_Limit(window, f"{config.model_type}'s sliding window"))
-    if _rope_type(config) == "longrope":
-        original = int(config.rope_parameters["original_max_position_embeddings"])
-        limits.append(_Limit(original, f"{config.model_type}'s longrope"))
-    return limits
+    return [] if window is None else [Limit(window, f"{config.model_type}'s sliding window")]
+
+
+def _other_limits(config: PretrainedConfig | PlainConfig) -> list[Limit]:
+    if _rope_types(config) != {"longrope"}:
+        return []
+    original = int(config.rope_parameters["original_max_position_embeddings"])
+    return [Limit(original, f"{config.model_type}'s longrope")]
+
+
+def _keeps(config: PretrainedConfig | PlainConfig) -> tuple[KeepRule, ...]:
+    """Return what each layer keeps, or nothing where all keep all, or windows are not computed."""
+    window = _window(config)
+    if window is None or config.model_type not in _COMPUTED_WINDOWS:
+        return ()
+    return tuple(KeepRule(window) if kind == "sliding_attention" else KEEP_ALL for kind in config.layer_types)
 
 
 def _window(config: PretrainedConfig | PlainConfig) -> int | None:
@@ -212,9 +237,11 @@ def _window(config: PretrainedConfig | PlainConfig) -> int | None:
     return int(window) if is_used and window is not None and int(window) > 1 else None
 
 
-def _rope_type(config: PretrainedConfig | PlainConfig) -> str:
+def _rope_types(config: PretrainedConfig | PlainConfig) -> set[str]:
+    """Return the kinds of rope; families with windows may have another one in their layers with windows."""
     rope = getattr(config, "rope_parameters", None) or {}
-    return "several" if any(isinstance(v, dict) for v in rope.values()) else str(rope.get("rope_type", "default"))
+    by_layer = [kind for kind in rope.values() if isinstance(kind, dict)]
+    return {str(kind.get("rope_type", "default")) for kind in by_layer or [rope]}
 
 
 def _uses_attention_interface(config: PretrainedConfig) -> bool:

@@ -165,6 +165,10 @@ class TorchRunner:
         sampled = logits[:num_sampling] if inputs.samples is None else logits[put(inputs.samples, logits.device)]
         return sampled, logits[num_sampling:]
 
+    @property
+    def _num_groups(self) -> int:
+        return len(self.geometry.groups)
+
     def seconds_per_token(self) -> float:
         """Measure what prefilling takes a token, before any block is in use."""
         num_blocks = min(-(-_PROBE_TOKENS // self.geometry.block_size), len(self.slab.data))
@@ -182,23 +186,24 @@ class TorchRunner:
 
     def decoding_step(self) -> StepInputs:
         """Return a decoding step of one row, on block 0: what is the same in all of them."""
-        return make_inputs(_dummy_plan([1], 1), self.geometry)
+        return make_inputs(_dummy_plan([1], 1, self._num_groups), self.geometry)
 
     def run_largest(self, num_tokens: int, num_rows: int) -> None:
         """Run a dummy step of so many tokens and rows that sample, all of them on the same blocks."""
         num_rows = min(num_rows, num_tokens)
-        self.run(_dummy_plan([num_tokens - num_rows + 1, *[1] * (num_rows - 1)], len(self.slab.data)))
+        self.run(_dummy_plan([num_tokens - num_rows + 1, *[1] * (num_rows - 1)], len(self.slab.data), self._num_groups))
 
     def _dummy(self, num_tokens: int, num_blocks: int) -> None:
-        self.run(_dummy_plan([num_tokens], num_blocks))
+        self.run(_dummy_plan([num_tokens], num_blocks, self._num_groups))
 
 
-def _dummy_plan(num_tokens: list[int], num_blocks: int) -> StepPlan:
+def _dummy_plan(num_tokens: list[int], num_blocks: int, num_groups: int) -> StepPlan:
     """Return a plan whose rows have so many tokens, all on the first blocks, and all sample."""
+    table = BlockTable(map(BlockId, range(num_blocks)))
     plan, num_rows = StepPlan(0), len(num_tokens)
     plan.token_ids = array("i", [0] * sum(num_tokens))
     plan.starts, plan.num_tokens = [0] * num_rows, num_tokens
-    plan.tables = [[BlockTable(map(BlockId, range(num_blocks)))] for _ in num_tokens]
+    plan.tables = [[table] * num_groups for _ in num_tokens]
     plan.residual_ids = [0] * num_rows
     plan.sampling_rows = list(range(num_rows))
     plan.sampling = [SamplingParams()] * num_rows  # not greedy: the sampler has a kernel too

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pagefold.errors import ConfigError
-from pagefold.runner.attention.inputs import AttentionBackend, AttentionInputs
+from pagefold.runner.attention.inputs import AttentionBackend, AttentionInputs, GroupInputs
 from pagefold.runner.attention.reference import reference_attention
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AttentionBackend", "AttentionInputs", "choose_backend"]
+__all__ = ["AttentionBackend", "AttentionInputs", "GroupInputs", "choose_backend"]
 
 
 def choose_backend(

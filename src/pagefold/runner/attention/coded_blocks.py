@@ -130,11 +130,11 @@ def rotate_back(slab, cell, vector, scratch):
 
 
 @part()
-def _read_scales(slab, table, first, begin, num_numbers, num_entries, scales, zeros):
+def _read_scales(slab, table, begin, num_numbers, num_entries, scales, zeros):
     """Read the scales of a split's entries, and their zero points; ``begin`` is where a block has them, in bytes."""
     block_size = slab.block_size
     for b in range((num_entries + block_size - 1) // block_size):
-        halves = slab.halves[table[first + b], begin // 2 :]
+        halves = slab.halves[table[b], begin // 2 :]
         start = b * block_size
         for e in range(min(block_size, num_entries - start)):
             scales[start + e] = from_bfloat16(halves[e])
@@ -148,7 +148,7 @@ def scale_scores(slab, cell, table, first, num_entries, query, room):
     form = slab.cells[cell, KEY_FORMAT]
     if num_scales(form):
         begin = slab.cells[cell, KEY_SCALES]
-        _read_scales(slab, table, first, begin, num_scales(form), num_entries, room.scales, room.zeros)
+        _read_scales(slab, table, begin, num_scales(form), num_entries, room.scales, room.zeros)
         for r in range(len(query)):
             _scale_row(room.scores[r], room.scales, room.zeros, form, query[r], num_entries)
             _add_drifts(room.scores[r], slab.drifts[cell], query[r], first * slab.block_size, num_entries)
@@ -167,15 +167,19 @@ def add_shifts(slab, cell, first, num_rows, num_entries, room, softcap):
 
 
 @part_with(CodedBlocks, SealedBlocks)
-def scale_weights(slab, cell, table, first, num_rows, num_entries, room):
+def scale_weights(slab, cell, table, num_rows, num_entries, room):
     """Make weights of codes of weights of values, in ``room.scores``; what zero points come to is kept in ``room``."""
     form = slab.cells[cell, VALUE_FORMAT]
     if num_scales(form):
         begin = slab.cells[cell, VALUE_SCALES]
-        _read_scales(slab, table, first, begin, num_scales(form), num_entries, room.scales, room.zeros)
+        _read_scales(slab, table, begin, num_scales(form), num_entries, room.scales, room.zeros)
         for r in range(num_rows):
             room.first_weights[r] = room.scores[r, 0]
-            room.sums[r] = _scale_weights_of_row(room.scores[r], room.scales, room.zeros, form, room.limits[r])
+            hidden = room.hidden[r]
+            num_seen = np.int32(room.limits[r] - hidden)
+            room.sums[r] = _scale_weights_of_row(
+                room.scores[r, hidden:], room.scales[hidden:], room.zeros[hidden:], form, num_seen
+            )
 
 
 @part_with(CodedBlocks, SealedBlocks)

@@ -1,12 +1,13 @@
 """Attention over blocks on a CPU, as one op for transformers' models: float32, any family.
 
-What a step's attention has to do is dealt once (``work.py``) and done in every layer (``kernel.py``) by a team of
-threads. A family that the fused decoder knows uses the same kernel without coming through here.
+What a step's attention has to do is dealt once for each cache group (``work.py``) and done in every layer
+(``kernel.py``) by a team of threads. A family that the fused decoder knows uses the same kernel without coming through
+here.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numba
 import numpy as np
@@ -15,11 +16,11 @@ from numba import njit, prange
 
 from pagefold.kernels.compiled import part, specialised
 from pagefold.kernels.team import SYNC_WIDTH, claim, finish, wait
-from pagefold.runner.attention.kernel import attend, merge, seal, write
+from pagefold.runner.attention.kernel import Scoring, attend, merge, seal, write
 from pagefold.runner.attention.kernel_slab import KEY_FORMAT, VALUE_FORMAT, kernel_slab
 from pagefold.runner.attention.scratch import Scratch, make_scratch
 from pagefold.runner.attention.tiles import FLOAT16, INT2, attention_tiles
-from pagefold.runner.attention.work import AttentionWork, WorkDealer
+from pagefold.runner.attention.work import AttentionWork, WorkDealer, work_of
 from pagefold.runner.sealed_slab import SealedSlab
 
 if TYPE_CHECKING:
@@ -31,18 +32,27 @@ if TYPE_CHECKING:
     from pagefold.runner.attention.kernel_slab import KernelSlab
     from pagefold.runner.slab import AnySlab
 
-__all__ = ["AttentionRoom", "CpuAttention", "scale_and_cap"]
+__all__ = ["AttentionRoom", "CpuAttention", "scoring_of"]
 
 _LOG2E = 1.4426950408889634
 _TOKENS_A_WRITE = 16
 _WRITE, _SEAL, _ATTEND, _MERGE, _NUM_PHASES = range(5)
 
 
-def scale_and_cap(scale: float, softcap: float) -> tuple[np.float32, np.float32]:
-    """Return what the kernel multiplies queries with, and its softcap: scores are exponents of 2, not of e."""
+def scoring_of(scale: float, softcap: float) -> Scoring:
+    """Return how the kernel makes scores: they are exponents of 2, not of e."""
     if softcap:
-        return np.float32(scale / softcap), np.float32(softcap * _LOG2E)
-    return np.float32(scale * _LOG2E), np.float32(0.0)
+        return Scoring(np.float32(scale / softcap), np.float32(softcap * _LOG2E))
+    return Scoring(np.float32(scale * _LOG2E), np.float32(0.0))
+
+
+class _Operands(NamedTuple):
+    """A layer's float32 tensors: ``query`` and ``out`` are ``[T, H, D]``, ``key`` and ``value`` ``[T, Hkv, D]``."""
+
+    query: NDArray[np.float32]
+    key: NDArray[np.float32]
+    value: NDArray[np.float32]
+    out: NDArray[np.float32]
 
 
 class AttentionRoom:
@@ -118,15 +128,12 @@ class CpuAttention:
             self._num_threads,
             self._sync,
             work,
-            query.contiguous().numpy(),
-            key.contiguous().numpy(),
-            value.contiguous().numpy(),
+            _Operands(*(tensor.contiguous().numpy() for tensor in (query, key, value)), out.numpy()),
             room.slab_for(work),
             layer,
-            *scale_and_cap(scale, softcap),
+            scoring_of(scale, softcap),
             room.scratch,
             room.partials(work.num_slots),
-            out.numpy(),
         )
         if self._kernel is None:
             self._kernel = specialised(_run, arguments)
@@ -166,15 +173,18 @@ def member_scratch(scratch, member):
         scratch.spare[member],
         scratch.limits[member],
         scratch.ends[member],
+        scratch.hidden[member],
+        scratch.begins[member],
         scratch.blocks[member],
     )
 
 
 @part()
-def _member(tiles, member, sync, work, query, key, value, slab, layer, scale, softcap, scratch, partials, out):
+def _member(tiles, member, sync, step_work, operands, slab, layer, scoring, scratch, partials):
+    query, key, value, out = operands
     num_tokens, num_kv_heads = key.shape[0], key.shape[1]
     num_chunks = (num_tokens + _TOKENS_A_WRITE - 1) // _TOKENS_A_WRITE
-    own = member_scratch(scratch, member)
+    work, own = work_of(step_work, layer), member_scratch(scratch, member)
     while True:
         chunk = claim(sync, _WRITE)
         if chunk >= num_chunks:
@@ -186,14 +196,12 @@ def _member(tiles, member, sync, work, query, key, value, slab, layer, scale, so
     wait(sync, _WRITE, num_chunks)
     if len(work.seals):
         seal(sync, _SEAL, work, slab, layer, own)
-    attend(tiles, sync, _ATTEND, work, query, slab, layer, scale, softcap, own, partials, out)
-    if work.num_slots:
+    attend(tiles, sync, _ATTEND, work, query, slab, layer, scoring, own, partials, out)
+    if step_work.num_slots:
         merge(sync, _MERGE, work, slab, layer, own, partials, out)
 
 
 @njit(cache=True, parallel=True, nogil=True, error_model="numpy")
-def _run(tiles, num_members, sync, work, query, key, value, slab, layer, scale, softcap, scratch, partials, out):
+def _run(tiles, num_members, sync, work, operands, slab, layer, scoring, scratch, partials):
     for member in prange(num_members):
-        _member(
-            tiles, member, sync, work, query, key, value, slab, layer, scale, softcap, scratch, partials, out
-        )  # fmt: skip
+        _member(tiles, member, sync, work, operands, slab, layer, scoring, scratch, partials)

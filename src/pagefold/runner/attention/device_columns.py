@@ -15,6 +15,8 @@ __all__ = ["DeviceColumns"]
 class DeviceColumns:
     """The columns of :class:`~pagefold.runner.attention.inputs.AttentionInputs` on a device, and who decodes: int32.
 
+    Those of one cache group that keeps all: a card computes no others yet.
+
     Attributes:
         query_starts: ``[S + 1]``.
         seq_of: ``[T]``: the sequence of each token.

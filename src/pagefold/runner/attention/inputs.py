@@ -1,8 +1,11 @@
 """AttentionInputs: the general signature of attention over blocks.
 
-For every sequence and KV head: a block table, a length, and for every layer the cell inside a block. In the plain case
-they are the same for all heads and are broadcast (stride 0); compressed requests will differ by head, with no change
-here or in the kernels.
+For every cache group, sequence and KV head: a block table and a length; for every layer the cell inside a block of its
+group. In the plain case there is one group, tables and lengths are the same for all heads and are broadcast (stride 0);
+compressed requests will differ by head, with no change here or in the kernels.
+
+Attention knows entries: the numbers of what a group has of a sequence, in order. It is never told positions, which say
+where a token stands in its text: those are rope's.
 """
 
 from __future__ import annotations
@@ -10,45 +13,97 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
+from pagefold.kv import KEEP_ALL, KeepRule
+
 if TYPE_CHECKING:
-    import numpy as np
     import torch
     from numpy.typing import NDArray
 
     from pagefold.runner.attention.device_columns import DeviceColumns
     from pagefold.runner.slab import AnySlab
 
-__all__ = ["AttentionBackend", "AttentionInputs"]
+__all__ = ["AttentionBackend", "AttentionInputs", "GroupInputs"]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInputs:
+    """Where one cache group has the entries of each sequence of a step. S sequences, Hkv KV heads.
+
+    Query token ``i`` of the ``n`` that sequence ``s`` has in this step is, for head ``h``, entry
+    ``q = lengths[s, h] - (n - i)``. It sees the entries from ``keeps.first_seen(q)`` to ``q``, its own. Entry ``e``
+    lies in block ``tables[s, h, (e - firsts[s]) // block_size]``. What is before ``firsts[s]`` lies nowhere: no token
+    of the step sees it.
+
+    Attributes:
+        tables: int32 ``[S, Hkv, max_blocks]``: block ids.
+        lengths: int32 ``[S, Hkv]``: entries after this step's writes, counted from the sequence's first one, also where
+            the first of them are held no more.
+        firsts: int32 ``[S]``: the entry that each sequence's tables begin with, a multiple of the block size.
+        keeps: which entries a token sees.
+    """
+
+    tables: NDArray[np.int32]
+    lengths: NDArray[np.int32]
+    firsts: NDArray[np.int32]
+    keeps: KeepRule = KEEP_ALL
+
+    def first_seen(self, first_query: int, num_queries: int) -> NDArray[np.int64]:
+        """Return the first entry that each of ``num_queries`` entries sees, the first of which is ``first_query``."""
+        queries = range(first_query, first_query + num_queries)
+        return np.fromiter(map(self.keeps.first_seen, queries), np.int64, num_queries)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
     """Where the KV of each sequence of a step lies. T tokens, S sequences, Hkv KV heads, L layers.
 
-    Query token ``i`` of the ``n`` that sequence ``s`` has in this step sees, for head ``h``, the first
-    ``lengths[s, h] - (n - 1 - i)`` entries, and its own K and V are the last of those.
-
     Attributes:
         query_starts: int32 ``[S + 1]``: sequence ``s`` has the step's tokens ``[query_starts[s], query_starts[s+1])``.
-        tables: int32 ``[S, Hkv, max_blocks]``: block ids.
-        lengths: int32 ``[S, Hkv]``: entries after this step's writes.
-        cells: int32 ``[S, L, Hkv]``: index of the cell inside a block.
+        groups: the entries of each cache group.
+        group_of_layer: which of them each layer reads and writes, ``[L]``.
+        cells: int32 ``[S, L, Hkv]``: index of each layer's cell inside a block of its own group.
         residual_ids: int32 ``[S]``: where each sequence has its unsealed block, of a slab that seals blocks. Then what
             a sequence has in this step begins with a block, or ends with the one that it begins in.
         on_device: the same where a card reads it, if it is there already.
     """
 
     query_starts: NDArray[np.int32]
-    tables: NDArray[np.int32]
-    lengths: NDArray[np.int32]
+    groups: tuple[GroupInputs, ...]
+    group_of_layer: tuple[int, ...]
     cells: NDArray[np.int32]
     residual_ids: NDArray[np.int32] | None = None
     on_device: DeviceColumns | None = None
+
+    @classmethod
+    def of_one_group(
+        cls,
+        query_starts: NDArray[np.int32],
+        tables: NDArray[np.int32],
+        lengths: NDArray[np.int32],
+        cells: NDArray[np.int32],
+        residual_ids: NDArray[np.int32] | None = None,
+    ) -> AttentionInputs:
+        """Return the inputs of a model whose layers are one group that keeps all."""
+        group = GroupInputs(tables, lengths, np.zeros(len(tables), np.int32))
+        return cls(query_starts, (group,), (0,) * cells.shape[1], cells, residual_ids)
 
     @property
     def num_seqs(self) -> int:
         """S."""
         return len(self.query_starts) - 1
+
+    @property
+    def only_group(self) -> GroupInputs:
+        """The one group, which keeps all: for who knows no more than that."""
+        assert len(self.groups) == 1, f"{len(self.groups)} cache groups, where one is all that can be computed"
+        assert not self.groups[0].keeps.trims, f"a group that keeps {self.groups[0].keeps}, where all are to be kept"
+        return self.groups[0]
+
+    def group_of(self, layer: int) -> GroupInputs:
+        """Return the entries of a layer's group."""
+        return self.groups[self.group_of_layer[layer]]
 
 
 class AttentionBackend(Protocol):

@@ -2,14 +2,17 @@
 
 An item's query rows are its tokens times the query heads of one KV head, so K and V are read once for a group, for a
 tile of tokens, and for all sequences that share the split. Three passes over a split: scores (a matrix tile over panels
-of K), softmax over each row, the weighted sum (a matrix tile over V). Slots that hold no entry are never read into a
-result.
+of K), softmax over each row, the weighted sum (a matrix tile over V). A row's weights of entries before and behind
+those that it sees are 0. So what its tile reads for other rows changes no bit of its sum; and what no row of the tile
+sees is read into no result: slots that hold no entry, and blocks that were given back.
 
 What codes need besides is in ``coded_blocks.py``, and what sealed blocks do in ``sealed_blocks.py``: parts that are
 compiled for slabs of these kinds only.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,11 +36,38 @@ from pagefold.runner.attention.fold import NOTHING, fold
 from pagefold.runner.attention.kernel_slab import KEY_FORMAT, KEY_SCALES, KEYS, VALUE_FORMAT, VALUES
 from pagefold.runner.attention.sealed_blocks import attend_own_blocks, score_channels, seal, write_unsealed
 from pagefold.runner.attention.tiles import FLOAT32, INT2
-from pagefold.runner.attention.work import AttentionWork
+from pagefold.runner.attention.work import first_seen
 
-__all__ = ["AttentionWork", "attend", "merge", "seal", "write"]
+__all__ = ["Scoring", "attend", "merge", "seal", "write"]
 
 _TOKENS_A_MERGE = 4
+
+
+class Scoring(NamedTuple):
+    """How queries and keys make scores.
+
+    Attributes:
+        scale: what queries are multiplied with: with ``softcap`` it leads to tanh's argument, else to powers of two.
+        softcap: in powers of two; 0 for none.
+    """
+
+    scale: np.float32
+    softcap: np.float32
+
+
+class Item(NamedTuple):
+    """The query rows of a piece of work: some tokens, times the query heads of one KV head.
+
+    Attributes:
+        kv_head: which one.
+        first, end: where its tokens are in the work's.
+        group: query heads a KV head.
+    """
+
+    kv_head: int
+    first: int
+    end: int
+    group: int
 
 
 @part()
@@ -46,7 +76,7 @@ def write(slab, work, layer, t, h, key, value, scratch):
     head_dim, block_size = slab.head_dim, slab.block_size
     s = work.seq_of[t]
     entry = work.lengths[s, h if work.lengths.shape[1] > 1 else 0] - (work.query_starts[s + 1] - t)
-    block = work.tables[s, h if work.tables.shape[1] > 1 else 0, entry // block_size]
+    block = work.tables[s, h if work.tables.shape[1] > 1 else 0, entry // block_size - work.first_blocks[s]]
     cell = work.cells[s if work.cells.shape[0] > 1 else 0, layer, h]
     slot = entry % block_size
     parts = slab.cells[cell]
@@ -62,14 +92,14 @@ def write(slab, work, layer, t, h, key, value, scratch):
 
 @part()
 def _attend_split(tiles, slab, cell, table, first, num_entries, query, room, acc, softcap):
-    """Attend to one split: ``query`` [R, D], of which row r sees the first ``room.limits[r]`` of ``num_entries``.
+    """Attend to ``num_entries`` of a split: ``query`` [R, D], whose row r sees ``[room.hidden[r], room.limits[r])``.
 
     Leaves the sum of weighted values in ``acc`` [R, D], the largest score in ``room.tops``, the weights' sum in
-    ``room.totals``. ``table[first]`` is the split's first block.
+    ``room.totals``. ``table[0]`` is the first block that is read, which is the sequence's block ``first``.
     """
     num_rows, lanes = len(query), tiles.lanes
     block_size, head_dim = slab.block_size, slab.head_dim
-    scores, blocks, limits = room.scores, room.blocks, room.limits
+    scores, blocks, limits, hidden = room.scores, room.blocks, room.limits, room.hidden
     width = scores.shape[1]
     parts = slab.cells[cell]
     key_format, value_format = parts[KEY_FORMAT], parts[VALUE_FORMAT]
@@ -77,13 +107,13 @@ def _attend_split(tiles, slab, cell, table, first, num_entries, query, room, acc
     base = slab.codes.ctypes.data + parts[KEYS]
     is_encoded = num_scales(key_format) + num_scales(value_format) > 0
     for b in range(num_blocks):
-        blocks[b] = base + np.int64(table[first + b]) * slab.codes.shape[1]
+        blocks[b] = base + np.int64(table[b]) * slab.codes.shape[1]
         if is_encoded:
             fetch(blocks[b] + parts[KEY_SCALES] - parts[KEYS])
     columns_a_block = block_size // lanes
     num_columns = (num_entries + lanes - 1) // lanes
     if key_format == INT2:
-        score_channels(tiles, slab, parts, table, first, num_columns, query, room)
+        score_channels(tiles, slab, parts, table, num_columns, query, room)
         num_columns = 0
     column_bytes = lanes * code_bytes(key_format)
     panel_step = block_size if key_format == FLOAT32 else block_size * code_bytes(key_format)
@@ -106,8 +136,11 @@ def _attend_split(tiles, slab, cell, table, first, num_entries, query, room, acc
     scale_scores(slab, cell, table, first, num_entries, query, room)
     add_shifts(slab, cell, first, num_rows, num_entries, room, softcap)
     for r in range(num_rows):
-        room.tops[r], room.totals[r] = exp2_row(scores[r], limits[r], num_entries, softcap, room.powers, NOTHING)
-    scale_weights(slab, cell, table, first, num_rows, num_entries, room)
+        seen = scores[r, hidden[r] :]
+        num_seen, num_left = np.int32(limits[r] - hidden[r]), num_entries - hidden[r]
+        room.tops[r], room.totals[r] = exp2_row(seen, num_seen, num_left, softcap, room.powers, NOTHING)
+        scores[r, : hidden[r]] = np.float32(0.0)
+    scale_weights(slab, cell, table, num_rows, num_entries, room)
     step = lanes * tiles.vectors
     num_columns = row_codes(value_format, head_dim)
     size = code_bytes(value_format)
@@ -122,15 +155,63 @@ def _attend_split(tiles, slab, cell, table, first, num_entries, query, room, acc
     add_centres(slab, cell, first, room, acc)
 
 
+@part(forceinline=True)
+def _bring_queries(work, query, slab, cell, item, scale, scratch):
+    """Take an item's queries, scaled, into ``scratch``, and what each row sees; return the (first, end) of all that."""
+    head_dim, block_size = slab.head_dim, slab.block_size
+    length_step = int(work.lengths.shape[1] > 1)
+    is_sealed = slab.cells[cell, KEY_FORMAT] == INT2
+    begin, end = 2**31 - 1, 0
+    for i in range(item.first, item.end):
+        t = work.tokens[i]
+        owner = work.seq_of[t]
+        limit = work.lengths[owner, item.kv_head * length_step] - (work.query_starts[owner + 1] - 1 - t)
+        seen_from = first_seen(work.keeps, limit - 1)
+        begin, end = min(begin, seen_from), max(end, limit)
+        for g in range(item.group):
+            row = (i - item.first) * item.group + g
+            scratch.begins[row] = seen_from
+            scratch.ends[row] = (limit - 1) // block_size * block_size if is_sealed else limit
+            for d in range(head_dim):
+                scratch.query[row, d] = query[t, item.kv_head * item.group + g, d] * scale
+            bring_query(slab, cell, scratch.query[row], row, scratch)
+    return begin, end
+
+
+@part(forceinline=True)
+def _limit_rows(scratch, num_rows, start, num_entries, block_size):
+    """Set what rows see of ``num_entries`` from ``start`` on; return how many of these come before it, in whole blocks.
+
+    Those are not counted in what is set. Nobody sees any of ``num_entries`` if all of them are returned.
+    """
+    limits, hidden = scratch.limits, scratch.hidden
+    num_skipped = num_entries
+    for row in range(num_rows):
+        limits[row] = max(0, min(num_entries, scratch.ends[row] - start))
+        hidden[row] = max(0, min(limits[row], scratch.begins[row] - start))
+        if hidden[row] < limits[row]:
+            num_skipped = min(num_skipped, hidden[row])
+    if num_skipped == num_entries:
+        return num_entries
+    num_skipped -= num_skipped % block_size
+    if num_skipped > 0:
+        for row in range(num_rows):
+            sees = hidden[row] < limits[row]
+            limits[row] = limits[row] - num_skipped if sees else 0
+            hidden[row] = hidden[row] - num_skipped if sees else 0
+    return num_skipped
+
+
 @part()
-def attend(tiles, sync, phase, work, query, slab, layer, scale, softcap, scratch, partials, out):
+def attend(tiles, sync, phase, work, query, slab, layer, scoring, scratch, partials, out):
     """Do items of ``work`` until none is left.
 
     Args:
         tiles: :class:`AttentionTiles`.
+        work: :class:`~pagefold.runner.attention.work.GroupWork`, of the layer's group.
         query: ``[T, H, D]``, or wider: rows are ``query.shape[1]`` heads apart.
         slab: :class:`~pagefold.runner.attention.kernel_slab.KernelSlab`.
-        scale: factor of the scores; with ``softcap`` it leads to tanh's argument, else to powers of two.
+        scoring: :class:`Scoring`.
         scratch: this member's :class:`Scratch`.
         partials: ``[num_slots, H, D + 2]``.
         out: ``[T, H, D]``.
@@ -140,50 +221,47 @@ def attend(tiles, sync, phase, work, query, slab, layer, scale, softcap, scratch
     group = num_heads // num_kv_heads
     block_size = slab.block_size
     split_size = work.split_size
-    blocks_a_split = split_size // block_size
-    table_step, length_step = int(work.tables.shape[1] > 1), int(work.lengths.shape[1] > 1)
+    table_step = int(work.tables.shape[1] > 1)
     cell_step = int(work.cells.shape[0] > 1)
+    softcap = scoring.softcap
     num_items = len(work.items)
     while True:
-        item = claim(sync, phase)
-        if item >= num_items:
+        index = claim(sync, phase)
+        if index >= num_items:
             break
-        one = work.items[item]
+        one = work.items[index]
         h, split, s, first, end = one[0], one[1], one[2], one[3], one[4]
+        item = Item(h, first, end, group)
         num_rows = (end - first) * group
         q, acc, state = scratch.query[:num_rows], scratch.acc[:num_rows], scratch.state[:num_rows]
-        limits, tops, totals = scratch.limits[:num_rows], scratch.tops[:num_rows], scratch.totals[:num_rows]
+        tops, totals = scratch.tops[:num_rows], scratch.totals[:num_rows]
         state_tops, state_totals = scratch.state_tops, scratch.state_totals
-        longest = 0
         cell = work.cells[s * cell_step, layer, h]
         is_sealed = slab.cells[cell, KEY_FORMAT] == INT2
-        for i in range(first, end):
-            t = work.tokens[i]
-            owner = work.seq_of[t]
-            limit = work.lengths[owner, h * length_step] - (work.query_starts[owner + 1] - 1 - t)
-            longest = max(longest, limit)
-            for g in range(group):
-                row = (i - first) * group + g
-                scratch.ends[row] = (limit - 1) // block_size * block_size if is_sealed else limit
-                for d in range(head_dim):
-                    q[row, d] = query[t, h * group + g, d] * scale
-                bring_query(slab, cell, q[row], row, scratch)
-        first_split, end_split = (0, (longest + split_size - 1) // split_size) if split < 0 else (split, split + 1)
+        begin, longest = _bring_queries(work, query, slab, cell, item, scoring.scale, scratch)
+        table = work.tables[s, h * table_step]
+        first_split, end_split = split, split + 1
+        if split < 0:
+            first_split, end_split = begin // split_size, (longest + split_size - 1) // split_size
         for k in range(first_split, end_split):
             start = k * split_size
             num_entries = min(split_size, ((longest - 1) // block_size * block_size if is_sealed else longest) - start)
-            for row in range(num_rows):
-                limits[row] = max(0, min(num_entries, scratch.ends[row] - start))
+            num_skipped = _limit_rows(scratch, num_rows, start, num_entries, block_size)
             into = acc if k > first_split else state
-            table = work.tables[s, h * table_step]
-            if num_entries > 0:
-                _attend_split(tiles, slab, cell, table, k * blocks_a_split, num_entries, q, scratch, into, softcap)
+            if num_skipped < num_entries:
+                first_block = (start + num_skipped) // block_size
+                blocks = table[first_block - work.first_blocks[s] :]
+                num_read = num_entries - num_skipped
+                _attend_split(tiles, slab, cell, blocks, first_block, num_read, q, scratch, into, softcap)
             else:  # all that is to be seen of the split is a row's own block
                 into[:], tops[:], totals[:] = np.float32(0.0), NOTHING, np.float32(0.0)
             if is_sealed:
-                attend_own_blocks(tiles, work, slab, cell, h, k, first, end, group, scratch, q, into, softcap)
+                attend_own_blocks(tiles, work, slab, cell, item, k, scratch, q, into, softcap)
             for row in range(num_rows):
                 if k == first_split:
+                    state_tops[row], state_totals[row] = tops[row], totals[row]
+                elif start <= scratch.begins[row]:  # the row begins here, or later
+                    state[row] = acc[row]
                     state_tops[row], state_totals[row] = tops[row], totals[row]
                 else:
                     state_tops[row], state_totals[row] = fold(
@@ -192,6 +270,7 @@ def attend(tiles, sync, phase, work, query, slab, layer, scale, softcap, scratch
         for i in range(first, end):
             t = work.tokens[i]
             slot = work.first_slots[t]
+            nth = split - scratch.begins[(i - first) * group] // split_size  # of the splits that the token sees
             for g in range(group):
                 row = (i - first) * group + g
                 if slot < 0:
@@ -199,8 +278,8 @@ def attend(tiles, sync, phase, work, query, slab, layer, scale, softcap, scratch
                     for d in range(head_dim):
                         out[t, h * group + g, d] = state[row, d] * weight
                     rotate_back(slab, cell, out[t, h * group + g], scratch)
-                else:
-                    part = partials[slot + split, h * group + g]
+                elif nth >= 0:  # else only other tokens of its sequence see anything of the split
+                    part = partials[slot + nth, h * group + g]
                     for d in range(head_dim):
                         part[d] = state[row, d]
                     part[head_dim] = state_tops[row]
@@ -211,7 +290,7 @@ def attend(tiles, sync, phase, work, query, slab, layer, scale, softcap, scratch
 
 @part()
 def merge(sync, phase, work, slab, layer, scratch, partials, out):
-    """Put the splits of each token together, in order. ``partials`` is folded in place."""
+    """Put the splits that each token sees together, in order. ``partials`` is folded in place."""
     num_tokens, num_heads, head_dim = out.shape
     group = num_heads // work.cells.shape[2]
     length_step = int(work.lengths.shape[1] > 1)
@@ -230,7 +309,8 @@ def merge(sync, phase, work, slab, layer, scratch, partials, out):
                 limit = work.lengths[s, head // group * length_step] - (work.query_starts[s + 1] - 1 - t)
                 state = partials[slot, head]
                 top, total = state[head_dim], state[head_dim + 1]
-                for k in range(1, (limit + work.split_size - 1) // work.split_size):
+                first_split = first_seen(work.keeps, limit - 1) // work.split_size
+                for k in range(1, (limit + work.split_size - 1) // work.split_size - first_split):
                     part = partials[slot + k, head]
                     top, total = fold(top, total, state[:head_dim], part[head_dim], part[head_dim + 1], part[:head_dim])
                 weight = np.float32(1.0) / total

@@ -37,28 +37,26 @@ def reference_attention(  # noqa: PLR0913, PLR0917 - the operands of the op
     queries = query.reshape(num_tokens, num_kv_heads, -1, head_dim)  # [T, Hkv, G, D]
     out = torch.empty(queries.shape, dtype=query.dtype, device=query.device)
     parts = list(_parts(inputs, layer, slab.block_size))
-    for tokens, heads, blocks, cells, entries in parts:
+    for tokens, heads, blocks, cells, entries, _ in parts:
         num_old = len(entries) - (tokens.stop - tokens.start)
         for h, (cell, block_ids) in enumerate(zip(cells.tolist(), blocks, strict=True)):
             kv = key[tokens, heads[h]], value[tokens, heads[h]]
             slab.write(cell, block_ids[num_old:], entries[num_old:], kv)
-    for tokens, heads, blocks, cells, entries in parts:
+    for tokens, heads, blocks, cells, entries, first_seen in parts:
         read = [slab.read(cell, block_ids, entries) for cell, block_ids in zip(cells.tolist(), blocks, strict=True)]
         keys, values = (torch.stack(vectors).to(query.dtype) for vectors in zip(*read, strict=True))  # [h, n, D] each
         scores = torch.einsum("qhgd,hnd->hgqn", queries[tokens, heads], keys) * scale
         if softcap:
             scores = softcap * (scores / softcap).tanh()
-        num_entries = len(entries)
-        seen = torch.arange(num_entries, device=query.device)
-        last_seen = seen[num_entries - (tokens.stop - tokens.start) :]
-        visible = seen[None] <= last_seen[:, None]  # [q, n]
-        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        last_seen = entries[len(entries) - len(first_seen) :]
+        visible = (entries <= last_seen[:, None]) & (entries >= first_seen[:, None])  # [q, n]
+        weights = scores.masked_fill(~visible.to(query.device), float("-inf")).softmax(-1)
         out[tokens, heads] = torch.einsum("hgqn,hnd->qhgd", weights, values)
     return out.flatten(1, 2)
 
 
 class _Part(NamedTuple):
-    """The ``h`` KV heads of one sequence that have ``n`` entries: all of its heads, in the plain case.
+    """The ``h`` KV heads of one sequence that have as many entries, of which it sees ``n``; mostly all of its heads.
 
     Attributes:
         tokens: which of the step's tokens are the sequence's.
@@ -66,6 +64,7 @@ class _Part(NamedTuple):
         blocks: int64 ``[h, n]``: where each entry lies: its block,
         cells: int64 ``[h]``: the cell in it,
         entries: int64 ``[n]``: and which entry it is, from which follows the slot in that.
+        first_seen: int64 ``[q]``: the first entry that each of the tokens sees; the last one is its own.
     """
 
     tokens: slice
@@ -73,18 +72,23 @@ class _Part(NamedTuple):
     blocks: torch.Tensor
     cells: torch.Tensor
     entries: torch.Tensor
+    first_seen: torch.Tensor
 
 
 def _parts(inputs: AttentionInputs, layer: int, block_size: int) -> Iterator[_Part]:
+    group = inputs.group_of(layer)
     for s in range(inputs.num_seqs):
         tokens = slice(int(inputs.query_starts[s]), int(inputs.query_starts[s + 1]))
-        for num_entries in np.unique(inputs.lengths[s]):
-            heads = np.flatnonzero(inputs.lengths[s] == num_entries)
-            entries = np.arange(num_entries)
+        num_new, first_block = tokens.stop - tokens.start, int(group.firsts[s]) // block_size
+        for num_entries in np.unique(group.lengths[s]):
+            heads = np.flatnonzero(group.lengths[s] == num_entries)
+            first_seen = group.first_seen(int(num_entries) - num_new, num_new)
+            entries = np.arange(first_seen.min(), num_entries)
             yield _Part(
                 tokens,
                 torch.from_numpy(heads),
-                torch.from_numpy(inputs.tables[s, heads][:, entries // block_size].astype(np.int64)),
+                torch.from_numpy(group.tables[s, heads][:, entries // block_size - first_block].astype(np.int64)),
                 torch.from_numpy(inputs.cells[s, layer, heads].astype(np.int64)),
                 torch.from_numpy(entries),
+                torch.from_numpy(first_seen),
             )

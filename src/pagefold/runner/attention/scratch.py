@@ -28,7 +28,8 @@ class Scratch(NamedTuple):
         constants: float32 ``[M, 2, R]``: what K's zero points of channels add to the scores of each.
         own: float32 ``[M, R, D]``: what rows sum of their unsealed blocks.
         vector, spare: float32 ``[M, D]``: one K or V that is being encoded, and room to rotate it.
-        limits, ends: int32 ``[M, R]``: entries that a row sees of the split, and of all.
+        limits, ends: int32 ``[M, R]``: with how many entries of the split, and of all, what a row sees is over.
+        hidden, begins: int32 ``[M, R]``: how many entries of the split, and of all, are before what a row sees.
         blocks: int64 ``[M, W]``: addresses of a split's blocks.
     """
 
@@ -54,6 +55,8 @@ class Scratch(NamedTuple):
     spare: NDArray[np.float32]
     limits: NDArray[np.int32]
     ends: NDArray[np.int32]
+    hidden: NDArray[np.int32]
+    begins: NDArray[np.int32]
     blocks: NDArray[np.int64]
 
 
@@ -88,5 +91,7 @@ def make_scratch(num_members: int, num_rows: int, split_size: int, head_dim: int
         spare=floats(num_members, head_dim),
         limits=np.zeros(rows, np.int32),
         ends=np.zeros(rows, np.int32),
+        hidden=np.zeros(rows, np.int32),
+        begins=np.zeros(rows, np.int32),
         blocks=np.zeros((num_members, width), np.int64),
     )

@@ -56,7 +56,7 @@ def seal(sync, phase, work, slab, layer, scratch):
             break
         s, h, index = work.seals[chunk, 0], work.seals[chunk, 1], work.seals[chunk, 2]
         cell = work.cells[s if work.cells.shape[0] > 1 else 0, layer, h]
-        block = work.tables[s, h if work.tables.shape[1] > 1 else 0, index]
+        block = work.tables[s, h if work.tables.shape[1] > 1 else 0, index - work.first_blocks[s]]
         parts, unsealed = slab.cells[cell], _unsealed(slab, work, cell, s, h, index)
         quarter = head_dim // 4
         for i in range(head_dim + block_size):  # K's channels, and then V's tokens: each has a scale
@@ -78,7 +78,7 @@ def seal(sync, phase, work, slab, layer, scratch):
 
 
 @part_with(SealedBlocks)
-def score_channels(tiles, slab, parts, table, first, num_columns, query, room):
+def score_channels(tiles, slab, parts, table, num_columns, query, room):
     """Scores of a split whose K has scales for each channel of a block: queries are multiplied with them first."""
     block_size, head_dim, lanes = slab.block_size, slab.head_dim, tiles.lanes
     num_rows, scores, blocks = len(query), room.scores, room.blocks
@@ -88,13 +88,13 @@ def score_channels(tiles, slab, parts, table, first, num_columns, query, room):
         d = min(c + 1, num_columns - 1)  # an odd one's partner is itself: nobody reads those scores
         b, other = c // columns_a_block, d // columns_a_block
         if b != here:
-            _scale_queries(slab, table[first + b], parts[KEY_SCALES], query, room, 0)
+            _scale_queries(slab, table[b], parts[KEY_SCALES], query, room, 0)
             here = b
         side = 0
         if other != b:
             side = 1
             if other != there:
-                _scale_queries(slab, table[first + other], parts[KEY_SCALES], query, room, 1)
+                _scale_queries(slab, table[other], parts[KEY_SCALES], query, room, 1)
                 there = other
         for at in range(parts[VALUES] - parts[KEYS], parts[KEY_SCALES] - parts[KEYS], LINE_BYTES):
             fetch(blocks[b] + at)
@@ -132,19 +132,19 @@ def _scale_queries(slab, block, begin, query, room, side):
 
 
 @part()
-def _attend_unsealed(tiles, unsealed, slab, is_first, ends, query, room, row, into, softcap):
+def _attend_unsealed(tiles, unsealed, slab, is_first, query, room, row, into, softcap):
     """Attend to the rows' own block, in 16 bit, and fold it into ``into``, ``room.tops`` and ``room.totals``.
 
     Args:
         unsealed: the block.
         is_first: whether it is the sequence's first.
-        ends: int32 ``[n]``: entries of the block that each row sees, ascending.
         query: float32 ``[n, D]``.
-        room: the member's scratch.
+        room: the member's scratch, with what each row sees of the block: ``hidden`` and ``limits``, which ascend.
         row: which of its rows is the first.
         into: float32 ``[n, D]``.
     """
-    num_rows, num_entries = len(query), ends[-1]
+    num_rows = len(query)
+    num_entries = room.limits[row + num_rows - 1]
     block_size, head_dim, lanes = slab.block_size, slab.head_dim, tiles.lanes
     scores, own = room.scores, room.own
     base, width = unsealed.ctypes.data, scores.shape[1]
@@ -161,9 +161,12 @@ def _attend_unsealed(tiles, unsealed, slab, is_first, ends, query, room, row, in
         if softcap != 0.0:
             for e in range(num_entries):
                 scores[r, e] += room.shifts[row + r]
+        hidden = room.hidden[row + r]
+        num_seen, num_left = np.int32(room.limits[row + r] - hidden), np.int32(num_entries - hidden)
         room.constants[0, r], room.constants[1, r] = exp2_row(
-            scores[r], ends[r], num_entries, softcap, room.powers, NOTHING
+            scores[r, hidden:], num_seen, num_left, softcap, room.powers, NOTHING
         )
+        scores[r, :hidden] = np.float32(0.0)
     room.blocks[0] = base
     for d in range(0, head_dim, lanes * tiles.vectors):
         call_tile(tiles.values[FLOAT16], (
@@ -177,17 +180,18 @@ def _attend_unsealed(tiles, unsealed, slab, is_first, ends, query, room, row, in
 
 
 @part_with(SealedBlocks)
-def attend_own_blocks(tiles, work, slab, cell, h, split, first, end, group, scratch, query, into, softcap):
+def attend_own_blocks(tiles, work, slab, cell, item, split, scratch, query, into, softcap):
     """Attend to the own blocks of an item's tokens, of those whose last split this is; arguments as in ``attend``."""
     block_size = slab.block_size
+    h, first, end, group = item.kv_head, item.first, item.end, item.group
     length_step = int(work.lengths.shape[1] > 1)
     i = first
     while i < end:
         t = work.tokens[i]
         s = work.seq_of[t]
-        position = work.lengths[s, h * length_step] - (work.query_starts[s + 1] - t)
-        index = position // block_size
-        if position // work.split_size != split:
+        entry = work.lengths[s, h * length_step] - (work.query_starts[s + 1] - t)
+        index = entry // block_size
+        if entry // work.split_size != split:
             i += 1
             continue
         num = 1  # tokens of the sequence in that block
@@ -195,15 +199,16 @@ def attend_own_blocks(tiles, work, slab, cell, h, split, first, end, group, scra
             i + num < end
             and work.tokens[i + num] == t + num
             and t + num < work.query_starts[s + 1]
-            and (position + num) // block_size == index
+            and (entry + num) // block_size == index
         ):
             num += 1
         row = (i - first) * group
         rows = slice(row, row + num * group)
         for r in range(num * group):
-            scratch.limits[row + r] = position + r // group + 1 - index * block_size
+            scratch.limits[row + r] = entry + r // group + 1 - index * block_size
+            scratch.hidden[row + r] = max(0, scratch.begins[row + r] - index * block_size)
         unsealed = _unsealed(slab, work, cell, s, h, index)
         _attend_unsealed(
-            tiles, unsealed, slab, index == 0, scratch.limits[rows], query[rows], scratch, row, into[rows], softcap
+            tiles, unsealed, slab, index == 0, query[rows], scratch, row, into[rows], softcap
         )  # fmt: skip
         i += num

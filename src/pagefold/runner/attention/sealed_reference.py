@@ -29,7 +29,8 @@ class _Part(NamedTuple):
         cell: of this layer.
         tokens: which of the step's tokens are the sequence's.
         start, end: which of its entries these are.
-        block_ids: int64 ``[blocks]``: its table.
+        block_ids: int64 ``[blocks]``: its table,
+        first_block: which of its blocks that begins with.
         residual_id: where its unsealed block is.
     """
 
@@ -39,6 +40,7 @@ class _Part(NamedTuple):
     start: int
     end: int
     block_ids: torch.Tensor
+    first_block: int
     residual_id: int
 
 
@@ -56,24 +58,26 @@ def sealed_reference_attention(  # noqa: PLR0913, PLR0917 - the operands of the 
     num_tokens, num_kv_heads, head_dim = key.shape
     queries = query.reshape(num_tokens, num_kv_heads, -1, head_dim)  # [T, Hkv, G, D]
     out = torch.empty(queries.shape, dtype=query.dtype, device=query.device)
-    parts = list(_parts(inputs, layer))
+    parts = list(_parts(inputs, layer, slab.block_size))
     recent = [_write(slab, part, key[part.tokens, part.head], value[part.tokens, part.head]) for part in parts]
-    size = slab.block_size
+    size, group = slab.block_size, inputs.group_of(layer)
     for part, (recent_keys, recent_values) in zip(parts, recent, strict=True):
         first = part.start - part.start % size  # entry that ``recent`` begins with
         for begin in range(first, part.end, size):  # the tokens of one block after another
-            positions = torch.arange(max(begin, part.start), min(begin + size, part.end))
-            entries = torch.arange(begin)
-            keys, values = slab.read(part.cell, part.block_ids[entries // size], entries)
-            own = torch.arange(begin, int(positions[-1]) + 1)
+            query_entries = torch.arange(max(begin, part.start), min(begin + size, part.end))
+            first_seen = torch.from_numpy(group.first_seen(int(query_entries[0]), len(query_entries)))
+            entries = torch.arange(min(begin, int(first_seen.min())), begin)
+            keys, values = slab.read(part.cell, part.block_ids[entries // size - part.first_block], entries)
+            own = torch.arange(begin, int(query_entries[-1]) + 1)
             keys = torch.cat((keys, slab.uncentred(part.cell, own, recent_keys[own - first]))).to(query.dtype)
             values = torch.cat((values, recent_values[own - first].float())).to(query.dtype)
-            tokens = part.tokens.start + positions - part.start
+            tokens = part.tokens.start + query_entries - part.start
             scores = torch.einsum("qgd,nd->gqn", queries[tokens, part.head], keys) * scale
             if softcap:
                 scores = softcap * (scores / softcap).tanh()
-            visible = (torch.arange(len(keys))[None] <= positions[:, None]).to(query.device)  # [q, n]
-            weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+            seen = torch.cat((entries, own))
+            visible = (seen <= query_entries[:, None]) & (seen >= first_seen[:, None])  # [q, n]
+            weights = scores.masked_fill(~visible.to(query.device), float("-inf")).softmax(-1)
             out[tokens, part.head] = torch.einsum("gqn,nd->qgd", weights, values)
     return out.flatten(1, 2)
 
@@ -94,25 +98,28 @@ def _write(
     values = torch.cat((kept_values[:num_there], to_residual(values)))
     num_last = (len(keys) - 1) % size + 1
     kept_keys[:num_last], kept_values[:num_last] = keys[-num_last:], values[-num_last:]
-    first_block = part.start // size
+    first_block = part.start // size - part.first_block
     for index in range(len(keys) // size):
         rows = slice(index * size, (index + 1) * size)
         slab.seal(part.cell, int(part.block_ids[first_block + index]), keys[rows], values[rows])
     return keys, values
 
 
-def _parts(inputs: AttentionInputs, layer: int) -> Iterator[_Part]:
+def _parts(inputs: AttentionInputs, layer: int, block_size: int) -> Iterator[_Part]:
     assert inputs.residual_ids is not None, "blocks are sealed, and nobody said where the unsealed ones are"
+    assert len(inputs.groups) == 1, "blocks of several cache groups cannot be sealed yet"
+    group = inputs.group_of(layer)
     for s in range(inputs.num_seqs):
         tokens = slice(int(inputs.query_starts[s]), int(inputs.query_starts[s + 1]))
-        for h in range(inputs.lengths.shape[1]):
-            end = int(inputs.lengths[s, h])
+        for h in range(group.lengths.shape[1]):
+            end = int(group.lengths[s, h])
             yield _Part(
                 h,
                 int(inputs.cells[s, layer, h]),
                 tokens,
                 end - (tokens.stop - tokens.start),
                 end,
-                torch.from_numpy(inputs.tables[s, h].astype(np.int64)),
+                torch.from_numpy(group.tables[s, h].astype(np.int64)),
+                int(group.firsts[s]) // block_size,
                 int(inputs.residual_ids[s]),
             )

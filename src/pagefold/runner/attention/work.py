@@ -1,16 +1,21 @@
 """Dealing out attention: what is one piece of work, what of it is shared, and what is put together at the end.
 
-The entries that a token sees are cut into *splits* of fixed length at fixed positions (``split_size``). A token's
-result is the left fold of its splits' partial results, in order. So it is the same, to the bit, whoever else is in the
-batch, however a prompt was cut into chunks, and whatever came out of the cache; and dealing is free to do what is fast:
+A sequence's entries are cut into *splits* of fixed length at fixed entries (``split_size``), whichever of them it still
+has. A token's result is the left fold, in order, of the partial results of the splits that it sees anything of. So it
+is the same, to the bit, whoever else is in the batch, however a prompt was cut into chunks, whatever came out of the
+cache and whatever was given back; and dealing is free to do what is fast:
 
 - a long prompt's tokens are dealt in tiles, each of which walks all its splits and folds as it goes;
 - the splits of a token that is alone (decoding) are dealt one by one, so that a few long sequences keep all cores busy;
-- a split that lies in the same blocks for several sequences is dealt once for all of them: K and V are read once.
+- a split that lies in the same blocks for several sequences, all of whose tokens see all of it, is dealt once for all
+  of them: K and V are read once.
+
+Each cache group of a step is dealt once, for all of its layers.
 """
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -19,48 +24,105 @@ from numba import njit
 from pagefold.kernels.compiled import part, specialised
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
-    from pagefold.runner.attention.inputs import AttentionInputs
+    from pagefold.kv import KeepRule
+    from pagefold.runner.attention.inputs import AttentionInputs, GroupInputs
 
-__all__ = ["AttentionWork", "WorkDealer"]
+__all__ = ["AttentionWork", "GroupWork", "WorkDealer", "first_seen", "work_of"]
 
 _ROWS = 42
 """Query rows (tokens times the heads of a group) of one item: whole register tiles, and scores that stay in cache."""
 
 _MIN_SPLIT = 256
 
+_NOTHING = np.zeros(0, np.int32)
 _NO_SEALS = np.zeros((0, 3), np.int32)
 
 
-class AttentionWork(NamedTuple):
-    """The work of one step's attention; the same in all layers. T tokens, S sequences, I items.
+class Keeps(NamedTuple):
+    """A :class:`~pagefold.kv.keep.KeepRule` as kernels read it.
+
+    Attributes:
+        window: its window; 0 for none.
+        is_chunked: whether windows lie side by side.
+    """
+
+    window: int
+    is_chunked: bool
+
+    @classmethod
+    def of(cls, rule: KeepRule) -> Keeps:
+        """Return what kernels read of a rule."""
+        return cls(rule.window or 0, rule.is_chunked)
+
+
+class GroupWork(NamedTuple):
+    """The work of a step's attention in one cache group; the same in all its layers. T tokens, S sequences, I items.
 
     Attributes:
         query_starts: int32 ``[S + 1]``.
         seq_of: int32 ``[T]``: the sequence of each token.
         tables: int32 ``[S, Hkv or 1, max_blocks]``; 1 where all heads share a table.
+        first_blocks: int32 ``[S]``: which of its blocks each sequence's tables begin with.
         lengths: int32 ``[S, Hkv or 1]``.
-        cells: int32 ``[S or 1, L, Hkv]``.
+        keeps: which entries a token sees.
+        cells: int32 ``[S or 1, L, Hkv]``; those of the group's layers are the group's own.
         items: int32 ``[I, 5]``: KV head, split or -1 for all splits, sequence whose table is read, first and end of its
             tokens in ``tokens``. Dearest first.
         tokens: int32: the tokens of all items.
-        first_slots: int32 ``[T]``: where a token's partial results begin; -1 for a token that needs none.
-        num_slots: of partial results.
+        first_slots: int32 ``[T]``: where a token's partial results begin, with that of the first split that it sees; -1
+            for a token that needs none.
         split_size: entries a split.
         residual_ids: int32 ``[S]``: where each sequence has its unsealed block; empty where blocks are not sealed.
         first_opened: int32 ``[S]``: where the step has the blocks that each sequence has begun and filled in it.
-        num_opened: of those, of all sequences.
         seals: int32 ``[N, 3]``: blocks that are full after the step's writes: sequence, KV head, which of its blocks.
     """
 
     query_starts: NDArray[np.int32]
     seq_of: NDArray[np.int32]
     tables: NDArray[np.int32]
+    first_blocks: NDArray[np.int32]
     lengths: NDArray[np.int32]
+    keeps: Keeps
     cells: NDArray[np.int32]
+    items: NDArray[np.int32]
+    tokens: NDArray[np.int32]
+    first_slots: NDArray[np.int32]
+    split_size: int
+    residual_ids: NDArray[np.int32]
+    first_opened: NDArray[np.int32]
+    seals: NDArray[np.int32]
+
+
+class AttentionWork(NamedTuple):
+    """The work of one step's attention in all of its G cache groups, of which kernels take one: :func:`work_of`.
+
+    It is one flat record of arrays because a team's members can be handed no other.
+
+    Attributes:
+        query_starts, seq_of, cells, split_size, residual_ids, first_opened, seals: of all groups.
+        group_of_layer: int32 ``[L]``.
+        tables, first_blocks, lengths, first_slots: those of each group, one behind the other: ``[G, ...]``.
+        keeps: int32 ``[G, 2]``: of each group the fields of :class:`Keeps`.
+        item_starts: int32 ``[G + 1]``: a group has the items ``[item_starts[g], item_starts[g + 1])``.
+        items: int32 ``[I, 5]``: of all groups.
+        tokens: int32: the tokens of all items.
+        num_slots: of partial results, at most in one group.
+        num_opened: blocks that the step's sequences have begun and filled in it, of all sequences.
+    """
+
+    query_starts: NDArray[np.int32]
+    seq_of: NDArray[np.int32]
+    cells: NDArray[np.int32]
+    group_of_layer: NDArray[np.int32]
+    tables: NDArray[np.int32]
+    first_blocks: NDArray[np.int32]
+    lengths: NDArray[np.int32]
+    keeps: NDArray[np.int32]
+    item_starts: NDArray[np.int32]
     items: NDArray[np.int32]
     tokens: NDArray[np.int32]
     first_slots: NDArray[np.int32]
@@ -70,6 +132,15 @@ class AttentionWork(NamedTuple):
     first_opened: NDArray[np.int32]
     num_opened: int
     seals: NDArray[np.int32]
+
+
+class _Dealt(NamedTuple):
+    """What is dealt of one group; see :class:`GroupWork`."""
+
+    items: NDArray[np.int32]
+    tokens: NDArray[np.int32]
+    first_slots: NDArray[np.int32]
+    num_slots: int
 
 
 class WorkDealer:
@@ -92,16 +163,44 @@ class WorkDealer:
 
     def deal(self, inputs: AttentionInputs) -> AttentionWork:
         """Return the work of a step."""
-        tables = _broadcast_as_one(inputs.tables, 1)
-        lengths = _broadcast_as_one(inputs.lengths, 1)
+        groups = inputs.groups
+        assert len(groups) == 1 or not self._seals, "blocks of several cache groups cannot be sealed yet"
         cells = _broadcast_as_one(inputs.cells, 0)
-        num_kv_heads = inputs.cells.shape[2]
-        seq_of = np.repeat(np.arange(inputs.num_seqs, dtype=np.int32), np.diff(inputs.query_starts))
+        tables, lengths = _tables_of(groups), _lengths_of(groups)
+        first_blocks = _stacked([group.firsts // np.int32(self._block_size) for group in groups])
+        keeps = [Keeps.of(group.keeps) for group in groups]
+        dealt = [
+            self._deal_group(inputs, of_group, is_shared=len(cells) == 1)
+            for of_group in zip(tables, first_blocks, lengths, keeps, strict=True)
+        ]
+        num_tokens = accumulate((len(one.tokens) for one in dealt), initial=0)
+        for one, begin in zip(dealt, num_tokens, strict=False):
+            if begin:
+                one.items[:, 3:] += begin
+        return AttentionWork(
+            query_starts=inputs.query_starts,
+            seq_of=np.repeat(np.arange(inputs.num_seqs, dtype=np.int32), np.diff(inputs.query_starts)),
+            cells=cells,
+            group_of_layer=np.array(inputs.group_of_layer, np.int32),
+            tables=tables,
+            first_blocks=first_blocks,
+            lengths=lengths,
+            keeps=np.array(keeps, np.int32),
+            item_starts=np.array([*accumulate((len(one.items) for one in dealt), initial=0)], np.int32),
+            items=_joined([one.items for one in dealt]),
+            tokens=_joined([one.tokens for one in dealt]),
+            first_slots=_stacked([one.first_slots for one in dealt]),
+            num_slots=max(one.num_slots for one in dealt),
+            split_size=self.split_size,
+            **self._unsealed(inputs),
+        )
+
+    def _deal_group(self, inputs: AttentionInputs, of_group: tuple[Any, ...], *, is_shared: bool) -> _Dealt:
+        """Deal out a group, of which this is what :func:`_deal` takes; tables may be shared if heads' cells are."""
         arguments = (
             inputs.query_starts,
-            tables,
-            lengths,
-            self._owner if len(cells) == 1 else self._owner[:0],
+            *of_group,
+            self._owner if is_shared else self._owner[:0],
             self._block_size,
             self.split_size,
             self.tokens_per_item,
@@ -110,41 +209,36 @@ class WorkDealer:
             self._kernel = specialised(_deal, arguments)
         items, costs, tokens, first_slots, num_slots = self._kernel(*arguments)
         items = items[np.argsort(-costs, kind="stable")]
+        tables, _, lengths, _ = of_group
+        num_kv_heads = inputs.cells.shape[2]
         if lengths.shape[1] == tables.shape[1] == 1 and num_kv_heads > 1:  # what is dealt for one head serves all
             items = np.repeat(items, num_kv_heads, axis=0)
             items[:, 0] = np.tile(np.arange(num_kv_heads, dtype=np.int32), len(items) // num_kv_heads)
-        return AttentionWork(
-            inputs.query_starts,
-            seq_of,
-            tables,
-            lengths,
-            cells,
-            items,
-            tokens,
-            first_slots,
-            num_slots,
-            self.split_size,
-            *self._unsealed(inputs),
-        )
+        return _Dealt(items, tokens, first_slots, num_slots)
 
-    def _unsealed(self, inputs: AttentionInputs) -> tuple[Any, ...]:
+    def _unsealed(self, inputs: AttentionInputs) -> dict[str, Any]:
         """Return the fields of the work that are about sealing."""
-        nothing = np.zeros(0, np.int32)
         if not self._seals:
-            return nothing, nothing, 0, _NO_SEALS
+            return {"residual_ids": _NOTHING, "first_opened": _NOTHING, "num_opened": 0, "seals": _NO_SEALS}
+        (group,) = inputs.groups
+        lengths = group.lengths
         assert inputs.residual_ids is not None, "blocks are sealed, and nobody said where the unsealed ones are"
         size, num_new = self._block_size, np.diff(inputs.query_starts)[:, None]
-        first = (inputs.lengths - num_new) // size  # [S, Hkv]: the block that each begins in
-        num_opened = ((inputs.lengths - 1) // size - first).max(1)
-        begins_inside = (inputs.lengths - num_new) % size > 0
+        first = (lengths - num_new) // size  # [S, Hkv]: the block that each begins in
+        num_opened = ((lengths - 1) // size - first).max(1)
+        begins_inside = (lengths - num_new) % size > 0
         assert not num_opened[begins_inside.any(1)].any(), "a row begins inside a block and ends beyond it"
-        num_full = (inputs.lengths // size - first).ravel()
+        num_full = (lengths // size - first).ravel()
         rows = np.repeat(np.arange(len(num_full)), num_full)
         nth = np.arange(len(rows)) - np.repeat(np.cumsum(num_full) - num_full, num_full)
-        num_heads = inputs.lengths.shape[1]
+        num_heads = lengths.shape[1]
         seals = np.stack((rows // num_heads, rows % num_heads, first.ravel()[rows] + nth), 1).astype(np.int32)
-        first_opened = (np.cumsum(num_opened) - num_opened).astype(np.int32)
-        return inputs.residual_ids, first_opened, int(num_opened.sum()), seals
+        return {
+            "residual_ids": inputs.residual_ids,
+            "first_opened": (np.cumsum(num_opened) - num_opened).astype(np.int32),
+            "num_opened": int(num_opened.sum()),
+            "seals": seals,
+        }
 
 
 def _broadcast_as_one(array: NDArray[np.int32], axis: int) -> NDArray[np.int32]:
@@ -154,13 +248,74 @@ def _broadcast_as_one(array: NDArray[np.int32], axis: int) -> NDArray[np.int32]:
     return np.ascontiguousarray(array)
 
 
+def _tables_of(groups: tuple[GroupInputs, ...]) -> NDArray[np.int32]:
+    """Return the tables of all groups, ``[G, S, Hkv or 1, max_blocks]``: filled up to the widest."""
+    tables = [_broadcast_as_one(group.tables, 1) for group in groups]
+    if len(tables) == 1:
+        return tables[0][None]
+    num_seqs = tables[0].shape[0]
+    num_heads, width = (max(table.shape[axis] for table in tables) for axis in (1, 2))
+    stacked = np.zeros((len(tables), num_seqs, num_heads, width), np.int32)
+    for into, table in zip(stacked, tables, strict=True):
+        into[:, :, : table.shape[2]] = table
+    return stacked
+
+
+def _lengths_of(groups: tuple[GroupInputs, ...]) -> NDArray[np.int32]:
+    """Return the lengths of all groups, ``[G, S, Hkv or 1]``."""
+    lengths = [_broadcast_as_one(group.lengths, 1) for group in groups]
+    return _stacked(lengths if len(lengths) == 1 else np.broadcast_arrays(*lengths))
+
+
+def _stacked(arrays: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
+    """Return arrays of all groups behind one another, ``[G, ...]``."""
+    return arrays[0][None] if len(arrays) == 1 else np.stack(arrays)
+
+
+def _joined(arrays: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
+    """Return arrays of all groups in one."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+@part(forceinline=True)
+def work_of(work, layer):
+    """Return the :class:`GroupWork` of a layer's group."""
+    g = work.group_of_layer[layer]
+    return GroupWork(
+        work.query_starts,
+        work.seq_of,
+        work.tables[g],
+        work.first_blocks[g],
+        work.lengths[g],
+        Keeps(work.keeps[g, 0], work.keeps[g, 1] != 0),
+        work.cells,
+        work.items[work.item_starts[g] : work.item_starts[g + 1]],
+        work.tokens,
+        work.first_slots[g],
+        work.split_size,
+        work.residual_ids,
+        work.first_opened,
+        work.seals,
+    )
+
+
+@part(forceinline=True)
+def first_seen(keeps, entry):
+    """Return the first entry that ``entry`` sees; see :class:`~pagefold.kv.keep.KeepRule`."""
+    if keeps.window == 0:
+        return 0
+    if keeps.is_chunked:
+        return entry - entry % keeps.window
+    return max(0, entry + 1 - keeps.window)
+
+
 @part()
 def _put(item, head, split, seq, first, end):
     item[0], item[1], item[2], item[3], item[4] = head, split, seq, first, end
 
 
 @njit(cache=True, nogil=True)
-def _deal(query_starts, tables, lengths, owner, block_size, split_size, tokens_per_item):
+def _deal(query_starts, tables, first_blocks, lengths, keeps, owner, block_size, split_size, tokens_per_item):
     """Return (items, their costs, tokens, first_slots, num_slots); see :class:`AttentionWork`."""
     num_seqs, num_heads = len(query_starts) - 1, max(tables.shape[1], lengths.shape[1])
     table_step, length_step = int(tables.shape[1] > 1), int(lengths.shape[1] > 1)
@@ -171,8 +326,10 @@ def _deal(query_starts, tables, lengths, owner, block_size, split_size, tokens_p
     max_items = max_item_tokens = 0
     for s in range(num_seqs):
         num_new = query_starts[s + 1] - query_starts[s]
-        longest = lengths[s].max()
-        num_splits = (longest + split_size - 1) // split_size
+        num_splits = 0
+        for h in range(lengths.shape[1]):
+            first_split = first_seen(keeps, lengths[s, h] - num_new) // split_size
+            num_splits = max(num_splits, (lengths[s, h] + split_size - 1) // split_size - first_split)
         max_items += num_heads * (num_splits + num_new)
         max_item_tokens += num_heads * (num_splits * min(num_new, tokens_per_item) + num_new)
         if num_new < tokens_per_item:
@@ -186,19 +343,21 @@ def _deal(query_starts, tables, lengths, owner, block_size, split_size, tokens_p
     members = np.empty(num_seqs, np.int32)  # sequences that are dealt split by split
     num_members = 0
     max_splits = 0
+    least_split = 2**31 - 1  # that any of them sees
     for s in range(num_seqs):
         first, last = query_starts[s], query_starts[s + 1]
         if last - first < tokens_per_item:
             members[num_members] = s
             num_members += 1
             max_splits = max(max_splits, (lengths[s].max() + split_size - 1) // split_size)
+            least_split = min(least_split, first_seen(keeps, lengths[s].min() - (last - first)) // split_size)
             continue
         for h in range(num_heads):
             length = lengths[s, h * length_step]
             for t in range(first, last, tokens_per_item):
                 stop = min(t + tokens_per_item, last)
                 _put(items[num_items], h, -1, s, end, end + stop - t)
-                costs[num_items] = (stop - t) * (length - (last - stop))
+                costs[num_items] = (stop - t) * (length - (last - stop) - first_seen(keeps, length - (last - t)))
                 num_items += 1
                 for token in range(t, stop):
                     tokens[end] = token
@@ -208,7 +367,7 @@ def _deal(query_starts, tables, lengths, owner, block_size, split_size, tokens_p
     tails = np.empty(num_seqs, np.int32)
     sizes = np.empty(num_seqs, np.int32)
     for h in range(num_heads):
-        for split in range(max_splits):
+        for split in range(least_split, max_splits):
             start = split * split_size
             index = (split + 1) * blocks_a_split - 1
             num_groups = 0
@@ -216,18 +375,23 @@ def _deal(query_starts, tables, lengths, owner, block_size, split_size, tokens_p
                 s = members[m]
                 num_new = query_starts[s + 1] - query_starts[s]
                 length = lengths[s, h * length_step]
-                if length <= start:
+                if length <= start or first_seen(keeps, length - num_new) >= start + split_size:
                     continue
                 group = -1
-                # Shared only if whole and seen by all of the sequence's tokens.
-                is_whole = len(owner) > 0 and length - num_new + 1 >= start + split_size
+                # Shared only if all of the sequence's tokens see all of it.
+                is_whole = (
+                    len(owner) > 0
+                    and length - num_new + 1 >= start + split_size
+                    and first_seen(keeps, length - 1) <= start
+                )
                 if is_whole:
-                    block = tables[s, h * table_step, index]
+                    block = tables[s, h * table_step, index - first_blocks[s]]
                     group = owner[block]
                     if group >= 0:
                         other = heads[group]
                         for i in range(split * blocks_a_split, index + 1):
-                            if tables[other, h * table_step, i] != tables[s, h * table_step, i]:
+                            theirs = tables[other, h * table_step, i - first_blocks[other]]
+                            if theirs != tables[s, h * table_step, i - first_blocks[s]]:
                                 group = -1
                                 break
                 if group < 0:
@@ -236,7 +400,7 @@ def _deal(query_starts, tables, lengths, owner, block_size, split_size, tokens_p
                     heads[group] = s
                     sizes[group] = 0
                     if is_whole:
-                        owner[tables[s, h * table_step, index]] = group
+                        owner[tables[s, h * table_step, index - first_blocks[s]]] = group
                 else:
                     next_member[tails[group]] = s
                 tails[group] = s
@@ -249,8 +413,8 @@ def _deal(query_starts, tables, lengths, owner, block_size, split_size, tokens_p
                     for t in range(query_starts[s], query_starts[s + 1]):
                         tokens[end] = t
                         end += 1
-                    if len(owner) > 0 and index < tables.shape[2]:
-                        owner[tables[s, h * table_step, index]] = -1
+                    if len(owner) > 0 and index - first_blocks[s] < tables.shape[2]:
+                        owner[tables[s, h * table_step, index - first_blocks[s]]] = -1
                     s = next_member[s]
                 size = sizes[group]
                 num_parts = (size + tokens_per_item - 1) // tokens_per_item

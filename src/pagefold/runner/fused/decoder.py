@@ -13,7 +13,7 @@ import torch
 from pagefold.kernels.compiled import specialised
 from pagefold.kernels.simd import weight_tiles
 from pagefold.kernels.team import SYNC_WIDTH, ends
-from pagefold.runner.attention.cpu import AttentionRoom, scale_and_cap
+from pagefold.runner.attention.cpu import AttentionRoom, scoring_of
 from pagefold.runner.fused.kernel import (
     TOKENS_A_TILE,
     DecoderRoom,
@@ -65,7 +65,7 @@ class FusedDecoder:
         self._num_kv_heads = config.num_kv_heads
         self._head_dim = config.head_dim
         self._vocab_size = config.vocab_size
-        self._scale, _ = scale_and_cap(config.attention_scale, 0.0)
+        self._scoring = scoring_of(config.attention_scale, 0.0)
         self._weights = weights
         self._attention = AttentionRoom(slab, self._num_heads, self._num_kv_heads, self._num_threads)
         self._phases = phases(len(self._weights.norms))
@@ -96,7 +96,7 @@ class FusedDecoder:
             self._weights,
             step,
             work,
-            self._scale,
+            self._scoring,
             self._attention.slab_for(work),
             self._room,
             self._attention.scratch,

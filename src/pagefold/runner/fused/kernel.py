@@ -17,10 +17,16 @@ from pagefold.kernels.emit import call_tile
 from pagefold.kernels.exponential import silu_times
 from pagefold.kernels.team import claim, finish, wait
 from pagefold.runner.attention.cpu import member_scratch
-from pagefold.runner.attention.kernel import attend, merge, seal, write
+from pagefold.runner.attention.kernel import Scoring, attend, merge, seal, write
+from pagefold.runner.attention.work import work_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from pagefold.runner.attention.kernel_slab import KernelSlab
+    from pagefold.runner.attention.scratch import Scratch
+    from pagefold.runner.attention.tiles import AttentionTiles
+    from pagefold.runner.attention.work import AttentionWork
 
 __all__ = ["TOKENS_A_TILE", "DecoderRoom", "DecoderStep", "phases", "rotate", "run_decoder"]
 
@@ -79,6 +85,26 @@ class DecoderRoom(NamedTuple):
     logits: NDArray[np.float32]
     up: NDArray[np.float32]
     powers: NDArray[np.int32]
+
+
+class _Attention(NamedTuple):
+    """What attention takes beside queries, keys and values. It is made by each member for itself.
+
+    Attributes:
+        tiles: its matrix products.
+        work: of the step, of all cache groups.
+        slab: the blocks.
+        scoring: how queries and keys make scores.
+        scratch: the member's own.
+        partials: ``[num_slots, H, D + 2]``, of the team.
+    """
+
+    tiles: AttentionTiles
+    work: AttentionWork
+    slab: KernelSlab
+    scoring: Scoring
+    scratch: Scratch
+    partials: NDArray[np.float32]
 
 
 @part(fastmath={"reassoc", "nsz"})
@@ -281,19 +307,32 @@ def _place(sync, phase, weights, step, work, layer, room, qkv, slab, scratch):
 
 
 @part()
-def _member(
-    tiles, attention_tiles, num_members, member, sync, weights, step, work, scale, slab, room, scratch, partials
-):
+def _attend(sync, phase, layer, weights, step, attention, room, qkv):
+    """The phases from placing K and V to merging what was attended to, of one layer."""
+    head_dim = room.attended.shape[2]
+    slab, scratch, partials = attention.slab, attention.scratch, attention.partials
+    work = work_of(attention.work, layer)
+    query = qkv.reshape((qkv.shape[0], qkv.shape[1] // head_dim, head_dim))
+    out = room.attended[: len(step.token_ids)]
+    _place(sync, phase, weights, step, work, layer, room, qkv, slab, scratch)
+    if len(work.seals):
+        seal(sync, phase + 1, work, slab, layer, scratch)
+    attend(
+        attention.tiles, sync, phase + 2, work, query, slab, layer, attention.scoring, scratch, partials, out
+    )  # fmt: skip
+    if attention.work.num_slots:
+        merge(sync, phase + 3, work, slab, layer, scratch, partials, out)
+
+
+@part()
+def _member(tiles, num_members, member, sync, weights, step, attention, room):
     num_tokens = len(step.token_ids)
     head_dim = room.attended.shape[2]
-    own = member_scratch(scratch, member)
     attended = room.attended.reshape((room.attended.shape[0], room.attended.shape[1] * head_dim))
-    out = room.attended[:num_tokens]
     _embed(sync, 0, weights, weights.head_scales, step, room)
     for layer in range(weights.norms.shape[0]):
         phase = 1 + layer * _PHASES_A_LAYER
         qkv = room.qkv[layer % room.qkv.shape[0]]
-        query = qkv.reshape((qkv.shape[0], qkv.shape[1] // head_dim, head_dim))
         _norm_all(sync, phase, room.hidden, num_tokens, weights.norms[layer, 0], weights.epsilon, room.normed)
         _matmul(
             tiles,
@@ -307,12 +346,7 @@ def _member(
             qkv,
             0,
         )
-        _place(sync, phase + 2, weights, step, work, layer, room, qkv, slab, own)
-        if len(work.seals):
-            seal(sync, phase + 3, work, slab, layer, own)
-        attend(attention_tiles, sync, phase + 4, work, query, slab, layer, scale, np.float32(0.0), own, partials, out)
-        if work.num_slots:
-            merge(sync, phase + 5, work, slab, layer, own, partials, out)
+        _attend(sync, phase + 2, layer, weights, step, attention, room, qkv)
         _matmul(
             tiles,
             num_members,
@@ -360,10 +394,9 @@ def _member(
 
 
 @njit(cache=True, parallel=True, nogil=True, error_model="numpy")
-def run_decoder(tiles, attention_tiles, num_members, sync, weights, step, work, scale, slab, room, scratch, partials):
+def run_decoder(tiles, attention_tiles, num_members, sync, weights, step, work, scoring, slab, room, scratch, partials):
     """Compute a step: K and V into their blocks, logits into the room."""
     for member in prange(num_members):
-        _member(
-            tiles, attention_tiles, num_members, member, sync, weights, step, work, scale, slab, room, scratch,
-            partials,
-        )  # fmt: skip
+        own = member_scratch(scratch, member)
+        attention = _Attention(attention_tiles, work, slab, scoring, own, partials)
+        _member(tiles, num_members, member, sync, weights, step, attention, room)

@@ -23,22 +23,22 @@ def plan_columns(inputs: AttentionInputs, tokens_a_tile: int) -> list[NDArray[An
         inputs: of the step.
         tokens_a_tile: tokens whose queries one program of prefilling takes.
     """
-    starts = inputs.query_starts
+    starts, group = inputs.query_starts, inputs.only_group
     num_new = np.diff(starts)
-    tables = _broadcast_as_one(inputs.tables, 1)
+    tables = _broadcast_as_one(group.tables, 1)
     tables = np.pad(tables, ((0, 0), (0, 0), (0, -tables.shape[2] % ALIGNMENT)))
     long = np.flatnonzero(num_new > 1)
     num_tiles = -(-num_new[long] // tokens_a_tile)
     seqs = np.repeat(long, num_tiles)
     index = np.arange(len(seqs)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
     firsts = starts[seqs] + index * tokens_a_tile
-    costs = inputs.lengths.max(1)[seqs] - (starts[seqs + 1] - firsts)  # entries that its tokens see, about
+    costs = group.lengths.max(1)[seqs] - (starts[seqs + 1] - firsts)  # entries that its tokens see, about
     order = np.argsort(-costs, kind="stable")
     return [
         starts,
         np.repeat(np.arange(inputs.num_seqs, dtype=np.int32), num_new),
         tables,
-        _broadcast_as_one(inputs.lengths, 1),
+        _broadcast_as_one(group.lengths, 1),
         _broadcast_as_one(inputs.cells, 0),
         np.flatnonzero(num_new == 1).astype(np.int32),
         np.stack([seqs, firsts], 1)[order].astype(np.int32),

@@ -1,0 +1,176 @@
+"""Gemma 3 beyond its windows: two cache groups, of which one keeps a window, and gives blocks back while requests run.
+
+Part 1 of the equality rule in every setting whose blocks stay on the device. No prompt but the shortest fits into the
+windows of 24 tokens; the reference applies transformers' masks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+from equivalence.prompts import full_prompts, short_prompts
+from equivalence.settings import SETTINGS
+from equivalence.suite import Counts, Setting, Trial, Workload
+from equivalence.tiny_models import VOCAB_SIZE
+from pagefold.config import EngineConfig
+from pagefold.engine.build import build_engine
+from pagefold.engine.planning import plan_engine
+from pagefold.errors import ConfigError
+from pagefold.kv import KEEP_ALL, BlockState, KeepRule, audit
+from pagefold.sampling import SamplingParams
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WINDOW = 24
+SHORT = Workload(short_prompts(VOCAB_SIZE), num_outputs=24)
+FULL = Workload(full_prompts(VOCAB_SIZE), num_outputs=64)
+ON_DEVICE = [setting for setting in SETTINGS if setting.stays_on_device]
+NAMES = {"chunks of 17", "blocks of 4", "warm", "everything at once"}
+FEW = [setting for setting in ON_DEVICE if setting.name in NAMES]
+
+
+def run(setting: Setting, workload: Workload, tiny_folder, tiny_references) -> Trial:
+    if setting.at_least is not None:  # windows take less memory, and what left them is found less often
+        asked = {name: min(number, 1) for name, number in asdict(setting.at_least).items()}
+        setting = replace(setting, at_least=Counts(**asked))
+    trial = Trial(setting, workload, tiny_folder("gemma3"))
+    assert trial.engine.scheduler.core.rules == (KeepRule(WINDOW), KEEP_ALL)
+    trial.run()
+    trial.assert_exact(tiny_references("gemma3", workload.num_outputs))
+    return trial
+
+
+@pytest.mark.parametrize("setting", FEW, ids=lambda setting: setting.name)
+def test_outputs_are_those_of_generate(setting, tiny_folder, tiny_references):
+    run(setting, SHORT, tiny_folder, tiny_references)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("setting", ON_DEVICE, ids=lambda setting: setting.name)
+def test_outputs_are_those_of_generate_in_every_setting(setting, tiny_folder, tiny_references):
+    run(setting, SHORT, tiny_folder, tiny_references)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("setting", FEW, ids=lambda setting: setting.name)
+def test_outputs_are_those_of_generate_in_full(setting, tiny_folder, tiny_references):
+    run(setting, FULL, tiny_folder, tiny_references)
+
+
+@pytest.fixture
+def engine_of(tiny_folder):
+    """An engine of the tiny Gemma 3 in float32, by the attention that is asked for."""
+
+    def make(backend: str, **settings):
+        config = EngineConfig(
+            model=str(tiny_folder("gemma3")),
+            dtype="float32",
+            attention_backend=backend,
+            block_size=8,
+            kv_cache_memory_bytes=2**20,
+            max_model_len=512,
+            max_num_seqs=8,
+            max_num_batched_tokens=32,
+            **settings,
+        )
+        return build_engine(plan_engine(config))
+
+    return make
+
+
+def generate(engine, token_ids: list[int], num_outputs: int, watch=lambda: None) -> list[int]:
+    engine.add("one", token_ids, SamplingParams(temperature=0.0, max_tokens=num_outputs, ignore_eos=True))
+    outputs: list[int] = []
+    while engine.has_work:
+        for delta in engine.step():
+            outputs += delta.token_ids
+        watch()
+    return outputs
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_blocks_that_left_the_window_are_given_back_while_the_request_runs(engine_of, backend):
+    engine = engine_of(backend, enable_prefix_caching=False)
+    core = engine.scheduler.core
+    most_held = most_used = 0
+
+    def watch() -> None:
+        nonlocal most_held, most_used
+        audit(core)
+        for cache in core.caches:
+            windowed, full = cache.tables
+            most_held = max(most_held, len(windowed.block_ids))
+            assert full.num_trimmed == 0
+            assert windowed.end == full.end
+        most_used = max(most_used, core.num_active)
+
+    generate(engine, [5 + at % 200 for at in range(150)], 100, watch)
+    bound = KeepRule(WINDOW).num_blocks_for(250, 32, 8)
+    assert most_held <= bound < 250 // 8
+    assert most_used <= 250 // 8 + 1 + bound
+    assert core.pool.num_free == core.pool.num_blocks
+
+
+def test_both_implementations_of_attention_generate_the_same(engine_of):
+    prompt = [7 + at * at % 230 for at in range(120)]
+    assert generate(engine_of("cpu"), prompt, 80) == generate(engine_of("reference"), prompt, 80)
+
+
+def test_a_shared_prefix_is_found_where_its_window_is_still_cached(engine_of):
+    engine = engine_of("cpu")
+    core = engine.scheduler.core
+    prompt = [9 + at % 150 for at in range(100)]
+    first = generate(engine, prompt, 40)
+    found = core.match(engine.limits.namespace.key(), torch.tensor(prompt, dtype=torch.int32).numpy().tobytes(), 99)
+    assert len(found.nodes) == 12
+    assert generate(engine, prompt, 40) == first
+    behind = [*prompt, *first]  # a conversation goes on
+    assert generate(engine, behind, 20) == generate(engine_of("cpu", enable_prefix_caching=False), behind, 20)
+
+
+def test_what_was_left_behind_is_evicted_first(engine_of):
+    engine = engine_of("cpu")
+    core = engine.scheduler.core
+    generate(engine, [9 + at % 150 for at in range(200)], 40)
+    stale = [block for block in core.blocks.evictable_alone() if block.state == BlockState.CACHED]
+    num_nodes = sum(1 for _ in core.tree.nodes())
+    assert core.blocks.reclaim(10) == 10
+    assert sum(1 for _ in core.tree.nodes()) == num_nodes
+    assert all(block.state == BlockState.FREE for block in stale[:10])
+
+
+def test_where_blocks_leave_the_device_the_window_limits_the_length(tiny_folder):
+    folder = str(tiny_folder("gemma3"))
+    assert plan_engine(EngineConfig(model=folder, max_model_len=400)).capacity.max_model_len == 400
+    for settings in ({"kv_offloading_size": 0.01}, {"kv_cache_dtype": "int8_per_token_head", "dtype": "float32"}):
+        with pytest.raises(ConfigError, match=r"beyond 24 tokens gemma3_text's sliding window is not computed yet"):
+            plan_engine(EngineConfig(model=folder, max_model_len=400, **settings))
+
+
+def test_a_budget_that_holds_no_window_beside_a_step_is_refused(tiny_folder):
+    from pagefold.errors import BudgetTooSmallError
+
+    settings = {"max_model_len": 400, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    config = EngineConfig(model=str(tiny_folder("gemma3")), kv_cache_memory_bytes=2**17, **settings)
+    with pytest.raises(BudgetTooSmallError) as refused:
+        plan_engine(config)
+    smallest = int(str(refused.value.remedy).split("kv_cache_memory_bytes=")[1].split(";")[0].split(".")[0])
+    config = EngineConfig(model=str(tiny_folder("gemma3")), kv_cache_memory_bytes=smallest, **settings)
+    engine = build_engine(plan_engine(config))
+    assert len(generate(engine, [3 + at % 200 for at in range(300)], 100)) == 100
+
+
+def test_steps_that_fail_cost_no_window(tiny_folder, tiny_references):
+    setting = Setting(
+        name="failing",
+        failure_rate=0.3,
+        max_num_batched_tokens=17,
+        max_num_seqs=8,
+        block_size=4,
+        num_rounds=2,
+        at_least=Counts(num_failed_steps=20),
+    )
+    run(setting, Workload(SHORT.prompts[:8], SHORT.num_outputs), tiny_folder, tiny_references)
