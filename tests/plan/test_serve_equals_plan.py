@@ -88,7 +88,7 @@ def test_every_family_is_read_alike(family, tiny_folder, free_bytes):
     assert memory.devices[0].capacity == blueprint.capacity
     assert memory.layout.bytes_per_block == blueprint.geometry.bytes_per_block
     assert shape.counted_parameters == blueprint.spec.num_parameters
-    assert (shape.served_limit or shape.max_positions) == blueprint.spec.max_exact_len
+    assert (shape.served_limit or shape.max_positions) == blueprint.limit.length
 
 
 @pytest.mark.parametrize(

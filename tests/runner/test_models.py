@@ -206,7 +206,25 @@ REFUSED = {
         {},
         "gemma2 .* layers of chunked_attention",
     ),
-    "windows and a rope each": ("Gemma3TextConfig", SIZES, {}, "gemma3_text .* layers of sliding_attention"),
+    "chunks in a family whose windows are computed": (
+        "Gemma3TextConfig",
+        SIZES | {"layer_types": ["chunked_attention", "full_attention"]},
+        {},
+        "gemma3_text .* layers of chunked_attention",
+    ),
+    "a dynamic rope in layers with windows": (
+        "Gemma3TextConfig",
+        SIZES
+        | {
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "sliding_attention": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+            },
+        },
+        {},
+        "gemma3_text .* rope of type dynamic",
+    ),
     "soft-capping in another family": (
         "VaultGemmaConfig",
         SIZES | {"layer_types": ["full_attention"] * 2},

@@ -118,6 +118,7 @@ def plan_memory(shape: ModelShape, device: Device, settings: PlanSettings) -> Me
     element_bytes = CODECS[dtype].element_bits // 8
     num_tokens = settings.max_num_batched_tokens or (_CPU_BATCHED_TOKENS if device.is_cpu else _GPU_BATCHED_TOKENS)
     num_tokens = max(num_tokens, settings.max_num_seqs or 0)
+    num_new = num_tokens if device.is_cpu else None  # beside what windows keep, our own engine writes so many
     devices = []
     for shard in shards_of(shape, settings, weight_dtype, codec, max_len, element_bytes):
         reserve = 0 if device.is_cpu else activation_bytes(shape, shard, settings, num_tokens, element_bytes)
@@ -132,6 +133,7 @@ def plan_memory(shape: ModelShape, device: Device, settings: PlanSettings) -> Me
                 kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
                 max_num_seqs=settings.max_num_seqs or 128,
                 available_bytes=usable - reserve,
+                max_num_batched_tokens=num_new,
                 is_ours=not device.is_cpu,
             )
         except DoesNotFitError as error:
@@ -141,14 +143,14 @@ def plan_memory(shape: ModelShape, device: Device, settings: PlanSettings) -> Me
         devices.append(DeviceMemory(shard, usable, reserve, capacity))
     if asked == "auto":  # what fits on every stage
         longest = min(device.capacity.max_model_len for device in devices)
-        devices = [_up_to(device, longest) for device in devices]
+        devices = [_up_to(each, longest, num_new) for each in devices]
     layout = shape.layout(codec, block_size=settings.block_size, max_len=max_len, state_element_bytes=element_bytes)
     return Memory(dtype, weight_dtype, codec, layout, tuple(devices), num_tokens, settings.tensor_parallel_size)
 
 
-def _up_to(device: DeviceMemory, max_model_len: int) -> DeviceMemory:
+def _up_to(device: DeviceMemory, max_model_len: int, num_new: int | None) -> DeviceMemory:
     """Return the device with shorter sequences."""
-    num_blocks = device.shard.layout.num_blocks_for(max_model_len)
+    num_blocks = device.shard.layout.num_blocks_for(max_model_len, num_new)
     capacity = replace(device.capacity, max_model_len=max_model_len, num_blocks_per_request=num_blocks)
     return replace(device, capacity=capacity)
 
