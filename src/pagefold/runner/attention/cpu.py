@@ -128,7 +128,7 @@ class CpuAttention:
             self._num_threads,
             self._sync,
             work,
-            _Operands(*(tensor.contiguous().numpy() for tensor in (query, key, value)), out.numpy()),
+            _Operands(*(tensor.contiguous().numpy() for tensor in (query, key, value, out))),
             room.slab_for(work),
             layer,
             scoring_of(scale, softcap),
