@@ -170,7 +170,7 @@ def root_under_another_name(world: World) -> None:
 
 
 def root_without_children(world: World) -> None:
-    world.core.tree.roots[b"other"] = Node(b"other", None, (), 0)
+    world.core.tree.roots[b"other"] = Node(b"other", None, [], 0)
 
 
 def root_not_attached(world: World) -> None:

@@ -204,7 +204,7 @@ def test_a_root_leaves_with_its_last_child_and_may_come_back() -> None:
     root = node.parent
     assert root is not None
     with pytest.raises(AssertionError, match="a root leaves with its last child"):
-        tree.tree.remove(Node(NS, None, (), 0))
+        tree.tree.remove(Node(NS, None, [], 0))
     tree.tree.remove(node)
     assert not tree.tree.roots
     assert not root.attached

@@ -13,10 +13,7 @@ No other file assigns a block's state.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import TYPE_CHECKING, NewType
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from typing import NewType
 
 __all__ = ["LEGAL_MOVES", "Block", "BlockId", "BlockState", "IllegalMoveError", "Node"]
 
@@ -58,7 +55,7 @@ class Block:
         num_table_refs: how many block tables hold it.
         num_io_refs: how many transfers (copies, loads, stores) still read or write it.
         num_pin_refs: how many pins keep it; they hold no bytes in use, but keep it from being evicted.
-        group: index of the cache group whose layers it holds, while it is published.
+        group: index of the cache group whose layers it holds, while somebody holds it or it is cached.
         node: the node of the prefix tree that publishes it; None while it is private or free.
     """
 
@@ -141,10 +138,10 @@ class Node:
         "used_s",
     )
 
-    def __init__(self, key: bytes, parent: Node | None, blocks: Iterable[Block], tick: int) -> None:
+    def __init__(self, key: bytes, parent: Node | None, blocks: list[Block | None], tick: int) -> None:
         self.key = key
         self.parent = parent
-        self.blocks: list[Block | None] = [*blocks]
+        self.blocks = blocks
         if parent is None:
             self.depth = -1
             self.path_hash = hash(key)

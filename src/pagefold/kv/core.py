@@ -301,7 +301,10 @@ class KVCore:
                 return False
             new.append(block)
         for group, table in enumerate(cache.tables):
-            table.block_ids.extend([block.block_id for block in new[group * num_new : (group + 1) * num_new]])
+            own = new[group * num_new : (group + 1) * num_new]
+            table.block_ids += [block.block_id for block in own]
+            for block in own:
+                block.group = group
         cache.capacity = cache.tables[0].end * self.block_size
         return True
 
@@ -390,7 +393,7 @@ class KVCore:
             if node is not None:
                 node.last_used = tick
                 node.used_s = now_s
-            if release(block) and node is not None:
+            if release(block) and node is not None and (self.trims or not node.children):
                 self._keep_or_evict(node, block)
         for table in cache.tables:
             table.block_ids.clear()
@@ -469,19 +472,14 @@ class KVCore:
 
     def _take(self, cache: SequenceCache, nodes: list[Node]) -> None:
         """Let the tables of ``cache`` begin with the blocks of ``nodes``, as far as they are kept."""
-        acquire = self.pool.acquire
         for group, (table, rule) in enumerate(zip(cache.tables, self.rules, strict=True)):
-            kept = nodes
+            table.num_trimmed = rule.first_block(len(nodes), self.block_size)
+            kept = nodes[table.num_trimmed :] if table.num_trimmed else nodes
+            blocks = [block for node in kept if (block := node.blocks[group]) is not None]
+            self.pool.acquire_all(blocks)
+            table.block_ids = [block.block_id for block in blocks]
             if rule.trims:
-                table.num_trimmed = rule.first_block(len(nodes), self.block_size)
-                kept = nodes[table.num_trimmed :]
-            append = table.block_ids.append
-            for node in kept:
-                block = node.blocks[group]
-                assert block is not None
-                acquire(block)
-                append(block.block_id)
-                if rule.trims:
+                for block in blocks:
                     self.blocks.note_busy(block)
 
     def _keep_or_evict(self, node: Node, block: Block) -> None:
@@ -516,6 +514,7 @@ class KVCore:
             node.used_s = now_s
             cache.copied_from = node
             for table, src, dst in zip(cache.tables, sources, copies, strict=True):
+                dst.group = src.group
                 self.moves.copy(src, dst, num_tokens)
                 table.block_ids.append(dst.block_id)
         else:
@@ -535,6 +534,7 @@ class KVCore:
             block = self.blocks.allocate()
             if block is None:
                 break
+            block.group = 0
             self.moves.load(one, block)
             cache.block_ids.append(block.block_id)
             one.count_use(cache.num_loaded_tokens, self.block_size)
@@ -553,6 +553,7 @@ class KVCore:
                 dst = self.blocks.allocate()
                 if dst is None:
                     return False  # blocks replaced so far stay replaced: the next try goes on from there
+                dst.group = src.group
                 num_tokens = start % self.block_size if at == first - table.num_trimmed else 0
                 if num_tokens and not self.residuals.is_on:  # else nothing is in a block that is not full
                     self.moves.copy(src, dst, num_tokens)

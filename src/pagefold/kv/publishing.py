@@ -56,18 +56,23 @@ class Publishing:
         cache.promise = promise
         stride = self._stride
         tick, now_s = self._blocks.tick, self._blocks.now_s
+        blocks = self._blocks.pool.blocks
+        held = [(table.block_ids, table.num_trimmed) for table in cache.tables]
         insert = self._blocks.tree.insert
         on_insert = self._blocks.policy.on_insert
         while index < num_blocks:
             key = packed[index * stride : (index + 1) * stride]
             if key in tail.children:
                 break  # somebody else's: commit() joins it once ours and theirs are both written
-            own = self._own(cache, index)
-            if own is None:
-                break
+            own: list[Block | None] = []
+            for block_ids, num_trimmed in held:
+                block = blocks[block_ids[index - num_trimmed]]
+                if block.num_table_refs > 1:
+                    break
+                own.append(block)
+            if len(own) < len(held):
+                break  # a fork holds one too, off the tree: published, it would not be of that one's path
             node = insert(tail, key, own, tick)
-            for group, block in enumerate(own):
-                block.node, block.group = node, group
             node.born_s = node.used_s = now_s
             on_insert(node)
             tail = node
@@ -116,11 +121,9 @@ class Publishing:
             child = tail.children.get(key)
             if child is None:
                 own = self._own(cache, index)
-                if own is None:
+                if own is None:  # as in promise()
                     break
                 child = self._blocks.tree.insert(tail, key, own, self._blocks.tick)
-                for group, block in enumerate(own):
-                    block.node, block.group = child, group
                 child.born_s = self._blocks.now_s
                 child.committed = True
                 self._blocks.policy.on_insert(child)
@@ -162,17 +165,11 @@ class Publishing:
 
     # Inside.
 
-    def _own(self, cache: SequenceCache, index: int) -> list[Block] | None:
-        """Return the blocks of every group at one place of a path; None if a fork holds one too, off the tree.
-
-        Published, that would not be of the fork's path.
-        """
+    def _own(self, cache: SequenceCache, index: int) -> list[Block | None] | None:
+        """Return the blocks of every group at one place of a path; None if a fork holds one too, off the tree."""
         blocks = self._blocks.pool.blocks
         own = [blocks[table.block_ids[index - table.num_trimmed]] for table in cache.tables]
-        for block in own:
-            if block.num_table_refs > 1:
-                return None
-        return own
+        return None if any(block.num_table_refs > 1 for block in own) else [*own]
 
     def _exchange(self, cache: SequenceCache, index: int, node: Node) -> bool:
         """Give blocks of ``cache`` back for those of ``node``, which hold the same; or to ``node``, where it has none.
@@ -188,7 +185,7 @@ class Publishing:
             return False
         for group, (_, own, theirs) in enumerate(pairs):
             if theirs is None:
-                node.blocks[group], own.node, own.group = own, node, group
+                node.blocks[group], own.node = own, node
             else:
                 pool.acquire(theirs)
         self._blocks.update_evictable(node)
