@@ -217,6 +217,7 @@ def block_published_by_two_nodes(world: World) -> None:
     root, block = world.core.tree.roots[NS], world.cached.block
     assert block is not None
     world.core.tree.insert(root, b"\0" * 16, [block], 0).committed = True
+    block.node = world.cached
 
 
 def two_blocks_of_one_id(world: World) -> None:

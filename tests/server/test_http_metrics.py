@@ -155,6 +155,7 @@ def test_what_requests_asked_for_is_counted_once_a_prompt(small):
     gone = {"prompt": [9] * 20, "max_tokens": 150, "stream": True, **GREEDY}
     with small.post_raw("/v1/completions", gone) as connection:
         connection.recv(1)
+    until(lambda: small.metrics()["vllm:request_params_n_count", ""] == 4, "the one who went away to be counted")
     small.check_pool()
     after = small.metrics()
 
