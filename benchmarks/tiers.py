@@ -178,8 +178,8 @@ def to_disk(engine: Engine) -> None:
     """Empty the device's cache and the host's, once the disk has what was in them."""
     evict(engine)
     core, tiering = engine.scheduler.core, engine.tiering
-    while core.host.unsaved or not core.slow.is_quiet:
-        tiering.transfer.write(core.slow.take_writes(is_flush=True))
+    while core.host.blocks.unsaved or not core.slow.is_quiet:
+        tiering.transfer.write(core.slow.writes.take(is_flush=True))
         tiering.wait(0.1)
     core.blocks.reclaim(2**20)
     core.moves.host_done(core.moves.take_host_ops())

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, get_args
 
 from pagefold.errors import ConfigError
 from pagefold.kv import KV_CACHE_DTYPES
-from pagefold.kv.slow_tiers import WRITE_POLICIES, WritePolicy
+from pagefold.kv.writes import WRITE_POLICIES, WritePolicy
 from pagefold.typecheck import wrong_type
 
 if TYPE_CHECKING:

@@ -201,11 +201,11 @@ def test_host_and_slow_tiers_forget_it_too(poisoned_chat_model):
     wait_for(lambda: digests <= store.kept.keys())
     assert len(digests) == 7
     num_others = len(store.kept.keys() - digests)
-    assert all(core.host.get(digest) for digest in digests)
+    assert all(core.host.blocks.get(digest) for digest in digests)
     (result,) = llm.generate({"prompt_token_ids": [*shared, POISON]}, how, use_tqdm=False)
     assert result.outputs[0].finish_reason == "error"
     assert not core.match(namespace, array("i", shared).tobytes(), 64).nodes
-    assert not any(core.host.get(digest) for digest in digests)
+    assert not any(core.host.blocks.get(digest) for digest in digests)
     wait_for(lambda: digests.isdisjoint(store.kept))
     assert len(store.kept) >= num_others > 0
     audit(core)

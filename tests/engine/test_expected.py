@@ -56,10 +56,10 @@ def test_blocks_come_before_they_are_asked_for(tiny_chat_model, tier, returns_in
     output, _, _ = ask(llm, "first", tokens, Caller(returns_in_s=returns_in_s))
     only_in_the_store(llm, tokens)
     core, tiering = llm.engine.scheduler.core, llm.engine.tiering
-    num_read = core.slow.num_fetched
+    num_read = core.slow.fetches.num_fetched
     settle(llm, time.monotonic() + SOON)
     audit(core)
-    assert core.slow.num_fetched - num_read == (0 if returns_in_s is None else 6)
+    assert core.slow.fetches.num_fetched - num_read == (0 if returns_in_s is None else 6)
     assert not tiering._waiting
     output_again, loaded, is_held = ask(llm, "again", tokens, Caller())
     assert output_again == output
@@ -72,7 +72,7 @@ def test_what_is_still_here_is_not_brought(tiny_chat_model):
     llm = TieredLLM(str(tiny_chat_model), policy="write_through")
     ask(llm, "first", prompts(1)[0]["prompt_token_ids"], Caller(returns_in_s=0.0))
     settle(llm, time.monotonic())
-    assert not llm.engine.scheduler.core.slow.num_fetched
+    assert not llm.engine.scheduler.core.slow.fetches.num_fetched
 
 
 def test_a_tier_that_fails_is_no_harm(tiny_chat_model):

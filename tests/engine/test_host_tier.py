@@ -60,7 +60,7 @@ def test_a_reset_reaches_the_host(tiny_chat_model, block_bytes):
     for _ in range(2):
         llm.generate(prompts(), GREEDY, use_tqdm=False)
         llm.engine.reset_prefix_cache()
-    assert llm.engine.scheduler.core.host.num_held == 0
+    assert llm.engine.scheduler.core.host.blocks.num_held == 0
     (first, *_) = llm.generate(prompts(), GREEDY, use_tqdm=False)
     assert first.num_cached_tokens == 0
 

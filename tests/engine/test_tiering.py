@@ -69,7 +69,7 @@ def test_what_the_host_had_to_give_up_comes_back(tiny_chat_model, expected, poli
         assert [result.outputs[0].token_ids for result in results] == expected
         audit(llm.engine.scheduler.core)
     assert sum(result.num_cached_tokens for result in results) > 3 * 96
-    assert llm.engine.tiering._slow.num_fetched > 20
+    assert llm.engine.tiering._slow.fetches.num_fetched > 20
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -80,7 +80,7 @@ def test_a_tier_that_goes_wrong_costs_nothing_but_time(tiny_chat_model, expected
         assert [result.outputs[0].token_ids for result in results] == expected
         audit(llm.engine.scheduler.core)
     assert llm.store.num_faults
-    assert llm.engine.tiering._slow.num_lost
+    assert llm.engine.tiering._slow.fetches.num_lost
 
 
 def test_what_is_cached_at_the_end_is_found_by_the_next(tiny_chat_model, expected):
@@ -111,9 +111,9 @@ def test_a_tier_that_was_slow_at_the_start_is_told_kept_and_tried_in_time(tiny_c
     for _ in range(40):
         results = llm.generate(prompts(), GREEDY, use_tqdm=False)
         assert [result.outputs[0].token_ids for result in results] == expected
-        if slow.num_fetched:
+        if slow.fetches.num_fetched:
             break
-    assert slow.num_fetched
+    assert slow.fetches.num_fetched
     assert EngineStatus.of(llm.engine.scheduler).tiers_fast == {"disk": True}
     metrics = Metrics("m")
     metrics.watch(lambda: EngineStatus.of(llm.engine.scheduler))

@@ -127,7 +127,7 @@ class HarshRunner:
             self.inner.slab.residuals[:, self._core.residuals.free_ids] = torch.nan
         self._during_step()
         if self._core.streaming.is_on:  # then attention reads the arena
-            self.inner.arena.blocks[self._core.host.free_ids()] = 0xFF  # NaN
+            self.inner.arena.blocks[self._core.host.blocks.free_ids()] = 0xFF  # NaN
         for host_id in sorted(plan.host_ops.ids_read):
             if self._random.random() < self._damage_rate:
                 held = self.inner.arena.blocks[host_id]

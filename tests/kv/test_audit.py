@@ -63,7 +63,7 @@ class World:
         core.blocks.reclaim(1)
         core.moves.host_done(core.moves.take_host_ops())
         loading, _ = core.acquire(core.match(NS, pack(range(90, 96)), 5))
-        (self.held,) = self.host.held()
+        (self.held,) = self.host.blocks.all()
         assert loading.block_ids == [load.block_id for load in self.host.pending.loads]
         core.release(self.serve(range(80, 84)))
         core.blocks.reclaim(1)
@@ -405,7 +405,7 @@ def table_without_residual(world: World) -> None:
 
 
 def lost_host_block(world: World) -> None:
-    world.host._free.pop()
+    world.host.blocks._free.pop()
 
 
 def host_pins_miscounted(world: World) -> None:
@@ -418,20 +418,20 @@ def host_block_written_twice(world: World) -> None:
 
 
 def store_into_a_free_host_block(world: World) -> None:
-    world.host._stores.append(StoreOp(world.block(world.cache, 0).block_id, world.host._free[0]))
+    world.host._stores.append(StoreOp(world.block(world.cache, 0).block_id, world.host.blocks._free[0]))
 
 
 def held_without_a_place(world: World) -> None:
-    world.host._held[b"?"] = HeldBlock(BlockName(b"?", b"", b"", b""), -1)
+    world.host.blocks._held[b"?"] = HeldBlock(BlockName(b"?", b"", b"", b""), -1)
 
 
 def kept_for_nobody(world: World) -> None:
-    host_id = world.host._free.pop()
-    world.host._by_id[host_id] = HeldBlock(BlockName(b"?", b"", b"", b""), host_id)
+    host_id = world.host.blocks._free.pop()
+    world.host.blocks._by_id[host_id] = HeldBlock(BlockName(b"?", b"", b"", b""), host_id)
 
 
 def unsaved_and_not_held(world: World) -> None:
-    world.host.unsaved[b"?"] = HeldBlock(BlockName(b"?", b"", b"", b""), -1)
+    world.host.blocks.unsaved[b"?"] = HeldBlock(BlockName(b"?", b"", b"", b""), -1)
 
 
 def candidate_missing(world: World) -> None:
@@ -448,7 +448,7 @@ def candidates_but_no_victim(world: World) -> None:
 
 def too_many_remembered(world: World) -> None:
     world.core.slow = SlowTiers(world.host, "write_through", Arbiter(1, 4, compute_s_per_token=1.0))
-    world.core.slow._early.extend([world.held] * 9)
+    world.core.slow.writes._early.extend([world.held] * 9)
 
 
 CORRUPTIONS: list[tuple[Callable[[World], None], str]] = [

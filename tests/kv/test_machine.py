@@ -543,7 +543,7 @@ class Machine:
 
     def _check_host(self, host: HostTier) -> None:
         unwritten = {store.host_id for store in host.pending.stores}
-        for held in host.held():
+        for held in host.blocks.all():
             if held.host_id not in unwritten:
                 assert self.arena[held.host_id] == self.evicted[held.name.digest], (
                     f"host block {held.host_id} holds wrong bytes"
@@ -607,7 +607,7 @@ class Machine:
         if self.core.host.is_on:
             self.core.moves.host_failed(self.core.moves.take_host_ops())
             self.core.reset()
-            assert len(self.core.host.free_ids()) == self.core.host.num_blocks
+            assert len(self.core.host.blocks.free_ids()) == self.core.host.blocks.num_blocks
 
     # Inside: planning.
 
@@ -625,7 +625,7 @@ class Machine:
         """Count the whole blocks of ``tokens`` from block ``first`` on that the host tier holds in a row."""
         if not self.core.host.is_on:
             return 0
-        held = {held.name.digest for held in self.core.host.held()} & self.offered
+        held = {held.name.digest for held in self.core.host.blocks.all()} & self.offered
         index = first
         while (index + 1) * BLOCK_SIZE <= len(tokens) and digest(namespace, tokens[: (index + 1) * BLOCK_SIZE]) in held:
             index += 1

@@ -114,7 +114,7 @@ def test_what_would_free_nothing_is_kept() -> None:
     core.pins.add("short", short, 0.0, priority=1)
     core.pins.add("long", long, 0.0, priority=9)
     hit = core.match(NS, pack(range(12)), 12)
-    assert not core.pins.give_up(0.0, core.blocks_of(hit))
+    assert not core.pins.give_up(0.0, core.rules.blocks_of(hit))
     cache, _ = core.acquire(hit)
     assert not core.pins.give_up(0.0)
     core.release(cache)

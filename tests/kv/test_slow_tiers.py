@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from pagefold.kv import Arbiter, Fetch, HostTier, KVCore, LinkModel, Namespace, SlowTiers, audit, make_policy
 from pagefold.kv.names import name_of, names_behind, root_digest
-from pagefold.kv.slow_tiers import WRITE_POLICIES
+from pagefold.kv.writes import WRITE_POLICIES
 
 NS = Namespace(tenant="t").key()
 ROOT = root_digest(NS)
@@ -122,7 +122,7 @@ class World:
         num = next((at for at, name in enumerate(names) if name.digest not in self.store), len(names))
         if not num:
             return
-        fetch = self.slow.begin([("disk", name) for name in names[:num]], 5.0, self.now)
+        fetch = self.slow.fetches.begin([("disk", name) for name in names[:num]], 5.0, self.now)
         if fetch is None:
             self.seen["no room"] += 1
             return
@@ -137,7 +137,7 @@ class World:
         content = self.store.get(op.name.digest)
         is_good = kind != 0 and content is not None
         self.arena[op.host_id] = content if is_good else b"garbage"
-        self.slow.arrived(op.host_id, self.now, is_good=is_good)
+        self.slow.fetches.arrived(op.host_id, self.now, is_good=is_good)
         self.seen["arrived" if is_good else "lost"] += 1
 
     def end(self, at):
@@ -145,10 +145,10 @@ class World:
             fetch = self.fetches.pop(at % len(self.fetches))
             if not fetch.is_over:
                 self.seen["left early"] += 1
-            self.slow.end(fetch)
+            self.slow.fetches.end(fetch)
 
     def write(self, *, is_flush):
-        ops = self.slow.take_writes(is_flush=is_flush)
+        ops = self.slow.writes.take(is_flush=is_flush)
         if ops:
             self.writing.append((ops, [self.arena[op.host_id] for op in ops]))
 
@@ -161,16 +161,16 @@ class World:
         kept = ops[num_lost:]
         for op in kept:
             self.store[op.name.digest] = op.name.digest
-        self.slow.written(ops, len(kept))
+        self.slow.writes.written(ops, len(kept))
         self.seen["written"] += len(kept)
 
     def reset(self):
         self.core.reset()
         self.store.clear()  # as Tiering does, behind what is being written
         for ops, _ in self.writing:
-            self.slow.written(ops, 0)
+            self.slow.writes.written(ops, 0)
         self.writing.clear()
-        assert not self.host.num_held
+        assert not self.host.blocks.num_held
         assert self.core.num_available == NUM_BLOCKS, "a block that is forgotten waits for a store that nobody needs"
         self.seen["reset"] += 1
 
@@ -178,8 +178,8 @@ class World:
         audit(self.core)
         unwritten = {store.host_id for store in self.host.pending.stores}
         busy = {op.host_id for op in self.reading}
-        for held in self.host.held():
-            if self.host.get(held.name.digest) is held:
+        for held in self.host.blocks.all():
+            if self.host.blocks.get(held.name.digest) is held:
                 assert held.host_id not in busy, "a block is found that has not arrived"
                 assert held.host_id in unwritten or self.arena[held.host_id] == held.name.digest, "wrong bytes"
         for node in self.core.tree.nodes():
@@ -198,7 +198,7 @@ class World:
         self.check()
         assert self.slow.is_quiet
         assert not list(self.slow.pins())
-        assert not self.host.unsaved
+        assert not self.host.blocks.unsaved
         assert self.core.num_available == NUM_BLOCKS
 
 
@@ -229,7 +229,7 @@ class SlowTiersMachine(RuleBasedStateMachine):
     @rule(seconds=st.integers(1, 4))
     def wait(self, seconds):
         self.world.now += seconds
-        self.world.slow.late(self.world.now)
+        self.world.slow.fetches.late(self.world.now)
 
     @rule()
     def store_pending(self):
@@ -298,7 +298,7 @@ def walk(seed, num_operations, policy, num_host):  # noqa: C901 - a choice of op
             case 10:
                 world.store_pending()
             case _:
-                world.slow.late(world.now)
+                world.slow.fetches.late(world.now)
                 if random.random() < 0.03:
                     world.reset()
         world.check()
@@ -312,7 +312,7 @@ def waiting_for_a_store():
     tokens = [0, 1, 0, 1, 1]
     world.run([tokens], fails=False)
     names = names_behind(ROOT, ROOT, pack(tokens), STRIDE)
-    fetch = world.slow.begin([("disk", name) for name in names], 5.0, 0.0)
+    fetch = world.slow.fetches.begin([("disk", name) for name in names], 5.0, 0.0)
     assert fetch is not None
     assert [held.num_pins for held in fetch.blocks] == [2, 2], "the store's, and the one of who waits"
     return world, fetch
@@ -326,7 +326,7 @@ def test_who_needs_all_memory_gets_blocks_that_are_to_be_stored_and_that_somebod
     world.check()
     assert not world.host.has_live_stores
     world.core.release(cache)
-    world.slow.end(fetch)
+    world.slow.fetches.end(fetch)
     world.finish()
 
 
@@ -334,7 +334,7 @@ def test_a_reset_frees_a_block_that_is_to_be_stored_and_that_somebody_waits_for(
     world, fetch = waiting_for_a_store()
     world.reset()
     world.check()
-    world.slow.end(fetch)
+    world.slow.fetches.end(fetch)
     world.finish()
 
 
@@ -350,13 +350,13 @@ def test_of_a_tier_that_hangs_no_more_is_remembered_than_the_arena_could_hold(po
         world.store_pending()
         world.write(is_flush=False)  # nothing is ever said to be written
         world.check()
-        most = max(most, world.slow.num_early)
-        assert most <= world.slow.max_early
-    assert most >= world.host.num_blocks, "the bound was never near"
-    assert world.host.num_dropped > 10 * world.slow.max_early
-    early = {held.name.digest for held in world.slow._early if world.slow._is_unsaved(held)}
-    assert early == world.host.unsaved.keys(), "who can still be written is not forgotten"
-    while world.host.unsaved:
+        most = max(most, world.slow.writes.num_early)
+        assert most <= world.slow.writes.max_early
+    assert most >= world.host.blocks.num_blocks, "the bound was never near"
+    assert world.host.blocks.num_dropped > 10 * world.slow.writes.max_early
+    early = {held.name.digest for held in world.slow.writes._early if world.slow.writes._is_unsaved(held)}
+    assert early == world.host.blocks.unsaved.keys(), "who can still be written is not forgotten"
+    while world.host.blocks.unsaved:
         world.written(0, 0)
         world.write(is_flush=False)
     world.finish()
@@ -403,12 +403,12 @@ def arena(num_held, policy="write_back"):
 
 def test_as_much_may_be_on_its_way_as_is_said_and_no_more():
     slow, names = arena(8)
-    assert slow.max_waited == 4
-    first = slow.begin([("disk", name) for name in names[:3]], 9.0, 0.0)
-    assert slow.begin([("disk", name) for name in names[4:6]], 9.0, 0.0) is None
-    last = slow.begin([("disk", name) for name in names[4:5]], 9.0, 0.0)
+    assert slow.fetches.max_waited == 4
+    first = slow.fetches.begin([("disk", name) for name in names[:3]], 9.0, 0.0)
+    assert slow.fetches.begin([("disk", name) for name in names[4:6]], 9.0, 0.0) is None
+    last = slow.fetches.begin([("disk", name) for name in names[4:5]], 9.0, 0.0)
     assert (len(first.blocks), len(last.blocks)) == (3, 1)
-    assert slow.begin([("disk", names[6])], 9.0, 0.0) is None
+    assert slow.fetches.begin([("disk", names[6])], 9.0, 0.0) is None
 
 
 def test_write_back_writes_as_much_as_room_is_short_of_and_nothing_before():
@@ -418,8 +418,8 @@ def test_write_back_writes_as_much_as_room_is_short_of_and_nothing_before():
     for index, name in enumerate(names[:8]):
         assert host.keep(name, index)
         host.done(host.take())
-        writes = slow.take_writes()
+        writes = slow.writes.take()
         num_held = index + 1
         assert len(writes) == (num_held > 8 - num_spare), f"{num_held} are held"
-        slow.written(writes, len(writes))
-    assert slow.take_writes() == []
+        slow.writes.written(writes, len(writes))
+    assert slow.writes.take() == []

@@ -53,7 +53,7 @@ class Core(KVCore):
 
 
 def held_keys(tier: HostTier) -> set[tuple[int, ...]]:
-    return {tuple(memoryview(held.name.key).cast("i")) for held in tier.held()}
+    return {tuple(memoryview(held.name.key).cast("i")) for held in tier.blocks.all()}
 
 
 A, B, C = (list(range(start, start + 9)) for start in (0, 100, 200))
@@ -100,8 +100,8 @@ def test_what_came_back_is_not_stored_again():
     for tokens in (A, B, A, B, A, B):
         core.serve(tokens)
     assert core.tier.num_stored == 4
-    assert core.tier.num_held == 4
-    assert core.tier.num_dropped == 0
+    assert core.tier.blocks.num_held == 4
+    assert core.tier.blocks.num_dropped == 0
 
 
 def test_used_longest_ago_goes_first_and_tails_before_heads():
@@ -124,7 +124,7 @@ def test_host_blocks_of_the_step_are_nobody_elses():
     core.serve(B)  # A takes both places
     cache, num_found = core.step(A)  # loads both, and evicts both blocks of B, for which there is no place
     assert num_found == 8
-    assert core.tier.num_dropped == 2
+    assert core.tier.blocks.num_dropped == 2
     core.release(cache)
 
 
@@ -193,13 +193,13 @@ def test_a_reset_forgets_also_what_a_step_in_flight_uses():
     ops = core.moves.take_host_ops()
     core.reset()
     audit(core)
-    assert core.tier.num_held == 0
+    assert core.tier.blocks.num_held == 0
     assert core.match(NS, pack(A), 8).held == ()
     core.moves.host_done(ops)
     core.release(cache)
     audit(core)
-    assert core.tier.free_ids()
-    assert sorted(core.tier.free_ids()) == [0, 1, 2, 3]
+    assert core.tier.blocks.free_ids()
+    assert sorted(core.tier.blocks.free_ids()) == [0, 1, 2, 3]
 
 
 def test_a_hit_that_is_stale_loads_only_what_is_still_there():
@@ -283,10 +283,10 @@ def test_what_is_ready_ends_with_the_first_that_no_slower_tier_was_given() -> No
     for index, name in enumerate(names[:3]):
         assert tier.keep(name, BlockId(index))
         tier.done(tier.take())
-    assert tier.num_ready(9) == 1, "the free one; all that is idle is unsaved"
+    assert tier.blocks.num_ready(9) == 1, "the free one; all that is idle is unsaved"
     for name in names[:2]:
-        del tier.unsaved[name.digest]
-    assert tier.num_ready(9) == 3
-    assert tier.num_ready(2) == 2
-    tier.unsaved[names[0].digest] = tier.get(names[0].digest)
-    assert tier.num_ready(9) == 1, "that one goes first"
+        del tier.blocks.unsaved[name.digest]
+    assert tier.blocks.num_ready(9) == 3
+    assert tier.blocks.num_ready(2) == 2
+    tier.blocks.unsaved[names[0].digest] = tier.blocks.get(names[0].digest)
+    assert tier.blocks.num_ready(9) == 1, "that one goes first"

@@ -129,7 +129,7 @@ class Machine:
             self.scheduler.finish(present[which % len(present)].request_id, "abort")
 
     def damage(self, which):
-        held = [one for one in self.core.host.held() if not one.num_pins]
+        held = [one for one in self.core.host.blocks.all() if not one.num_pins]
         if held and self.plan is None:
             self.runner.damage(held[which % len(held)].host_id)
 
@@ -157,7 +157,7 @@ class Machine:
         stored = {store.block_id for store in stores}
         for block_id in set(self.core.pool.free_ids) - stored:
             self.runner.poison(block_id)
-        for host_id in self.core.host.free_ids():
+        for host_id in self.core.host.blocks.free_ids():
             self.runner.poison_host(host_id)
 
     def _check_outputs(self):
@@ -364,7 +364,7 @@ def test_what_was_stored_before_is_checked_and_what_is_stored_now_is_not():
     first, second = core.tree.nodes()
     assert core.moves.store(first)
     core.moves.host_done(core.moves.take_host_ops())
-    held = core.host.get(digest_of(first))
+    held = core.host.blocks.get(digest_of(first))
     cache, start = core.begin_streaming(core.match(NAMESPACE, packed, 2 * SIZE))
     assert start == 2 * SIZE
     ops = core.moves.take_host_ops()

@@ -96,11 +96,11 @@ def test_who_follows_gets_what_was_begun_for_one_that_has_gone():
     arbiter.links["disk"] = LinkModel(0.0, 1e9)
     slow = SlowTiers(HostTier(64, notes_unsaved=True), "write_back", arbiter)
     found = [("disk", name(number)) for number in range(20)]
-    first = slow.begin(found, 100.0, 0.0)
+    first = slow.fetches.begin(found, 100.0, 0.0)
     transfer.fetch(first)
-    second = slow.begin(found, 100.0, 0.0)
+    second = slow.fetches.begin(found, 100.0, 0.0)
     assert not second.ops
-    slow.end(first)
+    slow.fetches.end(first)
     store.gate.set()
     num_good = 0
     while not second.is_over:
@@ -108,9 +108,9 @@ def test_who_follows_gets_what_was_begun_for_one_that_has_gone():
             for op, checksum in zip(outcome.ops, outcome.found, strict=True):
                 is_good = len(checksum) == 16 and isinstance(checksum, bytes)
                 num_good += is_good
-                slow.arrived(op.host_id, 0.0, is_good=is_good)
+                slow.fetches.arrived(op.host_id, 0.0, is_good=is_good)
     assert num_good == second.num_arrived == 20
-    slow.end(second)
+    slow.fetches.end(second)
     transfer.close()
 
 
@@ -129,7 +129,7 @@ def test_what_is_read_for_nobody_is_not_read():
     arena = HostArena(2, FORM.block_bytes)
     transfer = Transfer(arena, [MemoryStore(FORM)])
     slow = SlowTiers(HostTier(2), "write_back", Arbiter(1, 16, compute_s_per_token=1.0))
-    fetch = slow.begin([("disk", name(1))], 1.0, 0.0)
+    fetch = slow.fetches.begin([("disk", name(1))], 1.0, 0.0)
     fetch.is_over = True
     transfer.fetch(fetch)
     (outcome,) = transfer.collect(10.0)

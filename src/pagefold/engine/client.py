@@ -101,7 +101,7 @@ class EngineStatus:
             num_pinned_blocks=core.pins.num_blocks,
             num_wasted_slots=num_wasted_slots,
             kv_waste=min(1.0, num_wasted_slots / max(1, core.num_active * core.block_size)),
-            num_unsaved_blocks=len(slow.host.unsaved),
+            num_unsaved_blocks=len(slow.host.blocks.unsaved),
             tiers_fast={tier: slow.arbiter.is_fast(tier) for tier in tuple(slow.arbiter.links)},
             is_healthy=is_healthy,
         )

@@ -6,7 +6,9 @@ from pagefold.kv.block import Block, BlockId, BlockState
 from pagefold.kv.codec import CODECS, KV_CACHE_DTYPES, Codec
 from pagefold.kv.core import KVCore
 from pagefold.kv.eviction import EvictionPolicy, KeyPolicy, RequestFacts
+from pagefold.kv.fetches import Fetch
 from pagefold.kv.geometry import CacheGroup, CacheLayout, KVGeometry, LayerKV, lay_out
+from pagefold.kv.host_tier import NO_HOST, HostTier
 from pagefold.kv.keep import KEEP_ALL, KeepRule
 from pagefold.kv.names import BlockName, root_digest
 from pagefold.kv.namespace import Namespace
@@ -15,11 +17,11 @@ from pagefold.kv.plans import NO_HOST_OPS, CopyOp, FetchOp, HostOps, LoadOp, Res
 from pagefold.kv.policies import DEFAULT_POLICY, POLICIES, make_policy
 from pagefold.kv.residuals import NO_RESIDUALS, Residuals
 from pagefold.kv.sequence_cache import Promise, SequenceCache
-from pagefold.kv.slow_tiers import NO_SLOW_TIERS, WRITE_POLICIES, Fetch, SlowTiers, WritePolicy
+from pagefold.kv.slow_tiers import NO_SLOW_TIERS, SlowTiers
 from pagefold.kv.streaming import max_hot_blocks_of
 from pagefold.kv.table import BlockTable, num_blocks_for
-from pagefold.kv.tiers import NO_HOST, HostTier
 from pagefold.kv.tree import TOKEN_BYTES, PrefixHit
+from pagefold.kv.writes import WRITE_POLICIES, WritePolicy
 
 __all__ = [
     "CODECS",

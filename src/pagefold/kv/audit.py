@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     from pagefold.kv.block import Block, BlockId, Node
     from pagefold.kv.core import KVCore
+    from pagefold.kv.host_tier import HostTier
     from pagefold.kv.plans import HostOps
     from pagefold.kv.sequence_cache import SequenceCache
-    from pagefold.kv.tiers import HostTier
 
 __all__ = ["AuditError", "audit"]
 
@@ -48,7 +48,8 @@ def audit(core: KVCore) -> None:
     others = Counter(core.slow.pins())
     others.update(held.host_id for cache in core.caches for held in cache.cold)
     _audit_host(core.host, others)
-    _check(core.slow.num_early <= core.slow.max_early, f"{core.slow.num_early} blocks are to be written at once")
+    num_early = core.slow.writes.num_early
+    _check(num_early <= core.slow.writes.max_early, f"{num_early} blocks are to be written at once")
     taken = [cache.residual_id for cache in core.caches if cache.residual_id >= 0]
     _check(len(taken) == (len(core.caches) if core.residuals.is_on else 0), "a table has no residual, or needs none")
     every = sorted([*taken, *core.residuals.free_ids])
@@ -230,19 +231,22 @@ def _host_ops(host: HostTier) -> list[HostOps]:
 
 def _audit_host(host: HostTier, others: Counter[int]) -> None:
     """Host blocks: each is free or holds one block, and is pinned once for all that reads, writes or waits for it."""
-    held = list(host.held())
+    held = list(host.blocks.all())
     ids = [one.host_id for one in held]
-    free = host.free_ids()
-    _check(sorted(ids + free) == list(range(host.num_blocks)), f"host blocks {sorted(ids)} in use, {sorted(free)} free")
+    free = host.blocks.free_ids()
+    _check(
+        sorted(ids + free) == list(range(host.blocks.num_blocks)),
+        f"host blocks {sorted(ids)} in use, {sorted(free)} free",
+    )
     stores = Counter(store.host_id for ops in _host_ops(host) for store in ops.stores)
     loads = Counter(load.host_id for ops in _host_ops(host) for load in ops.loads)
     for one in held:
         num_pins = stores[one.host_id] + loads[one.host_id] + others[one.host_id]
         _check(one.num_pins == num_pins, f"host block {one.host_id}: {one.num_pins} pins, not {num_pins}")
-        _check(one.num_pins > 0 or host.get(one.name.digest) is one, f"host block {one.host_id}: kept for nobody")
+        _check(one.num_pins > 0 or host.blocks.is_found(one), f"host block {one.host_id}: kept for nobody")
     for host_id, num in stores.items():
         _check(num == 1, f"host block {host_id} is written {num} times")
         _check(host_id in ids, f"host block {host_id} is to be written, and holds nothing")
-    _check(host.num_held <= len(held), "blocks are held that have no place")
-    for digest, one in host.unsaved.items():
-        _check(host.get(digest) is one, f"host block {one.host_id}: to be written, and not held")
+    _check(host.blocks.num_held <= len(held), "blocks are held that have no place")
+    for digest, one in host.blocks.unsaved.items():
+        _check(host.blocks.get(digest) is one, f"host block {one.host_id}: to be written, and not held")

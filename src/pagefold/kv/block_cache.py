@@ -21,12 +21,12 @@ from pagefold.kv.pool import BlockPool
 from pagefold.kv.tree import PrefixTree
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     from pagefold.kv.block import Block, BlockId, Node
     from pagefold.kv.eviction import EvictionPolicy
-    from pagefold.kv.keep import KeepRule
-    from pagefold.kv.tiers import HostTier
+    from pagefold.kv.host_tier import HostTier
+    from pagefold.kv.keep_rules import KeepRules
 
 __all__ = ["BlockCache"]
 
@@ -36,14 +36,12 @@ class BlockCache:
 
     Args:
         num_blocks: blocks of the slab.
-        block_size: tokens a block.
         rules: what each cache group keeps.
         policy: who is evicted first.
         host: where evicted blocks go.
         emit: where events go.
 
     Attributes:
-        trimmed_groups: the groups that keep the last tokens only.
         pool: who holds which block.
         tree: which blocks hold which tokens.
         policy: who is evicted first.
@@ -53,22 +51,21 @@ class BlockCache:
         tick: logical time: one for every acquire and release, so recency has no ties between tables.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917 - the parts that it holds together
+    def __init__(
         self,
         num_blocks: int,
-        block_size: int,
-        rules: Sequence[KeepRule],
+        rules: KeepRules,
         policy: EvictionPolicy,
         host: HostTier,
         emit: Emit,
     ) -> None:
         self.pool = BlockPool(num_blocks)
-        self.tree = PrefixTree(block_size)
+        self.tree = PrefixTree(rules.block_size)
         self.policy = policy
         self.givers: list[Callable[[], bool]] = []
         self.now_s = 0.0
         self.tick = 0
-        self.trimmed_groups = tuple(group for group, rule in enumerate(rules) if rule.trims)
+        self._trimmed_groups = rules.trimmed
         self._stale: OrderedDict[Block, None] = OrderedDict()  # the first is evicted first; likewise the next
         self._idle: OrderedDict[Block, None] = OrderedDict()
         self._host = host
@@ -138,6 +135,17 @@ class BlockCache:
             node = parent
         self.update_evictable(parent)
 
+    def keep_or_evict(self, block: Block) -> None:
+        """Nobody holds ``block`` any more: its node stays cached, unless the policy does not want it."""
+        node = block.node
+        assert node is not None, "what is cached is published"
+        if not node.children:
+            if block.num_pin_refs or self.policy.admit(node):
+                self.update_evictable(node)
+                return
+            self.evict(node, "not_admitted")
+        self.note_idle(block)
+
     def note_idle(self, block: Block, *, is_stale: bool = False) -> None:
         """Nobody holds ``block`` any more: of a group that keeps the last tokens only it can be evicted alone.
 
@@ -145,7 +153,7 @@ class BlockCache:
             block: that was released.
             is_stale: whether who held it last has left it behind.
         """
-        if block.group not in self.trimmed_groups:
+        if block.group not in self._trimmed_groups:
             return
         if block.state != BlockState.CACHED or block.num_io_refs or block.num_pin_refs:
             self.note_busy(block)
@@ -179,7 +187,7 @@ class BlockCache:
         for block in blocks:
             if block is not None and (block.state != BlockState.CACHED or block.num_io_refs or block.num_pin_refs):
                 evictable = False
-        for group in self.trimmed_groups:
+        for group in self._trimmed_groups:
             alone = blocks[group]
             if alone is not None:
                 self.note_idle(alone)
@@ -224,7 +232,7 @@ class BlockCache:
 
     def _withdraw_block(self, node: Node, block: Block, cause: EvictionCause) -> None:
         was_cached = block.state == BlockState.CACHED
-        if self.trimmed_groups:
+        if self._trimmed_groups:
             self.note_busy(block)
         self.pool.withdraw(block)
         if was_cached:

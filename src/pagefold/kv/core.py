@@ -31,7 +31,10 @@ from pagefold.events import BlocksReused, CacheReset, Emit, ignore
 from pagefold.kv.arbiter import Arbiter
 from pagefold.kv.block_cache import BlockCache
 from pagefold.kv.held_block import HOST
+from pagefold.kv.holding import Holding
+from pagefold.kv.host_tier import NO_HOST
 from pagefold.kv.keep import KEEP_ALL
+from pagefold.kv.keep_rules import KeepRules
 from pagefold.kv.moves import Moves
 from pagefold.kv.names import digest_of, names_behind, root_digest
 from pagefold.kv.pins import PinLimits, PinTable
@@ -41,21 +44,18 @@ from pagefold.kv.residuals import NO_RESIDUALS
 from pagefold.kv.sequence_cache import SequenceCache
 from pagefold.kv.slow_tiers import NO_SLOW_TIERS
 from pagefold.kv.streaming import NO_STREAMING, Streaming
-from pagefold.kv.table import num_blocks_for
-from pagefold.kv.tiers import NO_HOST
 from pagefold.kv.tree import TOKEN_BYTES, PrefixHit, doubtful_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from pagefold.kv.block import Block, Node
+    from pagefold.kv.block import Node
     from pagefold.kv.eviction import EvictionPolicy
-    from pagefold.kv.held_block import HeldBlock
+    from pagefold.kv.host_tier import HostTier
     from pagefold.kv.keep import KeepRule
     from pagefold.kv.names import BlockName
     from pagefold.kv.residuals import Residuals
     from pagefold.kv.slow_tiers import SlowTiers
-    from pagefold.kv.tiers import HostTier
 
 __all__ = ["KVCore"]
 
@@ -111,26 +111,23 @@ class KVCore:
         assert host.is_on or not allow_streaming, "what streams lies in the host's arena"
         assert len(rules) == 1 or not (host.is_on or residuals.is_on), "tiers and residuals know one cache group"
         self.block_size = block_size
-        self.rules = tuple(rules)
+        self.rules = KeepRules(rules, block_size)
         self.publishes = enable_prefix_caching
         self.caches: set[SequenceCache] = set()
         self.host = host
         self.slow = slow
         self.arbiter = arbiter or Arbiter(1, block_size, compute_s_per_token=0.0)
         self.residuals = residuals
-        self.blocks = blocks = BlockCache(
-            num_blocks, block_size, self.rules, policy or make_policy("default"), host, emit
-        )
+        self.blocks = blocks = BlockCache(num_blocks, self.rules, policy or make_policy("default"), host, emit)
         self.pool, self.tree, self.policy = blocks.pool, blocks.tree, blocks.policy
         self.moves = Moves(blocks, host, slow, emit)
         self.publishing = Publishing(blocks, block_size)
-        self.pins = PinTable(
-            blocks.pool, self.rules, block_size, pin_limits, update_evictable=blocks.update_evictable, emit=emit
-        )
+        self.pins = PinTable(blocks.pool, self.rules, pin_limits, update_evictable=blocks.update_evictable, emit=emit)
         self.streaming = Streaming(blocks.pool, host, block_size, self.moves.store) if allow_streaming else NO_STREAMING
         self._emit = emit
         self._stride = block_size * TOKEN_BYTES
-        self.trims = bool(blocks.trimmed_groups)
+        self.trims = bool(self.rules.trimmed)
+        self._holding = Holding(blocks, self.rules, self.moves, host, emit)
 
     # What there is.
 
@@ -169,34 +166,10 @@ class KVCore:
         """
         hit = self.tree.match(namespace, packed, max_tokens)
         if self.trims:
-            hit = self._with_windows(hit)
+            hit = self.rules.whole_part(hit)
         if self.residuals.is_on:  # a part of a sealed block is not what its tokens alone come to
             hit = hit._replace(partial=None, num_partial_tokens=0)
         return self.host.extend(hit, packed, max_tokens, self._stride)
-
-    def blocks_of(self, hit: PrefixHit) -> list[Block]:
-        """Return the blocks that a cache holds which is made from ``hit``, but for a partial one and loaded ones."""
-        num_blocks = len(hit.nodes)
-        return [
-            block
-            for group, rule in enumerate(self.rules)
-            for node in hit.nodes[rule.first_block(num_blocks, self.block_size) :]
-            if (block := node.blocks[group]) is not None
-        ]
-
-    def num_blocks_for(self, num_tokens: int, num_new: int, cache: SequenceCache | None = None) -> int:
-        """Return the most blocks, of all groups, that a sequence of ``num_tokens`` holds at once.
-
-        Args:
-            num_tokens: of the sequence.
-            num_new: the most that one step computes of it.
-            cache: what it has already; that is not counted.
-        """
-        num_blocks = 0
-        for group, rule in enumerate(self.rules):
-            num_held = len(cache.tables[group].block_ids) if cache is not None else 0
-            num_blocks += max(0, rule.num_blocks_for(num_tokens, num_new, self.block_size) - num_held)
-        return num_blocks
 
     def worth(self, hit: PrefixHit) -> PrefixHit:
         """Return ``hit`` without what the host holds, where computing that is sooner than restoring it.
@@ -235,14 +208,14 @@ class KVCore:
         while num_nodes and not nodes[num_nodes - 1].attached:  # leaves leave first: parents are attached
             num_nodes -= 1
         if self.trims:
-            num_nodes = self._num_whole(nodes[:num_nodes])
+            num_nodes = self.rules.num_whole(nodes[:num_nodes])
         if num_nodes < num_found:
             nodes = nodes[:num_nodes]
         tail = nodes[-1] if nodes else self.tree.root(hit.namespace)
         cache = SequenceCache(len(self.rules), tail if self.publishes else None)
         self.caches.add(cache)
         self.residuals.take(cache)
-        self._take(cache, nodes)
+        self._holding.take(cache, nodes)
         now_s = self.blocks.now_s
         gaps: dict[float, int] = {}
         used_s, num_alike = (nodes[0].used_s if nodes else now_s), 0  # blocks of a path were mostly used together
@@ -263,9 +236,9 @@ class KVCore:
         num_tokens = len(nodes) * self.block_size
         if num_nodes == num_found:
             if hit.partial is not None and hit.partial.attached:
-                num_tokens += self._acquire_partial(cache, hit.partial, hit.num_partial_tokens)
+                num_tokens += self._holding.take_partial(cache, hit.partial, hit.num_partial_tokens)
             elif hit.held:
-                num_tokens += self._acquire_held(cache, hit.held)
+                num_tokens += self._holding.take_held(cache, hit.held) * self.block_size
         cache.capacity = cache.tables[0].end * self.block_size
         return cache, num_tokens
 
@@ -285,28 +258,9 @@ class KVCore:
         Blocks that a fork shares are replaced first (copy-on-write), so that a write never reaches another sequence.
         False, with nothing changed that matters, when memory is short.
         """
-        if cache.may_share_tail and not self._unshare(cache, start):
+        if cache.may_share_tail and not self._holding.unshare(cache, start, copies=not self.residuals.is_on):
             return False
-        if end <= cache.capacity:
-            return True
-        num_new = num_blocks_for(end, self.block_size) - cache.tables[0].end
-        if num_new * len(cache.tables) > self.blocks.num_available:
-            return False
-        new: list[Block] = []
-        for _ in range(num_new * len(cache.tables)):
-            block = self.blocks.allocate()
-            if block is None:  # cached blocks that a transfer reads cannot go
-                for taken in reversed(new):
-                    self.pool.release(taken)
-                return False
-            new.append(block)
-        for group, table in enumerate(cache.tables):
-            own = new[group * num_new : (group + 1) * num_new]
-            table.block_ids += [block.block_id for block in own]
-            for block in own:
-                block.group = group
-        cache.capacity = cache.tables[0].end * self.block_size
-        return True
+        return end <= cache.capacity or self._holding.extend(cache, end)
 
     def trim(self, cache: SequenceCache, num_tokens: int) -> None:
         """Give back the blocks that nobody sees from position ``num_tokens`` on: what groups do not keep.
@@ -316,22 +270,8 @@ class KVCore:
 
         To be called between steps of ``cache``, for all of whose tokens before ``num_tokens`` the step has ended.
         """
-        if not self.trims:
-            return
-        most = cache.num_published - 1 if cache.tail is not None else cache.tables[0].end
-        pool = self.pool
-        for group in self.blocks.trimmed_groups:
-            table = cache.tables[group]
-            first = min(self.rules[group].first_seen(num_tokens) // self.block_size, most)
-            num_old = first - table.num_trimmed
-            if num_old <= 0:
-                continue
-            for block_id in table.block_ids[:num_old]:
-                block = pool.blocks[block_id]
-                if pool.release(block) and block.node is not None:
-                    self.blocks.note_idle(block, is_stale=True)
-            del table.block_ids[:num_old]
-            table.num_trimmed = first
+        if self.trims:
+            self._holding.trim(cache, num_tokens)
 
     def fork(self, cache: SequenceCache) -> SequenceCache:
         """Make a second table on the same blocks. Whoever writes into a shared block first gets a copy of it.
@@ -341,15 +281,10 @@ class KVCore:
         assert cache.promise is None, "a table forks between steps"
         assert not cache.streams, "a table that streams does not fork"
         twin = SequenceCache(len(cache.tables), cache.tail)
-        for table, other in zip(cache.tables, twin.tables, strict=True):
-            other.block_ids = list(table.block_ids)
-            other.num_trimmed = table.num_trimmed
+        self._holding.share(cache, twin)
         twin.capacity = cache.capacity
         twin.num_published = cache.num_published
         twin.copied_from = cache.copied_from
-        twin.may_share_tail = cache.may_share_tail = True
-        for block_id in twin.all_block_ids():
-            self.pool.acquire(self.pool.blocks[block_id])
         self.caches.add(twin)
         self.residuals.fork(cache, twin)
         return twin
@@ -373,30 +308,14 @@ class KVCore:
         Tails go first, so that of one prefix the tail is always evicted before the head.
         """
         assert cache.promise is None, "commit or abandon a promise before releasing its table"
-        tick = self.blocks.next_tick()
-        now_s = self.blocks.now_s
+        self.blocks.next_tick()
         self.caches.remove(cache)
         self.residuals.release(cache)
         if cache.has_path:
             assert cache.tail is not None
             self.policy.on_release(cache.tail, cache.facts)
         self.streaming.release(cache)
-        blocks = self.pool.blocks
-        release = self.pool.release
-        for table in cache.tables[1:]:
-            for block_id in reversed(table.block_ids):
-                release(blocks[block_id])
-                self.blocks.note_idle(blocks[block_id])
-        for block_id in reversed(cache.block_ids):
-            block = blocks[block_id]
-            node = block.node
-            if node is not None:
-                node.last_used = tick
-                node.used_s = now_s
-            if release(block) and node is not None and (self.trims or not node.children):
-                self._keep_or_evict(node, block)
-        for table in cache.tables:
-            table.block_ids.clear()
+        self._holding.release(cache)
         cache.capacity = cache.num_published = 0
         cache.tail = None
         self.moves.drop_unheld()
@@ -408,7 +327,7 @@ class KVCore:
         """
         self._emit(CacheReset())
         self.pins.clear()
-        self.slow.reset()
+        self.slow.fetches.reset()
         self.moves.cancel_stores()  # else their blocks would wait for a step, which may wait for the blocks
         self.host.reset()
         num_cached = self.pool.num_cached
@@ -434,7 +353,7 @@ class KVCore:
         """
         nodes = doubtful_nodes(self.tree, namespace, packed[: self._stride], cache.copied_from)
         digests = self.host.distrust(namespace, packed, self._stride, nodes, cache.copied_from)
-        self.slow.distrust(digests)
+        self.slow.fetches.distrust(digests)
         self.pins.distrust(set(nodes))
         for node in reversed(nodes):
             if node.attached:  # one without blocks has gone with its last child
@@ -447,117 +366,3 @@ class KVCore:
             if other is cache or any(held.name.digest in digests for held in other.cold):
                 self.streaming.forget(other)
         return digests
-
-    # Inside.
-
-    def _with_windows(self, hit: PrefixHit) -> PrefixHit:
-        """Return as much of ``hit`` as can be gone on from: each group has what it keeps behind it."""
-        num_whole = self._num_whole(hit.nodes)
-        if num_whole < len(hit.nodes):
-            return PrefixHit(hit.namespace, hit.nodes[:num_whole], None, 0)
-        if hit.partial is not None and None in hit.partial.blocks:
-            return hit._replace(partial=None, num_partial_tokens=0)
-        return hit
-
-    def _num_whole(self, nodes: list[Node]) -> int:
-        """Return how many of ``nodes`` can be gone on from: groups that keep the last tokens only have those."""
-        whole = set(range(len(nodes) + 1))
-        for group in self.blocks.trimmed_groups:
-            num_present = 0  # up to here, without a gap
-            for end, node in enumerate(nodes, 1):
-                num_present = 0 if node.blocks[group] is None else num_present + 1
-                if end - num_present > self.rules[group].first_block(end, self.block_size):
-                    whole.discard(end)
-        return max(whole)
-
-    def _take(self, cache: SequenceCache, nodes: list[Node]) -> None:
-        """Let the tables of ``cache`` begin with the blocks of ``nodes``, as far as they are kept."""
-        for group, (table, rule) in enumerate(zip(cache.tables, self.rules, strict=True)):
-            table.num_trimmed = rule.first_block(len(nodes), self.block_size)
-            kept = nodes[table.num_trimmed :] if table.num_trimmed else nodes
-            blocks = [block for node in kept if (block := node.blocks[group]) is not None]
-            self.pool.acquire_all(blocks)
-            table.block_ids = [block.block_id for block in blocks]
-            if rule.trims:
-                for block in blocks:
-                    self.blocks.note_busy(block)
-
-    def _keep_or_evict(self, node: Node, block: Block) -> None:
-        """Nobody holds ``block`` of ``node`` any more: its node stays cached, unless the policy does not want it."""
-        if not node.children:
-            if block.num_pin_refs or self.policy.admit(node):
-                self.blocks.update_evictable(node)
-                return
-            self.blocks.evict(node, "not_admitted")
-        self.blocks.note_idle(block)
-
-    def _acquire_partial(self, cache: SequenceCache, node: Node, num_tokens: int) -> int:
-        sources: list[Block] = []
-        for block in node.blocks:
-            if block is None:
-                break
-            self.pool.pin_io(block)  # before allocating, which might evict it
-            sources.append(block)
-        self.blocks.update_evictable(node)
-        copies: list[Block] = []
-        while len(copies) < len(node.blocks) == len(sources):
-            dst = self.blocks.allocate()
-            if dst is None:
-                break
-            copies.append(dst)
-        is_taken = len(copies) == len(node.blocks)
-        if is_taken:
-            node.last_used = self.blocks.tick
-            node.num_hits += 1
-            now_s = self.blocks.now_s
-            self._emit(BlocksReused({now_s - node.used_s: 1}))
-            node.used_s = now_s
-            cache.copied_from = node
-            for table, src, dst in zip(cache.tables, sources, copies, strict=True):
-                dst.group = src.group
-                self.moves.copy(src, dst, num_tokens)
-                table.block_ids.append(dst.block_id)
-        else:
-            for dst in copies:
-                self.pool.release(dst)
-        for src in sources:
-            self.pool.unpin_io(src)  # the copy has pinned it too
-        if not is_taken:
-            self.blocks.update_evictable(node)
-            return 0
-        return num_tokens
-
-    def _acquire_held(self, cache: SequenceCache, held: tuple[HeldBlock, ...]) -> int:
-        pinned = self.host.pin(held)  # before allocating, which may evict into the arena
-        num_loaded = 0
-        for one in pinned:
-            block = self.blocks.allocate()
-            if block is None:
-                break
-            block.group = 0
-            self.moves.load(one, block)
-            cache.block_ids.append(block.block_id)
-            one.count_use(cache.num_loaded_tokens, self.block_size)
-            num_loaded += 1
-        self.host.unpin(pinned[num_loaded:])
-        return num_loaded * self.block_size
-
-    def _unshare(self, cache: SequenceCache, start: int) -> bool:
-        """Give ``cache`` blocks of its own from position ``start`` on; False when memory is short."""
-        first = start // self.block_size
-        for table in cache.tables:
-            for at in range(first - table.num_trimmed, len(table.block_ids)):
-                src = self.pool.blocks[table.block_ids[at]]
-                if src.num_table_refs == 1:
-                    continue
-                dst = self.blocks.allocate()
-                if dst is None:
-                    return False  # blocks replaced so far stay replaced: the next try goes on from there
-                dst.group = src.group
-                num_tokens = start % self.block_size if at == first - table.num_trimmed else 0
-                if num_tokens and not self.residuals.is_on:  # else nothing is in a block that is not full
-                    self.moves.copy(src, dst, num_tokens)
-                table.block_ids[at] = dst.block_id
-                self.pool.release(src)
-        cache.may_share_tail = False
-        return True

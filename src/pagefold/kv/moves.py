@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from pagefold.kv.block import Block, Node
     from pagefold.kv.block_cache import BlockCache
     from pagefold.kv.held_block import HeldBlock
+    from pagefold.kv.host_tier import HostTier
     from pagefold.kv.plans import HostOps
     from pagefold.kv.sequence_cache import SequenceCache
     from pagefold.kv.slow_tiers import SlowTiers
-    from pagefold.kv.tiers import HostTier
 
 __all__ = ["Moves"]
 
@@ -90,7 +90,7 @@ class Moves:
         """Plan to store what the policy of slow tiers wants written of a table that will be released."""
         node = cache.tail if self._slow.is_on else None
         while node is not None and node.blocks and node.attached:
-            if node.committed and self._slow.wants(node):
+            if node.committed and self._slow.writes.wants(node):
                 self.store(node)
             node = node.parent
 
@@ -101,7 +101,7 @@ class Moves:
         of them in the arena for requests that wait gives way too.
         """
         stores = self._host.cancel_live_stores()
-        if not stores and self._host.has_live_stores and self._slow.let_go():
+        if not stores and self._host.has_live_stores and self._slow.fetches.let_go():
             stores = self._host.cancel_live_stores()
         self._blocks.unpin_io(store.block_id for store in stores)
         return bool(stores)

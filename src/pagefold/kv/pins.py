@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
     from pagefold.kv.block import Block, Node
-    from pagefold.kv.keep import KeepRule
+    from pagefold.kv.keep_rules import KeepRules
     from pagefold.kv.pool import BlockPool
 
 __all__ = ["DroppedPin", "Pin", "PinLimits", "PinTable"]
@@ -104,7 +104,6 @@ class PinTable:
     Args:
         pool: of the blocks.
         rules: what each cache group keeps.
-        block_size: tokens a block.
         limits: what pins may do.
         update_evictable: told of every node that may have become evictable, or ceased to be.
         emit: where events go.
@@ -116,11 +115,10 @@ class PinTable:
         next_expiry_s: when the first pin expires; infinite if none does.
     """
 
-    def __init__(  # noqa: PLR0913 - settings
+    def __init__(
         self,
         pool: BlockPool,
-        rules: Sequence[KeepRule],
-        block_size: int,
+        rules: KeepRules,
         limits: PinLimits,
         *,
         update_evictable: Callable[[Node], None],
@@ -128,8 +126,7 @@ class PinTable:
     ) -> None:
         self._pool = pool
         self._rules = rules
-        self._block_size = block_size
-        self._trims = any(rule.trims for rule in rules)
+        self._trims = bool(rules.trimmed)
         self._half_life_s = limits.half_life_s
         self._update_evictable = update_evictable
         self._emit = emit
@@ -163,7 +160,7 @@ class PinTable:
         """
         num_new = 0
         for group, rule in enumerate(self._rules):
-            first = rule.first_block(num_blocks, self._block_size)
+            first = rule.first_block(num_blocks, self._rules.block_size)
             blocks = (node.blocks[group] for node in nodes[first:])
             num_new += num_blocks - first - sum(1 for block in blocks if block is not None and block.num_pin_refs)
         return num_new
@@ -265,7 +262,7 @@ class PinTable:
 
     def _blocks_of(self, tail: Node) -> Iterator[Block]:
         """Yield the blocks that whoever goes on behind ``tail`` needs, the last first."""
-        firsts = [rule.first_block(tail.depth + 1, self._block_size) for rule in self._rules]
+        firsts = [rule.first_block(tail.depth + 1, self._rules.block_size) for rule in self._rules]
         node = tail
         while node.parent is not None:
             for block, first in zip(node.blocks, firsts, strict=True):

@@ -16,10 +16,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pagefold.kv.block import BlockId
+from pagefold.kv.host_tier import NO_HOST
 from pagefold.kv.names import digest_of, names_behind, root_digest
 from pagefold.kv.pool import BlockPool
 from pagefold.kv.sequence_cache import SequenceCache
-from pagefold.kv.tiers import NO_HOST
 from pagefold.kv.tree import TOKEN_BYTES
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from pagefold.kv.block import Node
     from pagefold.kv.held_block import HeldBlock
-    from pagefold.kv.tiers import HostTier
+    from pagefold.kv.host_tier import HostTier
     from pagefold.kv.tree import PrefixHit
 
 __all__ = ["NO_STREAMING", "Streaming", "max_hot_blocks_of"]
@@ -75,19 +75,19 @@ class Streaming:
     @property
     def max_cold_blocks(self) -> int:
         """Cold blocks that all tables could have, if nothing else had a claim on the arena."""
-        return self._host.num_blocks
+        return self._host.blocks.num_blocks
 
     def begin(self, hit: PrefixHit) -> SequenceCache:
         """Make a table that starts with what ``hit`` found, all of it cold: what the device has is stored first."""
         cache = SequenceCache(1, None)
         cache.cold_root = cache.cold_tip = root_digest(hit.namespace)
         host = self._host
-        pinned = host.pin(hit.held)  # before storing, which may need their place
+        pinned = host.blocks.pin(hit.held)  # before storing, which may need their place
         if self._take_nodes(cache, hit.nodes):
             for held in pinned:
                 self._take(cache, held)
                 held.count_use(cache.num_loaded_tokens, self._stride // TOKEN_BYTES)
-        host.unpin(pinned)
+        host.blocks.unpin(pinned)
         return cache
 
     def cool(self, cache: SequenceCache, packed: bytes, num_tokens: int, num_hot: int, *, is_read: bool = True) -> int:
@@ -109,7 +109,7 @@ class Streaming:
         for name in names_behind(root, cache.cold_tip, packed, self._stride):
             block = self._pool.blocks[cache.block_ids[first + num_cooled]]
             is_stored = self._host.keep(name, block.block_id)
-            held = self._host.get(name.digest)
+            held = self._host.blocks.get(name.digest)
             if held is None:
                 break
             del cache.block_ids[first + num_cooled]
@@ -122,14 +122,14 @@ class Streaming:
         """Let go of the cold blocks of ``cache``, if it has any: the host keeps them as all others."""
         if not cache.cold:
             return
-        self._host.unpin(cache.cold)
+        self._host.blocks.unpin(cache.cold)
         self.num_cold_blocks -= len(cache.cold)
         del cache.block_ids[: len(cache.cold)]
         cache.cold = []
 
     def is_intact(self, cache: SequenceCache) -> bool:
         """Whether all cold blocks of ``cache`` are found: not after a step failed that was to store some."""
-        return all(self._host.get(held.name.digest) is held for held in cache.cold)
+        return all(self._host.blocks.get(held.name.digest) is held for held in cache.cold)
 
     def forget(self, cache: SequenceCache) -> None:
         """What ``cache`` holds is not to be found any more: its blocks get names that nobody asks for."""
@@ -144,7 +144,7 @@ class Streaming:
             if not (node.attached and node.committed):  # promised only: it cannot be stored before it is written
                 return False
             is_stored = self._store(node)
-            held = host.get(digest_of(node))
+            held = host.blocks.get(digest_of(node))
             if held is None:
                 return False
             self._take(cache, held, is_checked=not is_stored)
@@ -152,7 +152,7 @@ class Streaming:
 
     def _take(self, cache: SequenceCache, held: HeldBlock, *, is_checked: bool = True) -> None:
         """Make ``held`` the next cold block of ``cache``. What is not stored just now is checked before it is read."""
-        self._host.pin([held])
+        self._host.blocks.pin([held])
         if is_checked:
             self._host.check(held)
         cache.block_ids.insert(len(cache.cold), BlockId(self._pool.num_blocks + held.host_id))

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pagefold.kv.fetches import Fetch
     from pagefold.kv.names import BlockName
     from pagefold.kv.plans import FetchOp, WriteOp
-    from pagefold.kv.slow_tiers import Fetch
 
 __all__ = ["Fetched", "Found", "MissCause", "Outcome", "StoreError", "Transfers", "Written"]
 

@@ -85,7 +85,7 @@ class Relief:
             needed += self._streamer.num_growth(other) + len(other.forks) * num_groups
         if running:
             needed += self._watermark_blocks + len(request.forks) * num_groups
-        blocks = self._core.blocks_of(hit)
+        blocks = self._core.rules.blocks_of(hit)
         missing = self._num_missing(needed, blocks)
         if missing > 0 and not self._give_up_pins(missing, blocks, now):
             return None

@@ -38,7 +38,7 @@ class Streamer:
 
     def num_blocks(self, request: Request) -> int:
         """Return the most blocks that ``request`` holds at once, with the next token."""
-        return self._core.num_blocks_for(request.num_tokens + 1, self._max_num_batched_tokens)
+        return self._core.rules.num_blocks_for(request.num_tokens + 1, self._max_num_batched_tokens)
 
     def limit(self, request: Request, start: int, num_tokens: int) -> int:
         """Return how many of ``num_tokens`` from ``start`` on ``request``, which has a table, may compute in a step."""
@@ -56,7 +56,7 @@ class Streamer:
         """Return the most blocks that a running request takes yet, of what it has tokens for."""
         cache = request.cache
         assert cache is not None
-        num_more = self._core.num_blocks_for(request.num_tokens, self._max_num_batched_tokens, cache)
+        num_more = self._core.rules.num_blocks_for(request.num_tokens, self._max_num_batched_tokens, cache)
         if cache.streams:
             num_hot = len(cache.block_ids) - len(cache.cold)
             num_more = max(0, min(num_more, self.num_hot_blocks(request.num_tokens) - num_hot))
@@ -84,7 +84,7 @@ class Streamer:
     def take_back(self, request: Request, end: int) -> bool:
         """Make room for a request that streams out of what is kept for those that wait; whether there was any."""
         cache = request.cache
-        if cache is None or not cache.streams or not self._core.slow.let_go():
+        if cache is None or not cache.streams or not self._core.slow.fetches.let_go():
             return False
         self.make_room(request, end)
         return True

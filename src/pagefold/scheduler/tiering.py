@@ -145,16 +145,16 @@ class Tiering:
         """Take note of what the transfer has done, let go whoever need not wait, and write what is due."""
         for outcome in self.transfer.collect():
             self._note(outcome, now)
-        self._slow.late(now)
+        self._slow.fetches.late(now)
         self._let_go()
         self._look_ahead(now)
         for expected in self._returning.take(now, _NUM_AHEAD):
             names = self._missing(expected.namespace, expected.packed, len(expected.packed) // TOKEN_BYTES)
-            self._seek(_Waiting(None, names[: self._slow.max_waited // _SHARE_EXPECTED]), now)
+            self._seek(_Waiting(None, names[: self._slow.fetches.max_waited // _SHARE_EXPECTED]), now)
         for ticket, waiting in list(self._waiting.items()):
             if waiting.waits:
                 self._advance(ticket, waiting, now)
-        self.transfer.write(self._slow.take_writes())
+        self.transfer.write(self._slow.writes.take())
 
     def computed(self, num_tokens: int, num_rows: int, seconds: float) -> None:
         """Take note of what a step of ``num_rows`` sequences took, if it was mostly prefilling."""
@@ -168,12 +168,12 @@ class Tiering:
     def next_due_s(self) -> float:
         """Return when :meth:`poll` has something to do though nothing has come; inf for never."""
         looking = (waiting.late_s for waiting in self._waiting.values() if waiting.fetch is None)
-        return min(self._slow.next_late_s(), self._returning.next_due_s(), min(looking, default=float("inf")))
+        return min(self._slow.fetches.next_late_s(), self._returning.next_due_s(), min(looking, default=float("inf")))
 
     def store_pending(self) -> None:
         """No step will run soon: make the stores that wait for one."""
         self._store()
-        self.transfer.write(self._slow.take_writes())
+        self.transfer.write(self._slow.writes.take())
 
     def distrust(self, digests: set[bytes]) -> None:
         """Have the slow tiers forget these paths, as soon as they come to it."""
@@ -205,12 +205,12 @@ class Tiering:
             left_s: how many seconds are left; it may change its mind.
         """
         core, slow = self._scheduler.core, self._slow
-        slow.give_up()
+        slow.fetches.give_up()
         nodes = deque(core.tree.nodes())  # heads before tails: what is left out cuts off least
         while left_s() > 0:
-            core.moves.store_cached(nodes, slow.num_spare)
+            core.moves.store_cached(nodes, slow.writes.num_spare)
             self._store()
-            writes = slow.take_writes(is_flush=True)
+            writes = slow.writes.take(is_flush=True)
             self.transfer.write(writes)
             if slow.is_quiet and not nodes and not writes:
                 break
@@ -281,7 +281,7 @@ class Tiering:
     def _decide(self, waiting: _Waiting, now: float) -> bool:
         """Let a request wait for what is known to be found, if that pays; whether it does."""
         arbiter = self._slow.arbiter
-        del waiting.found[self._slow.max_waited :]
+        del waiting.found[self._slow.fetches.max_waited :]
         if not waiting.found or self._is_resetting:
             return False
         waiting.verdict = verdict = arbiter.weigh(waiting.found, self._queued_bytes)
@@ -296,7 +296,7 @@ class Tiering:
         verdict = waiting.verdict
         assert verdict is not None, "it was not decided"
         found = list(zip(waiting.found, waiting.names, strict=False))[: verdict.num_blocks]
-        waiting.fetch = fetch = self._slow.begin(found, verdict.patience_s, now)
+        waiting.fetch = fetch = self._slow.fetches.begin(found, verdict.patience_s, now)
         if fetch is not None:
             for tier, ops in fetch.ops.items():
                 num_bytes = len(ops) * self._slow.arbiter.block_bytes
@@ -310,7 +310,7 @@ class Tiering:
                 waiting.found += [outcome.tier] * outcome.num_blocks
                 waiting.late_s = now
         elif isinstance(outcome, Written):
-            self._slow.written(outcome.ops, outcome.num_kept)
+            self._slow.writes.written(outcome.ops, outcome.num_kept)
             self._emit(TierWritten(len(outcome.ops), outcome.num_kept))
         else:
             self._note_fetched(outcome, now)
@@ -326,7 +326,7 @@ class Tiering:
                 causes[cause] = causes.get(cause, 0) + 1
             else:
                 self._arena.arrived(op.host_id, found)
-            self._slow.arrived(op.host_id, now, is_good=is_good)
+            self._slow.fetches.arrived(op.host_id, now, is_good=is_good)
         num_found = len(fetched.ops) - sum(causes.values())
         if num_found == len(fetched.ops):
             arbiter.links[fetched.tier].learn(num_found * arbiter.block_bytes, fetched.seconds)
@@ -342,7 +342,7 @@ class Tiering:
     def _end(self, ticket: int, waiting: _Waiting) -> None:
         del self._waiting[ticket]
         if waiting.fetch is not None:
-            self._slow.end(waiting.fetch)
+            self._slow.fetches.end(waiting.fetch)
 
     def _advance(self, ticket: int, waiting: _Waiting, now: float) -> None:
         """Let a request go on that need not wait any more."""

@@ -79,7 +79,7 @@ class ShadowRunner:
         self._rules = core.rules
         assert not self._rules[0].trims, "the first group tells what the others must have"
         self._slab = [[_POISON] * self._size for _ in range(core.pool.num_blocks)]
-        self._arena = [_Stored([_POISON] * self._size) for _ in range(core.host.num_blocks)]
+        self._arena = [_Stored([_POISON] * self._size) for _ in range(core.host.blocks.num_blocks)]
         self._residuals = [[_POISON] * self._size for _ in range(core.residuals.num_residuals)]
         self._last: list[int] = []  # sampled by the last step
 

@@ -1,6 +1,6 @@
 """Tiers in the simulator: the real decisions, and modelled bytes.
 
-Decided by ``kv/tiers.py``, ``kv/slow_tiers.py``, ``kv/arbiter.py`` and ``scheduler/tiering.py``, as in a server.
+Decided by ``kv/host_tier.py``, ``kv/slow_tiers.py``, ``kv/arbiter.py`` and ``scheduler/tiering.py``, as in a server.
 
 The host's memory moves blocks within a step, at its bandwidth. A disk moves them beside the steps, one batch after
 another, each at a latency and the bandwidth; some of its blocks come back wrong, drawn by a seed, and are misses.

@@ -1,28 +1,25 @@
-"""HostTier: which evicted blocks the host's memory holds, and in which block of its arena. It decides; others copy.
+"""HostTier: which evicted blocks the host's memory holds, and what a step copies between it and the device.
 
 A block that is evicted from the device is copied to a block of the arena, and stays there when it comes back: evicted
-again, it need not be copied again. What was used longest ago makes room. Of one path the tail was always used before
-the head, as on the device, so that what is left of a path can be used.
+again, it need not be copied again. ``host_blocks.py`` has the places and says who makes room.
 
 Slower tiers (``slow_tiers.py``) fill the arena and are written from it; a request never waits for them in a step.
-
-A host block is pinned while something reads or writes it, from when that is planned until it is over.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
 from typing import TYPE_CHECKING
 
-from pagefold.kv.held_block import HeldBlock
+from pagefold.kv.host_blocks import HostBlocks
 from pagefold.kv.names import digest_of, name_of, names_behind, path_digest, root_digest
 from pagefold.kv.plans import NO_HOST_OPS, HostOps, LoadOp, StoreOp
 from pagefold.kv.tree import TOKEN_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable
 
     from pagefold.kv.block import BlockId, Node
+    from pagefold.kv.held_block import HeldBlock
     from pagefold.kv.names import BlockName
     from pagefold.kv.tree import PrefixHit
 
@@ -30,60 +27,31 @@ __all__ = ["NO_HOST", "HostTier"]
 
 
 class HostTier:
-    """The blocks of a host arena, and what is in them.
+    """What evicted blocks become: stored in a host arena, found there, and loaded from it.
 
     A step's copies are planned one by one, handed over by :meth:`take`, and end with :meth:`done` or :meth:`failed`.
+    It decides; others copy.
 
     Args:
         num_blocks: of the arena.
-        notes_unsaved: whether ``unsaved`` and ``fresh`` are kept, for slower tiers.
+        notes_unsaved: whether slower tiers want to know what was stored.
 
     Attributes:
         is_on: whether there is a host tier at all.
-        num_stored, num_loaded, num_dropped: blocks since the start: stored, loaded, and lost for want of room.
-        unsaved: what was stored here and nobody has taken for a slower tier yet; used longest ago first.
-        fresh: the part of ``unsaved`` that nobody has looked at yet.
+        blocks: who has which block of the arena.
+        num_stored, num_loaded: blocks since the start.
+        in_flight: what steps move that have not ended.
     """
 
     is_on = True
 
     def __init__(self, num_blocks: int, *, notes_unsaved: bool = False) -> None:
-        self.num_blocks = num_blocks
-        self.num_stored = self.num_loaded = self.num_dropped = 0
-        self.unsaved: OrderedDict[bytes, HeldBlock] = OrderedDict()
-        self.fresh: deque[HeldBlock] = deque()
-        self._notes_unsaved = notes_unsaved
-        self._held: dict[bytes, HeldBlock] = {}
-        # Those that nothing pins, or only who writes them to a slower tier; used longest ago first.
-        self._idle: OrderedDict[bytes, HeldBlock] = OrderedDict()
-        self._free = list(reversed(range(num_blocks)))
+        self.blocks = HostBlocks(num_blocks, notes_unsaved=notes_unsaved)
+        self.num_stored = self.num_loaded = 0
+        self.in_flight: list[HostOps] = []
         self._stores: list[StoreOp] = []
         self._loads: list[LoadOp] = []
         self._checks: list[HeldBlock] = []
-        self._by_id: dict[int, HeldBlock] = {}
-        self.in_flight: list[HostOps] = []
-
-    @property
-    def num_held(self) -> int:
-        """How many blocks it holds."""
-        return len(self._held)
-
-    @property
-    def num_spare(self) -> int:
-        """How many host blocks could be given out without losing what no slower tier was given."""
-        return len(self._free) + len(self._idle) - len(self.unsaved)
-
-    def num_ready(self, at_most: int) -> int:
-        """Return how many host blocks will be given out next without losing what no slower tier was given.
-
-        Counted up to ``at_most``, what is being written included.
-        """
-        num = len(self._free)
-        for digest in self._idle:
-            if num >= at_most or digest in self.unsaved:
-                break
-            num += 1
-        return num
 
     @property
     def pending(self) -> HostOps:
@@ -100,10 +68,6 @@ class HostTier:
     def has_live_stores(self) -> bool:
         """Whether a block is to be stored that stays what it is."""
         return any(store.is_live for store in self._stores)
-
-    def get(self, digest: bytes) -> HeldBlock | None:
-        """Return the block of that name, if it is held."""
-        return self._held.get(digest)
 
     def extend(self, hit: PrefixHit, packed: bytes, max_tokens: int, stride: int) -> PrefixHit:
         """Return ``hit`` with the blocks behind it that are held here.
@@ -130,7 +94,7 @@ class HostTier:
         for offset in range(0, len(packed) - stride + 1, stride):
             key = packed[offset : offset + stride]
             parent = path_digest(parent, key)
-            held = self._held.get(parent)
+            held = self.blocks.get(parent)
             if held is None or held.name.key != key:
                 break
             found.append(held)
@@ -147,18 +111,17 @@ class HostTier:
 
         Returns whether a store was planned.
         """
-        held = self._held.get(name.digest)
+        blocks = self.blocks
+        held = blocks.get(name.digest)
         if held is not None:
-            self._touch(held)
+            blocks.touch(held)
             return False
-        host_id = self._take_id()
-        if host_id is None:
-            self.num_dropped += 1
+        held = blocks.reserve(name, num_hits=num_hits)
+        if held is None:
+            blocks.num_dropped += 1
             return False
-        held = HeldBlock(name, host_id, num_hits=num_hits)
-        self._held[name.digest] = self._by_id[host_id] = held
-        held.num_pins = 1
-        self._stores.append(StoreOp(block_id, host_id, is_live))
+        blocks.arrived(held)
+        self._stores.append(StoreOp(block_id, held.host_id, is_live))
         return True
 
     def keep_evicted(self, node: Node) -> None:
@@ -170,43 +133,6 @@ class HostTier:
         """Keep the bytes of a node's block, which stays what it is. Return whether a store was planned."""
         assert node.block is not None
         return self.keep(name_of(node), node.block.block_id, num_hits=node.num_hits, is_live=True)
-
-    def pin(self, held: Sequence[HeldBlock]) -> list[HeldBlock]:
-        """Pin the blocks of a match that are still there, up to the first that is not, and return them."""
-        pinned: list[HeldBlock] = []
-        for one in held:
-            if self._held.get(one.name.digest) is not one:
-                break
-            one.num_pins += 1
-            self._idle.pop(one.name.digest, None)
-            pinned.append(one)
-        return pinned
-
-    def unpin(self, held: Sequence[HeldBlock]) -> None:
-        """Let go of pinned blocks. The first becomes the one used last: tails leave before heads."""
-        for one in reversed(held):
-            one.num_pins -= 1
-            if one.num_pins:
-                continue
-            if self._held.get(one.name.digest) is one:
-                self._idle[one.name.digest] = one
-                self._touch(one)
-            else:  # forgotten while it was pinned
-                self._free_up(one)
-
-    def pin_to_write(self, held: HeldBlock) -> None:
-        """Pin a block whose bytes go to a slower tier. It is not used by that: it stays as old as it is."""
-        held.num_pins += 1
-
-    def unpin_written(self, held: HeldBlock) -> None:
-        """A slower tier has let go of a block."""
-        held.num_pins -= 1
-        if held.num_pins:
-            return
-        if self._held.get(held.name.digest) is held:
-            self._idle.setdefault(held.name.digest, held)
-        else:  # forgotten meanwhile
-            self._free_up(held)
 
     def load(self, held: HeldBlock, block_id: BlockId) -> None:
         """Plan to load a pinned block; it stays pinned until the step is over."""
@@ -220,18 +146,18 @@ class HostTier:
         """Forget planned loads."""
         for load in loads:
             self._loads.remove(load)
-        self.unpin([self._by_id[load.host_id] for load in loads])
+        self.blocks.unpin([self._at(load.host_id) for load in loads])
 
     def cancel_live_stores(self) -> list[StoreOp]:
         """Forget the planned stores of blocks that are still cached and that nobody waits for, and return them."""
-        cancelled = [store for store in self._stores if store.is_live and self._by_id[store.host_id].num_pins == 1]
+        cancelled = [store for store in self._stores if store.is_live and self._at(store.host_id).num_pins == 1]
         if cancelled:
             dropped = set(cancelled)
             self._stores = [store for store in self._stores if store not in dropped]
         for store in cancelled:
-            held = self._by_id[store.host_id]
-            self.forget(held)
-            self.unpin([held])
+            held = self._at(store.host_id)
+            self.blocks.forget(held)
+            self.blocks.unpin([held])
         return cancelled
 
     def take(self) -> HostOps:
@@ -248,12 +174,10 @@ class HostTier:
             return
         self.in_flight.remove(ops)
         for store in ops.stores:
-            held = self._by_id[store.host_id]
-            if self._notes_unsaved and self._held.get(held.name.digest) is held:
-                self.unsaved[held.name.digest] = held
-                self.fresh.append(held)
-            self.unpin([held])
-        self.unpin([self._by_id[load.host_id] for load in ops.loads])
+            held = self._at(store.host_id)
+            self.blocks.stored(held)
+            self.blocks.unpin([held])
+        self.blocks.unpin([self._at(load.host_id) for load in ops.loads])
         self.num_stored += len(ops.stores)
         self.num_loaded += len(ops.loads)
 
@@ -262,22 +186,22 @@ class HostTier:
 
         What it was to check the next step checks.
         """
-        again = [host_id for host_id in ops.checks if host_id in self._by_id and host_id not in damaged_ids]
-        self._checks += [self._by_id[host_id] for host_id in again]  # perhaps they were not made
+        checked = [self.blocks.at(host_id) for host_id in ops.checks if host_id not in damaged_ids]
+        self._checks += [held for held in checked if held is not None]  # perhaps they were not made
         if ops.stores or ops.loads:
             self.in_flight.remove(ops)
         for host_id in sorted({store.host_id for store in ops.stores} | damaged_ids):
-            held = self._by_id.get(host_id)
+            held = self.blocks.at(host_id)
             if held is not None:
-                self.forget(held)
-        self.unpin([self._by_id[load.host_id] for load in ops.loads])
+                self.blocks.forget(held)
+        self.blocks.unpin([self._at(load.host_id) for load in ops.loads])
         for store in ops.stores:
-            self.unpin([self._by_id[store.host_id]])
+            self.blocks.unpin([self._at(store.host_id)])
 
     def reset(self) -> None:
         """Forget all. What is pinned is never given out again, and leaves when nothing pins it."""
-        for held in list(self._held.values()):
-            self.forget(held)
+        for held in list(self.blocks.found()):
+            self.blocks.forget(held)
 
     def distrust(
         self, namespace: bytes, packed: bytes, stride: int, nodes: Iterable[Node], copied_from: Node | None
@@ -296,75 +220,23 @@ class HostTier:
         if copied_from is not None:
             found.add(digest_of(copied_from))
         behind: dict[bytes, list[bytes]] = {}
-        for digest, held in self._held.items():
-            behind.setdefault(held.name.parent, []).append(digest)
+        for held in self.blocks.found():
+            behind.setdefault(held.name.parent, []).append(held.name.digest)
         left = list(found)
         while left:
             more = [digest for digest in behind.get(left.pop(), ()) if digest not in found]
             found.update(more)
             left += more
-        for held in [held for digest, held in self._held.items() if digest in found]:
-            self.forget(held)
+        for held in [held for held in self.blocks.found() if held.name.digest in found]:
+            self.blocks.forget(held)
         return found
-
-    # For slower tiers.
-
-    def reserve(self, name: BlockName, origin: str) -> HeldBlock | None:
-        """Return a host block for what a slower tier is to bring, pinned; None when all are in use.
-
-        Nobody finds it until :meth:`arrived`.
-        """
-        host_id = self._take_id()
-        if host_id is None:
-            return None
-        held = self._by_id[host_id] = HeldBlock(name, host_id, origin=origin)
-        held.num_pins = 1
-        return held
-
-    def arrived(self, held: HeldBlock) -> None:
-        """A reserved block's bytes are there and right: it is found from now on, unless another one already is."""
-        self._held.setdefault(held.name.digest, held)
-
-    def forget(self, held: HeldBlock) -> None:
-        """Let a block not be found any more; its host block is free once nothing pins it."""
-        digest = held.name.digest
-        self._idle.pop(digest, None)
-        if self._held.get(digest) is held:
-            del self._held[digest]
-            self.unsaved.pop(digest, None)
-        if not held.num_pins:
-            self._free_up(held)
-
-    # For audits.
-
-    def held(self) -> Iterator[HeldBlock]:
-        """Yield all that have a host block."""
-        return iter(self._by_id.values())
-
-    def free_ids(self) -> list[int]:
-        """Return the host blocks that hold nothing."""
-        return list(self._free)
 
     # Inside.
 
-    def _take_id(self) -> int | None:
-        if not self._free:
-            oldest = next((held for held in self._idle.values() if not held.num_pins), None)
-            if oldest is None:
-                return None
-            self.forget(oldest)
-            self.num_dropped += 1
-        return self._free.pop()
-
-    def _touch(self, held: HeldBlock) -> None:
-        for order in (self._idle, self.unsaved):
-            if held.name.digest in order:
-                order.move_to_end(held.name.digest)
-
-    def _free_up(self, held: HeldBlock) -> None:
-        del self._by_id[held.host_id]
-        self._free.append(held.host_id)
-        held.host_id = -1
+    def _at(self, host_id: int) -> HeldBlock:
+        held = self.blocks.at(host_id)
+        assert held is not None, "what a move is planned for has its place"
+        return held
 
 
 class _NoHost(HostTier):

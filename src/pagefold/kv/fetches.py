@@ -1,0 +1,249 @@
+"""Fetches: what is brought from slow tiers into the host arena, and for which requests. It decides only.
+
+What a request would find in slow tiers is brought into the arena while the request waits in a state of its own; from
+there a step loads it as anything else that the host holds. So slow tiers are never part of a step, and nobody else
+waits. What is brought is pinned by who reads it in, and by every request that waits for it, until that was admitted.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pagefold.kv.plans import FetchOp
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pagefold.kv.arbiter import Arbiter
+    from pagefold.kv.held_block import HeldBlock
+    from pagefold.kv.host_blocks import HostBlocks
+    from pagefold.kv.names import BlockName
+
+__all__ = ["Fetch", "Fetches"]
+
+_SHARE_ARRIVING = 2
+"""At most one host block in so many is on its way in, or held by a request that waits."""
+
+
+class _Arrival:
+    """A block on its way, and who waits for it."""
+
+    __slots__ = ("held", "is_wanted", "waiting")
+
+    def __init__(self, held: HeldBlock, fetch: Fetch) -> None:
+        self.held = held
+        self.waiting = [fetch]
+        self.is_wanted = True  # nobody has asked to forget everything since
+
+
+class Fetch:
+    """Blocks that one request waits for, in order.
+
+    Attributes:
+        blocks: those that are on their way or here, pinned.
+        num_arrived: the first so many are here.
+        num_coming, num_here: so many had to come when it began, and so many of these are here.
+        followers: others that wait for blocks that are brought for this one.
+        begun_s, last_s: when it began, and when something last arrived.
+        patience_s: how long it waits though nothing arrives.
+        is_over: nothing more will be waited for.
+        ops: what must be brought for it, by tier.
+    """
+
+    __slots__ = (
+        "begun_s",
+        "blocks",
+        "followers",
+        "is_over",
+        "last_s",
+        "num_arrived",
+        "num_coming",
+        "num_here",
+        "ops",
+        "patience_s",
+    )
+
+    def __init__(self, now: float, patience_s: float) -> None:
+        self.blocks: list[HeldBlock] = []
+        self.num_arrived = self.num_coming = self.num_here = 0
+        self.followers: set[Fetch] = set()
+        self.begun_s = self.last_s = now
+        self.patience_s = patience_s
+        self.is_over = False
+        self.ops: dict[str, list[FetchOp]] = {}
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anybody waits for what is brought for it. Any thread may ask."""
+        return not self.is_over or any(not one.is_over for one in tuple(self.followers))
+
+
+class Fetches:
+    """All that is on its way from slow tiers, and who waits for it.
+
+    Args:
+        host: the arena's blocks.
+        arbiter: whether loading pays.
+
+    Attributes:
+        num_fetched, num_lost: blocks since the start: brought, and not brought though they were asked for.
+    """
+
+    def __init__(self, host: HostBlocks, arbiter: Arbiter) -> None:
+        self.num_fetched = self.num_lost = 0
+        self._host = host
+        self._arbiter = arbiter
+        self._arriving: dict[int, _Arrival] = {}  # by host block
+        self._by_digest: dict[bytes, _Arrival] = {}
+        self._fetches: dict[int, Fetch] = {}
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is on its way."""
+        return not self._arriving
+
+    @property
+    def max_waited(self) -> int:
+        """How many host blocks may be on their way in, or held by requests that wait."""
+        return max(1, self._host.num_blocks // _SHARE_ARRIVING)
+
+    def begin(self, found: Sequence[tuple[str, BlockName]], patience_s: float, now: float) -> Fetch | None:
+        """Let a request wait for blocks that slow tiers hold. None if there is no room for them now.
+
+        Args:
+            found: the blocks of a path in order, each with the tier that holds it.
+            patience_s: how long it waits though nothing arrives.
+            now: seconds.
+        """
+        found = found[: self.max_waited]
+        num_more = sum(name.digest not in self._by_digest for _, name in found)
+        if num_more > self.max_waited - len({*self._arriving, *self._waited_ids()}):
+            return None
+        fetch = Fetch(now, patience_s)
+        for tier, name in found:
+            held = self._join(name, fetch) or self._reserve(tier, name, fetch)
+            if held is None:
+                break
+            fetch.blocks.append(held)
+        if not fetch.blocks:
+            return None
+        self._fetches[id(fetch)] = fetch
+        self._advance(fetch)
+        return fetch
+
+    def arrived(self, host_id: int, now: float, *, is_good: bool) -> None:
+        """A transfer has let go of a block: it is there, and right, or it could not be had."""
+        arrival = self._arriving.pop(host_id)
+        held = arrival.held
+        del self._by_digest[held.name.digest]
+        if is_good and arrival.is_wanted:
+            self.num_fetched += 1
+            self._host.arrived(held)
+        else:
+            self.num_lost += 1
+        for fetch in arrival.waiting:
+            if not fetch.is_over:
+                fetch.num_here += is_good
+                fetch.last_s = now
+                self._advance(fetch)
+        self._host.unpin([held])
+
+    def late(self, now: float) -> None:
+        """Give up the fetches that do not pay any more."""
+        for fetch in self._fetches.values():
+            if not fetch.is_over and not self._pays(fetch, now):
+                fetch.is_over = True
+                self._arbiter.num_late += 1
+
+    def next_late_s(self) -> float:
+        """Return when the next fetch will be given up unless something arrives; inf for never."""
+        return min(
+            (one.last_s + one.patience_s for one in self._fetches.values() if not one.is_over), default=float("inf")
+        )
+
+    def end(self, fetch: Fetch) -> None:
+        """The request that waited was admitted, or is gone: nothing is kept for it any more."""
+        del self._fetches[id(fetch)]
+        fetch.is_over = True
+        self._host.unpin(fetch.blocks)
+
+    def let_go(self) -> bool:
+        """Take back what is kept in the arena for requests that wait; whether there was anything. They compute it."""
+        had_any = False
+        for fetch in self._fetches.values():
+            had_any = had_any or bool(fetch.blocks)
+            fetch.is_over = True
+            self._host.unpin(fetch.blocks)
+            fetch.blocks = []
+        return had_any
+
+    def give_up(self) -> None:
+        """Let nobody wait any more."""
+        for fetch in self._fetches.values():
+            fetch.is_over = True
+
+    def reset(self) -> None:
+        """Forget all: what arrives from now on is of no use, and nobody waits for it. Nor is anything kept for them."""
+        self.let_go()
+        for arrival in self._arriving.values():
+            arrival.waiting.clear()
+            arrival.is_wanted = False
+
+    def distrust(self, digests: set[bytes]) -> None:
+        """What is on its way of these paths is of no use."""
+        for digest in digests & self._by_digest.keys():
+            self._by_digest[digest].is_wanted = False
+
+    def pins(self) -> Iterator[int]:
+        """Yield the host block of every pin that transfers and waiting requests have."""
+        yield from self._arriving
+        yield from self._waited_ids()
+
+    # Inside.
+
+    def _waited_ids(self) -> Iterator[int]:
+        for fetch in self._fetches.values():
+            yield from (held.host_id for held in fetch.blocks)
+
+    def _pays(self, fetch: Fetch, now: float) -> bool:
+        if now >= fetch.last_s + fetch.patience_s:  # as in next_late_s(), to the last bit
+            return False
+        return self._arbiter.goes_on(fetch.num_here, fetch.num_coming, fetch.last_s - fetch.begun_s)
+
+    def _join(self, name: BlockName, fetch: Fetch) -> HeldBlock | None:
+        """Pin a block that is here, or on its way for somebody else, and wait for it too."""
+        held = self._host.get(name.digest)
+        if held is not None:
+            self._host.pin([held])
+            return held
+        arrival = self._by_digest.get(name.digest)
+        if arrival is None or not arrival.is_wanted:
+            return None
+        arrival.held.num_pins += 1
+        arrival.waiting.append(fetch)
+        arrival.waiting[0].followers.add(fetch)
+        fetch.num_coming += 1
+        return arrival.held
+
+    def _reserve(self, tier: str, name: BlockName, fetch: Fetch) -> HeldBlock | None:
+        if name.digest in self._by_digest:
+            return None  # on its way since before a reset
+        held = self._host.reserve(name, origin=tier)
+        if held is None:
+            return None
+        held.num_pins += 1  # one is the transfer's, one the request's
+        self._arriving[held.host_id] = self._by_digest[name.digest] = _Arrival(held, fetch)
+        fetch.num_coming += 1
+        fetch.ops.setdefault(tier, []).append(FetchOp(held.host_id, name))
+        return held
+
+    def _advance(self, fetch: Fetch) -> None:
+        """Count what has arrived in a row; over, if that is all or the next one will not come."""
+        blocks = fetch.blocks
+        while fetch.num_arrived < len(blocks):
+            held = blocks[fetch.num_arrived]
+            if self._host.get(held.name.digest) is None:
+                fetch.is_over = held.host_id not in self._arriving
+                return
+            fetch.num_arrived += 1
+        fetch.is_over = True

@@ -1,0 +1,208 @@
+"""Holding: how a sequence's tables come by blocks, and how they give them back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pagefold.events import BlocksReused, Emit
+from pagefold.kv.table import num_blocks_for
+
+if TYPE_CHECKING:
+    from pagefold.kv.block import Block, Node
+    from pagefold.kv.block_cache import BlockCache
+    from pagefold.kv.held_block import HeldBlock
+    from pagefold.kv.host_tier import HostTier
+    from pagefold.kv.keep_rules import KeepRules
+    from pagefold.kv.moves import Moves
+    from pagefold.kv.sequence_cache import SequenceCache
+
+__all__ = ["Holding"]
+
+
+class Holding:
+    """Which blocks tables hold.
+
+    Args:
+        blocks: of the device.
+        rules: what each cache group keeps.
+        moves: what is copied for tables.
+        host: from where blocks are loaded.
+        emit: where events go.
+    """
+
+    def __init__(self, blocks: BlockCache, rules: KeepRules, moves: Moves, host: HostTier, emit: Emit) -> None:
+        self._blocks = blocks
+        self._pool = blocks.pool
+        self._rules = rules
+        self._moves = moves
+        self._host = host
+        self._emit = emit
+
+    # Tables that begin.
+
+    def take(self, cache: SequenceCache, nodes: list[Node]) -> None:
+        """Let the tables of ``cache`` begin with the blocks of ``nodes``, as far as they are kept."""
+        for group, (table, rule) in enumerate(zip(cache.tables, self._rules, strict=True)):
+            table.num_trimmed = rule.first_block(len(nodes), self._rules.block_size)
+            kept = nodes[table.num_trimmed :] if table.num_trimmed else nodes
+            blocks = [block for node in kept if (block := node.blocks[group]) is not None]
+            self._pool.acquire_all(blocks)
+            table.block_ids = [block.block_id for block in blocks]
+            if rule.trims:
+                for block in blocks:
+                    self._blocks.note_busy(block)
+
+    def take_partial(self, cache: SequenceCache, node: Node, num_tokens: int) -> int:
+        """Let the next blocks of ``cache`` be copies of those of ``node``. Return their tokens; 0 without memory."""
+        sources: list[Block] = []
+        for block in node.blocks:
+            if block is None:
+                break
+            self._pool.pin_io(block)  # before allocating, which might evict it
+            sources.append(block)
+        self._blocks.update_evictable(node)
+        copies: list[Block] = []
+        while len(copies) < len(node.blocks) == len(sources):
+            dst = self._blocks.allocate()
+            if dst is None:
+                break
+            copies.append(dst)
+        is_taken = len(copies) == len(node.blocks)
+        if is_taken:
+            node.last_used = self._blocks.tick
+            node.num_hits += 1
+            now_s = self._blocks.now_s
+            self._emit(BlocksReused({now_s - node.used_s: 1}))
+            node.used_s = now_s
+            cache.copied_from = node
+            for table, src, dst in zip(cache.tables, sources, copies, strict=True):
+                dst.group = src.group
+                self._moves.copy(src, dst, num_tokens)
+                table.block_ids.append(dst.block_id)
+        else:
+            for dst in copies:
+                self._pool.release(dst)
+        for src in sources:
+            self._pool.unpin_io(src)  # the copy has pinned it too
+        if not is_taken:
+            self._blocks.update_evictable(node)
+            return 0
+        return num_tokens
+
+    def take_held(self, cache: SequenceCache, held: tuple[HeldBlock, ...]) -> int:
+        """Let the next blocks of ``cache`` be loaded from the host. Return how many blocks are, from the first on."""
+        pinned = self._host.blocks.pin(held)  # before allocating, which may evict into the arena
+        num_loaded = 0
+        for one in pinned:
+            block = self._blocks.allocate()
+            if block is None:
+                break
+            block.group = 0
+            self._moves.load(one, block)
+            cache.block_ids.append(block.block_id)
+            one.count_use(cache.num_loaded_tokens, self._rules.block_size)
+            num_loaded += 1
+        self._host.blocks.unpin(pinned[num_loaded:])
+        return num_loaded
+
+    # Tables that go on.
+
+    def extend(self, cache: SequenceCache, end: int) -> bool:
+        """Give the tables of ``cache`` blocks up to position ``end``; False, and nothing changes, without memory."""
+        size = self._rules.block_size
+        num_new = num_blocks_for(end, size) - cache.tables[0].end
+        if num_new * len(cache.tables) > self._blocks.num_available:
+            return False
+        new: list[Block] = []
+        for _ in range(num_new * len(cache.tables)):
+            block = self._blocks.allocate()
+            if block is None:  # cached blocks that a transfer reads cannot go
+                for taken in reversed(new):
+                    self._pool.release(taken)
+                return False
+            new.append(block)
+        for group, table in enumerate(cache.tables):
+            own = new[group * num_new : (group + 1) * num_new]
+            table.block_ids += [block.block_id for block in own]
+            for block in own:
+                block.group = group
+        cache.capacity = cache.tables[0].end * size
+        return True
+
+    def unshare(self, cache: SequenceCache, start: int, *, copies: bool) -> bool:
+        """Give ``cache`` blocks of its own from position ``start`` on; False when memory is short.
+
+        Args:
+            cache: whose blocks a fork may hold too.
+            start: where it will write next.
+            copies: whether what lies before ``start`` is in the shared blocks at all.
+        """
+        size = self._rules.block_size
+        first = start // size
+        for table in cache.tables:
+            for at in range(first - table.num_trimmed, len(table.block_ids)):
+                src = self._pool.blocks[table.block_ids[at]]
+                if src.num_table_refs == 1:
+                    continue
+                dst = self._blocks.allocate()
+                if dst is None:
+                    return False  # blocks replaced so far stay replaced: the next try goes on from there
+                dst.group = src.group
+                num_tokens = start % size if at == first - table.num_trimmed else 0
+                if num_tokens and copies:
+                    self._moves.copy(src, dst, num_tokens)
+                table.block_ids[at] = dst.block_id
+                self._pool.release(src)
+        cache.may_share_tail = False
+        return True
+
+    def share(self, cache: SequenceCache, twin: SequenceCache) -> None:
+        """Let the tables of ``twin`` hold what those of ``cache`` do."""
+        for table, other in zip(cache.tables, twin.tables, strict=True):
+            other.block_ids = list(table.block_ids)
+            other.num_trimmed = table.num_trimmed
+        twin.may_share_tail = cache.may_share_tail = True
+        for block_id in twin.all_block_ids():
+            self._pool.acquire(self._pool.blocks[block_id])
+
+    # Blocks that are given back.
+
+    def trim(self, cache: SequenceCache, num_tokens: int) -> None:
+        """Give back what nobody sees from position ``num_tokens`` on: see :meth:`KVCore.trim`."""
+        most = cache.num_published - 1 if cache.tail is not None else cache.tables[0].end
+        pool = self._pool
+        for group in self._rules.trimmed:
+            table = cache.tables[group]
+            first = min(self._rules[group].first_seen(num_tokens) // self._rules.block_size, most)
+            num_old = first - table.num_trimmed
+            if num_old <= 0:
+                continue
+            for block_id in table.block_ids[:num_old]:
+                block = pool.blocks[block_id]
+                if pool.release(block) and block.node is not None:
+                    self._blocks.note_idle(block, is_stale=True)
+            del table.block_ids[:num_old]
+            table.num_trimmed = first
+
+    def release(self, cache: SequenceCache) -> None:
+        """Give back all: published blocks become cached, private ones free. Tails go first.
+
+        So of one prefix the tail is always evicted before the head.
+        """
+        tick, now_s = self._blocks.tick, self._blocks.now_s
+        blocks, release = self._pool.blocks, self._pool.release
+        for table in cache.tables[1:]:
+            for block_id in reversed(table.block_ids):
+                release(blocks[block_id])
+                self._blocks.note_idle(blocks[block_id])
+        trims = bool(self._rules.trimmed)
+        for block_id in reversed(cache.block_ids):
+            block = blocks[block_id]
+            node = block.node
+            if node is not None:
+                node.last_used = tick
+                node.used_s = now_s
+            if release(block) and node is not None and (trims or not node.children):
+                self._blocks.keep_or_evict(block)
+        for table in cache.tables:
+            table.block_ids.clear()

@@ -1,0 +1,82 @@
+"""KeepRules: what all cache groups of a model keep together, and so which prefixes can be gone on from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Self
+
+from pagefold.kv.tree import PrefixHit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pagefold.kv.block import Block, Node
+    from pagefold.kv.keep import KeepRule
+    from pagefold.kv.sequence_cache import SequenceCache
+
+__all__ = ["KeepRules"]
+
+
+class KeepRules(tuple["KeepRule", ...]):  # noqa: SLOT001 - it has attributes of its own
+    """The rule of each cache group, in the groups' order.
+
+    Args:
+        rules: of the groups.
+        block_size: tokens a block.
+
+    Attributes:
+        trimmed: the groups that leave tokens behind while a sequence runs.
+    """
+
+    block_size: int
+    trimmed: tuple[int, ...]
+
+    def __new__(cls, rules: Iterable[KeepRule], block_size: int) -> Self:
+        """Make them."""
+        made = super().__new__(cls, rules)
+        made.block_size = block_size
+        made.trimmed = tuple(group for group, rule in enumerate(made) if rule.trims)
+        return made
+
+    def num_blocks_for(self, num_tokens: int, num_new: int, cache: SequenceCache | None = None) -> int:
+        """Return the most blocks, of all groups, that a sequence of ``num_tokens`` holds at once.
+
+        Args:
+            num_tokens: of the sequence.
+            num_new: the most that one step computes of it.
+            cache: what it has already; that is not counted.
+        """
+        num_blocks = 0
+        for group, rule in enumerate(self):
+            num_held = len(cache.tables[group].block_ids) if cache is not None else 0
+            num_blocks += max(0, rule.num_blocks_for(num_tokens, num_new, self.block_size) - num_held)
+        return num_blocks
+
+    def blocks_of(self, hit: PrefixHit) -> list[Block]:
+        """Return the blocks that a cache holds which is made from ``hit``, but for a partial one and loaded ones."""
+        num_blocks = len(hit.nodes)
+        return [
+            block
+            for group, rule in enumerate(self)
+            for node in hit.nodes[rule.first_block(num_blocks, self.block_size) :]
+            if (block := node.blocks[group]) is not None
+        ]
+
+    def num_whole(self, nodes: list[Node]) -> int:
+        """Return how many of ``nodes`` can be gone on from: groups that keep the last tokens only have those."""
+        whole = set(range(len(nodes) + 1))
+        for group in self.trimmed:
+            num_present = 0  # up to here, without a gap
+            for end, node in enumerate(nodes, 1):
+                num_present = 0 if node.blocks[group] is None else num_present + 1
+                if end - num_present > self[group].first_block(end, self.block_size):
+                    whole.discard(end)
+        return max(whole)
+
+    def whole_part(self, hit: PrefixHit) -> PrefixHit:
+        """Return as much of ``hit`` as can be gone on from: each group has what it keeps behind it."""
+        num_whole = self.num_whole(hit.nodes)
+        if num_whole < len(hit.nodes):
+            return PrefixHit(hit.namespace, hit.nodes[:num_whole], None, 0)
+        if hit.partial is not None and None in hit.partial.blocks:
+            return hit._replace(partial=None, num_partial_tokens=0)
+        return hit
