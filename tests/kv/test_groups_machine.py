@@ -23,13 +23,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagefold.kv import KEEP_ALL, KeepRule, KVCore, PinLimits, audit, make_policy
+from pagefold.kv import (
+    KEEP_ALL,
+    NO_HOST,
+    TOKEN_BYTES,
+    HostTier,
+    KeepRule,
+    KVCore,
+    PinLimits,
+    audit,
+    make_policy,
+    root_digest,
+)
 from pagefold.kv.block import BlockState
+from pagefold.kv.names import in_group, names_behind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pagefold.kv import Promise, SequenceCache
+    from pagefold.kv import HostOps, PrefixHit, Promise, SequenceCache
     from pagefold.kv.block import Node
 
 SIZE = 4
@@ -89,17 +101,21 @@ class Machine:
     num_blocks: int
     random: Random
     policy: str = "lru"
+    num_host_blocks: int = 0
     seen: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
+        host = HostTier(self.num_host_blocks) if self.num_host_blocks else NO_HOST
         self.core = KVCore(
             self.num_blocks,
+            host=host,
             block_size=SIZE,
             rules=self.rules,
             policy=make_policy(self.policy),
             pin_limits=PinLimits(0.5),
         )
         self.slab: list[list[object]] = [[POISON] * SIZE for _ in range(self.num_blocks)]
+        self.arena: list[list[object]] = [[POISON] * SIZE for _ in range(self.num_host_blocks)]
         self.running: list[Sequence] = []
         self.num_pins = 0
 
@@ -114,22 +130,23 @@ class Machine:
         while len(self.running) < MAX_RUNNING and self.random.random() < 0.5:
             tokens = self._prompt()
             hit = self.core.match(NS, pack(tokens), len(tokens) - 1)
-            self._check_hit(tokens, hit.nodes)
+            self._check_hit(tokens, hit)
             self.seen["hit"] += bool(hit.nodes)
+            self.seen["held hit"] += bool(hit.held)
             self.seen["partial hit"] += hit.partial is not None
             cache, num_computed = self.core.acquire(hit)
             sequence = Sequence(tokens, cache, num_computed)
             self.running.append(sequence)
             self._plan(rows, sequence, is_admitted=True)
         self._check_tables()
-        copies = self.core.moves.take_copies()
+        copies, ops = self.core.moves.take_copies(), self.core.moves.take_host_ops()
         is_failing = self.random.random() < 0.15
         if not is_failing or self.random.random() < 0.5:
-            self._run(rows, copies)
+            self._run(rows, copies, ops)
         if is_failing:
-            self._fail(rows, copies)
+            self._fail(rows, copies, ops)
         else:
-            self._apply(rows, copies)
+            self._apply(rows, copies, ops)
 
     def fork(self) -> None:
         """Let a sequence go on twice."""
@@ -194,15 +211,19 @@ class Machine:
     def check(self) -> None:
         """Look at everything."""
         audit(self.core)
+        storing = {store.block_id for store in self.core.host.pending.stores}
         for block in self.core.pool.blocks:
-            if block.state == BlockState.FREE:
+            if block.state == BlockState.FREE and block.block_id not in storing:
                 self.slab[block.block_id] = [POISON] * SIZE
+        for host_id in self.core.host.blocks.free_ids():
+            self.arena[host_id] = [POISON] * SIZE
         for sequence in self.running:
             self._check_content(sequence, sequence.num_computed, sequence.num_computed)
         for node in self.core.tree.nodes():
             tokens = self._tokens_of(node)
             for group, block in enumerate(node.blocks):
                 if block is not None and node.committed:
+                    assert block.group == group
                     cells = [(group, tuple(tokens[: end + 1])) for end in range(len(tokens) - SIZE, len(tokens))]
                     assert self.slab[block.block_id] == cells, "a published block holds something else"
 
@@ -237,13 +258,19 @@ class Machine:
             self._release(self.random.choice(victims))
             before = set(sequence.cache.all_block_ids())
         copied = {copy.dst for copy in self.core.moves.pending_copies}
-        for block_id in set(sequence.cache.all_block_ids()) - before - copied:
+        kept = copied.union(store.block_id for store in self.core.host.pending.stores)
+        for block_id in set(sequence.cache.all_block_ids()) - before - kept:
             self.slab[block_id] = [POISON] * SIZE
         row = Row(sequence, start, end, is_admitted)
         row.promise = self.core.publishing.promise(sequence.cache, pack(sequence.tokens), end)
         rows.append(row)
 
-    def _run(self, rows: list[Row], copies: list) -> None:
+    def _run(self, rows: list[Row], copies: list, ops: HostOps) -> None:
+        for store in ops.stores:
+            self.arena[store.host_id] = list(self.slab[store.block_id])
+        for load in ops.loads:
+            self.seen["load"] += 1
+            self.slab[load.block_id] = list(self.arena[load.host_id])
         for copy in copies:
             self.seen["copy"] += 1
             source = self.slab[copy.src][: copy.num_tokens]
@@ -257,11 +284,12 @@ class Machine:
         for row in rows:
             self._check_content(row.sequence, row.start, row.end)
 
-    def _apply(self, rows: list[Row], copies: list) -> None:
+    def _apply(self, rows: list[Row], copies: list, ops: HostOps) -> None:
         for row in rows:
             if row.promise is not None:
                 self.core.publishing.commit(row.promise)
         self.core.moves.copies_done(copies)
+        self.core.moves.host_done(ops)
         for row in rows:
             sequence = row.sequence
             sequence.num_computed = row.end
@@ -277,12 +305,14 @@ class Machine:
             for rule, table in zip(self.rules, sequence.cache.tables, strict=True):
                 assert len(table.block_ids) <= rule.num_blocks_for(sequence.cache.capacity, MAX_NEW, SIZE)
 
-    def _fail(self, rows: list[Row], copies: list) -> None:
+    def _fail(self, rows: list[Row], copies: list, ops: HostOps) -> None:
         self.seen["failed step"] += 1
         for row in reversed(rows):
             if row.promise is not None:
                 self.core.publishing.abandon(row.promise)
         self.core.moves.copies_failed(copies)
+        damaged = [load.host_id for load in ops.loads if self.random.random() < 0.2]
+        self.core.moves.host_failed(ops, frozenset(damaged))
         for row in reversed(rows):
             if row.is_admitted:
                 self._release(row.sequence)
@@ -294,6 +324,7 @@ class Machine:
     def _check_content(self, sequence: Sequence, start: int, end: int) -> None:
         """What whoever computes from ``start`` on sees, up to ``end``."""
         waiting = {copy.dst for copy in self.core.moves.pending_copies}
+        waiting.update(load.block_id for load in self.core.host.pending.loads)
         for group, (rule, table) in enumerate(zip(self.rules, sequence.cache.tables, strict=True)):
             for position in range(rule.first_seen(start), end):
                 at = position // SIZE - table.num_trimmed
@@ -305,22 +336,31 @@ class Machine:
 
     def _check_tables(self) -> None:
         every = Counter(group for one in self.running for group in one.cache.all_block_ids())
-        assert all(self.core.pool.blocks[block_id].num_table_refs == num for block_id, num in every.items())
+        for block_id, num in every.items():
+            assert self.core.pool.blocks[block_id].num_table_refs == num
 
-    def _check_hit(self, tokens: list[int], found: list[Node]) -> None:
-        """``found`` is the longest path of which each group has what it keeps."""
+    def _check_hit(self, tokens: list[int], hit: PrefixHit) -> None:
+        """``hit`` is the longest path of which each group has what it keeps, on the device or the host."""
         path: list[Node] = []
         node = self.core.tree.roots.get(NS)
         while node is not None and (len(path) + 1) * SIZE <= len(tokens) - 1:
             node = node.children.get(pack(tokens[len(path) * SIZE : (len(path) + 1) * SIZE]))
             if node is not None:
                 path.append(node)
+        root, stride = root_digest(NS), SIZE * TOKEN_BYTES
+        names = names_behind(root, root, pack(tokens[: len(tokens) - 1]), stride)
+
+        def is_there(at: int, group: int) -> bool:
+            on_device = at < len(path) and path[at].blocks[group] is not None
+            return on_device or self.core.host.blocks.get(in_group(names[at].digest, group)) is not None
+
         best = 0
-        for length in range(1, len(path) + 1):
+        for length in range(1, len(names) + 1):
             firsts = [min(rule.first_seen(length * SIZE) // SIZE, length - 1) for rule in self.rules]
-            if all(path[at].blocks[g] is not None for g, first in enumerate(firsts) for at in range(first, length)):
+            if all(is_there(at, group) for group, first in enumerate(firsts) for at in range(first, length)):
                 best = length
-        assert found == path[:best]
+        assert hit.num_blocks == best
+        assert hit.nodes == path[:best]
         self.seen["cut hit"] += best < len(path)
 
     def _num_obtainable(self, num_free: int) -> int:
@@ -351,14 +391,19 @@ def _is_idle(block) -> bool:
     return block.state == BlockState.CACHED and not block.num_io_refs and not block.num_pin_refs
 
 
+WITH_HOST = [name for name, rules in RULES.items() if not all(rule.trims for rule in rules)]
+
 OPERATIONS: dict[str, int] = {
     "step": 40, "fork": 5, "release": 8, "reclaim": 4, "pin": 3, "unpin": 2, "reset": 1, "distrust": 1,
 }  # fmt: skip
 
 
-def random_operations(seed: int, name: str, num_operations: int, policy: str = "lru") -> Counter[str]:
+def random_operations(
+    seed: int, name: str, num_operations: int, policy: str = "lru", *, has_host: bool = False
+) -> Counter[str]:
     random = Random(f"{seed} {name}")
-    machine = Machine(RULES[name], random.choice((24, 40, 70)), random, policy)
+    num_blocks, num_host_blocks = random.choice((24, 40, 70)), random.choice((5, 30, 200)) if has_host else 0
+    machine = Machine(RULES[name], num_blocks, random, policy, num_host_blocks)
     log: list[str] = []
     try:
         for operation in random.choices(list(OPERATIONS), list(OPERATIONS.values()), k=num_operations):
@@ -380,6 +425,13 @@ def test_random_operations(name: str, seed: int, num_operations: int) -> None:
     random_operations(seed, name, num_operations)
 
 
+@settings(max_examples=25)
+@given(seed=st.integers(0, 2**32), num_operations=st.integers(1, 60))
+@pytest.mark.parametrize("name", WITH_HOST)
+def test_random_operations_with_a_host_tier(name: str, seed: int, num_operations: int) -> None:
+    random_operations(seed, name, num_operations, has_host=True)
+
+
 @pytest.mark.parametrize("policy", ["s3-fifo", "learned", "2q"])
 def test_random_operations_with_other_policies(policy: str) -> None:
     for name in RULES:
@@ -389,8 +441,19 @@ def test_random_operations_with_other_policies(policy: str) -> None:
 def test_what_is_worth_testing_happens() -> None:
     seen: Counter[str] = Counter()
     for name in RULES:
-        seen.update(random_operations(0, name, 200))
-    for what in ("hit", "partial hit", "cut hit", "copy", "memory short", "given back", "failed step", "pinned"):
+        seen.update(random_operations(0, name, 200, has_host=name in WITH_HOST))
+    for what in (
+        "held hit",
+        "load",
+        "hit",
+        "partial hit",
+        "cut hit",
+        "copy",
+        "memory short",
+        "given back",
+        "failed step",
+        "pinned",
+    ):
         assert seen[what] > 0, f"{what} never happened: {seen}"
 
 
@@ -400,3 +463,5 @@ def test_what_is_worth_testing_happens() -> None:
 def test_very_many_random_operations(name: str) -> None:
     for seed in range(30):
         random_operations(1000 + seed, name, 3000)
+        if name in WITH_HOST:
+            random_operations(2000 + seed, name, 3000, has_host=True)

@@ -170,6 +170,8 @@ def _audit_tables(core: KVCore) -> None:
         _check(cold_ids == cache.block_ids[:num_cold], f"cold blocks {cold_ids} are not the first of {cache.block_ids}")
         _check(not cache.streams or not cache.num_published, "a cache that streams has published blocks")
         _check(len(path) == cache.num_published, f"{cache.num_published=}, and the path has {len(path)} nodes")
+        first = min(table.num_trimmed for table in cache.tables)
+        _check(cache.tail is None or first <= max(0, len(path) - 1), f"the last published block is gone: {first}")
         for group, table in enumerate(cache.tables):
             _audit_table(core, cache, path, group)
             _check(cache.capacity == table.end * core.block_size, f"capacity {cache.capacity} of {table.end} blocks")
@@ -179,10 +181,14 @@ def _audit_table(core: KVCore, cache: SequenceCache, path: list[Node], group: in
     table = cache.tables[group]
     ids, first = table.block_ids, table.num_trimmed
     _check(not first or core.rules[group].trims, f"group {group} keeps all, and {first} blocks are gone")
-    _check(cache.tail is None or first <= max(0, cache.num_published - 1), f"the last published block is gone: {first}")
-    published = [node.blocks[group] for node in path[first:]]
-    path_ids = [None if block is None else block.block_id for block in published]
-    _check(path_ids == ids[: len(path_ids)], f"path {path_ids} is not the table {ids}")
+    path_ids: list[int | None] = []
+    for node, held_id in zip(path[first:], ids, strict=False):
+        block = node.blocks[group]
+        if core.rules[group].trims and core.pool.blocks[held_id].node is None:
+            path_ids.append(held_id)  # it was loaded, and the node has not got it yet, or has got another one
+        else:
+            path_ids.append(None if block is None else block.block_id)
+    _check(path_ids == ids[: max(0, len(path) - first)], f"path {path_ids} is not the table {ids}")
     for block_id in ids[max(len(cache.cold), len(path_ids)) :]:
         _check(core.pool.blocks[block_id].node is None, f"block {block_id} is published but not by its cache's path")
 

@@ -100,6 +100,8 @@ class BlockCache:
     def reclaim(self, num_blocks: int) -> int:
         """Evict cached blocks until ``num_blocks`` more are free, and keep them on the host if it can hold any.
 
+        Stale ones it need not keep: who comes back to their path needs what was written last.
+
         Return how many went: perhaps a few more, since a leaf has a block of every group.
         """
         num_evicted = 0
@@ -110,11 +112,16 @@ class BlockCache:
                 continue
             node = self.policy.victim()
             if node is not None:
-                self._host.keep_evicted(node)
-                num_evicted += len(node.blocks) - node.blocks.count(None)
+                for block in node.blocks:
+                    if block is not None:
+                        self._host.keep_evicted(node, block)
+                        num_evicted += 1
                 self.evict(node, "allocation")
             elif self._idle:
-                self._evict_alone(next(iter(self._idle)))
+                block = next(iter(self._idle))
+                assert block.node is not None, "what is cached is published"
+                self._host.keep_evicted(block.node, block)
+                self._evict_alone(block)
                 num_evicted += 1
             else:
                 break
@@ -167,6 +174,10 @@ class BlockCache:
         """Somebody holds, reads or pins ``block``, or it is gone: it cannot be evicted alone."""
         self._idle.pop(block, None)
         self._stale.pop(block, None)
+
+    def is_stale(self, block: Block) -> bool:
+        """Whether who held ``block`` last has left it behind, and nobody holds it since."""
+        return block in self._stale
 
     def evictable_alone(self) -> list[Block]:
         """Return the blocks that can be evicted though their nodes stay, in the order in which that happens."""

@@ -32,6 +32,7 @@ from pagefold.kv.arbiter import Arbiter
 from pagefold.kv.block_cache import BlockCache
 from pagefold.kv.held_block import HOST
 from pagefold.kv.holding import Holding
+from pagefold.kv.host_paths import extend_by_groups
 from pagefold.kv.host_tier import NO_HOST
 from pagefold.kv.keep import KEEP_ALL
 from pagefold.kv.keep_rules import KeepRules
@@ -109,7 +110,10 @@ class KVCore:
         assert not slow.is_on or slow.host is host, "slow tiers of another arena"
         assert not (residuals.is_on and allow_streaming), "what streams is not sealed"
         assert host.is_on or not allow_streaming, "what streams lies in the host's arena"
-        assert len(rules) == 1 or not (host.is_on or residuals.is_on), "tiers and residuals know one cache group"
+        keeps_all = [not rule.trims for rule in rules]
+        self._is_plain = keeps_all == [True]
+        assert self._is_plain or not (slow.is_on or allow_streaming or residuals.is_on), "for one group"
+        assert any(keeps_all) or not host.is_on, "what the host holds of a path leans on a group that keeps all"
         self.block_size = block_size
         self.rules = KeepRules(rules, block_size)
         self.publishes = enable_prefix_caching
@@ -165,6 +169,8 @@ class KVCore:
                 know the next.
         """
         hit = self.tree.match(namespace, packed, max_tokens)
+        if self.host.is_on and not self._is_plain:
+            return extend_by_groups(hit, packed, max_tokens, self.rules, self.host.blocks)
         if self.trims:
             hit = self.rules.whole_part(hit)
         if self.residuals.is_on:  # a part of a sealed block is not what its tokens alone come to
@@ -178,7 +184,8 @@ class KVCore:
         """
         if not hit.held or self.arbiter.restores(HOST, len(hit.held)):
             return hit
-        return hit._replace(held=())
+        hit = hit._replace(held=(), num_behind=0)
+        return self.rules.whole_part(hit) if self.trims else hit
 
     def missing(self, namespace: bytes, packed: bytes, max_tokens: int) -> list[BlockName]:
         """Return the names of the whole blocks of ``packed`` that neither device nor host has, behind those they have.
@@ -204,18 +211,22 @@ class KVCore:
         """
         tick = self.blocks.next_tick()
         nodes = hit.nodes
-        num_nodes = num_found = len(nodes)
-        while num_nodes and not nodes[num_nodes - 1].attached:  # leaves leave first: parents are attached
-            num_nodes -= 1
-        if self.trims:
-            num_nodes = self.rules.num_whole(nodes[:num_nodes])
-        if num_nodes < num_found:
-            nodes = nodes[:num_nodes]
-        tail = nodes[-1] if nodes else self.tree.root(hit.namespace)
-        cache = SequenceCache(len(self.rules), tail if self.publishes else None)
+        is_stale = False
+        while nodes and not nodes[-1].attached:  # leaves leave first: parents are attached
+            nodes, is_stale = nodes[:-1], True
+        cache = SequenceCache(len(self.rules), None)
         self.caches.add(cache)
         self.residuals.take(cache)
-        self._holding.take(cache, nodes)
+        num_loaded = 0
+        if hit.held and not self._is_plain and not is_stale and self._holding.take_with_held(cache, nodes, hit):
+            num_loaded = hit.num_behind
+        else:
+            num_whole = self.rules.num_whole(nodes) if self.trims else len(nodes)
+            if num_whole < len(nodes):
+                nodes, is_stale = nodes[:num_whole], True
+            self._holding.take(cache, nodes)
+        if self.publishes:
+            cache.tail = nodes[-1] if nodes else self.tree.root(hit.namespace)
         now_s = self.blocks.now_s
         gaps: dict[float, int] = {}
         used_s, num_alike = (nodes[0].used_s if nodes else now_s), 0  # blocks of a path were mostly used together
@@ -233,12 +244,12 @@ class KVCore:
             self.blocks.update_evictable(nodes[-1])
             self.policy.on_hit(nodes)
         cache.num_published = len(nodes)
-        num_tokens = len(nodes) * self.block_size
-        if num_nodes == num_found:
-            if hit.partial is not None and hit.partial.attached:
-                num_tokens += self._holding.take_partial(cache, hit.partial, hit.num_partial_tokens)
-            elif hit.held:
-                num_tokens += self._holding.take_held(cache, hit.held) * self.block_size
+        num_tokens = 0
+        if not is_stale and hit.partial is not None and hit.partial.attached:
+            num_tokens = self._holding.take_partial(cache, hit.partial, hit.num_partial_tokens)
+        elif not is_stale and hit.held and self._is_plain:
+            num_loaded = self._holding.take_held(cache, hit.held)
+        num_tokens += (len(nodes) + num_loaded) * self.block_size
         cache.capacity = cache.tables[0].end * self.block_size
         return cache, num_tokens
 

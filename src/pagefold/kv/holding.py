@@ -5,16 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pagefold.events import BlocksReused, Emit
+from pagefold.kv.block import Block
+from pagefold.kv.held_block import HeldBlock
+from pagefold.kv.names import digest_of
 from pagefold.kv.table import num_blocks_for
 
 if TYPE_CHECKING:
-    from pagefold.kv.block import Block, Node
+    from pagefold.kv.block import Node
     from pagefold.kv.block_cache import BlockCache
-    from pagefold.kv.held_block import HeldBlock
     from pagefold.kv.host_tier import HostTier
     from pagefold.kv.keep_rules import KeepRules
     from pagefold.kv.moves import Moves
     from pagefold.kv.sequence_cache import SequenceCache
+    from pagefold.kv.tree import PrefixHit
 
 __all__ = ["Holding"]
 
@@ -51,6 +54,32 @@ class Holding:
             if rule.trims:
                 for block in blocks:
                     self._blocks.note_busy(block)
+
+    def take_with_held(self, cache: SequenceCache, nodes: list[Node], hit: PrefixHit) -> bool:
+        """Let the tables of ``cache`` begin with blocks of ``nodes`` and those that ``hit`` says the host holds.
+
+        Where groups keep the last tokens only it is all or nothing: False, with nothing changed, where something of
+        ``hit`` has gone since, or memory is short.
+        """
+        size = self._rules.block_size
+        num_blocks = len(nodes) + hit.num_behind
+        firsts = [rule.first_block(num_blocks, size) for rule in self._rules]
+        pinned = self._host.blocks.pin(hit.held)  # before allocating, which may evict into the arena
+        sources = _sources(nodes, pinned, firsts, num_blocks)
+        if sources is None or not self._fill(cache, sources):
+            self._host.blocks.unpin(pinned)
+            return False
+        loaded: dict[HeldBlock, int] = {}
+        for table, first, of_group in zip(cache.tables, firsts, sources, strict=True):
+            table.num_trimmed = first
+            for place, (block_id, source) in enumerate(zip(table.block_ids, of_group, strict=True), first):
+                if isinstance(source, HeldBlock):
+                    node = nodes[place] if place < len(nodes) else None
+                    self._moves.load(source, self._pool.blocks[block_id], node)
+                    source.count_use(cache.num_loaded_tokens, 0 if place in loaded.values() else size)
+                    loaded[source] = place
+        self._host.blocks.unpin([one for one in pinned if one not in loaded])
+        return True
 
     def take_partial(self, cache: SequenceCache, node: Node, num_tokens: int) -> int:
         """Let the next blocks of ``cache`` be copies of those of ``node``. Return their tokens; 0 without memory."""
@@ -193,8 +222,11 @@ class Holding:
         blocks, release = self._pool.blocks, self._pool.release
         for table in cache.tables[1:]:
             for block_id in reversed(table.block_ids):
-                release(blocks[block_id])
-                self._blocks.note_idle(blocks[block_id])
+                block = blocks[block_id]
+                node = block.node
+                if release(block) and node is not None and not node.children:
+                    self._blocks.update_evictable(node)
+                self._blocks.note_idle(block)
         trims = bool(self._rules.trimmed)
         for block_id in reversed(cache.block_ids):
             block = blocks[block_id]
@@ -206,3 +238,64 @@ class Holding:
                 self._blocks.keep_or_evict(block)
         for table in cache.tables:
             table.block_ids.clear()
+
+    # Inside.
+
+    def _fill(self, cache: SequenceCache, sources: list[list[Block | HeldBlock]]) -> bool:
+        """Let the tables of ``cache`` hold the blocks among ``sources``, and new ones for the others.
+
+        False, with nothing changed, when memory is short.
+        """
+        for table, of_group in zip(cache.tables, sources, strict=True):
+            own = [one for one in of_group if isinstance(one, Block)]
+            self._pool.acquire_all(own)
+            table.block_ids = [block.block_id for block in own]
+            for block in own:
+                assert block.node is not None, "what a hit found is published"
+                self._blocks.note_busy(block)
+                if not block.node.children:
+                    self._blocks.update_evictable(block.node)
+        num_new = sum(isinstance(one, HeldBlock) for of_group in sources for one in of_group)
+        new: list[Block] = []
+        while len(new) < num_new and (one := self._blocks.allocate()) is not None:
+            new.append(one)
+        if len(new) < num_new:
+            for block in new:
+                self._pool.release(block)
+            self.release(cache)
+            return False
+        for group, (table, of_group) in enumerate(zip(cache.tables, sources, strict=True)):
+            held = [one if isinstance(one, Block) else new.pop() for one in of_group]
+            table.block_ids = [block.block_id for block in held]
+            for block in held:
+                block.group = group
+        return True
+
+
+def _sources(
+    nodes: list[Node], held: list[HeldBlock], firsts: list[int], num_blocks: int
+) -> list[list[Block | HeldBlock]] | None:
+    """Return what the tables of each group begin with; None where something is neither on the device nor held.
+
+    Args:
+        nodes: of the path.
+        held: what the host holds of it, group by group in the order of their places.
+        firsts: from which place on each group needs its blocks.
+        num_blocks: up to which place; those behind ``nodes`` the host holds, of every group that needs them.
+    """
+    lacking: dict[tuple[int, bytes], HeldBlock] = {(one.name.group, one.name.path): one for one in held}
+    on_device = {digest_of(node) for node in nodes}
+    behind = [one for one in held if one.name.path not in on_device]
+    sources: list[list[Block | HeldBlock]] = []
+    for group, first in enumerate(firsts):
+        of_group: list[Block | HeldBlock] = []
+        for node in nodes[first:]:
+            source = node.blocks[group] or lacking.get((group, digest_of(node)))
+            if source is None:
+                return None
+            of_group.append(source)
+        of_group += [one for one in behind if one.name.group == group]
+        if len(of_group) != num_blocks - first:
+            return None
+        sources.append(of_group)
+    return sources

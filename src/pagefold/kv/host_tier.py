@@ -18,7 +18,7 @@ from pagefold.kv.tree import TOKEN_BYTES
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pagefold.kv.block import BlockId, Node
+    from pagefold.kv.block import Block, BlockId, Node
     from pagefold.kv.held_block import HeldBlock
     from pagefold.kv.names import BlockName
     from pagefold.kv.tree import PrefixHit
@@ -80,7 +80,7 @@ class HostTier:
         """
         parent = digest_of(hit.nodes[-1]) if hit.nodes else root_digest(hit.namespace)
         held = self.match(parent, packed[len(hit.nodes) * stride : max_tokens * TOKEN_BYTES], stride)
-        return hit._replace(partial=None, num_partial_tokens=0, held=held) if held else hit
+        return hit._replace(partial=None, num_partial_tokens=0, held=held, num_behind=len(held)) if held else hit
 
     def match(self, parent: bytes, packed: bytes, stride: int) -> tuple[HeldBlock, ...]:
         """Find the blocks that go on from the path ``parent``: as many whole ones of ``packed`` as are held in a row.
@@ -124,15 +124,13 @@ class HostTier:
         self._stores.append(StoreOp(block_id, held.host_id, is_live))
         return True
 
-    def keep_evicted(self, node: Node) -> None:
+    def keep_evicted(self, node: Node, block: Block) -> None:
         """Keep the bytes of a node's block, which is being evicted."""
-        assert node.block is not None
-        self.keep(name_of(node), node.block.block_id, num_hits=node.num_hits)
+        self.keep(name_of(node, block.group), block.block_id, num_hits=node.num_hits)
 
-    def keep_live(self, node: Node) -> bool:
+    def keep_live(self, node: Node, block: Block) -> bool:
         """Keep the bytes of a node's block, which stays what it is. Return whether a store was planned."""
-        assert node.block is not None
-        return self.keep(name_of(node), node.block.block_id, num_hits=node.num_hits, is_live=True)
+        return self.keep(name_of(node, block.group), block.block_id, num_hits=node.num_hits, is_live=True)
 
     def load(self, held: HeldBlock, block_id: BlockId) -> None:
         """Plan to load a pinned block; it stays pinned until the step is over."""
@@ -221,13 +219,13 @@ class HostTier:
             found.add(digest_of(copied_from))
         behind: dict[bytes, list[bytes]] = {}
         for held in self.blocks.found():
-            behind.setdefault(held.name.parent, []).append(held.name.digest)
+            behind.setdefault(held.name.parent, []).append(held.name.path)
         left = list(found)
         while left:
             more = [digest for digest in behind.get(left.pop(), ()) if digest not in found]
             found.update(more)
             left += more
-        for held in [held for held in self.blocks.found() if held.name.digest in found]:
+        for held in [held for held in self.blocks.found() if held.name.path in found]:
             self.blocks.forget(held)
         return found
 
@@ -250,10 +248,10 @@ class _NoHost(HostTier):
     def extend(self, hit: PrefixHit, packed: bytes, max_tokens: int, stride: int) -> PrefixHit:  # noqa: ARG002
         return hit
 
-    def keep_evicted(self, node: Node) -> None:
+    def keep_evicted(self, node: Node, block: Block) -> None:
         pass
 
-    def keep_live(self, node: Node) -> bool:  # noqa: ARG002
+    def keep_live(self, node: Node, block: Block) -> bool:  # noqa: ARG002
         return False
 
     def take(self) -> HostOps:

@@ -53,11 +53,10 @@ class KeepRules(tuple["KeepRule", ...]):  # noqa: SLOT001 - it has attributes of
 
     def blocks_of(self, hit: PrefixHit) -> list[Block]:
         """Return the blocks that a cache holds which is made from ``hit``, but for a partial one and loaded ones."""
-        num_blocks = len(hit.nodes)
         return [
             block
             for group, rule in enumerate(self)
-            for node in hit.nodes[rule.first_block(num_blocks, self.block_size) :]
+            for node in hit.nodes[rule.first_block(hit.num_blocks, self.block_size) :]
             if (block := node.blocks[group]) is not None
         ]
 

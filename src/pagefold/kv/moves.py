@@ -19,7 +19,7 @@ from pagefold.kv.plans import CopyOp
 if TYPE_CHECKING:
     from collections import deque
 
-    from pagefold.kv.block import Block, Node
+    from pagefold.kv.block import Block, BlockId, Node
     from pagefold.kv.block_cache import BlockCache
     from pagefold.kv.held_block import HeldBlock
     from pagefold.kv.host_tier import HostTier
@@ -47,6 +47,7 @@ class Moves:
     def __init__(self, blocks: BlockCache, host: HostTier, slow: SlowTiers, emit: Emit) -> None:
         self.pending_copies: list[CopyOp] = []
         self.copies_in_flight: list[CopyOp] = []
+        self._lacking: dict[BlockId, Node] = {}  # by the block that is loaded
         self._blocks = blocks
         self._host = host
         self._slow = slow
@@ -65,19 +66,29 @@ class Moves:
         self._blocks.pool.pin_io(dst)
         self.pending_copies.append(CopyOp(src.block_id, dst.block_id, num_tokens))
 
-    def load(self, held: HeldBlock, dst: Block) -> None:
-        """Plan to load a block that the host holds, pinned, into another."""
+    def load(self, held: HeldBlock, dst: Block, node: Node | None = None) -> None:
+        """Plan to load a block that the host holds, pinned, into another.
+
+        Args:
+            held: what is loaded.
+            dst: where to.
+            node: that lacks this block: it has it when it is there.
+        """
         self._blocks.pool.pin_io(dst)
         self._host.load(held, dst.block_id)
+        if node is not None:
+            self._lacking[dst.block_id] = node
 
-    def store(self, node: Node) -> bool:
-        """Plan to store a node's block, which stays what it is; False if the host holds it or has no room."""
-        assert node.block is not None
-        if not self._host.keep_live(node):
-            return False
-        self._blocks.pool.pin_io(node.block)
-        self._blocks.update_evictable(node)
-        return True
+    def store(self, node: Node) -> int:
+        """Plan to store a node's blocks, which stay what they are. Return how many the host does not hold and will."""
+        num_stored = 0
+        for block in node.blocks:
+            if block is not None and not self._blocks.is_stale(block) and self._host.keep_live(node, block):
+                self._blocks.pool.pin_io(block)
+                num_stored += 1
+        if num_stored:
+            self._blocks.update_evictable(node)
+        return num_stored
 
     def store_cached(self, nodes: deque[Node], num_blocks: int) -> None:
         """Plan to store up to ``num_blocks`` of ``nodes`` that are still cached and not held, taking them off."""
@@ -119,6 +130,8 @@ class Moves:
         if self._host.has_loads:
             loads = [load for load in self._host.pending.loads if not blocks[load.block_id].num_table_refs]
             self._host.cancel(loads)
+            for load in loads:
+                self._lacking.pop(load.block_id, None)
             self._blocks.unpin_io(load.block_id for load in loads)
 
     # The step.
@@ -152,6 +165,9 @@ class Moves:
 
     def host_done(self, ops: HostOps) -> None:
         """The step ran: what it loaded and stored is there."""
+        if self._lacking:
+            for load in ops.loads:
+                self._give(load.block_id)
         self._unpin_host_ops(ops)
         self._host.done(ops)
         if ops.stores or ops.loads:
@@ -162,12 +178,23 @@ class Moves:
 
         Tables that wait for loads of the step must be released by the caller: their blocks hold nothing.
         """
+        for load in ops.loads:
+            self._lacking.pop(load.block_id, None)
         self._unpin_host_ops(ops)
         self._host.failed(ops, damaged_ids)
         if damaged_ids:
             self._emit(HostTransfer(0, 0, tuple(sorted(damaged_ids))))
 
     # Inside.
+
+    def _give(self, block_id: BlockId) -> None:
+        """Give a loaded block to the node that lacks it, if that still does and some table still holds the block."""
+        node, block = self._lacking.pop(block_id, None), self._blocks.pool.blocks[block_id]
+        if node is None or not node.attached or node.blocks[block.group] is not None:
+            return
+        if block.num_table_refs == 1 and block.node is None:  # not if a fork holds it, off the tree
+            node.blocks[block.group], block.node = block, node
+            self._blocks.update_evictable(node)
 
     def _unpin_host_ops(self, ops: HostOps) -> None:
         self._blocks.unpin_io(load.block_id for load in ops.loads)

@@ -3,6 +3,9 @@
 Inside, a prefix is found by its exact tokens. A name must be short, survive a restart and mean the same on another
 machine: it is a digest of the block's whole path, its namespace and all tokens up to its end (BLAKE2b, RFC 7693,
 256 bits). Two paths have the same digest only if that collides; the block's own tokens are compared as well.
+
+Where a model has several cache groups, a path has a block of each: its digest is that of the path in the first group,
+and differs from it in the last byte in the others.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from pagefold.kv.block import Node
 
-__all__ = ["BlockName", "digest_of", "name_of", "names_behind", "path_digest", "root_digest"]
+__all__ = ["BlockName", "digest_of", "in_group", "name_of", "names_behind", "path_digest", "root_digest"]
 
 _DIGEST_BYTES = 32
 
@@ -22,16 +25,23 @@ class BlockName(NamedTuple):
     """What a block is, outside the device.
 
     Attributes:
-        digest: names its path, itself included; 32 bytes.
+        digest: names its path, itself included, and its cache group; 32 bytes.
         parent: names the path before it; 32 bytes.
         namespace: names the empty path of its namespace; 32 bytes.
         key: its own packed tokens.
+        group: the index of its cache group.
     """
 
     digest: bytes
     parent: bytes
     namespace: bytes
     key: bytes
+    group: int = 0
+
+    @property
+    def path(self) -> bytes:
+        """Names its path, whatever the group."""
+        return in_group(self.digest, self.group)
 
 
 def root_digest(namespace: bytes) -> bytes:
@@ -42,6 +52,11 @@ def root_digest(namespace: bytes) -> bytes:
 def path_digest(parent: bytes, key: bytes) -> bytes:
     """Return what names the path of ``parent`` and one more block, whose packed tokens are ``key``."""
     return blake2b(parent + key, digest_size=_DIGEST_BYTES).digest()
+
+
+def in_group(digest: bytes, group: int) -> bytes:
+    """Return what names a path's block of a cache group, given what names the path; and the other way round."""
+    return digest if not group else digest[:-1] + bytes([digest[-1] ^ group])
 
 
 def digest_of(node: Node) -> bytes:
@@ -56,11 +71,11 @@ def digest_of(node: Node) -> bytes:
     return digest
 
 
-def name_of(node: Node) -> BlockName:
-    """Return the name of a node's block; the node is no root."""
+def name_of(node: Node, group: int = 0) -> BlockName:
+    """Return the name of a node's block of a cache group; the node is no root."""
     assert node.parent is not None, "a root has no block"
-    digest = digest_of(node)
-    return BlockName(digest, node.parent.digest, digest_of(node.root), node.key)
+    digest = in_group(digest_of(node), group)
+    return BlockName(digest, node.parent.digest, digest_of(node.root), node.key, group)
 
 
 def names_behind(namespace: bytes, parent: bytes, packed: bytes, stride: int) -> list[BlockName]:

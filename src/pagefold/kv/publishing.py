@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pagefold.kv.block import Block, Node
     from pagefold.kv.block_cache import BlockCache
     from pagefold.kv.sequence_cache import SequenceCache
+    from pagefold.kv.table import BlockTable
 
 __all__ = ["Publishing"]
 
@@ -66,6 +67,9 @@ class Publishing:
                 break  # somebody else's: commit() joins it once ours and theirs are both written
             own: list[Block | None] = []
             for block_ids, num_trimmed in held:
+                if index < num_trimmed:  # loaded, and without what its group does not keep
+                    own.append(None)
+                    continue
                 block = blocks[block_ids[index - num_trimmed]]
                 if block.num_table_refs > 1:
                     break
@@ -157,8 +161,8 @@ class Publishing:
             self._blocks.tree.remove(node)
             self._blocks.policy.on_evict(node)
             for block in node.blocks:
-                assert block is not None, "what is promised is held"
-                self._blocks.pool.withdraw(block)
+                if block is not None:
+                    self._blocks.pool.withdraw(block)
             node = parent
         cache.tail = promise.tail
         cache.num_published = promise.first
@@ -166,10 +170,16 @@ class Publishing:
     # Inside.
 
     def _own(self, cache: SequenceCache, index: int) -> list[Block | None] | None:
-        """Return the blocks of every group at one place of a path; None if a fork holds one too, off the tree."""
-        blocks = self._blocks.pool.blocks
-        own = [blocks[table.block_ids[index - table.num_trimmed]] for table in cache.tables]
-        return None if any(block.num_table_refs > 1 for block in own) else [*own]
+        """Return the blocks of every group at one place of a path; None if a fork holds one too, off the tree.
+
+        Of a group that does not keep what is there, none.
+        """
+        own = [self._at(table, index) for table in cache.tables]
+        return None if any(block is not None and block.num_table_refs > 1 for block in own) else own
+
+    def _at(self, table: BlockTable, index: int) -> Block | None:
+        at = index - table.num_trimmed
+        return self._blocks.pool.blocks[table.block_ids[at]] if at >= 0 else None
 
     def _exchange(self, cache: SequenceCache, index: int, node: Node) -> bool:
         """Give blocks of ``cache`` back for those of ``node``, which hold the same; or to ``node``, where it has none.
@@ -178,14 +188,15 @@ class Publishing:
         """
         pool = self._blocks.pool
         pairs = [
-            (table, pool.blocks[table.block_ids[index - table.num_trimmed]], theirs)
+            (table, own, theirs)
             for table, theirs in zip(cache.tables, node.blocks, strict=True)
+            if (own := self._at(table, index)) is not None
         ]
         if any(theirs is None and own.num_table_refs > 1 for _, own, theirs in pairs):
             return False
-        for group, (_, own, theirs) in enumerate(pairs):
+        for _, own, theirs in pairs:
             if theirs is None:
-                node.blocks[group], own.node = own, node
+                node.blocks[own.group], own.node = own, node
             else:
                 pool.acquire(theirs)
         self._blocks.update_evictable(node)

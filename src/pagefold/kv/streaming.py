@@ -48,7 +48,7 @@ class Streaming:
         pool: the device's blocks.
         host: where cold blocks are.
         block_size: tokens a block.
-        store: plans to store the block of a node that stays cached; False if the host holds it or has no room.
+        store: plans to store the block of a node that stays cached; 0 if the host holds it or has no room.
 
     Attributes:
         is_on: whether sequences may be larger than the device.
@@ -58,7 +58,7 @@ class Streaming:
 
     is_on = True
 
-    def __init__(self, pool: BlockPool, host: HostTier, block_size: int, store: Callable[[Node], bool]) -> None:
+    def __init__(self, pool: BlockPool, host: HostTier, block_size: int, store: Callable[[Node], int]) -> None:
         self.max_hot_blocks = max_hot_blocks_of(pool.num_blocks)
         self.num_cold_blocks = 0
         self._num_forgotten = 0
@@ -171,5 +171,5 @@ class _NoStreaming(Streaming):
         raise AssertionError(msg)
 
 
-NO_STREAMING: Streaming = _NoStreaming(BlockPool(0), NO_HOST, 1, lambda _: False)
+NO_STREAMING: Streaming = _NoStreaming(BlockPool(0), NO_HOST, 1, lambda _: 0)
 """No streaming; it never changes, so all cores without it share it."""

@@ -33,7 +33,9 @@ class PrefixHit(NamedTuple):
         namespace: the key of the namespace that was searched.
         nodes: the nodes of the whole blocks that match, from the first block on.
         partial: a further node that agrees on its first ``num_partial_tokens`` tokens, to be copied and gone on from.
-        held: the blocks behind ``nodes`` that the host tier holds, to be loaded; then there is no ``partial``.
+        held: blocks that the host tier holds, to be loaded; then there is no ``partial``. Group by group, in the order
+            of their places: those that are behind ``nodes``, and those that nodes lack and whoever goes on needs.
+        num_behind: how many blocks of the path there are behind ``nodes``, thanks to ``held``.
     """
 
     namespace: bytes
@@ -41,6 +43,12 @@ class PrefixHit(NamedTuple):
     partial: Node | None
     num_partial_tokens: int
     held: tuple[HeldBlock, ...] = ()
+    num_behind: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """How many whole blocks of the path can be gone on from."""
+        return len(self.nodes) + self.num_behind
 
 
 class PrefixTree:
