@@ -1,6 +1,6 @@
 """Gemma 3 beyond its windows: two cache groups, of which one keeps a window, and gives blocks back while requests run.
 
-Part 1 of the equality rule in every setting whose blocks stay on the device. No prompt but the shortest fits into the
+Part 1 of the equality rule in every setting but those with slow tiers, streaming or a codec. No prompt but the shortest fits into the
 windows of 24 tokens; the reference applies transformers' masks.
 """
 
@@ -27,9 +27,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 WINDOW = 24
 SHORT = Workload(short_prompts(VOCAB_SIZE), num_outputs=24)
 FULL = Workload(full_prompts(VOCAB_SIZE), num_outputs=64)
-ON_DEVICE = [setting for setting in SETTINGS if setting.stays_on_device]
-NAMES = {"chunks of 17", "blocks of 4", "warm", "everything at once"}
-FEW = [setting for setting in ON_DEVICE if setting.name in NAMES]
+WITH_GROUPS = [setting for setting in SETTINGS if setting.knows_groups]
+NAMES = {"chunks of 17", "blocks of 4", "warm", "everything at once", "host tier"}
+FEW = [setting for setting in WITH_GROUPS if setting.name in NAMES]
 
 
 def run(setting: Setting, workload: Workload, tiny_folder, tiny_references) -> Trial:
@@ -49,7 +49,7 @@ def test_outputs_are_those_of_generate(setting, tiny_folder, tiny_references):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("setting", ON_DEVICE, ids=lambda setting: setting.name)
+@pytest.mark.parametrize("setting", WITH_GROUPS, ids=lambda setting: setting.name)
 def test_outputs_are_those_of_generate_in_every_setting(setting, tiny_folder, tiny_references):
     run(setting, SHORT, tiny_folder, tiny_references)
 
@@ -142,10 +142,13 @@ def test_what_was_left_behind_is_evicted_first(engine_of):
     assert all(block.state == BlockState.FREE for block in stale[:10])
 
 
-def test_where_blocks_leave_the_device_the_window_limits_the_length(tiny_folder):
+def test_where_groups_are_not_known_the_window_limits_the_length(tiny_folder):
     folder = str(tiny_folder("gemma3"))
     assert plan_engine(EngineConfig(model=folder, max_model_len=400)).capacity.max_model_len == 400
-    for settings in ({"kv_offloading_size": 0.01}, {"kv_cache_dtype": "int8_per_token_head", "dtype": "float32"}):
+    for settings in (
+        {"kv_offloading_size": 0.01, "allow_streaming": True},
+        {"kv_cache_dtype": "int8_per_token_head", "dtype": "float32"},
+    ):
         with pytest.raises(ConfigError, match=r"beyond 24 tokens gemma3_text's sliding window is not computed yet"):
             plan_engine(EngineConfig(model=folder, max_model_len=400, **settings))
 

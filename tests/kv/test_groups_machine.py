@@ -194,7 +194,8 @@ class Machine:
         """Drop what a sequence has, as if its logits had been no numbers."""
         if self.running:
             sequence = self.random.choice(self.running)
-            self.core.distrust(sequence.cache, NS, pack(sequence.tokens))
+            digests = self.core.distrust(sequence.cache, NS, pack(sequence.tokens))
+            assert not any(held.name.path in digests for held in self.core.host.blocks.found())
 
     def drain(self) -> None:
         """End all; then everything can be had."""

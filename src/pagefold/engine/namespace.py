@@ -36,6 +36,8 @@ def namespace_of(blueprint: Blueprint) -> Namespace:
         from pagefold.engine.calibration import digest_of  # noqa: PLC0415
 
         layout = f"{arrangement}/{geometry.codec.name}/{skipped}/{digest_of(blueprint.constants)}"
+    if geometry.keeps:
+        layout += "/" + ",".join(f"{group.layers}:{group.window}:{group.is_chunked}" for group in geometry.groups)
     if DROPPED_BITS[config.kv_transport_codec]:  # then no block is sure to be what was computed
         layout += f"/{config.kv_transport_codec}"
     return Namespace(

@@ -15,8 +15,9 @@ The core's parts have what is theirs:
     core.publishing     what a step will write: promised, committed or abandoned
     core.moves          what a step copies: between blocks, to the host and back
     core.blocks         the blocks themselves, and how memory is found
+    core.rules          what the cache groups keep
     core.pins           what stays cached though no table holds it
-    core.host, slow     the tiers behind the device (``tiers.py``, ``slow_tiers.py``)
+    core.host, slow     the tiers behind the device (``host_tier.py``, ``slow_tiers.py``)
     core.residuals      where tables have their unsealed blocks, of a codec that seals (``residuals.py``)
     core.streaming      sequences larger than the device (``streaming.py``): these begin with ``begin_streaming``
 

@@ -39,7 +39,7 @@ class SequenceCache:
         facts: of the request that holds it, for the eviction policy; whoever releases the table may set them before.
 
     Always: the path from the root to ``tail`` has ``num_published`` nodes, and where a table holds one of the first so
-    many blocks, that node publishes it.
+    many blocks, that node publishes it; or, of a group that trims, it was loaded since the node had none.
     """
 
     __slots__ = (
