@@ -394,14 +394,14 @@ def cold_blocks_miscounted(world: World) -> None:
 
 def residual_that_nobody_has(world: World) -> None:
     core = world.core
-    core.residuals = Residuals(len(core.caches) + 1)
+    core.residuals = Residuals(len(core.caches) + 1, 4)
     for cache in core.caches:
-        core.residuals.take(cache)
+        core.residuals.on_acquire(cache)
     core.residuals.free_ids.clear()
 
 
 def table_without_residual(world: World) -> None:
-    world.core.residuals = Residuals(len(world.core.caches))
+    world.core.residuals = Residuals(len(world.core.caches), 4)
 
 
 def lost_host_block(world: World) -> None:

@@ -18,7 +18,7 @@ def packed(num_tokens, first=0):
 
 @pytest.fixture
 def core():
-    core = KVCore(32, block_size=SIZE, residuals=Residuals(4))
+    core = KVCore(32, block_size=SIZE, residuals=Residuals(4, SIZE))
     yield core
     audit(core)
 

@@ -141,7 +141,7 @@ class Machine:
             policy=make_policy(setup.policy),
             enable_prefix_caching=setup.enable_prefix_caching,
             pin_limits=PinLimits(setup.pinned_share, 8.0),
-            residuals=Residuals(setup.max_num_seqs) if setup.seals else NO_RESIDUALS,
+            residuals=Residuals(setup.max_num_seqs, BLOCK_SIZE) if setup.seals else NO_RESIDUALS,
             emit=self._on_event,
         )
         limits = SchedulerLimits(setup.max_num_seqs, setup.max_num_batched_tokens)

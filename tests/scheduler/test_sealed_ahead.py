@@ -18,7 +18,7 @@ SIZE = 4
 
 
 def scheduler_of(max_num_seqs, *, seals):
-    core = KVCore(32, block_size=SIZE, residuals=Residuals(max_num_seqs) if seals else NO_RESIDUALS)
+    core = KVCore(32, block_size=SIZE, residuals=Residuals(max_num_seqs, SIZE) if seals else NO_RESIDUALS)
     return Scheduler(core, SchedulerLimits(max_num_seqs, 16))
 
 

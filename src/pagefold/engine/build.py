@@ -150,7 +150,7 @@ def _assemble(
         slow=slow,
         arbiter=arbiter,
         allow_streaming=config.allow_streaming,
-        residuals=Residuals(capacity.num_residuals) if capacity.num_residuals else NO_RESIDUALS,
+        residuals=Residuals(capacity.num_residuals, config.block_size) if capacity.num_residuals else NO_RESIDUALS,
         emit=emit,
     )
     scheduler = Scheduler(

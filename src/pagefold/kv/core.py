@@ -129,6 +129,7 @@ class KVCore:
         self.publishing = Publishing(blocks, block_size)
         self.pins = PinTable(blocks.pool, self.rules, pin_limits, update_evictable=blocks.update_evictable, emit=emit)
         self.streaming = Streaming(blocks.pool, host, block_size, self.moves.store) if allow_streaming else NO_STREAMING
+        self._lodgers = tuple(lodger for lodger in (residuals, self.streaming) if lodger.is_on)
         self._emit = emit
         self._stride = block_size * TOKEN_BYTES
         self.trims = bool(self.rules.trimmed)
@@ -217,7 +218,8 @@ class KVCore:
             nodes, is_stale = nodes[:-1], True
         cache = SequenceCache(len(self.rules), None)
         self.caches.add(cache)
-        self.residuals.take(cache)
+        for lodger in self._lodgers:
+            lodger.on_acquire(cache)
         num_loaded = 0
         if hit.held and not self._is_plain and not is_stale and self._holding.take_with_held(cache, nodes, hit):
             num_loaded = hit.num_behind
@@ -228,22 +230,8 @@ class KVCore:
             self._holding.take(cache, nodes)
         if self.publishes:
             cache.tail = nodes[-1] if nodes else self.tree.root(hit.namespace)
-        now_s = self.blocks.now_s
-        gaps: dict[float, int] = {}
-        used_s, num_alike = (nodes[0].used_s if nodes else now_s), 0  # blocks of a path were mostly used together
-        for node in nodes:
-            node.last_used = tick
-            node.num_hits += 1
-            if node.used_s != used_s:
-                gaps[now_s - used_s] = gaps.get(now_s - used_s, 0) + num_alike
-                used_s, num_alike = node.used_s, 0
-            num_alike += 1
-            node.used_s = now_s
         if nodes:
-            gaps[now_s - used_s] = gaps.get(now_s - used_s, 0) + num_alike
-            self._emit(BlocksReused(gaps))
-            self.blocks.update_evictable(nodes[-1])
-            self.policy.on_hit(nodes)
+            self._note_use(nodes, tick)
         cache.num_published = len(nodes)
         num_tokens = 0
         if not is_stale and hit.partial is not None and hit.partial.attached:
@@ -274,6 +262,12 @@ class KVCore:
             return False
         return end <= cache.capacity or self._holding.extend(cache, end)
 
+    def limit(self, cache: SequenceCache, start: int, num_tokens: int, num_all: int) -> int:
+        """Return how many tokens a sequence may compute in one step: see :meth:`Lodger.limit`."""
+        for lodger in self._lodgers:
+            num_tokens = lodger.limit(cache, start, num_tokens, num_all)
+        return num_tokens
+
     def trim(self, cache: SequenceCache, num_tokens: int) -> None:
         """Give back the blocks that nobody sees from position ``num_tokens`` on: what groups do not keep.
 
@@ -291,14 +285,14 @@ class KVCore:
         Both go on from the same position: what lies before it in the shared block is what the copy is for.
         """
         assert cache.promise is None, "a table forks between steps"
-        assert not cache.streams, "a table that streams does not fork"
         twin = SequenceCache(len(cache.tables), cache.tail)
         self._holding.share(cache, twin)
         twin.capacity = cache.capacity
         twin.num_published = cache.num_published
         twin.copied_from = cache.copied_from
         self.caches.add(twin)
-        self.residuals.fork(cache, twin)
+        for lodger in self._lodgers:
+            lodger.on_fork(cache, twin)
         return twin
 
     def hint(self, cache: SequenceCache, will_be_reused: Iterable[bool]) -> None:
@@ -322,11 +316,11 @@ class KVCore:
         assert cache.promise is None, "commit or abandon a promise before releasing its table"
         self.blocks.next_tick()
         self.caches.remove(cache)
-        self.residuals.release(cache)
         if cache.has_path:
             assert cache.tail is not None
             self.policy.on_release(cache.tail, cache.facts)
-        self.streaming.release(cache)
+        for lodger in self._lodgers:
+            lodger.on_release(cache)
         self._holding.release(cache)
         cache.capacity = cache.num_published = 0
         cache.tail = None
@@ -347,7 +341,8 @@ class KVCore:
         for cache in self.caches:
             cache.tail = None
             cache.num_published = 0
-            self.streaming.forget(cache)
+            for lodger in self._lodgers:
+                lodger.on_forget(cache)
         return num_cached
 
     def distrust(self, cache: SequenceCache, namespace: bytes, packed: bytes) -> set[bytes]:
@@ -376,5 +371,26 @@ class KVCore:
                 other.tail = None
                 other.num_published = 0
             if other is cache or any(held.name.digest in digests for held in other.cold):
-                self.streaming.forget(other)
+                for lodger in self._lodgers:
+                    lodger.on_forget(other)
         return digests
+
+    # Inside.
+
+    def _note_use(self, nodes: list[Node], tick: int) -> None:
+        """Note that a sequence goes on from ``nodes``, of which there are some."""
+        now_s = self.blocks.now_s
+        gaps: dict[float, int] = {}
+        used_s, num_alike = nodes[0].used_s, 0  # blocks of a path were mostly used together
+        for node in nodes:
+            node.last_used = tick
+            node.num_hits += 1
+            if node.used_s != used_s:
+                gaps[now_s - used_s] = gaps.get(now_s - used_s, 0) + num_alike
+                used_s, num_alike = node.used_s, 0
+            num_alike += 1
+            node.used_s = now_s
+        gaps[now_s - used_s] = gaps.get(now_s - used_s, 0) + num_alike
+        self._emit(BlocksReused(gaps))
+        self.blocks.update_evictable(nodes[-1])
+        self.policy.on_hit(nodes)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pagefold.kv.lodger import Lodger
 from pagefold.kv.plans import ResidualCopy
 
 if TYPE_CHECKING:
@@ -21,11 +22,12 @@ if TYPE_CHECKING:
 __all__ = ["NO_RESIDUALS", "Residuals"]
 
 
-class Residuals:
+class Residuals(Lodger):
     """Who has which residual, and the copies that forks need.
 
     Args:
         num_residuals: how many there are.
+        block_size: tokens a block.
 
     Attributes:
         num_residuals: how many there are.
@@ -33,25 +35,24 @@ class Residuals:
         pending_copies: decided, and not handed over yet.
     """
 
-    is_on = True
-
-    def __init__(self, num_residuals: int) -> None:
+    def __init__(self, num_residuals: int, block_size: int) -> None:
         self.num_residuals = num_residuals
+        self._block_size = block_size
         self.free_ids = list(reversed(range(num_residuals)))
         self.pending_copies: list[ResidualCopy] = []
         self._lost: set[int] = set()
 
-    def take(self, cache: SequenceCache) -> None:
+    def on_acquire(self, cache: SequenceCache) -> None:
         """Give ``cache`` a residual, with nothing in it."""
         assert self.free_ids, "more tables than sequences that may run"
         cache.residual_id = self.free_ids.pop()
 
-    def fork(self, cache: SequenceCache, twin: SequenceCache) -> None:
+    def on_fork(self, cache: SequenceCache, twin: SequenceCache) -> None:
         """Give ``twin`` a residual with what that of ``cache`` holds: copied before the next step's first write."""
-        self.take(twin)
+        self.on_acquire(twin)
         self.pending_copies.append(ResidualCopy(cache.residual_id, twin.residual_id))
 
-    def release(self, cache: SequenceCache) -> None:
+    def on_release(self, cache: SequenceCache) -> None:
         """Take a table's residual back; what it was to be filled with is not copied any more.
 
         What others copy from it is still there: nobody writes before the copies are made.
@@ -65,19 +66,14 @@ class Residuals:
         """Return the residual of each of ``tables``, all of which are held; none where blocks are not sealed."""
         return [cache.residual_id for cache in caches if cache is not None]
 
-    def limit(self, start: int, num_tokens: int, num_all: int, block_size: int) -> int:
-        """Return how many tokens from position ``start`` on a sequence may compute in one step.
+    def limit(self, cache: SequenceCache, start: int, num_tokens: int, num_all: int) -> int:  # noqa: ARG002
+        """Return how many tokens a sequence may compute in one step; see :meth:`Lodger.limit`.
 
         What begins inside a block goes no further than its end. So a residual is overwritten only by who needs none of
         what it held, and a step that fails has taken nothing away. And what does not get to the end of its tokens ends
         where a block does, if it gets so far.
-
-        Args:
-            start: its first position.
-            num_tokens: how many there could be.
-            num_all: how many the sequence has in all.
-            block_size: tokens a block.
         """
+        block_size = self._block_size
         if start % block_size:
             return min(num_tokens, block_size - start % block_size)
         if start + num_tokens < num_all and num_tokens > block_size:
@@ -109,24 +105,12 @@ class _NoResiduals(Residuals):
 
     is_on = False
 
-    def take(self, cache: SequenceCache) -> None:
-        pass
-
-    def fork(self, cache: SequenceCache, twin: SequenceCache) -> None:
-        pass
-
-    def release(self, cache: SequenceCache) -> None:
-        pass
-
     def ids_of(self, caches: Iterable[SequenceCache | None]) -> list[int]:  # noqa: ARG002
         return []
-
-    def limit(self, start: int, num_tokens: int, num_all: int, block_size: int) -> int:  # noqa: ARG002
-        return num_tokens
 
     def overwritten(self, cache: SequenceCache) -> None:
         pass
 
 
-NO_RESIDUALS: Residuals = _NoResiduals(0)
+NO_RESIDUALS: Residuals = _NoResiduals(0, 1)
 """No residuals; it never changes, so all cores without some share it."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from pagefold.kv.block import BlockId
 from pagefold.kv.host_tier import NO_HOST
+from pagefold.kv.lodger import Lodger
 from pagefold.kv.names import digest_of, names_behind, root_digest
 from pagefold.kv.pool import BlockPool
 from pagefold.kv.sequence_cache import SequenceCache
@@ -41,7 +42,7 @@ def max_hot_blocks_of(num_blocks: int) -> int:
     return max(1, num_blocks // _HOT_SHARE)
 
 
-class Streaming:
+class Streaming(Lodger):
     """Cold blocks: taking them over, making them of hot ones, letting go of them.
 
     Args:
@@ -55,8 +56,6 @@ class Streaming:
         max_hot_blocks: how many hot blocks a table has, beside the one that is being filled.
         num_cold_blocks: that tables hold now.
     """
-
-    is_on = True
 
     def __init__(self, pool: BlockPool, host: HostTier, block_size: int, store: Callable[[Node], int]) -> None:
         self.max_hot_blocks = max_hot_blocks_of(pool.num_blocks)
@@ -118,7 +117,11 @@ class Streaming:
             num_cooled += 1
         return num_cooled
 
-    def release(self, cache: SequenceCache) -> None:
+    def on_fork(self, cache: SequenceCache, twin: SequenceCache) -> None:  # noqa: ARG002
+        """See to it that none streams that forks."""
+        assert not cache.streams, "a table that streams does not fork"
+
+    def on_release(self, cache: SequenceCache) -> None:
         """Let go of the cold blocks of ``cache``, if it has any: the host keeps them as all others."""
         if not cache.cold:
             return
@@ -131,11 +134,20 @@ class Streaming:
         """Whether all cold blocks of ``cache`` are found: not after a step failed that was to store some."""
         return all(self._host.blocks.get(held.name.digest) is held for held in cache.cold)
 
-    def forget(self, cache: SequenceCache) -> None:
+    def on_forget(self, cache: SequenceCache) -> None:
         """What ``cache`` holds is not to be found any more: its blocks get names that nobody asks for."""
         if cache.cold_root is not None:
             self._num_forgotten += 1
             cache.cold_root = cache.cold_tip = root_digest(b"forgotten %d" % self._num_forgotten)
+
+    def limit(self, cache: SequenceCache, start: int, num_tokens: int, num_all: int) -> int:  # noqa: ARG002
+        """Return how many tokens a sequence may compute in one step; see :meth:`Lodger.limit`."""
+        return min(num_tokens, self.max_new_tokens) if cache.streams else num_tokens
+
+    @property
+    def max_new_tokens(self) -> int:
+        """How many tokens a table that streams may have computed in one step."""
+        return self.max_hot_blocks * self._stride // TOKEN_BYTES
 
     def _take_nodes(self, cache: SequenceCache, nodes: Sequence[Node]) -> bool:
         """Make the blocks of ``nodes`` cold ones of ``cache`` too; whether all could be."""

@@ -44,13 +44,11 @@ class Streamer:
         """Return how many of ``num_tokens`` from ``start`` on ``request``, which has a table, may compute in a step."""
         cache = request.cache
         assert cache is not None
-        if cache.streams:
-            return self._limit(num_tokens)
-        return self._core.residuals.limit(start, num_tokens, request.num_tokens, self._core.block_size)
+        return self._core.limit(cache, start, num_tokens, request.num_tokens)
 
     def num_hot_blocks(self, num_tokens: int) -> int:
         """Return the most hot blocks that a request has which computes so many tokens more."""
-        return num_blocks_for(self._limit(num_tokens), self._core.block_size) + 1
+        return num_blocks_for(min(num_tokens, self._streaming.max_new_tokens), self._core.block_size) + 1
 
     def num_growth(self, request: Request) -> int:
         """Return the most blocks that a running request takes yet, of what it has tokens for."""
@@ -105,7 +103,3 @@ class Streamer:
         if len(cache.block_ids) - len(cache.cold) <= num_hot:
             return 0
         return self._streaming.cool(cache, request.packed(), request.num_computed_tokens, num_hot, is_read=is_read)
-
-    def _limit(self, num_tokens: int) -> int:
-        """Return how many of ``num_tokens`` a request that streams may compute in one step."""
-        return min(num_tokens, self._streaming.max_hot_blocks * self._core.block_size)

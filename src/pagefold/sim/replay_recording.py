@@ -104,7 +104,7 @@ class _Replayer:
             pin_limits=PinLimits(settings.max_pinned_share, settings.pin_half_life_s),
             host=HostTier(settings.num_host_blocks) if settings.num_host_blocks else NO_HOST,
             allow_streaming=settings.allow_streaming,
-            residuals=Residuals(settings.max_num_seqs) if settings.seals_blocks else NO_RESIDUALS,
+            residuals=Residuals(settings.max_num_seqs, settings.block_size) if settings.seals_blocks else NO_RESIDUALS,
             emit=self._note,
         )
         self._scheduler = Scheduler(
