@@ -9,7 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pagefold.config import available_cpus, cache_dir
-from pagefold.engine.engine import Engine, ModelLimits
+from pagefold.engine.engine import Engine
+from pagefold.engine.limits import ModelLimits
 from pagefold.engine.namespace import namespace_of
 from pagefold.engine.on_card import ran_out
 from pagefold.engine.overlapped import OverlappedEngine
@@ -29,7 +30,7 @@ from pagefold.kv import (
     SlowTiers,
     make_policy,
 )
-from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits, Tiering
+from pagefold.scheduler import NO_TIERING, SCHEDULING_POLICIES, Scheduler, SchedulerLimits, Tiering
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -159,7 +160,7 @@ def _assemble(
         policy=SCHEDULING_POLICIES[config.scheduling_policy](config.priority_aging_s),
         emit=emit,
     )
-    tiering = None
+    tiering = NO_TIERING
     if slow.is_on:
         from pagefold.store import Transfer  # noqa: PLC0415 - only here
 
@@ -167,7 +168,7 @@ def _assemble(
         move = partial(arena.carry_out, blocks=runner.slab.as_bytes())
         tiering = Tiering(scheduler, slow, Transfer(arena, stores), arena, move, emit=emit)
     emit(CacheConfigured(_cache_settings(config, capacity)))
-    kind = OverlappedEngine if hardware.computes_apart and tiering is None else Engine
+    kind = OverlappedEngine if hardware.computes_apart and not tiering.is_on else Engine
     return kind(
         scheduler=scheduler,
         runner=runner,

@@ -264,8 +264,7 @@ class EngineThread:
 
     def start(self) -> None:
         """Start the thread."""
-        if self._engine.tiering is not None:
-            self._engine.tiering.transfer.notify = lambda: self._commands.put(_look_up)
+        self._engine.tiering.wake_by(lambda: self._commands.put(_look_up))
         self._thread.start()
 
     @property
