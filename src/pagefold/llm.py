@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from pagefold.config import EngineConfig
 from pagefold.engine.build import build_engine
-from pagefold.engine.client import EngineStatus
 from pagefold.engine.outputs import CompletionOutput, RequestOutput
 from pagefold.engine.planning import plan_engine
+from pagefold.engine.status import EngineStatus
 from pagefold.errors import ConfigError, InvalidRequestError
 from pagefold.events import ignore
 from pagefold.sampling import SamplingParams

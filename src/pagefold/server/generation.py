@@ -19,9 +19,10 @@ from pagefold.server.reasoning.thinking import NO_THINKING
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping
 
-    from pagefold.engine.client import EngineClient, TokenStream
+    from pagefold.engine.client import EngineClient
     from pagefold.engine.logprobs import PromptLogprobs
     from pagefold.engine.outputs import OutputDelta
+    from pagefold.engine.token_stream import TokenStream
     from pagefold.request import Caller, FinishReason, RequestTimes
     from pagefold.sampling import SamplingParams
     from pagefold.server.reasoning.thinking import Thinking
