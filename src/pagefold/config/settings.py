@@ -304,7 +304,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """Whose a key is.
+    """A key, and who holds it.
 
     Attributes:
         key: never shown.

@@ -44,7 +44,7 @@ class WarmPrompt(NamedTuple):
     """A prompt to warm before the first request.
 
     Attributes:
-        where: it was found, for people.
+        where: where the prompt was found, for people.
         asked: what to warm.
     """
 

@@ -11,7 +11,7 @@ __all__ = ["BlockPlan"]
 
 
 class BlockPlan(NamedTuple):
-    """Of what a block is made.
+    """The parts of a block.
 
     Attributes:
         block_bytes: bytes of the block.
