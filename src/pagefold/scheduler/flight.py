@@ -48,7 +48,7 @@ class Flight:
             return [(request, request.num_computed_tokens) for request in running]
         rows = zip(step.requests, step.plan.starts, step.plan.num_tokens, strict=False)
         ends = {request: start + num_tokens for request, start, num_tokens in rows}
-        if not step.is_ahead:  # some may be held back
+        if not step.is_ahead:  # some may be set aside
             for request in list(running):
                 ends.setdefault(request, request.num_computed_tokens)
         return list(ends.items())

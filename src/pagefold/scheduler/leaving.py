@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pagefold.request import WarmUp
     from pagefold.scheduler.queues import Queues
     from pagefold.scheduler.step_in_flight import StepInFlight
-    from pagefold.scheduler.streaming import Streamer
+    from pagefold.scheduler.streamer import Streamer
 
 __all__ = ["Leaving"]
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pagefold.scheduler.leaving import Leaving
     from pagefold.scheduler.queues import Queues
     from pagefold.scheduler.step_in_flight import StepInFlight
-    from pagefold.scheduler.streaming import Streamer
+    from pagefold.scheduler.streamer import Streamer
 
 __all__ = ["Relief"]
 

@@ -49,7 +49,7 @@ from pagefold.scheduler.relief import Relief
 from pagefold.scheduler.rows import RowPlanner
 from pagefold.scheduler.samples import fork_samples
 from pagefold.scheduler.step_in_flight import StepInFlight
-from pagefold.scheduler.streaming import Streamer
+from pagefold.scheduler.streamer import Streamer
 from pagefold.scheduler.suspicion import Suspicion
 from pagefold.scheduler.telling import tell_added, tell_lookups
 from pagefold.steps import StepPlan, StepResult

@@ -1,4 +1,4 @@
-"""Transfer: carries blocks between the host arena and slow tiers, on threads of its own.
+"""TransferThreads: carries blocks between the host arena and slow tiers, on threads of its own.
 
 The engine's thread hands over what was decided, and collects what has happened; nothing here decides. A host block
 belongs to a transfer from when it is handed over until its outcome is collected.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pagefold.store.arena import HostArena
     from pagefold.store.protocol import BlockStore
 
-__all__ = ["Transfer"]
+__all__ = ["TransferThreads"]
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class _Lane:
         return self.num_reading + self.num_writing
 
 
-class Transfer:
+class TransferThreads:
     """Moves blocks; see :class:`~pagefold.kv.transfers.Transfers`.
 
     Args:
