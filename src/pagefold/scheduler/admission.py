@@ -52,7 +52,7 @@ class Admission:
     def admit(self, step: StepInFlight, budget: int) -> bool:
         """Let the head of the queue run, as the last of those that do; False if it must wait.
 
-        Its table has room for what it may compute of ``budget`` tokens.
+        Its cache has room for what it may compute of ``budget`` tokens.
         """
         core, now = self._core, step.now
         request = self._queues.waiting[0]

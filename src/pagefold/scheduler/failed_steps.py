@@ -86,7 +86,7 @@ class FailedSteps:
         core.residuals.failed(step.plan.residual_copies)
         for promise in reversed(step.promises):
             core.publishing.abandon(promise)
-        for promise in step.joins:  # what the step before wrote stays, and nobody reads these tables any more
+        for promise in step.joins:  # what the step before wrote stays, and nobody reads these caches any more
             core.publishing.join(promise)
         for request in reversed(step.admitted):
             self._queues.running.remove(request)
