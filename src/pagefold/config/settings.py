@@ -326,7 +326,7 @@ def is_key(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """The door.
+    """How the server listens, whom it lets in, and what it tells.
 
     Attributes:
         host, port: where to listen; port 0 takes a free one.

@@ -40,7 +40,7 @@ class OnCard:
     def capacity(self, blueprint: Blueprint) -> Capacity:
         """Decide what fits on the card, by bounds; it is decided again when the rest is measured."""
         _check(blueprint.config)
-        host_bytes = _pinned_bytes(blueprint.config, blueprint.geometry)
+        host_bytes = _page_locked_bytes(blueprint.config, blueprint.geometry)
         return capacity_on_card(blueprint, bound_use_of(blueprint), host_bytes)
 
     def lines(self, blueprint: Blueprint) -> list[str]:
@@ -232,7 +232,7 @@ def _check(config: EngineConfig) -> None:
         raise ConfigError(msg, remedy="Leave it out, or use device=cpu.")
 
 
-def _pinned_bytes(config: EngineConfig, geometry: KVGeometry) -> int:
+def _page_locked_bytes(config: EngineConfig, geometry: KVGeometry) -> int:
     """Return how much of the host's memory is page-locked for a card's blocks.
 
     Raises:

@@ -126,17 +126,17 @@ class Scheduler:
 
     @property
     def waiting(self) -> deque[Request]:
-        """Those that could be admitted, in order."""
+        """Requests that could be admitted, in order."""
         return self._queues.waiting
 
     @property
     def running(self) -> list[Request]:
-        """Those that have blocks, in order."""
+        """Requests that have blocks, in order."""
         return self._queues.running
 
     @property
     def fetching(self) -> dict[str, Request]:
-        """Those that wait for blocks of slow tiers, by id."""
+        """Requests that wait for blocks of slow tiers, by id."""
         return self._queues.fetching
 
     @property

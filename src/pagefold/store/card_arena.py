@@ -1,4 +1,4 @@
-"""CardArena: the host arena of a card: its memory is pinned, and blocks move on a stream of their own.
+"""CardArena: the host arena of a card: its memory is page-locked, and blocks move on a stream of their own.
 
 What a store reads, steps before have written: the copying stream waits for theirs. What a load writes, the step reads,
 layer by layer: a block's layers lie in it one after another, so blocks come in *slices of layers*, first the first
@@ -45,7 +45,7 @@ _NUM_MEASURED = 32
 
 
 class CardArena(HostArena):
-    """Blocks in pinned host memory, for blocks on a card.
+    """Blocks in page-locked host memory, for blocks on a card.
 
     Args:
         num_blocks: how many blocks it holds.
@@ -208,5 +208,5 @@ def _pin(memory: torch.Tensor) -> None:
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     error = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     if int(error):
-        msg = f"The host's memory for blocks, {memory.nbytes:,} bytes, cannot be pinned (CUDA error {int(error)})."
+        msg = f"The host's memory for blocks, {memory.nbytes:,} bytes, cannot be page-locked (CUDA error {int(error)})."
         raise ConfigError(msg, remedy="Use a smaller kv_offloading_size, or raise the limit of locked memory.")

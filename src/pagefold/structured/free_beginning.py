@@ -1,4 +1,4 @@
-"""FreeBeginning: text that may be anything, before the part that a grammar holds: a model's thinking.
+"""FreeBeginning: text that may be anything, before the part that a grammar binds: a model's thinking.
 
 Which tokens write its marks is a matter of the vocabulary: a mark may be a token of its own, which the library keeps
 apart from text, and may be written letter by letter all the same. The grammar takes both.
