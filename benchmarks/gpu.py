@@ -449,7 +449,7 @@ class Big:
         """Return an engine over the model, put together as ``build_engine`` does."""
         from pagefold.config import EngineConfig
         from pagefold.engine.blueprint import Blueprint
-        from pagefold.engine.engine import ModelLimits
+        from pagefold.engine.limits import ModelLimits
         from pagefold.engine.on_card import bound_use_of, build_runner, capacity_on_card
         from pagefold.engine.overlapped import OverlappedEngine
         from pagefold.kv import KVCore, KVGeometry, Namespace

@@ -24,8 +24,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_client import Histogram as TheirHistogram
 from report import Row, machine, parser, print_report
 
-from pagefold.engine.client import EngineStatus
-from pagefold.engine.engine import Engine, ModelLimits
+from pagefold.engine.engine import Engine
+from pagefold.engine.limits import ModelLimits
+from pagefold.engine.status import EngineStatus
 from pagefold.events import ignore
 from pagefold.kv import KVCore, Namespace
 from pagefold.memory.capacity import Capacity

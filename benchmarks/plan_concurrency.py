@@ -23,7 +23,7 @@ from pagefold.bench import LoadSettings, Prompt, run_load
 from pagefold.bench.client import Client
 from pagefold.config import EngineConfig, ServerConfig, cache_dir
 from pagefold.engine.build import build_engine
-from pagefold.engine.client import EngineThread
+from pagefold.engine.engine_thread import EngineThread
 from pagefold.engine.planning import plan_engine
 from pagefold.events import Event, StepApplied
 from pagefold.hub.catalog import resolve

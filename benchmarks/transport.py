@@ -23,14 +23,14 @@ from report import Row, machine, parser, print_report
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from pagefold.transport.plan import BlockPlan
+    from pagefold.transport.block_form import BlockForm
 
 LENGTH = 1024
 MODEL = "smollm2-135m"
 LEVELS = {"lossless": 0, "lossy7": 1, "lossy6": 2}
 
 
-def read_blocks(codec: str, num_contexts: int) -> tuple[NDArray[np.uint8], BlockPlan]:
+def read_blocks(codec: str, num_contexts: int) -> tuple[NDArray[np.uint8], BlockForm]:
     """Return the blocks of all contexts, ``[num_blocks, block_bytes]``, and of what they are made."""
     from pagefold import LLM, SamplingParams
     from pagefold.config import cache_dir
@@ -51,10 +51,10 @@ def read_blocks(codec: str, num_contexts: int) -> tuple[NDArray[np.uint8], Block
     return runner.slab.as_bytes()[used], block_plan(runner.geometry)
 
 
-def channel_bound(blocks: NDArray[np.uint8], plan: BlockPlan) -> float:
+def channel_bound(blocks: NDArray[np.uint8], form: BlockForm) -> float:
     """Return the bytes of one block's codes if every channel's codes cost what their entropy is."""
     bits = 0.0
-    for begin, _, num_rows, num_slots, row_stride, slot_stride in plan.parts:
+    for begin, _, num_rows, num_slots, row_stride, slot_stride in form.parts:
         for row in range(num_rows):
             at = begin + row * row_stride + slot_stride * np.arange(num_slots)
             counts = np.bincount(blocks[:, at].ravel(), minlength=256)
@@ -63,12 +63,12 @@ def channel_bound(blocks: NDArray[np.uint8], plan: BlockPlan) -> float:
     return bits / 8
 
 
-def measure(blocks: NDArray[np.uint8], plan: BlockPlan, dropped_bits: int) -> tuple[float, float, float]:
+def measure(blocks: NDArray[np.uint8], form: BlockForm, dropped_bits: int) -> tuple[float, float, float]:
     """Return the packed share of the bytes, and the bytes a second packed and restored."""
     from pagefold.transport.packing import Packing
 
-    packing = Packing(plan, dropped_bits)
-    into = memoryview(bytearray(plan.block_bytes))
+    packing = Packing(form, dropped_bits)
+    into = memoryview(bytearray(form.block_bytes))
     packing.unpack(memoryview(packing.pack(memoryview(packing.trial_block()))), into)  # compiles
     sizes, pack_s, unpack_s = [], [], []
     for block in blocks:
@@ -82,16 +82,16 @@ def measure(blocks: NDArray[np.uint8], plan: BlockPlan, dropped_bits: int) -> tu
         assert done
         assert into == restored
         sizes.append(len(packed))
-    size = plan.block_bytes
+    size = form.block_bytes
     return sum(sizes) / (size * len(sizes)), size / statistics.median(pack_s), size / statistics.median(unpack_s)
 
 
-def codes_share(blocks: NDArray[np.uint8], plan: BlockPlan) -> float:
+def codes_share(blocks: NDArray[np.uint8], form: BlockForm) -> float:
     """Return the packed share of the bytes of codes alone."""
     from pagefold.transport.packing import Packing
 
-    packing = Packing(plan._replace(planes=()))
-    num_codes = sum(num_rows * num_slots for _, _, num_rows, num_slots, *_ in plan.parts)
+    packing = Packing(form._replace(planes=()))
+    num_codes = sum(num_rows * num_slots for _, _, num_rows, num_slots, *_ in form.parts)
     return sum(len(packing.pack(block.data)) for block in blocks) / (num_codes * len(blocks))
 
 
@@ -101,18 +101,18 @@ def main() -> None:
     arguments.add_argument("--contexts", type=int, default=8)
     args = arguments.parse_args()
     where = machine()
-    blocks, plan = read_blocks("int8_per_token_head", args.contexts)
-    num_codes = sum(num_rows * num_slots for _, _, num_rows, num_slots, *_ in plan.parts)
-    bound = 1 - channel_bound(blocks, plan) / num_codes
-    saved = 1 - codes_share(blocks, plan)
+    blocks, form = read_blocks("int8_per_token_head", args.contexts)
+    num_codes = sum(num_rows * num_slots for _, _, num_rows, num_slots, *_ in form.parts)
+    bound = 1 - channel_bound(blocks, form) / num_codes
+    saved = 1 - codes_share(blocks, form)
     rows = [
-        Row("blocks", "", f"{len(blocks)} of {plan.block_bytes:,} bytes", values={"blocks": len(blocks)}),
+        Row("blocks", "", f"{len(blocks)} of {form.block_bytes:,} bytes", values={"blocks": len(blocks)}),
         Row("the bound's saving, of codes", "", f"{bound:.1%}", values={"share": bound}),
         Row("saved of codes, lossless", ">= 0.9 of that", f"{saved:.1%} = {saved / bound:.3f}", saved >= 0.9 * bound),
     ]
     rows[-1].values.update(saved=saved, of_bound=saved / bound)
     for name, dropped_bits in LEVELS.items():
-        share, pack, unpack = measure(blocks, plan, dropped_bits)
+        share, pack, unpack = measure(blocks, form, dropped_bits)
         asked = ">= 300 MB/s" if name == "lossless" else ""
         for what, speed in (("pack", pack), ("restore", unpack)):
             ok = speed >= 300e6 if asked else None

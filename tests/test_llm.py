@@ -132,7 +132,7 @@ def test_as_many_params_as_prompts(llm: LLM) -> None:
         ("scheduler", "add"),
         ("scheduler", "schedule"),
         ("scheduler._rows._relief", "room_for_all"),
-        ("scheduler", "_take_step"),
+        ("scheduler._flight", "take"),
         ("scheduler.core.moves", "take_copies"),
         ("scheduler.core.publishing", "commit"),
     ],

@@ -142,7 +142,7 @@ class TierWritten:
     """Blocks of the host's memory were given to the slow tiers.
 
     Attributes:
-        num_blocks: that were given.
+        num_blocks: how many blocks were given.
         num_kept: how many of them at least one tier keeps.
     """
 
@@ -219,7 +219,7 @@ class PrefixLookup:
     a preempted request's own blocks as a saving. Every request has at most one first lookup.
 
     Attributes:
-        num_tokens: that the request has.
+        num_tokens: how many tokens the request has.
         num_hit_tokens: the part of them that was found.
         after_preemption: whether it had been admitted before.
         num_loaded_tokens: the part of ``num_hit_tokens`` that came from tiers behind the device.
@@ -256,7 +256,7 @@ class RequestStreamed:
     """A request was admitted that is larger than the device: what does not fit is read in the host's memory.
 
     Attributes:
-        num_tokens: that it has.
+        num_tokens: how many tokens the request has.
         num_cold_blocks: how many blocks in the host's memory were found already.
     """
 
@@ -359,7 +359,7 @@ class PromptFinished:
     """All samples of a request have ended; each has been told as :class:`OutputFinished`. A warm-up tells none.
 
     Attributes:
-        num_choices: that were asked for: ``n``.
+        num_choices: how many choices were asked for: ``n``.
         num_longest_tokens: output tokens of the longest of its samples.
     """
 

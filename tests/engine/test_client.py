@@ -12,7 +12,7 @@ import pytest
 
 from pagefold.config import EngineConfig
 from pagefold.engine.build import build_engine
-from pagefold.engine.client import EngineThread
+from pagefold.engine.engine_thread import EngineThread
 from pagefold.engine.planning import plan_engine
 from pagefold.errors import EngineStoppedError, InvalidRequestError, QueueFullError
 from pagefold.sampling import SamplingParams
@@ -109,7 +109,7 @@ def test_each_sample_takes_a_place_until_all_have_ended(tiny_chat_model: Path) -
         for stream in (first, second):
             stream.close()
         await _until_idle(client)
-        assert client._num_requests == 0
+        assert client._queue.num_requests == 0
 
     asyncio.run(asyncio.wait_for(run(), 120))
     client.drain(0.0)
@@ -222,7 +222,7 @@ def test_a_slow_reader_of_several_samples_gets_what_waits_of_each_as_one(client:
 
     async def read(*, slowly: bool) -> list[tuple[int, str, int]]:
         with closing(client.submit("n", [5, 6, 7], how)) as stream:
-            while slowly and client._num_requests:
+            while slowly and client._queue.num_requests:
                 await asyncio.sleep(0.005)
             return [(delta.index, delta.text, len(delta.token_ids)) async for delta in stream]
 

@@ -32,7 +32,11 @@ def settle(llm, now):
     tiering = llm.engine.tiering
     for _ in range(200):
         tiering.poll(now)
-        if llm.engine.scheduler.core.slow.is_quiet and not tiering._waiting and tiering._returning.next_due_s() > now:
+        if (
+            llm.engine.scheduler.core.slow.is_quiet
+            and not tiering._fetching._wanted
+            and tiering._returning.next_due_s() > now
+        ):
             return
         tiering.wait(0.05)
     pytest.fail("transfers did not come to an end")
@@ -60,7 +64,7 @@ def test_blocks_come_before_they_are_asked_for(tiny_chat_model, tier, returns_in
     settle(llm, time.monotonic() + SOON)
     audit(core)
     assert core.slow.fetches.num_fetched - num_read == (0 if returns_in_s is None else 6)
-    assert not tiering._waiting
+    assert not tiering._fetching._wanted
     output_again, loaded, is_held = ask(llm, "again", tokens, Caller())
     assert output_again == output
     assert loaded == {tier: 96}

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pagefold.engine.engine import Engine, ModelLimits
+from pagefold.engine.engine import Engine
+from pagefold.engine.limits import ModelLimits
 from pagefold.engine.logprobs import Logprob, PromptLogprobs
 from pagefold.engine.outputs import CompletionOutput, OutputDelta, OutputText, RequestOutput
 from pagefold.errors import InvalidRequestError

@@ -10,7 +10,8 @@ from random import Random
 
 import pytest
 
-from pagefold.engine.engine import Engine, ModelLimits
+from pagefold.engine.engine import Engine
+from pagefold.engine.limits import ModelLimits
 from pagefold.engine.overlapped import OverlappedEngine
 from pagefold.errors import InvalidRequestError
 from pagefold.events import StepAbandoned

@@ -10,8 +10,8 @@ from store.memory_store import MemoryStore, always_load
 from pagefold import LLM, SamplingParams
 from pagefold.config import EngineConfig
 from pagefold.engine.build import build_engine
-from pagefold.engine.client import EngineStatus
 from pagefold.engine.planning import plan_engine
+from pagefold.engine.status import EngineStatus
 from pagefold.errors import ConfigError
 from pagefold.kv import audit
 from pagefold.observe.metrics import Metrics

@@ -8,8 +8,9 @@ from random import Random
 
 import pytest
 
-from pagefold.engine.client import EngineStatus
-from pagefold.engine.engine import Engine, ModelLimits
+from pagefold.engine.engine import Engine
+from pagefold.engine.limits import ModelLimits
+from pagefold.engine.status import EngineStatus
 from pagefold.events import Event, RequestPreempted, fan_out
 from pagefold.kv import KVCore, Namespace
 from pagefold.memory.capacity import Capacity

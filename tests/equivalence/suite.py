@@ -400,7 +400,7 @@ def assert_clean(engine: Engine) -> None:
     """An engine without work holds no block, and every invariant of its core is kept."""
     core = engine.scheduler.core
     assert not engine.has_requests
-    if engine.tiering is not None:
+    if engine.tiering.is_on:
         engine.close(lambda: 30.0)
         assert not list(core.slow.pins()), "something is kept for nobody"
     assert not core.caches, "a cache was not released"
@@ -408,8 +408,8 @@ def assert_clean(engine: Engine) -> None:
     assert core.num_available == core.pool.num_blocks
     assert not core.moves.pending_copies
     assert not core.moves.copies_in_flight
-    assert not engine._texts, "an output's text was not dropped"
-    assert not engine._open, "a request was not dropped"
+    assert not engine._outputs.texts, "an output's text was not dropped"
+    assert not engine._outputs.requests, "a request was not dropped"
     audit(core)
 
 

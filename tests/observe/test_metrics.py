@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 
-from pagefold.engine.client import EngineStatus
+from pagefold.engine.status import EngineStatus
 from pagefold.events import (
     BlockEvicted,
     BlocksReused,

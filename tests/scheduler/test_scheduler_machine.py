@@ -693,8 +693,8 @@ class Machine:
         ends = [start + num_tokens for start, num_tokens in zip(plan.starts, plan.num_tokens, strict=True)]
         num_slots = [len(block_ids) * block_size for block_ids in plan.block_ids]
         wasted = sum(slots - end for slots, end in zip(num_slots, ends, strict=True))
-        held_back = [] if before else [one for one in self.scheduler.running if one not in flight.requests]
-        wasted += sum(request.cache.capacity - request.num_computed_tokens for request in held_back)
+        set_aside = [] if before else [one for one in self.scheduler.running if one not in flight.requests]
+        wasted += sum(request.cache.capacity - request.num_computed_tokens for request in set_aside)
         assert self.scheduler.num_wasted_slots == wasted
         assert list(zip(plan.late, plan.late_from, strict=True)) == late
         assert list(zip(plan.sampling_rows, plan.seeds, plan.draws, strict=True)) == sampling

@@ -76,7 +76,7 @@ def test_where_only_clear_ones_could_be_planned_with_who_joins_they_are_suspecte
     assert search.chosen() == "a"
 
 
-def test_where_nobody_of_a_group_could_be_planned_those_who_were_are_suspected():
+def test_where_nobody_of_a_lot_could_be_planned_those_who_were_are_suspected():
     search = Search("abcd")
     search.begin()
     search.ran("ab")

@@ -203,8 +203,8 @@ def test_a_search_goes_on_without_who_is_cancelled():
     cancelled = set()
 
     def during(num_steps: int) -> None:
-        held_back = [request for request in house.scheduler.running if request not in house.scheduler.in_step]
-        victims = [*held_back[-1:], *house.scheduler.in_step[:1]] if num_steps == 1 else []
+        set_aside = [request for request in house.scheduler.running if request not in house.scheduler.in_step]
+        victims = [*set_aside[-1:], *house.scheduler.in_step[:1]] if num_steps == 1 else []
         for victim in victims:
             house.scheduler.finish(victim.request_id, "abort")
             cancelled.add(victim.request_id)

@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pagefold.config import EngineConfig, ServerConfig
 from pagefold.engine.build import build_engine
-from pagefold.engine.client import EngineThread
+from pagefold.engine.engine_thread import EngineThread
 from pagefold.engine.planning import plan_engine
 from pagefold.events import fan_out
 from pagefold.kv import audit

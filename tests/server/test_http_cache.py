@@ -153,7 +153,7 @@ def test_warm_ups_that_begin_alike_share(library):
         one = pool.submit(warm, library, prompt=[*numbers(0, 64), 1], pin=True)
         two = pool.submit(warm, library, prompt=[*numbers(0, 64), 2], pin=True)
         three = pool.submit(hit, library, [*numbers(0, 64), 3])
-        until(lambda: library.client._num_requests == 3, "all to come")
+        until(lambda: library.client._queue.num_requests == 3, "all to come")
         library.runner.allow()
         told = [one.result(), two.result()]
         assert three.result() >= 0
@@ -350,7 +350,7 @@ def test_of_two_that_do_not_both_fit_one_is_pinned(library):
     library.runner.close_gate()
     with concurrent.futures.ThreadPoolExecutor() as pool:
         asked = [pool.submit(post_warm, library, prompt=numbers(first, 320), pin=True) for first in (0, 1000)]
-        until(lambda: library.client._num_requests == 2, "both to come")
+        until(lambda: library.client._queue.num_requests == 2, "both to come")
         library.runner.allow()
         answers = sorted((future.result() for future in asked), key=lambda response: response.status_code)
     assert [response.status_code for response in answers] == [200, 409]

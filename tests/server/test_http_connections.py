@@ -145,7 +145,7 @@ def test_where_all_are_busy_one_more_is_refused(strict):
     strict.runner.close_gate()
     busy = [strict.post_raw("/v1/completions", {"prompt": "a", "max_tokens": 1}) for _ in range(8)]
     try:
-        until(lambda: strict.client._num_requests == 8, "all to come")
+        until(lambda: strict.client._queue.num_requests == 8, "all to come")
         with strict.raw(GET) as new:
             assert "in use" in refused(read_all(new), 503)
     finally:

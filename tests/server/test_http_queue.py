@@ -46,11 +46,11 @@ class Clients:
 
     def send(self, name: str, **fields: object) -> None:
         """Send, and wait until the engine has it."""
-        before = self._server.client._num_requests
+        before = self._server.client._queue.num_requests
         thread = threading.Thread(target=self._post, args=(name, {**LONG, **fields}))
         thread.start()
         self._threads.append(thread)
-        until(lambda: self._server.client._num_requests > before, f"{name} to come")
+        until(lambda: self._server.client._queue.num_requests > before, f"{name} to come")
 
     def wait(self) -> list[tuple[str, httpx.Response]]:
         """Wait for all answers; return them in the order in which they came."""
@@ -90,7 +90,7 @@ def test_prompts_of_one_request_come_in_together_or_not_at_all(full):
     full.runner.allow()
     clients.wait()
     full.check_pool()
-    assert full.client._num_requests == 0
+    assert full.client._queue.num_requests == 0
 
 
 def test_openai_s_client_raises_its_rate_limit_error(full):
@@ -111,14 +111,14 @@ def test_a_client_that_leaves_makes_room(full):
     clients = Clients(full)
     clients.send("first")
     leaving = [full.post_raw("/v1/completions", {**LONG, "stream": index == 0}) for index in range(2)]
-    until(lambda: full.client._num_requests == 3, "all to come")
+    until(lambda: full.client._queue.num_requests == 3, "all to come")
     for connection in leaving:
         connection.close()
     until(lambda: full.client._commands.qsize() >= 4, "the server to notice")
     full.runner.allow()
-    until(lambda: full.client._num_requests <= 1, "room")
+    until(lambda: full.client._queue.num_requests <= 1, "room")
     clients.wait()
-    assert full.client._num_requests == 0
+    assert full.client._queue.num_requests == 0
 
 
 def test_the_smallest_priority_is_served_first(full):

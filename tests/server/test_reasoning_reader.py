@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagefold.config import _REASONING_PARSERS
+from pagefold.config import REASONING_PARSERS
 from pagefold.server.output_reader import OutputReader
 from pagefold.server.pieces import ArgumentsPiece, CallBegun, ReasoningPiece, TextPiece
 from pagefold.server.reasoning.formats import FORMATS
@@ -150,4 +150,4 @@ def test_the_prompt_says_how_thinking_stands(form, prompt, continued, beginning)
 
 
 def test_the_configuration_knows_every_format():
-    assert tuple(sorted(FORMATS)) == _REASONING_PARSERS
+    assert tuple(sorted(FORMATS)) == REASONING_PARSERS

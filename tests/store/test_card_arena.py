@@ -54,7 +54,7 @@ def test_a_layer_waits_for_its_own_group_and_no_more(world):
             assert layer == 8 or not np.array_equal(layer_of(blocks, 2, 9), layer_of(expected, 0, 9))
         for block in (0, 1):
             assert np.array_equal(layer_of(blocks, block + 2, layer), layer_of(expected, block, layer))
-    assert firsts == [0, 3, 5, 8], "four groups of layers, each waited for once"
+    assert firsts == [0, 3, 5, 8], "four slices of layers, each waited for once"
     moves.hold_all()
     assert np.array_equal(blocks[2:], expected), "what is behind the last layer has come too"
     moves.verify()

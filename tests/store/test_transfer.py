@@ -1,4 +1,4 @@
-"""Transfer: whose blocks are brought, what a clear reaches, and how long a close takes."""
+"""TransferThreads: whose blocks are brought, what a clear reaches, and how long a close takes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from memory_store import MemoryStore
 
 from pagefold.kv import Arbiter, BlockName, FetchOp, HostTier, LinkModel, SlowTiers, WriteOp
-from pagefold.store import FrameFormat, HostArena, StoreError, Transfer
+from pagefold.store import FrameFormat, HostArena, StoreError, TransferThreads
 from pagefold.store.frame import checksum_of
 
 FORM = FrameFormat(b"L" * 32, 2**20, 8)
@@ -55,7 +55,7 @@ class GatedStore(MemoryStore):
 def test_a_clear_reaches_what_is_on_its_way_to_the_next_tier():
     arena = HostArena(4, FORM.block_bytes)
     disk, remote = GatedStore(FORM), MemoryStore(FORM, tier="remote")
-    transfer = Transfer(arena, [disk, remote])
+    transfer = TransferThreads(arena, [disk, remote])
     transfer.write(filled(arena, 4))
     clearing = threading.Thread(target=transfer.clear)
     clearing.start()
@@ -74,7 +74,7 @@ def test_a_clear_that_fails_says_so_and_clears_the_others():
 
     arena = HostArena(2, FORM.block_bytes)
     disk, remote = Stubborn(FORM), MemoryStore(FORM, tier="remote")
-    transfer = Transfer(arena, [disk, remote])
+    transfer = TransferThreads(arena, [disk, remote])
     transfer.write(filled(arena, 2))
     with pytest.raises(StoreError, match="disk: out"):
         transfer.clear()
@@ -87,7 +87,7 @@ def test_who_follows_gets_what_was_begun_for_one_that_has_gone():
     arena = HostArena(64, FORM.block_bytes)
     store = GatedStore(FORM)
     store.gate.set()
-    transfer = Transfer(arena, [store])
+    transfer = TransferThreads(arena, [store])
     transfer.write(filled(arena, 20))
     until(lambda: len(store.kept) == 20)
     transfer.collect(1.0)
@@ -117,7 +117,7 @@ def test_who_follows_gets_what_was_begun_for_one_that_has_gone():
 def test_a_close_does_not_wait_for_what_never_ends():
     arena = HostArena(2, FORM.block_bytes)
     store = GatedStore(FORM)
-    transfer = Transfer(arena, [store])
+    transfer = TransferThreads(arena, [store])
     for _ in range(5):
         transfer.write(filled(arena, 2))
     transfer.close()  # else this test would not end
@@ -127,7 +127,7 @@ def test_a_close_does_not_wait_for_what_never_ends():
 
 def test_what_is_read_for_nobody_is_not_read():
     arena = HostArena(2, FORM.block_bytes)
-    transfer = Transfer(arena, [MemoryStore(FORM)])
+    transfer = TransferThreads(arena, [MemoryStore(FORM)])
     slow = SlowTiers(HostTier(2), "write_back", Arbiter(1, 16, compute_s_per_token=1.0))
     fetch = slow.fetches.begin([("disk", name(1))], 1.0, 0.0)
     fetch.is_over = True

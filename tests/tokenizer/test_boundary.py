@@ -1,4 +1,4 @@
-"""Sealed cuts: the tokens that are kept are those of every longer text. Slow twin: make it longer, and look.
+"""Firm cuts: the tokens that are kept are those of every longer text. Slow twin: make it longer, and look.
 
 With the built-in model's tokenizer, and with small ones that are built like those of other families: their expressions,
 normalizers and added tokens, trained on a few sentences so that vocabularies hold what crosses words where it can.

@@ -12,9 +12,9 @@ from pagefold.engine.verdicts import ROUNDED
 from pagefold.kv import CODECS, KVGeometry
 from pagefold.runner.block_plan import block_plan
 from pagefold.runner.codec_slab import CODEC_LAYOUT, CODEC_ROWS_LAYOUT
+from pagefold.transport.block_form import BlockForm
 from pagefold.transport.kernel import RECIPROCALS
 from pagefold.transport.packing import Packing
-from pagefold.transport.plan import BlockPlan
 from pagefold.transport.tables import MAX_BITS, SCALES, code_lengths, tables
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def rng() -> np.random.Generator:
     return np.random.default_rng()
 
 
-def _plan(num_parts: int, num_rows: int, num_slots: int) -> BlockPlan:
+def _plan(num_parts: int, num_rows: int, num_slots: int) -> BlockForm:
     """Return a plan of parts that are K and V in turn, with a scale of 2 bytes a slot between them."""
     parts, planes, at = [], [], 0
     for index in range(num_parts):
@@ -35,7 +35,7 @@ def _plan(num_parts: int, num_rows: int, num_slots: int) -> BlockPlan:
         at += num_rows * num_slots
         planes.append((at, at + 2 * num_slots, 2))
         at += 2 * num_slots
-    return BlockPlan(at, parts, planes)
+    return BlockForm(at, parts, planes)
 
 
 def _back(packing: Packing, payload: bytes) -> tuple[bytes, bytes]:
@@ -81,7 +81,7 @@ def test_a_slow_twin_writes_the_same_streams(rng: np.random.Generator) -> None:
         assert bits == 0
 
 
-def _symbols(block: NDArray[np.uint8], plan: BlockPlan, lane: int) -> list[tuple[int, int]]:
+def _symbols(block: NDArray[np.uint8], plan: BlockForm, lane: int) -> list[tuple[int, int]]:
     """Return what a stream holds, and with which tables, one number at a time."""
     found: list[tuple[int, int]] = []
     for begin, kind, num_rows, num_slots, row_stride, slot_stride in plan.parts:

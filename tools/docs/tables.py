@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from pagefold.cli import app as cli
 from pagefold.config import ServerConfig
-from pagefold.engine.client import EngineStatus
+from pagefold.engine.status import EngineStatus
 from pagefold.errors import PagefoldError
 from pagefold.observe.metrics import Metrics
 from pagefold.sampling import SamplingParams

@@ -47,7 +47,7 @@ class Blueprint:
     @property
     def limit(self) -> Limit:
         """Up to which length it is computed as it is meant."""
-        from pagefold.runner.models import Limit  # noqa: PLC0415 - heavy rooms are entered when they are needed
+        from pagefold.runner.models import Limit  # noqa: PLC0415 - heavy; only when it is needed
 
         spec = self.spec
         return spec.windowed_limit if self.geometry.keeps else Limit(spec.max_exact_len, spec.limit)

@@ -9,7 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pagefold.config import available_cpus, cache_dir
-from pagefold.engine.engine import Engine, ModelLimits
+from pagefold.engine.engine import Engine
+from pagefold.engine.limits import ModelLimits
 from pagefold.engine.namespace import namespace_of
 from pagefold.engine.on_card import ran_out
 from pagefold.engine.overlapped import OverlappedEngine
@@ -29,7 +30,7 @@ from pagefold.kv import (
     SlowTiers,
     make_policy,
 )
-from pagefold.scheduler import SCHEDULING_POLICIES, Scheduler, SchedulerLimits, Tiering
+from pagefold.scheduler import NO_TIERING, SCHEDULING_POLICIES, Scheduler, SchedulerLimits, Tiering
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -72,7 +73,7 @@ def build_engine(
         ConfigError: a slow tier cannot be used, and must be.
         QualityError: the codec is under the quality floor on this model.
     """
-    from pagefold.runner.content import content_fingerprint  # noqa: PLC0415 - heavy rooms are entered when they are needed
+    from pagefold.runner.content import content_fingerprint  # noqa: PLC0415 - heavy; only when it is needed
 
     config, spec, geometry = blueprint.config, blueprint.spec, blueprint.geometry
     dtype = str(blueprint.dtype).removeprefix("torch.")
@@ -106,7 +107,7 @@ def _constants(blueprint: Blueprint, say: Callable[[str], None]) -> CodecConstan
     """Return what the codec, if there is one, has to know of the model."""
     if blueprint.geometry.codec is None:
         return None
-    import torch  # noqa: PLC0415 - heavy rooms are entered when they are needed
+    import torch  # noqa: PLC0415 - heavy; only when it is needed
 
     from pagefold.engine.calibration import find_constants  # noqa: PLC0415
 
@@ -120,7 +121,7 @@ def _assemble(
     blueprint: Blueprint, namespace: Namespace, stores: list[BlockStore], emit: Emit, say: Callable[[str], None]
 ) -> Engine:
     """Load weights, and put all parts together; ``stores`` keeps only those that are worth having."""
-    import torch  # noqa: PLC0415 - heavy rooms are entered when they are needed
+    import torch  # noqa: PLC0415 - heavy; only when it is needed
 
     from pagefold.tokenizer import Tokenizer  # noqa: PLC0415
 
@@ -159,15 +160,15 @@ def _assemble(
         policy=SCHEDULING_POLICIES[config.scheduling_policy](config.priority_aging_s),
         emit=emit,
     )
-    tiering = None
+    tiering = NO_TIERING
     if slow.is_on:
-        from pagefold.store import Transfer  # noqa: PLC0415 - only here
+        from pagefold.store import TransferThreads  # noqa: PLC0415 - only here
 
         assert arena is not None, "slow tiers go through the host's"
         move = partial(arena.carry_out, blocks=runner.slab.as_bytes())
-        tiering = Tiering(scheduler, slow, Transfer(arena, stores), arena, move, emit=emit)
+        tiering = Tiering(scheduler, slow, TransferThreads(arena, stores), arena, move, emit=emit)
     emit(CacheConfigured(_cache_settings(config, capacity)))
-    kind = OverlappedEngine if hardware.computes_apart and tiering is None else Engine
+    kind = OverlappedEngine if hardware.computes_apart and not tiering.is_on else Engine
     return kind(
         scheduler=scheduler,
         runner=runner,

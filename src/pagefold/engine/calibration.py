@@ -179,7 +179,7 @@ def _read(file: Path, num_cells: int, num_ranges: int, head_dim: int) -> CodecCo
 @torch.inference_mode()
 def _measure(blueprint: Blueprint, make_decoder: MakeDecoder, text: str) -> CodecConstants:
     """Compute the text, and return what follows from its keys, values and queries."""
-    from pagefold.tokenizer import Tokenizer  # noqa: PLC0415 - heavy rooms are entered when they are needed
+    from pagefold.tokenizer import Tokenizer  # noqa: PLC0415 - heavy; only when it is needed
 
     spec = blueprint.spec
     token_ids = Tokenizer(spec.folder).encode(text)[: min(_NUM_TOKENS, spec.max_exact_len)]

@@ -40,7 +40,7 @@ class OnCard:
     def capacity(self, blueprint: Blueprint) -> Capacity:
         """Decide what fits on the card, by bounds; it is decided again when the rest is measured."""
         _check(blueprint.config)
-        host_bytes = _pinned_bytes(blueprint.config, blueprint.geometry)
+        host_bytes = _page_locked_bytes(blueprint.config, blueprint.geometry)
         return capacity_on_card(blueprint, bound_use_of(blueprint), host_bytes)
 
     def lines(self, blueprint: Blueprint) -> list[str]:
@@ -135,7 +135,7 @@ def build_runner(
     Raises:
         DoesNotFitError, BudgetTooSmallError: the measured rest is too little, or others took it meanwhile.
     """
-    import torch  # noqa: PLC0415 - heavy rooms are entered when they are needed
+    import torch  # noqa: PLC0415 - heavy; only when it is needed
 
     from pagefold.runner.card_profile import measure_use  # noqa: PLC0415
     from pagefold.runner.cuda_decoder import CudaDecoder  # noqa: PLC0415
@@ -232,8 +232,8 @@ def _check(config: EngineConfig) -> None:
         raise ConfigError(msg, remedy="Leave it out, or use device=cpu.")
 
 
-def _pinned_bytes(config: EngineConfig, geometry: KVGeometry) -> int:
-    """Return how much of the host's memory is pinned for a card's blocks.
+def _page_locked_bytes(config: EngineConfig, geometry: KVGeometry) -> int:
+    """Return how much of the host's memory is page-locked for a card's blocks.
 
     Raises:
         DoesNotFitError: the host has not so much.
@@ -242,12 +242,12 @@ def _pinned_bytes(config: EngineConfig, geometry: KVGeometry) -> int:
     host_bytes = host_bytes_for(config, geometry, available_bytes)
     if host_bytes > available_bytes:
         msg = f"kv_offloading_size is {human_bytes(host_bytes)}, and {human_bytes(available_bytes)} of memory are free."
-        raise DoesNotFitError(msg, missing_bytes=host_bytes - available_bytes, remedy="Give less: it is pinned.")
+        raise DoesNotFitError(msg, missing_bytes=host_bytes - available_bytes, remedy="Give less: it is page-locked.")
     return host_bytes
 
 
 def _arena(blueprint: Blueprint, num_blocks: int) -> CardArena:
-    """Return pinned host memory for a card's blocks."""
+    """Return page-locked host memory for a card's blocks."""
     import torch  # noqa: PLC0415
 
     from pagefold.store.card_arena import CardArena  # noqa: PLC0415 - only here

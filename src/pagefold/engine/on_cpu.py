@@ -27,7 +27,7 @@ class OnCpu:
 
     def capacity(self, blueprint: Blueprint) -> Capacity:
         """Decide what fits into the machine's memory, and see that the attention that was asked for can be had."""
-        from pagefold.runner.attention import choose_backend  # noqa: PLC0415 - heavy rooms are entered when needed
+        from pagefold.runner.attention import choose_backend  # noqa: PLC0415 - heavy; only when it is needed
 
         config, spec, geometry = blueprint.config, blueprint.spec, blueprint.geometry
         available_bytes = available_memory_bytes()

@@ -5,7 +5,7 @@
     plain                                   overlapped
     plan = scheduler.schedule(now)          plan = scheduler.schedule_ahead(now)   behind the step in flight
     result = runner.run(plan)               ahead = runner.launch(plan)
-    scheduler.apply(result)                 scheduler.apply(flight())              of the step in flight
+    scheduler.apply(result)                 scheduler.apply(before.wait())         of the step in flight
     deltas of the result                    deltas of that step, while the card computes the one ahead
 
 So when a step ends, the next one is queued on the card already, and everything is behind the card: planning, queueing,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["OverlappedEngine"]
 
 
-class _Flight(NamedTuple):
+class _Launched(NamedTuple):
     """A step that was launched: its plan, when, and what waits for its result, or raises why it could not be."""
 
     plan: StepPlan
@@ -58,10 +58,10 @@ class OverlappedEngine(Engine):
 
     def __init__(self, **parts: Any) -> None:  # noqa: ANN401 - those of Engine
         super().__init__(**parts)
-        assert self.tiering is None, "what slow tiers bring is noted between steps"
+        assert not self.tiering.is_on, "what slow tiers bring is noted between steps"
         self._looks_ahead = True
         self.num_launched = self.num_ahead = 0
-        self._flights: deque[_Flight] = deque()  # two at most, and one between steps
+        self._launched: deque[_Launched] = deque()  # two at most, and one between steps
         self._landed_s = 0.0  # when the last step did
         self._landed: list[tuple[Request, FinishReason | None]] = []  # got a token that nobody was told of
         self._failed: list[
@@ -71,7 +71,7 @@ class OverlappedEngine(Engine):
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return super().has_work or bool(self._flights or self._landed or self._failed)
+        return super().has_work or bool(self._launched or self._landed or self._failed)
 
     def decide_in_order(self) -> None:
         """Launch no step before the last one's tokens are known; see :meth:`Engine.decide_in_order`."""
@@ -93,28 +93,28 @@ class OverlappedEngine(Engine):
 
     def step(self) -> list[OutputDelta]:
         """Launch the next step, land the one before, and return what that one added, request by request."""
-        if self._flights and self._looks_ahead:
+        if self._launched and self._looks_ahead:
             plan = self.scheduler.schedule_ahead(self._clock())
             if plan is not None:
                 self._launch(plan)
                 self.num_ahead += 1
         self._land()
-        if self._flights and not self._flights[0].is_launched:
+        if self._launched and not self._launched[0].is_launched:
             self._land()
         now = self._clock()
         timed_out: list[Request] = []
-        if not self._flights:
+        if not self._launched:
             plan = self.scheduler.schedule(now)
             timed_out = self.scheduler.timed_out
             if plan.num_rows:
                 self._launch(plan)
-                if not self._flights[0].is_launched:
+                if not self._launched[0].is_launched:
                     self._land()
         return self._deltas(timed_out, now)
 
     def _check_names(self, sample_ids: list[str]) -> None:
         """Land first what has a row too many of a request that had such a name and has ended."""
-        if any(name not in self._texts and self.scheduler.get(name) is not None for name in sample_ids):
+        if any(name not in self._outputs.texts and self.scheduler.get(name) is not None for name in sample_ids):
             self._land_all()
         super()._check_names(sample_ids)
 
@@ -124,11 +124,11 @@ class OverlappedEngine(Engine):
         failed, self._failed = self._failed, []
         deltas: list[OutputDelta] = []
         for request, reason in landed:
-            if request.request_id in self._texts:
-                deltas.append(self._delta(request, reason, now))
+            if request.request_id in self._outputs.texts:
+                deltas.append(self._outputs.delta(request, reason, now))
         for ended, error in failed:
             deltas += super()._all_failed(ended, error)
-        deltas += [self._timed_out(request, now) for request in timed_out if request.request_id in self._texts]
+        deltas += [self._timed_out(request, now) for request in timed_out if request.request_id in self._outputs.texts]
         return deltas
 
     def _launch(self, plan: StepPlan) -> None:
@@ -136,46 +136,46 @@ class OverlappedEngine(Engine):
         self.num_launched += 1
         now = self._clock()
         try:
-            flight = _Flight(plan, now, cast("LaunchingRunner", self.runner).launch(plan))
+            launched = _Launched(plan, now, cast("LaunchingRunner", self.runner).launch(plan))
         except Exception as error:  # noqa: BLE001 - as in the plain loop
-            flight = _Flight(plan, now, partial(_raise, error), is_launched=False)
+            launched = _Launched(plan, now, partial(_raise, error), is_launched=False)
         except BaseException as interrupt:
             self._take_back_all(interrupt)
             raise
-        self._flights.append(flight)
+        self._launched.append(launched)
 
     def _land_all(self) -> None:
-        while self._flights:
+        while self._launched:
             self._land()
 
     def _land(self) -> None:
         """Wait for the oldest step in flight, if there is one, and apply or abandon it."""
-        if not self._flights:
+        if not self._launched:
             return
-        flight = self._flights[0]
+        launched = self._launched[0]
         try:
-            result = flight.wait()
+            result = launched.wait()
         except Exception as error:  # noqa: BLE001 - as in the plain loop
-            self._flights.popleft()
+            self._launched.popleft()
             self._drain()  # what was planned on its tokens is taken back with it
-            self._abandon(flight.plan, error)
+            self._abandon(launched.plan, error)
             return
         except BaseException as interrupt:
             self._take_back_all(interrupt)
             raise
-        self._flights.popleft()
+        self._launched.popleft()
         requests = self.scheduler.apply(result)
         now = self._clock()
-        self._learn(flight, now)
+        self._learn(launched, now)
         tell_tokens(self._emit, requests, now, self.scheduler.core.block_size)
         self._landed += [(request, request.finish_reason) for request in requests]
         if self.scheduler.corrupted:
             self._all_failed(self._corrupted(), None)
 
-    def _learn(self, flight: _Flight, now: float) -> None:
+    def _learn(self, launched: _Launched, now: float) -> None:
         """Tell the arbiter what a step took, since it was launched or the one before had ended."""
-        begun_s, self._landed_s = max(flight.begun_s, self._landed_s), now
-        arbiter, plan = self.scheduler.core.arbiter, flight.plan
+        begun_s, self._landed_s = max(launched.begun_s, self._landed_s), now
+        arbiter, plan = self.scheduler.core.arbiter, launched.plan
         if not plan.host_ops.loads:
             arbiter.learn_compute(len(plan.token_ids), plan.num_rows, now - begun_s)
 
@@ -184,7 +184,7 @@ class OverlappedEngine(Engine):
 
         Not those who have been told their end: somebody else may come by their names before the others are told.
         """
-        self._failed.append(([request for request in ended if request.request_id in self._texts], error))
+        self._failed.append(([request for request in ended if request.request_id in self._outputs.texts], error))
         return []
 
     def _take_back_all(self, interrupt: BaseException) -> None:
@@ -192,14 +192,14 @@ class OverlappedEngine(Engine):
         try:
             self._drain()
         finally:  # somebody may interrupt that too
-            self._flights.clear()
+            self._launched.clear()
             self.scheduler.abandon(type(interrupt).__name__, is_blamed=False)
 
     def _drain(self) -> None:
         """Let the steps in flight end, whatever comes of them: what they write must not be given to others before."""
-        while self._flights:
+        while self._launched:
             with contextlib.suppress(Exception):
-                self._flights.popleft().wait()
+                self._launched.popleft().wait()
 
 
 def _raise(error: Exception) -> NoReturn:

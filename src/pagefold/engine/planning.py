@@ -36,7 +36,7 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
     Raises:
         ModelNotFoundError, UnsupportedModelError, ConfigError, BudgetTooSmallError: with what was wrong and what to do.
     """
-    from pagefold.hub.catalog import resolve  # noqa: PLC0415 - heavy rooms are entered when they are needed
+    from pagefold.hub.catalog import resolve  # noqa: PLC0415 - heavy; only when it is needed
     from pagefold.hub.progress import silent  # noqa: PLC0415
 
     folder = resolve(config.model, cache_dir(), progress=progress or silent)

@@ -17,15 +17,15 @@ from pagefold.config import cache_dir
 
 __all__ = ["KERNEL_CACHE"]
 
-_ROOMS = "kernels", "runner", "transport"
-"""The rooms whose source makes the key: all that have kernels."""
+_PACKAGES = "kernels", "runner", "transport"
+"""The packages whose source makes the key: all that have kernels."""
 
 
 def _key() -> str:
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
     house = Path(__file__).parent.parent
-    for room in _ROOMS:
-        for file in sorted((house / room).rglob("*.py")):
+    for package in _PACKAGES:
+        for file in sorted((house / package).rglob("*.py")):
             digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -1,7 +1,6 @@
 """What crosses between who decides about slow tiers and who moves blocks: outcomes, and the protocol of a transfer.
 
-``scheduler/tiering.py`` decides; ``store/transfer.py`` moves real blocks on threads, ``sim/tiers.py`` none in virtual
-time.
+``scheduler/tiering.py`` decides; ``store/transfer_threads.py`` moves blocks, ``sim/tiers.py`` as if in virtual time.
 """
 
 from __future__ import annotations

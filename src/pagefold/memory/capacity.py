@@ -31,7 +31,7 @@ tokens if that is more (for prefixes to stay cached)."""
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What fits.
+    """What fits into the memory that KV has.
 
     Attributes:
         weight_bytes: bytes of the weights in the chosen dtype.

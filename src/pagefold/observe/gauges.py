@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
-    from pagefold.engine.client import EngineStatus
+    from pagefold.engine.status import EngineStatus
     from pagefold.memory.cache_size import CacheSize
 
 __all__ = ["Gauges"]

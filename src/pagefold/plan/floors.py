@@ -40,7 +40,7 @@ class Floor:
 
     @property
     def binds(self) -> Literal["compute", "bandwidth"] | None:
-        """Which of the two it is."""
+        """Which of the two peaks the floor comes from."""
         if self.compute_s is None or self.bandwidth_s is None:
             return None
         return "compute" if self.compute_s >= self.bandwidth_s else "bandwidth"

@@ -48,9 +48,9 @@ class Memory:
     """A model on its devices.
 
     Attributes:
-        dtype: that is computed in.
-        weight_dtype: that the weights are stored in.
-        codec: that KV is stored in.
+        dtype: the type that the model computes in.
+        weight_dtype: the type that the weights are stored in.
+        codec: the codec that KV is stored in.
         layout: of the KV of the whole model, on all devices together.
         devices: one for each pipeline stage; those of a stage are alike.
         max_num_batched_tokens: tokens of a step.

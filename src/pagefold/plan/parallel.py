@@ -21,7 +21,7 @@ class Shard:
     """What each device of one pipeline stage holds; those of a stage hold equally much.
 
     Attributes:
-        stage: which one, from 0.
+        stage: which of the stages, from 0.
         first_layer, end_layer: its layers, [first, end).
         weight_bytes: of one device.
         layout: of the KV of one device.

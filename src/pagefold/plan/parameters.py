@@ -32,7 +32,7 @@ class Experts:
 
     Attributes:
         num_experts: of the layer.
-        num_active: that a token uses.
+        num_active: how many of them a token uses.
         parameters: how many parameters all experts have.
         router_parameters: of what chooses among them.
         shared_parameters: of the experts that every token uses.

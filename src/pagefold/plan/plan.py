@@ -21,7 +21,7 @@ __all__ = ["Cost", "Plan", "make_plan"]
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Money. In the currency of the price.
+    """What devices cost, in the currency of their price.
 
     Attributes:
         monthly: of one replica.
@@ -34,7 +34,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The answer.
+    """What a question comes to.
 
     Attributes:
         question: what was asked.

@@ -24,9 +24,9 @@ class Question:
 
     Attributes:
         shape: the model.
-        device: that it is to run on.
-        settings: that it is to run with.
-        workload: that is to run on it.
+        device: the device that it is to run on.
+        settings: the settings that it is to run with.
+        workload: the requests that are to be served.
         price_per_hour: of one device; None where nobody said.
     """
 

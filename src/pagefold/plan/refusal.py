@@ -34,7 +34,7 @@ class Remedy:
     Attributes:
         settings: all of them.
         flags: what is changed.
-        max_model_len: that fits then.
+        max_model_len: the length that fits then.
         max_concurrency: requests of that length at once.
     """
 
@@ -54,8 +54,8 @@ class _Change:
     """One setting, another value.
 
     Attributes:
-        setting: which one.
-        value: its new value.
+        setting: the name of the setting.
+        value: the new value of the setting.
         cost: how far from what was asked: small for what costs nothing, large for more devices.
     """
 

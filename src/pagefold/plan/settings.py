@@ -36,7 +36,7 @@ _MAX_BLOCK_SIZE = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSettings:
-    """What is asked.
+    """How the model is to be served.
 
     Attributes:
         dtype: of what is computed; ``auto`` for the checkpoint's, on a CPU float32 as the server does.

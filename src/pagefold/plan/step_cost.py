@@ -22,7 +22,7 @@ def device_step_cost(shape: ModelShape, device: Device, memory: Memory) -> Roofl
 
     Args:
         shape: of the model.
-        device: that it runs on.
+        device: the device that the model runs on.
         memory: how it lies there.
 
     Raises:

@@ -29,7 +29,7 @@ class Timing:
         decode: of one step with ``concurrency`` sequences of mean length.
         decode_alone: of one step with a single such sequence.
         requests_per_s: at most, with ``concurrency`` requests at once.
-        output_tokens_per_s: the same in output tokens.
+        output_tokens_per_s: output tokens a second.
         binds: what to have more of. ``memory`` where half as many requests a second again would be possible with any
             number of them at once; else what a tenth more of would help the most.
         concurrency: sequences at once.
@@ -66,7 +66,7 @@ def time_workload(  # noqa: PLR0913 - what time depends on
 
     Args:
         shape: of the model.
-        device: that it runs on.
+        device: the device that the model runs on.
         memory: how it lies there.
         workload: what is asked of it.
         concurrency: requests at once.

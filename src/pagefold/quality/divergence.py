@@ -24,7 +24,7 @@ _ROWS_AT_ONCE = 64
 
 
 class RowFigures(NamedTuple):
-    """Of N positions, what one setting made of them. All are float64 ``[N]``.
+    """What one setting made of N positions. All are float64 ``[N]``.
 
     Attributes:
         surprise: the negative logarithm of the probability of the token that came, in nats.

@@ -42,7 +42,7 @@ _AT_ONCE = 4
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked.
+    """What an evaluation is to find out.
 
     Attributes:
         settings: to be compared with the exact cache.

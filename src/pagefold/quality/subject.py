@@ -35,7 +35,7 @@ class Subject:
     """An engine, started.
 
     Args:
-        setting: which it is under.
+        setting: the setting that the text is read under.
         config: the engine's, the setting included.
 
     Attributes:

@@ -79,7 +79,7 @@ class Request:
     Attributes:
         request_id: its name in the scheduler.
         parent_id: the caller's name for all samples of the prompt together.
-        sample_index: which of them this is.
+        sample_index: which of its prompt's samples this is.
         forks: those that will fork from it: they neither wait nor run yet. Empty once they have.
         token_ids: the prompt, then what was sampled.
         is_plain: of its sampling parameters; here because every step asks.

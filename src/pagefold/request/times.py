@@ -12,7 +12,7 @@ class RequestTimes:
     """When things happened to a request, in seconds of the engine's clock; None for what has not happened.
 
     Attributes:
-        arrival_s: it came.
+        arrival_s: when the request came.
         scheduled_s: a step was first planned with it. What comes after, a preemption or a failed step, changes nothing.
         first_token_s, last_token_s: it got its first token, and the last one so far.
     """

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pagefold.runner.codec_slab import CODEC_LAYOUT, CODEC_ROWS_LAYOUT, cell_places
 from pagefold.runner.codecs import CELL_CODECS
 from pagefold.runner.codecs.int8 import Int8
-from pagefold.transport.plan import BlockPlan
+from pagefold.transport.block_form import BlockForm
 
 if TYPE_CHECKING:
     from pagefold.kv import KVGeometry
@@ -19,7 +19,7 @@ _ROWS = 4
 """Rows of a part are dealt to so many streams."""
 
 
-def block_plan(geometry: KVGeometry, codec_layout: str = CODEC_LAYOUT) -> BlockPlan:
+def block_plan(geometry: KVGeometry, codec_layout: str = CODEC_LAYOUT) -> BlockForm:
     """Return where codes of 8 bit are in a block of ``geometry``, and where numbers of how many bytes.
 
     Args:
@@ -27,7 +27,7 @@ def block_plan(geometry: KVGeometry, codec_layout: str = CODEC_LAYOUT) -> BlockP
         codec_layout: how K's codes lie in it.
     """
     if geometry.codec is None:
-        return BlockPlan(geometry.bytes_per_block, (), ((0, geometry.bytes_per_block, geometry.element_bytes),))
+        return BlockForm(geometry.bytes_per_block, (), ((0, geometry.bytes_per_block, geometry.element_bytes),))
     head_dim, size = geometry.head_dim, geometry.block_size
     parts: list[tuple[int, ...]] = []
     planes: list[tuple[int, int, int]] = []
@@ -45,4 +45,4 @@ def block_plan(geometry: KVGeometry, codec_layout: str = CODEC_LAYOUT) -> BlockP
         add(codec.values, places.values, places.key_scales, is_value=True)
         if places.end > places.key_scales:
             planes.append((places.key_scales, places.end, 2))
-    return BlockPlan(geometry.bytes_per_block, parts, planes)
+    return BlockForm(geometry.bytes_per_block, parts, planes)

@@ -3,10 +3,11 @@
 from pagefold.scheduler.policy import SCHEDULING_POLICIES, SchedulingPolicy
 from pagefold.scheduler.returning import MAX_EXPECTED_BYTES
 from pagefold.scheduler.scheduler import Scheduler, SchedulerLimits
-from pagefold.scheduler.tiering import Tiering
+from pagefold.scheduler.tiering import NO_TIERING, Tiering
 
 __all__ = [
     "MAX_EXPECTED_BYTES",
+    "NO_TIERING",
     "SCHEDULING_POLICIES",
     "Scheduler",
     "SchedulerLimits",

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pagefold.scheduler.queues import Queues
     from pagefold.scheduler.relief import Relief
     from pagefold.scheduler.step_in_flight import StepInFlight
-    from pagefold.scheduler.streaming import Streamer
+    from pagefold.scheduler.streamer import Streamer
 
 __all__ = ["Admission"]
 
@@ -52,7 +52,7 @@ class Admission:
     def admit(self, step: StepInFlight, budget: int) -> bool:
         """Let the head of the queue run, as the last of those that do; False if it must wait.
 
-        Its table has room for what it may compute of ``budget`` tokens.
+        Its cache has room for what it may compute of ``budget`` tokens.
         """
         core, now = self._core, step.now
         request = self._queues.waiting[0]

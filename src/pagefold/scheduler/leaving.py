@@ -1,4 +1,4 @@
-"""Leaving: how a request gives back what it has, for good or until it is admitted again."""
+"""Leaving: how a request gives back what it has: for good, until it is admitted again, or what lies behind a window."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from pagefold.kv import KVCore, SequenceCache
     from pagefold.request import WarmUp
     from pagefold.scheduler.queues import Queues
-    from pagefold.scheduler.streaming import Streamer
+    from pagefold.scheduler.step_in_flight import StepInFlight
+    from pagefold.scheduler.streamer import Streamer
 
 __all__ = ["Leaving"]
 
 
 class Leaving:
-    """Lets requests go that stand in no queue any more.
+    """Lets requests go, and what they have.
 
     Args:
         core: has their blocks.
@@ -63,6 +64,29 @@ class Leaving:
                     sample.request_id, reason, sample.num_prompt_tokens, sample.num_output_tokens, sample.sample_index
                 )
             )
+
+    def drop_ended(self, behind: StepInFlight | None = None) -> None:
+        """Let every running request go that has a finish reason.
+
+        One that is part of ``behind``, the step that is in flight still, stays until that ends, and gets nothing of it.
+        """
+        busy = set(behind.requests) if behind is not None else ()
+        still: list[Request] = []
+        for request in self._queues.running:
+            if request.finish_reason is None:
+                still.append(request)
+            elif request in busy:
+                request.is_aborted = True
+                still.append(request)
+            else:
+                self.finish(request, request.finish_reason)
+        self._queues.running = still
+
+    def trim(self, requests: list[Request]) -> None:
+        """Give back what those have left behind that a step has got on; they run."""
+        for request in requests:
+            if request.cache is not None:
+                self._core.trim(request.cache, request.num_computed_tokens)
 
     def _release(self, request: Request, progress: float) -> None:
         """Give back a request's blocks, and tell the policy whose they were."""

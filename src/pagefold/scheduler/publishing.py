@@ -1,4 +1,4 @@
-"""Publishing what a step that ran has written, also while the next step is in flight and reads the same tables."""
+"""Publishing what a step that ran has written, also while the next step is in flight and reads the same caches."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def commit(core: KVCore, promises: list[Promise], behind: StepInFlight | None) -
     Args:
         core: the KV core.
         promises: of the step.
-        behind: the next step, if it is in flight: the tables that it reads keep their blocks until it ends.
+        behind: the next step, if it is in flight: the caches that it reads keep their blocks until it ends.
     """
-    for promise in promises:  # all of them first: some tables join blocks that are promised later in the step
+    for promise in promises:  # all of them first: some caches join blocks that are promised later in the step
         core.publishing.commit(promise, joins=False)
     late = [promise for promise in promises if promise.is_behind]
     reads = behind.caches() if late and behind is not None else ()

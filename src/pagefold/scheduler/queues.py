@@ -29,18 +29,18 @@ class Queues:
     Attributes:
         waiting: could be admitted, in order.
         running: have blocks, in order.
-        held_back: have blocks too, and are not planned: for the moment in which others are, while a culprit is
+        set_aside: have blocks too, and are not planned: for the moment in which others are, while a culprit is
             looked for.
         fetching: wait for blocks that slow tiers bring, by id.
         deadlines: when each one's time is up.
     """
 
-    __slots__ = ("_by_id", "deadlines", "fetching", "held_back", "running", "waiting")
+    __slots__ = ("_by_id", "deadlines", "fetching", "running", "set_aside", "waiting")
 
     def __init__(self) -> None:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.held_back: list[Request] = []
+        self.set_aside: list[Request] = []
         self.fetching: dict[str, Request] = {}
         self.deadlines = Deadlines()
         self._by_id: dict[str, Request] = {}
@@ -52,7 +52,7 @@ class Queues:
     @property
     def with_blocks(self) -> list[Request]:
         """All that have blocks."""
-        return [*self.running, *self.held_back] if self.held_back else self.running
+        return [*self.running, *self.set_aside] if self.set_aside else self.running
 
     def get(self, request_id: str) -> Request | None:
         """Return the request of that id, if it is here."""
@@ -109,9 +109,9 @@ class Queues:
 
     def take_last(self) -> Request:
         """Take the last, in order, of those that have blocks and no row of the step being planned yet."""
-        held_back = self.held_back
-        is_held_back = held_back and held_back[-1].order > self.running[-1].order
-        return held_back.pop() if is_held_back else self.running.pop()
+        set_aside = self.set_aside
+        is_set_aside = set_aside and set_aside[-1].order > self.running[-1].order
+        return set_aside.pop() if is_set_aside else self.running.pop()
 
     def sort(self) -> None:
         """Put those that run in order; they are but for those that the last step admitted."""
@@ -119,7 +119,7 @@ class Queues:
 
     def choose(self, chosen: set[Request]) -> list[Request]:
         """Leave nobody but ``chosen`` to be planned. Return who else waits, for :meth:`unchoose`."""
-        self.held_back = [request for request in self.running if request not in chosen]
+        self.set_aside = [request for request in self.running if request not in chosen]
         self.running = [request for request in self.running if request in chosen]
         others = [request for request in self.waiting if request not in chosen]
         self.waiting = deque(request for request in self.waiting if request in chosen)
@@ -127,6 +127,6 @@ class Queues:
 
     def unchoose(self, others: list[Request]) -> None:
         """Put those back who were not chosen, as :meth:`choose` returned them."""
-        self.running = sorted([*self.running, *self.held_back], key=_ORDER)
+        self.running = sorted([*self.running, *self.set_aside], key=_ORDER)
         self.waiting = deque(sorted([*self.waiting, *others], key=_ORDER))
-        self.held_back = []
+        self.set_aside = []

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pagefold.scheduler.leaving import Leaving
     from pagefold.scheduler.queues import Queues
     from pagefold.scheduler.step_in_flight import StepInFlight
-    from pagefold.scheduler.streaming import Streamer
+    from pagefold.scheduler.streamer import Streamer
 
 __all__ = ["Relief"]
 
@@ -51,7 +51,7 @@ class Relief:
         self._watermark_blocks = int(core.pool.num_blocks * _WATERMARK)
 
     def extend(self, step: StepInFlight, request: Request, start: int, end: int) -> bool:
-        """Extend the table of ``request``, which runs, for writing positions [start, end).
+        """Extend the cache of ``request``, which runs, for writing positions [start, end).
 
         False when ``request`` itself had to go; or somebody, while a step is in flight that reads what they have.
         """

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pagefold.scheduler.queues import Queues
     from pagefold.scheduler.relief import Relief
     from pagefold.scheduler.step_in_flight import StepInFlight
-    from pagefold.scheduler.streaming import Streamer
+    from pagefold.scheduler.streamer import Streamer
 
 __all__ = ["RowPlanner"]
 

@@ -14,8 +14,8 @@ order always gets on, and a victim is never part of the plan that is being made.
 When a step has failed, ``suspicion.py`` says who alone is planned until it is known whose fault that was. Who runs and
 is not chosen keeps its blocks, unless somebody more urgent needs them.
 
-Where the device computes beside the host, one more step may be planned behind the one in flight (``schedule_ahead``):
-it is applied after it, or taken back with it.
+Where the device computes beside the host, one more step may be planned behind the one in flight (``look_ahead.py``):
+it is applied after it, or taken back with it. What a failed step takes back is in ``failed_steps.py``.
 
 A request of several samples is one here until its prompt is computed: it takes a seat for each, and its row is sampled
 once for each. When that step is applied the others fork from it, with their first tokens, and each goes its own way.
@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING
 from pagefold.events import (
     Emit,
     RequestCut,
-    StepAbandoned,
     StepApplied,
     StepPlanned,
     ignore,
@@ -37,9 +36,12 @@ from pagefold.events import (
 from pagefold.request import FinishReason, Request, RequestStatus
 from pagefold.scheduler.admission import Admission
 from pagefold.scheduler.corrupted import end_corrupted
-from pagefold.scheduler.ending import is_over, take_token
+from pagefold.scheduler.ending import take_token
 from pagefold.scheduler.extras import apply_extras
+from pagefold.scheduler.failed_steps import FailedSteps
+from pagefold.scheduler.flight import Flight
 from pagefold.scheduler.leaving import Leaving
+from pagefold.scheduler.look_ahead import LookAhead
 from pagefold.scheduler.policy import FirstComeFirstServed
 from pagefold.scheduler.publishing import commit, publish_late
 from pagefold.scheduler.queues import Queues
@@ -47,7 +49,7 @@ from pagefold.scheduler.relief import Relief
 from pagefold.scheduler.rows import RowPlanner
 from pagefold.scheduler.samples import fork_samples
 from pagefold.scheduler.step_in_flight import StepInFlight
-from pagefold.scheduler.streaming import Streamer
+from pagefold.scheduler.streamer import Streamer
 from pagefold.scheduler.suspicion import Suspicion
 from pagefold.scheduler.telling import tell_added, tell_lookups
 from pagefold.steps import StepPlan, StepResult
@@ -76,7 +78,7 @@ class SchedulerLimits:
 
 
 class Scheduler:
-    """Decides each step. Its parts have what is theirs: queues, admission, relief, rows, leaving.
+    """Decides each step. Its parts have what is theirs: queues, admission, relief, rows, flight, leaving, failed steps.
 
     Args:
         core: the KV core.
@@ -108,8 +110,7 @@ class Scheduler:
         self.distrusted: set[bytes] = set()
         self.suspicion = Suspicion()
         self._emit = emit
-        self._step: StepInFlight | None = None
-        self._ahead: StepInFlight | None = None  # planned behind it
+        self._flight = Flight()
         self._num_steps = 0
         self._num_arrived = 0
         self._queues = queues = Queues()
@@ -118,22 +119,24 @@ class Scheduler:
         relief = Relief(core, queues, streamer, self._leaving, emit)
         admission = Admission(core, queues, streamer, relief, limits.max_num_seqs, emit)
         self._rows = RowPlanner(core, queues, streamer, relief, admission, limits.max_num_batched_tokens)
+        self._look_ahead = LookAhead(core, queues, self._rows)
+        self._failed_steps = FailedSteps(core, queues, streamer, self._leaving, self.suspicion, emit)
 
     # Requests come and go.
 
     @property
     def waiting(self) -> deque[Request]:
-        """Those that could be admitted, in order."""
+        """Requests that could be admitted, in order."""
         return self._queues.waiting
 
     @property
     def running(self) -> list[Request]:
-        """Those that have blocks, in order."""
+        """Requests that have blocks, in order."""
         return self._queues.running
 
     @property
     def fetching(self) -> dict[str, Request]:
-        """Those that wait for blocks of slow tiers, by id."""
+        """Requests that wait for blocks of slow tiers, by id."""
         return self._queues.fetching
 
     @property
@@ -187,7 +190,7 @@ class Scheduler:
         request = self._queues.get(request_id)
         if request is None or request.finish_reason is not None:
             return None
-        is_in_step = request.status is RequestStatus.RUNNING and self._is_in_step(request)
+        is_in_step = request.status is RequestStatus.RUNNING and self._flight.has(request)
         self._emit(RequestCut(request_id, reason, is_in_step))
         if is_in_step:
             for sample in (request, *request.forks):
@@ -208,14 +211,14 @@ class Scheduler:
         Running requests come first, each leaving one token of the budget for everyone behind it, so that a long prompt
         never stops those that decode. What is left admits waiting requests, in order.
         """
-        assert self._step is None, "one step at a time: apply or abandon the last one first"
+        assert self._flight.first is None, "one step at a time: apply or abandon the last one first"
         self.core.now_s = now
         self.core.pins.expire(now)
         self.timed_out = self._end_late(now)
         step = StepInFlight(StepPlan(self._num_steps), now)
         self._plan(step)
         if step.requests:
-            self._step = step
+            self._flight.first = step
         return self._planned(step)
 
     def schedule_ahead(self, now: float) -> StepPlan | None:
@@ -225,31 +228,16 @@ class Scheduler:
         be preempted, and while a culprit is looked for. Who may end with the token that is being sampled has a row too
         many, which is dropped.
         """
-        before = self._step
-        assert self._ahead is None, "two steps at a time: apply or abandon the first one first"
-        if before is None or before.hides_too_much or self.next_deadline_s <= now or self.suspicion.is_on:
-            return None
-        if self.core.streaming.is_on:  # it looks at one step at a time
+        before = self._flight.first
+        assert self._flight.behind is None, "two steps at a time: apply or abandon the first one first"
+        if before is None or self.suspicion.is_on or not self._look_ahead.may_follow(before, now):
             return None
         self.core.now_s = now
         self.core.pins.expire(now)
-        step = StepInFlight(StepPlan(self._num_steps), now, before.places())
-        queues, all_running = self._queues, self._queues.running
-        with before.foreseen():
-            queues.running = [request for request in all_running if not is_over(request)]
-            num_running = len(queues.running)
-            step.num_leaving = len(all_running) - num_running
-            self._plan(step)
-        admitted = queues.running[num_running:]
-        queues.running = all_running
-        if len(step.requests) < num_running + len(admitted) or not step.requests:
-            assert not admitted, "admitted, and somebody who runs has no row"
-            for promise in reversed(step.promises):
-                self.core.publishing.abandon(promise)
+        step = self._look_ahead.plan(before, StepPlan(self._num_steps), now)
+        if step is None:
             return None
-        queues.running += admitted
-        step.note_late()
-        self._ahead = step
+        self._flight.behind = step
         return self._planned(step)
 
     def apply(self, result: StepResult) -> list[Request]:
@@ -258,10 +246,11 @@ class Scheduler:
         Returns the requests that got a token, or asked for none and are computed, in the plan's order; those that ended
         have a ``finish_reason``.
         """
-        step = self._take_step()
+        step = self._flight.take()
+        behind = self._flight.first
         plan = step.plan
         core = self.core
-        commit(core, step.promises, self._step)
+        commit(core, step.promises, behind)
         core.moves.copies_done(plan.copies)
         core.moves.host_done(plan.host_ops)
         requests = step.requests
@@ -273,9 +262,9 @@ class Scheduler:
             if request.is_aborted:
                 any_ended = True
         if step.filling or step.joins:
-            publish_late(core, step, self._step)
+            publish_late(core, step, behind)
         if core.trims:
-            self._trim(requests)
+            self._leaving.trim(requests)
         self.corrupted, self.distrusted = [], set()
         if result.corrupted:
             rows = [requests[row] for row in result.corrupted]
@@ -294,7 +283,7 @@ class Scheduler:
         num_output_tokens = len(sampled)
         if any_ended:
             num_output_tokens -= sum(request.has_no_output for request in sampled)  # they have all ended
-            self._drop_ended()
+            self._leaving.drop_ended(behind)
         self._emit(
             StepApplied(
                 plan.step_id,
@@ -323,31 +312,9 @@ class Scheduler:
         Returns the requests that are gone with it: those that were cancelled meanwhile or had ended before, and those
         against whom too much counts now, which have an ``error``.
         """
-        step = self._take_step()
-        behind, self._step = self._step, None
-        if behind is not None:
-            self._take_back(behind)
-            self._note_overwritten(behind)
-        self._take_back(step, damaged_ids)
-        for request in [one for one in self.running if not self._streamer.is_intact(one)]:
-            self.running.remove(request)
-            self._leaving.wait_again(request, is_preempted=True)
-        self._begin_lost_blocks_again()
-        if is_blamed and not damaged_ids:
-            self._blame(step)
-        else:
-            self.suspicion.spoiled()
-        took_part = [*step.requests, *(behind.requests if behind is not None else ())]
-        here = [*self.running, *self.waiting]
-        ended = [request for request in dict.fromkeys([*took_part, *here]) if request.finish_reason is not None]
-        self._drop_ended()
-        for request in ended:
-            if request.status is not RequestStatus.FINISHED:
-                self.waiting.remove(request)
-                self._leaving.finish(request, request.finish_reason or "error")
-        self._emit(StepAbandoned(step.plan.step_id, len(step.requests), error))
-        if behind is not None:
-            self._emit(StepAbandoned(behind.plan.step_id, len(behind.requests), "the step before it failed"))
+        step = self._flight.take()
+        behind, self._flight.first = self._flight.first, None
+        ended = self._failed_steps.abandon(step, behind, error, damaged_ids, is_blamed=is_blamed)
         return [sample for request in ended for sample in (request, *request.forks)]
 
     # What there is.
@@ -359,22 +326,13 @@ class Scheduler:
         What a step in flight writes counts as held. Any thread may ask; while a step is planned or applied the answer
         may be off by what that step changes.
         """
-        step = self._ahead or self._step
-        if step is None:
-            ends = [(request, request.num_computed_tokens) for request in self.running]
-        else:
-            rows = zip(step.requests, step.plan.starts, step.plan.num_tokens, strict=False)
-            ends = [(request, start + num_tokens) for request, start, num_tokens in rows]
-            if not step.is_ahead and len(ends) < len(self.running):  # some are held back
-                planned = {request for request, _ in ends}
-                ends += [(one, one.num_computed_tokens) for one in list(self.running) if one not in planned]
-        caches = [(request.cache, end) for request, end in ends]
+        caches = [(request.cache, end) for request, end in self._flight.ends(self.running)]
         return sum(cache.capacity - end for cache, end in caches if cache is not None)
 
     @property
     def in_step(self) -> list[Request]:
         """Who has each row of the step in flight that was planned last."""
-        step = self._ahead or self._step
+        step = self._flight.newest
         return [] if step is None else step.requests
 
     # Inside.
@@ -407,75 +365,9 @@ class Scheduler:
         self._emit(StepPlanned(plan.step_id, step.now, plan.num_rows, num_tokens, sum(plan.starts) + num_tokens))
         return plan
 
-    def _take_back(self, step: StepInFlight, damaged_ids: frozenset[int] = frozenset()) -> None:
-        """Take back what a step had promised, and let those that it admitted wait again. The newest step first."""
-        self.core.moves.copies_failed(step.plan.copies)
-        self.core.moves.host_failed(step.plan.host_ops, damaged_ids)
-        self.core.residuals.failed(step.plan.residual_copies)
-        for promise in reversed(step.promises):
-            self.core.publishing.abandon(promise)
-        for promise in step.joins:  # what the step before wrote stays, and nobody reads these tables any more
-            self.core.publishing.join(promise)
-        for request in reversed(step.admitted):
-            self.running.remove(request)
-            self._leaving.wait_again(request)
-
-    def _note_overwritten(self, behind: StepInFlight) -> None:
-        """Note in whose residual the step behind a failed one may have begun a block."""
-        for request, start in zip(behind.requests, behind.plan.starts, strict=True):
-            if request.cache is not None and start % self.core.block_size == 0:
-                self.core.residuals.overwritten(request.cache)
-
-    def _begin_lost_blocks_again(self) -> None:
-        """Let those whose residual is lost compute their last block from its beginning."""
-        residuals, size = self.core.residuals, self.core.block_size
-        for request in self.running:
-            if request.cache is not None and residuals.take_lost(request.cache):
-                request.max_computed_tokens = max(request.max_computed_tokens, request.num_computed_tokens)
-                request.num_computed_tokens -= request.num_computed_tokens % size
-
-    def _trim(self, requests: list[Request]) -> None:
-        """Give back what is left behind of those that a step has got on."""
-        for request in requests:
-            if request.cache is not None:
-                self.core.trim(request.cache, request.num_computed_tokens)
-
     def _end_late(self, now: float) -> list[Request]:
         late: list[Request] = []
         for request in self._queues.take_late(now):
             self.finish(request.request_id, "timeout")
             late += (request, *request.forks)
         return late
-
-    def _drop_ended(self) -> None:
-        """Take every running request that has a finish reason out of ``running``.
-
-        One that is part of a step in flight stays until that ends, and gets nothing of it.
-        """
-        busy = set(self._step.requests) if self._step is not None else ()
-        still: list[Request] = []
-        for request in self.running:
-            if request.finish_reason is None:
-                still.append(request)
-            elif request in busy:
-                request.is_aborted = True
-                still.append(request)
-            else:
-                self._leaving.finish(request, request.finish_reason)
-        self._queues.running = still
-
-    def _is_in_step(self, request: Request) -> bool:
-        return any(step is not None and request in step.requests for step in (self._step, self._ahead))
-
-    def _blame(self, step: StepInFlight) -> None:
-        """Let those end who are found to have made steps fail."""
-        for request, why in self.suspicion.failed(step.requests, step.admitted).items():
-            if request.status is not RequestStatus.FINISHED and not request.is_aborted:
-                request.finish_reason, request.error = "error", why
-
-    def _take_step(self) -> StepInFlight:
-        """Take the step that was planned first; the one planned behind it is the next."""
-        step = self._step
-        assert step is not None, "no step is in flight"
-        self._step, self._ahead = self._ahead, None
-        return step

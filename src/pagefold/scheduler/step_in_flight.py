@@ -1,7 +1,7 @@
 """StepInFlight: a plan, and what the scheduler must know to apply it, to take it back, or to plan the next behind it.
 
 A step is planned behind one in flight by *foresight*: for that moment the requests are as the step in flight will leave
-them, and the same code plans as at any other time. Positions, blocks and tables are known so, and who ends because it
+them, and the same code plans as at any other time. Positions, blocks and caches are known so, and who ends because it
 is long enough. What is not known are the tokens: a placeholder stands for each, the plan says of which of its tokens
 that is so (``late``), and the runner takes those from where the step before leaves them.
 """
@@ -39,7 +39,7 @@ class StepInFlight:
         forking: those whose other samples begin with this step.
         promises: of blocks that it fills with tokens that are known.
         filling: those of ``late`` that fill a block; it can be published when all its tokens are known, after the step.
-        joins: promises of the step before that are behind: their tables may join others' blocks when this step, which
+        joins: promises of the step before that are behind: their caches may join others' blocks when this step, which
             reads theirs, is over.
         num_leaving: of those that the step before was planned for, so many have nothing left to compute behind it.
         num_admitted: the last so many of ``requests`` were admitted in this step.
@@ -101,7 +101,7 @@ class StepInFlight:
         return {request: place for place, request in enumerate(self.samples)}
 
     def caches(self) -> set[SequenceCache]:
-        """Return the tables that it reads."""
+        """Return the sequences' caches that it reads."""
         return {request.cache for request in self.requests if request.cache is not None}
 
     @contextmanager

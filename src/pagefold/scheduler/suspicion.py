@@ -1,10 +1,10 @@
 """Suspicion: who may be planned after a step has failed, until it is known whose fault that was.
 
 A step fails with everybody in it, and mostly one of them is the cause. So who was in it is suspected, and is planned
-apart from the others, in ever smaller groups:
+apart from the others, in ever smaller lots:
 
-* First those that ran before, without those that the step had admitted; then these; then halves of whichever group
-  fails. A group that runs is *clear*, and from then on runs beside every group that is tried.
+* First those that ran before, without those that the step had admitted; then these; then halves of whichever lot
+  fails. A lot that runs is *clear*, and from then on runs beside every lot that is tried.
 * Who is left by itself is planned alone. A failure counts against a request only if it was alone; with
   ``MAX_FAILED_ALONE`` of them in a row it ends.
 * Who runs alone has the clear ones planned by themselves next, and then is planned with them. That failing, each has
@@ -12,12 +12,12 @@ apart from the others, in ever smaller groups:
 * The clear ones failing by themselves, they are suspected in their turn.
 * With ``MAX_FAILED_IN_A_ROW`` failed steps and none that ran between, the device is at fault, and all end. So that it
   is not blamed for what many requests do, from half of that on the clear ones are planned by themselves, and where
-  there are none, one request of each group in turn.
+  there are none, one request of each lot in turn.
 
 Bounds. One culprit among ``n`` costs at most ``ceil(log2(n)) + 4`` steps that fail: 11 of 128, and nobody else ends. A
 search knows only those who were in the step that failed: who waits is not admitted before it is over, and no step is
-planned behind another one. Each step of it settles a group, halves one, or counts against somebody, and each group is
-tried in its turn, so nobody waits for longer than there are groups. Who is tried and cannot be planned, for want of
+planned behind another one. Each step of it settles a lot, halves one, or counts against somebody, and each lot is
+tried in its turn, so nobody waits for longer than there are lots. Who is tried and cannot be planned, for want of
 memory, is suspected no more: it waits like all others, and is newly admitted when it comes again.
 
 While nothing has failed there is nothing here: :attr:`Suspicion.is_on` is False, and nobody asks more.
@@ -56,8 +56,8 @@ _DEVICE = f"{MAX_FAILED_IN_A_ROW} steps in a row failed, whoever was in them"
 class _Trial(Enum):
     """Who is planned in a step of the search."""
 
-    GROUP = auto()
-    """The first group, with the clear ones; alone, if it is one request."""
+    LOT = auto()
+    """The first lot, with the clear ones; alone, if it is one request."""
     CLEAR = auto()
     """The clear ones."""
     JOINING = auto()
@@ -77,9 +77,9 @@ class Suspicion:
         "_clear",
         "_failed_alone",
         "_failed_in_company",
-        "_groups",
         "_is_clear_sure",
         "_joining",
+        "_lots",
         "_trial",
         "is_on",
         "num_failed_in_a_row",
@@ -88,9 +88,9 @@ class Suspicion:
     def __init__(self) -> None:
         self.is_on = False
         self.num_failed_in_a_row = 0
-        self._groups: deque[list[Request]] = deque()  # the first is tried next
-        self._again: deque[list[Request]] = deque()  # against whom something counts: tried when no group is left
-        self._clear: list[Request] = []  # who runs and is in no group, as of the last choice
+        self._lots: deque[list[Request]] = deque()  # the first is tried next
+        self._again: deque[list[Request]] = deque()  # against whom something counts: tried when no lot is left
+        self._clear: list[Request] = []  # who runs and is in no lot, as of the last choice
         self._joining: list[Request] = []  # one who ran alone, until that has been tried with the clear ones
         self._is_clear_sure = False  # these have run since
         self._trial: _Trial | None = None  # of the step that is planned
@@ -114,15 +114,15 @@ class Suspicion:
         self._forget_gone(running, waiting)
         if self._joining and not self._clear:
             self._clear, self._joining = self._joining, []
-        if self._again and not self._groups:
-            self._groups.append(self._again.popleft())
-        if not self._groups and not self._joining:
+        if self._again and not self._lots:
+            self._lots.append(self._again.popleft())
+        if not self._lots and not self._joining:
             self._end()
             return None
         self._trial = self._next_trial()
         if self._trial is _Trial.CLEAR:
             return set(self._clear)
-        suspects = self._joining or self._groups[0]
+        suspects = self._joining or self._lots[0]
         return {*suspects} if len(suspects) == 1 and not self._joining else {*self._clear, *suspects}
 
     def ran(self, requests: Collection[Request]) -> None:
@@ -135,30 +135,30 @@ class Suspicion:
             self._is_clear_sure = True
         elif trial is _Trial.JOINING:
             del self._failed_in_company[self._joining.pop()]
-        elif trial is _Trial.GROUP:
-            group = self._groups.popleft()
+        elif trial is _Trial.LOT:
+            lot = self._lots.popleft()
             if len(requests) == 1:
-                del self._failed_alone[group[0]]
-                self._joining = [one for one in group if one in requests]
+                del self._failed_alone[lot[0]]
+                self._joining = [one for one in lot if one in requests]
                 self._is_clear_sure = False
 
     def failed(self, requests: Sequence[Request], admitted: Collection[Request]) -> dict[Request, str]:
         """The step failed with these, of whom it had admitted some. Return who ends by it, each with the reason."""
         trial, self._trial = self._trial, None
         joining, self._joining = self._joining, []
-        group = self._groups.popleft() if trial is _Trial.GROUP else []
+        lot = self._lots.popleft() if trial is _Trial.LOT else []
         self.num_failed_in_a_row += 1
         is_first, self.is_on = not self.is_on, True
         if self.num_failed_in_a_row >= MAX_FAILED_IN_A_ROW:
-            return self._blame_device((requests, joining, group))
+            return self._blame_device((requests, joining, lot))
         if len(requests) == 1:
             return self._count(requests[0], self._failed_alone, MAX_FAILED_ALONE, _ALONE)
         if is_first:
             self._begin(requests, admitted)
         elif trial is _Trial.JOINING and joining[0] in requests:
             return self._count(joining[0], self._failed_in_company, MAX_FAILED_IN_COMPANY, _IN_COMPANY)
-        else:  # of a group nobody of whom was in the step, or none: the clear ones alone
-            self._halve([one for one in group if one in requests] or requests)
+        else:  # of a lot nobody of whom was in the step, or none: the clear ones alone
+            self._halve([one for one in lot if one in requests] or requests)
         return {}
 
     def spoiled(self) -> None:
@@ -171,14 +171,14 @@ class Suspicion:
         before = [one for one in requests if one not in admitted]
         if admitted and before:
             self._halve([one for one in requests if one in admitted])
-            self._groups.appendleft(before)
+            self._lots.appendleft(before)
         else:
             self._halve(requests)
 
     def _halve(self, requests: Sequence[Request]) -> None:
-        """Put two halves before all groups."""
+        """Put two halves before all lots."""
         middle = (len(requests) + 1) // 2
-        self._groups.extendleft(list(half) for half in (requests[middle:], requests[:middle]) if half)
+        self._lots.extendleft(list(half) for half in (requests[middle:], requests[:middle]) if half)
 
     def _count(self, request: Request, counts: Counter[Request], most: int, why: str) -> dict[Request, str]:
         """Count a failed step against a request, which ends by it or is tried again when all others were."""
@@ -189,14 +189,14 @@ class Suspicion:
         return {}
 
     def _blame_device(self, others: Iterable[Iterable[Request]]) -> dict[Request, str]:
-        everybody = [*chain(self._clear, *self._groups, *self._again, *others)]
+        everybody = [*chain(self._clear, *self._lots, *self._again, *others)]
         self._end()
         self.num_failed_in_a_row = 0
         return dict.fromkeys(everybody, _DEVICE)
 
     def _end(self) -> None:
         self.is_on = False
-        self._groups.clear()
+        self._lots.clear()
         self._again.clear()
         self._clear = []
         self._failed_alone.clear()
@@ -205,17 +205,17 @@ class Suspicion:
     def _forget_gone(self, running: Sequence[Request], waiting: Collection[Request]) -> None:
         """Forget who is not here any more, and who was chosen last and could not be planned."""
         trial, self._trial = self._trial, None
-        if trial is _Trial.GROUP:
-            self._groups.popleft()
+        if trial is _Trial.LOT:
+            self._lots.popleft()
         elif trial is _Trial.JOINING:
             self._joining = []
         here = {*running, *waiting}
-        self._groups, self._again = (
-            deque(left for group in groups if (left := [one for one in group if one in here]))
-            for groups in (self._groups, self._again)
+        self._lots, self._again = (
+            deque(left for lot in lots if (left := [one for one in lot if one in here]))
+            for lots in (self._lots, self._again)
         )
         self._joining = [one for one in self._joining if one in here]
-        suspects = {*chain(self._joining, *self._groups, *self._again)}
+        suspects = {*chain(self._joining, *self._lots, *self._again)}
         self._clear = [one for one in running if one not in suspects]
 
     def _next_trial(self) -> _Trial:
@@ -224,8 +224,8 @@ class Suspicion:
         if self.num_failed_in_a_row >= _DOUBT_DEVICE:
             if self._clear:
                 return _Trial.CLEAR
-            first = self._groups[0]
+            first = self._lots[0]
             if len(first) > 1:
-                self._groups[0] = first[:1]
-                self._groups.append(first[1:])
-        return _Trial.GROUP
+                self._lots[0] = first[:1]
+                self._lots.append(first[1:])
+        return _Trial.LOT

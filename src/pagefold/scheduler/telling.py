@@ -40,7 +40,7 @@ def tell_lookups(emit: Emit, step: StepInFlight, *, has_tiers: bool) -> None:
 
     Args:
         emit: where events go.
-        step: that ran.
+        step: the step that ran.
         has_tiers: whether what the device lacked was looked up behind it.
     """
     for row in range(len(step.requests) - step.num_admitted, len(step.requests)):

@@ -1,8 +1,8 @@
-"""Tiering: requests that wait for blocks of slow tiers, and what is written to those. The engine's thread calls it.
+"""Tiering: what the engine tells and asks of slow tiers. Its thread alone calls it.
 
 A request that arrives is held back if slow tiers have what it would have to compute and bringing that is sooner
-(``kv/arbiter.py``). It is let go when all has come, or when waiting on does not pay any more; then it finds in the host
-arena what has come, and computes the rest.
+(``fetching.py``, ``kv/arbiter.py``). It is let go when all has come, or when waiting on does not pay any more; then it
+finds in the host arena what has come, and computes the rest.
 
 For a conversation that is expected to go on (``returning.py``) blocks are brought likewise, before anybody waits.
 """
@@ -19,6 +19,7 @@ from pagefold.events import Emit, TierRead, TierWritten, ignore
 from pagefold.kv.transfers import Fetched, Found, MissCause, StoreError, Written
 from pagefold.kv.tree import TOKEN_BYTES
 from pagefold.request import RequestStatus
+from pagefold.scheduler.fetching import Fetching, Wanted
 from pagefold.scheduler.returning import Returning
 from pagefold.steps import DamagedBlocksError
 
@@ -26,21 +27,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pagefold.events import TierMissCause
-    from pagefold.kv import BlockName, Fetch, HostOps, SlowTiers, Verdict
+    from pagefold.kv import BlockName, HostOps, SlowTiers
     from pagefold.kv.transfers import Transfers
     from pagefold.request import Request
     from pagefold.scheduler.scheduler import Scheduler
 
-__all__ = ["Tiering"]
-
-_FAST = "disk"
-"""The tier that says at once what it has: its index is in memory."""
-
-_LOOK_SHARE = 0.05
-"""A request waits for a tier to say what it has for at most this share of the time that computing would take."""
-
-_ROOM_SHARE = 0.5
-"""A request waits for room in the arena for at most this share of the time that computing would take."""
+__all__ = ["NO_TIERING", "Tiering"]
 
 _SHARE_EXPECTED = 2
 """What is brought before it is asked for takes at most one in so many of the host blocks that arrivals may take."""
@@ -60,31 +52,8 @@ class Arena(Protocol):
         """The block's bytes had this checksum."""
 
 
-class _Waiting:
-    """A request that is held back: first until it is known what tiers have, then until there is room, then for that.
-
-    Or a conversation that is expected: then there is no request.
-    """
-
-    __slots__ = ("fetch", "found", "is_over", "late_s", "names", "request", "verdict")
-
-    def __init__(self, request: Request | None, names: list[BlockName]) -> None:
-        self.request = request
-        self.names = names
-        self.found: list[str] = []  # of the first names the tiers that have them
-        self.late_s = 0.0  # when it does not wait for answers, or for room, any more
-        self.verdict: Verdict | None = None
-        self.fetch: Fetch | None = None
-        self.is_over = False  # the request does not wait any more; what has come is kept until it is admitted
-
-    @property
-    def waits(self) -> bool:
-        """Whether blocks are waited for."""
-        return not self.is_over and (self.request is None or self.request.status is RequestStatus.FETCHING)
-
-
 class Tiering:
-    """Holds requests back while blocks are brought for them.
+    """Has blocks brought for requests and conversations, and written before they are lost.
 
     Args:
         scheduler: its core has slow tiers.
@@ -94,7 +63,12 @@ class Tiering:
         move: carries out stores outside a step.
         emit: where events go.
         clock: seconds, monotonic.
+
+    Attributes:
+        is_on: whether there are slow tiers.
     """
+
+    is_on = True
 
     def __init__(  # noqa: PLR0913 - the parts that it holds together
         self,
@@ -107,24 +81,26 @@ class Tiering:
         emit: Emit = ignore,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.transfer = transfer
+        self._transfer = transfer
         self._scheduler = scheduler
         self._slow = slow
         self._arena = arena
         self._move = move
         self._emit = emit
         self._clock = clock
-        self._is_resetting = False
-        self._waiting: dict[int, _Waiting] = {}  # by ticket: asked for, held back, or let go and not admitted yet
-        self._num_tickets = 0
+        self._fetching = Fetching(scheduler, slow, transfer)
         self._returning = Returning()
         self._ahead: set[str] = set()  # of those at the head of the queue, who was looked at there
-        self._queued_bytes: dict[str, int] = {}
+
+    def wake_by(self, wake: Callable[[], None]) -> None:
+        """Have ``wake`` called, on any thread, when the transfer has done something."""
+        self._transfer.notify = wake
 
     def begin(self, request: Request, now: float) -> None:
         """Hold a queued request back, if slow tiers have what it lacks, or may have."""
         self._ahead.add(request.request_id)
-        self._seek(_Waiting(request, self._missing(request.namespace, request.packed(), request.max_hit_tokens)), now)
+        names = self._missing(request.namespace, request.packed(), request.max_hit_tokens)
+        self._fetching.seek(Wanted(request, names), now)
 
     def expect(self, request: Request, now: float) -> None:
         """A request has ended. If it said when it will go on, bring by then what slow tiers alone have of it.
@@ -138,23 +114,21 @@ class Tiering:
 
     def wait(self, timeout_s: float) -> None:
         """Return when the transfer has done something, and take note of it; or after ``timeout_s``."""
-        for outcome in self.transfer.collect(timeout_s):
+        for outcome in self._transfer.collect(timeout_s):
             self._note(outcome, self._clock())
 
     def poll(self, now: float) -> None:
         """Take note of what the transfer has done, let go whoever need not wait, and write what is due."""
-        for outcome in self.transfer.collect():
+        for outcome in self._transfer.collect():
             self._note(outcome, now)
         self._slow.fetches.late(now)
-        self._let_go()
+        self._fetching.let_go()  # first, since others wait for the room
         self._look_ahead(now)
         for expected in self._returning.take(now, _NUM_AHEAD):
             names = self._missing(expected.namespace, expected.packed, len(expected.packed) // TOKEN_BYTES)
-            self._seek(_Waiting(None, names[: self._slow.fetches.max_waited // _SHARE_EXPECTED]), now)
-        for ticket, waiting in list(self._waiting.items()):
-            if waiting.waits:
-                self._advance(ticket, waiting, now)
-        self.transfer.write(self._slow.writes.take())
+            self._fetching.seek(Wanted(None, names[: self._slow.fetches.max_waited // _SHARE_EXPECTED]), now)
+        self._fetching.advance(now)
+        self._transfer.write(self._slow.writes.take())
 
     def computed(self, num_tokens: int, num_rows: int, seconds: float) -> None:
         """Take note of what a step of ``num_rows`` sequences took, if it was mostly prefilling."""
@@ -167,21 +141,20 @@ class Tiering:
 
     def next_due_s(self) -> float:
         """Return when :meth:`poll` has something to do though nothing has come; inf for never."""
-        looking = (waiting.late_s for waiting in self._waiting.values() if waiting.fetch is None)
-        return min(self._slow.fetches.next_late_s(), self._returning.next_due_s(), min(looking, default=float("inf")))
+        return min(self._slow.fetches.next_late_s(), self._returning.next_due_s(), self._fetching.next_late_s())
 
     def store_pending(self) -> None:
         """No step will run soon: make the stores that wait for one."""
         self._store()
-        self.transfer.write(self._slow.writes.take())
+        self._transfer.write(self._slow.writes.take())
 
     def distrust(self, digests: set[bytes]) -> None:
         """Have the slow tiers forget these paths, as soon as they come to it."""
-        self.transfer.forget(list(digests))
+        self._transfer.forget(list(digests))
 
     def begin_reset(self) -> None:
         """The core is being reset: bring nothing until :meth:`finish_reset`."""
-        self._is_resetting = True
+        self._fetching.is_stopped = True
         self._returning.clear()
 
     def finish_reset(self) -> None:
@@ -191,12 +164,12 @@ class Tiering:
             TierError: one could not.
         """
         try:
-            self.transfer.clear()
+            self._transfer.clear()
         except StoreError as error:
             msg = f"Device and host have forgotten everything, but not all other tiers: {error}."
             raise TierError(msg, remedy="Try again, or clear that tier by its own means.") from None
         finally:
-            self._is_resetting = False
+            self._fetching.is_stopped = False
 
     def close(self, left_s: Callable[[], float]) -> None:
         """Write what is cached and unsaved as far as time goes, and close the tiers.
@@ -211,12 +184,12 @@ class Tiering:
             core.moves.store_cached(nodes, slow.writes.num_spare)
             self._store()
             writes = slow.writes.take(is_flush=True)
-            self.transfer.write(writes)
+            self._transfer.write(writes)
             if slow.is_quiet and not nodes and not writes:
                 break
-            for outcome in self.transfer.collect(0.0 if slow.is_quiet else min(left_s(), _LOOK_UP_S)):
+            for outcome in self._transfer.collect(0.0 if slow.is_quiet else min(left_s(), _LOOK_UP_S)):
                 self._note(outcome, self._clock())
-        self.transfer.close(left_s())
+        self._transfer.close(left_s())
 
     # Inside.
 
@@ -238,7 +211,7 @@ class Tiering:
 
         Whoever has something kept must not wait for room again: it may be the one that takes it.
         """
-        served = {waiting.request.request_id for waiting in self._waiting.values() if waiting.request is not None}
+        served = set(self._fetching.served())
         ahead = list(islice(self._scheduler.waiting, _NUM_AHEAD))
         self._ahead &= {request.request_id for request in ahead}.union(self._scheduler.fetching)
         for request in ahead:
@@ -249,66 +222,12 @@ class Tiering:
     def _missing(self, namespace: bytes, packed: bytes, max_tokens: int) -> list[BlockName]:
         """Return the names of what neither device nor host has, if it may be brought."""
         core = self._scheduler.core
-        return [] if self._is_resetting or not core.publishes else core.missing(namespace, packed, max_tokens)
-
-    def _seek(self, waiting: _Waiting, now: float) -> None:
-        """Bring what tiers have of what is missing, if that pays; or ask them first what they have."""
-        arbiter, names, found = self._slow.arbiter, waiting.names, waiting.found
-        for tier in self.transfer.tiers:
-            rest = names[len(found) :]
-            if not rest or not arbiter.pays(tier):
-                continue
-            if tier == _FAST:
-                found += [tier] * self.transfer.count(tier, rest)
-            elif arbiter.links[tier].latency_s < _LOOK_SHARE * arbiter.compute_s(len(rest)):
-                self._look(waiting, tier, now)
-                return
-        if self._decide(waiting, now):
-            self._hold(waiting)
-
-    def _look(self, waiting: _Waiting, tier: str, now: float) -> None:
-        rest = waiting.names[len(waiting.found) :]
-        waiting.late_s = now + _LOOK_SHARE * self._slow.arbiter.compute_s(len(rest))
-        self._hold(waiting)
-        self.transfer.look(tier, rest, self._num_tickets)
-
-    def _hold(self, waiting: _Waiting) -> None:
-        self._num_tickets += 1
-        self._waiting[self._num_tickets] = waiting
-        if waiting.request is not None:
-            self._scheduler.hold(waiting.request)
-
-    def _decide(self, waiting: _Waiting, now: float) -> bool:
-        """Let a request wait for what is known to be found, if that pays; whether it does."""
-        arbiter = self._slow.arbiter
-        del waiting.found[self._slow.fetches.max_waited :]
-        if not waiting.found or self._is_resetting:
-            return False
-        waiting.verdict = verdict = arbiter.weigh(waiting.found, self._queued_bytes)
-        if not verdict.num_blocks:
-            return False
-        waiting.late_s = now + _ROOM_SHARE * verdict.compute_s
-        self._fetch(waiting, now)
-        return True
-
-    def _fetch(self, waiting: _Waiting, now: float) -> None:
-        """Begin to bring what was decided, if there is room for it."""
-        verdict = waiting.verdict
-        assert verdict is not None, "it was not decided"
-        found = list(zip(waiting.found, waiting.names, strict=False))[: verdict.num_blocks]
-        waiting.fetch = fetch = self._slow.fetches.begin(found, verdict.patience_s, now)
-        if fetch is not None:
-            for tier, ops in fetch.ops.items():
-                num_bytes = len(ops) * self._slow.arbiter.block_bytes
-                self._queued_bytes[tier] = self._queued_bytes.get(tier, 0) + num_bytes
-            self.transfer.fetch(fetch)
+        return [] if self._fetching.is_stopped or not core.publishes else core.missing(namespace, packed, max_tokens)
 
     def _note(self, outcome: Fetched | Found | Written, now: float) -> None:
+        """Take note of one thing that the transfer has done."""
         if isinstance(outcome, Found):
-            waiting = self._waiting.get(outcome.ticket)
-            if waiting is not None and waiting.verdict is None:
-                waiting.found += [outcome.tier] * outcome.num_blocks
-                waiting.late_s = now
+            self._fetching.found(outcome, now)
         elif isinstance(outcome, Written):
             self._slow.writes.written(outcome.ops, outcome.num_kept)
             self._emit(TierWritten(len(outcome.ops), outcome.num_kept))
@@ -316,8 +235,9 @@ class Tiering:
             self._note_fetched(outcome, now)
 
     def _note_fetched(self, fetched: Fetched, now: float) -> None:
+        """Take note of what has come, and tell what it took."""
         arbiter = self._slow.arbiter
-        self._queued_bytes[fetched.tier] -= len(fetched.ops) * arbiter.block_bytes
+        self._fetching.arrived(fetched)
         causes: dict[TierMissCause, int] = {}
         for op, found in zip(fetched.ops, fetched.found, strict=True):
             is_good = not isinstance(found, MissCause)
@@ -332,35 +252,57 @@ class Tiering:
             arbiter.links[fetched.tier].learn(num_found * arbiter.block_bytes, fetched.seconds)
         self._emit(TierRead(fetched.tier, num_found, num_found * arbiter.block_bytes, fetched.seconds, causes))
 
-    def _let_go(self) -> None:
-        """Keep nothing for requests that were admitted, or have ended: first, since others wait for the room."""
-        for ticket, waiting in list(self._waiting.items()):
-            request = waiting.request
-            if request is not None and request.status not in (RequestStatus.FETCHING, RequestStatus.WAITING):
-                self._end(ticket, waiting)
 
-    def _end(self, ticket: int, waiting: _Waiting) -> None:
-        del self._waiting[ticket]
-        if waiting.fetch is not None:
-            self._slow.fetches.end(waiting.fetch)
+class _NoTiering(Tiering):
+    """No slow tiers: nobody waits for them, nothing is written, and nothing is due."""
 
-    def _advance(self, ticket: int, waiting: _Waiting, now: float) -> None:
-        """Let a request go on that need not wait any more."""
-        if waiting.verdict is None:  # a tier is asked what it has
-            is_waiting = now < waiting.late_s or self._decide(waiting, now)
-        elif waiting.fetch is None:  # there was no room
-            self._fetch(waiting, now)
-            is_waiting = waiting.fetch is not None or now < waiting.late_s
-        else:
-            is_waiting = not waiting.fetch.is_over
-        if is_waiting:
-            return
-        waiting.is_over = True
-        if waiting.request is not None:
-            self._scheduler.ready(waiting.request)
-        if waiting.fetch is None:
-            del self._waiting[ticket]
-        elif waiting.request is None:
-            self._end(ticket, waiting)
-        else:
-            self._slow.arbiter.account(waiting.fetch.num_arrived, now - waiting.fetch.begun_s)
+    is_on = False
+
+    def __init__(self) -> None:
+        pass
+
+    def wake_by(self, wake: Callable[[], None]) -> None:
+        """Nothing wakes anybody."""
+
+    def begin(self, request: Request, now: float) -> None:
+        """Nobody is held back."""
+
+    def expect(self, request: Request, now: float) -> None:
+        """Nothing is brought before it is asked for."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Nothing comes."""
+
+    def poll(self, now: float) -> None:
+        """Nothing has happened."""
+
+    def computed(self, num_tokens: int, num_rows: int, seconds: float) -> None:
+        """Nothing is weighed."""
+
+    @property
+    def expected_bytes(self) -> int:
+        """Nothing is remembered."""
+        return 0
+
+    def next_due_s(self) -> float:
+        """Nothing is ever due."""
+        return float("inf")
+
+    def store_pending(self) -> None:
+        """Stores wait for a step."""
+
+    def distrust(self, digests: set[bytes]) -> None:
+        """Nobody else has these paths."""
+
+    def begin_reset(self) -> None:
+        """Nothing is being brought."""
+
+    def finish_reset(self) -> None:
+        """Nobody else has anything."""
+
+    def close(self, left_s: Callable[[], float]) -> None:
+        """Nothing is open."""
+
+
+NO_TIERING: Tiering = _NoTiering()
+"""No slow tiers; it never changes, so all engines without some share it."""

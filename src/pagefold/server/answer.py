@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from starlette.responses import JSONResponse, Response
 
 from pagefold.server.disconnect import while_connected
+from pagefold.server.event_stream import EventStream
 from pagefold.server.extras import Extras
 from pagefold.server.request_log import attach_generation
-from pagefold.server.streaming import EventStream
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable

@@ -76,7 +76,7 @@ class _CompletionChoice(_Choice):
 
 
 class Completion(BaseModel):
-    """Of ``/v1/completions``."""
+    """The answer of ``/v1/completions``."""
 
     id: str
     object: Literal["text_completion"]
@@ -111,7 +111,7 @@ class _ChatChoice(_Choice):
 
 
 class ChatCompletion(BaseModel):
-    """Of ``/v1/chat/completions``."""
+    """The answer of ``/v1/chat/completions``."""
 
     id: str
     object: Literal["chat.completion"]
@@ -158,7 +158,7 @@ class _ResponseUsage(BaseModel):
 
 
 class OpenAIResponse(BaseModel):
-    """Of ``/v1/responses``."""
+    """The answer of ``/v1/responses``."""
 
     id: str
     object: Literal["response"]
@@ -172,7 +172,7 @@ class OpenAIResponse(BaseModel):
 
 
 class DeletedResponse(BaseModel):
-    """Of ``DELETE /v1/responses/{response_id}``."""
+    """The answer of ``DELETE /v1/responses/{response_id}``."""
 
     id: str
     object: Literal["response"]
@@ -205,7 +205,7 @@ class _MessageUsage(BaseModel):
 
 
 class AnthropicMessage(BaseModel):
-    """Of ``/v1/messages``."""
+    """The answer of ``/v1/messages``."""
 
     id: str
     type: Literal["message"]
@@ -218,13 +218,13 @@ class AnthropicMessage(BaseModel):
 
 
 class CountedTokens(BaseModel):
-    """Of ``/v1/messages/count_tokens``."""
+    """The answer of ``/v1/messages/count_tokens``."""
 
     input_tokens: int = Field(ge=1)
 
 
 class Tokenized(BaseModel):
-    """Of ``/tokenize``."""
+    """The answer of ``/tokenize``."""
 
     count: int = Field(ge=0)
     max_model_len: int = Field(ge=2)
@@ -233,7 +233,7 @@ class Tokenized(BaseModel):
 
 
 class Detokenized(BaseModel):
-    """Of ``/detokenize``."""
+    """The answer of ``/detokenize``."""
 
     prompt: str
 
@@ -249,7 +249,7 @@ class Model(BaseModel):
 
 
 class Models(BaseModel):
-    """Of ``/v1/models``."""
+    """The answer of ``/v1/models``."""
 
     object: Literal["list"]
     data: list[Model]
@@ -274,7 +274,7 @@ class _GonePin(BaseModel):
 
 
 class Warmed(BaseModel):
-    """Of ``/v1/cache/warm``. ``cause`` is there if the pin has gone already."""
+    """The answer of ``/v1/cache/warm``. ``cause`` is there if the pin has gone already."""
 
     id: str
     object: Literal["cache.warm"]
@@ -286,7 +286,7 @@ class Warmed(BaseModel):
 
 
 class Pins(BaseModel):
-    """Of ``GET /v1/cache/pins``."""
+    """The answer of ``GET /v1/cache/pins``."""
 
     object: Literal["list"]
     data: list[_Pin]
@@ -296,7 +296,7 @@ class Pins(BaseModel):
 
 
 class Unpinned(BaseModel):
-    """Of ``DELETE /v1/cache/pins/{pin_id}``."""
+    """The answer of ``DELETE /v1/cache/pins/{pin_id}``."""
 
     id: str
     object: Literal["cache.pin"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagefold.engine.outputs import best
 from pagefold.errors import EngineStoppedError, InvalidRequestError, RequestTimeoutError, StepFailedError
-from pagefold.server.errors import ContextLengthError
+from pagefold.server.context_length import check_prompt
 from pagefold.server.logprobs import ToldToken, told_tokens
 from pagefold.server.reasoning.counter import NOTHING_COUNTED, TokenCounter
 from pagefold.server.reasoning.thinking import NO_THINKING
@@ -19,9 +19,10 @@ from pagefold.server.reasoning.thinking import NO_THINKING
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping
 
-    from pagefold.engine.client import EngineClient, TokenStream
+    from pagefold.engine.client import EngineClient
     from pagefold.engine.logprobs import PromptLogprobs
     from pagefold.engine.outputs import OutputDelta
+    from pagefold.engine.token_stream import TokenStream
     from pagefold.request import Caller, FinishReason, RequestTimes
     from pagefold.sampling import SamplingParams
     from pagefold.server.reasoning.thinking import Thinking
@@ -115,7 +116,7 @@ class Generation:
     ) -> None:
         self.request_ids = [f"{request_id}-{index}" for index in range(len(prompts))]
         for prompt in prompts:
-            _check_length(len(prompt), sampling.max_tokens, client.max_model_len, param)
+            check_prompt(len(prompt), sampling.max_tokens, client.max_model_len, param)
         self.request_id = request_id
         self._tenant = caller.tenant
         self._client = client
@@ -307,14 +308,3 @@ async def _merged(streams: list[TokenStream]) -> AsyncGenerator[tuple[int, Outpu
         for task in pumps:
             task.cancel()
         await asyncio.gather(*pumps, return_exceptions=True)
-
-
-def _check_length(num_prompt_tokens: int, max_tokens: int | None, max_model_len: int, param: str) -> None:
-    wanted = max(1, max_tokens or 1)  # without any too, one must be left
-    if not num_prompt_tokens or num_prompt_tokens + wanted <= max_model_len:
-        return
-    msg = (
-        f"This model's maximum context length is {max_model_len} tokens. However, you requested "
-        f"{num_prompt_tokens + wanted} tokens ({num_prompt_tokens} in the {param}, {wanted} in the completion)."
-    )
-    raise ContextLengthError(msg, param=param, remedy=f"Please reduce the length of the {param} or completion.")

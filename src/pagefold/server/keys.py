@@ -59,7 +59,7 @@ class Lock:
 
 @dataclass(frozen=True, slots=True)
 class Locks:
-    """Which path has which lock.
+    """The locks of paths.
 
     Attributes:
         admin: of the admin's routes.

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagefold.engine.client import EngineStatus
+from pagefold.engine.status import EngineStatus
 from pagefold.errors import EngineStoppedError
 from pagefold.request import ANYBODY
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pagefold.engine.client import EngineClient, TokenStream
+    from pagefold.engine.client import EngineClient
     from pagefold.engine.pins import PinReport
+    from pagefold.engine.token_stream import TokenStream
     from pagefold.request import Caller
     from pagefold.sampling import SamplingParams
     from pagefold.structured.grammar import Grammar

@@ -55,7 +55,7 @@ class Part:
 
     @property
     def text(self) -> str:
-        """Its text so far."""
+        """The part's text so far."""
         return "".join(self.pieces)
 
 

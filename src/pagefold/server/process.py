@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import uvicorn
 
-from pagefold.engine.client import EngineThread
+from pagefold.engine.engine_thread import EngineThread
 from pagefold.errors import PagefoldError
 from pagefold.memory.native import have_few_arenas
 from pagefold.observe.metrics import Metrics
@@ -44,7 +44,7 @@ class WarmPrompt(NamedTuple):
     """A prompt to warm before the first request.
 
     Attributes:
-        where: it was found, for people.
+        where: where the prompt was found, for people.
         asked: what to warm.
     """
 

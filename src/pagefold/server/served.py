@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from pagefold.errors import InvalidRequestError
 from pagefold.server.chat_prompt import ChatPrompt
+from pagefold.server.context_length import check_text, check_tokens
 from pagefold.server.disconnect import stays
-from pagefold.server.errors import ContextLengthError, UnknownModelError
+from pagefold.server.errors import UnknownModelError
 from pagefold.server.ignored import note_ignored
 from pagefold.server.reasoning.formats import FORMATS as REASONING_FORMATS
 from pagefold.server.reasoning.thinking import NO_THINKING, thinking_of
@@ -45,10 +46,6 @@ _LONG_CHAT = 4_000
 """Characters that a chat counts as where they are not counted: it is worked on aside."""
 
 _AS_USUAL = ChatOptions()
-
-_MAX_CHARACTERS, _MAX_CHARACTERS_A_TOKEN = 2**20, 8
-"""A text has at most so many characters, or so many for each token of the context if that is more: where no fewer
- tokens can be proven to be too many, this bounds what tokenizing takes, in seconds and in memory."""
 
 _NUM_TOGETHER = 2**14
 """Tokens that are decoded in one piece: the library holds the interpreter while it hands them over."""
@@ -122,7 +119,7 @@ class Served:
 
         def check() -> None:
             for text in texts:
-                self._refuse_if_too_long(text, tokenizer, "prompt", times)
+                check_text(text, tokenizer, self.client.max_model_len, "prompt", times)
 
         size = sum(map(len, texts))
         await self.workers.run(size, [check], receive)
@@ -154,7 +151,7 @@ class Served:
         def encode() -> ChatPrompt:
             plain = [message.for_template() for message in messages]
             text = tokenizer.render_chat(plain, _told(tools, plain, tokenizer), options)
-            self._refuse_if_too_long(text, tokenizer, param, times)
+            check_text(text, tokenizer, self.client.max_model_len, param, times)
             token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
             continued = plain[-1]["content"] if options.continue_final_message else ""
             return ChatPrompt(token_ids, self._thinking(text, continued, tokenizer))
@@ -215,7 +212,7 @@ class Served:
         def encode() -> StablePrefix:
             plain = [message.for_template() for message in messages]
             text = tokenizer.render_chat_prefix(plain) if prompt is None else prompt
-            self._refuse_if_too_long(text, tokenizer, param)
+            check_text(text, tokenizer, self.client.max_model_len, param)
             return tokenizer.encode_rendered_prefix(text) if prompt is None else tokenizer.encode_prefix(text)
 
         (found,) = await self.workers.run(len(prompt or "") + _num_characters(messages), [encode], stays)
@@ -243,10 +240,7 @@ class Served:
             ContextLengthError: they are more than the context.
         """
         tokenizer = self._tokenizer("tokens")
-        max_model_len = self.client.max_model_len
-        if len(token_ids) > max_model_len:
-            msg = f"This model's maximum context length is {max_model_len} tokens, and there are {len(token_ids)}."
-            raise ContextLengthError(msg, param="tokens", remedy="Send them in parts.")
+        check_tokens(len(token_ids), self.client.max_model_len, "tokens")
         largest = max(token_ids, default=0)
         if largest >= tokenizer.vocab_size:
             msg = f"Token id {largest} is not in the model's vocabulary."
@@ -264,26 +258,6 @@ class Served:
             "owned_by": "pagefold",
             "max_model_len": self.client.max_model_len,
         }
-
-    def _refuse_if_too_long(self, text: str, tokenizer: Tokenizer, param: str, times: int = 1) -> None:
-        """Refuse before it is tokenized what cannot fit: tokenizing takes seconds a megabyte, and 300 times its memory.
-
-        Where a vocabulary proves nothing of a text's tokens, its characters alone are bounded.
-        """
-        max_model_len = self.client.max_model_len
-        max_characters = times * max(_MAX_CHARACTERS, _MAX_CHARACTERS_A_TOKEN * max_model_len)
-        num_tokens = tokenizer.min_tokens(text)
-        if num_tokens >= max_model_len * times:
-            msg = (
-                f"This model's maximum context length is {max_model_len} tokens. However, the {param} has "
-                f"{len(text)} characters, which are at least {num_tokens} tokens."
-            )
-            raise ContextLengthError(msg, param=param, remedy=f"Please reduce the length of the {param}.")
-        if len(text) > max_characters:
-            msg = (
-                f"The {param} has {len(text)} characters; for {max_model_len} tokens at most {max_characters} are read."
-            )
-            raise ContextLengthError(msg, param=param, remedy=f"Please reduce the length of the {param}.")
 
     def _tokenizer(self, param: str) -> Tokenizer:
         if self.client.tokenizer is None:

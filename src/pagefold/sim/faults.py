@@ -267,7 +267,7 @@ class _Machine:
         return tokens, names
 
     def _shrink(self, num_blocks: int) -> None:
-        """Hold so many blocks as nobody's table, or all that can be had."""
+        """Hold so many blocks for no sequence, or all that can be had."""
         if self._ballast is not None:
             self._core.release(self._ballast)
             self._ballast = None

@@ -1,4 +1,4 @@
-"""A comparison as a picture, by matplotlib: the only file of this room that needs it."""
+"""A comparison as a picture, by matplotlib: the only file of this package that needs it."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class RecordingReport:
     """How a replay went.
 
     Attributes:
-        num_requests: that came.
+        num_requests: how many requests came.
         num_steps: that were replayed; empty ones count.
         num_failed_steps, num_cancelled, num_preemptions: steps that failed, requests cancelled, preemptions.
         num_asked_tokens, num_hit_tokens: of first admissions.

@@ -84,7 +84,7 @@ class MeasuredStep:
     Attributes:
         num_computed: tokens.
         num_read: tokens of KV that it read: those before, and those computed.
-        seconds: it took.
+        seconds: how long the step took.
     """
 
     num_computed: int

@@ -5,7 +5,7 @@ from pagefold.store.arena import HostArena
 from pagefold.store.frame import FrameFormat
 from pagefold.store.open import open_stores
 from pagefold.store.protocol import BlockStore, Get, Put, SelfTest, StoreUse
-from pagefold.store.transfer import Transfer
+from pagefold.store.transfer_threads import TransferThreads
 
 __all__ = [
     "BlockStore",
@@ -17,6 +17,6 @@ __all__ = [
     "SelfTest",
     "StoreError",
     "StoreUse",
-    "Transfer",
+    "TransferThreads",
     "open_stores",
 ]

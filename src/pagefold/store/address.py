@@ -21,7 +21,7 @@ class RemoteAddress:
     """Where a remote store is, and as whom to speak to it. As text it is its URL with a masked password.
 
     Attributes:
-        scheme: which kind of store.
+        scheme: the kind of the store.
         host, port: of the server.
         username, password: of the account; empty where there is none.
         path: behind the port, without its slash.

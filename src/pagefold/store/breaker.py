@@ -11,7 +11,7 @@ class Change(NamedTuple):
     """A store went out, or came back.
 
     Attributes:
-        is_out: which of both.
+        is_out: whether it was left out, rather than let in again.
         why: in words; what failed.
         lasted_s: how long it had been in, or out.
     """

@@ -46,7 +46,7 @@ class NamespaceView(NamedTuple):
     """The blocks of a layout that one namespace has: a tenant's, a salt's.
 
     Attributes:
-        namespace: its digest.
+        namespace: the digest of its namespace.
         num_blocks: how many blocks.
         used: when one was last used, in nanoseconds since 1970.
     """
@@ -124,7 +124,7 @@ class Verified(NamedTuple):
     """What came of reading all frames.
 
     Attributes:
-        num_blocks: that were read.
+        num_blocks: how many blocks were read.
         dropped: how many of them were dropped, by what was wrong with them.
     """
 
@@ -170,7 +170,7 @@ def verify(folder: Path, progress: Callable[[int, int], None]) -> Verified:
     """Read every frame and drop those that are wrong.
 
     Args:
-        folder: that nobody uses.
+        folder: a cache folder that nobody uses.
         progress: is told how many frames of how many were read.
 
     Raises:

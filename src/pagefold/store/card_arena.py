@@ -1,8 +1,8 @@
-"""CardArena: the host arena of a card: its memory is pinned, and blocks move on a stream of their own.
+"""CardArena: the host arena of a card: its memory is page-locked, and blocks move on a stream of their own.
 
 What a store reads, steps before have written: the copying stream waits for theirs. What a load writes, the step reads,
-layer by layer: a block's layers lie in it one after another, so blocks come in *groups of layers*, first the first
-layers of all blocks, and a layer's attention waits for its own group alone. The host waits for nothing of this.
+layer by layer: a block's layers lie in it one after another, so blocks come in *slices of layers*, first the first
+layers of all blocks, and a layer's attention waits for its own slice alone. The host waits for nothing of this.
 
 Checksums are of whole blocks. The host compares them while copies and the step's computing are under way; where one is
 wrong, the step fails, and nothing of it counts.
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
 
 __all__ = ["CardArena", "CardMoves"]
 
-_GROUP_BYTES = 2**18
+_SLICE_BYTES = 2**18
 """A copy of less does not fill the link."""
 
-_MAX_GROUPS = 4
-"""The first of so many groups is what computing waits for; more would only be more copies to queue."""
+_MAX_SLICES = 4
+"""The first of so many slices is what computing waits for; more would only be more copies to queue."""
 
 _NUM_MEASURED = 32
 """Blocks that are copied to measure the link."""
 
 
 class CardArena(HostArena):
-    """Blocks in pinned host memory, for blocks on a card.
+    """Blocks in page-locked host memory, for blocks on a card.
 
     Args:
         num_blocks: how many blocks it holds.
@@ -74,7 +74,7 @@ class CardArena(HostArena):
     def begin(
         self, ops: HostOps, blocks: NDArray[np.uint8] | torch.Tensor, layer_begins: Sequence[int] = (0,)
     ) -> CardMoves | None:
-        """Queue a step's stores, and behind them its loads, group by group; None where there is nothing to do."""
+        """Queue a step's stores, and behind them its loads, slice by slice; None where there is nothing to do."""
         if not (ops.stores or ops.loads or ops.checks):
             return None
         blocks = torch.as_tensor(blocks)
@@ -83,8 +83,8 @@ class CardArena(HostArena):
             for store in ops.stores:
                 self._tensor[store.host_id].copy_(blocks[store.block_id], non_blocking=True)
             begun = self._stream.mark()
-            groups = _groups(blocks.shape[1], layer_begins) if ops.loads else [slice(0, 0)]
-            for part in groups:
+            parts = _layer_slices(blocks.shape[1], layer_begins) if ops.loads else [slice(0, 0)]
+            for part in parts:
                 for load in ops.loads:
                     blocks[load.block_id, part].copy_(self._tensor[load.host_id, part], non_blocking=True)
                 marks.append(self._stream.mark())
@@ -137,7 +137,7 @@ class CardMoves:
         arena: the host's blocks.
         ops: what moves.
         begun: when all stores are made.
-        marks: when each group of layers is there, the stores included.
+        marks: when each slice of layers is there, the stores included.
         num_layers: layers that a block has.
     """
 
@@ -185,11 +185,11 @@ class CardMoves:
             self._arena.on_restored(num_bytes, self._marks[-1].seconds_since(self._begun))
 
 
-def _groups(block_bytes: int, layer_begins: Sequence[int]) -> list[slice]:
-    """Cut a block into groups of layers; return which of its bytes each is."""
+def _layer_slices(block_bytes: int, layer_begins: Sequence[int]) -> list[slice]:
+    """Cut a block into slices of layers; return which of its bytes each is."""
     num_layers = len(layer_begins)
-    num_groups = max(1, min(_MAX_GROUPS, num_layers, block_bytes // _GROUP_BYTES))
-    firsts = [layer_begins[-(-group * num_layers // num_groups)] for group in range(num_groups)]
+    num_slices = max(1, min(_MAX_SLICES, num_layers, block_bytes // _SLICE_BYTES))
+    firsts = [layer_begins[-(-index * num_layers // num_slices)] for index in range(num_slices)]
     return [slice(first, end) for first, end in zip(firsts, [*firsts[1:], block_bytes], strict=True)]
 
 
@@ -208,5 +208,5 @@ def _pin(memory: torch.Tensor) -> None:
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     error = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     if int(error):
-        msg = f"The host's memory for blocks, {memory.nbytes:,} bytes, cannot be pinned (CUDA error {int(error)})."
+        msg = f"The host's memory for blocks, {memory.nbytes:,} bytes, cannot be page-locked (CUDA error {int(error)})."
         raise ConfigError(msg, remedy="Use a smaller kv_offloading_size, or raise the limit of locked memory.")

@@ -289,7 +289,7 @@ class DiskStore:
         """
         with self._busy():
             with self._mutex:
-                found = self._entries.pin(get.name.digest for get in gets)
+                found = self._entries.begin_read(get.name.digest for get in gets)
             results: list[bytes | MissCause] = []
             try:
                 if found:
@@ -297,7 +297,7 @@ class DiskStore:
             finally:
                 wrong = [entry for entry, result in zip(found, results, strict=False) if isinstance(result, MissCause)]
                 with self._mutex:
-                    self._places.give_back(self._entries.unpin(found))
+                    self._places.give_back(self._entries.end_read(found))
                     self._drop_wrong(wrong)
             self._flush_if(_TOUCHED_BY_GETS)
             end = next((index for index, result in enumerate(results) if isinstance(result, MissCause)), len(results))

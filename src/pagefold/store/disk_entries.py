@@ -86,25 +86,25 @@ class Entries:
         if not entry.num_reads:
             self._order.move_to_end(entry.digest)
 
-    def pin(self, digests: Iterable[bytes]) -> list[Entry]:
+    def begin_read(self, digests: Iterable[bytes]) -> list[Entry]:
         """Keep entries where they are, up to the first that is not there, and return them."""
-        pinned: list[Entry] = []
+        entries: list[Entry] = []
         for digest in digests:
             entry = self._all.get(digest)
             if entry is None:
                 break
             entry.num_reads += 1
             self._order.pop(digest, None)
-            pinned.append(entry)
-        return pinned
+            entries.append(entry)
+        return entries
 
-    def unpin(self, pinned: Sequence[Entry]) -> list[int]:
+    def end_read(self, entries: Sequence[Entry]) -> list[int]:
         """Let go of entries, and return the places of those that were forgotten meanwhile.
 
         The first becomes the one used last: tails leave before heads.
         """
         free: list[int] = []
-        for entry in reversed(pinned):
+        for entry in reversed(entries):
             entry.num_reads -= 1
             if not entry.is_gone:
                 if not entry.num_reads:

@@ -35,8 +35,8 @@ from pagefold.kv import TOKEN_BYTES, BlockName, KVGeometry, Namespace, root_dige
 from pagefold.kv.transfers import MissCause
 
 if TYPE_CHECKING:
+    from pagefold.transport.block_form import BlockForm
     from pagefold.transport.packing import Packing
-    from pagefold.transport.plan import BlockPlan
 
 __all__ = ["ALIGNMENT", "VERSION", "BlockName", "FrameFormat", "checksum_of", "sizes_of"]
 
@@ -65,7 +65,7 @@ class FrameFormat:
         layout: digest of all that decides how a block's bytes are to be read; 32 bytes.
         block_bytes: bytes of a block.
         key_bytes: bytes of a block's packed tokens.
-        plan: of what a block is made; None reads and writes no packed frames.
+        form: how a block is made; None reads and writes no packed frames.
         dropped_bits: of codes of 8 bit, when a block is packed; None packs none, and reads those of others.
 
     Attributes:
@@ -78,11 +78,11 @@ class FrameFormat:
         layout: bytes,
         block_bytes: int,
         key_bytes: int,
-        plan: BlockPlan | None = None,
+        form: BlockForm | None = None,
         dropped_bits: int | None = None,
     ) -> None:
-        assert plan is None or plan.block_bytes == block_bytes, "a plan of other blocks"
-        self._plan = plan
+        assert form is None or form.block_bytes == block_bytes, "the form of other blocks"
+        self._form = form
         self._dropped_bits = dropped_bits
         self.layout = layout
         self.block_bytes = block_bytes
@@ -106,7 +106,7 @@ class FrameFormat:
         layout = Namespace(model=namespace.model, layout=namespace.layout, dtype=namespace.dtype)
         return cls(root_digest(layout.key()), geometry.bytes_per_block, geometry.block_size * TOKEN_BYTES)
 
-    def for_transport(self, plan: BlockPlan, dropped_bits: int | None) -> FrameFormat:
+    def for_transport(self, form: BlockForm, dropped_bits: int | None) -> FrameFormat:
         """Return the format for stores that take frames of any size; see the arguments of the class.
 
         What is not restored to the same bytes is another layout: nobody takes it for the block itself.
@@ -114,16 +114,16 @@ class FrameFormat:
         layout = self.layout
         if dropped_bits:
             layout = root_digest(Namespace(model=layout.hex(), layout=f"lossy{8 - dropped_bits}").key())
-        return FrameFormat(layout, self.block_bytes, self.key_bytes, plan, dropped_bits)
+        return FrameFormat(layout, self.block_bytes, self.key_bytes, form, dropped_bits)
 
     @cached_property
     def _packing(self) -> Packing | None:
         """Made when it is first needed: it compiles."""
-        if self._plan is None:
+        if self._form is None:
             return None
         from pagefold.transport.packing import Packing  # noqa: PLC0415 - as above
 
-        return Packing(self._plan, self._dropped_bits or 0)
+        return Packing(self._form, self._dropped_bits or 0)
 
     def trial_block(self) -> bytes:
         """Return bytes as a block may have them, for trying a store: they can be packed as well as those of blocks."""

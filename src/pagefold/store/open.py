@@ -17,33 +17,33 @@ if TYPE_CHECKING:
     from pagefold.store.breaker import Change
     from pagefold.store.frame import FrameFormat
     from pagefold.store.protocol import BlockStore
-    from pagefold.transport.plan import BlockPlan
+    from pagefold.transport.block_form import BlockForm
 
 __all__ = ["open_stores"]
 
 _log = logging.getLogger(__name__)
 
 
-def open_stores(config: EngineConfig, frames: FrameFormat, plan: Callable[[], BlockPlan]) -> list[BlockStore]:
+def open_stores(config: EngineConfig, frames: FrameFormat, form: Callable[[], BlockForm]) -> list[BlockStore]:
     """Open the slow tiers that a config names.
 
     Args:
         config: says where they are.
         frames: of the model's blocks.
-        plan: returns of what they are made, for packing what goes over a network. Places on a disk are all of one
+        form: returns how they are made, for packing what goes over a network. Places on a disk are all of one
             size, so there nothing is packed.
 
     Raises:
         ConfigError: one cannot be used, and must be.
     """
     with contextlib.ExitStack() as opened:
-        stores = _opened(config, frames, plan, opened)
+        stores = _opened(config, frames, form, opened)
         opened.pop_all()
     return stores
 
 
 def _opened(
-    config: EngineConfig, frames: FrameFormat, plan: Callable[[], BlockPlan], opened: contextlib.ExitStack
+    config: EngineConfig, frames: FrameFormat, form: Callable[[], BlockForm], opened: contextlib.ExitStack
 ) -> list[BlockStore]:
     stores: list[BlockStore] = []
     if config.kv_disk_path is not None:
@@ -54,7 +54,7 @@ def _opened(
             _log.warning("%s", note)
         stores.append(disk)
     if config.kv_remote_url is not None:
-        packed = frames.for_transport(plan(), DROPPED_BITS[config.kv_transport_codec])
+        packed = frames.for_transport(form(), DROPPED_BITS[config.kv_transport_codec])
         remote = open_remote(config.kv_remote_url, packed, on_change=_tell)
         opened.callback(remote.close)
         if config.kv_remote_required:

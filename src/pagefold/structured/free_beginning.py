@@ -1,4 +1,4 @@
-"""FreeBeginning: text that may be anything, before the part that a grammar holds: a model's thinking.
+"""FreeBeginning: text that may be anything, before the part that a grammar binds: a model's thinking.
 
 Which tokens write its marks is a matter of the vocabulary: a mark may be a token of its own, which the library keeps
 apart from text, and may be written letter by letter all the same. The grammar takes both.
@@ -17,7 +17,7 @@ _SPACE = r"/[ \t\r\n]{1,8}/"
 
 @dataclass(frozen=True, slots=True)
 class FreeBeginning:
-    """What may come before the part of an output that is held.
+    """What may come before the part of an output that a grammar binds.
 
     Attributes:
         starts: marks with which it begins; one of them.
@@ -25,7 +25,7 @@ class FreeBeginning:
         token_ids: ids of those marks that are tokens of their own.
         is_open: it has begun already, so it is always there; a start mark may come all the same. Otherwise it is there
             if the output begins with a start mark.
-        allows_space: some white space may stand between its end and the held part, to which it means nothing.
+        allows_space: some white space may stand between its end and the bound part, to which it means nothing.
     """
 
     starts: tuple[str, ...]
@@ -39,21 +39,21 @@ class FreeBeginning:
 
         Args:
             grammar: one, as Lark or as the library's JSON.
-            may_be_left_out: whether the output may begin with the held part where this is not ``is_open``.
+            may_be_left_out: whether the output may begin with the bound part where this is not ``is_open``.
         """
-        held = json.loads(grammar)["grammars"][0] if grammar.startswith("{") else {"lark_grammar": grammar}
-        return json.dumps({"grammars": [{"lark_grammar": self._lark(may_be_left_out)}, {**held, "name": "held"}]})
+        bound = json.loads(grammar)["grammars"][0] if grammar.startswith("{") else {"lark_grammar": grammar}
+        return json.dumps({"grammars": [{"lark_grammar": self._lark(may_be_left_out)}, {**bound, "name": "bound"}]})
 
     def _lark(self, may_be_left_out: bool) -> str:  # noqa: FBT001 - as before
         end = "|".join(re.escape(mark).replace("/", r"\/") for mark in self.ends)
         space = " SPACE?" if self.allows_space else ""
         beginning = "SPACE? mark"
         if self.is_open:
-            start = f"({beginning})? free{space} @held"
+            start = f"({beginning})? free{space} @bound"
         elif may_be_left_out:
-            start = f"SPACE? (mark free{space})? @held" if self.allows_space else f"({beginning} free)? @held"
+            start = f"SPACE? (mark free{space})? @bound" if self.allows_space else f"({beginning} free)? @bound"
         else:
-            start = f"{beginning} free{space} @held"
+            start = f"{beginning} free{space} @bound"
         ends = self._tokens(self.ends)
         rules = [
             f"start: {start}",

@@ -205,7 +205,7 @@ class Grammar:
     def behind(self, beginning: FreeBeginning) -> GrammarSource:
         """Return the source of outputs that begin with ``beginning`` and go on as this grammar says.
 
-        Where the held part too could begin with a start mark, nobody could tell it from thinking: then outputs think.
+        Where the bound part too could begin with a start mark, nobody could tell it from thinking: then outputs think.
         """
         is_told_apart = not any(self._may_begin_with(space + mark) for mark in beginning.starts for space in _SPACES)
         return GrammarSource(beginning.before(self._source.text, may_be_left_out=is_told_apart))

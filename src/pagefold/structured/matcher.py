@@ -11,7 +11,7 @@ __all__ = ["TokenMatcher"]
 
 
 class TokenMatcher(Protocol):
-    """Which tokens may come next in one output. It belongs to one request, and only that one's tokens advance it.
+    """Tells which tokens may come next in one output. It belongs to one request, and only that one's tokens advance it.
 
     Attributes:
         is_complete: nothing can follow any more.

@@ -18,7 +18,7 @@ __all__ = ["RestrictedMatcher", "Restriction", "sequences_of"]
 
 
 class Restriction:
-    """Which tokens one request may sample; makes the matcher of each of its samples.
+    """The tokens that one request may sample; makes the matcher of each of its samples.
 
     Attributes:
         num_bytes: of a mask.

@@ -5,14 +5,14 @@ wait for the word that they belong to, ``<|im_st`` may become a special token, a
 before it. To cache a prefix of prompts that are not known yet, its tokens must be cut where none of that reaches.
 
 A tokenizer finds added tokens first, normalizes what lies between them, splits that into words by a regular expression,
-and makes tokens of each word by merges. A cut at character ``p`` is sealed, whatever the tokenizer's rules are, if
+and makes tokens of each word by merges. A cut at character ``p`` is *firm*, whatever the tokenizer's rules are, if
 
 * no entry of the vocabulary, nor an added token, holds the characters on both sides of ``p`` beside each other: then no
   token ever lies across ``p``, and the tokens on its left do not depend on those on its right; and
 * the words on the left are decided without looking beyond the text: ``p`` is where a run of spaces begins, with
   something else behind it, or lies between a letter and a mark that ends words in every language model's expression.
 
-Beside an added token that no longer one contains it is sealed at once: tokenizers cut there before they do anything.
+Beside an added token that no longer one contains, a cut is firm at once: tokenizers cut there first.
 
 What rules of this kind cannot be sure of is tried out: some continuations are tokenized, and must leave it unchanged.
 """
@@ -63,7 +63,7 @@ class StablePrefix(NamedTuple):
 
 
 class Boundary:
-    """Finds sealed cuts for one tokenizer.
+    """Finds firm cuts for one tokenizer.
 
     Args:
         backend: a ``tokenizers.Tokenizer``.
@@ -103,7 +103,7 @@ class Boundary:
         return 0
 
     def _sealed_cuts(self, text: str, encoded: Encoded) -> Iterator[tuple[int, int]]:
-        """Yield (number of tokens, character) of each sealed cut, the last one first."""
+        """Yield (number of tokens, character) of each firm cut, the last one first."""
         token_ids, offsets = encoded
         end = len(token_ids)
         while end and not offsets[end - 1][1]:  # what the tokenizer puts behind a text

@@ -28,7 +28,7 @@ from pagefold.transport.tables import MAX_BITS, tables
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from pagefold.transport.plan import BlockPlan
+    from pagefold.transport.block_form import BlockForm
 
 __all__ = ["Packing"]
 
@@ -39,22 +39,22 @@ _LEVEL = 1
 
 
 class Packing:
-    """Packs blocks of one plan. Any thread may call it.
+    """Packs blocks of one form. Any thread may call it.
 
     Args:
-        plan: of the blocks.
+        form: how the blocks are made.
         dropped_bits: how many of the lower bits of codes of 8 bit are rounded away: 0 for none.
 
     Attributes:
-        plan: as above.
+        form: as above.
         dropped_bits: as above.
     """
 
-    def __init__(self, plan: BlockPlan, dropped_bits: int = 0) -> None:
-        self.plan = plan
+    def __init__(self, form: BlockForm, dropped_bits: int = 0) -> None:
+        self.form = form
         self.dropped_bits = dropped_bits
-        self._parts = np.array(plan.parts, np.int64).reshape(-1, len(PART_FIELDS))
-        self._order = _plane_order(plan)
+        self._parts = np.array(form.parts, np.int64).reshape(-1, len(PART_FIELDS))
+        self._order = _plane_order(form)
         self._tables = tables()
         # Rows are dealt to the streams in turn, so each has a quarter of the numbers.
         numbers = int((self._parts[:, 2] * self._parts[:, 3]).sum())
@@ -76,7 +76,7 @@ class Packing:
     def trial_block(self) -> bytes:
         """Return random bytes that can be packed about as well as those of blocks are."""
         rng = np.random.default_rng()
-        block = rng.integers(0, 256, self.plan.block_bytes, dtype=np.uint8)
+        block = rng.integers(0, 256, self.form.block_bytes, dtype=np.uint8)
         for begin, _, num_rows, num_slots, *_ in self._parts.tolist():
             codes = rng.normal(0, _TRIAL_SCALE, num_rows * num_slots).clip(-127, 127)
             block[begin : begin + num_rows * num_slots] = codes.astype(np.int8).view(np.uint8)
@@ -144,14 +144,14 @@ class Packing:
         return found
 
 
-def _plane_order(plan: BlockPlan) -> NDArray[np.int64]:
+def _plane_order(form: BlockForm) -> NDArray[np.int64]:
     """Return the places of all bytes that belong to no part, plane by plane."""
-    widths = sorted({width for _, _, width in plan.planes})
+    widths = sorted({width for _, _, width in form.planes})
     order = [
         np.arange(begin + at, end, width)
         for width in widths
         for at in range(width)
-        for begin, end, of in plan.planes
+        for begin, end, of in form.planes
         if of == width
     ]
     found: NDArray[np.int64] = np.concatenate(order) if order else np.empty(0, np.int64)

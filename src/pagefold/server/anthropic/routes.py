@@ -11,11 +11,11 @@ from pagefold.server.answer_schemas import STREAMED, AnthropicMessage, CountedTo
 from pagefold.server.anthropic.form import MessageForm
 from pagefold.server.anthropic.schemas import CountRequest, MessageRequest  # noqa: TC001 - FastAPI reads them
 from pagefold.server.checked_route import CheckedRoute
+from pagefold.server.event_stream import EventStream
 from pagefold.server.generation import Generation
 from pagefold.server.keys import account_of
 from pagefold.server.parts import PartReader
 from pagefold.server.request_log import attach_generation
-from pagefold.server.streaming import EventStream
 from pagefold.server.wanted import wanted
 
 if TYPE_CHECKING:

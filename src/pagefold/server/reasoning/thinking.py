@@ -23,7 +23,7 @@ __all__ = ["NO_THINKING", "Thinking", "thinking_of"]
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """Of one prompt; all answers to it begin alike.
+    """The thinking of answers to one prompt, which all begin alike.
 
     Attributes:
         form: how the model marks it.

@@ -44,7 +44,7 @@ class Function(ToolFunction):
 
 
 class Choice(NamedTuple):
-    """Which functions may or must be called.
+    """The functions that may be called, or must.
 
     Attributes:
         which: whether, and what.

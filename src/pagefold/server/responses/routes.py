@@ -13,6 +13,7 @@ from pagefold.server.answer import whole_answer
 from pagefold.server.answer_schemas import STREAMED, DeletedResponse, OpenAIResponse
 from pagefold.server.checked_route import CheckedRoute
 from pagefold.server.errors import PreviousResponseError, ResponseNotFoundError
+from pagefold.server.event_stream import EventStream
 from pagefold.server.generation import Generation
 from pagefold.server.keys import account_of
 from pagefold.server.parts import PartReader
@@ -22,7 +23,6 @@ from pagefold.server.responses.form import ResponseForm
 from pagefold.server.responses.items import ITEMS, chat_of, kept, kept_output
 from pagefold.server.responses.schemas import ResponseRequest  # noqa: TC001 - FastAPI reads it
 from pagefold.server.schemas import MAX_PARTS
-from pagefold.server.streaming import EventStream
 from pagefold.server.wanted import wanted
 
 if TYPE_CHECKING:

@@ -105,7 +105,7 @@ class RecordedStep:
         num_rows: sequences that took part; with 0 nothing ran.
         num_computed, num_read: tokens that it computed, and tokens of KV that it read.
         took_s: seconds.
-        has_failed: it was taken back.
+        has_failed: whether the step was taken back.
         hits: (number, tokens that were found) of each sample that it admitted.
         evicted: ids of the blocks that were evicted since the step before, in order.
         damaged: host blocks that it failed of.

@@ -44,7 +44,7 @@ class Trace:
 
     Attributes:
         name: of the file or the generator, for people.
-        requests: one at least.
+        requests: the requests, one at least.
         num_bad_lines: lines that were skipped because nothing could be made of them.
         first_bad_line: what was wrong with the first of them; empty if there was none.
     """

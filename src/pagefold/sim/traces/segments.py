@@ -39,7 +39,7 @@ class GeneratedRequest:
     Attributes:
         name: the request's id.
         arrival_s: when it comes.
-        segments: its prompt.
+        segments: the segments of its prompt.
         answer: what the null runner will answer, to the token: a later prompt may hold it.
     """
 

@@ -1,4 +1,4 @@
-"""BlockPlan: what packing must know of a block. Standard library only."""
+"""BlockForm: what packing must know of a block. Standard library only."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["BlockPlan"]
+__all__ = ["BlockForm"]
 
 
-class BlockPlan(NamedTuple):
-    """Of what a block is made.
+class BlockForm(NamedTuple):
+    """How a block is made: of parts and planes.
 
     Attributes:
         block_bytes: bytes of the block.

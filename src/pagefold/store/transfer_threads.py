@@ -1,4 +1,4 @@
-"""Transfer: carries blocks between the host arena and slow tiers, on threads of its own.
+"""TransferThreads: carries blocks between the host arena and slow tiers, on threads of its own.
 
 The engine's thread hands over what was decided, and collects what has happened; nothing here decides. A host block
 belongs to a transfer from when it is handed over until its outcome is collected.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pagefold.store.arena import HostArena
     from pagefold.store.protocol import BlockStore
 
-__all__ = ["Transfer"]
+__all__ = ["TransferThreads"]
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ _NUM_READERS = 2
 """Threads that read from one tier: one checks what it has read while the other reads."""
 
 
-class _Lane:
+class _StoreWorkers:
     """A store with the threads that read from it and write to it."""
 
     def __init__(self, store: BlockStore) -> None:
@@ -53,7 +53,7 @@ class _Lane:
         return self.num_reading + self.num_writing
 
 
-class Transfer:
+class TransferThreads:
     """Moves blocks; see :class:`~pagefold.kv.transfers.Transfers`.
 
     Args:
@@ -69,7 +69,7 @@ class Transfer:
         self.stores = list(stores)
         self.notify: Callable[[], None] = lambda: None
         self._arena = arena
-        self._lanes = {store.tier: _Lane(store) for store in stores}
+        self._workers = {store.tier: _StoreWorkers(store) for store in stores}
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._lock = threading.Lock()
 
@@ -81,47 +81,47 @@ class Transfer:
     def count(self, tier: str, names: Sequence[BlockName]) -> int:
         """Return how many of ``names``, from the first on, a tier that answers at once has."""
         try:
-            return self._lanes[tier].store.count(names)
+            return self._workers[tier].store.count(names)
         except StoreError as error:
             _log.warning("%s", error)
             return 0
 
     def look(self, tier: str, names: Sequence[BlockName], ticket: int) -> None:
         """Ask a tier that does not answer at once how much of ``names`` it has."""
-        self._lanes[tier].readers.submit(lambda: self._tell(Found(tier, ticket, self.count(tier, names))))
+        self._workers[tier].readers.submit(lambda: self._tell(Found(tier, ticket, self.count(tier, names))))
 
     def fetch(self, fetch: Fetch) -> None:
         """Bring what a fetch lacks. What is not begun when the fetch is over is not brought."""
         num = max(1, _BATCH_BYTES // self._arena.blocks.shape[1])
         for tier, ops in fetch.ops.items():
-            lane = self._lanes[tier]
+            workers = self._workers[tier]
             for at in range(0, len(ops), num):
-                lane.readers.submit(self._read, lane, ops[at : at + num], fetch)
+                workers.readers.submit(self._read, workers, ops[at : at + num], fetch)
 
     def write(self, ops: Sequence[WriteOp]) -> None:
         """Give blocks to all tiers."""
         if not ops:
             return
         puts = [Put(op.name, self._arena.payload(op.host_id), self._arena.checksum(op.host_id)) for op in ops]
-        left = list(self._lanes.values())
+        left = list(self._workers.values())
         num_kept = 0
 
         def write_on() -> None:
             nonlocal num_kept
-            lane = left.pop(0)
-            lane.num_writing = 1
+            workers = left.pop(0)
+            workers.num_writing = 1
             try:
-                num_kept = max(num_kept, lane.store.put(puts))
+                num_kept = max(num_kept, workers.store.put(puts))
             except StoreError as error:
                 _log.warning("%s", error)
             except Exception:  # noqa: BLE001 - a bug of a store's: the blocks must be let go of all the same
-                _log.exception("blocks were not written to the %s tier", lane.store.tier)
+                _log.exception("blocks were not written to the %s tier", workers.store.tier)
             if left:
                 with contextlib.suppress(RuntimeError):  # all is being closed
                     left[0].writer.submit(write_on)
             else:
                 self._tell(Written(ops, num_kept))
-            lane.num_writing = 0
+            workers.num_writing = 0
 
         left[0].writer.submit(write_on)
 
@@ -137,8 +137,8 @@ class Transfer:
             return outcomes
 
     def forget(self, digests: Sequence[bytes]) -> None:
-        """Have all tiers forget these blocks, behind what is being written: that goes from lane to lane."""
-        left = list(self._lanes.values())
+        """Have all tiers forget these blocks, behind what is being written: that goes from store to store."""
+        left = list(self._workers.values())
 
         def forget_on() -> None:
             store = left.pop(0).store
@@ -161,50 +161,50 @@ class Transfer:
             StoreError: a tier could not; what it holds may be found again.
         """
         failures: list[str] = []
-        for lane in self._lanes.values():  # in the order of writes: what is being written goes from lane to lane
+        for workers in self._workers.values():  # in the order of writes: what is being written goes from store to store
             try:
-                lane.writer.submit(lane.store.clear).result()
+                workers.writer.submit(workers.store.clear).result()
             except StoreError as error:
-                failures.append(f"{lane.store.tier}: {error}")
+                failures.append(f"{workers.store.tier}: {error}")
         if failures:
             raise StoreError("; ".join(failures))
 
     def close(self, timeout_s: float = 0.0) -> None:
         """Close all stores. What is not begun is left out; what is begun is waited for as long as ``timeout_s``."""
         end = time.monotonic() + max(timeout_s, _LAST_S)
-        for lane in self._lanes.values():
-            lane.readers.shutdown(wait=False, cancel_futures=True)
-            lane.writer.shutdown(wait=False, cancel_futures=True)
-        for lane in self._lanes.values():
-            while lane.num_busy and time.monotonic() < end:
+        for workers in self._workers.values():
+            workers.readers.shutdown(wait=False, cancel_futures=True)
+            workers.writer.shutdown(wait=False, cancel_futures=True)
+        for workers in self._workers.values():
+            while workers.num_busy and time.monotonic() < end:
                 time.sleep(_POLL_S)
-            if not lane.num_busy:
-                lane.store.close()
+            if not workers.num_busy:
+                workers.store.close()
             else:
-                _log.warning("the %s tier did not come to an end", lane.store.tier)
+                _log.warning("the %s tier did not come to an end", workers.store.tier)
 
     # On the transfer's threads.
 
-    def _read(self, lane: _Lane, ops: Sequence[FetchOp], fetch: Fetch) -> None:
+    def _read(self, workers: _StoreWorkers, ops: Sequence[FetchOp], fetch: Fetch) -> None:
         with self._lock:
-            lane.num_reading += 1
-            num_reading = lane.num_reading
+            workers.num_reading += 1
+            num_reading = workers.num_reading
         began = time.monotonic()
         found: list[bytes | MissCause] = []
         try:
             if fetch.is_wanted:
-                found = lane.store.get([Get(op.name, self._arena.payload(op.host_id)) for op in ops])
+                found = workers.store.get([Get(op.name, self._arena.payload(op.host_id)) for op in ops])
             else:
                 found = [MissCause.LATE] * len(ops)
         except StoreError as error:
             _log.warning("%s", error)
         except Exception:  # noqa: BLE001 - as above
-            _log.exception("blocks were not read from the %s tier", lane.store.tier)
+            _log.exception("blocks were not read from the %s tier", workers.store.tier)
         seconds = (time.monotonic() - began) / num_reading
         with self._lock:
-            lane.num_reading -= 1
+            workers.num_reading -= 1
         found += [MissCause.IO_ERROR] * (len(ops) - len(found))
-        self._tell(Fetched(lane.store.tier, ops, found, seconds))
+        self._tell(Fetched(workers.store.tier, ops, found, seconds))
 
     def _tell(self, outcome: Outcome) -> None:
         self._outcomes.put(outcome)

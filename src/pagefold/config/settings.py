@@ -1,14 +1,11 @@
-"""Settings, frozen. The only place that reads the environment and what the machine has.
+"""Settings of the engine and of the server, frozen, each with what ``pagefold serve`` says of it.
 
 Names and meaning of flags are vLLM's where vLLM has them.
 """
 
 from __future__ import annotations
 
-import math
-import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, get_args
 
@@ -23,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DROPPED_BITS",
     "MAX_PRIORITY",
+    "REASONING_PARSERS",
     "Account",
     "AttentionBackend",
     "Device",
@@ -32,13 +30,6 @@ __all__ = [
     "ModelImpl",
     "ServerConfig",
     "TransportCodec",
-    "available_cpus",
-    "available_memory_bytes",
-    "cache_dir",
-    "environment_admin_key",
-    "environment_npm_registry",
-    "environment_remote_url",
-    "environment_traces",
     "is_key",
 ]
 
@@ -52,7 +43,7 @@ LogFormat: TypeAlias = Literal["text", "json"]
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 
 _TOOL_CALL_PARSERS = ("hermes", "smollm2")
-_REASONING_PARSERS = ("deepseek_r1", "deepseek_v3", "glm45", "granite", "mistral", "qwen3", "seed_oss")
+REASONING_PARSERS = ("deepseek_r1", "deepseek_v3", "glm45", "granite", "mistral", "qwen3", "seed_oss")
 _MAX_BLOCK_SIZE = 256
 _MAX_PORT = 65535
 _LEAST_OF_DOOR = {"max_body_bytes": 1, "max_connections": 1, "responses_store_bytes": 0, "max_queued_requests": 0}
@@ -313,7 +304,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """Whose a key is.
+    """A key, and who holds it.
 
     Attributes:
         key: never shown.
@@ -335,7 +326,7 @@ def is_key(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """The door.
+    """How the server listens, whom it lets in, and what it tells.
 
     Attributes:
         host, port: where to listen; port 0 takes a free one.
@@ -447,7 +438,7 @@ class ServerConfig:
         if self.tool_call_parser is not None:
             _one_of("tool_call_parser", self.tool_call_parser, _TOOL_CALL_PARSERS)
         if self.reasoning_parser is not None:
-            _one_of("reasoning_parser", self.reasoning_parser, _REASONING_PARSERS)
+            _one_of("reasoning_parser", self.reasoning_parser, REASONING_PARSERS)
         self._check_origins()
         self._check_keys()
 
@@ -482,102 +473,3 @@ def _one_of(name: str, value: object, allowed: tuple[str | None, ...]) -> None:
 
 def _bad(name: str, value: object, allowed: str) -> ConfigError:
     return ConfigError(f"{name} is {value}.", remedy=f"It must be {allowed}.")
-
-
-def cache_dir() -> Path:
-    """Return the folder for models and compiled kernels: ``$PAGEFOLD_CACHE``, else ``~/.cache/pagefold``."""
-    return Path(os.environ.get("PAGEFOLD_CACHE") or Path.home() / ".cache" / "pagefold")
-
-
-def available_cpus() -> int:
-    """Return how many cores this process may use: those of its affinity, or fewer where its cgroup has a quota."""
-    num_cpus = float(len(os.sched_getaffinity(0)))
-    for folder in _cgroup_folders():
-        try:
-            quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
-        except (OSError, ValueError):  # absent, as in v1
-            continue
-        if quota != "max":
-            num_cpus = min(num_cpus, int(quota) / int(period))
-    return max(1, math.ceil(num_cpus))
-
-
-def environment_admin_key() -> str | None:
-    """Return the admin's key of ``$PAGEFOLD_ADMIN_API_KEY``, which no list of processes shows, if it is set."""
-    return os.environ.get("PAGEFOLD_ADMIN_API_KEY") or None
-
-
-def environment_metrics_key() -> str | None:
-    """Return the key of ``/metrics`` of ``$PAGEFOLD_METRICS_KEY``, which no list of processes shows, if it is set."""
-    return os.environ.get("PAGEFOLD_METRICS_KEY") or None
-
-
-def environment_npm_registry() -> str | None:
-    """Return the registry of npm packages of ``$NPM_CONFIG_REGISTRY``, if it is set."""
-    return os.environ.get("NPM_CONFIG_REGISTRY") or None
-
-
-def environment_remote_url() -> str | None:
-    """Return the remote store of ``$PAGEFOLD_KV_REMOTE_URL``, which no list of processes shows, if it is set."""
-    return os.environ.get("PAGEFOLD_KV_REMOTE_URL") or None
-
-
-def environment_traces() -> Path | None:
-    """Return the folder of ``$PAGEFOLD_TRACES``, where real traces lie, if it is set."""
-    folder = os.environ.get("PAGEFOLD_TRACES")
-    return Path(folder) if folder else None
-
-
-def available_memory_bytes() -> int:
-    """Return the memory that a new process can take without swapping: what the machine and its cgroup both leave."""
-    available = _meminfo_available(Path("/proc/meminfo").read_text(encoding="ascii"))
-    for folder in _cgroup_folders():
-        left = _cgroup_left(folder)
-        if left is not None:
-            available = min(available, left)
-    return available
-
-
-def _meminfo_available(meminfo: str) -> int:
-    for line in meminfo.splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    msg = "/proc/meminfo has no MemAvailable line."
-    raise ConfigError(msg, remedy="Give kv_cache_memory_bytes.")
-
-
-def _cgroup_folders() -> list[Path]:
-    """Return this process's cgroup folders (v2, and v1's memory controller) and their parents, which limit it too."""
-    folders: list[Path] = []
-    try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return folders
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base = Path("/sys/fs/cgroup")
-        elif "memory" in controllers.split(","):
-            base = Path("/sys/fs/cgroup/memory")
-        else:
-            continue
-        folder = base / path.lstrip("/")
-        folders += [parent for parent in (folder, *folder.parents) if parent == base or base in parent.parents]
-    return folders
-
-
-def _cgroup_left(folder: Path) -> int | None:
-    """Return what a cgroup's limit leaves, counting reclaimable file cache as free; None where there is no limit."""
-    for limit_name, used_name in (
-        ("memory.max", "memory.current"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        try:
-            limit = int((folder / limit_name).read_text(encoding="ascii"))
-            used = int((folder / used_name).read_text(encoding="ascii"))
-            stat = (folder / "memory.stat").read_text(encoding="ascii")
-        except (OSError, ValueError):  # absent, or "max"
-            continue
-        inactive = [int(line.split()[1]) for line in stat.splitlines() if line.startswith("inactive_file ")]
-        return max(0, limit - used + sum(inactive))
-    return None

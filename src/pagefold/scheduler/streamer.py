@@ -41,7 +41,7 @@ class Streamer:
         return self._core.rules.num_blocks_for(request.num_tokens + 1, self._max_num_batched_tokens)
 
     def limit(self, request: Request, start: int, num_tokens: int) -> int:
-        """Return how many of ``num_tokens`` from ``start`` on ``request``, which has a table, may compute in a step."""
+        """Return how many of ``num_tokens`` from ``start`` on ``request``, which has a cache, may compute in a step."""
         cache = request.cache
         assert cache is not None
         return self._core.limit(cache, start, num_tokens, request.num_tokens)
@@ -88,7 +88,7 @@ class Streamer:
         return True
 
     def keep(self, request: Request) -> None:
-        """Make cold what ``request`` has, before its table is released: so that it can be gone on from."""
+        """Make cold what ``request`` has, before its cache is released: so that it can be gone on from."""
         self._cool(request, 0, is_read=False)
 
     def is_intact(self, request: Request) -> bool:

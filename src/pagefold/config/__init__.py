@@ -1,0 +1,50 @@
+"""Settings, and what the environment and the machine say: nobody else reads these."""
+
+from pagefold.config.environment import (
+    cache_dir,
+    environment_admin_key,
+    environment_metrics_key,
+    environment_npm_registry,
+    environment_remote_url,
+    environment_traces,
+)
+from pagefold.config.machine import available_cpus, available_memory_bytes
+from pagefold.config.settings import (
+    DROPPED_BITS,
+    MAX_PRIORITY,
+    REASONING_PARSERS,
+    Account,
+    AttentionBackend,
+    Device,
+    Dtype,
+    EngineConfig,
+    Flag,
+    ModelImpl,
+    ServerConfig,
+    TransportCodec,
+    is_key,
+)
+
+__all__ = [
+    "DROPPED_BITS",
+    "MAX_PRIORITY",
+    "REASONING_PARSERS",
+    "Account",
+    "AttentionBackend",
+    "Device",
+    "Dtype",
+    "EngineConfig",
+    "Flag",
+    "ModelImpl",
+    "ServerConfig",
+    "TransportCodec",
+    "available_cpus",
+    "available_memory_bytes",
+    "cache_dir",
+    "environment_admin_key",
+    "environment_metrics_key",
+    "environment_npm_registry",
+    "environment_remote_url",
+    "environment_traces",
+    "is_key",
+]

@@ -1,0 +1,152 @@
+"""RequestChecks: refuses requests that this engine can never serve, or cannot keep pinned now."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pagefold.engine.output_rules import refuse_without_tokenizer
+from pagefold.errors import InvalidRequestError, PinQuotaError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from pagefold.engine.limits import ModelLimits
+    from pagefold.memory.capacity import Capacity
+    from pagefold.request import Caller, Request, WarmUp
+    from pagefold.sampling import SamplingParams
+    from pagefold.scheduler import Scheduler
+
+__all__ = ["RequestChecks"]
+
+
+class RequestChecks:
+    """Says no, with the field at fault and what to do.
+
+    Args:
+        scheduler: with its core; how many run at once, and in which order.
+        limits: of the model.
+        capacity: what fits.
+        has_tokenizer: whether the engine knows text.
+    """
+
+    def __init__(self, scheduler: Scheduler, limits: ModelLimits, capacity: Capacity, *, has_tokenizer: bool) -> None:
+        self._scheduler = scheduler
+        self._limits = limits
+        self._capacity = capacity
+        self._has_tokenizer = has_tokenizer
+
+    def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, caller: Caller) -> None:
+        """Refuse what can never be served. Reads nothing that changes, so any thread may call it.
+
+        Raises:
+            InvalidRequestError: with the field at fault.
+        """
+        num_tokens = len(prompt_token_ids)
+        self._check_length(num_tokens)
+        self._check_ids(prompt_token_ids, "prompt")
+        self._check_ids(sampling.stop_token_ids, "stop_token_ids")
+        self._check_ids(sampling.logit_bias or (), "logit_bias")
+        self._check_ids(sampling.allowed_token_ids or (), "allowed_token_ids")
+        if sampling.min_tokens:
+            self._check_min_tokens(num_tokens, sampling)
+        if not self._has_tokenizer:
+            refuse_without_tokenizer(sampling)
+        self._check_samples(num_tokens, sampling)
+        if caller.priority and self._scheduler.policy.name == "fcfs":
+            msg = f"priority is {caller.priority}, but requests are served first come first served."
+            raise InvalidRequestError(
+                msg, param="priority", remedy="Leave it out, or start with scheduling_policy=priority."
+            )
+        if caller.warm_up is not None:
+            self._check_warm_up(num_tokens, caller.warm_up)
+
+    def check_pin_quota(self, request: Request) -> None:
+        """Refuse before it is computed what could not be pinned now. Others may be faster: then pinning fails.
+
+        Raises:
+            PinQuotaError: it asks for more than the quota leaves.
+        """
+        core = self._scheduler.core
+        core.pins.expire(request.arrival_s)
+        num_blocks = request.num_prompt_tokens // core.block_size
+        known = core.match(request.namespace, request.packed(), request.num_prompt_tokens).nodes
+        num_new = core.pins.num_new_blocks(known, num_blocks)
+        if core.pins.num_blocks + num_new > core.pins.max_blocks:
+            msg = (
+                f"{core.pins.num_blocks} of at most {core.pins.max_blocks} blocks are pinned, and this prompt would "
+                f"pin {num_new} more."
+            )
+            raise PinQuotaError(
+                msg, remedy="Take pins away, warm it without a pin, or start with a larger max_pinned_share."
+            )
+
+    def stop_ids(self, sampling: SamplingParams) -> frozenset[int]:
+        """Return what ends the output. A grammar lets the end of sequence come only where an output may end."""
+        stop_ids = frozenset(sampling.stop_token_ids)
+        if sampling.ignore_eos and sampling.structured_outputs is None:
+            return stop_ids
+        return stop_ids.union(self._limits.eos_token_ids)
+
+    def _check_length(self, num_tokens: int) -> None:
+        """Refuse a prompt without tokens, or with too many."""
+        max_len = self._capacity.max_model_len
+        if not num_tokens:
+            msg = "The prompt is empty."
+            raise InvalidRequestError(msg, param="prompt", remedy="Send at least one token.")
+        if num_tokens >= max_len:
+            msg = f"The prompt has {num_tokens} tokens; max_model_len is {max_len}, and one must be left to generate."
+            raise InvalidRequestError(msg, param="prompt", remedy=f"Send at most {max_len - 1} tokens.")
+
+    def _check_ids(self, token_ids: Collection[int], param: str) -> None:
+        """Refuse ids that are none of the vocabulary's."""
+        lowest, highest = min(token_ids, default=0), max(token_ids, default=0)
+        if lowest < 0 or highest >= self._limits.vocab_size:
+            bad = lowest if lowest < 0 else highest
+            msg = f"Token id {bad} is not in the model's vocabulary."
+            raise InvalidRequestError(msg, param=param, remedy=f"Ids go from 0 to {self._limits.vocab_size - 1}.")
+
+    def _check_min_tokens(self, num_tokens: int, sampling: SamplingParams) -> None:
+        """Refuse ``min_tokens`` that do not fit, or where every token that may come ends the output."""
+        max_tokens = sampling.max_tokens
+        if max_tokens is None:
+            max_tokens = self._capacity.max_model_len - num_tokens
+        if sampling.min_tokens > max_tokens:
+            msg = f"min_tokens is {sampling.min_tokens}, and the output has at most {max_tokens} tokens."
+            raise InvalidRequestError(msg, param="min_tokens", remedy=f"Ask for at most {max_tokens}.")
+        stop_ids = self.stop_ids(sampling)
+        if len(stop_ids) >= self._limits.vocab_size:
+            msg = "Every token is a stop token, so none can come before min_tokens."
+            raise InvalidRequestError(msg, param="stop_token_ids", remedy="Leave some out.")
+        allowed = sampling.allowed_token_ids
+        if allowed is not None and sampling.structured_outputs is None and stop_ids.issuperset(allowed):
+            msg = "Every allowed token ends the output, so none can come before min_tokens."
+            raise InvalidRequestError(msg, param="allowed_token_ids", remedy="Allow more, or leave min_tokens out.")
+
+    def _check_samples(self, num_tokens: int, sampling: SamplingParams) -> None:
+        """Refuse more samples than sequences run at once, or several of a prompt that fills the device."""
+        max_samples = self._scheduler.limits.max_num_seqs
+        if sampling.num_samples > max_samples:
+            param = "n" if sampling.n > max_samples else "best_of"
+            msg = f"{param} is {getattr(sampling, param)}, but at most {max_samples} sequences run at once."
+            remedy = f"Ask for at most {max_samples}, or start with a larger max_num_seqs."
+            raise InvalidRequestError(msg, param=param, remedy=remedy)
+        max_in_blocks = self._capacity.num_blocks * self._capacity.block_size
+        if sampling.num_samples > 1 and num_tokens >= max_in_blocks:
+            msg = (
+                f"The prompt has {num_tokens} tokens; of more than the KV budget's {max_in_blocks} one sample is made."
+            )
+            raise InvalidRequestError(msg, param="n", remedy="Ask for one sample a request.")
+
+    def _check_warm_up(self, num_tokens: int, warm_up: WarmUp) -> None:
+        """Refuse a warm-up that leaves nothing, or more than may ever be pinned."""
+        core = self._scheduler.core
+        if not core.publishes:
+            msg = "Prefix caching is off, so there is nothing to warm."
+            raise InvalidRequestError(msg, param="prompt", remedy="Start with enable_prefix_caching.")
+        num_blocks = num_tokens // core.block_size
+        if not num_blocks:
+            msg = f"The prompt has {num_tokens} tokens to keep, which do not fill a block of {core.block_size}."
+            raise InvalidRequestError(msg, param="prompt", remedy="There is nothing to gain from warming it.")
+        if warm_up.pin and num_blocks > core.pins.max_blocks:
+            msg = f"The prompt fills {num_blocks} blocks, and at most {core.pins.max_blocks} may be pinned."
+            raise PinQuotaError(msg, remedy="Warm it without a pin, or start with a larger max_pinned_share.")

@@ -1,0 +1,77 @@
+"""EngineStatus: what an engine is doing at a moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pagefold.memory.cache_size import CacheSize
+    from pagefold.scheduler import Scheduler
+
+__all__ = ["EngineStatus"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """What an engine is doing now; by default nothing, and it has no memory yet.
+
+    Attributes:
+        num_running, num_waiting: requests.
+        kv_cache_usage: share of blocks held by requests, 0 to 1.
+        num_free_blocks, num_cached_blocks, num_blocks: of the pool. ``free + cached == all`` when nothing runs.
+        num_pinned_blocks: how many of them pins keep, whether or not somebody uses them.
+        num_wasted_slots: slots in blocks of running requests that hold no token.
+        kv_waste: their share of all slots in blocks held by requests, 0 to 1.
+        num_unsaved_blocks: of the host's memory, that no slow tier was given yet.
+        tiers_fast: of each slow tier whether it is thought to bring a block sooner than the block is computed.
+        is_healthy: False after a failure that the engine does not survive.
+        num_deferred: how many of those that wait could not run yet: slow tiers bring their blocks.
+        caches: what else is kept, each with its bound.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    num_free_blocks: int = 0
+    num_cached_blocks: int = 0
+    num_blocks: int = 0
+    num_pinned_blocks: int = 0
+    num_wasted_slots: int = 0
+    kv_waste: float = 0.0
+    num_unsaved_blocks: int = 0
+    tiers_fast: Mapping[str, bool] = field(default_factory=dict)
+    is_healthy: bool = True
+    num_deferred: int = 0
+    caches: tuple[CacheSize, ...] = ()
+
+    @property
+    def num_for_capacity(self) -> int:
+        """How many of those that wait wait for a place or for memory."""
+        return self.num_waiting - self.num_deferred
+
+    @classmethod
+    def of(cls, scheduler: Scheduler, *, is_healthy: bool = True, caches: Sequence[CacheSize] = ()) -> EngineStatus:
+        """Look at ``scheduler`` and its core. Plain reads, so any thread may."""
+        core = scheduler.core
+        slow = core.slow
+        num_wasted_slots = scheduler.num_wasted_slots
+        num_deferred = len(scheduler.fetching)
+        return cls(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting) + num_deferred,
+            num_deferred=num_deferred,
+            caches=tuple(caches),
+            kv_cache_usage=core.usage,
+            num_free_blocks=core.pool.num_free,
+            num_cached_blocks=core.pool.num_cached,
+            num_blocks=core.pool.num_blocks,
+            num_pinned_blocks=core.pins.num_blocks,
+            num_wasted_slots=num_wasted_slots,
+            kv_waste=min(1.0, num_wasted_slots / max(1, core.num_active * core.block_size)),
+            num_unsaved_blocks=len(slow.host.blocks.unsaved),
+            tiers_fast={tier: slow.arbiter.is_fast(tier) for tier in tuple(slow.arbiter.links)},
+            is_healthy=is_healthy,
+        )

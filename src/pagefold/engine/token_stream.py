@@ -1,0 +1,74 @@
+"""TokenStream: what comes out of the engine for one request, on its way into an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING
+
+from pagefold.engine.outputs import OutputDelta
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["TokenStream"]
+
+
+class TokenStream:
+    """What each step adds to one request: an async iterator that ends behind the delta that ``is_last``.
+
+    A reader that is slower than the engine gets what has come meanwhile as one delta, and so catches up. Deltas with
+    logprobs come one by one.
+
+    Raises:
+        InvalidRequestError, EngineStoppedError: the engine refused the request, or failed.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, num_samples: int, abort: Callable[[TokenStream], None]) -> None:
+        self.loop = loop
+        self.num_samples = num_samples
+        self.deltas: asyncio.Queue[OutputDelta | Exception] = asyncio.Queue()
+        self._held: deque[list[OutputDelta] | Exception] = deque()  # taken from the queue; a list is told as one
+        self._growing: dict[int, list[OutputDelta]] = {}  # the lists of ``_held`` that may grow, by sample
+        self._abort = abort
+        self._has_ended = False
+
+    def __aiter__(self) -> TokenStream:
+        """Return itself: there is one reader."""
+        return self
+
+    async def __anext__(self) -> OutputDelta:
+        """Return the next delta."""
+        if self._has_ended:
+            raise StopAsyncIteration
+        if not self._held:
+            self._hold(await self.deltas.get())
+        while not self.deltas.empty():
+            self._hold(self.deltas.get_nowait())
+        first = self._held.popleft()
+        if isinstance(first, Exception):
+            self._has_ended = True
+            raise first
+        if self._growing.get(first[0].index) is first:
+            del self._growing[first[0].index]
+        delta = OutputDelta.merged(first)
+        self._has_ended = delta.is_last
+        return delta
+
+    def _hold(self, arrived: OutputDelta | Exception) -> None:
+        """Put what has arrived to what waits of its sample, or else behind all: each sample's deltas stay in order."""
+        if isinstance(arrived, Exception):
+            self._held.append(arrived)
+        elif arrived.can_merge and arrived.index in self._growing:
+            self._growing[arrived.index].append(arrived)
+        else:
+            self._held.append(alone := [arrived])
+            self._growing.pop(arrived.index, None)
+            if arrived.can_merge:
+                self._growing[arrived.index] = alone
+
+    def close(self) -> None:
+        """Stop reading: a request that has not ended ends now, and gives its blocks back. Again does nothing."""
+        if not self._has_ended:
+            self._has_ended = True
+            self._abort(self)

@@ -1,0 +1,203 @@
+"""Fetching: what is brought from slow tiers, and who waits for it: a request, or nobody yet.
+
+A *wanted* path is brought in three stages, each of which may be skipped. First it is not known what tiers have of it;
+then there is no room in the arena; then its blocks are on their way. In each it is waited for as long as that pays.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pagefold.request import RequestStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pagefold.kv import BlockName, Fetch, SlowTiers, Verdict
+    from pagefold.kv.transfers import Fetched, Found, Transfers
+    from pagefold.request import Request
+    from pagefold.scheduler.scheduler import Scheduler
+
+__all__ = ["Fetching", "Wanted"]
+
+_FAST = "disk"
+"""The tier that says at once what it has: its index is in memory."""
+
+_LOOK_SHARE = 0.05
+"""A request waits for a tier to say what it has for at most this share of the time that computing would take."""
+
+_ROOM_SHARE = 0.5
+"""A request waits for room in the arena for at most this share of the time that computing would take."""
+
+
+class Wanted:
+    """A path that device and host lack, as it is brought.
+
+    Args:
+        request: who is held back for it; None where a conversation is only expected to go on.
+        names: of the path's blocks that are missing, in order.
+
+    Attributes:
+        found: of the first names the tiers that have them.
+        late_s: when answers of tiers, or room in the arena, are not waited for any more.
+        verdict: how much of it is worth bringing; None until it is known what tiers have.
+        fetch: its blocks on their way; None until there is room for them.
+        is_over: the request does not wait any more; what has come is kept until the request is admitted.
+    """
+
+    __slots__ = ("fetch", "found", "is_over", "late_s", "names", "request", "verdict")
+
+    def __init__(self, request: Request | None, names: list[BlockName]) -> None:
+        self.request = request
+        self.names = names
+        self.found: list[str] = []
+        self.late_s = 0.0
+        self.verdict: Verdict | None = None
+        self.fetch: Fetch | None = None
+        self.is_over = False
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether its blocks are waited for."""
+        return not self.is_over and (self.request is None or self.request.status is RequestStatus.FETCHING)
+
+
+class Fetching:
+    """Holds requests back while blocks are brought for them.
+
+    Args:
+        scheduler: has the requests.
+        slow: the slow tiers.
+        transfer: carries out what is decided.
+
+    Attributes:
+        is_stopped: nothing is brought now, since everything is being forgotten.
+    """
+
+    def __init__(self, scheduler: Scheduler, slow: SlowTiers, transfer: Transfers) -> None:
+        self.is_stopped = False
+        self._scheduler = scheduler
+        self._slow = slow
+        self._transfer = transfer
+        self._wanted: dict[
+            int, Wanted
+        ] = {}  # by ticket: asked for, on its way, or kept for one who is not admitted yet
+        self._num_tickets = 0
+        self._queued_bytes: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        """How many paths are wanted."""
+        return len(self._wanted)
+
+    def served(self) -> Iterable[str]:
+        """Return the ids of the requests for which something is brought, or kept."""
+        return [wanted.request.request_id for wanted in self._wanted.values() if wanted.request is not None]
+
+    def seek(self, wanted: Wanted, now: float) -> None:
+        """Bring what tiers have of what is missing, if that pays; or ask them first what they have."""
+        arbiter, names, found = self._slow.arbiter, wanted.names, wanted.found
+        for tier in self._transfer.tiers:
+            rest = names[len(found) :]
+            if not rest or not arbiter.pays(tier):
+                continue
+            if tier == _FAST:
+                found += [tier] * self._transfer.count(tier, rest)
+            elif arbiter.links[tier].latency_s < _LOOK_SHARE * arbiter.compute_s(len(rest)):
+                self._look(wanted, tier, now)
+                return
+        if self._decide(wanted, now):
+            self._hold(wanted)
+
+    def found(self, answer: Found, now: float) -> None:
+        """A tier has said what it has."""
+        wanted = self._wanted.get(answer.ticket)
+        if wanted is not None and wanted.verdict is None:
+            wanted.found += [answer.tier] * answer.num_blocks
+            wanted.late_s = now
+
+    def arrived(self, fetched: Fetched) -> None:
+        """What a tier was asked for has come, or not."""
+        self._queued_bytes[fetched.tier] -= len(fetched.ops) * self._slow.arbiter.block_bytes
+
+    def let_go(self) -> None:
+        """Keep nothing for requests that were admitted, or have ended."""
+        for ticket, wanted in list(self._wanted.items()):
+            request = wanted.request
+            if request is not None and request.status not in (RequestStatus.FETCHING, RequestStatus.WAITING):
+                self._end(ticket, wanted)
+
+    def advance(self, now: float) -> None:
+        """Let the requests go on that need not wait any more."""
+        for ticket, wanted in list(self._wanted.items()):
+            if wanted.is_waited_for:
+                self._advance(ticket, wanted, now)
+
+    def next_late_s(self) -> float:
+        """Return when an answer of a tier, or room, is not waited for any more; inf for never."""
+        return min((wanted.late_s for wanted in self._wanted.values() if wanted.fetch is None), default=float("inf"))
+
+    def _look(self, wanted: Wanted, tier: str, now: float) -> None:
+        """Ask a tier what it has."""
+        rest = wanted.names[len(wanted.found) :]
+        wanted.late_s = now + _LOOK_SHARE * self._slow.arbiter.compute_s(len(rest))
+        self._hold(wanted)
+        self._transfer.look(tier, rest, self._num_tickets)
+
+    def _hold(self, wanted: Wanted) -> None:
+        """Give it a ticket, and hold its request back."""
+        self._num_tickets += 1
+        self._wanted[self._num_tickets] = wanted
+        if wanted.request is not None:
+            self._scheduler.hold(wanted.request)
+
+    def _decide(self, wanted: Wanted, now: float) -> bool:
+        """Bring what is known to be found, if that pays; whether it does."""
+        arbiter = self._slow.arbiter
+        del wanted.found[self._slow.fetches.max_waited :]
+        if not wanted.found or self.is_stopped:
+            return False
+        wanted.verdict = verdict = arbiter.weigh(wanted.found, self._queued_bytes)
+        if not verdict.num_blocks:
+            return False
+        wanted.late_s = now + _ROOM_SHARE * verdict.compute_s
+        self._fetch(wanted, now)
+        return True
+
+    def _fetch(self, wanted: Wanted, now: float) -> None:
+        """Begin to bring what was decided, if there is room for it."""
+        verdict = wanted.verdict
+        assert verdict is not None, "it was not decided"
+        found = list(zip(wanted.found, wanted.names, strict=False))[: verdict.num_blocks]
+        wanted.fetch = fetch = self._slow.fetches.begin(found, verdict.patience_s, now)
+        if fetch is not None:
+            for tier, ops in fetch.ops.items():
+                num_bytes = len(ops) * self._slow.arbiter.block_bytes
+                self._queued_bytes[tier] = self._queued_bytes.get(tier, 0) + num_bytes
+            self._transfer.fetch(fetch)
+
+    def _end(self, ticket: int, wanted: Wanted) -> None:
+        """Keep nothing of it any more."""
+        del self._wanted[ticket]
+        if wanted.fetch is not None:
+            self._slow.fetches.end(wanted.fetch)
+
+    def _advance(self, ticket: int, wanted: Wanted, now: float) -> None:
+        """Go on to the next stage; where that is the last one, or waiting does not pay, let the request go on."""
+        if wanted.verdict is None:  # a tier is asked what it has
+            is_waiting = now < wanted.late_s or self._decide(wanted, now)
+        elif wanted.fetch is None:  # there was no room
+            self._fetch(wanted, now)
+            is_waiting = wanted.fetch is not None or now < wanted.late_s
+        else:
+            is_waiting = not wanted.fetch.is_over
+        if is_waiting:
+            return
+        wanted.is_over = True
+        if wanted.request is not None:
+            self._scheduler.ready(wanted.request)
+        if wanted.fetch is None:
+            del self._wanted[ticket]
+        elif wanted.request is None:
+            self._end(ticket, wanted)
+        else:
+            self._slow.arbiter.account(wanted.fetch.num_arrived, now - wanted.fetch.begun_s)

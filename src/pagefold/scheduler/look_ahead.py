@@ -1,0 +1,58 @@
+"""LookAhead: plans the step behind the one in flight, whose tokens are not known yet."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pagefold.scheduler.ending import is_over
+from pagefold.scheduler.step_in_flight import StepInFlight
+
+if TYPE_CHECKING:
+    from pagefold.kv import KVCore
+    from pagefold.scheduler.queues import Queues
+    from pagefold.scheduler.rows import RowPlanner
+    from pagefold.steps import StepPlan
+
+__all__ = ["LookAhead"]
+
+
+class LookAhead:
+    """Plans steps by foresight: as all others are planned, for requests as the step in flight will leave them.
+
+    Args:
+        core: the KV core.
+        queues: who runs, and who waits.
+        rows: plans the rows.
+    """
+
+    def __init__(self, core: KVCore, queues: Queues, rows: RowPlanner) -> None:
+        self._core = core
+        self._queues = queues
+        self._rows = rows
+
+    def may_follow(self, before: StepInFlight, now: float) -> bool:
+        """Whether a step may be planned behind ``before``: not where its tokens decide, or a request's time is up."""
+        if before.hides_too_much or self._queues.deadlines.next_s <= now:
+            return False
+        return not self._core.streaming.is_on  # which looks at one step at a time
+
+    def plan(self, before: StepInFlight, plan: StepPlan, now: float) -> StepInFlight | None:
+        """Fill ``plan`` behind ``before``; None, and nothing has changed, where somebody would have to be preempted."""
+        step = StepInFlight(plan, now, before.places())
+        queues, all_running = self._queues, self._queues.running
+        with before.foreseen():
+            queues.running = [request for request in all_running if not is_over(request)]
+            num_running = len(queues.running)
+            step.num_leaving = len(all_running) - num_running
+            queues.sort()
+            self._rows.plan(step)
+        admitted = queues.running[num_running:]
+        queues.running = all_running
+        if len(step.requests) < num_running + len(admitted) or not step.requests:
+            assert not admitted, "admitted, and somebody who runs has no row"
+            for promise in reversed(step.promises):
+                self._core.publishing.abandon(promise)
+            return None
+        queues.running += admitted
+        step.note_late()
+        return step
