@@ -109,8 +109,8 @@ class Setting:
 
     @property
     def knows_groups(self) -> bool:
-        """Whether it runs with several cache groups: not yet with slow tiers, streaming and codecs."""
-        return self.slow_policy is None and self.streamed_share is None and self.kv_cache_dtype == "auto"
+        """Whether it runs with several cache groups: not yet with streaming and codecs."""
+        return self.streamed_share is None and self.kv_cache_dtype == "auto"
 
 
 @dataclass

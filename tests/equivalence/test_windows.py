@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
+from store.memory_store import MemoryStore, always_load
 
 from equivalence.prompts import full_prompts, short_prompts
 from equivalence.settings import SETTINGS
@@ -19,8 +20,9 @@ from pagefold.config import EngineConfig
 from pagefold.engine.build import build_engine
 from pagefold.engine.planning import plan_engine
 from pagefold.errors import ConfigError
-from pagefold.kv import KEEP_ALL, BlockState, KeepRule, audit
+from pagefold.kv import KEEP_ALL, TOKEN_BYTES, BlockState, KeepRule, audit
 from pagefold.sampling import SamplingParams
+from pagefold.store import FrameFormat
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -35,6 +37,9 @@ FEW = [setting for setting in WITH_GROUPS if setting.name in NAMES]
 def run(setting: Setting, workload: Workload, tiny_folder, tiny_references) -> Trial:
     if setting.at_least is not None:  # windows take less memory, and what left them is found less often
         asked = {name: min(number, 1) for name, number in asdict(setting.at_least).items()}
+        if setting.max_num_batched_tokens > 64:  # the room that windows need for a step's tokens holds whole prompts
+            asked["num_preemptions"] = asked["num_recomputed_tokens"] = 0
+        asked["num_fetched_blocks"] = 0  # prompts end before their outputs' windows, which alone are written
         setting = replace(setting, at_least=Counts(**asked))
     trial = Trial(setting, workload, tiny_folder("gemma3"))
     assert trial.engine.scheduler.core.rules == (KeepRule(WINDOW), KEEP_ALL)
@@ -84,7 +89,9 @@ def engine_of(tiny_folder):
 def generate(engine, token_ids: list[int], num_outputs: int, watch=lambda: None) -> list[int]:
     engine.add("one", token_ids, SamplingParams(temperature=0.0, max_tokens=num_outputs, ignore_eos=True))
     outputs: list[int] = []
-    while engine.has_work:
+    while engine.has_requests:
+        if not engine.has_work:
+            engine.wait()
         for delta in engine.step():
             outputs += delta.token_ids
         watch()
@@ -164,6 +171,35 @@ def test_a_budget_that_holds_no_window_beside_a_step_is_refused(tiny_folder):
     config = EngineConfig(model=str(tiny_folder("gemma3")), kv_cache_memory_bytes=smallest, **settings)
     engine = build_engine(plan_engine(config))
     assert len(generate(engine, [3 + at % 200 for at in range(300)], 100)) == 100
+
+
+def test_a_conversation_goes_on_from_what_slow_tiers_have_of_it(tiny_folder):
+    """The path of a group that keeps all, and the window at its end: nothing else is written, nor brought."""
+    shape = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 32, "block_size": 8}
+    config = EngineConfig(
+        model=str(tiny_folder("gemma3")),
+        dtype="float32",
+        kv_cache_memory_bytes=2**20,
+        kv_offloading_size=2**20 / 2**30,
+        kv_write_policy="write_through",
+        **shape,
+    )
+    plan = plan_engine(config)
+    store = MemoryStore(FrameFormat(bytes(32), plan.geometry.bytes_per_block, 8 * TOKEN_BYTES))
+    prompt = [9 + at % 150 for at in range(100)]
+    first = build_engine(plan, stores=[store])
+    outputs = generate(first, prompt, 40)
+    first.close(lambda: 5.0)
+    again = build_engine(plan, stores=[store])
+    always_load(again)
+    behind = [*prompt, *outputs, 7, 8, 9]
+    cold = build_engine(replace(plan, config=replace(config, kv_offloading_size=0.0, enable_prefix_caching=False)))
+    assert generate(again, behind, 20) == generate(cold, behind, 20)
+    core = again.scheduler.core
+    audit(core)
+    num_path, num_window = (len(prompt) + 39) // 8, WINDOW // 8
+    assert core.slow.fetches.num_fetched == num_path + num_window
+    assert core.host.num_loaded == num_path + num_window
 
 
 def test_steps_that_fail_cost_no_window(tiny_folder, tiny_references):

@@ -118,7 +118,7 @@ class World:
         self.core.moves.host_done(ops)
 
     def fetch(self, tokens):
-        names = self.core.missing(NS, pack(tokens), len(tokens) - 1)
+        names = self.core.missing(NS, pack(tokens), len(tokens) - 1).names
         num = next((at for at, name in enumerate(names) if name.digest not in self.store), len(names))
         if not num:
             return

@@ -51,7 +51,7 @@ class TieredMachine(Machine):
 
     def arrived(self, host_id, _checksum):
         """As an arena: what the disk has brought is there."""
-        self.runner.store(host_id, self.on_disk[self.core.host._by_id[host_id].name.digest])
+        self.runner.store(host_id, self.on_disk[self.core.host.blocks.at(host_id).name.digest])
 
     def move(self, ops):
         plan = StepPlan(0)

@@ -104,7 +104,7 @@ def geometry_of(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> KV
 
 def _keeps_windows(config: EngineConfig, geometry: KVGeometry) -> bool:
     """Whether windows are computed, rather than no sequence longer than they are: not everything knows groups yet."""
-    return geometry.codec is None and not config.has_slow_tiers and not config.allow_streaming
+    return geometry.codec is None and not config.allow_streaming
 
 
 def _check_sealing(config: EngineConfig, spec: ModelSpec) -> None:

@@ -37,8 +37,9 @@ from pagefold.kv.host_paths import extend_by_groups
 from pagefold.kv.host_tier import NO_HOST
 from pagefold.kv.keep import KEEP_ALL
 from pagefold.kv.keep_rules import KeepRules
+from pagefold.kv.missing import Missing, missing_by_groups, missing_of_one_group
 from pagefold.kv.moves import Moves
-from pagefold.kv.names import digest_of, names_behind, root_digest
+from pagefold.kv.names import in_group
 from pagefold.kv.pins import PinLimits, PinTable
 from pagefold.kv.policies import make_policy
 from pagefold.kv.publishing import Publishing
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
     from pagefold.kv.eviction import EvictionPolicy
     from pagefold.kv.host_tier import HostTier
     from pagefold.kv.keep import KeepRule
-    from pagefold.kv.names import BlockName
     from pagefold.kv.residuals import Residuals
     from pagefold.kv.slow_tiers import SlowTiers
 
@@ -113,7 +113,7 @@ class KVCore:
         assert host.is_on or not allow_streaming, "what streams lies in the host's arena"
         keeps_all = [not rule.trims for rule in rules]
         self._is_plain = keeps_all == [True]
-        assert self._is_plain or not (slow.is_on or allow_streaming or residuals.is_on), "for one group"
+        assert self._is_plain or not (allow_streaming or residuals.is_on), "for one group"
         assert any(keeps_all) or not host.is_on, "what the host holds of a path leans on a group that keeps all"
         self.block_size = block_size
         self.rules = KeepRules(rules, block_size)
@@ -189,18 +189,15 @@ class KVCore:
         hit = hit._replace(held=(), num_behind=0)
         return self.rules.whole_part(hit) if self.trims else hit
 
-    def missing(self, namespace: bytes, packed: bytes, max_tokens: int) -> list[BlockName]:
-        """Return the names of the whole blocks of ``packed`` that neither device nor host has, behind those they have.
+    def missing(self, namespace: bytes, packed: bytes, max_tokens: int) -> Missing:
+        """Return what of the whole blocks of ``packed`` neither device nor host has, behind those they have.
 
         Arguments are those of :meth:`match`.
         """
-        hit = self.match(namespace, packed, max_tokens)
-        root = root_digest(namespace)
-        parent = digest_of(hit.nodes[-1]) if hit.nodes else root
-        if hit.held:
-            parent = hit.held[-1].name.digest
-        num_found = len(hit.nodes) + len(hit.held)
-        return names_behind(root, parent, packed[num_found * self._stride : max_tokens * TOKEN_BYTES], self._stride)
+        packed = packed[: max(0, max_tokens) * TOKEN_BYTES]
+        if self._is_plain:
+            return missing_of_one_group(self.match(namespace, packed, max_tokens), packed, self._stride)
+        return missing_by_groups(self.tree.match(namespace, packed, max_tokens), packed, self.rules, self.host.blocks)
 
     # Tables.
 
@@ -356,10 +353,11 @@ class KVCore:
             namespace: key of the namespace that its blocks are in.
             packed: the sequence's packed tokens.
 
-        Returns the digests of the paths, for slower tiers to forget; none without a host tier.
+        Returns the digests of the paths, in every group, for slower tiers to forget; none without a host tier.
         """
         nodes = doubtful_nodes(self.tree, namespace, packed[: self._stride], cache.copied_from)
-        digests = self.host.distrust(namespace, packed, self._stride, nodes, cache.copied_from)
+        paths = self.host.distrust(namespace, packed, self._stride, nodes, cache.copied_from)
+        digests = {in_group(path, group) for path in paths for group in range(len(self.rules))}
         self.slow.fetches.distrust(digests)
         self.pins.distrust(set(nodes))
         for node in reversed(nodes):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from pagefold.kv.block import Node
 
-__all__ = ["BlockName", "digest_of", "in_group", "name_of", "names_behind", "path_digest", "root_digest"]
+__all__ = ["BlockName", "digest_of", "in_group", "is_of_path", "name_of", "names_behind", "path_digest", "root_digest"]
 
 _DIGEST_BYTES = 32
 
@@ -57,6 +57,11 @@ def path_digest(parent: bytes, key: bytes) -> bytes:
 def in_group(digest: bytes, group: int) -> bytes:
     """Return what names a path's block of a cache group, given what names the path; and the other way round."""
     return digest if not group else digest[:-1] + bytes([digest[-1] ^ group])
+
+
+def is_of_path(digest: bytes, path: bytes) -> bool:
+    """Whether ``digest`` names a block of the path that ``path`` names, of whatever cache group."""
+    return digest[:-1] == path[:-1]
 
 
 def digest_of(node: Node) -> bytes:

@@ -13,7 +13,8 @@ from pagefold.request import RequestStatus
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pagefold.kv import BlockName, Fetch, SlowTiers, Verdict
+    from pagefold.kv import Fetch, SlowTiers, Verdict
+    from pagefold.kv.missing import Missing
     from pagefold.kv.transfers import Fetched, Found, Transfers
     from pagefold.request import Request
     from pagefold.scheduler.scheduler import Scheduler
@@ -35,9 +36,12 @@ class Wanted:
 
     Args:
         request: who is held back for it; None where a conversation is only expected to go on.
-        names: of the path's blocks that are missing, in order.
+        missing: of the path.
 
     Attributes:
+        ticket: what tiers answer under; None until its request is held back.
+        names: of the blocks that are sought, in order.
+        is_path: the path's own blocks are sought, and it is not known yet where windows are needed.
         found: of the first names the tiers that have them.
         late_s: when answers of tiers, or room in the arena, are not waited for any more.
         verdict: how much of it is worth bringing; None until it is known what tiers have.
@@ -45,11 +49,14 @@ class Wanted:
         is_over: the request does not wait any more; what has come is kept until the request is admitted.
     """
 
-    __slots__ = ("fetch", "found", "is_over", "late_s", "names", "request", "verdict")
+    __slots__ = ("fetch", "found", "is_over", "is_path", "late_s", "missing", "names", "request", "ticket", "verdict")
 
-    def __init__(self, request: Request | None, names: list[BlockName]) -> None:
+    def __init__(self, request: Request | None, missing: Missing) -> None:
         self.request = request
-        self.names = names
+        self.missing = missing
+        self.ticket: int | None = None
+        self.names = list(missing.names)
+        self.is_path = missing.needs_windows
         self.found: list[str] = []
         self.late_s = 0.0
         self.verdict: Verdict | None = None
@@ -60,6 +67,16 @@ class Wanted:
     def is_waited_for(self) -> bool:
         """Whether its blocks are waited for."""
         return not self.is_over and (self.request is None or self.request.status is RequestStatus.FETCHING)
+
+    def seek_windows(self) -> None:
+        """Seek what groups need that keep the last tokens only, now that it is known how far tiers have the path."""
+        self.is_path = False
+        self.names = self.names[: len(self.found)] + self.missing.windows(len(self.found))
+
+    @property
+    def is_useless(self) -> bool:
+        """Whether what was found is of no use: nothing, or a part of what windows need."""
+        return not self.found or (self.missing.needs_windows and len(self.found) < len(self.names))
 
 
 class Fetching:
@@ -105,7 +122,10 @@ class Fetching:
             elif arbiter.links[tier].latency_s < _LOOK_SHARE * arbiter.compute_s(len(rest)):
                 self._look(wanted, tier, now)
                 return
-        if self._decide(wanted, now):
+        if wanted.is_path:
+            wanted.seek_windows()
+            self.seek(wanted, now)
+        elif self._decide(wanted, now):
             self._hold(wanted)
 
     def found(self, answer: Found, now: float) -> None:
@@ -141,12 +161,16 @@ class Fetching:
         rest = wanted.names[len(wanted.found) :]
         wanted.late_s = now + _LOOK_SHARE * self._slow.arbiter.compute_s(len(rest))
         self._hold(wanted)
-        self._transfer.look(tier, rest, self._num_tickets)
+        assert wanted.ticket is not None, "it was just held"
+        self._transfer.look(tier, rest, wanted.ticket)
 
     def _hold(self, wanted: Wanted) -> None:
-        """Give it a ticket, and hold its request back."""
+        """Give it a ticket, and hold its request back; nothing, if that was done."""
+        if wanted.ticket is not None:
+            return
         self._num_tickets += 1
-        self._wanted[self._num_tickets] = wanted
+        wanted.ticket = self._num_tickets
+        self._wanted[wanted.ticket] = wanted
         if wanted.request is not None:
             self._scheduler.hold(wanted.request)
 
@@ -154,14 +178,22 @@ class Fetching:
         """Bring what is known to be found, if that pays; whether it does."""
         arbiter = self._slow.arbiter
         del wanted.found[self._slow.fetches.max_waited :]
-        if not wanted.found or self.is_stopped:
+        if wanted.is_useless or self.is_stopped:
             return False
         wanted.verdict = verdict = arbiter.weigh(wanted.found, self._queued_bytes)
-        if not verdict.num_blocks:
+        if not verdict.num_blocks or (wanted.missing.needs_windows and verdict.num_blocks < len(wanted.found)):
             return False
         wanted.late_s = now + _ROOM_SHARE * verdict.compute_s
         self._fetch(wanted, now)
         return True
+
+    def _go_on(self, wanted: Wanted, now: float) -> bool:
+        """A tier has said what it has, or is late: ask what is to be asked yet, or decide; whether it is waited for."""
+        if not wanted.is_path:
+            return self._decide(wanted, now)
+        wanted.seek_windows()
+        self.seek(wanted, now)
+        return now < wanted.late_s
 
     def _fetch(self, wanted: Wanted, now: float) -> None:
         """Begin to bring what was decided, if there is room for it."""
@@ -184,7 +216,7 @@ class Fetching:
     def _advance(self, ticket: int, wanted: Wanted, now: float) -> None:
         """Go on to the next stage; where that is the last one, or waiting does not pay, let the request go on."""
         if wanted.verdict is None:  # a tier is asked what it has
-            is_waiting = now < wanted.late_s or self._decide(wanted, now)
+            is_waiting = now < wanted.late_s or self._go_on(wanted, now)
         elif wanted.fetch is None:  # there was no room
             self._fetch(wanted, now)
             is_waiting = wanted.fetch is not None or now < wanted.late_s

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from pagefold.errors import TierError
 from pagefold.events import Emit, TierRead, TierWritten, ignore
+from pagefold.kv.missing import NOTHING_MISSING
 from pagefold.kv.transfers import Fetched, Found, MissCause, StoreError, Written
 from pagefold.kv.tree import TOKEN_BYTES
 from pagefold.request import RequestStatus
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pagefold.events import TierMissCause
-    from pagefold.kv import BlockName, HostOps, SlowTiers
+    from pagefold.kv import HostOps, SlowTiers
+    from pagefold.kv.missing import Missing
     from pagefold.kv.transfers import Transfers
     from pagefold.request import Request
     from pagefold.scheduler.scheduler import Scheduler
@@ -99,8 +101,8 @@ class Tiering:
     def begin(self, request: Request, now: float) -> None:
         """Hold a queued request back, if slow tiers have what it lacks, or may have."""
         self._ahead.add(request.request_id)
-        names = self._missing(request.namespace, request.packed(), request.max_hit_tokens)
-        self._fetching.seek(Wanted(request, names), now)
+        missing = self._missing(request.namespace, request.packed(), request.max_hit_tokens)
+        self._fetching.seek(Wanted(request, missing), now)
 
     def expect(self, request: Request, now: float) -> None:
         """A request has ended. If it said when it will go on, bring by then what slow tiers alone have of it.
@@ -125,8 +127,9 @@ class Tiering:
         self._fetching.let_go()  # first, since others wait for the room
         self._look_ahead(now)
         for expected in self._returning.take(now, _NUM_AHEAD):
-            names = self._missing(expected.namespace, expected.packed, len(expected.packed) // TOKEN_BYTES)
-            self._fetching.seek(Wanted(None, names[: self._slow.fetches.max_waited // _SHARE_EXPECTED]), now)
+            missing = self._missing(expected.namespace, expected.packed, len(expected.packed) // TOKEN_BYTES)
+            at_most = self._slow.fetches.max_waited // _SHARE_EXPECTED
+            self._fetching.seek(Wanted(None, missing.up_to(at_most)), now)
         self._fetching.advance(now)
         self._transfer.write(self._slow.writes.take())
 
@@ -219,10 +222,12 @@ class Tiering:
             if request.status is RequestStatus.WAITING and request_id not in self._ahead and request_id not in served:
                 self.begin(request, now)
 
-    def _missing(self, namespace: bytes, packed: bytes, max_tokens: int) -> list[BlockName]:
-        """Return the names of what neither device nor host has, if it may be brought."""
+    def _missing(self, namespace: bytes, packed: bytes, max_tokens: int) -> Missing:
+        """Return what neither device nor host has, if it may be brought."""
         core = self._scheduler.core
-        return [] if self._fetching.is_stopped or not core.publishes else core.missing(namespace, packed, max_tokens)
+        if self._fetching.is_stopped or not core.publishes:
+            return NOTHING_MISSING
+        return core.missing(namespace, packed, max_tokens)
 
     def _note(self, outcome: Fetched | Found | Written, now: float) -> None:
         """Take note of one thing that the transfer has done."""

@@ -9,7 +9,7 @@ import contextlib
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagefold.errors import ConfigError
-from pagefold.kv.names import path_digest
+from pagefold.kv.names import is_of_path, path_digest
 from pagefold.kv.transfers import MissCause, StoreError
 from pagefold.store.disk_folder import drop_contents, drop_layout_folders, folder_bytes, is_cache_folder
 from pagefold.store.disk_index import DiskIndex, UnreadableIndexError
@@ -294,7 +294,7 @@ def check_frame(frames: FrameFormat, header: bytes, payload: bytes) -> BlockName
     if isinstance(found, MissCause):
         return found
     name = found[0]
-    if path_digest(name.parent, name.key) != name.digest:
+    if not is_of_path(name.digest, path_digest(name.parent, name.key)):
         return MissCause.OTHER_BLOCK
     checked = frames.check(header, payload, name)
     return checked if isinstance(checked, MissCause) else name

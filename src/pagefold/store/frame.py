@@ -246,7 +246,7 @@ class FrameFormat:
     ) -> bytes | MissCause:
         if name.namespace != wanted.namespace:
             return MissCause.OTHER_NAMESPACE
-        if name != wanted:
+        if name._replace(group=wanted.group) != wanted:  # the digest says the group too
             return MissCause.OTHER_BLOCK
         if memoryview(block).nbytes != self.block_bytes or checksum_of(block) != checksum:
             return MissCause.DAMAGED

@@ -1,0 +1,120 @@
+"""Missing: what of a path neither device nor host has, for slower tiers to be asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pagefold.kv.names import digest_of, in_group, names_behind, root_digest
+from pagefold.kv.tree import TOKEN_BYTES
+
+if TYPE_CHECKING:
+    from pagefold.kv.host_blocks import HostBlocks
+    from pagefold.kv.keep_rules import KeepRules
+    from pagefold.kv.names import BlockName
+    from pagefold.kv.tree import PrefixHit
+
+__all__ = ["NOTHING_MISSING", "Missing", "missing_by_groups", "missing_of_one_group"]
+
+
+class Missing:
+    """Blocks that a sequence needs and nobody near has.
+
+    Where groups keep the last tokens only, it takes two questions: how far tiers have what the other groups keep, and
+    whether they have the windows there. A part of that is of no use.
+
+    Attributes:
+        names: of the groups that keep all, in the order of their places.
+        needs_windows: whether there are groups that do not.
+    """
+
+    needs_windows = False
+
+    def __init__(self, names: list[BlockName]) -> None:
+        self.names = names
+
+    def windows(self, num_found: int) -> list[BlockName]:  # noqa: ARG002
+        """Return what is missing besides, to go on behind the first ``num_found`` of ``names``."""
+        return []
+
+    def up_to(self, num_blocks: int) -> Missing:
+        """Return as much of it as ``num_blocks`` hold."""
+        return Missing(self.names[:num_blocks])
+
+
+NOTHING_MISSING = Missing([])
+
+
+class _MissingByGroups(Missing):
+    """The same where there are several groups.
+
+    Args:
+        path: the names of the path's places.
+        near: for each place and group whether device or host has its block.
+        rules: what each group keeps.
+    """
+
+    def __init__(self, path: list[BlockName], near: list[list[bool]], rules: KeepRules) -> None:
+        self._path = path
+        self._near = near
+        self._rules = rules
+        self._keeping = [group for group, rule in enumerate(rules) if not rule.trims]
+        self._num_near = next(
+            (at for at, row in enumerate(near) if not all(row[group] for group in self._keeping)), len(near)
+        )
+        super().__init__([self._name(at, group) for at in range(self._num_near, len(path)) for group in self._keeping])
+        self.needs_windows = bool(rules.trimmed)
+
+    def windows(self, num_found: int) -> list[BlockName]:
+        end = self._num_near + num_found // len(self._keeping)
+        return [
+            self._name(at, group)
+            for group in self._rules.trimmed
+            for at in range(self._rules[group].first_block(end, self._rules.block_size), end)
+            if not self._near[at][group]
+        ]
+
+    def up_to(self, num_blocks: int) -> Missing:
+        is_all = len(self.names) + len(self.windows(len(self.names))) <= num_blocks
+        return self if is_all else NOTHING_MISSING
+
+    def _name(self, at: int, group: int) -> BlockName:
+        name = self._path[at]
+        return name._replace(digest=in_group(name.digest, group), group=group)
+
+
+def missing_of_one_group(hit: PrefixHit, packed: bytes, stride: int) -> Missing:
+    """Return what is missing of ``packed`` behind what ``hit`` found on device and host.
+
+    Args:
+        hit: what they have.
+        packed: a sequence's tokens, packed, as far as they may be found.
+        stride: bytes of a block's packed tokens.
+    """
+    root = root_digest(hit.namespace)
+    parent = digest_of(hit.nodes[-1]) if hit.nodes else root
+    if hit.held:
+        parent = hit.held[-1].name.digest
+    return Missing(names_behind(root, parent, packed[hit.num_blocks * stride :], stride))
+
+
+def missing_by_groups(hit: PrefixHit, packed: bytes, rules: KeepRules, host: HostBlocks) -> Missing:
+    """Return what is missing of ``packed`` where there are several groups.
+
+    Args:
+        hit: the nodes that the device has of it, whatever their blocks are.
+        packed: a sequence's tokens, packed, as far as they may be found.
+        rules: what each group keeps.
+        host: the blocks of the host.
+    """
+    root = root_digest(hit.namespace)
+    path = names_behind(root, root, packed, rules.block_size * TOKEN_BYTES)
+    near: list[list[bool]] = []
+    for at, name in enumerate(path):
+        on_device = hit.nodes[at].blocks if at < len(hit.nodes) else [None] * len(rules)
+        near.append(
+            [
+                block is not None or host.get(in_group(name.digest, group)) is not None
+                for group, block in enumerate(on_device)
+            ]
+        )
+    return _MissingByGroups(path, near, rules)
