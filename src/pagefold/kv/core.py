@@ -172,12 +172,14 @@ class KVCore:
         """
         hit = self.tree.match(namespace, packed, max_tokens)
         if self.host.is_on and not self._is_plain:
-            return extend_by_groups(hit, packed, max_tokens, self.rules, self.host.blocks)
+            hit = extend_by_groups(hit, packed, max_tokens, self.rules, self.host.blocks)
+            if hit.held:
+                return hit
         if self.trims:
-            hit = self.rules.whole_part(hit)
+            hit = self._whole_part(hit, packed, max_tokens)
         if self.residuals.is_on:  # a part of a sealed block is not what its tokens alone come to
             hit = hit._replace(partial=None, num_partial_tokens=0)
-        return self.host.extend(hit, packed, max_tokens, self._stride)
+        return self.host.extend(hit, packed, max_tokens, self._stride) if self._is_plain else hit
 
     def worth(self, hit: PrefixHit) -> PrefixHit:
         """Return ``hit`` without what the host holds, where computing that is sooner than restoring it.
@@ -269,9 +271,11 @@ class KVCore:
         """Give back the blocks that nobody sees from position ``num_tokens`` on: what groups do not keep.
 
         They are free in this moment; or cached, if they are published, until anybody needs a block. Blocks that are
-        still to be published stay, and so does the last published one, in which the path goes on.
+        still to be published or only promised stay, and so does what whoever goes on behind the published ones needs:
+        so the path is found again as far as it is published.
 
-        To be called between steps of ``cache``, for all of whose tokens before ``num_tokens`` the step has ended.
+        To be called when the step has ended that wrote the tokens of ``cache`` before ``num_tokens``; a step planned
+        behind it may be in flight.
         """
         if self.trims:
             self._holding.trim(cache, num_tokens)
@@ -374,6 +378,14 @@ class KVCore:
         return digests
 
     # Inside.
+
+    def _whole_part(self, hit: PrefixHit, packed: bytes, max_tokens: int) -> PrefixHit:
+        """Return as much of ``hit`` as can be gone on from: each group has what it keeps behind it."""
+        num_whole = self.rules.num_whole(hit.nodes)
+        if num_whole == len(hit.nodes):
+            return hit
+        num_tokens = num_whole * self.block_size
+        return self.tree.match_part(hit.namespace, hit.nodes[:num_whole], packed, num_tokens, max_tokens)
 
     def _note_use(self, nodes: list[Node], tick: int) -> None:
         """Note that a sequence goes on from ``nodes``, of which there are some."""

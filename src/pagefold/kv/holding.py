@@ -198,11 +198,14 @@ class Holding:
 
     def trim(self, cache: SequenceCache, num_tokens: int) -> None:
         """Give back what nobody sees from position ``num_tokens`` on: see :meth:`KVCore.trim`."""
-        most = cache.num_published - 1 if cache.tail is not None else cache.tables[0].end
-        pool = self._pool
+        promise = cache.promise
+        num_published = cache.num_published if promise is None else (promise.before or promise).first
+        pool, size = self._pool, self._rules.block_size
         for group in self._rules.trimmed:
-            table = cache.tables[group]
-            first = min(self._rules[group].first_seen(num_tokens) // self._rules.block_size, most)
+            table, rule = cache.tables[group], self._rules[group]
+            first = rule.first_seen(num_tokens) // size
+            if cache.tail is not None:
+                first = min(first, rule.first_block(num_published, size))
             num_old = first - table.num_trimmed
             if num_old <= 0:
                 continue

@@ -18,6 +18,8 @@ __all__ = ["extend_by_groups"]
 def extend_by_groups(hit: PrefixHit, packed: bytes, max_tokens: int, rules: KeepRules, host: HostBlocks) -> PrefixHit:
     """Return the longest part of a path of which device or host have what each group keeps.
 
+    Where the host adds nothing, ``hit`` as it is.
+
     Args:
         hit: the nodes that the device has of ``packed``, whatever their blocks are.
         packed: a sequence's tokens, packed.
@@ -46,7 +48,7 @@ def extend_by_groups(hit: PrefixHit, packed: bytes, max_tokens: int, rules: Keep
     nodes = hit.nodes[:num_found]
     if loaded:
         return PrefixHit(hit.namespace, nodes, None, 0, loaded, num_found - len(nodes))
-    return rules.whole_part(hit)
+    return hit
 
 
 def _held_by_place(hit: PrefixHit, packed: bytes, rules: KeepRules, host: HostBlocks) -> list[list[HeldBlock | None]]:

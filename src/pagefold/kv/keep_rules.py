@@ -74,8 +74,4 @@ class KeepRules(tuple["KeepRule", ...]):  # noqa: SLOT001 - it has attributes of
     def whole_part(self, hit: PrefixHit) -> PrefixHit:
         """Return as much of ``hit`` as can be gone on from: each group has what it keeps behind it."""
         num_whole = self.num_whole(hit.nodes)
-        if num_whole < len(hit.nodes):
-            return PrefixHit(hit.namespace, hit.nodes[:num_whole], None, 0)
-        if hit.partial is not None and None in hit.partial.blocks:
-            return hit._replace(partial=None, num_partial_tokens=0)
-        return hit
+        return hit if num_whole == len(hit.nodes) else PrefixHit(hit.namespace, hit.nodes[:num_whole], None, 0)
