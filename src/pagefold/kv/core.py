@@ -169,7 +169,7 @@ class KVCore:
         """
         hit = self.tree.match(namespace, packed, max_tokens)
         if self.trims:
-            hit = self._with_windows(hit)
+            hit = self._with_windows(hit, packed, max_tokens)
         if self.residuals.is_on:  # a part of a sealed block is not what its tokens alone come to
             hit = hit._replace(partial=None, num_partial_tokens=0)
         return self.host.extend(hit, packed, max_tokens, self._stride)
@@ -312,17 +312,22 @@ class KVCore:
         """Give back the blocks that nobody sees from position ``num_tokens`` on: what groups do not keep.
 
         They are free in this moment; or cached, if they are published, until anybody needs a block. Blocks that are
-        still to be published stay, and so does the last published one, in which the path goes on.
+        still to be published or only promised stay, and so does what whoever goes on behind the published ones needs:
+        so the path is found again as far as it is published.
 
-        To be called between steps of ``cache``, for all of whose tokens before ``num_tokens`` the step has ended.
+        To be called when the step has ended that wrote the tokens of ``cache`` before ``num_tokens``; a step planned
+        behind it may be in flight.
         """
         if not self.trims:
             return
-        most = cache.num_published - 1 if cache.tail is not None else cache.tables[0].end
+        promise = cache.promise
+        num_published = cache.num_published if promise is None else (promise.before or promise).first
         pool = self.pool
         for group in self.blocks.trimmed_groups:
-            table = cache.tables[group]
-            first = min(self.rules[group].first_seen(num_tokens) // self.block_size, most)
+            table, rule = cache.tables[group], self.rules[group]
+            first = rule.first_seen(num_tokens) // self.block_size
+            if cache.tail is not None:
+                first = min(first, rule.first_block(num_published, self.block_size))
             num_old = first - table.num_trimmed
             if num_old <= 0:
                 continue
@@ -377,6 +382,7 @@ class KVCore:
         now_s = self.blocks.now_s
         self.caches.remove(cache)
         self.residuals.release(cache)
+        leaned_on = [] if cache.has_path or not self.trims else self._nodes_of(cache)
         if cache.has_path:
             assert cache.tail is not None
             self.policy.on_release(cache.tail, cache.facts)
@@ -399,6 +405,9 @@ class KVCore:
             table.block_ids.clear()
         cache.capacity = cache.num_published = 0
         cache.tail = None
+        for node in leaned_on:  # one may be a leaf since the step failed, and the first group may not hold it
+            if node.attached:
+                self.blocks.update_evictable(node)
         self.moves.drop_unheld()
 
     def reset(self) -> int:
@@ -450,13 +459,12 @@ class KVCore:
 
     # Inside.
 
-    def _with_windows(self, hit: PrefixHit) -> PrefixHit:
+    def _with_windows(self, hit: PrefixHit, packed: bytes, max_tokens: int) -> PrefixHit:
         """Return as much of ``hit`` as can be gone on from: each group has what it keeps behind it."""
         num_whole = self._num_whole(hit.nodes)
         if num_whole < len(hit.nodes):
-            return PrefixHit(hit.namespace, hit.nodes[:num_whole], None, 0)
-        if hit.partial is not None and None in hit.partial.blocks:
-            return hit._replace(partial=None, num_partial_tokens=0)
+            num_tokens = num_whole * self.block_size
+            return self.tree.match_part(hit.namespace, hit.nodes[:num_whole], packed, num_tokens, max_tokens)
         return hit
 
     def _num_whole(self, nodes: list[Node]) -> int:
@@ -469,6 +477,10 @@ class KVCore:
                 if end - num_present > self.rules[group].first_block(end, self.block_size):
                     whole.discard(end)
         return max(whole)
+
+    def _nodes_of(self, cache: SequenceCache) -> list[Node]:
+        blocks = self.pool.blocks
+        return [node for block_id in cache.all_block_ids() if (node := blocks[block_id].node) is not None]
 
     def _take(self, cache: SequenceCache, nodes: list[Node]) -> None:
         """Let the tables of ``cache`` begin with the blocks of ``nodes``, as far as they are kept."""

@@ -220,16 +220,18 @@ class PinTable:
     def give_up(self, now_s: float, spared: Collection[Block] = ()) -> bool:
         """Give up the pin of least priority among those that alone keep a block from being evicted.
 
+        Where several keep each such block, as may be of a group that keeps the last tokens only, the first of those.
+
         ``spared`` are blocks that the caller is about to use: to let go of them alone gains it nothing. False when no
-        pin would gain anything; while any block outside of ``spared`` is kept by pins alone, some pin does: of those
-        that keep it, the one with the deepest tail.
+        block outside of ``spared`` is kept by pins alone.
         """
         best: Pin | None = None
-        least = (inf, inf)
+        least = (True, inf, inf)
         for pin in self:
-            if not self._keeps_alone(pin, spared):
+            is_shared = not self._keeps_alone(pin, spared)
+            if is_shared and not any(block.state == BlockState.CACHED and block not in spared for block in pin.blocks):
                 continue
-            rank = (self.priority_at(pin, now_s), pin.pinned_at_s)
+            rank = (is_shared, self.priority_at(pin, now_s), pin.pinned_at_s)
             if rank < least or best is None:
                 best, least = pin, rank
         if best is None:

@@ -153,7 +153,8 @@ class Publishing:
             return
         while node is not promise.tail:
             parent = node.parent
-            assert parent is not None
+            if parent is None:  # another root: the namespace's may have left and come back between two promises
+                break
             self._blocks.tree.remove(node)
             self._blocks.policy.on_evict(node)
             for block in node.blocks:

@@ -71,9 +71,15 @@ class PrefixTree:
             append(child)
             node = child
             offset += stride
-        rest = packed[offset : min(offset + stride, max_tokens * TOKEN_BYTES)]
-        partial, num_partial_tokens = _best_partial(node, rest) if rest and node.children else (None, 0)
-        return PrefixHit(namespace, nodes, partial, num_partial_tokens)
+        return self.match_part(namespace, nodes, packed, offset // TOKEN_BYTES, max_tokens)
+
+    def match_part(self, namespace: bytes, nodes: list[Node], packed: bytes, start: int, max_tokens: int) -> PrefixHit:
+        """Return the hit of ``nodes``, which hold ``start`` tokens, with the best part of a block behind them."""
+        node = nodes[-1] if nodes else self.roots.get(namespace)
+        end = min(start + self.block_size, max_tokens)
+        rest = packed[start * TOKEN_BYTES : end * TOKEN_BYTES]
+        partial, num_tokens = _best_partial(node, rest) if rest and node is not None and node.children else (None, 0)
+        return PrefixHit(namespace, nodes, partial, num_tokens)
 
     def root(self, namespace: bytes) -> Node:
         """Return the root of ``namespace``; a new one is not in the tree until something is inserted under it."""
@@ -141,6 +147,8 @@ def _best_partial(parent: Node, rest: bytes) -> tuple[Node | None, int]:
     first = rest[:TOKEN_BYTES]
     for child in islice(reversed(parent.children.values()), _MAX_SIBLINGS_SCANNED):
         if child.key[:TOKEN_BYTES] != first or not child.committed:  # the copy runs before this step's writes
+            continue
+        if None in child.blocks:  # nothing to copy
             continue
         num_tokens = 1
         while (num_tokens + 1) * TOKEN_BYTES <= len(rest) and (

@@ -1,0 +1,126 @@
+"""Examples of several cache groups that a slow model, written from the documents alone, had found wrong."""
+
+from array import array
+
+from pagefold.kv.audit import audit
+from pagefold.kv.core import KVCore
+from pagefold.kv.keep import KEEP_ALL, KeepRule
+from pagefold.kv.pins import PinLimits
+
+
+def packed(tokens):
+    return array("i", tokens).tobytes()
+
+
+def begin(core, tokens, end, max_tokens=None):
+    cache, start = core.acquire(core.match(b"", packed(tokens), len(tokens) - 1 if max_tokens is None else max_tokens))
+    assert core.extend(cache, start, end)
+    return cache, core.publishing.promise(cache, packed(tokens), end)
+
+
+def test_trim_behind_a_step_in_flight_that_fails_keeps_the_last_published_block():
+    core = KVCore(6, block_size=2, rules=(KeepRule(2),))
+    tokens = list(range(8))
+    cache, first = begin(core, tokens, 3)
+    assert core.extend(cache, 3, 6)
+    ahead = core.publishing.promise(cache, packed(tokens), 6)
+    core.publishing.commit(first)
+    core.trim(cache, 3)  # as Scheduler.apply does
+    core.publishing.abandon(ahead)
+    audit(core)
+    assert core.blocks.make_free(3)  # would evict the tail
+    assert cache.tail.attached
+    audit(core)
+
+
+def test_promised_blocks_stay_though_the_step_behind_has_promised_them():
+    core = KVCore(8, block_size=2, rules=(KeepRule(2), KEEP_ALL))
+    tokens = list(range(8))
+    cache, _ = core.acquire(core.match(b"", packed(tokens), 7))
+    assert core.extend(cache, 0, 4)  # a step that promises nothing: its tokens are not known
+    assert core.extend(cache, 4, 6)
+    ahead = core.publishing.promise(cache, packed(tokens), 6)
+    core.trim(cache, 4)
+    core.blocks.make_free(8 - 5)
+    core.publishing.abandon(ahead)
+    audit(core)
+
+
+def test_a_root_that_left_between_two_promises():
+    core = KVCore(3, block_size=1, rules=(KeepRule(1),))
+    tokens = [7, 8, 9]
+    other, promise = begin(core, tokens[:1], 1)
+    core.publishing.commit(promise)
+    core.release(other)
+    cache, first = begin(core, tokens, 1, max_tokens=0)  # behind: that block is published
+    assert core.extend(cache, 1, 3)  # evicts it, and the root goes
+    ahead = core.publishing.promise(cache, packed(tokens), 3)
+    core.publishing.abandon(ahead)
+    core.publishing.abandon(first)
+    audit(core)
+
+
+def test_two_pins_that_keep_one_block_are_given_up():
+    core = KVCore(8, block_size=4, rules=(KeepRule(8),), pin_limits=PinLimits(max_share=1.0))
+    tokens = list(range(18))
+    one, promise = begin(core, tokens, 8)
+    core.publishing.commit(promise)
+    core.pins.add("a", one.tail, 0.0)  # keeps blocks 0 and 1
+    core.release(one)
+    two, promise = begin(core, tokens, 12, max_tokens=8)
+    core.publishing.commit(promise)
+    core.pins.add("b", two.tail, 0.0)  # keeps blocks 1 and 2
+    assert core.extend(two, 12, 17)
+    core.publishing.commit(core.publishing.promise(two, packed(tokens), 17))
+    core.trim(two, 17)  # holds 2, which b keeps, and 3 and 4
+    hit = core.match(b"", packed(tokens), 4)
+    spared = core.blocks_of(hit)
+    assert len(spared) == 1
+    alone = [
+        block for block in core.pool.blocks if block.num_pin_refs and not block.num_table_refs and block not in spared
+    ]
+    assert len(alone) == 1
+    assert core.pins.give_up(0.0, spared), "pins alone keep a block, and no pin keeps it"
+
+
+def test_the_path_of_a_sequence_that_is_preempted_inside_a_block_is_found_again():
+    core = KVCore(8, block_size=4, rules=(KeepRule(6),))
+    tokens = list(range(12))
+    cache, promise = begin(core, tokens, 11)
+    core.publishing.commit(promise)
+    core.trim(cache, 11)  # 11 sees from 6 on; whoever goes on behind the 8 that are published, from 3 on
+    core.blocks.make_free(6)  # somebody needs a block, and then this one goes
+    core.release(cache)
+    assert len(core.match(b"", packed(tokens), 11).nodes) == 2
+
+
+def test_a_leaf_is_offered_when_who_leaned_is_released_last():
+    core = KVCore(12, block_size=2, rules=(KeepRule(2, is_chunked=True), KEEP_ALL))
+    tokens = list(range(9))
+    cache, promise = begin(core, tokens, 2)
+    core.publishing.commit(promise)
+    assert core.extend(cache, 2, 4)
+    promise = core.publishing.promise(cache, packed(tokens), 4)
+    leans, start = core.acquire(core.match(b"", packed(tokens), 8))
+    assert start == 4
+    core.publishing.abandon(promise)
+    core.release(cache)
+    core.release(leans)
+    audit(core)
+    assert core.blocks.make_free(12)
+
+
+def test_a_part_of_a_block_is_found_where_the_best_has_lost_its_window():
+    core = KVCore(12, block_size=4, rules=(KEEP_ALL, KeepRule(2)))
+    tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    short, promise = begin(core, [1, 2, 9, 9], 4)
+    core.publishing.commit(promise)
+    core.release(short)
+    cache, promise = begin(core, tokens, 9, max_tokens=0)
+    core.publishing.commit(promise)
+    core.trim(cache, 9)
+    for _ in range(20):  # its first block's window goes
+        if core.blocks.evictable_alone() and core.blocks._stale:
+            core.blocks.reclaim(1)
+    hit = core.match(b"", packed([1, 2, 3, 4, 0]), 4)
+    assert (len(hit.nodes), hit.num_partial_tokens) == (0, 2)
