@@ -41,7 +41,9 @@ class Seen:
 class House:
     """An engine whose steps take one second each, or as long as the test says; as many as it says fail."""
 
-    def __init__(self, num_blocks: int = 64, *, max_num_seqs: int = 8, budget: int = 16, timeout_s=None) -> None:
+    def __init__(
+        self, num_blocks: int = 64, *, max_num_seqs: int = 8, budget: int = 16, timeout_s=None, tokenizer=None
+    ):
         self.metrics = Metrics("m")
         self.events: list[Event] = []
         emit = fan_out(self.metrics.emit, self.events.append)
@@ -56,7 +58,7 @@ class House:
         self.engine = Engine(
             scheduler=Scheduler(core, limits, emit=emit),
             runner=self,
-            tokenizer=None,
+            tokenizer=tokenizer,
             limits=ModelLimits(VOCAB_SIZE, (), Namespace("m", "l", "d")),
             capacity=Capacity(0, 0, num_blocks, BLOCK_SIZE, num_blocks * BLOCK_SIZE, num_blocks),
             request_timeout_s=timeout_s,
@@ -315,8 +317,7 @@ def test_a_stop_string_on_the_last_token_is_a_stop(smollm2):
     """The scheduler ends such a request for its length; metrics say what the client is told."""
     tokenizer = Tokenizer(smollm2)
     says = tokenizer.encode("one two three")
-    house = House()
-    house.engine.tokenizer = tokenizer
+    house = House(tokenizer=tokenizer)
     house.runner = NullRunner(lambda _, draw: says[draw])
     house.seen["a"] = Seen(0.0, 3, len(says))
     house.engine.add("a", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=len(says), stop=("three",)))

@@ -65,7 +65,7 @@ def test_a_layer_reads_what_has_come_for_it(kind, tiny_folder, tiny_references, 
 
     Until then they hold NaN. That one is damaged is found when all has been computed with it.
     """
-    monkeypatch.setattr("pagefold.store.card_arena._GROUP_BYTES", 1)
+    monkeypatch.setattr("pagefold.store.card_arena._SLICE_BYTES", 1)
     stream = LateStream(monkeypatch)
 
     def build_restoring(*asked):

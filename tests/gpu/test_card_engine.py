@@ -133,7 +133,7 @@ def test_memory_is_given_back_after_a_thousand_requests(folder):
 @pytest.mark.parametrize("group_bytes", [1, 2**18], ids=["layer by layer", "at once"])
 def test_blocks_that_come_back_from_the_host_are_the_same(folder, group_bytes, monkeypatch):
     """A budget of two prompts, and a host that holds all: what is evicted is restored, and outputs stay."""
-    monkeypatch.setattr("pagefold.store.card_arena._GROUP_BYTES", group_bytes)
+    monkeypatch.setattr("pagefold.store.card_arena._SLICE_BYTES", group_bytes)
     settings = {"dtype": "float64", "max_num_seqs": 2, "max_model_len": 512, "kv_cache_memory_bytes": 2**20}
     engine = make_engine(folder, kv_offloading_size=2**-5, **settings)
     link = engine.scheduler.core.arbiter.links["host"]

@@ -122,6 +122,7 @@ def test_logprobs_are_there_only_if_asked_for(tiny):
 
 def test_a_model_without_tokenizer_tells_ids(tiny, monkeypatch):
     monkeypatch.setattr(tiny.engine, "tokenizer", None)
+    monkeypatch.setattr(tiny.engine._outputs, "_tokenizer", None)
     told = tiny.complete([1, 2, 3], logprobs=1, **GREEDY)["choices"][0]["logprobs"]
     assert all(token.startswith("token_id:") for token in told["tokens"])
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from local_server import error_of, until
 
+from pagefold.server import context_length
 from pagefold.server import served as served_module
 
 if TYPE_CHECKING:
@@ -114,8 +115,8 @@ def test_more_tokens_than_the_context_has_are_not_decoded(tiny):
 def test_where_nothing_is_proven_of_a_texts_tokens_its_characters_are_bounded(tiny, monkeypatch, path, body, param):
     """A vocabulary of Unigram or WordPiece: no length is certainly too long."""
     monkeypatch.setattr(tiny.tokenizer, "min_tokens", lambda _: 0)
-    monkeypatch.setattr(served_module, "_MAX_CHARACTERS", 1000)
-    monkeypatch.setattr(served_module, "_MAX_CHARACTERS_A_TOKEN", 1)
+    monkeypatch.setattr(context_length, "_MAX_CHARACTERS", 1000)
+    monkeypatch.setattr(context_length, "_MAX_CHARACTERS_A_TOKEN", 1)
     monkeypatch.setattr(tiny.tokenizer, "encode", lambda *_, **__: pytest.fail("it was tokenized"))
     error = error_of(tiny.http.post(path, json=body), 400)
     assert (error["code"], error["param"]) == ("context_length_exceeded", param)

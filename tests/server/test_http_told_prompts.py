@@ -203,6 +203,7 @@ def test_a_text_that_is_far_too_long_is_not_tokenized_to_be_cut(tiny, monkeypatc
 
 def test_a_model_without_tokenizer_echoes_ids(tiny, monkeypatch):
     monkeypatch.setattr(tiny.engine, "tokenizer", None)
+    monkeypatch.setattr(tiny.engine._outputs, "_tokenizer", None)
     (choice,) = tiny.complete([1, 2, 3], echo=True, logprobs=1, max_tokens=1, **GREEDY)["choices"]
     assert choice["logprobs"]["tokens"][:3] == ["token_id:1", "token_id:2", "token_id:3"]
     assert choice["logprobs"]["text_offset"] == [0] * 4

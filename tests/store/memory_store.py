@@ -21,7 +21,7 @@ __all__ = ["MemoryStore", "always_load"]
 
 def always_load(engine: Engine) -> None:
     """Let an engine load whatever it can: a tiny model is computed sooner than anything is brought."""
-    assert engine.tiering is not None
+    assert engine.tiering.is_on
     core = engine.scheduler.core
     core.slow.arbiter.compute_s_per_token = 1.0
     engine.tiering.computed = lambda *_: None  # type: ignore[method-assign]
