@@ -179,8 +179,8 @@ def bring_queries(
     vectors_at = query + rows * query_stride_t + head * query_stride_h
     if CELL_FORMAT.HAS_BASIS:
         first_seq = tl.load(seq_of + tl.program_id(0) * ROWS)
-        kv_head = layer * SHAPE.NUM_KV_HEADS + head // SHAPE.GROUP
-        cell = tl.load(cells + first_seq * cell_stride_s + kv_head).to(tl.int64)
+        at = cells + first_seq * cell_stride_s + layer * SHAPE.NUM_KV_HEADS + head // SHAPE.GROUP
+        cell = tl.load(at).to(tl.int64)
         basis = bases + cell * HEAD_DIM * HEAD_DIM
         numbers = _into_basis(vectors_at, vectors_at, is_row, basis, HEAD_DIM, DIMS, False)
     else:
