@@ -109,8 +109,8 @@ class Setting:
 
     @property
     def stays_on_device(self) -> bool:
-        """Whether blocks are as they are computed, and nowhere else than on the device."""
-        return not self.num_host_blocks and self.streamed_share is None and self.kv_cache_dtype == "auto"
+        """Whether blocks are nowhere else than on the device."""
+        return not self.num_host_blocks and self.streamed_share is None
 
 
 @dataclass
@@ -212,7 +212,7 @@ def build(setting: Setting, folder: Path, budget: Budget, emit: Emit) -> Engine:
     codec = CODECS.get(setting.kv_cache_dtype)
     geometry = KVGeometry(spec.num_layers, spec.num_kv_heads, spec.head_dim, element_bytes, setting.block_size, codec)
     num_blocks = budget.num_blocks
-    if spec.keeps and setting.stays_on_device:
+    if spec.keeps and setting.stays_on_device and not (codec and codec.channel_tokens):
         geometry = replace(geometry, keeps=spec.keeps)
         num_spare = num_blocks - -(-budget.max_model_len // setting.block_size)
         num_blocks = num_spare + geometry.layout.num_blocks_for(budget.max_model_len, setting.max_num_batched_tokens)

@@ -14,14 +14,17 @@ from hypothesis import strategies as st
 from transformers import masking_utils
 
 from equivalence.attention_cases import Lengths, Shape, make_case
+from equivalence.coded_cases import encoded
 from equivalence.sealed_cases import SealedCase
 from equivalence.test_attention import SEQUENCES, SHAPES, hold
 from equivalence.test_codecs import BOUND
 from equivalence.test_codecs import hold as hold_coded
 from pagefold.kv import CODECS, KEEP_ALL, KeepRule, KVGeometry
-from pagefold.runner.attention import AttentionInputs, GroupInputs
+from pagefold.runner.attention import AttentionInputs, GroupInputs, choose_backend
 from pagefold.runner.attention.cpu import CpuAttention
+from pagefold.runner.attention.cuda.columns import plan_columns
 from pagefold.runner.attention.work import Keeps, WorkDealer, first_seen
+from pagefold.runner.codecs import CELL_CODECS
 from pagefold.runner.slab import Slab
 
 SIZES = st.one_of(st.sampled_from([1, 2, 15, 16, 17, 64, 255, 256, 257, 512, 700]), st.integers(1, 1200))
@@ -242,3 +245,34 @@ def test_sealed_blocks_are_read_as_the_reference_reads_them(sequences, rule, sof
         assert torch.equal(plain.data, slab.data), "blocks are not sealed alike"
         outputs.append(output)
     assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ((KEEP_ALL, KeepRule(16)), "2 cache groups, where one is all that can be computed"),
+        ((KeepRule(16),), "a group that keeps KeepRule.window=16.*, where all are to be kept"),
+    ],
+)
+def test_a_card_is_given_one_group_that_keeps_all(rules, message):
+    """What its kernels do not compute yet is not computed otherwise."""
+    case = make_case(SHAPES[0], [Lengths(20, 3)], per_head=False, seed=1, rules=rules)
+    with pytest.raises(AssertionError, match=message):
+        plan_columns(case.inputs, 16)
+
+
+@settings(max_examples=4, suppress_health_check=list(HealthCheck))
+@given(sequences=SEQUENCES, rules=GROUPS, name=st.sampled_from(NAMES), seed=st.integers(0, 2**32))
+def test_codes_of_several_groups_do_not_tell_what_was_given_back(sequences, rules, name, seed):
+    """To the bit, by both implementations; what is given back, or never written, is poison."""
+    shape = {"block_size": SHAPES[0].block_size, "head_dim": SHAPES[0].head_dim}
+    outputs = {"reference": [], "cpu": []}
+    for trims in (False, True):
+        case = make_case(SHAPES[0], sequences, per_head=False, seed=seed, rules=rules, trims=trims)
+        operands = [tensor.float() for tensor in (case.query, case.key, case.value)]
+        for backend, slab in zip(outputs, encoded(case, name, seed), strict=True):
+            attention = choose_backend(backend, torch.float32, **shape, codes_a_byte=CELL_CODECS[name].codes_a_byte)
+            outputs[backend].append(attention(*operands, slab, case.inputs, case.layer, case.scale))
+    for both in outputs.values():
+        assert not both[0].isnan().any()
+        assert torch.equal(*both)

@@ -91,9 +91,10 @@ def generate(engine, token_ids: list[int], num_outputs: int, watch=lambda: None)
     return outputs
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "k8v4"])
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_blocks_that_left_the_window_are_given_back_while_the_request_runs(engine_of, backend):
-    engine = engine_of(backend, enable_prefix_caching=False)
+def test_blocks_that_left_the_window_are_given_back_while_the_request_runs(engine_of, backend, kv_cache_dtype):
+    engine = engine_of(backend, enable_prefix_caching=False, kv_cache_dtype=kv_cache_dtype)
     core = engine.scheduler.core
     most_held = most_used = 0
 
@@ -145,7 +146,7 @@ def test_what_was_left_behind_is_evicted_first(engine_of):
 def test_where_blocks_leave_the_device_the_window_limits_the_length(tiny_folder):
     folder = str(tiny_folder("gemma3"))
     assert plan_engine(EngineConfig(model=folder, max_model_len=400)).capacity.max_model_len == 400
-    for settings in ({"kv_offloading_size": 0.01}, {"kv_cache_dtype": "int8_per_token_head", "dtype": "float32"}):
+    for settings in ({"kv_offloading_size": 0.01}, {"kv_offloading_size": 0.01, "allow_streaming": True}):
         with pytest.raises(ConfigError, match=r"beyond 24 tokens gemma3_text's sliding window is not computed yet"):
             plan_engine(EngineConfig(model=folder, max_model_len=400, **settings))
 

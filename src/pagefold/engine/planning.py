@@ -103,9 +103,15 @@ def geometry_of(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> KV
 
 
 def _keeps_windows(config: EngineConfig, geometry: KVGeometry) -> bool:
-    """Whether windows are computed, rather than no sequence longer than they are: what leaves the device is not yet."""
+    """Whether windows are computed, rather than no sequence longer than they are.
+
+    They are not yet where blocks leave the device or are sealed, or where layers have other codecs than others.
+    """
+    from pagefold.runner.codecs import CELL_CODECS  # noqa: PLC0415 - torch comes with it
+
     has_tiers = config.kv_offloading_size or config.has_slow_tiers or config.allow_streaming
-    return geometry.codec is None and not has_tiers
+    seals = geometry.codec is not None and CELL_CODECS[geometry.codec.name].seals
+    return not (has_tiers or seals or geometry.skip_layers)
 
 
 def _check_sealing(config: EngineConfig, spec: ModelSpec) -> None:
