@@ -6,6 +6,8 @@ batch, and whether blocks that nobody sees any more were given back or not. Boun
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -276,3 +278,34 @@ def test_codes_of_several_groups_do_not_tell_what_was_given_back(sequences, rule
     for both in outputs.values():
         assert not both[0].isnan().any()
         assert torch.equal(*both)
+
+
+@pytest.mark.parametrize("rule", [KeepRule(40), KeepRule(300), KeepRule(64, is_chunked=True)], ids=str)
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_groups_that_a_sequence_fills_together_are_sealed_together(backend, rule):
+    """Each layer's outputs, blocks and residuals are those of a step in which its group is the only one."""
+    sequences = [(300, 1, 0), (64, 70, 0), (0, 130, 0), (47, 1, 0), (511, 1, 0), (512, 40, 0)]
+    cases = [SealedCase(SHAPES[0], sequences, 7, kept, trims=True) for kept in (rule, KEEP_ALL)]
+    windowed, whole = (case.inputs.groups[0] for case in cases)
+    num_blocks = len(cases[0].slab.data)
+    behind = np.broadcast_to(whole.tables[:, :1] + np.int32(num_blocks), whole.tables.shape)
+    groups = windowed, replace(whole, tables=behind)
+    together = SealedCase(SHAPES[0], sequences, 7, rule, trims=True)
+    together.inputs = replace(together.inputs, groups=groups, group_of_layer=(0, 1))
+    together.slab.data = torch.cat([case.slab.data for case in cases])
+    parts = slice(num_blocks), slice(num_blocks, None)
+    for layer, (case, part) in enumerate(zip(cases, parts, strict=True)):
+        expected, plain = case.run(backend, layer=layer)
+        output, slab = together.run(backend, layer=layer)
+        assert torch.equal(output, expected)
+        assert torch.equal(slab.data[part], plain.data)
+        assert torch.equal(slab.residuals.view(torch.int16), plain.residuals.view(torch.int16))
+
+
+def test_groups_that_a_sequence_fills_apart_are_not_sealed():
+    case = SealedCase(SHAPES[0], [(20, 1, 0)], 7)
+    (group,) = case.inputs.groups
+    other = replace(group, lengths=group.lengths - np.int32(1))
+    case.inputs = replace(case.inputs, groups=(group, other), group_of_layer=(0, 1))
+    with pytest.raises(AssertionError, match="filled apart"):
+        case.run("cpu")
