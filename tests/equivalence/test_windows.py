@@ -30,11 +30,14 @@ FULL = Workload(full_prompts(VOCAB_SIZE), num_outputs=64)
 ON_DEVICE = [setting for setting in SETTINGS if setting.stays_on_device]
 NAMES = {"chunks of 17", "blocks of 4", "warm", "everything at once"}
 FEW = [setting for setting in ON_DEVICE if setting.name in NAMES]
+THIRD = [setting for number, setting in enumerate(ON_DEVICE) if number % 3 == 0 or setting in FEW]
 
 
 def run(setting: Setting, workload: Workload, tiny_folder, tiny_references) -> Trial:
     if setting.at_least is not None:  # windows take less memory, and what left them is found less often
         asked = {name: min(number, 1) for name, number in asdict(setting.at_least).items()}
+        if setting.max_num_batched_tokens > 64:  # the room that windows need for a step's tokens holds whole prompts
+            asked["num_preemptions"] = asked["num_recomputed_tokens"] = 0
         setting = replace(setting, at_least=Counts(**asked))
     trial = Trial(setting, workload, tiny_folder("gemma3"))
     assert trial.engine.scheduler.core.rules == (KeepRule(WINDOW), KEEP_ALL)
@@ -55,7 +58,7 @@ def test_outputs_are_those_of_generate_in_every_setting(setting, tiny_folder, ti
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("setting", FEW, ids=lambda setting: setting.name)
+@pytest.mark.parametrize("setting", THIRD, ids=lambda setting: setting.name)
 def test_outputs_are_those_of_generate_in_full(setting, tiny_folder, tiny_references):
     run(setting, FULL, tiny_folder, tiny_references)
 

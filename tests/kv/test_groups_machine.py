@@ -224,7 +224,7 @@ class Machine:
         before = set(sequence.cache.all_block_ids())
         while not self.core.extend(sequence.cache, start, end):
             self.seen["memory short"] += 1
-            needed = len(self.rules) * (-(-end // SIZE) - sequence.cache.tables[0].end)
+            needed = len(self.rules) * max(0, -(-end // SIZE) - sequence.cache.tables[0].end)
             shared = sum(self.core.pool.blocks[one].num_table_refs > 1 for one in sequence.cache.all_block_ids())
             assert self._num_obtainable(0) < needed + shared + len(self.rules), "refused, though there is memory"
             planned = {row.sequence for row in rows}

@@ -882,7 +882,8 @@ class Machine:
                 gaining.append(pin)
         least = min(gaining, key=lambda pin: pin.rank(self.now), default=None)
         self._saw("pin that gains nothing", len(gaining) < len(self.pins))
-        assert self.core.pins.give_up(self.now, spared) == (least is not None)
+        blocks = [block for node in spared for block in node.blocks if block is not None]
+        assert self.core.pins.give_up(self.now, blocks) == (least is not None)
         if least is None:
             return False
         assert self.core.pins.dropped[-1][::2] == (least.pin_id, "memory")
