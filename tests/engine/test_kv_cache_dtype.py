@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 
 import numpy as np
 import pytest
 import torch
+from equivalence.tiny_models import save_tiny_model
 from store.memory_store import always_load
+from transformers import AutoModelForCausalLM
 
 from pagefold import LLM, SamplingParams
 from pagefold.config import EngineConfig
-from pagefold.engine.calibration import find_constants
+from pagefold.engine.calibration import _TEXT, find_constants
 from pagefold.engine.planning import hardware_of, plan_engine
 from pagefold.errors import ConfigError
 from pagefold.runner.cuda_decoder import CudaDecoder
 from pagefold.runner.loader import load_model
+from pagefold.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 SMALL = {"max_model_len": 128, "max_num_seqs": 4, "block_size": 16, "kv_cache_memory_bytes": 2**22}
@@ -130,6 +134,34 @@ def test_a_cards_decoder_finds_the_same(tiny_chat_model, tmp_path, monkeypatch):
         return CudaDecoder(model, slab, None, max_model_len=blueprint.capacity.max_model_len, on_queries=on_queries)
 
     assert all(map(torch.equal, find_constants(blueprint, as_on_a_card, str), own))
+
+
+def test_constants_of_a_model_with_windows_are_those_of_all_its_tokens(smollm2, tmp_path, monkeypatch):
+    """K and V are as transformers computes them beyond every window, though the cache need not keep them."""
+    monkeypatch.setenv("PAGEFOLD_CACHE", str(tmp_path / "cache"))
+    folder = save_tiny_model("gemma3", tmp_path / "gemma3", dtype=torch.float32, vocab_size=49152)
+    for file in smollm2.glob("*token*"):
+        shutil.copy(file, folder)
+    settings = SMALL | {"max_model_len": 256, "kv_cache_dtype": "int4", "attention_backend": "reference"}
+    blueprint = plan_engine(EngineConfig(model=str(folder), dtype="float32", **settings))
+    assert len(blueprint.geometry.groups) == 2
+    found = find_constants(blueprint, hardware_of(blueprint).decoder, str)
+    token_ids = Tokenizer(folder).encode(_TEXT.read_text())[:2048]
+    assert len(token_ids) == 2048
+    model, seen = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), {}
+    for name, module in model.named_modules():
+        if name.endswith(("k_norm", "v_proj")):
+            module.register_forward_hook(lambda _module, _given, out, name=name: seen.update({name: out[0]}))
+    with torch.inference_mode():
+        model(torch.tensor([token_ids]), use_cache=False)
+    for layer in range(4):
+        of_layer = f"model.layers.{layer}.self_attn"
+        cells = slice(2 * layer, 2 * layer + 2)
+        values = seen[f"{of_layer}.v_proj"].view(2048, 2, 16).transpose(0, 1)
+        expected = torch.stack((values[:, 0], values[:, 1:].mean(1)), 1)
+        torch.testing.assert_close(found.value_centres[cells], expected, rtol=1e-4, atol=1e-4)
+        first_keys = seen[f"{of_layer}.k_norm"].view(2, 2048, 16)[:, 0]  # which rope leaves as they are
+        torch.testing.assert_close(found.key_centres[cells, 0], first_keys, rtol=1e-4, atol=1e-4)
 
 
 def _never(blueprint, slab, on_queries=None):

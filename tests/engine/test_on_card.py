@@ -15,6 +15,7 @@ from pagefold.engine import on_card
 from pagefold.engine.blocks import allocate_blocks
 from pagefold.engine.calibration import bound_constants
 from pagefold.engine.planning import plan_engine
+from pagefold.errors import ConfigError
 from pagefold.memory.card import CardUse
 from pagefold.runner.card import Card
 from pagefold.runner.codec_slab import CODEC_ROWS_LAYOUT, CodecSlab
@@ -62,6 +63,18 @@ def test_blocks_of_the_measured_step_are_gone_before_all_others_come(kv_cache_dt
         gc.enable()
     assert slabs
     assert nums_of_residuals == ([1, config.max_num_seqs] if kv_cache_dtype == "kivi2" else [0, 0])
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_a_cards_sequences_are_no_longer_than_a_models_windows(kv_cache_dtype, tmp_path, monkeypatch):
+    """Its kernels compute one cache group yet."""
+    monkeypatch.setattr("pagefold.runner.card.find_card", lambda: CARD)
+    config = EngineConfig(
+        model=str(save_tiny_model("gemma3", tmp_path)), device="cuda", kv_cache_dtype=kv_cache_dtype, max_model_len=24
+    )
+    assert len(plan_engine(config).geometry.groups) == 1
+    with pytest.raises(ConfigError, match=r"beyond 24 tokens gemma3_text's sliding window is not computed yet"):
+        plan_engine(replace(config, max_model_len=25))
 
 
 def test_sealed_blocks_are_told_the_first_entrys_centre_and_the_others(tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ from pagefold.runner.codecs.constants import CodecConstants
 __all__ = [
     "NUM_RANGES",
     "attend_coded",
+    "constants_for",
     "encode_extremes",
     "encoded",
     "hold_codes",
@@ -35,6 +36,12 @@ def some_constants(num_cells, head_dim, seed):
     centres = [torch.randn(num_cells, num, head_dim, generator=generator) for num in (1 + NUM_RANGES, 2)]
     bases = torch.stack([fitted_basis(*some_moments(head_dim, generator)) for _ in range(num_cells)])
     return CodecConstants(*centres, bases)
+
+
+def constants_for(blueprint, _say):
+    """Return constants such as a model with a tokenizer has: of each cell others. It stands in for measuring them."""
+    geometry = blueprint.geometry
+    return some_constants(geometry.num_layers * geometry.num_kv_heads, geometry.head_dim, 5)
 
 
 def some_moments(head_dim, generator):

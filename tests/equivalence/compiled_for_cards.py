@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["begin", "compile_kernel", "spilled_bytes"]
+__all__ = ["begin", "compile_kernel", "compile_launched", "spilled_bytes"]
 
 _POINTERS = {"query", "key", "value", "out"}
 _COLUMNS = {"rows", "tiles", "query_starts", "seq_of", "tables", "lengths", "cells", "places", "residual_ids"}
@@ -50,7 +50,7 @@ def compile_kernel(
 
     from pagefold.runner.attention.cuda import encode, kernels, seal
     from pagefold.runner.attention.cuda.attention import HeadShape
-    from pagefold.runner.attention.cuda.blocks import reads_of
+    from pagefold.runner.attention.cuda.blocks import CardBlocks, reads_of
     from pagefold.runner.attention.cuda.configs import Reads, padded, sealing_warps
     from pagefold.runner.codecs import CELL_CODECS
 
@@ -58,20 +58,14 @@ def compile_kernel(
     reads = Reads.NUMBERS if codec is None else reads_of(CELL_CODECS[codec])
     heads = HeadShape(getattr(torch, dtype), num_kv_heads * group, num_kv_heads, head_dim, capability, reads=reads)
     how = heads.config("prefill" if name == "prefill" else "decode")
-    blocks = _blocks(heads, block_size, codec)
+    blocks = CardBlocks.of(_slab(heads, block_size, codec))
     room = {"write_codes": encode, "bring_queries": encode, "write_sealed": seal}.get(name, kernels)
     encodes = room is not kernels
     constants = {
-        **blocks.format_of(0, num_kv_heads)._asdict(),
-        "ALIGNMENT": blocks.alignment,
-        "NUM_KV_HEADS": num_kv_heads,
-        "NUM_HEADS": heads.num_heads,
+        "SHAPE": heads.constants(block_size),
+        "CELL_FORMAT": blocks.format_of(0, num_kv_heads),
         "HEADS": padded(num_kv_heads),
-        "GROUP": group,
         "ROWS": 16 if encodes else how.rows,
-        "HEAD_DIM": head_dim,
-        "DIMS": max(16, padded(head_dim)),
-        "BLOCK_SIZE": block_size,
         "TILE": how.tile,
         "MIN_TILES": 4,
         "SPLITS": 64,
@@ -113,12 +107,46 @@ def compile_kernel(
     return compiled.metadata.shared, compiled.asm["ptx"]
 
 
-def _blocks(heads, block_size, codec):
-    """Return what kernels are given of a slab."""
+def compile_launched(codec):
+    """Compile what a layer of a step launches for an H100, as Triton binds and specializes its arguments.
+
+    Sequences decode, in splits, and prefill. Returns the shared memory of each kernel in bytes, by name.
+    """
+    from unittest import mock
+
+    import torch
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+    from triton.runtime.jit import JITFunction, create_function_from_signature
+
+    from equivalence.attention_cases import Lengths, Shape, make_case
+    from pagefold.runner.attention.cuda.attention import CudaAttention, HeadShape
+
+    target = GPUTarget("cuda", 90, 32)
+    backend = make_backend(target)
+    shared = {}
+
+    def run(kernel, *, grid, warmup, **arguments):
+        assert len(grid) <= 3
+        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+        how, *source = kernel._pack_args(backend, arguments, *bind(**arguments))
+        compiled = triton.compile(ASTSource(kernel, *source), target=target, options=how.__dict__)
+        shared[kernel.__name__] = compiled.metadata.shared
+
+    case = make_case(Shape(16, 64, 8, 4, 1), [Lengths(20, 1), Lengths(3, 6)], per_head=False, seed=1)
+    query, key, value = (numbers.to(torch.bfloat16) for numbers in (case.query, case.key, case.value))
+    heads = HeadShape(torch.bfloat16, 32, 8, 64)
+    with mock.patch.object(JITFunction, "run", run):
+        CudaAttention(heads, num_splits=2)(query, key, value, _slab(heads, 16, codec), case.inputs, 0, case.scale)
+    return shared
+
+
+def _slab(heads, block_size, codec):
+    """Return a slab of one block."""
     import torch
 
     from pagefold.kv import CODECS, KVGeometry
-    from pagefold.runner.attention.cuda.blocks import CardBlocks
     from pagefold.runner.codec_slab import CODEC_ROWS_LAYOUT, CodecSlab
     from pagefold.runner.codecs import CELL_CODECS
     from pagefold.runner.sealed_slab import SEALED_ROWS_LAYOUT, SealedSlab
@@ -127,13 +155,13 @@ def _blocks(heads, block_size, codec):
     head_dim, num_kv_heads = heads.head_dim, heads.num_kv_heads
     if codec is None:
         data = torch.empty(1, num_kv_heads, 2, block_size * head_dim, dtype=heads.dtype)
-        return CardBlocks.of(Slab(data, head_dim, ROWS_LAYOUT))
+        return Slab(data, head_dim, ROWS_LAYOUT)
     geometry = KVGeometry(1, num_kv_heads, head_dim, 2, block_size, CODECS[codec])
     data = torch.empty(1, geometry.bytes_per_block, dtype=torch.uint8)
     if CELL_CODECS[codec].seals:
         residuals = torch.empty(num_kv_heads, 1, 2, block_size * head_dim, dtype=torch.float16)
-        return CardBlocks.of(SealedSlab(data, residuals, geometry, layout=SEALED_ROWS_LAYOUT))
-    return CardBlocks.of(CodecSlab(data, geometry, layout=CODEC_ROWS_LAYOUT))
+        return SealedSlab(data, residuals, geometry, layout=SEALED_ROWS_LAYOUT)
+    return CodecSlab(data, geometry, layout=CODEC_ROWS_LAYOUT)
 
 
 def spilled_bytes(*args, **flags):

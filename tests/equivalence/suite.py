@@ -109,8 +109,9 @@ class Setting:
 
     @property
     def knows_groups(self) -> bool:
-        """Whether it runs with several cache groups: not yet with streaming and codecs."""
-        return self.streamed_share is None and self.kv_cache_dtype == "auto"
+        """Whether it runs with several cache groups: not yet with streaming, and with codecs that seal blocks."""
+        codec = CODECS.get(self.kv_cache_dtype)
+        return self.streamed_share is None and not (codec and codec.channel_tokens)
 
 
 @dataclass

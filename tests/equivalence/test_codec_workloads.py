@@ -11,9 +11,9 @@ from random import Random
 
 import pytest
 
+from equivalence.coded_cases import constants_for
 from equivalence.harsh_runner import HarshRunner
 from equivalence.suite import assert_clean
-from equivalence.test_codecs import some_constants
 from equivalence.tiny_models import VOCAB_SIZE
 from pagefold.config import EngineConfig
 from pagefold.engine import build
@@ -24,11 +24,6 @@ from pagefold.sampling import SamplingParams
 
 CODECS = ("kivi2", "int4_per_token_head", "k8v4", "int8_per_token_head", "fp8_e4m3")
 LONGEST, MOST_OUTPUTS = 300, 38
-
-
-def _constants(blueprint, say):
-    geometry = blueprint.geometry
-    return some_constants(geometry.num_layers * geometry.num_kv_heads, geometry.head_dim, 5)
 
 
 def _draw_requests(random, block_size, max_num_seqs):
@@ -62,7 +57,7 @@ def _step(engine, outputs):
 
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.long if seed > 3 else []) for seed in range(40)])
 def test_outputs_are_those_alone_and_cold(seed, tiny_folder, monkeypatch):
-    monkeypatch.setattr(build, "_constants", _constants)
+    monkeypatch.setattr(build, "_constants", constants_for)
     random = Random(seed)
     plain = EngineConfig(
         model=str(tiny_folder("qwen3")),

@@ -319,6 +319,15 @@ def test_codes_compile_for_an_h100_spill_nothing_and_are_encoded_without_fused_a
             assert compiler(kernel, "bfloat16", head_dim, 4, (9, 0), **how) == 0
 
 
+@pytest.mark.parametrize("codec", _long_but([None, "kivi2"], [None, "int4_per_token_head", "k8v4", "kivi2"]))
+def test_what_a_layer_launches_compiles(codec, compiler):
+    """Arguments have the names of the kernels' parameters, and are such as Triton compiles for."""
+    kernels = KERNELS if codec is None else SEALING_KERNELS if codec == "kivi2" else CODED_KERNELS
+    shared_bytes = compiler(codec, function=compiled_for_cards.compile_launched)
+    assert shared_bytes.keys() == {*kernels, "merge_splits"}
+    assert max(shared_bytes.values()) <= MAX_SHARED_BYTES[9, 0]
+
+
 def test_blocks_of_any_size_are_sealed_in_registers(compiler):
     """A program holds all of a block: with too many numbers a thread it spills, and takes minutes to compile."""
     how = {"function": compiled_for_cards.spilled_bytes, "codec": "kivi2"}

@@ -99,9 +99,10 @@ def generate(engine, token_ids: list[int], num_outputs: int, watch=lambda: None)
     return outputs
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "k8v4"])
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_blocks_that_left_the_window_are_given_back_while_the_request_runs(engine_of, backend):
-    engine = engine_of(backend, enable_prefix_caching=False)
+def test_blocks_that_left_the_window_are_given_back_while_the_request_runs(engine_of, backend, kv_cache_dtype):
+    engine = engine_of(backend, enable_prefix_caching=False, kv_cache_dtype=kv_cache_dtype)
     core = engine.scheduler.core
     most_held = most_used = 0
 
@@ -154,8 +155,8 @@ def test_where_groups_are_not_known_the_window_limits_the_length(tiny_folder):
     folder = str(tiny_folder("gemma3"))
     assert plan_engine(EngineConfig(model=folder, max_model_len=400)).capacity.max_model_len == 400
     for settings in (
+        {"kv_cache_dtype": "kivi2", "dtype": "float32"},
         {"kv_offloading_size": 0.01, "allow_streaming": True},
-        {"kv_cache_dtype": "int8_per_token_head", "dtype": "float32"},
     ):
         with pytest.raises(ConfigError, match=r"beyond 24 tokens gemma3_text's sliding window is not computed yet"):
             plan_engine(EngineConfig(model=folder, max_model_len=400, **settings))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagefold.kv import CODECS, CacheGroup, KVGeometry, LayerKV, lay_out
+from pagefold.kv import CODECS, KEEP_ALL, CacheGroup, KeepRule, KVGeometry, LayerKV, lay_out
 from pagefold.kv.pool import BlockPool
 
 MODELS = {
@@ -200,6 +200,24 @@ def test_groups_of_different_cells_fill_a_pool_to_the_byte() -> None:
     )
     assert held == layout.num_blocks(budget) // layout.num_blocks_for(length) > 10
     assert num_written == held * per_sequence
+
+
+@pytest.mark.parametrize("name", [None, "int8_per_token_head", "k8v4", "int4_per_token_head", "kivi2"])
+def test_layers_of_several_groups_begin_where_those_before_them_in_their_block_end(name) -> None:
+    """17 layers, two of which keep all, in groups of two: of the last one's block half is nobody's."""
+    keeps = tuple(KEEP_ALL if layer in {3, 9} else KeepRule(8) for layer in range(17))
+    geometry = KVGeometry(17, 2, 64, 4, codec=CODECS[name] if name else None, keeps=keeps)
+    windowed = [layer for layer in range(17) if layer not in {3, 9}]
+    pairs = [tuple(windowed[at : at + 2]) for at in range(0, 15, 2)]
+    assert [group.layers for group in geometry.groups] == [*pairs, (3, 9)]
+    assert [geometry.groups[index].keeps for index in geometry.group_of_layer] == list(keeps)
+    assert all(layer in geometry.groups[index].layers for layer, index in enumerate(geometry.group_of_layer))
+    places = [geometry.groups[index].layers.index(layer) for layer, index in enumerate(geometry.group_of_layer)]
+    own = 2 * geometry.cell_bytes(0)
+    assert geometry.layer_begins == tuple(place * own for place in places)
+    assert geometry.bytes_per_block == 2 * own
+    cells = [geometry.cell(layer, head) for layer in range(17) for head in range(2)]
+    assert cells == ([*range(34)] if name else [2 * place + head for place in places for head in range(2)])
 
 
 @pytest.mark.parametrize(("block_size", "per_token", "share"), [(16, 52, 0.22), (32, 44, 0.18)])

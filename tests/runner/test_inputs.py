@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagefold.kv import BlockId, BlockTable, CacheGroup, KeepRule, KVGeometry
+from pagefold.kv import CODECS, KEEP_ALL, BlockId, BlockTable, CacheGroup, KeepRule, KVGeometry
 from pagefold.runner.inputs import _group_inputs, _layers_of, make_inputs
 from pagefold.steps import StepPlan
 
@@ -118,9 +118,18 @@ def test_tables_of_a_group_that_has_given_blocks_back():
     assert inputs.tables.strides[1] == inputs.lengths.strides[1] == 0
 
 
+KEEPS = KeepRule(8), KeepRule(8), KEEP_ALL, KeepRule(8), KEEP_ALL, KeepRule(8)
+
+
 def test_each_layer_has_cells_in_blocks_of_its_own_group():
-    groups = CacheGroup((0, 1, 3), 2, 16, window=8), CacheGroup((2, 4), 2, 16)
-    group_of_layer, cells = _layers_of(groups)
-    assert group_of_layer == (0, 0, 1, 0, 1)
-    assert cells.tolist() == [[0, 1], [2, 3], [0, 1], [4, 5], [2, 3]]
+    group_of_layer, cells = _layers_of(KVGeometry(6, 2, 8, 4, keeps=KEEPS))
+    assert group_of_layer == (0, 0, 2, 1, 2, 1)
+    assert cells.tolist() == [[0, 1], [2, 3], [0, 1], [0, 1], [2, 3], [2, 3]]
     assert cells.dtype == np.int32
+
+
+def test_each_layers_cells_of_codes_have_numbers_of_their_own():
+    """Constants differ from layer to layer, also of cells that lie in the same place of their groups' blocks."""
+    group_of_layer, cells = _layers_of(KVGeometry(6, 2, 8, 4, codec=CODECS["k8v4"], keeps=KEEPS))
+    assert group_of_layer == (0, 0, 2, 1, 2, 1)
+    assert cells.flatten().tolist() == [*range(12)]

@@ -10,8 +10,10 @@ import torch
 from model_folders import SIZES, save_model
 
 from pagefold.errors import UnsupportedModelError
-from pagefold.kv import KEEP_ALL, KeepRule, KVGeometry
+from pagefold.kv import CODECS, KEEP_ALL, KeepRule, KVGeometry
 from pagefold.runner.attention import AttentionInputs, GroupInputs, reference_attention
+from pagefold.runner.codec_slab import CodecSlab
+from pagefold.runner.codecs.constants import CodecConstants
 from pagefold.runner.inputs import StepInputs
 from pagefold.runner.loader import load_model
 from pagefold.runner.slab import Slab
@@ -19,6 +21,10 @@ from pagefold.runner.transformers_decoder import TransformersDecoder
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from pagefold.runner.slab import AnySlab
 
 WINDOW, BLOCK_SIZE, NUM_BLOCKS = 5, 4, 30
 LAYERS = ["sliding_attention", "full_attention"] * 2
@@ -38,8 +44,16 @@ def make_decoder(folder: Path) -> tuple[TransformersDecoder, Slab]:
     return TransformersDecoder(load_model(folder, torch.float64), slab, reference_attention, max_model_len=64), slab
 
 
-def inputs_of(
-    start: int, end: int, tables: list[list[int]], firsts: list[int], rules: tuple[KeepRule, ...]
+PLACES = np.array([[[0, 1], [0, 1], [2, 3], [2, 3]]], np.int32)
+
+
+def inputs_of(  # noqa: PLR0917 - the columns of a step
+    start: int,
+    end: int,
+    tables: list[list[int]],
+    firsts: list[int],
+    rules: tuple[KeepRule, ...],
+    cells: NDArray[np.int32] = PLACES,
 ) -> StepInputs:
     """Return a step that computes ``PROMPT[start:end]``, and wants the logits of all of it."""
     groups = tuple(
@@ -51,7 +65,6 @@ def inputs_of(
         )
         for table, first, rule in zip(tables, firsts, rules, strict=True)
     )
-    cells = np.array([[[0, 1], [0, 1], [2, 3], [2, 3]]], np.int32)
     return StepInputs(
         token_ids=torch.tensor([PROMPT[start:end]]),
         positions=torch.arange(start, end)[None],
@@ -61,12 +74,10 @@ def inputs_of(
     )
 
 
-@pytest.mark.parametrize("chunks", [[22], [7, 6, 1, 1, 1, 6], [1] * 22], ids=["whole", "chunks", "token by token"])
-def test_logits_are_those_of_transformers(folder: Path, chunks: list[int]):
-    """With blocks given back as soon as nobody sees them any more, and NaN in them from then on."""
-    from transformers import AutoModelForCausalLM
-
-    decoder, slab = make_decoder(folder)
+def run(
+    decoder: TransformersDecoder, slab: AnySlab, chunks: list[int], cells: NDArray[np.int32]
+) -> tuple[torch.Tensor, list[int]]:
+    """Return the logits of the prompt, and which entries tables begin with at the end. What nobody sees is NaN."""
     free = list(range(NUM_BLOCKS))
     tables: list[list[int]] = [[], []]
     firsts, found, start = [0, 0], [], 0
@@ -74,17 +85,56 @@ def test_logits_are_those_of_transformers(folder: Path, chunks: list[int]):
         end = start + num_tokens
         for group, rule in enumerate(RULES):
             while firsts[group] + BLOCK_SIZE <= rule.first_seen(start):
-                slab.data[tables[group].pop(0)] = float("nan")
+                slab.as_bytes()[tables[group].pop(0)] = 0xFF
                 firsts[group] += BLOCK_SIZE
             while firsts[group] + len(tables[group]) * BLOCK_SIZE < end:
                 tables[group].append(free.pop(0))
-        found.append(decoder.logits(inputs_of(start, end, tables, firsts, RULES)))
+        found.append(decoder.logits(inputs_of(start, end, tables, firsts, RULES, cells)))
         start = end
+    return torch.cat(found), firsts
+
+
+@pytest.mark.parametrize("chunks", [[22], [7, 6, 1, 1, 1, 6], [1] * 22], ids=["whole", "chunks", "token by token"])
+def test_logits_are_those_of_transformers(folder: Path, chunks: list[int]):
+    """With blocks given back as soon as nobody sees them any more, and NaN in them from then on."""
+    from transformers import AutoModelForCausalLM
+
+    decoder, slab = make_decoder(folder)
+    found, firsts = run(decoder, slab, chunks, PLACES)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa")
     with torch.inference_mode():
         expected = plain(torch.tensor([PROMPT]), use_cache=False).logits[0]
-    torch.testing.assert_close(torch.cat(found), expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     assert (len(chunks) == 1) == (firsts[0] == 0), "blocks have left the window"
+
+
+@pytest.mark.parametrize("name", ["int8_per_token_head", "int4_per_token_head", "k8v4"])
+def test_codes_of_a_layer_lie_in_blocks_of_its_group_and_have_its_constants(folder: Path, name: str):
+    """Logits are those of blocks that hold all layers, of which none is ever given back, to the bit."""
+    codec, num_cells = CODECS[name], 8
+    generator = torch.Generator().manual_seed(3)
+    centres = (torch.randn(num_cells, num, 8, generator=generator) for num in (1 + 2, 2))
+    constants = CodecConstants(*centres, torch.linalg.qr(torch.randn(num_cells, 8, 8, generator=generator))[0])
+    model, found = load_model(folder, torch.float64), {}
+    keeps = RULES * 2
+    for kept in ((), keeps):
+        geometry = KVGeometry(4, 2, 8, 8, BLOCK_SIZE, codec, keeps=kept)
+        slab = CodecSlab.allocate(geometry, NUM_BLOCKS, constants)
+        slab.data.fill_(0xFF)
+        decoder = TransformersDecoder(model, slab, reference_attention, max_model_len=64)
+        cells = np.array([[[geometry.cell(layer, head) for head in range(2)] for layer in range(4)]], np.int32)
+        if kept:
+            found[kept], firsts = run(decoder, slab, [7, 6, 1, 1, 1, 6], cells)
+            assert firsts[0] > 0
+        else:
+            whole = [*range(-(-len(PROMPT) // BLOCK_SIZE))]
+            parts, start = [], 0
+            for end in (7, 13, 14, 15, 16, 22):
+                parts.append(decoder.logits(inputs_of(start, end, [whole, whole], [0, 0], RULES, cells)))
+                start = end
+            found[kept] = torch.cat(parts)
+    assert not found[()].isnan().any()
+    assert torch.equal(found[()], found[keeps])
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ import hashlib
 import math
 from array import array
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -119,14 +120,15 @@ def find_constants(
         return None
     text = _TEXT.read_bytes()
     computed = content_fingerprint(spec.folder, cache_dir()), blueprint.is_fused, str(blueprint.dtype)
-    facts = _VERSION, *computed, _NUM_TOKENS
+    num_tokens = _most_tokens(blueprint)
+    facts = _VERSION, *computed, num_tokens
     name = hashlib.sha256(repr(facts).encode() + text).hexdigest()[:32]
     file = cache_dir() / "calibration" / f"{name}.f32"
     shape = geometry.num_layers * geometry.num_kv_heads, num_ranges_of(_num_positions(spec)), geometry.head_dim
     kept = _read(file, *shape)
     if kept is not None:
         return kept
-    say(f"calibrate  keys, values and queries are measured on {_NUM_TOKENS:,} tokens, once for this model")
+    say(f"calibrate  keys, values and queries are measured on {num_tokens:,} tokens, once for this model")
     constants = _measure(blueprint, make_decoder, text.decode())
     kept = _read(file, *shape)
     if kept is not None:  # another server was sooner: what both store has one name
@@ -136,6 +138,11 @@ def find_constants(
         numbers = b"".join(one.numpy().tobytes() for one in constants)
         write_whole(file, numbers + hashlib.sha256(numbers).digest())
     return constants
+
+
+def _most_tokens(blueprint: Blueprint) -> int:
+    """Return how many tokens of the text are computed, if it has as many: as far as the model is computed rightly."""
+    return min(_NUM_TOKENS, blueprint.limit.length)
 
 
 def _num_positions(spec: ModelSpec) -> int:
@@ -182,10 +189,11 @@ def _measure(blueprint: Blueprint, make_decoder: MakeDecoder, text: str) -> Code
     from pagefold.tokenizer import Tokenizer  # noqa: PLC0415 - heavy; only when it is needed
 
     spec = blueprint.spec
-    token_ids = Tokenizer(spec.folder).encode(text)[: min(_NUM_TOKENS, spec.max_exact_len)]
-    plain = KVGeometry(spec.num_layers, spec.num_kv_heads, spec.head_dim, blueprint.dtype.itemsize)
-    num_blocks = plain.num_blocks_for(len(token_ids))
-    slab = Slab.allocate(plain, num_blocks, blueprint.dtype, blueprint.device)
+    token_ids = Tokenizer(spec.folder).encode(text)[: _most_tokens(blueprint)]
+    shape = spec.num_layers, spec.num_kv_heads, spec.head_dim
+    plain = KVGeometry(*shape, blueprint.dtype.itemsize, keeps=blueprint.geometry.keeps)
+    tables = _whole_tables(plain, len(token_ids))
+    slab = Slab.allocate(plain, sum(table.end for table in tables), blueprint.dtype, blueprint.device)
     capacity = replace(blueprint.capacity, max_model_len=len(token_ids))
     turning = _turning(spec)
     offsets = _offsets(len(token_ids), turning.num_positions)
@@ -204,24 +212,35 @@ def _measure(blueprint: Blueprint, make_decoder: MakeDecoder, text: str) -> Code
         plan = StepPlan(start)
         plan.token_ids = array("i", token_ids[start : start + _TOKENS_A_STEP])
         plan.starts, plan.num_tokens = [start], [len(plan.token_ids)]
-        plan.tables = [[BlockTable(map(BlockId, range(num_blocks)))]]
+        plan.tables = [tables]
         plan.sampling_rows = [0]
         positions = torch.arange(start, start + len(plan.token_ids))
         decoder.logits(make_inputs(plan, plain))
     key_centres, bases = [], []
-    for own, of_queries in zip(_by_cell(slab.keys, len(token_ids)), moments.flatten(0, 1), strict=True):
+    keys, values = (_by_cell(vectors, plain, tables, len(token_ids)) for vectors in (slab.keys, slab.values))
+    for own, of_queries in zip(keys, moments.flatten(0, 1), strict=True):
         centres, moment = _of_keys(own.double(), turning, offsets)
         key_centres.append(torch.cat((own[:1], centres.float())))
         bases.append(fitted_basis(moment, of_queries))
-    values = _by_cell(slab.values, len(token_ids))
     means = values[:, min(1, len(token_ids) - 1) :].double().mean(1, keepdim=True).float()
     value_centres = torch.cat((values[:, :1], means), 1)
     return CodecConstants(torch.stack(key_centres), value_centres, torch.stack(bases))
 
 
-def _by_cell(vectors: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """Return a slab's vectors ``[num_blocks, num_cells, slots, D]`` as float32 ``[num_cells, num_tokens, D]``, here."""
-    return vectors.transpose(0, 1).flatten(1, 2)[:, :num_tokens].float().cpu()
+def _whole_tables(geometry: KVGeometry, num_tokens: int) -> list[BlockTable]:
+    """Return a table for each cache group that has all of so many tokens, also where it need not keep them."""
+    num_blocks = -(-num_tokens // geometry.block_size)
+    firsts = range(0, len(geometry.groups) * num_blocks, num_blocks)
+    return [BlockTable(map(BlockId, range(first, first + num_blocks))) for first in firsts]
+
+
+def _by_cell(vectors: torch.Tensor, geometry: KVGeometry, tables: list[BlockTable], num_tokens: int) -> torch.Tensor:
+    """Return a slab's vectors ``[num_blocks, cells, slots, D]`` as float32 ``[L * Hkv, num_tokens, D]``, here."""
+    found = []
+    for layer, head in product(range(geometry.num_layers), range(geometry.num_kv_heads)):
+        block_ids = tables[geometry.group_of_layer[layer]].block_ids
+        found.append(vectors[block_ids, geometry.cell(layer, head)].flatten(0, 1)[:num_tokens].float().cpu())
+    return torch.stack(found)
 
 
 def _of_keys(keys: torch.Tensor, turning: Turning, offsets: range) -> tuple[torch.Tensor, torch.Tensor]:

@@ -283,17 +283,39 @@ class KVGeometry:
 
     @cached_property
     def layer_begins(self) -> tuple[int, ...]:
-        """Where the cells of each layer begin in a block, in bytes: those of one layer after those of another."""
-        sizes = (self.num_kv_heads * self.cell_bytes(layer) for layer in range(self.num_layers - 1))
-        return tuple(accumulate(sizes, initial=0))
+        """Where each layer's cells begin in a block of its group, in bytes: behind those of the layer before it."""
+        begins: dict[int, int] = {}
+        for group in self.groups:
+            sizes = (self.num_kv_heads * self.cell_bytes(layer) for layer in group.layers[:-1])
+            begins.update(zip(group.layers, accumulate(sizes, initial=0), strict=True))
+        return tuple(begins[layer] for layer in range(self.num_layers))
+
+    @cached_property
+    def group_of_layer(self) -> tuple[int, ...]:
+        """The index of each layer's group."""
+        found = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
+        return tuple(found[layer] for layer in range(self.num_layers))
+
+    def cell(self, layer: int, kv_head: int) -> int:
+        """Return the number by which a slab knows a cell.
+
+        Without a codec all cells are alike, and it is the cell's place in a block of its group. Cells of codes differ
+        from layer to layer, so each has its own number: those of one layer after those of another.
+        """
+        if self.codec is None:
+            return self.groups[self.group_of_layer[layer]].cell(layer, kv_head)
+        return layer * self.num_kv_heads + kv_head
 
     @cached_property
     def layout(self) -> CacheLayout:
-        """Layers that keep all in one group, also where their codecs differ: each block holds all of them."""
+        """Layers that keep all in one group, also where their codecs differ: each block holds all of them.
+
+        Where some keep less, all have the same codec: groups with blocks of other sizes are nobody's yet.
+        """
         one = LayerKV(self.num_kv_heads, self.head_dim, self.head_dim)
         codec = (self.codec or plain_codec(self.element_bytes)).in_blocks(self.block_size)
         if any(keep.trims for keep in self.keeps):
-            assert self.codec is None, "codecs and windows"
+            assert not self.skip_layers, "layers of other codecs, and windows"
             kept = [replace(one, window=keep.window, is_chunked=keep.is_chunked) for keep in self.keeps]
             return lay_out(kept, codec, block_size=self.block_size)
         layers = tuple(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING
 
 from pagefold.runner.codec_slab import CODEC_LAYOUT, CODEC_ROWS_LAYOUT, cell_places
@@ -22,6 +23,9 @@ _ROWS = 4
 def block_plan(geometry: KVGeometry, codec_layout: str = CODEC_LAYOUT) -> BlockForm:
     """Return where codes of 8 bit are in a block of ``geometry``, and where numbers of how many bytes.
 
+    Of several cache groups that is where the one with the most cells has them: those of the others lie in the same
+    places.
+
     Args:
         geometry: of the block.
         codec_layout: how K's codes lie in it.
@@ -39,8 +43,10 @@ def block_plan(geometry: KVGeometry, codec_layout: str = CODEC_LAYOUT) -> BlockF
         elif end > begin:
             planes.append((begin, end, max(1, form.bits // 8)))
 
-    for index, places in enumerate(cell_places(geometry)):
-        codec = CELL_CODECS[geometry.codec_of(index // geometry.num_kv_heads).name]
+    whole = max(geometry.groups, key=lambda group: group.num_cells)
+    all_places = cell_places(geometry)
+    for layer, head in product(whole.layers, range(geometry.num_kv_heads)):
+        places, codec = all_places[geometry.cell(layer, head)], CELL_CODECS[geometry.codec_of(layer).name]
         add(codec.keys, places.keys, places.values, is_value=False)
         add(codec.values, places.values, places.key_scales, is_value=True)
         if places.end > places.key_scales:

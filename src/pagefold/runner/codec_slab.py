@@ -66,11 +66,10 @@ class CellPlaces(NamedTuple):
 
 
 def cell_places(geometry: KVGeometry) -> list[CellPlaces]:
-    """Return where the parts of every cell of a block are, in the order of cells."""
+    """Return where the parts of every cell are in a block of its group, in the order of cells: layer by layer."""
     places: list[CellPlaces] = []
-    begin = 0
-    for layer in range(geometry.num_layers):
-        codec = CELL_CODECS[geometry.codec_of(layer).name]
+    for layer, layer_begin in enumerate(geometry.layer_begins):
+        codec, begin = CELL_CODECS[geometry.codec_of(layer).name], layer_begin
         for _ in range(geometry.num_kv_heads):
             values = begin + codec.keys.num_code_bytes(geometry.head_dim) * geometry.block_size
             key_scales = values + codec.values.num_code_bytes(geometry.head_dim) * geometry.block_size
@@ -78,7 +77,7 @@ def cell_places(geometry: KVGeometry) -> list[CellPlaces]:
             end = value_scales + 2 * codec.values.num_scales * geometry.block_size
             places.append(CellPlaces(begin, values, key_scales, value_scales, end))
             begin = end
-    assert begin == geometry.bytes_per_block, "codecs and geometry disagree about bytes"
+    assert max(own.end for own in places) == geometry.bytes_per_block, "codecs and geometry disagree about bytes"
     return places
 
 

@@ -82,7 +82,7 @@ def make_inputs(plan: StepPlan, geometry: KVGeometry) -> StepInputs:
     samples = None
     if len(places) < len(plan.sampling_rows):
         samples = torch.tensor([places[row] for row in plan.sampling_rows])
-    group_of_layer, cells = _layers_of(geometry.groups)
+    group_of_layer, cells = _layers_of(geometry)
     groups = []
     for index, group in enumerate(geometry.groups):
         tables = [row[index] for row in plan.tables]
@@ -128,14 +128,13 @@ def _group_inputs(
 
 
 @lru_cache(maxsize=8)
-def _layers_of(groups: tuple[CacheGroup, ...]) -> tuple[tuple[int, ...], NDArray[np.int32]]:
-    """Return each layer's group, and its cells inside a block of that, int32 ``[L, Hkv]``."""
-    (num_kv_heads,) = {group.num_kv_heads for group in groups}  # attention reads blocks of one shape
-    (_,) = {group.block_size for group in groups}
-    group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
-    layers = range(len(group_of))
-    cells = [[groups[group_of[layer]].cell(layer, head) for head in range(num_kv_heads)] for layer in layers]
-    return tuple(group_of[layer] for layer in layers), np.array(cells, np.int32)
+def _layers_of(geometry: KVGeometry) -> tuple[tuple[int, ...], NDArray[np.int32]]:
+    """Return each layer's group, and the numbers of its cells, int32 ``[L, Hkv]``."""
+    (num_kv_heads,) = {group.num_kv_heads for group in geometry.groups}  # attention reads blocks of one shape
+    (_,) = {group.block_size for group in geometry.groups}
+    layers = range(geometry.num_layers)
+    cells = [[geometry.cell(layer, head) for head in range(num_kv_heads)] for layer in layers]
+    return geometry.group_of_layer, np.array(cells, np.int32)
 
 
 def late_tokens(plan: StepPlan, sampled: torch.Tensor) -> LateTokens:

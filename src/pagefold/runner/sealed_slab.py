@@ -109,7 +109,8 @@ class SealedSlab:
     ) -> SealedSlab:
         """Return so many blocks of ``geometry`` and residuals in the memory of ``device``, not yet written."""
         data = empty_bytes((num_blocks, geometry.bytes_per_block), device)
-        shape = geometry.groups[0].num_cells, num_residuals, 2, geometry.block_size * geometry.head_dim
+        num_cells = geometry.num_layers * geometry.num_kv_heads
+        shape = num_cells, num_residuals, 2, geometry.block_size * geometry.head_dim
         residuals = torch.empty(shape, dtype=torch.float16, device=device)
         return cls(data, residuals, geometry, centres, sealed_layout_on(device))
 

@@ -107,7 +107,6 @@ def _write(
 
 def _parts(inputs: AttentionInputs, layer: int, block_size: int) -> Iterator[_Part]:
     assert inputs.residual_ids is not None, "blocks are sealed, and nobody said where the unsealed ones are"
-    assert len(inputs.groups) == 1, "blocks of several cache groups cannot be sealed yet"
     group = inputs.group_of(layer)
     for s in range(inputs.num_seqs):
         tokens = slice(int(inputs.query_starts[s]), int(inputs.query_starts[s + 1]))

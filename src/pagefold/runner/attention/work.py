@@ -164,7 +164,6 @@ class WorkDealer:
     def deal(self, inputs: AttentionInputs) -> AttentionWork:
         """Return the work of a step."""
         groups = inputs.groups
-        assert len(groups) == 1 or not self._seals, "blocks of several cache groups cannot be sealed yet"
         cells = _broadcast_as_one(inputs.cells, 0)
         tables, lengths = _tables_of(groups), _lengths_of(groups)
         first_blocks = _stacked([group.firsts // np.int32(self._block_size) for group in groups])
@@ -217,11 +216,11 @@ class WorkDealer:
         return _Dealt(items, tokens, first_slots, num_slots)
 
     def _unsealed(self, inputs: AttentionInputs) -> dict[str, Any]:
-        """Return the fields of the work that are about sealing."""
+        """Return the fields of the work that are about sealing: a sequence fills the same blocks in all groups."""
         if not self._seals:
             return {"residual_ids": _NOTHING, "first_opened": _NOTHING, "num_opened": 0, "seals": _NO_SEALS}
-        (group,) = inputs.groups
-        lengths = group.lengths
+        lengths, *others = [group.lengths for group in inputs.groups]
+        assert all(np.array_equal(own, lengths) for own in others), "groups that are filled apart are not sealed"
         assert inputs.residual_ids is not None, "blocks are sealed, and nobody said where the unsealed ones are"
         size, num_new = self._block_size, np.diff(inputs.query_starts)[:, None]
         first = (lengths - num_new) // size  # [S, Hkv]: the block that each begins in
@@ -282,20 +281,20 @@ def work_of(work, layer):
     """Return the :class:`GroupWork` of a layer's group."""
     g = work.group_of_layer[layer]
     return GroupWork(
-        work.query_starts,
-        work.seq_of,
-        work.tables[g],
-        work.first_blocks[g],
-        work.lengths[g],
-        Keeps(work.keeps[g, 0], work.keeps[g, 1] != 0),
-        work.cells,
-        work.items[work.item_starts[g] : work.item_starts[g + 1]],
-        work.tokens,
-        work.first_slots[g],
-        work.split_size,
-        work.residual_ids,
-        work.first_opened,
-        work.seals,
+        query_starts=work.query_starts,
+        seq_of=work.seq_of,
+        tables=work.tables[g],
+        first_blocks=work.first_blocks[g],
+        lengths=work.lengths[g],
+        keeps=Keeps(work.keeps[g, 0], work.keeps[g, 1] != 0),
+        cells=work.cells,
+        items=work.items[work.item_starts[g] : work.item_starts[g + 1]],
+        tokens=work.tokens,
+        first_slots=work.first_slots[g],
+        split_size=work.split_size,
+        residual_ids=work.residual_ids,
+        first_opened=work.first_opened,
+        seals=work.seals,
     )
 
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pagefold.runner.attention.cuda.blocks import CardBlocks, CellFormat
+from pagefold.runner.attention.cuda.arguments import Group, LayerArguments, scoring, vectors
+from pagefold.runner.attention.cuda.blocks import CardBlocks
 from pagefold.runner.attention.cuda.columns import plan_columns
 from pagefold.runner.attention.cuda.configs import (
     KernelConfig,
@@ -22,6 +23,7 @@ from pagefold.runner.attention.cuda.configs import (
     sealing_warps,
 )
 from pagefold.runner.attention.cuda.encode import bring_queries, write_codes
+from pagefold.runner.attention.cuda.groups import Shape
 from pagefold.runner.attention.cuda.kernels import decode, merge_splits, prefill, write_kv
 from pagefold.runner.attention.cuda.seal import write_sealed
 from pagefold.runner.attention.cuda.tile import INTERPRETED
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CudaAttention", "HeadShape"]
 
-_LOG2E = 1.4426950408889634
 _MIN_SPLIT_ENTRIES = 256
 _ENCODED_ROWS = 16
 """Tokens that one program encodes, or whose queries it brings."""
@@ -68,6 +69,10 @@ class HeadShape:
     def config(self, kernel: str) -> KernelConfig:
         """Return how ``decode`` or ``prefill`` works on it."""
         return choose_config(kernel, self.dtype, self.head_dim, self.group, self.capability, self.reads)
+
+    def constants(self, block_size: int) -> Shape:
+        """Return the sizes that kernels are compiled for."""
+        return Shape(self.num_kv_heads, self.group, self.head_dim, max(16, padded(self.head_dim)), block_size)
 
     @property
     def tokens_a_tile(self) -> int:
@@ -122,59 +127,30 @@ class CudaAttention:
         """See :class:`~pagefold.runner.attention.inputs.AttentionBackend`."""
         assert query.stride(2) == key.stride(2) == value.stride(2) == 1, "a head's numbers lie side by side"
         columns, blocks = self.columns(inputs, query.device), self.blocks(slab)
-        num_heads = query.shape[1]
-        num_kv_heads, head_dim = key.shape[1:]
+        given = LayerArguments.of(blocks, columns, layer, self.shape.constants(slab.block_size))
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        form = blocks.format_of(layer, num_kv_heads)
-        places: dict[str, int | float] = {
-            "layer": layer,
-            "block_stride": blocks.data.stride(0),
-            "table_stride_s": columns.tables.stride(0),
-            "table_stride_h": columns.tables.stride(1) if columns.tables.shape[1] > 1 else 0,
-            "length_stride_s": columns.lengths.stride(0),
-            "length_stride_h": int(columns.lengths.shape[1] > 1),
-            "cell_stride_s": columns.cells.stride(0) if len(columns.cells) > 1 else 0,
-            "NUM_KV_HEADS": num_kv_heads,
-            "HEAD_DIM": head_dim,
-            "DIMS": max(16, padded(head_dim)),
-            "BLOCK_SIZE": slab.block_size,
-        }
-        recent = self._write(key, value, blocks, form, columns, places)
-        if form.ROTATION:
-            query = _brought(query, blocks, form, columns, places)
-        assert not (form.SEALS and self._window), "nobody sees a part of what is sealed"
-        places |= {
-            "num_ranges": blocks.num_ranges,
-            "num_residuals": blocks.num_residuals,
-            "query_stride_t": query.stride(0),
-            "query_stride_h": query.stride(1),
-            "scale": scale / softcap if softcap else scale * _LOG2E,
-            "softcap": softcap * _LOG2E,
-            "window": self._window,
-            "GROUP": num_heads // num_kv_heads,
-            "HAS_WINDOW": self._window > 0,
-            "HAS_SOFTCAP": softcap > 0.0,
-            "ALIGNMENT": blocks.alignment,
-            **_reading(form),
-        }
+        recent = _write(key, value, given)
+        if given.form.ROTATION:
+            query = _brought(query, given)
+        assert not (given.form.SEALS and self._window), "nobody sees a part of what is sealed"
+        asked = vectors("query", query) | {"out": out} | scoring(scale, softcap, self._window)
         if len(columns.rows):
-            self._run_decode(query, out, blocks, columns, places)
+            self._run_decode(asked, given)
         if len(columns.tiles):
             how = self._prefill
-            prefill[(len(columns.tiles), num_kv_heads)](
-                query,
-                out,
-                blocks.data,
-                columns.tiles,
-                *_tables(columns),
-                *_cells(blocks),
-                *_unsealed(blocks, columns),
-                recent,
+            prefill[(len(columns.tiles), self.shape.num_kv_heads)](
+                **asked,
+                **given.slab,
+                **given.cells,
+                **given.residuals,
+                recent=recent,
+                tiles=columns.tiles,
+                **given.entries,
+                **given.constants,
                 ROWS=how.rows,
                 TILE=how.tile,
                 num_warps=how.num_warps,
                 num_stages=how.num_stages,
-                **places,
             )
         return out
 
@@ -198,127 +174,34 @@ class CudaAttention:
             return self._num_splits
         return num_splits_for(num_rows, self.shape.num_kv_heads, self.shape.num_processors)
 
-    def _write(  # noqa: PLR0913, PLR0917 - the operands of a kernel
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        blocks: CardBlocks,
-        form: CellFormat,
-        columns: DeviceColumns,
-        places: dict[str, int | float],
-    ) -> torch.Tensor:
-        """Put K and V of the step's tokens where they belong.
-
-        Where blocks are sealed, return them in 16 bit too, as float16 ``[T, Hkv, 2, D]``, if somebody reads them so.
-        """
-        places = places | {
-            "key_stride_t": key.stride(0),
-            "key_stride_h": key.stride(1),
-            "value_stride_t": value.stride(0),
-            "value_stride_h": value.stride(1),
-        }
-        starts, *tables = _tables(columns)
-        if not blocks.has_codes:
-            heads = padded(key.shape[1])
-            write_kv[(len(key),)](key, value, blocks.data, starts, columns.seq_of, *tables, HEADS=heads, **places)
-            return blocks.data
-        if form.SEALS:
-            return self._write_sealed(key, value, blocks, columns, places)
-        num_rows = _rows_of(columns)
-        write_codes[(-(-len(key) // num_rows), key.shape[1])](
-            key,
-            value,
-            blocks.data,
-            blocks.places,
-            blocks.key_centres,
-            blocks.value_centres,
-            blocks.key_bases,
-            starts,
-            columns.seq_of,
-            *tables,
-            num_tokens=len(key),
-            num_ranges=blocks.num_ranges,
-            ROWS=num_rows,
-            enable_fp_fusion=False,
-            **_encoding(form),
-            **places,
-        )
-        return blocks.data
-
-    def _write_sealed(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        blocks: CardBlocks,
-        columns: DeviceColumns,
-        places: dict[str, int | float],
-    ) -> torch.Tensor:
-        """Do so where blocks are sealed: into residuals, and into the blocks that are full."""
-        num_tokens, num_kv_heads, head_dim = key.shape
-        has_recent = len(columns.tiles) > 0  # who decodes finds all in residuals
-        shape = num_tokens if has_recent else 0, num_kv_heads, 2, head_dim
-        recent = torch.empty(shape, dtype=torch.float16, device=key.device)
-        starts, *tables = _tables(columns)
-        write_sealed[num_tokens, num_kv_heads](
-            key,
-            value,
-            blocks.data,
-            blocks.places,
-            blocks.key_centres,
-            *_unsealed(blocks, columns),
-            recent,
-            starts,
-            columns.seq_of,
-            *tables,
-            num_residuals=blocks.num_residuals,
-            HAS_RECENT=has_recent,
-            num_warps=sealing_warps(int(places["BLOCK_SIZE"]), head_dim),
-            enable_fp_fusion=False,
-            **places,
-        )
-        return recent
-
-    def _run_decode(
-        self,
-        query: torch.Tensor,
-        out: torch.Tensor,
-        blocks: CardBlocks,
-        columns: DeviceColumns,
-        places: dict[str, int | float],
-    ) -> None:
-        how, num_rows = self._decode, len(columns.rows)
+    def _run_decode(self, asked: Group, given: LayerArguments) -> None:
+        how, num_rows, out = self._decode, len(given.columns.rows), asked["out"]
         num_splits = self.num_splits(num_rows)
-        sums, weights = self._room(num_rows, num_splits, query.device)
+        sums, weights = self._room(num_rows, num_splits, out.device)
+        splits = {"sums": sums, "weights": weights, "num_splits": num_splits}
         decode[(self.shape.num_kv_heads, num_rows, num_splits)](
-            query,
-            out,
-            sums,
-            weights,
-            blocks.data,
-            columns.rows,
-            *_tables(columns),
-            *_cells(blocks),
-            *_unsealed(blocks, columns),
-            num_splits=num_splits,
+            **asked,
+            **splits,
+            **given.slab,
+            **given.cells,
+            **given.residuals,
+            rows=given.columns.rows,
+            **given.entries,
+            **given.constants,
             ROWS=how.rows,
             TILE=how.tile,
             MIN_TILES=max(1, _MIN_SPLIT_ENTRIES // how.tile),
             IS_SPLIT=num_splits > 1,
             num_warps=how.num_warps,
             num_stages=how.num_stages,
-            **places,
         )
         if num_splits > 1:
             merge_splits[(self.shape.num_heads, num_rows)](
-                out,
-                sums,
-                weights,
-                columns.rows,
-                columns.query_starts,
-                num_splits,
-                NUM_HEADS=self.shape.num_heads,
-                HEAD_DIM=places["HEAD_DIM"],
-                DIMS=places["DIMS"],
+                out=out,
+                **splits,
+                rows=given.columns.rows,
+                query_starts=given.columns.query_starts,
+                SHAPE=given.shape,
                 SPLITS=padded(num_splits),
             )
 
@@ -336,68 +219,77 @@ class CudaAttention:
         return sums, weights
 
 
-def _tables(columns: DeviceColumns) -> tuple[torch.Tensor, ...]:
-    """Return the columns that say where entries lie, in the kernels' order."""
-    return columns.query_starts, columns.tables, columns.lengths, columns.cells
+def _write(key: torch.Tensor, value: torch.Tensor, given: LayerArguments) -> torch.Tensor:
+    """Put K and V of the step's tokens where they belong.
 
-
-def _cells(blocks: CardBlocks) -> tuple[torch.Tensor, ...]:
-    """Return what those who read codes know of cells, in the kernels' order."""
-    return blocks.places, blocks.stored_key_centres, blocks.output_centres
-
-
-def _unsealed(blocks: CardBlocks, columns: DeviceColumns) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return residuals and who has which, which is read where blocks are sealed only."""
-    return blocks.residuals, columns.residual_ids
-
-
-def _encoding(form: CellFormat) -> dict[str, int | float]:
-    """Return what those who encode token by token are compiled for."""
-    constants = form._asdict()
-    del constants["SEALS"]
-    return constants
-
-
-def _reading(form: CellFormat) -> dict[str, int | float]:
-    """Return what those who read codes are compiled for."""
-    constants = form._asdict()
-    del constants["HAS_BASIS"]  # of queries that have been brought there
-    return constants
-
-
-def _rows_of(columns: DeviceColumns) -> int:
-    """Return how many tokens share a program, which looks up one cell."""
-    return _ENCODED_ROWS if len(columns.cells) == 1 else 1
-
-
-def _brought(
-    query: torch.Tensor,
-    blocks: CardBlocks,
-    form: CellFormat,
-    columns: DeviceColumns,
-    places: dict[str, int | float],
-) -> torch.Tensor:
-    """Return queries where K is."""
-    num_rows, num_heads = _rows_of(columns), query.shape[1]
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    bring_queries[(-(-len(query) // num_rows), num_heads)](
-        query,
-        out,
-        blocks.query_bases,
-        columns.seq_of,
-        columns.cells,
-        places["layer"],
-        len(query),
-        query.stride(0),
-        query.stride(1),
-        places["cell_stride_s"],
-        NUM_KV_HEADS=places["NUM_KV_HEADS"],
-        GROUP=num_heads // int(places["NUM_KV_HEADS"]),
-        HEAD_DIM=places["HEAD_DIM"],
-        DIMS=places["DIMS"],
+    Where blocks are sealed, return them in 16 bit too, as float16 ``[T, Hkv, 2, D]``, if somebody reads them so.
+    """
+    num_tokens, num_kv_heads, _ = key.shape
+    numbers = vectors("key", key) | vectors("value", value)
+    where = {"seq_of": given.columns.seq_of} | given.entries
+    if not given.blocks.has_codes:
+        write_kv[(num_tokens,)](**numbers, **given.slab, **where, SHAPE=given.shape, HEADS=padded(num_kv_heads))
+        return given.blocks.data
+    if given.form.SEALS:
+        return _write_sealed(numbers, where, given)
+    num_rows = _rows_of(given)
+    write_codes[(-(-num_tokens // num_rows), num_kv_heads)](
+        **numbers,
+        **given.slab,
+        **given.encoded_cells,
+        **where,
+        num_tokens=num_tokens,
+        **given.constants,
         ROWS=num_rows,
-        ROTATION=form.ROTATION,
-        HAS_BASIS=form.HAS_BASIS,
+        enable_fp_fusion=False,
+    )
+    return given.blocks.data
+
+
+def _write_sealed(numbers: Group, where: Group, given: LayerArguments) -> torch.Tensor:
+    """Do so where blocks are sealed: into residuals, and into the blocks that are full."""
+    key: torch.Tensor = numbers["key"]
+    num_tokens, num_kv_heads, head_dim = key.shape
+    has_recent = len(given.columns.tiles) > 0  # who decodes finds all in residuals
+    shape = num_tokens if has_recent else 0, num_kv_heads, 2, head_dim
+    recent = torch.empty(shape, dtype=torch.float16, device=key.device)
+    write_sealed[num_tokens, num_kv_heads](
+        **numbers,
+        **given.slab,
+        places=given.blocks.places,
+        key_centres=given.blocks.key_centres,
+        **given.residuals,
+        recent=recent,
+        **where,
+        SHAPE=given.shape,
+        HAS_RECENT=has_recent,
+        num_warps=sealing_warps(given.shape.BLOCK_SIZE, head_dim),
+        enable_fp_fusion=False,
+    )
+    return recent
+
+
+def _brought(query: torch.Tensor, given: LayerArguments) -> torch.Tensor:
+    """Return queries where K is."""
+    num_tokens, num_heads, _ = query.shape
+    num_rows = _rows_of(given)
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    bring_queries[(-(-num_tokens // num_rows), num_heads)](
+        **vectors("query", query),
+        out=out,
+        bases=given.blocks.query_bases,
+        seq_of=given.columns.seq_of,
+        num_tokens=num_tokens,
+        cells=given.columns.cells,
+        cell_stride_s=given.entries["cell_stride_s"],
+        layer=given.entries["layer"],
+        **given.constants,
+        ROWS=num_rows,
         enable_fp_fusion=False,
     )
     return out
+
+
+def _rows_of(given: LayerArguments) -> int:
+    """Return how many tokens share a program, which looks up one cell."""
+    return _ENCODED_ROWS if len(given.columns.cells) == 1 else 1

@@ -35,6 +35,7 @@ class CellFormat(NamedTuple):
         HAS_CENTRES: whether constants are taken off.
         HAS_BASIS: whether K has a basis instead of being rotated.
         SEALS: whether K's scales are those of a block's channels.
+        ALIGNMENT: by how many bytes each part of a block is aligned.
     """
 
     KEY_FORMAT: int
@@ -45,6 +46,7 @@ class CellFormat(NamedTuple):
     HAS_CENTRES: bool = False
     HAS_BASIS: bool = False
     SEALS: bool = False
+    ALIGNMENT: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,6 @@ class CardBlocks:
     Attributes:
         data: as the slab has it.
         formats: of each cell. Where there is no codec, one, of all of them; then what follows is ``data``, unread.
-        alignment: bytes by which every part of a block is aligned.
         places: int32 ``[num_cells, 4]``: where a cell's parts begin: codes of K and of V, scales of K and of V.
         num_ranges: R: of how many ranges of entries K has centres.
         key_centres: float32 ``[num_cells, 1 + R, D]``: what is taken off K.
@@ -67,7 +68,6 @@ class CardBlocks:
 
     data: torch.Tensor
     formats: tuple[CellFormat, ...]
-    alignment: int
     places: torch.Tensor
     num_ranges: int
     key_centres: torch.Tensor
@@ -85,7 +85,7 @@ class CardBlocks:
         if isinstance(slab, Slab):
             assert slab.layout == ROWS_LAYOUT, "the kernels read K in rows"
             plain = CellFormat(PLAIN.value, PLAIN.value, slab.head_dim, slab.head_dim)
-            return cls(data, (plain,), 1, data, 1, *[data] * 7)
+            return cls(data, (plain,), data, 1, *[data] * 7)
         if isinstance(slab, SealedSlab):
             return _sealed(slab)
         assert isinstance(slab, CodecSlab), "blocks of a kind that no kernel of a card reads"
@@ -94,10 +94,11 @@ class CardBlocks:
         stored = torch.stack([slab.keys_as_stored(cell, own) for cell, own in enumerate(constants.key_centres)])
         first, others = hadamard(constants.value_centres).unbind(1)
         codecs = [slab.codec(cell) for cell in range(len(slab.places))]
+        alignment, places = _places(slab.places, data)
         return cls(
             data,
-            tuple(_format_of(codec, slab.head_dim) for codec in codecs),
-            *_places(slab.places, data),
+            tuple(_format_of(codec, slab.head_dim, alignment) for codec in codecs),
+            places,
             constants.num_ranges,
             constants.key_centres,
             stored,
@@ -134,11 +135,12 @@ def _sealed(slab: SealedSlab) -> CardBlocks:
     """Return the blocks of a slab that seals them: nothing is taken off V there, and K is not rotated."""
     assert slab.layout == SEALED_ROWS_LAYOUT, "the kernels read K in rows"
     data, nothing = slab.data, torch.zeros_like(slab.centres)
-    form = _format_of(slab.codec, slab.head_dim)
+    alignment, places = _places(slab.places, data)
+    form = _format_of(slab.codec, slab.head_dim, alignment)
     return CardBlocks(
         data,
         (form,) * len(slab.places),
-        *_places(slab.places, data),
+        places,
         1,
         slab.centres,
         slab.centres,
@@ -157,7 +159,7 @@ def _places(places: list[CellPlaces], data: torch.Tensor) -> tuple[int, torch.Te
     return alignment, torch.tensor(begins, dtype=torch.int32, device=data.device)
 
 
-def _format_of(codec: CellCodec, head_dim: int) -> CellFormat:
+def _format_of(codec: CellCodec, head_dim: int, alignment: int) -> CellFormat:
     return CellFormat(
         codec.keys.number,
         codec.values.number,
@@ -167,4 +169,5 @@ def _format_of(codec: CellCodec, head_dim: int) -> CellFormat:
         codec.centres,
         codec.has_basis,
         codec.seals,
+        alignment,
     )

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from pagefold.runner.attention.cuda.codes import hadamard, store_codes
+from pagefold.runner.attention.cuda.groups import PER_STEP
 from pagefold.runner.codecs import constants
 
 __all__ = ["RANGE", "bring_queries", "write_codes"]
@@ -37,23 +38,29 @@ def _into_basis(
     return total
 
 
-@triton.jit(do_not_specialize=["layer", "num_tokens", "table_stride_s", "length_stride_s", "cell_stride_s"])
+@triton.jit(do_not_specialize=PER_STEP)
 def write_codes(
+    # vectors: K and V of the step
     key,  # [T, Hkv, D]
     value,  # [T, Hkv, D]
-    slab,  # uint8
-    places,  # int32 [num_cells, 4]: where parts of a cell begin: codes of K and of V, scales of K and of V
-    key_centres,  # float32 [num_cells, 1 + R, D]
-    value_centres,  # float32 [num_cells, 2, D]
-    bases,  # float32 [num_cells, D, D]
-    query_starts,  # int32 [S + 1]
+    # the slab
+    slab,
+    # where entries lie
     seq_of,  # int32 [T]
+    query_starts,  # int32 [S + 1]
     tables,  # int32 [S, Hkv, W]
     lengths,  # int32 [S, Hkv]
     cells,  # int32 [S, L, Hkv]
+    # what there is of cells
+    places,  # int32 [num_cells, 4]: where parts of a cell begin: codes of K and of V, scales of K and of V
+    key_centres,  # float32 [num_cells, 1 + R, D]
+    value_centres,  # float32 [num_cells, 2, D]
+    bases,  # float32 [num_cells, D, D]: of K
+    # which layer, and how many
     layer,
     num_tokens,
     num_ranges,
+    # strides: of vectors, of the slab, of where entries lie
     key_stride_t,
     key_stride_h,
     value_stride_t,
@@ -64,20 +71,16 @@ def write_codes(
     length_stride_s,
     length_stride_h,
     cell_stride_s,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    # constants
+    SHAPE: tl.constexpr,
+    CELL_FORMAT: tl.constexpr,
     ROWS: tl.constexpr,
-    KEY_FORMAT: tl.constexpr,
-    VALUE_FORMAT: tl.constexpr,
-    KEY_ROW: tl.constexpr,
-    VALUE_ROW: tl.constexpr,
-    ROTATION: tl.constexpr,
-    HAS_CENTRES: tl.constexpr,
-    HAS_BASIS: tl.constexpr,
 ):
     """Encode the K and V of ROWS tokens and one head where they belong. Grid: (tokens / ROWS, Hkv)."""
+    HEAD_DIM: tl.constexpr = SHAPE.HEAD_DIM
+    DIMS: tl.constexpr = SHAPE.DIMS
+    ROTATION: tl.constexpr = CELL_FORMAT.ROTATION
+    HAS_CENTRES: tl.constexpr = CELL_FORMAT.HAS_CENTRES
     head = tl.program_id(1)
     tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = tokens < num_tokens
@@ -86,11 +89,11 @@ def write_codes(
     entries = tl.load(lengths + seqs * length_stride_s + head * length_stride_h) - after
     is_row = is_row & (entries >= 0)  # a row that only fills up a batch has no entries
     entries = tl.maximum(entries, 0)
-    at = tables + seqs.to(tl.int64) * table_stride_s + head * table_stride_h + entries // BLOCK_SIZE
+    at = tables + seqs.to(tl.int64) * table_stride_s + head * table_stride_h + entries // SHAPE.BLOCK_SIZE
     blocks_at = tl.load(at, mask=is_row, other=0).to(tl.int64) * block_stride
-    slots = entries % BLOCK_SIZE
+    slots = entries % SHAPE.BLOCK_SIZE
     first_seq = tl.load(seq_of + tl.program_id(0) * ROWS)
-    cell = tl.load(cells + first_seq * cell_stride_s + layer * NUM_KV_HEADS + head).to(tl.int64)
+    cell = tl.load(cells + first_seq * cell_stride_s + layer * SHAPE.NUM_KV_HEADS + head).to(tl.int64)
     dims = tl.arange(0, DIMS)
     mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
     rows = tokens.to(tl.int64)
@@ -98,7 +101,7 @@ def write_codes(
     vectors_at = key + rows * key_stride_t + head * key_stride_h
     ranges = 1 + tl.minimum(entries // RANGE, num_ranges - 1)
     centres_at = key_centres + (cell * (1 + num_ranges) + tl.where(entries == 0, 0, ranges)) * HEAD_DIM
-    if HAS_BASIS:
+    if CELL_FORMAT.HAS_BASIS:
         numbers = _into_basis(
             vectors_at, centres_at, is_row, bases + cell * HEAD_DIM * HEAD_DIM, HEAD_DIM, DIMS, HAS_CENTRES
         )
@@ -112,13 +115,13 @@ def write_codes(
     store_codes(
         slab + tl.load(place),
         slab + tl.load(place + 2),
-        blocks_at + slots * KEY_ROW,
+        blocks_at + slots * CELL_FORMAT.KEY_ROW,
         blocks_at + slots * 2,
         numbers,
         is_row,
-        KEY_FORMAT,
+        CELL_FORMAT.KEY_FORMAT,
         HEAD_DIM,
-        BLOCK_SIZE,
+        SHAPE.BLOCK_SIZE,
     )
 
     vectors_at = value + rows * value_stride_t + head * value_stride_h
@@ -131,37 +134,42 @@ def write_codes(
     store_codes(
         slab + tl.load(place + 1),
         slab + tl.load(place + 3),
-        blocks_at + slots * VALUE_ROW,
+        blocks_at + slots * CELL_FORMAT.VALUE_ROW,
         blocks_at + slots * 2,
         numbers,
         is_row,
-        VALUE_FORMAT,
+        CELL_FORMAT.VALUE_FORMAT,
         HEAD_DIM,
-        BLOCK_SIZE,
+        SHAPE.BLOCK_SIZE,
     )
 
 
-@triton.jit(do_not_specialize=["layer", "num_tokens", "cell_stride_s"])
+@triton.jit(do_not_specialize=PER_STEP)
 def bring_queries(
+    # vectors: queries of the step, and where they are brought
     query,  # [T, H, D]
     out,  # [T, H, D], contiguous
-    bases,  # float32 [num_cells, D, D]: of queries
+    # where entries lie
     seq_of,  # int32 [T]
     cells,  # int32 [S, L, Hkv]
+    # what there is of cells
+    bases,  # float32 [num_cells, D, D]: of queries
+    # which layer, and how many
     layer,
     num_tokens,
+    # strides: of vectors, of where entries lie
     query_stride_t,
     query_stride_h,
     cell_stride_s,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr,
+    # constants
+    SHAPE: tl.constexpr,
+    CELL_FORMAT: tl.constexpr,
     ROWS: tl.constexpr,
-    ROTATION: tl.constexpr,
-    HAS_BASIS: tl.constexpr,
 ):
     """Bring the queries of ROWS tokens and one head into their basis, or rotate them. Grid: (tokens / ROWS, H)."""
+    HEAD_DIM: tl.constexpr = SHAPE.HEAD_DIM
+    DIMS: tl.constexpr = SHAPE.DIMS
+    ROTATION: tl.constexpr = CELL_FORMAT.ROTATION
     head = tl.program_id(1)
     tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = tokens < num_tokens
@@ -169,13 +177,14 @@ def bring_queries(
     dims = tl.arange(0, DIMS)
     mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
     vectors_at = query + rows * query_stride_t + head * query_stride_h
-    if HAS_BASIS:
+    if CELL_FORMAT.HAS_BASIS:
         first_seq = tl.load(seq_of + tl.program_id(0) * ROWS)
-        cell = tl.load(cells + first_seq * cell_stride_s + layer * NUM_KV_HEADS + head // GROUP).to(tl.int64)
+        at = cells + first_seq * cell_stride_s + layer * SHAPE.NUM_KV_HEADS + head // SHAPE.GROUP
+        cell = tl.load(at).to(tl.int64)
         basis = bases + cell * HEAD_DIM * HEAD_DIM
         numbers = _into_basis(vectors_at, vectors_at, is_row, basis, HEAD_DIM, DIMS, False)
     else:
         numbers = tl.load(vectors_at[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
         numbers = hadamard(numbers, ROTATION)
-    to = out + (rows * NUM_KV_HEADS * GROUP + head)[:, None] * HEAD_DIM + dims[None, :]
+    to = out + (rows * SHAPE.NUM_KV_HEADS * SHAPE.GROUP + head)[:, None] * HEAD_DIM + dims[None, :]
     tl.store(to, numbers.to(out.dtype.element_ty), mask=mask)

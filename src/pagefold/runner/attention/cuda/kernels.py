@@ -10,7 +10,9 @@ a token's K of one head lies in one piece, whatever tile it is read in.
 - *Prefill* (FlashAttention-2, Dao, 2023): one program a tile of query rows (tokens times the heads of a group) and KV
   head. Tiles that all rows see are not masked.
 
-What they do with a tile of entries is in ``tile.py``; codes are read as ``codes.py`` says.
+What they do with a tile of entries is in ``tile.py``; codes are read as ``codes.py`` says. What kernels are given comes
+in groups, in one order; of constants, ``SHAPE`` is a ``Shape`` of ``groups.py``, and ``CELL_FORMAT`` one of
+``blocks.py``.
 
 Triton's interpreter runs the same code on a CPU (``TRITON_INTERPRET=1``, set before Triton is imported). Two things are
 different there: ``tl.dot`` of bfloat16 gives nonsense, so its operands become float32; and a loop's bounds must be
@@ -20,8 +22,9 @@ Python's numbers, which Triton 3.6 does not make of a tensor beside NumPy 2.4.
 import triton
 import triton.language as tl
 
+from pagefold.runner.attention.cuda.groups import PER_STEP, Blocks, Scoring, Sight, Unsealed
 from pagefold.runner.attention.cuda.seal import residual_of, sealed_before
-from pagefold.runner.attention.cuda.tile import INTERPRETED, attend_own, attend_tile, centres_of, finished, parts_of
+from pagefold.runner.attention.cuda.tile import INTERPRETED, attend_own, attend_tile, cell_of, finished, nothing_seen
 
 __all__ = ["decode", "merge_splits", "prefill", "write_kv"]
 
@@ -38,17 +41,22 @@ else:
         return number
 
 
-@triton.jit(do_not_specialize=["layer", "table_stride_s", "length_stride_s", "cell_stride_s"])
+@triton.jit(do_not_specialize=PER_STEP)
 def write_kv(
+    # vectors: K and V of the step
     key,  # [T, Hkv, D]
     value,  # [T, Hkv, D]
+    # the slab
     slab,
-    query_starts,  # int32 [S + 1]
+    # where entries lie
     seq_of,  # int32 [T]
+    query_starts,  # int32 [S + 1]
     tables,  # int32 [S, Hkv, W]
     lengths,  # int32 [S, Hkv]
     cells,  # int32 [S, L, Hkv]
+    # which layer, and how many
     layer,
+    # strides: of vectors, of the slab, of where entries lie
     key_stride_t,
     key_stride_h,
     value_stride_t,
@@ -59,67 +67,63 @@ def write_kv(
     length_stride_s,
     length_stride_h,
     cell_stride_s,
-    NUM_KV_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    # constants
+    SHAPE: tl.constexpr,
+    HEADS: tl.constexpr,  # NUM_KV_HEADS, filled up to a power of two
 ):
     """Write the K and V of one token, all heads, where they belong. Grid: (T,)."""
     token = tl.program_id(0)
     seq = tl.load(seq_of + token)
     heads = tl.arange(0, HEADS)
-    dims = tl.arange(0, DIMS)
-    is_head = heads < NUM_KV_HEADS
+    dims = tl.arange(0, SHAPE.DIMS)
+    is_head = heads < SHAPE.NUM_KV_HEADS
     after = tl.load(query_starts + seq + 1) - token  # entries from this token's on
     length = tl.load(lengths + seq * length_stride_s + heads * length_stride_h, mask=is_head, other=0)
     entries = length - after
     is_head = is_head & (entries >= 0)  # a row that only fills up a batch has no entries
     entries = tl.maximum(entries, 0)
-    at = tables + seq.to(tl.int64) * table_stride_s + heads * table_stride_h + entries // BLOCK_SIZE
+    at = tables + seq.to(tl.int64) * table_stride_s + heads * table_stride_h + entries // SHAPE.BLOCK_SIZE
     blocks = tl.load(at, mask=is_head, other=0)
-    cell = tl.load(cells + seq * cell_stride_s + layer * NUM_KV_HEADS + heads, mask=is_head, other=0)
-    places = blocks.to(tl.int64) * block_stride + cell.to(tl.int64) * (2 * BLOCK_SIZE * HEAD_DIM)
-    places += (entries % BLOCK_SIZE) * HEAD_DIM
-    mask = is_head[:, None] & (dims < HEAD_DIM)[None, :]
+    cell = tl.load(cells + seq * cell_stride_s + layer * SHAPE.NUM_KV_HEADS + heads, mask=is_head, other=0)
+    places = blocks.to(tl.int64) * block_stride + cell.to(tl.int64) * (2 * SHAPE.BLOCK_SIZE * SHAPE.HEAD_DIM)
+    places += (entries % SHAPE.BLOCK_SIZE) * SHAPE.HEAD_DIM
+    mask = is_head[:, None] & (dims < SHAPE.HEAD_DIM)[None, :]
     row = token.to(tl.int64)
     keys = tl.load(key + row * key_stride_t + heads[:, None] * key_stride_h + dims[None, :], mask=mask)
     values = tl.load(value + row * value_stride_t + heads[:, None] * value_stride_h + dims[None, :], mask=mask)
     to = slab + places[:, None] + dims[None, :]
     tl.store(to, keys, mask=mask)
-    tl.store(to + BLOCK_SIZE * HEAD_DIM, values, mask=mask)
+    tl.store(to + SHAPE.BLOCK_SIZE * SHAPE.HEAD_DIM, values, mask=mask)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "layer",
-        "num_residuals",
-        "table_stride_s",
-        "length_stride_s",
-        "cell_stride_s",
-        "window",
-        "num_splits",
-    ]
-)
+@triton.jit(do_not_specialize=PER_STEP)
 def decode(
+    # vectors: queries of the step, and its outputs
     query,  # [T, H, D]
     out,  # [T, H, D], contiguous
+    # splits
     sums,  # float32 [rows, H, splits, D]
     weights,  # float32 [rows, H, splits]
+    # the slab
     slab,
+    # where entries lie
     rows,  # int32: the sequences with one token
     query_starts,  # int32 [S + 1]
     tables,  # int32 [S, Hkv, W]
     lengths,  # int32 [S, Hkv]
     cells,  # int32 [S, L, Hkv]
-    places,  # int32 [num_cells, 4] (this and the centres with a codec only: see blocks.py)
+    # what there is of cells, with a codec only
+    places,  # int32 [num_cells, 4]: see blocks.py
     key_centres,  # float32 [num_cells, 1 + R, D]
     value_centres,  # float32 [num_cells, 2, D]
-    residuals,  # float16 [num_cells, R, 2, BLOCK_SIZE, D] (this and the next with SEALS only)
+    # residuals, where blocks are sealed only
+    residuals,  # float16 [num_cells, R, 2, BLOCK_SIZE, D]
     residual_ids,  # int32 [S]
+    # which layer, and how many
     layer,
     num_ranges,
     num_residuals,
+    # strides: of vectors, of the slab, of where entries lie
     query_stride_t,
     query_stride_h,
     block_stride,
@@ -128,35 +132,30 @@ def decode(
     length_stride_s,
     length_stride_h,
     cell_stride_s,
+    # what makes scores
     scale,
     softcap,
     window,
+    # how many splits there are
     num_splits,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
+    # constants
+    SHAPE: tl.constexpr,
+    CELL_FORMAT: tl.constexpr,
     ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     MIN_TILES: tl.constexpr,
-    KEY_FORMAT: tl.constexpr,
-    VALUE_FORMAT: tl.constexpr,
-    KEY_ROW: tl.constexpr,
-    VALUE_ROW: tl.constexpr,
-    ROTATION: tl.constexpr,
-    HAS_CENTRES: tl.constexpr,
-    SEALS: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
 ):
     """Attend from one sequence's only token to one split of its entries. Grid: (Hkv, rows, splits).
 
     A sequence's tiles are dealt evenly to the splits, MIN_TILES a split at least: a short one has fewer splits. Its own
     block, where that is not sealed yet, is the first one's.
     """
+    HEAD_DIM: tl.constexpr = SHAPE.HEAD_DIM
+    BLOCK_SIZE: tl.constexpr = SHAPE.BLOCK_SIZE
+    NUM_HEADS: tl.constexpr = SHAPE.NUM_KV_HEADS * SHAPE.GROUP
     head = tl.program_id(0)
     row = tl.program_id(1)
     split = tl.program_id(2)
@@ -167,7 +166,7 @@ def decode(
     if HAS_WINDOW:
         low = tl.maximum(length - window, 0)
     stored = length
-    if SEALS:
+    if CELL_FORMAT.SEALS:
         stored = sealed_before(length - 1, BLOCK_SIZE)
     first_tile = low // TILE
     num_tiles = (stored + TILE - 1) // TILE - first_tile
@@ -176,110 +175,83 @@ def decode(
     end = tl.minimum(start + tiles_a_split * TILE, stored)
 
     members = tl.arange(0, ROWS)
-    dims = tl.arange(0, DIMS)
-    is_member = members < GROUP
+    dims = tl.arange(0, SHAPE.DIMS)
+    is_member = members < SHAPE.GROUP
     mask = is_member[:, None] & (dims < HEAD_DIM)[None, :]
-    query_heads = head * GROUP + members
+    query_heads = head * SHAPE.GROUP + members
     at = query + token * query_stride_t + query_heads[:, None] * query_stride_h + dims[None, :]
     queries = tl.load(at, mask=mask, other=0.0)
-    cell = tl.load(cells + seq * cell_stride_s + layer * NUM_KV_HEADS + head).to(tl.int64)
-    parts = parts_of(slab, places, cell, KEY_FORMAT, HEAD_DIM, BLOCK_SIZE, ALIGNMENT)
-    centres = centres_of(key_centres, value_centres, cell, num_ranges, HEAD_DIM)
+    cell_id = tl.load(cells + seq * cell_stride_s + layer * SHAPE.NUM_KV_HEADS + head).to(tl.int64)
     table = tables + seq.to(tl.int64) * table_stride_s + head * table_stride_h
-    acc = tl.zeros([ROWS, DIMS], tl.float32)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    visible = tl.zeros([ROWS], tl.int32) + stored
+    blocks = Blocks(
+        data=slab,
+        block_stride=block_stride,
+        places=places,
+        key_centres=key_centres,
+        value_centres=value_centres,
+        num_ranges=num_ranges,
+    )
+    cell = cell_of(blocks, cell_id, table, SHAPE, CELL_FORMAT)
+    sight = Sight(low=low, end=end, visible=tl.zeros([ROWS], tl.int32) + stored, window=window)
+    scoring = Scoring(scale=scale, softcap=softcap)
+    softmax = nothing_seen(ROWS, SHAPE.DIMS)
     for tile_start in range(_bound(start), _bound(end), TILE):
-        acc, top, total = attend_tile(
-            queries,
-            acc,
-            top,
-            total,
-            tile_start,
-            low,
-            end,
-            visible,
-            window,
-            parts,
-            centres,
-            num_ranges,
-            table,
-            block_stride,
-            scale,
-            softcap,
-            HEAD_DIM,
-            DIMS,
-            BLOCK_SIZE,
-            TILE,
-            KEY_FORMAT,
-            VALUE_FORMAT,
-            KEY_ROW,
-            VALUE_ROW,
-            HAS_CENTRES,
-            SEALS,
-            True,
-            HAS_WINDOW,
-            HAS_SOFTCAP,
+        softmax = attend_tile(
+            softmax, queries, tile_start, sight, cell, scoring, SHAPE, CELL_FORMAT, TILE, True, HAS_WINDOW, HAS_SOFTCAP
         )
     is_part = start < end
-    if SEALS:  # noqa: SIM102 - this is known when it compiles, the other is not
+    if CELL_FORMAT.SEALS:  # noqa: SIM102 - this is known when it compiles, the other is not
         if (split == 0) & (length > 0):
             is_part = True
-            residual = residual_of(residuals, cell, tl.load(residual_ids + seq), num_residuals, BLOCK_SIZE, HEAD_DIM)
-            ends = tl.zeros([ROWS], tl.int32) + length
+            residual_id = tl.load(residual_ids + seq)
+            unsealed = Unsealed(
+                at=residual_of(residuals, cell_id, residual_id, num_residuals, BLOCK_SIZE, HEAD_DIM),
+                first=stored,
+                end=length,
+                begins=sight.visible,
+                visible=tl.zeros([ROWS], tl.int32) + length,
+                slot_stride=HEAD_DIM,
+                value_offset=BLOCK_SIZE * HEAD_DIM,
+            )
             for tile_start in tl.range(_bound(stored), _bound(length), TILE, num_stages=1):
-                acc, top, total = attend_own(
-                    queries,
-                    acc,
-                    top,
-                    total,
-                    tile_start,
-                    length,
-                    visible,
-                    ends,
-                    residual + (tile_start - stored) * HEAD_DIM,
-                    HEAD_DIM,
-                    BLOCK_SIZE * HEAD_DIM,
-                    centres,
-                    scale,
-                    softcap,
-                    HEAD_DIM,
-                    DIMS,
-                    TILE,
-                    HAS_SOFTCAP,
-                )
-    acc = finished(acc, total, centres, HEAD_DIM, DIMS, ROTATION, HAS_CENTRES)
+                softmax = attend_own(softmax, queries, tile_start, unsealed, cell, scoring, SHAPE, TILE, HAS_SOFTCAP)
+    acc = finished(softmax, cell, SHAPE, CELL_FORMAT)
     if IS_SPLIT:
-        place = (row.to(tl.int64) * NUM_KV_HEADS * GROUP + query_heads) * num_splits + split
-        log = top + tl.log2(tl.where(total == 0.0, 1.0, total))  # of an empty split minus infinity; NaN stays NaN
+        place = (row.to(tl.int64) * NUM_HEADS + query_heads) * num_splits + split
+        total = tl.where(softmax.total == 0.0, 1.0, softmax.total)
+        log = softmax.top + tl.log2(total)  # of an empty split minus infinity; NaN stays NaN
         tl.store(weights + place, log, mask=is_member)
         if is_part:
             tl.store(sums + place[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
     else:
-        to = out + (token * NUM_KV_HEADS * GROUP + query_heads)[:, None] * HEAD_DIM + dims[None, :]
+        to = out + (token * NUM_HEADS + query_heads)[:, None] * HEAD_DIM + dims[None, :]
         tl.store(to, acc.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=PER_STEP)
 def merge_splits(
+    # vectors: outputs of the step
     out,  # [T, H, D], contiguous
+    # splits
     sums,  # float32 [rows, H, splits, D]
     weights,  # float32 [rows, H, splits]
+    # where entries lie
     rows,  # int32: the sequences with one token
     query_starts,  # int32 [S + 1]
+    # how many
     num_splits,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    # constants
+    SHAPE: tl.constexpr,
+    SPLITS: tl.constexpr,  # num_splits, filled up to a power of two
 ):
     """Put the splits of one token and head together. Grid: (H, rows)."""
+    HEAD_DIM: tl.constexpr = SHAPE.HEAD_DIM
+    NUM_HEADS: tl.constexpr = SHAPE.NUM_KV_HEADS * SHAPE.GROUP
     head = tl.program_id(0)
     row = tl.program_id(1)
     token = tl.load(query_starts + tl.load(rows + row)).to(tl.int64)
     splits = tl.arange(0, SPLITS)
-    dims = tl.arange(0, DIMS)
+    dims = tl.arange(0, SHAPE.DIMS)
     place = (row.to(tl.int64) * NUM_HEADS + head) * num_splits + splits
     logs = tl.load(weights + place, mask=splits < num_splits, other=float("-inf"))
     is_part = logs > float("-inf")  # of the others the sum was not written
@@ -293,27 +265,32 @@ def merge_splits(
     tl.store(to, merged.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
-@triton.jit(
-    do_not_specialize=["layer", "num_residuals", "table_stride_s", "length_stride_s", "cell_stride_s", "window"]
-)
+@triton.jit(do_not_specialize=PER_STEP)
 def prefill(
+    # vectors: queries of the step, and its outputs
     query,  # [T, H, D]
     out,  # [T, H, D], contiguous
+    # the slab
     slab,
+    # where entries lie
     tiles,  # int32 [N, 2]: sequence and first token of each tile of queries
     query_starts,  # int32 [S + 1]
     tables,  # int32 [S, Hkv, W]
     lengths,  # int32 [S, Hkv]
     cells,  # int32 [S, L, Hkv]
-    places,  # int32 [num_cells, 4] (this and the centres with a codec only: see blocks.py)
+    # what there is of cells, with a codec only
+    places,  # int32 [num_cells, 4]: see blocks.py
     key_centres,  # float32 [num_cells, 1 + R, D]
     value_centres,  # float32 [num_cells, 2, D]
-    residuals,  # float16 [num_cells, R, 2, BLOCK_SIZE, D] (this and the next with SEALS only)
+    # residuals, where blocks are sealed only
+    residuals,  # float16 [num_cells, R, 2, BLOCK_SIZE, D]
     residual_ids,  # int32 [S]
-    recent,  # float16 [T, Hkv, 2, D] (with SEALS only): the step's K, centred, and V
+    recent,  # float16 [T, Hkv, 2, D]: the step's K, centred, and V
+    # which layer, and how many
     layer,
     num_ranges,
     num_residuals,
+    # strides: of vectors, of the slab, of where entries lie
     query_stride_t,
     query_stride_h,
     block_stride,
@@ -322,58 +299,56 @@ def prefill(
     length_stride_s,
     length_stride_h,
     cell_stride_s,
+    # what makes scores
     scale,
     softcap,
     window,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
+    # constants
+    SHAPE: tl.constexpr,
+    CELL_FORMAT: tl.constexpr,
     ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    KEY_FORMAT: tl.constexpr,
-    VALUE_FORMAT: tl.constexpr,
-    KEY_ROW: tl.constexpr,
-    VALUE_ROW: tl.constexpr,
-    ROTATION: tl.constexpr,
-    HAS_CENTRES: tl.constexpr,
-    SEALS: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """Attend from ``ROWS // GROUP`` tokens of one sequence, causally. Grid: (tiles, Hkv)."""
+    """Attend from ``ROWS // SHAPE.GROUP`` tokens of one sequence, causally. Grid: (tiles, Hkv)."""
+    HEAD_DIM: tl.constexpr = SHAPE.HEAD_DIM
+    BLOCK_SIZE: tl.constexpr = SHAPE.BLOCK_SIZE
+    NUM_KV_HEADS: tl.constexpr = SHAPE.NUM_KV_HEADS
     tile = tl.program_id(0)
     head = tl.program_id(1)
     seq = tl.load(tiles + 2 * tile)
     first = tl.load(tiles + 2 * tile + 1)
     stop = tl.load(query_starts + seq + 1)
     length = tl.load(lengths + seq * length_stride_s + head * length_stride_h)
-    last = tl.minimum(first + ROWS // GROUP, stop) - 1
+    last = tl.minimum(first + ROWS // SHAPE.GROUP, stop) - 1
     least_visible = length - (stop - 1 - first)
     most_visible = length - (stop - 1 - last)
 
     members = tl.arange(0, ROWS)
-    dims = tl.arange(0, DIMS)
-    tokens = first + members // GROUP
+    dims = tl.arange(0, SHAPE.DIMS)
+    tokens = first + members // SHAPE.GROUP
     is_row = tokens <= last
     visible = tl.where(is_row, length - (stop - 1 - tokens), most_visible)
-    query_heads = head * GROUP + members % GROUP
+    query_heads = head * SHAPE.GROUP + members % SHAPE.GROUP
     mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
     rows = tokens.to(tl.int64)
     at = query + (rows * query_stride_t + query_heads * query_stride_h)[:, None] + dims[None, :]
     queries = tl.load(at, mask=mask, other=0.0)
-    cell = tl.load(cells + seq * cell_stride_s + layer * NUM_KV_HEADS + head).to(tl.int64)
-    parts = parts_of(slab, places, cell, KEY_FORMAT, HEAD_DIM, BLOCK_SIZE, ALIGNMENT)
-    centres = centres_of(key_centres, value_centres, cell, num_ranges, HEAD_DIM)
+    cell_id = tl.load(cells + seq * cell_stride_s + layer * NUM_KV_HEADS + head).to(tl.int64)
     table = tables + seq.to(tl.int64) * table_stride_s + head * table_stride_h
-    acc = tl.zeros([ROWS, DIMS], tl.float32)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    blocks = Blocks(
+        data=slab,
+        block_stride=block_stride,
+        places=places,
+        key_centres=key_centres,
+        value_centres=value_centres,
+        num_ranges=num_ranges,
+    )
+    cell = cell_of(blocks, cell_id, table, SHAPE, CELL_FORMAT)
     low = 0
     stored, least_stored, most_stored = visible, least_visible, most_visible
-    if SEALS:
+    if CELL_FORMAT.SEALS:
         stored = sealed_before(visible - 1, BLOCK_SIZE)
         least_stored = sealed_before(least_visible - 1, BLOCK_SIZE)
         most_stored = sealed_before(most_visible - 1, BLOCK_SIZE)
@@ -381,75 +356,22 @@ def prefill(
     if HAS_WINDOW:
         low = tl.maximum(least_visible - window, 0)
         masked_from = low // TILE * TILE
-    else:
+    sight = Sight(low=low, end=most_stored, visible=stored, window=window)
+    scoring = Scoring(scale=scale, softcap=softcap)
+    softmax = nothing_seen(ROWS, SHAPE.DIMS)
+    if not HAS_WINDOW:
         for tile_start in range(0, _bound(masked_from), TILE):
-            acc, top, total = attend_tile(
-                queries,
-                acc,
-                top,
-                total,
-                tile_start,
-                low,
-                most_stored,
-                stored,
-                window,
-                parts,
-                centres,
-                num_ranges,
-                table,
-                block_stride,
-                scale,
-                softcap,
-                HEAD_DIM,
-                DIMS,
-                BLOCK_SIZE,
-                TILE,
-                KEY_FORMAT,
-                VALUE_FORMAT,
-                KEY_ROW,
-                VALUE_ROW,
-                HAS_CENTRES,
-                SEALS,
-                False,
-                False,
-                HAS_SOFTCAP,
+            softmax = attend_tile(
+                softmax, queries, tile_start, sight, cell, scoring, SHAPE, CELL_FORMAT, TILE, False, False, HAS_SOFTCAP
             )
     for tile_start in range(_bound(masked_from), _bound(most_stored), TILE):
-        acc, top, total = attend_tile(
-            queries,
-            acc,
-            top,
-            total,
-            tile_start,
-            low,
-            most_stored,
-            stored,
-            window,
-            parts,
-            centres,
-            num_ranges,
-            table,
-            block_stride,
-            scale,
-            softcap,
-            HEAD_DIM,
-            DIMS,
-            BLOCK_SIZE,
-            TILE,
-            KEY_FORMAT,
-            VALUE_FORMAT,
-            KEY_ROW,
-            VALUE_ROW,
-            HAS_CENTRES,
-            SEALS,
-            True,
-            HAS_WINDOW,
-            HAS_SOFTCAP,
+        softmax = attend_tile(
+            softmax, queries, tile_start, sight, cell, scoring, SHAPE, CELL_FORMAT, TILE, True, HAS_WINDOW, HAS_SOFTCAP
         )
-    if SEALS:
+    if CELL_FORMAT.SEALS:
         begin = length - (stop - tl.load(query_starts + seq))  # the row's first entry
         if begin > least_stored:  # inside a block: the row ends in it
-            own = residual_of(residuals, cell, tl.load(residual_ids + seq), num_residuals, BLOCK_SIZE, HEAD_DIM)
+            own = residual_of(residuals, cell_id, tl.load(residual_ids + seq), num_residuals, BLOCK_SIZE, HEAD_DIM)
             slot_stride = HEAD_DIM
             value_offset = BLOCK_SIZE * HEAD_DIM
         else:
@@ -457,27 +379,17 @@ def prefill(
             own = recent + (token * NUM_KV_HEADS + head) * (2 * HEAD_DIM)
             slot_stride = NUM_KV_HEADS * 2 * HEAD_DIM
             value_offset = HEAD_DIM
+        unsealed = Unsealed(
+            at=own,
+            first=least_stored,
+            end=most_visible,
+            begins=stored,
+            visible=visible,
+            slot_stride=slot_stride,
+            value_offset=value_offset,
+        )
         for tile_start in tl.range(_bound(least_stored), _bound(most_visible), TILE, num_stages=1):
-            acc, top, total = attend_own(
-                queries,
-                acc,
-                top,
-                total,
-                tile_start,
-                most_visible,
-                stored,
-                visible,
-                own + (tile_start - least_stored) * slot_stride,
-                slot_stride,
-                value_offset,
-                centres,
-                scale,
-                softcap,
-                HEAD_DIM,
-                DIMS,
-                TILE,
-                HAS_SOFTCAP,
-            )
-    acc = finished(acc, total, centres, HEAD_DIM, DIMS, ROTATION, HAS_CENTRES)
-    to = out + ((rows * NUM_KV_HEADS * GROUP + query_heads) * HEAD_DIM)[:, None] + dims[None, :]
+            softmax = attend_own(softmax, queries, tile_start, unsealed, cell, scoring, SHAPE, TILE, HAS_SOFTCAP)
+    acc = finished(softmax, cell, SHAPE, CELL_FORMAT)
+    to = out + ((rows * NUM_KV_HEADS * SHAPE.GROUP + query_heads) * HEAD_DIM)[:, None] + dims[None, :]
     tl.store(to, acc.to(out.dtype.element_ty), mask=mask)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from pagefold.runner.attention.cuda.codes import store_int2
+from pagefold.runner.attention.cuda.groups import PER_STEP
 
 __all__ = ["residual_of", "sealed_before", "write_sealed"]
 
@@ -35,23 +36,30 @@ def _to_residual(numbers):
     return tl.where(numbers != numbers, numbers, halves).to(tl.float16)  # noqa: PLR0124 - NaN
 
 
-@triton.jit(do_not_specialize=["layer", "num_residuals", "table_stride_s", "length_stride_s", "cell_stride_s"])
+@triton.jit(do_not_specialize=PER_STEP)
 def write_sealed(
+    # vectors: K and V of the step
     key,  # [T, Hkv, D]
     value,  # [T, Hkv, D]
-    slab,  # uint8
-    places,  # int32 [num_cells, 4]: where parts of a cell begin: codes of K and of V, scales of K and of V
-    key_centres,  # float32 [num_cells, 2, D]
-    residuals,  # float16 [num_cells, R, 2, BLOCK_SIZE, D]
-    residual_ids,  # int32 [S]
-    recent,  # float16 [T, Hkv, 2, D] (with HAS_RECENT only): K, centred, and V
-    query_starts,  # int32 [S + 1]
+    # the slab
+    slab,
+    # where entries lie
     seq_of,  # int32 [T]
+    query_starts,  # int32 [S + 1]
     tables,  # int32 [S, Hkv, W]
     lengths,  # int32 [S, Hkv]
     cells,  # int32 [S, L, Hkv]
+    # what there is of cells
+    places,  # int32 [num_cells, 4]: where parts of a cell begin: codes of K and of V, scales of K and of V
+    key_centres,  # float32 [num_cells, 2, D]
+    # residuals
+    residuals,  # float16 [num_cells, R, 2, BLOCK_SIZE, D]
+    residual_ids,  # int32 [S]
+    recent,  # float16 [T, Hkv, 2, D] (with HAS_RECENT only): the step's K, centred, and V
+    # which layer, and how many
     layer,
     num_residuals,
+    # strides: of vectors, of the slab, of where entries lie
     key_stride_t,
     key_stride_h,
     value_stride_t,
@@ -62,13 +70,13 @@ def write_sealed(
     length_stride_s,
     length_stride_h,
     cell_stride_s,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    # constants
+    SHAPE: tl.constexpr,
     HAS_RECENT: tl.constexpr,
 ):
     """Write what a step computes of one block and head, if this token is the first of that. Grid: (T, Hkv)."""
+    HEAD_DIM: tl.constexpr = SHAPE.HEAD_DIM
+    BLOCK_SIZE: tl.constexpr = SHAPE.BLOCK_SIZE
     token = tl.program_id(0)
     head = tl.program_id(1)
     seq = tl.load(seq_of + token)
@@ -79,11 +87,11 @@ def write_sealed(
         begin = sealed_before(entry, BLOCK_SIZE)
         slots = tl.arange(0, BLOCK_SIZE)
         entries = begin + slots
-        dims = tl.arange(0, DIMS)
+        dims = tl.arange(0, SHAPE.DIMS)
         is_number = (dims < HEAD_DIM)[None, :]
         is_new = ((entries >= entry) & (entries < length))[:, None] & is_number
         is_old = (entries < entry)[:, None] & is_number
-        cell = tl.load(cells + seq * cell_stride_s + layer * NUM_KV_HEADS + head).to(tl.int64)
+        cell = tl.load(cells + seq * cell_stride_s + layer * SHAPE.NUM_KV_HEADS + head).to(tl.int64)
         rows = (token + entries - entry).to(tl.int64)
 
         residual = residual_of(residuals, cell, tl.load(residual_ids + seq), num_residuals, BLOCK_SIZE, HEAD_DIM)
@@ -95,7 +103,7 @@ def write_sealed(
         at = value + rows[:, None] * value_stride_t + head * value_stride_h + dims[None, :]
         values = _to_residual(tl.load(at, mask=is_new, other=0.0).to(tl.float32))
         if HAS_RECENT:
-            to = recent + ((rows * NUM_KV_HEADS + head) * (2 * HEAD_DIM))[:, None] + dims[None, :]
+            to = recent + ((rows * SHAPE.NUM_KV_HEADS + head) * (2 * HEAD_DIM))[:, None] + dims[None, :]
             tl.store(to, keys, mask=is_new)
             tl.store(to + HEAD_DIM, values, mask=is_new)
         if begin + BLOCK_SIZE >= length:  # the row's last block

@@ -19,8 +19,9 @@ from pagefold.runner.attention.cuda.codes import (
     scale_numbers,
 )
 from pagefold.runner.attention.cuda.encode import RANGE
+from pagefold.runner.attention.cuda.groups import Cell, Softmax
 
-__all__ = ["INTERPRETED", "attend_own", "attend_tile", "centres_of", "finished", "parts_of"]
+__all__ = ["INTERPRETED", "attend_own", "attend_tile", "cell_of", "finished", "nothing_seen"]
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether the kernels run in Triton's interpreter, on tensors of a CPU."""
@@ -44,31 +45,46 @@ def _tanh(x):
 
 
 @triton.jit
-def parts_of(
-    slab,
-    places,  # int32 [num_cells, 4] (with a codec only)
-    cell,
-    FORMAT: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
+def cell_of(
+    blocks,  # Blocks
+    cell_id,  # int64
+    table,  # pointer to int32 [W]: the sequence's blocks
+    SHAPE: tl.constexpr,
+    CELL_FORMAT: tl.constexpr,
 ):
-    """Return where a cell's parts are in block 0: K, V, and the scales of each."""
-    if FORMAT == PLAIN:
-        keys = slab + cell * (2 * BLOCK_SIZE * HEAD_DIM)
-        return keys, keys + BLOCK_SIZE * HEAD_DIM, keys, keys
-    else:  # noqa: RET505 - Triton compiles one of two branches, not what follows a return
-        place = places + 4 * cell
-        keys = slab + tl.multiple_of(tl.load(place), ALIGNMENT)
-        values = slab + tl.multiple_of(tl.load(place + 1), ALIGNMENT)
-        key_scales = slab + tl.multiple_of(tl.load(place + 2), ALIGNMENT)
-        return keys, values, key_scales, slab + tl.multiple_of(tl.load(place + 3), ALIGNMENT)
+    """Return the Cell of that id and table."""
+    if CELL_FORMAT.KEY_FORMAT == PLAIN:
+        key = blocks.data + cell_id * (2 * SHAPE.BLOCK_SIZE * SHAPE.HEAD_DIM)
+        value = key + SHAPE.BLOCK_SIZE * SHAPE.HEAD_DIM
+        key_scales, value_scales = key, key
+    else:
+        ALIGNMENT: tl.constexpr = CELL_FORMAT.ALIGNMENT
+        place = blocks.places + 4 * cell_id
+        key = blocks.data + tl.multiple_of(tl.load(place), ALIGNMENT)
+        value = blocks.data + tl.multiple_of(tl.load(place + 1), ALIGNMENT)
+        key_scales = blocks.data + tl.multiple_of(tl.load(place + 2), ALIGNMENT)
+        value_scales = blocks.data + tl.multiple_of(tl.load(place + 3), ALIGNMENT)
+    return Cell(
+        key=key,
+        value=value,
+        key_scales=key_scales,
+        value_scales=value_scales,
+        block_stride=blocks.block_stride,
+        table=table,
+        key_centres=blocks.key_centres + cell_id * (1 + blocks.num_ranges) * SHAPE.HEAD_DIM,
+        value_centres=blocks.value_centres + cell_id * 2 * SHAPE.HEAD_DIM,
+        num_ranges=blocks.num_ranges,
+    )
 
 
 @triton.jit
-def centres_of(key_centres, value_centres, cell, num_ranges, HEAD_DIM: tl.constexpr):
-    """Return where a cell's centres are."""
-    return key_centres + cell * (1 + num_ranges) * HEAD_DIM, value_centres + cell * 2 * HEAD_DIM
+def nothing_seen(ROWS: tl.constexpr, DIMS: tl.constexpr):
+    """Return the Softmax of rows that have seen nothing yet."""
+    return Softmax(
+        acc=tl.zeros([ROWS, DIMS], tl.float32),
+        top=tl.full([ROWS], float("-inf"), tl.float32),
+        total=tl.zeros([ROWS], tl.float32),
+    )
 
 
 @triton.jit
@@ -77,14 +93,13 @@ def _add_centres(
     query,
     entries,  # [TILE], from ``start`` on
     start,
-    centres,  # see centres_of
+    key_centres,  # of a Cell
     num_ranges,
     scale,
     HEAD_DIM: tl.constexpr,
 ):
     """Add to scores what queries make of what was taken off K; all entries of a tile are of one range."""
     dims = tl.arange(0, query.shape[1])
-    key_centres, _ = centres
     at = key_centres + (1 + tl.minimum(start // RANGE, num_ranges - 1)) * HEAD_DIM
     centre = tl.load(at + dims, mask=dims < HEAD_DIM, other=0.0)
     shift = tl.sum(query.to(tl.float32) * centre[None, :], 1) * scale
@@ -97,166 +112,139 @@ def _add_centres(
 
 
 @triton.jit
-def _weigh(scores, acc, top, total):
-    """Return the weights of these scores, and what there was, faded by what the largest score has grown."""
-    new_top = tl.maximum(top, tl.max(scores, 1))
+def _weigh(scores, softmax):
+    """Return the weights of these scores, and the Softmax with all but their V, faded by what its top has grown."""
+    new_top = tl.maximum(softmax.top, tl.max(scores, 1))
     # A row that has seen nothing yet has no largest score: its weights are to be 0, not NaN.
     zero = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores - zero[:, None])
-    fade = tl.exp2(top - zero)
-    return weights, acc * fade[:, None], new_top, total * fade + tl.sum(weights, 1)
+    fade = tl.exp2(softmax.top - zero)
+    acc = softmax.acc * fade[:, None]
+    return weights, Softmax(acc=acc, top=new_top, total=softmax.total * fade + tl.sum(weights, 1))
 
 
 @triton.jit
 def attend_tile(
+    softmax,  # Softmax
     query,  # [ROWS, DIMS]
-    acc,  # float32 [ROWS, DIMS]: the weighted sum of V so far
-    top,  # float32 [ROWS]: the largest score so far
-    total,  # float32 [ROWS]: the sum of weights so far
     start,  # the tile's first entry
-    low,  # entries before it are not loaded (masked only)
-    end,  # nor those from here on (masked only)
-    visible,  # int32 [ROWS]: a row sees the entries before it (masked only)
-    window,  # and of these the last so many (with HAS_WINDOW only)
-    parts,  # of the cell, in block 0: see parts_of
-    centres,  # of the cell (with HAS_CENTRES only): see centres_of
-    num_ranges,
-    table,  # of the sequence and head
-    block_stride,
-    scale,
-    softcap,
-    HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    sight,  # Sight (masked only)
+    cell,  # Cell
+    scoring,  # Scoring
+    SHAPE: tl.constexpr,
+    CELL_FORMAT: tl.constexpr,
     TILE: tl.constexpr,
-    KEY_FORMAT: tl.constexpr,
-    VALUE_FORMAT: tl.constexpr,
-    KEY_ROW: tl.constexpr,
-    VALUE_ROW: tl.constexpr,
-    HAS_CENTRES: tl.constexpr,
-    SEALS: tl.constexpr,
     IS_MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
     """Take the TILE entries from ``start`` on into the running softmax; return it."""
+    HEAD_DIM: tl.constexpr = SHAPE.HEAD_DIM
+    DIMS: tl.constexpr = SHAPE.DIMS
+    BLOCK_SIZE: tl.constexpr = SHAPE.BLOCK_SIZE
+    KEY_FORMAT: tl.constexpr = CELL_FORMAT.KEY_FORMAT
+    VALUE_FORMAT: tl.constexpr = CELL_FORMAT.VALUE_FORMAT
     dims = tl.arange(0, DIMS)
     entries = start + tl.arange(0, TILE)
     is_entry = entries >= 0
     if IS_MASKED:
-        is_entry = entries < end
+        is_entry = entries < sight.end
         if HAS_WINDOW:
-            is_entry = is_entry & (entries >= low)
-        blocks = tl.load(table + entries // BLOCK_SIZE, mask=is_entry, other=0)
+            is_entry = is_entry & (entries >= sight.low)
+        blocks = tl.load(cell.table + entries // BLOCK_SIZE, mask=is_entry, other=0)
     else:
-        blocks = tl.load(table + entries // BLOCK_SIZE)
-    blocks_at = blocks.to(tl.int64) * block_stride
+        blocks = tl.load(cell.table + entries // BLOCK_SIZE)
+    blocks_at = blocks.to(tl.int64) * cell.block_stride
     slots = entries % BLOCK_SIZE
     scales_at = (blocks_at + 2 * slots) // 2
-    keys_at, values_at, key_scales_at, value_scales_at = parts
     IS_CUT: tl.constexpr = IS_MASKED or DIMS != HEAD_DIM
     is_number = is_entry[None, :] if DIMS == HEAD_DIM else is_entry[None, :] & (dims < HEAD_DIM)[:, None]
-    rows = (blocks_at + slots * KEY_ROW)[None, :]
-    keys = load_codes(keys_at, rows, dims[:, None], is_number, KEY_FORMAT, HEAD_DIM, IS_CUT)
+    rows = (blocks_at + slots * CELL_FORMAT.KEY_ROW)[None, :]
+    keys = load_codes(cell.key, rows, dims[:, None], is_number, KEY_FORMAT, HEAD_DIM, IS_CUT)
     is_value = is_entry[:, None] if DIMS == HEAD_DIM else is_entry[:, None] & (dims < HEAD_DIM)[None, :]
-    rows = (blocks_at + slots * VALUE_ROW)[:, None]
-    values = load_codes(values_at, rows, dims[None, :], is_value, VALUE_FORMAT, HEAD_DIM, IS_CUT)
+    rows = (blocks_at + slots * CELL_FORMAT.VALUE_ROW)[:, None]
+    values = load_codes(cell.value, rows, dims[None, :], is_value, VALUE_FORMAT, HEAD_DIM, IS_CUT)
     # A scale is a score's, or a weight's: there are fewer of these. But for formats with zero points, for scales of
     # channels, and for float16, whose range is too small for a weight times a scale.
-    if SEALS:
+    if CELL_FORMAT.SEALS:
         at = (blocks_at // 2)[None, :] + dims[:, None]  # halved before the sum: so it is seen what lies side by side
-        key_scales = load_scales(key_scales_at, at, is_number, IS_CUT)
-        zeros = load_scales(key_scales_at, at + HEAD_DIM, is_number, IS_CUT)
+        key_scales = load_scales(cell.key_scales, at, is_number, IS_CUT)
+        zeros = load_scales(cell.key_scales, at + HEAD_DIM, is_number, IS_CUT)
         keys = scale_numbers(keys, key_scales, zeros, KEY_FORMAT)
     elif has_scales(KEY_FORMAT):
-        key_scales = load_scales(key_scales_at, scales_at, is_entry, IS_MASKED)
+        key_scales = load_scales(cell.key_scales, scales_at, is_entry, IS_MASKED)
         if has_zeros(KEY_FORMAT):
-            zeros = load_scales(key_scales_at, scales_at + BLOCK_SIZE, is_entry, IS_MASKED)
+            zeros = load_scales(cell.key_scales, scales_at + BLOCK_SIZE, is_entry, IS_MASKED)
             keys = scale_numbers(keys, key_scales[None, :], zeros[None, :], KEY_FORMAT)
-    scores = _multiply(query, keys.to(query.dtype)) * scale
+    scores = _multiply(query, keys.to(query.dtype)) * scoring.scale
     if has_scales(KEY_FORMAT) and not has_zeros(KEY_FORMAT):
         scores = scores * key_scales[None, :]
-    if HAS_CENTRES:
-        scores = _add_centres(scores, query, entries, start, centres, num_ranges, scale, HEAD_DIM)
+    if CELL_FORMAT.HAS_CENTRES:
+        scores = _add_centres(scores, query, entries, start, cell.key_centres, cell.num_ranges, scoring.scale, HEAD_DIM)
     if HAS_SOFTCAP:
-        scores = softcap * _tanh(scores)
+        scores = scoring.softcap * _tanh(scores)
     if IS_MASKED:
-        is_seen = (entries[None, :] < visible[:, None]) & is_entry[None, :]
+        is_seen = (entries[None, :] < sight.visible[:, None]) & is_entry[None, :]
         if HAS_WINDOW:
-            is_seen = is_seen & (entries[None, :] >= visible[:, None] - window)
+            is_seen = is_seen & (entries[None, :] >= sight.visible[:, None] - sight.window)
         scores = tl.where(is_seen, scores, float("-inf"))
-    weights, acc, top, total = _weigh(scores, acc, top, total)
-    if HAS_CENTRES:  # noqa: SIM102 - this is known when it compiles, the other is not
+    weights, softmax = _weigh(scores, softmax)
+    acc = softmax.acc
+    if CELL_FORMAT.HAS_CENTRES:  # noqa: SIM102 - this is known when it compiles, the other is not
         if start == 0:
-            _, value_centres = centres
             own = tl.sum(tl.where((entries == 0)[None, :], weights, 0.0), 1)
-            acc = acc + own[:, None] * tl.load(value_centres + dims, mask=dims < HEAD_DIM, other=0.0)[None, :]
+            acc = acc + own[:, None] * tl.load(cell.value_centres + dims, mask=dims < HEAD_DIM, other=0.0)[None, :]
     if has_scales(VALUE_FORMAT):
-        value_scales = load_scales(value_scales_at, scales_at, is_entry, IS_MASKED)
+        value_scales = load_scales(cell.value_scales, scales_at, is_entry, IS_MASKED)
         if has_zeros(VALUE_FORMAT):
-            zeros = load_scales(value_scales_at, scales_at + BLOCK_SIZE, is_entry, IS_MASKED)
+            zeros = load_scales(cell.value_scales, scales_at + BLOCK_SIZE, is_entry, IS_MASKED)
             values = scale_numbers(values, value_scales[:, None], zeros[:, None], VALUE_FORMAT)
         elif query.dtype == tl.float16:
             values = scale_numbers(values, value_scales[:, None], 0.0, VALUE_FORMAT)
         else:
             weights = weights * value_scales[None, :]
     acc = acc + _multiply(weights.to(query.dtype), values.to(query.dtype))
-    return acc, top, total
+    return Softmax(acc=acc, top=softmax.top, total=softmax.total)
 
 
 @triton.jit
 def attend_own(
+    softmax,  # Softmax
     query,  # [ROWS, DIMS]
-    acc,  # float32 [ROWS, DIMS]: as for attend_tile
-    top,  # float32 [ROWS]
-    total,  # float32 [ROWS]
     start,  # the tile's first entry
-    end,  # entries from here on are not loaded
-    begins,  # int32 [ROWS]: a row sees the entries from here on,
-    visible,  # int32 [ROWS]: and before this
-    own,  # float16: where the K of ``start`` is
-    slot_stride,  # from an entry's K or V to the next one's
-    value_offset,  # from an entry's K to its V
-    centres,
-    scale,
-    softcap,
-    HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr,
+    unsealed,  # Unsealed
+    cell,  # Cell
+    scoring,  # Scoring
+    SHAPE: tl.constexpr,
     TILE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """Take TILE entries of rows' own blocks, which are not sealed to them, into the running softmax; return it."""
-    dims = tl.arange(0, DIMS)
+    """Take TILE entries of rows' own blocks into the running softmax; return it."""
+    dims = tl.arange(0, SHAPE.DIMS)
+    is_dim = dims < SHAPE.HEAD_DIM
     entries = start + tl.arange(0, TILE)
-    is_entry = entries < end
-    at = own + (entries - start) * slot_stride
-    keys = tl.load(at[None, :] + dims[:, None], mask=is_entry[None, :] & (dims < HEAD_DIM)[:, None], other=0.0)
-    mask = is_entry[:, None] & (dims < HEAD_DIM)[None, :]
-    values = tl.load(at[:, None] + value_offset + dims[None, :], mask=mask, other=0.0)
-    scores = _multiply(query, keys.to(query.dtype)) * scale
-    scores = _add_centres(scores, query, entries, start, centres, 1, scale, HEAD_DIM)
+    is_entry = entries < unsealed.end
+    at = unsealed.at + (start - unsealed.first) * unsealed.slot_stride + (entries - start) * unsealed.slot_stride
+    keys = tl.load(at[None, :] + dims[:, None], mask=is_entry[None, :] & is_dim[:, None], other=0.0)
+    mask = is_entry[:, None] & is_dim[None, :]
+    values = tl.load(at[:, None] + unsealed.value_offset + dims[None, :], mask=mask, other=0.0)
+    scores = _multiply(query, keys.to(query.dtype)) * scoring.scale
+    scores = _add_centres(scores, query, entries, start, cell.key_centres, 1, scoring.scale, SHAPE.HEAD_DIM)
     if HAS_SOFTCAP:
-        scores = softcap * _tanh(scores)
-    is_seen = (entries[None, :] >= begins[:, None]) & (entries[None, :] < visible[:, None]) & is_entry[None, :]
-    weights, acc, top, total = _weigh(tl.where(is_seen, scores, float("-inf")), acc, top, total)
-    return acc + _multiply(weights.to(query.dtype), values.to(query.dtype)), top, total
+        scores = scoring.softcap * _tanh(scores)
+    is_seen = (entries[None, :] >= unsealed.begins[:, None]) & (entries[None, :] < unsealed.visible[:, None])
+    weights, softmax = _weigh(tl.where(is_seen & is_entry[None, :], scores, float("-inf")), softmax)
+    acc = softmax.acc + _multiply(weights.to(query.dtype), values.to(query.dtype))
+    return Softmax(acc=acc, top=softmax.top, total=softmax.total)
 
 
 @triton.jit
-def finished(
-    acc,
-    total,
-    centres,  # of the cell (with HAS_CENTRES only)
-    HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr,
-    ROTATION: tl.constexpr,
-    HAS_CENTRES: tl.constexpr,
-):
-    """Return outputs, ``[ROWS, DIMS]``, of weighted sums; zeros where a row has seen nothing."""
-    out = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-    if HAS_CENTRES:
-        _, value_centres = centres
-        dims = tl.arange(0, DIMS)
-        centre = tl.load(value_centres + HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
+def finished(softmax, cell, SHAPE: tl.constexpr, CELL_FORMAT: tl.constexpr):
+    """Return the outputs of a Softmax, float32 ``[ROWS, DIMS]``; zeros where a row has seen nothing."""
+    total = softmax.total
+    out = softmax.acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    if CELL_FORMAT.HAS_CENTRES:
+        dims = tl.arange(0, SHAPE.DIMS)
+        centre = tl.load(cell.value_centres + SHAPE.HEAD_DIM + dims, mask=dims < SHAPE.HEAD_DIM, other=0.0)
         out = out + tl.where(total > 0.0, 1.0, 0.0)[:, None] * centre[None, :]
-    return hadamard(out, ROTATION) if ROTATION else out
+    return hadamard(out, CELL_FORMAT.ROTATION) if CELL_FORMAT.ROTATION else out
