@@ -264,7 +264,8 @@ def test_a_card_is_given_one_group_that_keeps_all(rules, message):
         plan_columns(case.inputs, 16)
 
 
-@settings(max_examples=4, suppress_health_check=list(HealthCheck))
+@pytest.mark.long
+@settings(max_examples=8, suppress_health_check=list(HealthCheck))
 @given(sequences=SEQUENCES, rules=GROUPS, name=st.sampled_from(NAMES), seed=st.integers(0, 2**32))
 def test_codes_of_several_groups_do_not_tell_what_was_given_back(sequences, rules, name, seed):
     """To the bit, by both implementations; what is given back, or never written, is poison."""
