@@ -48,7 +48,7 @@ class BlockCache:
         givers: who is asked for memory when nothing can be evicted, in order: each lets go of what it keeps, so that
             more can be, and says whether it had anything.
         now_s: the time, which whoever calls sets; nothing that is decided hangs on it. It is told with events.
-        tick: logical time: one for every acquire and release, so recency has no ties between tables.
+        tick: logical time: one for every acquire and release, so recency has no ties between caches.
     """
 
     def __init__(

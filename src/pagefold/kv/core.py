@@ -6,9 +6,9 @@ It decides and never acts: no tensors, no I/O, no clock. What a decision needs t
 The life of a sequence here::
 
     hit = core.match(namespace, packed, max_tokens)     reads only
-    table = core.acquire(hit)                           pins what was found
-    core.extend(table, start, end)                      blocks for positions [start, end), or False
-    core.release(table)                                 published blocks stay cached, private ones become free
+    cache, n = core.acquire(hit)                        holds what was found
+    core.extend(cache, start, end)                      blocks for positions [start, end), or False
+    core.release(cache)                                 published blocks stay cached, private ones become free
 
 The core's parts have what is theirs:
 
@@ -18,7 +18,7 @@ The core's parts have what is theirs:
     core.rules          what the cache groups keep
     core.pins           what stays cached though no table holds it
     core.host, slow     the tiers behind the device (``host_tier.py``, ``slow_tiers.py``)
-    core.residuals      where tables have their unsealed blocks, of a codec that seals (``residuals.py``)
+    core.residuals      where sequences have their unsealed blocks, of a codec that seals (``residuals.py``)
     core.streaming      sequences larger than the device (``streaming.py``): these begin with ``begin_streaming``
 
 A part that is off is there too, and has nothing and does nothing.
@@ -201,14 +201,14 @@ class KVCore:
             return missing_of_one_group(self.match(namespace, packed, max_tokens), packed, self._stride)
         return missing_by_groups(self.tree.match(namespace, packed, max_tokens), packed, self.rules, self.host.blocks)
 
-    # Tables.
+    # Sequences' caches.
 
     def acquire(self, hit: PrefixHit) -> tuple[SequenceCache, int]:
-        """Make a table that starts with what ``hit`` found, and pin it. Return it and the number of tokens it holds.
+        """Make a cache that starts with what ``hit`` found, and hold that. Return it and the number of tokens it holds.
 
         A hit is a value and may be stale: what has left the tree since is cut off. A partial block is taken over by
         copying it, and a block that the host tier holds by loading it, if a block can be had for that. What is loaded
-        is published by the table's next promise, as what the step computes.
+        is published by the cache's next promise, as what the step computes.
         """
         tick = self.blocks.next_tick()
         nodes = hit.nodes
@@ -242,9 +242,9 @@ class KVCore:
         return cache, num_tokens
 
     def begin_streaming(self, hit: PrefixHit) -> tuple[SequenceCache, int]:
-        """Make a table that streams and starts with what ``hit`` found. Return it and the number of tokens it holds.
+        """Make a cache that streams and starts with what ``hit`` found. Return it and the number of tokens it holds.
 
-        The table holds none of the device's blocks yet, and what it will hold is never published.
+        The cache holds none of the device's blocks yet, and what it will hold is never published.
         """
         cache = self.streaming.begin(hit)
         self.caches.add(cache)
@@ -281,11 +281,11 @@ class KVCore:
             self._holding.trim(cache, num_tokens)
 
     def fork(self, cache: SequenceCache) -> SequenceCache:
-        """Make a second table on the same blocks. Whoever writes into a shared block first gets a copy of it.
+        """Make a second cache on the same blocks. Whoever writes into a shared block first gets a copy of it.
 
         Both go on from the same position: what lies before it in the shared block is what the copy is for.
         """
-        assert cache.promise is None, "a table forks between steps"
+        assert cache.promise is None, "a cache forks between steps"
         twin = SequenceCache(len(cache.tables), cache.tail)
         self._holding.share(cache, twin)
         twin.capacity = cache.capacity
@@ -314,7 +314,7 @@ class KVCore:
 
         Tails go first, so that of one prefix the tail is always evicted before the head.
         """
-        assert cache.promise is None, "commit or abandon a promise before releasing its table"
+        assert cache.promise is None, "commit or abandon a promise before releasing its cache"
         self.blocks.next_tick()
         self.caches.remove(cache)
         if cache.has_path:
@@ -328,7 +328,7 @@ class KVCore:
         self.moves.drop_unheld()
 
     def reset(self) -> int:
-        """Forget every prefix: cached blocks become free, and what running tables hold is never published again.
+        """Forget every prefix: cached blocks become free, and what running caches hold is never published again.
 
         Pins are dropped: what they keep must not be used any more. Return how many cached blocks were freed.
         """
@@ -350,7 +350,7 @@ class KVCore:
         """Forget what ``cache`` has, what it began with, and whatever else goes on from that: it may be corrupted.
 
         Those are all paths that begin with its first block, since nobody knows which of its blocks is at fault. Other
-        tables on them go on, and publish nothing any more.
+        caches on them go on, and publish nothing any more.
 
         Args:
             cache: of a sequence whose logits were no numbers.

@@ -98,7 +98,7 @@ class Moves:
                 num_blocks -= self.store(node)
 
     def write_through(self, cache: SequenceCache) -> None:
-        """Plan to store what the policy of slow tiers wants written of a table that will be released."""
+        """Plan to store what the policy of slow tiers wants written of a cache that will be released."""
         node = cache.tail if self._slow.is_on else None
         while node is not None and node.blocks and node.attached:
             if node.committed and self._slow.writes.wants(node):
@@ -151,8 +151,8 @@ class Moves:
     def copies_failed(self, copies: list[CopyOp]) -> None:
         """The step failed, perhaps before its copies were made: the next step makes them, again or at last.
 
-        A table that had been running before the step still waits for its copy; a copy that no table waits for is
-        dropped, here or when its table is released.
+        A cache that had been running before the step still waits for its copy; a copy that no cache waits for is
+        dropped, here or when its cache is released.
         """
         for copy in copies:
             self.copies_in_flight.remove(copy)

@@ -24,7 +24,7 @@ __all__ = ["Publishing"]
 
 
 class Publishing:
-    """Promises of tables, and what becomes of them.
+    """Promises of caches, and what becomes of them.
 
     Args:
         blocks: of the device.
@@ -42,10 +42,10 @@ class Publishing:
         Until :meth:`commit` they are promised: requests planned later in the same step may lean on them, since each
         layer writes K and V before it attends. None when there is nothing to publish.
 
-        A table may have two: that of a step in flight, and that of the step planned behind it.
+        A cache may have two: that of a step in flight, and that of the step planned behind it.
         """
         older = cache.promise
-        assert older is None or older.before is None, "two promises a table: commit or abandon the last ones first"
+        assert older is None or older.before is None, "two promises a cache: commit or abandon the last ones first"
         tail = cache.tail
         index = cache.num_published
         num_blocks = num_tokens // self._block_size
@@ -86,13 +86,13 @@ class Publishing:
         return promise
 
     def commit(self, promise: Promise, *, joins: bool = True) -> None:
-        """The step ran: what was promised is written and stays. A table's oldest promise first.
+        """The step ran: what was promised is written and stays. A cache's oldest promise first.
 
-        Where another table had published the same tokens first, this table joins those blocks: see :meth:`join`. Not
+        Where another cache had published the same tokens first, this cache joins those blocks: see :meth:`join`. Not
         without ``joins``: then that is the caller's, when all of the step is committed, and no other reads the table.
         """
         cache = promise.cache
-        assert promise.before is None, "a table's oldest promise is committed first"
+        assert promise.before is None, "a cache's oldest promise is committed first"
         if cache.promise is promise:
             cache.promise = None
         elif cache.promise is not None:
@@ -110,7 +110,7 @@ class Publishing:
     def join(self, promise: Promise) -> None:
         """Publish what a committed promise left; where others had published the same tokens first, join their blocks.
 
-        The table gives its own back for them, so that a published path is always the path of the table itself.
+        The cache gives its own back for them, so that a published path is always the path of the cache itself.
         """
         if not promise.is_behind:
             return
@@ -134,7 +134,7 @@ class Publishing:
             elif child.committed:
                 if not self._exchange(cache, index, child):
                     break
-            else:  # theirs is still being written by a step in flight: try again when this table grows
+            else:  # theirs is still being written by a step in flight: try again when this cache grows
                 break
             child.last_used = self._blocks.tick
             child.used_s = self._blocks.now_s
@@ -150,7 +150,7 @@ class Publishing:
         of the step are abandoned: their blocks hold nothing.
         """
         cache = promise.cache
-        assert cache.promise is promise, "a table's newest promise is abandoned first"
+        assert cache.promise is promise, "a cache's newest promise is abandoned first"
         cache.promise = promise.before
         node = cache.tail
         if node is None:

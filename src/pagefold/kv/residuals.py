@@ -44,7 +44,7 @@ class Residuals(Lodger):
 
     def on_acquire(self, cache: SequenceCache) -> None:
         """Give ``cache`` a residual, with nothing in it."""
-        assert self.free_ids, "more tables than sequences that may run"
+        assert self.free_ids, "more caches than sequences that may run"
         cache.residual_id = self.free_ids.pop()
 
     def on_fork(self, cache: SequenceCache, twin: SequenceCache) -> None:
@@ -53,7 +53,7 @@ class Residuals(Lodger):
         self.pending_copies.append(ResidualCopy(cache.residual_id, twin.residual_id))
 
     def on_release(self, cache: SequenceCache) -> None:
-        """Take a table's residual back; what it was to be filled with is not copied any more.
+        """Take a cache's residual back; what it was to be filled with is not copied any more.
 
         What others copy from it is still there: nobody writes before the copies are made.
         """
@@ -63,7 +63,7 @@ class Residuals(Lodger):
         cache.residual_id = -1
 
     def ids_of(self, caches: Iterable[SequenceCache | None]) -> list[int]:
-        """Return the residual of each of ``tables``, all of which are held; none where blocks are not sealed."""
+        """Return the residual of each of ``caches``, all of which are held; none where blocks are not sealed."""
         return [cache.residual_id for cache in caches if cache is not None]
 
     def limit(self, cache: SequenceCache, start: int, num_tokens: int, num_all: int) -> int:  # noqa: ARG002

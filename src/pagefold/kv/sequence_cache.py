@@ -25,7 +25,7 @@ class SequenceCache:
         tables: one for each cache group, in the groups' order.
         capacity: how many positions the tables reach up to: all of them end with the same one.
         num_published: the first so many blocks are those of the tree path that ends in ``tail``.
-        tail: the deepest node of that path; the namespace's root when nothing is published; None when this table
+        tail: the deepest node of that path; the namespace's root when nothing is published; None when this cache
             publishes nothing, because caching is off or the cache was reset.
         may_share_tail: a fork may hold the last block too, so a write must look first.
         copied_from: whose block it took a part of, if it began so.
@@ -36,7 +36,7 @@ class SequenceCache:
         cold: the host's blocks that are its first ones, if it streams.
         num_loaded_tokens: how many of its tokens were loaded when it was acquired, by the tier that they came from.
         residual_id: where it has its unsealed block, of a codec that seals blocks (``residuals.py``); else -1.
-        facts: of the request that holds it, for the eviction policy; whoever releases the table may set them before.
+        facts: of the request that holds it, for the eviction policy; whoever releases the cache may set them before.
 
     Always: the path from the root to ``tail`` has ``num_published`` nodes, and where a table holds one of the first so
     many blocks, that node publishes it; or, of a group that trims, it was loaded since the node had none.
@@ -95,16 +95,16 @@ class SequenceCache:
 
 
 class Promise:
-    """Blocks of one table that the step being planned will fill: published before they are written.
+    """Blocks of one cache that the step being planned will fill: published before they are written.
 
     Attributes:
         cache: whose blocks.
         packed: the sequence's packed tokens.
-        num_blocks: how many whole blocks the table will have written when the step has run.
+        num_blocks: how many whole blocks the cache will have written when the step has run.
         first: ``table.num_published`` before the promise.
         tail: ``table.tail`` before the promise.
         end: ``table.tail`` after it: what is promised are the nodes behind ``tail``, up to ``end``.
-        before: the table's promise of the step before, where that is still in flight.
+        before: the cache's promise of the step before, where that is still in flight.
     """
 
     __slots__ = ("before", "cache", "end", "first", "num_blocks", "packed", "tail")
@@ -119,5 +119,5 @@ class Promise:
 
     @property
     def is_behind(self) -> bool:
-        """Whether somebody else's blocks are where some of the table's should be published."""
+        """Whether somebody else's blocks are where some of the cache's should be published."""
         return self.cache.tail is not None and self.cache.num_published < self.num_blocks

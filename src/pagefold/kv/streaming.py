@@ -1,12 +1,12 @@
 """Streaming: sequences that are larger than the device, whose cold blocks are read where they are, in the host's arena.
 
-A table that streams is ``[cold ... cold][hot ... hot]``: cold blocks lie in the arena, hot ones on the device, and new
+A cache that streams is ``[cold ... cold][hot ... hot]``: cold blocks lie in the arena, hot ones on the device, and new
 tokens are written into hot ones only. Attention reads both: a cold block's id is ``num_blocks + host_id``, and who
 computes has the arena behind the device's blocks. So nothing is staged: of a cold block a layer reads its own cells
 only, and the device never holds more than its budget.
 
 What is cold is named and found like all that the host holds, so that a later sequence goes on from it. What is hot is
-private to its table: a path can only be published from its beginning.
+private to its cache: a path can only be published from its beginning.
 
 Always: a table's cold blocks are held by the arena and pinned there once for each such table.
 """
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 __all__ = ["NO_STREAMING", "Streaming", "max_hot_blocks_of"]
 
 _HOT_SHARE = 2
-"""One over the share of the device that a table that streams may take: others run beside it."""
+"""One over the share of the device that a cache that streams may take: others run beside it."""
 
 
 def max_hot_blocks_of(num_blocks: int) -> int:
-    """Return how many hot blocks a table has on a device of ``num_blocks``, beside the one that is being filled."""
+    """Return how many hot blocks a cache has on a device of ``num_blocks``, beside the one that is being filled."""
     return max(1, num_blocks // _HOT_SHARE)
 
 
@@ -53,8 +53,8 @@ class Streaming(Lodger):
 
     Attributes:
         is_on: whether sequences may be larger than the device.
-        max_hot_blocks: how many hot blocks a table has, beside the one that is being filled.
-        num_cold_blocks: that tables hold now.
+        max_hot_blocks: how many hot blocks a cache has, beside the one that is being filled.
+        num_cold_blocks: that caches hold now.
     """
 
     def __init__(self, pool: BlockPool, host: HostTier, block_size: int, store: Callable[[Node], int]) -> None:
@@ -73,11 +73,11 @@ class Streaming(Lodger):
 
     @property
     def max_cold_blocks(self) -> int:
-        """Cold blocks that all tables could have, if nothing else had a claim on the arena."""
+        """Cold blocks that all caches could have, if nothing else had a claim on the arena."""
         return self._host.blocks.num_blocks
 
     def begin(self, hit: PrefixHit) -> SequenceCache:
-        """Make a table that starts with what ``hit`` found, all of it cold: what the device has is stored first."""
+        """Make a cache that starts with what ``hit`` found, all of it cold: what the device has is stored first."""
         cache = SequenceCache(1, None)
         cache.cold_root = cache.cold_tip = root_digest(hit.namespace)
         host = self._host
@@ -97,10 +97,10 @@ class Streaming(Lodger):
             packed: the sequence's packed tokens.
             num_tokens: how many are written; a block that is not full of them stays hot.
             num_hot: how many hot blocks to leave, at least.
-            is_read: whether the table will be read again.
+            is_read: whether the cache will be read again.
         """
         root = cache.cold_root
-        assert root is not None, "a table that does not stream"
+        assert root is not None, "a cache that does not stream"
         first = len(cache.cold)
         end = min(len(cache.block_ids) - num_hot, num_tokens * TOKEN_BYTES // self._stride)
         num_cooled = 0
@@ -119,7 +119,7 @@ class Streaming(Lodger):
 
     def on_fork(self, cache: SequenceCache, twin: SequenceCache) -> None:  # noqa: ARG002
         """See to it that none streams that forks."""
-        assert not cache.streams, "a table that streams does not fork"
+        assert not cache.streams, "a cache that streams does not fork"
 
     def on_release(self, cache: SequenceCache) -> None:
         """Let go of the cold blocks of ``cache``, if it has any: the host keeps them as all others."""
@@ -146,7 +146,7 @@ class Streaming(Lodger):
 
     @property
     def max_new_tokens(self) -> int:
-        """How many tokens a table that streams may have computed in one step."""
+        """How many tokens a cache that streams may have computed in one step."""
         return self.max_hot_blocks * self._stride // TOKEN_BYTES
 
     def _take_nodes(self, cache: SequenceCache, nodes: Sequence[Node]) -> bool:
