@@ -1,7 +1,7 @@
 """Gemma 3 beyond its windows: two cache groups, of which one keeps a window, and gives blocks back while requests run.
 
-Part 1 of the equality rule in every setting that does not stream. No prompt but the shortest fits into the windows of 24
-tokens; the reference applies transformers' masks.
+Part 1 of the equality rule in every setting that does not stream. No prompt but the shortest fits into the windows of
+24 tokens; the reference applies transformers' masks.
 """
 
 from __future__ import annotations
