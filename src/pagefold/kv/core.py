@@ -382,7 +382,6 @@ class KVCore:
         now_s = self.blocks.now_s
         self.caches.remove(cache)
         self.residuals.release(cache)
-        leaned_on = [] if cache.has_path or not self.trims else self._nodes_of(cache)
         if cache.has_path:
             assert cache.tail is not None
             self.policy.on_release(cache.tail, cache.facts)
@@ -391,8 +390,11 @@ class KVCore:
         release = self.pool.release
         for table in cache.tables[1:]:
             for block_id in reversed(table.block_ids):
-                release(blocks[block_id])
-                self.blocks.note_idle(blocks[block_id])
+                block = blocks[block_id]
+                node = block.node
+                if release(block) and node is not None and not node.children:  # the first group may not hold it
+                    self.blocks.update_evictable(node)
+                self.blocks.note_idle(block)
         for block_id in reversed(cache.block_ids):
             block = blocks[block_id]
             node = block.node
@@ -405,9 +407,6 @@ class KVCore:
             table.block_ids.clear()
         cache.capacity = cache.num_published = 0
         cache.tail = None
-        for node in leaned_on:  # one may be a leaf since the step failed, and the first group may not hold it
-            if node.attached:
-                self.blocks.update_evictable(node)
         self.moves.drop_unheld()
 
     def reset(self) -> int:
@@ -477,10 +476,6 @@ class KVCore:
                 if end - num_present > self.rules[group].first_block(end, self.block_size):
                     whole.discard(end)
         return max(whole)
-
-    def _nodes_of(self, cache: SequenceCache) -> list[Node]:
-        blocks = self.pool.blocks
-        return [node for block_id in cache.all_block_ids() if (node := blocks[block_id].node) is not None]
 
     def _take(self, cache: SequenceCache, nodes: list[Node]) -> None:
         """Let the tables of ``cache`` begin with the blocks of ``nodes``, as far as they are kept."""
