@@ -225,10 +225,10 @@ class PinTable:
         best: Pin | None = None
         least = (True, inf, inf)
         for pin in self:
-            is_shared = not self._keeps_alone(pin, spared)
-            if is_shared and not any(block.state == BlockState.CACHED and block not in spared for block in pin.blocks):
+            kept = self._kept(pin, spared)
+            if not kept:
                 continue
-            rank = (is_shared, self.priority_at(pin, now_s), pin.pinned_at_s)
+            rank = (all(block.num_pin_refs > 1 for block in kept), self.priority_at(pin, now_s), pin.pinned_at_s)
             if rank < least or best is None:
                 best, least = pin, rank
         if best is None:
@@ -254,13 +254,11 @@ class PinTable:
         self._update_nodes(pin)
         self._tell(DroppedPin(pin.pin_id, pin.num_blocks, cause))
 
-    def _keeps_alone(self, pin: Pin, spared: Collection[Block]) -> bool:
-        """Whether some block would be evictable without ``pin``."""
+    def _kept(self, pin: Pin, spared: Collection[Block]) -> list[Block]:
+        """Return blocks of ``pin`` that pins alone keep from being evicted: those that tell whether to give it up."""
         # Of a group that keeps all, whoever holds or pins a block holds or pins those above it: the last one tells.
         blocks = pin.blocks if self._trims else pin.blocks[: len(self._rules)]
-        return any(
-            block.state == BlockState.CACHED and block.num_pin_refs == 1 and block not in spared for block in blocks
-        )
+        return [block for block in blocks if block.state == BlockState.CACHED and block not in spared]
 
     def _blocks_of(self, tail: Node) -> Iterator[Block]:
         """Yield the blocks that whoever goes on behind ``tail`` needs, the last first."""
