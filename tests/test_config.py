@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-import pagefold.config
 from pagefold.config import EngineConfig, ServerConfig, available_memory_bytes, cache_dir
 from pagefold.errors import ConfigError
 
@@ -141,7 +140,7 @@ def machine(tmp_path, monkeypatch):
     """8 GiB available, and no cgroup."""
     machine = Machine(tmp_path)
     machine.write("/proc/meminfo", f"MemTotal: {16 * 2**20} kB\nMemFree: 5 kB\nMemAvailable:    {8 * 2**20} kB\n")
-    monkeypatch.setattr(pagefold.config, "Path", machine.path)
+    monkeypatch.setattr("pagefold.config.machine.Path", machine.path)
     return machine
 
 

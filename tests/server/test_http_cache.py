@@ -32,6 +32,7 @@ def library(tiny_chat_model: Path) -> Iterator[LocalServer]:
         max_model_len=900,
         max_num_seqs=8,
         max_num_batched_tokens=128,
+        eviction_policy="lru",  # a learned one may keep what a test wants gone, by what tests before it asked
     )
     assert server.num_blocks == 64
     yield server

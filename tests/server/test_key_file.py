@@ -283,7 +283,7 @@ def test_a_wrong_key_file_is_refused_before_weights_are_loaded(tmp_path, text, f
     path = str(tmp_path / "no.toml") if text is None else written(tmp_path, text)
     # The model is no model: who gets as far as looking for it says so.
     process = start_cli("serve", str(tmp_path / "no-model"), "--api-key-file", path, *flags)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 2
     assert said in output
     assert "sk-" not in output
