@@ -8,9 +8,11 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import numba
+from numba.core.caching import FunctionCache
 from numba.extending import overload
 
 from pagefold.kernels import KERNEL_CACHE
+from pagefold.kernels.apart import compile_apart
 from pagefold.kernels.object_code import num_modules_compiled
 
 if TYPE_CHECKING:
@@ -25,7 +27,8 @@ part = functools.partial(numba.njit, **_OPTIONS)
 """Decorator of what only kernels call: without the entries for Python and C, which take longest to compile."""
 
 _log = logging.getLogger(__name__)
-_KERNELS: list[Any] = []
+_COMPILED: list[str] = []
+_LOADED: list[Any] = []  # Numba's results, which own the code: kept as long as the process
 
 
 def part_with(*kinds: type, **options: object) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -59,27 +62,44 @@ def specialised(
     kernel: Any,  # noqa: ANN401 - Numba has no types
     arguments: tuple[object, ...],
 ) -> Callable[..., Any]:
-    """Return ``kernel`` for arguments of these types. Out of the cache on disk if it is there and whole."""
+    """Return ``kernel`` for arguments of these types, loaded from the cache on disk, where it is put first if need be.
+
+    What runs is always what was loaded: see :mod:`pagefold.kernels.apart`.
+    """
     signature = tuple(numba.typeof(one) for one in arguments)
     name = kernel.py_func.__name__
-    if not any(KERNEL_CACHE.rglob(f"*.{name}-*.nbc")):
+    loaded = _load(kernel, signature)
+    if loaded is None:
         _log.info("compiling the kernel %s: this takes some seconds, once on this machine", name)
-    _KERNELS.append(kernel)
-    try:
-        kernel.compile(signature)
-    except Exception as error:
-        if not KERNEL_CACHE.exists():
-            raise
-        _log.warning("the kernel cache %s is damaged (%r); compiling again", KERNEL_CACHE, error)
-        for file in KERNEL_CACHE.rglob("*.nb[ic]"):
-            file.unlink(missing_ok=True)
-        kernel.compile(signature)
-    entry: Callable[..., Any] = kernel.overloads[signature].entry_point
+        _COMPILED.append(name)
+        why_not = compile_apart(kernel, signature)
+        loaded = _load(kernel, signature)
+        if loaded is None:
+            _log.warning(
+                "the kernel %s was not compiled into %s (%s). It is compiled here: its last bits may be others than "
+                "those of another start",
+                name,
+                KERNEL_CACHE,
+                why_not or "nothing was kept there",
+            )
+            kernel.compile(signature)
+            loaded = kernel.overloads[signature]
+    _LOADED.append(loaded)
+    entry: Callable[..., Any] = loaded.entry_point
     return entry
 
 
+def _load(kernel: Any, signature: tuple[object, ...]) -> Any:  # noqa: ANN401 - Numba has no types
+    """Return what Numba's cache has of a kernel, or None. A damaged cache is cleared."""
+    try:
+        return FunctionCache(kernel.py_func).load_overload(signature, kernel.targetctx)
+    except Exception as error:  # noqa: BLE001 - whatever a damaged file makes unpickling raise
+        _log.warning("the kernel cache %s is damaged (%r); compiling again", KERNEL_CACHE, error)
+        for file in KERNEL_CACHE.rglob("*.nb[ic]"):
+            file.unlink(missing_ok=True)
+        return None
+
+
 def num_kernels_compiled() -> int:
-    """Return how many kernels and modules of tiles this process compiled, rather than loaded from disk."""
-    return num_modules_compiled() + sum(
-        sum(kernel.stats.cache_misses.values()) for kernel in {id(one): one for one in _KERNELS}.values()
-    )
+    """Return how many kernels and modules of tiles were compiled for this process, rather than loaded from disk."""
+    return num_modules_compiled() + len(_COMPILED)
