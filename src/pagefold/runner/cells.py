@@ -58,7 +58,8 @@ class SlabCells:
     Attributes:
         in_rows: whether K lies as V does, ``[slot][head_dim]``, as a card reads it; else in panels, as a CPU does.
         places: where the parts of each cell are.
-        codecs: of each cell; none where numbers are stored as they are computed.
+        codecs: of each cell; none where numbers are stored as they are computed. In rows, such cells follow one another
+            in their own order, the K of each before its V: a card's kernels do not ask where they are.
         constants: what is done to K and V before they are stored; no bases where no codec has one.
         query_bases: float32 ``[num_cells, D, D]``: by what queries are multiplied where K has a basis, else empty.
         residuals: float16 ``[num_cells, num_residuals, 2, block_size * D]``: of blocks that are not sealed yet. Empty

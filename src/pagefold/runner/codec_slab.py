@@ -109,7 +109,7 @@ class CodecSlab(TokenSlab):
         return cls(data, geometry, constants, codec_layout_on(device))
 
     def cells(self) -> SlabCells:
-        """Return where the cells' parts lie, and how they are stored; see :meth:`AnySlab.cells`."""
+        """Return where the cells' parts lie, and how they are stored; see :meth:`TokenSlab.cells`."""
         return SlabCells(
             in_rows=self.layout == CODEC_ROWS_LAYOUT,
             places=self.places,

@@ -118,7 +118,7 @@ class SealedSlab(SealingSlab):
         return self.data.nbytes + self.residuals.nbytes
 
     def cells(self) -> SlabCells:
-        """Return where the cells' parts lie, and how they are sealed; see :meth:`AnySlab.cells`."""
+        """Return where the cells' parts lie, and how they are sealed; see :meth:`SealingSlab.cells`."""
         constants = CodecConstants.none(len(self.places), self.head_dim, self.data.device)
         return SlabCells(
             in_rows=self.layout == SEALED_ROWS_LAYOUT,

@@ -102,7 +102,11 @@ class _Blocks(ABC):
 
 
 class TokenSlab(_Blocks):
-    """Blocks into which tokens are written one by one: ``Slab``, and ``codec_slab.py``'s."""
+    """Blocks into which tokens are written one by one: ``Slab``, and ``codec_slab.py``'s.
+
+    Attributes:
+        seals: whether blocks are encoded as a whole, when they are full.
+    """
 
     seals: Literal[False] = False
 
@@ -127,7 +131,11 @@ class TokenSlab(_Blocks):
 
 
 class SealingSlab(_Blocks):
-    """Blocks that are encoded when they are full, and residuals of those that are not: ``sealed_slab.py``'s."""
+    """Blocks that are encoded when they are full, and residuals of those that are not: ``sealed_slab.py``'s.
+
+    Attributes:
+        seals: whether blocks are encoded as a whole, when they are full.
+    """
 
     seals: Literal[True] = True
 
@@ -210,7 +218,7 @@ class Slab(TokenSlab):
         return cls(data, geometry.head_dim, layout_on(device))
 
     def cells(self) -> SlabCells:
-        """Return where the cells' numbers lie: nothing is done to them; see :meth:`AnySlab.cells`."""
+        """Return where the cells' numbers lie: nothing is done to them; see :meth:`TokenSlab.cells`."""
         num_cells, part_bytes = self.data.shape[1], self.block_size * self.head_dim * self.data.itemsize
         begins = [2 * part_bytes * cell for cell in range(num_cells + 1)]
         places = [CellPlaces(begin, begin + part_bytes, end, end, end) for begin, end in itertools.pairwise(begins)]
