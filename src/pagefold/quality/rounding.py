@@ -10,7 +10,6 @@ import torch
 from pagefold.config import DROPPED_BITS
 from pagefold.errors import ConfigError
 from pagefold.runner.block_plan import block_plan
-from pagefold.runner.codec_slab import CodecSlab
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,12 +47,13 @@ class RoundingRunner:
 
     def __init__(self, runner: TorchRunner, transport: TransportCodec) -> None:
         slab = runner.slab
-        assert isinstance(slab, CodecSlab), "other blocks have no codes of 8 bit"
+        parts = block_plan(runner.geometry, slab.layout).parts
+        assert parts, "blocks without codes of 8 bit"
         self._runner = runner
         self._blocks = slab.data.view(torch.int8)
         self._step = 1 << (DROPPED_BITS[transport] or 0)
         self._is_code = torch.zeros(slab.data.shape[1], dtype=torch.bool)
-        for begin, _, num_rows, num_slots, *_ in block_plan(runner.geometry, slab.layout).parts:
+        for begin, _, num_rows, num_slots, *_ in parts:
             self._is_code[begin : begin + num_rows * num_slots] = True
         self._is_code = self._is_code.to(slab.data.device)
 

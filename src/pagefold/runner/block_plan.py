@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import product
 from typing import TYPE_CHECKING
 
-from pagefold.runner.codec_slab import CODEC_LAYOUT, CODEC_ROWS_LAYOUT, cell_places
+from pagefold.runner.cells import cell_places
+from pagefold.runner.codec_slab import CODEC_LAYOUT, CODEC_ROWS_LAYOUT
 from pagefold.runner.codecs import CELL_CODECS
 from pagefold.runner.codecs.int8 import Int8
 from pagefold.transport.block_form import BlockForm

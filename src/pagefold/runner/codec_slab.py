@@ -17,25 +17,24 @@ On a card K's codes lie as V's do, in rows: a token's codes of one head are read
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
+from pagefold.runner.cells import SlabCells, cell_places
 from pagefold.runner.codecs import CELL_CODECS
-from pagefold.runner.codecs.basis import basis_for_queries, into_basis
+from pagefold.runner.codecs.basis import basis_for_queries
 from pagefold.runner.codecs.constants import CodecConstants
 from pagefold.runner.codecs.hadamard import hadamard
-from pagefold.runner.slab import empty_bytes
+from pagefold.runner.slab import TokenSlab, empty_bytes, no_residuals
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from pagefold.kv import CopyOp, KVGeometry
+    from pagefold.kv import KVGeometry
+    from pagefold.runner.cells import CellPlaces
     from pagefold.runner.codecs import CellCodec
     from pagefold.runner.codecs.vectors import VectorFormat
 
-__all__ = ["CODEC_LAYOUT", "CODEC_ROWS_LAYOUT", "CellPlaces", "CodecSlab", "cell_places", "codec_layout_on"]
+__all__ = ["CODEC_LAYOUT", "CODEC_ROWS_LAYOUT", "CodecSlab", "codec_layout_on"]
 
 CODEC_LAYOUT = "codec-panels-v3"
 """Names the arrangement of bytes inside a block and what they stand for, for the namespace."""
@@ -49,39 +48,7 @@ def codec_layout_on(device: torch.device | str) -> str:
     return CODEC_ROWS_LAYOUT if torch.device(device).type == "cuda" else CODEC_LAYOUT
 
 
-class CellPlaces(NamedTuple):
-    """Where a cell's parts begin, in bytes from the beginning of its block.
-
-    Attributes:
-        keys, values: codes.
-        key_scales, value_scales: scales, with zero points behind them.
-        end: where the next cell begins.
-    """
-
-    keys: int
-    values: int
-    key_scales: int
-    value_scales: int
-    end: int
-
-
-def cell_places(geometry: KVGeometry) -> list[CellPlaces]:
-    """Return where the parts of every cell are in a block of its group, in the order of cells: layer by layer."""
-    places: list[CellPlaces] = []
-    for layer, layer_begin in enumerate(geometry.layer_begins):
-        codec, begin = CELL_CODECS[geometry.codec_of(layer).name], layer_begin
-        for _ in range(geometry.num_kv_heads):
-            values = begin + codec.keys.num_code_bytes(geometry.head_dim) * geometry.block_size
-            key_scales = values + codec.values.num_code_bytes(geometry.head_dim) * geometry.block_size
-            value_scales = key_scales + codec.key_scale_bytes(geometry.head_dim, geometry.block_size)
-            end = value_scales + 2 * codec.values.num_scales * geometry.block_size
-            places.append(CellPlaces(begin, values, key_scales, value_scales, end))
-            begin = end
-    assert max(own.end for own in places) == geometry.bytes_per_block, "codecs and geometry disagree about bytes"
-    return places
-
-
-class CodecSlab:
+class CodecSlab(TokenSlab):
     """Blocks of one geometry, whose cells have codecs.
 
     Pages of memory are taken from the system as blocks are first written. What was never written is undefined, and
@@ -99,6 +66,7 @@ class CodecSlab:
         block_size, head_dim: of the geometry.
         places: where the parts of each cell are.
         constants: where the blocks are; zeros in cells whose codec takes nothing off.
+        query_bases: float32 ``[num_cells, D, D]``: by what queries are multiplied; none where no codec has a basis.
     """
 
     def __init__(
@@ -123,8 +91,9 @@ class CodecSlab:
                 torch.tensor([one.centres for one in codecs]),
                 torch.tensor([one.has_basis for one in codecs]),
             )
-        if any(one.has_basis for one in codecs):
-            self.query_bases = basis_for_queries(self.constants.bases).to(data.device)
+        bases = self.constants.bases
+        has_basis = any(one.has_basis for one in codecs)
+        self.query_bases = basis_for_queries(bases if has_basis else bases[:0]).to(data.device)
         self.constants = self.constants.to(data.device)
 
     @classmethod
@@ -139,45 +108,33 @@ class CodecSlab:
         data = empty_bytes((num_blocks, geometry.bytes_per_block), device)
         return cls(data, geometry, constants, codec_layout_on(device))
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all blocks."""
-        return self.data.nbytes
-
-    def as_bytes(self) -> NDArray[np.uint8] | torch.Tensor:
-        """Return a view of all blocks as bytes, uint8 ``[num_blocks, block_bytes]``: NumPy's on a CPU, else torch's."""
-        return self.data.numpy() if self.data.device.type == "cpu" else self.data
-
-    def copy(self, ops: list[CopyOp]) -> None:
-        """Carry out copies, in order."""
-        for op in ops:
-            self.data[op.dst] = self.data[op.src]
+    def cells(self) -> SlabCells:
+        """Return where the cells' parts lie, and how they are stored; see :meth:`TokenSlab.cells`."""
+        return SlabCells(
+            in_rows=self.layout == CODEC_ROWS_LAYOUT,
+            places=self.places,
+            codecs=[self.codec(cell) for cell in range(len(self.places))],
+            constants=self.constants,
+            query_bases=self.query_bases,
+            residuals=no_residuals(self.data.device),
+        )
 
     def write(self, cell: int, block_ids: torch.Tensor, entries: torch.Tensor, kv: tuple[torch.Tensor, ...]) -> None:
-        """Encode K and V of some tokens into their slots of one cell.
-
-        Args:
-            cell: the cell that all these tokens are written to.
-            block_ids: int64 ``[n]``: of each token.
-            entries: int64 ``[n]``: which of its sequence's entries each is.
-            kv: K and V, ``[n, D]`` each, in any dtype.
-        """
+        """Encode K and V of some tokens into their slots of one cell; see :meth:`TokenSlab.write`."""
         codec, places, slots = self.codec(cell), self.places[cell], entries % self.block_size
         keys, values = (vectors.float() for vectors in kv)
         if codec.centres:
             keys = keys - self.constants.centre_keys(cell, entries)
             values = values - self.constants.value_centres[cell, entries.clamp(max=1)]
-        if codec.rotates:
-            values = hadamard(values)
-        codes, scales = codec.keys.encode(self.keys_as_stored(cell, keys))
+        codes, scales = codec.keys.encode(codec.keys_as_stored(keys, self.constants.bases[cell]))
         self._panels(places, codec)[block_ids, :, slots] = _in_units(codes, codec.keys)
         self._scales(places.key_scales, codec.keys)[block_ids, :, slots] = scales
-        codes, scales = codec.values.encode(values)
+        codes, scales = codec.values.encode(codec.values_as_stored(values))
         self._rows(places, codec)[block_ids, slots] = codes
         self._scales(places.value_scales, codec.values)[block_ids, :, slots] = scales
 
     def read(self, cell: int, block_ids: torch.Tensor, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the K and V, float32 ``[n, D]`` each, that slots of one cell hold; arguments as in :meth:`write`."""
+        """Return the K and V, float32 ``[n, D]`` each, that slots of one cell hold; see :meth:`TokenSlab.read`."""
         codec, places, slots = self.codec(cell), self.places[cell], entries % self.block_size
         codes = self._panels(places, codec)[block_ids, :, slots].flatten(1)
         keys = codec.keys.decode(codes, self._scales(places.key_scales, codec.keys)[block_ids, :, slots])
@@ -193,13 +150,6 @@ class CodecSlab:
             keys = keys + self.constants.centre_keys(cell, entries)
             values = values + self.constants.value_centres[cell, entries.clamp(max=1)]
         return keys, values
-
-    def keys_as_stored(self, cell: int, keys: torch.Tensor) -> torch.Tensor:
-        """Return keys ``[n, D]``, centred or not, in the basis of a cell, or rotated, or as they are."""
-        codec = self.codec(cell)
-        if codec.has_basis:
-            return into_basis(keys, self.constants.bases[cell])
-        return hadamard(keys) if codec.rotates else keys
 
     def codec(self, cell: int) -> CellCodec:
         """Return how a cell's K and V are stored."""

@@ -24,17 +24,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pagefold.runner.codec_slab import cell_places
+from pagefold.runner.cells import SlabCells, cell_places
 from pagefold.runner.codecs import CELL_CODECS
+from pagefold.runner.codecs.constants import CodecConstants
 from pagefold.runner.codecs.int2 import pack, quantize, unpack
-from pagefold.runner.slab import empty_bytes
+from pagefold.runner.slab import SealingSlab, empty_bytes
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from pagefold.kv import CopyOp, KVGeometry, ResidualCopy
-    from pagefold.runner.codec_slab import CellPlaces
+    from pagefold.kv import KVGeometry, ResidualCopy
+    from pagefold.runner.cells import CellPlaces
 
 __all__ = ["SEALED_LAYOUT", "SEALED_ROWS_LAYOUT", "SealedSlab", "sealed_layout_on", "to_residual"]
 
@@ -57,7 +55,7 @@ def to_residual(vectors: torch.Tensor) -> torch.Tensor:
     return vectors.float().clamp(-_FLOAT16_MAX, _FLOAT16_MAX).half()
 
 
-class SealedSlab:
+class SealedSlab(SealingSlab):
     """Blocks of one geometry whose codec seals them, and residuals.
 
     Pages of memory are taken from the system as they are first written. What was never written is undefined, and
@@ -119,14 +117,17 @@ class SealedSlab:
         """Bytes of all blocks and residuals."""
         return self.data.nbytes + self.residuals.nbytes
 
-    def as_bytes(self) -> NDArray[np.uint8] | torch.Tensor:
-        """Return a view of all blocks as bytes, uint8 ``[num_blocks, block_bytes]``: NumPy's on a CPU, else torch's."""
-        return self.data.numpy() if self.data.device.type == "cpu" else self.data
-
-    def copy(self, ops: list[CopyOp]) -> None:
-        """Carry out copies, in order."""
-        for op in ops:
-            self.data[op.dst] = self.data[op.src]
+    def cells(self) -> SlabCells:
+        """Return where the cells' parts lie, and how they are sealed; see :meth:`SealingSlab.cells`."""
+        constants = CodecConstants.none(len(self.places), self.head_dim, self.data.device)
+        return SlabCells(
+            in_rows=self.layout == SEALED_ROWS_LAYOUT,
+            places=self.places,
+            codecs=[self.codec] * len(self.places),
+            constants=constants._replace(key_centres=self.centres),
+            query_bases=constants.bases,
+            residuals=self.residuals,
+        )
 
     def copy_residuals(self, ops: list[ResidualCopy]) -> None:
         """Carry out copies of residuals, in order."""
@@ -160,13 +161,7 @@ class SealedSlab:
         self._scales(places.value_scales, self.block_size)[block_id] = torch.cat((found.scales, found.zeros), 1).T
 
     def read(self, cell: int, block_ids: torch.Tensor, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the K and V, float32 ``[n, D]`` each, that entries have in sealed blocks.
-
-        Args:
-            cell: the cell of all these entries.
-            block_ids: int64 ``[n]``: of each.
-            entries: int64 ``[n]``: which of its sequence's entries each is.
-        """
+        """Return the K and V that entries have in sealed blocks; see :meth:`SealingSlab.read`."""
         places, slots = self.places[cell], entries % self.block_size
         codes = self._key_codes(places)
         scales, zeros = self._scales(places.key_scales, self.head_dim)[block_ids].float().unbind(1)

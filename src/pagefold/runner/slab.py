@@ -6,24 +6,41 @@
     slab[block][cell][1] = V of the cell as [slot][head_dim]
 
 On a card both are ``[slot][head_dim]``: a token's K of one head is read in one piece, whatever tile it is part of.
+
+Other kinds of slab have files of their own. What anybody may ask of all of them is here too (``AnySlab``): nobody asks
+of which class a slab is.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import TYPE_CHECKING, Protocol
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from pagefold.memory.host import host_memory
+from pagefold.runner.cells import CellPlaces, SlabCells
+from pagefold.runner.codecs.constants import CodecConstants
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from pagefold.kv import CopyOp, KVGeometry
+    from pagefold.kv import CopyOp, KVGeometry, ResidualCopy
 
-__all__ = ["LAYOUT", "ROWS_LAYOUT", "AnySlab", "Slab", "TokenSlab", "empty_bytes", "layout_on"]
+__all__ = [
+    "LAYOUT",
+    "ROWS_LAYOUT",
+    "AnySlab",
+    "SealingSlab",
+    "Slab",
+    "TokenSlab",
+    "empty_bytes",
+    "layout_on",
+    "no_residuals",
+]
 
 LAYOUT = "panels-v1"
 """Names the arrangement of bytes inside a block, for the namespace."""
@@ -44,36 +61,60 @@ def empty_bytes(shape: tuple[int, int], device: torch.device | str) -> torch.Ten
     return torch.empty(shape, dtype=torch.uint8, device=device)
 
 
-class AnySlab(Protocol):
-    """Blocks of one geometry, however K and V are stored in them: ``Slab``, ``codec_slab.py``'s, ``sealed_slab.py``'s.
+def no_residuals(device: torch.device) -> torch.Tensor:
+    """Return the residuals of cells that have none; see :class:`~pagefold.runner.cells.SlabCells`."""
+    return torch.empty((0, 0, 2, 0), dtype=torch.float16, device=device)
+
+
+class _Blocks(ABC):
+    """Blocks of one geometry, however K and V are stored in them.
 
     Attributes:
         data: ``[num_blocks, ...]``, contiguous; what is beyond the first dimension is the implementation's own.
+        layout: names the arrangement of bytes inside a block.
         block_size: tokens a block.
         head_dim: numbers of a head.
     """
 
     data: torch.Tensor
+    layout: str
     block_size: int
     head_dim: int
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all blocks."""
-        ...
+        """Bytes of all blocks, and of what is beside them."""
+        return self.data.nbytes
 
     def as_bytes(self) -> NDArray[np.uint8] | torch.Tensor:
-        """Return a view of all blocks as bytes, ``[num_blocks, block_bytes]``; torch's own on a card."""
-        ...
+        """Return a view of all blocks as bytes, uint8 ``[num_blocks, block_bytes]``: NumPy's on a CPU, else torch's."""
+        view = self.data.flatten(1).view(torch.uint8)
+        return view.numpy() if view.device.type == "cpu" else view
 
     def copy(self, ops: list[CopyOp]) -> None:
         """Carry out copies, in order."""
-        ...
+        for op in ops:
+            self.data[op.dst] = self.data[op.src]
+
+    @abstractmethod
+    def cells(self) -> SlabCells:
+        """Return what kernels must know of the cells: where they lie, and how K and V are stored in them."""
 
 
-class TokenSlab(AnySlab, Protocol):
-    """Blocks into which tokens are written one by one: ``Slab``, and ``codec_slab.py``'s."""
+class TokenSlab(_Blocks):
+    """Blocks into which tokens are written one by one: ``Slab``, and ``codec_slab.py``'s.
 
+    Attributes:
+        seals: whether blocks are encoded as a whole, when they are full.
+    """
+
+    seals: Literal[False] = False
+
+    def copy_residuals(self, ops: list[ResidualCopy]) -> None:
+        """Carry out copies of residuals: there are none."""
+        assert not ops, "copies of residuals, where blocks are not sealed"
+
+    @abstractmethod
     def write(self, cell: int, block_ids: torch.Tensor, entries: torch.Tensor, kv: tuple[torch.Tensor, ...]) -> None:
         """Put K and V of some tokens into the slots of one cell.
 
@@ -83,14 +124,57 @@ class TokenSlab(AnySlab, Protocol):
             entries: int64 ``[n]``: which of its sequence's entries each is.
             kv: K and V, ``[n, D]`` each, in any dtype.
         """
-        ...
 
+    @abstractmethod
     def read(self, cell: int, block_ids: torch.Tensor, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the K and V, ``[n, D]`` each, that entries have in one cell; arguments as in :meth:`write`."""
-        ...
 
 
-class Slab:
+class SealingSlab(_Blocks):
+    """Blocks that are encoded when they are full, and residuals of those that are not: ``sealed_slab.py``'s.
+
+    Attributes:
+        seals: whether blocks are encoded as a whole, when they are full.
+    """
+
+    seals: Literal[True] = True
+
+    @abstractmethod
+    def copy_residuals(self, ops: list[ResidualCopy]) -> None:
+        """Carry out copies of residuals, in order."""
+
+    @abstractmethod
+    def residual(self, cell: int, residual_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return views of the K and the V of one cell in a residual, float16 ``[block_size, D]`` each."""
+
+    @abstractmethod
+    def centred(self, cell: int, entries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Return K ``[n, D]`` of entries of a sequence less what is taken off it, float32."""
+
+    @abstractmethod
+    def uncentred(self, cell: int, entries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Undo :meth:`centred`."""
+
+    @abstractmethod
+    def seal(self, cell: int, block_id: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Encode a full block's K, centred, and V of one cell, float16 ``[block_size, D]`` each."""
+
+    @abstractmethod
+    def read(self, cell: int, block_ids: torch.Tensor, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the K and V, float32 ``[n, D]`` each, that entries have in sealed blocks.
+
+        Args:
+            cell: the cell of all these entries.
+            block_ids: int64 ``[n]``: of each.
+            entries: int64 ``[n]``: which of its sequence's entries each is.
+        """
+
+
+AnySlab = TokenSlab | SealingSlab
+"""Blocks of any kind: what everybody who is given some may ask is what both have. ``seals`` says which of the two."""
+
+
+class Slab(TokenSlab):
     """Blocks of one geometry, whose numbers are stored as they are computed.
 
     Pages of memory are taken from the system as blocks are first written. What was never written is undefined, and
@@ -133,20 +217,14 @@ class Slab:
         data = empty_bytes((num_blocks, math.prod(shape[1:]) * dtype.itemsize), device).view(dtype).view(shape)
         return cls(data, geometry.head_dim, layout_on(device))
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all blocks."""
-        return self.data.nbytes
-
-    def as_bytes(self) -> NDArray[np.uint8] | torch.Tensor:
-        """Return a view of all blocks as bytes, uint8 ``[num_blocks, block_bytes]``: NumPy's on a CPU, else torch's."""
-        view = self.data.flatten(1).view(torch.uint8)
-        return view.numpy() if view.device.type == "cpu" else view
-
-    def copy(self, ops: list[CopyOp]) -> None:
-        """Carry out copies, in order."""
-        for op in ops:
-            self.data[op.dst] = self.data[op.src]
+    def cells(self) -> SlabCells:
+        """Return where the cells' numbers lie: nothing is done to them; see :meth:`TokenSlab.cells`."""
+        num_cells, part_bytes = self.data.shape[1], self.block_size * self.head_dim * self.data.itemsize
+        begins = [2 * part_bytes * cell for cell in range(num_cells + 1)]
+        places = [CellPlaces(begin, begin + part_bytes, end, end, end) for begin, end in itertools.pairwise(begins)]
+        device = self.data.device
+        constants = CodecConstants.none(num_cells, self.head_dim, device)
+        return SlabCells(self.layout == ROWS_LAYOUT, places, (), constants, constants.bases, no_residuals(device))
 
     def write(self, cell: int, block_ids: torch.Tensor, entries: torch.Tensor, kv: tuple[torch.Tensor, ...]) -> None:
         """Put K and V of some tokens into the slots of one cell; see :meth:`TokenSlab.write`."""

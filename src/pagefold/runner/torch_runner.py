@@ -18,7 +18,6 @@ from pagefold.runner.inputs import late_tokens, make_inputs
 from pagefold.runner.logits import adjust
 from pagefold.runner.logprobs import token_logprobs
 from pagefold.runner.sampler import sample, sample_on_card
-from pagefold.runner.sealed_slab import SealedSlab
 from pagefold.runner.to_device import put, to_host
 from pagefold.sampling import SamplingParams
 from pagefold.steps import StepPlan, StepResult, TokenLogprobs
@@ -151,8 +150,7 @@ class TorchRunner:
         if plan.copies and moves is not None:
             moves.hold_all()
         self.slab.copy(plan.copies)
-        if isinstance(self.slab, SealedSlab):
-            self.slab.copy_residuals(plan.residual_copies)
+        self.slab.copy_residuals(plan.residual_copies)
         inputs = make_inputs(plan, self.geometry)
         if moves is not None:
             inputs = replace(inputs, moves=moves)

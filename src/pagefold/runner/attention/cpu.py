@@ -21,7 +21,6 @@ from pagefold.runner.attention.kernel_slab import KEY_FORMAT, VALUE_FORMAT, kern
 from pagefold.runner.attention.scratch import Scratch, make_scratch
 from pagefold.runner.attention.tiles import FLOAT16, INT2, attention_tiles
 from pagefold.runner.attention.work import AttentionWork, WorkDealer, work_of
-from pagefold.runner.sealed_slab import SealedSlab
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,7 +65,7 @@ class AttentionRoom:
             formats.add(FLOAT16)
         self.tiles = attention_tiles(slab.block_size, head_dim, formats)
         self.group = num_heads // num_kv_heads
-        self.dealer = WorkDealer(len(slab.data), slab.block_size, self.group, seals=isinstance(slab, SealedSlab))
+        self.dealer = WorkDealer(len(slab.data), slab.block_size, self.group, seals=slab.seals)
         num_rows = self.dealer.tokens_per_item * self.group
         self.scratch = make_scratch(num_members, num_rows, self.dealer.split_size, head_dim, self.tiles.lanes)
         self._partials = np.zeros((0, num_heads, head_dim + 2), np.float32)

@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from pagefold.runner.attention.tiles import FLOAT32, INT2
-from pagefold.runner.codecs.hadamard import hadamard, hadamard_size
+from pagefold.runner.attention.tiles import FLOAT32
+from pagefold.runner.codecs.hadamard import hadamard_size
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from pagefold.runner.codec_slab import CodecSlab
-    from pagefold.runner.sealed_slab import SealedSlab
-    from pagefold.runner.slab import AnySlab, Slab
+    from pagefold.runner.cells import SlabCells
+    from pagefold.runner.slab import AnySlab
 
 __all__ = [
     "HAS_BASIS",
@@ -35,7 +34,7 @@ __all__ = [
 KEYS, VALUES, KEY_SCALES, VALUE_SCALES, KEY_FORMAT, VALUE_FORMAT, ROTATION, HAS_BASIS = _COLUMNS = range(8)
 """Columns of ``KernelSlab.cells``."""
 
-_NO_ROTATION = _NO_BASIS = 0
+_NO_ROTATION = 0
 
 
 class KernelSlab(NamedTuple):
@@ -94,72 +93,37 @@ def kernel_slab(slab: AnySlab, num_kv_heads: int) -> KernelSlab:
         slab: of float32 numbers, or encoded.
         num_kv_heads: of a layer.
     """
-    from pagefold.runner.codec_slab import CODEC_LAYOUT, CodecSlab  # noqa: PLC0415 - it imports what imports this
-    from pagefold.runner.sealed_slab import SealedSlab  # noqa: PLC0415
-    from pagefold.runner.slab import Slab  # noqa: PLC0415
-
-    head_dim = slab.head_dim
-    residuals, opened = np.zeros((0, 0, 0), np.uint16), np.zeros((0, num_kv_heads, 0), np.uint16)
-    bases = np.zeros((0, 2, head_dim, head_dim), np.float32)
-    kind = KernelSlab
-    if isinstance(slab, SealedSlab):
-        cells, kind = _sealed_cells(slab), SealedBlocks
-        nothing = np.zeros((len(cells), 2, head_dim), np.float32)
-        centres = slab.centres.numpy(), nothing[:, :1], nothing, nothing
-        residuals = slab.residuals.flatten(2).view(torch.uint16).numpy()
-        opened = np.zeros((0, num_kv_heads, residuals.shape[2]), np.uint16)
-    elif isinstance(slab, CodecSlab):
-        assert slab.layout == CODEC_LAYOUT, "the kernels read K in panels"
-        cells, constants, kind = _encoded_cells(slab), slab.constants, CodedBlocks
-        of_values = constants.value_centres
-        drifts = _drifts(slab)
-        centres = constants.key_centres.numpy(), drifts.numpy(), of_values.numpy(), hadamard(of_values).numpy()
-        if cells[:, HAS_BASIS].any():
-            bases = torch.stack((constants.bases, slab.query_bases), 1).numpy()
-    else:
-        assert isinstance(slab, Slab), "a slab of a kind that kernels do not know"
-        cells = _plain_cells(slab)
-        nothing = np.zeros((len(cells), 2, head_dim), np.float32)
-        centres = nothing, nothing[:, :1], nothing, nothing
+    stored, head_dim = slab.cells(), slab.head_dim
+    assert not stored.in_rows, "the kernels read K in panels"
+    key_centres, value_centres, bases = stored.constants
+    bases_of_both = torch.stack((bases[: len(stored.query_bases)], stored.query_bases), 1)
+    residuals = stored.residuals.flatten(2).view(torch.uint16).numpy()
     codes = np.asarray(slab.as_bytes())
+    kind = SealedBlocks if slab.seals else CodedBlocks if stored.codecs else KernelSlab
     return kind(
         codes,
         codes.view(np.uint16),
         codes.view(np.float32),
-        cells,
-        *centres,
-        bases,
+        _cells(stored, head_dim),
+        key_centres.numpy(),
+        stored.keys_as_stored(key_centres[:, 1:] - key_centres[:, 1:2]).numpy(),
+        value_centres.numpy(),
+        stored.values_as_stored(value_centres).numpy(),
+        bases_of_both.numpy(),
         residuals,
-        opened,
+        np.zeros((0, num_kv_heads, residuals.shape[2]), np.uint16),
         slab.block_size,
         head_dim,
     )
 
 
-def _plain_cells(slab: Slab) -> NDArray[np.int64]:
-    num_cells, part_bytes = slab.data.shape[1], slab.data[0, 0, 0].nbytes
-    begin = 2 * part_bytes * np.arange(num_cells)
-    cells = np.zeros((num_cells, len(_COLUMNS)), np.int64)
-    cells[:, KEYS], cells[:, VALUES] = begin, begin + part_bytes
-    cells[:, KEY_FORMAT] = cells[:, VALUE_FORMAT] = FLOAT32
-    cells[:, ROTATION] = _NO_ROTATION
+def _cells(stored: SlabCells, head_dim: int) -> NDArray[np.int64]:
+    """Return the table of cells: of numbers where they have no codecs."""
+    cells = np.zeros((len(stored.places), len(_COLUMNS)), np.int64)
+    cells[:, [KEYS, VALUES, KEY_SCALES, VALUE_SCALES]] = [places[:4] for places in stored.places]
+    cells[:, [KEY_FORMAT, VALUE_FORMAT]] = FLOAT32
+    for cell, codec in zip(cells, stored.codecs, strict=False):
+        cell[KEY_FORMAT], cell[VALUE_FORMAT] = codec.keys.number, codec.values.number
+        cell[ROTATION] = hadamard_size(head_dim) if codec.rotates else _NO_ROTATION
+        cell[HAS_BASIS] = codec.has_basis
     return cells
-
-
-def _encoded_cells(slab: CodecSlab) -> NDArray[np.int64]:
-    rows = []
-    for cell, places in enumerate(slab.places):
-        codec = slab.codec(cell)
-        rotation = hadamard_size(slab.head_dim) if codec.rotates else _NO_ROTATION
-        rows.append((*places[:4], codec.keys.number, codec.values.number, rotation, codec.has_basis))
-    return np.array(rows, np.int64)
-
-
-def _drifts(slab: CodecSlab) -> torch.Tensor:
-    """Return how far centres of K are from the first range's, as each cell stores K."""
-    drifts = slab.constants.key_centres[:, 1:] - slab.constants.key_centres[:, 1:2]
-    return torch.stack([slab.keys_as_stored(cell, own) for cell, own in enumerate(drifts)])
-
-
-def _sealed_cells(slab: SealedSlab) -> NDArray[np.int64]:
-    return np.array([(*places[:4], INT2, INT2, _NO_ROTATION, _NO_BASIS) for places in slab.places], np.int64)

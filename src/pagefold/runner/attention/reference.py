@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from pagefold.runner.attention.sealed_reference import sealed_reference_attention
-from pagefold.runner.sealed_slab import SealedSlab
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pagefold.runner.attention.inputs import AttentionInputs
-    from pagefold.runner.slab import AnySlab, TokenSlab
+    from pagefold.runner.slab import AnySlab
 
 __all__ = ["reference_attention"]
 
@@ -30,9 +29,8 @@ def reference_attention(  # noqa: PLR0913, PLR0917 - the operands of the op
     softcap: float = 0.0,
 ) -> torch.Tensor:
     """See :class:`~pagefold.runner.attention.inputs.AttentionBackend`."""
-    if isinstance(slab, SealedSlab):
+    if slab.seals:
         return sealed_reference_attention(query, key, value, slab, inputs, layer, scale, softcap)
-    slab = cast("TokenSlab", slab)
     num_tokens, num_kv_heads, head_dim = key.shape
     queries = query.reshape(num_tokens, num_kv_heads, -1, head_dim)  # [T, Hkv, G, D]
     out = torch.empty(queries.shape, dtype=query.dtype, device=query.device)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pagefold.runner.attention.inputs import AttentionInputs
-    from pagefold.runner.sealed_slab import SealedSlab
+    from pagefold.runner.slab import SealingSlab
 
 __all__ = ["sealed_reference_attention"]
 
@@ -48,7 +48,7 @@ def sealed_reference_attention(  # noqa: PLR0913, PLR0917 - the operands of the 
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    slab: SealedSlab,
+    slab: SealingSlab,
     inputs: AttentionInputs,
     layer: int,
     scale: float,
@@ -83,7 +83,7 @@ def sealed_reference_attention(  # noqa: PLR0913, PLR0917 - the operands of the 
 
 
 def _write(
-    slab: SealedSlab, part: _Part, keys: torch.Tensor, values: torch.Tensor
+    slab: SealingSlab, part: _Part, keys: torch.Tensor, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write one part's K and V: what is left unsealed into its residual, and all blocks that are full now.
 

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pagefold.runner.codecs.basis import into_basis
 from pagefold.runner.codecs.floats import Float
 from pagefold.runner.codecs.fp8 import ScaledFloat8
+from pagefold.runner.codecs.hadamard import hadamard
 from pagefold.runner.codecs.int2 import Int2
 from pagefold.runner.codecs.int4 import Int4
 from pagefold.runner.codecs.int4_symmetric import Int4Symmetric
@@ -50,6 +52,16 @@ class CellCodec:
     def key_scale_bytes(self, head_dim: int, block_size: int) -> int:
         """Return the bytes of K's scales and zero points in a block."""
         return 2 * self.keys.num_scales * (head_dim if self.seals else block_size)
+
+    def keys_as_stored(self, keys: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
+        """Return keys ``[n, D]``, centred or not, in their cell's ``basis`` ``[D, D]``, or rotated, or as they are."""
+        if self.has_basis:
+            return into_basis(keys, basis)
+        return hadamard(keys) if self.rotates else keys
+
+    def values_as_stored(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values ``[n, D]``, centred or not, rotated, or as they are."""
+        return hadamard(values) if self.rotates else values
 
     def cannot_pack(self, head_dim: int) -> str:
         """Return what a head must be, where one of ``head_dim`` cannot be stored; else nothing."""

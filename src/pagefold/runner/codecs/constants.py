@@ -32,7 +32,8 @@ class CodecConstants(NamedTuple):
             Scores of a range are all lower by the same then; the kernel gives back what ranges differ by.
         value_centres: float32 ``[num_cells, 2, D]``: what is taken off V: off a sequence's first entry, and off all
             others. An output lacks the constants, each by the weights of its entries; the kernel gives them back.
-        bases: float32 ``[num_cells, D, D]``: by what K is multiplied then; see ``basis.py``.
+        bases: float32 ``[num_cells, D, D]``: by what K is multiplied then; see ``basis.py``. May be none at all where
+            no cell has one.
     """
 
     key_centres: torch.Tensor
@@ -45,6 +46,12 @@ class CodecConstants(NamedTuple):
         bases = plain_basis(head_dim).expand(num_cells, head_dim, head_dim)
         nothing = torch.zeros((num_cells, 1 + num_ranges, head_dim))
         return cls(nothing, nothing[:, :2], bases)
+
+    @classmethod
+    def none(cls, num_cells: int, head_dim: int, device: torch.device) -> CodecConstants:
+        """Return those of cells that take nothing off, and have no bases."""
+        nothing = torch.zeros((num_cells, 2, head_dim), device=device)
+        return cls(nothing, nothing, nothing.new_empty((0, head_dim, head_dim)))
 
     @property
     def num_ranges(self) -> int:

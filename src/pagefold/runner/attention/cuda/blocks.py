@@ -10,13 +10,12 @@ import torch
 
 from pagefold.runner.attention.cuda.codes import PLAIN
 from pagefold.runner.attention.cuda.configs import Reads
-from pagefold.runner.codec_slab import CODEC_ROWS_LAYOUT, CodecSlab
-from pagefold.runner.codecs.hadamard import hadamard, hadamard_size
-from pagefold.runner.sealed_slab import SEALED_ROWS_LAYOUT, SealedSlab
-from pagefold.runner.slab import ROWS_LAYOUT, Slab
+from pagefold.runner.codecs.hadamard import hadamard_size
 
 if TYPE_CHECKING:
-    from pagefold.runner.codec_slab import CellPlaces
+    from collections.abc import Sequence
+
+    from pagefold.runner.cells import CellPlaces
     from pagefold.runner.codecs import CellCodec
     from pagefold.runner.slab import AnySlab
 
@@ -60,7 +59,7 @@ class CardBlocks:
         num_ranges: R: of how many ranges of entries K has centres.
         key_centres: float32 ``[num_cells, 1 + R, D]``: what is taken off K.
         stored_key_centres: the same as K is stored: in its basis, or rotated.
-        value_centres: float32 ``[num_cells, 2, D]``: what is taken off V.
+        value_centres: float32 ``[num_cells, 2, D]``: what is taken off V, where tokens are encoded one by one.
         output_centres: the same as V is stored: by how much the first entry's is beside the others', and the others'.
         key_bases, query_bases: float32 ``[num_cells, D, D]``: by what K and queries are multiplied, where K has one.
         residuals: float16 ``[num_cells, num_residuals, 2, block_size * D]``, where blocks are sealed; else ``data``.
@@ -81,32 +80,26 @@ class CardBlocks:
     @classmethod
     def of(cls, slab: AnySlab) -> CardBlocks:
         """Return those of a slab whose K lies in rows."""
-        data = slab.data
-        if isinstance(slab, Slab):
-            assert slab.layout == ROWS_LAYOUT, "the kernels read K in rows"
+        data, stored = slab.data, slab.cells()
+        assert stored.in_rows, "the kernels read K in rows"
+        if not stored.codecs:
             plain = CellFormat(PLAIN.value, PLAIN.value, slab.head_dim, slab.head_dim)
             return cls(data, (plain,), data, 1, *[data] * 7)
-        if isinstance(slab, SealedSlab):
-            return _sealed(slab)
-        assert isinstance(slab, CodecSlab), "blocks of a kind that no kernel of a card reads"
-        assert slab.layout == CODEC_ROWS_LAYOUT, "the kernels read K in rows"
-        constants = slab.constants
-        stored = torch.stack([slab.keys_as_stored(cell, own) for cell, own in enumerate(constants.key_centres)])
-        first, others = hadamard(constants.value_centres).unbind(1)
-        codecs = [slab.codec(cell) for cell in range(len(slab.places))]
-        alignment, places = _places(slab.places, data)
+        constants = stored.constants
+        first, others = stored.values_as_stored(constants.value_centres).unbind(1)
+        alignment, places = _places(stored.places, data)
         return cls(
             data,
-            tuple(_format_of(codec, slab.head_dim, alignment) for codec in codecs),
+            tuple(_format_of(codec, slab.head_dim, alignment) for codec in stored.codecs),
             places,
             constants.num_ranges,
             constants.key_centres,
-            stored,
-            constants.value_centres,
+            stored.keys_as_stored(constants.key_centres),
+            data if slab.seals else constants.value_centres,
             torch.stack((first - others, others), 1),
-            constants.bases.contiguous(),
-            slab.query_bases if any(codec.has_basis for codec in codecs) else data,
-            data,
+            constants.bases.contiguous() if stored.has_basis else data,
+            stored.query_bases if stored.has_basis else data,
+            stored.residuals if slab.seals else data,
         )
 
     @property
@@ -131,28 +124,7 @@ def reads_of(codec: CellCodec) -> Reads:
     return Reads.CENTRED_CODES if codec.centres else Reads.CODES
 
 
-def _sealed(slab: SealedSlab) -> CardBlocks:
-    """Return the blocks of a slab that seals them: nothing is taken off V there, and K is not rotated."""
-    assert slab.layout == SEALED_ROWS_LAYOUT, "the kernels read K in rows"
-    data, nothing = slab.data, torch.zeros_like(slab.centres)
-    alignment, places = _places(slab.places, data)
-    form = _format_of(slab.codec, slab.head_dim, alignment)
-    return CardBlocks(
-        data,
-        (form,) * len(slab.places),
-        places,
-        1,
-        slab.centres,
-        slab.centres,
-        nothing,
-        nothing,
-        data,
-        data,
-        slab.residuals,
-    )
-
-
-def _places(places: list[CellPlaces], data: torch.Tensor) -> tuple[int, torch.Tensor]:
+def _places(places: Sequence[CellPlaces], data: torch.Tensor) -> tuple[int, torch.Tensor]:
     """Return by how many bytes all parts of cells are aligned, and where they begin."""
     begins = [own[:4] for own in places]
     alignment = math.gcd(_MOST_ALIGNMENT, data.stride(0), *(at for own in begins for at in own))
