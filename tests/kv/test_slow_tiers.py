@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from pagefold.kv import Arbiter, Fetch, HostTier, KVCore, LinkModel, Namespace, SlowTiers, audit, make_policy
+from pagefold.kv.missing import NOTHING_MISSING
 from pagefold.kv.names import name_of, names_behind, root_digest
 from pagefold.kv.writes import WRITE_POLICIES
 
@@ -122,7 +123,7 @@ class World:
         num = next((at for at, name in enumerate(names) if name.digest not in self.store), len(names))
         if not num:
             return
-        fetch = self.slow.fetches.begin([("disk", name) for name in names[:num]], 5.0, self.now)
+        fetch = self.slow.fetches.begin([("disk", name) for name in names[:num]], 5.0, self.now, NOTHING_MISSING)
         if fetch is None:
             self.seen["no room"] += 1
             return
@@ -312,7 +313,7 @@ def waiting_for_a_store():
     tokens = [0, 1, 0, 1, 1]
     world.run([tokens], fails=False)
     names = names_behind(ROOT, ROOT, pack(tokens), STRIDE)
-    fetch = world.slow.fetches.begin([("disk", name) for name in names], 5.0, 0.0)
+    fetch = world.slow.fetches.begin([("disk", name) for name in names], 5.0, 0.0, NOTHING_MISSING)
     assert fetch is not None
     assert [held.num_pins for held in fetch.blocks] == [2, 2], "the store's, and the one of who waits"
     return world, fetch
@@ -404,11 +405,11 @@ def arena(num_held, policy="write_back"):
 def test_as_much_may_be_on_its_way_as_is_said_and_no_more():
     slow, names = arena(8)
     assert slow.fetches.max_waited == 4
-    first = slow.fetches.begin([("disk", name) for name in names[:3]], 9.0, 0.0)
-    assert slow.fetches.begin([("disk", name) for name in names[4:6]], 9.0, 0.0) is None
-    last = slow.fetches.begin([("disk", name) for name in names[4:5]], 9.0, 0.0)
+    first = slow.fetches.begin([("disk", name) for name in names[:3]], 9.0, 0.0, NOTHING_MISSING)
+    assert slow.fetches.begin([("disk", name) for name in names[4:6]], 9.0, 0.0, NOTHING_MISSING) is None
+    last = slow.fetches.begin([("disk", name) for name in names[4:5]], 9.0, 0.0, NOTHING_MISSING)
     assert (len(first.blocks), len(last.blocks)) == (3, 1)
-    assert slow.fetches.begin([("disk", names[6])], 9.0, 0.0) is None
+    assert slow.fetches.begin([("disk", names[6])], 9.0, 0.0, NOTHING_MISSING) is None
 
 
 def test_write_back_writes_as_much_as_room_is_short_of_and_nothing_before():

@@ -186,10 +186,11 @@ class KVCore:
 
         To be asked of a hit that is acquired then: the arbiter counts what it is asked.
         """
-        if not hit.held or self.arbiter.restores(HOST, len(hit.held)):
+        if not hit.held:
             return hit
-        hit = hit._replace(held=(), num_behind=0)
-        return self.rules.whole_part(hit) if self.trims else hit
+        rest = hit._replace(held=(), num_behind=0)
+        rest = self.rules.whole_part(rest) if self.trims else rest
+        return hit if self.arbiter.restores(HOST, len(hit.held), hit.num_blocks - rest.num_blocks) else rest
 
     def missing(self, namespace: bytes, packed: bytes, max_tokens: int) -> Missing:
         """Return what of the whole blocks of ``packed`` neither device nor host has, behind those they have.
