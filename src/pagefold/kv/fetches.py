@@ -203,9 +203,12 @@ class Fetches:
             arrival.is_wanted = False
 
     def distrust(self, digests: set[bytes]) -> None:
-        """What is on its way of these paths is of no use."""
+        """What is on its way of these paths is of no use, nor is what it would have made whole."""
         for digest in digests & self._by_digest.keys():
             self._by_digest[digest].is_wanted = False
+        for fetch in self._fetches.values():
+            if fetch.missing.is_whole_or_nothing:
+                fetch.is_over |= any(held.name.digest in digests for held in fetch.blocks)
 
     def pins(self) -> Iterator[int]:
         """Yield the host block of every pin that transfers and waiting requests have."""
