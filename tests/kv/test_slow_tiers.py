@@ -286,7 +286,7 @@ class World:
         for fetch in self.fetches:
             if fetch.missing.is_whole_or_nothing and not fetch.is_over:
                 blocks = set(fetch.blocks) - self.not_stored
-                is_coming = [held.host_id in busy or self.host.blocks.is_found(held) for held in blocks]
+                is_coming = [held.host_id in busy or self.host.blocks.get(held.name.digest) for held in blocks]
                 assert all(is_coming), "a part is waited for, which is of no use"
 
     def finish(self):

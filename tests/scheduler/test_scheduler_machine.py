@@ -43,8 +43,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from pagefold.events import Event, PinDropped, PrefixLookup, RequestPreempted, StepApplied
 from pagefold.kv import (
     KEEP_ALL,
+    NO_HOST,
     NO_RESIDUALS,
     BlockTable,
+    HostTier,
     KeepRule,
     KVCore,
     Namespace,
@@ -80,6 +82,8 @@ GROUPS = (
     (KEEP_ALL, KeepRule(9)),
     (KEEP_ALL, KeepRule(2), KeepRule(13)),
     (KEEP_ALL, KeepRule(8, is_chunked=True)),
+    (KeepRule(9), KEEP_ALL),
+    (KeepRule(13), KeepRule(2), KEEP_ALL, KeepRule(5)),
 )
 
 
@@ -100,6 +104,8 @@ class Setup:
     """Blocks are sealed when they are full."""
     rules: tuple[KeepRule, ...] = (KEEP_ALL,)
     """Of the cache groups."""
+    num_host_blocks: int = 0
+    """Of the host tier; 0 for none."""
     has_culprits: bool = False
     """Steps fail because of who is in them, and never otherwise."""
 
@@ -138,6 +144,7 @@ class Machine:
             setup.num_blocks,
             block_size=BLOCK_SIZE,
             rules=setup.rules,
+            host=HostTier(setup.num_host_blocks) if setup.num_host_blocks else NO_HOST,
             policy=make_policy(setup.policy),
             enable_prefix_caching=setup.enable_prefix_caching,
             pin_limits=PinLimits(setup.pinned_share, 8.0),
@@ -148,6 +155,7 @@ class Machine:
         scheduling = SCHEDULING_POLICIES[setup.scheduling](2.5)
         self.scheduler = Scheduler(self.core, limits, policy=scheduling, emit=self._on_event)
         self.runner = ShadowRunner(self.scheduler)
+        self.whole = self.runner.whole_group
         self.max_total_tokens = min(60, setup.num_blocks // len(setup.rules) * BLOCK_SIZE)
         self.flights: list[Flight] = []  # two at most, in order
         self.requests: dict[str, Request] = {}
@@ -351,6 +359,7 @@ class Machine:
             assert request.finish_reason is not None
             hit = self.core.match(request.namespace, request.packed(), request.num_tokens)
             assert not hit.nodes
+            assert not hit.held
             assert request.cache is None or request.cache.tail is None
             self._saw("corrupted", request in self.scheduler.corrupted)
             self._saw("corrupted, with a row in the step behind", request.cache is not None)
@@ -380,9 +389,11 @@ class Machine:
         plan = flight.plan
         how_far %= plan.num_rows + 2
         if how_far:
+            self.runner.move(plan)
             self.runner.copy(plan)
             self.runner.spoil(plan, how_far - 1)
             for other in behind:  # it ran on what the first one left
+                self.runner.move(other.plan)
                 self.runner.copy(other.plan)
                 self.runner.spoil(other.plan, other.plan.num_rows)
         self._saw("failed step with copies", bool(plan.copies))
@@ -540,12 +551,14 @@ class Machine:
             self._saw("a copy waits for another step", bool(waits_for))
             for request in scheduler.running:
                 self._check_published(request)
-                block_ids = [waits_for.get(block_id, block_id) for block_id in request.cache.block_ids]
+                block_ids = [waits_for.get(one, one) for one in request.cache.tables[self.whole].block_ids]
                 cells = self._cells(request, block_ids)
                 assert cells == cells_of(request.namespace, request.token_ids[: request.num_computed_tokens])
         self._check_pins()
-        for block_id in core.pool.free_ids:
+        for block_id in self._meaningless(core.pool.free_ids):
             self.runner.poison(block_id)
+        for host_id in core.host.blocks.free_ids():
+            self.runner.poison_host(host_id)
 
     def _cells(self, request: Request, block_ids: list[int]) -> list[int]:
         """Return what a running request has, between steps."""
@@ -565,7 +578,7 @@ class Machine:
         if cache.tail is None or cache.num_published == num_whole:  # None: caching is off, or the cache was reset
             return
         key = request.token_ids[cache.num_published * BLOCK_SIZE :][:BLOCK_SIZE].tobytes()
-        num_tables = self.core.pool.blocks[cache.block_ids[cache.num_published]].num_table_refs
+        num_tables = self.core.pool.blocks[cache.tables[self.whole].block_ids[cache.num_published]].num_table_refs
         assert cache.num_published == num_whole - 1
         assert key in cache.tail.children or num_tables > 1, f"{request} has not published a block"
         self._saw("publishes later")
@@ -636,9 +649,9 @@ class Machine:
     def _check_pins(self) -> None:
         for pin in self.core.pins:
             path = list(pin.path())[::-1]
-            assert set(pin.blocks) >= {node.block for node in path}
+            assert set(pin.blocks) >= {node.blocks[self.whole] for node in path}
             tokens = array("i", b"".join(node.key for node in path))
-            block_ids = [node.block.block_id for node in path]
+            block_ids = [node.blocks[self.whole].block_id for node in path]
             assert self.runner.read(block_ids, len(tokens)) == cells_of(pin.namespace, tokens), "a pin lost its bytes"
 
     def _check_pinned(self, request: Request) -> None:
@@ -665,7 +678,8 @@ class Machine:
         written: set[tuple[int, int]] = set()
         at = 0
         for row, request in enumerate(flight.requests):
-            start, num_tokens, block_ids = plan.starts[row], plan.num_tokens[row], plan.block_ids[row]
+            start, num_tokens = plan.starts[row], plan.num_tokens[row]
+            block_ids = plan.tables[row][self.whole].block_ids
             num_known = request.num_tokens
             num_computed = self.computed[request.request_id]
             if before is not None and request in before.requests:
@@ -691,7 +705,7 @@ class Machine:
                 sampling += [(row, sample.seed, num_outputs) for sample in (request, *request.forks)]
             self._saw("chunk", start + num_tokens < num_known)
         ends = [start + num_tokens for start, num_tokens in zip(plan.starts, plan.num_tokens, strict=True)]
-        num_slots = [len(block_ids) * block_size for block_ids in plan.block_ids]
+        num_slots = [tables[self.whole].end * block_size for tables in plan.tables]
         wasted = sum(slots - end for slots, end in zip(num_slots, ends, strict=True))
         set_aside = [] if before else [one for one in self.scheduler.running if one not in flight.requests]
         wasted += sum(request.cache.capacity - request.num_computed_tokens for request in set_aside)
@@ -736,7 +750,7 @@ class Machine:
             node: Node | None = request.cache.tail
             while node is not None and (node.depth + 1) * BLOCK_SIZE > start:
                 node = node.parent
-            self._saw("lean on a promise", node is not None and node.block is not None and not node.committed)
+            self._saw("lean on a promise", node is not None and any(node.blocks) and not node.committed)
 
     def _lookup_of(self, request: Request) -> PrefixLookup:
         num_hit_tokens = request.num_computed_tokens
@@ -745,6 +759,7 @@ class Machine:
         if not after_preemption:
             assert request.num_cached_tokens == num_hit_tokens
         self._saw("prefix hit", num_hit_tokens > 0)
+        self._saw("host hit", bool(request.num_loaded_tokens))
         self._saw("what a preemption kept", after_preemption and num_hit_tokens > 0)
         return PrefixLookup(request.request_id, request.num_tokens, num_hit_tokens, after_preemption)
 
@@ -756,10 +771,17 @@ class Machine:
         for tables, start in zip(plan.tables, plan.starts, strict=True):
             for table in tables:
                 for index in range(start // BLOCK_SIZE, table.end):
-                    block_id = table.block_ids[index - table.num_trimmed]
-                    self.runner.poison(block_id, start % BLOCK_SIZE if index == start // BLOCK_SIZE else 0)
-        for copy in plan.copies:
-            self.runner.poison(copy.dst)
+                    block_ids = self._meaningless([table.block_ids[index - table.num_trimmed]])
+                    for block_id in block_ids:
+                        self.runner.poison(block_id, start % BLOCK_SIZE if index == start // BLOCK_SIZE else 0)
+        for block_id in self._meaningless([copy.dst for copy in plan.copies]):
+            self.runner.poison(block_id)
+
+    def _meaningless(self, block_ids: list[int]) -> list[int]:
+        """Return which of these blocks no step will store: what they hold is of no use to anybody."""
+        ops = [self.core.host.pending, *(flight.plan.host_ops for flight in self.flights)]
+        stored = {store.block_id for one in ops for store in one.stores}
+        return [block_id for block_id in block_ids if block_id not in stored]
 
     def _num_recomputed(self, plan: StepPlan, requests: list[Request]) -> int:
         return sum(
@@ -841,7 +863,7 @@ def random_setup(rng: Random, policy: str) -> Setup:
 
 
 def random_operations(
-    seed: int, num_operations: int, policy: str, rules: tuple[KeepRule, ...] = (KEEP_ALL,)
+    seed: int, num_operations: int, policy: str, rules: tuple[KeepRule, ...] = (KEEP_ALL,), *, has_host: bool = False
 ) -> Counter[str]:
     """Do ``num_operations`` random operations with everything checked after each. Return how often what happened.
 
@@ -851,6 +873,8 @@ def random_operations(
     setup = random_setup(rng, policy)
     if len(rules) > 1:
         setup = replace(setup, rules=rules, seals=False, num_blocks=setup.num_blocks * len(rules))
+    if has_host:
+        setup = replace(setup, num_host_blocks=rng.choice((5, 30, 200)))
     machine = Machine(setup)
     operations = rng.choices(OPERATIONS, weights=[weight for _, _, weight in OPERATIONS], k=num_operations)
     log: list[str] = []
@@ -992,6 +1016,23 @@ def test_random_operations_with_several_groups(rules: tuple[KeepRule, ...]) -> N
     """The same where groups keep windows, and give blocks back while requests run."""
     for seed in range(3):
         random_operations(seed, 400, "lru", rules)
+
+
+@pytest.mark.parametrize("rules", [(KEEP_ALL,), *GROUPS], ids=str)
+def test_random_operations_with_a_host_tier(rules: tuple[KeepRule, ...]) -> None:
+    """What is evicted comes back from the host, in a step that may be planned behind another, and may fail."""
+    seen: Counter[str] = Counter()
+    for seed in range(2):
+        seen += random_operations(50 + seed, 400, "lru", rules, has_host=True)
+    assert seen["host hit"], "nothing ever came back"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("rules", [(KEEP_ALL,), *GROUPS], ids=str)
+def test_very_many_random_operations_with_groups_and_a_host_tier(rules: tuple[KeepRule, ...]) -> None:
+    for seed in range(20):
+        random_operations(500 + seed, 2000, "lru", rules, has_host=seed % 3 > 0)
 
 
 def test_what_is_worth_testing_happens() -> None:

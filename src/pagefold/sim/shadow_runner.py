@@ -5,8 +5,8 @@ namespace and all tokens up to there, as the K and V of a real model do. A sampl
 row reads after every row has written. So a wrong share, a stale block or a copy that was not made shows twice: as a
 cell that is not what :func:`cells_of` says, and as a token that is not what :func:`expected_token` says.
 
-The cells of another cache group than the first, which keeps all, are the same numbers and as much more as the group's
-index. A row reads of it what the group keeps.
+There must be a cache group that keeps all; its cells are these numbers. Those of another group are the same numbers and
+as much more as the group comes behind it. A row reads of it what the group keeps.
 
 Where blocks are sealed, what a row has of its last block is in its residual, and in the block only when that is full.
 
@@ -70,6 +70,9 @@ class ShadowRunner:
 
     Args:
         scheduler: knows which namespace a row has, which a plan does not: a real model has it in its weights.
+
+    Attributes:
+        whole_group: the first cache group that keeps all, which tells what the others must have.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -77,7 +80,7 @@ class ShadowRunner:
         self._scheduler = scheduler
         self._size = core.block_size
         self._rules = core.rules
-        assert not self._rules[0].trims, "the first group tells what the others must have"
+        self.whole_group = next(group for group, rule in enumerate(self._rules) if not rule.trims)
         self._slab = [[_POISON] * self._size for _ in range(core.pool.num_blocks)]
         self._arena = [_Stored([_POISON] * self._size) for _ in range(core.host.blocks.num_blocks)]
         self._residuals = [[_POISON] * self._size for _ in range(core.residuals.num_residuals)]
@@ -180,14 +183,17 @@ class ShadowRunner:
 
     def read_row(self, plan: StepPlan, row: int) -> list[int]:
         """Return what a row reads, its own cells included."""
-        block_ids, num_tokens = plan.block_ids[row], plan.starts[row] + plan.num_tokens[row]
+        tables, num_tokens = plan.tables[row], plan.starts[row] + plan.num_tokens[row]
+        block_ids = tables[self.whole_group].block_ids
         if self._residuals:
             return self.read_sealed(block_ids, num_tokens, plan.residual_ids[row])
         cells = self.read(block_ids, num_tokens)
-        for group, (rule, table) in enumerate(zip(self._rules, plan.tables[row], strict=True)):
-            for position in range(rule.first_seen(plan.starts[row]) if group else num_tokens, num_tokens):
+        for group, (rule, table) in enumerate(zip(self._rules, tables, strict=True)):
+            if group == self.whole_group:
+                continue
+            for position in range(rule.first_seen(plan.starts[row]), num_tokens):
                 block_id = table.block_ids[position // self._size - table.num_trimmed]
-                cell = self._slab[block_id][position % self._size] - group
+                cell = self._slab[block_id][position % self._size] - (group - self.whole_group)
                 if cell != cells[position]:
                     cells[position] = cell
         return cells
@@ -201,9 +207,9 @@ class ShadowRunner:
         return self._slab[block_id] if block_id < num_blocks else self._arena[block_id - num_blocks].cells
 
     def _write(self, plan: StepPlan, row: int, start: int, token_ids: Sequence[int]) -> None:
-        block_ids, size = plan.block_ids[row], self._size
+        block_ids, size = plan.tables[row][self.whole_group].block_ids, self._size
         if not start:
-            before = _root(self._namespace(block_ids))
+            before = _root(self._namespace(plan.block_ids[row]))
         elif self._residuals and start % size:
             before = self._residuals[plan.residual_ids[row]][start % size - 1]
         else:
@@ -217,7 +223,7 @@ class ShadowRunner:
             return
         for position, cell in enumerate(cells, start):
             for group, table in enumerate(plan.tables[row]):
-                self._put(table, position, cell + group)
+                self._put(table, position, cell + group - self.whole_group)
 
     def _seal(self, residual_id: int, block_ids: list[BlockId], start: int, cells: list[int]) -> None:
         """Write cells from position ``start`` on: blocks that they fill, and of the last block also the residual."""
