@@ -511,7 +511,7 @@ class Machine:
 
     # Checks.
 
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: C901 - a list of what holds
         """Check all that holds between operations."""
         scheduler, core = self.scheduler, self.core
         audit(core)
@@ -759,9 +759,13 @@ class Machine:
         if not after_preemption:
             assert request.num_cached_tokens == num_hit_tokens
         self._saw("prefix hit", num_hit_tokens > 0)
-        self._saw("host hit", bool(request.num_loaded_tokens))
+        num_loaded = sum(request.num_loaded_tokens.values())  # when it was admitted first
+        self._saw("host hit", bool(request.cache.num_loaded_tokens))
         self._saw("what a preemption kept", after_preemption and num_hit_tokens > 0)
-        return PrefixLookup(request.request_id, request.num_tokens, num_hit_tokens, after_preemption)
+        has_tiers = self.core.host.is_on
+        return PrefixLookup(
+            request.request_id, request.num_tokens, num_hit_tokens, after_preemption, num_loaded, has_tiers
+        )
 
     def _forking(self) -> list[Request]:
         """Return those whose samples will begin when the steps in flight are applied."""
@@ -873,8 +877,9 @@ def random_operations(
     setup = random_setup(rng, policy)
     if len(rules) > 1:
         setup = replace(setup, rules=rules, seals=False, num_blocks=setup.num_blocks * len(rules))
-    if has_host:
-        setup = replace(setup, num_host_blocks=rng.choice((5, 30, 200)))
+    if has_host:  # and a device that is too small, so that blocks go there
+        num_blocks, num_host_blocks = rng.choice((6, 9, 14)), rng.choice((5, 30, 200))
+        setup = replace(setup, num_blocks=num_blocks * len(rules), num_host_blocks=num_host_blocks * len(rules))
     machine = Machine(setup)
     operations = rng.choices(OPERATIONS, weights=[weight for _, _, weight in OPERATIONS], k=num_operations)
     log: list[str] = []
@@ -1022,7 +1027,7 @@ def test_random_operations_with_several_groups(rules: tuple[KeepRule, ...]) -> N
 def test_random_operations_with_a_host_tier(rules: tuple[KeepRule, ...]) -> None:
     """What is evicted comes back from the host, in a step that may be planned behind another, and may fail."""
     seen: Counter[str] = Counter()
-    for seed in range(2):
+    for seed in range(4):
         seen += random_operations(50 + seed, 400, "lru", rules, has_host=True)
     assert seen["host hit"], "nothing ever came back"
 
