@@ -310,11 +310,11 @@ SEQUENCES = st.lists(st.integers(0, 1), min_size=3, max_size=13)
 
 
 class SlowTiersMachine(RuleBasedStateMachine):
-    rules = st.just(PLAIN)
+    groups = st.just(PLAIN)
 
     @initialize(policy=st.sampled_from(WRITE_POLICIES), num_host=st.sampled_from((1, 4, 12)), data=st.data())
     def start(self, policy, num_host, data):
-        self.world = World(policy, num_host, data.draw(self.rules))
+        self.world = World(policy, num_host, data.draw(self.groups))
 
     @rule(sequences=st.lists(SEQUENCES, min_size=1, max_size=2), fails=st.integers(0, 5), corrupted=st.integers(-9, 1))
     def run(self, sequences, fails, corrupted):
@@ -378,7 +378,7 @@ def test_random_operations():
 
 
 class GroupsMachine(SlowTiersMachine):
-    rules = st.sampled_from(list(GROUPS.values()))
+    groups = st.sampled_from(list(GROUPS.values()))
 
 
 def test_random_operations_with_several_groups():
