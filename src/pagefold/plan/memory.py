@@ -51,7 +51,7 @@ class Memory:
     Attributes:
         dtype: the type that the model computes in.
         weight_dtype: the type that the weights are stored in.
-        codec: the codec that KV is stored in.
+        codec: the codec that KV is stored in, but for layers that are skipped.
         layout: of the KV of the whole model, on all devices together.
         devices: one for each pipeline stage; those of a stage are alike.
         max_num_batched_tokens: tokens of a step.
@@ -102,7 +102,8 @@ def plan_memory(shape: ModelShape, device: Device, settings: PlanSettings) -> Me
     """Decide what fits: the same sum as a server's before it loads weights (``capacity.py``), device by device.
 
     Raises:
-        ConfigError: heads or layers cannot be cut as asked; ``max_model_len`` is beyond the model.
+        ConfigError: heads or layers cannot be cut as asked; ``max_model_len`` is beyond the model, or it has no such
+            layers as are skipped.
         DoesNotFitError: it does not fit; with the bytes that are missing.
     """
     check_parallel(shape, settings)
@@ -111,6 +112,7 @@ def plan_memory(shape: ModelShape, device: Device, settings: PlanSettings) -> Me
         raise ConfigError(message, remedy="Leave out tensor_parallel_size and pipeline_parallel_size.")
     dtype, weight_dtype = _dtypes(shape, device, settings)
     codec = settings.codec(dtype)
+    shape = shape.storing(settings.kv_cache_dtype_skip_layers, settings.skip_codec(dtype))
     limit = Limit(shape.max_positions)
     if device.is_cpu and shape.served_limit is not None:
         limit = Limit(shape.served_limit, f"{shape.model_type}'s sliding window or longrope")
