@@ -176,7 +176,7 @@ def test_where_sequences_may_stream_the_window_is_named_as_the_limit_and_why(tin
     assert f"limit      24 of 4,096 tokens, beyond which {why}" in lines
     with pytest.raises(InvalidRequestError) as refused:
         engine.add("long", [5] * 24, SamplingParams())
-    assert f"Beyond, {why}. Send at most 23 tokens, or start without allow_streaming." in str(refused.value)
+    assert f"Beyond that, {why}. Send at most 23 tokens, or start without allow_streaming." in str(refused.value)
     without = replace(config, allow_streaming=False)
     assert plan_engine(replace(without, max_model_len=400)).capacity.context == (400, "", "")
 

@@ -97,7 +97,7 @@ class RequestChecks:
             msg = f"The prompt has {num_tokens} tokens; max_model_len is {max_len}, and one must be left to generate."
             context = self._capacity.context
             if context.why:
-                msg += f" Beyond, {context.why}."
+                msg += f" Beyond that, {context.why}."
             remedy = context.or_without(f"Send at most {max_len - 1} tokens")
             raise InvalidRequestError(msg, param="prompt", remedy=remedy)
 
