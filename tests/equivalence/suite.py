@@ -59,8 +59,8 @@ class Setting:
 
     Attributes:
         name: of the test.
-        block_size, kv_cache_dtype, max_num_batched_tokens, max_num_seqs, enable_prefix_caching, eviction_policy,
-            attention_backend, dtype: as in ``EngineConfig``.
+        block_size, kv_cache_dtype, kv_cache_dtype_skip_layers, max_num_batched_tokens, max_num_seqs,
+            enable_prefix_caching, eviction_policy, attention_backend, dtype: as in ``EngineConfig``.
         spare_blocks: the KV budget: so many blocks more than the longest request needs; None for plenty.
         streamed_share: the KV budget instead: this share of the blocks that the longest request needs, so that it
             streams; None for no streaming.
@@ -85,6 +85,7 @@ class Setting:
     name: str
     block_size: int = 16
     kv_cache_dtype: str = "auto"
+    kv_cache_dtype_skip_layers: tuple[int, ...] = ()
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
     spare_blocks: int | None = None
@@ -211,7 +212,8 @@ def build(setting: Setting, folder: Path, budget: Budget, emit: Emit) -> Engine:
     spec = inspect_model(folder)
     element_bytes = 8 if setting.dtype == "float64" else 4
     codec = CODECS.get(setting.kv_cache_dtype)
-    geometry = KVGeometry(spec.num_layers, spec.num_kv_heads, spec.head_dim, element_bytes, setting.block_size, codec)
+    shape = spec.num_layers, spec.num_kv_heads, spec.head_dim, element_bytes, setting.block_size
+    geometry = KVGeometry(*shape, codec, setting.kv_cache_dtype_skip_layers, CODECS["float16"])
     num_blocks = budget.num_blocks
     if spec.keeps and setting.knows_groups:
         geometry = replace(geometry, keeps=spec.keeps)
@@ -222,6 +224,7 @@ def build(setting: Setting, folder: Path, budget: Budget, emit: Emit) -> Engine:
         dtype=setting.dtype,
         block_size=setting.block_size,
         kv_cache_dtype=setting.kv_cache_dtype,
+        kv_cache_dtype_skip_layers=setting.kv_cache_dtype_skip_layers,
         kv_cache_memory_bytes=num_blocks * geometry.bytes_per_block + setting.max_num_seqs * geometry.residual_bytes,
         kv_offloading_size=budget.num_host_blocks * geometry.bytes_per_block / 2**30,
         allow_streaming=setting.streamed_share is not None,

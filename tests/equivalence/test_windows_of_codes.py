@@ -69,8 +69,7 @@ def test_codes_go_beyond_windows_and_what_does_not_is_refused_before_weights_are
         planned = plan_engine(EngineConfig(model=folder, kv_cache_dtype=name, max_model_len=400))
         assert planned.capacity.max_model_len == 400
         assert len(planned.geometry.groups) == 2
-    of_two_codecs = {"kv_cache_dtype": "int8_per_token_head", "kv_cache_dtype_skip_layers": (0,)}
-    for settings in ({"kv_cache_dtype": "kivi2"}, of_two_codecs):
-        assert plan_engine(EngineConfig(model=folder, **settings)).capacity.max_model_len == WINDOW
-        with pytest.raises(ConfigError, match=r"beyond 24 tokens gemma3_text's sliding window is not computed yet"):
-            plan_engine(EngineConfig(model=folder, max_model_len=400, **settings))
+    settings = {"kv_cache_dtype": "kivi2"}
+    assert plan_engine(EngineConfig(model=folder, **settings)).capacity.max_model_len == WINDOW
+    with pytest.raises(ConfigError, match=r"beyond 24 tokens gemma3_text's sliding window is not computed yet"):
+        plan_engine(EngineConfig(model=folder, max_model_len=400, **settings))

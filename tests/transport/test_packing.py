@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import struct
+from itertools import product
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from pagefold.engine.verdicts import ROUNDED
-from pagefold.kv import CODECS, KVGeometry
+from pagefold.kv import CODECS, KEEP_ALL, KeepRule, KVGeometry
 from pagefold.runner.block_plan import block_plan
-from pagefold.runner.codec_slab import CODEC_LAYOUT, CODEC_ROWS_LAYOUT
+from pagefold.runner.codec_slab import CODEC_LAYOUT, CODEC_ROWS_LAYOUT, cell_places
 from pagefold.transport.block_form import BlockForm
 from pagefold.transport.kernel import RECIPROCALS
 from pagefold.transport.packing import Packing
@@ -181,3 +182,24 @@ def test_every_byte_of_a_block_is_in_its_plan_once(rng: np.random.Generator, lay
     assert restored == payload
     if name is None:
         assert len(packed) < 0.95 * len(payload)  # signs and exponents of numbers are alike
+
+
+@pytest.mark.parametrize("skipped", [(0,), (1,), (0, 1), (1, 3), (0, 1, 2), (0, 1, 2, 3)])
+@pytest.mark.parametrize("layout", [CODEC_LAYOUT, CODEC_ROWS_LAYOUT])
+def test_what_one_cache_group_has_in_16_bit_is_not_rounded_as_codes_of_another(rng, layout, skipped) -> None:
+    keeps = (KeepRule(8), KEEP_ALL) * 2
+    codecs = CODECS["int8_per_token_head"], skipped, CODECS["float16"]
+    geometry = KVGeometry(4, 2, 32, 4, 16, *codecs, keeps)
+    form = block_plan(geometry, layout)
+    spans = [(begin, begin + num_rows * num_slots) for begin, _, num_rows, num_slots, *_ in form.parts]
+    spans += [(begin, end) for begin, end, _ in form.planes]
+    assert sorted(place for span in spans for place in range(*span)) == list(range(form.block_bytes))
+    payload = rng.bytes(form.block_bytes)
+    assert _back(Packing(form), payload)[0] == payload
+    restored, _ = _back(Packing(form, 2), payload)
+    changed = {place for place in range(form.block_bytes) if restored[place] != payload[place]}
+    for layer, head in product(range(4), range(2)):
+        cell = cell_places(geometry)[geometry.cell(layer, head)]
+        exact = range(cell.keys if layer in skipped else cell.key_scales, cell.end)
+        assert changed.isdisjoint(exact), f"layer {layer} has other numbers there"
+    assert bool(changed) == bool(form.parts) == (skipped in {(0,), (1,), (0, 1)})

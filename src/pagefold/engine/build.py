@@ -83,7 +83,7 @@ def build_engine(
     limit = blueprint.limit
     if limit.what:
         longest = f"{limit.length:,} of {spec.max_positions:,} tokens"
-        say(f"limit      {longest}, beyond which {limit.what} is not computed yet")
+        say(f"limit      {longest}, beyond which {limit.why}")
     blueprint = replace(blueprint, constants=_constants(blueprint, say))
     namespace = namespace_of(blueprint)
     if config.has_slow_tiers:  # refused before weights are loaded

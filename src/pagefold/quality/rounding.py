@@ -30,6 +30,8 @@ def check_rounds(transport: TransportCodec, geometry: KVGeometry) -> None:
     """
     if DROPPED_BITS[transport] and not block_plan(geometry).parts:
         name = "auto" if geometry.codec is None else geometry.codec.name
+        if geometry.skip_layers:
+            name += f", with layers {', '.join(map(str, geometry.skip_layers))} in 16 bit,"
         msg = f"kv_transport_codec {transport} rounds codes of 8 bit, and blocks of {name} have none."
         raise ConfigError(msg, remedy="Name a codec that has, as int8_per_token_head, or evaluate without it.")
 
@@ -72,8 +74,11 @@ class RoundingRunner:
     def _round(self, plan: StepPlan) -> None:
         """Round what the step has filled: as ``Packing.coarsened`` does, where the blocks are."""
         size = self._runner.geometry.block_size
-        rows = zip(plan.starts, plan.num_tokens, plan.block_ids, strict=True)
-        filled = [block_ids[start // size : (start + num) // size] for start, num, block_ids in rows]
+        filled = [
+            table.block_ids[start // size - table.num_trimmed : (start + num) // size - table.num_trimmed]
+            for start, num, tables in zip(plan.starts, plan.num_tokens, plan.tables, strict=True)
+            for table in tables
+        ]
         for block_id in chain.from_iterable(filled):
             block = self._blocks[block_id]
             rounded = (block.to(torch.int16) + self._step // 2).div(self._step, rounding_mode="floor") * self._step
