@@ -105,12 +105,9 @@ def geometry_of(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> KV
 def _keeps_windows(config: EngineConfig, geometry: KVGeometry) -> bool:
     """Whether windows are computed, rather than no sequence longer than they are.
 
-    They are not yet where sequences stream or blocks are sealed, or where layers have other codecs than others.
+    They are not yet where sequences stream, or where layers have other codecs than others.
     """
-    from pagefold.runner.codecs import CELL_CODECS  # noqa: PLC0415 - torch comes with it
-
-    seals = geometry.codec is not None and CELL_CODECS[geometry.codec.name].seals
-    return not (config.allow_streaming or seals or geometry.skip_layers)
+    return not (config.allow_streaming or geometry.skip_layers)
 
 
 def _check_sealing(config: EngineConfig, spec: ModelSpec) -> None:

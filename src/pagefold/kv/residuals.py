@@ -1,8 +1,14 @@
 """Residuals: where running sequences have K and V of the block that they are filling, until it is sealed.
 
 Of a codec that seals blocks (``codec.py``). A residual has room for one block in 16 bit, of all layers, and belongs to
-one table, from ``acquire`` or ``fork`` to ``release``. In it is what its sequence has computed of its last block; of a
-block that is full nothing is read there any more.
+one sequence, from ``acquire`` or ``fork`` to ``release``. In it is what its sequence has computed of its last block; of
+a block that is full nothing is read there any more.
+
+One is enough where there are several cache groups. A sequence's tables all end with the same block (``SequenceCache``),
+so it fills the same block in each of them at once, and every layer has a place of its own in the residual. What a group
+gives back are full blocks, which nobody needs a residual for; the block that is being filled is always held. But a
+sequence may lose what its residual holds, in a step that fails, and then computes that block from its beginning: so a
+group keeps what is seen from there on (:meth:`Residuals.begins_again_at`).
 
 There are as many as sequences may run at once, so a sequence that may run has one.
 """
@@ -80,6 +86,10 @@ class Residuals(Lodger):
             return num_tokens - num_tokens % block_size
         return num_tokens
 
+    def begins_again_at(self, position: int) -> int:
+        """Return where a sequence begins again that has got to ``position``, if what its residual holds is lost."""
+        return position - position % self._block_size
+
     def take_copies(self) -> list[ResidualCopy]:
         """Hand over the copies that the step being planned must make before its first write."""
         copies, self.pending_copies = self.pending_copies, []
@@ -107,6 +117,9 @@ class _NoResiduals(Residuals):
 
     def ids_of(self, caches: Iterable[SequenceCache | None]) -> list[int]:  # noqa: ARG002
         return []
+
+    def begins_again_at(self, position: int) -> int:
+        return position
 
     def overwritten(self, cache: SequenceCache) -> None:
         pass
