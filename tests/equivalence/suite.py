@@ -109,9 +109,8 @@ class Setting:
 
     @property
     def knows_groups(self) -> bool:
-        """Whether it runs with several cache groups: not yet with streaming, and with codecs that seal blocks."""
-        codec = CODECS.get(self.kv_cache_dtype)
-        return self.streamed_share is None and not (codec and codec.channel_tokens)
+        """Whether it runs with several cache groups: not yet with streaming."""
+        return self.streamed_share is None
 
 
 @dataclass

@@ -226,20 +226,9 @@ class FailsBeforeCopies:
             raise InjectedError
 
 
-@pytest.mark.parametrize("is_overlapped", [False, True], ids=["plain", "overlapped"])
-@pytest.mark.parametrize("failures", [0.0, 0.4, "of copies"])
-def test_samples_of_one_prompt_are_each_what_it_is_alone(failures, is_overlapped, tiny_folder):
-    """A fork goes on from a copy of what is not sealed; one whose copy is lost with its step computes it again."""
+def hold_samples(config, prompts, failures, *, is_overlapped=False):
+    """Hold samples that fork from a prompt to what each is alone, while steps fail."""
     how = SamplingParams(temperature=1.0, seed=50, max_tokens=40, ignore_eos=True)
-    prompts = [prompt for prompt in SHORT.prompts if len(prompt) < 200][:6]
-    config = EngineConfig(
-        model=str(tiny_folder("qwen3")),
-        kv_cache_dtype="kivi2",
-        kv_cache_memory_bytes=2**23,
-        max_model_len=256,
-        max_num_seqs=9,
-        max_num_batched_tokens=40,
-    )
     outputs = {}
     for num_samples in (1, 3):
         engine = build_engine(plan_engine(config))
@@ -261,6 +250,22 @@ def test_samples_of_one_prompt_are_each_what_it_is_alone(failures, is_overlapped
     assert len(outputs) == 2 * 3 * len(prompts)
     for (num_samples, index, seed), output in outputs.items():
         assert output == outputs[1, index, seed], (num_samples, index, seed)
+
+
+@pytest.mark.parametrize("is_overlapped", [False, True], ids=["plain", "overlapped"])
+@pytest.mark.parametrize("failures", [0.0, 0.4, "of copies"])
+def test_samples_of_one_prompt_are_each_what_it_is_alone(failures, is_overlapped, tiny_folder):
+    """A fork goes on from a copy of what is not sealed; one whose copy is lost with its step computes it again."""
+    prompts = [prompt for prompt in SHORT.prompts if len(prompt) < 200][:6]
+    config = EngineConfig(
+        model=str(tiny_folder("qwen3")),
+        kv_cache_dtype="kivi2",
+        kv_cache_memory_bytes=2**23,
+        max_model_len=256,
+        max_num_seqs=9,
+        max_num_batched_tokens=40,
+    )
+    hold_samples(config, prompts, failures, is_overlapped=is_overlapped)
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def generate(engine, token_ids: list[int], num_outputs: int, watch=lambda: None)
     return outputs
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "k8v4"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "k8v4", "kivi2"])
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_blocks_that_left_the_window_are_given_back_while_the_request_runs(engine_of, backend, kv_cache_dtype):
     engine = engine_of(backend, enable_prefix_caching=False, kv_cache_dtype=kv_cache_dtype)
@@ -154,12 +154,9 @@ def test_what_was_left_behind_is_evicted_first(engine_of):
 def test_where_groups_are_not_known_the_window_limits_the_length(tiny_folder):
     folder = str(tiny_folder("gemma3"))
     assert plan_engine(EngineConfig(model=folder, max_model_len=400)).capacity.max_model_len == 400
-    for settings in (
-        {"kv_cache_dtype": "kivi2", "dtype": "float32"},
-        {"kv_offloading_size": 0.01, "allow_streaming": True},
-    ):
-        with pytest.raises(ConfigError, match=r"beyond 24 tokens gemma3_text's sliding window is not computed yet"):
-            plan_engine(EngineConfig(model=folder, max_model_len=400, **settings))
+    settings = {"kv_offloading_size": 0.01, "allow_streaming": True}
+    with pytest.raises(ConfigError, match=r"beyond 24 tokens gemma3_text's sliding window is not computed yet"):
+        plan_engine(EngineConfig(model=folder, max_model_len=400, **settings))
 
 
 def test_a_budget_that_holds_no_window_beside_a_step_is_refused(tiny_folder):
@@ -175,16 +172,24 @@ def test_a_budget_that_holds_no_window_beside_a_step_is_refused(tiny_folder):
     assert len(generate(engine, [3 + at % 200 for at in range(300)], 100)) == 100
 
 
-def test_a_conversation_goes_on_from_what_slow_tiers_have_of_it(tiny_folder):
+@pytest.mark.parametrize(
+    "codec",
+    [
+        {"dtype": "float32"},
+        {"kv_cache_dtype": "kivi2", "dtype": "float64", "attention_backend": "reference"},  # so that no code is another
+    ],
+    ids=["plain", "sealed"],
+)
+def test_a_conversation_goes_on_from_what_slow_tiers_have_of_it(codec, tiny_folder):
     """The path of a group that keeps all, and the window at its end: nothing else is written, nor brought."""
     shape = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 32, "block_size": 8}
     config = EngineConfig(
         model=str(tiny_folder("gemma3")),
-        dtype="float32",
         kv_cache_memory_bytes=2**20,
         kv_offloading_size=2**20 / 2**30,
         kv_write_policy="write_through",
         **shape,
+        **codec,
     )
     plan = plan_engine(config)
     store = MemoryStore(FrameFormat(bytes(32), plan.geometry.bytes_per_block, 8 * TOKEN_BYTES))
