@@ -77,6 +77,16 @@ def test_what_ends_before_its_copy_is_copied_no_more(core):
     assert core.residuals.take_copies() == wanted
 
 
+def test_what_ends_before_its_copy_is_copied_on(core):
+    """To who forked from it before it had its copy."""
+    cache, _ = begin(core, 6)
+    twin = core.fork(cache)
+    stays = core.fork(twin)
+    wanted = [(cache.residual_id, twin.residual_id), (twin.residual_id, stays.residual_id)]
+    core.release(twin)
+    assert core.residuals.take_copies() == wanted
+
+
 def test_what_a_failed_step_was_to_copy_is_lost_and_told_once(core):
     cache, _ = begin(core, 6)
     twin, gone = core.fork(cache), core.fork(cache)

@@ -59,11 +59,13 @@ class Residuals(Lodger):
         self.pending_copies.append(ResidualCopy(cache.residual_id, twin.residual_id))
 
     def on_release(self, cache: SequenceCache) -> None:
-        """Take a cache's residual back; what it was to be filled with is not copied any more.
+        """Take a cache's residual back; what it was to be filled with is not copied any more, unless others copy that.
 
-        What others copy from it is still there: nobody writes before the copies are made.
+        What they copy from it is still there: nobody writes before the copies are made.
         """
-        self.pending_copies = [copy for copy in self.pending_copies if copy.dst != cache.residual_id]
+        wanted = {copy.src for copy in self.pending_copies}
+        if cache.residual_id not in wanted:
+            self.pending_copies = [copy for copy in self.pending_copies if copy.dst != cache.residual_id]
         self._lost.discard(cache.residual_id)
         self.free_ids.append(cache.residual_id)
         cache.residual_id = -1
