@@ -26,7 +26,7 @@ from pagefold.sampling import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread", "_with_constants")
 
-QUICK = {"chunks of 17", "host tier", "everything at once"}
+QUICK = {"chunks of 17", "host tier"}
 DEALT = [
     pytest.param(setting, id=setting.name, marks=[] if setting.name in QUICK else [pytest.mark.long])
     for setting in ALL_SETTINGS
