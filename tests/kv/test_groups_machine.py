@@ -115,6 +115,7 @@ class Machine:
     policy: str = "lru"
     num_host_blocks: int = 0
     seals: bool = False
+    publishes: bool = True
     seen: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -125,6 +126,7 @@ class Machine:
             block_size=SIZE,
             rules=self.rules,
             policy=make_policy(self.policy),
+            enable_prefix_caching=self.publishes,
             pin_limits=PinLimits(0.5),
             residuals=Residuals(MAX_RUNNING, SIZE) if self.seals else NO_RESIDUALS,
         )
@@ -457,7 +459,8 @@ def random_operations(
 ) -> Counter[str]:
     random = Random(f"{seed} {name}")
     num_blocks, num_host_blocks = random.choice((24, 40, 70)), random.choice((5, 30, 200)) if has_host else 0
-    machine = Machine(RULES[name], num_blocks, random, policy, num_host_blocks, seals)
+    publishes = not seals or random.random() < 0.7  # what is published is kept from the beginning of a block anyway
+    machine = Machine(RULES[name], num_blocks, random, policy, num_host_blocks, seals, publishes)
     log: list[str] = []
     try:
         for operation in random.choices(list(OPERATIONS), list(OPERATIONS.values()), k=num_operations):
