@@ -23,7 +23,7 @@ from equivalence.overlapped_loop import build_overlapped, overlapped
 from equivalence.prompts import short_prompts
 from equivalence.sealed_cases import SealedCase, hold_slabs
 from equivalence.settings import SETTINGS
-from equivalence.suite import Counts, Trial, Workload, assert_clean
+from equivalence.suite import Counts, Trial, Workload, assert_clean, cached_blocks
 from equivalence.tiny_models import VOCAB_SIZE
 from pagefold.config import EngineConfig
 from pagefold.engine.build import build_engine
@@ -175,19 +175,6 @@ def test_the_kernel_does_so_at_the_ends_of_blocks_and_splits(shape):
     hold(SealedCase(shape, [(0, 5 * size + 2, 0), (6 * size, size, 5 * size), (5 * size + 1, 1, 900)], 4), softcap=4.0)
 
 
-def _stored(trial):
-    """Return what is cached, by the tokens that lead to it."""
-    core, slab = trial.engine.scheduler.core, trial.engine.runner.inner.slab
-    found = {}
-    for node in core.tree.nodes():
-        path, at = [], node
-        while at.parent is not None:
-            path.append(at.key)
-            at = at.parent
-        found[b"".join(reversed(path))] = slab.data[node.block.block_id].numpy().tobytes()
-    return found
-
-
 def test_what_is_stored_does_not_depend_on_how_it_came_about(tiny_folder):
     """Chunks of 512 or of 17, cold, warm, after preemptions or failed steps: every block is equal in bits."""
     names = ("batched, chunks of 512", "chunks of 17", "warm", "failed steps, chunks of 17, warm")
@@ -197,7 +184,7 @@ def test_what_is_stored_does_not_depend_on_how_it_came_about(tiny_folder):
             how = replace(setting, dtype="float32", attention_backend="auto", max_num_seqs=16, ignore_eos=True)
             trial = Trial(replace(how, at_least=None), SHORT, tiny_folder("qwen3"))
             trial.run()
-            stored.append(_stored(trial))
+            stored.append(cached_blocks(trial.engine, trial.engine.runner.inner.slab))
     assert len(stored) == len(names)
     for others in stored[1:]:
         shared = stored[0].keys() & others.keys()
