@@ -194,11 +194,11 @@ def poison(slab: AnySlab, geometry: KVGeometry, plan: StepPlan) -> None:
 
 def poison_sealed(slab: SealedSlab, plan: StepPlan) -> None:
     """Make NaN of every block that the step was to seal, and of what it was to write into residuals."""
-    rows = zip(plan.block_ids, plan.starts, plan.num_tokens, plan.residual_ids, strict=True)
-    for block_ids, start, num_tokens, residual_id in rows:
+    rows = zip(plan.tables, plan.starts, plan.num_tokens, plan.residual_ids, strict=True)
+    for tables, start, num_tokens, residual_id in rows:
         end = start + num_tokens
-        for index in range(start // slab.block_size, end // slab.block_size):
-            slab.data[block_ids[index]] = 0xFF
+        for table, index in product(tables, range(start // slab.block_size, end // slab.block_size)):
+            slab.data[table.block_ids[index - table.num_trimmed]] = 0xFF
         last = (end - 1) // slab.block_size * slab.block_size
         for cell in range(len(slab.places)):
             for part in slab.residual(cell, residual_id):

@@ -46,8 +46,20 @@ if TYPE_CHECKING:
     from pagefold.engine.outputs import OutputDelta
     from pagefold.events import Emit, Event
     from pagefold.kv import WritePolicy
+    from pagefold.runner.slab import AnySlab
 
-__all__ = ["Budget", "Counts", "EngineFactory", "Key", "Setting", "Trial", "Workload", "assert_clean", "build"]
+__all__ = [
+    "Budget",
+    "Counts",
+    "EngineFactory",
+    "Key",
+    "Setting",
+    "Trial",
+    "Workload",
+    "assert_clean",
+    "build",
+    "cached_blocks",
+]
 
 _SMALLEST_GAP = 1e-9
 """Between the best two logits of a reference. In float64 rounding stays below 1e-12 here."""
@@ -110,9 +122,8 @@ class Setting:
 
     @property
     def knows_groups(self) -> bool:
-        """Whether it runs with several cache groups: not yet with streaming, and with codecs that seal blocks."""
-        codec = CODECS.get(self.kv_cache_dtype)
-        return self.streamed_share is None and not (codec and codec.channel_tokens)
+        """Whether it runs with several cache groups: not yet with streaming."""
+        return self.streamed_share is None
 
 
 @dataclass
@@ -415,6 +426,21 @@ def assert_clean(engine: Engine) -> None:
     assert not engine._outputs.texts, "an output's text was not dropped"
     assert not engine._outputs.requests, "a request was not dropped"
     audit(core)
+
+
+def cached_blocks(engine: Engine, slab: AnySlab) -> dict[tuple[int, bytes], bytes]:
+    """Return the bytes of what is cached, by cache group and the tokens that lead to it."""
+    found = {}
+    for node in engine.scheduler.core.tree.nodes():
+        path, at = [], node
+        while at.parent is not None:
+            path.append(at.key)
+            at = at.parent
+        tokens = b"".join(reversed(path))
+        for block in node.blocks:
+            if block is not None:
+                found[block.group, tokens] = bytes(slab.as_bytes()[block.block_id])
+    return found
 
 
 def _budget(setting: Setting, workload: Workload) -> Budget:

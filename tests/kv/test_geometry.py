@@ -218,6 +218,8 @@ def test_layers_of_several_groups_begin_where_those_before_them_in_their_block_e
     assert geometry.bytes_per_block == 2 * own
     cells = [geometry.cell(layer, head) for layer in range(17) for head in range(2)]
     assert cells == ([*range(34)] if name else [2 * place + head for place in places for head in range(2)])
+    of_one_group = KVGeometry(17, 2, 64, 4, codec=geometry.codec)
+    assert geometry.residual_bytes == of_one_group.residual_bytes, "a sequence has one residual, of all layers"
 
 
 @given(

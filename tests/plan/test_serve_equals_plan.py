@@ -63,7 +63,7 @@ SETTINGS = [
 
 @pytest.mark.usefixtures("_no_constants")
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-@pytest.mark.parametrize("family", ["smollm2", "llama", "qwen3"])
+@pytest.mark.parametrize("family", ["smollm2", "llama", "qwen3", "gemma3"])
 def test_a_slab_is_what_was_planned(family, settings, smollm2, tiny_folder, free_bytes):
     folder = smollm2 if family == "smollm2" else tiny_folder(family)
     asked = {"max_num_seqs": 128, "dtype": "auto"} | settings

@@ -113,7 +113,7 @@ class KVCore:
         assert host.is_on or not allow_streaming, "what streams lies in the host's arena"
         keeps_all = [not rule.trims for rule in rules]
         self._is_plain = keeps_all == [True]
-        assert self._is_plain or not (allow_streaming or residuals.is_on), "for one group"
+        assert self._is_plain or not allow_streaming, "what streams is known of one group that keeps all"
         assert any(keeps_all) or not host.is_on, "what the host holds of a path leans on a group that keeps all"
         self.block_size = block_size
         self.rules = KeepRules(rules, block_size)
@@ -272,13 +272,14 @@ class KVCore:
 
         They are free in this moment; or cached, if they are published, until anybody needs a block. Blocks that are
         still to be published or only promised stay, and so does what whoever goes on behind the published ones needs:
-        so the path is found again as far as it is published.
+        so the path is found again as far as it is published. Where blocks are sealed, what is seen from the beginning
+        of the block on that is being filled stays too: whoever loses a residual begins again there.
 
         To be called when the step has ended that wrote the tokens of ``cache`` before ``num_tokens``; a step planned
         behind it may be in flight.
         """
         if self.trims:
-            self._holding.trim(cache, num_tokens)
+            self._holding.trim(cache, self.residuals.begins_again_at(num_tokens))
 
     def fork(self, cache: SequenceCache) -> SequenceCache:
         """Make a second cache on the same blocks. Whoever writes into a shared block first gets a copy of it.
