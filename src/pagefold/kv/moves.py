@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pagefold.events import Emit, HostTransfer
-from pagefold.kv.plans import CopyOp
+from pagefold.kv.ops import CopyOp
 
 if TYPE_CHECKING:
     from collections import deque
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pagefold.kv.block_cache import BlockCache
     from pagefold.kv.held_block import HeldBlock
     from pagefold.kv.host_tier import HostTier
-    from pagefold.kv.plans import HostOps
+    from pagefold.kv.ops import HostOps
     from pagefold.kv.sequence_cache import SequenceCache
     from pagefold.kv.slow_tiers import SlowTiers
 

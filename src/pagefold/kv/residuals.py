@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pagefold.kv.lodger import Lodger
-from pagefold.kv.plans import ResidualCopy
+from pagefold.kv.ops import ResidualCopy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

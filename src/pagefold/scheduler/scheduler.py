@@ -35,6 +35,7 @@ from pagefold.events import (
 )
 from pagefold.request import FinishReason, Request, RequestStatus
 from pagefold.scheduler.admission import Admission
+from pagefold.scheduler.committing import commit, publish_late
 from pagefold.scheduler.corrupted import end_corrupted
 from pagefold.scheduler.ending import take_token
 from pagefold.scheduler.extras import apply_extras
@@ -43,7 +44,6 @@ from pagefold.scheduler.flight import Flight
 from pagefold.scheduler.leaving import Leaving
 from pagefold.scheduler.look_ahead import LookAhead
 from pagefold.scheduler.policy import FirstComeFirstServed
-from pagefold.scheduler.publishing import commit, publish_late
 from pagefold.scheduler.queues import Queues
 from pagefold.scheduler.relief import Relief
 from pagefold.scheduler.rows import RowPlanner
