@@ -123,7 +123,7 @@ class KVCore:
         self.slow = slow
         self.arbiter = arbiter or Arbiter(1, block_size, compute_s_per_token=0.0)
         self.residuals = residuals
-        self.blocks = blocks = BlockCache(num_blocks, self.rules, policy or make_policy("default"), host, emit)
+        self.blocks = blocks = BlockCache(num_blocks, self.rules, policy or make_policy("default"), host, slow, emit)
         self.pool, self.tree, self.policy = blocks.pool, blocks.tree, blocks.policy
         self.moves = Moves(blocks, host, slow, emit)
         self.publishing = Publishing(blocks, block_size)
@@ -335,7 +335,7 @@ class KVCore:
         self._emit(CacheReset())
         self.pins.clear()
         self.slow.fetches.reset()
-        self.moves.cancel_stores()  # else their blocks would wait for a step, which may wait for the blocks
+        self.blocks.cancel_stores()  # else their blocks would wait for a step, which may wait for the blocks
         self.host.reset()
         num_cached = self.pool.num_cached
         self.blocks.clear()
