@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from pagefold.kv.eviction import EvictionPolicy
     from pagefold.kv.host_tier import HostTier
     from pagefold.kv.keep import KeepRule
+    from pagefold.kv.ops import ResidualCopy
     from pagefold.kv.residuals import Residuals
     from pagefold.kv.slow_tiers import SlowTiers
 
@@ -265,6 +266,34 @@ class KVCore:
         """Return how many tokens a sequence may compute in one step: see :meth:`Lodger.limit`."""
         for lodger in self._lodgers:
             num_tokens = lodger.limit(cache, start, num_tokens, num_all)
+        return num_tokens
+
+    def num_blocks_for(self, num_tokens: int, num_new: int, cache: SequenceCache | None = None) -> int:
+        """Return the most blocks of the device that a sequence takes at once until it has ``num_tokens``.
+
+        Args:
+            num_tokens: how many it will have.
+            num_new: the most that one step computes of it.
+            cache: what it has already, if it has begun; that is not counted.
+        """
+        num_blocks = self.rules.num_blocks_for(num_tokens, num_new, cache)
+        if cache is not None:
+            for lodger in self._lodgers:
+                num_blocks = lodger.growth(cache, num_tokens, num_blocks)
+        return num_blocks
+
+    def step_failed(self, rows: Sequence[tuple[SequenceCache, int]], copies: Sequence[ResidualCopy]) -> None:
+        """A step failed: see :meth:`Lodger.on_failed`. What it had promised and moved is taken back beside this."""
+        for lodger in self._lodgers:
+            lodger.on_failed(rows, copies)
+
+    def num_left(self, cache: SequenceCache, num_tokens: int) -> int | None:
+        """Return how many computed tokens a sequence still has after steps have failed: see :meth:`Lodger.num_left`."""
+        for lodger in self._lodgers:
+            left = lodger.num_left(cache, num_tokens)
+            if left is None:
+                return None
+            num_tokens = left
         return num_tokens
 
     def trim(self, cache: SequenceCache, num_tokens: int) -> None:
