@@ -153,6 +153,11 @@ class KVCore:
         return self.blocks.num_available
 
     @property
+    def num_groups(self) -> int:
+        """Cache groups: how many tables a sequence has."""
+        return len(self.rules)
+
+    @property
     def num_active(self) -> int:
         """Blocks held by sequences or transfers."""
         return self.pool.num_blocks - self.pool.num_free - self.pool.num_cached

@@ -91,7 +91,7 @@ class Relief:
         """
         needed = self._needs.whole(request)
         running = self._queues.with_blocks
-        num_groups = len(self._core.rules)
+        num_groups = self._core.num_groups
         for other in running:
             needed += self._needs.growth(other) + len(other.forks) * num_groups
         if running:
