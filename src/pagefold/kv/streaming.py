@@ -144,7 +144,7 @@ class Streaming(Lodger):
         """Return how many blocks ``cache`` takes yet; see :meth:`Lodger.growth`. Hot ones only, if it streams."""
         if not cache.streams:
             return num_blocks
-        num_hot = len(cache.block_ids) - len(cache.cold)
+        num_hot = len(cache.tables[0].block_ids) - len(cache.cold)
         return max(0, min(num_blocks, self.num_hot_blocks(num_tokens) - num_hot))
 
     def num_hot_blocks(self, num_tokens: int) -> int:
