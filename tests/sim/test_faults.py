@@ -155,7 +155,7 @@ def test_a_test_reads_well():
 
 
 def test_run_7_holds():
-    """Failure by seed 7: RunError: blocks were lost"""
+    """Found by seed 7: RunError: blocks were lost"""
     run_faulty(
         FaultyRun(
             num_blocks=8,
