@@ -24,7 +24,7 @@ from pagefold.quality.rounding import RoundingRunner
 from pagefold.quality.setting import EXACT, Setting
 from pagefold.quality.subject import Subject
 from pagefold.quality.texts import Text
-from pagefold.runner.block_plan import block_plan
+from pagefold.runner.block_form import block_form
 from pagefold.runner.codec_slab import CODEC_LAYOUT, CODEC_ROWS_LAYOUT, CodecSlab
 from pagefold.steps import StepPlan
 from pagefold.tokenizer import Tokenizer
@@ -133,7 +133,7 @@ def test_what_a_step_has_filled_is_as_it_comes_back_from_a_pool(name: str, bits:
     before = torch.from_numpy(np.random.default_rng().integers(0, 256, (8, geometry.bytes_per_block), np.uint8))
     slab = CodecSlab(before.clone(), geometry, layout=layout)
     runner = SimpleNamespace(slab=slab, geometry=geometry, run=lambda _: "result", launch=lambda _: lambda: "later")
-    packing = Packing(block_plan(geometry, layout), bits)
+    packing = Packing(block_form(geometry, layout), bits)
     plan = StepPlan(0)
     plan.starts, plan.num_tokens = [10, 0, 40], [30, 16, 8]
     plan.tables = [[BlockTable(map(BlockId, ids))] for ids in ([0, 1, 2], [3], [5, 6, 7])]

@@ -18,10 +18,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pagefold.kv.lodger import Lodger
-from pagefold.kv.plans import ResidualCopy
+from pagefold.kv.ops import ResidualCopy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from pagefold.kv.sequence_cache import SequenceCache
 
@@ -97,19 +97,21 @@ class Residuals(Lodger):
         copies, self.pending_copies = self.pending_copies, []
         return copies
 
-    def failed(self, copies: Iterable[ResidualCopy]) -> None:
-        """A step failed that was to make these: whoever wrote in it may have written where they read from."""
+    def on_failed(self, rows: Sequence[tuple[SequenceCache, int]], copies: Sequence[ResidualCopy]) -> None:
+        """Note whose residual may hold something else now.
+
+        Those into which the step was to copy: whoever wrote in it may have written where the copies read from. And
+        those in which it began a block: it is the next one, if the step before it failed too.
+        """
         self._lost.update(copy.dst for copy in copies)
+        self._lost.update(cache.residual_id for cache, start in rows if start % self._block_size == 0)
 
-    def overwritten(self, cache: SequenceCache) -> None:
-        """A step failed that needs what this residual held, and one behind it may have begun the next block there."""
-        self._lost.add(cache.residual_id)
-
-    def take_lost(self, cache: SequenceCache) -> bool:
-        """Whether what the residual of ``cache`` held is lost; who asks knows now that nothing is in it."""
-        is_lost = cache.residual_id in self._lost
+    def num_left(self, cache: SequenceCache, num_tokens: int) -> int:
+        """Return how many of ``num_tokens`` computed ones ``cache`` has: not those of the last block, if it is lost."""
+        if cache.residual_id not in self._lost:
+            return num_tokens
         self._lost.discard(cache.residual_id)
-        return is_lost
+        return num_tokens - num_tokens % self._block_size
 
 
 class _NoResiduals(Residuals):
@@ -122,9 +124,6 @@ class _NoResiduals(Residuals):
 
     def begins_again_at(self, position: int) -> int:
         return position
-
-    def overwritten(self, cache: SequenceCache) -> None:
-        pass
 
 
 NO_RESIDUALS: Residuals = _NoResiduals(0, 1)

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from pagefold.kv import CacheGroup, KVGeometry
     from pagefold.runner.codecs.vectors import VectorFormat
 
-__all__ = ["block_plan"]
+__all__ = ["block_form"]
 
 _ROWS = 4
 """Rows of a part are dealt to so many streams."""
 
 
-def block_plan(geometry: KVGeometry, codec_layout: str = CODEC_LAYOUT) -> BlockForm:
+def block_form(geometry: KVGeometry, codec_layout: str = CODEC_LAYOUT) -> BlockForm:
     """Return where codes of 8 bit are in a block of ``geometry``, and where numbers of how many bytes.
 
     Blocks of all cache groups have one form. It is that of the group that fills its blocks, but for codes where another
