@@ -347,7 +347,7 @@ class Machine:
         self.core.moves.copies_failed(moved.copies)
         damaged = [load.host_id for load in moved.ops.loads if self.random.random() < 0.2]
         self.core.moves.host_failed(moved.ops, frozenset(damaged))
-        self.core.residuals.failed(moved.residual_copies)
+        self.core.step_failed([], moved.residual_copies)
         for row in reversed(rows):
             if row.is_admitted:
                 self._release(row.sequence)
@@ -355,13 +355,14 @@ class Machine:
 
     def _lose_residuals(self) -> None:
         """Some were overwritten by a step behind the one that failed; who lost one begins its block again."""
+        begun = [(sequence.cache, 0) for sequence in self.running if self.random.random() < 0.3]
+        self.core.step_failed(begun, [])
         for sequence in self.running:
-            if self.random.random() < 0.3:
-                self.core.residuals.overwritten(sequence.cache)
-            if self.core.residuals.take_lost(sequence.cache):
+            left = self.core.num_left(sequence.cache, sequence.num_computed)
+            if left != sequence.num_computed:
                 self.seen["lost residual"] += 1
                 self.residuals[sequence.cache.residual_id] = [POISON] * SIZE
-                sequence.num_computed -= sequence.num_computed % SIZE
+                sequence.num_computed = left
 
     def _release(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
