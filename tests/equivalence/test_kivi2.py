@@ -184,7 +184,7 @@ def _stored(trial):
         while at.parent is not None:
             path.append(at.key)
             at = at.parent
-        found[b"".join(reversed(path))] = slab.data[node.block.block_id].numpy().tobytes()
+        found[b"".join(reversed(path))] = slab.data[node.blocks[0].block_id].numpy().tobytes()
     return found
 
 

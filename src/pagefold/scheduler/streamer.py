@@ -56,7 +56,7 @@ class Streamer:
         assert cache is not None
         num_more = self._core.rules.num_blocks_for(request.num_tokens, self._max_num_batched_tokens, cache)
         if cache.streams:
-            num_hot = len(cache.block_ids) - len(cache.cold)
+            num_hot = len(cache.only_table.block_ids) - len(cache.cold)
             num_more = max(0, min(num_more, self.num_hot_blocks(request.num_tokens) - num_hot))
         return num_more
 
@@ -72,7 +72,7 @@ class Streamer:
         """Make cold what ``request`` has too much of on the device, before it is given room up to ``end``."""
         cache = request.cache
         assert cache is not None
-        num_new = num_blocks_for(end, self._core.block_size) - len(cache.block_ids)
+        num_new = num_blocks_for(end, self._core.block_size) - len(cache.only_table.block_ids)
         self._cool(request, max(0, self._streaming.max_hot_blocks - num_new))
 
     def cool(self, running: Iterable[Request]) -> bool:
@@ -100,6 +100,6 @@ class Streamer:
         cache = request.cache
         if cache is None or not cache.streams:
             return 0
-        if len(cache.block_ids) - len(cache.cold) <= num_hot:
+        if len(cache.only_table.block_ids) - len(cache.cold) <= num_hot:
             return 0
         return self._streaming.cool(cache, request.packed(), request.num_computed_tokens, num_hot, is_read=is_read)
