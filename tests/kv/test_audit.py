@@ -26,7 +26,7 @@ from pagefold.kv import (
     audit,
     make_policy,
 )
-from pagefold.kv.block import Block, Node
+from pagefold.kv.block import Block, BlockId, Node
 from pagefold.kv.held_block import HeldBlock
 from pagefold.kv.keep import KeepRule
 from pagefold.kv.names import BlockName
@@ -310,6 +310,10 @@ def last_published_block_given_back(world: World) -> None:
     world.cache.tables[0].num_trimmed = 2
 
 
+def lacking_and_not_loaded(world: World) -> None:
+    world.core.moves.lacking[BlockId(19)] = world.cached
+
+
 def evictable_alone_twice(world: World) -> None:
     block = world.cached.blocks[0]
     assert block is not None
@@ -490,7 +494,8 @@ CORRUPTIONS: list[tuple[Callable[[World], None], str]] = [
     (more_published_than_held, "and the path has 2 nodes"),
     (path_of_another_length, "and the path has 2 nodes"),
     (blocks_given_back_that_are_kept, "group 0 keeps all, and 1 blocks are gone"),
-    (last_published_block_given_back, "the last published block is gone"),
+    (last_published_block_given_back, "group 0 begins at 2, and who goes on behind 2 needs block 1"),
+    (lacking_and_not_loaded, "of {19} nodes lack, {"),
     (evictable_alone_twice, "both stale and not"),
     (idle_and_not_evictable_alone, "0 blocks can be evicted alone"),
     (pin_of_another_path, "pins blocks of another path"),

@@ -210,7 +210,7 @@ def test_a_partial_match_may_evict_for_its_copy_but_never_its_source() -> None:
     core = Core(3)
     core.drop(core.serve(range(8)))
     core.drop(core.serve([50, 51, 52, 53]))
-    src = core.match(NS, pack(range(8)), 8).nodes[1].block
+    src = core.match(NS, pack(range(8)), 8).nodes[1].blocks[0]
     assert src is not None
     cache, num_tokens = core.admit([0, 1, 2, 3, 4, 5, 99])
     assert num_tokens == 6

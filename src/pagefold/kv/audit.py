@@ -170,11 +170,11 @@ def _audit_tables(core: KVCore) -> None:
         _check(cold_ids == every[: len(cold_ids)], f"cold blocks {cold_ids} are not the first of {every}")
         _check(not cache.streams or not cache.num_published, "a cache that streams has published blocks")
         _check(len(path) == cache.num_published, f"{cache.num_published=}, and the path has {len(path)} nodes")
+        if cache.tail is not None:
+            _audit_ends(core, cache)
         for group, table in enumerate(cache.tables):
             _audit_table(core, cache, path, group)
             _check(cache.capacity == table.end * core.block_size, f"capacity {cache.capacity} of {table.end} blocks")
-        if cache.tail is not None:
-            _audit_ends(core, cache)
 
 
 def _audit_ends(core: KVCore, cache: SequenceCache) -> None:
@@ -182,11 +182,9 @@ def _audit_ends(core: KVCore, cache: SequenceCache) -> None:
     # What it began with and was loaded is published by its first promise.
     num_blocks = cache.num_published + sum(cache.num_loaded_tokens.values()) // core.block_size
     for group, (table, rule) in enumerate(zip(cache.tables, core.rules, strict=True)):
-        first = rule.first_block(num_blocks, core.block_size)
-        _check(
-            table.num_trimmed <= first,
-            f"{table.num_trimmed} blocks of group {group} are gone, and who goes on behind {num_blocks} needs {first}",
-        )
+        first = rule.first_block(num_blocks, core.block_size) if rule.trims else table.num_trimmed
+        what = f"group {group} begins at {table.num_trimmed}, and who goes on behind {num_blocks} needs block {first}"
+        _check(table.num_trimmed <= first, what)
 
 
 def _audit_table(core: KVCore, cache: SequenceCache, path: list[Node], group: int) -> None:

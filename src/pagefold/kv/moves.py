@@ -189,9 +189,9 @@ class Moves:
     # Inside.
 
     def _give(self, block_id: BlockId) -> None:
-        """Give a loaded block to the node that lacks it, if that still does: who holds the block holds that path."""
+        """Give a loaded block to the node that lacks it, if that still does and some table still holds the block."""
         node, block = self.lacking.pop(block_id, None), self._blocks.pool.blocks[block_id]
-        if node is not None and node.attached and node.blocks[block.group] is None:
+        if node is not None and node.attached and node.blocks[block.group] is None and block.num_table_refs:
             node.blocks[block.group], block.node = block, node
             self._blocks.update_evictable(node)
 
