@@ -151,7 +151,9 @@ class Machine:
             self.seen["hit"] += bool(hit.nodes)
             self.seen["held hit"] += bool(hit.held)
             self.seen["partial hit"] += hit.partial is not None
+            found = {block.block_id for block in self.core.rules.blocks_of(hit)}
             cache, num_computed = self.core.acquire(hit)
+            assert hit.held or found <= set(cache.all_block_ids()), "it was to hold other blocks"
             sequence = Sequence(tokens, cache, num_computed)
             self.running.append(sequence)
             self._plan(rows, sequence, is_admitted=True)
@@ -212,8 +214,10 @@ class Machine:
         """Drop what a sequence has, as if its logits had been no numbers."""
         if self.running:
             sequence = self.random.choice(self.running)
+            before = {held.name.digest for held in self.core.host.blocks.found()}
             digests = self.core.distrust(sequence.cache, NS, pack(sequence.tokens))
-            assert not any(held.name.path in digests for held in self.core.host.blocks.found())
+            after = {held.name.digest for held in self.core.host.blocks.found()}
+            assert before - after == before & digests, "slower tiers are not told of all that is forgotten"
 
     def drain(self) -> None:
         """End all; then everything can be had."""
@@ -329,11 +333,7 @@ class Machine:
             sequence.num_computed = row.end
             held = list(sequence.cache.all_block_ids())
             self.core.trim(sequence.cache, row.end)
-            given_back = set(held) - set(sequence.cache.all_block_ids())
-            self.seen["given back"] += len(given_back)
-            for block_id in given_back:
-                block = self.core.pool.blocks[block_id]
-                assert block.num_table_refs or block.state in (BlockState.FREE, BlockState.CACHED) or block.num_io_refs
+            self.seen["given back"] += len(set(held) - set(sequence.cache.all_block_ids()))
             if sequence.cache.tail is not None and sequence.cache.num_published < row.end // SIZE:
                 continue  # what is still to be published stays
             for rule, table in zip(self.rules, sequence.cache.tables, strict=True):
@@ -366,7 +366,11 @@ class Machine:
 
     def _release(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
+        held = [self.core.pool.blocks[block_id].node for block_id in sequence.cache.all_block_ids()]
+        self.core.now_s += 1.0
         self.core.release(sequence.cache)
+        used = {(node.last_used, node.used_s) for node in held if node is not None}
+        assert used <= {(self.core.blocks.tick, self.core.now_s)}, "released, and not used just now"
 
     def _check_content(self, sequence: Sequence, start: int, end: int) -> None:
         """What whoever computes from ``start`` on sees, up to ``end``."""

@@ -60,8 +60,8 @@ def test_a_fork_goes_on_from_a_copy(core):
     assert twin.residual_id != cache.residual_id
     audit(core)
     assert core.extend(twin, 6, 7)  # the block is one of its own, and nothing of it is copied
-    assert twin.block_ids[:1] == cache.block_ids[:1]
-    assert twin.block_ids[1] != cache.block_ids[1]
+    assert twin.only_table.block_ids[:1] == cache.only_table.block_ids[:1]
+    assert twin.only_table.block_ids[1] != cache.only_table.block_ids[1]
     assert not core.moves.pending_copies
     (copy,) = core.residuals.take_copies()
     assert copy == (cache.residual_id, twin.residual_id)

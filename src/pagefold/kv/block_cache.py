@@ -143,17 +143,6 @@ class BlockCache:
             node = parent
         self.update_evictable(parent)
 
-    def keep_or_evict(self, block: Block) -> None:
-        """Nobody holds ``block`` any more: its node stays cached, unless the policy does not want it."""
-        node = block.node
-        assert node is not None, "what is cached is published"
-        if not node.children:
-            if block.num_pin_refs or self.policy.admit(node):
-                self.update_evictable(node)
-                return
-            self.evict(node, "not_admitted")
-        self.note_idle(block)
-
     def note_idle(self, block: Block, *, is_stale: bool = False) -> None:
         """Nobody holds ``block`` any more: of a group that keeps the last tokens only it can be evicted alone.
 

@@ -194,8 +194,7 @@ class KVCore:
         """
         if not hit.held or self.arbiter.restores(HOST, len(hit.held)):
             return hit
-        hit = hit._replace(held=(), num_behind=0)
-        return self.rules.whole_part(hit) if self.trims else hit
+        return hit._replace(held=(), num_behind=0)
 
     def missing(self, namespace: bytes, packed: bytes, max_tokens: int) -> Missing:
         """Return what of the whole blocks of ``packed`` neither device nor host has, behind those they have.
@@ -326,6 +325,7 @@ class KVCore:
         twin.capacity = cache.capacity
         twin.num_published = cache.num_published
         twin.copied_from = cache.copied_from
+        twin.num_loaded_tokens = cache.num_loaded_tokens
         self.caches.add(twin)
         for lodger in self._lodgers:
             lodger.on_fork(cache, twin)

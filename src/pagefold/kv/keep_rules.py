@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagefold.kv.tree import PrefixHit
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from pagefold.kv.block import Block, Node
     from pagefold.kv.keep import KeepRule
     from pagefold.kv.sequence_cache import SequenceCache
+    from pagefold.kv.tree import PrefixHit
 
 __all__ = ["KeepRules"]
 
@@ -80,8 +79,3 @@ class KeepRules:
                 if end - num_present > self._rules[group].first_block(end, self.block_size):
                     whole.discard(end)
         return max(whole)
-
-    def whole_part(self, hit: PrefixHit) -> PrefixHit:
-        """Return as much of ``hit`` as can be gone on from: each group has what it keeps behind it."""
-        num_whole = self.num_whole(hit.nodes)
-        return hit if num_whole == len(hit.nodes) else PrefixHit(hit.namespace, hit.nodes[:num_whole], None, 0)

@@ -42,12 +42,13 @@ class Moves:
     Attributes:
         pending_copies: decided and not handed over yet.
         copies_in_flight: of steps that have not ended.
+        lacking: the nodes that lack what is being loaded, by the block that it is loaded into.
     """
 
     def __init__(self, blocks: BlockCache, host: HostTier, slow: SlowTiers, emit: Emit) -> None:
         self.pending_copies: list[CopyOp] = []
         self.copies_in_flight: list[CopyOp] = []
-        self._lacking: dict[BlockId, Node] = {}  # by the block that is loaded
+        self.lacking: dict[BlockId, Node] = {}
         self._blocks = blocks
         self._host = host
         self._slow = slow
@@ -76,7 +77,7 @@ class Moves:
         self._blocks.pool.pin_io(dst)
         self._host.load(held, dst.block_id)
         if node is not None:
-            self._lacking[dst.block_id] = node
+            self.lacking[dst.block_id] = node
 
     def store(self, node: Node) -> int:
         """Plan to store a node's blocks, which stay what they are. Return how many the host does not hold and will."""
@@ -118,7 +119,7 @@ class Moves:
             loads = [load for load in self._host.pending.loads if not blocks[load.block_id].num_table_refs]
             self._host.cancel(loads)
             for load in loads:
-                self._lacking.pop(load.block_id, None)
+                self.lacking.pop(load.block_id, None)
             self._blocks.unpin_io(load.block_id for load in loads)
 
     # The step.
@@ -152,7 +153,7 @@ class Moves:
 
     def host_done(self, ops: HostOps) -> None:
         """The step ran: what it loaded and stored is there."""
-        if self._lacking:
+        if self.lacking:
             for load in ops.loads:
                 self._give(load.block_id)
         self._unpin_host_ops(ops)
@@ -166,7 +167,7 @@ class Moves:
         Tables that wait for loads of the step must be released by the caller: their blocks hold nothing.
         """
         for load in ops.loads:
-            self._lacking.pop(load.block_id, None)
+            self.lacking.pop(load.block_id, None)
         self._unpin_host_ops(ops)
         self._host.failed(ops, damaged_ids)
         if damaged_ids:
@@ -176,10 +177,8 @@ class Moves:
 
     def _give(self, block_id: BlockId) -> None:
         """Give a loaded block to the node that lacks it, if that still does and some table still holds the block."""
-        node, block = self._lacking.pop(block_id, None), self._blocks.pool.blocks[block_id]
-        if node is None or not node.attached or node.blocks[block.group] is not None:
-            return
-        if block.num_table_refs == 1 and block.node is None:  # not if a fork holds it, off the tree
+        node, block = self.lacking.pop(block_id, None), self._blocks.pool.blocks[block_id]
+        if node is not None and node.attached and node.blocks[block.group] is None and block.num_table_refs:
             node.blocks[block.group], block.node = block, node
             self._blocks.update_evictable(node)
 

@@ -104,16 +104,17 @@ class Streaming(Lodger):
         root = cache.cold_root
         assert root is not None, "a cache that does not stream"
         first = len(cache.cold)
-        end = min(len(cache.block_ids) - num_hot, num_tokens * TOKEN_BYTES // self._stride)
+        block_ids = cache.only_table.block_ids
+        end = min(len(block_ids) - num_hot, num_tokens * TOKEN_BYTES // self._stride)
         num_cooled = 0
         packed = packed[first * self._stride : max(first, end) * self._stride]
         for name in names_behind(root, cache.cold_tip, packed, self._stride):
-            block = self._pool.blocks[cache.block_ids[first + num_cooled]]
+            block = self._pool.blocks[block_ids[first + num_cooled]]
             is_stored = self._host.keep(name, block.block_id)
             held = self._host.blocks.get(name.digest)
             if held is None:
                 break
-            del cache.block_ids[first + num_cooled]
+            del block_ids[first + num_cooled]
             self._take(cache, held, is_checked=is_read and not is_stored)
             self._pool.release(block)
             num_cooled += 1
@@ -129,7 +130,7 @@ class Streaming(Lodger):
             return
         self._host.blocks.unpin(cache.cold)
         self.num_cold_blocks -= len(cache.cold)
-        del cache.block_ids[: len(cache.cold)]
+        del cache.only_table.block_ids[: len(cache.cold)]
         cache.cold = []
 
     def num_left(self, cache: SequenceCache, num_tokens: int) -> int | None:
@@ -184,7 +185,7 @@ class Streaming(Lodger):
         self._host.blocks.pin([held])
         if is_checked:
             self._host.check(held)
-        cache.block_ids.insert(len(cache.cold), BlockId(self._pool.num_blocks + held.host_id))
+        cache.only_table.block_ids.insert(len(cache.cold), BlockId(self._pool.num_blocks + held.host_id))
         cache.cold.append(held)
         cache.cold_tip = held.name.digest
         self.num_cold_blocks += 1

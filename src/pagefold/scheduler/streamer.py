@@ -52,7 +52,7 @@ class Streamer:
         """Make cold what ``request`` has too much of on the device, before it is given room up to ``end``."""
         cache = request.cache
         assert cache is not None
-        num_new = num_blocks_for(end, self._core.block_size) - len(cache.block_ids)
+        num_new = num_blocks_for(end, self._core.block_size) - len(cache.only_table.block_ids)
         self._cool(request, max(0, self._core.streaming.max_hot_blocks - num_new))
 
     def cool(self, running: Iterable[Request]) -> bool:
@@ -75,6 +75,6 @@ class Streamer:
         cache = request.cache
         if cache is None or not cache.streams:
             return 0
-        if len(cache.block_ids) - len(cache.cold) <= num_hot:
+        if len(cache.only_table.block_ids) - len(cache.cold) <= num_hot:
             return 0
         return self._core.streaming.cool(cache, request.packed(), request.num_computed_tokens, num_hot, is_read=is_read)

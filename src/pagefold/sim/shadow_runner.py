@@ -5,8 +5,8 @@ namespace and all tokens up to there, as the K and V of a real model do. A sampl
 row reads after every row has written. So a wrong share, a stale block or a copy that was not made shows twice: as a
 cell that is not what :func:`cells_of` says, and as a token that is not what :func:`expected_token` says.
 
-The cells of another cache group than the first, which keeps all, are the same numbers and as much more as the group's
-index. A row reads of it what the group keeps.
+The cells of a cache group are these numbers and as much more as the group's index. A row reads all that it sees in the
+*whole* group, the first that keeps all, and compares what the others keep with that.
 
 Where blocks are sealed, what a row has of its last block is in its residual, and in each group's block only when that
 is full.
@@ -78,7 +78,7 @@ class ShadowRunner:
         self._scheduler = scheduler
         self._size = core.block_size
         self._rules = core.rules
-        assert not self._rules[0].trims, "the first group tells what the others must have"
+        self._whole = next(group for group, rule in enumerate(self._rules) if not rule.trims)
         self._slab = [[_POISON] * self._size for _ in range(core.pool.num_blocks)]
         self._arena = [_Stored([_POISON] * self._size) for _ in range(core.host.blocks.num_blocks)]
         self._residuals = [[_POISON] * self._size for _ in range(core.residuals.num_residuals)]
@@ -170,9 +170,10 @@ class ShadowRunner:
         self._slab[block_id][begin:] = [_POISON] * (self._size - begin)
 
     def read(self, block_ids: list[BlockId], num_tokens: int) -> list[int]:
-        """Return cells [0, num_tokens) of a table."""
+        """Return what cells [0, num_tokens) of a table of the whole group stand for."""
         num_blocks = -(-num_tokens // self._size)
-        return [cell for block_id in block_ids[:num_blocks] for cell in self._cells(block_id)][:num_tokens]
+        cells = [cell for block_id in block_ids[:num_blocks] for cell in self._cells(block_id)]
+        return [cell - self._whole for cell in cells[:num_tokens]]
 
     def read_sealed(self, block_ids: list[BlockId], num_tokens: int, residual_id: int) -> list[int]:
         """Return the same where blocks are sealed: those of the last block, if that is not full, of a residual."""
@@ -181,7 +182,7 @@ class ShadowRunner:
 
     def read_row(self, plan: StepPlan, row: int) -> list[int]:
         """Return what a row reads, its own cells included."""
-        block_ids, num_tokens = plan.block_ids[row], plan.starts[row] + plan.num_tokens[row]
+        block_ids, num_tokens = self._whole_of(plan, row), plan.starts[row] + plan.num_tokens[row]
         end = num_tokens  # of what is in blocks
         if self._residuals:
             cells = self.read_sealed(block_ids, num_tokens, plan.residual_ids[row])
@@ -189,12 +190,17 @@ class ShadowRunner:
         else:
             cells = self.read(block_ids, num_tokens)
         for group, (rule, table) in enumerate(zip(self._rules, plan.tables[row], strict=True)):
-            for position in range(rule.first_seen(plan.starts[row]) if group else end, end):
+            if group == self._whole:
+                continue
+            for position in range(rule.first_seen(plan.starts[row]), end):
                 block_id = table.block_ids[position // self._size - table.num_trimmed]
                 cell = self._slab[block_id][position % self._size] - group
                 if cell != cells[position]:
                     cells[position] = cell
         return cells
+
+    def _whole_of(self, plan: StepPlan, row: int) -> list[BlockId]:
+        return plan.tables[row][self._whole].block_ids
 
     def _put(self, table: BlockTable, position: int, cell: int) -> None:
         self._slab[table.block_ids[position // self._size - table.num_trimmed]][position % self._size] = cell
@@ -205,13 +211,13 @@ class ShadowRunner:
         return self._slab[block_id] if block_id < num_blocks else self._arena[block_id - num_blocks].cells
 
     def _write(self, plan: StepPlan, row: int, start: int, token_ids: Sequence[int]) -> None:
-        block_ids, size = plan.block_ids[row], self._size
+        block_ids, size = self._whole_of(plan, row), self._size
         if not start:
             before = _root(self._namespace(block_ids))
         elif self._residuals and start % size:
             before = self._residuals[plan.residual_ids[row]][start % size - 1]
         else:
-            before = self._cells(block_ids[(start - 1) // size])[(start - 1) % size]
+            before = self._cells(block_ids[(start - 1) // size])[(start - 1) % size] - self._whole
         cells = []
         for token_id in token_ids:
             before = _next(before, token_id)
@@ -241,9 +247,9 @@ class ShadowRunner:
         return slice(max(start, begin) - begin, end - begin)
 
     def _namespace(self, block_ids: list[BlockId]) -> bytes:
-        """Return the namespace of the request whose table this is."""
-        caches = ((request.cache, request.namespace) for request in self._scheduler.running)
-        return next(namespace for cache, namespace in caches if cache is not None and cache.block_ids is block_ids)
+        """Return the namespace of the request whose table of the whole group this is."""
+        held = ((one.cache, one.namespace) for one in self._scheduler.running if one.cache is not None)
+        return next(namespace for cache, namespace in held if cache.tables[self._whole].block_ids is block_ids)
 
 
 class _Stored:
