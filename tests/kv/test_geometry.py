@@ -246,7 +246,8 @@ def test_layers_of_two_codecs_lie_beside_each_other_in_groups_of_equal_blocks(na
     used = geometry.bytes_per_token * 16
     assert used == sum(ends)
     alone = max(map(geometry.cell_bytes, range(len(layers)))) * num_kv_heads * len(layers)
-    assert geometry.bytes_per_block * len(ends) <= (alone if len(set(keeps)) > 1 else used) / (1 - 1 / 16)
+    padding, most = (1 - used / size for size in (geometry.bytes_per_block * len(ends), max(alone, used)))
+    assert padding <= most + 1 / 16
     if len(set(keeps)) == 1:
         assert len(ends) == 1
 

@@ -192,7 +192,7 @@ def test_all_of_a_window_is_missing_or_nothing(full, window):
     core = core_of(window)
     missing = core.missing(b"", packed(TOKENS), 12)
     assert [name.group for name in missing.names] == [full] * 3
-    assert [name.group for name in missing.windows(3)] == [window] * 2
-    assert len(missing.windows(1)) == 1
+    assert [name.group for name in missing.with_windows(3).names] == [full] * 3 + [window] * 2
+    assert [name.group for name in missing.with_windows(1).names] == [full, window]
     assert missing.up_to(5) is missing
     assert missing.up_to(4) is NOTHING_MISSING

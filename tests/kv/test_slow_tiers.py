@@ -1,8 +1,10 @@
 """SlowTiers under random operations, beside bytes that can be checked: wherever a block lies, its content is its name.
 
-Held after every operation: ``audit`` passes; what the host is said to hold has the right bytes; what a sequence finds
-has the right bytes; a block that a transfer reads or writes belongs to nobody else; nothing that was in a slow tier
-before a reset is found after it, unless it was written anew.
+With one cache group and with several: then a block's name says its group too. Held after every operation: ``audit``
+passes; what the host is said to hold has the right bytes; what a sequence finds has the right bytes; a block that a
+transfer reads or writes belongs to nobody else; nothing that was in a slow tier before a reset is found after it,
+unless it was written anew; of a sequence that is corrupted no block stays in a slow tier, of whatever group; nobody
+waits for a part that is of no use.
 """
 
 from __future__ import annotations
@@ -16,8 +18,21 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from pagefold.kv import Arbiter, Fetch, HostTier, KVCore, LinkModel, Namespace, SlowTiers, audit, make_policy
-from pagefold.kv.names import name_of, names_behind, root_digest
+from pagefold.kv import (
+    KEEP_ALL,
+    Arbiter,
+    Fetch,
+    HostTier,
+    KeepRule,
+    KVCore,
+    LinkModel,
+    Namespace,
+    SlowTiers,
+    audit,
+    make_policy,
+)
+from pagefold.kv.missing import NOTHING_MISSING, Missing
+from pagefold.kv.names import in_group, name_of, names_behind, root_digest
 from pagefold.kv.writes import WRITE_POLICIES
 
 NS = Namespace(tenant="t").key()
@@ -25,6 +40,15 @@ ROOT = root_digest(NS)
 SIZE = 2
 STRIDE = SIZE * 4
 NUM_BLOCKS = 10
+PLAIN = (KEEP_ALL,)
+GROUPS = {
+    "a window first": (KeepRule(5), KEEP_ALL),
+    "a window behind": (KEEP_ALL, KeepRule(3)),
+    "two windows first": (KeepRule(3), KeepRule(7), KEEP_ALL),
+    "chunks first": (KeepRule(4, is_chunked=True), KEEP_ALL),
+    "two that keep all": (KEEP_ALL, KEEP_ALL),
+    "two that keep all around a window": (KEEP_ALL, KeepRule(4), KEEP_ALL),
+}
 
 
 def pack(tokens):
@@ -36,26 +60,38 @@ def digests(tokens):
 
 
 class World:
-    """A core with slow tiers, a slab, an arena and a store whose blocks are bytes objects."""
+    """A core with slow tiers, a slab, an arena and a store whose blocks are bytes objects.
 
-    def __init__(self, policy, num_host):
+    Of several groups slab and arena have as many times the blocks.
+    """
+
+    def __init__(self, policy, num_host, rules=PLAIN):
+        self.rules = rules
+        self.num_blocks = NUM_BLOCKS * len(rules)
+        num_host *= len(rules)
         self.host = HostTier(num_host, notes_unsaved=True)
         arbiter = Arbiter(1, SIZE, compute_s_per_token=1.0)
         arbiter.links["disk"] = LinkModel(0.0, 1e9)
         self.slow = SlowTiers(self.host, policy, arbiter)
-        self.core = KVCore(NUM_BLOCKS, block_size=SIZE, policy=make_policy("lru"), host=self.host, slow=self.slow)
-        self.slab = [b"poison"] * NUM_BLOCKS
+        self.core = KVCore(
+            self.num_blocks, block_size=SIZE, rules=rules, policy=make_policy("lru"), host=self.host, slow=self.slow
+        )
+        self.slab = [b"poison"] * self.num_blocks
         self.arena = [b"poison"] * num_host
         self.store = {}
         self.fetches: list[Fetch] = []
+        self.sought: list = []  # by the last of them
         self.reading: list = []
         self.writing: list = []
-        self.pending_writes = set()
+        self.not_stored = set()  # since the step failed: who waits for one does not hear of it, until all others came
         self.now = 0.0
         self.seen = Counter()
 
-    def run(self, sequences, *, fails):  # noqa: C901, PLR0912 - one step, as it comes
-        """Run a step of several sequences and end them; each finds what is there and computes the rest."""
+    def run(self, sequences, *, fails, corrupted=-1):  # noqa: C901, PLR0912 - one step, as it comes
+        """Run a step of several sequences and end them; each finds what is there and computes the rest.
+
+        One of them may be ``corrupted``.
+        """
         caches = []
         promises = []
         for tokens in sequences:
@@ -78,16 +114,11 @@ class World:
         for copy in copies:
             self.slab[copy.dst] = self.slab[copy.src]
         for cache, tokens, num_found in caches:
-            for index, digest in enumerate(digests(tokens)):
-                if (index + 1) * SIZE <= num_found:
-                    assert self.slab[cache.only_table.block_ids[index]] == digest, "a sequence found a wrong block"
-                    self.seen["found"] += 1
-                else:
-                    self.slab[cache.only_table.block_ids[index]] = digest
-            if len(tokens) % SIZE:
-                self.slab[cache.only_table.block_ids[len(tokens) // SIZE]] = b"half a block"
+            for group, table in enumerate(cache.tables):
+                self.compute(group, table, tokens, num_found)
         if fails:
             self.core.moves.copies_failed(copies)
+            self.not_stored.update(self.host.blocks.at(store.host_id) for store in ops.stores)
             self.core.moves.host_failed(ops)
             for promise in reversed(promises):
                 self.core.publishing.abandon(promise)
@@ -96,13 +127,42 @@ class World:
                 self.core.publishing.commit(promise)
             self.core.moves.copies_done(copies)
             self.core.moves.host_done(ops)
-        for cache, _, num_found in caches:
+        for at, (cache, tokens, num_found) in enumerate(caches):
             for origin, num in cache.num_loaded_tokens.items():
                 self.seen[f"loaded from {origin}"] += num
             assert sum(cache.num_loaded_tokens.values()) <= num_found
             if not fails:
+                num_held = len(list(cache.all_block_ids()))
+                self.core.trim(cache, len(tokens))
+                self.seen["trimmed"] += len(list(cache.all_block_ids())) < num_held
+                if at == corrupted:
+                    self.distrust(cache, tokens)
                 self.core.moves.write_through(cache)
             self.core.release(cache)
+
+    def compute(self, group, table, tokens, num_found):
+        """Look at what a table found, and write the rest of it."""
+        names = [in_group(digest, group) for digest in digests(tokens)]
+        names += [b"half a block"] * (len(tokens) % SIZE > 0)
+        assert table.num_trimmed <= self.rules[group].first_seen(num_found) // SIZE
+        for index, block_id in enumerate(table.block_ids, table.num_trimmed):
+            if (index + 1) * SIZE <= num_found:
+                assert self.slab[block_id] == names[index], "a sequence found a wrong block"
+                self.seen["found"] += 1
+            else:
+                self.slab[block_id] = names[index]
+
+    def distrust(self, cache, tokens):
+        """Drop what a sequence has, as if its logits had been no numbers: here, and as tiers are told, behind them."""
+        own = {in_group(digest, group) for digest in digests(tokens) for group in range(len(self.rules))}
+        self.seen["corrupted, and in a tier"] += not own.isdisjoint(self.store)
+        forgotten = self.core.distrust(cache, NS, pack(tokens))
+        for digest in forgotten:
+            self.store.pop(digest, None)
+        for _, _, doomed in self.writing:
+            doomed.update(forgotten)
+        assert own.isdisjoint(self.store), "what is corrupted stays in a tier"
+        assert not any(held.name.digest in own for held in self.host.blocks.found())
 
     def move(self, ops):
         for store in ops.stores:
@@ -118,17 +178,45 @@ class World:
         self.core.moves.host_done(ops)
 
     def fetch(self, tokens):
-        names = self.core.missing(NS, pack(tokens), len(tokens) - 1).names
-        num = next((at for at, name in enumerate(names) if name.digest not in self.store), len(names))
-        if not num:
-            return
-        fetch = self.slow.fetches.begin([("disk", name) for name in names[:num]], 5.0, self.now)
+        missing = self.core.missing(NS, pack(tokens), len(tokens) - 1)
+        num = self.count(missing.names)
+        if missing.needs_windows:
+            missing = missing.with_windows(num)
+            num = self.count(missing.names)
+        if not num or not missing.gain(num):
+            self.seen["a part, of no use"] += num > 0
+            return None
+        found = [("disk", name) for name in missing.names[:num]]
+        fetch = self.slow.fetches.begin(found, 5.0, self.now, missing)
         if fetch is None:
             self.seen["no room"] += 1
-            return
+            return None
+        if missing.is_whole_or_nothing:
+            assert len(fetch.blocks) == len(missing.names), "a part of it is brought, which is of no use"
+            self.seen["whole"] += 1
+        self.sought = tokens
         self.fetches.append(fetch)
         self.reading += fetch.ops.get("disk", [])
         self.seen["joined"] += len(fetch.blocks) - len(fetch.ops.get("disk", []))
+        return fetch
+
+    def bring(self, tokens):
+        """Fetch at once what is missing: then as much more is found as was said."""
+        num_near = self.core.match(NS, pack(tokens), len(tokens) - 1).num_blocks
+        num_dropped = self.host.blocks.num_dropped
+        fetch = self.fetch(tokens)
+        while self.reading:
+            self.arrive(0, 1)
+        if fetch is None or num_dropped != self.host.blocks.num_dropped:
+            return  # what was near may have made room
+        if all(self.host.blocks.is_found(held) for held in fetch.blocks):
+            num_gained = fetch.missing.gain(len(fetch.blocks))
+            num_found = self.core.match(NS, pack(tokens), len(tokens) - 1).num_blocks
+            assert num_found >= num_near + num_gained, "what was brought does not help as much as was said"
+            self.seen["as much as was said"] += num_gained > 0
+
+    def count(self, names):
+        return next((at for at, name in enumerate(names) if name.digest not in self.store), len(names))
 
     def arrive(self, at, kind):
         if not self.reading:
@@ -140,6 +228,12 @@ class World:
         self.slow.fetches.arrived(op.host_id, self.now, is_good=is_good)
         self.seen["arrived" if is_good else "lost"] += 1
 
+    def go_on(self, next_token):
+        """Who waited last runs with what has come."""
+        if self.sought:
+            self.run([[*self.sought, next_token]], fails=False)
+            self.sought = []
+
     def end(self, at):
         if self.fetches:
             fetch = self.fetches.pop(at % len(self.fetches))
@@ -150,28 +244,31 @@ class World:
     def write(self, *, is_flush):
         ops = self.slow.writes.take(is_flush=is_flush)
         if ops:
-            self.writing.append((ops, [self.arena[op.host_id] for op in ops]))
+            self.writing.append((ops, [self.arena[op.host_id] for op in ops], set()))
 
     def written(self, at, num_lost):
         if not self.writing:
             return
-        ops, contents = self.writing.pop(at % len(self.writing))
+        ops, contents, doomed = self.writing.pop(at % len(self.writing))
         for op, content in zip(ops, contents, strict=True):
             assert self.arena[op.host_id] == content == op.name.digest, "a block changed while it was being written"
         kept = ops[num_lost:]
         for op in kept:
-            self.store[op.name.digest] = op.name.digest
+            if op.name.digest not in doomed:
+                self.store[op.name.digest] = op.name.digest
         self.slow.writes.written(ops, len(kept))
         self.seen["written"] += len(kept)
 
     def reset(self):
         self.core.reset()
         self.store.clear()  # as Tiering does, behind what is being written
-        for ops, _ in self.writing:
+        for ops, _, _ in self.writing:
             self.slow.writes.written(ops, 0)
         self.writing.clear()
         assert not self.host.blocks.num_held
-        assert self.core.num_available == NUM_BLOCKS, "a block that is forgotten waits for a store that nobody needs"
+        assert self.core.num_available == self.num_blocks, (
+            "a block that is forgotten waits for a store that nobody needs"
+        )
         self.seen["reset"] += 1
 
     def check(self):
@@ -183,7 +280,14 @@ class World:
                 assert held.host_id not in busy, "a block is found that has not arrived"
                 assert held.host_id in unwritten or self.arena[held.host_id] == held.name.digest, "wrong bytes"
         for node in self.core.tree.nodes():
-            assert self.slab[node.blocks[0].block_id] == name_of(node).digest, "wrong bytes on the device"
+            for group, block in enumerate(node.blocks):
+                right = block is None or self.slab[block.block_id] == name_of(node, group).digest
+                assert right, "wrong bytes on the device"
+        for fetch in self.fetches:
+            if fetch.missing.is_whole_or_nothing and not fetch.is_over:
+                blocks = set(fetch.blocks) - self.not_stored
+                is_coming = [held.host_id in busy or self.host.blocks.get(held.name.digest) for held in blocks]
+                assert all(is_coming), "a part is waited for, which is of no use"
 
     def finish(self):
         while self.reading:
@@ -199,24 +303,30 @@ class World:
         assert self.slow.is_quiet
         assert not list(self.slow.pins())
         assert not self.host.blocks.unsaved
-        assert self.core.num_available == NUM_BLOCKS
+        assert self.core.num_available == self.num_blocks
 
 
 SEQUENCES = st.lists(st.integers(0, 1), min_size=3, max_size=13)
 
 
 class SlowTiersMachine(RuleBasedStateMachine):
-    @initialize(policy=st.sampled_from(WRITE_POLICIES), num_host=st.sampled_from((1, 4, 12)))
-    def start(self, policy, num_host):
-        self.world = World(policy, num_host)
+    groups = st.just(PLAIN)
 
-    @rule(sequences=st.lists(SEQUENCES, min_size=1, max_size=2), fails=st.integers(0, 5))
-    def run(self, sequences, fails):
-        self.world.run(sequences, fails=fails == 0)
+    @initialize(policy=st.sampled_from(WRITE_POLICIES), num_host=st.sampled_from((1, 4, 12)), data=st.data())
+    def start(self, policy, num_host, data):
+        self.world = World(policy, num_host, data.draw(self.groups))
+
+    @rule(sequences=st.lists(SEQUENCES, min_size=1, max_size=2), fails=st.integers(0, 5), corrupted=st.integers(-9, 1))
+    def run(self, sequences, fails, corrupted):
+        self.world.run(sequences, fails=fails == 0, corrupted=corrupted)
 
     @rule(tokens=SEQUENCES)
     def fetch(self, tokens):
         self.world.fetch(tokens)
+
+    @rule(tokens=SEQUENCES)
+    def bring(self, tokens):
+        self.world.bring(tokens)
 
     @rule(at=st.integers(0, 20), kind=st.integers(0, 4))
     def arrive(self, at, kind):
@@ -267,10 +377,23 @@ def test_random_operations():
     )
 
 
-def walk(seed, num_operations, policy, num_host):  # noqa: C901 - a choice of operations
+class GroupsMachine(SlowTiersMachine):
+    groups = st.sampled_from(list(GROUPS.values()))
+
+
+def test_random_operations_with_several_groups():
+    run_state_machine_as_test(
+        GroupsMachine,
+        settings=settings(
+            max_examples=40, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
+
+
+def walk(seed, num_operations, policy, num_host, rules=PLAIN):  # noqa: C901, PLR0912 - a choice of operations
     """Choose operations at random, quickly: return what happened."""
     random = Random(seed)
-    world = World(policy, num_host)
+    world = World(policy, num_host, rules)
     streams = [[random.randrange(2) for _ in range(13)] for _ in range(6)]
 
     def tokens():
@@ -283,9 +406,15 @@ def walk(seed, num_operations, policy, num_host):  # noqa: C901 - a choice of op
         world.now += random.random()
         match random.randrange(12):
             case 0 | 1 | 2:
-                world.run([tokens() for _ in range(random.randint(1, 2))], fails=random.random() < 0.1)
+                sequences = [tokens() for _ in range(random.randint(1, 2))]
+                world.run(sequences, fails=random.random() < 0.1, corrupted=random.randrange(-50, 2))
             case 3 | 4:
-                world.fetch(tokens())
+                sought = world.sought if world.sought and random.random() < 0.4 else tokens()
+                if random.random() < 0.7:
+                    world.fetch(sought)
+                else:
+                    world.bring(sought)
+                    world.go_on(random.randrange(2))
             case 5 | 6:
                 for _ in range(random.randrange(4)):
                     world.arrive(random.randrange(20), random.randrange(6))
@@ -312,7 +441,7 @@ def waiting_for_a_store():
     tokens = [0, 1, 0, 1, 1]
     world.run([tokens], fails=False)
     names = names_behind(ROOT, ROOT, pack(tokens), STRIDE)
-    fetch = world.slow.fetches.begin([("disk", name) for name in names], 5.0, 0.0)
+    fetch = world.slow.fetches.begin([("disk", name) for name in names], 5.0, 0.0, NOTHING_MISSING)
     assert fetch is not None
     assert [held.num_pins for held in fetch.blocks] == [2, 2], "the store's, and the one of who waits"
     return world, fetch
@@ -371,6 +500,8 @@ EVENTS = {
     "left early",
     "no room",
     "reset",
+    "as much as was said",
+    "corrupted, and in a tier",
     "loaded from host",
     "loaded from disk",
 }
@@ -381,9 +512,20 @@ def test_random_walks_meet_everything(policy):
     seen = Counter()
     for seed, num_host in enumerate((2, 6, 12, 20)):
         seen.update(walk(seed, 700, policy, num_host))
-    missing = EVENTS - seen.keys()
+    missing = EVENTS - (+seen).keys()
     assert not missing, f"never seen: {missing}"
     assert (seen["live store"] > 0) == (policy != "write_back")
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_random_walks_with_several_groups_meet_everything(name):
+    seen = Counter()
+    for seed, (num_host, policy) in enumerate(zip((2, 6, 12), WRITE_POLICIES, strict=True)):
+        seen.update(walk(seed, 1000, policy, num_host, GROUPS[name]))
+    missing = EVENTS - (+seen).keys()
+    if any(rule.trims for rule in GROUPS[name]):
+        missing |= {"trimmed", "whole", "a part, of no use"} - (+seen).keys()
+    assert not missing, f"never seen: {missing}"
 
 
 @pytest.mark.long
@@ -391,6 +533,14 @@ def test_random_walks_meet_everything(policy):
 def test_random_walks_for_long(policy):
     for seed in range(60):
         walk(seed, 5000, policy, (2, 6, 12, 20)[seed % 4])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", GROUPS)
+def test_random_walks_with_several_groups_for_long(name):
+    for seed in range(36):
+        walk(seed, 3000, WRITE_POLICIES[seed % 3], (2, 6, 12, 20)[seed % 4], GROUPS[name])
 
 
 def arena(num_held, policy="write_back"):
@@ -404,11 +554,65 @@ def arena(num_held, policy="write_back"):
 def test_as_much_may_be_on_its_way_as_is_said_and_no_more():
     slow, names = arena(8)
     assert slow.fetches.max_waited == 4
-    first = slow.fetches.begin([("disk", name) for name in names[:3]], 9.0, 0.0)
-    assert slow.fetches.begin([("disk", name) for name in names[4:6]], 9.0, 0.0) is None
-    last = slow.fetches.begin([("disk", name) for name in names[4:5]], 9.0, 0.0)
+    first = slow.fetches.begin([("disk", name) for name in names[:3]], 9.0, 0.0, NOTHING_MISSING)
+    assert slow.fetches.begin([("disk", name) for name in names[4:6]], 9.0, 0.0, NOTHING_MISSING) is None
+    last = slow.fetches.begin([("disk", name) for name in names[4:5]], 9.0, 0.0, NOTHING_MISSING)
     assert (len(first.blocks), len(last.blocks)) == (3, 1)
-    assert slow.fetches.begin([("disk", names[6])], 9.0, 0.0) is None
+    assert slow.fetches.begin([("disk", names[6])], 9.0, 0.0, NOTHING_MISSING) is None
+
+
+class Whole(Missing):
+    """Of which a part is of no use."""
+
+    is_whole_or_nothing = True
+
+
+def held_of(slow, names):
+    """Have the host hold these."""
+    for index, name in enumerate(names):
+        assert slow.host.keep(name, index)
+    slow.host.done(slow.host.take())
+
+
+def test_a_part_is_begun_where_it_is_of_use_and_nothing_where_it_is_not():
+    for kind, num_begun in ((Missing, 3), (Whole, None)):
+        slow, names = arena(8)
+        held_of(slow, names[8:13])
+        pinned = slow.host.blocks.pin([slow.host.blocks.get(name.digest) for name in names[8:13]])
+        sought = [("disk", name) for name in names[:4]]
+        fetch = slow.fetches.begin(sought, 9.0, 0.0, kind(names[:4]))
+        assert (fetch and len(fetch.blocks)) == num_begun
+        assert len(slow.host.blocks.free_ids()) == (3 if fetch is None else 0)
+        slow.host.blocks.unpin(pinned)
+        if fetch is None:
+            assert len(slow.fetches.begin(sought, 9.0, 0.0, kind(names[:4])).blocks) == 4, "now there is room"
+
+
+def test_room_is_not_made_by_what_is_sought_itself():
+    slow, names = arena(8)
+    held_of(slow, names[:8])
+    pinned = slow.host.blocks.pin([slow.host.blocks.get(name.digest) for name in names[2:8]])
+    sought = [names[8], names[9], names[1]]
+    assert slow.fetches.begin([("disk", name) for name in sought], 9.0, 0.0, Whole(sought)) is None
+    assert slow.host.blocks.get(names[0].digest), "nothing was lost for it"
+    slow.host.blocks.unpin(pinned[:1])
+    assert len(slow.fetches.begin([("disk", name) for name in sought], 9.0, 0.0, Whole(sought)).blocks) == 3
+
+
+def test_who_waits_for_the_whole_goes_on_when_a_part_is_lost_and_others_wait_for_what_comes_before_it():
+    for kind, waits in ((Missing, True), (Whole, False)):
+        slow, names = arena(8)
+        fetch = slow.fetches.begin([("disk", name) for name in names[:3]], 9.0, 0.0, kind(names[:3]))
+        slow.fetches.arrived(fetch.ops["disk"][2].host_id, 1.0, is_good=False)
+        assert fetch.is_over is not waits
+
+
+def test_who_waits_for_the_whole_goes_on_when_a_part_is_distrusted():
+    for kind, waits in ((Missing, True), (Whole, False)):
+        slow, names = arena(8)
+        fetch = slow.fetches.begin([("disk", name) for name in names[:3]], 9.0, 0.0, kind(names[:3]))
+        slow.fetches.distrust({names[1].digest})
+        assert fetch.is_over is not waits
 
 
 def test_write_back_writes_as_much_as_room_is_short_of_and_nothing_before():

@@ -43,8 +43,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from pagefold.events import Event, PinDropped, PrefixLookup, RequestPreempted, StepApplied
 from pagefold.kv import (
     KEEP_ALL,
+    NO_HOST,
     NO_RESIDUALS,
     BlockTable,
+    HostTier,
     KeepRule,
     KVCore,
     Namespace,
@@ -82,6 +84,8 @@ GROUPS = (
     (KEEP_ALL, KeepRule(8, is_chunked=True)),
     (KeepRule(6), KEEP_ALL),
     (KeepRule(5), KEEP_ALL, KeepRule(12)),
+    (KeepRule(9), KEEP_ALL),
+    (KeepRule(13), KeepRule(2), KEEP_ALL, KeepRule(5)),
 )
 
 
@@ -102,6 +106,8 @@ class Setup:
     """Blocks are sealed when they are full."""
     rules: tuple[KeepRule, ...] = (KEEP_ALL,)
     """Of the cache groups."""
+    num_host_blocks: int = 0
+    """Of the host tier; 0 for none."""
     has_culprits: bool = False
     """Steps fail because of who is in them, and never otherwise."""
 
@@ -140,6 +146,7 @@ class Machine:
             setup.num_blocks,
             block_size=BLOCK_SIZE,
             rules=setup.rules,
+            host=HostTier(setup.num_host_blocks) if setup.num_host_blocks else NO_HOST,
             policy=make_policy(setup.policy),
             enable_prefix_caching=setup.enable_prefix_caching,
             pin_limits=PinLimits(setup.pinned_share, 8.0),
@@ -150,7 +157,7 @@ class Machine:
         scheduling = SCHEDULING_POLICIES[setup.scheduling](2.5)
         self.scheduler = Scheduler(self.core, limits, policy=scheduling, emit=self._on_event)
         self.runner = ShadowRunner(self.scheduler)
-        self.whole = next(group for group, rule in enumerate(setup.rules) if not rule.trims)
+        self.whole = self.runner.whole_group
         self.max_total_tokens = min(60, setup.num_blocks // len(setup.rules) * BLOCK_SIZE)
         self.flights: list[Flight] = []  # two at most, in order
         self.requests: dict[str, Request] = {}
@@ -354,6 +361,7 @@ class Machine:
             assert request.finish_reason is not None
             hit = self.core.match(request.namespace, request.packed(), request.num_tokens)
             assert not hit.nodes
+            assert not hit.held
             assert request.cache is None or request.cache.tail is None
             self._saw("corrupted", request in self.scheduler.corrupted)
             self._saw("corrupted, with a row in the step behind", request.cache is not None)
@@ -383,9 +391,11 @@ class Machine:
         plan = flight.plan
         how_far %= plan.num_rows + 2
         if how_far:
+            self.runner.move(plan)
             self.runner.copy(plan)
             self.runner.spoil(plan, how_far - 1)
             for other in behind:  # it ran on what the first one left
+                self.runner.move(other.plan)
                 self.runner.copy(other.plan)
                 self.runner.spoil(other.plan, other.plan.num_rows)
         self._saw("failed step with copies", bool(plan.copies))
@@ -503,7 +513,7 @@ class Machine:
 
     # Checks.
 
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: C901 - a list of what holds
         """Check all that holds between operations."""
         scheduler, core = self.scheduler, self.core
         audit(core)
@@ -543,12 +553,18 @@ class Machine:
             self._saw("a copy waits for another step", bool(waits_for))
             for request in scheduler.running:
                 self._check_published(request)
-                block_ids = [waits_for.get(block_id, block_id) for block_id in self._blocks_of(request)]
-                cells = self._cells(request, block_ids)
-                assert cells == cells_of(request.namespace, request.token_ids[: request.num_computed_tokens])
+                self._check_cells(request, waits_for)
         self._check_pins()
-        for block_id in core.pool.free_ids:
+        for block_id in self._meaningless(core.pool.free_ids):
             self.runner.poison(block_id)
+        for host_id in core.host.blocks.free_ids():
+            self.runner.poison_host(host_id)
+
+    def _check_cells(self, request: Request, waits_for: dict[int, int]) -> None:
+        """Between steps a running request has what it has computed; copies may be still to be made."""
+        block_ids = [waits_for.get(block_id, block_id) for block_id in self._blocks_of(request)]
+        cells = self._cells(request, block_ids)
+        assert cells == cells_of(request.namespace, request.token_ids[: request.num_computed_tokens])
 
     def _cells(self, request: Request, block_ids: list[int]) -> list[int]:
         """Return what a running request has, between steps."""
@@ -748,7 +764,7 @@ class Machine:
             node: Node | None = request.cache.tail
             while node is not None and (node.depth + 1) * BLOCK_SIZE > start:
                 node = node.parent
-            self._saw("lean on a promise", node is not None and bool(node.blocks) and not node.committed)
+            self._saw("lean on a promise", node is not None and any(node.blocks) and not node.committed)
 
     def _lookup_of(self, request: Request) -> PrefixLookup:
         num_hit_tokens = request.num_computed_tokens
@@ -757,8 +773,13 @@ class Machine:
         if not after_preemption:
             assert request.num_cached_tokens == num_hit_tokens
         self._saw("prefix hit", num_hit_tokens > 0)
+        num_loaded = sum(request.num_loaded_tokens.values())  # when it was admitted first
+        self._saw("host hit", bool(request.cache.num_loaded_tokens))
         self._saw("what a preemption kept", after_preemption and num_hit_tokens > 0)
-        return PrefixLookup(request.request_id, request.num_tokens, num_hit_tokens, after_preemption)
+        has_tiers = self.core.host.is_on
+        return PrefixLookup(
+            request.request_id, request.num_tokens, num_hit_tokens, after_preemption, num_loaded, has_tiers
+        )
 
     def _forking(self) -> list[Request]:
         """Return those whose samples will begin when the steps in flight are applied."""
@@ -768,10 +789,17 @@ class Machine:
         for tables, start in zip(plan.tables, plan.starts, strict=True):
             for table in tables:
                 for index in range(start // BLOCK_SIZE, table.end):
-                    block_id = table.block_ids[index - table.num_trimmed]
-                    self.runner.poison(block_id, start % BLOCK_SIZE if index == start // BLOCK_SIZE else 0)
-        for copy in plan.copies:
-            self.runner.poison(copy.dst)
+                    block_ids = self._meaningless([table.block_ids[index - table.num_trimmed]])
+                    for block_id in block_ids:
+                        self.runner.poison(block_id, start % BLOCK_SIZE if index == start // BLOCK_SIZE else 0)
+        for block_id in self._meaningless([copy.dst for copy in plan.copies]):
+            self.runner.poison(block_id)
+
+    def _meaningless(self, block_ids: list[int]) -> list[int]:
+        """Return which of these blocks no step will store: what they hold is of no use to anybody."""
+        ops = [self.core.host.pending, *(flight.plan.host_ops for flight in self.flights)]
+        stored = {store.block_id for one in ops for store in one.stores}
+        return [block_id for block_id in block_ids if block_id not in stored]
 
     def _num_recomputed(self, plan: StepPlan, requests: list[Request]) -> int:
         return sum(
@@ -853,7 +881,13 @@ def random_setup(rng: Random, policy: str) -> Setup:
 
 
 def random_operations(
-    seed: int, num_operations: int, policy: str, rules: tuple[KeepRule, ...] = (KEEP_ALL,), **changes: bool
+    seed: int,
+    num_operations: int,
+    policy: str,
+    rules: tuple[KeepRule, ...] = (KEEP_ALL,),
+    *,
+    has_host: bool = False,
+    **changes: bool,
 ) -> Counter[str]:
     """Do ``num_operations`` random operations with everything checked after each. Return how often what happened.
 
@@ -863,6 +897,9 @@ def random_operations(
     setup = random_setup(rng, policy)
     if len(rules) > 1:
         setup = replace(setup, rules=rules, num_blocks=setup.num_blocks * len(rules), **changes)
+    if has_host:
+        num_blocks = min(setup.num_blocks, 20 * len(rules))  # few enough that some are evicted
+        setup = replace(setup, num_blocks=num_blocks, num_host_blocks=rng.choice((5, 30, 200)))
     machine = Machine(setup)
     operations = rng.choices(OPERATIONS, weights=[weight for _, _, weight in OPERATIONS], k=num_operations)
     log: list[str] = []
@@ -1014,6 +1051,23 @@ def test_who_loses_a_block_that_was_not_sealed_finds_its_windows(rules: tuple[Ke
     for seed in range(4):
         seen += random_operations(seed, 400, "lru", rules, seals=True, enable_prefix_caching=False)
     assert seen["lost what was not sealed"] > 0
+
+
+@pytest.mark.parametrize("rules", [(KEEP_ALL,), *GROUPS], ids=str)
+def test_random_operations_with_a_host_tier(rules: tuple[KeepRule, ...]) -> None:
+    """What is evicted comes back from the host, in a step that may be planned behind another, and may fail."""
+    seen: Counter[str] = Counter()
+    for seed in range(2):
+        seen += random_operations(50 + seed, 400, "lru", rules, has_host=True)
+    assert seen["host hit"], "nothing ever came back"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("rules", [(KEEP_ALL,), *GROUPS], ids=str)
+def test_very_many_random_operations_with_groups_and_a_host_tier(rules: tuple[KeepRule, ...]) -> None:
+    for seed in range(20):
+        random_operations(500 + seed, 2000, "lru", rules, has_host=seed % 3 > 0)
 
 
 def test_what_is_worth_testing_happens() -> None:

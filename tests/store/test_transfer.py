@@ -9,6 +9,7 @@ import pytest
 from memory_store import MemoryStore
 
 from pagefold.kv import Arbiter, BlockName, FetchOp, HostTier, LinkModel, SlowTiers, WriteOp
+from pagefold.kv.missing import NOTHING_MISSING
 from pagefold.store import FrameFormat, HostArena, StoreError, TransferThreads
 from pagefold.store.frame import checksum_of
 
@@ -96,9 +97,9 @@ def test_who_follows_gets_what_was_begun_for_one_that_has_gone():
     arbiter.links["disk"] = LinkModel(0.0, 1e9)
     slow = SlowTiers(HostTier(64, notes_unsaved=True), "write_back", arbiter)
     found = [("disk", name(number)) for number in range(20)]
-    first = slow.fetches.begin(found, 100.0, 0.0)
+    first = slow.fetches.begin(found, 100.0, 0.0, NOTHING_MISSING)
     transfer.fetch(first)
-    second = slow.fetches.begin(found, 100.0, 0.0)
+    second = slow.fetches.begin(found, 100.0, 0.0, NOTHING_MISSING)
     assert not second.ops
     slow.fetches.end(first)
     store.gate.set()
@@ -129,7 +130,7 @@ def test_what_is_read_for_nobody_is_not_read():
     arena = HostArena(2, FORM.block_bytes)
     transfer = TransferThreads(arena, [MemoryStore(FORM)])
     slow = SlowTiers(HostTier(2), "write_back", Arbiter(1, 16, compute_s_per_token=1.0))
-    fetch = slow.fetches.begin([("disk", name(1))], 1.0, 0.0)
+    fetch = slow.fetches.begin([("disk", name(1))], 1.0, 0.0, NOTHING_MISSING)
     fetch.is_over = True
     transfer.fetch(fetch)
     (outcome,) = transfer.collect(10.0)

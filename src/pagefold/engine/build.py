@@ -136,7 +136,13 @@ def _assemble(
     slow, arbiter = NO_SLOW_TIERS, None
     if stores or measure_link is not None:
         compute_s = runner.seconds_per_token()
-        arbiter = Arbiter(geometry.bytes_per_block, geometry.block_size, compute_s_per_token=compute_s)
+        num_keeping = sum(not group.keeps.trims for group in geometry.groups)
+        arbiter = Arbiter(
+            geometry.bytes_per_block,
+            geometry.block_size,
+            compute_s_per_token=compute_s,
+            blocks_per_place=max(1, num_keeping),
+        )
         if measure_link is not None:
             measure_link(arbiter, say)
         slow = _slow_tiers(config, host, arbiter, stores, say)
@@ -212,7 +218,7 @@ def _slow_tiers(
         if verdict.ok:
             arbiter.links[store.tier] = LinkModel(verdict.latency_s, verdict.read_bytes_per_s)
             if not arbiter.is_fast(store.tier):
-                load_s, compute_s = arbiter.block_bytes / verdict.read_bytes_per_s, arbiter.compute_s(1)
+                load_s, compute_s = arbiter.place_bytes / verdict.read_bytes_per_s, arbiter.compute_s(1)
                 what = f"to read a block takes {1e3 * load_s:.2f} ms, to compute it {1e3 * compute_s:.2f} ms"
                 say(f"           too slow now: {what}; it is tried again from time to time")
             continue

@@ -183,7 +183,7 @@ def measure_link(arena: CardArena, runner: TorchRunner, arbiter: Arbiter, say: C
     latency_s, bytes_per_s = arena.measure(runner.slab.as_bytes())
     link = arbiter.links[HOST] = LinkModel(latency_s, bytes_per_s)
     arena.on_restored = link.learn
-    load_ms, compute_ms = 1e3 * arbiter.block_bytes / bytes_per_s, 1e3 * arbiter.compute_s(1)
+    load_ms, compute_ms = 1e3 * arbiter.place_bytes / bytes_per_s, 1e3 * arbiter.compute_s(1)
     say(f"host       {bytes_per_s / 1e9:.1f} GB/s: restores a block in {load_ms:.2f} ms, computed in {compute_ms:.2f}")
 
 

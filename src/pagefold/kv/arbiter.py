@@ -1,8 +1,9 @@
 """Arbiter: load a block from a slow tier, or compute it? Whichever is sooner, by what was measured.
 
 Each tier has a model of two numbers, a latency and a bandwidth; computing has one, seconds a token. All three follow
-what happens. Attention makes later tokens of a prompt dearer than this says, so what it gives to computing is never too
-little by much.
+what happens. What is loaded is counted in blocks, and what need not be computed for it in *places* of a path, each of
+``block_size`` tokens: where there are several cache groups, a place has several blocks. Attention makes later tokens of
+a prompt dearer than this says, so what it gives to computing is never too little by much.
 
 A step that restores blocks from the host's own memory waits for nobody, but it computes that much later: where that is
 measured, as on a card, restoring is weighed too (:meth:`Arbiter.restores`).
@@ -14,7 +15,10 @@ soon as computing would be sooner.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["Arbiter", "LinkModel", "Verdict"]
 
@@ -79,7 +83,7 @@ class Verdict(NamedTuple):
     Attributes:
         num_blocks: load the first so many, and compute the rest.
         load_s: how long that should take.
-        compute_s: how long computing them would take.
+        compute_s: how long computing what they save would take.
         patience_s: how long to wait though nothing arrives.
     """
 
@@ -96,8 +100,12 @@ class Arbiter:
         block_bytes: bytes of a block.
         block_size: tokens a block.
         compute_s_per_token: what prefilling takes, as far as known.
+        blocks_per_place: blocks that a place of a long path takes: as many as there are groups that keep all, since
+            windows do not grow with it.
 
     Attributes:
+        block_bytes, block_size: as given.
+        place_bytes: bytes that a place of a long path takes.
         links: of each tier.
         compute_s_per_token: what prefilling takes.
         num_unrestored: requests that were left to compute what the host holds.
@@ -107,25 +115,28 @@ class Arbiter:
         gain_s: seconds that they won.
     """
 
-    def __init__(self, block_bytes: int, block_size: int, *, compute_s_per_token: float) -> None:
+    def __init__(
+        self, block_bytes: int, block_size: int, *, compute_s_per_token: float, blocks_per_place: int = 1
+    ) -> None:
         self.block_bytes = block_bytes
+        self.place_bytes = blocks_per_place * block_bytes
         self.block_size = block_size
         self.compute_s_per_token = compute_s_per_token
         self.links: dict[str, LinkModel] = {}
         self.num_loaded = self.num_refused = self.num_late = self.num_unrestored = 0
         self.regret_s = self.gain_s = 0.0
 
-    def compute_s(self, num_blocks: int) -> float:
-        """Return how long computing so many blocks takes."""
-        return num_blocks * self.block_size * self.compute_s_per_token
+    def compute_s(self, num_places: int) -> float:
+        """Return how long computing so many places of a path takes."""
+        return num_places * self.block_size * self.compute_s_per_token
 
     @property
     def least_bytes_per_s(self) -> float:
-        """What a tier must deliver to bring a block sooner than the block is computed."""
-        return self.block_bytes / max(_MARGIN * self.compute_s(1), _INSTANT_S)
+        """What a tier must deliver to bring a place of a long path sooner than the place is computed."""
+        return self.place_bytes / max(_MARGIN * self.compute_s(1), _INSTANT_S)
 
     def is_fast(self, tier: str) -> bool:
-        """Whether a tier is thought to bring a block sooner than the block is computed."""
+        """Whether a tier is thought to bring a place of a long path sooner than the place is computed."""
         return self.links[tier].bytes_per_s > self.least_bytes_per_s
 
     def pays(self, tier: str) -> bool:
@@ -138,27 +149,28 @@ class Arbiter:
         self.links[tier].recover(_HOPE * self.least_bytes_per_s)
         return False
 
-    def weigh(self, tiers: list[str], queued_bytes: dict[str, int]) -> Verdict:
+    def weigh(self, tiers: list[str], queued_bytes: dict[str, int], gain: Callable[[int], int]) -> Verdict:
         """Decide about blocks of one path.
 
         Args:
             tiers: of each block the tier that holds it, from the path's first missing block on.
             queued_bytes: what each tier has to deliver before.
+            gain: of how many of the first blocks how many places need not be computed (:meth:`Missing.gain`).
         """
         best = Verdict(0, 0.0, 0.0, 0.0)
-        best_gain = 0.0
+        best_s = 0.0
         load_s: dict[str, float] = {}
         for num_blocks, tier in enumerate(tiers, 1):
             link = self.links[tier]
             if tier not in load_s:
                 load_s[tier] = link.seconds(queued_bytes.get(tier, 0))
             load_s[tier] += self.block_bytes / link.bytes_per_s
-            compute_s = self.compute_s(num_blocks)
+            compute_s = self.compute_s(gain(num_blocks))
             slowest_s = max(load_s.values())  # tiers deliver beside each other
-            gain = _MARGIN * compute_s - slowest_s
-            if gain > best_gain:
+            won_s = _MARGIN * compute_s - slowest_s
+            if won_s > best_s:
                 waits_s = max(self.links[one].seconds(queued_bytes.get(one, 0)) for one in load_s)
-                best_gain = gain
+                best_s = won_s
                 best = Verdict(num_blocks, slowest_s, compute_s, max(_PATIENCE * compute_s, 2 * waits_s))
         if best.num_blocks:
             best = best._replace(patience_s=min(best.patience_s, best.compute_s))
@@ -169,24 +181,30 @@ class Arbiter:
                 self.links[tier].recover()
         return best
 
-    def restores(self, tier: str, num_blocks: int) -> bool:
-        """Decide whether a step loads so many blocks that ``tier`` has at hand, or computes them.
+    def restores(self, tier: str, num_blocks: int, num_places: int) -> bool:
+        """Decide whether a step loads so many blocks that ``tier`` has at hand, or computes ``num_places`` instead.
 
         True where the tier's link is not known. A tier that is left out is forgiven a little, and tried again in time.
         """
         link = self.links.get(tier)
-        if link is None or link.seconds(num_blocks * self.block_bytes) < _MARGIN * self.compute_s(num_blocks):
+        if link is None or link.seconds(num_blocks * self.block_bytes) < _MARGIN * self.compute_s(num_places):
             return True
         self.num_unrestored += 1
         link.recover()
         return False
 
-    def goes_on(self, num_arrived: int, num_blocks: int, waited_s: float) -> bool:
-        """Whether a request should wait for the rest of ``num_blocks``, of which so many came in ``waited_s``."""
+    def goes_on(self, num_arrived: int, num_left: int, waited_s: float, num_places: int) -> bool:
+        """Whether a request should wait for ``num_left`` blocks, since so many arrived in ``waited_s``.
+
+        Args:
+            num_arrived: blocks.
+            num_left: blocks that are to come yet.
+            waited_s: since it began.
+            num_places: that it must compute if it does not wait.
+        """
         if not num_arrived:
             return True  # its patience bounds that
-        rest = num_blocks - num_arrived
-        return rest * waited_s / num_arrived < self.compute_s(rest)
+        return num_left * waited_s / num_arrived < self.compute_s(num_places)
 
     def learn_compute(self, num_tokens: int, num_rows: int, seconds: float) -> None:
         """Take note that a step computed ``num_tokens`` of ``num_rows`` sequences in ``seconds``.
@@ -196,9 +214,9 @@ class Arbiter:
         if num_tokens >= max(_MIN_LEARNT_TOKENS, _MIN_LEARNT_A_ROW * num_rows):
             self.compute_s_per_token += _WEIGHT * (seconds / num_tokens - self.compute_s_per_token)
 
-    def account(self, num_arrived: int, waited_s: float) -> None:
-        """Take note that a request waited ``waited_s``, and then had ``num_arrived`` blocks."""
-        gain = self.compute_s(num_arrived) - waited_s
+    def account(self, num_places: int, waited_s: float) -> None:
+        """Take note that a request waited ``waited_s``, and then had ``num_places`` that it need not compute."""
+        gain = self.compute_s(num_places) - waited_s
         if gain >= 0:
             self.gain_s += gain
         else:

@@ -192,7 +192,10 @@ class KVCore:
 
         To be asked of a hit that is acquired then: the arbiter counts what it is asked.
         """
-        if not hit.held or self.arbiter.restores(HOST, len(hit.held)):
+        if not hit.held:
+            return hit
+        num_near = self.rules.num_whole(hit.nodes) if self.trims else len(hit.nodes)
+        if self.arbiter.restores(HOST, len(hit.held), hit.num_blocks - num_near):
             return hit
         return hit._replace(held=(), num_behind=0)
 

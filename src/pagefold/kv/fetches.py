@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pagefold.kv.arbiter import Arbiter
     from pagefold.kv.held_block import HeldBlock
     from pagefold.kv.host_blocks import HostBlocks
+    from pagefold.kv.missing import Missing
     from pagefold.kv.names import BlockName
 
 __all__ = ["Fetch", "Fetches"]
@@ -46,6 +47,7 @@ class Fetch:
         followers: others that wait for blocks that are brought for this one.
         begun_s, last_s: when it began, and when something last arrived.
         patience_s: how long it waits though nothing arrives.
+        missing: what of the path is missing without them.
         is_over: nothing more will be waited for.
         ops: what must be brought for it, by tier.
     """
@@ -56,6 +58,7 @@ class Fetch:
         "followers",
         "is_over",
         "last_s",
+        "missing",
         "num_arrived",
         "num_coming",
         "num_here",
@@ -63,12 +66,13 @@ class Fetch:
         "patience_s",
     )
 
-    def __init__(self, now: float, patience_s: float) -> None:
+    def __init__(self, now: float, patience_s: float, missing: Missing) -> None:
         self.blocks: list[HeldBlock] = []
         self.num_arrived = self.num_coming = self.num_here = 0
         self.followers: set[Fetch] = set()
         self.begun_s = self.last_s = now
         self.patience_s = patience_s
+        self.missing = missing
         self.is_over = False
         self.ops: dict[str, list[FetchOp]] = {}
 
@@ -107,19 +111,26 @@ class Fetches:
         """How many host blocks may be on their way in, or held by requests that wait."""
         return max(1, self._host.num_blocks // _SHARE_ARRIVING)
 
-    def begin(self, found: Sequence[tuple[str, BlockName]], patience_s: float, now: float) -> Fetch | None:
+    def begin(
+        self, found: Sequence[tuple[str, BlockName]], patience_s: float, now: float, missing: Missing
+    ) -> Fetch | None:
         """Let a request wait for blocks that slow tiers hold. None if there is no room for them now.
+
+        Where there is room for a part, that is brought, if it is of use.
 
         Args:
             found: the blocks of a path in order, each with the tier that holds it.
             patience_s: how long it waits though nothing arrives.
             now: seconds.
+            missing: what of the path is missing, whose first blocks these are.
         """
+        if missing.is_whole_or_nothing and not self._has_room_for(found):
+            return None
         found = found[: self.max_waited]
         num_more = sum(name.digest not in self._by_digest for _, name in found)
         if num_more > self.max_waited - len({*self._arriving, *self._waited_ids()}):
             return None
-        fetch = Fetch(now, patience_s)
+        fetch = Fetch(now, patience_s, missing)
         for tier, name in found:
             held = self._join(name, fetch) or self._reserve(tier, name, fetch)
             if held is None:
@@ -136,7 +147,8 @@ class Fetches:
         arrival = self._arriving.pop(host_id)
         held = arrival.held
         del self._by_digest[held.name.digest]
-        if is_good and arrival.is_wanted:
+        is_there = is_good and arrival.is_wanted
+        if is_there:
             self.num_fetched += 1
             self._host.arrived(held)
         else:
@@ -146,6 +158,7 @@ class Fetches:
                 fetch.num_here += is_good
                 fetch.last_s = now
                 self._advance(fetch)
+                fetch.is_over |= fetch.missing.is_whole_or_nothing and not is_there
         self._host.unpin([held])
 
     def late(self, now: float) -> None:
@@ -190,9 +203,12 @@ class Fetches:
             arrival.is_wanted = False
 
     def distrust(self, digests: set[bytes]) -> None:
-        """What is on its way of these paths is of no use."""
+        """What is on its way of these paths is of no use, nor is what it would have made whole."""
         for digest in digests & self._by_digest.keys():
             self._by_digest[digest].is_wanted = False
+        for fetch in self._fetches.values():
+            if fetch.missing.is_whole_or_nothing:
+                fetch.is_over |= any(held.name.digest in digests for held in fetch.blocks)
 
     def pins(self) -> Iterator[int]:
         """Yield the host block of every pin that transfers and waiting requests have."""
@@ -208,7 +224,18 @@ class Fetches:
     def _pays(self, fetch: Fetch, now: float) -> bool:
         if now >= fetch.last_s + fetch.patience_s:  # as in next_late_s(), to the last bit
             return False
-        return self._arbiter.goes_on(fetch.num_here, fetch.num_coming, fetch.last_s - fetch.begun_s)
+        num_left = fetch.num_coming - fetch.num_here
+        num_places = fetch.missing.at_stake(num_left)
+        return self._arbiter.goes_on(fetch.num_here, num_left, fetch.last_s - fetch.begun_s, num_places)
+
+    def _has_room_for(self, found: Sequence[tuple[str, BlockName]]) -> bool:
+        """Whether each of these blocks is here or on its way, or there is room for it."""
+        digests = {name.digest for _, name in found}
+        lacking = [digest for digest in digests if self._host.get(digest) is None]
+        coming = [arrival for digest in lacking if (arrival := self._by_digest.get(digest)) is not None]
+        is_coming = all(arrival.is_wanted for arrival in coming)
+        num_more = len(lacking) - len(coming)
+        return len(found) <= self.max_waited and is_coming and self._host.has_room(num_more, besides=digests)
 
     def _join(self, name: BlockName, fetch: Fetch) -> HeldBlock | None:
         """Pin a block that is here, or on its way for somebody else, and wait for it too."""

@@ -71,6 +71,15 @@ class HostBlocks:
             num += 1
         return num
 
+    def has_room(self, num_blocks: int, *, besides: set[bytes]) -> bool:
+        """Whether so many blocks could be reserved, and those ``besides`` be found all the same."""
+        num = len(self._free)
+        for digest, held in self._idle.items():
+            if num >= num_blocks:
+                break
+            num += not held.num_pins and digest not in besides
+        return num >= num_blocks
+
     def get(self, digest: bytes) -> HeldBlock | None:
         """Return the block of that name, if it is found here."""
         return self._held.get(digest)

@@ -22,19 +22,32 @@ class Missing:
     Where groups keep the last tokens only, it takes two questions: how far tiers have what the other groups keep, and
     whether they have the windows there. A part of that is of no use.
 
+    What bringing them saves is counted in *places*, each of ``block_size`` tokens that are not computed: of several
+    groups, blocks are more than places.
+
     Attributes:
         names: of the groups that keep all, in the order of their places.
-        needs_windows: whether there are groups that do not.
+        needs_windows: whether there are groups that do not, so that ``names`` are not all.
+        is_whole_or_nothing: whether a part is of no use.
     """
 
     needs_windows = False
+    is_whole_or_nothing = False
 
     def __init__(self, names: list[BlockName]) -> None:
         self.names = names
 
-    def windows(self, num_found: int) -> list[BlockName]:  # noqa: ARG002
-        """Return what is missing besides, to go on behind the first ``num_found`` of ``names``."""
-        return []
+    def gain(self, num_blocks: int) -> int:
+        """Return how many places need not be computed, given the first ``num_blocks`` of ``names``."""
+        return num_blocks
+
+    def at_stake(self, num_blocks: int) -> int:
+        """Return how many places ``num_blocks`` of ``names`` are worth, if all others are there."""
+        return num_blocks
+
+    def with_windows(self, num_found: int) -> Missing:  # noqa: ARG002
+        """Return all that is missing to go on behind the first ``num_found`` of ``names``."""
+        return self
 
     def up_to(self, num_blocks: int) -> Missing:
         """Return as much of it as ``num_blocks`` hold."""
@@ -42,6 +55,27 @@ class Missing:
 
 
 NOTHING_MISSING = Missing([])
+
+
+class _Whole(Missing):
+    """What is missing of a path, windows included: a part of it is of no use.
+
+    Args:
+        names: of the groups that keep all, and behind them of the windows.
+        num_places: that all of them are worth.
+    """
+
+    is_whole_or_nothing = True
+
+    def __init__(self, names: list[BlockName], num_places: int) -> None:
+        super().__init__(names)
+        self._num_places = num_places
+
+    def gain(self, num_blocks: int) -> int:
+        return self._num_places if num_blocks == len(self.names) else 0
+
+    def at_stake(self, num_blocks: int) -> int:
+        return self._num_places if num_blocks else 0
 
 
 class _MissingByGroups(Missing):
@@ -63,19 +97,33 @@ class _MissingByGroups(Missing):
         )
         super().__init__([self._name(at, group) for at in range(self._num_near, len(path)) for group in self._keeping])
         self.needs_windows = bool(rules.trimmed)
+        # What is near can be gone on from up to here; where windows are missing, that is less than what is near.
+        self._num_whole = next((end for end in range(self._num_near, 0, -1) if not self._lacking(end)), 0)
 
-    def windows(self, num_found: int) -> list[BlockName]:
+    def gain(self, num_blocks: int) -> int:
+        return self._num_near + num_blocks // len(self._keeping) - self._num_whole
+
+    def at_stake(self, num_blocks: int) -> int:
+        return self._num_near + -(-num_blocks // len(self._keeping)) - self._num_whole
+
+    def with_windows(self, num_found: int) -> Missing:
+        if not self.needs_windows:
+            return self
         end = self._num_near + num_found // len(self._keeping)
+        return _Whole(self.names[:num_found] + self._lacking(end), end - self._num_whole)
+
+    def up_to(self, num_blocks: int) -> Missing:
+        is_all = len(self.with_windows(len(self.names)).names) <= num_blocks
+        return self if is_all else NOTHING_MISSING
+
+    def _lacking(self, end: int) -> list[BlockName]:
+        """Return what nobody near has of the windows behind which a path of ``end`` places goes on."""
         return [
             self._name(at, group)
             for group in self._rules.trimmed
             for at in range(self._rules[group].first_block(end, self._rules.block_size), end)
             if not self._near[at][group]
         ]
-
-    def up_to(self, num_blocks: int) -> Missing:
-        is_all = len(self.names) + len(self.windows(len(self.names))) <= num_blocks
-        return self if is_all else NOTHING_MISSING
 
     def _name(self, at: int, group: int) -> BlockName:
         name = self._path[at]

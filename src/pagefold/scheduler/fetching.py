@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from pagefold.kv import Fetch, SlowTiers, Verdict
     from pagefold.kv.missing import Missing
+    from pagefold.kv.names import BlockName
     from pagefold.kv.transfers import Fetched, Found, Transfers
     from pagefold.request import Request
     from pagefold.scheduler.scheduler import Scheduler
@@ -36,12 +37,10 @@ class Wanted:
 
     Args:
         request: who is held back for it; None where a conversation is only expected to go on.
-        missing: of the path.
+        missing: of the path; while it needs windows, it is not known yet where.
 
     Attributes:
         ticket: what tiers answer under; None until its request is held back.
-        names: of the blocks that are sought, in order.
-        is_path: the path's own blocks are sought, and it is not known yet where windows are needed.
         found: of the first names the tiers that have them.
         late_s: when answers of tiers, or room in the arena, are not waited for any more.
         verdict: how much of it is worth bringing; None until it is known what tiers have.
@@ -49,14 +48,12 @@ class Wanted:
         is_over: the request does not wait any more; what has come is kept until the request is admitted.
     """
 
-    __slots__ = ("fetch", "found", "is_over", "is_path", "late_s", "missing", "names", "request", "ticket", "verdict")
+    __slots__ = ("fetch", "found", "is_over", "late_s", "missing", "request", "ticket", "verdict")
 
     def __init__(self, request: Request | None, missing: Missing) -> None:
         self.request = request
         self.missing = missing
         self.ticket: int | None = None
-        self.names = list(missing.names)
-        self.is_path = missing.needs_windows
         self.found: list[str] = []
         self.late_s = 0.0
         self.verdict: Verdict | None = None
@@ -68,15 +65,19 @@ class Wanted:
         """Whether its blocks are waited for."""
         return not self.is_over and (self.request is None or self.request.status is RequestStatus.FETCHING)
 
-    def seek_windows(self) -> None:
-        """Seek what groups need that keep the last tokens only, now that it is known how far tiers have the path."""
-        self.is_path = False
-        self.names = self.names[: len(self.found)] + self.missing.windows(len(self.found))
+    @property
+    def left(self) -> list[BlockName]:
+        """The names of the blocks that no tier is known to have."""
+        return self.missing.names[len(self.found) :]
 
     @property
     def is_useless(self) -> bool:
-        """Whether what was found is of no use: nothing, or a part of what windows need."""
-        return not self.found or (self.missing.needs_windows and len(self.found) < len(self.names))
+        """Whether what was found is of no use."""
+        return not self.found or not self.missing.gain(len(self.found))
+
+    def seek_windows(self) -> None:
+        """Seek what groups need that keep the last tokens only, now that it is known how far tiers have the path."""
+        self.missing = self.missing.with_windows(len(self.found))
 
 
 class Fetching:
@@ -112,17 +113,17 @@ class Fetching:
 
     def seek(self, wanted: Wanted, now: float) -> None:
         """Bring what tiers have of what is missing, if that pays; or ask them first what they have."""
-        arbiter, names, found = self._slow.arbiter, wanted.names, wanted.found
+        arbiter, found = self._slow.arbiter, wanted.found
         for tier in self._transfer.tiers:
-            rest = names[len(found) :]
+            rest = wanted.left
             if not rest or not arbiter.pays(tier):
                 continue
             if tier == _FAST:
                 found += [tier] * self._transfer.count(tier, rest)
-            elif arbiter.links[tier].latency_s < _LOOK_SHARE * arbiter.compute_s(len(rest)):
+            elif arbiter.links[tier].latency_s < self._look_s(wanted):
                 self._look(wanted, tier, now)
                 return
-        if wanted.is_path:
+        if wanted.missing.needs_windows:
             wanted.seek_windows()
             self.seek(wanted, now)
         elif self._decide(wanted, now):
@@ -158,11 +159,14 @@ class Fetching:
 
     def _look(self, wanted: Wanted, tier: str, now: float) -> None:
         """Ask a tier what it has."""
-        rest = wanted.names[len(wanted.found) :]
-        wanted.late_s = now + _LOOK_SHARE * self._slow.arbiter.compute_s(len(rest))
+        wanted.late_s = now + self._look_s(wanted)
         self._hold(wanted)
         assert wanted.ticket is not None, "it was just held"
-        self._transfer.look(tier, rest, wanted.ticket)
+        self._transfer.look(tier, wanted.left, wanted.ticket)
+
+    def _look_s(self, wanted: Wanted) -> float:
+        """Return how long a tier's answer about what is left is waited for."""
+        return _LOOK_SHARE * self._slow.arbiter.compute_s(wanted.missing.at_stake(len(wanted.left)))
 
     def _hold(self, wanted: Wanted) -> None:
         """Give it a ticket, and hold its request back; nothing, if that was done."""
@@ -180,8 +184,8 @@ class Fetching:
         del wanted.found[self._slow.fetches.max_waited :]
         if wanted.is_useless or self.is_stopped:
             return False
-        wanted.verdict = verdict = arbiter.weigh(wanted.found, self._queued_bytes)
-        if not verdict.num_blocks or (wanted.missing.needs_windows and verdict.num_blocks < len(wanted.found)):
+        wanted.verdict = verdict = arbiter.weigh(wanted.found, self._queued_bytes, wanted.missing.gain)
+        if not verdict.num_blocks:
             return False
         wanted.late_s = now + _ROOM_SHARE * verdict.compute_s
         self._fetch(wanted, now)
@@ -189,7 +193,7 @@ class Fetching:
 
     def _go_on(self, wanted: Wanted, now: float) -> bool:
         """A tier has said what it has, or is late: ask what is to be asked yet, or decide; whether it is waited for."""
-        if not wanted.is_path:
+        if not wanted.missing.needs_windows:
             return self._decide(wanted, now)
         wanted.seek_windows()
         self.seek(wanted, now)
@@ -199,8 +203,8 @@ class Fetching:
         """Begin to bring what was decided, if there is room for it."""
         verdict = wanted.verdict
         assert verdict is not None, "it was not decided"
-        found = list(zip(wanted.found, wanted.names, strict=False))[: verdict.num_blocks]
-        wanted.fetch = fetch = self._slow.fetches.begin(found, verdict.patience_s, now)
+        found = list(zip(wanted.found, wanted.missing.names, strict=False))[: verdict.num_blocks]
+        wanted.fetch = fetch = self._slow.fetches.begin(found, verdict.patience_s, now, wanted.missing)
         if fetch is not None:
             for tier, ops in fetch.ops.items():
                 num_bytes = len(ops) * self._slow.arbiter.block_bytes
@@ -232,4 +236,4 @@ class Fetching:
         elif wanted.request is None:
             self._end(ticket, wanted)
         else:
-            self._slow.arbiter.account(wanted.fetch.num_arrived, now - wanted.fetch.begun_s)
+            self._slow.arbiter.account(wanted.missing.gain(wanted.fetch.num_arrived), now - wanted.fetch.begun_s)

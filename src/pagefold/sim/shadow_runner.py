@@ -5,8 +5,8 @@ namespace and all tokens up to there, as the K and V of a real model do. A sampl
 row reads after every row has written. So a wrong share, a stale block or a copy that was not made shows twice: as a
 cell that is not what :func:`cells_of` says, and as a token that is not what :func:`expected_token` says.
 
-The cells of a cache group are these numbers and as much more as the group's index. A row reads all that it sees in the
-*whole* group, the first that keeps all, and compares what the others keep with that.
+There must be a cache group that keeps all; its cells are these numbers. Those of another group are the same numbers and
+as much more as the group comes behind it. A row reads of it what the group keeps.
 
 Where blocks are sealed, what a row has of its last block is in its residual, and in each group's block only when that
 is full.
@@ -71,6 +71,9 @@ class ShadowRunner:
 
     Args:
         scheduler: knows which namespace a row has, which a plan does not: a real model has it in its weights.
+
+    Attributes:
+        whole_group: the first cache group that keeps all, which tells what the others must have.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -78,7 +81,7 @@ class ShadowRunner:
         self._scheduler = scheduler
         self._size = core.block_size
         self._rules = core.rules
-        self._whole = next(group for group, rule in enumerate(self._rules) if not rule.trims)
+        self.whole_group = next(group for group, rule in enumerate(self._rules) if not rule.trims)
         self._slab = [[_POISON] * self._size for _ in range(core.pool.num_blocks)]
         self._arena = [_Stored([_POISON] * self._size) for _ in range(core.host.blocks.num_blocks)]
         self._residuals = [[_POISON] * self._size for _ in range(core.residuals.num_residuals)]
@@ -173,7 +176,7 @@ class ShadowRunner:
         """Return what cells [0, num_tokens) of a table of the whole group stand for."""
         num_blocks = -(-num_tokens // self._size)
         cells = [cell for block_id in block_ids[:num_blocks] for cell in self._cells(block_id)]
-        return [cell - self._whole for cell in cells[:num_tokens]]
+        return cells[:num_tokens]
 
     def read_sealed(self, block_ids: list[BlockId], num_tokens: int, residual_id: int) -> list[int]:
         """Return the same where blocks are sealed: those of the last block, if that is not full, of a residual."""
@@ -182,25 +185,23 @@ class ShadowRunner:
 
     def read_row(self, plan: StepPlan, row: int) -> list[int]:
         """Return what a row reads, its own cells included."""
-        block_ids, num_tokens = self._whole_of(plan, row), plan.starts[row] + plan.num_tokens[row]
+        tables, num_tokens = plan.tables[row], plan.starts[row] + plan.num_tokens[row]
+        block_ids = tables[self.whole_group].block_ids
         end = num_tokens  # of what is in blocks
         if self._residuals:
             cells = self.read_sealed(block_ids, num_tokens, plan.residual_ids[row])
             end -= num_tokens % self._size
         else:
             cells = self.read(block_ids, num_tokens)
-        for group, (rule, table) in enumerate(zip(self._rules, plan.tables[row], strict=True)):
-            if group == self._whole:
+        for group, (rule, table) in enumerate(zip(self._rules, tables, strict=True)):
+            if group == self.whole_group:
                 continue
             for position in range(rule.first_seen(plan.starts[row]), end):
                 block_id = table.block_ids[position // self._size - table.num_trimmed]
-                cell = self._slab[block_id][position % self._size] - group
+                cell = self._slab[block_id][position % self._size] - (group - self.whole_group)
                 if cell != cells[position]:
                     cells[position] = cell
         return cells
-
-    def _whole_of(self, plan: StepPlan, row: int) -> list[BlockId]:
-        return plan.tables[row][self._whole].block_ids
 
     def _put(self, table: BlockTable, position: int, cell: int) -> None:
         self._slab[table.block_ids[position // self._size - table.num_trimmed]][position % self._size] = cell
@@ -211,13 +212,13 @@ class ShadowRunner:
         return self._slab[block_id] if block_id < num_blocks else self._arena[block_id - num_blocks].cells
 
     def _write(self, plan: StepPlan, row: int, start: int, token_ids: Sequence[int]) -> None:
-        block_ids, size = self._whole_of(plan, row), self._size
+        block_ids, size = plan.tables[row][self.whole_group].block_ids, self._size
         if not start:
             before = _root(self._namespace(block_ids))
         elif self._residuals and start % size:
             before = self._residuals[plan.residual_ids[row]][start % size - 1]
         else:
-            before = self._cells(block_ids[(start - 1) // size])[(start - 1) % size] - self._whole
+            before = self._cells(block_ids[(start - 1) // size])[(start - 1) % size]
         cells = []
         for token_id in token_ids:
             before = _next(before, token_id)
@@ -227,7 +228,7 @@ class ShadowRunner:
             return
         for position, cell in enumerate(cells, start):
             for group, table in enumerate(plan.tables[row]):
-                self._put(table, position, cell + group)
+                self._put(table, position, cell + group - self.whole_group)
 
     def _seal(self, residual_id: int, tables: Sequence[BlockTable], start: int, cells: list[int]) -> None:
         """Write cells from position ``start`` on: blocks that they fill, and of the last block also the residual."""
@@ -237,7 +238,7 @@ class ShadowRunner:
         cells = residual[: start - begin] + cells
         for position, cell in enumerate(cells[: end // self._size * self._size - begin], begin):
             for group, table in enumerate(tables):
-                self._put(table, position, cell + group)
+                self._put(table, position, cell + group - self.whole_group)
         last = cells[(end - 1) // self._size * self._size - begin :]
         residual[: len(last)] = last
 
@@ -249,7 +250,7 @@ class ShadowRunner:
     def _namespace(self, block_ids: list[BlockId]) -> bytes:
         """Return the namespace of the request whose table of the whole group this is."""
         held = ((one.cache, one.namespace) for one in self._scheduler.running if one.cache is not None)
-        return next(namespace for cache, namespace in held if cache.tables[self._whole].block_ids is block_ids)
+        return next(namespace for cache, namespace in held if cache.tables[self.whole_group].block_ids is block_ids)
 
 
 class _Stored:
