@@ -297,7 +297,7 @@ class KVCore:
         return twin
 
     def hint(self, cache: SequenceCache, will_be_reused: Iterable[bool]) -> None:
-        """Say of the first blocks of ``cache`` whether they will be used again; call it before releasing the table.
+        """Say of the first blocks of ``cache`` whether they will be used again; call it before releasing the cache.
 
         Policies may heed it, as far as hints have proved right; nothing else does. It holds until the next user's hint.
         """

@@ -1,7 +1,7 @@
 """Residuals: where running sequences have K and V of the block that they are filling, until it is sealed.
 
 Of a codec that seals blocks (``codec.py``). A residual has room for one block in 16 bit, of all layers, and belongs to
-one table, from ``acquire`` or ``fork`` to ``release``. In it is what its sequence has computed of its last block; of a
+one cache, from ``acquire`` or ``fork`` to ``release``. In it is what its sequence has computed of its last block; of a
 block that is full nothing is read there any more.
 
 There are as many as sequences may run at once, so a sequence that may run has one.
