@@ -1,8 +1,9 @@
 """Pins: prefixes that stay cached though no table holds them, until they expire or somebody needs their memory.
 
 A pin keeps the blocks of one path of the tree, from the first block to its tail; of a group that keeps the last tokens
-only, those that whoever goes on behind the tail needs. They are CACHED as ever, but not evictable. It is a wish and no claim: before a request is preempted or made to wait for memory, pins are given up, those
-of least priority first, and their blocks are evictable again. So a pin never blocks a request for ever.
+only, those that whoever goes on behind the tail needs. They are CACHED as ever, but not evictable. It is a wish and no
+claim: before a request is preempted or made to wait for memory, pins are given up, those of least priority first, and
+their blocks are evictable again. So a pin never blocks a request for ever.
 
 Pure: time is passed in, in seconds of any clock that does not go back.
 """
