@@ -853,7 +853,7 @@ def random_setup(rng: Random, policy: str) -> Setup:
 
 
 def random_operations(
-    seed: int, num_operations: int, policy: str, rules: tuple[KeepRule, ...] = (KEEP_ALL,)
+    seed: int, num_operations: int, policy: str, rules: tuple[KeepRule, ...] = (KEEP_ALL,), **changes: bool
 ) -> Counter[str]:
     """Do ``num_operations`` random operations with everything checked after each. Return how often what happened.
 
@@ -862,7 +862,7 @@ def random_operations(
     rng = Random(seed)
     setup = random_setup(rng, policy)
     if len(rules) > 1:
-        setup = replace(setup, rules=rules, seals=False, num_blocks=setup.num_blocks * len(rules))
+        setup = replace(setup, rules=rules, num_blocks=setup.num_blocks * len(rules), **changes)
     machine = Machine(setup)
     operations = rng.choices(OPERATIONS, weights=[weight for _, _, weight in OPERATIONS], k=num_operations)
     log: list[str] = []
@@ -999,11 +999,21 @@ def test_random_operations(policy: str) -> None:
         random_operations(seed, 400, policy)
 
 
+@pytest.mark.parametrize("seals", [False, True], ids=["", "sealed"])
 @pytest.mark.parametrize("rules", GROUPS, ids=str)
-def test_random_operations_with_several_groups(rules: tuple[KeepRule, ...]) -> None:
-    """The same where groups keep windows, and give blocks back while requests run."""
+def test_random_operations_with_several_groups(rules: tuple[KeepRule, ...], seals: bool) -> None:
+    """The same where groups keep windows, and give blocks back while requests run; also where blocks are sealed."""
     for seed in range(3):
-        random_operations(seed, 400, "lru", rules)
+        random_operations(seed, 400, "lru", rules, seals=seals)
+
+
+@pytest.mark.parametrize("rules", GROUPS[1:], ids=str)
+def test_who_loses_a_block_that_was_not_sealed_finds_its_windows(rules: tuple[KeepRule, ...]) -> None:
+    """With nothing published, so that it is for their sake alone that the windows are there."""
+    seen: Counter[str] = Counter()
+    for seed in range(4):
+        seen += random_operations(seed, 400, "lru", rules, seals=True, enable_prefix_caching=False)
+    assert seen["lost what was not sealed"] > 0
 
 
 def test_what_is_worth_testing_happens() -> None:

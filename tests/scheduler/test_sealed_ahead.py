@@ -10,7 +10,7 @@ from pagefold.kv import NO_RESIDUALS, KVCore, Namespace, Residuals, audit
 from pagefold.request import Request, StopRule
 from pagefold.sampling import SamplingParams
 from pagefold.scheduler import Scheduler, SchedulerLimits
-from pagefold.scheduler.publishing import commit
+from pagefold.scheduler.committing import commit
 from pagefold.steps import StepResult
 
 NAMESPACE = Namespace("m", "l", "d").key()

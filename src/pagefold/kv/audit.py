@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pagefold.kv.block import Block, BlockId, Node
     from pagefold.kv.core import KVCore
     from pagefold.kv.host_tier import HostTier
-    from pagefold.kv.plans import HostOps
+    from pagefold.kv.ops import HostOps
     from pagefold.kv.sequence_cache import SequenceCache
 
 __all__ = ["AuditError", "audit"]

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pagefold.events import Emit, HostTransfer
-from pagefold.kv.plans import CopyOp
+from pagefold.kv.ops import CopyOp
 
 if TYPE_CHECKING:
     from collections import deque
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pagefold.kv.block_cache import BlockCache
     from pagefold.kv.held_block import HeldBlock
     from pagefold.kv.host_tier import HostTier
-    from pagefold.kv.plans import HostOps
+    from pagefold.kv.ops import HostOps
     from pagefold.kv.sequence_cache import SequenceCache
     from pagefold.kv.slow_tiers import SlowTiers
 
@@ -53,7 +53,6 @@ class Moves:
         self._host = host
         self._slow = slow
         self._emit = emit
-        blocks.givers.append(self.cancel_stores)
 
     # Planning.
 
@@ -105,18 +104,6 @@ class Moves:
             if node.committed and self._slow.writes.wants(node):
                 self.store(node)
             node = node.parent
-
-    def cancel_stores(self) -> bool:
-        """Let go of the blocks that are to be stored though they are cached; whether there were any.
-
-        Else a request that needs all memory would wait for a step that cannot be planned without it. So what is kept
-        of them in the arena for requests that wait gives way too.
-        """
-        stores = self._host.cancel_live_stores()
-        if not stores and self._host.has_live_stores and self._slow.fetches.let_go():
-            stores = self._host.cancel_live_stores()
-        self._blocks.unpin_io(store.block_id for store in stores)
-        return bool(stores)
 
     def drop_unheld(self) -> None:
         """Forget the moves into blocks that no table holds any more, so that they are pinned no longer."""

@@ -21,6 +21,7 @@ from pagefold.kv.lodger import Lodger
 from pagefold.kv.names import digest_of, names_behind, root_digest
 from pagefold.kv.pool import BlockPool
 from pagefold.kv.sequence_cache import SequenceCache
+from pagefold.kv.table import num_blocks_for
 from pagefold.kv.tree import TOKEN_BYTES
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class Streaming(Lodger):
         self._num_forgotten = 0
         self._pool = pool
         self._host = host
+        self._block_size = block_size
         self._stride = block_size * TOKEN_BYTES
         self._store = store
 
@@ -131,9 +133,24 @@ class Streaming(Lodger):
         del cache.only_table.block_ids[: len(cache.cold)]
         cache.cold = []
 
-    def is_intact(self, cache: SequenceCache) -> bool:
-        """Whether all cold blocks of ``cache`` are found: not after a step failed that was to store some."""
-        return all(self._host.blocks.get(held.name.digest) is held for held in cache.cold)
+    def num_left(self, cache: SequenceCache, num_tokens: int) -> int | None:
+        """Return ``num_tokens``; None where a cold block of ``cache`` is gone: a step failed that was to store it.
+
+        What lies behind a lost block is of no use.
+        """
+        is_whole = all(self._host.blocks.get(held.name.digest) is held for held in cache.cold)
+        return num_tokens if is_whole else None
+
+    def growth(self, cache: SequenceCache, num_tokens: int, num_blocks: int) -> int:
+        """Return how many blocks ``cache`` takes yet; see :meth:`Lodger.growth`. Hot ones only, if it streams."""
+        if not cache.streams:
+            return num_blocks
+        num_hot = len(cache.tables[0].block_ids) - len(cache.cold)
+        return max(0, min(num_blocks, self.num_hot_blocks(num_tokens) - num_hot))
+
+    def num_hot_blocks(self, num_tokens: int) -> int:
+        """Return the most hot blocks of a sequence that streams and has so many tokens."""
+        return num_blocks_for(min(num_tokens, self.max_new_tokens), self._block_size) + 1
 
     def on_forget(self, cache: SequenceCache) -> None:
         """What ``cache`` holds is not to be found any more: its blocks get names that nobody asks for."""

@@ -8,7 +8,8 @@ cell that is not what :func:`cells_of` says, and as a token that is not what :fu
 The cells of a cache group are these numbers and as much more as the group's index. A row reads all that it sees in the
 *whole* group, the first that keeps all, and compares what the others keep with that.
 
-Where blocks are sealed, what a row has of its last block is in its residual, and in the block only when that is full.
+Where blocks are sealed, what a row has of its last block is in its residual, and in each group's block only when that
+is full.
 
 It has a host arena too. A block there is stored together with what was stored, as the real arena's are with a checksum.
 """
@@ -182,13 +183,16 @@ class ShadowRunner:
     def read_row(self, plan: StepPlan, row: int) -> list[int]:
         """Return what a row reads, its own cells included."""
         block_ids, num_tokens = self._whole_of(plan, row), plan.starts[row] + plan.num_tokens[row]
+        end = num_tokens  # of what is in blocks
         if self._residuals:
-            return self.read_sealed(block_ids, num_tokens, plan.residual_ids[row])
-        cells = self.read(block_ids, num_tokens)
+            cells = self.read_sealed(block_ids, num_tokens, plan.residual_ids[row])
+            end -= num_tokens % self._size
+        else:
+            cells = self.read(block_ids, num_tokens)
         for group, (rule, table) in enumerate(zip(self._rules, plan.tables[row], strict=True)):
             if group == self._whole:
                 continue
-            for position in range(rule.first_seen(plan.starts[row]), num_tokens):
+            for position in range(rule.first_seen(plan.starts[row]), end):
                 block_id = table.block_ids[position // self._size - table.num_trimmed]
                 cell = self._slab[block_id][position % self._size] - group
                 if cell != cells[position]:
@@ -219,20 +223,21 @@ class ShadowRunner:
             before = _next(before, token_id)
             cells.append(before)
         if self._residuals:
-            self._seal(plan.residual_ids[row], block_ids, start, cells)
+            self._seal(plan.residual_ids[row], plan.tables[row], start, cells)
             return
         for position, cell in enumerate(cells, start):
             for group, table in enumerate(plan.tables[row]):
                 self._put(table, position, cell + group)
 
-    def _seal(self, residual_id: int, block_ids: list[BlockId], start: int, cells: list[int]) -> None:
+    def _seal(self, residual_id: int, tables: Sequence[BlockTable], start: int, cells: list[int]) -> None:
         """Write cells from position ``start`` on: blocks that they fill, and of the last block also the residual."""
         residual, end = self._residuals[residual_id], start + len(cells)
         begin = start - start % self._size
         assert begin == start or end <= begin + self._size, "it begins inside a block and ends beyond it"
         cells = residual[: start - begin] + cells
-        for index in range(end // self._size - begin // self._size):
-            self._slab[block_ids[begin // self._size + index]] = cells[index * self._size :][: self._size]
+        for position, cell in enumerate(cells[: end // self._size * self._size - begin], begin):
+            for group, table in enumerate(tables):
+                self._put(table, position, cell + group)
         last = cells[(end - 1) // self._size * self._size - begin :]
         residual[: len(last)] = last
 
