@@ -188,6 +188,19 @@ def test_what_is_distrusted_is_told_of_every_group(full, window):
 
 
 @ORDERS
+def test_the_host_is_asked_of_what_lies_behind_the_device_and_of_the_windows_there(full, window, monkeypatch):
+    core = core_of(window, num_blocks=200)
+    tokens = list(range(60 * SIZE + 1))
+    serve(core, tokens)
+    take_windows(core)
+    get, asked = core.host.blocks.get, []
+    monkeypatch.setattr(core.host.blocks, "get", lambda digest: asked.append(digest) or get(digest))
+    hit = core.match(b"", packed([*tokens, 7, 7, 7, 7]), len(tokens) + 3)
+    assert (len(hit.nodes), len(hit.held)) == (60, 2)
+    assert len(asked) < 10
+
+
+@ORDERS
 def test_all_of_a_window_is_missing_or_nothing(full, window):
     core = core_of(window)
     missing = core.missing(b"", packed(TOKENS), 12)

@@ -52,7 +52,7 @@ def audit(core: KVCore) -> None:
     num_early = core.slow.writes.num_early
     _check(num_early <= core.slow.writes.max_early, f"{num_early} blocks are to be written at once")
     taken = [cache.residual_id for cache in core.caches if cache.residual_id >= 0]
-    _check(len(taken) == (len(core.caches) if core.residuals.is_on else 0), "a table has no residual, or needs none")
+    _check(len(taken) == (len(core.caches) if core.residuals.is_on else 0), "a cache has no residual, or needs none")
     every = sorted([*taken, *core.residuals.free_ids])
     _check(every == list(range(core.residuals.num_residuals)), f"residuals {every} are free or taken")
     num_cold = sum(len(cache.cold) for cache in core.caches)
@@ -137,10 +137,10 @@ def _promised(core: KVCore) -> set[Node]:
     for cache in core.caches:
         promise, end = cache.promise, cache.tail
         while promise is not None:
-            _check(promise.cache is cache, "a table has another table's promise")
+            _check(promise.cache is cache, "a cache has another cache's promise")
             if end is not None:  # else the cache was reset
                 is_next = promise.end is end or end.parent is None  # a namespace's root may have come back
-                _check(is_next, "a table's promise does not end where the next one begins")
+                _check(is_next, "a cache's promise does not end where the next one begins")
                 end = promise.tail
                 promised.update(_nodes_between(promise.tail, promise.end))
             promise = promise.before

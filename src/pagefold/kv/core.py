@@ -33,15 +33,14 @@ from pagefold.kv.arbiter import Arbiter
 from pagefold.kv.block_cache import BlockCache
 from pagefold.kv.held_block import HOST
 from pagefold.kv.holding import Holding
-from pagefold.kv.host_paths import extend_by_groups
 from pagefold.kv.host_tier import NO_HOST
 from pagefold.kv.keep import KEEP_ALL
 from pagefold.kv.keep_rules import KeepRules
-from pagefold.kv.missing import Missing, missing_by_groups, missing_of_one_group
 from pagefold.kv.moves import Moves
 from pagefold.kv.names import in_group
 from pagefold.kv.pins import PinLimits, PinTable
 from pagefold.kv.policies import make_policy
+from pagefold.kv.prefixes import Prefixes, PrefixesByGroups
 from pagefold.kv.publishing import Publishing
 from pagefold.kv.residuals import NO_RESIDUALS
 from pagefold.kv.sequence_cache import SequenceCache
@@ -56,6 +55,7 @@ if TYPE_CHECKING:
     from pagefold.kv.eviction import EvictionPolicy
     from pagefold.kv.host_tier import HostTier
     from pagefold.kv.keep import KeepRule
+    from pagefold.kv.missing import Missing
     from pagefold.kv.ops import ResidualCopy
     from pagefold.kv.residuals import Residuals
     from pagefold.kv.slow_tiers import SlowTiers
@@ -113,8 +113,8 @@ class KVCore:
         assert not (residuals.is_on and allow_streaming), "what streams is not sealed"
         assert host.is_on or not allow_streaming, "what streams lies in the host's arena"
         keeps_all = [not rule.trims for rule in rules]
-        self._is_plain = keeps_all == [True]
-        assert self._is_plain or not allow_streaming, "what streams is known of one group that keeps all"
+        is_plain = keeps_all == [True]
+        assert is_plain or not allow_streaming, "what streams is known of one group that keeps all"
         assert any(keeps_all) or not host.is_on, "what the host holds of a path leans on a group that keeps all"
         self.block_size = block_size
         self.rules = KeepRules(rules, block_size)
@@ -135,6 +135,8 @@ class KVCore:
         self._stride = block_size * TOKEN_BYTES
         self.trims = bool(self.rules.trimmed)
         self._holding = Holding(blocks, self.rules, self.moves, host, emit)
+        find = Prefixes if is_plain else PrefixesByGroups
+        self._prefixes = find(self.tree, self.rules, host, self._holding, copies_parts=not residuals.is_on)
 
     # What there is.
 
@@ -176,16 +178,7 @@ class KVCore:
             max_tokens: a bound; a request passes its length less one, since its last token must be computed to
                 know the next.
         """
-        hit = self.tree.match(namespace, packed, max_tokens)
-        if self.host.is_on and not self._is_plain:
-            hit = extend_by_groups(hit, packed, max_tokens, self.rules, self.host.blocks)
-            if hit.held:
-                return hit
-        if self.trims:
-            hit = self._whole_part(hit, packed, max_tokens)
-        if self.residuals.is_on:  # a part of a sealed block is not what its tokens alone come to
-            hit = hit._replace(partial=None, num_partial_tokens=0)
-        return self.host.extend(hit, packed, max_tokens, self._stride) if self._is_plain else hit
+        return self._prefixes.match(namespace, packed, max_tokens)
 
     def worth(self, hit: PrefixHit) -> PrefixHit:
         """Return ``hit`` without what the host holds, where computing that is sooner than restoring it.
@@ -204,10 +197,7 @@ class KVCore:
 
         Arguments are those of :meth:`match`.
         """
-        packed = packed[: max(0, max_tokens) * TOKEN_BYTES]
-        if self._is_plain:
-            return missing_of_one_group(self.match(namespace, packed, max_tokens), packed, self._stride)
-        return missing_by_groups(self.tree.match(namespace, packed, max_tokens), packed, self.rules, self.host.blocks)
+        return self._prefixes.missing(namespace, packed, max_tokens)
 
     # Sequences' caches.
 
@@ -220,32 +210,21 @@ class KVCore:
         """
         tick = self.blocks.next_tick()
         nodes = hit.nodes
-        is_stale = False
         while nodes and not nodes[-1].attached:  # leaves leave first: parents are attached
-            nodes, is_stale = nodes[:-1], True
+            nodes = nodes[:-1]
         cache = SequenceCache(len(self.rules), None)
         self.caches.add(cache)
         for lodger in self._lodgers:
             lodger.on_acquire(cache)
-        num_loaded = 0
-        if hit.held and not self._is_plain and not is_stale and self._holding.take_with_held(cache, nodes, hit):
-            num_loaded = hit.num_behind
-        else:
-            num_whole = self.rules.num_whole(nodes) if self.trims else len(nodes)
-            if num_whole < len(nodes):
-                nodes, is_stale = nodes[:num_whole], True
-            self._holding.take(cache, nodes)
+        nodes = self._prefixes.begin(cache, nodes, hit)
         if self.publishes:
             cache.tail = nodes[-1] if nodes else self.tree.root(hit.namespace)
         if nodes:
             self._note_use(nodes, tick)
         cache.num_published = len(nodes)
-        num_tokens = 0
-        if not is_stale and hit.partial is not None and hit.partial.attached:
-            num_tokens = self._holding.take_partial(cache, hit.partial, hit.num_partial_tokens)
-        elif not is_stale and hit.held and self._is_plain:
-            num_loaded = self._holding.take_held(cache, hit.held)
-        num_tokens += (len(nodes) + num_loaded) * self.block_size
+        num_tokens = len(nodes) * self.block_size
+        if len(nodes) == len(hit.nodes):
+            num_tokens += self._prefixes.go_on(cache, hit)
         cache.capacity = cache.tables[0].end * self.block_size
         return cache, num_tokens
 
@@ -335,7 +314,7 @@ class KVCore:
         return twin
 
     def hint(self, cache: SequenceCache, will_be_reused: Iterable[bool]) -> None:
-        """Say of the first blocks of ``cache`` whether they will be used again; call it before releasing the table.
+        """Say of the first blocks of ``cache`` whether they will be used again; call it before releasing the cache.
 
         Policies may heed it, as far as hints have proved right; nothing else does. It holds until the next user's hint.
         """
@@ -416,14 +395,6 @@ class KVCore:
         return digests
 
     # Inside.
-
-    def _whole_part(self, hit: PrefixHit, packed: bytes, max_tokens: int) -> PrefixHit:
-        """Return as much of ``hit`` as can be gone on from: each group has what it keeps behind it."""
-        num_whole = self.rules.num_whole(hit.nodes)
-        if num_whole == len(hit.nodes):
-            return hit
-        num_tokens = num_whole * self.block_size
-        return self.tree.match_part(hit.namespace, hit.nodes[:num_whole], packed, num_tokens, max_tokens)
 
     def _note_use(self, nodes: list[Node], tick: int) -> None:
         """Note that a sequence goes on from ``nodes``, of which there are some."""

@@ -103,9 +103,9 @@ class Promise:
         cache: whose blocks.
         packed: the sequence's packed tokens.
         num_blocks: how many whole blocks the cache will have written when the step has run.
-        first: ``table.num_published`` before the promise.
-        tail: ``table.tail`` before the promise.
-        end: ``table.tail`` after it: what is promised are the nodes behind ``tail``, up to ``end``.
+        first: ``cache.num_published`` before the promise.
+        tail: ``cache.tail`` before the promise.
+        end: ``cache.tail`` after it: what is promised are the nodes behind ``tail``, up to ``end``.
         before: the cache's promise of the step before, where that is still in flight.
     """
 

@@ -8,7 +8,7 @@ only, and the device never holds more than its budget.
 What is cold is named and found like all that the host holds, so that a later sequence goes on from it. What is hot is
 private to its cache: a path can only be published from its beginning.
 
-Always: a table's cold blocks are held by the arena and pinned there once for each such table.
+Always: a cache's cold blocks are held by the arena and pinned there once for each such cache.
 """
 
 from __future__ import annotations
