@@ -897,9 +897,9 @@ def random_operations(
     setup = random_setup(rng, policy)
     if len(rules) > 1:
         setup = replace(setup, rules=rules, num_blocks=setup.num_blocks * len(rules), **changes)
-    if has_host:
-        num_blocks = min(setup.num_blocks, 20 * len(rules))  # few enough that some are evicted
-        setup = replace(setup, num_blocks=num_blocks, num_host_blocks=rng.choice((5, 30, 200)))
+    if has_host:  # and a device that is too small, so that blocks go there
+        num_blocks, num_host_blocks = rng.choice((6, 9, 14)), rng.choice((5, 30, 200))
+        setup = replace(setup, num_blocks=num_blocks * len(rules), num_host_blocks=num_host_blocks * len(rules))
     machine = Machine(setup)
     operations = rng.choices(OPERATIONS, weights=[weight for _, _, weight in OPERATIONS], k=num_operations)
     log: list[str] = []
@@ -1057,7 +1057,7 @@ def test_who_loses_a_block_that_was_not_sealed_finds_its_windows(rules: tuple[Ke
 def test_random_operations_with_a_host_tier(rules: tuple[KeepRule, ...]) -> None:
     """What is evicted comes back from the host, in a step that may be planned behind another, and may fail."""
     seen: Counter[str] = Counter()
-    for seed in range(2):
+    for seed in range(4):
         seen += random_operations(50 + seed, 400, "lru", rules, has_host=True)
     assert seen["host hit"], "nothing ever came back"
 
