@@ -131,6 +131,8 @@ class Fetches:
         if num_more > self.max_waited - len({*self._arriving, *self._waited_ids()}):
             return None
         fetch = Fetch(now, patience_s, missing)
+        for near in reversed(missing.near):  # else it might make room for what is of no use without it
+            self._host.touch(near)
         for tier, name in found:
             held = self._join(name, fetch) or self._reserve(tier, name, fetch)
             if held is None:
