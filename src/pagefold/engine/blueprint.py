@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pagefold.memory.limit import Limit
+
 if TYPE_CHECKING:
     import torch
 
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
     from pagefold.memory.capacity import Capacity
     from pagefold.runner.card import Card
     from pagefold.runner.codecs.constants import CodecConstants
-    from pagefold.runner.models import Limit, ModelSpec
+    from pagefold.runner.models import ModelSpec
 
 __all__ = ["Blueprint"]
 
@@ -47,7 +49,9 @@ class Blueprint:
     @property
     def limit(self) -> Limit:
         """Up to which length it is computed as it is meant."""
-        from pagefold.runner.models import Limit  # noqa: PLC0415 - heavy; only when it is needed
-
         spec = self.spec
-        return spec.windowed_limit if self.geometry.keeps else Limit(spec.max_exact_len, spec.limit)
+        if self.geometry.keeps:
+            return spec.windowed_limit
+        could_be_longer = bool(spec.keeps) and spec.max_exact_len < spec.windowed_limit.length
+        setting = "allow_streaming" if self.config.allow_streaming and could_be_longer else ""
+        return Limit(spec.max_exact_len, spec.limit, setting)

@@ -52,7 +52,7 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
     check_attention(config, device, dtype, spec.head_dim)
     is_fused = _is_fused(config, spec, dtype, device)
     geometry = geometry_of(config, spec, dtype)
-    if spec.keeps and device == "cpu" and not is_fused and _keeps_windows(config, geometry):
+    if spec.keeps and device == "cpu" and not is_fused and not config.allow_streaming:  # else the window is the limit
         geometry = replace(geometry, keeps=spec.keeps)
     assert device == "cpu" or card is not None, "it was chosen"
     card = None if device == "cpu" else card
@@ -100,17 +100,6 @@ def geometry_of(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> KV
         _check_sealing(config, spec)
     skip_codec = CODECS["bfloat16" if str(dtype) == "torch.bfloat16" else "float16"]
     return KVGeometry(*shape, CODECS[name], skipped, skip_codec if skipped else None)
-
-
-def _keeps_windows(config: EngineConfig, geometry: KVGeometry) -> bool:
-    """Whether windows are computed, rather than no sequence longer than they are.
-
-    They are not yet where sequences stream or blocks are sealed, or where layers have other codecs than others.
-    """
-    from pagefold.runner.codecs import CELL_CODECS  # noqa: PLC0415 - torch comes with it
-
-    seals = geometry.codec is not None and CELL_CODECS[geometry.codec.name].seals
-    return not (config.allow_streaming or seals or geometry.skip_layers)
 
 
 def _check_sealing(config: EngineConfig, spec: ModelSpec) -> None:

@@ -33,15 +33,14 @@ from pagefold.kv.arbiter import Arbiter
 from pagefold.kv.block_cache import BlockCache
 from pagefold.kv.held_block import HOST
 from pagefold.kv.holding import Holding
-from pagefold.kv.host_paths import extend_by_groups
 from pagefold.kv.host_tier import NO_HOST
 from pagefold.kv.keep import KEEP_ALL
 from pagefold.kv.keep_rules import KeepRules
-from pagefold.kv.missing import Missing, missing_by_groups, missing_of_one_group
 from pagefold.kv.moves import Moves
 from pagefold.kv.names import in_group
 from pagefold.kv.pins import PinLimits, PinTable
 from pagefold.kv.policies import make_policy
+from pagefold.kv.prefixes import Prefixes, PrefixesByGroups
 from pagefold.kv.publishing import Publishing
 from pagefold.kv.residuals import NO_RESIDUALS
 from pagefold.kv.sequence_cache import SequenceCache
@@ -56,6 +55,8 @@ if TYPE_CHECKING:
     from pagefold.kv.eviction import EvictionPolicy
     from pagefold.kv.host_tier import HostTier
     from pagefold.kv.keep import KeepRule
+    from pagefold.kv.missing import Missing
+    from pagefold.kv.ops import ResidualCopy
     from pagefold.kv.residuals import Residuals
     from pagefold.kv.slow_tiers import SlowTiers
 
@@ -112,8 +113,8 @@ class KVCore:
         assert not (residuals.is_on and allow_streaming), "what streams is not sealed"
         assert host.is_on or not allow_streaming, "what streams lies in the host's arena"
         keeps_all = [not rule.trims for rule in rules]
-        self._is_plain = keeps_all == [True]
-        assert self._is_plain or not (allow_streaming or residuals.is_on), "for one group"
+        is_plain = keeps_all == [True]
+        assert is_plain or not allow_streaming, "what streams is known of one group that keeps all"
         assert any(keeps_all) or not host.is_on, "what the host holds of a path leans on a group that keeps all"
         self.block_size = block_size
         self.rules = KeepRules(rules, block_size)
@@ -123,7 +124,7 @@ class KVCore:
         self.slow = slow
         self.arbiter = arbiter or Arbiter(1, block_size, compute_s_per_token=0.0)
         self.residuals = residuals
-        self.blocks = blocks = BlockCache(num_blocks, self.rules, policy or make_policy("default"), host, emit)
+        self.blocks = blocks = BlockCache(num_blocks, self.rules, policy or make_policy("default"), host, slow, emit)
         self.pool, self.tree, self.policy = blocks.pool, blocks.tree, blocks.policy
         self.moves = Moves(blocks, host, slow, emit)
         self.publishing = Publishing(blocks, block_size)
@@ -134,6 +135,8 @@ class KVCore:
         self._stride = block_size * TOKEN_BYTES
         self.trims = bool(self.rules.trimmed)
         self._holding = Holding(blocks, self.rules, self.moves, host, emit)
+        find = Prefixes if is_plain else PrefixesByGroups
+        self._prefixes = find(self.tree, self.rules, host, self._holding, copies_parts=not residuals.is_on)
 
     # What there is.
 
@@ -150,6 +153,11 @@ class KVCore:
     def num_available(self) -> int:
         """Blocks that an allocation could get: the free ones, and the cached ones that no pin keeps."""
         return self.blocks.num_available
+
+    @property
+    def num_groups(self) -> int:
+        """Cache groups: how many tables a sequence has."""
+        return len(self.rules)
 
     @property
     def num_active(self) -> int:
@@ -170,16 +178,7 @@ class KVCore:
             max_tokens: a bound; a request passes its length less one, since its last token must be computed to
                 know the next.
         """
-        hit = self.tree.match(namespace, packed, max_tokens)
-        if self.host.is_on and not self._is_plain:
-            hit = extend_by_groups(hit, packed, max_tokens, self.rules, self.host.blocks)
-            if hit.held:
-                return hit
-        if self.trims:
-            hit = self._whole_part(hit, packed, max_tokens)
-        if self.residuals.is_on:  # a part of a sealed block is not what its tokens alone come to
-            hit = hit._replace(partial=None, num_partial_tokens=0)
-        return self.host.extend(hit, packed, max_tokens, self._stride) if self._is_plain else hit
+        return self._prefixes.match(namespace, packed, max_tokens)
 
     def worth(self, hit: PrefixHit) -> PrefixHit:
         """Return ``hit`` without what the host holds, where computing that is sooner than restoring it.
@@ -188,19 +187,17 @@ class KVCore:
         """
         if not hit.held:
             return hit
-        rest = hit._replace(held=(), num_behind=0)
-        rest = self.rules.whole_part(rest) if self.trims else rest
-        return hit if self.arbiter.restores(HOST, len(hit.held), hit.num_blocks - rest.num_blocks) else rest
+        num_near = self.rules.num_whole(hit.nodes) if self.trims else len(hit.nodes)
+        if self.arbiter.restores(HOST, len(hit.held), hit.num_blocks - num_near):
+            return hit
+        return hit._replace(held=(), num_behind=0)
 
     def missing(self, namespace: bytes, packed: bytes, max_tokens: int) -> Missing:
         """Return what of the whole blocks of ``packed`` neither device nor host has, behind those they have.
 
         Arguments are those of :meth:`match`.
         """
-        packed = packed[: max(0, max_tokens) * TOKEN_BYTES]
-        if self._is_plain:
-            return missing_of_one_group(self.match(namespace, packed, max_tokens), packed, self._stride)
-        return missing_by_groups(self.tree.match(namespace, packed, max_tokens), packed, self.rules, self.host.blocks)
+        return self._prefixes.missing(namespace, packed, max_tokens)
 
     # Sequences' caches.
 
@@ -213,32 +210,21 @@ class KVCore:
         """
         tick = self.blocks.next_tick()
         nodes = hit.nodes
-        is_stale = False
         while nodes and not nodes[-1].attached:  # leaves leave first: parents are attached
-            nodes, is_stale = nodes[:-1], True
+            nodes = nodes[:-1]
         cache = SequenceCache(len(self.rules), None)
         self.caches.add(cache)
         for lodger in self._lodgers:
             lodger.on_acquire(cache)
-        num_loaded = 0
-        if hit.held and not self._is_plain and not is_stale and self._holding.take_with_held(cache, nodes, hit):
-            num_loaded = hit.num_behind
-        else:
-            num_whole = self.rules.num_whole(nodes) if self.trims else len(nodes)
-            if num_whole < len(nodes):
-                nodes, is_stale = nodes[:num_whole], True
-            self._holding.take(cache, nodes)
+        nodes = self._prefixes.begin(cache, nodes, hit)
         if self.publishes:
             cache.tail = nodes[-1] if nodes else self.tree.root(hit.namespace)
         if nodes:
             self._note_use(nodes, tick)
         cache.num_published = len(nodes)
-        num_tokens = 0
-        if not is_stale and hit.partial is not None and hit.partial.attached:
-            num_tokens = self._holding.take_partial(cache, hit.partial, hit.num_partial_tokens)
-        elif not is_stale and hit.held and self._is_plain:
-            num_loaded = self._holding.take_held(cache, hit.held)
-        num_tokens += (len(nodes) + num_loaded) * self.block_size
+        num_tokens = len(nodes) * self.block_size
+        if len(nodes) == len(hit.nodes):
+            num_tokens += self._prefixes.go_on(cache, hit)
         cache.capacity = cache.tables[0].end * self.block_size
         return cache, num_tokens
 
@@ -268,18 +254,47 @@ class KVCore:
             num_tokens = lodger.limit(cache, start, num_tokens, num_all)
         return num_tokens
 
+    def num_blocks_for(self, num_tokens: int, num_new: int, cache: SequenceCache | None = None) -> int:
+        """Return the most blocks of the device that a sequence takes at once until it has ``num_tokens``.
+
+        Args:
+            num_tokens: how many it will have.
+            num_new: the most that one step computes of it.
+            cache: what it has already, if it has begun; that is not counted.
+        """
+        num_blocks = self.rules.num_blocks_for(num_tokens, num_new, cache)
+        if cache is not None:
+            for lodger in self._lodgers:
+                num_blocks = lodger.growth(cache, num_tokens, num_blocks)
+        return num_blocks
+
+    def step_failed(self, rows: Sequence[tuple[SequenceCache, int]], copies: Sequence[ResidualCopy]) -> None:
+        """A step failed: see :meth:`Lodger.on_failed`. What it had promised and moved is taken back beside this."""
+        for lodger in self._lodgers:
+            lodger.on_failed(rows, copies)
+
+    def num_left(self, cache: SequenceCache, num_tokens: int) -> int | None:
+        """Return how many computed tokens a sequence still has after steps have failed: see :meth:`Lodger.num_left`."""
+        for lodger in self._lodgers:
+            left = lodger.num_left(cache, num_tokens)
+            if left is None:
+                return None
+            num_tokens = left
+        return num_tokens
+
     def trim(self, cache: SequenceCache, num_tokens: int) -> None:
         """Give back the blocks that nobody sees from position ``num_tokens`` on: what groups do not keep.
 
         They are free in this moment; or cached, if they are published, until anybody needs a block. Blocks that are
         still to be published or only promised stay, and so does what whoever goes on behind the published ones needs:
-        so the path is found again as far as it is published.
+        so the path is found again as far as it is published. Where blocks are sealed, what is seen from the beginning
+        of the block on that is being filled stays too: whoever loses a residual begins again there.
 
         To be called when the step has ended that wrote the tokens of ``cache`` before ``num_tokens``; a step planned
         behind it may be in flight.
         """
         if self.trims:
-            self._holding.trim(cache, num_tokens)
+            self._holding.trim(cache, self.residuals.begins_again_at(num_tokens))
 
     def fork(self, cache: SequenceCache) -> SequenceCache:
         """Make a second cache on the same blocks. Whoever writes into a shared block first gets a copy of it.
@@ -292,13 +307,14 @@ class KVCore:
         twin.capacity = cache.capacity
         twin.num_published = cache.num_published
         twin.copied_from = cache.copied_from
+        twin.num_loaded_tokens = cache.num_loaded_tokens
         self.caches.add(twin)
         for lodger in self._lodgers:
             lodger.on_fork(cache, twin)
         return twin
 
     def hint(self, cache: SequenceCache, will_be_reused: Iterable[bool]) -> None:
-        """Say of the first blocks of ``cache`` whether they will be used again; call it before releasing the table.
+        """Say of the first blocks of ``cache`` whether they will be used again; call it before releasing the cache.
 
         Policies may heed it, as far as hints have proved right; nothing else does. It holds until the next user's hint.
         """
@@ -336,7 +352,7 @@ class KVCore:
         self._emit(CacheReset())
         self.pins.clear()
         self.slow.fetches.reset()
-        self.moves.cancel_stores()  # else their blocks would wait for a step, which may wait for the blocks
+        self.blocks.cancel_stores()  # else their blocks would wait for a step, which may wait for the blocks
         self.host.reset()
         num_cached = self.pool.num_cached
         self.blocks.clear()
@@ -379,14 +395,6 @@ class KVCore:
         return digests
 
     # Inside.
-
-    def _whole_part(self, hit: PrefixHit, packed: bytes, max_tokens: int) -> PrefixHit:
-        """Return as much of ``hit`` as can be gone on from: each group has what it keeps behind it."""
-        num_whole = self.rules.num_whole(hit.nodes)
-        if num_whole == len(hit.nodes):
-            return hit
-        num_tokens = num_whole * self.block_size
-        return self.tree.match_part(hit.namespace, hit.nodes[:num_whole], packed, num_tokens, max_tokens)
 
     def _note_use(self, nodes: list[Node], tick: int) -> None:
         """Note that a sequence goes on from ``nodes``, of which there are some."""

@@ -1,7 +1,8 @@
 """What to evict: the protocol of a policy, and an adapter that makes one from a key function. See ``policies/``.
 
 Leaf first, always: the tree offers a node (``on_idle``) only when it is cached, has no children and no transfer reads
-it, and takes it back (``on_busy``) when that ends. So no policy can break a prefix in the middle.
+it, and takes it back (``on_busy``) when that ends. So no policy can break a prefix in the middle. Blocks of groups that
+keep the last tokens only go there too, one by one, and no policy is asked: see ``block_cache.py``.
 """
 
 from __future__ import annotations
@@ -45,13 +46,10 @@ class EvictionPolicy(Protocol):
         """A request acquired all of ``path``, from the first block on."""
 
     def on_release(self, tail: Node, facts: RequestFacts) -> None:
-        """A table lets go of the path from the root to ``tail``: all of it was used just now."""
+        """A cache lets go of the path from the root to ``tail``: all of it was used just now."""
 
     def on_evict(self, node: Node) -> None:
         """``node`` has left the tree."""
-
-    def admit(self, node: Node) -> bool:
-        """Whether ``node``, which no table holds any more, is worth keeping at all."""
 
     def on_idle(self, node: Node) -> None:
         """``node`` became evictable."""
@@ -90,10 +88,6 @@ class KeyPolicy:
 
     def on_evict(self, node: Node) -> None:
         """Nothing to do: ``on_busy`` came first."""
-
-    def admit(self, node: Node) -> bool:  # noqa: ARG002 - a policy that keeps everything
-        """Keep everything."""
-        return True
 
     def on_idle(self, node: Node) -> None:
         """Offer ``node``."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagefold.kv.plans import FetchOp
+from pagefold.kv.ops import FetchOp
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -131,6 +131,8 @@ class Fetches:
         if num_more > self.max_waited - len({*self._arriving, *self._waited_ids()}):
             return None
         fetch = Fetch(now, patience_s, missing)
+        for near in reversed(missing.near):  # else it might make room for what is of no use without it
+            self._host.touch(near)
         for tier, name in found:
             held = self._join(name, fetch) or self._reserve(tier, name, fetch)
             if held is None:

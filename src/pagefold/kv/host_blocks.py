@@ -1,7 +1,8 @@
 """HostBlocks: the blocks of a host arena, what each of them holds, and which of them makes room.
 
 What was used longest ago makes room. Of one path the tail was always used before the head, as on the device, so that
-what is left of a path can be used.
+what is left of a path can be used. Where a model has several cache groups, each one's block of a path is a block of its
+own here, with a name of its own (``names.py``).
 
 A host block is pinned while something reads or writes it, from when that is planned until it is over.
 """

@@ -27,23 +27,14 @@ def extend_by_groups(hit: PrefixHit, packed: bytes, max_tokens: int, rules: Keep
         rules: what each group keeps.
         host: the blocks of the host.
     """
-    places = _held_by_place(hit, packed[: max(0, max_tokens) * TOKEN_BYTES], rules, host)
-    num_found = 0
-    num_present = [0] * len(rules)  # up to here, without a gap
-    for end, held in enumerate(places, 1):
-        node = hit.nodes[end - 1] if end <= len(hit.nodes) else None
-        is_whole = True
-        for group, rule in enumerate(rules):
-            is_there = held[group] is not None or (node is not None and node.blocks[group] is not None)
-            num_present[group] = num_present[group] + 1 if is_there else 0
-            is_whole = is_whole and end - num_present[group] <= rule.first_block(end, rules.block_size)
-        if is_whole:
-            num_found = end
+    path = _Path(hit, packed[: max(0, max_tokens) * TOKEN_BYTES], rules, host)
+    num_found = path.num_found()
+    firsts = [rule.first_block(num_found, rules.block_size) for rule in rules]
     loaded = tuple(
         one
-        for group, rule in enumerate(rules)
-        for of_groups in places[rule.first_block(num_found, rules.block_size) : num_found]
-        if (one := of_groups[group]) is not None
+        for group, first in enumerate(firsts)
+        for at in range(max(first, 0 if rules[group].trims else len(hit.nodes)), num_found)
+        if (one := path.held(at, group)) is not None
     )
     nodes = hit.nodes[:num_found]
     if loaded:
@@ -51,26 +42,59 @@ def extend_by_groups(hit: PrefixHit, packed: bytes, max_tokens: int, rules: Keep
     return hit
 
 
-def _held_by_place(hit: PrefixHit, packed: bytes, rules: KeepRules, host: HostBlocks) -> list[list[HeldBlock | None]]:
-    """Return for each place of a path what the host has of each group and the device does not.
+class _Path:
+    """A path, as far as device or host have what the groups have of it that keep all.
 
-    It ends where a group that keeps all has nothing.
+    Nodes have all of that. So the host is asked of what lies behind them, and of windows only where a path may end.
+
+    Args:
+        hit, packed, rules, host: as of :func:`extend_by_groups`.
     """
-    stride = rules.block_size * TOKEN_BYTES
-    places: list[list[HeldBlock | None]] = []
-    digest = root_digest(hit.namespace)
-    for offset in range(0, len(packed) - stride + 1, stride):
-        key = packed[offset : offset + stride]
-        if len(places) < len(hit.nodes):
-            node = hit.nodes[len(places)]
-            digest = digest_of(node)
-            lacks = [block is None for block in node.blocks]
-        else:
+
+    def __init__(self, hit: PrefixHit, packed: bytes, rules: KeepRules, host: HostBlocks) -> None:
+        self._nodes = hit.nodes
+        self._rules = rules
+        self._host = host
+        self._behind: list[tuple[bytes, bytes]] = []  # digest and key of each place behind the nodes
+        keeping = [group for group, rule in enumerate(rules) if not rule.trims]
+        stride = rules.block_size * TOKEN_BYTES
+        digest = digest_of(hit.nodes[-1]) if hit.nodes else root_digest(hit.namespace)
+        for offset in range(len(hit.nodes) * stride, len(packed) - stride + 1, stride):
+            key = packed[offset : offset + stride]
             digest = path_digest(digest, key)
-            lacks = [True] * len(rules)
-        held = [host.get(in_group(digest, group)) if lacking else None for group, lacking in enumerate(lacks)]
-        held = [one if one is not None and one.name.key == key else None for one in held]
-        if any(lacks[group] and held[group] is None and not rule.trims for group, rule in enumerate(rules)):
-            break
-        places.append(held)
-    return places
+            if any(self._at_host(digest, key, group) is None for group in keeping):
+                break
+            self._behind.append((digest, key))
+
+    def held(self, at: int, group: int) -> HeldBlock | None:
+        """Return what the host has of a group at one place, if the device has not got it."""
+        if at >= len(self._nodes):
+            return self._at_host(*self._behind[at - len(self._nodes)], group)
+        node = self._nodes[at]
+        return None if node.blocks[group] is not None else self._at_host(digest_of(node), node.key, group)
+
+    def num_found(self) -> int:
+        """Return how many blocks of it can be gone on from."""
+        end = len(self._nodes) + len(self._behind)
+        while end:
+            lacking = max(self._last_lacking(group, end) for group in range(len(self._rules)))
+            if lacking < 0:
+                break
+            end = lacking  # what goes on behind that place, and not beyond ``end``, needs it too
+        return end
+
+    def _last_lacking(self, group: int, end: int) -> int:
+        """Return the last place whose block is nowhere, though who goes on behind ``end`` needs it; -1 for none."""
+        rule = self._rules[group]
+        if not rule.trims:
+            return -1
+        places = range(end - 1, rule.first_block(end, self._rules.block_size) - 1, -1)
+        return next((at for at in places if not self._has(at, group)), -1)
+
+    def _has(self, at: int, group: int) -> bool:
+        on_device = at < len(self._nodes) and self._nodes[at].blocks[group] is not None
+        return on_device or self.held(at, group) is not None
+
+    def _at_host(self, digest: bytes, key: bytes, group: int) -> HeldBlock | None:
+        held = self._host.get(in_group(digest, group))
+        return held if held is not None and held.name.key == key else None

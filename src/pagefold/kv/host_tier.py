@@ -1,7 +1,8 @@
 """HostTier: which evicted blocks the host's memory holds, and what a step copies between it and the device.
 
 A block that is evicted from the device is copied to a block of the arena, and stays there when it comes back: evicted
-again, it need not be copied again. ``host_blocks.py`` has the places and says who makes room.
+again, it need not be copied again. ``host_blocks.py`` has the places and says who makes room. Blocks of every cache
+group lie here: behind a path of one group :meth:`HostTier.extend` looks for what is held, of several ``host_paths.py``.
 
 Slower tiers (``slow_tiers.py``) fill the arena and are written from it; a request never waits for them in a step.
 """
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from pagefold.kv.host_blocks import HostBlocks
 from pagefold.kv.names import digest_of, name_of, names_behind, path_digest, root_digest
-from pagefold.kv.plans import NO_HOST_OPS, HostOps, LoadOp, StoreOp
+from pagefold.kv.ops import NO_HOST_OPS, HostOps, LoadOp, StoreOp
 from pagefold.kv.tree import TOKEN_BYTES
 
 if TYPE_CHECKING:

@@ -8,6 +8,9 @@ from pagefold.kv.names import digest_of, in_group, names_behind, root_digest
 from pagefold.kv.tree import TOKEN_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pagefold.kv.held_block import HeldBlock
     from pagefold.kv.host_blocks import HostBlocks
     from pagefold.kv.keep_rules import KeepRules
     from pagefold.kv.names import BlockName
@@ -27,6 +30,7 @@ class Missing:
 
     Attributes:
         names: of the groups that keep all, in the order of their places.
+        near: what the host has of the path, heads before tails: what is brought is of no use without it.
         needs_windows: whether there are groups that do not, so that ``names`` are not all.
         is_whole_or_nothing: whether a part is of no use.
     """
@@ -34,8 +38,9 @@ class Missing:
     needs_windows = False
     is_whole_or_nothing = False
 
-    def __init__(self, names: list[BlockName]) -> None:
+    def __init__(self, names: list[BlockName], near: Sequence[HeldBlock] = ()) -> None:
         self.names = names
+        self.near = near
 
     def gain(self, num_blocks: int) -> int:
         """Return how many places need not be computed, given the first ``num_blocks`` of ``names``."""
@@ -51,7 +56,7 @@ class Missing:
 
     def up_to(self, num_blocks: int) -> Missing:
         """Return as much of it as ``num_blocks`` hold."""
-        return Missing(self.names[:num_blocks])
+        return Missing(self.names[:num_blocks], self.near)
 
 
 NOTHING_MISSING = Missing([])
@@ -62,13 +67,14 @@ class _Whole(Missing):
 
     Args:
         names: of the groups that keep all, and behind them of the windows.
+        near: see :class:`Missing`.
         num_places: that all of them are worth.
     """
 
     is_whole_or_nothing = True
 
-    def __init__(self, names: list[BlockName], num_places: int) -> None:
-        super().__init__(names)
+    def __init__(self, names: list[BlockName], near: Sequence[HeldBlock], num_places: int) -> None:
+        super().__init__(names, near)
         self._num_places = num_places
 
     def gain(self, num_blocks: int) -> int:
@@ -83,19 +89,23 @@ class _MissingByGroups(Missing):
 
     Args:
         path: the names of the path's places.
-        near: for each place and group whether device or host has its block.
+        has: for each place and group whether device or host has its block.
+        near: see :class:`Missing`.
         rules: what each group keeps.
     """
 
-    def __init__(self, path: list[BlockName], near: list[list[bool]], rules: KeepRules) -> None:
+    def __init__(
+        self, path: list[BlockName], has: list[list[bool]], near: Sequence[HeldBlock], rules: KeepRules
+    ) -> None:
         self._path = path
-        self._near = near
+        self._has = has
         self._rules = rules
         self._keeping = [group for group, rule in enumerate(rules) if not rule.trims]
         self._num_near = next(
-            (at for at, row in enumerate(near) if not all(row[group] for group in self._keeping)), len(near)
+            (at for at, row in enumerate(has) if not all(row[group] for group in self._keeping)), len(has)
         )
-        super().__init__([self._name(at, group) for at in range(self._num_near, len(path)) for group in self._keeping])
+        sought = range(self._num_near, len(path))
+        super().__init__([self._name(at, group) for at in sought for group in self._keeping], near)
         self.needs_windows = bool(rules.trimmed)
         # What is near can be gone on from up to here; where windows are missing, that is less than what is near.
         self._num_whole = next((end for end in range(self._num_near, 0, -1) if not self._lacking(end)), 0)
@@ -110,7 +120,7 @@ class _MissingByGroups(Missing):
         if not self.needs_windows:
             return self
         end = self._num_near + num_found // len(self._keeping)
-        return _Whole(self.names[:num_found] + self._lacking(end), end - self._num_whole)
+        return _Whole(self.names[:num_found] + self._lacking(end), self.near, end - self._num_whole)
 
     def up_to(self, num_blocks: int) -> Missing:
         is_all = len(self.with_windows(len(self.names)).names) <= num_blocks
@@ -122,7 +132,7 @@ class _MissingByGroups(Missing):
             self._name(at, group)
             for group in self._rules.trimmed
             for at in range(self._rules[group].first_block(end, self._rules.block_size), end)
-            if not self._near[at][group]
+            if not self._has[at][group]
         ]
 
     def _name(self, at: int, group: int) -> BlockName:
@@ -142,7 +152,7 @@ def missing_of_one_group(hit: PrefixHit, packed: bytes, stride: int) -> Missing:
     parent = digest_of(hit.nodes[-1]) if hit.nodes else root
     if hit.held:
         parent = hit.held[-1].name.digest
-    return Missing(names_behind(root, parent, packed[hit.num_blocks * stride :], stride))
+    return Missing(names_behind(root, parent, packed[hit.num_blocks * stride :], stride), hit.held)
 
 
 def missing_by_groups(hit: PrefixHit, packed: bytes, rules: KeepRules, host: HostBlocks) -> Missing:
@@ -156,13 +166,10 @@ def missing_by_groups(hit: PrefixHit, packed: bytes, rules: KeepRules, host: Hos
     """
     root = root_digest(hit.namespace)
     path = names_behind(root, root, packed, rules.block_size * TOKEN_BYTES)
-    near: list[list[bool]] = []
-    for at, name in enumerate(path):
+    held = [[host.get(in_group(name.digest, group)) for group in range(len(rules))] for name in path]
+    has = []
+    for at, on_host in enumerate(held):
         on_device = hit.nodes[at].blocks if at < len(hit.nodes) else [None] * len(rules)
-        near.append(
-            [
-                block is not None or host.get(in_group(name.digest, group)) is not None
-                for group, block in enumerate(on_device)
-            ]
-        )
-    return _MissingByGroups(path, near, rules)
+        has.append([mine is not None or other is not None for mine, other in zip(on_device, on_host, strict=True)])
+    near = [one for on_host in held for one in on_host if one is not None]
+    return _MissingByGroups(path, has, near, rules)

@@ -1,8 +1,9 @@
 """Pins: prefixes that stay cached though no table holds them, until they expire or somebody needs their memory.
 
-A pin keeps the blocks of one path of the tree, from the first block to its tail. They are CACHED as ever, but not
-evictable. It is a wish and no claim: before a request is preempted or made to wait for memory, pins are given up, those
-of least priority first, and their blocks are evictable again. So a pin never blocks a request for ever.
+A pin keeps the blocks of one path of the tree, from the first block to its tail; of a group that keeps the last tokens
+only, those that whoever goes on behind the tail needs. They are CACHED as ever, but not evictable. It is a wish and no
+claim: before a request is preempted or made to wait for memory, pins are given up, those of least priority first, and
+their blocks are evictable again. So a pin never blocks a request for ever.
 
 Pure: time is passed in, in seconds of any clock that does not go back.
 """
@@ -48,7 +49,7 @@ class Pin:
 
     Attributes:
         pin_id: the caller's name for it.
-        tail: the node of its last block; those above it are pinned with it.
+        tail: the last node of its path.
         blocks: that it keeps, the last first: of a group that keeps the last tokens only those of the path's end.
         priority: when it was pinned; the larger, the longer it is kept.
         pinned_at_s: when that was.
@@ -76,7 +77,7 @@ class Pin:
         return node.key
 
     def path(self) -> Iterator[Node]:
-        """Yield the nodes that it keeps, the last first."""
+        """Yield the nodes of its path, the last first: of those too far back for a window it keeps some blocks only."""
         node = self.tail
         while node.parent is not None:
             yield node

@@ -2,7 +2,7 @@
 
 The life of what a step will write::
 
-    promise = publishing.promise(table, packed, end)    others may lean on the blocks
+    promise = publishing.promise(cache, packed, end)    others may lean on the blocks
     publishing.commit(promise)                          the step ran: what was promised is written and stays
     publishing.abandon(promise)                         the step failed: it is taken back
 """
@@ -89,7 +89,7 @@ class Publishing:
         """The step ran: what was promised is written and stays. A cache's oldest promise first.
 
         Where another cache had published the same tokens first, this cache joins those blocks: see :meth:`join`. Not
-        without ``joins``: then that is the caller's, when all of the step is committed, and no other reads the table.
+        without ``joins``: then that is the caller's, when all of the step is committed, and no other reads its tables.
         """
         cache = promise.cache
         assert promise.before is None, "a cache's oldest promise is committed first"

@@ -9,7 +9,7 @@ import torch
 
 from pagefold.config import DROPPED_BITS
 from pagefold.errors import ConfigError
-from pagefold.runner.block_plan import block_plan
+from pagefold.runner.block_form import block_form
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,8 +28,10 @@ def check_rounds(transport: TransportCodec, geometry: KVGeometry) -> None:
     Raises:
         ConfigError: they hold no codes of 8 bit.
     """
-    if DROPPED_BITS[transport] and not block_plan(geometry).parts:
+    if DROPPED_BITS[transport] and not block_form(geometry).parts:
         name = "auto" if geometry.codec is None else geometry.codec.name
+        if geometry.skip_layers:
+            name += f", with layers {', '.join(map(str, geometry.skip_layers))} in 16 bit,"
         msg = f"kv_transport_codec {transport} rounds codes of 8 bit, and blocks of {name} have none."
         raise ConfigError(msg, remedy="Name a codec that has, as int8_per_token_head, or evaluate without it.")
 
@@ -47,7 +49,7 @@ class RoundingRunner:
 
     def __init__(self, runner: TorchRunner, transport: TransportCodec) -> None:
         slab = runner.slab
-        parts = block_plan(runner.geometry, slab.layout).parts
+        parts = block_form(runner.geometry, slab.layout).parts
         assert parts, "blocks without codes of 8 bit"
         self._runner = runner
         self._blocks = slab.data.view(torch.int8)
@@ -72,8 +74,11 @@ class RoundingRunner:
     def _round(self, plan: StepPlan) -> None:
         """Round what the step has filled: as ``Packing.coarsened`` does, where the blocks are."""
         size = self._runner.geometry.block_size
-        rows = zip(plan.starts, plan.num_tokens, plan.block_ids, strict=True)
-        filled = [block_ids[start // size : (start + num) // size] for start, num, block_ids in rows]
+        filled = [
+            table.block_ids[start // size - table.num_trimmed : (start + num) // size - table.num_trimmed]
+            for start, num, tables in zip(plan.starts, plan.num_tokens, plan.tables, strict=True)
+            for table in tables
+        ]
         for block_id in chain.from_iterable(filled):
             block = self._blocks[block_id]
             rounded = (block.to(torch.int16) + self._step // 2).div(self._step, rounding_mode="floor") * self._step

@@ -147,16 +147,16 @@ class Fetching:
 
     def let_go(self) -> None:
         """Keep nothing for requests that were admitted, or have ended."""
-        for ticket, wanted in list(self._wanted.items()):
+        for wanted in list(self._wanted.values()):
             request = wanted.request
             if request is not None and request.status not in (RequestStatus.FETCHING, RequestStatus.WAITING):
-                self._end(ticket, wanted)
+                self._end(wanted)
 
     def advance(self, now: float) -> None:
         """Let the requests go on that need not wait any more."""
-        for ticket, wanted in list(self._wanted.items()):
+        for wanted in list(self._wanted.values()):
             if wanted.is_waited_for:
-                self._advance(ticket, wanted, now)
+                self._advance(wanted, now)
 
     def next_late_s(self) -> float:
         """Return when an answer of a tier, or room, is not waited for any more; inf for never."""
@@ -165,6 +165,9 @@ class Fetching:
     def _look(self, wanted: Wanted, tier: str, now: float) -> None:
         """Ask a tier what it has."""
         wanted.late_s = now + self._look_s(wanted)
+        if wanted.ticket is not None:  # a late answer to the question before is not taken for this one's
+            del self._wanted[wanted.ticket]
+            self._number(wanted)
         self._hold(wanted)
         assert wanted.ticket is not None, "it was just held"
         wanted.num_asked += 1
@@ -178,11 +181,15 @@ class Fetching:
         """Give it a ticket, and hold its request back; nothing, if that was done."""
         if wanted.ticket is not None:
             return
+        self._number(wanted)
+        if wanted.request is not None:
+            self._scheduler.hold(wanted.request)
+
+    def _number(self, wanted: Wanted) -> None:
+        """Give it a ticket that nothing else had."""
         self._num_tickets += 1
         wanted.ticket = self._num_tickets
         self._wanted[wanted.ticket] = wanted
-        if wanted.request is not None:
-            self._scheduler.hold(wanted.request)
 
     def _decide(self, wanted: Wanted, now: float) -> bool:
         """Bring what is known to be found, if that pays; whether it does."""
@@ -217,13 +224,14 @@ class Fetching:
                 self._queued_bytes[tier] = self._queued_bytes.get(tier, 0) + num_bytes
             self._transfer.fetch(fetch)
 
-    def _end(self, ticket: int, wanted: Wanted) -> None:
+    def _end(self, wanted: Wanted) -> None:
         """Keep nothing of it any more."""
-        del self._wanted[ticket]
+        assert wanted.ticket is not None, "it was never held"
+        del self._wanted[wanted.ticket]
         if wanted.fetch is not None:
             self._slow.fetches.end(wanted.fetch)
 
-    def _advance(self, ticket: int, wanted: Wanted, now: float) -> None:
+    def _advance(self, wanted: Wanted, now: float) -> None:
         """Go on to the next stage; where that is the last one, or waiting does not pay, let the request go on."""
         if wanted.verdict is None:  # a tier is asked what it has
             is_waiting = now < wanted.late_s or self._go_on(wanted, now)
@@ -237,9 +245,7 @@ class Fetching:
         wanted.is_over = True
         if wanted.request is not None:
             self._scheduler.ready(wanted.request)
-        if wanted.fetch is None:
-            del self._wanted[ticket]
-        elif wanted.request is None:
-            self._end(ticket, wanted)
+        if wanted.fetch is None or wanted.request is None:
+            self._end(wanted)
         else:
             self._slow.arbiter.account(wanted.missing.gain(wanted.fetch.num_arrived), now - wanted.fetch.begun_s)
