@@ -164,26 +164,6 @@ def test_a_path_with_windows_that_passes_half_the_arena_is_computed_at_once(name
     assert request.num_cached_tokens == 5 * SIZE
 
 
-def test_an_answer_about_the_path_that_comes_late_says_nothing_of_windows():
-    """The pool is asked for 4 places and has 2, but says so when it was asked for a window of 2, of which it has 1."""
-    machine = GroupsMachine(GROUPS["a window first"], 20, 40)
-    tokens = STREAMS[0][: 10 * SIZE + 1]
-    kept_of(machine, tokens)
-    asked = []
-    machine.transfers.count = lambda tier, names: 6 if tier == DISK and len(names) == 10 else 0
-    machine.transfers.look = lambda tier, names, ticket: asked.append((tier, names, ticket))
-    request = begun(machine, tokens)
-    assert [len(names) for _, names, _ in asked] == [4]
-    machine.clock.advance(100.0)
-    machine.tiering.poll(machine.clock())
-    assert [name.group for name in asked[1][1]] == [0, 0]
-    for (tier, _, ticket), num_found in zip(asked, (2, 1), strict=True):
-        machine.tiering._note(Found(tier, ticket, num_found), machine.clock())
-        machine.tiering.poll(machine.clock())
-    assert request.status is RequestStatus.WAITING
-    assert machine.core.slow.arbiter.num_loaded == 0
-
-
 @pytest.mark.parametrize("name", ["a window first", "a window behind"])
 def test_of_what_is_corrupted_windows_leave_the_disk_too(name):
     machine = GroupsMachine(GROUPS[name], 20, 40, transfers=SimTransfers)

@@ -41,7 +41,6 @@ class Wanted:
 
     Attributes:
         ticket: what tiers answer under; None until its request is held back.
-        num_asked: times that a tier was asked and has not answered; only the last answer is about what is sought now.
         found: of the first names the tiers that have them.
         late_s: when answers of tiers, or room in the arena, are not waited for any more.
         verdict: how much of it is worth bringing; None until it is known what tiers have.
@@ -49,13 +48,12 @@ class Wanted:
         is_over: the request does not wait any more; what has come is kept until the request is admitted.
     """
 
-    __slots__ = ("fetch", "found", "is_over", "late_s", "missing", "num_asked", "request", "ticket", "verdict")
+    __slots__ = ("fetch", "found", "is_over", "late_s", "missing", "request", "ticket", "verdict")
 
     def __init__(self, request: Request | None, missing: Missing) -> None:
         self.request = request
         self.missing = missing
         self.ticket: int | None = None
-        self.num_asked = 0
         self.found: list[str] = []
         self.late_s = 0.0
         self.verdict: Verdict | None = None
@@ -134,10 +132,7 @@ class Fetching:
     def found(self, answer: Found, now: float) -> None:
         """A tier has said what it has."""
         wanted = self._wanted.get(answer.ticket)
-        if wanted is None:
-            return
-        wanted.num_asked -= 1
-        if wanted.verdict is None and not wanted.num_asked:
+        if wanted is not None and wanted.verdict is None:
             wanted.found += [answer.tier] * answer.num_blocks
             wanted.late_s = now
 
@@ -170,7 +165,6 @@ class Fetching:
             self._number(wanted)
         self._hold(wanted)
         assert wanted.ticket is not None, "it was just held"
-        wanted.num_asked += 1
         self._transfer.look(tier, wanted.left, wanted.ticket)
 
     def _look_s(self, wanted: Wanted) -> float:
