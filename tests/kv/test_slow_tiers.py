@@ -83,7 +83,9 @@ class World:
         self.sought: list = []  # by the last of them
         self.reading: list = []
         self.writing: list = []
-        self.not_stored = set()  # since the step failed: who waits for one does not hear of it, until all others came
+        # Who waits for one of these hears that it has gone when all others came: its step failed, or it came when
+        # another of its name was there, which may make room.
+        self.unheard = set()
         self.now = 0.0
         self.seen = Counter()
 
@@ -118,7 +120,7 @@ class World:
                 self.compute(group, table, tokens, num_found)
         if fails:
             self.core.moves.copies_failed(copies)
-            self.not_stored.update(self.host.blocks.at(store.host_id) for store in ops.stores)
+            self.unheard.update(self.host.blocks.at(store.host_id) for store in ops.stores)
             self.core.moves.host_failed(ops)
             for promise in reversed(promises):
                 self.core.publishing.abandon(promise)
@@ -225,7 +227,10 @@ class World:
         content = self.store.get(op.name.digest)
         is_good = kind != 0 and content is not None
         self.arena[op.host_id] = content if is_good else b"garbage"
+        held = self.host.blocks.at(op.host_id)
         self.slow.fetches.arrived(op.host_id, self.now, is_good=is_good)
+        if is_good and self.host.blocks.get(op.name.digest) is not held:
+            self.unheard.add(held)
         self.seen["arrived" if is_good else "lost"] += 1
 
     def go_on(self, next_token):
@@ -285,7 +290,7 @@ class World:
                 assert right, "wrong bytes on the device"
         for fetch in self.fetches:
             if fetch.missing.is_whole_or_nothing and not fetch.is_over:
-                blocks = set(fetch.blocks) - self.not_stored
+                blocks = set(fetch.blocks) - self.unheard
                 is_coming = [held.host_id in busy or self.host.blocks.get(held.name.digest) for held in blocks]
                 assert all(is_coming), "a part is waited for, which is of no use"
 
