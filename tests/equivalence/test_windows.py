@@ -31,7 +31,7 @@ WINDOW = 24
 SHORT = Workload(short_prompts(VOCAB_SIZE), num_outputs=24)
 FULL = Workload(full_prompts(VOCAB_SIZE), num_outputs=64)
 WITH_GROUPS = [setting for setting in SETTINGS if setting.knows_groups]
-NAMES = {"chunks of 17", "blocks of 4", "warm", "everything at once", "host tier"}
+NAMES = {"chunks of 17", "chunks of 17, cache off", "blocks of 4", "warm", "everything at once", "host tier"}
 FEW = [setting for setting in WITH_GROUPS if setting.name in NAMES]
 THIRD = [setting for number, setting in enumerate(WITH_GROUPS) if number % 3 == 0 or setting in FEW]
 
