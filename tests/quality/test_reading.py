@@ -14,7 +14,7 @@ from pagefold.config import EngineConfig
 from pagefold.engine.overlapped import OverlappedEngine
 from pagefold.engine.planning import plan_engine
 from pagefold.errors import ConfigError
-from pagefold.kv import CODECS, BlockId, BlockTable, KVGeometry
+from pagefold.kv import CODECS, KEEP_ALL, BlockId, BlockTable, KeepRule, KVGeometry
 from pagefold.quality.contexts import cut_contexts
 from pagefold.quality.evaluate import Question, _sized, evaluate
 from pagefold.quality.needles import DEPTHS, hide_needles
@@ -146,6 +146,19 @@ def test_what_a_step_has_filled_is_as_it_comes_back_from_a_pool(name: str, bits:
     after = slab.data.clone()
     assert rounding.launch(plan)() == "later"
     assert torch.equal(slab.data, after), "once more rounds nothing more"
+
+
+def test_of_every_cache_group_what_a_step_has_filled_is_rounded() -> None:
+    """Of a group that keeps a window the blocks that it still has; which group comes first does not matter."""
+    geometry = KVGeometry(4, 2, 32, 4, 8, CODECS["int8_per_token_head"], keeps=(KeepRule(24), KEEP_ALL) * 2)
+    slab = CodecSlab(torch.full((20, geometry.bytes_per_block), 7, dtype=torch.uint8), geometry)
+    rounding = RoundingRunner(SimpleNamespace(slab=slab, geometry=geometry, run=lambda _: "result"), "lossy7")
+    plan = StepPlan(0)
+    plan.starts, plan.num_tokens = [80], [19]  # fills the tenth block and the one behind it, of 13
+    assert [group.window for group in geometry.groups] == [24, None]
+    plan.tables = [[BlockTable(map(BlockId, range(6)), 7), BlockTable(map(BlockId, range(6, 19)))]]
+    rounding.run(plan)
+    assert [block for block in range(20) if (slab.as_bytes()[block] != 7).any()] == [3, 4, 16, 17]
 
 
 def test_rounded_blocks_are_found_behind_the_chunk_that_was_attended_exactly(

@@ -70,10 +70,13 @@ class RoundingRunner:
         return wait
 
     def _round(self, plan: StepPlan) -> None:
-        """Round what the step has filled: as ``Packing.coarsened`` does, where the blocks are."""
+        """Round what the step has filled, of every cache group: as ``Packing.coarsened`` does, where the blocks are."""
         size = self._runner.geometry.block_size
-        rows = zip(plan.starts, plan.num_tokens, plan.block_ids, strict=True)
-        filled = [block_ids[start // size : (start + num) // size] for start, num, block_ids in rows]
+        filled = [
+            table.block_ids[start // size - table.num_trimmed : (start + num) // size - table.num_trimmed]
+            for start, num, tables in zip(plan.starts, plan.num_tokens, plan.tables, strict=True)
+            for table in tables
+        ]
         for block_id in chain.from_iterable(filled):
             block = self._blocks[block_id]
             rounded = (block.to(torch.int16) + self._step // 2).div(self._step, rounding_mode="floor") * self._step

@@ -54,7 +54,8 @@ class Streamer:
         """Return the most blocks that a running request takes yet, of what it has tokens for."""
         cache = request.cache
         assert cache is not None
-        num_more = self._core.rules.num_blocks_for(request.num_tokens, self._max_num_batched_tokens, cache)
+        num_new = min(request.num_tokens - request.num_computed_tokens, self._max_num_batched_tokens)
+        num_more = self._core.rules.num_blocks_for(request.num_tokens, num_new, cache)
         if cache.streams:
             num_hot = len(cache.block_ids) - len(cache.cold)
             num_more = max(0, min(num_more, self.num_hot_blocks(request.num_tokens) - num_hot))
