@@ -36,7 +36,7 @@ def read_blocks(codec: str, num_contexts: int) -> tuple[NDArray[np.uint8], Block
     from pagefold.config import cache_dir
     from pagefold.quality.contexts import cut_contexts
     from pagefold.quality.texts import fetch_default_texts
-    from pagefold.runner.block_plan import block_plan
+    from pagefold.runner.block_form import block_form
 
     llm = LLM(MODEL, kv_cache_dtype=codec, kv_quality_floor=0.0, kv_cache_memory_bytes=2**30, max_model_len=LENGTH + 16)
     engine = llm.engine
@@ -48,7 +48,7 @@ def read_blocks(codec: str, num_contexts: int) -> tuple[NDArray[np.uint8], Block
         llm.generate({"prompt_token_ids": list(token_ids)}, how, use_tqdm=False)
     core = engine.scheduler.core
     used = [block.block_id for block in core.pool.blocks if block.state.name == "CACHED"]
-    return runner.slab.as_bytes()[used], block_plan(runner.geometry)
+    return runner.slab.as_bytes()[used], block_form(runner.geometry)
 
 
 def channel_bound(blocks: NDArray[np.uint8], form: BlockForm) -> float:

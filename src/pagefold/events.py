@@ -44,7 +44,7 @@ __all__ = [
     "ignore",
 ]
 
-EvictionCause: TypeAlias = Literal["allocation", "reset", "not_admitted", "corrupted"]
+EvictionCause: TypeAlias = Literal["allocation", "reset", "corrupted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,7 @@ class BlockEvicted:
         block_id: the block that became free.
         depth: how many blocks lie above it in its prefix.
         cause: ``allocation`` when another sequence needed the memory, ``reset`` when the cache was cleared,
-            ``not_admitted`` when the eviction policy refused to keep it, ``corrupted`` when a request whose logits were
-            no numbers had to do with it.
+            ``corrupted`` when a request whose logits were no numbers had to do with it.
         lifetime_s: seconds since it was published.
         idle_s: seconds since it was last used (published, found, or let go).
     """

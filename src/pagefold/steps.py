@@ -6,7 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from pagefold.kv.plans import NO_HOST_OPS
+from pagefold.kv.ops import NO_HOST_OPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ __all__ = [
     "BlockMover",
     "DamagedBlocksError",
     "LaunchingRunner",
-    "Moves",
+    "MovesInFlight",
     "PromptPart",
     "Runner",
     "StepPlan",
@@ -156,7 +156,7 @@ class DamagedBlocksError(Exception):
         self.host_ids = host_ids
 
 
-class Moves(Protocol):
+class MovesInFlight(Protocol):
     """Moves of a step that are under way while it is queued and computed."""
 
     def hold(self, layer: int) -> None:
@@ -184,7 +184,7 @@ class BlockMover(Protocol):
         ops: HostOps,
         blocks: Any,  # noqa: ANN401 - NumPy's on a CPU, torch's on a card
         layer_begins: Sequence[int] = (0,),
-    ) -> Moves | None:
+    ) -> MovesInFlight | None:
         """Begin a step's moves; return what is still on its way, if anything.
 
         Args:
@@ -194,7 +194,7 @@ class BlockMover(Protocol):
 
         Raises:
             DamagedBlocksError: some of what was loaded or checked, where that is known already; else
-                :meth:`Moves.verify` raises it.
+                :meth:`MovesInFlight.verify` raises it.
         """
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from random import Random
 
     from pagefold.engine.engine import Engine
+    from pagefold.kv import KVGeometry
     from pagefold.runner.slab import AnySlab
     from pagefold.steps import StepPlan
 
@@ -151,7 +152,7 @@ class HarshRunner:
         elif how == "between layers":
             self._run_to_second_layer(plan)
         if how != "before":
-            poison(self.inner.slab, self.inner.geometry.groups[0].num_cells, plan)
+            poison(self.inner.slab, self.inner.geometry, plan)
         raise InjectedError(how)
 
     def _run_to_second_layer(self, plan: StepPlan) -> None:
@@ -175,27 +176,29 @@ class HarshRunner:
             decoder._attention = attention
 
 
-def poison(slab: AnySlab, num_cells: int, plan: StepPlan) -> None:
-    """Make NaN of every slot that the step was to write."""
+def poison(slab: AnySlab, geometry: KVGeometry, plan: StepPlan) -> None:
+    """Make NaN of every slot that the step was to write, as each cell of its cache group stores it."""
     if isinstance(slab, SealedSlab):
         poison_sealed(slab, plan)
         return
     dtype = slab.data.dtype if slab.data.dtype.is_floating_point else torch.float32
     nothing = torch.full((1, slab.head_dim), torch.nan, dtype=dtype)
     for tables, start, num_tokens in zip(plan.tables, plan.starts, plan.num_tokens, strict=True):
-        for table, position in product(tables, range(start, start + num_tokens)):
-            block = table.block_ids[position // slab.block_size - table.num_trimmed]
-            for cell in range(num_cells):
-                slab.write(cell, torch.tensor([block]), torch.tensor([position]), (nothing, nothing))
+        for (group, table), position in product(
+            zip(geometry.groups, tables, strict=True), range(start, start + num_tokens)
+        ):
+            block = torch.tensor([table.block_ids[position // slab.block_size - table.num_trimmed]])
+            for layer, head in product(group.layers, range(group.num_kv_heads)):
+                slab.write(geometry.cell(layer, head), block, torch.tensor([position]), (nothing, nothing))
 
 
 def poison_sealed(slab: SealedSlab, plan: StepPlan) -> None:
     """Make NaN of every block that the step was to seal, and of what it was to write into residuals."""
-    rows = zip(plan.block_ids, plan.starts, plan.num_tokens, plan.residual_ids, strict=True)
-    for block_ids, start, num_tokens, residual_id in rows:
+    rows = zip(plan.tables, plan.starts, plan.num_tokens, plan.residual_ids, strict=True)
+    for tables, start, num_tokens, residual_id in rows:
         end = start + num_tokens
-        for index in range(start // slab.block_size, end // slab.block_size):
-            slab.data[block_ids[index]] = 0xFF
+        for table, index in product(tables, range(start // slab.block_size, end // slab.block_size)):
+            slab.data[table.block_ids[index - table.num_trimmed]] = 0xFF
         last = (end - 1) // slab.block_size * slab.block_size
         for cell in range(len(slab.places)):
             for part in slab.residual(cell, residual_id):

@@ -46,8 +46,20 @@ if TYPE_CHECKING:
     from pagefold.engine.outputs import OutputDelta
     from pagefold.events import Emit, Event
     from pagefold.kv import WritePolicy
+    from pagefold.runner.slab import AnySlab
 
-__all__ = ["Budget", "Counts", "EngineFactory", "Key", "Setting", "Trial", "Workload", "assert_clean", "build"]
+__all__ = [
+    "Budget",
+    "Counts",
+    "EngineFactory",
+    "Key",
+    "Setting",
+    "Trial",
+    "Workload",
+    "assert_clean",
+    "build",
+    "cached_blocks",
+]
 
 _SMALLEST_GAP = 1e-9
 """Between the best two logits of a reference. In float64 rounding stays below 1e-12 here."""
@@ -59,8 +71,8 @@ class Setting:
 
     Attributes:
         name: of the test.
-        block_size, kv_cache_dtype, max_num_batched_tokens, max_num_seqs, enable_prefix_caching, eviction_policy,
-            attention_backend, dtype: as in ``EngineConfig``.
+        block_size, kv_cache_dtype, kv_cache_dtype_skip_layers, max_num_batched_tokens, max_num_seqs,
+            enable_prefix_caching, eviction_policy, attention_backend, dtype: as in ``EngineConfig``.
         spare_blocks: the KV budget: so many blocks more than the longest request needs; None for plenty.
         streamed_share: the KV budget instead: this share of the blocks that the longest request needs, so that it
             streams; None for no streaming.
@@ -85,6 +97,7 @@ class Setting:
     name: str
     block_size: int = 16
     kv_cache_dtype: str = "auto"
+    kv_cache_dtype_skip_layers: tuple[int, ...] = ()
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
     spare_blocks: int | None = None
@@ -109,9 +122,8 @@ class Setting:
 
     @property
     def knows_groups(self) -> bool:
-        """Whether it runs with several cache groups: not yet with streaming, and with codecs that seal blocks."""
-        codec = CODECS.get(self.kv_cache_dtype)
-        return self.streamed_share is None and not (codec and codec.channel_tokens)
+        """Whether it runs with several cache groups: not yet with streaming."""
+        return self.streamed_share is None
 
 
 @dataclass
@@ -211,7 +223,8 @@ def build(setting: Setting, folder: Path, budget: Budget, emit: Emit) -> Engine:
     spec = inspect_model(folder)
     element_bytes = 8 if setting.dtype == "float64" else 4
     codec = CODECS.get(setting.kv_cache_dtype)
-    geometry = KVGeometry(spec.num_layers, spec.num_kv_heads, spec.head_dim, element_bytes, setting.block_size, codec)
+    shape = spec.num_layers, spec.num_kv_heads, spec.head_dim, element_bytes, setting.block_size
+    geometry = KVGeometry(*shape, codec, setting.kv_cache_dtype_skip_layers, CODECS["float16"])
     num_blocks = budget.num_blocks
     if spec.keeps and setting.knows_groups:
         geometry = replace(geometry, keeps=spec.keeps)
@@ -222,6 +235,7 @@ def build(setting: Setting, folder: Path, budget: Budget, emit: Emit) -> Engine:
         dtype=setting.dtype,
         block_size=setting.block_size,
         kv_cache_dtype=setting.kv_cache_dtype,
+        kv_cache_dtype_skip_layers=setting.kv_cache_dtype_skip_layers,
         kv_cache_memory_bytes=num_blocks * geometry.bytes_per_block + setting.max_num_seqs * geometry.residual_bytes,
         kv_offloading_size=budget.num_host_blocks * geometry.bytes_per_block / 2**30,
         allow_streaming=setting.streamed_share is not None,
@@ -412,6 +426,21 @@ def assert_clean(engine: Engine) -> None:
     assert not engine._outputs.texts, "an output's text was not dropped"
     assert not engine._outputs.requests, "a request was not dropped"
     audit(core)
+
+
+def cached_blocks(engine: Engine, slab: AnySlab) -> dict[tuple[int, bytes], bytes]:
+    """Return the bytes of what is cached, by cache group and the tokens that lead to it."""
+    found = {}
+    for node in engine.scheduler.core.tree.nodes():
+        path, at = [], node
+        while at.parent is not None:
+            path.append(at.key)
+            at = at.parent
+        tokens = b"".join(reversed(path))
+        for block in node.blocks:
+            if block is not None:
+                found[block.group, tokens] = bytes(slab.as_bytes()[block.block_id])
+    return found
 
 
 def _budget(setting: Setting, workload: Workload) -> Budget:

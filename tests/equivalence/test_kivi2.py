@@ -23,7 +23,7 @@ from equivalence.overlapped_loop import build_overlapped, overlapped
 from equivalence.prompts import short_prompts
 from equivalence.sealed_cases import SealedCase, hold_slabs
 from equivalence.settings import SETTINGS
-from equivalence.suite import Counts, Trial, Workload, assert_clean
+from equivalence.suite import Counts, Trial, Workload, assert_clean, cached_blocks
 from equivalence.tiny_models import VOCAB_SIZE
 from pagefold.config import EngineConfig
 from pagefold.engine.build import build_engine
@@ -175,19 +175,6 @@ def test_the_kernel_does_so_at_the_ends_of_blocks_and_splits(shape):
     hold(SealedCase(shape, [(0, 5 * size + 2, 0), (6 * size, size, 5 * size), (5 * size + 1, 1, 900)], 4), softcap=4.0)
 
 
-def _stored(trial):
-    """Return what is cached, by the tokens that lead to it."""
-    core, slab = trial.engine.scheduler.core, trial.engine.runner.inner.slab
-    found = {}
-    for node in core.tree.nodes():
-        path, at = [], node
-        while at.parent is not None:
-            path.append(at.key)
-            at = at.parent
-        found[b"".join(reversed(path))] = slab.data[node.block.block_id].numpy().tobytes()
-    return found
-
-
 def test_what_is_stored_does_not_depend_on_how_it_came_about(tiny_folder):
     """Chunks of 512 or of 17, cold, warm, after preemptions or failed steps: every block is equal in bits."""
     names = ("batched, chunks of 512", "chunks of 17", "warm", "failed steps, chunks of 17, warm")
@@ -197,7 +184,7 @@ def test_what_is_stored_does_not_depend_on_how_it_came_about(tiny_folder):
             how = replace(setting, dtype="float32", attention_backend="auto", max_num_seqs=16, ignore_eos=True)
             trial = Trial(replace(how, at_least=None), SHORT, tiny_folder("qwen3"))
             trial.run()
-            stored.append(_stored(trial))
+            stored.append(cached_blocks(trial.engine, trial.engine.runner.inner.slab))
     assert len(stored) == len(names)
     for others in stored[1:]:
         shared = stored[0].keys() & others.keys()
@@ -226,20 +213,9 @@ class FailsBeforeCopies:
             raise InjectedError
 
 
-@pytest.mark.parametrize("is_overlapped", [False, True], ids=["plain", "overlapped"])
-@pytest.mark.parametrize("failures", [0.0, 0.4, "of copies"])
-def test_samples_of_one_prompt_are_each_what_it_is_alone(failures, is_overlapped, tiny_folder):
-    """A fork goes on from a copy of what is not sealed; one whose copy is lost with its step computes it again."""
+def hold_samples(config, prompts, failures, *, is_overlapped=False):
+    """Hold samples that fork from a prompt to what each is alone, while steps fail."""
     how = SamplingParams(temperature=1.0, seed=50, max_tokens=40, ignore_eos=True)
-    prompts = [prompt for prompt in SHORT.prompts if len(prompt) < 200][:6]
-    config = EngineConfig(
-        model=str(tiny_folder("qwen3")),
-        kv_cache_dtype="kivi2",
-        kv_cache_memory_bytes=2**23,
-        max_model_len=256,
-        max_num_seqs=9,
-        max_num_batched_tokens=40,
-    )
     outputs = {}
     for num_samples in (1, 3):
         engine = build_engine(plan_engine(config))
@@ -261,6 +237,22 @@ def test_samples_of_one_prompt_are_each_what_it_is_alone(failures, is_overlapped
     assert len(outputs) == 2 * 3 * len(prompts)
     for (num_samples, index, seed), output in outputs.items():
         assert output == outputs[1, index, seed], (num_samples, index, seed)
+
+
+@pytest.mark.parametrize("is_overlapped", [False, True], ids=["plain", "overlapped"])
+@pytest.mark.parametrize("failures", [0.0, 0.4, "of copies"])
+def test_samples_of_one_prompt_are_each_what_it_is_alone(failures, is_overlapped, tiny_folder):
+    """A fork goes on from a copy of what is not sealed; one whose copy is lost with its step computes it again."""
+    prompts = [prompt for prompt in SHORT.prompts if len(prompt) < 200][:6]
+    config = EngineConfig(
+        model=str(tiny_folder("qwen3")),
+        kv_cache_dtype="kivi2",
+        kv_cache_memory_bytes=2**23,
+        max_model_len=256,
+        max_num_seqs=9,
+        max_num_batched_tokens=40,
+    )
+    hold_samples(config, prompts, failures, is_overlapped=is_overlapped)
 
 
 @pytest.mark.parametrize(

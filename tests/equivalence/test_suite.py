@@ -96,7 +96,7 @@ def forget_one_slot(engine):
     def damaged(plan):
         for node in engine.scheduler.core.tree.nodes():
             if node.committed and node.depth == 2:
-                slab.values[node.block.block_id, 1, 5] = 0.0
+                slab.values[node.blocks[0].block_id, 1, 5] = 0.0
                 break
         return run(plan)
 

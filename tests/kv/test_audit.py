@@ -26,7 +26,7 @@ from pagefold.kv import (
     audit,
     make_policy,
 )
-from pagefold.kv.block import Block, Node
+from pagefold.kv.block import Block, BlockId, Node
 from pagefold.kv.held_block import HeldBlock
 from pagefold.kv.keep import KeepRule
 from pagefold.kv.names import BlockName
@@ -64,7 +64,7 @@ class World:
         core.moves.host_done(core.moves.take_host_ops())
         loading, _ = core.acquire(core.match(NS, pack(range(90, 96)), 5))
         (self.held,) = self.host.blocks.all()
-        assert loading.block_ids == [load.block_id for load in self.host.pending.loads]
+        assert loading.only_table.block_ids == [load.block_id for load in self.host.pending.loads]
         core.release(self.serve(range(80, 84)))
         core.blocks.reclaim(1)
         core.release(self.serve([50, 51, 52, 53, 60, 61, 62, 63]))
@@ -92,7 +92,7 @@ class World:
         return cache
 
     def block(self, cache: SequenceCache, index: int) -> Block:
-        return self.pool.blocks[cache.block_ids[index]]
+        return self.pool.blocks[cache.only_table.block_ids[index]]
 
     def node(self, cache: SequenceCache, index: int) -> Node:
         node = self.block(cache, index).node
@@ -118,7 +118,7 @@ def free_block_lost(world: World) -> None:
 
 
 def held_block_in_the_free_list(world: World) -> None:
-    world.pool.free_ids.append(world.cache.block_ids[0])
+    world.pool.free_ids.append(world.cache.only_table.block_ids[0])
 
 
 def table_count_off_by_one(world: World) -> None:
@@ -142,8 +142,7 @@ def free_block_with_a_node(world: World) -> None:
 
 
 def active_but_nobody_holds_it(world: World) -> None:
-    assert world.cached.block is not None
-    world.cached.block.state = BlockState.ACTIVE
+    world.cached.blocks[0].state = BlockState.ACTIVE
     world.pool.num_cached -= 1
 
 
@@ -153,12 +152,11 @@ def cached_but_held(world: World) -> None:
 
 
 def cached_but_not_published(world: World) -> None:
-    assert world.cached.block is not None
-    world.cached.block.node = None
+    world.cached.blocks[0].node = None
 
 
 def copy_for_nobody(world: World) -> None:
-    src, dst = world.block(world.cache, 0), world.cached.block
+    src, dst = world.block(world.cache, 0), world.cached.blocks[0]
     assert dst is not None
     world.core.moves.pending_copies.append(CopyOp(src.block_id, dst.block_id, 1))
     world.pool.pin_io(src)
@@ -214,14 +212,14 @@ def node_in_the_tree_that_says_it_left(world: World) -> None:
 
 
 def block_published_by_two_nodes(world: World) -> None:
-    root, block = world.core.tree.roots[NS], world.cached.block
+    root, block = world.core.tree.roots[NS], world.cached.blocks[0]
     assert block is not None
     world.core.tree.insert(root, b"\0" * 16, [block], 0).committed = True
     block.node = world.cached
 
 
 def two_blocks_of_one_id(world: World) -> None:
-    root, block = world.core.tree.roots[NS], world.cached.block
+    root, block = world.core.tree.roots[NS], world.cached.blocks[0]
     assert block is not None
     twin = Block(block.block_id)
     twin.node = world.core.tree.insert(root, b"\0" * 16, [twin], 0)
@@ -231,7 +229,7 @@ def two_blocks_of_one_id(world: World) -> None:
 
 def held_but_not_the_block_before_it(world: World) -> None:
     world.pool.release(world.block(world.cache, 0))
-    del world.cache.block_ids[0]
+    del world.cache.only_table.block_ids[0]
 
 
 def never_committed(world: World) -> None:
@@ -276,7 +274,7 @@ def promises_with_a_gap(world: World) -> None:
 
 def block_twice_in_a_table(world: World) -> None:
     world.pool.acquire(world.block(world.cache, 2))
-    world.cache.block_ids.append(world.cache.block_ids[2])
+    world.cache.only_table.block_ids.append(world.cache.only_table.block_ids[2])
 
 
 def wrong_capacity(world: World) -> None:
@@ -290,7 +288,7 @@ def more_published_than_held(world: World) -> None:
 def tail_that_left_the_tree(world: World) -> None:
     tail = world.cache.tail
     assert tail is not None
-    world.cache.tail = Node(tail.key, tail.parent, [tail.block], 0)
+    world.cache.tail = Node(tail.key, tail.parent, [tail.blocks[0]], 0)
     world.cache.tail.attached = False
 
 
@@ -299,7 +297,7 @@ def path_of_another_length(world: World) -> None:
 
 
 def path_that_is_not_the_table(world: World) -> None:
-    ids = world.cache.block_ids
+    ids = world.cache.only_table.block_ids
     ids[0], ids[1] = ids[1], ids[0]
 
 
@@ -312,8 +310,12 @@ def last_published_block_given_back(world: World) -> None:
     world.cache.tables[0].num_trimmed = 2
 
 
+def lacking_and_not_loaded(world: World) -> None:
+    world.core.moves.lacking[BlockId(19)] = world.cached
+
+
 def evictable_alone_twice(world: World) -> None:
-    block = world.cached.block
+    block = world.cached.blocks[0]
     assert block is not None
     world.core.blocks._stale[block] = world.core.blocks._idle[block] = None
 
@@ -346,8 +348,7 @@ def two_pins_of_one_tail(world: World) -> None:
 
 def pin_of_another_path(world: World) -> None:
     pinned = pin(world, world.node(world.cache, 0))
-    assert pinned.tail.block is not None
-    world.pool.unpin(pinned.tail.block)
+    world.pool.unpin(pinned.tail.blocks[0])
     other = world.block(world.cache, 1)
     world.pool.pin(other)
     world.core.pins._pins["p"] = replace(pinned, blocks=(other,))
@@ -381,7 +382,7 @@ def cached_pinned_blocks_miscounted(world: World) -> None:
 
 
 def cold_block_elsewhere(world: World) -> None:
-    world.streamed.block_ids[0] += 1
+    world.streamed.only_table.block_ids[0] += 1
 
 
 def streamed_and_published(world: World) -> None:
@@ -493,7 +494,8 @@ CORRUPTIONS: list[tuple[Callable[[World], None], str]] = [
     (more_published_than_held, "and the path has 2 nodes"),
     (path_of_another_length, "and the path has 2 nodes"),
     (blocks_given_back_that_are_kept, "group 0 keeps all, and 1 blocks are gone"),
-    (last_published_block_given_back, "the last published block is gone"),
+    (last_published_block_given_back, "group 0 begins at 2, and who goes on behind 2 needs block 1"),
+    (lacking_and_not_loaded, "of {19} nodes lack, {"),
     (evictable_alone_twice, "both stale and not"),
     (idle_and_not_evictable_alone, "0 blocks can be evicted alone"),
     (pin_of_another_path, "pins blocks of another path"),

@@ -110,7 +110,7 @@ class Core(KVCore):
 def test_an_empty_core_knows_nothing() -> None:
     core = Core(4)
     cache, num_tokens = core.admit(range(9))
-    assert (cache.block_ids, num_tokens, cache.capacity) == ([], 0, 0)
+    assert (cache.only_table.block_ids, num_tokens, cache.capacity) == ([], 0, 0)
     assert core.states() == (4, 0, 0)
     assert core.usage == 0.0
 
@@ -118,11 +118,11 @@ def test_an_empty_core_knows_nothing() -> None:
 def test_what_was_computed_is_found_again() -> None:
     core = Core()
     first = core.serve(range(13))
-    ids = list(first.block_ids)
+    ids = list(first.only_table.block_ids)
     core.drop(first)
     cache, num_tokens = core.admit(range(13))
     assert num_tokens == 12
-    assert cache.block_ids == ids[:3]
+    assert cache.only_table.block_ids == ids[:3]
     assert cache.num_published == 3
 
 
@@ -131,8 +131,8 @@ def test_two_sequences_share_blocks_at_the_same_time() -> None:
     first = core.serve(range(9))
     second, num_tokens = core.admit(range(9))
     assert num_tokens == 8
-    assert second.block_ids == first.block_ids[:2]
-    assert [core.pool.blocks[i].num_table_refs for i in first.block_ids] == [2, 2, 1]
+    assert second.only_table.block_ids == first.only_table.block_ids[:2]
+    assert [core.pool.blocks[i].num_table_refs for i in first.only_table.block_ids] == [2, 2, 1]
 
 
 def test_the_last_block_of_a_sequence_is_private_until_it_is_full() -> None:
@@ -186,8 +186,8 @@ def test_a_partial_match_is_a_copy() -> None:
     cache, num_tokens = core.admit([0, 1, 2, 3, 4, 5, 99])
     assert num_tokens == 6
     (copy,) = core.moves.pending_copies
-    assert copy == CopyOp(first.block_ids[1], cache.block_ids[1], 2)
-    assert cache.block_ids[1] not in first.block_ids
+    assert copy == CopyOp(first.only_table.block_ids[1], cache.only_table.block_ids[1], 2)
+    assert cache.only_table.block_ids[1] not in first.only_table.block_ids
     assert core.grow(cache, [0, 1, 2, 3, 4, 5, 99], 6) == [copy]
     assert core.moves.pending_copies == core.moves.copies_in_flight == []
 
@@ -200,7 +200,7 @@ def test_a_partial_match_needs_a_block_and_does_without() -> None:
     assert hit.num_partial_tokens == 2
     cache, num_tokens = core.acquire(hit)  # the one block that could be evicted is the one to copy from
     audit(core)
-    assert (num_tokens, cache.block_ids, core.moves.pending_copies) == (4, [0], [])
+    assert (num_tokens, cache.only_table.block_ids, core.moves.pending_copies) == (4, [0], [])
     core.drop(other)
     core.drop(cache)
     assert core.blocks.reclaim(2) == 2
@@ -210,12 +210,12 @@ def test_a_partial_match_may_evict_for_its_copy_but_never_its_source() -> None:
     core = Core(3)
     core.drop(core.serve(range(8)))
     core.drop(core.serve([50, 51, 52, 53]))
-    src = core.match(NS, pack(range(8)), 8).nodes[1].block
+    src = core.match(NS, pack(range(8)), 8).nodes[1].blocks[0]
     assert src is not None
     cache, num_tokens = core.admit([0, 1, 2, 3, 4, 5, 99])
     assert num_tokens == 6
     assert core.hit_tokens([50]) == 0
-    assert core.moves.pending_copies == [CopyOp(src.block_id, cache.block_ids[1], 2)]
+    assert core.moves.pending_copies == [CopyOp(src.block_id, cache.only_table.block_ids[1], 2)]
     assert src.num_io_refs == 1
 
 
@@ -241,7 +241,7 @@ def test_a_stale_hit_is_cut_where_the_tree_was() -> None:
     core.blocks.reclaim(2)
     cache, num_tokens = core.acquire(hit)
     audit(core)
-    assert (num_tokens, len(cache.block_ids)) == (8, 2)
+    assert (num_tokens, len(cache.only_table.block_ids)) == (8, 2)
 
 
 def test_a_stale_hit_whose_partial_block_left() -> None:
@@ -251,7 +251,7 @@ def test_a_stale_hit_whose_partial_block_left() -> None:
     core.blocks.reclaim(1)
     cache, num_tokens = core.acquire(hit)
     audit(core)
-    assert (hit.num_partial_tokens, num_tokens, len(cache.block_ids)) == (2, 4, 1)
+    assert (hit.num_partial_tokens, num_tokens, len(cache.only_table.block_ids)) == (2, 4, 1)
     assert not core.moves.pending_copies
 
 
@@ -262,7 +262,7 @@ def test_a_stale_hit_of_which_nothing_is_left() -> None:
     core.blocks.reclaim(4)
     cache, num_tokens = core.acquire(hit)
     audit(core)
-    assert (num_tokens, cache.block_ids) == (0, [])
+    assert (num_tokens, cache.only_table.block_ids) == (0, [])
     core.grow(cache, range(16), 0)
     assert core.hit_tokens(range(16)) == 16
 
@@ -276,7 +276,7 @@ def test_a_stale_hit_does_not_take_the_same_tokens_in_another_block() -> None:
     core.drop(core.serve(range(8)))
     cache, num_tokens = core.acquire(hit)
     audit(core)
-    assert (num_tokens, cache.block_ids) == (0, [])
+    assert (num_tokens, cache.only_table.block_ids) == (0, [])
 
 
 def test_a_hit_survives_a_reset_as_nothing() -> None:
@@ -300,7 +300,7 @@ def test_a_hit_on_a_promise_that_was_abandoned_is_nothing() -> None:
     core.fail_step(promise, admitted=[cache])
     late, num_tokens = core.acquire(hit)
     audit(core)
-    assert (num_tokens, late.block_ids) == (0, [])
+    assert (num_tokens, late.only_table.block_ids) == (0, [])
 
 
 def test_a_hit_may_be_acquired_more_than_once() -> None:
@@ -309,9 +309,9 @@ def test_a_hit_may_be_acquired_more_than_once() -> None:
     hit = core.find(range(9))
     one, other = core.acquire(hit)[0], core.acquire(hit)[0]
     audit(core)
-    assert one.block_ids == other.block_ids
-    one.block_ids.append(one.block_ids.pop())  # lists of their own
-    assert one.block_ids is not other.block_ids
+    assert one.only_table.block_ids == other.only_table.block_ids
+    one.only_table.block_ids.append(one.only_table.block_ids.pop())  # lists of their own
+    assert one.only_table.block_ids is not other.only_table.block_ids
 
 
 # Extend.
@@ -323,15 +323,15 @@ def test_extend_makes_room_for_whole_blocks(end: int, num_blocks: int) -> None:
     cache, _ = core.admit(range(20))
     assert core.extend(cache, 0, end)
     audit(core)
-    assert (len(cache.block_ids), cache.capacity) == (num_blocks, num_blocks * BLOCK_SIZE)
+    assert (len(cache.only_table.block_ids), cache.capacity) == (num_blocks, num_blocks * BLOCK_SIZE)
 
 
 def test_extend_within_the_capacity_takes_nothing() -> None:
     core = Core()
     cache = core.serve(range(5))
-    ids = list(cache.block_ids)
+    ids = list(cache.only_table.block_ids)
     assert core.extend(cache, 5, 8)
-    assert cache.block_ids == ids
+    assert cache.only_table.block_ids == ids
 
 
 def test_extend_refuses_what_does_not_fit_and_changes_nothing() -> None:
@@ -340,7 +340,7 @@ def test_extend_refuses_what_does_not_fit_and_changes_nothing() -> None:
     cache = core.serve(range(50, 58))
     assert not core.extend(cache, 8, 21)
     audit(core)
-    assert (len(cache.block_ids), core.states()) == (2, (1, 1, 2))
+    assert (len(cache.only_table.block_ids), core.states()) == (2, (1, 1, 2))
     assert core.hit_tokens(range(4)) == 4
     assert core.extend(cache, 8, 16)
 
@@ -375,33 +375,33 @@ def test_a_fork_shares_all_blocks_until_somebody_writes() -> None:
     cache = core.serve(range(6))
     twin = core.fork(cache)
     audit(core)
-    assert twin.block_ids == cache.block_ids
-    assert twin.block_ids is not cache.block_ids
+    assert twin.only_table.block_ids == cache.only_table.block_ids
+    assert twin.only_table.block_ids is not cache.only_table.block_ids
     assert core.num_active == 2
 
 
 def test_the_first_to_write_gets_a_copy_and_the_second_keeps_the_block() -> None:
     core = Core()
     cache = core.serve(range(6))
-    shared = cache.block_ids[1]
+    shared = cache.only_table.block_ids[1]
     twin = core.fork(cache)
     copies = core.grow(cache, range(7), 6)
-    assert copies == [CopyOp(shared, cache.block_ids[1], 2)]
-    assert cache.block_ids[0] == twin.block_ids[0]
-    assert cache.block_ids[1] != shared
+    assert copies == [CopyOp(shared, cache.only_table.block_ids[1], 2)]
+    assert cache.only_table.block_ids[0] == twin.only_table.block_ids[0]
+    assert cache.only_table.block_ids[1] != shared
     assert core.grow(twin, [*range(6), 99], 6) == []
-    assert twin.block_ids[1] == shared
+    assert twin.only_table.block_ids[1] == shared
 
 
 def test_both_may_write_in_one_step() -> None:
     core = Core()
     cache = core.serve(range(6))
-    shared = cache.block_ids[1]
+    shared = cache.only_table.block_ids[1]
     twin = core.fork(cache)
     promises = core.plan(cache, range(7), 6), core.plan(twin, [*range(6), 99], 6)
     copies = core.finish_step(*promises)
-    assert copies == [CopyOp(shared, cache.block_ids[1], 2)]
-    assert twin.block_ids[1] == shared
+    assert copies == [CopyOp(shared, cache.only_table.block_ids[1], 2)]
+    assert twin.only_table.block_ids[1] == shared
 
 
 def test_many_forks_each_get_their_own() -> None:
@@ -410,8 +410,8 @@ def test_many_forks_each_get_their_own() -> None:
     twins = [cache, *(core.fork(cache) for _ in range(4))]
     for index, twin in enumerate(twins):
         core.grow(twin, [*range(6), 90 + index], 6)
-    assert len({twin.block_ids[1] for twin in twins}) == 5
-    assert len({twin.block_ids[0] for twin in twins}) == 1
+    assert len({twin.only_table.block_ids[1] for twin in twins}) == 5
+    assert len({twin.only_table.block_ids[0] for twin in twins}) == 1
 
 
 def test_a_fork_at_the_end_of_a_block_copies_nothing() -> None:
@@ -419,20 +419,20 @@ def test_a_fork_at_the_end_of_a_block_copies_nothing() -> None:
     cache = core.serve(range(8))
     twin = core.fork(cache)
     assert core.grow(cache, range(9), 8) == core.grow(twin, [*range(8), 99], 8) == []
-    assert cache.block_ids[:2] == twin.block_ids[:2]
-    assert cache.block_ids[2] != twin.block_ids[2]
+    assert cache.only_table.block_ids[:2] == twin.only_table.block_ids[:2]
+    assert cache.only_table.block_ids[2] != twin.only_table.block_ids[2]
 
 
 def test_a_fork_of_a_roomy_table_copies_one_block_and_replaces_the_rest() -> None:
     core = Core()
     cache = core.serve(range(6))
     assert core.extend(cache, 6, 16)
-    before = list(cache.block_ids)
+    before = list(cache.only_table.block_ids)
     twin = core.fork(cache)
     copies = core.grow(cache, range(7), 6)
     assert len(copies) == 1
-    assert not set(cache.block_ids[1:]) & set(before)
-    assert twin.block_ids == before
+    assert not set(cache.only_table.block_ids[1:]) & set(before)
+    assert twin.only_table.block_ids == before
 
 
 def test_a_fork_outlives_what_it_was_forked_from() -> None:
@@ -451,12 +451,12 @@ def test_copy_on_write_that_finds_no_memory_says_so_and_goes_on_later() -> None:
     other = core.serve([50])
     assert not core.extend(cache, 6, 7)  # two blocks are needed and one is left
     audit(core)
-    assert core.moves.pending_copies == [CopyOp(twin.block_ids[1], cache.block_ids[1], 2)]
+    assert core.moves.pending_copies == [CopyOp(twin.only_table.block_ids[1], cache.only_table.block_ids[1], 2)]
     core.drop(other)
     assert core.extend(cache, 6, 7)
     audit(core)
     assert len(core.moves.pending_copies) == 1
-    assert not set(cache.block_ids[1:]) & set(twin.block_ids[1:])
+    assert not set(cache.only_table.block_ids[1:]) & set(twin.only_table.block_ids[1:])
 
 
 def test_a_table_does_not_fork_while_it_has_a_promise() -> None:
@@ -472,7 +472,7 @@ def test_forks_that_say_the_same_end_in_one_block() -> None:
     cache = core.serve(range(6))
     twin = core.fork(cache)
     core.finish_step(core.plan(cache, range(8), 6), core.plan(twin, range(8), 6))
-    assert cache.block_ids == twin.block_ids
+    assert cache.only_table.block_ids == twin.only_table.block_ids
     assert core.num_active == 2
 
 
@@ -509,12 +509,12 @@ def test_a_request_of_the_same_step_leans_on_a_promise() -> None:
     first = core.plan(cache, range(9), 0)
     other, num_tokens = core.admit(range(9))
     assert num_tokens == 8
-    assert other.block_ids == cache.block_ids[:2]
+    assert other.only_table.block_ids == cache.only_table.block_ids[:2]
     second = core.plan(other, range(9), 8)
     assert second is None
     core.finish_step(first, second)
     core.drop(cache)
-    assert core.pool.blocks[other.block_ids[0]].state == BlockState.ACTIVE
+    assert core.pool.blocks[other.only_table.block_ids[0]].state == BlockState.ACTIVE
 
 
 def test_leaning_may_go_on_and_on() -> None:
@@ -527,7 +527,7 @@ def test_leaning_may_go_on_and_on() -> None:
         caches.append(cache)
     core.finish_step(*promises)
     assert [cache.num_published for cache in caches] == [1, 2, 3]
-    assert caches[2].block_ids[:2] == caches[1].block_ids[:2]
+    assert caches[2].only_table.block_ids[:2] == caches[1].only_table.block_ids[:2]
 
 
 def test_a_table_with_a_promise_is_not_released() -> None:
@@ -549,7 +549,7 @@ def test_duplicates_of_one_step_are_joined_at_commit() -> None:
     assert (one.num_published, other.num_published) == (2, 0)
     assert core.num_active == 6
     core.finish_step(*promises)
-    assert other.block_ids[:2] == one.block_ids[:2]
+    assert other.only_table.block_ids[:2] == one.only_table.block_ids[:2]
     assert other.num_published == 2
     assert core.states() == (12, 0, 4)
 
@@ -617,7 +617,7 @@ def test_a_duplicate_of_what_a_later_row_promises_is_joined_when_it_grows() -> N
     early, late = behind_a_later_promise(core)
     core.grow(early, range(9), 8)
     assert early.num_published == 2
-    assert early.block_ids[:2] == late.block_ids[:2]
+    assert early.only_table.block_ids[:2] == late.only_table.block_ids[:2]
 
 
 def test_a_block_that_a_fork_holds_too_is_not_published_under_it() -> None:
@@ -725,7 +725,7 @@ def test_a_copy_that_a_failed_step_did_not_make_is_made_by_the_next() -> None:
     cache = core.serve(range(6))
     twin = core.fork(cache)
     promise = core.plan(cache, range(7), 6)
-    copies = [CopyOp(twin.block_ids[1], cache.block_ids[1], 2)]
+    copies = [CopyOp(twin.only_table.block_ids[1], cache.only_table.block_ids[1], 2)]
     assert core.moves.pending_copies == copies
     core.fail_step(promise)
     assert core.moves.pending_copies == copies
@@ -774,11 +774,11 @@ def test_a_fork_of_a_table_that_waits_for_a_copy_copies_from_where_the_bytes_are
     twin = core.fork(cache)
     core.fail_step(core.plan(cache, range(7), 6))
     third = core.fork(cache)
-    waiting = cache.block_ids[1]
+    waiting = cache.only_table.block_ids[1]
     core.plan(third, [*range(6), 99], 6)
     assert core.moves.pending_copies == [
-        CopyOp(twin.block_ids[1], waiting, 2),
-        CopyOp(twin.block_ids[1], third.block_ids[1], 2),
+        CopyOp(twin.only_table.block_ids[1], waiting, 2),
+        CopyOp(twin.only_table.block_ids[1], third.only_table.block_ids[1], 2),
     ]
 
 
@@ -795,7 +795,7 @@ def test_a_released_table_is_empty() -> None:
     core = Core()
     cache = core.serve(range(11))
     core.drop(cache)
-    assert (cache.block_ids, cache.capacity, cache.num_published, cache.tail) == ([], 0, 0, None)
+    assert (cache.only_table.block_ids, cache.capacity, cache.num_published, cache.tail) == ([], 0, 0, None)
     with pytest.raises(KeyError):
         core.release(cache)
 
@@ -833,7 +833,7 @@ def test_a_block_that_a_transfer_reads_is_not_evicted() -> None:
     assert core.extend(other, 0, 4)
     assert not core.extend(other, 4, 8)
     audit(core)
-    assert dst.block_id not in other.block_ids
+    assert dst.block_id not in other.only_table.block_ids
     core.moves.copies_done(copies)
     audit(core)
     assert dst.state == BlockState.FREE
@@ -929,7 +929,7 @@ def test_promises_made_after_a_reset_in_the_same_step_stand() -> None:
     second = core.plan(other, range(9), 0)
     core.finish_step(first, second)
     assert core.hit_tokens(range(9)) == 8
-    assert not set(cache.block_ids) & set(other.block_ids)
+    assert not set(cache.only_table.block_ids) & set(other.only_table.block_ids)
 
 
 # Caching off, and namespaces.
@@ -955,7 +955,7 @@ def test_namespaces_do_not_share_and_come_and_go_alone() -> None:
     core = Core(policy=make_policy("lru"))
     one = core.serve(range(9))
     other = core.serve(range(9), b"other")
-    assert not set(one.block_ids) & set(other.block_ids)
+    assert not set(one.only_table.block_ids) & set(other.only_table.block_ids)
     core.drop(one)
     core.drop(other)
     core.blocks.reclaim(2)
@@ -999,7 +999,7 @@ def test_a_table_promises_behind_its_promise_and_each_is_committed_alone() -> No
     second = core.plan(cache, range(17), 9)
     assert first is not None
     assert second is not None
-    nodes = [core.pool.blocks[block_id].node for block_id in cache.block_ids[:4]]
+    nodes = [core.pool.blocks[block_id].node for block_id in cache.only_table.block_ids[:4]]
     core.finish_step(first)
     assert [node.committed for node in nodes if node is not None] == [True, True, False, False]
     core.finish_step(second)
@@ -1042,12 +1042,12 @@ def test_a_table_that_is_read_keeps_its_blocks_until_it_joins() -> None:
     first, second = core.plan(one, range(9), 0), core.plan(other, range(9), 0)
     assert second is not None
     core.finish_step(first)
-    own = list(other.block_ids)
+    own = list(other.only_table.block_ids)
     core.publishing.commit(second, joins=False)
     audit(core)
-    assert other.block_ids == own
+    assert other.only_table.block_ids == own
     assert second.is_behind
     core.publishing.join(second)
     audit(core)
-    assert other.block_ids[:2] == one.block_ids[:2]
+    assert other.only_table.block_ids[:2] == one.only_table.block_ids[:2]
     assert not second.is_behind

@@ -76,7 +76,7 @@ def test_who_runs_on_it_goes_on_and_publishes_no_more_and_others_do():
     beside, apart = house.serve([*SHARED, 9, 9, 9, 9]), house.serve([5, 5, 5, 5])
     bad = house.serve([*SHARED, 5])
     house.distrust(bad, [*SHARED, 5])
-    assert (beside.tail, beside.num_published, len(beside.block_ids)) == (None, 0, 3)
+    assert (beside.tail, beside.num_published, len(beside.only_table.block_ids)) == (None, 0, 3)
     house.grow(beside, [*SHARED, 9, 9, 9, 9, 1, 1, 1, 1])
     house.grow(apart, [5, 5, 5, 5, 6, 6, 6, 6])
     audit(house.core)

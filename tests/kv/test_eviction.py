@@ -207,39 +207,6 @@ def test_reclaim_says_how_many_went() -> None:
     assert cache.core.blocks.reclaim(3) == 1
 
 
-class Shallow(KeyPolicy):
-    """Keeps nothing deeper than two blocks."""
-
-    def __init__(self) -> None:
-        super().__init__(KEYS["lru"])
-
-    def admit(self, node: Node) -> bool:
-        return node.depth < 2
-
-
-def test_what_is_not_admitted_goes_at_release() -> None:
-    cache = Cache(8, Shallow())
-    cache.use(range(5))
-    audit(cache.core)
-    assert [(event.depth, event.cause) for event in cache.evicted] == [
-        (4, "not_admitted"),
-        (3, "not_admitted"),
-        (2, "not_admitted"),
-    ]
-    assert (cache.core.pool.num_cached, cache.core.pool.num_free) == (2, 6)
-    assert cache.knows(range(5)) == 2
-
-
-def test_what_is_not_admitted_stays_while_somebody_else_holds_it() -> None:
-    cache = Cache(8, Shallow())
-    one, other = cache.admit(range(4)), cache.admit(range(4))
-    cache.core.release(one)
-    assert cache.knows(range(4)) == 4
-    cache.core.release(other)
-    audit(cache.core)
-    assert cache.knows(range(4)) == 2
-
-
 class Recorder:
     """A policy of its own kind: evicts what came last, and writes down what it is told."""
 
@@ -258,9 +225,6 @@ class Recorder:
 
     def on_evict(self, node: Node) -> None:
         self.told.append(("evict", (node.depth,)))
-
-    def admit(self, node: Node) -> bool:
-        return True
 
     def on_idle(self, node: Node) -> None:
         self.idle.append(node)

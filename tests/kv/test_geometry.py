@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagefold.kv import CODECS, KEEP_ALL, CacheGroup, KeepRule, KVGeometry, LayerKV, lay_out
+from pagefold.kv import CODECS, KEEP_ALL, KV_CACHE_DTYPES, CacheGroup, KeepRule, KVGeometry, LayerKV, lay_out
 from pagefold.kv.pool import BlockPool
 
 MODELS = {
@@ -218,6 +218,51 @@ def test_layers_of_several_groups_begin_where_those_before_them_in_their_block_e
     assert geometry.bytes_per_block == 2 * own
     cells = [geometry.cell(layer, head) for layer in range(17) for head in range(2)]
     assert cells == ([*range(34)] if name else [2 * place + head for place in places for head in range(2)])
+    of_one_group = KVGeometry(17, 2, 64, 4, codec=geometry.codec)
+    assert geometry.residual_bytes == of_one_group.residual_bytes, "a sequence has one residual, of all layers"
+
+
+@given(
+    name=st.sampled_from(sorted(set(KV_CACHE_DTYPES.values()) - {"kivi2"})),
+    layers=st.lists(st.tuples(st.sampled_from((None, None, 8, 24)), st.booleans()), min_size=1, max_size=30),
+    num_kv_heads=st.sampled_from((1, 2, 3)),
+)
+def test_layers_of_two_codecs_lie_beside_each_other_in_groups_of_equal_blocks(name, layers, num_kv_heads) -> None:
+    keeps = tuple(KeepRule(window) for window, _ in layers)
+    skipped = tuple(layer for layer, (_, is_skipped) in enumerate(layers) if is_skipped)
+    geometry = KVGeometry(len(layers), num_kv_heads, 64, 4, 16, CODECS[name], skipped, CODECS["float16"], keeps)
+    assert sorted(layer for group in geometry.groups for layer in group.layers) == list(range(len(layers)))
+    ends = []
+    for group in geometry.groups:
+        assert group.block_size == 16
+        assert {keeps[layer] for layer in group.layers} == {group.keeps}
+        ends.append(0)
+        for layer in group.layers:
+            assert geometry.layer_begins[layer] == ends[-1]
+            is_plain = layer in skipped
+            ends[-1] += num_kv_heads * (16 * 2 * 64 * 2 if is_plain else geometry.cell_bytes(layer))
+            assert not is_plain or geometry.cell_bytes(layer) == 16 * 2 * 64 * 2
+    assert max(ends) == geometry.bytes_per_block, "the largest group fills its blocks"
+    used = geometry.bytes_per_token * 16
+    assert used == sum(ends)
+    alone = max(map(geometry.cell_bytes, range(len(layers)))) * num_kv_heads * len(layers)
+    assert geometry.bytes_per_block * len(ends) <= (alone if len(set(keeps)) > 1 else used) / (1 - 1 / 16)
+    if len(set(keeps)) == 1:
+        assert len(ends) == 1
+
+
+@pytest.mark.parametrize(
+    ("skipped", "num_groups", "share"),
+    [((), 13, 0.0), ((0, 25), 7, 0.0012), ((5, 11, 17, 23), 8, 0.065), ((0, 5, 25), 5, 0.035), (range(26), 13, 0.0)],
+)
+def test_what_layers_in_16_bit_cost_of_a_gemma_3_of_1b(skipped, num_groups, share) -> None:
+    """26 layers, of which each sixth keeps all: no more than a sixteenth beyond what no cut avoids is padding."""
+    keeps = tuple(KeepRule(512) if (layer + 1) % 6 else KEEP_ALL for layer in range(26))
+    codecs = CODECS["int8_per_token_head"], tuple(skipped), CODECS["float16"]
+    geometry = KVGeometry(26, 1, 256, 4, 16, *codecs, keeps)
+    assert len(geometry.groups) == num_groups
+    whole = num_groups * geometry.bytes_per_block
+    assert 0 <= 1 - 16 * geometry.bytes_per_token / whole <= share
 
 
 @pytest.mark.parametrize(("block_size", "per_token", "share"), [(16, 52, 0.22), (32, 44, 0.18)])

@@ -2,6 +2,8 @@
 
 from array import array
 
+import pytest
+
 from pagefold.kv.audit import audit
 from pagefold.kv.core import KVCore
 from pagefold.kv.keep import KEEP_ALL, KeepRule
@@ -124,3 +126,52 @@ def test_a_part_of_a_block_is_found_where_the_best_has_lost_its_window():
             core.blocks.reclaim(1)
     hit = core.match(b"", packed([1, 2, 3, 4, 0]), 4)
     assert (len(hit.nodes), hit.num_partial_tokens) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    "rules", [(KEEP_ALL, KeepRule(6)), (KeepRule(6), KEEP_ALL)], ids=["full first", "a window first"]
+)
+def test_all_that_is_released_was_used_just_now(rules):
+    core = KVCore(40, block_size=4, rules=rules)
+    tokens = list(range(30))
+    cache, promise = begin(core, tokens, 28)
+    core.publishing.commit(promise)
+    core.trim(cache, 28)
+    core.now_s = 100.0
+    core.release(cache)
+    nodes = core.match(b"", packed(tokens), 29).nodes
+    assert [node.used_s for node in nodes] == [100.0] * 7
+    assert {node.last_used for node in nodes} == {core.blocks.tick}
+
+
+@pytest.mark.parametrize(
+    "rules", [(KEEP_ALL, KeepRule(2)), (KeepRule(2), KEEP_ALL)], ids=["full first", "a window first"]
+)
+def test_a_pin_and_a_hit_have_of_a_window_what_is_needed_behind_them(rules):
+    core = KVCore(40, block_size=4, rules=rules)
+    tokens = list(range(13))
+    cache, promise = begin(core, tokens, 12)
+    core.publishing.commit(promise)  # not trimmed: every node has its window
+    core.release(cache)
+    hit = core.match(b"", packed(tokens), 12)
+    assert len(core.rules.blocks_of(hit)) == core.pins.num_new_blocks(hit.nodes, 3) == 3 + 1
+    assert core.pins.add("a", hit.nodes[-1], 0.0).num_blocks == 3 + 1
+    audit(core)
+
+
+def test_a_node_is_not_given_what_a_fork_holds_off_the_tree():
+    core = KVCore(20, block_size=4, rules=(KEEP_ALL, KeepRule(2)))
+    tokens = list(range(12))
+    one, first = begin(core, tokens, 9, max_tokens=0)
+    two, second = begin(core, tokens, 5, max_tokens=0)
+    core.publishing.commit(second)  # what is published there is not written yet: it cannot be joined
+    assert two.num_published == 0
+    core.fork(two)
+    core.publishing.commit(first)
+    core.trim(one, 9)
+    core.release(one)
+    assert core.blocks.reclaim(1) == 1  # the window of the first node, left behind
+    assert core.extend(two, 5, 8)
+    core.publishing.commit(core.publishing.promise(two, packed(tokens), 8))
+    audit(core)
+    assert two.num_published == 0

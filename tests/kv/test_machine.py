@@ -528,9 +528,7 @@ class Machine:
         audit(core)
         for block_id in core.pool.free_ids:
             self._poison(block_id)
-        tree = {
-            prefix: (node.block.block_id, node.committed) for prefix, node in self._tree() if node.block is not None
-        }
+        tree = {prefix: (node.blocks[0].block_id, node.committed) for prefix, node in self._tree()}
         model = {prefix: (known.block_id, known.committed) for prefix, known in self.model.known.items()}
         assert tree == model, "the tree is not what was published, less what was evicted"
         for known in self.model.known.values():
@@ -572,7 +570,7 @@ class Machine:
             assert (cache.tail is not None) == sequence.publishes
             leans = sequence in planned and planned[sequence].admitted and not self.in_flight
             for start in range(0, sequence.num_computed, BLOCK_SIZE):
-                block_id = cache.block_ids[start // BLOCK_SIZE]
+                block_id = cache.only_table.block_ids[start // BLOCK_SIZE]
                 wanted = sequence.cells[start : min(start + BLOCK_SIZE, sequence.num_computed)]
                 if leans and block_id in promised:
                     continue  # an earlier row of this step is going to write it
@@ -639,12 +637,12 @@ class Machine:
         still = list(takewhile(lambda held: held.host_id >= 0, hit.held)) if len(attached) == len(hit.nodes) else []
         self._saw("stale held block", len(still) < len(hit.held))
         cache, num_tokens = self.core.acquire(hit)
-        num_loaded = len(cache.block_ids) - len(attached) if hit.held else 0
+        num_loaded = len(cache.only_table.block_ids) - len(attached) if hit.held else 0
         if num_loaded != len(still):
             self._saw("no block for a held one")
             assert num_loaded < len(still)
             assert self._num_obtainable() == 0
-        for block_id in cache.block_ids[len(attached) :] if hit.held else ():
+        for block_id in cache.only_table.block_ids[len(attached) :] if hit.held else ():
             self._saw("loaded block")
             self._poison(block_id)
         num_whole = (len(attached) + num_loaded) * BLOCK_SIZE
@@ -655,7 +653,7 @@ class Machine:
             assert num_tokens == num_whole + (hit.num_partial_tokens if takes_partial else 0)
             if takes_partial:
                 self._saw("partial match")
-                self._poison(cache.block_ids[-1])
+                self._poison(cache.only_table.block_ids[-1])
         sequence.cache = cache
         sequence.num_computed = num_tokens
         sequence.num_published = len(attached)
@@ -695,19 +693,19 @@ class Machine:
         assert cache is not None
         start = sequence.num_computed
         blocks = self.core.pool.blocks
-        before = list(cache.block_ids)
+        before = list(cache.only_table.block_ids)
         shared = [i for i in range(start // BLOCK_SIZE, len(before)) if blocks[before[i]].num_table_refs > 1]
         num_needed = max(0, -(-end // BLOCK_SIZE) - len(before)) + len(shared)
         num_obtainable = self._num_obtainable()
         done = self.core.extend(cache, start, end)
         assert done == (num_needed <= num_obtainable), f"{num_needed} needed, {num_obtainable} to be had, got {done}"
-        for index, block_id in enumerate(cache.block_ids):
+        for index, block_id in enumerate(cache.only_table.block_ids):
             if index >= len(before) or block_id != before[index]:
                 assert index >= start // BLOCK_SIZE, "a block below the write was replaced"
                 self._poison(block_id)
         if done:
             self._saw("copy-on-write", bool(shared))
-            for block_id in cache.block_ids[start // BLOCK_SIZE : -(-end // BLOCK_SIZE)]:
+            for block_id in cache.only_table.block_ids[start // BLOCK_SIZE : -(-end // BLOCK_SIZE)]:
                 block = blocks[block_id]
                 assert block.num_table_refs == 1, "a write would reach another sequence"
                 assert block.node is None, "a write would reach a published block"
@@ -732,7 +730,7 @@ class Machine:
                 break
             self._publish(sequence, index, committed=False)
             row.promised.append((sequence.namespace, tuple(sequence.tokens[: (index + 1) * BLOCK_SIZE])))
-            row.promised_ids.append(sequence.cache.block_ids[index])
+            row.promised_ids.append(sequence.cache.only_table.block_ids[index])
             sequence.num_published += 1
 
     def _commit(self, row: Row, promise: Promise) -> None:
@@ -769,12 +767,14 @@ class Machine:
         assert sequence.cache is not None
         cells = sequence.cells[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
         prefix = (sequence.namespace, tuple(sequence.tokens[: (index + 1) * BLOCK_SIZE]))
-        self.model.known[prefix] = Known(sequence.cache.block_ids[index], cells, committed)
+        self.model.known[prefix] = Known(sequence.cache.only_table.block_ids[index], cells, committed)
 
     def _is_shared(self, sequence: Sequence, index: int) -> bool:
         assert sequence.cache is not None
-        block_id = sequence.cache.block_ids[index]
-        return sum(other.cache is not None and block_id in other.cache.block_ids for other in self.running) > 1
+        block_id = sequence.cache.only_table.block_ids[index]
+        return (
+            sum(other.cache is not None and block_id in other.cache.only_table.block_ids for other in self.running) > 1
+        )
 
     def _release(self, sequence: Sequence) -> None:
         assert sequence.cache is not None
@@ -820,14 +820,14 @@ class Machine:
 
     def _write(self, row: Row) -> None:
         assert row.sequence.cache is not None
-        block_ids = row.sequence.cache.block_ids
+        block_ids = row.sequence.cache.only_table.block_ids
         for position in range(row.start, row.end):
             slot = block_ids[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
             self.slab[slot] = row.sequence.cells[position]
 
     def _read(self, row: Row) -> None:
         assert row.sequence.cache is not None
-        cells = [cell for block_id in row.sequence.cache.block_ids for cell in self._bytes(block_id)]
+        cells = [cell for block_id in row.sequence.cache.only_table.block_ids for cell in self._bytes(block_id)]
         assert cells[: row.end] == row.sequence.cells[: row.end], "a sequence reads bytes that are not its own"
 
     def _bytes(self, block_id: int) -> list[int]:
@@ -846,7 +846,7 @@ class Machine:
         stuck: set[Node] = set()
         nodes = list(self.core.tree.nodes())
         for node in nodes:
-            block = node.block
+            block = node.blocks[0]
             assert block is not None
             if block.state != BlockState.CACHED or block.num_io_refs or block.num_pin_refs or node is pinned:
                 above: Node | None = node
@@ -859,7 +859,9 @@ class Machine:
         return {prefix for pin in self.pins.values() for prefix in pin.prefixes()}
 
     def _held(self) -> set[int]:
-        return {block_id for sequence in self.running if sequence.cache for block_id in sequence.cache.block_ids}
+        return {
+            block_id for sequence in self.running if sequence.cache for block_id in sequence.cache.only_table.block_ids
+        }
 
     def _written(self, sequence: Sequence) -> tuple[int, ...]:
         """Return what of ``sequence`` is published, and committed from the first block on."""
@@ -873,7 +875,7 @@ class Machine:
 
     def _give_up(self, spared: list[Node]) -> bool:
         """Give up a pin, and look at all of them: it must be the least of those that gain something."""
-        spared_ids = {node.block.block_id for node in spared if node.block is not None}
+        spared_ids = {node.blocks[0].block_id for node in spared}
         gaining = []
         for pin in self.pins.values():
             kept = set().union(*(other.prefixes() for other in self.pins.values() if other is not pin))

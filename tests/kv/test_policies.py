@@ -64,9 +64,6 @@ class Slow:
     def on_evict(self, node: Node) -> None:
         self.nodes.remove(node)
 
-    def admit(self, node: Node) -> bool:
-        return True
-
     def on_idle(self, node: Node) -> None:
         self.ticket += 1
         self.idle[node] = self.ticket

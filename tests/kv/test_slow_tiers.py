@@ -80,12 +80,12 @@ class World:
         for cache, tokens, num_found in caches:
             for index, digest in enumerate(digests(tokens)):
                 if (index + 1) * SIZE <= num_found:
-                    assert self.slab[cache.block_ids[index]] == digest, "a sequence found a wrong block"
+                    assert self.slab[cache.only_table.block_ids[index]] == digest, "a sequence found a wrong block"
                     self.seen["found"] += 1
                 else:
-                    self.slab[cache.block_ids[index]] = digest
+                    self.slab[cache.only_table.block_ids[index]] = digest
             if len(tokens) % SIZE:
-                self.slab[cache.block_ids[len(tokens) // SIZE]] = b"half a block"
+                self.slab[cache.only_table.block_ids[len(tokens) // SIZE]] = b"half a block"
         if fails:
             self.core.moves.copies_failed(copies)
             self.core.moves.host_failed(ops)
@@ -183,7 +183,7 @@ class World:
                 assert held.host_id not in busy, "a block is found that has not arrived"
                 assert held.host_id in unwritten or self.arena[held.host_id] == held.name.digest, "wrong bytes"
         for node in self.core.tree.nodes():
-            assert self.slab[node.block.block_id] == name_of(node).digest, "wrong bytes on the device"
+            assert self.slab[node.blocks[0].block_id] == name_of(node).digest, "wrong bytes on the device"
 
     def finish(self):
         while self.reading:

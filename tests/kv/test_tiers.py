@@ -91,8 +91,8 @@ def test_the_device_is_looked_at_first_and_goes_on_on_the_host():
     hit = core.match(NS, pack(A), 8)
     assert (len(hit.nodes), len(hit.held), hit.partial) == (1, 1, None)
     cache, num_found = core.acquire(hit)
-    assert (num_found, cache.num_published, len(cache.block_ids)) == (8, 1, 2)
-    assert core.tier.pending.loads == [LoadOp(hit.held[0].host_id, cache.block_ids[1])]
+    assert (num_found, cache.num_published, len(cache.only_table.block_ids)) == (8, 1, 2)
+    assert core.tier.pending.loads == [LoadOp(hit.held[0].host_id, cache.only_table.block_ids[1])]
 
 
 def test_what_came_back_is_not_stored_again():
@@ -243,7 +243,7 @@ def test_a_path_is_named_by_all_its_tokens():
     digest = root_digest(NS)
     for index in range(40):
         digest = path_digest(digest, pack(tokens[4 * index : 4 * index + 4]))
-        node = core.pool.blocks[cache.block_ids[index]].node
+        node = core.pool.blocks[cache.only_table.block_ids[index]].node
         assert node is not None
         assert digest_of(node) == digest
     core.release(cache)

@@ -9,6 +9,7 @@ import pytest
 from pagefold.errors import BudgetTooSmallError, ConfigError
 from pagefold.kv import CODECS, KEEP_ALL, KeepRule, KVGeometry
 from pagefold.memory.capacity import KV_SHARE_OF_FREE_MEMORY, Capacity, plan_capacity
+from pagefold.memory.limit import Limit
 
 GIB = 2**30
 SMOLLM2 = KVGeometry(num_layers=30, num_kv_heads=3, head_dim=64, element_bytes=2)
@@ -18,7 +19,7 @@ def plan(**changes: object) -> Capacity:
     facts: dict[str, object] = {
         "layout": SMOLLM2.layout,
         "weight_bytes": GIB,
-        "model_max_len": 8192,
+        "limit": Limit(8192),
         "max_model_len": None,
         "kv_cache_memory_bytes": None,
         "max_num_seqs": 128,
@@ -196,9 +197,20 @@ def test_a_length_beyond_the_model_is_refused():
 
 def test_a_length_beyond_what_is_computed_rightly_is_refused_with_the_reason():
     with pytest.raises(ConfigError, match=r"4097, but beyond 4096 tokens X is not computed yet\. Give at most 4096\."):
-        plan(max_model_len=4097, model_max_len=4096, model_limit="X")
+        plan(max_model_len=4097, limit=Limit(4096, "X"))
     for asked in (4096, None, "auto"):
-        assert plan(max_model_len=asked, model_max_len=4096, model_limit="X").max_model_len == 4096
+        assert plan(max_model_len=asked, limit=Limit(4096, "X")).max_model_len == 4096
+
+
+def test_a_length_that_a_setting_ends_is_refused_with_the_setting():
+    limit = Limit(4096, "X", "allow_streaming")
+    said = r"beyond 4096 tokens X is not computed while allow_streaming is set\. "
+    with pytest.raises(ConfigError, match=said + r"Give at most 4096, or start without allow_streaming\."):
+        plan(max_model_len=4097, limit=limit)
+    for asked in (4096, None, "auto"):
+        assert plan(max_model_len=asked, limit=limit).context == limit
+    assert plan(max_model_len=4095, limit=limit).context == Limit(4095)
+    assert plan(limit=Limit(4096, "X")).context == Limit(4096)
 
 
 def test_unsealed_blocks_are_part_of_the_budget():

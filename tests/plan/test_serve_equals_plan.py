@@ -11,8 +11,10 @@ import pytest
 from pagefold.config import EngineConfig
 from pagefold.engine.build import build_engine
 from pagefold.engine.planning import plan_engine
+from pagefold.errors import ConfigError
 from pagefold.plan import Device, PlanSettings, Question, Workload, draw_lengths, find_model, make_plan
 from pagefold.plan.memory import plan_memory
+from pagefold.plan.report import formula
 from pagefold.sampling import SamplingParams
 
 sys.path.append(str(Path(__file__).parents[1] / "equivalence"))
@@ -61,7 +63,7 @@ SETTINGS = [
 
 @pytest.mark.usefixtures("_no_constants")
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-@pytest.mark.parametrize("family", ["smollm2", "llama", "qwen3"])
+@pytest.mark.parametrize("family", ["smollm2", "llama", "qwen3", "gemma3"])
 def test_a_slab_is_what_was_planned(family, settings, smollm2, tiny_folder, free_bytes):
     folder = smollm2 if family == "smollm2" else tiny_folder(family)
     asked = {"max_num_seqs": 128, "dtype": "auto"} | settings
@@ -89,6 +91,43 @@ def test_every_family_is_read_alike(family, tiny_folder, free_bytes):
     assert memory.layout.bytes_per_block == blueprint.geometry.bytes_per_block
     assert shape.counted_parameters == blueprint.spec.num_parameters
     assert (shape.served_limit or shape.max_positions) == blueprint.limit.length
+
+
+@pytest.mark.parametrize("skipped", [(0,), (1,), (0, 1), (1, 3), (3, 2, 0)])
+@pytest.mark.parametrize(("family", "asked"), [("gemma3", {"max_model_len": 512}), ("gemma3", {"block_size": 32})])
+def test_layers_in_16_bit_are_planned_as_they_are_served(family, asked, skipped, tiny_folder, free_bytes):
+    """Also among layers with windows, where blocks of all groups grow with the largest."""
+    folder = tiny_folder(family)
+    asked |= {"kv_cache_memory_bytes": 2**22, "max_num_seqs": 128, "dtype": "float32"}
+    asked |= {"kv_cache_dtype": "int8_per_token_head", "kv_cache_dtype_skip_layers": skipped}
+    blueprint = plan_engine(EngineConfig(model=str(folder), **asked))
+    memory = plan_memory(find_model(str(folder)), cpu(free_bytes), PlanSettings(**asked))
+    assert memory.devices[0].capacity == blueprint.capacity
+    assert memory.layout.bytes_per_block == blueprint.geometry.bytes_per_block
+    assert memory.layout.groups == blueprint.geometry.groups
+    assert memory.layout.bytes_per_token == blueprint.geometry.bytes_per_token
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": (4,)}, "has 4, and .* has 4 layers"),
+        ({"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": (0, -1)}, "has -1"),
+        ({"kv_cache_dtype": "kivi2", "kv_cache_dtype_skip_layers": (0,)}, "seals blocks in all layers"),
+        ({"kv_cache_dtype_skip_layers": (0,)}, "no layer's KV is encoded"),
+        ({"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": 3}, "kv_cache_dtype_skip_layers is 3"),
+    ],
+)
+def test_layers_that_cannot_be_skipped_are_refused(asked, said, tiny_folder):
+    with pytest.raises(ConfigError, match=said):
+        plan_memory(find_model(str(tiny_folder("gemma3"))), cpu(GIB), PlanSettings(**asked))
+
+
+def test_the_formula_tells_layers_in_16_bit_apart(tiny_folder):
+    settings = PlanSettings(kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=(1,))
+    first, *_ = formula(plan_memory(find_model(str(tiny_folder("gemma3"))), cpu(GIB), settings).layout)
+    assert "2 (K and V) x 1 layers x 2 KV heads x 32 B (head_dim 16) [float16]" in first
+    assert first.endswith(f"= {2 * 2 * (3 * 16 + 32)}")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ from pagefold.quality.rounding import RoundingRunner
 from pagefold.quality.setting import EXACT, Setting
 from pagefold.quality.subject import Subject
 from pagefold.quality.texts import Text
-from pagefold.runner.block_plan import block_plan
+from pagefold.runner.block_form import block_form
 from pagefold.runner.codec_slab import CODEC_LAYOUT, CODEC_ROWS_LAYOUT, CodecSlab
 from pagefold.steps import StepPlan
 from pagefold.tokenizer import Tokenizer
@@ -133,7 +133,7 @@ def test_what_a_step_has_filled_is_as_it_comes_back_from_a_pool(name: str, bits:
     before = torch.from_numpy(np.random.default_rng().integers(0, 256, (8, geometry.bytes_per_block), np.uint8))
     slab = CodecSlab(before.clone(), geometry, layout=layout)
     runner = SimpleNamespace(slab=slab, geometry=geometry, run=lambda _: "result", launch=lambda _: lambda: "later")
-    packing = Packing(block_plan(geometry, layout), bits)
+    packing = Packing(block_form(geometry, layout), bits)
     plan = StepPlan(0)
     plan.starts, plan.num_tokens = [10, 0, 40], [30, 16, 8]
     plan.tables = [[BlockTable(map(BlockId, ids))] for ids in ([0, 1, 2], [3], [5, 6, 7])]
@@ -148,17 +148,21 @@ def test_what_a_step_has_filled_is_as_it_comes_back_from_a_pool(name: str, bits:
     assert torch.equal(slab.data, after), "once more rounds nothing more"
 
 
-def test_of_every_cache_group_what_a_step_has_filled_is_rounded() -> None:
-    """Of a group that keeps a window the blocks that it still has; which group comes first does not matter."""
-    geometry = KVGeometry(4, 2, 32, 4, 8, CODECS["int8_per_token_head"], keeps=(KeepRule(24), KEEP_ALL) * 2)
-    slab = CodecSlab(torch.full((20, geometry.bytes_per_block), 7, dtype=torch.uint8), geometry)
-    rounding = RoundingRunner(SimpleNamespace(slab=slab, geometry=geometry, run=lambda _: "result"), "lossy7")
+def test_blocks_of_all_cache_groups_are_rounded() -> None:
+    """Those of a table that has given back its first ones too."""
+    keeps = (KeepRule(16), KEEP_ALL)
+    geometry = KVGeometry(2, 2, 32, 4, 16, CODECS["int8_per_token_head"], keeps=keeps)
+    before = torch.from_numpy(np.random.default_rng().integers(0, 256, (8, geometry.bytes_per_block), np.uint8))
+    slab = CodecSlab(before.clone(), geometry)
+    runner: Any = SimpleNamespace(slab=slab, geometry=geometry, run=lambda _: "result")
     plan = StepPlan(0)
-    plan.starts, plan.num_tokens = [80], [19]  # fills the tenth block and the one behind it, of 13
-    assert [group.window for group in geometry.groups] == [24, None]
-    plan.tables = [[BlockTable(map(BlockId, range(6)), 7), BlockTable(map(BlockId, range(6, 19)))]]
-    rounding.run(plan)
-    assert [block for block in range(20) if (slab.as_bytes()[block] != 7).any()] == [3, 4, 16, 17]
+    plan.starts, plan.num_tokens = [40], [10]
+    windowed, full = BlockTable(map(BlockId, [6, 7])), BlockTable(map(BlockId, [0, 1, 2, 3]))
+    windowed.num_trimmed = 2
+    plan.tables = [[windowed, full]]
+    RoundingRunner(runner, "lossy6").run(plan)
+    changed = [block for block in range(8) if not torch.equal(slab.data[block], before[block])]
+    assert changed == [2, 6]
 
 
 def test_rounded_blocks_are_found_behind_the_chunk_that_was_attended_exactly(

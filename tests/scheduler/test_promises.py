@@ -176,7 +176,9 @@ class World:
 
     def apply(self, requests: list[Request], result) -> None:
         found = [requests[row] for row in result.corrupted]
-        caches = {q: (list(q.cache.block_ids), q.packed()) for q in found if not (q in self.ended or q.is_aborted)}
+        caches = {
+            q: (list(q.cache.only_table.block_ids), q.packed()) for q in found if not (q in self.ended or q.is_aborted)
+        }
         ended = self.scheduler.apply(result)
         assert set(self.scheduler.corrupted) == set(caches)
         for request in caches:
@@ -231,7 +233,7 @@ class World:
         while nodes:
             node = nodes.pop()
             nodes += node.children.values()
-            published.update(() if node.block is None else [node.block.block_id])
+            published.update(block.block_id for block in node.blocks)
         for block_ids, packed in caches:
             hit = self.core.match(b"", packed, len(packed) // 4)
             assert not hit.nodes
@@ -247,7 +249,7 @@ class World:
         for request in self.requests:
             tokens = request.token_ids[: request.num_prompt_tokens].tolist() + self.expected(request)
             hit = self.core.match(b"", array("i", tokens).tobytes(), len(tokens))
-            found = [self.device.blocks[node.block.block_id] for node in hit.nodes]
+            found = [self.device.blocks[node.blocks[0].block_id] for node in hit.nodes]
             for held in (self.device.arena[block.host_id] for block in hit.held):
                 if held == [DAMAGED]:
                     break

@@ -360,11 +360,11 @@ def test_wasted_slots_are_what_rounding_leaves():
 
 def test_a_running_request_is_reserved_no_more_of_a_window_than_it_will_write():
     """What decodes writes a token at a time, however many a step may compute: the rest is for those that wait."""
-    num_each = KeepRule(8).num_blocks_for(33, 1, 4) + -(-33 // 4)  # 4 blocks of the window, 9 of all
-    house = House(3 * num_each + 5, budget=64, rules=(KeepRule(8), KEEP_ALL), caching=False)
+    num_each = KeepRule(8).num_blocks_for(40, 1, 4) + -(-40 // 4)
+    house = House(3 * num_each + 2, budget=64, rules=(KeepRule(8), KEEP_ALL), caching=False)
     for number in range(3):
-        house.add(f"{number}", range(100 * number, 100 * number + 28), 5)
-    for _ in range(3):  # a step computes two of the prompts
+        house.add(f"{number}", range(100 * number, 100 * number + 28), 12)
+        house.step()
         house.step()
     assert len(house.scheduler.running) == 3
     house.run()

@@ -80,6 +80,8 @@ GROUPS = (
     (KEEP_ALL, KeepRule(9)),
     (KEEP_ALL, KeepRule(2), KeepRule(13)),
     (KEEP_ALL, KeepRule(8, is_chunked=True)),
+    (KeepRule(6), KEEP_ALL),
+    (KeepRule(5), KEEP_ALL, KeepRule(12)),
 )
 
 
@@ -148,6 +150,7 @@ class Machine:
         scheduling = SCHEDULING_POLICIES[setup.scheduling](2.5)
         self.scheduler = Scheduler(self.core, limits, policy=scheduling, emit=self._on_event)
         self.runner = ShadowRunner(self.scheduler)
+        self.whole = next(group for group, rule in enumerate(setup.rules) if not rule.trims)
         self.max_total_tokens = min(60, setup.num_blocks // len(setup.rules) * BLOCK_SIZE)
         self.flights: list[Flight] = []  # two at most, in order
         self.requests: dict[str, Request] = {}
@@ -313,11 +316,11 @@ class Machine:
                 self.failed_in_company[request.request_id] = 0
         self.num_failed_in_a_row = 0
         self._saw("a row too many of one that ended", any(request.finish_reason == "stop" for request in requests))
-        caches = [list(block_ids) for block_ids in plan.block_ids]
+        caches = [list(block_ids) for block_ids in self._whole_of(plan)]
         num_recomputed = self._num_recomputed(plan, requests)
         self.events.clear()
         got = self.scheduler.apply(result)
-        self._saw("joined at commit", any(a != b for a, b in zip(caches, plan.block_ids, strict=True) if b))
+        self._saw("joined at commit", any(a != b for a, b in zip(caches, self._whole_of(plan), strict=True) if b))
         assert got == [request for request in flight.samples if request.request_id not in aborted]
         self._check_distrusted(flight, corrupted)
         for request in requests:
@@ -540,7 +543,7 @@ class Machine:
             self._saw("a copy waits for another step", bool(waits_for))
             for request in scheduler.running:
                 self._check_published(request)
-                block_ids = [waits_for.get(block_id, block_id) for block_id in request.cache.block_ids]
+                block_ids = [waits_for.get(block_id, block_id) for block_id in self._blocks_of(request)]
                 cells = self._cells(request, block_ids)
                 assert cells == cells_of(request.namespace, request.token_ids[: request.num_computed_tokens])
         self._check_pins()
@@ -565,7 +568,7 @@ class Machine:
         if cache.tail is None or cache.num_published == num_whole:  # None: caching is off, or the cache was reset
             return
         key = request.token_ids[cache.num_published * BLOCK_SIZE :][:BLOCK_SIZE].tobytes()
-        num_tables = self.core.pool.blocks[cache.block_ids[cache.num_published]].num_table_refs
+        num_tables = self.core.pool.blocks[self._blocks_of(request)[cache.num_published]].num_table_refs
         assert cache.num_published == num_whole - 1
         assert key in cache.tail.children or num_tables > 1, f"{request} has not published a block"
         self._saw("publishes later")
@@ -636,9 +639,10 @@ class Machine:
     def _check_pins(self) -> None:
         for pin in self.core.pins:
             path = list(pin.path())[::-1]
-            assert set(pin.blocks) >= {node.block for node in path}
+            blocks = [node.blocks[self.whole] for node in path]
+            assert set(pin.blocks) >= set(blocks)
             tokens = array("i", b"".join(node.key for node in path))
-            block_ids = [node.block.block_id for node in path]
+            block_ids = [block.block_id for block in blocks]
             assert self.runner.read(block_ids, len(tokens)) == cells_of(pin.namespace, tokens), "a pin lost its bytes"
 
     def _check_pinned(self, request: Request) -> None:
@@ -658,14 +662,14 @@ class Machine:
         """Look at a plan; ``before`` is the step in flight that it was planned behind."""
         plan = flight.plan
         block_size = BLOCK_SIZE
-        assert plan.num_rows == len(flight.requests) == len(plan.num_tokens) == len(plan.block_ids)
+        assert plan.num_rows == len(flight.requests) == len(plan.num_tokens) == len(plan.tables)
         assert sum(plan.num_tokens) == len(plan.token_ids) <= self.setup.max_num_batched_tokens
         late: list[tuple[int, int]] = []
         sampling: list[tuple[int, int, int]] = []
         written: set[tuple[int, int]] = set()
         at = 0
         for row, request in enumerate(flight.requests):
-            start, num_tokens, block_ids = plan.starts[row], plan.num_tokens[row], plan.block_ids[row]
+            start, num_tokens, block_ids = plan.starts[row], plan.num_tokens[row], self._whole_of(plan)[row]
             num_known = request.num_tokens
             num_computed = self.computed[request.request_id]
             if before is not None and request in before.requests:
@@ -691,7 +695,7 @@ class Machine:
                 sampling += [(row, sample.seed, num_outputs) for sample in (request, *request.forks)]
             self._saw("chunk", start + num_tokens < num_known)
         ends = [start + num_tokens for start, num_tokens in zip(plan.starts, plan.num_tokens, strict=True)]
-        num_slots = [len(block_ids) * block_size for block_ids in plan.block_ids]
+        num_slots = [len(block_ids) * block_size for block_ids in self._whole_of(plan)]
         wasted = sum(slots - end for slots, end in zip(num_slots, ends, strict=True))
         set_aside = [] if before else [one for one in self.scheduler.running if one not in flight.requests]
         wasted += sum(request.cache.capacity - request.num_computed_tokens for request in set_aside)
@@ -706,14 +710,22 @@ class Machine:
     def _flight(self, plan: StepPlan, admitted: list[Request]) -> Flight:
         """Note who has which row of a plan that was just made, and who was admitted."""
         assert not [event for event in self.events if isinstance(event, PrefixLookup)], "told before it ran"
-        rows = {id(request.cache.block_ids): request for request in self.scheduler.running}
-        requests = [rows[id(block_ids)] for block_ids in plan.block_ids]
+        rows = {id(self._blocks_of(request)): request for request in self.scheduler.running}
+        requests = [rows[id(block_ids)] for block_ids in self._whole_of(plan)]
         admitted.sort(key=lambda request: request.order)
         lookups = [self._lookup_of(request) for request in admitted]
         self.computed |= {lookup.request_id: lookup.num_hit_tokens for lookup in lookups}
         rows_then = zip(plan.starts, plan.tables, strict=True)  # of a row that begins, the runner asks whose it is
         launched = replace(plan, tables=[_copied(tables) if start else tables for start, tables in rows_then])
         return Flight(plan, launched, requests, samples_of(plan, requests), admitted, lookups)
+
+    def _blocks_of(self, request: Request) -> list[int]:
+        """Return what a request holds of the first group that keeps all."""
+        return request.cache.tables[self.whole].block_ids
+
+    def _whole_of(self, plan: StepPlan) -> list[list[int]]:
+        """Return the same of each row."""
+        return [tables[self.whole].block_ids for tables in plan.tables]
 
     def _is_new(self, request: Request) -> bool:
         return request.status is RequestStatus.RUNNING and request.request_id not in self.computed
@@ -736,7 +748,7 @@ class Machine:
             node: Node | None = request.cache.tail
             while node is not None and (node.depth + 1) * BLOCK_SIZE > start:
                 node = node.parent
-            self._saw("lean on a promise", node is not None and node.block is not None and not node.committed)
+            self._saw("lean on a promise", node is not None and bool(node.blocks) and not node.committed)
 
     def _lookup_of(self, request: Request) -> PrefixLookup:
         num_hit_tokens = request.num_computed_tokens
@@ -841,7 +853,7 @@ def random_setup(rng: Random, policy: str) -> Setup:
 
 
 def random_operations(
-    seed: int, num_operations: int, policy: str, rules: tuple[KeepRule, ...] = (KEEP_ALL,)
+    seed: int, num_operations: int, policy: str, rules: tuple[KeepRule, ...] = (KEEP_ALL,), **changes: bool
 ) -> Counter[str]:
     """Do ``num_operations`` random operations with everything checked after each. Return how often what happened.
 
@@ -850,7 +862,7 @@ def random_operations(
     rng = Random(seed)
     setup = random_setup(rng, policy)
     if len(rules) > 1:
-        setup = replace(setup, rules=rules, seals=False, num_blocks=setup.num_blocks * len(rules))
+        setup = replace(setup, rules=rules, num_blocks=setup.num_blocks * len(rules), **changes)
     machine = Machine(setup)
     operations = rng.choices(OPERATIONS, weights=[weight for _, _, weight in OPERATIONS], k=num_operations)
     log: list[str] = []
@@ -987,11 +999,21 @@ def test_random_operations(policy: str) -> None:
         random_operations(seed, 400, policy)
 
 
+@pytest.mark.parametrize("seals", [False, True], ids=["", "sealed"])
 @pytest.mark.parametrize("rules", GROUPS, ids=str)
-def test_random_operations_with_several_groups(rules: tuple[KeepRule, ...]) -> None:
-    """The same where groups keep windows, and give blocks back while requests run."""
+def test_random_operations_with_several_groups(rules: tuple[KeepRule, ...], seals: bool) -> None:
+    """The same where groups keep windows, and give blocks back while requests run; also where blocks are sealed."""
     for seed in range(3):
-        random_operations(seed, 400, "lru", rules)
+        random_operations(seed, 400, "lru", rules, seals=seals)
+
+
+@pytest.mark.parametrize("rules", GROUPS[1:], ids=str)
+def test_who_loses_a_block_that_was_not_sealed_finds_its_windows(rules: tuple[KeepRule, ...]) -> None:
+    """With nothing published, so that it is for their sake alone that the windows are there."""
+    seen: Counter[str] = Counter()
+    for seed in range(4):
+        seen += random_operations(seed, 400, "lru", rules, seals=True, enable_prefix_caching=False)
+    assert seen["lost what was not sealed"] > 0
 
 
 def test_what_is_worth_testing_happens() -> None:

@@ -10,7 +10,7 @@ from pagefold.kv import NO_RESIDUALS, KVCore, Namespace, Residuals, audit
 from pagefold.request import Request, StopRule
 from pagefold.sampling import SamplingParams
 from pagefold.scheduler import Scheduler, SchedulerLimits
-from pagefold.scheduler.publishing import commit
+from pagefold.scheduler.committing import commit
 from pagefold.steps import StepResult
 
 NAMESPACE = Namespace("m", "l", "d").key()
@@ -83,7 +83,7 @@ def test_a_table_joins_what_is_promised_later_in_the_step():
     promises.append(core.publishing.promise(behind, tokens, 2 * SIZE))
     commit(core, promises, None)
     assert late.num_published == 2
-    assert late.block_ids == behind.block_ids
+    assert late.only_table.block_ids == behind.only_table.block_ids
     audit(core)
 
 

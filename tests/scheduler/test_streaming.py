@@ -369,7 +369,7 @@ def test_what_was_stored_before_is_checked_and_what_is_stored_now_is_not():
     assert start == 2 * SIZE
     ops = core.moves.take_host_ops()
     assert list(ops.checks) == [held.host_id]
-    assert [store.block_id for store in ops.stores] == [second.block.block_id]
+    assert [store.block_id for store in ops.stores] == [second.blocks[0].block_id]
     core.moves.host_done(ops)
     core.release(cache)
     audit(core)

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from pagefold.errors import QueueFullError
+from pagefold.memory.limit import Limit
 from pagefold.request import Caller
 from pagefold.sampling import SamplingParams
 from pagefold.server import generation
@@ -54,7 +55,7 @@ def test_long_work_is_done_on_another_thread(tiny, monkeypatch, path, body, meth
 
 def test_what_the_queue_refuses_has_cost_nothing(monkeypatch):
     class Full:
-        max_model_len = 100
+        context = Limit(100)
         cached_block_size = None
 
         def submit(self, *_):

@@ -11,7 +11,7 @@ from pagefold.kv import tree as tree_module
 from pagefold.kv.publishing import Publishing
 from pagefold.scheduler.leaving import Leaving
 from pagefold.sim import faults, shadow_runner
-from pagefold.sim.fault_hunt import Found, as_test, draw_run, hunt
+from pagefold.sim.fault_hunt import Failure, as_test, draw_run, hunt
 from pagefold.sim.faults import Ask, Cancel, Damage, FaultyRun, ResetCache, Shrink, Step, run_faulty
 
 
@@ -148,7 +148,7 @@ def run_test(text: str, seed: int) -> None:
 
 def test_a_test_reads_well():
     run = FaultyRun(num_blocks=8, actions=(Ask(0, (1, 2), num_output=3), Step("lost"), Cancel(0)))
-    text = as_test(Found(7, run, "RunError: blocks were lost"))
+    text = as_test(Failure(7, run, "RunError: blocks were lost"))
     assert (
         text
         == '''from pagefold.sim.faults import Ask, Cancel, FaultyRun, Step, run_faulty

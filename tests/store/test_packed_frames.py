@@ -22,7 +22,7 @@ from real_servers import (
 from pagefold import LLM, SamplingParams
 from pagefold.kv import CODECS, TOKEN_BYTES, BlockName, KVGeometry, Namespace
 from pagefold.kv.transfers import MissCause
-from pagefold.runner.block_plan import block_plan
+from pagefold.runner.block_form import block_form
 from pagefold.store.frame import FrameFormat, checksum_of
 from pagefold.store.remote import open_remote
 
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 GEOMETRY = KVGeometry(4, 2, 32, 4, 16, CODECS["int8_per_token_head"])
 PLAIN = FrameFormat.of(Namespace(model="m", layout="l", dtype="d"), GEOMETRY)
-READS = PLAIN.for_transport(block_plan(GEOMETRY), None)
-PACKS, ROUNDS = (PLAIN.for_transport(block_plan(GEOMETRY), bits) for bits in (0, 2))
+READS = PLAIN.for_transport(block_form(GEOMETRY), None)
+PACKS, ROUNDS = (PLAIN.for_transport(block_form(GEOMETRY), bits) for bits in (0, 2))
 
 
 def _puts(num: int) -> list[Put]:

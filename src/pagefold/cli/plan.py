@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pagefold.cli.fail import fail
+from pagefold.cli.options import parse_layers
 from pagefold.cli.size import parse_size
 from pagefold.errors import ConfigError, DoesNotFitError, PagefoldError
 
@@ -67,6 +68,12 @@ def plan(  # noqa: PLR0913 - one parameter a flag
             rich_help_panel=_SETTINGS,
         ),
     ] = "auto",
+    kv_cache_dtype_skip_layers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LAYERS", help="Layers that stay in 16 bit all the same, such as 0,29.", rich_help_panel=_SETTINGS
+        ),
+    ] = None,
     block_size: Annotated[int, typer.Option(help="Tokens a KV block.", rich_help_panel=_SETTINGS)] = 16,
     gpu_memory_utilization: Annotated[
         float,
@@ -174,6 +181,7 @@ def plan(  # noqa: PLR0913 - one parameter a flag
             dtype=dtype,
             weight_dtype=weight_dtype,
             kv_cache_dtype=kv_cache_dtype,
+            kv_cache_dtype_skip_layers=parse_layers(kv_cache_dtype_skip_layers),
             block_size=block_size,
             gpu_memory_utilization=gpu_memory_utilization,
             kv_cache_memory_bytes=kv_cache_memory_bytes,

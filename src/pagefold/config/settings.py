@@ -85,7 +85,8 @@ class EngineConfig:
         block_size: tokens a block.
         kv_cache_dtype: how K and V are stored: ``auto`` for as they are computed, or a codec such as
             ``int8_per_token_head`` (see ``kv/codec.py``).
-        kv_cache_dtype_skip_layers: layers that stay in 16 bit all the same, counted from 0.
+        kv_cache_dtype_skip_layers: layers that stay in 16 bit all the same, counted from 0. They make blocks larger;
+            of a model with sliding windows those of all cache groups (see ``kv/geometry.py``).
         kv_quality_floor: the least share of positions at which the likeliest token must be that of ``auto``, as
             ``pagefold eval`` found it, 0 to 1. 0 asks for no verdict; None is 0.97 for codecs of 8 bit, 0.95 for less.
         force_kv_cache_dtype: start also with a codec under that floor.
@@ -96,7 +97,8 @@ class EngineConfig:
         kv_offloading_size: GiB of host memory for blocks that are evicted, beside the KV budget; 0 for none, or for a
             little where there are slower tiers, which go through it.
         allow_streaming: whether a request may be larger than the KV budget: what of it does not fit is read where it
-            is, in the host's memory (see ``kv/streaming.py``).
+            is, in the host's memory (see ``kv/streaming.py``). Of a model with sliding windows ``max_model_len`` ends
+            at the window then, also where windows are computed without it.
         kv_disk_path: a folder of the server's own, where blocks are kept on a disk; None for none.
         kv_disk_size: GiB that it may take, everything counted.
         kv_remote_url: where a pool of blocks is that machines share: ``redis://host:port``, ``mooncake://host:port``;
@@ -166,7 +168,11 @@ class EngineConfig:
         float, Flag("Host memory for evicted blocks, beside the KV budget.", metavar="GIB")
     ] = 0.0
     allow_streaming: Annotated[
-        bool, Flag("Serve requests larger than the KV budget: what does not fit is read from the host's memory.")
+        bool,
+        Flag(
+            "Serve requests larger than the KV budget: what does not fit is read from the host's memory. "
+            "Of models with sliding windows no request is longer than a window then."
+        ),
     ] = False
     kv_disk_path: Annotated[str | None, Flag("Keep blocks on a disk too, in this folder.", metavar="FOLDER")] = None
     kv_disk_size: Annotated[float, Flag("What that folder may take at most.", metavar="GIB")] = 10.0

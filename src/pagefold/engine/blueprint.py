@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pagefold.memory.limit import Limit
+
 if TYPE_CHECKING:
     import torch
 
@@ -13,9 +15,12 @@ if TYPE_CHECKING:
     from pagefold.memory.capacity import Capacity
     from pagefold.runner.card import Card
     from pagefold.runner.codecs.constants import CodecConstants
-    from pagefold.runner.models import Limit, ModelSpec
+    from pagefold.runner.models import ModelSpec
 
-__all__ = ["Blueprint"]
+__all__ = ["Blueprint", "without_windows"]
+
+_HOST_TIERS = "kv_disk_path", "kv_remote_url", "kv_offloading_size"
+"""Settings that each bring a host tier, the ones first that take another along."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +52,21 @@ class Blueprint:
     @property
     def limit(self) -> Limit:
         """Up to which length it is computed as it is meant."""
-        from pagefold.runner.models import Limit  # noqa: PLC0415 - heavy; only when it is needed
-
         spec = self.spec
-        return spec.windowed_limit if self.geometry.keeps else Limit(spec.max_exact_len, spec.limit)
+        if self.geometry.keeps:
+            return spec.windowed_limit
+        could_be_longer = self.card is None and bool(spec.keeps) and spec.max_exact_len < spec.windowed_limit.length
+        setting = without_windows(self.config, spec) if could_be_longer else ""
+        return Limit(spec.max_exact_len, spec.limit, setting)
+
+
+def without_windows(config: EngineConfig, spec: ModelSpec) -> str:
+    """Return the setting beside which a model's windows are not computed; empty if there is none.
+
+    What streams knows one group, and a host tier finds a path by a group that keeps all of it.
+    """
+    if config.allow_streaming:
+        return "allow_streaming"
+    if any(not keep.trims for keep in spec.keeps):
+        return ""
+    return next((name for name in _HOST_TIERS if getattr(config, name)), "")

@@ -83,17 +83,17 @@ def build_engine(
     limit = blueprint.limit
     if limit.what:
         longest = f"{limit.length:,} of {spec.max_positions:,} tokens"
-        say(f"limit      {longest}, beyond which {limit.what} is not computed yet")
+        say(f"limit      {longest}, beyond which {limit.why}")
     blueprint = replace(blueprint, constants=_constants(blueprint, say))
     namespace = namespace_of(blueprint)
     if config.has_slow_tiers:  # refused before weights are loaded
-        from pagefold.runner.block_plan import block_plan  # noqa: PLC0415 - only here
+        from pagefold.runner.block_form import block_form  # noqa: PLC0415 - only here
         from pagefold.runner.codec_slab import codec_layout_on  # noqa: PLC0415
         from pagefold.store import FrameFormat, open_stores  # noqa: PLC0415 - only here
 
         frames = FrameFormat.of(namespace, geometry)
         codec_layout = codec_layout_on(blueprint.device)
-        stores = [*open_stores(config, frames, lambda: block_plan(geometry, codec_layout)), *stores]
+        stores = [*open_stores(config, frames, lambda: block_form(geometry, codec_layout)), *stores]
     stores = list(stores)
     with contextlib.ExitStack() as opened:
         for store in stores:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pagefold.engine.pins import PinReport
     from pagefold.engine.status import EngineStatus
     from pagefold.engine.token_stream import TokenStream
+    from pagefold.memory.limit import Limit
     from pagefold.request import Caller
     from pagefold.sampling import SamplingParams
     from pagefold.structured.grammar import Grammar
@@ -31,6 +32,10 @@ class EngineClient(Protocol):
     @property
     def max_model_len(self) -> int:
         """Longest prompt and output together, in tokens."""
+
+    @property
+    def context(self) -> Limit:
+        """The same, with what ends it there, where a setting does."""
 
     @property
     def cached_block_size(self) -> int | None:

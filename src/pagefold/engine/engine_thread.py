@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from pagefold.engine.engine import Engine
     from pagefold.engine.pins import PinReport
+    from pagefold.memory.limit import Limit
     from pagefold.request import Caller
     from pagefold.sampling import SamplingParams
     from pagefold.structured.grammar import Grammar
@@ -77,6 +78,11 @@ class EngineThread:
     def max_model_len(self) -> int:
         """See :class:`~pagefold.engine.client.EngineClient`."""
         return self._engine.capacity.max_model_len
+
+    @property
+    def context(self) -> Limit:
+        """See :class:`~pagefold.engine.client.EngineClient`."""
+        return self._engine.capacity.context
 
     @property
     def cached_block_size(self) -> int | None:

@@ -108,8 +108,7 @@ def capacity_on_card(blueprint: Blueprint, use: CardUse, host_bytes: int = 0) ->
     return plan_capacity(
         layout=layout,
         weight_bytes=use.weight_bytes,
-        model_max_len=longest,
-        model_limit=blueprint.limit.what,
+        limit=blueprint.limit,
         max_model_len=asked_len,
         kv_cache_memory_bytes=kv_bytes,
         max_num_seqs=config.max_num_seqs,

@@ -34,8 +34,7 @@ class OnCpu:
         capacity = plan_capacity(
             layout=geometry.layout,
             weight_bytes=spec.num_parameters * (1 if config.quantization else blueprint.dtype.itemsize),
-            model_max_len=blueprint.limit.length,
-            model_limit=blueprint.limit.what,
+            limit=blueprint.limit,
             max_model_len=config.max_model_len,
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
             max_num_seqs=config.max_num_seqs,

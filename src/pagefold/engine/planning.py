@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pagefold.config import cache_dir
-from pagefold.engine.blueprint import Blueprint
+from pagefold.engine.blueprint import Blueprint, without_windows
 from pagefold.engine.on_card import OnCard
 from pagefold.engine.on_cpu import OnCpu
 from pagefold.errors import ConfigError
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from pagefold.config import EngineConfig
     from pagefold.engine.hardware import Hardware
     from pagefold.hub.progress import Progress
-    from pagefold.kv import KeepRule
     from pagefold.runner.models import ModelSpec
 
 __all__ = ["geometry_of", "hardware_of", "plan_engine"]
@@ -53,8 +52,8 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
     check_attention(config, device, dtype, spec.head_dim)
     is_fused = _is_fused(config, spec, dtype, device)
     geometry = geometry_of(config, spec, dtype)
-    if spec.keeps and device == "cpu" and not is_fused and _keeps_windows(config, geometry, spec.keeps):
-        geometry = replace(geometry, keeps=spec.keeps)
+    if spec.keeps and device == "cpu" and not is_fused and not without_windows(config, spec):
+        geometry = replace(geometry, keeps=spec.keeps)  # else the window is the limit
     assert device == "cpu" or card is not None, "it was chosen"
     card = None if device == "cpu" else card
     blueprint = Blueprint(config, spec, geometry, _NOTHING, dtype, is_fused, device, card)
@@ -101,20 +100,6 @@ def geometry_of(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> KV
         _check_sealing(config, spec)
     skip_codec = CODECS["bfloat16" if str(dtype) == "torch.bfloat16" else "float16"]
     return KVGeometry(*shape, CODECS[name], skipped, skip_codec if skipped else None)
-
-
-def _keeps_windows(config: EngineConfig, geometry: KVGeometry, keeps: tuple[KeepRule, ...]) -> bool:
-    """Whether windows are computed, rather than no sequence longer than they are.
-
-    They are not yet where sequences stream or blocks are sealed, or where layers have other codecs than others. Nor
-    where there is a host tier and every layer has a window: the host finds a path by a group that keeps all of it.
-    """
-    from pagefold.runner.codecs import CELL_CODECS  # noqa: PLC0415 - torch comes with it
-
-    seals = geometry.codec is not None and CELL_CODECS[geometry.codec.name].seals
-    has_host = bool(config.kv_offloading_size) or config.has_slow_tiers
-    finds_no_path = has_host and all(keep.trims for keep in keeps)
-    return not (config.allow_streaming or seals or geometry.skip_layers or finds_no_path)
 
 
 def _check_sealing(config: EngineConfig, spec: ModelSpec) -> None:

@@ -95,7 +95,11 @@ class RequestChecks:
             raise InvalidRequestError(msg, param="prompt", remedy="Send at least one token.")
         if num_tokens >= max_len:
             msg = f"The prompt has {num_tokens} tokens; max_model_len is {max_len}, and one must be left to generate."
-            raise InvalidRequestError(msg, param="prompt", remedy=f"Send at most {max_len - 1} tokens.")
+            context = self._capacity.context
+            if context.why:
+                msg += f" Beyond that, {context.why}."
+            remedy = context.or_without(f"Send at most {max_len - 1} tokens")
+            raise InvalidRequestError(msg, param="prompt", remedy=remedy)
 
     def _check_ids(self, token_ids: Collection[int], param: str) -> None:
         """Refuse ids that are none of the vocabulary's."""

@@ -12,8 +12,8 @@ from pagefold.kv.host_tier import NO_HOST, HostTier
 from pagefold.kv.keep import KEEP_ALL, KeepRule
 from pagefold.kv.names import BlockName, root_digest
 from pagefold.kv.namespace import Namespace
+from pagefold.kv.ops import NO_HOST_OPS, CopyOp, FetchOp, HostOps, LoadOp, ResidualCopy, StoreOp, WriteOp
 from pagefold.kv.pins import DroppedPin, Pin, PinLimits, PinTable
-from pagefold.kv.plans import NO_HOST_OPS, CopyOp, FetchOp, HostOps, LoadOp, ResidualCopy, StoreOp, WriteOp
 from pagefold.kv.policies import DEFAULT_POLICY, POLICIES, make_policy
 from pagefold.kv.residuals import NO_RESIDUALS, Residuals
 from pagefold.kv.sequence_cache import Promise, SequenceCache

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pagefold.kv.block import Block, BlockId, Node
     from pagefold.kv.core import KVCore
     from pagefold.kv.host_tier import HostTier
-    from pagefold.kv.plans import HostOps
+    from pagefold.kv.ops import HostOps
     from pagefold.kv.sequence_cache import SequenceCache
 
 __all__ = ["AuditError", "audit"]
@@ -43,6 +43,7 @@ def audit(core: KVCore) -> None:
         )
     _audit_tables(core)
     _audit_alone(core)
+    _audit_lacking(core)
     _audit_pins(core)
     _audit_policy(core)
     others = Counter(core.slow.pins())
@@ -165,16 +166,25 @@ def _audit_tables(core: KVCore) -> None:
             path.append(node)
             node = node.parent
         path.reverse()
-        num_cold = len(cache.cold)
         cold_ids = [core.pool.num_blocks + held.host_id for held in cache.cold]
-        _check(cold_ids == cache.block_ids[:num_cold], f"cold blocks {cold_ids} are not the first of {cache.block_ids}")
+        _check(cold_ids == every[: len(cold_ids)], f"cold blocks {cold_ids} are not the first of {every}")
         _check(not cache.streams or not cache.num_published, "a cache that streams has published blocks")
         _check(len(path) == cache.num_published, f"{cache.num_published=}, and the path has {len(path)} nodes")
-        first = min(table.num_trimmed for table in cache.tables)
-        _check(cache.tail is None or first <= max(0, len(path) - 1), f"the last published block is gone: {first}")
+        if cache.tail is not None:
+            _audit_ends(core, cache)
         for group, table in enumerate(cache.tables):
             _audit_table(core, cache, path, group)
             _check(cache.capacity == table.end * core.block_size, f"capacity {cache.capacity} of {table.end} blocks")
+
+
+def _audit_ends(core: KVCore, cache: SequenceCache) -> None:
+    """Whoever goes on behind what a cache has published finds there what each group keeps."""
+    # What it began with and was loaded is published by its first promise.
+    num_blocks = cache.num_published + sum(cache.num_loaded_tokens.values()) // core.block_size
+    for group, (table, rule) in enumerate(zip(cache.tables, core.rules, strict=True)):
+        first = rule.first_block(num_blocks, core.block_size) if rule.trims else table.num_trimmed
+        what = f"group {group} begins at {table.num_trimmed}, and who goes on behind {num_blocks} needs block {first}"
+        _check(table.num_trimmed <= first, what)
 
 
 def _audit_table(core: KVCore, cache: SequenceCache, path: list[Node], group: int) -> None:
@@ -199,6 +209,12 @@ def _device_ids(cache: SequenceCache) -> list[BlockId]:
 
 def _is_idle(block: Block) -> bool:
     return block.state == BlockState.CACHED and not block.num_io_refs and not block.num_pin_refs
+
+
+def _audit_lacking(core: KVCore) -> None:
+    """What is to be given to nodes is being loaded: else the block's next content would be."""
+    loaded = {load.block_id for ops in _host_ops(core.host) for load in ops.loads}
+    _check(loaded.issuperset(core.moves.lacking), f"of {set(core.moves.lacking)} nodes lack, {loaded} are being loaded")
 
 
 def _audit_alone(core: KVCore) -> None:

@@ -28,8 +28,8 @@ class BlockState(IntEnum):
     ACTIVE = 1
     """Some table holds it, or a transfer that outlived its last table still does."""
     CACHED = 2
-    """In the prefix tree, held by no table: readable, and evictable when it is a leaf that no transfer reads and no pin
-    keeps."""
+    """In the prefix tree, held by no table: readable, and evictable when no transfer reads it, no pin keeps it, and its
+    node is a leaf or its group keeps the last tokens only."""
 
 
 LEGAL_MOVES: dict[BlockState, frozenset[BlockState]] = {
@@ -160,11 +160,6 @@ class Node:
         self.num_hits = 0
         self.digest = b""
         self.reuse_hint: bool | None = None
-
-    @property
-    def block(self) -> Block | None:
-        """The block of the first cache group, which is the only one of most models; None for a root."""
-        return self.blocks[0] if self.blocks else None
 
     @property
     def is_bare(self) -> bool:

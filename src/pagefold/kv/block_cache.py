@@ -4,10 +4,11 @@ A block is given out of the free list. If that is empty, cached ones are evicted
 
 1. *stale* ones: those that a sequence left behind, of a group that keeps the last tokens only,
 2. the blocks of the leaf that the policy names,
-3. other blocks of such groups.
+3. other blocks of such groups,
+4. those that the next step was to store in the host's arena, which are not stored then.
 
-If there are none, *givers* are asked, one after another, to let go of what they keep. That is written here and nowhere
-else.
+No request and no pin gives anything up for it. Who does when all this is short is the scheduler's to say
+(``scheduler/relief.py``).
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from pagefold.kv.pool import BlockPool
 from pagefold.kv.tree import PrefixTree
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from pagefold.kv.block import Block, BlockId, Node
     from pagefold.kv.eviction import EvictionPolicy
     from pagefold.kv.host_tier import HostTier
     from pagefold.kv.keep_rules import KeepRules
+    from pagefold.kv.slow_tiers import SlowTiers
 
 __all__ = ["BlockCache"]
 
@@ -39,36 +41,36 @@ class BlockCache:
         rules: what each cache group keeps.
         policy: who is evicted first.
         host: where evicted blocks go.
+        slow: for what part of the host's arena is kept.
         emit: where events go.
 
     Attributes:
         pool: who holds which block.
         tree: which blocks hold which tokens.
         policy: who is evicted first.
-        givers: who is asked for memory when nothing can be evicted, in order: each lets go of what it keeps, so that
-            more can be, and says whether it had anything.
         now_s: the time, which whoever calls sets; nothing that is decided hangs on it. It is told with events.
         tick: logical time: one for every acquire and release, so recency has no ties between caches.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - the parts that it holds together
         self,
         num_blocks: int,
         rules: KeepRules,
         policy: EvictionPolicy,
         host: HostTier,
+        slow: SlowTiers,
         emit: Emit,
     ) -> None:
         self.pool = BlockPool(num_blocks)
         self.tree = PrefixTree(rules.block_size)
         self.policy = policy
-        self.givers: list[Callable[[], bool]] = []
         self.now_s = 0.0
         self.tick = 0
         self._trimmed_groups = rules.trimmed
         self._stale: OrderedDict[Block, None] = OrderedDict()  # the first is evicted first; likewise the next
         self._idle: OrderedDict[Block, None] = OrderedDict()
         self._host = host
+        self._slow = slow
         self._emit = emit
 
     @property
@@ -89,12 +91,11 @@ class BlockCache:
         return block
 
     def make_free(self, num_blocks: int) -> bool:
-        """Evict until so many blocks are free, those included that givers keep; False if they cannot be had."""
+        """Evict until so many blocks are free; False if they cannot be had."""
         pool = self.pool
         self.reclaim(num_blocks - pool.num_free)
-        for give in self.givers:
-            if pool.num_free < num_blocks and give():
-                self.reclaim(num_blocks - pool.num_free)
+        if pool.num_free < num_blocks and self.cancel_stores():
+            self.reclaim(num_blocks - pool.num_free)
         return pool.num_free >= num_blocks
 
     def reclaim(self, num_blocks: int) -> int:
@@ -141,17 +142,6 @@ class BlockCache:
                 break
             node = parent
         self.update_evictable(parent)
-
-    def keep_or_evict(self, block: Block) -> None:
-        """Nobody holds ``block`` any more: its node stays cached, unless the policy does not want it."""
-        node = block.node
-        assert node is not None, "what is cached is published"
-        if not node.children:
-            if block.num_pin_refs or self.policy.admit(node):
-                self.update_evictable(node)
-                return
-            self.evict(node, "not_admitted")
-        self.note_idle(block)
 
     def note_idle(self, block: Block, *, is_stale: bool = False) -> None:
         """Nobody holds ``block`` any more: of a group that keeps the last tokens only it can be evicted alone.
@@ -209,6 +199,18 @@ class BlockCache:
             else:
                 self.policy.on_busy(node)
 
+    def cancel_stores(self) -> bool:
+        """Let go of the blocks that are to be stored though they are cached; whether there were any.
+
+        Else a request that needs all memory would wait for a step that cannot be planned without it. So what is kept
+        of them in the arena for requests that wait gives way too.
+        """
+        stores = self._host.cancel_live_stores()
+        if not stores and self._host.has_live_stores and self._slow.fetches.let_go():
+            stores = self._host.cancel_live_stores()
+        self.unpin_io(store.block_id for store in stores)
+        return bool(stores)
+
     def unpin_io(self, block_ids: Iterable[BlockId]) -> None:
         """Count a transfer less for each of these blocks."""
         for block_id in block_ids:
@@ -218,7 +220,7 @@ class BlockCache:
                 self.update_evictable(block.node)
 
     def _make_one_free(self) -> bool:
-        return bool(self.reclaim(1)) or any(give() and self.reclaim(1) for give in self.givers)
+        return bool(self.reclaim(1) or (self.cancel_stores() and self.reclaim(1)))
 
     def _evict_alone(self, block: Block) -> None:
         """Evict one block of a node, which stays if it has another, or children."""

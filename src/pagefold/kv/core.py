@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from pagefold.kv.eviction import EvictionPolicy
     from pagefold.kv.host_tier import HostTier
     from pagefold.kv.keep import KeepRule
+    from pagefold.kv.ops import ResidualCopy
     from pagefold.kv.residuals import Residuals
     from pagefold.kv.slow_tiers import SlowTiers
 
@@ -113,7 +114,7 @@ class KVCore:
         assert host.is_on or not allow_streaming, "what streams lies in the host's arena"
         keeps_all = [not rule.trims for rule in rules]
         self._is_plain = keeps_all == [True]
-        assert self._is_plain or not (allow_streaming or residuals.is_on), "for one group"
+        assert self._is_plain or not allow_streaming, "what streams is known of one group that keeps all"
         assert any(keeps_all) or not host.is_on, "what the host holds of a path leans on a group that keeps all"
         self.block_size = block_size
         self.rules = KeepRules(rules, block_size)
@@ -123,7 +124,7 @@ class KVCore:
         self.slow = slow
         self.arbiter = arbiter or Arbiter(1, block_size, compute_s_per_token=0.0)
         self.residuals = residuals
-        self.blocks = blocks = BlockCache(num_blocks, self.rules, policy or make_policy("default"), host, emit)
+        self.blocks = blocks = BlockCache(num_blocks, self.rules, policy or make_policy("default"), host, slow, emit)
         self.pool, self.tree, self.policy = blocks.pool, blocks.tree, blocks.policy
         self.moves = Moves(blocks, host, slow, emit)
         self.publishing = Publishing(blocks, block_size)
@@ -150,6 +151,11 @@ class KVCore:
     def num_available(self) -> int:
         """Blocks that an allocation could get: the free ones, and the cached ones that no pin keeps."""
         return self.blocks.num_available
+
+    @property
+    def num_groups(self) -> int:
+        """Cache groups: how many tables a sequence has."""
+        return len(self.rules)
 
     @property
     def num_active(self) -> int:
@@ -188,8 +194,7 @@ class KVCore:
         """
         if not hit.held or self.arbiter.restores(HOST, len(hit.held)):
             return hit
-        hit = hit._replace(held=(), num_behind=0)
-        return self.rules.whole_part(hit) if self.trims else hit
+        return hit._replace(held=(), num_behind=0)
 
     def missing(self, namespace: bytes, packed: bytes, max_tokens: int) -> Missing:
         """Return what of the whole blocks of ``packed`` neither device nor host has, behind those they have.
@@ -267,18 +272,47 @@ class KVCore:
             num_tokens = lodger.limit(cache, start, num_tokens, num_all)
         return num_tokens
 
+    def num_blocks_for(self, num_tokens: int, num_new: int, cache: SequenceCache | None = None) -> int:
+        """Return the most blocks of the device that a sequence takes at once until it has ``num_tokens``.
+
+        Args:
+            num_tokens: how many it will have.
+            num_new: the most that one step computes of it.
+            cache: what it has already, if it has begun; that is not counted.
+        """
+        num_blocks = self.rules.num_blocks_for(num_tokens, num_new, cache)
+        if cache is not None:
+            for lodger in self._lodgers:
+                num_blocks = lodger.growth(cache, num_tokens, num_blocks)
+        return num_blocks
+
+    def step_failed(self, rows: Sequence[tuple[SequenceCache, int]], copies: Sequence[ResidualCopy]) -> None:
+        """A step failed: see :meth:`Lodger.on_failed`. What it had promised and moved is taken back beside this."""
+        for lodger in self._lodgers:
+            lodger.on_failed(rows, copies)
+
+    def num_left(self, cache: SequenceCache, num_tokens: int) -> int | None:
+        """Return how many computed tokens a sequence still has after steps have failed: see :meth:`Lodger.num_left`."""
+        for lodger in self._lodgers:
+            left = lodger.num_left(cache, num_tokens)
+            if left is None:
+                return None
+            num_tokens = left
+        return num_tokens
+
     def trim(self, cache: SequenceCache, num_tokens: int) -> None:
         """Give back the blocks that nobody sees from position ``num_tokens`` on: what groups do not keep.
 
         They are free in this moment; or cached, if they are published, until anybody needs a block. Blocks that are
         still to be published or only promised stay, and so does what whoever goes on behind the published ones needs:
-        so the path is found again as far as it is published.
+        so the path is found again as far as it is published. Where blocks are sealed, what is seen from the beginning
+        of the block on that is being filled stays too: whoever loses a residual begins again there.
 
         To be called when the step has ended that wrote the tokens of ``cache`` before ``num_tokens``; a step planned
         behind it may be in flight.
         """
         if self.trims:
-            self._holding.trim(cache, num_tokens)
+            self._holding.trim(cache, self.residuals.begins_again_at(num_tokens))
 
     def fork(self, cache: SequenceCache) -> SequenceCache:
         """Make a second cache on the same blocks. Whoever writes into a shared block first gets a copy of it.
@@ -291,6 +325,7 @@ class KVCore:
         twin.capacity = cache.capacity
         twin.num_published = cache.num_published
         twin.copied_from = cache.copied_from
+        twin.num_loaded_tokens = cache.num_loaded_tokens
         self.caches.add(twin)
         for lodger in self._lodgers:
             lodger.on_fork(cache, twin)
@@ -335,7 +370,7 @@ class KVCore:
         self._emit(CacheReset())
         self.pins.clear()
         self.slow.fetches.reset()
-        self.moves.cancel_stores()  # else their blocks would wait for a step, which may wait for the blocks
+        self.blocks.cancel_stores()  # else their blocks would wait for a step, which may wait for the blocks
         self.host.reset()
         num_cached = self.pool.num_cached
         self.blocks.clear()

@@ -50,9 +50,6 @@ class EvictionPolicy(Protocol):
     def on_evict(self, node: Node) -> None:
         """``node`` has left the tree."""
 
-    def admit(self, node: Node) -> bool:
-        """Whether ``node``, which no table holds any more, is worth keeping at all."""
-
     def on_idle(self, node: Node) -> None:
         """``node`` became evictable."""
 
@@ -90,10 +87,6 @@ class KeyPolicy:
 
     def on_evict(self, node: Node) -> None:
         """Nothing to do: ``on_busy`` came first."""
-
-    def admit(self, node: Node) -> bool:  # noqa: ARG002 - a policy that keeps everything
-        """Keep everything."""
-        return True
 
     def on_idle(self, node: Node) -> None:
         """Offer ``node``."""

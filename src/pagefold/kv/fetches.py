@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagefold.kv.plans import FetchOp
+from pagefold.kv.ops import FetchOp
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

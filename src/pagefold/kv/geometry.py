@@ -8,13 +8,15 @@ bytes, so that one free list serves all.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from pagefold.kv.codec import Codec, plain_codec
-from pagefold.kv.keep import KeepRule
+from pagefold.kv.keep import KEEP_ALL, KeepRule
 from pagefold.kv.table import num_blocks_for
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ class LayerKV:
         value_dim: elements of V of one head; 0 for a latent vector.
         window: how many of the last tokens it keeps, the current one included; None for all.
         is_chunked: it keeps the tokens since the last multiple of ``window`` instead.
-        codec: how it is stored, where that is not as the other layers are.
+        codec: how it is stored, where that is not as most layers are.
     """
 
     num_kv_heads: int
@@ -125,6 +127,8 @@ class CacheGroup:
 class CacheLayout:
     """Layers cut into groups whose blocks all have the same number of bytes.
 
+    What layers of a group take may be less than that: the rest of its blocks is padding, and counts like all else.
+
     Attributes:
         layers: what they keep of a token.
         codec: how it is stored.
@@ -192,9 +196,12 @@ def lay_out(
 ) -> CacheLayout:
     """Cut ``layers`` into groups of equal blocks.
 
-    Layers of one kind (same bytes a token, same window) make groups of as many layers as there are of the rarest kind,
-    or of fewer where that would leave more than a sixteenth of the memory as padding (62 layers of which 10 are full
-    make 11 groups of 6, not 7 of 10). Kinds with fewer bytes a token have more tokens a block.
+    Layers of one kind (same shape, same window) make groups of as many layers as there are of the rarest kind, or of
+    fewer where that would leave more than a sixteenth of the memory as padding beyond what no cut avoids (62 layers of
+    which 10 are full make 11 groups of 6, not 7 of 10). Kinds with fewer bytes a token have more tokens a block. A
+    layer with a codec of its own is of its kind all the same, and as many times as large as that codec makes it: a
+    block that holds 5 layers in 16 bit holds 9 or 10 in 8. All blocks have the bytes of the largest group's; what is
+    left in those of others is padding.
 
     Args:
         layers: what they keep of a token; those that keep nothing are left out.
@@ -212,35 +219,64 @@ def lay_out(
     ]
     kinds: dict[LayerKV, list[int]] = {}
     for index, layer in enumerate(kept):
-        kinds.setdefault(layer, []).append(index)
-    token_bytes = {kind: kind.bytes_per_token(codec) for kind in kinds}
-    most = max(token_bytes.values())
+        kinds.setdefault(replace(layer, codec=None), []).append(index)
+    layer_bytes = [layer.bytes_per_token(codec) for layer in kept]
+    kind_bytes = {kind: kind.bytes_per_token(codec) for kind in kinds}
+    most = max(kind_bytes.values())
     # More tokens where there are fewer bytes: powers of two, so that block sizes stay what kernels like.
-    times = {kind: 1 << ((most // token_bytes[kind]).bit_length() - 1) for kind in kinds}
+    times = {kind: 1 << ((most // num_bytes).bit_length() - 1) for kind, num_bytes in kind_bytes.items()}
+    sizes = {
+        index: Fraction(layer_bytes[index], kind_bytes[kind]) for kind, indices in kinds.items() for index in indices
+    }
 
-    def padded_layers(size: int) -> dict[LayerKV, int]:
-        return {kind: -(-len(indices) // size) * size for kind, indices in kinds.items()}
+    def cut(room: Fraction) -> list[CacheGroup]:
+        return [
+            CacheGroup(dealt, kind.num_kv_heads, block_size * times[kind], kind.window, kind.is_chunked)
+            for kind, indices in kinds.items()
+            for dealt in _deal(indices, sizes, room)
+        ]
 
-    def padding(size: int) -> float:
-        whole = sum(count * most for kind, count in padded_layers(size).items())
-        used = sum(len(indices) * token_bytes[kind] * times[kind] for kind, indices in kinds.items())
-        return 1 - used / whole
+    def used(groups: list[CacheGroup]) -> list[int]:
+        return [group.block_size * sum(layer_bytes[layer] for layer in group.layers) for group in groups]
 
-    rarest = min(len(indices) for indices in kinds.values())
-    least = padding(1)
-    size = next(size for size in range(rarest, 0, -1) if padding(size) <= least + _MAX_PADDING)
-    groups = [
-        CacheGroup(
-            tuple(indices[first : first + size]),
-            kind.num_kv_heads,
-            block_size * times[kind],
-            kind.window,
-            kind.is_chunked,
-        )
-        for kind, indices in kinds.items()
-        for first in range(0, len(indices), size)
-    ]
-    return CacheLayout(tuple(kept), codec, block_size, tuple(groups), size * most * block_size, state_bytes)
+    def padding(groups: list[CacheGroup]) -> float:
+        return 1 - sum(used(groups)) / (len(groups) * max(used(groups)))
+
+    cuts = [cut(room) for room in _rooms(list(kinds.values()), sizes)]
+    least = min(map(padding, cuts))
+    groups = next(groups for groups in cuts if padding(groups) <= least + _MAX_PADDING)
+    return CacheLayout(tuple(kept), codec, block_size, tuple(groups), max(used(groups)), state_bytes)
+
+
+def _rooms(kinds: list[list[int]], sizes: dict[int, Fraction]) -> list[Fraction]:
+    """Return how much a group may hold, the most first: what some layers take, up to all of the rarest kind.
+
+    Args:
+        kinds: the layers of each kind.
+        sizes: of each layer; 1 where it has the codec that most have.
+    """
+    if len(kinds) == 1:
+        return [sum(sizes.values(), Fraction())]
+    largest = max(sizes.values())
+    most = largest * min(map(len, kinds))
+    rooms = {Fraction()}
+    for size, count in Counter(sizes.values()).items():
+        rooms = {room + size * num for room in rooms for num in range(count + 1) if room + size * num <= most}
+    return sorted((room for room in rooms if room >= largest), reverse=True)
+
+
+def _deal(layers: list[int], sizes: dict[int, Fraction], room: Fraction) -> list[tuple[int, ...]]:
+    """Deal layers of one kind to groups that hold ``room``, the largest first: each to the first that has room left."""
+    dealt: list[list[int]] = []
+    left: list[Fraction] = []
+    for layer in sorted(layers, key=lambda layer: -sizes[layer]):
+        at = next((at for at, free in enumerate(left) if free >= sizes[layer]), len(dealt))
+        if at == len(dealt):
+            dealt.append([])
+            left.append(room)
+        dealt[at].append(layer)
+        left[at] -= sizes[layer]
+    return [tuple(sorted(group)) for group in dealt]
 
 
 @dataclass(frozen=True)
@@ -308,23 +344,21 @@ class KVGeometry:
 
     @cached_property
     def layout(self) -> CacheLayout:
-        """Layers that keep all in one group, also where their codecs differ: each block holds all of them.
-
-        Where some keep less, all have the same codec: groups with blocks of other sizes are nobody's yet.
-        """
-        one = LayerKV(self.num_kv_heads, self.head_dim, self.head_dim)
+        """Layers that keep the same in groups of their own, also where their codecs differ: one where all keep all."""
         codec = (self.codec or plain_codec(self.element_bytes)).in_blocks(self.block_size)
-        if any(keep.trims for keep in self.keeps):
-            assert not self.skip_layers, "layers of other codecs, and windows"
-            kept = [replace(one, window=keep.window, is_chunked=keep.is_chunked) for keep in self.keeps]
-            return lay_out(kept, codec, block_size=self.block_size)
-        layers = tuple(
-            replace(one, codec=self.codec_of(layer)) if layer in self.skip_layers else one
-            for layer in range(self.num_layers)
-        )
-        group = CacheGroup(tuple(range(self.num_layers)), self.num_kv_heads, self.block_size)
-        bytes_per_token = sum(layer.bytes_per_token(codec) for layer in layers)
-        return CacheLayout(layers, codec, self.block_size, (group,), bytes_per_token * self.block_size)
+        keeps = self.keeps or (KEEP_ALL,) * self.num_layers
+        layers = [
+            LayerKV(
+                self.num_kv_heads,
+                self.head_dim,
+                self.head_dim,
+                window=keep.window,
+                is_chunked=keep.is_chunked,
+                codec=self.codec_of(layer) if layer in self.skip_layers else None,
+            )
+            for layer, keep in enumerate(keeps)
+        ]
+        return lay_out(layers, codec, block_size=self.block_size)
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:

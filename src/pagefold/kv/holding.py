@@ -69,15 +69,17 @@ class Holding:
         if sources is None or not self._fill(cache, sources):
             self._host.blocks.unpin(pinned)
             return False
-        loaded: dict[HeldBlock, int] = {}
+        loaded: set[HeldBlock] = set()
+        places: set[int] = set()  # a place's tokens count once, whatever groups they are loaded of
         for table, first, of_group in zip(cache.tables, firsts, sources, strict=True):
             table.num_trimmed = first
             for place, (block_id, source) in enumerate(zip(table.block_ids, of_group, strict=True), first):
                 if isinstance(source, HeldBlock):
                     node = nodes[place] if place < len(nodes) else None
                     self._moves.load(source, self._pool.blocks[block_id], node)
-                    source.count_use(cache.num_loaded_tokens, 0 if place in loaded.values() else size)
-                    loaded[source] = place
+                    source.count_use(cache.num_loaded_tokens, 0 if place in places else size)
+                    loaded.add(source)
+                    places.add(place)
         self._host.blocks.unpin([one for one in pinned if one not in loaded])
         return True
 
@@ -128,7 +130,7 @@ class Holding:
                 break
             block.group = 0
             self._moves.load(one, block)
-            cache.block_ids.append(block.block_id)
+            cache.only_table.block_ids.append(block.block_id)
             one.count_use(cache.num_loaded_tokens, self._rules.block_size)
             num_loaded += 1
         self._host.blocks.unpin(pinned[num_loaded:])
@@ -199,7 +201,8 @@ class Holding:
     def trim(self, cache: SequenceCache, num_tokens: int) -> None:
         """Give back what nobody sees from position ``num_tokens`` on: see :meth:`KVCore.trim`."""
         promise = cache.promise
-        num_published = cache.num_published if promise is None else (promise.before or promise).first
+        assert promise is None or promise.before is None, "the step that wrote the tokens is committed"
+        num_published = cache.num_published if promise is None else promise.first
         pool, size = self._pool, self._rules.block_size
         for group in self._rules.trimmed:
             table, rule = cache.tables[group], self._rules[group]
@@ -223,23 +226,22 @@ class Holding:
         """
         tick, now_s = self._blocks.tick, self._blocks.now_s
         blocks, release = self._pool.blocks, self._pool.release
-        for table in cache.tables[1:]:
+        for table, rule in zip(cache.tables, self._rules, strict=True):
+            trims = rule.trims
             for block_id in reversed(table.block_ids):
                 block = blocks[block_id]
                 node = block.node
-                if release(block) and node is not None and not node.children:
-                    self._blocks.update_evictable(node)
-                self._blocks.note_idle(block)
-        trims = bool(self._rules.trimmed)
-        for block_id in reversed(cache.block_ids):
-            block = blocks[block_id]
-            node = block.node
-            if node is not None:
+                if node is None:
+                    release(block)
+                    continue
                 node.last_used = tick
                 node.used_s = now_s
-            if release(block) and node is not None and (trims or not node.children):
-                self._blocks.keep_or_evict(block)
-        for table in cache.tables:
+                if not release(block):
+                    continue
+                if not node.children:
+                    self._blocks.update_evictable(node)
+                elif trims:
+                    self._blocks.note_idle(block)
             table.block_ids.clear()
 
     # Inside.

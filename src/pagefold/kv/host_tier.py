@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pagefold.kv.host_blocks import HostBlocks
 from pagefold.kv.names import digest_of, name_of, names_behind, path_digest, root_digest
-from pagefold.kv.plans import NO_HOST_OPS, HostOps, LoadOp, StoreOp
+from pagefold.kv.ops import NO_HOST_OPS, HostOps, LoadOp, StoreOp
 from pagefold.kv.tree import TOKEN_BYTES
 
 if TYPE_CHECKING:

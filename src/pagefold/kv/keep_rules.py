@@ -2,40 +2,49 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self
-
-from pagefold.kv.tree import PrefixHit
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from pagefold.kv.block import Block, Node
     from pagefold.kv.keep import KeepRule
     from pagefold.kv.sequence_cache import SequenceCache
+    from pagefold.kv.tree import PrefixHit
 
 __all__ = ["KeepRules"]
 
 
-class KeepRules(tuple["KeepRule", ...]):  # noqa: SLOT001 - it has attributes of its own
-    """The rule of each cache group, in the groups' order.
+class KeepRules:
+    """The rule of each cache group, in the groups' order. It never changes.
 
     Args:
         rules: of the groups.
         block_size: tokens a block.
 
     Attributes:
+        block_size: as given.
         trimmed: the groups that leave tokens behind while a sequence runs.
     """
 
-    block_size: int
-    trimmed: tuple[int, ...]
+    __slots__ = ("_rules", "block_size", "trimmed")
 
-    def __new__(cls, rules: Iterable[KeepRule], block_size: int) -> Self:
-        """Make them."""
-        made = super().__new__(cls, rules)
-        made.block_size = block_size
-        made.trimmed = tuple(group for group, rule in enumerate(made) if rule.trims)
-        return made
+    def __init__(self, rules: Iterable[KeepRule], block_size: int) -> None:
+        self._rules = tuple(rules)
+        self.block_size = block_size
+        self.trimmed = tuple(group for group, rule in enumerate(self._rules) if rule.trims)
+
+    def __len__(self) -> int:
+        """Return how many groups there are."""
+        return len(self._rules)
+
+    def __iter__(self) -> Iterator[KeepRule]:
+        """Yield the rule of each group."""
+        return iter(self._rules)
+
+    def __getitem__(self, group: int) -> KeepRule:
+        """Return the rule of a group."""
+        return self._rules[group]
 
     def num_blocks_for(self, num_tokens: int, num_new: int, cache: SequenceCache | None = None) -> int:
         """Return the most blocks, of all groups, that a sequence of ``num_tokens`` holds at once.
@@ -46,7 +55,7 @@ class KeepRules(tuple["KeepRule", ...]):  # noqa: SLOT001 - it has attributes of
             cache: what it has already; that is not counted.
         """
         num_blocks = 0
-        for group, rule in enumerate(self):
+        for group, rule in enumerate(self._rules):
             num_held = len(cache.tables[group].block_ids) if cache is not None else 0
             num_blocks += max(0, rule.num_blocks_for(num_tokens, num_new, self.block_size) - num_held)
         return num_blocks
@@ -55,7 +64,7 @@ class KeepRules(tuple["KeepRule", ...]):  # noqa: SLOT001 - it has attributes of
         """Return the blocks that a cache holds which is made from ``hit``, but for a partial one and loaded ones."""
         return [
             block
-            for group, rule in enumerate(self)
+            for group, rule in enumerate(self._rules)
             for node in hit.nodes[rule.first_block(hit.num_blocks, self.block_size) :]
             if (block := node.blocks[group]) is not None
         ]
@@ -67,11 +76,6 @@ class KeepRules(tuple["KeepRule", ...]):  # noqa: SLOT001 - it has attributes of
             num_present = 0  # up to here, without a gap
             for end, node in enumerate(nodes, 1):
                 num_present = 0 if node.blocks[group] is None else num_present + 1
-                if end - num_present > self[group].first_block(end, self.block_size):
+                if end - num_present > self._rules[group].first_block(end, self.block_size):
                     whole.discard(end)
         return max(whole)
-
-    def whole_part(self, hit: PrefixHit) -> PrefixHit:
-        """Return as much of ``hit`` as can be gone on from: each group has what it keeps behind it."""
-        num_whole = self.num_whole(hit.nodes)
-        return hit if num_whole == len(hit.nodes) else PrefixHit(hit.namespace, hit.nodes[:num_whole], None, 0)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pagefold.kv.ops import ResidualCopy
     from pagefold.kv.sequence_cache import SequenceCache
 
 __all__ = ["Lodger"]
@@ -30,6 +33,31 @@ class Lodger:
 
     def on_forget(self, cache: SequenceCache) -> None:
         """What a sequence has is not to be found any more, and the sequence goes on."""
+
+    def on_failed(self, rows: Sequence[tuple[SequenceCache, int]], copies: Sequence[ResidualCopy]) -> None:
+        """A step failed, perhaps in the midst of its writes.
+
+        Args:
+            rows: the sequences that it computed, each with its first position there.
+            copies: what it was to copy between residuals.
+        """
+
+    def num_left(self, cache: SequenceCache, num_tokens: int) -> int | None:  # noqa: ARG002
+        """Return how many of a sequence's ``num_tokens`` computed ones it still has after steps have failed.
+
+        None where it cannot go on from anything that it has. Who asks has been told, and is not told again.
+        """
+        return num_tokens
+
+    def growth(self, cache: SequenceCache, num_tokens: int, num_blocks: int) -> int:  # noqa: ARG002
+        """Return how many blocks a sequence takes yet until it has ``num_tokens``, of those that its tables lack.
+
+        Args:
+            cache: what it has.
+            num_tokens: how many it will have.
+            num_blocks: how many blocks its tables lack.
+        """
+        return num_blocks
 
     def limit(self, cache: SequenceCache, start: int, num_tokens: int, num_all: int) -> int:  # noqa: ARG002
         """Return how many tokens a sequence may compute in one step.

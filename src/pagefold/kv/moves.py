@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pagefold.events import Emit, HostTransfer
-from pagefold.kv.plans import CopyOp
+from pagefold.kv.ops import CopyOp
 
 if TYPE_CHECKING:
     from collections import deque
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pagefold.kv.block_cache import BlockCache
     from pagefold.kv.held_block import HeldBlock
     from pagefold.kv.host_tier import HostTier
-    from pagefold.kv.plans import HostOps
+    from pagefold.kv.ops import HostOps
     from pagefold.kv.sequence_cache import SequenceCache
     from pagefold.kv.slow_tiers import SlowTiers
 
@@ -42,17 +42,17 @@ class Moves:
     Attributes:
         pending_copies: decided and not handed over yet.
         copies_in_flight: of steps that have not ended.
+        lacking: the nodes that lack what is being loaded, by the block that it is loaded into.
     """
 
     def __init__(self, blocks: BlockCache, host: HostTier, slow: SlowTiers, emit: Emit) -> None:
         self.pending_copies: list[CopyOp] = []
         self.copies_in_flight: list[CopyOp] = []
-        self._lacking: dict[BlockId, Node] = {}  # by the block that is loaded
+        self.lacking: dict[BlockId, Node] = {}
         self._blocks = blocks
         self._host = host
         self._slow = slow
         self._emit = emit
-        blocks.givers.append(self.cancel_stores)
 
     # Planning.
 
@@ -77,7 +77,7 @@ class Moves:
         self._blocks.pool.pin_io(dst)
         self._host.load(held, dst.block_id)
         if node is not None:
-            self._lacking[dst.block_id] = node
+            self.lacking[dst.block_id] = node
 
     def store(self, node: Node) -> int:
         """Plan to store a node's blocks, which stay what they are. Return how many the host does not hold and will."""
@@ -105,18 +105,6 @@ class Moves:
                 self.store(node)
             node = node.parent
 
-    def cancel_stores(self) -> bool:
-        """Let go of the blocks that are to be stored though they are cached; whether there were any.
-
-        Else a request that needs all memory would wait for a step that cannot be planned without it. So what is kept
-        of them in the arena for requests that wait gives way too.
-        """
-        stores = self._host.cancel_live_stores()
-        if not stores and self._host.has_live_stores and self._slow.fetches.let_go():
-            stores = self._host.cancel_live_stores()
-        self._blocks.unpin_io(store.block_id for store in stores)
-        return bool(stores)
-
     def drop_unheld(self) -> None:
         """Forget the moves into blocks that no table holds any more, so that they are pinned no longer."""
         blocks = self._blocks.pool.blocks
@@ -131,7 +119,7 @@ class Moves:
             loads = [load for load in self._host.pending.loads if not blocks[load.block_id].num_table_refs]
             self._host.cancel(loads)
             for load in loads:
-                self._lacking.pop(load.block_id, None)
+                self.lacking.pop(load.block_id, None)
             self._blocks.unpin_io(load.block_id for load in loads)
 
     # The step.
@@ -165,7 +153,7 @@ class Moves:
 
     def host_done(self, ops: HostOps) -> None:
         """The step ran: what it loaded and stored is there."""
-        if self._lacking:
+        if self.lacking:
             for load in ops.loads:
                 self._give(load.block_id)
         self._unpin_host_ops(ops)
@@ -179,7 +167,7 @@ class Moves:
         Tables that wait for loads of the step must be released by the caller: their blocks hold nothing.
         """
         for load in ops.loads:
-            self._lacking.pop(load.block_id, None)
+            self.lacking.pop(load.block_id, None)
         self._unpin_host_ops(ops)
         self._host.failed(ops, damaged_ids)
         if damaged_ids:
@@ -189,10 +177,8 @@ class Moves:
 
     def _give(self, block_id: BlockId) -> None:
         """Give a loaded block to the node that lacks it, if that still does and some table still holds the block."""
-        node, block = self._lacking.pop(block_id, None), self._blocks.pool.blocks[block_id]
-        if node is None or not node.attached or node.blocks[block.group] is not None:
-            return
-        if block.num_table_refs == 1 and block.node is None:  # not if a fork holds it, off the tree
+        node, block = self.lacking.pop(block_id, None), self._blocks.pool.blocks[block_id]
+        if node is not None and node.attached and node.blocks[block.group] is None and block.num_table_refs:
             node.blocks[block.group], block.node = block, node
             self._blocks.update_evictable(node)
 

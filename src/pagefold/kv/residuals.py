@@ -1,8 +1,14 @@
 """Residuals: where running sequences have K and V of the block that they are filling, until it is sealed.
 
 Of a codec that seals blocks (``codec.py``). A residual has room for one block in 16 bit, of all layers, and belongs to
-one table, from ``acquire`` or ``fork`` to ``release``. In it is what its sequence has computed of its last block; of a
-block that is full nothing is read there any more.
+one sequence, from ``acquire`` or ``fork`` to ``release``. In it is what its sequence has computed of its last block; of
+a block that is full nothing is read there any more.
+
+One is enough where there are several cache groups. A sequence's tables all end with the same block (``SequenceCache``),
+so it fills the same block in each of them at once, and every layer has a place of its own in the residual. What a group
+gives back are full blocks, which nobody needs a residual for; the block that is being filled is always held. But a
+sequence may lose what its residual holds, in a step that fails, and then computes that block from its beginning: so a
+group keeps what is seen from there on (:meth:`Residuals.begins_again_at`).
 
 There are as many as sequences may run at once, so a sequence that may run has one.
 """
@@ -12,10 +18,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pagefold.kv.lodger import Lodger
-from pagefold.kv.plans import ResidualCopy
+from pagefold.kv.ops import ResidualCopy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from pagefold.kv.sequence_cache import SequenceCache
 
@@ -53,11 +59,13 @@ class Residuals(Lodger):
         self.pending_copies.append(ResidualCopy(cache.residual_id, twin.residual_id))
 
     def on_release(self, cache: SequenceCache) -> None:
-        """Take a cache's residual back; what it was to be filled with is not copied any more.
+        """Take a cache's residual back; what it was to be filled with is not copied any more, unless others copy that.
 
-        What others copy from it is still there: nobody writes before the copies are made.
+        What they copy from it is still there: nobody writes before the copies are made.
         """
-        self.pending_copies = [copy for copy in self.pending_copies if copy.dst != cache.residual_id]
+        wanted = {copy.src for copy in self.pending_copies}
+        if cache.residual_id not in wanted:
+            self.pending_copies = [copy for copy in self.pending_copies if copy.dst != cache.residual_id]
         self._lost.discard(cache.residual_id)
         self.free_ids.append(cache.residual_id)
         cache.residual_id = -1
@@ -80,24 +88,30 @@ class Residuals(Lodger):
             return num_tokens - num_tokens % block_size
         return num_tokens
 
+    def begins_again_at(self, position: int) -> int:
+        """Return where a sequence begins again that has got to ``position``, if what its residual holds is lost."""
+        return position - position % self._block_size
+
     def take_copies(self) -> list[ResidualCopy]:
         """Hand over the copies that the step being planned must make before its first write."""
         copies, self.pending_copies = self.pending_copies, []
         return copies
 
-    def failed(self, copies: Iterable[ResidualCopy]) -> None:
-        """A step failed that was to make these: whoever wrote in it may have written where they read from."""
+    def on_failed(self, rows: Sequence[tuple[SequenceCache, int]], copies: Sequence[ResidualCopy]) -> None:
+        """Note whose residual may hold something else now.
+
+        Those into which the step was to copy: whoever wrote in it may have written where the copies read from. And
+        those in which it began a block: it is the next one, if the step before it failed too.
+        """
         self._lost.update(copy.dst for copy in copies)
+        self._lost.update(cache.residual_id for cache, start in rows if start % self._block_size == 0)
 
-    def overwritten(self, cache: SequenceCache) -> None:
-        """A step failed that needs what this residual held, and one behind it may have begun the next block there."""
-        self._lost.add(cache.residual_id)
-
-    def take_lost(self, cache: SequenceCache) -> bool:
-        """Whether what the residual of ``cache`` held is lost; who asks knows now that nothing is in it."""
-        is_lost = cache.residual_id in self._lost
+    def num_left(self, cache: SequenceCache, num_tokens: int) -> int:
+        """Return how many of ``num_tokens`` computed ones ``cache`` has: not those of the last block, if it is lost."""
+        if cache.residual_id not in self._lost:
+            return num_tokens
         self._lost.discard(cache.residual_id)
-        return is_lost
+        return num_tokens - num_tokens % self._block_size
 
 
 class _NoResiduals(Residuals):
@@ -108,8 +122,8 @@ class _NoResiduals(Residuals):
     def ids_of(self, caches: Iterable[SequenceCache | None]) -> list[int]:  # noqa: ARG002
         return []
 
-    def overwritten(self, cache: SequenceCache) -> None:
-        pass
+    def begins_again_at(self, position: int) -> int:
+        return position
 
 
 NO_RESIDUALS: Residuals = _NoResiduals(0, 1)

@@ -34,7 +34,8 @@ class SequenceCache:
             that nobody else has.
         cold_tip: digest of the path that its cold blocks are.
         cold: the host's blocks that are its first ones, if it streams.
-        num_loaded_tokens: how many of its tokens were loaded when it was acquired, by the tier that they came from.
+        num_loaded_tokens: how many of its tokens were loaded when it, or what it was forked from, was acquired, by the
+            tier that they came from.
         residual_id: where it has its unsealed block, of a codec that seals blocks (``residuals.py``); else -1.
         facts: of the request that holds it, for the eviction policy; whoever releases the cache may set them before.
 
@@ -74,9 +75,10 @@ class SequenceCache:
         self.facts = _NO_FACTS
 
     @property
-    def block_ids(self) -> list[BlockId]:
-        """The blocks of the first group, which is the only one of most models."""
-        return self.tables[0].block_ids
+    def only_table(self) -> BlockTable:
+        """The table of a cache of one group, as every one is that streams."""
+        (table,) = self.tables
+        return table
 
     @property
     def streams(self) -> bool:

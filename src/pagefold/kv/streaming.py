@@ -21,6 +21,7 @@ from pagefold.kv.lodger import Lodger
 from pagefold.kv.names import digest_of, names_behind, root_digest
 from pagefold.kv.pool import BlockPool
 from pagefold.kv.sequence_cache import SequenceCache
+from pagefold.kv.table import num_blocks_for
 from pagefold.kv.tree import TOKEN_BYTES
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class Streaming(Lodger):
         self._num_forgotten = 0
         self._pool = pool
         self._host = host
+        self._block_size = block_size
         self._stride = block_size * TOKEN_BYTES
         self._store = store
 
@@ -102,16 +104,17 @@ class Streaming(Lodger):
         root = cache.cold_root
         assert root is not None, "a cache that does not stream"
         first = len(cache.cold)
-        end = min(len(cache.block_ids) - num_hot, num_tokens * TOKEN_BYTES // self._stride)
+        block_ids = cache.only_table.block_ids
+        end = min(len(block_ids) - num_hot, num_tokens * TOKEN_BYTES // self._stride)
         num_cooled = 0
         packed = packed[first * self._stride : max(first, end) * self._stride]
         for name in names_behind(root, cache.cold_tip, packed, self._stride):
-            block = self._pool.blocks[cache.block_ids[first + num_cooled]]
+            block = self._pool.blocks[block_ids[first + num_cooled]]
             is_stored = self._host.keep(name, block.block_id)
             held = self._host.blocks.get(name.digest)
             if held is None:
                 break
-            del cache.block_ids[first + num_cooled]
+            del block_ids[first + num_cooled]
             self._take(cache, held, is_checked=is_read and not is_stored)
             self._pool.release(block)
             num_cooled += 1
@@ -127,12 +130,27 @@ class Streaming(Lodger):
             return
         self._host.blocks.unpin(cache.cold)
         self.num_cold_blocks -= len(cache.cold)
-        del cache.block_ids[: len(cache.cold)]
+        del cache.only_table.block_ids[: len(cache.cold)]
         cache.cold = []
 
-    def is_intact(self, cache: SequenceCache) -> bool:
-        """Whether all cold blocks of ``cache`` are found: not after a step failed that was to store some."""
-        return all(self._host.blocks.get(held.name.digest) is held for held in cache.cold)
+    def num_left(self, cache: SequenceCache, num_tokens: int) -> int | None:
+        """Return ``num_tokens``; None where a cold block of ``cache`` is gone: a step failed that was to store it.
+
+        What lies behind a lost block is of no use.
+        """
+        is_whole = all(self._host.blocks.get(held.name.digest) is held for held in cache.cold)
+        return num_tokens if is_whole else None
+
+    def growth(self, cache: SequenceCache, num_tokens: int, num_blocks: int) -> int:
+        """Return how many blocks ``cache`` takes yet; see :meth:`Lodger.growth`. Hot ones only, if it streams."""
+        if not cache.streams:
+            return num_blocks
+        num_hot = len(cache.tables[0].block_ids) - len(cache.cold)
+        return max(0, min(num_blocks, self.num_hot_blocks(num_tokens) - num_hot))
+
+    def num_hot_blocks(self, num_tokens: int) -> int:
+        """Return the most hot blocks of a sequence that streams and has so many tokens."""
+        return num_blocks_for(min(num_tokens, self.max_new_tokens), self._block_size) + 1
 
     def on_forget(self, cache: SequenceCache) -> None:
         """What ``cache`` holds is not to be found any more: its blocks get names that nobody asks for."""
@@ -167,7 +185,7 @@ class Streaming(Lodger):
         self._host.blocks.pin([held])
         if is_checked:
             self._host.check(held)
-        cache.block_ids.insert(len(cache.cold), BlockId(self._pool.num_blocks + held.host_id))
+        cache.only_table.block_ids.insert(len(cache.cold), BlockId(self._pool.num_blocks + held.host_id))
         cache.cold.append(held)
         cache.cold_tip = held.name.digest
         self.num_cold_blocks += 1

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from pagefold.kv.fetches import Fetch
     from pagefold.kv.names import BlockName
-    from pagefold.kv.plans import FetchOp, WriteOp
+    from pagefold.kv.ops import FetchOp, WriteOp
 
 __all__ = ["Fetched", "Found", "MissCause", "Outcome", "StoreError", "Transfers", "Written"]
 

@@ -15,7 +15,7 @@ from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING, Literal, get_args
 
-from pagefold.kv.plans import WriteOp
+from pagefold.kv.ops import WriteOp
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

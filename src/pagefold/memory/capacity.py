@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pagefold.errors import BudgetTooSmallError, ConfigError, DoesNotFitError
 from pagefold.kv import max_hot_blocks_of
+from pagefold.memory.limit import Limit
 
 if TYPE_CHECKING:
     from pagefold.kv import CacheLayout
@@ -29,6 +30,10 @@ _MIN_DEFAULT_TOKENS = 2**18
 tokens if that is more (for prefixes to stay cached)."""
 
 
+_NOTHING = Limit(0)
+"""Of what ends ``max_model_len``: no setting does."""
+
+
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """What fits into the memory that KV has.
@@ -45,6 +50,7 @@ class Capacity:
         num_groups: cache groups, each of which has blocks of its own of a sequence.
         num_residuals: running sequences that have room for an unsealed block in 16 bit; 0 where blocks are not sealed.
         residual_bytes: bytes of all that room.
+        limited_by: what ends ``max_model_len``, where a setting does; else it says nothing.
     """
 
     weight_bytes: int
@@ -58,6 +64,12 @@ class Capacity:
     num_groups: int = 1
     num_residuals: int = 0
     residual_bytes: int = 0
+    limited_by: Limit = _NOTHING
+
+    @property
+    def context(self) -> Limit:
+        """``max_model_len``, with what ends it there, where a setting does."""
+        return self.limited_by._replace(length=self.max_model_len)
 
     @property
     def block_bytes(self) -> int:
@@ -95,8 +107,7 @@ def plan_capacity(  # noqa: PLR0913 - the facts that it weighs, by name
     *,
     layout: CacheLayout,
     weight_bytes: int,
-    model_max_len: int,
-    model_limit: str = "",
+    limit: Limit,
     max_model_len: int | Literal["auto"] | None,
     kv_cache_memory_bytes: int | None,
     max_num_seqs: int,
@@ -111,9 +122,8 @@ def plan_capacity(  # noqa: PLR0913 - the facts that it weighs, by name
     Args:
         layout: of the model's KV.
         weight_bytes: bytes of the weights as they will be loaded.
-        model_max_len: the longest sequence that is computed rightly: all that the model was made for, or less.
-        model_limit: what of the model makes it less; empty where nothing does.
-        max_model_len: what was asked: a number, ``auto``, or None for ``model_max_len``.
+        limit: the longest sequence that is computed rightly: all that the model was made for, or less.
+        max_model_len: what was asked: a number, ``auto``, or None for all of ``limit``.
         kv_cache_memory_bytes: the budget asked for, or None for the default share.
         max_num_seqs: sequences at once; bounds the default budget, and each has a residual where blocks are sealed.
         available_bytes: memory that is free before the weights are loaded.
@@ -124,16 +134,16 @@ def plan_capacity(  # noqa: PLR0913 - the facts that it weighs, by name
             the default budget is then all that the weights leave.
 
     Raises:
-        ConfigError: ``max_model_len`` is beyond the model.
+        ConfigError: ``max_model_len`` is beyond ``limit``.
         DoesNotFitError: the weights alone, or with the budget, do not fit.
         BudgetTooSmallError: the budget holds less than one request of ``max_model_len``; names the smallest that works.
     """
-    if isinstance(max_model_len, int) and max_model_len > model_max_len:
-        why = f"the model was made for {model_max_len} positions"
-        if model_limit:
-            why = f"beyond {model_max_len} tokens {model_limit} is not computed yet"
+    if isinstance(max_model_len, int) and max_model_len > limit.length:
+        why = f"the model was made for {limit.length} positions"
+        if limit.why:
+            why = f"beyond {limit.length} tokens {limit.why}"
         msg = f"max_model_len is {max_model_len}, but {why}."
-        raise ConfigError(msg, remedy=f"Give at most {model_max_len}.")
+        raise ConfigError(msg, remedy=limit.or_without(f"Give at most {limit.length}"))
     left = available_bytes - weight_bytes
     if left <= 0:
         msg = f"The weights need {human_bytes(weight_bytes)}, and {human_bytes(available_bytes)} of memory are free."
@@ -147,7 +157,7 @@ def plan_capacity(  # noqa: PLR0913 - the facts that it weighs, by name
         left = _beside_host(host_bytes, num_host_blocks, layout, left)
     residual_bytes = max_num_seqs * layout.residual_bytes
     budget = kv_cache_memory_bytes
-    wanted_len = model_max_len if max_model_len is None or max_model_len == "auto" else max_model_len
+    wanted_len = limit.length if max_model_len is None or max_model_len == "auto" else max_model_len
     if budget is None:
         enough = max(
             max_num_seqs * layout.num_blocks_for(wanted_len, max_num_batched_tokens),
@@ -164,7 +174,7 @@ def plan_capacity(  # noqa: PLR0913 - the facts that it weighs, by name
         raise DoesNotFitError(msg, missing_bytes=budget - left, remedy=remedy)
     num_blocks = layout.num_blocks(budget - residual_bytes)
     num_usable = _num_streamed(num_blocks, num_host_blocks) if allow_streaming else num_blocks
-    longest = layout.longest_in(num_usable, model_max_len, max_num_batched_tokens)
+    longest = layout.longest_in(num_usable, limit.length, max_num_batched_tokens)
     if max_model_len == "auto":
         wanted_len = longest
     num_blocks_needed = layout.num_blocks_for(max(wanted_len, 2), max_num_batched_tokens)
@@ -188,6 +198,7 @@ def plan_capacity(  # noqa: PLR0913 - the facts that it weighs, by name
         num_groups=len(layout.groups),
         num_residuals=max_num_seqs if residual_bytes else 0,
         residual_bytes=residual_bytes,
+        limited_by=limit if limit.setting and wanted_len == limit.length else _NOTHING,
     )
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from pagefold.errors import ConfigError, DoesNotFitError
 from pagefold.kv import CODECS
 from pagefold.memory.capacity import Capacity, plan_capacity
+from pagefold.memory.limit import Limit
 from pagefold.plan.parallel import Shard, check_parallel, shards_of
 from pagefold.plan.settings import DTYPES
 from pagefold.plan.weights import WeightDtype, find_weight_dtype, stored_dtype
@@ -50,7 +51,7 @@ class Memory:
     Attributes:
         dtype: the type that the model computes in.
         weight_dtype: the type that the weights are stored in.
-        codec: the codec that KV is stored in.
+        codec: the codec that KV is stored in, but for layers that are skipped.
         layout: of the KV of the whole model, on all devices together.
         devices: one for each pipeline stage; those of a stage are alike.
         max_num_batched_tokens: tokens of a step.
@@ -104,7 +105,8 @@ def plan_memory(shape: ModelShape, device: Device, settings: PlanSettings) -> Me
     """Decide what fits: the same sum as a server's before it loads weights (``capacity.py``), device by device.
 
     Raises:
-        ConfigError: heads or layers cannot be cut as asked; ``max_model_len`` is beyond the model.
+        ConfigError: heads or layers cannot be cut as asked; ``max_model_len`` is beyond the model, or it has no such
+            layers as are skipped.
         DoesNotFitError: it does not fit; with the bytes that are missing.
     """
     check_parallel(shape, settings)
@@ -113,11 +115,12 @@ def plan_memory(shape: ModelShape, device: Device, settings: PlanSettings) -> Me
         raise ConfigError(message, remedy="Leave out tensor_parallel_size and pipeline_parallel_size.")
     dtype, weight_dtype = _dtypes(shape, device, settings)
     codec = settings.codec(dtype)
-    limit, why = shape.max_positions, ""
+    shape = shape.storing(settings.kv_cache_dtype_skip_layers, settings.skip_codec(dtype))
+    limit = Limit(shape.max_positions)
     if device.is_cpu and shape.served_limit is not None:
-        limit, why = shape.served_limit, f"{shape.model_type}'s sliding window or longrope"
+        limit = Limit(shape.served_limit, f"{shape.model_type}'s sliding window or longrope")
     asked = settings.max_model_len
-    max_len = min(asked, limit) if isinstance(asked, int) else limit
+    max_len = min(asked, limit.length) if isinstance(asked, int) else limit.length
     element_bytes = CODECS[dtype].element_bits // 8
     num_tokens = settings.max_num_batched_tokens or (_CPU_BATCHED_TOKENS if device.is_cpu else _GPU_BATCHED_TOKENS)
     num_tokens = max(num_tokens, settings.max_num_seqs or 0)
@@ -130,8 +133,7 @@ def plan_memory(shape: ModelShape, device: Device, settings: PlanSettings) -> Me
             capacity = plan_capacity(
                 layout=shard.layout,
                 weight_bytes=shard.weight_bytes,
-                model_max_len=limit,
-                model_limit=why,
+                limit=limit,
                 max_model_len=asked,
                 kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
                 max_num_seqs=settings.max_num_seqs or 128,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pagefold.memory.capacity import human_bytes
 
 if TYPE_CHECKING:
-    from pagefold.kv import CacheLayout, LayerKV
+    from pagefold.kv import CacheLayout, Codec, LayerKV
     from pagefold.plan.floors import Floor
     from pagefold.plan.memory import DeviceMemory
     from pagefold.plan.plan import Plan
@@ -57,20 +57,7 @@ def formula(layout: CacheLayout) -> list[str]:
     kinds: dict[LayerKV, int] = {}
     for layer in layout.layers:
         kinds[layer] = kinds.get(layer, 0) + 1
-    terms = []
-    for kind, num_layers in kinds.items():
-        key, value = layout.codec.key_bytes(kind.key_dim), layout.codec.value_bytes(kind.value_dim)
-        if kind.value_dim == 0:
-            what = f"{num_layers} layers x {key} B (latent vector of {kind.key_dim})"
-        elif key == value:
-            what = (
-                f"2 (K and V) x {num_layers} layers x {kind.num_kv_heads} KV heads x {key} B (head_dim {kind.key_dim})"
-            )
-        else:
-            what = f"{num_layers} layers x {kind.num_kv_heads} KV heads x ({key} B of K + {value} B of V)"
-        if kind.window is not None:
-            what += f" [{'chunk' if kind.is_chunked else 'window'} of {kind.window:,} tokens]"
-        terms.append(what)
+    terms = [_term(kind, num_layers, kind.codec or layout.codec) for kind, num_layers in kinds.items()]
     lines = [f"bytes a token = {' + '.join(terms)} = {layout.bytes_per_token:,}"]
     if layout.lasting_bytes_per_token != layout.bytes_per_token:
         lines.append(f"of them for every token however long the sequence: {layout.lasting_bytes_per_token:,}")
@@ -86,6 +73,20 @@ def formula(layout: CacheLayout) -> list[str]:
     if layout.state_bytes:
         lines.append(f"state a sequence = {layout.state_bytes:,} bytes = {layout.num_state_blocks} blocks")
     return lines
+
+
+def _term(kind: LayerKV, num_layers: int, codec: Codec) -> str:
+    """Return what so many layers of a kind add to the bytes of a token."""
+    key, value = codec.key_bytes(kind.key_dim), codec.value_bytes(kind.value_dim)
+    if kind.value_dim == 0:
+        what = f"{num_layers} layers x {key} B (latent vector of {kind.key_dim})"
+    elif key == value:
+        what = f"2 (K and V) x {num_layers} layers x {kind.num_kv_heads} KV heads x {key} B (head_dim {kind.key_dim})"
+    else:
+        what = f"{num_layers} layers x {kind.num_kv_heads} KV heads x ({key} B of K + {value} B of V)"
+    if kind.window is not None:
+        what += f" [{'chunk' if kind.is_chunked else 'window'} of {kind.window:,} tokens]"
+    return what if kind.codec is None else f"{what} [{kind.codec.name}]"
 
 
 def _sizes(layout: CacheLayout) -> str:

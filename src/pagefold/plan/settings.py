@@ -42,6 +42,7 @@ class PlanSettings:
         dtype: of what is computed; ``auto`` for the checkpoint's, on a CPU float32 as the server does.
         weight_dtype: how the weights are stored; ``auto`` for as the checkpoint says, on a CPU ``dtype``.
         kv_cache_dtype: how K and V are stored; ``auto`` for ``dtype``.
+        kv_cache_dtype_skip_layers: layers that stay in 16 bit all the same, counted from 0.
         block_size: tokens a block.
         gpu_memory_utilization: share of a GPU's memory for weights, activations and KV together.
         kv_cache_memory_bytes: the KV budget of a device; None for what is left.
@@ -59,6 +60,7 @@ class PlanSettings:
     dtype: str = "auto"
     weight_dtype: str = "auto"
     kv_cache_dtype: str = "auto"
+    kv_cache_dtype_skip_layers: tuple[int, ...] = ()
     block_size: int = 16
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
@@ -79,6 +81,7 @@ class PlanSettings:
             raise _bad(wrong.field, repr(wrong.value), wrong.allowed)
         _known("dtype", self.dtype, DTYPES)
         _known("kv_cache_dtype", self.kv_cache_dtype, CACHE_DTYPES)
+        self._check_skipped()
         if self.weight_dtype != "auto":
             find_weight_dtype(self.weight_dtype)
         if not 1 <= self.block_size <= _MAX_BLOCK_SIZE or self.block_size & (self.block_size - 1):
@@ -95,6 +98,17 @@ class PlanSettings:
             if not 1 <= getattr(self, name) <= _MAX_PARALLEL:
                 raise _bad(name, getattr(self, name), f"between 1 and {_MAX_PARALLEL}")
 
+    def _check_skipped(self) -> None:
+        """Refuse layers that are to stay in 16 bit where all do, or none can."""
+        if not self.kv_cache_dtype_skip_layers:
+            return
+        if self.kv_cache_dtype == "auto":
+            msg = "kv_cache_dtype_skip_layers is set, but no layer's KV is encoded."
+            raise ConfigError(msg, remedy="Choose a kv_cache_dtype, or leave it out.")
+        if CODECS[CACHE_DTYPES[self.kv_cache_dtype]].channel_tokens:
+            msg = f"kv_cache_dtype_skip_layers is set, and {self.kv_cache_dtype} seals blocks in all layers at once."
+            raise ConfigError(msg, remedy="Leave it out, or use another kv_cache_dtype.")
+
     @property
     def num_devices(self) -> int:
         """Devices of one replica."""
@@ -104,6 +118,10 @@ class PlanSettings:
         """Return how K and V are stored when ``dtype`` is computed."""
         name = dtype if self.kv_cache_dtype == "auto" else CACHE_DTYPES[self.kv_cache_dtype]
         return CODECS[name].in_blocks(self.block_size)
+
+    def skip_codec(self, dtype: str) -> Codec:
+        """Return how K and V of the layers are stored that stay in 16 bit when ``dtype`` is computed."""
+        return CODECS["bfloat16" if dtype == "bfloat16" else "float16"]
 
 
 def _known(name: str, value: str, known: Mapping[str, str]) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from pagefold.errors import ConfigError
 from pagefold.kv import lay_out
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from pagefold.kv import CacheLayout, Codec, LayerKV
 
 __all__ = ["DecoderLayer", "ModelShape"]
@@ -121,6 +124,22 @@ class ModelShape:
     def kv_layers(self) -> tuple[LayerKV, ...]:
         """What each layer that keeps something keeps."""
         return tuple(layer.kv for layer in self.layers if layer.kv is not None)
+
+    def storing(self, skipped: Collection[int], codec: Codec) -> ModelShape:
+        """Return the model with the KV of these layers stored by ``codec``, however that of the others is.
+
+        Raises:
+            ConfigError: it has no such layer.
+        """
+        unknown = [layer for layer in skipped if not 0 <= layer < len(self.layers)]
+        if unknown:
+            msg = f"kv_cache_dtype_skip_layers has {unknown[0]}, and {self.name} has {len(self.layers)} layers."
+            raise ConfigError(msg, remedy=f"Give layers between 0 and {len(self.layers) - 1}.")
+        layers = tuple(
+            replace(layer, kv=replace(layer.kv, codec=codec)) if number in skipped and layer.kv is not None else layer
+            for number, layer in enumerate(self.layers)
+        )
+        return replace(self, layers=layers)
 
     @property
     def state_elements(self) -> int:

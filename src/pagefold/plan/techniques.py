@@ -152,10 +152,10 @@ class _Now:
     timing: Timing
 
     def with_settings(self, **changes: object) -> _Gain | None:
-        """Return what other settings give; None where they hold no request of the workload."""
-        settings: PlanSettings = replace(self.question.settings, **changes)  # type: ignore[arg-type]
+        """Return what other settings give; None where they hold no request of the workload, or do not go together."""
         workload = self.load.workload
         try:
+            settings: PlanSettings = replace(self.question.settings, **changes)  # type: ignore[arg-type]
             memory = plan_memory(self.question.shape, self.question.device, settings)
         except ConfigError:
             return None

@@ -9,7 +9,7 @@ import torch
 
 from pagefold.config import DROPPED_BITS
 from pagefold.errors import ConfigError
-from pagefold.runner.block_plan import block_plan
+from pagefold.runner.block_form import block_form
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,8 +28,10 @@ def check_rounds(transport: TransportCodec, geometry: KVGeometry) -> None:
     Raises:
         ConfigError: they hold no codes of 8 bit.
     """
-    if DROPPED_BITS[transport] and not block_plan(geometry).parts:
+    if DROPPED_BITS[transport] and not block_form(geometry).parts:
         name = "auto" if geometry.codec is None else geometry.codec.name
+        if geometry.skip_layers:
+            name += f", with layers {', '.join(map(str, geometry.skip_layers))} in 16 bit,"
         msg = f"kv_transport_codec {transport} rounds codes of 8 bit, and blocks of {name} have none."
         raise ConfigError(msg, remedy="Name a codec that has, as int8_per_token_head, or evaluate without it.")
 
@@ -47,7 +49,7 @@ class RoundingRunner:
 
     def __init__(self, runner: TorchRunner, transport: TransportCodec) -> None:
         slab = runner.slab
-        parts = block_plan(runner.geometry, slab.layout).parts
+        parts = block_form(runner.geometry, slab.layout).parts
         assert parts, "blocks without codes of 8 bit"
         self._runner = runner
         self._blocks = slab.data.view(torch.int8)
@@ -70,7 +72,7 @@ class RoundingRunner:
         return wait
 
     def _round(self, plan: StepPlan) -> None:
-        """Round what the step has filled, of every cache group: as ``Packing.coarsened`` does, where the blocks are."""
+        """Round what the step has filled: as ``Packing.coarsened`` does, where the blocks are."""
         size = self._runner.geometry.block_size
         filled = [
             table.block_ids[start // size - table.num_trimmed : (start + num) // size - table.num_trimmed]

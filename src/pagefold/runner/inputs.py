@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pagefold.kv import BlockId, CacheGroup, KVGeometry
-    from pagefold.steps import Moves, StepPlan
+    from pagefold.steps import MovesInFlight, StepPlan
 
 __all__ = ["LateTokens", "StepInputs", "fill_in", "late_tokens", "make_inputs", "on_card"]
 
@@ -60,7 +60,7 @@ class StepInputs:
     samples: torch.Tensor | None
     attention: AttentionInputs
     late: LateTokens | None = None
-    moves: Moves | None = None
+    moves: MovesInFlight | None = None
 
 
 def make_inputs(plan: StepPlan, geometry: KVGeometry) -> StepInputs:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pagefold.kv import KeepRule
     from pagefold.runner.attention import AttentionBackend, AttentionInputs
     from pagefold.runner.slab import AnySlab
-    from pagefold.steps import Moves
+    from pagefold.steps import MovesInFlight
 
 __all__ = ["AttentionContext", "load_model", "register_attention"]
 
@@ -44,7 +44,7 @@ class AttentionContext:
         inputs: AttentionInputs,
         *,
         max_model_len: int,
-        moves: Moves | None = None,
+        moves: MovesInFlight | None = None,
     ) -> None:
         self.max_model_len = max_model_len
         self.moves = moves

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from pagefold.errors import ModelNotFoundError, UnsupportedModelError
 from pagefold.files.json_object import read_json_object
 from pagefold.files.weights import find_weight_files, num_elements, read_header
 from pagefold.kv import KEEP_ALL, KeepRule
+from pagefold.memory.limit import Limit
 from pagefold.runner.fused.families import FusedConfig, read_fused_config
 from pagefold.runner.plain_config import read_plain_config
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from pagefold.runner.plain_config import PlainConfig
 
-__all__ = ["Limit", "ModelSpec", "inspect_model"]
+__all__ = ["ModelSpec", "inspect_model"]
 
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 """Rope kinds whose frequencies do not depend on which positions are in the batch. ``dynamic`` and ``longrope`` do."""
@@ -55,16 +56,6 @@ _TAKEN_ATTRIBUTES = {"attn_logit_softcapping": ("gemma2",)}
 
 _MAX_WHY = 200
 """Characters of somebody else's error that ours repeats."""
-
-
-class Limit(NamedTuple):
-    """Up to ``length`` tokens a model is computed rightly; ``what`` of it ends that, as half a sentence.
-
-    ``what`` is empty where nothing does before the positions that the model was made for.
-    """
-
-    length: int
-    what: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +121,7 @@ def inspect_model(folder: Path) -> ModelSpec:
         raise ModelNotFoundError(msg, remedy="Download the whole model, or name another folder.")
     max_positions = int(config.max_position_embeddings)
     fused = read_fused_config(config.to_dict())
-    whole = Limit(max_positions, "")
+    whole = Limit(max_positions)
     window, others = _window_limit(config), [*_other_limits(config), whole]
     return ModelSpec(
         folder=folder,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pagefold.kv import KVGeometry
     from pagefold.runner.inputs import StepInputs
     from pagefold.runner.slab import AnySlab
-    from pagefold.steps import BlockMover, Moves
+    from pagefold.steps import BlockMover, MovesInFlight
 
 __all__ = ["Decoder", "OnQueries", "TorchRunner"]
 
@@ -131,13 +131,13 @@ class TorchRunner:
             moves.verify()
         return logits
 
-    def _begin_moves(self, plan: StepPlan) -> Moves | None:
+    def _begin_moves(self, plan: StepPlan) -> MovesInFlight | None:
         """Begin what moves between the host's blocks and ours; return what is still on its way."""
         if self.arena is None:
             return None
         return self.arena.begin(plan.host_ops, self.slab.as_bytes(), self.geometry.layer_begins)
 
-    def _forward(self, plan: StepPlan, moves: Moves | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _forward(self, plan: StepPlan, moves: MovesInFlight | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Run one step; return the logits of its sampling rows and of its prompt parts' tokens, ``[., vocab]``."""
         try:
             return self._compute(plan, moves)
@@ -146,7 +146,7 @@ class TorchRunner:
                 moves.hold_all()
 
     @torch.inference_mode()
-    def _compute(self, plan: StepPlan, moves: Moves | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _compute(self, plan: StepPlan, moves: MovesInFlight | None) -> tuple[torch.Tensor, torch.Tensor]:
         if plan.copies and moves is not None:
             moves.hold_all()
         self.slab.copy(plan.copies)

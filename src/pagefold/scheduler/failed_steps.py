@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from pagefold.scheduler.leaving import Leaving
     from pagefold.scheduler.queues import Queues
     from pagefold.scheduler.step_in_flight import StepInFlight
-    from pagefold.scheduler.streamer import Streamer
     from pagefold.scheduler.suspicion import Suspicion
 
 __all__ = ["FailedSteps"]
@@ -27,24 +26,14 @@ class FailedSteps:
     Args:
         core: the KV core.
         queues: who runs, and who waits.
-        streamer: knows whether requests that stream are whole.
         leaving: lets those go that end, or wait again.
         suspicion: is told who was in the step.
         emit: where events go.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917 - the parts that it holds together
-        self,
-        core: KVCore,
-        queues: Queues,
-        streamer: Streamer,
-        leaving: Leaving,
-        suspicion: Suspicion,
-        emit: Emit,
-    ) -> None:
+    def __init__(self, core: KVCore, queues: Queues, leaving: Leaving, suspicion: Suspicion, emit: Emit) -> None:
         self._core = core
         self._queues = queues
-        self._streamer = streamer
         self._leaving = leaving
         self._suspicion = suspicion
         self._emit = emit
@@ -64,10 +53,8 @@ class FailedSteps:
         """
         if behind is not None:
             self._take_back(behind)
-            self._note_overwritten(behind)
         self._take_back(step, damaged_ids)
-        self._let_go_of_broken()
-        self._begin_lost_blocks_again()
+        self._go_on_from_what_is_left()
         if is_blamed and not damaged_ids:
             self._blame(step)
         else:
@@ -83,7 +70,9 @@ class FailedSteps:
         core = self._core
         core.moves.copies_failed(step.plan.copies)
         core.moves.host_failed(step.plan.host_ops, damaged_ids)
-        core.residuals.failed(step.plan.residual_copies)
+        rows = zip(step.requests, step.plan.starts, strict=True)
+        written = [(request.cache, start) for request, start in rows if request.cache is not None]
+        core.step_failed(written, step.plan.residual_copies)
         for promise in reversed(step.promises):
             core.publishing.abandon(promise)
         for promise in step.joins:  # what the step before wrote stays, and nobody reads these caches any more
@@ -92,25 +81,20 @@ class FailedSteps:
             self._queues.running.remove(request)
             self._leaving.wait_again(request)
 
-    def _note_overwritten(self, behind: StepInFlight) -> None:
-        """Note in whose residual the step behind a failed one may have begun a block."""
-        for request, start in zip(behind.requests, behind.plan.starts, strict=True):
-            if request.cache is not None and start % self._core.block_size == 0:
-                self._core.residuals.overwritten(request.cache)
-
-    def _let_go_of_broken(self) -> None:
-        """Let those wait again that stream and have lost cold blocks."""
-        for request in [one for one in self._queues.running if not self._streamer.is_intact(one)]:
-            self._queues.running.remove(request)
-            self._leaving.wait_again(request, is_preempted=True)
-
-    def _begin_lost_blocks_again(self) -> None:
-        """Let those whose residual is lost compute their last block from its beginning."""
-        residuals, size = self._core.residuals, self._core.block_size
-        for request in self._queues.running:
-            if request.cache is not None and residuals.take_lost(request.cache):
+    def _go_on_from_what_is_left(self) -> None:
+        """Let those that run compute again what they have lost; those that lost too much for that wait again."""
+        queues = self._queues
+        for request, num_left in [(one, self._num_left(one)) for one in queues.running]:
+            if num_left is None:
+                queues.running.remove(request)
+                self._leaving.wait_again(request, is_preempted=True)
+            elif num_left < request.num_computed_tokens:
                 request.max_computed_tokens = max(request.max_computed_tokens, request.num_computed_tokens)
-                request.num_computed_tokens -= request.num_computed_tokens % size
+                request.num_computed_tokens = num_left
+
+    def _num_left(self, request: Request) -> int | None:
+        assert request.cache is not None
+        return self._core.num_left(request.cache, request.num_computed_tokens)
 
     def _blame(self, step: StepInFlight) -> None:
         """Give those a finish reason who are found to have made steps fail."""

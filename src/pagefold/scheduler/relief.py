@@ -1,13 +1,19 @@
-"""Relief: who gives memory, in which order. It is written here and in ``kv/block_cache.py``, and nowhere else.
+"""Relief: who gives up memory for whom, in which order. That is written here and nowhere else.
 
-Free blocks come first, and then cached ones, which the core evicts by itself. When these are short, memory is given by
+Blocks that nobody has come first, for all: the core finds them by itself (``kv/block_cache.py`` has their order). When
+these are short, memory is given for a request that
 
-1. requests that stream, whose blocks are made cold in the host's arena,
-2. pins, from the least important on,
-3. for a request that streams, what is kept in the arena for those that wait,
-4. for a request that runs, other running requests, from the last in order on: they are preempted.
+- *runs* by those that stream, which make blocks cold; then by pins, from the least important on; then by others that
+  run, from the last in order on, which are preempted;
+- *runs and streams* by itself before all others; and before anybody is preempted by what the arena keeps for those that
+  wait, so that it can make more of its own cold;
+- *waits* by pins, if that is enough;
+- *waits to stream* by those that stream, and then by pins, if that is enough.
 
-For a request that waits nobody is preempted, and pins are given up only if that is enough.
+So who runs gets on, whatever that costs; for who waits nobody is preempted, and no pin goes in vain. Those that stream
+give to one that will, since each of them needs room for a step only. To one that is to be held whole they give nothing
+before it runs: it is let in if all its tokens fit beside what they have and will take, which is a share of the device.
+Room in the arena helps none but who streams: it is where blocks are cold.
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ if TYPE_CHECKING:
     from pagefold.kv import Block, KVCore, PrefixHit
     from pagefold.request import Request
     from pagefold.scheduler.leaving import Leaving
+    from pagefold.scheduler.needs import Needs
     from pagefold.scheduler.queues import Queues
     from pagefold.scheduler.step_in_flight import StepInFlight
     from pagefold.scheduler.streamer import Streamer
@@ -37,14 +44,18 @@ class Relief:
     Args:
         core: the KV core.
         queues: who runs.
-        streamer: knows how requests that stream grow and shrink.
+        needs: how many blocks requests take.
+        streamer: makes blocks cold.
         leaving: lets those go that are preempted.
         emit: where events go.
     """
 
-    def __init__(self, core: KVCore, queues: Queues, streamer: Streamer, leaving: Leaving, emit: Emit) -> None:
+    def __init__(  # noqa: PLR0913, PLR0917 - the parts that it holds together
+        self, core: KVCore, queues: Queues, needs: Needs, streamer: Streamer, leaving: Leaving, emit: Emit
+    ) -> None:
         self._core = core
         self._queues = queues
+        self._needs = needs
         self._streamer = streamer
         self._leaving = leaving
         self._emit = emit
@@ -78,11 +89,11 @@ class Relief:
         only preempts others. Samples that will fork need a block each, for a copy of the tail or the next one. A
         request that runs alone does not wait for these: its samples can run one after another.
         """
-        needed = self._streamer.num_blocks(request)
+        needed = self._needs.whole(request)
         running = self._queues.with_blocks
-        num_groups = len(self._core.rules)
+        num_groups = self._core.num_groups
         for other in running:
-            needed += self._streamer.num_growth(other) + len(other.forks) * num_groups
+            needed += self._needs.growth(other) + len(other.forks) * num_groups
         if running:
             needed += self._watermark_blocks + len(request.forks) * num_groups
         blocks = self._core.rules.blocks_of(hit)
@@ -98,8 +109,8 @@ class Relief:
         streamer, running = self._streamer, self._queues.with_blocks
         if request.forks or not streamer.fits(request, running):
             return False
-        needed = streamer.num_hot_blocks(request.num_tokens)
-        needed += sum(streamer.num_growth(other) for other in running)
+        needed = streamer.num_hot_blocks(request)
+        needed += sum(self._needs.growth(other) for other in running)
         while (missing := self._num_missing(needed, [])) > 0 and streamer.cool(running):
             pass
         if missing > 0 and not self._give_up_pins(missing, [], now):

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from pagefold.scheduler.queues import Queues
     from pagefold.scheduler.relief import Relief
     from pagefold.scheduler.step_in_flight import StepInFlight
-    from pagefold.scheduler.streamer import Streamer
 
 __all__ = ["RowPlanner"]
 
@@ -25,24 +24,16 @@ class RowPlanner:
     Args:
         core: the KV core.
         queues: who runs.
-        streamer: knows how much of a request one step may compute.
         relief: finds memory for those that run.
         admission: lets those in that wait.
         max_num_batched_tokens: of one step.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917 - the parts that it holds together
-        self,
-        core: KVCore,
-        queues: Queues,
-        streamer: Streamer,
-        relief: Relief,
-        admission: Admission,
-        max_num_batched_tokens: int,
+    def __init__(
+        self, core: KVCore, queues: Queues, relief: Relief, admission: Admission, max_num_batched_tokens: int
     ) -> None:
         self._core = core
         self._queues = queues
-        self._streamer = streamer
         self._relief = relief
         self._admission = admission
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -76,7 +67,7 @@ class RowPlanner:
             cache = request.cache
             assert cache is not None
             if num_tokens > 1:
-                num_tokens = self._streamer.limit(request, start, num_tokens)
+                num_tokens = self._core.limit(cache, start, num_tokens, len(token_ids))
             end = start + num_tokens
             if (end > cache.capacity or cache.may_share_tail) and not self._relief.extend(step, request, start, end):
                 if step.is_ahead:

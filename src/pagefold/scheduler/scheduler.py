@@ -35,6 +35,7 @@ from pagefold.events import (
 )
 from pagefold.request import FinishReason, Request, RequestStatus
 from pagefold.scheduler.admission import Admission
+from pagefold.scheduler.committing import commit, publish_late
 from pagefold.scheduler.corrupted import end_corrupted
 from pagefold.scheduler.ending import take_token
 from pagefold.scheduler.extras import apply_extras
@@ -42,8 +43,8 @@ from pagefold.scheduler.failed_steps import FailedSteps
 from pagefold.scheduler.flight import Flight
 from pagefold.scheduler.leaving import Leaving
 from pagefold.scheduler.look_ahead import LookAhead
+from pagefold.scheduler.needs import Needs
 from pagefold.scheduler.policy import FirstComeFirstServed
-from pagefold.scheduler.publishing import commit, publish_late
 from pagefold.scheduler.queues import Queues
 from pagefold.scheduler.relief import Relief
 from pagefold.scheduler.rows import RowPlanner
@@ -114,13 +115,14 @@ class Scheduler:
         self._num_steps = 0
         self._num_arrived = 0
         self._queues = queues = Queues()
-        self._streamer = streamer = Streamer(core, limits.max_num_batched_tokens)
+        needs = Needs(core, limits.max_num_batched_tokens)
+        streamer = Streamer(core, needs)
         self._leaving = Leaving(core, queues, streamer, emit)
-        relief = Relief(core, queues, streamer, self._leaving, emit)
+        relief = Relief(core, queues, needs, streamer, self._leaving, emit)
         admission = Admission(core, queues, streamer, relief, limits.max_num_seqs, emit)
-        self._rows = RowPlanner(core, queues, streamer, relief, admission, limits.max_num_batched_tokens)
+        self._rows = RowPlanner(core, queues, relief, admission, limits.max_num_batched_tokens)
         self._look_ahead = LookAhead(core, queues, self._rows)
-        self._failed_steps = FailedSteps(core, queues, streamer, self._leaving, self.suspicion, emit)
+        self._failed_steps = FailedSteps(core, queues, self._leaving, self.suspicion, emit)
 
     # Requests come and go.
 

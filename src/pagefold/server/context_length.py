@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from pagefold.server.errors import ContextLengthError
 
 if TYPE_CHECKING:
+    from pagefold.memory.limit import Limit
     from pagefold.tokenizer import Tokenizer
 
 __all__ = ["check_prompt", "check_text", "check_tokens"]
@@ -19,7 +20,7 @@ _MAX_CHARACTERS, _MAX_CHARACTERS_A_TOKEN = 2**20, 8
  tokens can be proven to be too many, this bounds what tokenizing takes, in seconds and in memory."""
 
 
-def check_text(text: str, tokenizer: Tokenizer, max_model_len: int, param: str, times: int = 1) -> None:
+def check_text(text: str, tokenizer: Tokenizer, context: Limit, param: str, times: int = 1) -> None:
     """Refuse before it is tokenized what cannot fit: tokenizing takes seconds a megabyte, and 300 times its memory.
 
     Where a vocabulary proves nothing of a text's tokens, its characters alone are bounded.
@@ -27,53 +28,55 @@ def check_text(text: str, tokenizer: Tokenizer, max_model_len: int, param: str, 
     Args:
         text: a prompt.
         tokenizer: the model's.
-        max_model_len: tokens of the context.
+        context: how many tokens it has, and why no more.
         param: the field that the text came in.
         times: so many times as much as fits is too much.
 
     Raises:
         ContextLengthError: it is certainly too long.
     """
-    max_characters = times * max(_MAX_CHARACTERS, _MAX_CHARACTERS_A_TOKEN * max_model_len)
+    max_characters = times * max(_MAX_CHARACTERS, _MAX_CHARACTERS_A_TOKEN * context.length)
     num_tokens = tokenizer.min_tokens(text)
-    if num_tokens >= max_model_len * times:
+    if num_tokens >= context.length * times:
         msg = (
-            f"{_context(max_model_len)}. However, the {param} has "
+            f"{_told(context)}. However, the {param} has "
             f"{len(text)} characters, which are at least {num_tokens} tokens."
         )
     elif len(text) > max_characters:
-        msg = f"The {param} has {len(text)} characters; for {max_model_len} tokens at most {max_characters} are read."
+        msg = f"The {param} has {len(text)} characters; for {context.length} tokens at most {max_characters} are read."
     else:
         return
-    raise ContextLengthError(msg, param=param, remedy=f"Please reduce the length of the {param}.")
+    raise ContextLengthError(msg, param=param, remedy=context.or_without(f"Please reduce the length of the {param}"))
 
 
-def check_prompt(num_prompt_tokens: int, max_tokens: int | None, max_model_len: int, param: str) -> None:
+def check_prompt(num_prompt_tokens: int, max_tokens: int | None, context: Limit, param: str) -> None:
     """Refuse a prompt that does not fit with the tokens that are asked for behind it.
 
     Raises:
         ContextLengthError: it does not.
     """
     wanted = max(1, max_tokens or 1)  # without any too, one must be left
-    if not num_prompt_tokens or num_prompt_tokens + wanted <= max_model_len:
+    if not num_prompt_tokens or num_prompt_tokens + wanted <= context.length:
         return
     msg = (
-        f"{_context(max_model_len)}. However, you requested "
+        f"{_told(context)}. However, you requested "
         f"{num_prompt_tokens + wanted} tokens ({num_prompt_tokens} in the {param}, {wanted} in the completion)."
     )
-    raise ContextLengthError(msg, param=param, remedy=f"Please reduce the length of the {param} or completion.")
+    remedy = context.or_without(f"Please reduce the length of the {param} or completion")
+    raise ContextLengthError(msg, param=param, remedy=remedy)
 
 
-def check_tokens(num_tokens: int, max_model_len: int, param: str) -> None:
+def check_tokens(num_tokens: int, context: Limit, param: str) -> None:
     """Refuse more tokens than the context has.
 
     Raises:
         ContextLengthError: there are more.
     """
-    if num_tokens > max_model_len:
-        msg = f"{_context(max_model_len)}, and there are {num_tokens}."
+    if num_tokens > context.length:
+        msg = f"{_told(context)}, and there are {num_tokens}."
         raise ContextLengthError(msg, param=param, remedy="Send them in parts.")
 
 
-def _context(max_model_len: int) -> str:
-    return f"This model's maximum context length is {max_model_len} tokens"
+def _told(context: Limit) -> str:
+    told = f"This model's maximum context length is {context.length} tokens"
+    return f"{told}, beyond which {context.why}" if context.why else told

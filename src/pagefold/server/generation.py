@@ -116,7 +116,7 @@ class Generation:
     ) -> None:
         self.request_ids = [f"{request_id}-{index}" for index in range(len(prompts))]
         for prompt in prompts:
-            check_prompt(len(prompt), sampling.max_tokens, client.max_model_len, param)
+            check_prompt(len(prompt), sampling.max_tokens, client.context, param)
         self.request_id = request_id
         self._tenant = caller.tenant
         self._client = client

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pagefold.engine.client import EngineClient
     from pagefold.engine.pins import PinReport
     from pagefold.engine.token_stream import TokenStream
+    from pagefold.memory.limit import Limit
     from pagefold.request import Caller
     from pagefold.sampling import SamplingParams
     from pagefold.structured.grammar import Grammar
@@ -47,6 +48,11 @@ class LateEngine:
     def max_model_len(self) -> int:
         """See :class:`~pagefold.engine.client.EngineClient`."""
         return self._arrived().max_model_len
+
+    @property
+    def context(self) -> Limit:
+        """See :class:`~pagefold.engine.client.EngineClient`."""
+        return self._arrived().context
 
     @property
     def cached_block_size(self) -> int | None:

@@ -119,7 +119,7 @@ class Served:
 
         def check() -> None:
             for text in texts:
-                check_text(text, tokenizer, self.client.max_model_len, "prompt", times)
+                check_text(text, tokenizer, self.client.context, "prompt", times)
 
         size = sum(map(len, texts))
         await self.workers.run(size, [check], receive)
@@ -151,7 +151,7 @@ class Served:
         def encode() -> ChatPrompt:
             plain = [message.for_template() for message in messages]
             text = tokenizer.render_chat(plain, _told(tools, plain, tokenizer), options)
-            check_text(text, tokenizer, self.client.max_model_len, param, times)
+            check_text(text, tokenizer, self.client.context, param, times)
             token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
             continued = plain[-1]["content"] if options.continue_final_message else ""
             return ChatPrompt(token_ids, self._thinking(text, continued, tokenizer))
@@ -212,7 +212,7 @@ class Served:
         def encode() -> StablePrefix:
             plain = [message.for_template() for message in messages]
             text = tokenizer.render_chat_prefix(plain) if prompt is None else prompt
-            check_text(text, tokenizer, self.client.max_model_len, param)
+            check_text(text, tokenizer, self.client.context, param)
             return tokenizer.encode_rendered_prefix(text) if prompt is None else tokenizer.encode_prefix(text)
 
         (found,) = await self.workers.run(len(prompt or "") + _num_characters(messages), [encode], stays)
@@ -240,7 +240,7 @@ class Served:
             ContextLengthError: they are more than the context.
         """
         tokenizer = self._tokenizer("tokens")
-        check_tokens(len(token_ids), self.client.max_model_len, "tokens")
+        check_tokens(len(token_ids), self.client.context, "tokens")
         largest = max(token_ids, default=0)
         if largest >= tokenizer.vocab_size:
             msg = f"Token id {largest} is not in the model's vocabulary."

@@ -16,12 +16,12 @@ from pagefold.sim.faults import Action, Ask, Cancel, Damage, Fault, FaultyRun, R
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["Found", "as_test", "draw_run", "hunt", "shrink_run"]
+__all__ = ["Failure", "as_test", "draw_run", "hunt", "shrink_run"]
 
 _FAULTS: tuple[Fault, ...] = ("none", "none", "none", "none", "none", "none", "fails", "lost", "late")
 
 
-class Found(NamedTuple):
+class Failure(NamedTuple):
     """A failure.
 
     Attributes:
@@ -92,7 +92,7 @@ def _draw_ask(rng: Random, number: int, prompt: tuple[int, ...], most_output: in
     )
 
 
-def hunt(num_steps: int, *, seed: int = 0, progress: Callable[[int], None] | None = None) -> Found | None:
+def hunt(num_steps: int, *, seed: int = 0, progress: Callable[[int], None] | None = None) -> Failure | None:
     """Do random runs until they have taken so many steps; return the first failure, shrunk, or None.
 
     Args:
@@ -107,7 +107,7 @@ def hunt(num_steps: int, *, seed: int = 0, progress: Callable[[int], None] | Non
             taken += max(1, run_faulty(run))
         except Exception as error:  # noqa: BLE001 - whatever a bug raises
             shrunk = shrink_run(run, type(error))
-            return Found(seed, shrunk, _error_of(shrunk) or f"{type(error).__name__}: {error}")
+            return Failure(seed, shrunk, _error_of(shrunk) or f"{type(error).__name__}: {error}")
         if progress is not None:
             progress(min(taken, num_steps))
         seed += 1
@@ -193,7 +193,7 @@ def _simpler(action: Action) -> Sequence[Action]:
             return []
 
 
-def as_test(found: Found) -> str:
+def as_test(found: Failure) -> str:
     """Return a failure as a test that can be pasted into a file."""
     run = found.run
     used = sorted({type(action).__name__ for action in run.actions} | {"FaultyRun", "run_faulty"})

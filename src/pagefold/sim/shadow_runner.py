@@ -5,10 +5,11 @@ namespace and all tokens up to there, as the K and V of a real model do. A sampl
 row reads after every row has written. So a wrong share, a stale block or a copy that was not made shows twice: as a
 cell that is not what :func:`cells_of` says, and as a token that is not what :func:`expected_token` says.
 
-The cells of another cache group than the first, which keeps all, are the same numbers and as much more as the group's
-index. A row reads of it what the group keeps.
+The cells of a cache group are these numbers and as much more as the group's index. A row reads all that it sees in the
+*whole* group, the first that keeps all, and compares what the others keep with that.
 
-Where blocks are sealed, what a row has of its last block is in its residual, and in the block only when that is full.
+Where blocks are sealed, what a row has of its last block is in its residual, and in each group's block only when that
+is full.
 
 It has a host arena too. A block there is stored together with what was stored, as the real arena's are with a checksum.
 """
@@ -77,7 +78,7 @@ class ShadowRunner:
         self._scheduler = scheduler
         self._size = core.block_size
         self._rules = core.rules
-        assert not self._rules[0].trims, "the first group tells what the others must have"
+        self._whole = next(group for group, rule in enumerate(self._rules) if not rule.trims)
         self._slab = [[_POISON] * self._size for _ in range(core.pool.num_blocks)]
         self._arena = [_Stored([_POISON] * self._size) for _ in range(core.host.blocks.num_blocks)]
         self._residuals = [[_POISON] * self._size for _ in range(core.residuals.num_residuals)]
@@ -169,9 +170,10 @@ class ShadowRunner:
         self._slab[block_id][begin:] = [_POISON] * (self._size - begin)
 
     def read(self, block_ids: list[BlockId], num_tokens: int) -> list[int]:
-        """Return cells [0, num_tokens) of a table."""
+        """Return what cells [0, num_tokens) of a table of the whole group stand for."""
         num_blocks = -(-num_tokens // self._size)
-        return [cell for block_id in block_ids[:num_blocks] for cell in self._cells(block_id)][:num_tokens]
+        cells = [cell for block_id in block_ids[:num_blocks] for cell in self._cells(block_id)]
+        return [cell - self._whole for cell in cells[:num_tokens]]
 
     def read_sealed(self, block_ids: list[BlockId], num_tokens: int, residual_id: int) -> list[int]:
         """Return the same where blocks are sealed: those of the last block, if that is not full, of a residual."""
@@ -180,17 +182,25 @@ class ShadowRunner:
 
     def read_row(self, plan: StepPlan, row: int) -> list[int]:
         """Return what a row reads, its own cells included."""
-        block_ids, num_tokens = plan.block_ids[row], plan.starts[row] + plan.num_tokens[row]
+        block_ids, num_tokens = self._whole_of(plan, row), plan.starts[row] + plan.num_tokens[row]
+        end = num_tokens  # of what is in blocks
         if self._residuals:
-            return self.read_sealed(block_ids, num_tokens, plan.residual_ids[row])
-        cells = self.read(block_ids, num_tokens)
+            cells = self.read_sealed(block_ids, num_tokens, plan.residual_ids[row])
+            end -= num_tokens % self._size
+        else:
+            cells = self.read(block_ids, num_tokens)
         for group, (rule, table) in enumerate(zip(self._rules, plan.tables[row], strict=True)):
-            for position in range(rule.first_seen(plan.starts[row]) if group else num_tokens, num_tokens):
+            if group == self._whole:
+                continue
+            for position in range(rule.first_seen(plan.starts[row]), end):
                 block_id = table.block_ids[position // self._size - table.num_trimmed]
                 cell = self._slab[block_id][position % self._size] - group
                 if cell != cells[position]:
                     cells[position] = cell
         return cells
+
+    def _whole_of(self, plan: StepPlan, row: int) -> list[BlockId]:
+        return plan.tables[row][self._whole].block_ids
 
     def _put(self, table: BlockTable, position: int, cell: int) -> None:
         self._slab[table.block_ids[position // self._size - table.num_trimmed]][position % self._size] = cell
@@ -201,32 +211,33 @@ class ShadowRunner:
         return self._slab[block_id] if block_id < num_blocks else self._arena[block_id - num_blocks].cells
 
     def _write(self, plan: StepPlan, row: int, start: int, token_ids: Sequence[int]) -> None:
-        block_ids, size = plan.block_ids[row], self._size
+        block_ids, size = self._whole_of(plan, row), self._size
         if not start:
             before = _root(self._namespace(block_ids))
         elif self._residuals and start % size:
             before = self._residuals[plan.residual_ids[row]][start % size - 1]
         else:
-            before = self._cells(block_ids[(start - 1) // size])[(start - 1) % size]
+            before = self._cells(block_ids[(start - 1) // size])[(start - 1) % size] - self._whole
         cells = []
         for token_id in token_ids:
             before = _next(before, token_id)
             cells.append(before)
         if self._residuals:
-            self._seal(plan.residual_ids[row], block_ids, start, cells)
+            self._seal(plan.residual_ids[row], plan.tables[row], start, cells)
             return
         for position, cell in enumerate(cells, start):
             for group, table in enumerate(plan.tables[row]):
                 self._put(table, position, cell + group)
 
-    def _seal(self, residual_id: int, block_ids: list[BlockId], start: int, cells: list[int]) -> None:
+    def _seal(self, residual_id: int, tables: Sequence[BlockTable], start: int, cells: list[int]) -> None:
         """Write cells from position ``start`` on: blocks that they fill, and of the last block also the residual."""
         residual, end = self._residuals[residual_id], start + len(cells)
         begin = start - start % self._size
         assert begin == start or end <= begin + self._size, "it begins inside a block and ends beyond it"
         cells = residual[: start - begin] + cells
-        for index in range(end // self._size - begin // self._size):
-            self._slab[block_ids[begin // self._size + index]] = cells[index * self._size :][: self._size]
+        for position, cell in enumerate(cells[: end // self._size * self._size - begin], begin):
+            for group, table in enumerate(tables):
+                self._put(table, position, cell + group)
         last = cells[(end - 1) // self._size * self._size - begin :]
         residual[: len(last)] = last
 
@@ -236,9 +247,9 @@ class ShadowRunner:
         return slice(max(start, begin) - begin, end - begin)
 
     def _namespace(self, block_ids: list[BlockId]) -> bytes:
-        """Return the namespace of the request whose table this is."""
-        caches = ((request.cache, request.namespace) for request in self._scheduler.running)
-        return next(namespace for cache, namespace in caches if cache is not None and cache.block_ids is block_ids)
+        """Return the namespace of the request whose table of the whole group this is."""
+        held = ((one.cache, one.namespace) for one in self._scheduler.running if one.cache is not None)
+        return next(namespace for cache, namespace in held if cache.tables[self._whole].block_ids is block_ids)
 
 
 class _Stored:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pagefold.kv import HostOps
-    from pagefold.steps import Moves
+    from pagefold.steps import MovesInFlight
 
 __all__ = ["HostArena"]
 
@@ -71,7 +71,7 @@ class HostArena:
         ops: HostOps,
         blocks: Any,  # noqa: ANN401 - as below
         layer_begins: Sequence[int] = (0,),  # noqa: ARG002
-    ) -> Moves | None:
+    ) -> MovesInFlight | None:
         """Begin a step's moves; return what is still on its way: here nothing, since the host itself moves them.
 
         Args:
@@ -80,7 +80,8 @@ class HostArena:
             layer_begins: where each layer begins in a block, in bytes; layers may come one after another.
 
         Raises:
-            DamagedBlocksError: as :meth:`carry_out` does, if it is known already; else :meth:`Moves.verify` does.
+            DamagedBlocksError: as :meth:`carry_out` does, if it is known already; else :meth:`MovesInFlight.verify`
+                does.
         """
         self.carry_out(ops, blocks)
         return None

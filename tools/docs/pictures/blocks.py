@@ -19,26 +19,26 @@ def blocks() -> Drawing:
     words.commit(promise)
     core.release(old)
     texts = {"a": "the quick brown fox jumps over the lazy dog", "b": "blocks need not lie side by side"}
-    tables = {name: core.acquire(core.match(name.encode(), b"", 0))[0] for name in texts}
+    caches = {name: core.acquire(core.match(name.encode(), b"", 0))[0] for name in texts}
     for end in range(1, 10):
         for name, text in texts.items():
             if end <= len(text.split()):
-                assert core.extend(tables[name], end - 1, end)
+                assert core.extend(caches[name], end - 1, end)
     for name, text in texts.items():
-        words.write(tables[name], text.split(), 0)
+        words.write(caches[name], text.split(), 0)
     audit(core)
 
     position = 6
-    table = tables["a"]
-    block_id = table.block_ids[position // BLOCK_SIZE]
+    cache = caches["a"]
+    block_id = cache.only_table.block_ids[position // BLOCK_SIZE]
     title = "Block tables and the slab"
-    listed = "; ".join(f"table {name.upper()} holds blocks {tables[name].block_ids}" for name in texts)
+    listed = "; ".join(f"table {name.upper()} holds blocks {caches[name].only_table.block_ids}" for name in texts)
     drawing = Drawing(760, 392, title, f"Twelve blocks of four tokens in a slab: {listed}. One block is cached.")
     drawing.text(24, 34, "block tables", "bold")
     for row, name in enumerate(texts):
         y = 48 + row * 42
         drawing.text(24, y + 19, f"sequence {name.upper()}")
-        for index, held in enumerate(tables[name].block_ids):
+        for index, held in enumerate(caches[name].only_table.block_ids):
             strong = " strong" if held == block_id else ""
             drawing.box(120 + index * 40, y, 40, 28, name + strong)
             drawing.text(140 + index * 40, y + 19, str(held), "code", anchor="middle")
@@ -56,7 +56,7 @@ def blocks() -> Drawing:
         size=12,
     )
     for block in core.pool.blocks:
-        owner = next((name for name, held in tables.items() if block.block_id in held.block_ids), None)
+        owner = next((name for name, held in caches.items() if block.block_id in held.only_table.block_ids), None)
         kind = owner or ("cached" if block.state is BlockState.CACHED else "empty")
         kind += " strong" if block.block_id == block_id else ""
         column, row = block.block_id % 3, block.block_id // 3

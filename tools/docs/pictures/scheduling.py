@@ -50,7 +50,9 @@ def _run() -> list[_Moment]:
     moments: list[_Moment] = []
     while scheduler.has_work:
         result = runner.run(scheduler.schedule(float(len(moments))))
-        held = {request.request_id: len(request.cache.block_ids) if request.cache else 0 for request in requests}
+        held = {
+            request.request_id: len(request.cache.only_table.block_ids) if request.cache else 0 for request in requests
+        }
         status = {request.request_id: request.status for request in requests}
         num_cached = core.pool.num_cached
         scheduler.apply(result)

@@ -10,7 +10,7 @@ from pagefold.kv import audit
 from pictures.words import BLOCK, BLOCK_SIZE, Words, draw_block
 
 if TYPE_CHECKING:
-    from pagefold.kv import BlockTable, Promise
+    from pagefold.kv import Promise, SequenceCache
 
 __all__ = ["promises", "tree"]
 
@@ -20,11 +20,11 @@ def tree() -> Drawing:
     words = Words(16)
     system = "You are a kind cook . Answer briefly"
     texts = {"a": f"{system} How do I boil an egg well ?", "b": f"{system} How do I bake good dark bread ?"}
-    tables: dict[str, BlockTable] = {}
+    caches: dict[str, SequenceCache] = {}
     starts: dict[str, int] = {}
     copies = []
     for name, text in texts.items():
-        tables[name], starts[name], promise = words.admit(text)
+        caches[name], starts[name], promise = words.admit(text)
         copies += words.core.moves.pending_copies
         words.commit(promise)
     (copy,) = copies
@@ -34,15 +34,15 @@ def tree() -> Drawing:
         760,
         410,
         "The prefix tree",
-        f"Two prompts share blocks {tables['a'].block_ids[:2]}. The second copies {copy.num_tokens} tokens of block "
-        f"{copy.src} into block {copy.dst} and computes {num_tokens - starts['b']} of {num_tokens} tokens.",
+        f"Two prompts share blocks {caches['a'].only_table.block_ids[:2]}. The second copies {copy.num_tokens} tokens "
+        f"of block {copy.src} into block {copy.dst} and computes {num_tokens - starts['b']} of {num_tokens} tokens.",
     )
     places: dict[int, tuple[float, float]] = {}
     nodes = sorted(words.core.tree.nodes(), key=lambda node: node.depth)
     for node in nodes:
-        block = node.block
-        assert block is not None
-        holders = [name for name, table in tables.items() if block.block_id in table.block_ids]
+        block = node.blocks[0]
+        assert block is not None, "of a group that keeps all"
+        holders = [name for name, cache in caches.items() if block.block_id in cache.only_table.block_ids]
         kind = holders[0] if len(holders) == 1 else "shared"
         x = {"a": 100.0, "b": 452.0, "shared": 276.0}[kind]
         y = 86.0 + node.depth * 76
@@ -51,12 +51,12 @@ def tree() -> Drawing:
         draw_block(drawing, x, y, words.words_of(node), kind, f"block {block.block_id}: {held}")
         parent = node.parent
         assert parent is not None
-        if parent.block is None:
+        if not parent.blocks:
             drawing.box(x + BLOCK / 2 - 140, 20, 280, 28, "box")
             drawing.text(x + BLOCK / 2, 39, "namespace: model, layout, tenant, salt …", anchor="middle", size=12)
             drawing.arrow((x + BLOCK / 2, 48), (x + BLOCK / 2, y - 14))
         else:
-            above = places[parent.block.block_id]
+            above = places[parent.blocks[0].block_id]
             drawing.arrow((above[0] + BLOCK / 2, above[1] + 26), (x + BLOCK / 2, y - 14))
     source, target = places[copy.src], places[copy.dst]
     drawing.arrow((source[0] + BLOCK, source[1] + 13), (target[0], target[1] + 13), kind="line promised")
@@ -64,8 +64,8 @@ def tree() -> Drawing:
     drawing.text(middle, source[1] + 32, "copy on write:", "pale", anchor="middle", size=12)
     drawing.text(middle, source[1] + 48, f"{copy.num_tokens} tokens", "pale", anchor="middle", size=12)
     y = 372
-    for row, (name, table) in enumerate(tables.items()):
-        held = ", ".join(map(str, table.block_ids))
+    for row, (name, cache) in enumerate(caches.items()):
+        held = ", ".join(map(str, cache.only_table.block_ids))
         found = starts[name]
         costs = f"Found {found} of {num_tokens} tokens, computed {num_tokens - found}."
         drawing.box(100, y + row * 24 - 11, 12, 12, name)
@@ -93,11 +93,11 @@ def promises() -> Drawing:
     )
     for number, (title, what, is_committed, is_abandoned) in enumerate(columns):
         words = Words(6)
-        tables: dict[str, BlockTable] = {}
+        caches: dict[str, SequenceCache] = {}
         made: list[Promise | None] = []
         hits = {}
         for name, text in texts.items():
-            tables[name], hits[name], promise = words.admit(text)
+            caches[name], hits[name], promise = words.admit(text)
             made.append(promise)
         assert hits == {"a": 0, "b": 2 * BLOCK_SIZE}
         for promise in made if is_committed else []:
@@ -105,15 +105,17 @@ def promises() -> Drawing:
         for promise in reversed(made) if is_abandoned else []:
             assert promise is not None
             words.core.publishing.abandon(promise)
-        for table in list(tables.values()) if is_abandoned else []:
-            words.core.release(table)
+        for cache in list(caches.values()) if is_abandoned else []:
+            words.core.release(cache)
         audit(words.core)
         x = 24 + number * 246
         drawing.text(x, 34, title, "bold code")
         drawing.text(x, 54, what, "pale", size=12)
-        committed = {node.block.block_id: node.committed for node in words.core.tree.nodes() if node.block is not None}
+        committed = {
+            block.block_id: node.committed for node in words.core.tree.nodes() for block in node.blocks if block
+        }
         for block in words.core.pool.blocks[:4]:
-            holders = [name for name, table in tables.items() if block.block_id in table.block_ids]
+            holders = [name for name, cache in caches.items() if block.block_id in cache.only_table.block_ids]
             kind = "empty" if not holders else holders[0] if len(holders) == 1 else "shared"
             held = f"{block.num_table_refs} table{'s' * (block.num_table_refs != 1)}"
             if block.block_id in committed:
@@ -124,8 +126,8 @@ def promises() -> Drawing:
             shown = words.slab[block.block_id] if holders else [""] * BLOCK_SIZE
             name = f"block {block.block_id}  {state}, {held}"
             draw_block(drawing, x, 88 + block.block_id * 48, shown, kind, name)
-        for row, (name, table) in enumerate(tables.items()):
-            ids = ", ".join(map(str, table.block_ids))
+        for row, (name, cache) in enumerate(caches.items()):
+            ids = ", ".join(map(str, cache.only_table.block_ids))
             said = f"{name.upper()}: blocks {ids}" if ids else f"{name.upper()}: waits"
             drawing.text(x, 292 + row * 20, said, "code", size=12)
     return drawing

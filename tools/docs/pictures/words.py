@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from svg import Drawing
 
-    from pagefold.kv import BlockTable, Promise
+    from pagefold.kv import Promise, SequenceCache
     from pagefold.kv.block import Node
 
 __all__ = ["BLOCK", "BLOCK_SIZE", "Words", "draw_block"]
@@ -34,19 +34,19 @@ class Words:
         """Return the tokens of ``text`` as the core wants them."""
         return array("i", [self._ids.setdefault(word, len(self._ids)) for word in text.split()]).tobytes()
 
-    def admit(self, text: str) -> tuple[BlockTable, int, Promise | None]:
-        """Do what the scheduler does for a request that is let in; return its table, its hit and its promise."""
+    def admit(self, text: str) -> tuple[SequenceCache, int, Promise | None]:
+        """Do what the scheduler does for a request that is let in; return its cache, its hit and its promise."""
         words = text.split()
         hit = self.core.match(b"", self.packed(text), len(words) - 1)
-        table, start = self.core.acquire(hit)
-        assert self.core.extend(table, start, len(words))
-        self.write(table, words, 0)
-        return table, start, self.core.publishing.promise(table, self.packed(text), len(words))
+        cache, start = self.core.acquire(hit)
+        assert self.core.extend(cache, start, len(words))
+        self.write(cache, words, 0)
+        return cache, start, self.core.publishing.promise(cache, self.packed(text), len(words))
 
-    def write(self, table: BlockTable, words: list[str], start: int) -> None:
-        """Fill the table's blocks from position ``start`` on, as a runner would."""
+    def write(self, cache: SequenceCache, words: list[str], start: int) -> None:
+        """Fill the cache's blocks from position ``start`` on, as a runner would."""
         for position in range(start, len(words)):
-            block_id = table.block_ids[position // BLOCK_SIZE]
+            block_id = cache.only_table.block_ids[position // BLOCK_SIZE]
             self.slab[block_id][position % BLOCK_SIZE] = words[position]
 
     def commit(self, promise: Promise | None) -> None:

@@ -174,10 +174,6 @@ class Adaptive:
         for each in self._candidates:
             each.real.on_evict(node)
 
-    def admit(self, node: Node) -> bool:
-        """Ask the leader."""
-        return self._leader.real.admit(node)
-
     def on_idle(self, node: Node) -> None:
         """Offer ``node`` to all."""
         for each in self._candidates:

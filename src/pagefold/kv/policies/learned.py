@@ -196,10 +196,6 @@ class Learned:
         self._num_evicted += 1
         self._ghosts.remember(node.path_hash, seen, len(self._seen))
 
-    def admit(self, node: Node) -> bool:  # noqa: ARG002 - what is worth little is evicted soon
-        """Keep everything: room that nobody asks for costs nothing."""
-        return True
-
     def on_idle(self, node: Node) -> None:
         """Offer ``node`` at its rank."""
         use = self._seen[node].use

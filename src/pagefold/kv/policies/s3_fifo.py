@@ -86,10 +86,6 @@ class S3Fifo:
         self._num_small -= 1
         self._ghosts.remember(node.path_hash, True, len(self._places))  # noqa: FBT003 - a set, as a dict
 
-    def admit(self, node: Node) -> bool:  # noqa: ARG002 - a policy that keeps everything
-        """Keep everything."""
-        return True
-
     def on_idle(self, node: Node) -> None:
         """Offer ``node`` at its place."""
         place = self._places[node]

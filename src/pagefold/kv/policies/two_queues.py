@@ -61,10 +61,6 @@ class TwoQueues:
         self._num_new -= 1
         self._ghosts.remember(node.path_hash, True, len(self._is_main))  # noqa: FBT003 - a set, as a dict
 
-    def admit(self, node: Node) -> bool:  # noqa: ARG002 - a policy that keeps everything
-        """Keep everything."""
-        return True
-
     def on_idle(self, node: Node) -> None:
         """Offer ``node`` in the order of its queue."""
         if self._is_main[node]:

@@ -1,4 +1,4 @@
-"""Publishing what a step that ran has written, also while the next step is in flight and reads the same caches."""
+"""Committing what a step that ran has written, also while the next step is in flight and reads the same caches."""
 
 from __future__ import annotations
 

@@ -1,0 +1,34 @@
+"""Needs: how many blocks a request takes of the device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pagefold.kv import KVCore
+    from pagefold.request import Request
+
+__all__ = ["Needs"]
+
+
+class Needs:
+    """How many blocks requests take.
+
+    Args:
+        core: the KV core.
+        max_num_batched_tokens: of one step.
+    """
+
+    def __init__(self, core: KVCore, max_num_batched_tokens: int) -> None:
+        self._core = core
+        self._max_num_batched_tokens = max_num_batched_tokens
+
+    def whole(self, request: Request) -> int:
+        """Return the most blocks that ``request`` holds at once, with the next token."""
+        return self._core.num_blocks_for(request.num_tokens + 1, self._max_num_batched_tokens)
+
+    def growth(self, request: Request) -> int:
+        """Return the most blocks that ``request``, which runs, takes yet, of what it has tokens for."""
+        assert request.cache is not None
+        num_new = min(request.num_tokens - request.num_computed_tokens, self._max_num_batched_tokens)
+        return self._core.num_blocks_for(request.num_tokens, num_new, request.cache)
