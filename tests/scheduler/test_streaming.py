@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from pagefold.events import RequestPreempted, RequestStreamed
-from pagefold.kv import NO_SLOW_TIERS, HostTier, KVCore, Namespace, audit, make_policy
+from pagefold.kv import KEEP_ALL, NO_SLOW_TIERS, HostTier, KVCore, Namespace, audit, make_policy
 from pagefold.kv.names import digest_of
 from pagefold.request import Request, RequestStatus, StopRule
 from pagefold.sampling import SamplingParams
@@ -38,23 +38,30 @@ def request_of(name, tokens, num_outputs=3):
 
 
 class Machine:
-    """Operations, each legal at any time; one that makes no sense at the moment does nothing."""
+    """Operations, each legal at any time; one that makes no sense at the moment does nothing.
 
-    def __init__(self, num_blocks=6, num_held=40, max_num_seqs=3, max_tokens=24, slow=NO_SLOW_TIERS):
+    With ``rules`` of several groups nothing streams.
+    """
+
+    def __init__(
+        self, num_blocks=6, num_held=40, max_num_seqs=3, max_tokens=24, slow=NO_SLOW_TIERS, *, rules=(KEEP_ALL,)
+    ):
         self.events = []
         self.core = KVCore(
             num_blocks,
             block_size=SIZE,
+            rules=rules,
             policy=make_policy("lru"),
             host=HostTier(num_held) if not slow.is_on else slow.host,
             slow=slow,
-            allow_streaming=True,
+            allow_streaming=len(rules) == 1,
             emit=self.events.append,
         )
         limits = SchedulerLimits(max_num_seqs, max_tokens)
         self.scheduler = Scheduler(self.core, limits, emit=self.events.append)
         self.runner = ShadowRunner(self.scheduler)
-        self.most_tokens = self.core.streaming.max_blocks * SIZE
+        streaming = self.core.streaming
+        self.most_tokens = (streaming.max_blocks if streaming.is_on else num_blocks // len(rules)) * SIZE
         self.plan = None
         self.corrupt = 0  # bits of rows whose logits will be no numbers
         self.requests = {}
@@ -91,10 +98,10 @@ class Machine:
         except DamagedBlocksError as error:
             self.scheduler.abandon("damaged", error.host_ids)
             return
-        rows = zip(self.scheduler.in_step, plan.starts, plan.num_tokens, plan.block_ids, strict=True)
-        for request, start, num_tokens, block_ids in rows:
+        rows = zip(self.scheduler.in_step, plan.starts, plan.num_tokens, strict=True)
+        for row, (request, start, num_tokens) in enumerate(rows):
             expected = cells_of(NAMESPACE, request.token_ids[: start + num_tokens])
-            assert self.runner.read(block_ids, start + num_tokens) == expected, f"{request} reads what is not its own"
+            assert self.runner.read_row(plan, row) == expected, f"{request} reads what is not its own"
         rows, self.corrupt = [row for row in range(plan.num_rows) if self.corrupt >> row & 1], 0
         corrupted = [self.scheduler.in_step[row] for row in rows]
         self.scheduler.apply(replace(result, corrupted=rows))
@@ -104,6 +111,7 @@ class Machine:
             hit = self.core.match(NAMESPACE, request.packed(), request.num_tokens)
             assert not hit.nodes
             assert not hit.held
+            self.check_forgotten(request)
         self._check_outputs()
 
     def corrupt_next(self, which):
@@ -111,6 +119,9 @@ class Machine:
 
     def forget(self, digests):
         """What slower tiers are told."""
+
+    def check_forgotten(self, request):
+        """What slower tiers have of a request whose logits were no numbers."""
 
     def fail(self, how_far):
         if self.plan is None:

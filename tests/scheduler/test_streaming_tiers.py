@@ -11,8 +11,8 @@ from random import Random
 import pytest
 from scheduler.test_streaming import NAMESPACE, SIZE, STREAMS, Machine, operate, random_setup, request_of
 
-from pagefold.kv import Arbiter, HostTier, LinkModel, SlowTiers
-from pagefold.kv.names import names_behind, root_digest
+from pagefold.kv import KEEP_ALL, Arbiter, HostTier, LinkModel, SlowTiers
+from pagefold.kv.names import in_group, names_behind, root_digest
 from pagefold.request import RequestStatus
 from pagefold.scheduler import Tiering
 from pagefold.sim.clock import VirtualClock
@@ -28,7 +28,7 @@ class TieredMachine(Machine):
         arbiter = Arbiter(1000 * SIZE, SIZE, compute_s_per_token=how.get("compute_s", 1.0))
         arbiter.links[DISK] = LinkModel(0.02, 2e9)
         slow = SlowTiers(HostTier(num_held, notes_unsaved=True), policy, arbiter)
-        super().__init__(num_blocks, num_held, max_num_seqs, max_tokens, slow)
+        super().__init__(num_blocks, num_held, max_num_seqs, max_tokens, slow, rules=how.get("rules", (KEEP_ALL,)))
         self.clock = VirtualClock()
         model = TierModel(
             host_tokens=1000,
@@ -37,7 +37,7 @@ class TieredMachine(Machine):
             disk_latency_s=0.02,
             fault_rate=how.get("fault_rate", 0.0),
         )
-        self.transfers = SimTransfers(model, SIZE, self.clock)
+        self.transfers = how.get("transfers", SimTransfers)(model, SIZE, self.clock)
         self.on_disk = {}
         write = self.transfers.write
 
@@ -92,6 +92,13 @@ class TieredMachine(Machine):
         if digests:
             self.tiering.distrust(digests)
         assert digests.isdisjoint(self.transfers._kept)
+
+    def check_forgotten(self, request):
+        root, groups = root_digest(NAMESPACE), range(len(self.core.rules))
+        names = names_behind(root, root, request.packed(), SIZE * 4)
+        assert self.transfers._kept.keys().isdisjoint(
+            in_group(name.digest, group) for name in names for group in groups
+        )
 
     def reset(self):
         self.core.reset()
