@@ -6,7 +6,9 @@ Part 1 of the equality rule in every setting that does not stream. No prompt but
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from dataclasses import asdict, replace
 
 import pytest
@@ -20,6 +22,7 @@ from equivalence.tiny_models import VOCAB_SIZE
 from pagefold.config import EngineConfig
 from pagefold.engine.build import build_engine
 from pagefold.engine.planning import plan_engine
+from pagefold.engine.status import EngineStatus
 from pagefold.errors import ConfigError, InvalidRequestError
 from pagefold.kv import KEEP_ALL, TOKEN_BYTES, BlockState, KeepRule, audit
 from pagefold.sampling import SamplingParams
@@ -31,7 +34,7 @@ WINDOW = 24
 SHORT = Workload(short_prompts(VOCAB_SIZE), num_outputs=24)
 FULL = Workload(full_prompts(VOCAB_SIZE), num_outputs=64)
 WITH_GROUPS = [setting for setting in SETTINGS if setting.knows_groups]
-NAMES = {"chunks of 17", "blocks of 4", "warm", "everything at once", "host tier"}
+NAMES = {"chunks of 17", "chunks of 17, cache off", "blocks of 4", "warm", "everything at once", "host tier"}
 FEW = [setting for setting in WITH_GROUPS if setting.name in NAMES]
 THIRD = [setting for number, setting in enumerate(WITH_GROUPS) if number % 3 == 0 or setting in FEW]
 
@@ -188,6 +191,41 @@ def test_where_sequences_may_stream_the_window_is_named_as_the_limit_and_why(tin
     assert f"Beyond that, {why}. Send at most 23 tokens, or start without allow_streaming." in str(refused.value)
     without = replace(config, allow_streaming=False)
     assert plan_engine(replace(without, max_model_len=400)).capacity.context == (400, "", "")
+
+
+def test_where_every_layer_slides_a_host_tier_ends_sequences_at_the_window(tiny_folder, tmp_path):
+    """The host finds a path by a group that keeps all of it. Without a host tier windows are computed there too."""
+    folder = tmp_path / "all slide"
+    shutil.copytree(tiny_folder("gemma3"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["layer_types"] = ["sliding_attention"] * len(config["layer_types"])
+    (folder / "config.json").write_text(json.dumps(config))
+    steps = {"max_num_seqs": 8, "max_num_batched_tokens": 32}
+    asked = {"dtype": "float32", "attention_backend": "reference", "kv_cache_memory_bytes": 2**20, "block_size": 8}
+    shape = {"model": str(folder), **asked, **steps}
+    prompt = [5 + at % 200 for at in range(14)]
+    without = build_engine(plan_engine(EngineConfig(**shape, max_model_len=400)))
+    assert list(without.scheduler.core.rules) == [KeepRule(WINDOW)]
+    for setting, value in (("kv_offloading_size", 0.001), ("kv_disk_path", str(tmp_path / "disk"))):
+        host = {setting: value}
+        why = f"gemma3_text's sliding window is not computed while {setting} is set"
+        with pytest.raises(ConfigError, match=rf"beyond 24 tokens {why}\. .*or start without {setting}"):
+            plan_engine(EngineConfig(**shape, **host, max_model_len=400))
+        assert plan_engine(EngineConfig(**shape, **host)).capacity.max_model_len == WINDOW
+    engine = build_engine(plan_engine(EngineConfig(**shape, kv_offloading_size=0.001)))
+    assert generate(engine, prompt, 8) == generate(without, prompt, 8)
+
+
+def test_slots_without_a_token_are_those_of_all_groups(engine_of):
+    engine = engine_of("reference")
+    seen = []
+
+    def watch() -> None:
+        status = EngineStatus.of(engine.scheduler)
+        seen.append((status.num_wasted_slots, status.kv_waste))
+
+    generate(engine, [9 + at % 150 for at in range(17)], 2, watch)
+    assert seen[0] == (2 * 7, 2 * 7 / (2 * 3 * 8))  # of either group 17 tokens in 3 blocks of 8
 
 
 def test_a_budget_that_holds_no_window_beside_a_step_is_refused(tiny_folder):

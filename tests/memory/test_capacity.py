@@ -7,7 +7,7 @@ import re
 import pytest
 
 from pagefold.errors import BudgetTooSmallError, ConfigError
-from pagefold.kv import CODECS, KVGeometry
+from pagefold.kv import CODECS, KEEP_ALL, KeepRule, KVGeometry
 from pagefold.memory.capacity import KV_SHARE_OF_FREE_MEMORY, Capacity, plan_capacity
 from pagefold.memory.limit import Limit
 
@@ -107,6 +107,19 @@ def test_three_lines_say_what_there_is():
         "KV budget  1023.75 MiB = 2,912 blocks of 16 tokens = 46,592 tokens",
         "fits       11.4 requests of max_model_len = 4,096 tokens at once",
     ]
+
+
+def test_of_several_groups_a_token_takes_a_slot_in_each():
+    """Of the budget, of the host's memory, and of the tokens that a default budget has room for at least."""
+    grouped = KVGeometry(4, 2, 16, element_bytes=4, keeps=(KeepRule(24), KEEP_ALL) * 2).layout
+    assert len(grouped.groups) == 2
+    facts = {"layout": grouped, "max_num_seqs": 1, "max_num_batched_tokens": 64}
+    capacity = plan(**facts, kv_cache_memory_bytes=2000 * grouped.bytes_per_block)
+    assert capacity.num_tokens == 16_000
+    assert plan(**facts).num_tokens == 2**18 > 8192
+    host = plan(**facts, host_bytes=1000 * grouped.bytes_per_block)
+    assert host.num_host_blocks == 1000
+    assert host.lines()[-1].endswith("for 8,000 tokens that were evicted")
 
 
 # Refusals.

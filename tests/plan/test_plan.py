@@ -184,6 +184,8 @@ def test_every_kind_of_attention_is_planned(name, max_model_len):
     assert made.load.reached.mean <= made.load.reached.peak
     assert 0 < made.load.waste < 0.2
     assert formula(made.memory.layout)
+    is_estimated = "is estimated" in " ".join(figures(made)["notes"])
+    assert is_estimated == made.load.is_likened == (name == "ai21labs/Jamba-v0.1")
 
 
 def test_a_window_lets_long_sequences_take_no_more():

@@ -131,11 +131,13 @@ def test_the_formula_tells_layers_in_16_bit_apart(tiny_folder):
 
 
 @pytest.mark.parametrize(
-    ("input_len", "output_len", "num_blocks"), [("40", "24", 120), ("30-90", "8-40", 150)], ids=["fixed", "drawn"]
+    ("family", "input_len", "output_len", "num_blocks"),
+    [("llama", "40", "24", 120), ("llama", "30-90", "8-40", 150), ("gemma3", "100-200", "8-40", 500)],
+    ids=["fixed", "drawn", "windows"],
 )
-def test_as_many_requests_run_at_once_as_planned(input_len, output_len, num_blocks, tiny_folder):
+def test_as_many_requests_run_at_once_as_planned(family, input_len, output_len, num_blocks, tiny_folder):
     """The real engine with a real model, with requests always waiting; the mean over steps, as the plan means it."""
-    folder = tiny_folder("llama")
+    folder = tiny_folder(family)
     workload = Workload(name="", lengths=draw_lengths(input_len, output_len))
     shape = find_model(str(folder))
     settings = {"max_num_seqs": 128, "max_num_batched_tokens": 256, "max_model_len": 256}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pagefold.events import Event, PrefixLookup, RequestFinished, RequestPreempted, StepAbandoned, StepApplied
-from pagefold.kv import Arbiter, HostTier, KVCore, LinkModel, Namespace, audit
+from pagefold.kv import KEEP_ALL, Arbiter, HostTier, KeepRule, KVCore, LinkModel, Namespace, audit
 from pagefold.request import Request, RequestStatus, StopRule
 from pagefold.sampling import SamplingParams
 from pagefold.scheduler import Scheduler, SchedulerLimits
@@ -356,6 +356,19 @@ def test_wasted_slots_are_what_rounding_leaves():
     assert house.scheduler.num_wasted_slots == 12
     house.step()
     assert house.scheduler.num_wasted_slots == 11 + 15
+
+
+def test_a_running_request_is_reserved_no_more_of_a_window_than_it_will_write():
+    """What decodes writes a token at a time, however many a step may compute: the rest is for those that wait."""
+    num_each = KeepRule(8).num_blocks_for(40, 1, 4) + -(-40 // 4)
+    house = House(3 * num_each + 2, budget=64, rules=(KeepRule(8), KEEP_ALL), caching=False)
+    for number in range(3):
+        house.add(f"{number}", range(100 * number, 100 * number + 28), 12)
+        house.step()
+        house.step()
+    assert len(house.scheduler.running) == 3
+    house.run()
+    assert not house.events_of(RequestPreempted)
 
 
 # Cancelled.

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from pagefold.runner.codecs.constants import CodecConstants
     from pagefold.runner.models import ModelSpec
 
-__all__ = ["Blueprint"]
+__all__ = ["Blueprint", "without_windows"]
+
+_HOST_TIERS = "kv_disk_path", "kv_remote_url", "kv_offloading_size"
+"""Settings that each bring a host tier, the ones first that take another along."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,18 @@ class Blueprint:
         spec = self.spec
         if self.geometry.keeps:
             return spec.windowed_limit
-        could_be_longer = bool(spec.keeps) and spec.max_exact_len < spec.windowed_limit.length
-        setting = "allow_streaming" if self.config.allow_streaming and could_be_longer else ""
+        could_be_longer = self.card is None and bool(spec.keeps) and spec.max_exact_len < spec.windowed_limit.length
+        setting = without_windows(self.config, spec) if could_be_longer else ""
         return Limit(spec.max_exact_len, spec.limit, setting)
+
+
+def without_windows(config: EngineConfig, spec: ModelSpec) -> str:
+    """Return the setting beside which a model's windows are not computed; empty if there is none.
+
+    What streams knows one group, and a host tier finds a path by a group that keeps all of it.
+    """
+    if config.allow_streaming:
+        return "allow_streaming"
+    if any(not keep.trims for keep in spec.keeps):
+        return ""
+    return next((name for name in _HOST_TIERS if getattr(config, name)), "")

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pagefold.config import cache_dir
-from pagefold.engine.blueprint import Blueprint
+from pagefold.engine.blueprint import Blueprint, without_windows
 from pagefold.engine.on_card import OnCard
 from pagefold.engine.on_cpu import OnCpu
 from pagefold.errors import ConfigError
@@ -52,8 +52,8 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
     check_attention(config, device, dtype, spec.head_dim)
     is_fused = _is_fused(config, spec, dtype, device)
     geometry = geometry_of(config, spec, dtype)
-    if spec.keeps and device == "cpu" and not is_fused and not config.allow_streaming:  # else the window is the limit
-        geometry = replace(geometry, keeps=spec.keeps)
+    if spec.keeps and device == "cpu" and not is_fused and not without_windows(config, spec):
+        geometry = replace(geometry, keeps=spec.keeps)  # else the window is the limit
     assert device == "cpu" or card is not None, "it was chosen"
     card = None if device == "cpu" else card
     blueprint = Blueprint(config, spec, geometry, _NOTHING, dtype, is_fused, device, card)

@@ -98,7 +98,7 @@ class Capacity:
             f"fits       {self.max_concurrency:,.1f} requests of max_model_len = {self.max_model_len:,} tokens at once",
         ]
         if self.num_host_blocks:
-            num_tokens = self.num_host_blocks * self.block_size
+            num_tokens = self.num_host_blocks // self.num_groups * self.block_size
             lines.append(f"host       {human_bytes(self.host_bytes)} for {num_tokens:,} tokens that were evicted")
         return lines
 
@@ -161,7 +161,7 @@ def plan_capacity(  # noqa: PLR0913 - the facts that it weighs, by name
     if budget is None:
         enough = max(
             max_num_seqs * layout.num_blocks_for(wanted_len, max_num_batched_tokens),
-            _MIN_DEFAULT_TOKENS // layout.block_size,
+            sum(_MIN_DEFAULT_TOKENS // group.block_size for group in layout.groups),
         )
         most = enough * layout.bytes_per_block + residual_bytes
         budget = left if is_ours else min(int(left * KV_SHARE_OF_FREE_MEMORY), most)

@@ -10,19 +10,19 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING
 
 from pagefold.events import RequestFinished, RequestPreempted
-from pagefold.kv import KVCore, make_policy
+from pagefold.kv import KEEP_ALL, KVCore, make_policy
 from pagefold.request import Request, StopRule
 from pagefold.scheduler import Scheduler, SchedulerLimits
 from pagefold.sim import NullRunner
 from pagefold.sim.traces.request import GREEDY_TO_LENGTH
 
 if TYPE_CHECKING:
-    from pagefold.kv import CacheLayout
+    from pagefold.kv import CacheLayout, KeepRule
     from pagefold.plan.workload import Lengths, Workload
 
 __all__ = ["Pool", "Reached", "Rounding", "reach"]
@@ -31,6 +31,9 @@ _POINTS = 4096
 """Moments of requests' lives that a mean over them looks at, all requests together."""
 
 _MAX_REQUEST_STEPS = 600_000
+_MOST_COSTLY_GROUPS = 4
+"""A step of a request takes longer where there are several groups; of up to so many, fewer steps are simulated."""
+
 _GENERATIONS = 12
 _LIFETIMES = 4
 """How often the simulated machine is filled anew at least, and how many lives of a request it runs at least; the first
@@ -49,16 +52,18 @@ class Rounding:
     Args:
         layout: of the KV of the device that binds.
         workload: the requests.
+        num_new: how many tokens a step writes of one request, beside what windows keep; None for what any engine needs
+            at least.
 
     Attributes:
-        full_blocks: of a request at its full length.
+        full_blocks: of a request at its full length, as a server counts it before it starts.
         mean_blocks: of a running request, over its life.
         mean_bytes: the same before rounding to blocks.
         shared_blocks: whole blocks of the prefix that requests share; they are there once.
         full_own_blocks, mean_own_blocks: what a request takes beside them.
     """
 
-    def __init__(self, layout: CacheLayout, workload: Workload) -> None:
+    def __init__(self, layout: CacheLayout, workload: Workload, num_new: int | None = None) -> None:
         points = max(4, _POINTS // len(workload.lengths))
         sizes = [group.block_size for group in layout.groups if group.window is None]
 
@@ -72,7 +77,7 @@ class Rounding:
         self.shared_blocks = max(shared_blocks(lengths) for lengths in workload.lengths)
         spared = workload.prefix_share * workload.mean(shared_blocks)
         mean_spared = workload.prefix_share * workload.mean(weighted) / workload.mean_output
-        self.full_blocks = workload.mean(lambda lengths: layout.num_blocks_for(sum(lengths)))
+        self.full_blocks = workload.mean(lambda lengths: layout.num_blocks_for(sum(lengths), num_new))
         self.mean_blocks, self.mean_bytes, self.mean_tokens = _over_life(layout, workload, points)
         self.full_own_blocks = max(1.0, self.full_blocks - spared)
         self.mean_own_blocks = max(1.0, self.mean_blocks - mean_spared)
@@ -106,12 +111,26 @@ class Pool:
         block_size: tokens a block.
         max_num_seqs: sequences at once; None for as many as fit.
         max_num_batched_tokens: tokens computed in one step.
+        rules: what each cache group keeps; all have blocks of ``block_size``.
     """
 
     num_blocks: int
     block_size: int
     max_num_seqs: int | None
     max_num_batched_tokens: int
+    rules: tuple[KeepRule, ...] = (KEEP_ALL,)
+
+    def likeness(self, scale: float, shrink: float, longest: int) -> Pool:
+        """Return a pool for so many times fewer requests, that are so many times shorter; the longest fits into it."""
+        num_seqs = None if self.max_num_seqs is None else max(1, round(self.max_num_seqs / scale))
+        num_tokens = max(round(self.max_num_batched_tokens / scale), 1)
+        rules = tuple(
+            rule if rule.window is None else replace(rule, window=max(1, round(rule.window / shrink)))
+            for rule in self.rules
+        )
+        least = sum(rule.num_blocks_for(longest, num_tokens, self.block_size) for rule in rules)
+        num_blocks = max(round(self.num_blocks / scale / shrink), least)
+        return Pool(num_blocks, self.block_size, num_seqs, num_tokens, rules)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,22 +160,18 @@ def reach(pool: Pool, workload: Workload, *, footprint: float, with_sharing: boo
     A pool for many requests is simulated in a smaller likeness: the share of it that is in use hardly depends on size.
     Long outputs are simulated by shorter ones in a pool that is smaller by as much: a step then stands for several.
     """
-    shrink = max(1.0, _LEAST * _GENERATIONS * workload.mean_output / _MAX_REQUEST_STEPS)
+    num_steps = _MAX_REQUEST_STEPS / min(len(pool.rules), _MOST_COSTLY_GROUPS)
+    shrink = max(1.0, _LEAST * _GENERATIONS * workload.mean_output / num_steps)
     if shrink > 1:
         workload = workload.shrunk(shrink)
     expected = pool.num_blocks / max(footprint, 1e-9)
     if pool.max_num_seqs is not None:
         expected = min(expected, pool.max_num_seqs)
-    affordable = _MAX_REQUEST_STEPS / (_GENERATIONS * max(1.0, workload.mean_output))
+    affordable = num_steps / (_GENERATIONS * max(1.0, workload.mean_output))
     simulated = min(expected, max(_LEAST, min(_MOST, affordable)))
     scale = expected / simulated if expected > simulated else 1.0
-    longest = -(-(workload.longest + 1) // pool.block_size)
-    num_blocks = max(round(pool.num_blocks / scale / shrink), longest)
-    num_seqs = None if pool.max_num_seqs is None else max(1, round(pool.max_num_seqs / scale))
-    tokens = max(round(pool.max_num_batched_tokens / scale), 1)
-    return _simulate(
-        Pool(num_blocks, pool.block_size, num_seqs, tokens), workload, simulated, scale, with_sharing=with_sharing
-    )
+    small = pool.likeness(scale, shrink, workload.longest + 1)
+    return _simulate(small, workload, simulated, scale, with_sharing=with_sharing)
 
 
 def _simulate(pool: Pool, workload: Workload, expected: float, scale: float, *, with_sharing: bool) -> Reached:
@@ -167,7 +182,7 @@ def _simulate(pool: Pool, workload: Workload, expected: float, scale: float, *, 
 
     num_seqs = min(pool.max_num_seqs or pool.max_num_batched_tokens, pool.max_num_batched_tokens)
     # What is preempted finds its own blocks again, and nothing else comes back: the cheapest policy will do.
-    core = KVCore(pool.num_blocks, block_size=pool.block_size, policy=make_policy("lru"))
+    core = KVCore(pool.num_blocks, block_size=pool.block_size, rules=pool.rules, policy=make_policy("lru"))
     scheduler = Scheduler(core, SchedulerLimits(num_seqs, pool.max_num_batched_tokens), emit=watch)
     runner = NullRunner()
     rng = Random(0)  # noqa: S311 - a workload, no secret

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from pagefold.kv import KEEP_ALL
 from pagefold.plan.concurrency import Pool, Reached, Rounding, reach
 from pagefold.plan.question import DEFAULT_WORKLOAD
 from pagefold.plan.workload import Lengths, Workload
 
 if TYPE_CHECKING:
+    from pagefold.kv import CacheLayout
     from pagefold.plan.memory import Memory
     from pagefold.plan.question import Question
 
@@ -32,6 +34,7 @@ class WorkloadPlan:
         reached: requests that a server runs at once when others always wait, without sharing.
         reached_shared: the same with sharing.
         waste: share of the memory of running requests that holds no token.
+        is_likened: whether ``reached`` was simulated in a likeness: one group that keeps all.
     """
 
     workload: Workload
@@ -42,6 +45,7 @@ class WorkloadPlan:
     reached: Reached
     reached_shared: Reached
     waste: float
+    is_likened: bool
 
     @property
     def fills_memory(self) -> bool:
@@ -65,21 +69,25 @@ def plan_load(question: Question, memory: Memory) -> WorkloadPlan:
     workload = asked.up_to(memory.max_model_len)
     device = memory.tightest
     layout, capacity = device.shard.layout, device.capacity
-    rounding = Rounding(layout, workload)
-    # The simulated pool has one group without a window; any layout is likened to it by the blocks that a request takes.
-    group = replace(layout.groups[0], block_size=layout.block_size, window=None, is_chunked=False)
-    plain = Rounding(replace(layout, groups=(group,), layers=layout.layers[:1], state_bytes=0), workload)
-    ratio = plain.mean_blocks / rounding.mean_blocks
+    rounding = Rounding(layout, workload, memory.num_new)
+    rules, num_blocks, simulated = tuple(group.keeps for group in layout.groups), capacity.num_blocks, rounding
+    if not _is_simulated_whole(layout):
+        # One group that keeps all, in which as many requests fit: likened by the blocks that a request takes.
+        group = replace(layout.groups[0], block_size=layout.block_size, window=None, is_chunked=False)
+        simulated = Rounding(replace(layout, groups=(group,), layers=layout.layers[:1], state_bytes=0), workload)
+        rules = (KEEP_ALL,)
+        num_blocks = max(1, round(num_blocks * simulated.mean_blocks / rounding.mean_blocks))
     pool = Pool(
-        max(1, round(capacity.num_blocks * ratio)),
+        num_blocks,
         layout.block_size,
         question.settings.max_num_seqs or capacity.num_residuals or None,
         memory.max_num_batched_tokens,
+        rules,
     )
-    reached = reach(pool, workload, footprint=plain.mean_blocks, with_sharing=False)
+    reached = reach(pool, workload, footprint=simulated.mean_blocks, with_sharing=False)
     shared = reached
     if workload.prefix_len:
-        shared = reach(pool, workload, footprint=plain.mean_own_blocks, with_sharing=True)
+        shared = reach(pool, workload, footprint=simulated.mean_own_blocks, with_sharing=True)
     return WorkloadPlan(
         workload=workload,
         num_too_long=len(asked.lengths) - len(workload.lengths),
@@ -89,4 +97,10 @@ def plan_load(question: Question, memory: Memory) -> WorkloadPlan:
         reached=reached,
         reached_shared=shared,
         waste=rounding.waste(layout),
+        is_likened=not _is_simulated_whole(layout),
     )
+
+
+def _is_simulated_whole(layout: CacheLayout) -> bool:
+    """Whether the cache that is simulated has the groups of ``layout``: all have blocks of one size, and no state."""
+    return not layout.state_bytes and all(group.block_size == layout.block_size for group in layout.groups)

@@ -56,6 +56,8 @@ class Memory:
         devices: one for each pipeline stage; those of a stage are alike.
         max_num_batched_tokens: tokens of a step.
         tensor_parallel_size: devices of a stage.
+        num_new: how many tokens a step writes of one request, beside what windows keep, where the engine is ours; None
+            for what any engine needs at least.
     """
 
     dtype: str
@@ -65,6 +67,7 @@ class Memory:
     devices: tuple[DeviceMemory, ...]
     max_num_batched_tokens: int
     tensor_parallel_size: int = 1
+    num_new: int | None = None
 
     @property
     def tightest(self) -> DeviceMemory:
@@ -147,7 +150,8 @@ def plan_memory(shape: ModelShape, device: Device, settings: PlanSettings) -> Me
         longest = min(device.capacity.max_model_len for device in devices)
         devices = [_up_to(each, longest, num_new) for each in devices]
     layout = shape.layout(codec, block_size=settings.block_size, max_len=max_len, state_element_bytes=element_bytes)
-    return Memory(dtype, weight_dtype, codec, layout, tuple(devices), num_tokens, settings.tensor_parallel_size)
+    num_shards = settings.tensor_parallel_size
+    return Memory(dtype, weight_dtype, codec, layout, tuple(devices), num_tokens, num_shards, num_new)
 
 
 def _up_to(device: DeviceMemory, max_model_len: int, num_new: int | None) -> DeviceMemory:

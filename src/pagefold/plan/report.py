@@ -229,6 +229,11 @@ def notes(plan: Plan) -> list[str]:
         )
     if plan.load.num_too_long:
         said.append(f"{plan.load.num_too_long:,} requests of the workload are longer than max_model_len and left out.")
+    if plan.load.is_likened:
+        said.append(
+            "How many requests a server reaches is estimated: layers of this model have a state, or blocks of several "
+            "sizes, and what is simulated is a cache whose layers are all alike, in which as many requests fit."
+        )
     if not plan.load.fills_memory:
         tokens = plan.memory.max_num_batched_tokens
         why = f"steps of {tokens:,} tokens (--max-num-batched-tokens) are full of prefill"

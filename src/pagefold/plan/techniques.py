@@ -162,7 +162,7 @@ class _Now:
         if workload.longest > memory.max_model_len or not self.load.full_shared:
             return None
         device = memory.tightest
-        rounding = Rounding(device.shard.layout, workload)
+        rounding = Rounding(device.shard.layout, workload, memory.num_new)
         held = max(0.0, device.capacity.num_blocks - rounding.shared_blocks) / rounding.full_own_blocks
         requests = held / self.load.full_shared
         return _Gain(requests, self.throughput_of(memory, requests))

@@ -146,7 +146,8 @@ def _sized(config: EngineConfig, context_len: int) -> EngineConfig:
     """Give an engine as many blocks as the contexts need that are in it at once, and room for unsealed ones."""
     config = replace(config, max_model_len=context_len + 1, kv_cache_memory_bytes=None)
     geometry = plan_engine(config).geometry
-    num_blocks = _AT_ONCE * (geometry.num_blocks_for(context_len + 1) + 1)
+    num_each = geometry.layout.num_blocks_for(context_len + 1, config.max_num_batched_tokens)
+    num_blocks = _AT_ONCE * (num_each + 1)
     num_bytes = num_blocks * geometry.bytes_per_block + config.max_num_seqs * geometry.residual_bytes
     return replace(config, kv_cache_memory_bytes=num_bytes)
 

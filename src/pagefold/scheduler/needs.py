@@ -30,4 +30,5 @@ class Needs:
     def growth(self, request: Request) -> int:
         """Return the most blocks that ``request``, which runs, takes yet, of what it has tokens for."""
         assert request.cache is not None
-        return self._core.num_blocks_for(request.num_tokens, self._max_num_batched_tokens, request.cache)
+        num_new = min(request.num_tokens - request.num_computed_tokens, self._max_num_batched_tokens)
+        return self._core.num_blocks_for(request.num_tokens, num_new, request.cache)

@@ -323,13 +323,14 @@ class Scheduler:
 
     @property
     def num_wasted_slots(self) -> int:
-        """Token positions in blocks of running requests that hold no token: what rounding to blocks costs.
+        """Slots in blocks of running requests, of all groups, that hold no token: what rounding to blocks costs.
 
         What a step in flight writes counts as held. Any thread may ask; while a step is planned or applied the answer
         may be off by what that step changes.
         """
         caches = [(request.cache, end) for request, end in self._flight.ends(self.running)]
-        return sum(cache.capacity - end for cache, end in caches if cache is not None)
+        num_wasted = sum(cache.capacity - end for cache, end in caches if cache is not None)
+        return num_wasted * len(self.core.rules)  # all tables of a cache end with the same position
 
     @property
     def in_step(self) -> list[Request]:
