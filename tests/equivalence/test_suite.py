@@ -81,9 +81,9 @@ def free_too_early(engine):
     pool, slab = engine.scheduler.core.pool, engine.runner.slab
     release = engine.scheduler.core.release
 
-    def forgetful(table):
-        block_ids = list(table.block_ids)
-        release(table)
+    def forgetful(cache):
+        block_ids = list(cache.only_table.block_ids)
+        release(cache)
         slab.data[[i for i in block_ids if not pool.blocks[i].num_table_refs]] = float("nan")
 
     engine.scheduler.core.release = forgetful

@@ -715,7 +715,7 @@ class Machine:
         wasted = sum(slots - end for slots, end in zip(num_slots, ends, strict=True))
         set_aside = [] if before else [one for one in self.scheduler.running if one not in flight.requests]
         wasted += sum(request.cache.capacity - request.num_computed_tokens for request in set_aside)
-        assert self.scheduler.num_wasted_slots == wasted
+        assert self.scheduler.num_wasted_slots == wasted * len(self.setup.rules)
         assert list(zip(plan.late, plan.late_from, strict=True)) == late
         assert list(zip(plan.sampling_rows, plan.seeds, plan.draws, strict=True)) == sampling
         assert len(plan.sampling) == len(sampling)

@@ -330,7 +330,7 @@ class Scheduler:
         """
         caches = [(request.cache, end) for request, end in self._flight.ends(self.running)]
         num_wasted = sum(cache.capacity - end for cache, end in caches if cache is not None)
-        return num_wasted * len(self.core.rules)  # all tables of a cache end with the same position
+        return num_wasted * self.core.num_groups  # all tables of a cache end with the same position
 
     @property
     def in_step(self) -> list[Request]:
