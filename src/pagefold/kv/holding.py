@@ -140,24 +140,25 @@ class Holding:
 
     def extend(self, cache: SequenceCache, end: int) -> bool:
         """Give the tables of ``cache`` blocks up to position ``end``; False, and nothing changes, without memory."""
-        size = self._rules.block_size
-        num_new = num_blocks_for(end, size) - cache.tables[0].end
-        if num_new * len(cache.tables) > self._blocks.num_available:
+        tables, size = cache.tables, self._rules.block_size
+        num_blocks = num_blocks_for(end, size)
+        num_new = num_blocks - tables[0].end
+        if num_new * len(tables) > self._blocks.num_available:
             return False
+        allocate = self._blocks.allocate
         new: list[Block] = []
-        for _ in range(num_new * len(cache.tables)):
-            block = self._blocks.allocate()
-            if block is None:  # cached blocks that a transfer reads cannot go
-                for taken in reversed(new):
-                    self._pool.release(taken)
-                return False
-            new.append(block)
-        for group, table in enumerate(cache.tables):
-            own = new[group * num_new : (group + 1) * num_new]
-            table.block_ids += [block.block_id for block in own]
-            for block in own:
+        for group, table in enumerate(tables):
+            for _ in range(num_new):
+                block = allocate()
+                if block is None:  # cached blocks that a transfer reads cannot go
+                    for taken in reversed(new):
+                        tables[taken.group].block_ids.pop()
+                        self._pool.release(taken)
+                    return False
                 block.group = group
-        cache.capacity = cache.tables[0].end * size
+                table.block_ids.append(block.block_id)
+                new.append(block)
+        cache.capacity = num_blocks * size
         return True
 
     def unshare(self, cache: SequenceCache, start: int, *, copies: bool) -> bool:

@@ -33,6 +33,7 @@ class Publishing:
 
     def __init__(self, blocks: BlockCache, block_size: int) -> None:
         self._blocks = blocks
+        self._pool, self._tree, self._policy = blocks.pool, blocks.tree, blocks.policy
         self._block_size = block_size
         self._stride = block_size * TOKEN_BYTES
 
@@ -52,29 +53,29 @@ class Publishing:
         if num_blocks <= index or tail is None:
             return None
         if tail.parent is None:
-            tail = self._blocks.tree.root(tail.key)  # the namespace's root may have left and come back since
+            tail = self._tree.root(tail.key)  # the namespace's root may have left and come back since
         promise = Promise(cache, packed, num_blocks, tail)
         cache.promise = promise
         stride = self._stride
         tick, now_s = self._blocks.tick, self._blocks.now_s
-        blocks = self._blocks.pool.blocks
-        held = [(table.block_ids, table.num_trimmed) for table in cache.tables]
-        insert = self._blocks.tree.insert
-        on_insert = self._blocks.policy.on_insert
+        blocks, tables = self._pool.blocks, cache.tables
+        insert = self._tree.insert
+        on_insert = self._policy.on_insert
         while index < num_blocks:
             key = packed[index * stride : (index + 1) * stride]
             if key in tail.children:
                 break  # somebody else's: commit() joins it once ours and theirs are both written
             own: list[Block | None] = []
-            for block_ids, num_trimmed in held:
-                if index < num_trimmed:  # loaded, and without what its group does not keep
+            for table in tables:
+                place = index - table.num_trimmed
+                if place < 0:  # loaded, and without what its group does not keep
                     own.append(None)
                     continue
-                block = blocks[block_ids[index - num_trimmed]]
+                block = blocks[table.block_ids[place]]
                 if block.num_table_refs > 1:
                     break
                 own.append(block)
-            if len(own) < len(held):
+            if len(own) < len(tables):
                 break  # a fork holds one too, off the tree: published, it would not be of that one's path
             node = insert(tail, key, own, tick)
             node.born_s = node.used_s = now_s
@@ -118,7 +119,7 @@ class Publishing:
         tail = cache.tail
         assert tail is not None, "behind, and it publishes nothing"
         if tail.parent is None:
-            tail = self._blocks.tree.root(tail.key)
+            tail = self._tree.root(tail.key)
         index = cache.num_published
         while index < promise.num_blocks:
             key = promise.packed[index * self._stride : (index + 1) * self._stride]
@@ -127,10 +128,10 @@ class Publishing:
                 own = self._own(cache, index)
                 if own is None:  # as in promise()
                     break
-                child = self._blocks.tree.insert(tail, key, own, self._blocks.tick)
+                child = self._tree.insert(tail, key, own, self._blocks.tick)
                 child.born_s = self._blocks.now_s
                 child.committed = True
-                self._blocks.policy.on_insert(child)
+                self._policy.on_insert(child)
             elif child.committed:
                 if not self._exchange(cache, index, child):
                     break
@@ -159,11 +160,11 @@ class Publishing:
             parent = node.parent
             if parent is None:  # another root: the namespace's may have left and come back between two promises
                 break
-            self._blocks.tree.remove(node)
-            self._blocks.policy.on_evict(node)
+            self._tree.remove(node)
+            self._policy.on_evict(node)
             for block in node.blocks:
                 if block is not None:
-                    self._blocks.pool.withdraw(block)
+                    self._pool.withdraw(block)
             node = parent
         cache.tail = promise.tail
         cache.num_published = promise.first
@@ -180,14 +181,14 @@ class Publishing:
 
     def _at(self, table: BlockTable, index: int) -> Block | None:
         at = index - table.num_trimmed
-        return self._blocks.pool.blocks[table.block_ids[at]] if at >= 0 else None
+        return self._pool.blocks[table.block_ids[at]] if at >= 0 else None
 
     def _exchange(self, cache: SequenceCache, index: int, node: Node) -> bool:
         """Give blocks of ``cache`` back for those of ``node``, which hold the same; or to ``node``, where it has none.
 
         False, with nothing changed, where a fork holds what ``node`` would be given.
         """
-        pool = self._blocks.pool
+        pool = self._pool
         pairs = [
             (table, own, theirs)
             for table, theirs in zip(cache.tables, node.blocks, strict=True)
