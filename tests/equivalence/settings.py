@@ -9,9 +9,9 @@ import pytest
 from equivalence.suite import Counts, Setting
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
-__all__ = ["SETTINGS", "deal", "some_long"]
+__all__ = ["SETTINGS", "deal", "deal_one_each", "some_long"]
 
 SETTINGS = (
     Setting(name="alone", arrivals="alone", at_least=Counts(num_hit_tokens=100)),
@@ -244,4 +244,20 @@ def some_long(settings: Iterable[Setting], long_names: Collection[str]) -> list:
     return [
         pytest.param(setting, id=setting.name, marks=[pytest.mark.long] if setting.name in long_names else [])
         for setting in settings
+    ]
+
+
+def deal_one_each(settings: Iterable[Setting], quick: Mapping[str, object], others: Sequence[object]) -> list:
+    """Return pairs of a setting and something else for pytest: what ``quick`` says, else one of ``others`` in turn.
+
+    Only those of ``quick``, by name, are not long.
+    """
+    return [
+        pytest.param(
+            setting,
+            quick.get(setting.name, others[number % len(others)]),
+            id=setting.name,
+            marks=[] if setting.name in quick else [pytest.mark.long],
+        )
+        for number, setting in enumerate(settings)
     ]

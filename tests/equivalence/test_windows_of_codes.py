@@ -11,7 +11,7 @@ import pytest
 
 from equivalence.alone import AloneOutputs
 from equivalence.coded_cases import constants_for
-from equivalence.settings import SETTINGS
+from equivalence.settings import SETTINGS, deal_one_each
 from equivalence.test_windows import SHORT, run
 from pagefold.config import EngineConfig
 from pagefold.engine import build
@@ -24,15 +24,7 @@ ON_DEVICE = [setting for setting in SETTINGS if not setting.num_host_blocks and 
 QUICK = {"chunks of 17": "int4_per_token_head"}
 """The setting that is not long, with that codec; each of the others has one of the codecs in turn."""
 
-DEALT = [
-    pytest.param(
-        setting,
-        QUICK.get(setting.name, CODES[number % len(CODES)]),
-        id=setting.name,
-        marks=[] if setting.name in QUICK else [pytest.mark.long],
-    )
-    for number, setting in enumerate(ON_DEVICE)
-]
+DEALT = deal_one_each(ON_DEVICE, QUICK, CODES)
 
 
 def coded(setting, name):

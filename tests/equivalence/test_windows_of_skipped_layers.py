@@ -12,6 +12,7 @@ import pytest
 
 from equivalence.alone import AloneOutputs
 from equivalence.coded_cases import constants_for
+from equivalence.settings import deal_one_each
 from equivalence.test_windows import SHORT, WITH_GROUPS, generate, run
 from equivalence.test_windows_of_codes import CODES, coded
 from pagefold.config import EngineConfig
@@ -33,15 +34,7 @@ QUICK = {
 """The settings that are not long, and what they have; each of the others has one of all pairs in turn."""
 
 PAIRS = [(CODES[number % len(CODES)], where) for number in range(4) for where in SKIPPED]
-DEALT = [
-    pytest.param(
-        setting,
-        QUICK.get(setting.name, PAIRS[number % len(PAIRS)]),
-        id=setting.name,
-        marks=[] if setting.name in QUICK else [pytest.mark.long],
-    )
-    for number, setting in enumerate(WITH_GROUPS)
-]
+DEALT = deal_one_each(WITH_GROUPS, QUICK, PAIRS)
 
 
 @pytest.fixture(scope="module")

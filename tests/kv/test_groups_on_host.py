@@ -48,6 +48,12 @@ def serve(core, tokens):
     core.release(cache)
 
 
+def store_all(core):
+    """Evict all that is cached, into the host's arena."""
+    core.blocks.reclaim(99)
+    core.moves.host_done(core.moves.take_host_ops())
+
+
 def take_windows(core):
     """Let every block that can go alone leave the device for the host."""
     for block in core.blocks.evictable_alone():
@@ -71,8 +77,7 @@ def without_windows(window):
 def test_who_is_released_before_its_step_leaves_nobody_lacking(full, window):
     core = core_of(window)
     serve(core, OTHERS)
-    core.blocks.reclaim(99)
-    core.moves.host_done(core.moves.take_host_ops())
+    store_all(core)
     serve(core, TOKENS)
     take_windows(core)
     core.release(acquire(core, TOKENS))  # there was no room for what it would compute
@@ -169,8 +174,7 @@ def test_a_hit_that_is_stale_pins_nothing_that_is_not_loaded(full, window):
 def test_a_place_that_is_loaded_counts_once(full, window):
     core = core_of(window)
     serve(core, TOKENS)
-    core.blocks.reclaim(99)
-    core.moves.host_done(core.moves.take_host_ops())
+    store_all(core)
     cache = acquire(core, TOKENS)
     assert len(core.host.pending.loads) == 3 + 2
     assert cache.num_loaded_tokens == {"host": 12}

@@ -187,8 +187,7 @@ class KVCore:
         """
         if not hit.held:
             return hit
-        num_near = self.rules.num_whole(hit.nodes) if self.trims else len(hit.nodes)
-        if self.arbiter.restores(HOST, len(hit.held), hit.num_blocks - num_near):
+        if self.arbiter.restores(HOST, len(hit.held), hit.num_blocks - self.rules.num_whole(hit.nodes)):
             return hit
         return hit._replace(held=(), num_behind=0)
 

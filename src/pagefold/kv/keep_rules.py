@@ -71,6 +71,8 @@ class KeepRules:
 
     def num_whole(self, nodes: list[Node]) -> int:
         """Return how many of ``nodes`` can be gone on from: groups that keep the last tokens only have those."""
+        if not self.trimmed:
+            return len(nodes)
         whole = set(range(len(nodes) + 1))
         for group in self.trimmed:
             num_present = 0  # up to here, without a gap

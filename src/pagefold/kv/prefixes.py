@@ -87,7 +87,7 @@ class PrefixesByGroups(Prefixes):
             hit = extend_by_groups(hit, packed, max_tokens, self._rules, self._host.blocks)
             if hit.held:
                 return hit
-        num_whole = self._num_whole(hit.nodes)
+        num_whole = self._rules.num_whole(hit.nodes)
         if num_whole < len(hit.nodes):
             num_tokens = num_whole * self._rules.block_size
             hit = self._tree.match_part(namespace, hit.nodes[:num_whole], packed, num_tokens, max_tokens)
@@ -104,12 +104,9 @@ class PrefixesByGroups(Prefixes):
         is_whole = len(nodes) == len(hit.nodes)
         if hit.held and is_whole and self._holding.take_with_held(cache, nodes, hit):
             return nodes
-        nodes = nodes[: self._num_whole(nodes)]
+        nodes = nodes[: self._rules.num_whole(nodes)]
         self._holding.take(cache, nodes)
         return nodes
 
     def _take_behind(self, cache: SequenceCache, hit: PrefixHit) -> int:
         return cache.tables[0].end - len(hit.nodes)  # it began with them
-
-    def _num_whole(self, nodes: list[Node]) -> int:
-        return self._rules.num_whole(nodes) if self._rules.trimmed else len(nodes)
