@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import importlib
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numba
 import numpy as np
 import pytest
 
-from pagefold.kernels import KERNEL_CACHE
 from pagefold.kernels.compiled import num_kernels_compiled, specialised
 
 KERNEL = """
-from numba import njit
+from pagefold.kernels.kept import kernel
 
-@njit(cache=True)
+@kernel()
 def times(numbers, factor):
     for i in range(len(numbers)):
         numbers[i] *= factor
@@ -28,8 +28,7 @@ def kernel(tmp_path, monkeypatch):
     name = f"kernel_of_{tmp_path.name.replace('-', '_')}"
     (tmp_path / f"{name}.py").write_text(KERNEL, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PAGEFOLD_CACHE", str(tmp_path))  # the other process reads it
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "kernels" / KERNEL_CACHE.name))
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "kept"))
     yield importlib.import_module(name).times
     del sys.modules[name]
 
@@ -65,3 +64,24 @@ def test_a_damaged_cache_is_compiled_again(kernel, monkeypatch, tmp_path):
         file.write_bytes(file.read_bytes()[:20])
     assert doubled(kernel) == [0.0, 2.0, 4.0, 6.0, 8.0]
     assert num_kernels_compiled() == before + 1
+
+
+def test_of_two_who_need_a_kernel_at_once_one_compiles(kernel):
+    before = num_kernels_compiled()
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(doubled, [kernel, kernel])) == [[0.0, 2.0, 4.0, 6.0, 8.0]] * 2
+    assert num_kernels_compiled() == before + 1
+
+
+def test_code_belongs_to_what_it_was_compiled_from_wherever_that_lies(kernel, tmp_path, monkeypatch):
+    doubled(kernel)
+    before = num_kernels_compiled()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / f"{kernel.py_func.__module__}.py").write_text(KERNEL, encoding="utf-8")
+    monkeypatch.syspath_prepend(elsewhere)
+    del sys.modules[kernel.py_func.__module__]
+    same = importlib.import_module(kernel.py_func.__module__).times
+    assert same.py_func.__code__.co_filename.startswith(str(elsewhere))
+    assert doubled(same) == [0.0, 2.0, 4.0, 6.0, 8.0]
+    assert num_kernels_compiled() == before

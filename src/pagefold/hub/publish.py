@@ -8,13 +8,13 @@ file's size tells a whole folder from one that somebody or something cut short l
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
 from typing import TYPE_CHECKING
 
 from pagefold.errors import ConfigError
+from pagefold.files.lock import locked
 from pagefold.hub.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -104,18 +104,11 @@ def _set_aside(target: Path, stale: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(target: Path, progress: Progress) -> Iterator[None]:
-    # The lock file stays: to remove it would let two processes hold two locks of one name.
-    with _plain_errors(target):
-        lock = os.open(target.parent / f".{target.name}.lock", os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            progress("waiting for another process", 0, 0)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    with contextlib.ExitStack() as stack:
+        with _plain_errors(target):
+            file = target.parent / f".{target.name}.lock"
+            stack.enter_context(locked(file, lambda: progress("waiting for another process", 0, 0)))
         yield
-    finally:
-        os.close(lock)  # releases the lock too
 
 
 @contextlib.contextmanager

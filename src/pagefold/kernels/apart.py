@@ -14,6 +14,8 @@ import subprocess
 import sys
 from typing import Any
 
+import numba
+
 __all__ = ["compile_apart", "main"]
 
 _PROGRAM = "from pagefold.kernels.apart import main; main()"
@@ -26,10 +28,10 @@ def compile_apart(
     """Compile ``kernel`` for arguments of Numba's types ``signature`` into the cache; return what went wrong, or "".
 
     Args:
-        kernel: a function of a module, decorated with ``numba.njit(cache=True)``.
+        kernel: a function of a module, decorated with :func:`pagefold.kernels.kept.kernel`.
         signature: the types of its arguments.
     """
-    task = pickle.dumps((kernel.py_func.__module__, kernel.py_func.__name__, signature))
+    task = pickle.dumps((kernel.py_func.__module__, kernel.py_func.__name__, signature, numba.config.CACHE_DIR))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     try:
         done = subprocess.run(  # noqa: S603 - our own module
@@ -42,5 +44,6 @@ def compile_apart(
 
 def main() -> None:
     """Compile what standard input asks for: see :func:`compile_apart`."""
-    module, name, signature = pickle.load(sys.stdin.buffer)  # noqa: S301 - our own parent wrote it
+    module, name, signature, folder = pickle.load(sys.stdin.buffer)  # noqa: S301 - our own parent wrote it
+    numba.config.CACHE_DIR = folder  # read when kernels are declared: the parent's, whatever the environment says now
     getattr(importlib.import_module(module), name).compile(signature)

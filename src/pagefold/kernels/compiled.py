@@ -8,11 +8,11 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import numba
-from numba.core.caching import FunctionCache
 from numba.extending import overload
 
 from pagefold.kernels import KERNEL_CACHE
 from pagefold.kernels.apart import compile_apart
+from pagefold.kernels.kept import KernelCache, alone
 from pagefold.kernels.object_code import num_modules_compiled
 
 if TYPE_CHECKING:
@@ -70,29 +70,37 @@ def specialised(
     name = kernel.py_func.__name__
     loaded = _load(kernel, signature)
     if loaded is None:
-        _log.info("compiling the kernel %s: this takes some seconds, once on this machine", name)
-        _COMPILED.append(name)
-        why_not = compile_apart(kernel, signature)
-        loaded = _load(kernel, signature)
-        if loaded is None:
-            _log.warning(
-                "the kernel %s was not compiled into %s (%s). It is compiled here: its last bits may be others than "
-                "those of another start",
-                name,
-                KERNEL_CACHE,
-                why_not or "nothing was kept there",
-            )
-            kernel.compile(signature)
-            loaded = kernel.overloads[signature]
+        with alone(name, signature, lambda: _log.info("waiting for another process that compiles %s", name)):
+            loaded = _load(kernel, signature) or _compile(kernel, signature)
     _LOADED.append(loaded)
     entry: Callable[..., Any] = loaded.entry_point
     return entry
 
 
+def _compile(kernel: Any, signature: tuple[object, ...]) -> Any:  # noqa: ANN401 - Numba has no types
+    """Compile a kernel into the cache on disk and return what was loaded from there."""
+    name = kernel.py_func.__name__
+    _log.info("compiling the kernel %s: this takes up to a minute, once on this machine", name)
+    _COMPILED.append(name)
+    why_not = compile_apart(kernel, signature)
+    loaded = _load(kernel, signature)
+    if loaded is None:
+        _log.warning(
+            "the kernel %s was not compiled into %s (%s). It is compiled here: its last bits may be others than those "
+            "of another start",
+            name,
+            KERNEL_CACHE,
+            why_not or "nothing was kept there",
+        )
+        kernel.compile(signature)
+        loaded = kernel.overloads[signature]
+    return loaded
+
+
 def _load(kernel: Any, signature: tuple[object, ...]) -> Any:  # noqa: ANN401 - Numba has no types
     """Return what Numba's cache has of a kernel, or None. A damaged cache is cleared."""
     try:
-        return FunctionCache(kernel.py_func).load_overload(signature, kernel.targetctx)
+        return KernelCache(kernel.py_func).load_overload(signature, kernel.targetctx)
     except Exception as error:  # noqa: BLE001 - whatever a damaged file makes unpickling raise
         _log.warning("the kernel cache %s is damaged (%r); compiling again", KERNEL_CACHE, error)
         for file in KERNEL_CACHE.rglob("*.nb[ic]"):

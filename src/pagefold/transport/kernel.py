@@ -17,9 +17,9 @@ checksum finds.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from pagefold.kernels.compiled import part
+from pagefold.kernels.kept import kernel
 from pagefold.transport.tables import MAX_BITS
 
 __all__ = ["NUM_STREAMS", "PART_FIELDS", "RECIPROCALS", "pack_parts", "unpack_parts"]
@@ -130,7 +130,7 @@ def _table_of(nearest, kind, of_part, of_row):
     return nearest[min((_OF_PART[kind] * of_part + _OF_ROW[kind] * of_row) >> 4, _MOST_SCALE)]
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@kernel(error_model="numpy")
 def pack_parts(data, parts, dropped_bits, codes, nearest, reciprocals, streams, ends):
     """Code the parts of one block.
 
@@ -213,7 +213,7 @@ def pack_parts(data, parts, dropped_bits, codes, nearest, reciprocals, streams, 
     ends[0], ends[1], ends[2], ends[3] = at_0, at_1, at_2, at_3
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@kernel(error_model="numpy")
 def unpack_parts(words, ends, parts, dropped_bits, symbols, nearest, reciprocals, data):
     """Restore the parts of one block; see :func:`pack_parts`.
 

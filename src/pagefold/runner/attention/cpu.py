@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numba
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import prange
 
 from pagefold.kernels.compiled import part, specialised
+from pagefold.kernels.kept import kernel
 from pagefold.kernels.team import SYNC_WIDTH, claim, finish, wait
 from pagefold.runner.attention.kernel import Scoring, attend, merge, seal, write
 from pagefold.runner.attention.kernel_slab import KEY_FORMAT, VALUE_FORMAT, kernel_slab
@@ -200,7 +201,7 @@ def _member(tiles, member, sync, step_work, operands, slab, layer, scoring, scra
         merge(sync, _MERGE, work, slab, layer, own, partials, out)
 
 
-@njit(cache=True, parallel=True, nogil=True, error_model="numpy")
+@kernel(parallel=True, error_model="numpy")
 def _run(tiles, num_members, sync, work, operands, slab, layer, scoring, scratch, partials):
     for member in prange(num_members):
         _member(tiles, member, sync, work, operands, slab, layer, scoring, scratch, partials)

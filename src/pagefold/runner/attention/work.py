@@ -19,9 +19,9 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
 from pagefold.kernels.compiled import part, specialised
+from pagefold.kernels.kept import kernel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -313,7 +313,7 @@ def _put(item, head, split, seq, first, end):
     item[0], item[1], item[2], item[3], item[4] = head, split, seq, first, end
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def _deal(query_starts, tables, first_blocks, lengths, keeps, owner, block_size, split_size, tokens_per_item):
     """Return (items, their costs, tokens, first_slots, num_slots); see :class:`AttentionWork`."""
     num_seqs, num_heads = len(query_starts) - 1, max(tables.shape[1], lengths.shape[1])

@@ -10,11 +10,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
 
 from pagefold.kernels.compiled import part
 from pagefold.kernels.emit import call_tile
 from pagefold.kernels.exponential import silu_times
+from pagefold.kernels.kept import kernel
 from pagefold.kernels.team import claim, finish, wait
 from pagefold.runner.attention.cpu import member_scratch
 from pagefold.runner.attention.kernel import Scoring, attend, merge, seal, write
@@ -393,7 +394,7 @@ def _member(tiles, num_members, member, sync, weights, step, attention, room):
     )
 
 
-@njit(cache=True, parallel=True, nogil=True, error_model="numpy")
+@kernel(parallel=True, error_model="numpy")
 def run_decoder(tiles, attention_tiles, num_members, sync, weights, step, work, scoring, slab, room, scratch, partials):
     """Compute a step: K and V into their blocks, logits into the room."""
     for member in prange(num_members):

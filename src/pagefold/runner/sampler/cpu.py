@@ -12,10 +12,10 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numba import njit
 from numpy.lib.stride_tricks import as_strided
 
 from pagefold.kernels.compiled import part, specialised
+from pagefold.kernels.kept import kernel
 from pagefold.runner.sampler.draws import GOLDEN, MIX_1, MIX_2, REACHED, make_draws
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def _kernel() -> Callable[..., None]:
     return specialised(_race, (np.empty(0, np.float32), 1, 1, make_draws([], [], [], []), np.empty(0, np.int64)))
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@kernel(error_model="numpy")
 def _race(logits, row_size, vocab_size, draws, chosen):
     """Fill ``chosen``, a row after the other. What a cut leaves is moved together: the next one has less to do."""
     everyone = np.arange(vocab_size)
