@@ -168,7 +168,7 @@ def root_under_another_name(world: World) -> None:
 
 
 def root_without_children(world: World) -> None:
-    world.core.tree.roots[b"other"] = Node(b"other", None, [], 0)
+    world.core.tree.roots[b"other"] = Node(b"other", None, (), 0)
 
 
 def root_not_attached(world: World) -> None:
@@ -176,17 +176,17 @@ def root_not_attached(world: World) -> None:
 
 
 def node_for_another_number_of_groups(world: World) -> None:
-    world.cached.blocks.append(None)
+    world.cached.blocks += (None,)
 
 
 def node_without_block(world: World) -> None:
     parent = world.cached.parent
     assert parent is not None
-    parent.blocks[0] = None
+    parent.put(0, None)
 
 
 def leaf_without_blocks(world: World) -> None:
-    world.cached.blocks[0] = None
+    world.cached.put(0, None)
 
 
 def node_under_another_key(world: World) -> None:
@@ -214,7 +214,7 @@ def node_in_the_tree_that_says_it_left(world: World) -> None:
 def block_published_by_two_nodes(world: World) -> None:
     root, block = world.core.tree.roots[NS], world.cached.blocks[0]
     assert block is not None
-    world.core.tree.insert(root, b"\0" * 16, [block], 0).committed = True
+    world.core.tree.insert(root, b"\0" * 16, (block,), 0).committed = True
     block.node = world.cached
 
 
@@ -222,7 +222,7 @@ def two_blocks_of_one_id(world: World) -> None:
     root, block = world.core.tree.roots[NS], world.cached.blocks[0]
     assert block is not None
     twin = Block(block.block_id)
-    twin.node = world.core.tree.insert(root, b"\0" * 16, [twin], 0)
+    twin.node = world.core.tree.insert(root, b"\0" * 16, (twin,), 0)
     twin.node.committed = True
     twin.node.children, world.cached.children = world.cached.children, twin.node.children
 
@@ -288,7 +288,7 @@ def more_published_than_held(world: World) -> None:
 def tail_that_left_the_tree(world: World) -> None:
     tail = world.cache.tail
     assert tail is not None
-    world.cache.tail = Node(tail.key, tail.parent, [tail.blocks[0]], 0)
+    world.cache.tail = Node(tail.key, tail.parent, (tail.blocks[0],), 0)
     world.cache.tail.attached = False
 
 
@@ -357,7 +357,7 @@ def pin_of_another_path(world: World) -> None:
 def pin_on_what_is_not_published(world: World) -> None:
     pinned = pin(world)
     private = world.block(world.cache, 2)
-    lost = replace(pinned, tail=Node(b"", world.core.tree.roots[NS], [private], 0), blocks=(private,))
+    lost = replace(pinned, tail=Node(b"", world.core.tree.roots[NS], (private,), 0), blocks=(private,))
     private.num_pin_refs = 1
     for block in pinned.blocks:
         world.pool.unpin(block)

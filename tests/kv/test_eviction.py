@@ -57,7 +57,7 @@ class Cache:
 
 
 def node(last_used: int = 0, num_hits: int = 0, created_at: int = 0) -> Node:
-    made = Node(b"", None, [Block(BlockId(0))], created_at)
+    made = Node(b"", None, (Block(BlockId(0)),), created_at)
     made.last_used = last_used
     made.num_hits = num_hits
     return made

@@ -50,7 +50,7 @@ def test_the_table_says_the_same() -> None:
 @pytest.mark.parametrize("holder", ["num_table_refs", "num_io_refs", "num_pin_refs", "node"])
 def test_a_block_that_somebody_holds_cannot_be_freed(holder: str) -> None:
     block = block_in(BlockState.ACTIVE)
-    setattr(block, holder, Node(b"", None, [block], 0) if holder == "node" else 1)
+    setattr(block, holder, Node(b"", None, (block,), 0) if holder == "node" else 1)
     with pytest.raises(IllegalMoveError, match="block 3 cannot be freed"):
         block.to(BlockState.FREE)
     assert block.state == BlockState.ACTIVE

@@ -16,7 +16,7 @@ def allocated(pool: BlockPool) -> Block:
 
 def published(pool: BlockPool) -> Block:
     block = allocated(pool)
-    block.node = Node(b"", None, [block], 0)
+    block.node = Node(b"", None, (block,), 0)
     return block
 
 

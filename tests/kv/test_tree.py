@@ -39,7 +39,7 @@ class Tree:
             key = pack(tokens[start : start + self.block_size])
             child = node.children.get(key)
             if child is None:
-                child = self.tree.insert(node, key, [Block(BlockId(self.num_blocks))], 0)
+                child = self.tree.insert(node, key, (Block(BlockId(self.num_blocks)),), 0)
                 child.committed = committed
                 self.num_blocks += 1
             node = child
@@ -204,7 +204,7 @@ def test_a_root_leaves_with_its_last_child_and_may_come_back() -> None:
     root = node.parent
     assert root is not None
     with pytest.raises(AssertionError, match="a root leaves with its last child"):
-        tree.tree.remove(Node(NS, None, [], 0))
+        tree.tree.remove(Node(NS, None, (), 0))
     tree.tree.remove(node)
     assert not tree.tree.roots
     assert not root.attached

@@ -138,7 +138,7 @@ class Node:
         "used_s",
     )
 
-    def __init__(self, key: bytes, parent: Node | None, blocks: list[Block | None], tick: int) -> None:
+    def __init__(self, key: bytes, parent: Node | None, blocks: tuple[Block | None, ...], tick: int) -> None:
         self.key = key
         self.parent = parent
         self.blocks = blocks
@@ -160,6 +160,10 @@ class Node:
         self.num_hits = 0
         self.digest = b""
         self.reuse_hint: bool | None = None
+
+    def put(self, group: int, block: Block | None) -> None:
+        """Let it have another block of a cache group, or none."""
+        self.blocks = (*self.blocks[:group], block, *self.blocks[group + 1 :])
 
     @property
     def is_bare(self) -> bool:

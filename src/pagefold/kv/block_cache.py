@@ -229,7 +229,7 @@ class BlockCache:
         if not node.children and node.blocks.count(None) == len(node.blocks) - 1:
             self.evict(node, "allocation")
             return
-        node.blocks[block.group] = None
+        node.put(block.group, None)
         self._withdraw_block(node, block, "allocation")
 
     def _withdraw(self, node: Node, cause: EvictionCause) -> None:

@@ -49,8 +49,7 @@ class Holding:
             table.num_trimmed = rule.first_block(len(nodes), self._rules.block_size)
             kept = nodes[table.num_trimmed :] if table.num_trimmed else nodes
             blocks = [block for node in kept if (block := node.blocks[group]) is not None]
-            self._pool.acquire_all(blocks)
-            table.block_ids = [block.block_id for block in blocks]
+            table.block_ids = self._pool.acquire_all(blocks)
             if rule.trims:
                 for block in blocks:
                     self._blocks.note_busy(block)

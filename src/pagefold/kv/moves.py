@@ -179,7 +179,8 @@ class Moves:
         """Give a loaded block to the node that lacks it, if that still does and some table still holds the block."""
         node, block = self.lacking.pop(block_id, None), self._blocks.pool.blocks[block_id]
         if node is not None and node.attached and node.blocks[block.group] is None and block.num_table_refs:
-            node.blocks[block.group], block.node = block, node
+            node.put(block.group, block)
+            block.node = node
             self._blocks.update_evictable(node)
 
     def _unpin_host_ops(self, ops: HostOps) -> None:

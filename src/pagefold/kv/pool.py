@@ -60,8 +60,13 @@ class BlockPool:
                 self.num_pinned -= 1
         block.num_table_refs += 1
 
-    def acquire_all(self, blocks: Iterable[Block]) -> None:
-        """Count one more table that holds each of ``blocks``; see :meth:`acquire`. One loop: a hit has hundreds."""
+    def acquire_all(self, blocks: Iterable[Block]) -> list[BlockId]:
+        """Count one more table that holds each of ``blocks``, and return their ids; see :meth:`acquire`.
+
+        One loop: a hit has hundreds.
+        """
+        block_ids: list[BlockId] = []
+        append = block_ids.append
         for block in blocks:
             if block.state == BlockState.CACHED:
                 block.to(BlockState.ACTIVE)
@@ -69,6 +74,8 @@ class BlockPool:
                 if block.num_pin_refs:
                     self.num_pinned -= 1
             block.num_table_refs += 1
+            append(block.block_id)
+        return block_ids
 
     def release(self, block: Block) -> bool:
         """Count one table less. Return True when that was the last one.

@@ -58,25 +58,16 @@ class Publishing:
         cache.promise = promise
         stride = self._stride
         tick, now_s = self._blocks.tick, self._blocks.now_s
-        blocks, tables = self._pool.blocks, cache.tables
+        own_at = self._own
         insert = self._tree.insert
         on_insert = self._policy.on_insert
         while index < num_blocks:
             key = packed[index * stride : (index + 1) * stride]
             if key in tail.children:
                 break  # somebody else's: commit() joins it once ours and theirs are both written
-            own: list[Block | None] = []
-            for table in tables:
-                place = index - table.num_trimmed
-                if place < 0:  # loaded, and without what its group does not keep
-                    own.append(None)
-                    continue
-                block = blocks[table.block_ids[place]]
-                if block.num_table_refs > 1:
-                    break
-                own.append(block)
-            if len(own) < len(tables):
-                break  # a fork holds one too, off the tree: published, it would not be of that one's path
+            own = own_at(cache, index)
+            if own is None:
+                break
             node = insert(tail, key, own, tick)
             node.born_s = node.used_s = now_s
             on_insert(node)
@@ -126,7 +117,7 @@ class Publishing:
             child = tail.children.get(key)
             if child is None:
                 own = self._own(cache, index)
-                if own is None:  # as in promise()
+                if own is None:
                     break
                 child = self._tree.insert(tail, key, own, self._blocks.tick)
                 child.born_s = self._blocks.now_s
@@ -171,13 +162,19 @@ class Publishing:
 
     # Inside.
 
-    def _own(self, cache: SequenceCache, index: int) -> list[Block | None] | None:
-        """Return the blocks of every group at one place of a path; None if a fork holds one too, off the tree.
+    def _own(self, cache: SequenceCache, index: int) -> tuple[Block | None, ...] | None:
+        """Return the blocks of every group at one place of a path, none of a group that does not keep what is there.
 
-        Of a group that does not keep what is there, none.
+        None if a fork holds one too, off the tree: published, it would not be of that one's path.
         """
-        own = [self._at(table, index) for table in cache.tables]
-        return None if any(block is not None and block.num_table_refs > 1 for block in own) else own
+        own: list[Block | None] = []
+        for table in cache.tables:
+            at = index - table.num_trimmed
+            block = self._pool.blocks[table.block_ids[at]] if at >= 0 else None
+            if block is not None and block.num_table_refs > 1:
+                return None
+            own.append(block)
+        return tuple(own)
 
     def _at(self, table: BlockTable, index: int) -> Block | None:
         at = index - table.num_trimmed
@@ -198,7 +195,8 @@ class Publishing:
             return False
         for _, own, theirs in pairs:
             if theirs is None:
-                node.blocks[own.group], own.node = own, node
+                node.put(own.group, own)
+                own.node = node
             else:
                 pool.acquire(theirs)
         self._blocks.update_evictable(node)

@@ -92,9 +92,9 @@ class PrefixTree:
     def root(self, namespace: bytes) -> Node:
         """Return the root of ``namespace``; a new one is not in the tree until something is inserted under it."""
         root = self.roots.get(namespace)
-        return Node(namespace, None, [], 0) if root is None else root
+        return Node(namespace, None, (), 0) if root is None else root
 
-    def insert(self, parent: Node, key: bytes, blocks: list[Block | None], tick: int) -> Node:
+    def insert(self, parent: Node, key: bytes, blocks: tuple[Block | None, ...], tick: int) -> Node:
         """Publish ``blocks``, one for each cache group, under ``parent``, uncommitted.
 
         ``parent`` is in the tree, or is what :meth:`root` just returned.

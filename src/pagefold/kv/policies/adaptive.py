@@ -72,7 +72,7 @@ class GhostCache:
         return len(found)
 
     def _insert(self, parent: Node | None, twin: Node) -> Node:
-        node = Node(twin.key, parent if parent is not None else _ROOT, [], self._tick)
+        node = Node(twin.key, parent if parent is not None else _ROOT, (), self._tick)
         node.depth, node.path_hash = twin.depth, twin.path_hash
         if parent is not None:
             parent.children[twin.key] = node
@@ -101,7 +101,7 @@ class GhostCache:
             self.policy.on_idle(node)
 
 
-_ROOT = Node(b"", None, [], 0)
+_ROOT = Node(b"", None, (), 0)
 """Above the first block of every path of a ghost cache; it has no children that anybody asks for."""
 
 
