@@ -138,8 +138,8 @@ class BlockCache:
             assert parent is not None
             self.tree.remove(node)
             self._withdraw(node, cause)
-            if not parent.blocks or parent.children or not parent.is_bare:
-                break
+            if not self._trimmed_groups or not parent.blocks or parent.children or not parent.is_bare:
+                break  # where all groups keep all, a node has its blocks to its end
             node = parent
         self.update_evictable(parent)
 
