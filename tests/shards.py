@@ -1,8 +1,9 @@
 """Shards: which of the long tests run together, and in which order, so that each shard is done in a time that is told.
 
 A unit is what stays together: the long cases of one test function, which share what they make; or one case, where all
-of the function's would take too long for that. Every unit is in exactly one shard, by what `long_seconds.json` says of
-the seconds that a case takes; a test that is not there yet counts as ``UNKNOWN_S``.
+of the function's would take too long for that; or all of a file whose cases share what takes longest (``WHOLE``). Every
+unit is in exactly one shard, by what `long_seconds.json` says of the seconds that a case takes; a test that is not
+there yet counts as ``UNKNOWN_S``.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ UNKNOWN_S = 60.0
 """What a test counts as that nobody has measured."""
 TOGETHER_S = 240.0
 """A function whose cases take longer than this is dealt by the case."""
+WHOLE = ("tests/equivalence/test_real_model.py",)
+"""Files of which each shard would make the same for minutes: here what transformers says of long prompts."""
 BOUND_S = 25 * 60.0
 """How long a shard may take on two quiet cores."""
 NUM_CORES = 2
@@ -54,7 +57,9 @@ class Deck:
         for case in cases:
             function = function_of(case)
             takes = seconds.get(function, UNKNOWN_S)
+            file = case.partition("::")[0]
             unit = function if takes * num_cases[function] <= TOGETHER_S else case
+            unit = file if file in WHOLE else unit
             self._unit_of[case] = unit
             self.seconds[unit] += takes
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from shards import BOUND_S, TOGETHER_S, UNKNOWN_S, Deck, parse_shard, seconds_of_functions
+from shards import BOUND_S, TOGETHER_S, UNKNOWN_S, WHOLE, Deck, parse_shard, seconds_of_functions
 
 TESTS = Path(__file__).parent
 CASES = st.lists(
@@ -90,3 +90,11 @@ def test_the_table_knows_tests_that_there_are():
         file, name = function.split("::")
         assert re.search(rf"^def {name}\(", (TESTS.parent / file).read_text(encoding="utf-8"), re.MULTILINE), function
         assert 0 < seconds < BOUND_S, f"{function}: cut it (parametrize)"
+
+
+def test_what_a_file_makes_for_all_its_cases_is_made_in_one_shard():
+    file = WHOLE[0]
+    cases = [f"{file}::test_a[{number}]" for number in range(9)] + [f"{file}::test_b", "tests/b.py::test_c"]
+    deck = Deck(cases, {f"{file}::test_a": TOGETHER_S})
+    assert {deck.unit_of(case) for case in cases} == {file, "tests/b.py::test_c"}
+    assert (Path(__file__).parent.parent / file).is_file()
