@@ -45,7 +45,9 @@ def run(setting: Setting, workload: Workload, tiny_folder, tiny_references) -> T
         if setting.max_num_batched_tokens > 64:  # the room that windows need for a step's tokens holds whole prompts
             asked["num_preemptions"] = asked["num_recomputed_tokens"] = 0
         asked["num_fetched_blocks"] = 0  # prompts end before their outputs' windows, which alone are written
-        if setting.damage_rate:  # of blocks that the host has kept, so few come back that perhaps none is damaged
+        if (
+            workload is FULL and setting.damage_rate and setting.slow_policy is None
+        ):  # of blocks that the host has kept, so few come back that perhaps none is damaged
             asked["num_loaded_blocks"] = asked["num_damaged_blocks"] = 0
         setting = replace(setting, at_least=Counts(**asked))
     trial = Trial(setting, workload, tiny_folder("gemma3"))

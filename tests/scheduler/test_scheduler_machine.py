@@ -177,7 +177,7 @@ class Machine:
         self.num_added = 0
         self.events: list[Event] = []
         self.now = 0.0
-        self.without_twin: set[str] = set()  # who ran when the last step failed
+        self.computed_at_failure: dict[str, int] = {}  # tokens of who ran when the last step failed
         self.failed_extends: list[int] = []  # of this schedule(): how many blocks pins alone kept each time
         self.core.extend = self._extend
         self.seen: Counter[str] = Counter()
@@ -414,7 +414,7 @@ class Machine:
         self.extended.update(request.request_id for other in behind for request in other.requests)
         self.flights = []
         ended = self.scheduler.abandon("it died")
-        self.without_twin = {request.request_id for request in self.scheduler.running}
+        self.computed_at_failure = {one.request_id: one.num_computed_tokens for one in self.scheduler.running}
         assert {*ended}.issuperset(sample for request in left for sample in (request, *request.forks))
         for request in ended:
             if request not in left and request.parent_id not in {one.request_id for one in left if one.forks}:
@@ -589,7 +589,7 @@ class Machine:
         key = request.token_ids[cache.num_published * BLOCK_SIZE :][:BLOCK_SIZE].tobytes()
         num_tables = self.core.pool.blocks[self._blocks_of(request)[cache.num_published]].num_table_refs
         assert cache.num_published == num_whole - 1
-        has_lost_it = request.request_id in self.without_twin
+        has_lost_it = self.computed_at_failure.get(request.request_id) == request.num_computed_tokens
         assert key in cache.tail.children or num_tables > 1 or has_lost_it, f"{request} has not published a block"
         self._saw("publishes later")
 
