@@ -79,7 +79,10 @@ def test_the_kernel_reads_and_writes_what_the_reference_does(name, shape, sequen
     hold(make_case(shape, sequences, per_head=per_head, seed=seed), name, seed)
 
 
-@pytest.mark.parametrize("name", ["int8_per_token_head", "int4_per_token_head", "k8v4"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.long) for name in ("int8_per_token_head", "int4_per_token_head")] + ["k8v4"],
+)
 def test_a_softcap_sees_what_centring_takes_off(name):
     hold(make_case(SHAPES[0], [Lengths(100, 9), Lengths(3, 1)], per_head=True, seed=5, softcap=5.0), name, 5)
 

@@ -249,7 +249,7 @@ def test_what_no_model_computes_is_sealed_as_the_reference_does(head_dim, interp
     [
         pytest.param("int8_per_token_head", (), True, marks=pytest.mark.long),
         ("int4_per_token_head", (0,), False),
-        ("kivi2", (), True),
+        pytest.param("kivi2", (), True, marks=pytest.mark.long),
     ],
 )
 def test_an_engine_on_codes_says_what_the_reference_says_alone(name, skipped, has_graphs, interpreter, tmp_path):

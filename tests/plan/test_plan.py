@@ -162,7 +162,9 @@ def test_a_checkpoint_s_own_quantization_is_taken():
     )
 
 
-@pytest.mark.parametrize("max_model_len", ["auto", None, 4096])
+@pytest.mark.parametrize(
+    "max_model_len", ["auto", *(pytest.param(length, marks=pytest.mark.long) for length in (None, 4096))]
+)
 @pytest.mark.parametrize(
     "name",
     [
