@@ -251,5 +251,7 @@ def test_memory_is_flat_over_10_000_steps(tiny_folder):
         if step % 1000 == 999:
             gc.collect()
             resident.append(_resident_bytes())
-    assert engine.scheduler.core.blocks.pool.num_free < engine.scheduler.core.blocks.pool.num_blocks // 10, "others were evicted"
+    assert engine.scheduler.core.blocks.pool.num_free < engine.scheduler.core.blocks.pool.num_blocks // 10, (
+        "others were evicted"
+    )
     assert resident[-1] - resident[3] < 2**20

@@ -1,0 +1,116 @@
+"""What a format of numbers is, to a product of rows with a matrix: the one protocol of all tiles.
+
+A matrix ``[N, K]`` lies in *panels* of :data:`PANEL_WIDTH` columns, one of its rows a column. A panel is a stream of
+bytes that one product walks through from end to end: numbers, and whatever scales belong to them. Rows that are
+multiplied with it are turned into the format first, once for all panels. What comes out is float32.
+
+So a decoder need not know in which format it computes: it has the bytes of a panel and of a row, and the addresses of
+three functions. Whoever adds a format writes a file, with its panels, its rows and its tile, and a twin for its tests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+
+from pagefold.kernels.emit import MAX_LANES
+from pagefold.kernels.simd import PANEL_VECTORS
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["PANEL_WIDTH", "FormatTiles", "ProductFormat", "column", "convert", "multiply", "num_panels", "pack"]
+
+PANEL_WIDTH = PANEL_VECTORS * MAX_LANES
+"""Columns of a panel."""
+
+
+class FormatTiles(NamedTuple):
+    """Addresses of what is computed in a format. Arguments are integers: addresses and distances in bytes, and numbers.
+
+    Attributes:
+        rows: (x, x_distance, num_k, num_rows, out, out_distance): turns float32 rows into the format's; distances are
+            those between rows. 0 if rows stay as they are.
+        product: (x, x_distance, panel, num_k, num_rows, y, y_distance, adds, following): ``y[num_rows, W] (+)=
+            x[num_rows, K] @ panel[K, W]``, of rows in the format; y is float32. With ``adds`` not 0 it adds to y.
+            Meanwhile it fetches as many bytes at ``following`` as a panel has.
+        column: (panel, column, num_k, out): a column as float32 ``[num_k]``.
+    """
+
+    rows: int
+    product: int
+    column: int
+
+
+class ProductFormat(Protocol):
+    """A format of weights and of the rows that they are multiplied with."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+    def row_bytes(self, num_k: int) -> int:
+        """Return the bytes of a row of ``num_k`` numbers."""
+
+    def panel_bytes(self, num_k: int) -> int:
+        """Return the bytes of a panel of ``num_k`` rows."""
+
+    def pack(self, matrix: NDArray[np.float32], into: NDArray[np.uint8]) -> None:
+        """Pack a matrix.
+
+        Args:
+            matrix: float32 ``[N, K]``.
+            into: ``[ceil(N / W), panel_bytes(K)]``. Columns beyond N become zeros.
+        """
+
+    def tiles(self) -> FormatTiles:
+        """Return what computes in it, compiled for this processor."""
+
+
+def num_panels(num_columns: int) -> int:
+    """Return how many panels hold so many columns."""
+    return -(-num_columns // PANEL_WIDTH)
+
+
+def pack(product_format: ProductFormat, matrix: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """Return a matrix ``[N, K]`` packed: ``[ceil(N / W), panel_bytes(K)]``."""
+    panels = np.zeros((num_panels(len(matrix)), product_format.panel_bytes(matrix.shape[1])), np.uint8)
+    product_format.pack(matrix, panels)
+    return panels
+
+
+def convert(product_format: ProductFormat, x: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """Return rows ``[T, K]`` in a format: ``[T, row_bytes(K)]``."""
+    num_rows, num_k = x.shape
+    rows = np.zeros((num_rows, product_format.row_bytes(num_k)), np.uint8)
+    if product_format.tiles().rows == 0:
+        return np.ascontiguousarray(x).view(np.uint8)
+    ends = x.ctypes.data, x.strides[0], num_k, num_rows, rows.ctypes.data, rows.strides[0]
+    _call(product_format.tiles().rows, *ends)
+    return rows
+
+
+def multiply(product_format: ProductFormat, x: NDArray[np.float32], panels: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Return rows ``[T, K]`` times a packed matrix, ``[T, panels * W]``: what a decoder does, called from Python."""
+    num_rows, num_k = x.shape
+    rows = convert(product_format, x)
+    y = np.zeros((num_rows, len(panels) * PANEL_WIDTH), np.float32)
+    for index, panel in enumerate(panels):
+        here, at_y = panel.ctypes.data, y[:, index * PANEL_WIDTH :].ctypes.data
+        x_rows = rows.ctypes.data, rows.strides[0]
+        _call(product_format.tiles().product, *x_rows, here, num_k, num_rows, at_y, y.strides[0], 0, here)
+    return y
+
+
+def column(product_format: ProductFormat, panels: NDArray[np.uint8], index: int, num_k: int) -> NDArray[np.float32]:
+    """Return a column of a packed matrix, ``[K]``."""
+    out = np.zeros(num_k, np.float32)
+    panel = panels[index // PANEL_WIDTH]
+    _call(product_format.tiles().column, panel.ctypes.data, index % PANEL_WIDTH, num_k, out.ctypes.data)
+    return out
+
+
+def _call(address: int, *arguments: int) -> None:
+    ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * len(arguments))(address)(*arguments)

@@ -1,0 +1,411 @@
+"""int8: products of four numbers, summed in integers; weights and rows of 8 bit, with a scale for each group of k.
+
+A word is a quad: four numbers of a row, or of a column. Both are rounded symmetrically to -127 .. 127, by the largest
+of each *group* of :data:`GROUP` numbers, so that an outlier spoils the numbers of its group alone. An output is a chain
+over groups, in their order, whatever the number of rows::
+
+    acc = acc + sum(x * w) * (scale of x's group * scale of w's group)
+
+where the sum is exact, the product of scales is rounded, and the rest is a fused multiply-add.
+
+``vpdpbusd`` multiplies bytes without a sign by bytes with one: a row's numbers are kept 128 higher, and a sum begins
+with what that adds, so many times below zero. A processor that lacks it widens to 16 bits (``vpmaddwd``): the same
+integers. (``vpmaddubsw`` would be one instruction less; it saturates.)
+
+A panel has its groups one after another: words ``[GROUP / 4, W]``, scales float32 ``[W]``, and the sums of their
+columns, int16 ``[W]``, that a row's 128 is multiplied with. A last group may be shorter. A row has its words, and then
+its scales. A row that has infinity or NaN in a group gives NaN everywhere.
+
+Scales by groups of both: as in LLM.int8()'s vector-wise quantization (Dettmers et al., 2022, section 2), cut along k.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+import llvmlite.binding as llvm
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils
+
+from pagefold.kernels.emit import (
+    F32,
+    F32_P,
+    FLOAT_BYTES,
+    I8,
+    I8_P,
+    I32,
+    I64,
+    IS_WIDE,
+    LINE_BYTES,
+    MAX_LANES,
+    NUM_REGISTERS,
+    entry,
+    in_tiles,
+    new_function,
+)
+from pagefold.kernels.formats import PANEL_WIDTH, FormatTiles, num_panels
+from pagefold.kernels.object_code import addresses_in
+from pagefold.kernels.simd import PANEL_VECTORS
+from pagefold.kernels.words import I32_P, WORD_BYTES, WordEmitter
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["GROUP", "Quads", "int8_quads"]
+
+GROUP = 64
+"""Numbers that share a scale. At most 256: the sum of a column's group must have room in 16 bits."""
+_QUAD = 4
+_MOST = 127
+_ABOVE = 128
+_SHORT_BYTES = 2
+_BEGIN_BYTES = FLOAT_BYTES + _SHORT_BYTES  # a column's scale, and the sum of its numbers
+_GROUP_WORDS = GROUP // _QUAD
+_GROUP_BYTES = (GROUP + _BEGIN_BYTES) * PANEL_WIDTH
+_SMALLEST = float(np.finfo(np.float32).tiny)
+_ROUND = 1.5 * 2**23
+"""Added to a small number, it leaves the nearest integer in the lowest bits."""
+_SIZE, _INFINITY, _NAN = 0x7FFFFFFF, 0x7F800000, 0x7FC00000
+"""Bits of float32: all but the sign, infinity, and a NaN."""
+
+
+class _QuadEmitter(WordEmitter):
+    """Vector code on quads.
+
+    Args:
+        builder: of the function.
+        lanes: of a vector.
+        is_native: whether to use the processor's instruction.
+    """
+
+    def __init__(self, builder: ir.IRBuilder, lanes: int, *, is_native: bool) -> None:
+        super().__init__(builder, lanes)
+        self._is_native = is_native
+        bits = lanes * 32
+        self._shorts = ir.VectorType(ir.IntType(16), 2 * lanes)
+        if is_native:
+            bytes_ = ir.VectorType(I8, _QUAD * lanes)
+            self._bytes = bytes_
+            name, kinds = f"llvm.x86.avx512.vpdpbusd.{bits}", [self.words, bytes_, bytes_]
+        elif bits == 512:
+            name, kinds = "llvm.x86.avx512.pmaddw.d.512", [self._shorts, self._shorts]
+        else:
+            name, kinds = "llvm.x86.avx2.pmadd.wd", [self._shorts, self._shorts]
+        self._multiply = cgutils.get_or_insert_function(builder.module, ir.FunctionType(self.words, kinds), name)
+
+    def factors(self, word: ir.Value) -> list[ir.Value]:
+        """Return what a quad of a row is multiplied as: vectors of the quad, or of its halves in 16 bits."""
+        if self._is_native:
+            return [self.broadcast_word(word)]
+        low = self.builder.and_(word, I32(0x00FF00FF))
+        high = self.builder.and_(self.builder.lshr(word, I32(8)), I32(0x00FF00FF))
+        return [self.broadcast_word(low), self.broadcast_word(high)]
+
+    def widen(self, words: ir.Value) -> list[ir.Value]:
+        """Return quads of columns as they are multiplied: as they are, or their halves in 16 bits."""
+        if self._is_native:
+            return [words]
+        shorts = self.builder.bitcast(words, self._shorts)
+        by = ir.Constant(self._shorts, [8] * 2 * self.lanes)
+        return [self.builder.ashr(self.builder.shl(shorts, by), by), self.builder.ashr(shorts, by)]
+
+    def sum_quads(self, x: list[ir.Value], w: list[ir.Value], acc: ir.Value) -> ir.Value:
+        """Add the products of two quads to ``acc``, a lane."""
+        if self._is_native:
+            quads = [self.builder.bitcast(one, self._bytes) for one in (x[0], w[0])]
+            return self.builder.call(self._multiply, [acc, *quads])
+        for half_x, half_w in zip(x, w, strict=True):
+            halves = [self.builder.bitcast(half_x, self._shorts), half_w]
+            acc = self.builder.add(acc, self.builder.call(self._multiply, halves))
+        return acc
+
+
+@dataclass(frozen=True, slots=True)
+class Quads:
+    """Weights and rows of int8: a :class:`~pagefold.kernels.formats.ProductFormat`.
+
+    Attributes:
+        is_native: whether by the processor's instruction; what comes out is the same.
+    """
+
+    is_native: bool
+    name: str = "w8a8_int8"
+
+    def row_bytes(self, num_k: int) -> int:
+        """Return the bytes of a row: words, then scales."""
+        return _padded(num_k) + _num_groups(num_k) * FLOAT_BYTES
+
+    def panel_bytes(self, num_k: int) -> int:
+        """Return the bytes of a panel."""
+        return (_padded(num_k) + _num_groups(num_k) * _BEGIN_BYTES) * PANEL_WIDTH
+
+    def pack(self, matrix: NDArray[np.float32], into: NDArray[np.uint8]) -> None:
+        """Pack a matrix ``[N, K]``, each group of a column rounded by its largest number."""
+        num, num_k = matrix.shape
+        assert into.shape == (num_panels(num), self.panel_bytes(num_k))
+        columns = np.zeros((len(into) * PANEL_WIDTH, _padded(num_k)), np.float32)
+        columns[:num, :num_k] = matrix
+        for first in range(0, num_k, GROUP):
+            group = columns[:, first : first + GROUP]
+            scales = np.maximum(np.abs(group).max(1) / np.float32(_MOST), np.float32(_SMALLEST))
+            numbers = np.rint(group / scales[:, None]).astype(np.int8)
+            size = numbers.shape[1] * PANEL_WIDTH
+            at = first // GROUP * _GROUP_BYTES
+            words = numbers.view(np.uint32).reshape(len(into), PANEL_WIDTH, -1).transpose(0, 2, 1)
+            into[:, at : at + size] = np.ascontiguousarray(words).reshape(len(into), -1).view(np.uint8)
+            begins = at + size + FLOAT_BYTES * PANEL_WIDTH
+            into[:, at + size : begins] = scales.reshape(len(into), PANEL_WIDTH).view(np.uint8)
+            sums = numbers.sum(1, dtype=np.int16).reshape(len(into), PANEL_WIDTH)
+            into[:, begins : begins + _SHORT_BYTES * PANEL_WIDTH] = sums.view(np.uint8)
+
+    def tiles(self) -> FormatTiles:
+        """Return what computes in int8."""
+        return _tiles(self.is_native)
+
+
+def int8_quads() -> Quads:
+    """Return the format for this processor: by its instruction, if it has one."""
+    return Quads(is_native=bool(IS_WIDE and llvm.get_host_cpu_features().get("avx512vnni")))
+
+
+def _padded(num_k: int) -> int:
+    return -(-num_k // _QUAD) * _QUAD
+
+
+def _num_groups(num_k: int) -> int:
+    return -(-num_k // GROUP)
+
+
+@cache
+def _tiles(is_native: bool) -> FormatTiles:
+    def build() -> ir.Module:
+        module = ir.Module()
+        _add_rows(module)
+        _add_product(module, is_native=is_native)
+        _add_column(module)
+        return module
+
+    return FormatTiles(**addresses_in(f"quads-{int(is_native)}", build, FormatTiles._fields))
+
+
+def _max_rows() -> int:
+    """Return how many rows have room in the registers: integers and floats of each, a word of a panel, a broadcast."""
+    return (NUM_REGISTERS - PANEL_VECTORS - 1) // (2 * PANEL_VECTORS)
+
+
+def _tile(module: ir.Module, mr: int, *, fetches: bool, is_native: bool) -> ir.Function:
+    """``y[mr, W] (+)= x[mr, K] @ panel[K, W]``.
+
+    (x, scales, ldx, panel, num_words, y, ldy, adds, following): ``ldx`` in words, ``num_words`` of a row.
+    """
+    kinds = [I32_P, F32_P, I64, I8_P, I64, F32_P, I64, I64, I8_P]
+    function, is_new = new_function(module, f"pagefold_quads_{mr}_{int(fetches)}", kinds)
+    if not is_new:
+        return function
+    builder = ir.IRBuilder(function.append_basic_block("entry"))
+    x, scales, ldx, panel, num_words, y, ldy, adds, following = function.args
+    emit = _QuadEmitter(builder, MAX_LANES, is_native=is_native)
+    acc = emit.accumulators(PANEL_VECTORS * mr)
+    rows = [emit.at(x, builder.mul(ldx, I64(r))) for r in range(mr)]
+    factors = [emit.at(scales, builder.mul(ldx, I64(r))) for r in range(mr)]
+
+    def sum_group(group: ir.Value, length: ir.Value) -> None:
+        first = builder.mul(group, I64(_GROUP_WORDS))
+        offset = builder.mul(group, I64(_GROUP_BYTES))
+        here = builder.bitcast(builder.gep(panel, [offset]), I32_P)
+        behind = builder.gep(following, [offset]) if fetches else None
+        sums = _accumulated(emit, [emit.at(row, first) for row in rows], here, length, behind)
+        begins = emit.at(here, builder.mul(length, I64(PANEL_WIDTH)))
+        _scale(emit, sums, [emit.at(factor, group) for factor in factors], begins, acc)
+
+    num_whole = builder.sdiv(num_words, I64(_GROUP_WORDS))
+    with cgutils.for_range(builder, num_whole, intp=I64) as groups:
+        sum_group(groups.index, I64(_GROUP_WORDS))
+    left = builder.srem(num_words, I64(_GROUP_WORDS))
+    with builder.if_then(builder.icmp_signed("!=", left, I64(0))):
+        sum_group(num_whole, left)
+    outs = [emit.at(y, builder.mul(ldy, I64(r))) for r in range(mr)]
+    with builder.if_then(builder.icmp_signed("!=", adds, I64(0))):
+        for r in range(mr):
+            for v in range(PANEL_VECTORS):
+                place = acc[r * PANEL_VECTORS + v]
+                builder.store(builder.fadd(builder.load(place), emit.load(outs[r], v * MAX_LANES)), place)
+    for r in range(mr):
+        for v in range(PANEL_VECTORS):
+            emit.store(builder.load(acc[r * PANEL_VECTORS + v]), outs[r], v * MAX_LANES)
+    builder.ret_void()
+    return function
+
+
+def _accumulated(
+    emit: _QuadEmitter,
+    rows: list[ir.Value],
+    panel: ir.Value,
+    length: ir.Value,
+    following: ir.Value | None,
+) -> list[ir.Value]:
+    """Emit the integer sums of a group of ``length`` words, and return their places, a row and a vector."""
+    builder = emit.builder
+    begins = builder.bitcast(
+        emit.at(builder.gep(panel, [builder.mul(length, I64(PANEL_WIDTH))]), PANEL_WIDTH), ir.IntType(16).as_pointer()
+    )
+    sums = []
+    shorts = ir.VectorType(ir.IntType(16), emit.lanes)
+    for v in range(PANEL_VECTORS):
+        where = builder.bitcast(emit.at(begins, v * emit.lanes), shorts.as_pointer())
+        total = builder.sext(builder.load(where, align=_SHORT_BYTES), emit.words)
+        sums.append(builder.mul(total, emit.all_words(-_ABOVE)))
+    places = [cgutils.alloca_once(builder, emit.words) for _ in range(len(rows) * PANEL_VECTORS)]
+    for index, place in enumerate(places):
+        builder.store(sums[index % PANEL_VECTORS], place)
+    if following is not None:
+        behind = builder.gep(following, [builder.mul(length, I64(PANEL_WIDTH * WORD_BYTES))])
+        for line in range(0, _BEGIN_BYTES * PANEL_WIDTH, LINE_BYTES):
+            emit.fetch(emit.at(behind, line))
+    with cgutils.for_range(builder, length, intp=I64) as loop:
+        offset = builder.mul(loop.index, I64(PANEL_WIDTH))
+        columns = [emit.widen(emit.load_words(emit.at(panel, offset), v * emit.lanes)) for v in range(PANEL_VECTORS)]
+        if following is not None:
+            for v in range(PANEL_VECTORS):
+                emit.fetch(
+                    builder.gep(following, [builder.mul(builder.add(offset, I64(v * emit.lanes)), I64(WORD_BYTES))])
+                )
+        for r, row in enumerate(rows):
+            quad = emit.factors(builder.load(emit.at(row, loop.index), align=WORD_BYTES))
+            for v, column in enumerate(columns):
+                place = places[r * PANEL_VECTORS + v]
+                builder.store(emit.sum_quads(quad, column, builder.load(place)), place)
+    return places
+
+
+def _scale(
+    emit: _QuadEmitter,
+    sums: list[ir.Value],
+    factors: list[ir.Value],
+    scales: ir.Value,
+    acc: list[ir.Value],
+) -> None:
+    """Emit: the sums of a group, scaled, are added to the accumulators."""
+    builder = emit.builder
+    columns = [emit.load(builder.bitcast(scales, F32_P), v * emit.lanes) for v in range(PANEL_VECTORS)]
+    for r, factor in enumerate(factors):
+        own = emit.broadcast(builder.load(factor, align=FLOAT_BYTES))
+        for v, column in enumerate(columns):
+            index = r * PANEL_VECTORS + v
+            total = builder.sitofp(builder.load(sums[index]), emit.vector)
+            builder.store(emit.exact_fma(total, builder.fmul(own, column), builder.load(acc[index])), acc[index])
+
+
+def _add_product(module: ir.Module, *, is_native: bool) -> None:
+    builder, args = entry(module, "product", 9)
+    x, x_distance, panel, num_k, num_rows, y, y_distance, adds, following = args
+    panel, following = (builder.inttoptr(a, I8_P) for a in (panel, following))
+    x, y = builder.inttoptr(x, I32_P), builder.inttoptr(y, F32_P)
+    ldx, ldy = builder.sdiv(x_distance, I64(WORD_BYTES)), builder.sdiv(y_distance, I64(FLOAT_BYTES))
+    num_words = _words_of(builder, num_k)
+
+    def call(tile: ir.Function, row: ir.Value) -> None:
+        at_x = builder.gep(x, [builder.mul(ldx, row)])
+        scales = builder.bitcast(builder.gep(at_x, [num_words]), F32_P)
+        at_y = builder.gep(y, [builder.mul(ldy, row)])
+        builder.call(tile, [at_x, scales, ldx, panel, num_words, at_y, ldy, adds, following])
+
+    def tile(mr: int, fetches: bool) -> ir.Function:
+        return _tile(module, mr, fetches=fetches, is_native=is_native)
+
+    in_tiles(tile, builder, num_rows, _max_rows(), call)
+    builder.ret_void()
+
+
+def _words_of(builder: ir.IRBuilder, num_k: ir.Value) -> ir.Value:
+    return builder.sdiv(builder.add(num_k, I64(_QUAD - 1)), I64(_QUAD))
+
+
+def _add_rows(module: ir.Module) -> None:
+    """Rows of float32, rounded group by group; what a last word lacks is nothing."""
+    builder, (x, distance, num_k, num_rows, out, out_distance) = entry(module, "rows", 6)
+    emit = WordEmitter(builder, MAX_LANES)
+    num_words = _words_of(builder, num_k)
+    x, out = builder.inttoptr(x, F32_P), builder.inttoptr(out, I32_P)
+    ldx, ldout = builder.sdiv(distance, I64(FLOAT_BYTES)), builder.sdiv(out_distance, I64(WORD_BYTES))
+    num_groups = builder.sdiv(builder.add(num_k, I64(GROUP - 1)), I64(GROUP))
+    with cgutils.for_range(builder, num_rows, intp=I64) as rows:
+        row = builder.gep(x, [builder.mul(ldx, rows.index)])
+        into = builder.gep(out, [builder.mul(ldout, rows.index)])
+        numbers = builder.bitcast(into, I8_P)
+        scales = builder.bitcast(builder.gep(into, [num_words]), F32_P)
+        # A last word's lack is nothing; what it has is written over it.
+        builder.store(I32(0x80808080), builder.gep(into, [builder.sub(num_words, I64(1))]))
+        with cgutils.for_range(builder, num_groups, intp=I64) as groups:
+            first = builder.mul(groups.index, I64(GROUP))
+            left = builder.sub(num_k, first)
+            length = builder.select(builder.icmp_signed("<", left, I64(GROUP)), left, I64(GROUP))
+            _round_group(emit, builder.gep(row, [first]), length, builder.gep(numbers, [first]), scales, groups.index)
+    builder.ret_void()
+
+
+def _round_group(
+    emit: WordEmitter, x: ir.Value, length: ir.Value, out: ir.Value, scales: ir.Value, group: ir.Value
+) -> None:
+    """Emit: a group of a row rounded to bytes 128 higher, and its scale.
+
+    The largest is found among the bits, where infinity is above all numbers and NaN above infinity.
+    """
+    builder = emit.builder
+    whole = builder.sdiv(length, I64(emit.lanes))
+    done = builder.mul(whole, I64(emit.lanes))
+    most_words = cgutils.alloca_once(builder, emit.words)
+    most = cgutils.alloca_once(builder, I32)
+    builder.store(emit.all_words(0), most_words)
+    builder.store(I32(0), most)
+    words = builder.bitcast(x, I32_P)
+
+    def larger(place: ir.Value, bits: ir.Value) -> None:
+        before = builder.load(place)
+        builder.store(builder.select(builder.icmp_unsigned(">", bits, before), bits, before), place)
+
+    with cgutils.for_range(builder, whole, intp=I64) as loop:
+        bits = emit.load_words(emit.at(words, builder.mul(loop.index, I64(emit.lanes))))
+        larger(most_words, builder.and_(bits, emit.all_words(_SIZE)))
+    for lane in range(emit.lanes):
+        larger(most, builder.extract_element(builder.load(most_words), I32(lane)))
+    with cgutils.for_range_slice(builder, done, length, I64(1), intp=I64) as (k, _):
+        larger(most, builder.and_(builder.load(emit.at(words, k)), I32(_SIZE)))
+    largest = builder.load(most)
+    largest = builder.select(builder.icmp_unsigned(">=", largest, I32(_INFINITY)), I32(_NAN), largest)
+    scale = builder.fdiv(builder.bitcast(largest, F32), ir.Constant(F32, float(_MOST)))
+    smallest = ir.Constant(F32, _SMALLEST)
+    scale = builder.select(builder.fcmp_ordered("<", scale, smallest), smallest, scale)
+    builder.store(scale, builder.gep(scales, [group]))
+    inverse = builder.fdiv(ir.Constant(F32, 1.0), scale)
+    inverses = emit.broadcast(inverse)
+    shift = _ROUND + _ABOVE
+    with cgutils.for_range(builder, whole, intp=I64) as loop:
+        at = builder.mul(loop.index, I64(emit.lanes))
+        shifted = builder.fadd(builder.fmul(emit.load(emit.at(x, at)), inverses), emit.all_floats(shift))
+        small = builder.trunc(emit.as_words(shifted), ir.VectorType(I8, emit.lanes))
+        builder.store(small, builder.bitcast(emit.at(out, at), small.type.as_pointer()), align=1)
+    with cgutils.for_range_slice(builder, done, length, I64(1), intp=I64) as (k, _):
+        shifted = builder.fadd(builder.fmul(builder.load(emit.at(x, k)), inverse), ir.Constant(F32, shift))
+        builder.store(builder.trunc(builder.bitcast(shifted, I32), I8), emit.at(out, k))
+
+
+def _add_column(module: ir.Module) -> None:
+    builder, (panel, column, num_k, out) = entry(module, "column", 4)
+    panel, out = builder.inttoptr(panel, I8_P), builder.inttoptr(out, F32_P)
+    with cgutils.for_range(builder, num_k, intp=I64) as loop:
+        group, within = builder.sdiv(loop.index, I64(GROUP)), builder.srem(loop.index, I64(GROUP))
+        left = builder.sub(num_k, builder.mul(group, I64(GROUP)))
+        padded = builder.and_(builder.add(left, I64(_QUAD - 1)), I64(-_QUAD))
+        length = builder.select(builder.icmp_signed("<", padded, I64(GROUP)), padded, I64(GROUP))
+        here = builder.gep(panel, [builder.mul(group, I64(_GROUP_BYTES))])
+        scales = builder.bitcast(builder.gep(here, [builder.mul(length, I64(PANEL_WIDTH))]), F32_P)
+        word = builder.add(builder.mul(builder.sdiv(within, I64(_QUAD)), I64(PANEL_WIDTH)), column)
+        at = builder.add(builder.mul(word, I64(_QUAD)), builder.srem(within, I64(_QUAD)))
+        number = builder.sitofp(builder.load(builder.gep(here, [at])), F32)
+        scaled = builder.fmul(number, builder.load(builder.gep(scales, [column]), align=FLOAT_BYTES))
+        builder.store(scaled, builder.gep(out, [loop.index]))
+    builder.ret_void()

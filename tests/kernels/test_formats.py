@@ -1,0 +1,160 @@
+"""Products in every format, against their twins, to the bit."""
+
+from __future__ import annotations
+
+import llvmlite.binding as llvm
+import numpy as np
+import pytest
+import torch
+from format_twins import fma, pairs_product, quads_product, round_group
+
+from pagefold.kernels.formats import PANEL_WIDTH, column, convert, multiply, num_panels, pack
+from pagefold.kernels.pairs import MAX_STEPS, Pairs, bfloat16_pairs, round_to_bfloat16
+from pagefold.kernels.quads import GROUP, Quads, int8_quads
+
+_FEATURES = llvm.get_host_cpu_features()
+_HAS_PAIRS, _HAS_QUADS = (bool(_FEATURES.get(name)) for name in ("avx512bf16", "avx512vnni"))
+FORMATS = [
+    pytest.param(Pairs(is_native=False), pairs_product, id="pairs-widened"),
+    pytest.param(
+        Pairs(is_native=True),
+        pairs_product,
+        id="pairs",
+        marks=pytest.mark.skipif(not _HAS_PAIRS, reason="the processor does not multiply pairs"),
+    ),
+    pytest.param(Quads(is_native=False), quads_product, id="quads-widened"),
+    pytest.param(
+        Quads(is_native=True),
+        quads_product,
+        id="quads",
+        marks=pytest.mark.skipif(not _HAS_QUADS, reason="the processor does not multiply quads"),
+    ),
+]
+SHAPES = [
+    (1, 1, 1),
+    (1, PANEL_WIDTH, 2),
+    (2, PANEL_WIDTH + 1, 3),
+    (3, 5, 4),
+    (4, 2 * PANEL_WIDTH, GROUP),
+    (5, PANEL_WIDTH - 1, GROUP + 1),
+    (7, 40, 3 * GROUP - 2),
+    (14, 33, 2 * MAX_STEPS),
+    (15, 7, 2 * MAX_STEPS + 1),
+    (29, 64, 576),
+    (31, 32, 1537),
+]
+
+
+def _numbers(seed, *shape, spread=0):
+    random = np.random.default_rng(seed)
+    return (random.standard_normal(shape) * 2.0 ** random.integers(-spread, spread + 1, shape)).astype(np.float32)
+
+
+def _bits(numbers):
+    """Their bits; every NaN is one."""
+    return np.where(np.isnan(numbers), np.float32(np.nan), numbers).view(np.uint32)
+
+
+def _hold(product_format, twin, x, w):
+    y = multiply(product_format, x, pack(product_format, w))
+    with np.errstate(all="ignore"):
+        expected = twin(x, w)
+    assert np.array_equal(_bits(y[:, : len(w)]), _bits(expected))
+    return y
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("product_format", "twin"), FORMATS)
+def test_products_are_the_twin_s(product_format, twin, shape):
+    num_rows, num_columns, num_k = shape
+    for spread in (0, 12):
+        x, w = _numbers(1, num_rows, num_k, spread=spread), _numbers(2, num_columns, num_k, spread=spread)
+        y = _hold(product_format, twin, x, w)
+        assert not y[:, num_columns:].any(), "columns that fill a panel are zeros"
+
+
+@pytest.mark.parametrize(("product_format", "twin"), FORMATS)
+def test_what_is_not_a_number_and_what_is_too_small(product_format, twin):
+    strange = [np.nan, np.inf, -np.inf, 3e38, -3e38, 1e-40, -1e-40, 2.0**-126, 2.0**-70, -0.0, 0.0, 1.0]
+    random = np.random.default_rng(5)
+    for seed in range(12):
+        x = _numbers(seed, 6, 67, spread=20)
+        w = _numbers(seed + 50, 40, 67, spread=20)
+        for row in range(len(x)):
+            x[row, random.integers(67, size=3)] = random.choice(strange, 3)
+        # A checkpoint's numbers are finite; small ones it may have.
+        w[random.integers(40, size=30), random.integers(67, size=30)] = random.choice(strange[5:], 30)
+        _hold(product_format, twin, x, w)
+
+
+@pytest.mark.parametrize(("product_format", "twin"), [one for one in FORMATS if "pairs" in one.id])
+def test_small_sums_are_zero_on_the_way_too(product_format, twin):
+    for seed in range(8):
+        x, w = _numbers(seed, 5, 40, spread=3) * np.float32(2.0**-60), _numbers(seed + 9, 33, 40, spread=3)
+        _hold(product_format, twin, x, w * np.float32(2.0**-66))
+
+
+@pytest.mark.parametrize(("product_format", "twin"), FORMATS)
+def test_a_row_does_not_depend_on_its_company(product_format, twin):
+    x, w = _numbers(3, 61, 200), _numbers(4, 50, 200)
+    panels = pack(product_format, w)
+    together = multiply(product_format, x, panels)
+    for first, last in [(0, 1), (3, 10), (7, 21), (20, 61), (60, 61)]:
+        alone = multiply(product_format, x[first:last], panels)
+        assert np.array_equal(together[first:last].view(np.uint32), alone.view(np.uint32))
+
+
+@pytest.mark.parametrize(("product_format", "twin"), FORMATS)
+def test_bytes_are_those_that_are_said(product_format, twin):
+    for num_k in (1, 2, 63, 64, 65, 576):
+        panels, rows = pack(product_format, _numbers(1, 40, num_k)), convert(product_format, _numbers(2, 3, num_k))
+        assert panels.shape == (num_panels(40), product_format.panel_bytes(num_k))
+        assert rows.shape == (3, product_format.row_bytes(num_k))
+
+
+def test_bfloat16_takes_half_and_int8_a_scale_and_a_sum_a_group_more_than_a_quarter():
+    assert Pairs(is_native=False).panel_bytes(576) == 2 * 576 * PANEL_WIDTH
+    assert Quads(is_native=False).panel_bytes(576) == (576 + 9 * (4 + 2)) * PANEL_WIDTH
+
+
+@pytest.mark.parametrize(("product_format", "twin"), FORMATS)
+def test_a_column_comes_back(product_format, twin):
+    for num_k in (1, 5, 64, 131, 576):
+        w = _numbers(7, PANEL_WIDTH + 9, num_k, spread=4)
+        panels = pack(product_format, w)
+        for index in (0, 5, PANEL_WIDTH - 1, PANEL_WIDTH + 8):
+            if isinstance(product_format, Pairs):
+                expected = torch.from_numpy(w[index]).to(torch.bfloat16).to(torch.float32).numpy()
+            else:
+                groups = [round_group(w[index, begin : begin + GROUP]) for begin in range(0, num_k, GROUP)]
+                expected = np.concatenate([numbers.astype(np.float32) * scale for numbers, scale in groups])
+            got = column(product_format, panels, index, num_k)
+            assert np.array_equal(got.view(np.uint32), expected.view(np.uint32))
+
+
+def test_rounding_is_torch_s():
+    bits = np.random.default_rng(3).integers(0, 2**32, 200_000, dtype=np.uint32)
+    numbers = np.concatenate([bits.view(np.float32), np.float32([np.nan, np.inf, -np.inf, 3.4e38, 1e-45, -0.0])])
+    expected = torch.from_numpy(numbers).to(torch.bfloat16)
+    got = torch.from_numpy(round_to_bfloat16(numbers).view(np.int16)).view(torch.bfloat16)
+    is_nan = torch.from_numpy(np.isnan(numbers))
+    assert torch.equal(got.isnan(), is_nan)
+    assert torch.equal(got[~is_nan].view(torch.int16), expected[~is_nan].view(torch.int16))
+    rows = convert(Pairs(is_native=False), numbers[None])
+    assert np.array_equal(rows[0, : 2 * len(numbers)].view(np.uint16), round_to_bfloat16(numbers))
+
+
+def test_the_twin_s_multiply_add_rounds_once():
+    from fractions import Fraction
+
+    a, b, c = (_numbers(seed, 4000, spread=14) for seed in (1, 2, 3))
+    for x, y, z, got in zip(a, b, c, fma(a, b, c), strict=True):
+        exact = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
+        below, above = np.nextafter(got, np.float32(-np.inf)), np.nextafter(got, np.float32(np.inf))
+        error = abs(Fraction(float(got)) - exact)
+        assert error <= min(abs(Fraction(float(one)) - exact) for one in (below, above))
+
+
+def test_the_instruction_is_used_where_it_is():
+    assert bfloat16_pairs() == Pairs(is_native=_HAS_PAIRS)
+    assert int8_quads() == Quads(is_native=_HAS_QUADS)
