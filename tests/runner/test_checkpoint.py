@@ -14,7 +14,10 @@ from model_folders import SIZES, save_model
 from safetensors.torch import load_file, save_file
 
 from pagefold.errors import UnsupportedModelError
+from pagefold.kernels.floats import Floats
+from pagefold.kernels.formats import pack as packed
 from pagefold.runner.fused.checkpoint import Checkpoint
+from pagefold.runner.fused.formats import decoder_formats
 from pagefold.runner.fused.weights import pack_model
 from pagefold.runner.models import inspect_model
 
@@ -35,7 +38,7 @@ def folder(saved, tmp_path) -> Path:
 def pack(folder: Path):
     config = inspect_model(folder).fused
     assert config is not None
-    return pack_model(config, folder, 32)
+    return pack_model(config, folder, 32, decoder_formats("float32", None)).weights
 
 
 def packs_alike(folder: Path, other: Path) -> bool:
@@ -94,7 +97,7 @@ def test_what_else_lies_there_is_left_alone(saved, folder):
     (folder / "consolidated.safetensors").write_bytes(b"of another program")
     config = inspect_model(saved).fused
     assert config is not None
-    assert (pack_model(config, folder, 32).qkv == pack(saved).qkv).all()
+    assert (pack_model(config, folder, 32, decoder_formats("float32", None)).weights.qkv == pack(saved).qkv).all()
 
 
 def tied(folder: Path) -> Path:
@@ -124,11 +127,9 @@ def test_a_tied_head_is_found_wherever_it_is(folder, which):
     rewrite(folder, tensors)
     weights = pack(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    assert (weights.embedding.size == 0) == (which != "two")
-    packed_head = torch.from_numpy(weights.head).transpose(1, 2).flatten(0, 1)[: SIZES["vocab_size"]]
-    assert torch.equal(packed_head, model.lm_head.weight)
-    if which == "two":
-        assert torch.equal(torch.from_numpy(weights.embedding), model.model.embed_tokens.weight)
+    assert (weights.embedding is weights.head) == (which != "two")
+    assert np.array_equal(weights.head, packed(Floats(), model.lm_head.weight.detach().numpy()))
+    assert np.array_equal(weights.embedding, packed(Floats(), model.model.embed_tokens.weight.detach().numpy()))
 
 
 def refusal(folder: Path) -> UnsupportedModelError:

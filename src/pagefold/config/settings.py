@@ -119,7 +119,8 @@ class EngineConfig:
             or ``auto``.
         model_impl: who computes the layers: ``pagefold`` (the fused decoder), ``transformers`` (any family), or
             ``auto`` for the fused decoder where it can.
-        quantization: ``int8`` keeps the fused decoder's matrices as int8, a scale an output channel; None does not.
+        quantization: ``int8`` keeps the fused decoder's matrices as int8, a scale an output channel; ``w8a8_int8`` has
+            weights and what is multiplied with them in int8, with a scale for each 64 numbers; None does neither.
         enforce_eager: whether a card gets each kernel from the host, rather than decoding steps as CUDA graphs.
         threads: how many compute together; None for all cores that this process may use.
         batch_invariant: refuse whatever would let a request's tokens depend on its batch. The fused decoder never does.
@@ -207,7 +208,10 @@ class EngineConfig:
     ] = "default"
     attention_backend: Annotated[AttentionBackend, Flag("auto, cpu, cuda or reference.")] = "auto"
     model_impl: Annotated[ModelImpl, Flag("Who computes the layers: auto, pagefold or transformers.")] = "auto"
-    quantization: Annotated[Literal["int8"] | None, Flag("int8: weights of a quarter of the size.")] = None
+    quantization: Annotated[
+        Literal["int8", "w8a8_int8"] | None,
+        Flag("int8: weights of a quarter of the size; w8a8_int8: products in int8 too."),
+    ] = None
     enforce_eager: Annotated[bool, Flag("On a card, no CUDA graphs.")] = False
     threads: Annotated[int | None, Flag("Threads that compute; all cores if not given.")] = None
     batch_invariant: Annotated[bool, Flag("Refuse what would let a request's tokens depend on its batch.")] = False
@@ -234,7 +238,7 @@ class EngineConfig:
         if self.kv_cache_dtype_skip_layers and self.kv_cache_dtype == "auto":
             msg = "kv_cache_dtype_skip_layers is set, but no layer's KV is encoded."
             raise ConfigError(msg, remedy="Leave it out, or give a kv_cache_dtype such as int8_per_token_head.")
-        _one_of("quantization", self.quantization, (None, "int8"))
+        _one_of("quantization", self.quantization, (None, "int8", "w8a8_int8"))
         _one_of("eviction_policy", self.eviction_policy, ("default", *POLICIES))
         _one_of("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicyName))
         if not 0 < self.priority_aging_s < float("inf"):  # without end, priority 0 would have no order

@@ -26,11 +26,12 @@ def allocate_blocks(blueprint: Blueprint, num_blocks: int, num_residuals: int) -
     """
     from pagefold.runner.codec_slab import CodecSlab  # noqa: PLC0415 - torch comes with it
     from pagefold.runner.sealed_slab import SealedSlab  # noqa: PLC0415
-    from pagefold.runner.slab import Slab  # noqa: PLC0415
+    from pagefold.runner.slab import Slab, layout_on  # noqa: PLC0415
 
     geometry, constants, device = blueprint.geometry, blueprint.constants, blueprint.device
     if geometry.codec is None:
-        return Slab.allocate(geometry, num_blocks, blueprint.dtype, device)
+        layout = layout_on(device, in_pairs=blueprint.computes_pairs)
+        return Slab.allocate(geometry, num_blocks, blueprint.dtype, device, layout)
     if num_residuals:
         centres = None if constants is None else constants.key_centres[:, :2].contiguous()
         return SealedSlab.allocate(geometry, num_blocks, num_residuals, centres, device)

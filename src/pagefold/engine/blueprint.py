@@ -50,6 +50,11 @@ class Blueprint:
     constants: CodecConstants | None = None
 
     @property
+    def computes_pairs(self) -> bool:
+        """Whether attention multiplies pairs of bfloat16, which lie in blocks as such."""
+        return self.is_fused and str(self.dtype) == "torch.bfloat16"
+
+    @property
     def limit(self) -> Limit:
         """Up to which length it is computed as it is meant."""
         spec = self.spec

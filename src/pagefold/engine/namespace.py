@@ -25,7 +25,7 @@ def namespace_of(blueprint: Blueprint) -> Namespace:
     config, spec = blueprint.config, blueprint.spec
     decoder = f"fused-{config.quantization or 'plain'}" if blueprint.is_fused else "transformers"
     geometry = blueprint.geometry
-    layout = layout_on(blueprint.device)
+    layout = layout_on(blueprint.device, in_pairs=blueprint.computes_pairs)
     if geometry.codec is not None:
         from pagefold.runner.codecs import CELL_CODECS  # noqa: PLC0415 - torch comes with it
         from pagefold.runner.sealed_slab import sealed_layout_on  # noqa: PLC0415

@@ -61,12 +61,14 @@ class OnCpu:
         config, spec, max_model_len = blueprint.config, blueprint.spec, blueprint.capacity.max_model_len
         if blueprint.is_fused:
             from pagefold.runner.fused.decoder import FusedDecoder  # noqa: PLC0415 - compiles
+            from pagefold.runner.fused.formats import decoder_formats  # noqa: PLC0415
             from pagefold.runner.fused.weights import pack_model  # noqa: PLC0415
 
             assert spec.fused is not None, "a fused decoder of a model that it does not compute"
-            weights = pack_model(spec.fused, spec.folder, max_model_len, is_int8=config.quantization == "int8")
+            formats = decoder_formats(str(blueprint.dtype).removeprefix("torch."), config.quantization)
+            packed = pack_model(spec.fused, spec.folder, max_model_len, formats)
             num_threads = config.threads or available_cpus()
-            return FusedDecoder(spec.fused, weights, slab, num_threads=num_threads, on_queries=on_queries)
+            return FusedDecoder(spec.fused, packed, slab, num_threads=num_threads, on_queries=on_queries)
         from pagefold.runner.attention import choose_backend  # noqa: PLC0415
         from pagefold.runner.loader import load_model  # noqa: PLC0415
         from pagefold.runner.transformers_decoder import TransformersDecoder, told_queries  # noqa: PLC0415

@@ -128,8 +128,8 @@ def _is_fused(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device:
     why_not = spec.not_fused
     if device != "cpu":
         why_not = f"device={device} (it computes on CPUs)"
-    if not why_not and str(dtype) != "torch.float32":
-        why_not = f"{dtype} (it computes in float32)"
+    if not why_not and str(dtype) not in {"torch.float32", "torch.bfloat16"}:
+        why_not = f"{dtype} (it computes in float32 and bfloat16)"
     if not why_not and (config.block_size % 4 or spec.head_dim % 8):
         why_not = f"block_size {config.block_size} with head_dim {spec.head_dim}"
     if not why_not and config.attention_backend == "reference":

@@ -4,8 +4,27 @@ A matrix ``[N, K]`` lies in *panels* of :data:`PANEL_WIDTH` columns, one of its 
 bytes that one product walks through from end to end: numbers, and whatever scales belong to them. Rows that are
 multiplied with it are turned into the format first, once for all panels. What comes out is float32.
 
-So a decoder need not know in which format it computes: it has the bytes of a panel and of a row, and the addresses of
-three functions. Whoever adds a format writes a file, with its panels, its rows and its tile, and a twin for its tests.
+A *tile* is ``mr`` rows of a product. Its ``mr * nv`` accumulators stay in vector registers while it walks all of K::
+
+    for k:                                     one row of the panel, nv vectors, is loaded once for all mr rows
+        for r in mr, v in nv:
+            acc[r][v] += x[r][k] * w[k][v]     a broadcast and a multiply-add
+
+**Every output is a chain of multiply-adds in the order of k, whatever mr is**, or the sum of such chains where K is cut
+into passes. So a row's result never depends on which rows it was computed with: the decoder's batch invariance rests on
+this. Passes are there because one long chain rounds more: over 1,536 numbers some eight times more than what libraries
+do, who sum in many lanes.
+
+While the first rows go through a panel, the next panel is fetched into the cache: a product of few rows, which is bound
+by memory, overlaps with the reading of its weights.
+
+A decoder need not know in which format it computes: it has the bytes of a panel and of a row, and the addresses of
+three functions. So its kernel is compiled once for all formats, and whoever adds one writes a file, with its panels,
+its rows and its tile, and a twin for its tests. Numba offers no vector types, hence LLVM's own language; what is
+written in it is compiled once for a machine, apart from the kernels (see ``object_code.py``), which call it by address.
+
+The plan (registers for accumulators, panels, fetching ahead) is that of Goto and van de Geijn, "Anatomy of
+High-Performance Matrix Multiplication" (2008), without the packing of x: there are few rows.
 """
 
 from __future__ import annotations
@@ -16,12 +35,24 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from pagefold.kernels.emit import MAX_LANES
-from pagefold.kernels.simd import PANEL_VECTORS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["PANEL_WIDTH", "FormatTiles", "ProductFormat", "column", "convert", "multiply", "num_panels", "pack"]
+__all__ = [
+    "PANEL_VECTORS",
+    "PANEL_WIDTH",
+    "FormatTiles",
+    "ProductFormat",
+    "column",
+    "convert",
+    "multiply",
+    "num_panels",
+    "pack",
+]
+
+PANEL_VECTORS = 2
+"""Vectors a row of a panel."""
 
 PANEL_WIDTH = PANEL_VECTORS * MAX_LANES
 """Columns of a panel."""

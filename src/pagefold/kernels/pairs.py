@@ -14,6 +14,7 @@ The instruction is tried before it is trusted: see :func:`bfloat16_pairs`.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -38,15 +39,16 @@ from pagefold.kernels.emit import (
     new_function,
     rows_on,
 )
-from pagefold.kernels.formats import PANEL_WIDTH, FormatTiles, multiply, num_panels, pack
+from pagefold.kernels.formats import PANEL_VECTORS, PANEL_WIDTH, FormatTiles, multiply, num_panels, pack
 from pagefold.kernels.object_code import addresses_in
-from pagefold.kernels.simd import PANEL_VECTORS
 from pagefold.kernels.words import I32_P, WORD_BYTES, WordEmitter, in_passes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
-__all__ = ["MAX_STEPS", "Pairs", "bfloat16_pairs", "round_to_bfloat16"]
+__all__ = ["MAX_STEPS", "PairEmitter", "Pairs", "bfloat16_pairs", "flushing", "round_to_bfloat16"]
 
 MAX_STEPS = 256
 """Words of a chain: longer sums are cut, and added up."""
@@ -70,7 +72,7 @@ class _BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has no types
         return hash(_BFloat)
 
 
-class _PairEmitter(WordEmitter):
+class PairEmitter(WordEmitter):
     """Vector code on pairs.
 
     Args:
@@ -175,7 +177,7 @@ def _tile(module: ir.Module, mr: int, *, fetches: bool, is_native: bool) -> ir.F
         return function
     builder = ir.IRBuilder(function.append_basic_block("entry"))
     x, ldx, panel, y, ldy, num_words, adds, following = function.args
-    emit = _PairEmitter(builder, MAX_LANES, is_native=is_native)
+    emit = PairEmitter(builder, MAX_LANES, is_native=is_native)
     acc = emit.accumulators(PANEL_VECTORS * mr)
     rows = [emit.at(x, builder.mul(ldx, I64(r))) for r in range(mr)]
     with cgutils.for_range(builder, num_words, intp=I64) as loop:
@@ -210,25 +212,21 @@ def _add_product(module: ir.Module, *, is_native: bool) -> None:
     y = builder.inttoptr(y, F32_P)
     ldx, ldy = builder.sdiv(x_distance, I64(WORD_BYTES)), builder.sdiv(y_distance, I64(FLOAT_BYTES))
     num_words = _words_of(builder, num_k)
-    mode = None if is_native else _flush_small(builder)
-
-    with in_passes(builder, num_words, MAX_STEPS) as one:
+    with flushing(builder, is_native=is_native), in_passes(builder, num_words, MAX_STEPS) as one:
         here = builder.gep(panel, [builder.mul(one.first, I64(PANEL_WIDTH))])
         behind = builder.gep(here, [builder.mul(one.num_steps, I64(PANEL_WIDTH))])
-        right = [builder.select(one.is_last, following, behind)]
+        behind = builder.select(one.is_last, following, behind)
         must_add = builder.or_(adds, one.first)
 
         def call(tile: ir.Function, row: ir.Value) -> None:
             at_x = builder.gep(rows_on(builder, x, ldx, row), [one.first])
             at_y = rows_on(builder, y, ldy, row)
-            builder.call(tile, [at_x, ldx, here, at_y, ldy, one.num_steps, must_add, *right])
+            builder.call(tile, [at_x, ldx, here, at_y, ldy, one.num_steps, must_add, behind])
 
         def tile(mr: int, fetches: bool) -> ir.Function:
             return _tile(module, mr, fetches=fetches, is_native=is_native)
 
         in_tiles(tile, builder, num_rows, max_rows(PANEL_VECTORS), call)
-    if mode is not None:
-        _set_mode(builder, mode)
     builder.ret_void()
 
 
@@ -236,23 +234,25 @@ def _words_of(builder: ir.IRBuilder, num_k: ir.Value) -> ir.Value:
     return builder.ashr(builder.add(num_k, I64(1)), I64(1))
 
 
-def _flush_small(builder: ir.IRBuilder) -> ir.Value:
-    """Take small numbers for zero from here on; return where the mode before is."""
-    before = builder.alloca(I32)
-    kind = ir.FunctionType(ir.VoidType(), [I8_P])
-    builder.call(
-        cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse.stmxcsr"), [builder.bitcast(before, I8_P)]
-    )
-    now = builder.alloca(I32)
+@contextmanager
+def flushing(builder: ir.IRBuilder, *, is_native: bool) -> Iterator[None]:
+    """Emit code that takes small numbers for zero, as the instruction does by itself."""
+    if is_native:
+        yield
+        return
+    before, now = builder.alloca(I32), builder.alloca(I32)
+    _mode(builder, "st", before)
     builder.store(builder.or_(builder.load(before), I32(_FLUSH)), now)
-    _set_mode(builder, now)
-    return before
+    _mode(builder, "ld", now)
+    yield
+    _mode(builder, "ld", before)
 
 
-def _set_mode(builder: ir.IRBuilder, mode: ir.Value) -> None:
+def _mode(builder: ir.IRBuilder, what: str, place: ir.Value) -> None:
+    """Emit: the control register is stored at ``place``, or loaded from there."""
     kind = ir.FunctionType(ir.VoidType(), [I8_P])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse.ldmxcsr")
-    builder.call(function, [builder.bitcast(mode, I8_P)])
+    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.sse.{what}mxcsr")
+    builder.call(function, [builder.bitcast(place, I8_P)])
 
 
 def _add_rows(module: ir.Module) -> None:

@@ -46,9 +46,8 @@ from pagefold.kernels.emit import (
     in_tiles,
     new_function,
 )
-from pagefold.kernels.formats import PANEL_WIDTH, FormatTiles, num_panels
+from pagefold.kernels.formats import PANEL_VECTORS, PANEL_WIDTH, FormatTiles, num_panels
 from pagefold.kernels.object_code import addresses_in
-from pagefold.kernels.simd import PANEL_VECTORS
 from pagefold.kernels.words import I32_P, WORD_BYTES, WordEmitter
 
 if TYPE_CHECKING:

@@ -5,6 +5,9 @@
     slab[block][cell][0] = K of the cell as [head_dim][slot]: a panel, so that one vector holds as many slots' scores
     slab[block][cell][1] = V of the cell as [slot][head_dim]
 
+Of bfloat16 that a CPU multiplies in pairs, two numbers are a word: K is ``[head_dim / 2][slot]`` words, of two numbers
+of a vector, and V ``[slot / 2][head_dim]`` words, of two slots.
+
 On a card both are ``[slot][head_dim]``: a token's K of one head is read in one piece, whatever tile it is part of.
 
 Other kinds of slab have files of their own. What anybody may ask of all of them is here too (``AnySlab``): nobody asks
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LAYOUT",
+    "PAIRS_LAYOUT",
     "ROWS_LAYOUT",
     "AnySlab",
     "SealingSlab",
@@ -49,9 +53,20 @@ ROWS_LAYOUT = "rows-v1"
 """The layout of numbers on a card: K as V, ``[slot][head_dim]``."""
 
 
-def layout_on(device: torch.device | str) -> str:
-    """Return the arrangement of bytes that attention on this device reads."""
-    return ROWS_LAYOUT if torch.device(device).type == "cuda" else LAYOUT
+PAIRS_LAYOUT = "pairs-v1"
+"""The layout of bfloat16 in words of two."""
+
+
+def layout_on(device: torch.device | str, *, in_pairs: bool = False) -> str:
+    """Return the arrangement of bytes that attention on this device reads.
+
+    Args:
+        device: where it computes.
+        in_pairs: whether it multiplies pairs of bfloat16, on a CPU.
+    """
+    if torch.device(device).type == "cuda":
+        return ROWS_LAYOUT
+    return PAIRS_LAYOUT if in_pairs else LAYOUT
 
 
 def empty_bytes(shape: tuple[int, int], device: torch.device | str) -> torch.Tensor:
@@ -190,8 +205,8 @@ class Slab(TokenSlab):
         data: ``[num_blocks, num_cells, 2, block_size * head_dim]``.
         block_size: tokens a block.
         head_dim: numbers of a head.
-        keys: view ``[num_blocks, num_cells, block_size, head_dim]``.
-        values: view ``[num_blocks, num_cells, block_size, head_dim]``.
+        keys: view ``[num_blocks, num_cells, block_size, head_dim]``; in pairs ``[..., head_dim / 2, 2]``.
+        values: view ``[num_blocks, num_cells, block_size, head_dim]``; in pairs ``[..., block_size / 2, 2, head_dim]``.
     """
 
     def __init__(self, data: torch.Tensor, head_dim: int, layout: str = LAYOUT) -> None:
@@ -200,6 +215,11 @@ class Slab(TokenSlab):
         self.head_dim = head_dim
         self.layout = layout
         self.data = data
+        if layout == PAIRS_LAYOUT:
+            words = data.view(num_blocks, num_cells, 2, -1, 2)
+            self.keys = words[:, :, 0].view(num_blocks, num_cells, head_dim // 2, size, 2).transpose(2, 3)
+            self.values = words[:, :, 1].view(num_blocks, num_cells, size // 2, head_dim, 2).transpose(3, 4)
+            return
         if layout == ROWS_LAYOUT:
             self.keys = data[:, :, 0].view(num_blocks, num_cells, size, head_dim)
         else:
@@ -208,14 +228,19 @@ class Slab(TokenSlab):
 
     @classmethod
     def allocate(
-        cls, geometry: KVGeometry, num_blocks: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+        cls,
+        geometry: KVGeometry,
+        num_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        layout: str = "",
     ) -> Slab:
         """Return ``num_blocks`` blocks of ``geometry`` in the memory of ``device``, not yet written."""
         assert dtype.itemsize == geometry.element_bytes, "geometry and slab disagree about the element size"
         num_cells = geometry.groups[0].num_cells
         shape = (num_blocks, num_cells, 2, geometry.block_size * geometry.head_dim)
         data = empty_bytes((num_blocks, math.prod(shape[1:]) * dtype.itemsize), device).view(dtype).view(shape)
-        return cls(data, geometry.head_dim, layout_on(device))
+        return cls(data, geometry.head_dim, layout or layout_on(device))
 
     def cells(self) -> SlabCells:
         """Return where the cells' numbers lie: nothing is done to them; see :meth:`TokenSlab.cells`."""
@@ -229,9 +254,17 @@ class Slab(TokenSlab):
     def write(self, cell: int, block_ids: torch.Tensor, entries: torch.Tensor, kv: tuple[torch.Tensor, ...]) -> None:
         """Put K and V of some tokens into the slots of one cell; see :meth:`TokenSlab.write`."""
         slots = entries % self.block_size
-        self.keys[block_ids, cell, slots], self.values[block_ids, cell, slots] = kv
+        keys, values = kv
+        if self.layout == PAIRS_LAYOUT:
+            self.keys[block_ids, cell, slots] = keys.reshape(len(keys), -1, 2).to(self.keys.dtype)
+            self.values[block_ids, cell, slots // 2, slots % 2] = values.to(self.values.dtype)
+        else:
+            self.keys[block_ids, cell, slots], self.values[block_ids, cell, slots] = keys, values
 
     def read(self, cell: int, block_ids: torch.Tensor, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the K and V that entries have in one cell; see :meth:`TokenSlab.read`."""
         slots = entries % self.block_size
+        if self.layout == PAIRS_LAYOUT:
+            values = self.values[block_ids, cell, slots // 2, slots % 2]
+            return self.keys[block_ids, cell, slots].flatten(1), values
         return self.keys[block_ids, cell, slots], self.values[block_ids, cell, slots]

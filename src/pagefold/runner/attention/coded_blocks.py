@@ -33,6 +33,7 @@ from pagefold.runner.attention.tiles import (
     INT4,
     INT4_SYMMETRIC,
     INT8,
+    PAIRS,
     TWO_WIDTHS,
 )
 from pagefold.runner.codecs.constants import RANGE
@@ -56,8 +57,8 @@ __all__ = [
 
 @part()
 def code_bytes(form):
-    """Return the bytes of a code, or of all codes that share a byte."""
-    if form == FLOAT32:
+    """Return the bytes of a code, or of all codes that share a byte or a word."""
+    if form in (FLOAT32, PAIRS):
         return 4
     return 2 if form in (FLOAT16, BFLOAT16) else 1
 

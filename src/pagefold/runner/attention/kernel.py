@@ -1,4 +1,4 @@
-"""Attention over blocks, the kernel: what one member of the team does with the dealt work. float32.
+"""Attention over blocks, the kernel: what one member of the team does with the dealt work. float32, or pairs.
 
 An item's query rows are its tokens times the query heads of one KV head, so K and V are read once for a group, for a
 tile of tokens, and for all sequences that share the split. Three passes over a split: scores (a matrix tile over panels
@@ -35,8 +35,9 @@ from pagefold.runner.attention.coded_blocks import (
 from pagefold.runner.attention.fold import NOTHING, fold
 from pagefold.runner.attention.kernel_slab import KEY_FORMAT, KEY_SCALES, KEYS, VALUE_FORMAT, VALUES
 from pagefold.runner.attention.sealed_blocks import attend_own_blocks, score_channels, seal, write_unsealed
-from pagefold.runner.attention.tiles import FLOAT32, INT2
+from pagefold.runner.attention.tiles import FLOAT32, INT2, PAIRS
 from pagefold.runner.attention.work import first_seen
+from pagefold.runner.codecs.kernel import to_bfloat16
 
 __all__ = ["Scoring", "attend", "merge", "seal", "write"]
 
@@ -86,8 +87,22 @@ def write(slab, work, layer, t, h, key, value, scratch):
             keys[d * block_size + slot] = key[d]
             values[slot * head_dim + d] = value[d]
         return
+    if parts[KEY_FORMAT] == PAIRS:
+        keys, values = slab.halves[block, parts[KEYS] // 2 :], slab.halves[block, parts[VALUES] // 2 :]
+        first = slot // 2 * 2 * head_dim + slot % 2
+        for d in range(head_dim):
+            keys[(d // 2 * block_size + slot) * 2 + d % 2] = to_bfloat16(key[d])
+            values[first + 2 * d] = to_bfloat16(value[d])
+        return
     write_codes(slab, cell, block, entry, key, value, scratch)
     write_unsealed(slab, work, cell, s, h, entry, key, value)
+
+
+@part()
+def into_pairs(tiles, rows, num_numbers, num_rows):
+    """Round the first numbers of float32 rows to bfloat16, where they are: into the first half of each row."""
+    distance = rows.shape[1] * FLOAT_BYTES
+    call_tile(tiles.rows, (rows.ctypes.data, distance, num_numbers, num_rows, rows.ctypes.data, distance))
 
 
 @part()
@@ -141,6 +156,8 @@ def _attend_split(tiles, slab, cell, table, first, num_entries, query, room, acc
         room.tops[r], room.totals[r] = exp2_row(seen, num_seen, num_left, softcap, room.powers, NOTHING)
         scores[r, : hidden[r]] = np.float32(0.0)
     scale_weights(slab, cell, table, num_rows, num_entries, room)
+    if value_format == PAIRS:
+        into_pairs(tiles, scores, num_entries, num_rows)
     step = lanes * tiles.vectors
     num_columns = row_codes(value_format, head_dim)
     size = code_bytes(value_format)
@@ -156,7 +173,7 @@ def _attend_split(tiles, slab, cell, table, first, num_entries, query, room, acc
 
 
 @part(forceinline=True)
-def _bring_queries(work, query, slab, cell, item, scale, scratch):
+def _bring_queries(tiles, work, query, slab, cell, item, scale, scratch):
     """Take an item's queries, scaled, into ``scratch``, and what each row sees; return the (first, end) of all that."""
     head_dim, block_size = slab.head_dim, slab.block_size
     length_step = int(work.lengths.shape[1] > 1)
@@ -175,6 +192,8 @@ def _bring_queries(work, query, slab, cell, item, scale, scratch):
             for d in range(head_dim):
                 scratch.query[row, d] = query[t, item.kv_head * item.group + g, d] * scale
             bring_query(slab, cell, scratch.query[row], row, scratch)
+    if slab.cells[cell, KEY_FORMAT] == PAIRS:
+        into_pairs(tiles, scratch.query, head_dim, (item.end - item.first) * item.group)
     return begin, end
 
 
@@ -238,7 +257,7 @@ def attend(tiles, sync, phase, work, query, slab, layer, scoring, scratch, parti
         state_tops, state_totals = scratch.state_tops, scratch.state_totals
         cell = work.cells[s * cell_step, layer, h]
         is_sealed = slab.cells[cell, KEY_FORMAT] == INT2
-        begin, longest = _bring_queries(work, query, slab, cell, item, scoring.scale, scratch)
+        begin, longest = _bring_queries(tiles, work, query, slab, cell, item, scoring.scale, scratch)
         table = work.tables[s, h * table_step]
         first_split, end_split = split, split + 1
         if split < 0:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from pagefold.runner.attention.tiles import FLOAT32
+from pagefold.runner.attention.tiles import FLOAT32, PAIRS
 from pagefold.runner.codecs.hadamard import hadamard_size
+from pagefold.runner.slab import PAIRS_LAYOUT
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -90,7 +91,7 @@ def kernel_slab(slab: AnySlab, num_kv_heads: int) -> KernelSlab:
     """Return the blocks of a slab on the CPU, without copying them.
 
     Args:
-        slab: of float32 numbers, or encoded.
+        slab: of float32 numbers, of bfloat16 in pairs, or encoded.
         num_kv_heads: of a layer.
     """
     stored, head_dim = slab.cells(), slab.head_dim
@@ -104,7 +105,7 @@ def kernel_slab(slab: AnySlab, num_kv_heads: int) -> KernelSlab:
         codes,
         codes.view(np.uint16),
         codes.view(np.float32),
-        _cells(stored, head_dim),
+        _cells(stored, head_dim, PAIRS if slab.layout == PAIRS_LAYOUT else FLOAT32),
         key_centres.numpy(),
         stored.keys_as_stored(key_centres[:, 1:] - key_centres[:, 1:2]).numpy(),
         value_centres.numpy(),
@@ -117,11 +118,11 @@ def kernel_slab(slab: AnySlab, num_kv_heads: int) -> KernelSlab:
     )
 
 
-def _cells(stored: SlabCells, head_dim: int) -> NDArray[np.int64]:
-    """Return the table of cells: of numbers where they have no codecs."""
+def _cells(stored: SlabCells, head_dim: int, numbers: int) -> NDArray[np.int64]:
+    """Return the table of cells; where they have no codecs, they are of ``numbers``."""
     cells = np.zeros((len(stored.places), len(_COLUMNS)), np.int64)
     cells[:, [KEYS, VALUES, KEY_SCALES, VALUE_SCALES]] = [places[:4] for places in stored.places]
-    cells[:, [KEY_FORMAT, VALUE_FORMAT]] = FLOAT32
+    cells[:, [KEY_FORMAT, VALUE_FORMAT]] = numbers
     for cell, codec in zip(cells, stored.codecs, strict=False):
         cell[KEY_FORMAT], cell[VALUE_FORMAT] = codec.keys.number, codec.values.number
         cell[ROTATION] = hadamard_size(head_dim) if codec.rotates else _NO_ROTATION

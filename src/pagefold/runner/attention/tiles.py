@@ -1,9 +1,9 @@
 """Matrix tiles over blocks of the KV cache, one pair for each format of codes: scores, and the sum of weighted values.
 
-They are built as those of weights are (see ``simd.py``): the accumulators of some rows stay in registers while the tile
-walks along a block. What is different is how a vector of K or V comes into a register: codes are loaded as they lie in
-the block and become float32 there, so nothing is expanded in memory, and fewer bytes are read. Scales are not applied
-here: a slot's scale is the same for a whole vector, so that of K multiplies one score, and that of V one weight.
+They are built as those of weights are (see ``kernels/formats.py``): the accumulators of some rows stay in registers
+while the tile walks along a block. What is different is how a vector of K or V comes into a register: codes are loaded
+as they lie in the block and become float32 there, so nothing is expanded in memory, and fewer bytes are read. Scales are
+not applied here: a slot's scale is the same for a whole vector, so that of K multiplies one score, and that of V one weight.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ from pagefold.kernels.emit import (
     rows_on,
 )
 from pagefold.kernels.object_code import addresses_in
+from pagefold.kernels.pairs import bfloat16_pairs, flushing
+from pagefold.kernels.words import I32_P
+from pagefold.runner.attention.pair_tiles import pair_block_tile, pair_column_tile
 from pagefold.runner.codecs.levels import levels_of
 
 if TYPE_CHECKING:
@@ -53,18 +56,20 @@ __all__ = [
     "INT4_SYMMETRIC",
     "INT8",
     "NUM_FORMATS",
+    "PAIRS",
     "TWO_WIDTHS",
     "AttentionTiles",
     "attention_tiles",
 ]
 
-FLOAT32, FLOAT16, BFLOAT16, INT8, INT4, E4M3, E5M2, E4M3_SCALED, TWO_WIDTHS, INT4_SYMMETRIC, INT2 = range(11)
+FLOAT32, FLOAT16, BFLOAT16, INT8, INT4, E4M3, E5M2, E4M3_SCALED, TWO_WIDTHS, INT4_SYMMETRIC, INT2, PAIRS = range(12)
 """Numbers of the formats that kernels know, as ``runner/codecs`` has them. A byte of ``INT4`` holds two codes, of a
 vector's first and second half; so does one of ``INT4_SYMMETRIC``, whose codes stand for levels (``codecs/levels.py``).
 A byte of ``INT2`` holds four, of its quarters. ``TWO_WIDTHS``, which only K has, is ``INT8`` for a vector's first
-numbers and ``INT4_SYMMETRIC`` for the others."""
+numbers and ``INT4_SYMMETRIC`` for the others. ``PAIRS`` is bfloat16 that is multiplied
+as such: see ``pair_tiles.py``."""
 
-NUM_FORMATS = 11
+NUM_FORMATS = 12
 
 _CODE_BITS = {FLOAT16: 16, BFLOAT16: 16, INT8: 8, INT4: 4, INT4_SYMMETRIC: 4, INT2: 2, E4M3: 8, E5M2: 8, E4M3_SCALED: 8}
 _UNROLLED = 4  # rows of a panel at once: narrow codes of several rows share a cache line, which is fetched once
@@ -75,7 +80,7 @@ _E4M3_NAN = 0x7F
 
 
 class AttentionTiles(NamedTuple):
-    """Addresses of products with blocks of the KV cache, and how wide they are. Arguments are integers, as in ``simd``.
+    """Addresses of products with blocks of the KV cache, and how wide they are. Arguments are integers.
 
     Attributes:
         scores: int64 ``[NUM_FORMATS]``, each (x, ldx, w0, w1, ldw, y, ldy, num_k, num_rows, next0, next1):
@@ -88,12 +93,15 @@ class AttentionTiles(NamedTuple):
             addresses are; each block has ``block_size`` rows, of which the last block gives only what is left of
             ``num_k``: the rest is never read. Of ``INT4`` y is as many columns from half of ``ldy`` on too, of ``INT2``
             from each quarter of it.
+        rows: (x, x_distance, num_k, num_rows, out, out_distance): turns float32 rows into rows of pairs, which may lie
+            where they were; x of ``PAIRS`` are such rows, ``ldx`` in words. 0 if they are not among the formats.
         lanes: numbers of a vector: so many entries of a block, and so many numbers of a head, are handled at once.
         vectors: of a head's numbers, or of the bytes of its codes, that are summed at once.
     """
 
     scores: NDArray[np.int64]
     values: NDArray[np.int64]
+    rows: int
     lanes: int
     vectors: int
 
@@ -115,6 +123,7 @@ def attention_tiles(block_size: int, head_dim: int, formats: Iterable[int] = (FL
     return AttentionTiles(
         scores=np.array([one["scores"] for one in addresses]),
         values=np.array([one["values"] for one in addresses]),
+        rows=bfloat16_pairs().tiles().rows if PAIRS in wanted else 0,
         lanes=lanes,
         vectors=vectors,
     )
@@ -129,8 +138,11 @@ def _tiles_of(number: int, lanes: int, vectors: int) -> dict[str, int]:
             _add_values(module, number, lanes, vectors)
         return module
 
+    name = f"attention-{number}-{lanes}x{vectors}"
+    if number == PAIRS:
+        name += f"-{int(bfloat16_pairs().is_native)}"
     names = ("scores",) if number == TWO_WIDTHS else ("scores", "values")
-    return {"values": 0} | addresses_in(f"attention-{number}-{lanes}x{vectors}", build, names)
+    return {"values": 0} | addresses_in(name, build, names)
 
 
 def _load_codes(emit: Emitter, number: int, pointer: ir.Value) -> list[ir.Value]:
@@ -340,12 +352,14 @@ def _add_scores(module: ir.Module, number: int, lanes: int) -> None:
     x, *others, ldx, w0, w1, ldw, y, ldy, num_k, num_rows, next0, next1 = args
     other_x = builder.inttoptr(others[0] if others else x, F32_P)
     kind = F32_P if number == FLOAT32 else I8_P
-    x, y = (builder.inttoptr(a, F32_P) for a in (x, y))
+    x, y = builder.inttoptr(x, I32_P if number == PAIRS else F32_P), builder.inttoptr(y, F32_P)
     w0, w1, next0, next1 = (builder.inttoptr(a, kind) for a in (w0, w1, next0, next1))
 
     def call(tile: ir.Function, first: ir.Value) -> None:
         at_x, at_y = rows_on(builder, x, ldx, first), rows_on(builder, y, ldy, first)
-        if number == FLOAT32:
+        if number == PAIRS:
+            builder.call(tile, [at_x, ldx, w0, w1, ldw, at_y, ldy, builder.ashr(num_k, I64(1)), next0, next1])
+        elif number == FLOAT32:
             builder.call(tile, [at_x, ldx, w0, w1, ldw, at_y, ldy, num_k, I64(0), next0, next1])
         else:
             at_other = rows_on(builder, other_x, ldx, first)
@@ -354,16 +368,19 @@ def _add_scores(module: ir.Module, number: int, lanes: int) -> None:
     def tile(mr: int, fetches: bool) -> ir.Function:
         if number == FLOAT32:
             return column_tile(module, mr, lanes, fetches=fetches)
+        if number == PAIRS:
+            return pair_column_tile(module, mr, lanes, fetches=fetches, is_native=bfloat16_pairs().is_native)
         return _code_column_tile(module, number, mr, lanes, fetches=fetches)
 
-    in_tiles(tile, builder, num_rows, max_rows(2), call)
+    with flushing(builder, is_native=number != PAIRS or bfloat16_pairs().is_native):
+        in_tiles(tile, builder, num_rows, max_rows(2), call)
     builder.ret_void()
 
 
 def _add_values(module: ir.Module, number: int, lanes: int, vectors: int) -> None:
     builder, args = entry(module, "values", 11)
     x, ldx, blocks, num_blocks, block_size, num_k, offset, ldw, y, ldy, num_rows = args
-    x, y = (builder.inttoptr(a, F32_P) for a in (x, y))
+    x, y = builder.inttoptr(x, I32_P if number == PAIRS else F32_P), builder.inttoptr(y, F32_P)
     blocks = builder.inttoptr(blocks, I64_P)
 
     def call(tile: ir.Function, first: ir.Value) -> None:
@@ -373,7 +390,10 @@ def _add_values(module: ir.Module, number: int, lanes: int, vectors: int) -> Non
     def tile(mr: int, _fetches: bool) -> ir.Function:
         if number == FLOAT32:
             return _block_tile(module, mr, lanes, vectors)
+        if number == PAIRS:
+            return pair_block_tile(module, mr, lanes, vectors, is_native=bfloat16_pairs().is_native)
         return _code_block_tile(module, number, mr, lanes, vectors)
 
-    in_tiles(tile, builder, num_rows, max_rows(vectors * _vectors_a_load(number)), call)
+    with flushing(builder, is_native=number != PAIRS or bfloat16_pairs().is_native):
+        in_tiles(tile, builder, num_rows, max_rows(vectors * _vectors_a_load(number)), call)
     builder.ret_void()

@@ -37,6 +37,7 @@ __all__ = [
     "from_float16",
     "hadamard",
     "into_basis",
+    "to_bfloat16",
     "to_float16",
     "wide_of",
 ]
@@ -93,6 +94,16 @@ def from_float16(half):
         return np.float32(np.nan)
     number = _of_bits(np.int32(size << np.int32(13))) * _HALF_TO_FLOAT
     return -number if half & np.uint16(0x8000) else number
+
+
+@part()
+def to_bfloat16(number):
+    """Round a float32 to bfloat16, ties to even; return its bits, uint16. A NaN stays one."""
+    bits = _bits_of(number)
+    if number != number:  # noqa: PLR0124 - NaN
+        return np.uint16(((bits >> np.int32(16)) & _LOWER) | np.int32(0x40))
+    last = (bits >> np.int32(16)) & np.int32(1)
+    return np.uint16((np.int32(bits + np.int32(0x7FFF) + last) >> np.int32(16)) & _LOWER)
 
 
 @part()

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from pagefold.kernels.compiled import specialised
-from pagefold.kernels.simd import weight_tiles
+from pagefold.kernels.formats import PANEL_WIDTH, num_panels
 from pagefold.kernels.team import SYNC_WIDTH, ends
 from pagefold.runner.attention.cpu import AttentionRoom, scoring_of
 from pagefold.runner.fused.kernel import (
@@ -21,14 +21,13 @@ from pagefold.runner.fused.kernel import (
     phases,
     run_decoder,
 )
-from pagefold.runner.fused.weights import PANEL_WIDTH, num_panels
 from pagefold.runner.inputs import fill_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pagefold.runner.fused.families import FusedConfig
-    from pagefold.runner.fused.weights import DecoderWeights
+    from pagefold.runner.fused.weights import PackedModel
     from pagefold.runner.inputs import StepInputs
     from pagefold.runner.slab import AnySlab
     from pagefold.runner.torch_runner import OnQueries
@@ -44,7 +43,7 @@ class FusedDecoder:
 
     Args:
         config: of the model.
-        weights: of the model.
+        packed: the model.
         slab: where its KV is.
         num_threads: how many work together.
         on_queries: told each layer's queries of a step, which are kept for it then; None for nobody.
@@ -53,7 +52,7 @@ class FusedDecoder:
     def __init__(
         self,
         config: FusedConfig,
-        weights: DecoderWeights,
+        packed: PackedModel,
         slab: AnySlab,
         *,
         num_threads: int,
@@ -66,12 +65,12 @@ class FusedDecoder:
         self._head_dim = config.head_dim
         self._vocab_size = config.vocab_size
         self._scoring = scoring_of(config.attention_scale, 0.0)
-        self._weights = weights
+        self._packed = packed
+        self._weights = packed.weights
         self._attention = AttentionRoom(slab, self._num_heads, self._num_kv_heads, self._num_threads)
         self._phases = phases(len(self._weights.norms))
         self._sync = np.zeros((len(self._phases), SYNC_WIDTH), np.int64)
         self._began = 0.0
-        self._tiles = weight_tiles()
         self._room = self._make_room(1, 1)
         self._kernel: Callable[..., None] | None = None
 
@@ -89,7 +88,7 @@ class FusedDecoder:
         self._sync[:] = 0
         numba.set_num_threads(self._num_threads)  # of the calling thread
         arguments = (
-            self._tiles,
+            self._packed.tiles,
             self._attention.tiles,
             self._num_threads,
             self._sync,
@@ -120,17 +119,20 @@ class FusedDecoder:
         return dict(seconds)
 
     def _make_room(self, num_tokens: int, num_rows: int) -> DecoderRoom:
-        weights, head_dim = self._weights, self._head_dim
+        weights, head_dim, num_heads = self._weights, self._head_dim, self._num_heads
         hidden = weights.norms.shape[2]
         columns = weights.qkv.shape[1] * PANEL_WIDTH
         columns += -columns % head_dim  # rows of whole heads
+        most = max(num_tokens, num_rows)  # a token's logits may be wanted twice
         return DecoderRoom(
             hidden=_zeros(num_tokens, num_panels(hidden) * PANEL_WIDTH),
-            normed=_zeros(num_tokens, hidden),
+            normed=_zeros(most, hidden),
             qkv=_zeros(1 if self._on_queries is None else len(weights.norms), num_tokens, columns),
-            attended=_zeros(num_tokens, self._num_heads, head_dim),
-            inner=_zeros(num_tokens, num_panels(weights.intermediate) * PANEL_WIDTH),
-            rows=_zeros(num_rows, hidden),
+            attended=_zeros(num_tokens, num_heads, head_dim),
+            inner=_zeros(most, num_panels(weights.intermediate) * PANEL_WIDTH),
+            last_hidden=_zeros(num_rows, num_panels(hidden) * PANEL_WIDTH),
+            last_attended=_zeros(num_rows, num_heads, head_dim),
+            rows=np.zeros((most if self._packed.tiles.rows else 0, self._packed.row_bytes), np.uint8),
             logits=_zeros(num_rows, len(weights.head) * PANEL_WIDTH),
             up=_zeros(self._num_threads, TOKENS_A_TILE, PANEL_WIDTH),
             powers=np.zeros((self._num_threads, PANEL_WIDTH), np.int32),

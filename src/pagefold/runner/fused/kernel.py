@@ -1,8 +1,13 @@
-"""The fused decoder's kernel: a whole forward pass, which a team of threads goes through phase by phase. float32.
+"""The fused decoder's kernel: a whole forward pass, which a team of threads goes through phase by phase.
 
 Every phase deals its chunks by tokens or by panels of weights. What a token gets does not depend on that: each of its
-numbers is one chain of operations over its own row (see ``simd.py`` and ``attention/work.py``), so a step's results are
-the same, to the bit, in any batch, in any chunks, and with any number of threads.
+numbers is one chain of operations over its own row (see ``kernels/formats.py`` and ``attention/work.py``), so a step's
+results are the same, to the bit, in any batch, in any chunks, and with any number of threads.
+
+Products are computed in whatever format the weights have; all else is float32. Where a format has rows of its own,
+those that are multiplied are turned into it once, before they meet the first panel.
+
+In the last layer only the rows whose logits are wanted go on behind attention.
 """
 
 from __future__ import annotations
@@ -31,7 +36,9 @@ if TYPE_CHECKING:
 
 __all__ = ["TOKENS_A_TILE", "DecoderRoom", "DecoderStep", "phases", "rotate", "run_decoder"]
 
-_LAYER_PHASES = ("norm", "qkv", "place", "seal", "attention", "merge", "out", "norm", "gate_up", "down")
+_LAYER_PHASES = (
+    "norm", "qkv", "place", "seal", "attention", "merge", "rows", "out", "norm", "gate_up", "rows", "down",
+)  # fmt: skip
 _PHASES_A_LAYER = len(_LAYER_PHASES)
 
 
@@ -67,11 +74,14 @@ class DecoderRoom(NamedTuple):
 
     Attributes:
         hidden: float32 ``[T, >= E]``: the residual stream.
-        normed: float32 ``[T, E]``.
+        normed: float32 ``[max(T, R), E]``.
         qkv: float32 ``[1 or L, T, >= (H + 2 * Hkv) * D]``: of one layer after another, or of all of them.
         attended: float32 ``[T, H, D]``.
-        inner: float32 ``[T, >= F]``.
-        rows: float32 ``[R, E]``.
+        inner: float32 ``[max(T, R), >= F]``.
+        last_hidden: float32 ``[R, >= E]``: the residual stream of the rows that go on in the last layer.
+        last_attended: float32 ``[R, H, D]``: likewise.
+        rows: uint8 ``[max(T, R), bytes of the longest row]``: rows in the format of the weights; ``[0, ...]`` if it has
+            none.
         logits: float32 ``[R, >= V]``.
         up: float32 ``[members, tokens a tile, W]``.
         powers: int32 ``[members, W]``.
@@ -82,10 +92,26 @@ class DecoderRoom(NamedTuple):
     qkv: NDArray[np.float32]
     attended: NDArray[np.float32]
     inner: NDArray[np.float32]
-    rows: NDArray[np.float32]
+    last_hidden: NDArray[np.float32]
+    last_attended: NDArray[np.float32]
+    rows: NDArray[np.uint8]
     logits: NDArray[np.float32]
     up: NDArray[np.float32]
     powers: NDArray[np.int32]
+
+
+class _Rows(NamedTuple):
+    """Rows that are multiplied with panels.
+
+    Attributes:
+        address: of the first.
+        distance: bytes between them.
+        num_k: numbers of each.
+    """
+
+    address: int
+    distance: int
+    num_k: int
 
 
 class _Attention(NamedTuple):
@@ -136,64 +162,84 @@ def rotate(row, rope):
 
 
 @part()
-def _embed(sync, phase, weights, scales, step, room):
+def _embed(tiles, sync, phase, weights, step, room):
     num_tokens = len(step.token_ids)
     num_chunks = (num_tokens + _TOKENS_A_CHUNK - 1) // _TOKENS_A_CHUNK
-    size, width = weights.head.shape[1], weights.head.shape[2]
-    is_tied = len(weights.embedding) == 0
+    size, width = len(weights.last_norm), room.up.shape[2]
     while True:
         chunk = claim(sync, phase)
         if chunk >= num_chunks:
             break
         for t in range(chunk * _TOKENS_A_CHUNK, min((chunk + 1) * _TOKENS_A_CHUNK, num_tokens)):
             token_id = step.token_ids[t]
-            if is_tied:
-                panel, column = weights.head[token_id // width], token_id % width
-                if scales is None:
-                    for e in range(size):
-                        room.hidden[t, e] = panel[e, column]
-                else:
-                    scale = scales[token_id // width, column]
-                    for e in range(size):
-                        room.hidden[t, e] = panel[e, column] * scale
-            else:
-                for e in range(size):
-                    room.hidden[t, e] = weights.embedding[token_id, e]
+            panel = weights.embedding[token_id // width].ctypes.data
+            call_tile(tiles.column, (panel, token_id % width, size, room.hidden[t].ctypes.data))
         finish(sync, phase)
     wait(sync, phase, num_chunks)
 
 
 @part()
-def _norm_all(sync, phase, hidden, num_tokens, weight, epsilon, out):
+def _rows_of(tiles, x, num_k, room):
+    """Return where rows of ``x`` are as they are multiplied: as they are, or in the format's rows, still to be made."""
+    if tiles.rows == 0:
+        return _Rows(x.ctypes.data, x.shape[1] * _FLOAT_BYTES, num_k)
+    return _Rows(room.rows.ctypes.data, room.rows.shape[1], num_k)
+
+
+@part()
+def _convert(tiles, x, first, num, rows):
+    """Turn rows of ``x`` into the format's, if it has some."""
+    if tiles.rows:
+        distance = x.shape[1] * _FLOAT_BYTES
+        into = rows.address + first * rows.distance
+        call_tile(tiles.rows, (x.ctypes.data + first * distance, distance, rows.num_k, num, into, rows.distance))
+
+
+@part()
+def _norm_all(tiles, sync, phase, hidden, num_tokens, weight, epsilon, out, rows):
     num_chunks = (num_tokens + _TOKENS_A_CHUNK - 1) // _TOKENS_A_CHUNK
     while True:
         chunk = claim(sync, phase)
         if chunk >= num_chunks:
             break
-        for t in range(chunk * _TOKENS_A_CHUNK, min((chunk + 1) * _TOKENS_A_CHUNK, num_tokens)):
+        first, end = chunk * _TOKENS_A_CHUNK, min((chunk + 1) * _TOKENS_A_CHUNK, num_tokens)
+        for t in range(first, end):
             _norm(hidden[t], weight, epsilon, out[t])
+        _convert(tiles, out, first, end - first, rows)
         finish(sync, phase)
     wait(sync, phase, num_chunks)
 
 
 @part()
-def _norm_rows(sync, phase, weights, step, room):
+def _convert_all(tiles, sync, phase, x, num_tokens, rows):
+    """Turn all rows of ``x`` into the format's; nothing is to be done if it has none."""
+    if tiles.rows == 0:
+        return
+    num_chunks = (num_tokens + _TOKENS_A_CHUNK - 1) // _TOKENS_A_CHUNK
+    while True:
+        chunk = claim(sync, phase)
+        if chunk >= num_chunks:
+            break
+        first = chunk * _TOKENS_A_CHUNK
+        _convert(tiles, x, first, min(_TOKENS_A_CHUNK, num_tokens - first), rows)
+        finish(sync, phase)
+    wait(sync, phase, num_chunks)
+
+
+@part()
+def _pick(tiles, sync, phase, step, room, attended, last_attended, rows):
+    """Take the rows whose logits are wanted along, of the last layer's attention and of the residual stream."""
     num_rows = len(step.logit_rows)
     while True:
         row = claim(sync, phase)
         if row >= num_rows:
             break
-        _norm(room.hidden[step.logit_rows[row]], weights.last_norm, weights.epsilon, room.rows[row])
+        t = step.logit_rows[row]
+        room.last_hidden[row] = room.hidden[t]
+        last_attended[row] = attended[t]
+        _convert(tiles, last_attended, row, 1, rows)
         finish(sync, phase)
     wait(sync, phase, num_rows)
-
-
-@part()
-def _of(scales, layer):
-    """Return one layer's scales, of quantized weights."""
-    if scales is None:
-        return None
-    return scales[layer]
 
 
 @part()
@@ -204,38 +250,19 @@ def _num_parts(num_panels, num_tiles, num_members):
 
 
 @part()
-def _columns(tiles, x, t, num_rows, panels, scales, panel, end, y, column, adds):
-    """``y[t : t + num_rows, column...] (+)= x[t : t + num_rows] @ panels[panel]``; fetch ahead of it up to ``end``."""
-    num_k, width = panels.shape[1], panels.shape[2]
-    base = panels.ctypes.data
-    x_row, y_row = (
-        x.ctypes.data + t * x.shape[1] * _FLOAT_BYTES,
-        y.ctypes.data + (t * y.shape[1] + column) * _FLOAT_BYTES,
-    )
-    num_passes = (num_k + _MAX_K - 1) // _MAX_K
-    pass_k = (num_k + num_passes - 1) // num_passes
-    for k in range(0, num_k, pass_k):
-        length = min(pass_k, num_k - k)
-        here = base + (panel * num_k + k) * width * panels.itemsize
-        following = here + length * width * panels.itemsize
-        if k + length == num_k and panel + 1 == end:
-            following = here
-        at_x = x_row + k * _FLOAT_BYTES
-        if scales is None:
-            call_tile(
-                tiles.panel, (at_x, x.shape[1], here, y_row, y.shape[1], length, num_rows, adds + k, following)
-            )  # fmt: skip
-        else:
-            call_tile(tiles.panel_int8, (
-                at_x, x.shape[1], here, scales[panel].ctypes.data, y_row, y.shape[1], length, num_rows, adds + k,
-                following,
-            ))  # fmt: skip
+def _columns(tiles, x, t, num_rows, panels, panel, end, y, row, column, adds):
+    """``y[row : row + num_rows, column...] (+)= x[t : t + num_rows] @ panels[panel]``; fetch ahead up to ``end``."""
+    here = panels.ctypes.data + panel * panels.shape[1]
+    following = here if panel + 1 == end else here + panels.shape[1]
+    at_y = y.ctypes.data + (row * y.shape[1] + column) * _FLOAT_BYTES
+    at_x, distance = x.address + t * x.distance, y.shape[1] * _FLOAT_BYTES
+    call_tile(tiles.product, (at_x, x.distance, here, x.num_k, num_rows, at_y, distance, adds, following))
 
 
 @part()
-def _matmul(tiles, num_members, sync, phase, x, num_tokens, panels, scales, y, adds):
+def _matmul(tiles, num_members, sync, phase, x, num_tokens, panels, y, width, adds):
     """``y (+)= x @ panels``, of ``num_tokens`` rows."""
-    num_panels, width = panels.shape[0], panels.shape[2]
+    num_panels = panels.shape[0]
     num_tiles = (num_tokens + TOKENS_A_TILE - 1) // TOKENS_A_TILE
     num_parts = _num_parts(num_panels, num_tiles, num_members)
     while True:
@@ -247,15 +274,15 @@ def _matmul(tiles, num_members, sync, phase, x, num_tokens, panels, scales, y, a
         num_rows = min(TOKENS_A_TILE, num_tokens - t)
         end = num_panels * (part + 1) // num_parts
         for panel in range(num_panels * part // num_parts, end):
-            _columns(tiles, x, t, num_rows, panels, scales, panel, end, y, panel * width, adds)
+            _columns(tiles, x, t, num_rows, panels, panel, end, y, t, panel * width, adds)
         finish(sync, phase)
     wait(sync, phase, num_tiles * num_parts)
 
 
 @part()
-def _matmul_gate_up(tiles, num_members, sync, phase, x, num_tokens, panels, scales, y, up, powers):
+def _matmul_gate_up(tiles, num_members, sync, phase, x, num_tokens, panels, y, up, powers):
     """``y = silu(x @ gate) * (x @ up)``: panels of both alternate, and meet while they are in the cache."""
-    num_pairs, width = panels.shape[0] // 2, panels.shape[2]
+    num_pairs, width = panels.shape[0] // 2, up.shape[1]
     num_tiles = (num_tokens + TOKENS_A_TILE - 1) // TOKENS_A_TILE
     num_parts = _num_parts(num_pairs, num_tiles, num_members)
     while True:
@@ -267,8 +294,8 @@ def _matmul_gate_up(tiles, num_members, sync, phase, x, num_tokens, panels, scal
         num_rows = min(TOKENS_A_TILE, num_tokens - t)
         end = num_pairs * (part + 1) // num_parts
         for pair in range(num_pairs * part // num_parts, end):
-            _columns(tiles, x, t, num_rows, panels, scales, 2 * pair, 2 * end, y, pair * width, 0)
-            _columns(tiles, x[t:], 0, num_rows, panels, scales, 2 * pair + 1, 2 * end, up, 0, 0)
+            _columns(tiles, x, t, num_rows, panels, 2 * pair, 2 * end, y, t, pair * width, 0)
+            _columns(tiles, x, t, num_rows, panels, 2 * pair + 1, 2 * end, up, 0, 0, 0)
             for row in range(num_rows):
                 silu_times(y[t + row, pair * width : (pair + 1) * width], up[row], powers)
         finish(sync, phase)
@@ -327,71 +354,40 @@ def _attend(sync, phase, layer, weights, step, attention, room, qkv):
 
 @part()
 def _member(tiles, num_members, member, sync, weights, step, attention, room):
-    num_tokens = len(step.token_ids)
-    head_dim = room.attended.shape[2]
-    attended = room.attended.reshape((room.attended.shape[0], room.attended.shape[1] * head_dim))
-    _embed(sync, 0, weights, weights.head_scales, step, room)
-    for layer in range(weights.norms.shape[0]):
+    num_tokens, num_rows, num_layers = len(step.token_ids), len(step.logit_rows), weights.norms.shape[0]
+    size, width = len(weights.last_norm), room.up.shape[2]
+    num_out = room.attended.shape[1] * room.attended.shape[2]
+    attended = room.attended.reshape((room.attended.shape[0], num_out))
+    last_attended = room.last_attended.reshape((room.last_attended.shape[0], num_out))
+    normed = _rows_of(tiles, room.normed, size, room)
+    inner = _rows_of(tiles, room.inner, weights.intermediate, room)
+    _embed(tiles, sync, 0, weights, step, room)
+    for layer in range(num_layers):
         phase = 1 + layer * _PHASES_A_LAYER
-        qkv = room.qkv[layer % room.qkv.shape[0]]
-        _norm_all(sync, phase, room.hidden, num_tokens, weights.norms[layer, 0], weights.epsilon, room.normed)
-        _matmul(
-            tiles,
-            num_members,
-            sync,
-            phase + 1,
-            room.normed,
-            num_tokens,
-            weights.qkv[layer],
-            _of(weights.qkv_scales, layer),
-            qkv,
-            0,
-        )
+        qkv, norms = room.qkv[layer % room.qkv.shape[0]], weights.norms[layer]
+        _norm_all(tiles, sync, phase, room.hidden, num_tokens, norms[0], weights.epsilon, room.normed, normed)
+        _matmul(tiles, num_members, sync, phase + 1, normed, num_tokens, weights.qkv[layer], qkv, width, 0)
         _attend(sync, phase + 2, layer, weights, step, attention, room, qkv)
-        _matmul(
-            tiles,
-            num_members,
-            sync,
-            phase + 6,
-            attended,
-            num_tokens,
-            weights.out[layer],
-            _of(weights.out_scales, layer),
-            room.hidden,
-            1,
-        )
-        _norm_all(sync, phase + 7, room.hidden, num_tokens, weights.norms[layer, 1], weights.epsilon, room.normed)
+        hidden, num = room.hidden, num_tokens
+        rows = _rows_of(tiles, attended, num_out, room)
+        if layer < num_layers - 1:
+            _convert_all(tiles, sync, phase + 6, attended, num, rows)
+        else:
+            hidden, num = room.last_hidden, num_rows
+            rows = _rows_of(tiles, last_attended, num_out, room)
+            _pick(tiles, sync, phase + 6, step, room, attended, last_attended, rows)
+        _matmul(tiles, num_members, sync, phase + 7, rows, num, weights.out[layer], hidden, width, 1)
+        _norm_all(tiles, sync, phase + 8, hidden, num, norms[1], weights.epsilon, room.normed, normed)
         _matmul_gate_up(
-            tiles, num_members, sync, phase + 8, room.normed, num_tokens, weights.gate_up[layer],
-            _of(weights.gate_up_scales, layer), room.inner,
+            tiles, num_members, sync, phase + 9, normed, num, weights.gate_up[layer], room.inner,
             room.up[member], room.powers[member],
         )  # fmt: skip
-        _matmul(
-            tiles,
-            num_members,
-            sync,
-            phase + 9,
-            room.inner,
-            num_tokens,
-            weights.down[layer],
-            _of(weights.down_scales, layer),
-            room.hidden,
-            1,
-        )
-    phase = 1 + weights.norms.shape[0] * _PHASES_A_LAYER
-    _norm_rows(sync, phase, weights, step, room)
-    _matmul(
-        tiles,
-        num_members,
-        sync,
-        phase + 1,
-        room.rows,
-        len(step.logit_rows),
-        weights.head,
-        weights.head_scales,
-        room.logits,
-        0,
-    )
+        _convert_all(tiles, sync, phase + 10, room.inner, num, inner)
+        _matmul(tiles, num_members, sync, phase + 11, inner, num, weights.down[layer], hidden, width, 1)
+    phase = 1 + num_layers * _PHASES_A_LAYER
+    last = room.last_hidden
+    _norm_all(tiles, sync, phase, last, num_rows, weights.last_norm, weights.epsilon, room.normed, normed)
+    _matmul(tiles, num_members, sync, phase + 1, normed, num_rows, weights.head, room.logits, width, 0)
 
 
 @kernel(parallel=True, error_model="numpy")

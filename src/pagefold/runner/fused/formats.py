@@ -1,0 +1,39 @@
+"""In which formats the fused decoder has a model's matrices."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from pagefold.kernels.floats import Floats, Int8Weights
+from pagefold.kernels.pairs import bfloat16_pairs
+from pagefold.kernels.quads import int8_quads
+
+if TYPE_CHECKING:
+    from pagefold.kernels.formats import ProductFormat
+
+__all__ = ["DecoderFormats", "decoder_formats"]
+
+
+class DecoderFormats(NamedTuple):
+    """Formats of a model's matrices.
+
+    Attributes:
+        products: of those that rows are multiplied with.
+        embedding: of the embedding, where it is not the head's matrix too.
+    """
+
+    products: ProductFormat
+    embedding: ProductFormat
+
+
+def decoder_formats(dtype: str, quantization: str | None) -> DecoderFormats:
+    """Return the formats for what a config asks for.
+
+    Args:
+        dtype: ``float32`` or ``bfloat16``.
+        quantization: as in the config.
+    """
+    numbers = bfloat16_pairs() if dtype == "bfloat16" else Floats()
+    if quantization == "w8a8_int8":
+        return DecoderFormats(int8_quads(), numbers)
+    return DecoderFormats(Int8Weights() if quantization == "int8" else numbers, numbers)
