@@ -2,8 +2,9 @@
 
 They are built as those of weights are (see ``kernels/formats.py``): the accumulators of some rows stay in registers
 while the tile walks along a block. What is different is how a vector of K or V comes into a register: codes are loaded
-as they lie in the block and become float32 there, so nothing is expanded in memory, and fewer bytes are read. Scales are
-not applied here: a slot's scale is the same for a whole vector, so that of K multiplies one score, and that of V one weight.
+as they lie in the block and become float32 there, so nothing is expanded in memory, and fewer bytes are read. Scales
+are not applied here: a slot's scale is the same for a whole vector, so that of K multiplies one score, and that of V
+one weight.
 """
 
 from __future__ import annotations
