@@ -72,7 +72,7 @@ class Setting:
     Attributes:
         name: of the test.
         block_size, kv_cache_dtype, kv_cache_dtype_skip_layers, max_num_batched_tokens, max_num_seqs,
-            enable_prefix_caching, eviction_policy, attention_backend, dtype: as in ``EngineConfig``.
+            enable_prefix_caching, eviction_policy, attention_backend, dtype, quantization: as in ``EngineConfig``.
         spare_blocks: the KV budget: so many blocks more than the longest request needs; None for plenty.
         streamed_share: the KV budget instead: this share of the blocks that the longest request needs, so that it
             streams; None for no streaming.
@@ -110,6 +110,7 @@ class Setting:
     eviction_policy: str = "lru"
     attention_backend: AttentionBackend = "reference"
     dtype: Dtype = "float64"
+    quantization: Literal["int8", "w8a8_int8"] | None = None
     arrivals: Literal["together", "alone", "trickle"] = "together"
     shuffle: bool = False
     num_rounds: int = 1
@@ -221,7 +222,7 @@ class EngineFactory(Protocol):
 def build(setting: Setting, folder: Path, budget: Budget, emit: Emit) -> Engine:
     """Make Pagefold's own engine, as its users do: the default ``EngineFactory``."""
     spec = inspect_model(folder)
-    element_bytes = 8 if setting.dtype == "float64" else 4
+    element_bytes = {"float64": 8, "float32": 4, "bfloat16": 2}[setting.dtype]
     codec = CODECS.get(setting.kv_cache_dtype)
     shape = spec.num_layers, spec.num_kv_heads, spec.head_dim, element_bytes, setting.block_size
     geometry = KVGeometry(*shape, codec, setting.kv_cache_dtype_skip_layers, CODECS["float16"])
@@ -233,6 +234,7 @@ def build(setting: Setting, folder: Path, budget: Budget, emit: Emit) -> Engine:
     config = EngineConfig(
         model=str(folder),
         dtype=setting.dtype,
+        quantization=setting.quantization,
         block_size=setting.block_size,
         kv_cache_dtype=setting.kv_cache_dtype,
         kv_cache_dtype_skip_layers=setting.kv_cache_dtype_skip_layers,
