@@ -75,13 +75,12 @@ def silu_s(num_rows: int, width: int, num_layers: int) -> float:
     from pagefold.kernels.exponential import silu_times
 
     @njit
-    def rows(gate: np.ndarray, up: np.ndarray, powers: np.ndarray) -> None:  # type: ignore[type-arg]
+    def rows(gate: np.ndarray, up: np.ndarray) -> None:  # type: ignore[type-arg]
         for row in range(len(gate)):
-            silu_times(gate[row], up[row], powers)
+            silu_times(gate[row], up[row])
 
     gate, up = np.ones((2, num_rows, width), np.float32)
-    powers = np.zeros(width, np.int32)
-    return num_layers * best_s(lambda: rows(gate, up, powers), 20)
+    return num_layers * best_s(lambda: rows(gate, up), 20)
 
 
 def rope_s(num_rows: int, num_heads: int, head_dim: int, num_layers: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from pagefold.kernels.bits import float_of_bits
 from pagefold.kernels.compiled import part
 
 __all__ = ["exp2_row", "silu_times"]
@@ -40,13 +41,21 @@ def _largest(row, least):
     return top
 
 
+@part(fastmath=_FAST, forceinline=True)
+def _exp2(exponent):
+    """Return a power of two, of an exponent in [-126, 126]: Horner for the fraction, exponent bits for the whole."""
+    whole = np.floor(exponent + _HALF)
+    f = exponent - whole
+    fraction = _C0 + f * (_C1 + f * (_C2 + f * (_C3 + f * (_C4 + f * (_C5 + f * _C6)))))
+    return fraction * float_of_bits((np.int32(whole) + _BIAS) << _SHIFT)
+
+
 @part(fastmath=_FAST)
-def exp2_row(scores, num_seen, num_entries, softcap, powers, nothing):
+def exp2_row(scores, num_seen, num_entries, softcap, nothing):
     """Turn scores into weights ``2^(score - top)`` in place; return their largest score and their sum.
 
     Entries from ``num_seen`` on get weight 0, whatever was there. With ``softcap`` (in powers of two) scores first
-    become ``softcap * tanh(score)``. ``powers`` is int32 room for a row. Of no entries the top is ``nothing``
-    and the sum 0.
+    become ``softcap * tanh(score)``. Of no entries the top is ``nothing`` and the sum 0.
     """
     if softcap != 0.0:
         for e in range(num_seen):
@@ -55,33 +64,19 @@ def exp2_row(scores, num_seen, num_entries, softcap, powers, nothing):
             odd = x * (_A1 + y * (_A3 + y * (_A5 + y * (_A7 + y * (_A9 + y * (_A11 + y * _A13))))))
             scores[e] = softcap * (odd / (_B0 + y * (_B2 + y * (_B4 + y * _B6))))
     top = _largest(scores[:num_seen], nothing)
-    # Split into whole and fraction: Horner for the one, exponent bits for the other.
-    for e in range(num_seen):
-        x = max(scores[e] - top, _EXP2_MIN)
-        whole = np.floor(x + _HALF)
-        f = x - whole
-        powers[e] = (np.int32(whole) + _BIAS) << _SHIFT
-        scores[e] = _C0 + f * (_C1 + f * (_C2 + f * (_C3 + f * (_C4 + f * (_C5 + f * _C6)))))
-    factors = powers.view(np.float32)
     total = np.float32(0.0)
     for e in range(num_seen):
-        scores[e] *= factors[e]
-        total += scores[e]
+        weight = _exp2(max(scores[e] - top, _EXP2_MIN))
+        scores[e] = weight
+        total += weight
     for e in range(num_seen, num_entries):
         scores[e] = np.float32(0.0)
     return top, total
 
 
 @part(fastmath=_FAST)
-def silu_times(gate, up, powers):
-    """``gate = gate / (1 + exp(-gate)) * up``; of one row. ``powers`` is int32 room for it."""
+def silu_times(gate, up):
+    """``gate = gate / (1 + exp(-gate)) * up``; of one row."""
     for e in range(len(gate)):
-        x = min(max(-gate[e] * _LOG2E, _EXP2_MIN), -_EXP2_MIN)
-        whole = np.floor(x + _HALF)
-        f = x - whole
-        powers[e] = (np.int32(whole) + _BIAS) << _SHIFT
-        up[e] *= gate[e]
-        gate[e] = _C0 + f * (_C1 + f * (_C2 + f * (_C3 + f * (_C4 + f * (_C5 + f * _C6)))))
-    factors = powers.view(np.float32)
-    for e in range(len(gate)):
-        gate[e] = up[e] / (np.float32(1.0) + gate[e] * factors[e])
+        power = _exp2(min(max(-gate[e] * _LOG2E, _EXP2_MIN), -_EXP2_MIN))
+        gate[e] = up[e] * gate[e] / (np.float32(1.0) + power)

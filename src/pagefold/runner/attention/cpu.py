@@ -155,7 +155,6 @@ def member_scratch(scratch, member):
         acc=scratch.acc[member],
         state=scratch.state[member],
         scores=scratch.scores[member],
-        powers=scratch.powers[member],
         tops=scratch.tops[member],
         totals=scratch.totals[member],
         state_tops=scratch.state_tops[member],

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pagefold.kernels.bits import to_bfloat16
 from pagefold.kernels.compiled import part
 from pagefold.kernels.emit import FLOAT_BYTES, LINE_BYTES, call_tile, fetch
 from pagefold.kernels.exponential import exp2_row
@@ -37,7 +38,6 @@ from pagefold.runner.attention.kernel_slab import KEY_FORMAT, KEY_SCALES, KEYS, 
 from pagefold.runner.attention.sealed_blocks import attend_own_blocks, score_channels, seal, write_unsealed
 from pagefold.runner.attention.tiles import FLOAT32, INT2, PAIRS
 from pagefold.runner.attention.work import first_seen
-from pagefold.runner.codecs.kernel import to_bfloat16
 
 __all__ = ["Scoring", "attend", "merge", "seal", "write"]
 
@@ -153,7 +153,7 @@ def _attend_split(tiles, slab, cell, table, first, num_entries, query, room, acc
     for r in range(num_rows):
         seen = scores[r, hidden[r] :]
         num_seen, num_left = np.int32(limits[r] - hidden[r]), num_entries - hidden[r]
-        room.tops[r], room.totals[r] = exp2_row(seen, num_seen, num_left, softcap, room.powers, NOTHING)
+        room.tops[r], room.totals[r] = exp2_row(seen, num_seen, num_left, softcap, NOTHING)
         scores[r, : hidden[r]] = np.float32(0.0)
     scale_weights(slab, cell, table, num_rows, num_entries, room)
     if value_format == PAIRS:

@@ -18,7 +18,6 @@ class Scratch(NamedTuple):
     Attributes:
         query, acc, state: float32 ``[M, R, D]``: scaled queries, one split's sum, what is folded so far.
         scores: float32 ``[M, R, W]``.
-        powers: int32 ``[M, W]``.
         tops, totals, state_tops, state_totals: float32 ``[M, R]``.
         sums: float32 ``[M, R]``: what zero points of V add.
         first_weights: float32 ``[M, R]``: of a split's first entry.
@@ -37,7 +36,6 @@ class Scratch(NamedTuple):
     acc: NDArray[np.float32]
     state: NDArray[np.float32]
     scores: NDArray[np.float32]
-    powers: NDArray[np.int32]
     tops: NDArray[np.float32]
     totals: NDArray[np.float32]
     state_tops: NDArray[np.float32]
@@ -73,7 +71,6 @@ def make_scratch(num_members: int, num_rows: int, split_size: int, head_dim: int
         acc=floats(*rows, head_dim),
         state=floats(*rows, head_dim),
         scores=floats(*rows, width),
-        powers=np.zeros((num_members, width), np.int32),
         tops=floats(*rows),
         totals=floats(*rows),
         state_tops=floats(*rows),

@@ -163,9 +163,7 @@ def _attend_unsealed(tiles, unsealed, slab, is_first, query, room, row, into, so
                 scores[r, e] += room.shifts[row + r]
         hidden = room.hidden[row + r]
         num_seen, num_left = np.int32(room.limits[row + r] - hidden), np.int32(num_entries - hidden)
-        room.constants[0, r], room.constants[1, r] = exp2_row(
-            scores[r, hidden:], num_seen, num_left, softcap, room.powers, NOTHING
-        )
+        room.constants[0, r], room.constants[1, r] = exp2_row(scores[r, hidden:], num_seen, num_left, softcap, NOTHING)
         scores[r, :hidden] = np.float32(0.0)
     room.blocks[0] = base
     for d in range(0, head_dim, lanes * tiles.vectors):

@@ -6,13 +6,9 @@ written by this and one that was written by the twin are equal in bytes.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
+from pagefold.kernels.bits import bits_of, float_of_bits
 from pagefold.kernels.compiled import part
 from pagefold.kv.codec import num_wide
 from pagefold.runner.attention.tiles import (
@@ -37,7 +33,6 @@ __all__ = [
     "from_float16",
     "hadamard",
     "into_basis",
-    "to_bfloat16",
     "to_float16",
     "wide_of",
 ]
@@ -60,30 +55,10 @@ wide_of = part()(num_wide)
 """See ``kv/codec.py``."""
 
 
-@intrinsic
-def _bits_of(typing, number):
-    """Return the bits of a float32, as int32."""
-
-    def generate(_context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> ir.Value:
-        return builder.bitcast(args[0], ir.IntType(32))
-
-    return types.int32(types.float32), generate
-
-
-@intrinsic
-def _of_bits(typing, bits):
-    """Return the float32 of such bits."""
-
-    def generate(_context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> ir.Value:
-        return builder.bitcast(args[0], ir.FloatType())
-
-    return types.float32(types.int32), generate
-
-
 @part()
 def from_bfloat16(half):
     """Return the float32 of a bfloat16's bits, uint16."""
-    return _of_bits(np.int32(np.int32(half) << np.int32(16)))
+    return float_of_bits(np.int32(np.int32(half) << np.int32(16)))
 
 
 @part()
@@ -92,18 +67,8 @@ def from_float16(half):
     size = np.int32(half) & np.int32(0x7FFF)
     if size >= np.int32(0x7C00):
         return np.float32(np.nan)
-    number = _of_bits(np.int32(size << np.int32(13))) * _HALF_TO_FLOAT
+    number = float_of_bits(np.int32(size << np.int32(13))) * _HALF_TO_FLOAT
     return -number if half & np.uint16(0x8000) else number
-
-
-@part()
-def to_bfloat16(number):
-    """Round a float32 to bfloat16, ties to even; return its bits, uint16. A NaN stays one."""
-    bits = _bits_of(number)
-    if number != number:  # noqa: PLR0124 - NaN
-        return np.uint16(((bits >> np.int32(16)) & _LOWER) | np.int32(0x40))
-    last = (bits >> np.int32(16)) & np.int32(1)
-    return np.uint16((np.int32(bits + np.int32(0x7FFF) + last) >> np.int32(16)) & _LOWER)
 
 
 @part()
@@ -111,7 +76,7 @@ def _up(number):
     """Round a number of at least 0 to bfloat16, up; see ``vectors.up_to_bfloat16``."""
     if number != number:  # noqa: PLR0124 - NaN
         return number
-    return _of_bits(np.int32((_bits_of(number) + _LOWER) & _UPPER))
+    return float_of_bits(np.int32((bits_of(number) + _LOWER) & _UPPER))
 
 
 @part()
@@ -119,25 +84,25 @@ def _down(number):
     """Round a number to bfloat16, down; see ``vectors.down_to_bfloat16``."""
     if number < 0:
         return -_up(-number)
-    return _of_bits(np.int32(_bits_of(number) & _UPPER)) + np.float32(0.0)
+    return float_of_bits(np.int32(bits_of(number) & _UPPER)) + np.float32(0.0)
 
 
 @part()
 def _upper_half(number):
     """Return the bits of a float32 that is a bfloat16, uint16."""
-    return np.uint16((_bits_of(number) >> np.int32(16)) & _LOWER)
+    return np.uint16((bits_of(number) >> np.int32(16)) & _LOWER)
 
 
 @part()
 def _small_float(number, mantissa_bits, least_exponent, largest, infinity_code):
     """Round to a floating point of few bits, to the nearest, halves to even; it saturates. Return its code."""
-    sign = np.int32(1) if _bits_of(number) < 0 else np.int32(0)
-    size = _of_bits(np.int32(_bits_of(number) & _SIZE))
+    sign = np.int32(1) if bits_of(number) < 0 else np.int32(0)
+    size = float_of_bits(np.int32(bits_of(number) & _SIZE))
     if size != size:  # noqa: PLR0124 - NaN
         return sign, infinity_code
     size = min(size, largest)
-    exponent = max(np.int32((_bits_of(size) >> np.int32(23)) - np.int32(127)), least_exponent)
-    one_step = _of_bits(np.int32((exponent - mantissa_bits + np.int32(127)) << np.int32(23)))
+    exponent = max(np.int32((bits_of(size) >> np.int32(23)) - np.int32(127)), least_exponent)
+    one_step = float_of_bits(np.int32((exponent - mantissa_bits + np.int32(127)) << np.int32(23)))
     steps = np.int32((size / one_step + _MAGIC) - _MAGIC)  # up to 2^(mantissa_bits + 1): it may carry into the exponent
     return sign, np.int32(((exponent - least_exponent) << mantissa_bits) + steps)
 
@@ -162,7 +127,7 @@ def _encode_float(codes, halves, floats, form, vector, begin, step):
             if number != number:  # noqa: PLR0124 - NaN
                 halves[at // 2] = np.uint16(0x7FC0)
             else:
-                bits = _bits_of(size)
+                bits = bits_of(size)
                 even = (bits >> np.int32(16)) & np.int32(1)
                 halves[at // 2] = np.uint16(((bits + np.int32(0x7FFF) + even) >> np.int32(16)) & _LOWER)
         elif form == E5M2:

@@ -135,7 +135,6 @@ class FusedDecoder:
             rows=np.zeros((most if self._packed.tiles.rows else 0, self._packed.row_bytes), np.uint8),
             logits=_zeros(num_rows, len(weights.head) * PANEL_WIDTH),
             up=_zeros(self._num_threads, TOKENS_A_TILE, PANEL_WIDTH),
-            powers=np.zeros((self._num_threads, PANEL_WIDTH), np.int32),
         )
 
 

@@ -84,7 +84,6 @@ class DecoderRoom(NamedTuple):
             none.
         logits: float32 ``[R, >= V]``.
         up: float32 ``[members, tokens a tile, W]``.
-        powers: int32 ``[members, W]``.
     """
 
     hidden: NDArray[np.float32]
@@ -97,7 +96,6 @@ class DecoderRoom(NamedTuple):
     rows: NDArray[np.uint8]
     logits: NDArray[np.float32]
     up: NDArray[np.float32]
-    powers: NDArray[np.int32]
 
 
 class _Rows(NamedTuple):
@@ -153,12 +151,14 @@ def _norm(row, weight, epsilon, out):
 
 @part()
 def rotate(row, rope):
-    """Rotary embedding of one head ``[D]``, in place: pairs are half a head apart."""
+    """Rotary embedding of one head ``[D]``, in place: pairs are half a head apart, and have one cosine and sine."""
     half = len(row) // 2
+    first, second = row[:half], row[half:]
+    cosines, sines = rope[0, :half], rope[1, :half]
     for d in range(half):
-        a, b = row[d], row[d + half]
-        row[d] = a * rope[0, d] - b * rope[1, d]
-        row[d + half] = b * rope[0, d + half] + a * rope[1, d + half]
+        a, b = first[d], second[d]
+        first[d] = a * cosines[d] - b * sines[d]
+        second[d] = b * cosines[d] + a * sines[d]
 
 
 @part()
@@ -280,7 +280,7 @@ def _matmul(tiles, num_members, sync, phase, x, num_tokens, panels, y, width, ad
 
 
 @part()
-def _matmul_gate_up(tiles, num_members, sync, phase, x, num_tokens, panels, y, up, powers):
+def _matmul_gate_up(tiles, num_members, sync, phase, x, num_tokens, panels, y, up):
     """``y = silu(x @ gate) * (x @ up)``: panels of both alternate, and meet while they are in the cache."""
     num_pairs, width = panels.shape[0] // 2, up.shape[1]
     num_tiles = (num_tokens + TOKENS_A_TILE - 1) // TOKENS_A_TILE
@@ -297,7 +297,7 @@ def _matmul_gate_up(tiles, num_members, sync, phase, x, num_tokens, panels, y, u
             _columns(tiles, x, t, num_rows, panels, 2 * pair, 2 * end, y, t, pair * width, 0)
             _columns(tiles, x, t, num_rows, panels, 2 * pair + 1, 2 * end, up, 0, 0, 0)
             for row in range(num_rows):
-                silu_times(y[t + row, pair * width : (pair + 1) * width], up[row], powers)
+                silu_times(y[t + row, pair * width : (pair + 1) * width], up[row])
         finish(sync, phase)
     wait(sync, phase, num_tiles * num_parts)
 
@@ -380,7 +380,7 @@ def _member(tiles, num_members, member, sync, weights, step, attention, room):
         _norm_all(tiles, sync, phase + 8, hidden, num, norms[1], weights.epsilon, room.normed, normed)
         _matmul_gate_up(
             tiles, num_members, sync, phase + 9, normed, num, weights.gate_up[layer], room.inner,
-            room.up[member], room.powers[member],
+            room.up[member],
         )  # fmt: skip
         _convert_all(tiles, sync, phase + 10, room.inner, num, inner)
         _matmul(tiles, num_members, sync, phase + 11, inner, num, weights.down[layer], hidden, width, 1)
