@@ -13,7 +13,30 @@ import pytest
 from pagefold.kernels.compiled import num_kernels_compiled, specialised
 
 KERNEL = """
+import numpy as np
+from numba import prange
+
+from pagefold.kernels.compiled import part
 from pagefold.kernels.kept import kernel
+
+TABLE = np.array([3.0, 5.0, 7.0])
+
+@part()
+def looked_up(index):
+    return TABLE[index]
+
+@part()
+def summed(numbers):
+    squares = numbers * numbers
+    total = looked_up(len(numbers) % 3)
+    for i in range(len(squares)):
+        total += squares[i] * looked_up(i % 3)
+    return total
+
+@kernel(parallel=True)
+def deep(rows, offset, out):
+    for i in prange(len(rows)):
+        out[i] = summed(rows[i]) + looked_up(offset)
 
 @kernel()
 def times(numbers, factor):
@@ -46,6 +69,14 @@ def test_what_runs_was_compiled_apart_and_loaded(kernel):
     assert not kernel.overloads  # nothing was compiled here
     assert doubled(kernel) == [0.0, 2.0, 4.0, 6.0, 8.0]
     assert num_kernels_compiled() == before + 1
+
+
+def test_parts_of_parts_are_linked_into_what_is_kept(kernel):
+    """They are optimised nowhere else: what they read and take from the heap goes with them."""
+    deep = sys.modules[kernel.py_func.__module__].deep
+    rows, out = np.arange(12.0).reshape(4, 3), np.zeros(4)
+    specialised(deep, (rows, 1, out))(rows, 1, out)
+    assert out.tolist() == [5.0 + 3.0 + sum(row * row * [3.0, 5.0, 7.0]) for row in rows]
 
 
 def test_where_no_process_can_be_had_it_is_compiled_here_and_said(kernel, monkeypatch, caplog):
