@@ -41,7 +41,7 @@ from pagefold.kv.names import in_group
 from pagefold.kv.pins import PinLimits, PinTable
 from pagefold.kv.policies import make_policy
 from pagefold.kv.prefixes import Prefixes, PrefixesByGroups
-from pagefold.kv.publishing import Publishing
+from pagefold.kv.publishing import Publishing, PublishingByGroups
 from pagefold.kv.residuals import NO_RESIDUALS
 from pagefold.kv.sequence_cache import SequenceCache
 from pagefold.kv.slow_tiers import NO_SLOW_TIERS
@@ -127,7 +127,7 @@ class KVCore:
         self.blocks = blocks = BlockCache(num_blocks, self.rules, policy or make_policy("default"), host, slow, emit)
         self.pool, self.tree, self.policy = blocks.pool, blocks.tree, blocks.policy
         self.moves = Moves(blocks, host, slow, emit)
-        self.publishing = Publishing(blocks, block_size)
+        self.publishing = (Publishing if is_plain else PublishingByGroups)(blocks, block_size)
         self.pins = PinTable(blocks.pool, self.rules, pin_limits, update_evictable=blocks.update_evictable, emit=emit)
         self.streaming = Streaming(blocks.pool, host, block_size, self.moves.store) if allow_streaming else NO_STREAMING
         self._lodgers = tuple(lodger for lodger in (residuals, self.streaming) if lodger.is_on)

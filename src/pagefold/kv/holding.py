@@ -140,23 +140,19 @@ class Holding:
     def extend(self, cache: SequenceCache, end: int) -> bool:
         """Give the tables of ``cache`` blocks up to position ``end``; False, and nothing changes, without memory."""
         tables, size = cache.tables, self._rules.block_size
-        num_blocks = num_blocks_for(end, size)
-        num_new = num_blocks - tables[0].end
+        num_blocks, num_old = num_blocks_for(end, size), cache.capacity // size
+        num_new = num_blocks - num_old
         if num_new * len(tables) > self._blocks.num_available:
             return False
         allocate = self._blocks.allocate
-        new: list[Block] = []
         for group, table in enumerate(tables):
             for _ in range(num_new):
                 block = allocate()
                 if block is None:  # cached blocks that a transfer reads cannot go
-                    for taken in reversed(new):
-                        tables[taken.group].block_ids.pop()
-                        self._pool.release(taken)
+                    self._cut(cache, num_old)
                     return False
                 block.group = group
                 table.block_ids.append(block.block_id)
-                new.append(block)
         cache.capacity = num_blocks * size
         return True
 
@@ -245,6 +241,12 @@ class Holding:
             table.block_ids.clear()
 
     # Inside.
+
+    def _cut(self, cache: SequenceCache, num_blocks: int) -> None:
+        """Give back the private blocks behind place ``num_blocks``, the newest first."""
+        for table in reversed(cache.tables):
+            while table.end > num_blocks:
+                self._pool.release(self._pool.blocks[table.block_ids.pop()])
 
     def _fill(self, cache: SequenceCache, sources: list[list[Block | HeldBlock]]) -> bool:
         """Let the tables of ``cache`` hold the blocks among ``sources``, and new ones for the others.
