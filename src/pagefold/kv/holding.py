@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagefold.events import BlocksReused, Emit
 from pagefold.kv.block import Block
 from pagefold.kv.held_block import HeldBlock
 from pagefold.kv.names import digest_of
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from pagefold.kv.moves import Moves
     from pagefold.kv.sequence_cache import SequenceCache
     from pagefold.kv.tree import PrefixHit
+    from pagefold.kv.uses import Uses
 
 __all__ = ["Holding"]
 
@@ -30,16 +30,16 @@ class Holding:
         rules: what each cache group keeps.
         moves: what is copied for tables.
         host: from where blocks are loaded.
-        emit: where events go.
+        uses: where it is noted that a part of a block is used.
     """
 
-    def __init__(self, blocks: BlockCache, rules: KeepRules, moves: Moves, host: HostTier, emit: Emit) -> None:
+    def __init__(self, blocks: BlockCache, rules: KeepRules, moves: Moves, host: HostTier, uses: Uses) -> None:
         self._blocks = blocks
         self._pool = blocks.pool
         self._rules = rules
         self._moves = moves
         self._host = host
-        self._emit = emit
+        self._uses = uses
 
     # Tables that begin.
 
@@ -99,11 +99,7 @@ class Holding:
             copies.append(dst)
         is_taken = len(copies) == len(node.blocks)
         if is_taken:
-            node.last_used = self._blocks.tick
-            node.num_hits += 1
-            now_s = self._blocks.now_s
-            self._emit(BlocksReused({now_s - node.used_s: 1}))
-            node.used_s = now_s
+            self._uses.note_part(node)
             cache.copied_from = node
             for table, src, dst in zip(cache.tables, sources, copies, strict=True):
                 dst.group = src.group
