@@ -157,7 +157,7 @@ def insert_miss() -> Case:
             spent += process_time_ns() - begin
             core.release(cache)
         assert core.pool.num_cached == NUM_ROUNDS * NUM_BLOCKS
-        core.reset()
+        core.forgetting.reset()
         return spent / NUM_ROUNDS / NUM_TOKENS
 
     return Case("insert (promise + commit), miss", sample, asked_ns=200)

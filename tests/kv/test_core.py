@@ -283,7 +283,7 @@ def test_a_hit_survives_a_reset_as_nothing() -> None:
     core = Core()
     core.drop(core.serve(range(9)))
     hit = core.find(range(9))
-    core.reset()
+    core.forgetting.reset()
     cache, num_tokens = core.acquire(hit)
     audit(core)
     assert num_tokens == 0
@@ -858,7 +858,7 @@ def test_a_reset_leaves_a_source_alone_until_its_copy_is_made() -> None:
     core.drop(core.serve(range(8)))
     core.admit(range(7))
     (copy,) = core.moves.pending_copies
-    assert core.reset() == 1
+    assert core.forgetting.reset() == 1
     audit(core)
     src = core.pool.blocks[copy.src]
     assert (src.state, src.node) == (BlockState.ACTIVE, None)
@@ -874,20 +874,20 @@ def test_reset_forgets_everything_and_frees_what_is_cached() -> None:
     core = Core()
     core.drop(core.serve(range(12)))
     core.drop(core.serve([0, 1, 2, 3, 99, 99, 99, 99]))
-    assert core.reset() == 4
+    assert core.forgetting.reset() == 4
     audit(core)
     assert core.states() == (16, 0, 0)
     assert core.hit_tokens(range(12)) == 0
     assert core.events.pop(0) == CacheReset()
     assert sorted(event.depth for event in core.events) == [0, 1, 1, 2]
     assert {event.cause for event in core.events} == {"reset"}
-    assert core.reset() == 0
+    assert core.forgetting.reset() == 0
 
 
 def test_what_runs_during_a_reset_goes_on_but_is_never_published() -> None:
     core = Core()
     cache = core.serve(range(6))
-    core.reset()
+    core.forgetting.reset()
     audit(core)
     assert core.plan(cache, range(13), 6) is None
     twin = core.fork(cache)
@@ -905,7 +905,7 @@ def test_reset_while_promises_are_open(outcome: str) -> None:
     first = core.plan(cache, range(9), 0)
     leaner, start = core.admit(range(13))
     second = core.plan(leaner, range(13), start)
-    assert core.reset() == 0
+    assert core.forgetting.reset() == 0
     audit(core)
     if outcome == "commit":
         core.finish_step(first, second)
@@ -923,7 +923,7 @@ def test_promises_made_after_a_reset_in_the_same_step_stand() -> None:
     core = Core()
     cache, _ = core.admit(range(9))
     first = core.plan(cache, range(9), 0)
-    core.reset()
+    core.forgetting.reset()
     other, start = core.admit(range(9))
     assert start == 0
     second = core.plan(other, range(9), 0)
@@ -947,7 +947,7 @@ def test_with_caching_off_nothing_is_ever_matched() -> None:
     for one in (cache, twin, third):
         core.drop(one)
     assert core.states() == (16, 0, 0)
-    assert core.reset() == 0
+    assert core.forgetting.reset() == 0
     assert core.events == [CacheReset()]
 
 

@@ -52,7 +52,7 @@ class House:
         return 4 * (len(hit.nodes) + len(hit.held))
 
     def distrust(self, cache, tokens, namespace=NS):
-        found = self.core.distrust(cache, namespace, pack(tokens))
+        found = self.core.forgetting.distrust(cache, namespace, pack(tokens))
         audit(self.core)
         return found
 

@@ -245,7 +245,7 @@ def test_a_policy_is_told_of_everything() -> None:
     cache.use([1, 2])
     cache.use([1, 2, 3])
     cache.core.blocks.reclaim(1)
-    cache.core.reset()
+    cache.core.forgetting.reset()
     assert policy.told == [
         ("insert", (0,)),
         ("insert", (1,)),

@@ -208,14 +208,14 @@ class Machine:
 
     def reset(self) -> None:
         """Forget all prefixes."""
-        self.core.reset()
+        self.core.forgetting.reset()
 
     def distrust(self) -> None:
         """Drop what a sequence has, as if its logits had been no numbers."""
         if self.running:
             sequence = self.random.choice(self.running)
             before = {held.name.digest for held in self.core.host.blocks.found()}
-            digests = self.core.distrust(sequence.cache, NS, pack(sequence.tokens))
+            digests = self.core.forgetting.distrust(sequence.cache, NS, pack(sequence.tokens))
             after = {held.name.digest for held in self.core.host.blocks.found()}
             assert before - after == before & digests, "slower tiers are not told of all that is forgotten"
 
@@ -264,7 +264,7 @@ class Machine:
         while len(sequence.tokens) < min(start + num_new, MAX_TOKENS):
             sequence.tokens.append(self.random.choice(STREAMS)[len(sequence.tokens)])
         end = min(start + num_new, len(sequence.tokens))
-        end = start + self.core.limit(sequence.cache, start, end - start, len(sequence.tokens))
+        end = start + self.core.lodgers.limit(sequence.cache, start, end - start, len(sequence.tokens))
         if end == start:
             self._release(sequence)
             return
@@ -347,7 +347,7 @@ class Machine:
         self.core.moves.copies_failed(moved.copies)
         damaged = [load.host_id for load in moved.ops.loads if self.random.random() < 0.2]
         self.core.moves.host_failed(moved.ops, frozenset(damaged))
-        self.core.step_failed([], moved.residual_copies)
+        self.core.lodgers.on_failed([], moved.residual_copies)
         for row in reversed(rows):
             if row.is_admitted:
                 self._release(row.sequence)
@@ -356,9 +356,9 @@ class Machine:
     def _lose_residuals(self) -> None:
         """Some were overwritten by a step behind the one that failed; who lost one begins its block again."""
         begun = [(sequence.cache, 0) for sequence in self.running if self.random.random() < 0.3]
-        self.core.step_failed(begun, [])
+        self.core.lodgers.on_failed(begun, [])
         for sequence in self.running:
-            left = self.core.num_left(sequence.cache, sequence.num_computed)
+            left = self.core.lodgers.num_left(sequence.cache, sequence.num_computed)
             if left != sequence.num_computed:
                 self.seen["lost residual"] += 1
                 self.residuals[sequence.cache.residual_id] = [POISON] * SIZE

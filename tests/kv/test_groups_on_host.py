@@ -187,7 +187,7 @@ def test_what_is_distrusted_is_told_of_every_group(full, window):
     cache = acquire(core, TOKENS)
     root = root_digest(b"")
     names = names_behind(root, root, packed(TOKENS), 4 * SIZE)
-    digests = core.distrust(cache, b"", packed(TOKENS))
+    digests = core.forgetting.distrust(cache, b"", packed(TOKENS))
     assert digests == {in_group(name.digest, group) for name in names for group in (0, 1)}
 
 

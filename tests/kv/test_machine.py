@@ -384,7 +384,7 @@ class Machine:
         self.pins.clear()
         self.model.known.clear()
         self.offered.clear()
-        assert self.core.reset() == num_cached
+        assert self.core.forgetting.reset() == num_cached
         for sequence in self.running:
             sequence.publishes = False
             sequence.num_published = 0
@@ -604,7 +604,7 @@ class Machine:
         self.check()
         if self.core.host.is_on:
             self.core.moves.host_failed(self.core.moves.take_host_ops())
-            self.core.reset()
+            self.core.forgetting.reset()
             assert len(self.core.host.blocks.free_ids()) == self.core.host.blocks.num_blocks
 
     # Inside: planning.

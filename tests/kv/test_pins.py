@@ -183,7 +183,7 @@ def test_only_what_is_written_is_pinned() -> None:
 def test_a_reset_drops_pins() -> None:
     core = Core()
     core.pins.add("p", core.fill(range(8)), 0.0)
-    assert core.reset() == 2
+    assert core.forgetting.reset() == 2
     assert not list(core.pins)
     assert core.pool.num_free == 16
     assert core.pins.dropped[-1].cause == "reset"

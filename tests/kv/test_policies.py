@@ -379,7 +379,7 @@ def test_a_reset_and_failed_steps_leave_a_policy_in_order(name: str) -> None:
         core.release(leaning)
         core.release(cache)
         audit(core)
-        core.reset()
+        core.forgetting.reset()
         audit(core)
         for cache in list(core.caches):
             core.release(cache)

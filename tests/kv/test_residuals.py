@@ -90,21 +90,21 @@ def test_what_ends_before_its_copy_is_copied_on(core):
 def test_what_a_failed_step_was_to_copy_is_lost_and_told_once(core):
     cache, _ = begin(core, 6)
     twin, gone = core.fork(cache), core.fork(cache)
-    core.step_failed([(cache, 6), (twin, 6)], core.residuals.take_copies())
-    assert core.num_left(cache, 6) == 6
-    assert core.num_left(twin, 6) == 4
-    assert core.num_left(twin, 6) == 6
+    core.lodgers.on_failed([(cache, 6), (twin, 6)], core.residuals.take_copies())
+    assert core.lodgers.num_left(cache, 6) == 6
+    assert core.lodgers.num_left(twin, 6) == 4
+    assert core.lodgers.num_left(twin, 6) == 6
     core.release(gone)
-    assert core.num_left(begin(core, 6)[0], 6) == 6
+    assert core.lodgers.num_left(begin(core, 6)[0], 6) == 6
 
 
 def test_what_a_failed_step_began_a_block_over_is_lost(core):
     """Two steps fail: the one that ends a block, and the one behind it that has begun the next where that one lay."""
     cache, other = begin(core, 7)[0], begin(core, 7)[0]
-    core.step_failed([(cache, 8), (other, 9)], [])
-    core.step_failed([(cache, 7), (other, 8)], [])
-    assert core.num_left(cache, 7) == 4
-    assert core.num_left(other, 8) == 8
+    core.lodgers.on_failed([(cache, 8), (other, 9)], [])
+    core.lodgers.on_failed([(cache, 7), (other, 8)], [])
+    assert core.lodgers.num_left(cache, 7) == 4
+    assert core.lodgers.num_left(other, 8) == 8
 
 
 def test_a_window_is_kept_from_the_beginning_of_the_block_that_is_being_filled():

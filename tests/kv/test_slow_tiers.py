@@ -158,7 +158,7 @@ class World:
         """Drop what a sequence has, as if its logits had been no numbers: here, and as tiers are told, behind them."""
         own = {in_group(digest, group) for digest in digests(tokens) for group in range(len(self.rules))}
         self.seen["corrupted, and in a tier"] += not own.isdisjoint(self.store)
-        forgotten = self.core.distrust(cache, NS, pack(tokens))
+        forgotten = self.core.forgetting.distrust(cache, NS, pack(tokens))
         for digest in forgotten:
             self.store.pop(digest, None)
         for _, _, doomed in self.writing:
@@ -265,7 +265,7 @@ class World:
         self.seen["written"] += len(kept)
 
     def reset(self):
-        self.core.reset()
+        self.core.forgetting.reset()
         self.store.clear()  # as Tiering does, behind what is being written
         for ops, _, _ in self.writing:
             self.slow.writes.written(ops, 0)

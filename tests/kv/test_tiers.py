@@ -191,7 +191,7 @@ def test_a_reset_forgets_also_what_a_step_in_flight_uses():
     core.serve(B)
     cache, _ = core.acquire(core.match(NS, pack(A), 8))
     ops = core.moves.take_host_ops()
-    core.reset()
+    core.forgetting.reset()
     audit(core)
     assert core.tier.blocks.num_held == 0
     assert core.match(NS, pack(A), 8).held == ()

@@ -74,7 +74,7 @@ def random_operations(seed, name, num_operations):
     )
     for _ in range(4):
         operate(machine, rng, num_operations // 4)
-        machine.core.reset()
+        machine.core.forgetting.reset()
     reads = [event for event in machine.events if isinstance(event, TierRead)]
     seen = Counter({cause: num for event in reads for cause, num in event.num_missed.items()})
     for event in reads:

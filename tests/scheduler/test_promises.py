@@ -276,7 +276,7 @@ class World:
             elif draw < 0.3:
                 self.cancel()
             elif draw < 0.305 and not self.flights:
-                self.core.reset()
+                self.core.forgetting.reset()
             elif draw < 0.305 + bad.get("dead", 0.0):
                 self.num_dead, self.was_dead = random.randrange(1, 30), True
             else:

@@ -280,10 +280,10 @@ def test_a_reset_between_and_during_steps_changes_no_output():
     while house.scheduler.has_work:
         plan = house.scheduler.schedule(0.0)
         if rng.random() < 0.3:
-            house.core.reset()
+            house.core.forgetting.reset()
         house.scheduler.apply(runner.run(plan))
         if rng.random() < 0.3:
-            house.core.reset()
+            house.core.forgetting.reset()
         audit(house.core)
     assert outputs_of(*requests) == expected
 

@@ -479,7 +479,7 @@ class Machine:
         """All prefixes are forgotten."""
         self._saw("reset during a step", bool(self.flights))
         self._saw("reset during two steps", len(self.flights) == 2)
-        self.core.reset()
+        self.core.forgetting.reset()
 
     def unpin(self, which: int) -> None:
         """Somebody takes a pin away."""
@@ -510,7 +510,7 @@ class Machine:
             assert num_steps_left >= -1, "somebody starves"
         assert all(request.status is RequestStatus.FINISHED for request in self.requests.values())
         assert self.core.num_active == 0
-        self.core.reset()
+        self.core.forgetting.reset()
         assert self.core.pool.num_free == self.core.pool.num_blocks
 
     # Checks.

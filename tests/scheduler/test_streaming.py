@@ -145,7 +145,7 @@ class Machine:
             self.runner.damage(held[which % len(held)].host_id)
 
     def reset(self):
-        self.core.reset()
+        self.core.forgetting.reset()
 
     def drain(self):
         num_steps = 0

@@ -101,7 +101,7 @@ class TieredMachine(Machine):
         )
 
     def reset(self):
-        self.core.reset()
+        self.core.forgetting.reset()
         self.tiering.begin_reset()
         self.tiering.finish_reset()
 

@@ -37,7 +37,7 @@ def test_everything_that_can_go_wrong_does(monkeypatch):
     real = faults.Scheduler
 
     def watched(core, limits, *, policy):
-        core._emit = core.pins._emit = core.blocks._emit = core.moves._emit = count
+        core.uses._emit = core.forgetting._emit = core.pins._emit = core.blocks._emit = core.moves._emit = count
         machines.append(core)
         return real(core, limits, policy=policy, emit=count)
 

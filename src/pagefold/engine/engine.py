@@ -219,7 +219,7 @@ class Engine:
 
         That may take long, and any thread may call it.
         """
-        num_freed = self.scheduler.core.reset()
+        num_freed = self.scheduler.core.forgetting.reset()
         self.tiering.begin_reset()
         return num_freed, self.tiering.finish_reset
 

@@ -76,7 +76,8 @@ class BlockCache:
     @property
     def num_available(self) -> int:
         """Blocks that an allocation could get: the free ones, and the cached ones that no pin keeps."""
-        return self.pool.num_free + self.pool.num_cached - self.pool.num_pinned
+        pool = self.pool
+        return len(pool.free_ids) + pool.num_cached - pool.num_pinned
 
     def next_tick(self) -> int:
         """Let logical time go on, and return it."""

@@ -18,8 +18,11 @@ The core's parts have what is theirs:
     core.rules          what the cache groups keep
     core.pins           what stays cached though no table holds it
     core.host, slow     the tiers behind the device (``host_tier.py``, ``slow_tiers.py``)
+    core.uses           what is noted of blocks that are used, and hints
+    core.forgetting     what must not be found any more
     core.residuals      where sequences have their unsealed blocks, of a codec that seals (``residuals.py``)
     core.streaming      sequences larger than the device (``streaming.py``): these begin with ``begin_streaming``
+    core.lodgers        the last two as one (``lodger.py``): what they are told and asked of every sequence
 
 A part that is off is there too, and has nothing and does nothing.
 """
@@ -28,37 +31,37 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagefold.events import BlocksReused, CacheReset, Emit, ignore
+from pagefold.events import Emit, ignore
 from pagefold.kv.arbiter import Arbiter
 from pagefold.kv.block_cache import BlockCache
+from pagefold.kv.forgetting import Forgetting
 from pagefold.kv.held_block import HOST
 from pagefold.kv.holding import Holding
 from pagefold.kv.host_tier import NO_HOST
 from pagefold.kv.keep import KEEP_ALL
 from pagefold.kv.keep_rules import KeepRules
+from pagefold.kv.lodger import Lodgers
 from pagefold.kv.moves import Moves
-from pagefold.kv.names import in_group
 from pagefold.kv.pins import PinLimits, PinTable
 from pagefold.kv.policies import make_policy
 from pagefold.kv.prefixes import Prefixes, PrefixesByGroups
-from pagefold.kv.publishing import Publishing
+from pagefold.kv.publishing import Publishing, PublishingByGroups
 from pagefold.kv.residuals import NO_RESIDUALS
 from pagefold.kv.sequence_cache import SequenceCache
 from pagefold.kv.slow_tiers import NO_SLOW_TIERS
 from pagefold.kv.streaming import NO_STREAMING, Streaming
-from pagefold.kv.tree import TOKEN_BYTES, PrefixHit, doubtful_nodes
+from pagefold.kv.uses import Uses
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
-    from pagefold.kv.block import Node
     from pagefold.kv.eviction import EvictionPolicy
     from pagefold.kv.host_tier import HostTier
     from pagefold.kv.keep import KeepRule
     from pagefold.kv.missing import Missing
-    from pagefold.kv.ops import ResidualCopy
     from pagefold.kv.residuals import Residuals
     from pagefold.kv.slow_tiers import SlowTiers
+    from pagefold.kv.tree import PrefixHit
 
 __all__ = ["KVCore"]
 
@@ -87,7 +90,8 @@ class KVCore:
         publishes: whether anything is ever cached.
         trims: whether any group gives blocks back while a sequence runs.
         rules: what each cache group keeps.
-        blocks, moves, publishing, pins, host, slow, residuals, streaming: the parts, as the module says.
+        blocks, moves, publishing, pins, host, slow, uses, forgetting, residuals, streaming, lodgers: the parts, as the
+            module says.
         arbiter: weighs restoring against computing.
         pool, tree, policy: of ``blocks``.
         caches: all that were acquired and not released.
@@ -127,14 +131,14 @@ class KVCore:
         self.blocks = blocks = BlockCache(num_blocks, self.rules, policy or make_policy("default"), host, slow, emit)
         self.pool, self.tree, self.policy = blocks.pool, blocks.tree, blocks.policy
         self.moves = Moves(blocks, host, slow, emit)
-        self.publishing = Publishing(blocks, block_size)
+        self.publishing = (Publishing if is_plain else PublishingByGroups)(blocks, block_size)
         self.pins = PinTable(blocks.pool, self.rules, pin_limits, update_evictable=blocks.update_evictable, emit=emit)
         self.streaming = Streaming(blocks.pool, host, block_size, self.moves.store) if allow_streaming else NO_STREAMING
-        self._lodgers = tuple(lodger for lodger in (residuals, self.streaming) if lodger.is_on)
-        self._emit = emit
-        self._stride = block_size * TOKEN_BYTES
+        self.lodgers = Lodgers((residuals, self.streaming))
+        self.uses = Uses(blocks, emit)
+        self.forgetting = Forgetting(blocks, self.rules, host, slow, self.pins, self.lodgers, self.caches, emit)
         self.trims = bool(self.rules.trimmed)
-        self._holding = Holding(blocks, self.rules, self.moves, host, emit)
+        self._holding = Holding(blocks, self.rules, self.moves, host, self.uses)
         find = Prefixes if is_plain else PrefixesByGroups
         self._prefixes = find(self.tree, self.rules, host, self._holding, copies_parts=not residuals.is_on)
 
@@ -207,19 +211,18 @@ class KVCore:
         copying it, and a block that the host tier holds by loading it, if a block can be had for that. What is loaded
         is published by the cache's next promise, as what the step computes.
         """
-        tick = self.blocks.next_tick()
+        self.blocks.next_tick()
         nodes = hit.nodes
         while nodes and not nodes[-1].attached:  # leaves leave first: parents are attached
             nodes = nodes[:-1]
         cache = SequenceCache(len(self.rules), None)
         self.caches.add(cache)
-        for lodger in self._lodgers:
-            lodger.on_acquire(cache)
+        self.lodgers.on_acquire(cache)
         nodes = self._prefixes.begin(cache, nodes, hit)
         if self.publishes:
             cache.tail = nodes[-1] if nodes else self.tree.root(hit.namespace)
         if nodes:
-            self._note_use(nodes, tick)
+            self.uses.note(nodes)
         cache.num_published = len(nodes)
         num_tokens = len(nodes) * self.block_size
         if len(nodes) == len(hit.nodes):
@@ -247,12 +250,6 @@ class KVCore:
             return False
         return end <= cache.capacity or self._holding.extend(cache, end)
 
-    def limit(self, cache: SequenceCache, start: int, num_tokens: int, num_all: int) -> int:
-        """Return how many tokens a sequence may compute in one step: see :meth:`Lodger.limit`."""
-        for lodger in self._lodgers:
-            num_tokens = lodger.limit(cache, start, num_tokens, num_all)
-        return num_tokens
-
     def num_blocks_for(self, num_tokens: int, num_new: int, cache: SequenceCache | None = None) -> int:
         """Return the most blocks of the device that a sequence takes at once until it has ``num_tokens``.
 
@@ -262,24 +259,7 @@ class KVCore:
             cache: what it has already, if it has begun; that is not counted.
         """
         num_blocks = self.rules.num_blocks_for(num_tokens, num_new, cache)
-        if cache is not None:
-            for lodger in self._lodgers:
-                num_blocks = lodger.growth(cache, num_tokens, num_blocks)
-        return num_blocks
-
-    def step_failed(self, rows: Sequence[tuple[SequenceCache, int]], copies: Sequence[ResidualCopy]) -> None:
-        """A step failed: see :meth:`Lodger.on_failed`. What it had promised and moved is taken back beside this."""
-        for lodger in self._lodgers:
-            lodger.on_failed(rows, copies)
-
-    def num_left(self, cache: SequenceCache, num_tokens: int) -> int | None:
-        """Return how many computed tokens a sequence still has after steps have failed: see :meth:`Lodger.num_left`."""
-        for lodger in self._lodgers:
-            left = lodger.num_left(cache, num_tokens)
-            if left is None:
-                return None
-            num_tokens = left
-        return num_tokens
+        return num_blocks if cache is None else self.lodgers.growth(cache, num_tokens, num_blocks)
 
     def trim(self, cache: SequenceCache, num_tokens: int) -> None:
         """Give back the blocks that nobody sees from position ``num_tokens`` on: what groups do not keep.
@@ -308,22 +288,8 @@ class KVCore:
         twin.copied_from = cache.copied_from
         twin.num_loaded_tokens = cache.num_loaded_tokens
         self.caches.add(twin)
-        for lodger in self._lodgers:
-            lodger.on_fork(cache, twin)
+        self.lodgers.on_fork(cache, twin)
         return twin
-
-    def hint(self, cache: SequenceCache, will_be_reused: Iterable[bool]) -> None:
-        """Say of the first blocks of ``cache`` whether they will be used again; call it before releasing the cache.
-
-        Policies may heed it, as far as hints have proved right; nothing else does. It holds until the next user's hint.
-        """
-        path: list[Node] = []
-        node = cache.tail
-        while node is not None and node.blocks:
-            path.append(node)
-            node = node.parent
-        for one, hint in zip(reversed(path), will_be_reused, strict=False):
-            one.reuse_hint = hint
 
     def release(self, cache: SequenceCache) -> None:
         """Let go of all blocks of ``cache``: published ones become cached, private ones free.
@@ -336,79 +302,8 @@ class KVCore:
         if cache.has_path:
             assert cache.tail is not None
             self.policy.on_release(cache.tail, cache.facts)
-        for lodger in self._lodgers:
-            lodger.on_release(cache)
+        self.lodgers.on_release(cache)
         self._holding.release(cache)
         cache.capacity = cache.num_published = 0
         cache.tail = None
         self.moves.drop_unheld()
-
-    def reset(self) -> int:
-        """Forget every prefix: cached blocks become free, and what running caches hold is never published again.
-
-        Pins are dropped: what they keep must not be used any more. Return how many cached blocks were freed.
-        """
-        self._emit(CacheReset())
-        self.pins.clear()
-        self.slow.fetches.reset()
-        self.blocks.cancel_stores()  # else their blocks would wait for a step, which may wait for the blocks
-        self.host.reset()
-        num_cached = self.pool.num_cached
-        self.blocks.clear()
-        for cache in self.caches:
-            cache.tail = None
-            cache.num_published = 0
-            for lodger in self._lodgers:
-                lodger.on_forget(cache)
-        return num_cached
-
-    def distrust(self, cache: SequenceCache, namespace: bytes, packed: bytes) -> set[bytes]:
-        """Forget what ``cache`` has, what it began with, and whatever else goes on from that: it may be corrupted.
-
-        Those are all paths that begin with its first block, since nobody knows which of its blocks is at fault. Other
-        caches on them go on, and publish nothing any more.
-
-        Args:
-            cache: of a sequence whose logits were no numbers.
-            namespace: key of the namespace that its blocks are in.
-            packed: the sequence's packed tokens.
-
-        Returns the digests of the paths, in every group, for slower tiers to forget; none without a host tier.
-        """
-        nodes = doubtful_nodes(self.tree, namespace, packed[: self._stride], cache.copied_from)
-        paths = self.host.distrust(namespace, packed, self._stride, nodes, cache.copied_from)
-        digests = {in_group(path, group) for path in paths for group in range(len(self.rules))}
-        self.slow.fetches.distrust(digests)
-        self.pins.distrust(set(nodes))
-        for node in reversed(nodes):
-            if node.attached:  # one without blocks has gone with its last child
-                self.blocks.evict(node, "corrupted")
-        for other in self.caches:
-            tail = other.tail
-            if other is cache or (tail is not None and tail.parent is not None and not tail.attached):
-                other.tail = None
-                other.num_published = 0
-            if other is cache or any(held.name.digest in digests for held in other.cold):
-                for lodger in self._lodgers:
-                    lodger.on_forget(other)
-        return digests
-
-    # Inside.
-
-    def _note_use(self, nodes: list[Node], tick: int) -> None:
-        """Note that a sequence goes on from ``nodes``, of which there are some."""
-        now_s = self.blocks.now_s
-        gaps: dict[float, int] = {}
-        used_s, num_alike = nodes[0].used_s, 0  # blocks of a path were mostly used together
-        for node in nodes:
-            node.last_used = tick
-            node.num_hits += 1
-            if node.used_s != used_s:
-                gaps[now_s - used_s] = gaps.get(now_s - used_s, 0) + num_alike
-                used_s, num_alike = node.used_s, 0
-            num_alike += 1
-            node.used_s = now_s
-        gaps[now_s - used_s] = gaps.get(now_s - used_s, 0) + num_alike
-        self._emit(BlocksReused(gaps))
-        self.blocks.update_evictable(nodes[-1])
-        self.policy.on_hit(nodes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagefold.events import BlocksReused, Emit
 from pagefold.kv.block import Block
 from pagefold.kv.held_block import HeldBlock
 from pagefold.kv.names import digest_of
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from pagefold.kv.moves import Moves
     from pagefold.kv.sequence_cache import SequenceCache
     from pagefold.kv.tree import PrefixHit
+    from pagefold.kv.uses import Uses
 
 __all__ = ["Holding"]
 
@@ -30,16 +30,16 @@ class Holding:
         rules: what each cache group keeps.
         moves: what is copied for tables.
         host: from where blocks are loaded.
-        emit: where events go.
+        uses: where it is noted that a part of a block is used.
     """
 
-    def __init__(self, blocks: BlockCache, rules: KeepRules, moves: Moves, host: HostTier, emit: Emit) -> None:
+    def __init__(self, blocks: BlockCache, rules: KeepRules, moves: Moves, host: HostTier, uses: Uses) -> None:
         self._blocks = blocks
         self._pool = blocks.pool
         self._rules = rules
         self._moves = moves
         self._host = host
-        self._emit = emit
+        self._uses = uses
 
     # Tables that begin.
 
@@ -99,11 +99,7 @@ class Holding:
             copies.append(dst)
         is_taken = len(copies) == len(node.blocks)
         if is_taken:
-            node.last_used = self._blocks.tick
-            node.num_hits += 1
-            now_s = self._blocks.now_s
-            self._emit(BlocksReused({now_s - node.used_s: 1}))
-            node.used_s = now_s
+            self._uses.note_part(node)
             cache.copied_from = node
             for table, src, dst in zip(cache.tables, sources, copies, strict=True):
                 dst.group = src.group
@@ -140,23 +136,19 @@ class Holding:
     def extend(self, cache: SequenceCache, end: int) -> bool:
         """Give the tables of ``cache`` blocks up to position ``end``; False, and nothing changes, without memory."""
         tables, size = cache.tables, self._rules.block_size
-        num_blocks = num_blocks_for(end, size)
-        num_new = num_blocks - tables[0].end
+        num_blocks, num_old = num_blocks_for(end, size), cache.capacity // size
+        num_new = num_blocks - num_old
         if num_new * len(tables) > self._blocks.num_available:
             return False
         allocate = self._blocks.allocate
-        new: list[Block] = []
         for group, table in enumerate(tables):
             for _ in range(num_new):
                 block = allocate()
                 if block is None:  # cached blocks that a transfer reads cannot go
-                    for taken in reversed(new):
-                        tables[taken.group].block_ids.pop()
-                        self._pool.release(taken)
+                    self._cut(cache, num_old)
                     return False
                 block.group = group
                 table.block_ids.append(block.block_id)
-                new.append(block)
         cache.capacity = num_blocks * size
         return True
 
@@ -245,6 +237,12 @@ class Holding:
             table.block_ids.clear()
 
     # Inside.
+
+    def _cut(self, cache: SequenceCache, num_blocks: int) -> None:
+        """Give back the private blocks behind place ``num_blocks``, the newest first."""
+        for table in reversed(cache.tables):
+            while table.end > num_blocks:
+                self._pool.release(self._pool.blocks[table.block_ids.pop()])
 
     def _fill(self, cache: SequenceCache, sources: list[list[Block | HeldBlock]]) -> bool:
         """Let the tables of ``cache`` hold the blocks among ``sources``, and new ones for the others.

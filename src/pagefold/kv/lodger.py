@@ -1,16 +1,19 @@
-"""Lodger: a part of the core that has something of a sequence beside its blocks, and is told what becomes of it."""
+"""Lodger: a part of the core that has something of a sequence beside its blocks, and is told what becomes of it.
+
+``core.lodgers`` are all of them, told and asked as one.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from pagefold.kv.ops import ResidualCopy
     from pagefold.kv.sequence_cache import SequenceCache
 
-__all__ = ["Lodger"]
+__all__ = ["Lodger", "Lodgers"]
 
 
 class Lodger:
@@ -68,4 +71,62 @@ class Lodger:
             num_tokens: how many there could be.
             num_all: how many the sequence has in all.
         """
+        return num_tokens
+
+
+class Lodgers(Lodger):
+    """Several lodgers, those of them that are on: told one by one, and each is asked of what the one before answered.
+
+    Args:
+        lodgers: in the order in which they are asked.
+    """
+
+    def __init__(self, lodgers: Iterable[Lodger]) -> None:
+        self._lodgers = tuple(lodger for lodger in lodgers if lodger.is_on)
+        self.is_on = bool(self._lodgers)
+
+    def on_acquire(self, cache: SequenceCache) -> None:
+        """A sequence begins."""
+        for lodger in self._lodgers:
+            lodger.on_acquire(cache)
+
+    def on_fork(self, cache: SequenceCache, twin: SequenceCache) -> None:
+        """``twin`` begins, and goes on from what ``cache`` has."""
+        for lodger in self._lodgers:
+            lodger.on_fork(cache, twin)
+
+    def on_release(self, cache: SequenceCache) -> None:
+        """A sequence ends."""
+        for lodger in self._lodgers:
+            lodger.on_release(cache)
+
+    def on_forget(self, cache: SequenceCache) -> None:
+        """What a sequence has is not to be found any more."""
+        for lodger in self._lodgers:
+            lodger.on_forget(cache)
+
+    def on_failed(self, rows: Sequence[tuple[SequenceCache, int]], copies: Sequence[ResidualCopy]) -> None:
+        """A step failed. What it had promised and moved is taken back beside this."""
+        for lodger in self._lodgers:
+            lodger.on_failed(rows, copies)
+
+    def num_left(self, cache: SequenceCache, num_tokens: int) -> int | None:
+        """Return how many computed tokens a sequence still has after steps have failed."""
+        for lodger in self._lodgers:
+            left = lodger.num_left(cache, num_tokens)
+            if left is None:
+                return None
+            num_tokens = left
+        return num_tokens
+
+    def growth(self, cache: SequenceCache, num_tokens: int, num_blocks: int) -> int:
+        """Return how many blocks a sequence takes yet until it has ``num_tokens``."""
+        for lodger in self._lodgers:
+            num_blocks = lodger.growth(cache, num_tokens, num_blocks)
+        return num_blocks
+
+    def limit(self, cache: SequenceCache, start: int, num_tokens: int, num_all: int) -> int:
+        """Return how many tokens a sequence may compute in one step."""
+        for lodger in self._lodgers:
+            num_tokens = lodger.limit(cache, start, num_tokens, num_all)
         return num_tokens

@@ -5,6 +5,9 @@ The life of what a step will write::
     promise = publishing.promise(cache, packed, end)    others may lean on the blocks
     publishing.commit(promise)                          the step ran: what was promised is written and stays
     publishing.abandon(promise)                         the step failed: it is taken back
+
+Of one cache group that keeps all, every place of a path has one block. Of several, one for each group that keeps what
+is there.
 """
 
 from __future__ import annotations
@@ -20,11 +23,11 @@ if TYPE_CHECKING:
     from pagefold.kv.sequence_cache import SequenceCache
     from pagefold.kv.table import BlockTable
 
-__all__ = ["Publishing"]
+__all__ = ["Publishing", "PublishingByGroups"]
 
 
 class Publishing:
-    """Promises of caches, and what becomes of them.
+    """Promises of caches, and what becomes of them, where there is one cache group, which keeps all.
 
     Args:
         blocks: of the device.
@@ -36,6 +39,7 @@ class Publishing:
         self._pool, self._tree, self._policy = blocks.pool, blocks.tree, blocks.policy
         self._block_size = block_size
         self._stride = block_size * TOKEN_BYTES
+        self._alone = [(block,) for block in blocks.pool.blocks]  # made once: a node has them as long as it is there
 
     def promise(self, cache: SequenceCache, packed: bytes, num_tokens: int) -> Promise | None:
         """Publish the whole blocks among the first ``num_tokens`` that the step being planned will complete.
@@ -167,24 +171,35 @@ class Publishing:
 
         None if a fork holds one too, off the tree: published, it would not be of that one's path.
         """
-        own: list[Block | None] = []
-        for table in cache.tables:
-            at = index - table.num_trimmed
-            block = self._pool.blocks[table.block_ids[at]] if at >= 0 else None
-            if block is not None and block.num_table_refs > 1:
-                return None
-            own.append(block)
-        return tuple(own)
-
-    def _at(self, table: BlockTable, index: int) -> Block | None:
-        at = index - table.num_trimmed
-        return self._pool.blocks[table.block_ids[at]] if at >= 0 else None
+        own = self._alone[cache.tables[0].block_ids[index]]
+        return None if own[0].num_table_refs > 1 else own
 
     def _exchange(self, cache: SequenceCache, index: int, node: Node) -> bool:
         """Give blocks of ``cache`` back for those of ``node``, which hold the same; or to ``node``, where it has none.
 
         False, with nothing changed, where a fork holds what ``node`` would be given.
         """
+        block_ids = cache.tables[0].block_ids
+        theirs = node.blocks[0]
+        assert theirs is not None, "a node of a group that keeps all has its block to its end"
+        own = self._pool.blocks[block_ids[index]]
+        self._pool.acquire(theirs)
+        self._blocks.update_evictable(node)
+        block_ids[index] = theirs.block_id
+        self._pool.release(own)
+        return True
+
+
+class PublishingByGroups(Publishing):
+    """The same where there are several groups, or one that keeps the last tokens only."""
+
+    def _own(self, cache: SequenceCache, index: int) -> tuple[Block | None, ...] | None:
+        """Return the blocks of every group at one place; see :class:`Publishing`."""
+        own = tuple(self._at(table, index) for table in cache.tables)
+        return None if any(block is not None and block.num_table_refs > 1 for block in own) else own
+
+    def _exchange(self, cache: SequenceCache, index: int, node: Node) -> bool:
+        """Give blocks back for those of ``node``, or to it; see :class:`Publishing`."""
         pool = self._pool
         pairs = [
             (table, own, theirs)
@@ -205,3 +220,8 @@ class Publishing:
                 table.block_ids[index - table.num_trimmed] = theirs.block_id
                 pool.release(own)
         return True
+
+    def _at(self, table: BlockTable, index: int) -> Block | None:
+        """Return what a table has at one place of a path."""
+        at = index - table.num_trimmed
+        return self._pool.blocks[table.block_ids[at]] if at >= 0 else None

@@ -67,7 +67,7 @@ class Admission:
             return False
         cache, start = core.begin_streaming(hit) if streams else core.acquire(core.worth(hit))
         request.cache = cache
-        num_tokens = core.limit(cache, start, min(request.num_tokens - start, budget), request.num_tokens)
+        num_tokens = core.lodgers.limit(cache, start, min(request.num_tokens - start, budget), request.num_tokens)
         if not core.extend(cache, start, start + num_tokens):
             request.cache = None
             core.release(cache)

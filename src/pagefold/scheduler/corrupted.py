@@ -31,7 +31,7 @@ def end_corrupted(core: KVCore, requests: Iterable[Request], emit: Emit) -> tupl
         if request.finish_reason == "error":  # by the step before, and this row is one too many
             continue
         assert request.cache is not None
-        digests |= core.distrust(request.cache, request.namespace, request.packed())
+        digests |= core.forgetting.distrust(request.cache, request.namespace, request.packed())
         if request.is_aborted:
             continue
         ended.append(request)

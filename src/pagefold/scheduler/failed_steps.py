@@ -72,7 +72,7 @@ class FailedSteps:
         core.moves.host_failed(step.plan.host_ops, damaged_ids)
         rows = zip(step.requests, step.plan.starts, strict=True)
         written = [(request.cache, start) for request, start in rows if request.cache is not None]
-        core.step_failed(written, step.plan.residual_copies)
+        core.lodgers.on_failed(written, step.plan.residual_copies)
         for promise in reversed(step.promises):
             core.publishing.abandon(promise)
         for promise in step.joins:  # what the step before wrote stays, and nobody reads these caches any more
@@ -94,7 +94,7 @@ class FailedSteps:
 
     def _num_left(self, request: Request) -> int | None:
         assert request.cache is not None
-        return self._core.num_left(request.cache, request.num_computed_tokens)
+        return self._core.lodgers.num_left(request.cache, request.num_computed_tokens)
 
     def _blame(self, step: StepInFlight) -> None:
         """Give those a finish reason who are found to have made steps fail."""

@@ -53,7 +53,7 @@ class Leaving:
                 self._pin(request, request.warm_up, request.cache)
             self._core.moves.write_through(request.cache)
             if request.returns_in_s is not None:
-                self._core.hint(request.cache, repeat(True))  # noqa: FBT003 - of every block
+                self._core.uses.hint(request.cache, repeat(True))  # noqa: FBT003 - of every block
             self._release(request, 1.0)
         self._queues.forget(request)
         for sample in (request, *request.forks):

@@ -67,7 +67,7 @@ class RowPlanner:
             cache = request.cache
             assert cache is not None
             if num_tokens > 1:
-                num_tokens = self._core.limit(cache, start, num_tokens, len(token_ids))
+                num_tokens = self._core.lodgers.limit(cache, start, num_tokens, len(token_ids))
             end = start + num_tokens
             if (end > cache.capacity or cache.may_share_tail) and not self._relief.extend(step, request, start, end):
                 if step.is_ahead:

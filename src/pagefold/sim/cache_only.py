@@ -157,7 +157,7 @@ class _Replayer:
             if promise is not None:
                 core.publishing.commit(promise)
             if hints is not None:
-                core.hint(cache, hints[index])
+                core.uses.hint(cache, hints[index])
             core.release(cache)
             core.blocks.reclaim(core.pool.num_cached - num_blocks)
             num_asked += request.prompt_tokens

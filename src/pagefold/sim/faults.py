@@ -176,7 +176,7 @@ class _Machine:
                 if action.host_id < self._run.num_host_blocks:
                     self._runner.damage(action.host_id)
             case ResetCache():
-                self._core.reset()
+                self._core.forgetting.reset()
         audit(self._core)
 
     def end(self) -> None:
@@ -191,7 +191,7 @@ class _Machine:
             _check(request.finish_reason is not None, f"{request} never ended")
         pool = self._core.pool
         _check(pool.num_free + pool.num_cached == pool.num_blocks, "blocks were lost")
-        self._core.reset()
+        self._core.forgetting.reset()
         audit(self._core)
         _check(pool.num_free == pool.num_blocks, "blocks stay cached after a reset")
 

@@ -130,7 +130,7 @@ class _Replayer:
                 case RecordedUnpin():
                     self._core.pins.remove(_name(each.number))
                 case RecordedReset():
-                    self._core.reset()
+                    self._core.forgetting.reset()
                 case RecordedStep():
                     num_steps += 1
                     difference = self._step(each, in_step)

@@ -1,0 +1,106 @@
+"""Forgetting: what must not be found any more: everything, or what may be corrupted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pagefold.events import CacheReset, Emit
+from pagefold.kv.names import in_group
+from pagefold.kv.tree import TOKEN_BYTES, doubtful_nodes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pagefold.kv.block_cache import BlockCache
+    from pagefold.kv.host_tier import HostTier
+    from pagefold.kv.keep_rules import KeepRules
+    from pagefold.kv.lodger import Lodger
+    from pagefold.kv.pins import PinTable
+    from pagefold.kv.sequence_cache import SequenceCache
+    from pagefold.kv.slow_tiers import SlowTiers
+
+__all__ = ["Forgetting"]
+
+
+class Forgetting:
+    """Takes what is known of sequences out of all that knows it: tree, pins, host, slow tiers, and running caches.
+
+    Args:
+        blocks: of the device.
+        rules: what each cache group keeps.
+        host: what it holds.
+        slow: what is brought from there.
+        pins: what stays cached.
+        lodgers: what else they have of a sequence.
+        caches: all that were acquired and not released.
+        emit: where events go.
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917 - all that know of a sequence
+        self,
+        blocks: BlockCache,
+        rules: KeepRules,
+        host: HostTier,
+        slow: SlowTiers,
+        pins: PinTable,
+        lodgers: Lodger,
+        caches: Iterable[SequenceCache],
+        emit: Emit,
+    ) -> None:
+        self._blocks = blocks
+        self._rules = rules
+        self._host = host
+        self._slow = slow
+        self._pins = pins
+        self._lodgers = lodgers
+        self._caches = caches
+        self._emit = emit
+        self._stride = rules.block_size * TOKEN_BYTES
+
+    def reset(self) -> int:
+        """Forget every prefix: cached blocks become free, and what running caches hold is never published again.
+
+        Pins are dropped: what they keep must not be used any more. Return how many cached blocks were freed.
+        """
+        self._emit(CacheReset())
+        self._pins.clear()
+        self._slow.fetches.reset()
+        self._blocks.cancel_stores()  # else their blocks would wait for a step, which may wait for the blocks
+        self._host.reset()
+        num_cached = self._blocks.pool.num_cached
+        self._blocks.clear()
+        for cache in self._caches:
+            cache.tail = None
+            cache.num_published = 0
+            self._lodgers.on_forget(cache)
+        return num_cached
+
+    def distrust(self, cache: SequenceCache, namespace: bytes, packed: bytes) -> set[bytes]:
+        """Forget what ``cache`` has, what it began with, and whatever else goes on from that: it may be corrupted.
+
+        Those are all paths that begin with its first block, since nobody knows which of its blocks is at fault. Other
+        caches on them go on, and publish nothing any more.
+
+        Args:
+            cache: of a sequence whose logits were no numbers.
+            namespace: key of the namespace that its blocks are in.
+            packed: the sequence's packed tokens.
+
+        Returns the digests of the paths, in every group, for slower tiers to forget; none without a host tier.
+        """
+        nodes = doubtful_nodes(self._blocks.tree, namespace, packed[: self._stride], cache.copied_from)
+        paths = self._host.distrust(namespace, packed, self._stride, nodes, cache.copied_from)
+        digests = {in_group(path, group) for path in paths for group in range(len(self._rules))}
+        self._slow.fetches.distrust(digests)
+        self._pins.distrust(set(nodes))
+        for node in reversed(nodes):
+            if node.attached:  # one without blocks has gone with its last child
+                self._blocks.evict(node, "corrupted")
+        for other in self._caches:
+            tail = other.tail
+            if other is cache or (tail is not None and tail.parent is not None and not tail.attached):
+                other.tail = None
+                other.num_published = 0
+            if other is cache or any(held.name.digest in digests for held in other.cold):
+                self._lodgers.on_forget(other)
+        return digests
