@@ -61,12 +61,10 @@ class OnCpu:
         config, spec, max_model_len = blueprint.config, blueprint.spec, blueprint.capacity.max_model_len
         if blueprint.is_fused:
             from pagefold.runner.fused.decoder import FusedDecoder  # noqa: PLC0415 - compiles
-            from pagefold.runner.fused.formats import decoder_formats  # noqa: PLC0415
             from pagefold.runner.fused.weights import pack_model  # noqa: PLC0415
 
             assert spec.fused is not None, "a fused decoder of a model that it does not compute"
-            formats = decoder_formats(str(blueprint.dtype).removeprefix("torch."), config.quantization)
-            packed = pack_model(spec.fused, spec.folder, max_model_len, formats)
+            packed = pack_model(spec.fused, spec.folder, max_model_len, blueprint.formats)
             num_threads = config.threads or available_cpus()
             return FusedDecoder(spec.fused, packed, slab, num_threads=num_threads, on_queries=on_queries)
         from pagefold.runner.attention import choose_backend  # noqa: PLC0415
