@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pagefold.config import EngineConfig
 from pagefold.engine.build import build_engine
-from pagefold.engine.planning import plan_engine
+from pagefold.engine.planning import hardware_of, plan_engine
 from pagefold.errors import ConfigError
+from pagefold.kernels.pairs import Pairs
+from pagefold.kernels.quads import Quads
 from pagefold.plan import Device, PlanSettings, Question, Workload, draw_lengths, find_model, make_plan
 from pagefold.plan.memory import plan_memory
 from pagefold.plan.report import formula
+from pagefold.runner.fused.weights import pack_model, packed_bytes
 from pagefold.sampling import SamplingParams
 
 sys.path.append(str(Path(__file__).parents[1] / "equivalence"))
@@ -80,6 +84,42 @@ def test_a_slab_is_what_was_planned(family, settings, smollm2, tiny_folder, free
     assert sum(parameter.nbytes for parameter in engine.runner.decoder.model.parameters()) == planned.weight_bytes
 
 
+@pytest.mark.parametrize("quantization", [None, "int8", "w8a8_int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_weights_of_the_fused_decoder_are_planned_to_the_byte(family, dtype, quantization, tiny_folder):
+    """A start counts whole panels and scales; the planner bits a parameter, so less by no more than what fills them."""
+    folder = tiny_folder(family)
+    config = EngineConfig(model=str(folder), device="cpu", dtype=dtype, quantization=quantization, max_model_len=64)
+    blueprint = plan_engine(config)
+    assert blueprint.is_fused
+    packed = pack_model(blueprint.spec.fused, blueprint.spec.folder, 64, blueprint.formats)
+    assert packed.num_bytes == blueprint.capacity.weight_bytes == packed_bytes(blueprint.spec.fused, blueprint.formats)
+    counted = PlanSettings(dtype=dtype, weight_dtype=quantization or "auto", max_model_len=64, max_num_seqs=128)
+    planned = plan_memory(find_model(str(folder)), cpu(3 * GIB), counted).devices[0].capacity.weight_bytes
+    assert planned <= packed.num_bytes
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({}, "computes   float32, by multiply-adds"),
+        ({"dtype": "bfloat16", "attention_backend": "cpu"}, "computes   bfloat16, by "),
+        ({"quantization": "int8"}, "computes   int8 and float32, by "),
+        ({"quantization": "w8a8_int8", "dtype": "bfloat16"}, "computes   w8a8_int8 and bfloat16, by "),
+    ],
+    ids=str,
+)
+def test_a_start_says_in_what_it_computes(settings, line, tiny_folder):
+    blueprint = plan_engine(EngineConfig(model=str(tiny_folder("llama")), device="cpu", max_model_len=64, **settings))
+    assert [said for said in hardware_of(blueprint).lines(blueprint) if said.startswith(line)]
+
+
+def test_a_processor_without_the_instruction_says_so():
+    for form, name in ((Pairs(is_native=False), "vdpbf16ps"), (Quads(is_native=False), "vpdpbusd")):
+        assert f"{name}, which this processor lacks, and slower" in form.means
+
+
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_every_family_is_read_alike(family, tiny_folder, free_bytes):
     """The planner reads config.json by itself, the server mostly through transformers: both come to the same."""
@@ -87,7 +127,11 @@ def test_every_family_is_read_alike(family, tiny_folder, free_bytes):
     blueprint = plan_engine(EngineConfig(model=str(folder), kv_cache_memory_bytes=2**24, dtype="float32"))
     shape = find_model(str(folder))
     memory = plan_memory(shape, cpu(free_bytes), PlanSettings(kv_cache_memory_bytes=2**24, max_num_seqs=128))
-    assert memory.devices[0].capacity == blueprint.capacity
+    planned, served = memory.devices[0].capacity, blueprint.capacity
+    if blueprint.is_fused:  # its panels are filled up
+        assert planned.weight_bytes <= served.weight_bytes
+        planned = replace(planned, weight_bytes=served.weight_bytes)
+    assert planned == served
     assert memory.layout.bytes_per_block == blueprint.geometry.bytes_per_block
     assert shape.counted_parameters == blueprint.spec.num_parameters
     assert (shape.served_limit or shape.max_positions) == blueprint.limit.length

@@ -13,7 +13,15 @@ from typer.testing import CliRunner
 from pagefold import LLM
 from pagefold.cli import app
 from pagefold.config import EngineConfig
-from pagefold.engine.verdicts import Verdict, check_quality, floor_of, read_verdict, subject_of, write_verdict
+from pagefold.engine.verdicts import (
+    Verdict,
+    check_quality,
+    floor_of,
+    format_floor_of,
+    read_verdict,
+    subject_of,
+    write_verdict,
+)
 from pagefold.errors import ConfigError, QualityError
 from pagefold.runner.content import content_fingerprint
 
@@ -138,6 +146,41 @@ def test_what_is_stored_in_16_bit_has_no_floor(tmp_path: Path) -> None:
     assert floor_of(_config()) == 0.97
 
 
+def _quantized(**settings: object) -> EngineConfig:
+    return _config(**{"kv_cache_dtype": "auto", "quantization": "w8a8_int8", **settings})
+
+
+def test_products_in_8_bit_have_a_floor_and_weights_alone_none(tmp_path: Path) -> None:
+    assert [format_floor_of(_quantized(quantization=one)) for one in (None, "int8", "w8a8_int8")] == [0.0, 0.0, 0.97]
+    assert _check(_quantized(quantization="int8"), tmp_path) == []
+    (said,) = _check(_quantized(), tmp_path)
+    assert said.startswith("nobody has measured what quantization w8a8_int8 costs on this model")
+    assert said.endswith("pagefold eval m --number-formats w8a8_int8")
+    (said,) = _check(_quantized(dtype="bfloat16", block_size=32), tmp_path)
+    assert said.endswith("pagefold eval m --number-formats bfloat16+w8a8_int8 --block-size 32")
+    write_verdict(_verdict(_quantized(), "f", 0.96), tmp_path)
+    with pytest.raises(QualityError, match=r"quantization w8a8_int8 is under the quality floor of 97.0%") as caught:
+        _check(_quantized(force_kv_cache_dtype=True), tmp_path)
+    assert "--force-quantization" in caught.value.remedy
+    (said,) = _check(_quantized(force_quantization=True), tmp_path)
+    assert "forced" in said
+    assert _check(_quantized(kv_quality_floor=0.9), tmp_path) == []
+    assert _check(_quantized(kv_quality_floor=0.0), tmp_path) == []
+
+
+def test_a_codec_beside_products_in_8_bit_needs_a_verdict_on_each(tmp_path: Path) -> None:
+    both = _quantized(kv_cache_dtype="int8_per_token_head")
+    assert [said.split("to find out: ")[1] for said in _check(both, tmp_path)] == [
+        "pagefold eval m --number-formats w8a8_int8",
+        "pagefold eval m --kv-cache-dtype int8_per_token_head --quantization w8a8_int8",
+    ]
+    write_verdict(_verdict(_quantized(), "f", 0.99), tmp_path)
+    write_verdict(_verdict(both, "f", 0.5), tmp_path)
+    assert _check(_quantized(), tmp_path) == []
+    with pytest.raises(QualityError, match="kv_cache_dtype int8_per_token_head is under"):
+        _check(both, tmp_path)
+
+
 def test_a_floor_is_a_share() -> None:
     with pytest.raises(ConfigError, match="kv_quality_floor"):
         _config(kv_quality_floor=97.0)
@@ -193,9 +236,38 @@ def test_the_command_measures_keeps_and_recommends(
     assert "recommended: --kv-cache-dtype int8" in again.output
 
 
+def test_number_formats_are_compared_with_float32_in_one_run(
+    tiny_chat_model: Path, own_cache: Path, story: Text, tmp_path: Path
+) -> None:
+    file = tmp_path / "story.txt"
+    file.write_text(story.content)
+    asked = ["eval", str(tiny_chat_model), "--text", str(file), "--context-len", "96", "--num-contexts", "2", "--json"]
+    asked += ["--needles", "0", "--greedy-tokens", "4", "--number-formats", "bfloat16,w8a8_int8,bfloat16+w8a8_int8"]
+    result = CliRunner().invoke(app, [*asked, "--recommend"])
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    names = ("bfloat16", "w8a8_int8", "bfloat16+w8a8_int8")
+    assert [found["name"] for found in answer["settings"]] == [f"numbers in {name}" for name in names]
+    assert [found["dtype"] for found in answer["settings"]] == ["bfloat16", "float32", "bfloat16"]
+    assert all(found["kl"]["value"] > 0 for found in answer["settings"])
+    assert answer["recommended"]["kv_cache_dtype"] == "auto"  # a number format is no codec
+    assert len(list((own_cache / "verdicts").iterdir())) == 2  # none on bfloat16
+    for dtype, at in (("float32", 1), ("bfloat16", 2)):
+        subject = subject_of(_quantized(model=str(tiny_chat_model)), dtype)
+        verdict = read_verdict(answer["fingerprint"], subject, own_cache)
+        assert verdict is not None
+        assert verdict.top1_agreement == answer["settings"][at]["top1_agreement"]["value"]
+    both_sides = ["--quantization", "w8a8_int8", "--kv-cache-dtype", "auto"]
+    result = CliRunner().invoke(app, [*asked[:-2], *both_sides])
+    assert result.exit_code == 0, result.output
+    assert len(list((own_cache / "verdicts").iterdir())) == 2  # what is compared with itself has no verdict
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
+        (["--number-formats", "int5"], "There is no number format 'int5'"),
+        (["--number-formats", "w8a8_int8", "--quantization", "int8"], "Leave one of them out"),
         (["--kv-cache-dtype", "int5"], "one of auto"),
         (["--context-len", "4096"], "at most 2047"),
         (["--context-len", "512"], "longer text"),

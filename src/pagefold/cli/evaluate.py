@@ -1,10 +1,11 @@
-"""``pagefold eval``: what a KV codec, or another setting, costs on a model and a text."""
+"""``pagefold eval``: what a KV codec, or a number format, costs on a model and a text."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
 from itertools import product
+from math import inf
 from pathlib import Path  # noqa: TC003 - typer reads it
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
@@ -16,7 +17,7 @@ from pagefold.cli.models import progress_bar
 from pagefold.cli.options import parse_layers
 from pagefold.cli.serve import check_installed, quiet_transformers
 from pagefold.config import DROPPED_BITS, EngineConfig, cache_dir
-from pagefold.engine.verdicts import SAME_AS, Verdict, floor_of, subject_of, write_verdict
+from pagefold.engine.verdicts import SAME_AS, Verdict, floor_of, format_floor_of, subject_of, write_verdict
 from pagefold.errors import ConfigError, PagefoldError
 from pagefold.files.whole import check_writable, write_whole
 from pagefold.kv import KV_CACHE_DTYPES
@@ -30,7 +31,14 @@ if TYPE_CHECKING:
     from pagefold.quality.setting import Setting
     from pagefold.quality.texts import Text
 
-__all__ = ["evaluate"]
+__all__ = ["NUMBER_FORMATS", "evaluate"]
+
+NUMBER_FORMATS: Mapping[str, Mapping[str, object]] = {
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"quantization": "int8"},
+    "w8a8_int8": {"quantization": "w8a8_int8"},
+}
+"""What an engine can be asked to compute in, beside its own dtype; two go together with a plus."""
 
 _WHAT, _TEXT, _ANSWER, _ENGINE = "What is evaluated", "Text", "Answer", "Engine"
 
@@ -60,6 +68,15 @@ def evaluate(  # noqa: PLR0913 - one parameter a flag
             rich_help_panel=_WHAT,
         ),
     ] = "none",
+    number_formats: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORMATS",
+            help="What the fused decoder computes in, with commas, against the exact one: bfloat16,int8,w8a8_int8,"
+            "bfloat16+w8a8_int8.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
     text: Annotated[
         Path | None,
         typer.Option(
@@ -119,13 +136,13 @@ def evaluate(  # noqa: PLR0913 - one parameter a flag
         str, typer.Option(help="Who computes the layers: auto, pagefold or transformers.", rich_help_panel=_ENGINE)
     ] = "auto",
     quantization: Annotated[
-        str | None, typer.Option(help="int8: weights of a quarter of the size, on both sides.", rich_help_panel=_ENGINE)
+        str | None, typer.Option(help="int8 or w8a8_int8, on both sides.", rich_help_panel=_ENGINE)
     ] = None,
     threads: Annotated[
         int | None, typer.Option(help="Threads that compute; all cores if not given.", rich_help_panel=_ENGINE)
     ] = None,
 ) -> None:
-    """Measure on MODEL what codecs of its KV cost, against the exact cache in the same run."""
+    """Measure on MODEL what codecs of its KV cost, or number formats, against the exact ones in the same run."""
     try:
         check_installed()
         config = EngineConfig(
@@ -138,7 +155,7 @@ def evaluate(  # noqa: PLR0913 - one parameter a flag
             device=cast("Device", device),
             attention_backend=cast("AttentionBackend", attention_backend),
             model_impl=cast("ModelImpl", model_impl),
-            quantization=cast("Literal['int8'] | None", quantization),
+            quantization=cast("Literal['int8', 'w8a8_int8'] | None", quantization),
             threads=threads,
         )
         layers = parse_layers(kv_cache_dtype_skip_layers)
@@ -153,7 +170,9 @@ def evaluate(  # noqa: PLR0913 - one parameter a flag
         from pagefold.quality.evaluate import Question  # noqa: PLC0415 - torch comes with it
         from pagefold.quality.evaluate import evaluate as run  # noqa: PLC0415
 
-        settings = _settings(config, kv_cache_dtype, layers, _transports(kv_transport_codec))
+        settings = _format_settings(config, number_formats)
+        if kv_cache_dtype is not None or not settings:
+            settings |= _settings(config, kv_cache_dtype, layers, _transports(kv_transport_codec))
         quiet_transformers(is_loaded=True)
         with progress_bar() as progress:
             question = Question(
@@ -171,8 +190,8 @@ def evaluate(  # noqa: PLR0913 - one parameter a flag
             from pagefold.quality.figure import evaluation_png  # noqa: PLC0415 - matplotlib comes with it
 
             write_whole(png, evaluation_png(evaluation))
-        floors = {name: floor_of(setting.apply(config)) for name, setting in settings.items()}
-        told = _recommended(evaluation, max_perplexity_change, floors) if recommend else None
+        floors = {name: _floor(setting, config) for name, setting in settings.items()}
+        told = _recommended(evaluation, max_perplexity_change, settings, floors) if recommend else None
         _print(evaluation, floors, told, as_json=as_json)
         if save:
             _save(evaluation, config, settings)
@@ -225,8 +244,39 @@ def _settings(
     return settings
 
 
+def _format_settings(config: EngineConfig, formats: str | None) -> dict[str, Setting]:
+    """Return the number formats that are evaluated, by name.
+
+    Raises:
+        ConfigError: there is none of that name, or there is nothing exact to compare it with.
+    """
+    from pagefold.quality.setting import Setting  # noqa: PLC0415
+
+    if formats is None:
+        return {}
+    if config.quantization is not None:
+        msg = f"number_formats are compared with numbers as they are, and quantization is {config.quantization}."
+        raise ConfigError(msg, remedy="Leave one of them out.")
+    settings: dict[str, Setting] = {}
+    for name in map(str.strip, formats.split(",")):
+        overrides: dict[str, object] = {}
+        for part in name.split("+"):
+            if part not in NUMBER_FORMATS:
+                msg = f"There is no number format {part!r}."
+                raise ConfigError(msg, remedy=f"It is one of {', '.join(NUMBER_FORMATS)}, or two with a plus.")
+            overrides |= NUMBER_FORMATS[part]
+        setting = Setting(f"numbers in {name}", overrides)
+        settings[setting.name] = setting
+    return settings
+
+
+def _floor(setting: Setting, config: EngineConfig) -> float:
+    """Return the floor of what a setting changes."""
+    return (floor_of if "kv_cache_dtype" in setting.overrides else format_floor_of)(setting.apply(config))
+
+
 def _has_floor(config: EngineConfig) -> bool:
-    """Whether there is anything to measure, whatever floor was asked for."""
+    """Whether there is anything of a codec to measure, whatever floor was asked for."""
     return floor_of(replace(config, kv_quality_floor=None)) > 0
 
 
@@ -238,8 +288,9 @@ def _texts(file: Path | None, progress: Progress) -> list[Text]:
 
 def _save(evaluation: Evaluation, config: EngineConfig, settings: Mapping[str, Setting]) -> None:
     for found in evaluation.settings:
-        applied = settings[found.name].apply(config)
-        if _has_floor(applied):
+        setting = settings[found.name]
+        applied = setting.apply(config)
+        if _floor(setting, replace(config, kv_quality_floor=None)):
             verdict = Verdict(
                 model=evaluation.model,
                 fingerprint=evaluation.fingerprint,
@@ -258,10 +309,13 @@ def _save(evaluation: Evaluation, config: EngineConfig, settings: Mapping[str, S
             write_verdict(verdict, cache_dir())
 
 
-def _recommended(evaluation: Evaluation, max_perplexity_change: float, floors: Mapping[str, float]) -> tuple[str, str]:
-    """Return the codec to use, and why."""
+def _recommended(
+    evaluation: Evaluation, max_perplexity_change: float, settings: Mapping[str, Setting], floors: Mapping[str, float]
+) -> tuple[str, str]:
+    """Return the codec to use, and why. Number formats are none."""
     from pagefold.quality.recommend import recommend  # noqa: PLC0415
 
+    floors = {name: floors[name] if "kv_cache_dtype" in one.overrides else inf for name, one in settings.items()}
     found = recommend(evaluation, max_perplexity_change, lambda setting: floors[setting.name])
     bound = f"perplexity within {max_perplexity_change:.2%} of the exact cache's, and top-1 agreement over its floor"
     if found is None:

@@ -88,8 +88,10 @@ class EngineConfig:
         kv_cache_dtype_skip_layers: layers that stay in 16 bit all the same, counted from 0. They make blocks larger;
             of a model with sliding windows those of all cache groups (see ``kv/geometry.py``).
         kv_quality_floor: the least share of positions at which the likeliest token must be that of ``auto``, as
-            ``pagefold eval`` found it, 0 to 1. 0 asks for no verdict; None is 0.97 for codecs of 8 bit, 0.95 for less.
+            ``pagefold eval`` found it, 0 to 1. 0 asks for no verdict; None is 0.97 for 8 bit, 0.95 for less. It holds
+            for codecs, and for ``w8a8_int8``.
         force_kv_cache_dtype: start also with a codec under that floor.
+        force_quantization: start also with a ``quantization`` under that floor.
         kv_cache_memory_bytes: the KV budget; None for a share of the memory that is free (see ``capacity.py``), or on
             a card for what ``gpu_memory_utilization`` leaves.
         gpu_memory_utilization: share of the whole card's memory for weights, activations and KV together, as in vLLM.
@@ -152,12 +154,13 @@ class EngineConfig:
     kv_quality_floor: Annotated[
         float | None,
         Flag(
-            "Refuse a codec under it: how often, as pagefold eval found, the likeliest token is that "
+            "Refuse a codec, or w8a8_int8, under it: how often, as pagefold eval found, the likeliest token is that "
             "of auto. 0.97 for 8 bit and 0.95 for less if not given.",
             metavar="SHARE",
         ),
     ] = None
     force_kv_cache_dtype: Annotated[bool, Flag("Start with a codec under that floor.")] = False
+    force_quantization: Annotated[bool, Flag("Start with a quantization under that floor.")] = False
     kv_cache_memory_bytes: Annotated[
         int | None,
         Flag("KV budget: bytes, or 512M, 2G, 2GiB; a share of the free memory if not given.", metavar="SIZE"),

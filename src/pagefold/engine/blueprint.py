@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pagefold.memory.capacity import Capacity
     from pagefold.runner.card import Card
     from pagefold.runner.codecs.constants import CodecConstants
+    from pagefold.runner.fused.formats import DecoderFormats
     from pagefold.runner.models import ModelSpec
 
 __all__ = ["Blueprint", "without_windows"]
@@ -53,6 +54,13 @@ class Blueprint:
     def computes_pairs(self) -> bool:
         """Whether attention multiplies pairs of bfloat16, which lie in blocks as such."""
         return self.is_fused and str(self.dtype) == "torch.bfloat16"
+
+    @property
+    def formats(self) -> DecoderFormats:
+        """In which formats the fused decoder has the model's matrices."""
+        from pagefold.runner.fused.formats import decoder_formats  # noqa: PLC0415 - kernels come with it
+
+        return decoder_formats(str(self.dtype).removeprefix("torch."), self.config.quantization)
 
     @property
     def limit(self) -> Limit:

@@ -16,6 +16,8 @@ __all__ = ["namespace_of"]
 def namespace_of(blueprint: Blueprint) -> Namespace:
     """Return what all blocks of the model share, whoever computes: other weights or another decoder give other bytes.
 
+    The fused decoder's formats tell by which arithmetic they compute: their constants are part of the name.
+
     What leaves this process is named by what the model's files hold, which is the same on every machine.
     """
     from pagefold.runner.codec_slab import codec_layout_on  # noqa: PLC0415 - torch comes with it
@@ -23,7 +25,7 @@ def namespace_of(blueprint: Blueprint) -> Namespace:
     from pagefold.runner.slab import layout_on  # noqa: PLC0415 - torch comes with it
 
     config, spec = blueprint.config, blueprint.spec
-    decoder = f"fused-{config.quantization or 'plain'}" if blueprint.is_fused else "transformers"
+    decoder = f"fused: {blueprint.formats.arithmetic}" if blueprint.is_fused else "transformers"
     geometry = blueprint.geometry
     layout = layout_on(blueprint.device, in_pairs=blueprint.computes_pairs)
     if geometry.codec is not None:

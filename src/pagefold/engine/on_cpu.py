@@ -27,13 +27,15 @@ class OnCpu:
 
     def capacity(self, blueprint: Blueprint) -> Capacity:
         """Decide what fits into the machine's memory, and see that the attention that was asked for can be had."""
-        from pagefold.runner.attention import choose_backend  # noqa: PLC0415 - heavy; only when it is needed
+        import torch  # noqa: PLC0415 - heavy; only when it is needed
+
+        from pagefold.runner.attention import choose_backend  # noqa: PLC0415
 
         config, spec, geometry = blueprint.config, blueprint.spec, blueprint.geometry
         available_bytes = available_memory_bytes()
         capacity = plan_capacity(
             layout=geometry.layout,
-            weight_bytes=spec.num_parameters * (1 if config.quantization else blueprint.dtype.itemsize),
+            weight_bytes=_weight_bytes(blueprint),
             limit=blueprint.limit,
             max_model_len=config.max_model_len,
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
@@ -45,7 +47,7 @@ class OnCpu:
         )
         choose_backend(
             config.attention_backend,
-            blueprint.dtype,
+            torch.float32 if blueprint.is_fused else blueprint.dtype,  # that decoder has attention of its own
             block_size=config.block_size,
             head_dim=spec.head_dim,
             codes_a_byte=_codes_a_byte(geometry),
@@ -53,20 +55,23 @@ class OnCpu:
         return capacity
 
     def lines(self, blueprint: Blueprint) -> list[str]:
-        """Return what fits."""
-        return blueprint.capacity.lines()
+        """Return what fits, and in which formats the fused decoder computes."""
+        lines = blueprint.capacity.lines()
+        if blueprint.is_fused:
+            formats = blueprint.formats
+            numbers = "" if formats.products.name == formats.embedding.name else f" and {formats.embedding.name}"
+            lines.append(f"computes   {formats.products.name}{numbers}, by {formats.products.means}")
+        return lines
 
     def decoder(self, blueprint: Blueprint, slab: AnySlab, on_queries: OnQueries | None = None) -> Decoder:
         """Load the weights. transformers is imported for its own decoder only."""
         config, spec, max_model_len = blueprint.config, blueprint.spec, blueprint.capacity.max_model_len
         if blueprint.is_fused:
             from pagefold.runner.fused.decoder import FusedDecoder  # noqa: PLC0415 - compiles
-            from pagefold.runner.fused.formats import decoder_formats  # noqa: PLC0415
             from pagefold.runner.fused.weights import pack_model  # noqa: PLC0415
 
             assert spec.fused is not None, "a fused decoder of a model that it does not compute"
-            formats = decoder_formats(str(blueprint.dtype).removeprefix("torch."), config.quantization)
-            packed = pack_model(spec.fused, spec.folder, max_model_len, formats)
+            packed = pack_model(spec.fused, spec.folder, max_model_len, blueprint.formats)
             num_threads = config.threads or available_cpus()
             return FusedDecoder(spec.fused, packed, slab, num_threads=num_threads, on_queries=on_queries)
         from pagefold.runner.attention import choose_backend  # noqa: PLC0415
@@ -102,6 +107,16 @@ class OnCpu:
             arena = HostArena(num_held, capacity.host_bytes // num_held, behind)
         runner = TorchRunner(self.decoder(blueprint, slab), blueprint.geometry, slab, arena)
         return Ready(runner, capacity, arena)
+
+
+def _weight_bytes(blueprint: Blueprint) -> int:
+    """Return the bytes of the weights as they will be in memory."""
+    if not blueprint.is_fused:
+        return blueprint.spec.num_parameters * blueprint.dtype.itemsize
+    from pagefold.runner.fused.weights import packed_bytes  # noqa: PLC0415 - kernels come with it
+
+    assert blueprint.spec.fused is not None, "a fused decoder of a model that it does not compute"
+    return packed_bytes(blueprint.spec.fused, blueprint.formats)
 
 
 def _codes_a_byte(geometry: KVGeometry) -> int:

@@ -1,15 +1,18 @@
-"""Verdicts: what ``pagefold eval`` found a codec to cost on a model, kept in the cache folder.
+"""Verdicts: what ``pagefold eval`` found a codec, or a number format, to cost on a model, kept in the cache folder.
 
-An engine that is started with a codec reads the verdict on its model before it loads weights, and refuses what is
-under the floor. Without a verdict nobody knows what the codec costs, and the engine says so and how to find out.
+An engine that is started with one reads the verdict on its model before it loads weights, and refuses what is under the
+floor. Without a verdict nobody knows what it costs, and the engine says so and how to find out.
+
+A codec's verdict compares it with the exact cache beside the same weights, a number format's with the model's own
+numbers beside the exact cache: an engine that has both needs both.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pagefold.config import DROPPED_BITS
 from pagefold.errors import ConfigError, QualityError
@@ -19,7 +22,7 @@ from pagefold.files.whole import write_whole
 from pagefold.kv import CODECS, KV_CACHE_DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from pagefold.config import EngineConfig, TransportCodec
@@ -31,6 +34,7 @@ __all__ = [
     "Verdict",
     "check_quality",
     "floor_of",
+    "format_floor_of",
     "read_verdict",
     "subject_of",
     "verdicts_folder",
@@ -38,8 +42,8 @@ __all__ = [
 ]
 
 FORMAT = 3
-"""The version of the files that are written here, and of the codecs: what a codec cost is no verdict on what it has
-become. Files of another version are as if they were not there."""
+"""The version of the files that are written here, and of codecs and number formats: what one cost is no verdict on what
+it has become. Files of another version are as if they were not there."""
 
 QUALITY_FIELDS = ("dtype", "quantization", "block_size", "kv_cache_dtype", "kv_cache_dtype_skip_layers")
 """Fields of the engine's config that a verdict is about: another value of any of them needs another one."""
@@ -51,6 +55,8 @@ SAME_AS = {"fp8": "fp8_e4m3"}
 """Codecs of two names."""
 
 _FLOOR_8_BIT, _FLOOR_LESS = 0.97, 0.95
+
+_OF_CODECS = ("kv_cache_dtype", "kv_cache_dtype_skip_layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +161,7 @@ def read_verdict(fingerprint: str, subject: Mapping[str, Any], cache_dir: Path) 
 
 
 def floor_of(config: EngineConfig) -> float:
-    """Return the least top-1 agreement that is served unforced: what was asked, or 97 % for 8 bit and 95 % for less.
+    """Return the least top-1 agreement of a codec that is served unforced: as asked, or 97 % for 8 bit, 95 % for less.
 
     0 where there is nothing to measure: K and V are stored in 16 bit or more.
     """
@@ -168,42 +174,92 @@ def floor_of(config: EngineConfig) -> float:
     return _FLOOR_8_BIT if element_bits >= 8 else _FLOOR_LESS  # noqa: PLR2004 - 8 bit
 
 
+def format_floor_of(config: EngineConfig) -> float:
+    """Return the least top-1 agreement of a number format that is served unforced; 0 where products are not rounded."""
+    if config.quantization != "w8a8_int8":
+        return 0.0
+    return _FLOOR_8_BIT if config.kv_quality_floor is None else config.kv_quality_floor
+
+
+class _Costly(NamedTuple):
+    """Something of a config that has a floor.
+
+    Attributes:
+        what: it is, for people.
+        floor: of its top-1 agreement.
+        config: with nothing else that costs and is measured by itself.
+        command: that measures it.
+        is_forced: whether it is served under the floor, too.
+        remedy: against that.
+    """
+
+    what: str
+    floor: float
+    config: EngineConfig
+    command: str
+    is_forced: bool
+    remedy: str
+
+
 def check_quality(
     config: EngineConfig, dtype: str, fingerprint: Callable[[], str], cache_dir: Path, say: Callable[[str], None]
 ) -> None:
-    """Refuse a codec whose verdict is under its floor, unless it is forced.
+    """Refuse a codec or a number format whose verdict is under its floor, unless it is forced.
 
     Args:
         config: of the engine.
         dtype: what it computes in.
         fingerprint: returns that of the model's weights and config; called only where there is a floor.
         cache_dir: where verdicts are.
-        say: takes a warning: there is no verdict, or a codec is forced.
+        say: takes a warning: there is no verdict, or something is forced.
 
     Raises:
         QualityError: the verdict is under the floor.
     """
-    floor = floor_of(config)
-    if not floor:
-        return
-    verdict = read_verdict(fingerprint(), subject_of(config, dtype), cache_dir)
-    if verdict is None:
-        say(f"nobody has measured what {_what(config)} costs on this model; to find out: {_command(config)}")
-        return
-    if verdict.top1_agreement >= floor:
-        return
-    what = f"{_what(config)} is under the quality floor of {floor:.1%} on this model"
-    if config.force_kv_cache_dtype:
+    for one in _costly(config):
+        verdict = read_verdict(fingerprint(), subject_of(one.config, dtype), cache_dir)
+        if verdict is None:
+            say(f"nobody has measured what {one.what} costs on this model; to find out: {one.command}")
+            continue
+        if verdict.top1_agreement >= one.floor:
+            continue
+        what = f"{one.what} is under the quality floor of {one.floor:.1%} on this model"
+        if not one.is_forced:
+            msg = f"{what}: {verdict.told()}."
+            raise QualityError(msg, remedy=one.remedy)
         say(f"{what}, and is forced: {verdict.told()}")
-        return
-    can_skip = not CODECS[KV_CACHE_DTYPES[config.kv_cache_dtype]].channel_tokens  # what seals blocks does so in all
-    skip = "keep layers in 16 bit with --kv-cache-dtype-skip-layers, " if can_skip else ""
-    remedy = (
-        f"Use another codec (pagefold eval --recommend names one), {skip}set another --kv-quality-floor, or force it "
-        "with --force-kv-cache-dtype."
-    )
-    msg = f"{what}: {verdict.told()}."
-    raise QualityError(msg, remedy=remedy)
+
+
+def _costly(config: EngineConfig) -> Iterator[_Costly]:
+    """Yield what of a config has a floor."""
+    if format_floor_of(config):
+        name = config.quantization if config.dtype in {"auto", "float32"} else f"{config.dtype}+{config.quantization}"
+        yield _Costly(
+            what=f"quantization {config.quantization}",
+            floor=format_floor_of(config),
+            config=replace(config, kv_cache_dtype="auto", kv_cache_dtype_skip_layers=()),
+            command=_command(config, f"--number-formats {name}", without=("dtype", "quantization", *_OF_CODECS)),
+            is_forced=config.force_quantization,
+            remedy="Use --quantization int8 or none, set another --kv-quality-floor, or force it with "
+            "--force-quantization.",
+        )
+    if floor_of(config):
+        codec = CODECS[KV_CACHE_DTYPES[config.kv_cache_dtype]]
+        skip = "keep layers in 16 bit with --kv-cache-dtype-skip-layers, "
+        if codec.channel_tokens:  # what seals blocks does so in all
+            skip = ""
+        lossy = f" --kv-transport-codec {config.kv_transport_codec}"
+        if not _is_rounded(config, config.kv_transport_codec):
+            lossy = ""
+        yield _Costly(
+            what=_what(config),
+            floor=floor_of(config),
+            config=config,
+            command=_command(config, f"--kv-cache-dtype {config.kv_cache_dtype}", without=("kv_cache_dtype",)) + lossy,
+            is_forced=config.force_kv_cache_dtype,
+            remedy=f"Use another codec (pagefold eval --recommend names one), {skip}set another --kv-quality-floor, or "
+            "force it with --force-kv-cache-dtype.",
+        )
 
 
 def _what(config: EngineConfig) -> str:
@@ -212,18 +268,16 @@ def _what(config: EngineConfig) -> str:
     return f"kv_cache_dtype {config.kv_cache_dtype}{lossy}"
 
 
-def _command(config: EngineConfig) -> str:
-    """Return the command that finds the verdict on ``config``."""
-    told = [f"pagefold eval {config.model} --kv-cache-dtype {config.kv_cache_dtype}"]
+def _command(config: EngineConfig, what: str, *, without: tuple[str, ...]) -> str:
+    """Return the command that finds the verdict on ``what`` of ``config``, beside all other fields that decide it."""
+    told = [f"pagefold eval {config.model} {what}"]
     defaults = type(config)(model=config.model)
     for name in ("device", *QUALITY_FIELDS):
         value = getattr(config, name)
-        if name != "kv_cache_dtype" and value != getattr(defaults, name):
+        if name not in without and value != getattr(defaults, name):
             told.append(
                 f"--{name.replace('_', '-')} {','.join(map(str, value)) if isinstance(value, tuple) else value}"
             )
-    if _is_rounded(config, config.kv_transport_codec):
-        told.append(f"--kv-transport-codec {config.kv_transport_codec}")
     return " ".join(told)
 
 

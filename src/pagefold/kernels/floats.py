@@ -50,6 +50,16 @@ class Floats:
 
     name: str = "float32"
 
+    @property
+    def arithmetic(self) -> str:
+        """What decides the bits of a product."""
+        return f"float32 in chains of {MAX_STEPS}"
+
+    @property
+    def means(self) -> str:
+        """What computes in it on this processor."""
+        return "multiply-adds"
+
     def row_bytes(self, num_k: int) -> int:
         """Return the bytes of a row."""
         return num_k * FLOAT_BYTES
@@ -73,6 +83,16 @@ class Int8Weights:
     """int8 weights, with a scale a column, and float32 rows: a :class:`~pagefold.kernels.formats.ProductFormat`."""
 
     name: str = "int8"
+
+    @property
+    def arithmetic(self) -> str:
+        """What decides the bits of a product."""
+        return f"int8 by columns, float32 in chains of {MAX_STEPS}"
+
+    @property
+    def means(self) -> str:
+        """What computes with them on this processor."""
+        return "multiply-adds, of weights that are made float32 in registers"
 
     def row_bytes(self, num_k: int) -> int:
         """Return the bytes of a row."""

@@ -20,7 +20,8 @@ by memory, overlaps with the reading of its weights.
 
 A decoder need not know in which format it computes: it has the bytes of a panel and of a row, and the addresses of
 three functions. So its kernel is compiled once for all formats, and whoever adds one writes a file, with its panels,
-its rows and its tile, and a twin for its tests. Numba offers no vector types, hence LLVM's own language; what is
+its rows and its tile, and a twin for its tests. A format tells its ``arithmetic``: blocks that were computed in one are
+never taken for those of another. Numba offers no vector types, hence LLVM's own language; what is
 written in it is compiled once for a machine, apart from the kernels (see ``object_code.py``), which call it by address.
 
 The plan (registers for accumulators, panels, fetching ahead) is that of Goto and van de Geijn, "Anatomy of
@@ -81,6 +82,14 @@ class ProductFormat(Protocol):
     @property
     def name(self) -> str:
         """Its name."""
+
+    @property
+    def arithmetic(self) -> str:
+        """What decides the bits of a product: numbers, groups, the order of sums. Another text, other bits."""
+
+    @property
+    def means(self) -> str:
+        """What computes in it on this processor, for people; what comes out is the same by any means."""
 
     def row_bytes(self, num_k: int) -> int:
         """Return the bytes of a row of ``num_k`` numbers."""

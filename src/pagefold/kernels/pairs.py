@@ -119,6 +119,18 @@ class Pairs:
     is_native: bool
     name: str = "bfloat16"
 
+    @property
+    def arithmetic(self) -> str:
+        """What decides the bits of a product, the same with and without the instruction."""
+        return f"bfloat16 in chains of {MAX_STEPS} pairs"
+
+    @property
+    def means(self) -> str:
+        """What computes in it on this processor."""
+        if self.is_native:
+            return "vdpbf16ps"
+        return "two multiply-adds a pair: the same bits as vdpbf16ps, which this processor lacks, and slower"
+
     def row_bytes(self, num_k: int) -> int:
         """Return the bytes of a row: whole words."""
         return _num_words(num_k) * WORD_BYTES

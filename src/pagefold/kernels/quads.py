@@ -133,6 +133,18 @@ class Quads:
     is_native: bool
     name: str = "w8a8_int8"
 
+    @property
+    def arithmetic(self) -> str:
+        """What decides the bits of a product, the same with and without the instruction."""
+        return f"int8 by int8 in groups of {GROUP}"
+
+    @property
+    def means(self) -> str:
+        """What computes in it on this processor."""
+        if self.is_native:
+            return "vpdpbusd"
+        return "vpmaddwd in 16 bits: the same integers as by vpdpbusd, which this processor lacks, and slower"
+
     def row_bytes(self, num_k: int) -> int:
         """Return the bytes of a row: words, then scales."""
         return _padded(num_k) + _num_groups(num_k) * FLOAT_BYTES

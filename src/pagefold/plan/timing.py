@@ -111,7 +111,7 @@ def _with(device: Device, *, flops: float = 1.0, bandwidth: float = 1.0) -> Devi
 
 def peaks(device: Device, memory: Memory) -> tuple[float | None, float | None]:
     """Return (operations, bytes) a second of one device."""
-    is_8_bit = memory.weight_dtype.name in {"fp8", "int8"}
+    is_8_bit = memory.weight_dtype.name in {"fp8", "int8", "w8a8_int8"}
     return (device.flops_8 if is_8_bit and device.flops_8 else device.flops_16), device.bandwidth
 
 

@@ -53,6 +53,8 @@ _ALL = (
     _of("bf16", 16),
     _of("fp8", 8),
     _of("int8", 8),
+    # For 64 parameters a scale in 32 bit, and the sum of their codes in 16.
+    _of("w8a8_int8", 8 + Fraction(48, 64)),
     _of("int4", 4),
     # For 128 parameters a scale and a zero point, in 16 bit each.
     _of("int4-g128", 4 + Fraction(32, 128)),

@@ -25,6 +25,12 @@ class DecoderFormats(NamedTuple):
     products: ProductFormat
     embedding: ProductFormat
 
+    @property
+    def arithmetic(self) -> str:
+        """What decides the bits of all that is computed with them."""
+        texts = dict.fromkeys((self.products.arithmetic, self.embedding.arithmetic))
+        return ", embedding in ".join(texts)
+
 
 def decoder_formats(dtype: str, quantization: str | None) -> DecoderFormats:
     """Return the formats for what a config asks for.

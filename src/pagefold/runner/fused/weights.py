@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from pagefold.config import available_cpus
+from pagefold.kernels.emit import FLOAT_BYTES
 from pagefold.kernels.formats import num_panels
 from pagefold.kernels.formats import pack as packed
 from pagefold.runner.fused.checkpoint import Checkpoint
@@ -26,11 +27,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pagefold.kernels.formats import FormatTiles
+    from pagefold.kernels.formats import FormatTiles, ProductFormat
     from pagefold.runner.fused.families import FusedConfig
     from pagefold.runner.fused.formats import DecoderFormats
 
-__all__ = ["DecoderWeights", "PackedModel", "pack_model"]
+__all__ = ["DecoderWeights", "PackedModel", "pack_model", "packed_bytes"]
 
 
 class DecoderWeights(NamedTuple):
@@ -90,6 +91,28 @@ class PackedModel(NamedTuple):
 
 
 _EMBEDDING, _HEAD, _LAST_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+
+
+def packed_bytes(config: FusedConfig, formats: DecoderFormats) -> int:
+    """Return what :attr:`PackedModel.num_bytes` will be, to the byte: whole panels, scales, and float32 of the rest.
+
+    Only where a config says that head and embedding are tied, and the files have two that differ, is one not counted.
+    """
+    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    num_out, num_layers = config.num_heads * head_dim, config.num_layers
+    num_qkv = num_out + 2 * config.num_kv_heads * head_dim
+
+    def panels(form: ProductFormat, num_columns: int, num_k: int) -> int:
+        return num_panels(num_columns) * form.panel_bytes(num_k)
+
+    products = formats.products
+    layer = panels(products, num_qkv, hidden) + panels(products, hidden, num_out)
+    layer += 2 * panels(products, inner, hidden) + panels(products, hidden, inner)
+    numbers = 2 * hidden + config.has_biases * num_qkv + config.has_head_norms * 2 * head_dim
+    tables = panels(products, config.vocab_size, hidden)
+    if not config.is_tied:
+        tables += panels(formats.embedding, config.vocab_size, hidden)
+    return num_layers * (layer + FLOAT_BYTES * numbers) + FLOAT_BYTES * hidden + tables
 
 
 def pack_model(config: FusedConfig, folder: Path, num_positions: int, formats: DecoderFormats) -> PackedModel:
