@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GrammarCompiler"]
 
-_MAX_GRAMMAR_BYTES = 128 * 2**20
+_MAX_GRAMMAR_BYTES = 96 * 2**20
 """What compiled grammars that are kept may take. Each counts as if it had grown as far as it may."""
 
 _MAX_VETTED = 1024
