@@ -174,7 +174,7 @@ def test_threads_compile_at_once(fresh):
     found = {}
 
     def compile_some(thread):
-        for number in range(1, 9):
+        for number in range(1, 6):
             found[thread, number] = fresh.compile(regex(number))
 
     threads = [threading.Thread(target=compile_some, args=(thread,)) for thread in range(4)]
@@ -182,8 +182,8 @@ def test_threads_compile_at_once(fresh):
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 32
-    assert len(fresh._grammars) == 8
+    assert len(found) == 20
+    assert len(fresh._grammars) == 5
 
 
 def test_a_server_with_many_connections_vets_too(fresh):
