@@ -115,6 +115,20 @@ def test_a_start_says_in_what_it_computes(settings, line, tiny_folder):
     assert [said for said in hardware_of(blueprint).lines(blueprint) if said.startswith(line)]
 
 
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"dtype": "float16"}, "not torch.float16"),
+        ({"model_impl": "transformers"}, "not model_impl=transformers"),
+        ({"attention_backend": "reference"}, "not attention_backend=reference"),
+    ],
+    ids=str,
+)
+def test_a_format_that_cannot_be_had_is_refused_before_weights_are_loaded(settings, why, tiny_folder):
+    with pytest.raises(ConfigError, match=rf"quantization takes the fused decoder.*{why}"):
+        plan_engine(EngineConfig(model=str(tiny_folder("llama")), device="cpu", quantization="w8a8_int8", **settings))
+
+
 def test_a_processor_without_the_instruction_says_so():
     for form, name in ((Pairs(is_native=False), "vdpbf16ps"), (Quads(is_native=False), "vpdpbusd")):
         assert f"{name}, which this processor lacks, and slower" in form.means

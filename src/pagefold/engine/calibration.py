@@ -49,7 +49,7 @@ from pagefold.runner.codecs.constants import RANGE, CodecConstants, num_ranges_o
 from pagefold.runner.codecs.turning import Turning
 from pagefold.runner.content import content_fingerprint
 from pagefold.runner.inputs import make_inputs
-from pagefold.runner.slab import Slab
+from pagefold.runner.slab import Slab, layout_on
 from pagefold.steps import StepPlan
 
 if TYPE_CHECKING:
@@ -193,7 +193,8 @@ def _measure(blueprint: Blueprint, make_decoder: MakeDecoder, text: str) -> Code
     shape = spec.num_layers, spec.num_kv_heads, spec.head_dim
     plain = KVGeometry(*shape, blueprint.dtype.itemsize, keeps=blueprint.geometry.keeps)
     tables = _whole_tables(plain, len(token_ids))
-    slab = Slab.allocate(plain, sum(table.end for table in tables), blueprint.dtype, blueprint.device)
+    layout = layout_on(blueprint.device, in_pairs=blueprint.computes_pairs)
+    slab = Slab.allocate(plain, sum(table.end for table in tables), blueprint.dtype, blueprint.device, layout)
     capacity = replace(blueprint.capacity, max_model_len=len(token_ids))
     turning = _turning(spec)
     offsets = _offsets(len(token_ids), turning.num_positions)
@@ -217,7 +218,10 @@ def _measure(blueprint: Blueprint, make_decoder: MakeDecoder, text: str) -> Code
         positions = torch.arange(start, start + len(plan.token_ids))
         decoder.logits(make_inputs(plan, plain))
     key_centres, bases = [], []
-    keys, values = (_by_cell(vectors, plain, tables, len(token_ids)) for vectors in (slab.keys, slab.values))
+    cells = slab.data.shape[0], plain.groups[0].num_cells, plain.block_size, spec.head_dim  # whatever the layout
+    keys, values = (
+        _by_cell(vectors.reshape(cells), plain, tables, len(token_ids)) for vectors in (slab.keys, slab.values)
+    )
     for own, of_queries in zip(keys, moments.flatten(0, 1), strict=True):
         centres, moment = _of_keys(own.double(), turning, offsets)
         key_centres.append(torch.cat((own[:1], centres.float())))
