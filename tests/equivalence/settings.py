@@ -225,8 +225,10 @@ SETTINGS = (
 )
 
 
-def deal(families: Iterable[str], settings: Iterable[Setting] = SETTINGS) -> list:
-    """Return pairs of a family and a setting for pytest: the first family in every setting, the others in a third each.
+def deal(families: Iterable[str], settings: Iterable[Setting] = SETTINGS, *, every: int = 3) -> list:
+    """Return pairs of a family and a setting for pytest: the first family in every setting, the others in some each.
+
+    Those get one of ``every`` settings, each family others.
 
     A setting tries the cache and a family tries the model's code: what is wrong in either shows without every pair.
     """
@@ -235,7 +237,7 @@ def deal(families: Iterable[str], settings: Iterable[Setting] = SETTINGS) -> lis
         pytest.param(family, setting, id=f"{family}-{setting.name}")
         for place, family in enumerate(families)
         for number, setting in enumerate(settings)
-        if place == 0 or (place + number) % 3 == 0
+        if place == 0 or (place + number) % every == 0
     ]
 
 
