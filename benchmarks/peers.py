@@ -1,10 +1,14 @@
 """Pagefold against vLLM, OpenVINO GenAI, llama.cpp and transformers on this machine's CPU, in one run.
 
 Every engine runs in a process of its own, at the settings of ``peers.toml``, on the same prompts: random token ids,
-greedy, a fixed number of output tokens, float32 weights and KV. llama.cpp is given the 4-bit file that the weights
-came from, and its own 16-bit KV. Only one engine runs at a time, the others are stopped by a signal. Repeats are
-interleaved, and the order of engines turns with each; medians, and Pagefold's ratio to each peer is the median of the
-ratios within a repeat. Before what counts, every engine runs a shorter version of the workload.
+greedy, a fixed number of output tokens. Workloads are there twice: with float32 weights and KV on all sides, and, with
+``-default`` behind their names, with every engine at the settings that its users run: vLLM in bfloat16, OpenVINO GenAI
+in the precision that it takes by itself with KV of 8 bit (and, as ``openvino-int8``, on a model of int8 weights),
+transformers in bfloat16; Pagefold in float32 (``pagefold``), in bfloat16 (``pagefold-bf16``) and with products in int8
+(``pagefold-int8``). llama.cpp is given the 4-bit file that the weights came from, and its own 16-bit KV, in both. Only
+one engine runs at a time, the others are stopped by a signal. Repeats are interleaved, and the order of engines turns
+with each; medians, and Pagefold's ratio to each peer is the median of the ratios within a repeat. Before what counts,
+every engine runs a shorter version of the workload.
 
     burst      32 prompts of 512 shared and 64 own tokens, 64 out: output tokens/s; then the very same again, warm
     prefill    16 prompts of 512 tokens, 1 out: prompt tokens/s
@@ -16,6 +20,7 @@ ratios within a repeat. Before what counts, every engine runs a shorter version 
                KV for 4,608 tokens: output tokens/s. The first 768 are computed, and not counted, before the rounds.
     burst-kv8, returning-host   as ``burst`` warm, with a KV cache of 8 bit; as ``returning``, with 1.5 GiB of the
                host's memory behind Pagefold's KV (vLLM has such a tier for GPUs only)
+    burst-default, prefill-default, one-default, long-default, returning-host-default   the same at users' settings
 
 Prompts are fresh in each repeat, except in ``long``, which is about decoding only. An engine that fails or takes longer
 than ``--timeout`` in a workload is reported so, and left out of the rest of that workload.
@@ -54,6 +59,8 @@ HERE = Path(__file__).parent
 PEERS = HERE.parent / ".peers"
 VOCAB_SIZE = 49_152
 OURS = "pagefold"
+BFLOAT16, INT8 = "pagefold-bf16", "pagefold-int8"
+ALL_OURS = (OURS, BFLOAT16, INT8)
 # Engines with float32 weights and KV compute the same model, up to rounding, or are set up wrongly.
 EXACT, ASKED_AGREEMENT = ("vllm", "openvino", "transformers"), 0.95
 
@@ -206,14 +213,27 @@ class Workload:
     Attributes:
         variant: of the engines.
         run: does it once, short or as it is counted, and returns its figures by name.
-        asked: for each figure and peer, the least ratio of Pagefold's to the peer's (the largest, for seconds).
         units: of each figure.
+        asked: for each figure, each Pagefold and peer, the least ratio of the one's to the other's (the largest, for
+            seconds).
     """
 
     variant: str
     run: Callable[[Engine, random.Random, bool], Figures]
     units: Mapping[str, str]
-    asked: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    asked: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
+
+    def is_time(self, figure: str) -> bool:
+        """Whether less of it is better."""
+        return self.units[figure] == "s"
+
+    def limit(self, figure: str, ours: str, peer: str) -> float | None:
+        """Return the ratio that is asked of a Pagefold over a peer, if one is."""
+        return self.asked.get(figure, {}).get(ours, {}).get(peer)
+
+    def shown(self, figure: str, limit: float) -> str:
+        """Return a limit as the table has it."""
+        return f"{'<=' if self.is_time(figure) else '>='} {limit} x"
 
 
 def tokens(rng: random.Random, count: int) -> list[int]:
@@ -238,16 +258,6 @@ def prefill(engine: Engine, rng: random.Random, is_short: bool) -> Figures:  # n
 def one(engine: Engine, rng: random.Random, is_short: bool) -> Figures:  # noqa: FBT001
     """One request."""
     return {"one": engine.ask([tokens(rng, 512)], 8 if is_short else 128).decode_rate}
-
-
-def one_int8(engine: Engine, rng: random.Random, is_short: bool) -> Figures:  # noqa: FBT001
-    """One request; the engine has int8 weights."""
-    return {"one, int8 weights": one(engine, rng, is_short)["one"]}
-
-
-def burst_kv8(engine: Engine, rng: random.Random, is_short: bool) -> Figures:  # noqa: FBT001
-    """The burst again, warm; the engine has a KV cache of 8 bit."""
-    return {"burst warm, 8-bit KV": burst(engine, rng, is_short)["burst warm"]}
 
 
 def long(engine: Engine, _rng: random.Random, is_short: bool) -> Figures:  # noqa: FBT001
@@ -276,11 +286,6 @@ def returning(engine: Engine, rng: random.Random, is_short: bool) -> Figures:  #
     return {"returning": num * num_rounds * 32 / seconds}
 
 
-def returning_host(engine: Engine, rng: random.Random, is_short: bool) -> Figures:  # noqa: FBT001
-    """The same; what Pagefold evicts goes to the host's memory."""
-    return {"returning, host tier": returning(engine, rng, is_short)["returning"]}
-
-
 def start(engine: Engine, rng: random.Random, _is_short: bool) -> Figures:  # noqa: FBT001
     """A fresh process."""
     engine.stop()
@@ -290,28 +295,92 @@ def start(engine: Engine, rng: random.Random, _is_short: bool) -> Figures:  # no
     return {"start": time.perf_counter() - begin}
 
 
+def renamed(run: Callable[[Engine, random.Random, bool], Figures], ending: str, *only: str) -> Callable[..., Figures]:
+    """Return ``run`` with something behind its figures' names, of engines that are set otherwise.
+
+    Args:
+        run: a workload.
+        ending: to be put behind.
+        only: the figures that are wanted; all of them if none is named.
+    """
+
+    def run_it(engine: Engine, rng: random.Random, is_short: bool) -> Figures:  # noqa: FBT001
+        figures = run(engine, rng, is_short)
+        return {name + ending: figures[name] for name in only or figures}
+
+    return run_it
+
+
 RATE = "output tokens/s"
 EVERY_PEER = {"vllm": 1.0, "openvino": 1.0, "llamacpp": 1.0, "transformers": 1.0}
+DEFAULTS = ", defaults"
 WORKLOADS: dict[str, Workload] = {
     "burst": Workload(
         "fp32",
         burst,
         {"burst cold": RATE, "burst warm": RATE},
-        {"burst cold": {"vllm": 2.2, "openvino": 3.0}, "burst warm": {"vllm": 4.0, "openvino": 1.1}},
+        {
+            "burst cold": {OURS: {"vllm": 2.2, "openvino": 3.0}},
+            "burst warm": {OURS: {"vllm": 4.0, "openvino": 1.1}},
+        },
     ),
-    "prefill": Workload("fp32", prefill, {"prefill": "prompt tokens/s"}, {"prefill": {"vllm": 2.0, "openvino": 0.95}}),
-    "one": Workload("fp32", one, {"one": RATE}, {"one": {"openvino": 1.0}}),
-    "long": Workload("fp32", long, {"long": RATE}, {"long": EVERY_PEER}),
-    "start": Workload("fp32", start, {"start": "s"}, {"start": {"openvino": 2.5}}),
+    "prefill": Workload(
+        "fp32", prefill, {"prefill": "prompt tokens/s"}, {"prefill": {OURS: {"vllm": 2.0, "openvino": 0.95}}}
+    ),
+    "one": Workload("fp32", one, {"one": RATE}, {"one": {OURS: {"openvino": 1.0}}}),
+    "long": Workload("fp32", long, {"long": RATE}, {"long": {OURS: EVERY_PEER}}),
+    "start": Workload("fp32", start, {"start": "s"}, {"start": {OURS: {"openvino": 2.5}}}),
     "one-int8": Workload(
-        "int8", one_int8, {"one, int8 weights": RATE}, {"one, int8 weights": {"openvino": 1.0, "llamacpp": 1.2}}
+        "int8",
+        renamed(one, ", int8 weights"),
+        {"one, int8 weights": RATE},
+        {"one, int8 weights": {OURS: {"openvino": 1.0, "llamacpp": 1.2}}},
     ),
     "burst-kv8": Workload(
-        "kv8", burst_kv8, {"burst warm, 8-bit KV": RATE}, {"burst warm, 8-bit KV": {"openvino": 1.1}}
+        "kv8",
+        renamed(burst, ", 8-bit KV", "burst warm"),
+        {"burst warm, 8-bit KV": RATE},
+        {"burst warm, 8-bit KV": {OURS: {"openvino": 1.1}}},
     ),
-    "returning": Workload("budget", returning, {"returning": RATE}, {"returning": {"vllm": 1.5}}),
+    "returning": Workload("budget", returning, {"returning": RATE}, {"returning": {OURS: {"vllm": 1.5}}}),
     "returning-host": Workload(
-        "host", returning_host, {"returning, host tier": RATE}, {"returning, host tier": {"vllm": 8.0}}
+        "host",
+        renamed(returning, ", host tier"),
+        {"returning, host tier": RATE},
+        {"returning, host tier": {OURS: {"vllm": 8.0}}},
+    ),
+    "burst-default": Workload(
+        "default",
+        renamed(burst, DEFAULTS),
+        {"burst cold, defaults": RATE, "burst warm, defaults": RATE},
+        {
+            "burst cold, defaults": {BFLOAT16: {"vllm": 1.2, "openvino": 3.0}},
+            "burst warm, defaults": {BFLOAT16: {"vllm": 1.8, "openvino": 1.3}},
+        },
+    ),
+    "prefill-default": Workload(
+        "default",
+        renamed(prefill, DEFAULTS),
+        {"prefill, defaults": "prompt tokens/s"},
+        {"prefill, defaults": {BFLOAT16: {"vllm": 1.0}, INT8: {"vllm": 1.2, "openvino": 1.1}}},
+    ),
+    "one-default": Workload(
+        "default",
+        renamed(one, DEFAULTS),
+        {"one, defaults": RATE},
+        {"one, defaults": {BFLOAT16: {"vllm": 1.5, "openvino": 1.4}}},
+    ),
+    "long-default": Workload(
+        "default",
+        renamed(long, DEFAULTS),
+        {"long, defaults": RATE},
+        {"long, defaults": {BFLOAT16: {"vllm": 1.5, "openvino": 1.3}}},
+    ),
+    "returning-host-default": Workload(
+        "default-host",
+        renamed(returning, ", host tier, defaults"),
+        {"returning, host tier, defaults": RATE},
+        {"returning, host tier, defaults": {BFLOAT16: {"vllm": 3.0}}},
     ),
 }
 
@@ -405,28 +474,40 @@ def measure(name: str, engines: list[Engine], num_repeats: int, results: Results
 
 
 def rows_of(name: str, engine_names: list[str], results: Results) -> list[Row]:
-    """Return a workload's rows: for each engine its median, and Pagefold's ratio to it."""
+    """Return a workload's rows: for each engine its median, and for each peer the ratio of each Pagefold to it."""
     rows = []
-    for figure, unit in WORKLOADS[name].units.items():
-        asked = WORKLOADS[name].asked.get(figure, {})
-        is_time = unit == "s"
+    workload = WORKLOADS[name]
+    for figure, unit in workload.units.items():
+        values = results.values[figure]
         for engine_name in engine_names:
             what = f"{figure}, {unit}: {engine_name}"
-            limit = asked.get(engine_name)
-            shown_limit = f"{'<=' if is_time else '>='} {limit} x" if limit else ""
-            values = results.values[figure][engine_name]
-            ours = results.values[figure][OURS]
+            complete = [ours for ours in ALL_OURS if ours in values and len(values[ours]) >= len(values[engine_name])]
             if failure := results.failures.get((name, engine_name)):
-                rows.append(Row(what, shown_limit, failure, ok=False if engine_name == OURS else None))
-            elif engine_name == OURS or len(ours) < len(values):
-                rows.append(Row(what, "", f"{statistics.median(values):.1f}", values={"values": values}))
+                limits = [workload.limit(figure, ours, engine_name) for ours in ALL_OURS]
+                shown = "; ".join(workload.shown(figure, limit) for limit in limits if limit is not None)
+                rows.append(Row(what, shown, failure, ok=False if engine_name in ALL_OURS else None))
+            elif engine_name in ALL_OURS or not complete:
+                median = statistics.median(values[engine_name])
+                rows.append(Row(what, "", f"{median:.1f}", values={"values": values[engine_name]}))
             else:
-                ratios = [a / b for a, b in zip(ours, values, strict=True)]
-                ratio = statistics.median(ratios)
-                ok = None if limit is None else ratio <= limit if is_time else ratio >= limit
-                got = f"{statistics.median(values):.1f}   {ratio:.2f} x"
-                rows.append(Row(what, shown_limit, got, ok=ok, values={"values": values, "ratios": ratios}))
+                for ours in complete:
+                    whose = engine_name if complete == [OURS] else f"{ours} over {engine_name}"
+                    rows.append(ratio_row(f"{figure}, {unit}: {whose}", workload, figure, (ours, engine_name), results))
     return rows
+
+
+def ratio_row(what: str, workload: Workload, figure: str, pair: tuple[str, str], results: Results) -> Row:
+    """Return a peer's median, and the ratio of a Pagefold to it."""
+    (ours, theirs), limit = (results.values[figure][name] for name in pair), workload.limit(figure, *pair)
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    ratio = statistics.median(ratios)
+    return Row(
+        what,
+        "" if limit is None else workload.shown(figure, limit),
+        f"{statistics.median(theirs):.1f}   {ratio:.2f} x",
+        None if limit is None else ratio <= limit if workload.is_time(figure) else ratio >= limit,
+        {"values": theirs, "ratios": ratios},
+    )
 
 
 def main() -> None:

@@ -1,0 +1,73 @@
+"""A Llama of 1B shape with random weights: a folder as models come in, for what is timed and not read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["LLAMA_1B", "write_llama"]
+
+LLAMA_1B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128_256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500_000.0,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "dtype": "bfloat16",
+}
+"""Its config: the shape of Llama 3.2 1B, with a plain rope."""
+_SPREAD = 0.02
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+
+
+def write_llama(folder: Path, tokenizer_from: Path) -> None:
+    """Write the model into ``folder``: 2.5 GB of bfloat16, and the tokenizer of another model, which nobody asks."""
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16).normal_(0, _SPREAD, generator=generator)
+
+    hidden, inner = LLAMA_1B["hidden_size"], LLAMA_1B["intermediate_size"]
+    head_dim, vocab_size = LLAMA_1B["head_dim"], LLAMA_1B["vocab_size"]
+    num_out, num_kv = (LLAMA_1B[name] * head_dim for name in ("num_attention_heads", "num_key_value_heads"))
+    ones = torch.ones(hidden, dtype=torch.bfloat16)
+    tensors = {"model.embed_tokens.weight": random(vocab_size, hidden), "model.norm.weight": ones.clone()}
+    shapes = {
+        "self_attn.q_proj": (num_out, hidden),
+        "self_attn.k_proj": (num_kv, hidden),
+        "self_attn.v_proj": (num_kv, hidden),
+        "self_attn.o_proj": (hidden, num_out),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    for layer in range(LLAMA_1B["num_hidden_layers"]):
+        for name, shape in shapes.items():
+            tensors[f"model.layers.{layer}.{name}.weight"] = random(*shape)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"model.layers.{layer}.{name}.weight"] = ones.clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(LLAMA_1B, indent=2) + "\n", encoding="utf-8")
+    for name in _TOKENIZER_FILES:
+        if (tokenizer_from / name).exists():
+            shutil.copy(tokenizer_from / name, folder / name)
