@@ -62,10 +62,11 @@ def test_sigterm_drains(tiny_process):
         reader.join(PATIENCE_S)
     assert [finish_reasons(events) for events in streams] == [["length"]] * 3
     assert server.process.wait(PATIENCE_S) == 0
-    weights, budget, fits, ready = server.output().splitlines()
+    weights, budget, fits, computes, ready = server.output().splitlines()
     assert weights.startswith("weights ")
     assert "blocks of 16 tokens" in budget
     assert "max_model_len = 1,500" in fits
+    assert computes == "computes   float32, by multiply-adds"
     assert ready.startswith(f"ready on {server.url} (model tiny) after ")
 
 
