@@ -178,7 +178,7 @@ def test_so_it_is_on_a_real_model(form, smollm2):
     exact, own = (
         AutoModelForCausalLM.from_pretrained(smollm2, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)
     )
-    runner = _engine(smollm2, **form.settings).runner
+    runner = _engine(smollm2, max_model_len=1024, **form.settings).runner
     ours, theirs, expected = [], [], []
     for ids in real_prompts(Tokenizer(smollm2), 12, 600):
         ours.append(_forced(runner, ids))

@@ -52,7 +52,7 @@ def pairs_product(x, w):
         for word in range(begin, min(begin + length, num_words)):
             for k in (2 * word + 1, 2 * word):
                 chain = _without_small(fma(x[:, k, None], w[None, :, k], chain))
-        y = chain if y is None else chain + y
+        y = chain if y is None else _without_small(chain + y)
     return y
 
 

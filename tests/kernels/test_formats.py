@@ -89,8 +89,10 @@ def test_what_is_not_a_number_and_what_is_too_small(product_format, twin):
 
 @pytest.mark.parametrize(("product_format", "twin"), [one for one in FORMATS if "pairs" in one.id])
 def test_small_sums_are_zero_on_the_way_too(product_format, twin):
+    """Also where sums of several passes are added up."""
     for seed in range(8):
-        x, w = _numbers(seed, 5, 40, spread=3) * np.float32(2.0**-60), _numbers(seed + 9, 33, 40, spread=3)
+        num_k = (40, 1030)[seed % 2]
+        x, w = _numbers(seed, 5, num_k, spread=3) * np.float32(2.0**-60), _numbers(seed + 9, 33, num_k, spread=3)
         _hold(product_format, twin, x, w * np.float32(2.0**-66))
 
 

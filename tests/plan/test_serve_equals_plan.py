@@ -105,8 +105,8 @@ def test_weights_of_the_fused_decoder_are_planned_to_the_byte(family, dtype, qua
     [
         ({}, "computes   float32, by multiply-adds"),
         ({"dtype": "bfloat16", "attention_backend": "cpu"}, "computes   bfloat16, by "),
-        ({"quantization": "int8"}, "computes   int8 and float32, by "),
-        ({"quantization": "w8a8_int8", "dtype": "bfloat16"}, "computes   w8a8_int8 and bfloat16, by "),
+        ({"quantization": "int8"}, "computes   int8, by "),
+        ({"quantization": "w8a8_int8", "dtype": "bfloat16"}, "computes   w8a8_int8, by "),
     ],
     ids=str,
 )

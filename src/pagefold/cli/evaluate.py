@@ -171,8 +171,12 @@ def evaluate(  # noqa: PLR0913 - one parameter a flag
         from pagefold.quality.evaluate import evaluate as run  # noqa: PLC0415
 
         settings = _format_settings(config, number_formats)
+        transports = _transports(kv_transport_codec)
         if kv_cache_dtype is not None or not settings:
-            settings |= _settings(config, kv_cache_dtype, layers, _transports(kv_transport_codec))
+            settings |= _settings(config, kv_cache_dtype, layers, transports)
+        elif recommend or transports != _transports("none"):
+            msg = "number_formats are evaluated, and no codec that could be recommended or packed."
+            raise ConfigError(msg, remedy="Give --kv-cache-dtype too, or leave recommend and kv_transport_codec out.")
         quiet_transformers(is_loaded=True)
         with progress_bar() as progress:
             question = Question(
@@ -257,6 +261,9 @@ def _format_settings(config: EngineConfig, formats: str | None) -> dict[str, Set
     if config.quantization is not None:
         msg = f"number_formats are compared with numbers as they are, and quantization is {config.quantization}."
         raise ConfigError(msg, remedy="Leave one of them out.")
+    if config.dtype not in {"auto", "float32"}:
+        msg = f"number_formats are compared with float32, and dtype is {config.dtype}."
+        raise ConfigError(msg, remedy="Leave dtype out; bfloat16+w8a8_int8 is a number format.")
     settings: dict[str, Setting] = {}
     for name in map(str.strip, formats.split(",")):
         overrides: dict[str, object] = {}

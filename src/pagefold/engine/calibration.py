@@ -119,7 +119,8 @@ def find_constants(
     if not (spec.folder / "tokenizer_config.json").is_file():
         return None
     text = _TEXT.read_bytes()
-    computed = content_fingerprint(spec.folder, cache_dir()), blueprint.is_fused, str(blueprint.dtype)
+    arithmetic = blueprint.formats.arithmetic if blueprint.is_fused else ""
+    computed = content_fingerprint(spec.folder, cache_dir()), arithmetic, str(blueprint.dtype)
     num_tokens = _most_tokens(blueprint)
     facts = _VERSION, *computed, num_tokens
     name = hashlib.sha256(repr(facts).encode() + text).hexdigest()[:32]

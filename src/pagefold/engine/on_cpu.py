@@ -58,9 +58,10 @@ class OnCpu:
         """Return what fits, and in which formats the fused decoder computes."""
         lines = blueprint.capacity.lines()
         if blueprint.is_fused:
-            formats = blueprint.formats
-            numbers = "" if formats.products.name == formats.embedding.name else f" and {formats.embedding.name}"
-            lines.append(f"computes   {formats.products.name}{numbers}, by {formats.products.means}")
+            products, others = blueprint.formats
+            lines.append(f"computes   {products.name}, by {products.means}")
+            if blueprint.computes_pairs and others != products:
+                lines[-1] += f"; attention in {others.name}, by {others.means}"
         return lines
 
     def decoder(self, blueprint: Blueprint, slab: AnySlab, on_queries: OnQueries | None = None) -> Decoder:

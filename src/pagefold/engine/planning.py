@@ -119,6 +119,14 @@ def _check_sealing(config: EngineConfig, spec: ModelSpec) -> None:
         raise ConfigError(msg, remedy=f"Use a power of two that divides {_SCALE_BYTES * spec.head_dim}, as 16 or 32.")
 
 
+def _lacking(config: EngineConfig, dtype: str) -> str:
+    """Return what the processor lacks for the fused decoder's formats; empty if it has all."""
+    from pagefold.runner.fused.formats import processor_lacks  # noqa: PLC0415 - kernels come with it
+
+    lacking = processor_lacks(dtype, config.quantization)
+    return lacking and f"a processor without {lacking}"
+
+
 def _is_fused(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: str = "cpu") -> bool:
     """Decide who computes the layers.
 
@@ -132,6 +140,8 @@ def _is_fused(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device:
         why_not = f"{dtype} (it computes in float32 and bfloat16)"
     if not why_not and (config.block_size % 4 or spec.head_dim % 8):
         why_not = f"block_size {config.block_size} with head_dim {spec.head_dim}"
+    if not why_not:
+        why_not = _lacking(config, str(dtype).removeprefix("torch."))
     if not why_not and config.attention_backend == "reference":
         why_not = "attention_backend=reference"
     if why_not and config.model_impl == "pagefold":

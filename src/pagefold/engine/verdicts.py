@@ -240,7 +240,7 @@ def _costly(config: EngineConfig) -> Iterator[_Costly]:
             config=replace(config, kv_cache_dtype="auto", kv_cache_dtype_skip_layers=()),
             command=_command(config, f"--number-formats {name}", without=("dtype", "quantization", *_OF_CODECS)),
             is_forced=config.force_quantization,
-            remedy="Use --quantization int8 or none, set another --kv-quality-floor, or force it with "
+            remedy="Use --quantization int8, or leave it out, set another --kv-quality-floor, or force it with "
             "--force-quantization.",
         )
     if floor_of(config):

@@ -175,10 +175,7 @@ class Publishing:
         return None if own[0].num_table_refs > 1 else own
 
     def _exchange(self, cache: SequenceCache, index: int, node: Node) -> bool:
-        """Give blocks of ``cache`` back for those of ``node``, which hold the same; or to ``node``, where it has none.
-
-        False, with nothing changed, where a fork holds what ``node`` would be given.
-        """
+        """Give the block of ``cache`` at one place back for that of ``node``, which holds the same."""
         block_ids = cache.tables[0].block_ids
         theirs = node.blocks[0]
         assert theirs is not None, "a node of a group that keeps all has its block to its end"
@@ -199,7 +196,10 @@ class PublishingByGroups(Publishing):
         return None if any(block is not None and block.num_table_refs > 1 for block in own) else own
 
     def _exchange(self, cache: SequenceCache, index: int, node: Node) -> bool:
-        """Give blocks back for those of ``node``, or to it; see :class:`Publishing`."""
+        """Give blocks of ``cache`` back for those of ``node``, which hold the same; or to ``node``, where it has none.
+
+        False, with nothing changed, where a fork holds what ``node`` would be given.
+        """
         pool = self._pool
         pairs = [
             (table, own, theirs)

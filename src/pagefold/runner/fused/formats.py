@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import llvmlite.binding as llvm
+
+from pagefold.kernels.emit import IS_WIDE
 from pagefold.kernels.floats import Floats, Int8Weights
 from pagefold.kernels.pairs import bfloat16_pairs
 from pagefold.kernels.quads import int8_quads
@@ -11,7 +14,7 @@ from pagefold.kernels.quads import int8_quads
 if TYPE_CHECKING:
     from pagefold.kernels.formats import ProductFormat
 
-__all__ = ["DecoderFormats", "decoder_formats"]
+__all__ = ["DecoderFormats", "decoder_formats", "processor_lacks"]
 
 
 class DecoderFormats(NamedTuple):
@@ -30,6 +33,20 @@ class DecoderFormats(NamedTuple):
         """What decides the bits of all that is computed with them."""
         texts = dict.fromkeys((self.products.arithmetic, self.embedding.arithmetic))
         return ", embedding in ".join(texts)
+
+
+def processor_lacks(dtype: str, quantization: str | None) -> str:
+    """Return what this processor lacks without which nothing computes in the formats; empty if it has all.
+
+    Arguments are those of :func:`decoder_formats`.
+    """
+    features = llvm.get_host_cpu_features()
+    if dtype == "bfloat16" and not features.get("sse2"):
+        return "SSE2, with which bfloat16 is computed"
+    widening = "avx512bw" if IS_WIDE else "avx2"
+    if quantization == "w8a8_int8" and not features.get(widening):
+        return f"{widening.upper()}, with which w8a8_int8 is computed"
+    return ""
 
 
 def decoder_formats(dtype: str, quantization: str | None) -> DecoderFormats:

@@ -51,9 +51,8 @@ _FLOAT_BYTES = 4
 _TOKENS_A_CHUNK = 4  # of the small phases
 _MANY_TOKENS = 128  # from here on, tokens are placed by whole blocks: no two members write the same cache lines of K
 _TOKENS_A_BLOCK = 16
-TOKENS_A_TILE = 182  # thirteen full tiles of rows: their inputs stay in the second-level cache
+TOKENS_A_TILE = 182  # thirteen full tiles of 14 rows: their inputs stay in the second-level cache
 _CHUNKS_A_MEMBER = 4
-_MAX_K = 288  # of one pass over a panel: short sums that are added up round less than one long sum
 
 
 class DecoderStep(NamedTuple):
