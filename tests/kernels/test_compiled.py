@@ -10,6 +10,7 @@ import numba
 import numpy as np
 import pytest
 
+from pagefold.kernels import compiled
 from pagefold.kernels.compiled import num_kernels_compiled, specialised
 
 KERNEL = """
@@ -52,6 +53,7 @@ def kernel(tmp_path, monkeypatch):
     (tmp_path / f"{name}.py").write_text(KERNEL, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "kept"))
+    monkeypatch.setattr(compiled, "_LOADED", {})
     yield importlib.import_module(name).times
     del sys.modules[name]
 
@@ -69,6 +71,13 @@ def test_what_runs_was_compiled_apart_and_loaded(kernel):
     assert not kernel.overloads  # nothing was compiled here
     assert doubled(kernel) == [0.0, 2.0, 4.0, 6.0, 8.0]
     assert num_kernels_compiled() == before + 1
+
+
+def test_a_kernel_is_loaded_once_in_a_process(kernel, monkeypatch):
+    """An engine after another would take memory for ever."""
+    first = specialised(kernel, (np.arange(5.0), 2.0))
+    monkeypatch.setattr(compiled, "_load", None)
+    assert specialised(kernel, (np.arange(7.0), 3.0)) is first
 
 
 def test_parts_of_parts_are_linked_into_what_is_kept(kernel):
@@ -91,6 +100,7 @@ def test_a_damaged_cache_is_compiled_again(kernel, monkeypatch, tmp_path):
     monkeypatch.setattr("pagefold.kernels.compiled.KERNEL_CACHE", tmp_path)
     assert doubled(kernel) == [0.0, 2.0, 4.0, 6.0, 8.0]
     before = num_kernels_compiled()
+    compiled._LOADED.clear()  # another start
     for file in tmp_path.rglob("*.nb[ic]"):
         file.write_bytes(file.read_bytes()[:20])
     assert doubled(kernel) == [0.0, 2.0, 4.0, 6.0, 8.0]

@@ -28,7 +28,8 @@ part = functools.partial(numba.njit, **_OPTIONS)
 
 _log = logging.getLogger(__name__)
 _COMPILED: list[str] = []
-_LOADED: list[Any] = []  # Numba's results, which own the code: kept as long as the process
+_LOADED: dict[tuple[object, ...], Any] = {}
+"""Numba's results by kernel and types. They own the code, and are kept as long as the process: each is loaded once."""
 
 
 def part_with(*kinds: type, **options: object) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -64,16 +65,15 @@ def specialised(
 ) -> Callable[..., Any]:
     """Return ``kernel`` for arguments of these types, loaded from the cache on disk, where it is put first if need be.
 
-    What runs is always what was loaded: see :mod:`pagefold.kernels.apart`.
+    It is loaded once in a process. What runs is always what was loaded: see :mod:`pagefold.kernels.apart`.
     """
     signature = tuple(numba.typeof(one) for one in arguments)
     name = kernel.py_func.__name__
-    loaded = _load(kernel, signature)
+    loaded = _LOADED.get((kernel, signature)) or _load(kernel, signature)
     if loaded is None:
         with alone(name, signature, lambda: _log.info("waiting for another process that compiles %s", name)):
             loaded = _load(kernel, signature) or _compile(kernel, signature)
-    _LOADED.append(loaded)
-    entry: Callable[..., Any] = loaded.entry_point
+    entry: Callable[..., Any] = _LOADED.setdefault((kernel, signature), loaded).entry_point
     return entry
 
 
