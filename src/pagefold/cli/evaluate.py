@@ -174,9 +174,9 @@ def evaluate(  # noqa: PLR0913 - one parameter a flag
         transports = _transports(kv_transport_codec)
         if kv_cache_dtype is not None or not settings:
             settings |= _settings(config, kv_cache_dtype, layers, transports)
-        elif recommend or transports != _transports("none"):
-            msg = "number_formats are evaluated, and no codec that could be recommended or packed."
-            raise ConfigError(msg, remedy="Give --kv-cache-dtype too, or leave recommend and kv_transport_codec out.")
+        elif transports != _transports("none"):
+            msg = "kv_transport_codec is given, and number_formats are evaluated, of which nothing is packed."
+            raise ConfigError(msg, remedy="Give --kv-cache-dtype too, or leave it out.")
         quiet_transformers(is_loaded=True)
         with progress_bar() as progress:
             question = Question(
