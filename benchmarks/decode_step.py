@@ -70,17 +70,12 @@ def decode_steps(engine: Engine, rng: random.Random, vocab_size: int) -> list[St
 
 def silu_s(num_rows: int, width: int, num_layers: int) -> float:
     """Return the seconds that SiLU takes for so many rows in all layers, on one core."""
-    from numba import njit
-
-    from pagefold.kernels.exponential import silu_times
-
-    @njit
-    def rows(gate: np.ndarray, up: np.ndarray) -> None:  # type: ignore[type-arg]
-        for row in range(len(gate)):
-            silu_times(gate[row], up[row])
+    from pagefold.kernels.formats import call
+    from pagefold.kernels.rows import row_tiles
 
     gate, up = np.ones((2, num_rows, width), np.float32)
-    return num_layers * best_s(lambda: rows(gate, up), 20)
+    arguments = gate.ctypes.data, gate.strides[0], up.ctypes.data, up.strides[0], width, num_rows
+    return num_layers * best_s(lambda: call(row_tiles().silu, *arguments), 20)
 
 
 def rope_s(num_rows: int, num_heads: int, head_dim: int, num_layers: int) -> float:

@@ -1,8 +1,9 @@
 """How near products and whole steps come to the roofline of this processor, in each format of numbers.
 
-Ceilings, measured in the same run (see ``hardware/ceilings.py``): the multiply-adds of the instruction that a format
-is computed with, and the bytes that all cores read from memory, a second. A time's roofline is the larger of operations
-over the one and bytes over the other; its share is the roofline over the median of the times. Two operations are a
+Ceilings (see ``hardware/ceilings.py``) are the multiply-adds of the instruction that a format is computed with, and the
+bytes that all cores read from memory, a second. They are measured right before and right behind each time, since a
+shared machine changes from one second to the next. A time's roofline is the larger of operations over the one and bytes
+over the other; its share is the roofline over the time. Reported is the median of the shares. Two operations are a
 multiply-add. What is counted is what any implementation must do:
 
 * operations: of every matrix, two a weight and row; in the last layer and the head only for the rows whose logits are
@@ -35,10 +36,10 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import llvmlite.binding as llvm
-from hardware.ceilings import Ceilings, cache_bytes, instruction_of
+from hardware.ceilings import Ceilings, Rates, cache_bytes, instruction_of
 from hardware.products import Products, Sizes, layer_matrices
 from hardware.random_llama import LLAMA_1B, write_llama
 from report import Row, machine, parser, print_report
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 
 SMALL, LARGE = "SmolLM2-135M", "Llama 1B"
 NUM_ROWS, PROMPT, NUM_PROMPTS, NUM_DECODING, NUM_STEPS = 512, 512, 4, 32, 32
+STEPS_A_SPAN = 8  # between two measurements of the ceilings
 LARGE_LAYERS = 4
 MATRICES = ("qkv", "out", "gate_up", "down", "head")
 FEATURES = ("avx2", "fma", "avx512f", "avx512bf16", "avx512vnni", "avxvnni", "amx-bf16", "amx-int8")
@@ -108,13 +110,32 @@ class Work:
     operations: tuple[tuple[ProductFormat, float], ...]
     num_bytes: float
 
-    def seconds_by_operations(self, ceilings: Ceilings) -> float:
+    def seconds_by_operations(self, rates: Rates) -> float:
         """Return how long the operations take at least."""
-        return sum(number / ceilings.operations_of(product_format) for product_format, number in self.operations)
+        return sum(number / rates.operations_of(product_format) for product_format, number in self.operations)
 
-    def seconds_by_bytes(self, ceilings: Ceilings) -> float:
+    def seconds_by_bytes(self, rates: Rates) -> float:
         """Return how long the bytes take at least."""
-        return self.num_bytes / ceilings.bytes_read.all_cores
+        return self.num_bytes / rates.bytes_read
+
+    def roofline(self, rates: Rates) -> float:
+        """Return how long it takes at least."""
+        return max(self.seconds_by_operations(rates), self.seconds_by_bytes(rates))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Something that was timed once.
+
+    Attributes:
+        seconds: how long it took.
+        parts: seconds, by name.
+        rates: what the machine could do then.
+    """
+
+    seconds: float
+    parts: Mapping[str, float]
+    rates: Rates
 
 
 @dataclass(frozen=True)
@@ -125,15 +146,13 @@ class Timing:
         what: for the table.
         asked: the least share; None for none.
         work: of one time.
-        seconds: the times.
-        parts: medians of seconds, by name.
+        samples: the times.
     """
 
     what: str
     asked: float | None
     work: Work
-    seconds: list[float]
-    parts: dict[str, float]
+    samples: list[Sample]
 
 
 @dataclass(frozen=True)
@@ -144,19 +163,41 @@ class Step:
     seconds: float
     phases: dict[str, float]
 
+    def sample(self, rates: Rates) -> Sample:
+        """Return it with its parts: products with the SiLU among them, attention, other phases, and Python."""
+        products = sum(self.phases[name] for name in MATRICES)
+        attention = sum(self.phases[name] for name in ("attention", "merge"))
+        decoder = sum(self.phases.values())
+        parts = {
+            "products": products,
+            "attention": attention,
+            "other phases": decoder - products - attention,
+            "Python": self.seconds - decoder,
+        }
+        return Sample(self.seconds, parts, rates)
 
-def time_products(name: str, about: Format, config: FusedConfig, num_layers: int, repeats: int) -> list[Timing]:
+
+class Model(NamedTuple):
+    """A model's name, its config, and of how many of its layers products are timed."""
+
+    name: str
+    config: FusedConfig
+    num_layers: int
+
+
+def time_products(model: Model, about: Format, ceilings: Ceilings, repeats: int) -> list[Timing]:
     """Time products alone, of many rows and of one."""
     timings = []
     for num_rows in (NUM_ROWS, 1):
-        products = Products(about.products, config, num_layers, num_rows, has_head=num_rows == 1)
-        runs = [products.run() for _ in range(repeats + 1)][1:]
-        timings.append(Timing(
-            f"products of {name}, {num_rows} row{'s' if num_rows > 1 else ''}", ASKED_PRODUCTS,
-            Work(((about.products, products.num_operations),), products.num_bytes),
-            [sum(run.values()) for run in runs],
-            {kind: statistics.median(run[kind] for run in runs) for kind in runs[0]},
-        ))  # fmt: skip
+        products = Products(about.products, model.config, model.num_layers, num_rows, has_head=num_rows == 1)
+        products.run()
+        samples = []
+        for _ in range(repeats):
+            before, parts = ceilings.now(), products.run()
+            samples.append(Sample(sum(parts.values()), parts, before.and_then(ceilings.now())))
+        what = f"products of {model.name}, {num_rows} row{'s' if num_rows > 1 else ''}"
+        work = Work(((about.products, products.num_operations),), products.num_bytes)
+        timings.append(Timing(what, ASKED_PRODUCTS, work, samples))
     return timings
 
 
@@ -201,119 +242,130 @@ def make_engine(model: str, about: Format, kv_bytes: int) -> Engine:
     ).engine
 
 
-def run_requests(engine: Engine, num: int, num_output_tokens: int, rng: random.Random) -> list[Step]:
-    """Run so many requests of fresh prompts; return all steps."""
+def add_requests(engine: Engine, num: int, num_output_tokens: int, rng: random.Random) -> None:
+    """Add so many requests of fresh prompts."""
     from pagefold import SamplingParams
+
+    how = SamplingParams(temperature=0.0, max_tokens=num_output_tokens, ignore_eos=True)
+    for index in range(num):
+        engine.add(str(index), [rng.randrange(1000, 40_000) for _ in range(PROMPT)], how)
+
+
+def step(engine: Engine) -> Step:
+    """Run one step."""
     from pagefold.runner.fused.decoder import FusedDecoder
 
     decoder = engine.runner.decoder
     assert isinstance(decoder, FusedDecoder)
-    how = SamplingParams(temperature=0.0, max_tokens=num_output_tokens, ignore_eos=True)
-    for index in range(num):
-        engine.add(str(index), [rng.randrange(1000, 40_000) for _ in range(PROMPT)], how)
-    steps = []
-    while engine.has_work:
-        begin = time.perf_counter()
-        deltas = engine.step()
-        steps.append(Step(len(deltas), time.perf_counter() - begin, decoder.profile()))
-    return steps
+    begin = time.perf_counter()
+    deltas = engine.step()
+    return Step(len(deltas), time.perf_counter() - begin, decoder.profile())
 
 
-def prefill_steps(engine: Engine, repeats: int, rng: random.Random) -> list[Step]:
+def prefill_samples(engine: Engine, ceilings: Ceilings, repeats: int, rng: random.Random) -> list[Sample]:
     """Return steps in which all of some prompts were computed."""
-    steps = [run_requests(engine, NUM_PROMPTS, 1, rng)[0] for _ in range(repeats + 1)][1:]
-    assert all(step.num_tokens == NUM_PROMPTS for step in steps), "prompts were cut"
-    return steps
+    samples = []
+    for _ in range(repeats + 1):
+        add_requests(engine, NUM_PROMPTS, 1, rng)
+        before, one = ceilings.now(), step(engine)
+        samples.append(one.sample(before.and_then(ceilings.now())))
+        assert one.num_tokens == NUM_PROMPTS, "prompts were cut"
+        assert not engine.has_work
+    return samples[1:]
 
 
-def decode_steps(engine: Engine, num: int, repeats: int, rng: random.Random) -> list[Step]:
-    """Return steps in which so many sequences decoded, and nothing else was done."""
-    steps: list[Step] = []
+def decode_samples(engine: Engine, num: int, ceilings: Ceilings, repeats: int, rng: random.Random) -> list[Sample]:
+    """Return steps in which so many sequences decoded, and nothing else was done.
+
+    Ceilings are measured behind some of them. The first one after that finds nothing in the caches, and is left out.
+    """
+    samples: list[Sample] = []
     num_output_tokens = NUM_STEPS + num // NUM_PROMPTS + 4  # the first request begins so many steps before the last
     for repeat in range(repeats + 1):
-        full = [step for step in run_requests(engine, num, num_output_tokens, rng) if step.num_tokens == num]
-        assert len(full) > NUM_STEPS, "too few steps in which all decoded"
-        steps += full[1 : NUM_STEPS + 1] if repeat else []  # the first has computed prompts too
-    return steps
+        add_requests(engine, num, num_output_tokens, rng)
+        while engine.has_work and step(engine).num_tokens < num:
+            pass
+        step(engine)  # the one before has computed prompts too
+        before = ceilings.now()
+        for _ in range(NUM_STEPS // STEPS_A_SPAN):
+            steps = [step(engine) for _ in range(STEPS_A_SPAN)]
+            assert all(one.num_tokens == num for one in steps), "too few steps in which all decoded"
+            after = ceilings.now()
+            samples += [one.sample(before.and_then(after)) for one in steps[1:]] if repeat else []
+            before = after
+        while engine.has_work:
+            engine.step()
+    return samples
 
 
-def timing_of(what: str, asked: float | None, work: Work, steps: list[Step]) -> Timing:
-    """Return steps with their parts: products with the SiLU among them, attention, other phases, and Python."""
-    products = [sum(step.phases[name] for name in MATRICES) for step in steps]
-    attention = [sum(step.phases[name] for name in ("attention", "merge")) for step in steps]
-    decoder = [sum(step.phases.values()) for step in steps]
-    parts = {
-        "products": statistics.median(products),
-        "attention": statistics.median(attention),
-        "other phases": statistics.median(a - b - c for a, b, c in zip(decoder, products, attention, strict=True)),
-        "Python": statistics.median(step.seconds - one for step, one in zip(steps, decoder, strict=True)),
-    }
-    return Timing(what, asked, work, [step.seconds for step in steps], parts)
-
-
-def time_steps(about: Format, config: FusedConfig, repeats: int) -> list[Timing]:
+def time_steps(about: Format, config: FusedConfig, ceilings: Ceilings, repeats: int) -> list[Timing]:
     """Time whole steps of the small model."""
     engine = make_engine("smollm2-135m", about, 2**30)
     rng = random.Random(7)
-    timings = [timing_of(
+    timings = [Timing(
         f"{SMALL}, {PREFILL}", about.asked.get(PREFILL), work_of(about, config, PROMPT, NUM_PROMPTS, (PROMPT + 1) / 2),
-        prefill_steps(engine, repeats, rng),
+        prefill_samples(engine, ceilings, repeats, rng),
     )]  # fmt: skip
     for what, num in ((ONE, 1), (MANY, NUM_DECODING)):
         work = work_of(about, config, 1, num, PROMPT + NUM_STEPS / 2)
-        steps = decode_steps(engine, num, repeats if num == 1 else max(1, repeats // 4), rng)
-        timings.append(timing_of(f"{SMALL}, {what}", about.asked.get(what), work, steps))
+        samples = decode_samples(engine, num, ceilings, repeats if num == 1 else max(1, repeats // 4), rng)
+        timings.append(Timing(f"{SMALL}, {what}", about.asked.get(what), work, samples))
     engine.close()
     return timings
 
 
-def time_large(about: Format, folder: Path, config: FusedConfig, repeats: int) -> list[Timing]:
+def time_large(about: Format, folder: Path, config: FusedConfig, ceilings: Ceilings, repeats: int) -> list[Timing]:
     """Time decoding on the large model."""
     engine = make_engine(str(folder), about, 2**28)
-    steps = decode_steps(engine, 1, max(1, repeats // 4), random.Random(7))
+    samples = decode_samples(engine, 1, ceilings, max(1, repeats // 4), random.Random(7))
     engine.close()
     work = work_of(about, config, 1, 1, PROMPT + NUM_STEPS / 2)
-    return [timing_of(f"{LARGE}, {ONE}", ASKED_LARGE, work, steps)]
+    return [Timing(f"{LARGE}, {ONE}", ASKED_LARGE, work, samples)]
 
 
-def row_of(name: str, timing: Timing, ceilings: Ceilings) -> Row:
+def row_of(name: str, timing: Timing) -> Row:
     """Return a time beside its roofline."""
-    operations, by_bytes = timing.work.seconds_by_operations(ceilings), timing.work.seconds_by_bytes(ceilings)
-    roofline, seconds = max(operations, by_bytes), statistics.median(timing.seconds)
-    share = roofline / seconds
-    bound = "operations" if operations > by_bytes else "bytes"
-    parts = ", ".join(f"{part} {1000 * one:.1f}" for part, one in timing.parts.items() if one)
+    work, samples = timing.work, timing.samples
+    shares = [work.roofline(one.rates) / one.seconds for one in samples]
+    share, seconds = statistics.median(shares), statistics.median(one.seconds for one in samples)
+    roofline = statistics.median(work.roofline(one.rates) for one in samples)
+    is_by_operations = [work.seconds_by_operations(one.rates) > work.seconds_by_bytes(one.rates) for one in samples]
+    bound = "operations" if statistics.median(is_by_operations) else "bytes"
+    parts = {part: statistics.median(one.parts[part] for one in samples) for part in samples[0].parts}
+    told = ", ".join(f"{part} {1000 * taken:.1f}" for part, taken in parts.items() if taken)
+    bytes_read = statistics.median(one.rates.bytes_read for one in samples)
     return Row(
-        f"{name}: {timing.what}\n  {parts} ms",
+        f"{name}: {timing.what}\n  {told} ms; {bytes_read / 1e9:.0f} GB/s",
         "" if timing.asked is None else f">= {timing.asked:.2f}",
         f"{share:.2f}: {1000 * roofline:.1f} of {1000 * seconds:.1f} ms, by {bound}",
         None if timing.asked is None else share >= timing.asked,
         {
             "share": share,
-            "seconds": timing.seconds,
-            "seconds_by_operations": operations,
-            "seconds_by_bytes": by_bytes,
-            "operations": sum(number for _, number in timing.work.operations),
-            "bytes": timing.work.num_bytes,
-            "parts": timing.parts,
+            "shares": shares,
+            "seconds": [one.seconds for one in samples],
+            "bytes_read": [one.rates.bytes_read for one in samples],
+            "multiply_adds": [one.rates.multiply_adds for one in samples],
+            "operations": sum(number for _, number in work.operations),
+            "bytes": work.num_bytes,
+            "parts": parts,
         },
     )
 
 
-def ceiling_rows(names: list[str], ceilings: Ceilings) -> list[Row]:
-    """Return the ceilings."""
-    one_core, all_cores = ceilings.bytes_read
-    rows = [Row(
-        "ceiling: bytes read from memory", "", f"{all_cores / 1e9:.1f} GB/s; one core {one_core / 1e9:.1f}",
-        values={"all_cores": all_cores, "one_core": one_core},
-    )]  # fmt: skip
-    for instruction, rate in ceilings.multiply_adds.items():
+def ceiling_rows(names: list[str], timings: list[tuple[str, Timing]]) -> list[Row]:
+    """Return the ceilings, and how far they went up and down."""
+    every = [one.rates for _, timing in timings for one in timing.samples]
+    rows = [_ceiling("bytes read from memory", "GB/s", [one.bytes_read for one in every], 1e9)]
+    for instruction in dict.fromkeys(name for one in every for name in one.multiply_adds):
         used_by = [name for name in names if instruction_of(FORMATS[name].products) == instruction]
-        what = f"ceiling: {instruction} ({', '.join(used_by) or 'attention'})"
-        one_core, all_cores = (2 * each for each in rate)
-        got = f"{all_cores / 1e9:,.0f} G operations/s; one core {one_core / 1e9:,.0f}"
-        rows.append(Row(what, "", got, values={"all_cores": all_cores, "one_core": one_core}))
+        rates = [2 * one.multiply_adds[instruction] for one in every if instruction in one.multiply_adds]
+        rows.append(_ceiling(f"{instruction} ({', '.join(used_by) or 'attention'})", "G operations/s", rates, 1e9))
     return rows
+
+
+def _ceiling(what: str, unit: str, rates: list[float], by: float) -> Row:
+    low, middle, high = (one / by for one in (min(rates), statistics.median(rates), max(rates)))
+    return Row(f"ceiling: {what}", "", f"{middle:,.0f} {unit}; {low:,.0f} to {high:,.0f}", values={"rates": rates})
 
 
 def facts() -> dict[str, object]:
@@ -339,7 +391,7 @@ def main() -> None:
     for wanted, known in ((names, tuple(FORMATS)), (parts, ("products", "steps", "1b"))):
         if unknown := set(wanted) - set(known):
             arguments.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(known)}")
-    where, ceilings = facts(), Ceilings()
+    where = facts()
     folder = resolve("smollm2-135m", cache_dir())
     small, large = (
         read_fused_config(facts) for facts in (json.loads((folder / "config.json").read_text("utf-8")), LLAMA_1B)
@@ -348,28 +400,26 @@ def main() -> None:
     assert isinstance(large, FusedConfig)
     timings: list[tuple[str, Timing]] = []
 
-    def measure(part: str, run: Callable[[str], list[Timing]]) -> None:
-        """Run a part in each format, with the ceilings before and behind it."""
+    def measure(part: str, run: Callable[[Format, Ceilings], list[Timing]]) -> None:
         for name in names if part in parts else ():
             console.print(f"{part}: {name}")
-            ceilings.measure(FORMATS[name].products, FORMATS[name].attention)
-            timings.extend((name, timing) for timing in run(name))
+            about = FORMATS[name]
+            timings.extend((name, one) for one in run(about, Ceilings(about.products, about.attention)))
             gc.collect()
-            ceilings.measure(FORMATS[name].products, FORMATS[name].attention)
 
-    def products(name: str) -> list[Timing]:
+    def products(about: Format, ceilings: Ceilings) -> list[Timing]:
         return [
-            *time_products(SMALL, FORMATS[name], small, small.num_layers, args.repeats),
-            *time_products(LARGE, FORMATS[name], large, LARGE_LAYERS, args.repeats),
+            *time_products(Model(SMALL, small, small.num_layers), about, ceilings, args.repeats),
+            *time_products(Model(LARGE, large, LARGE_LAYERS), about, ceilings, args.repeats),
         ]
 
     measure("products", products)
-    measure("steps", lambda name: time_steps(FORMATS[name], small, args.repeats))
+    measure("steps", lambda about, ceilings: time_steps(about, small, ceilings, args.repeats))
     if "1b" in parts:
         with tempfile.TemporaryDirectory() as made:
             write_llama(Path(made), folder)
-            measure("1b", lambda name: time_large(FORMATS[name], Path(made), large, args.repeats))
-    rows = [*ceiling_rows(names, ceilings), *(row_of(name, timing, ceilings) for name, timing in timings)]
+            measure("1b", lambda about, ceilings: time_large(about, Path(made), large, ceilings, args.repeats))
+    rows = [*ceiling_rows(names, timings), *(row_of(name, timing) for name, timing in timings)]
     print_report("roofline", rows, where, args.json)
 
 

@@ -3,8 +3,10 @@
 Multiply-adds are counted in a loop that has all in registers: independent sums, each of which is added to by the
 instruction that the format's tile is made of, or by what stands for it on a processor that lacks it. How many sums hide
 the instruction's latency best is tried. Bytes are read from a buffer that no cache holds, in so many streams, fetched
-ahead or not, as is best. Both are written in LLVM's own language, as the tiles are, and are run on one core or on all
-at once. A ceiling is the best that was seen: it does not get lower by measuring again.
+ahead or not, as is best. Both are written in LLVM's own language, as the tiles are, and are run on all cores at once.
+
+Where a machine is shared, both change from one second to the next, by a factor of two for memory. So a ceiling is
+measured right before and right behind what is held to it.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ import hashlib
 import os
 import threading
 import time
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 from llvmlite import ir
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
 
     from pagefold.kernels.formats import ProductFormat
 
-__all__ = ["Ceilings", "cache_bytes", "instruction_of"]
+__all__ = ["Ceilings", "Rates", "cache_bytes", "instruction_of"]
 
 _NUM_SUMS = (8, 12, 16, 24)
 _SUMS_A_RUN = 60_000_000  # some 20 ms
@@ -44,39 +47,52 @@ _STREAMS = ((1, 0), (1, 4096), (2, 0), (4, 0), (4, 4096))
 """How many are read at once, and how many bytes ahead they are fetched."""
 _LINES_A_ROUND = 4
 _MIN_BUFFER, _BUFFER_IN_CACHES = 2**28, 4
-_REPEATS = 5
+_REPEATS = 3
+_KEPT: list[tuple[NDArray[np.generic], ...]] = []
+"""What compiled loops read and write: they have only addresses."""
 _PAIR_OF_SMALL, _QUAD_OF_ONES, _SMALL = 0x3A833A83, 0x01010101, 1e-3
 
 
-class Rate(NamedTuple):
-    """Something a second, on one core and on all."""
-
-    one_core: float
-    all_cores: float
-
-
-class Ceilings:
-    """The best that was seen so far.
+@dataclass(frozen=True)
+class Rates:
+    """What all cores together can do.
 
     Attributes:
         multiply_adds: a second, by the name of the instruction.
-        bytes_read: a second.
+        bytes_read: from memory, a second.
     """
 
-    def __init__(self) -> None:
-        self.multiply_adds: dict[str, Rate] = {}
-        self.bytes_read = Rate(0.0, 0.0)
-
-    def measure(self, *product_formats: ProductFormat) -> None:
-        """Measure what formats need: their instructions, and memory."""
-        for name, product_format in {instruction_of(one): one for one in product_formats}.items():
-            rates = [_multiply_adds(product_format, num) for num in (1, available_cpus())]
-            self.multiply_adds[name] = _best(self.multiply_adds.get(name, Rate(0.0, 0.0)), rates)
-        self.bytes_read = _best(self.bytes_read, [_bytes_read(num) for num in (1, available_cpus())])
+    multiply_adds: dict[str, float]
+    bytes_read: float
 
     def operations_of(self, product_format: ProductFormat) -> float:
-        """Return the operations a second that all cores can do in a format: two a multiply-add."""
-        return 2 * self.multiply_adds[instruction_of(product_format)].all_cores
+        """Return the operations a second in a format: two a multiply-add."""
+        return 2 * self.multiply_adds[instruction_of(product_format)]
+
+    def and_then(self, other: Rates) -> Rates:
+        """Return what holds between two times at which it was measured: the means."""
+        return Rates(
+            {name: (rate + other.multiply_adds[name]) / 2 for name, rate in self.multiply_adds.items()},
+            (self.bytes_read + other.bytes_read) / 2,
+        )
+
+
+class Ceilings:
+    """Finds which loops are fastest, and measures with them, as often as is asked.
+
+    Args:
+        product_formats: whose instructions count.
+    """
+
+    def __init__(self, *product_formats: ProductFormat) -> None:
+        self._loops: dict[str, Callable[[], float]] = {}
+        for name, one in {instruction_of(one): one for one in product_formats}.items():
+            self._loops[name] = _fastest([_multiply_adds(one, num, address) for num, address in _loops(one).items()])
+        self._read = _fastest([_bytes_read(address) for address in _readers().values()])
+
+    def now(self) -> Rates:
+        """Measure; it takes some 30 ms for each instruction, and leaves nothing in the caches."""
+        return Rates({name: run() for name, run in self._loops.items()}, self._read())
 
 
 def instruction_of(product_format: ProductFormat) -> str:
@@ -104,25 +120,20 @@ def cache_bytes() -> int:
     return max(sizes)
 
 
-def _best(known: Rate, rates: list[float]) -> Rate:
-    """Return the better of each; all cores can do what one can, even where others had them."""
-    one_core, all_cores = map(max, known, rates)
-    return Rate(one_core, max(one_core, all_cores))
+def _fastest(runs: list[Callable[[], float]]) -> Callable[[], float]:
+    return max(runs, key=lambda run: max(run() for _ in range(_REPEATS)))
 
 
-def _multiply_adds(product_format: ProductFormat, num_cores: int) -> float:
-    """Return multiply-adds a second of the best loop, on so many cores at once."""
-    loops = _loops(product_format)
+def _multiply_adds(product_format: ProductFormat, num_sums: int, address: int) -> Callable[[], float]:
+    """Return what measures multiply-adds a second of a loop, on all cores at once."""
+    num_cores, num_rounds = available_cpus(), _SUMS_A_RUN // num_sums
+    operands = np.full(2 * MAX_LANES, _operand(product_format), np.uint32)
+    sums = np.zeros((num_cores, num_sums, MAX_LANES), np.float32)
+    calls = [_call(address, operands.ctypes.data, num_rounds, sums[core].ctypes.data) for core in range(num_cores)]
     numbers_a_word = {Pairs: 2, Quads: 4}.get(type(product_format), 1)
-    best = 0.0
-    for num_sums, address in loops.items():
-        num_rounds = _SUMS_A_RUN // num_sums
-        operands = np.full(2 * MAX_LANES, _operand(product_format), np.uint32)
-        sums = np.zeros((num_cores, num_sums, MAX_LANES), np.float32)
-        calls = [_call(address, operands.ctypes.data, num_rounds, sums[core].ctypes.data) for core in range(num_cores)]
-        num = num_cores * num_rounds * num_sums * MAX_LANES * numbers_a_word
-        best = max(best, num / min(_seconds_together(calls) for _ in range(_REPEATS)))
-    return best
+    num = num_cores * num_rounds * num_sums * MAX_LANES * numbers_a_word
+    _KEPT.append((operands, sums))
+    return lambda: num / _seconds_together(calls)
 
 
 def _operand(product_format: ProductFormat) -> int:
@@ -132,18 +143,16 @@ def _operand(product_format: ProductFormat) -> int:
     return _PAIR_OF_SMALL if isinstance(product_format, Pairs) else int(np.float32(_SMALL).view(np.uint32))
 
 
-def _bytes_read(num_cores: int) -> float:
-    """Return bytes a second of the best reading, on so many cores at once."""
-    buffer = _buffer()
+def _bytes_read(address: int) -> Callable[[], float]:
+    """Return what measures bytes a second of a way of reading, on all cores at once."""
+    buffer, num_cores = _buffer(), available_cpus()
     size = len(buffer) // num_cores
     sums = np.zeros((num_cores, MAX_LANES), np.uint32)
-    best = 0.0
-    for address in _readers().values():
-        calls = [
-            _call(address, buffer[core * size :].ctypes.data, size, sums[core].ctypes.data) for core in range(num_cores)
-        ]
-        best = max(best, num_cores * size / min(_seconds_together(calls) for _ in range(_REPEATS)))
-    return best
+    calls = [
+        _call(address, buffer[core * size :].ctypes.data, size, sums[core].ctypes.data) for core in range(num_cores)
+    ]
+    _KEPT.append((buffer, sums))
+    return lambda: num_cores * size / _seconds_together(calls)
 
 
 @cache

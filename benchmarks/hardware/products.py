@@ -17,7 +17,8 @@ from numba import prange
 from pagefold.config import available_cpus
 from pagefold.kernels.formats import PANEL_WIDTH, convert, num_panels, pack
 from pagefold.kernels.team import SYNC_WIDTH, ends
-from pagefold.runner.fused.kernel import _matmul
+from pagefold.runner.fused.decoder import odd_lines
+from pagefold.runner.fused.kernel import _ahead, _matmul, _Team
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -88,18 +89,24 @@ class _Outputs(NamedTuple):
 
 
 @numba.njit(parallel=True, nogil=True, error_model="numpy")  # type: ignore[misc]
-def _walk(tiles, num_members, sync, num_rows, normed, attended, inner, weights, y, width):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202, PLR0913, PLR0917
-    for _member in prange(num_members):
+def _walk(tiles, num_members, sync, shares, num_rows, normed, attended, inner, weights, y, width):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202, PLR0913, PLR0917
+    for member in prange(num_members):
+        team = _Team(member, num_members, sync, shares)
         for layer in range(weights.qkv.shape[0]):
             phase = 5 * layer
-            _matmul(tiles, num_members, sync, phase, normed, num_rows, weights.qkv[layer], y.qkv, width, 0)
-            _matmul(tiles, num_members, sync, phase + 1, attended, num_rows, weights.out[layer], y.hidden, width, 1)
-            _matmul(tiles, num_members, sync, phase + 2, normed, num_rows, weights.gate[layer], y.inner, width, 0)
-            _matmul(tiles, num_members, sync, phase + 3, normed, num_rows, weights.up[layer], y.inner, width, 0)
-            _matmul(tiles, num_members, sync, phase + 4, inner, num_rows, weights.down[layer], y.hidden, width, 1)
+            here = weights.qkv[layer], weights.out[layer], weights.gate[layer], weights.up[layer], weights.down[layer]
+            after = weights.qkv[layer + 1] if layer + 1 < weights.qkv.shape[0] else weights.head
+            if len(after) == 0:
+                after = weights.qkv[0]
+            _matmul(tiles, team, phase, normed, num_rows, here[0], y.qkv, width, 0, _ahead(team, here[1], 1))
+            _matmul(tiles, team, phase + 1, attended, num_rows, here[1], y.hidden, width, 1, _ahead(team, here[2], 1))
+            _matmul(tiles, team, phase + 2, normed, num_rows, here[2], y.inner, width, 0, _ahead(team, here[3], 1))
+            _matmul(tiles, team, phase + 3, normed, num_rows, here[3], y.inner, width, 0, _ahead(team, here[4], 1))
+            _matmul(tiles, team, phase + 4, inner, num_rows, here[4], y.hidden, width, 1, _ahead(team, after, 1))
         if len(weights.head):
             phase = 5 * weights.qkv.shape[0]
-            _matmul(tiles, num_members, sync, phase, normed, num_rows, weights.head, y.logits, width, 0)
+            ahead = _ahead(team, weights.qkv[0], 1)
+            _matmul(tiles, team, phase, normed, num_rows, weights.head, y.logits, width, 0, ahead)
 
 
 class Products:
@@ -131,7 +138,7 @@ class Products:
         self._weights = _Weights(**panels, head=_panels(product_format, head, 1)[0])
         random = np.random.default_rng(0)
         self._rows = [
-            convert(product_format, random.standard_normal((num_rows, matrices[name].num_k)).astype(np.float32))
+            _apart(product_format, random.standard_normal((num_rows, matrices[name].num_k)).astype(np.float32))
             for name in ("qkv", "out", "down")
         ]
         widths = [num_panels(matrices[name].num_columns) for name in ("qkv", "out", "gate")]
@@ -139,11 +146,12 @@ class Products:
             *(np.zeros((num_rows, PANEL_WIDTH * num), np.float32) for num in (*widths, num_panels(head.num_columns)))
         )
         self._sync = np.zeros((5 * num_layers + 1, SYNC_WIDTH), np.int64)
+        self._shares = np.zeros((5 * num_layers + 1, available_cpus()), np.int64)
         self._num_ks = [matrices[name].num_k for name in ("qkv", "out", "down")]
 
     def run(self) -> dict[str, float]:
         """Multiply once; return the seconds of each kind of matrix, all layers together."""
-        self._sync[:] = 0
+        self._sync[:] = self._shares[:] = 0
         num_threads = available_cpus()
         numba.set_num_threads(num_threads)
         rows = [
@@ -151,7 +159,8 @@ class Products:
         ]
         begin = time.monotonic()
         _walk(
-            self._tiles, num_threads, self._sync, self._num_rows, *rows, self._weights, self._y, PANEL_WIDTH
+            self._tiles, num_threads, self._sync, self._shares, self._num_rows, *rows, self._weights, self._y,
+            PANEL_WIDTH,
         )  # fmt: skip
         seconds = dict.fromkeys(self._names, 0.0)
         taken = np.diff(ends(self._sync), prepend=begin)
@@ -159,6 +168,14 @@ class Products:
             name = "head" if phase == 5 * self._num_layers else self._names[phase % 5]
             seconds[name] += float(one)
         return seconds
+
+
+def _apart(product_format: ProductFormat, x: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """Return rows in a format, as far apart as the decoder has them."""
+    rows = convert(product_format, x)
+    room = np.zeros((len(rows), odd_lines(rows.shape[1])), np.uint8)
+    room[:, : rows.shape[1]] = rows
+    return room
 
 
 def _panels(product_format: ProductFormat, sizes: Sizes, num_layers: int) -> NDArray[np.uint8]:

@@ -95,7 +95,7 @@ def hold_writes(case, name, slab):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@settings(max_examples=12, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, suppress_health_check=list(HealthCheck))
 @given(sequences=SEQUENCES, per_head=st.booleans(), seed=st.integers(0, 2**32))
 def test_all_are_dense_attention(shape, sequences, per_head, seed):
     hold(make_case(shape, sequences, per_head=per_head, seed=seed))

@@ -46,6 +46,7 @@ SHAPES = (
     Shape(block_size=4, head_dim=40, num_kv_heads=1, group=3),
 )
 NAMES = sorted(set(CELL_CODECS) - {"float32", "fp8", "kivi2"})  # kivi2: test_kivi2.py
+QUICK_NAMES = ("int8_per_token_head", "int4_per_token_head", "k8v4")
 SEQUENCES = st.lists(
     st.builds(
         Lengths,
@@ -72,7 +73,9 @@ def hold(case, name, seed, sharpness=1.0):
     assert torch.equal(slabs[0].data, slabs[1].data), f"{name} is not encoded alike"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK_NAMES else [pytest.mark.long]) for name in NAMES]
+)
 @settings(max_examples=10, suppress_health_check=list(HealthCheck))
 @given(shape=st.sampled_from(SHAPES), sequences=SEQUENCES, per_head=st.booleans(), seed=st.integers(0, 2**32))
 def test_the_kernel_reads_and_writes_what_the_reference_does(name, shape, sequences, per_head, seed):

@@ -108,7 +108,7 @@ def generate(engine, token_ids: list[int], num_outputs: int, watch=lambda: None)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "k8v4", "kivi2"])
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("reference", marks=pytest.mark.long)])
 def test_blocks_that_left_the_window_are_given_back_while_the_request_runs(engine_of, backend, kv_cache_dtype):
     engine = engine_of(backend, enable_prefix_caching=False, kv_cache_dtype=kv_cache_dtype)
     core = engine.scheduler.core

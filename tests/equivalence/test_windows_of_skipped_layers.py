@@ -27,8 +27,6 @@ SKIPPED = {"a sliding layer": (0,), "a full layer": (3,), "one of each": (1, 2),
 """Layers 0 and 2 have windows, 1 and 3 keep all."""
 
 QUICK = {
-    "chunks of 17": ("int4_per_token_head", "a sliding layer"),
-    "warm": ("int8_per_token_head", "a full layer"),
     "host tier": ("k8v4", "one of each"),
 }
 """The settings that are not long, and what they have; each of the others has one of all pairs in turn."""

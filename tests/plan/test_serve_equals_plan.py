@@ -66,8 +66,15 @@ SETTINGS = [
 
 
 @pytest.mark.usefixtures("_no_constants")
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-@pytest.mark.parametrize("family", ["smollm2", "llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        pytest.param(family, settings, id=f"{family}-{settings}", marks=[] if is_quick else [pytest.mark.long])
+        for place, family in enumerate(("llama", "smollm2", "qwen3", "gemma3"))
+        for number, settings in enumerate(SETTINGS)
+        for is_quick in [place in {0, number}]
+    ],
+)
 def test_a_slab_is_what_was_planned(family, settings, smollm2, tiny_folder, free_bytes):
     folder = smollm2 if family == "smollm2" else tiny_folder(family)
     asked = {"max_num_seqs": 128, "dtype": "auto"} | settings
@@ -190,8 +197,11 @@ def test_the_formula_tells_layers_in_16_bit_apart(tiny_folder):
 
 @pytest.mark.parametrize(
     ("family", "input_len", "output_len", "num_blocks"),
-    [("llama", "40", "24", 120), ("llama", "30-90", "8-40", 150), ("gemma3", "100-200", "8-40", 500)],
-    ids=["fixed", "drawn", "windows"],
+    [
+        pytest.param("llama", "40", "24", 120, id="fixed", marks=pytest.mark.long),
+        pytest.param("llama", "30-90", "8-40", 150, id="drawn"),
+        pytest.param("gemma3", "100-200", "8-40", 500, id="windows", marks=pytest.mark.long),
+    ],
 )
 def test_as_many_requests_run_at_once_as_planned(family, input_len, output_len, num_blocks, tiny_folder):
     """The real engine with a real model, with requests always waiting; the mean over steps, as the plan means it."""

@@ -20,12 +20,13 @@ def namespace_of(blueprint: Blueprint) -> Namespace:
 
     What leaves this process is named by what the model's files hold, which is the same on every machine.
     """
+    from pagefold.kernels.rows import LANES  # noqa: PLC0415 - Numba comes with it
     from pagefold.runner.codec_slab import codec_layout_on  # noqa: PLC0415 - torch comes with it
     from pagefold.runner.content import content_fingerprint  # noqa: PLC0415 - only with slow tiers
     from pagefold.runner.slab import layout_on  # noqa: PLC0415 - torch comes with it
 
     config, spec = blueprint.config, blueprint.spec
-    decoder = f"fused: {blueprint.formats.arithmetic}" if blueprint.is_fused else "transformers"
+    decoder = f"fused: {blueprint.formats.arithmetic}" if blueprint.is_fused else f"transformers, rows in {LANES} lanes"
     geometry = blueprint.geometry
     layout = layout_on(blueprint.device, in_pairs=blueprint.computes_pairs)
     if geometry.codec is not None:

@@ -1,4 +1,4 @@
-"""What kernels of the CPU path are made of, compiled by Numba: matrix tiles, a team of threads, exponentials.
+"""What kernels of the CPU path are made of, compiled by Numba: matrix tiles, what is done with rows, a team of threads.
 
 Compiled code is kept under the cache folder, in a folder named by what it was compiled from: the source of every kernel
 (Numba itself looks at the outermost function's file only) and the versions of Numba and LLVM. Numba adds the processor

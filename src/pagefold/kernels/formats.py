@@ -45,6 +45,7 @@ __all__ = [
     "PANEL_WIDTH",
     "FormatTiles",
     "ProductFormat",
+    "call",
     "column",
     "convert",
     "multiply",
@@ -128,7 +129,7 @@ def convert(product_format: ProductFormat, x: NDArray[np.float32]) -> NDArray[np
     if product_format.tiles().rows == 0:
         return np.ascontiguousarray(x).view(np.uint8)
     ends = x.ctypes.data, x.strides[0], num_k, num_rows, rows.ctypes.data, rows.strides[0]
-    _call(product_format.tiles().rows, *ends)
+    call(product_format.tiles().rows, *ends)
     return rows
 
 
@@ -140,7 +141,7 @@ def multiply(product_format: ProductFormat, x: NDArray[np.float32], panels: NDAr
     for index, panel in enumerate(panels):
         here, at_y = panel.ctypes.data, y[:, index * PANEL_WIDTH :].ctypes.data
         x_rows = rows.ctypes.data, rows.strides[0]
-        _call(product_format.tiles().product, *x_rows, here, num_k, num_rows, at_y, y.strides[0], 0, here)
+        call(product_format.tiles().product, *x_rows, here, num_k, num_rows, at_y, y.strides[0], 0, here)
     return y
 
 
@@ -148,9 +149,10 @@ def column(product_format: ProductFormat, panels: NDArray[np.uint8], index: int,
     """Return a column of a packed matrix, ``[K]``."""
     out = np.zeros(num_k, np.float32)
     panel = panels[index // PANEL_WIDTH]
-    _call(product_format.tiles().column, panel.ctypes.data, index % PANEL_WIDTH, num_k, out.ctypes.data)
+    call(product_format.tiles().column, panel.ctypes.data, index % PANEL_WIDTH, num_k, out.ctypes.data)
     return out
 
 
-def _call(address: int, *arguments: int) -> None:
+def call(address: int, *arguments: int) -> None:
+    """Call what was compiled, from Python."""
     ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * len(arguments))(address)(*arguments)

@@ -48,13 +48,22 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["MAX_STEPS", "PairEmitter", "Pairs", "bfloat16_pairs", "flushing", "round_to_bfloat16"]
+__all__ = [
+    "MAX_STEPS",
+    "SHORT_BYTES",
+    "PairEmitter",
+    "Pairs",
+    "bfloat16_pairs",
+    "flushing",
+    "round_to_bfloat16",
+    "rounded_to_shorts",
+]
 
 MAX_STEPS = 256
 """Words of a chain: longer sums are cut, and added up."""
 _PANELS_AT_ONCE = 16
 """Panels that are packed together: rounding takes several times what it rounds."""
-_SHORT_BYTES = 2
+SHORT_BYTES = 2
 _HIGH = 16
 _FLUSH = 0x8040  # of the control register: small results are zero, and small numbers are taken for it
 _QUIET = 0x0040
@@ -278,25 +287,30 @@ def _add_rows(module: ir.Module) -> None:
     builder, (x, distance, num_k, num_rows, out, out_distance) = entry(module, "rows", 6)
     short = ir.IntType(16)
     emit = WordEmitter(builder, MAX_LANES)
-    x, out = builder.inttoptr(x, I32_P), builder.inttoptr(out, short.as_pointer())
+    x, out = builder.inttoptr(x, F32_P), builder.inttoptr(out, short.as_pointer())
     ldx = builder.sdiv(distance, I64(FLOAT_BYTES))
     whole = builder.sdiv(num_k, I64(MAX_LANES))
     with cgutils.for_range(builder, num_rows, intp=I64) as rows:
         row = rows_on(builder, x, ldx, rows.index)
-        into = rows_on(builder, out, builder.sdiv(out_distance, I64(_SHORT_BYTES)), rows.index)
+        into = rows_on(builder, out, builder.sdiv(out_distance, I64(SHORT_BYTES)), rows.index)
         with cgutils.for_range(builder, whole, intp=I64) as loop:
             first = builder.mul(loop.index, I64(MAX_LANES))
-            rounded = _rounded(builder, emit.load_words(emit.at(row, first)), emit.all_words)
-            shorts = builder.trunc(rounded, ir.VectorType(short, MAX_LANES))
+            shorts = rounded_to_shorts(emit, emit.load(emit.at(row, first)))
             where = builder.bitcast(emit.at(into, first), shorts.type.as_pointer())
-            builder.store(shorts, where, align=_SHORT_BYTES)
+            builder.store(shorts, where, align=SHORT_BYTES)
         done = builder.mul(whole, I64(MAX_LANES))
         with cgutils.for_range_slice(builder, done, num_k, I64(1), intp=I64) as (k, _):
-            rounded = _rounded(builder, builder.load(emit.at(row, k)), I32)
+            rounded = _rounded(builder, builder.bitcast(builder.load(emit.at(row, k)), I32), I32)
             builder.store(builder.trunc(rounded, short), emit.at(into, k))
         with builder.if_then(builder.trunc(num_k, ir.IntType(1))):
             builder.store(short(0), emit.at(into, num_k))
     builder.ret_void()
+
+
+def rounded_to_shorts(emit: WordEmitter, numbers: ir.Value) -> ir.Value:
+    """Return a vector of float32 rounded to bfloat16, to nearest, as 16-bit words."""
+    rounded = _rounded(emit.builder, emit.as_words(numbers), emit.all_words)
+    return emit.builder.trunc(rounded, ir.VectorType(ir.IntType(16), emit.lanes))
 
 
 def _rounded(builder: ir.IRBuilder, bits: ir.Value, constant: object) -> ir.Value:

@@ -8,9 +8,12 @@ everything claimed and done, and catches up. With one member the same code is a 
 That is what a barrier of an OpenMP region cannot do: it waits for every thread, a scheduler's slice long if need be,
 and a decoder has hundreds of them a step.
 
-The counters of a phase are used once a run, so nothing is ever reset while somebody may look: ``sync`` is zeroed
-between runs. Each phase has cache lines of its own. They also say when it was over: two dozen nanoseconds a phase, and
-where a step's time went is always known.
+Where it matters that a member does chunks that lie side by side, each has a share of them: it claims from its own until
+that is empty, and then from those of others.
+
+The counters of a phase are used once a run, so nothing is ever reset while somebody may look: ``sync`` and ``shares``
+are zeroed between runs. Each phase has cache lines of its own. They also say when it was over: two dozen nanoseconds a
+phase, and where a step's time went is always known.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from pagefold.kernels.compiled import part
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["SYNC_WIDTH", "claim", "ends", "finish", "wait"]
+__all__ = ["SYNC_WIDTH", "claim", "claim_near", "ends", "finish", "finish_all", "share_of", "wait"]
 
 SYNC_WIDTH = 16
 """int64 numbers a phase: ``sync`` is ``[num_phases, SYNC_WIDTH]``; [0] counts claims, [8] what is done; [12]
@@ -45,14 +48,14 @@ _MONOTONIC = time.CLOCK_MONOTONIC  # what time.monotonic reads
 
 
 @intrinsic
-def _fetch_add(typing, address):
-    """Add 1 to the int64 at ``address``, and return what it was."""
+def _fetch_add(typing, address, number):
+    """Add ``number`` to the int64 at ``address``, and return what it was."""
 
     def generate(_context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> ir.Value:
         where = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
-        return builder.atomic_rmw("add", where, ir.IntType(64)(1), "seq_cst")
+        return builder.atomic_rmw("add", where, args[1], "seq_cst")
 
-    return types.int64(types.intp), generate
+    return types.int64(types.intp, types.int64), generate
 
 
 @intrinsic
@@ -69,13 +72,47 @@ def _load(typing, address):
 @part()
 def claim(sync, phase):
     """Return the next chunk of ``phase``; there are no more when it is their number or above."""
-    return _fetch_add(sync.ctypes.data + phase * SYNC_WIDTH * _WORD)
+    return _fetch_add(sync.ctypes.data + phase * SYNC_WIDTH * _WORD, 1)
+
+
+@part()
+def share_of(num_chunks, member, num_members):
+    """Return the first chunk of a member's share, and the one behind its last."""
+    return num_chunks * member // num_members, num_chunks * (member + 1) // num_members
+
+
+@part()
+def claim_near(shares, phase, member, num_chunks):
+    """Return the next chunk of the member's own share of ``phase``, else another's; ``num_chunks`` if none is left.
+
+    Args:
+        shares: int64 ``[num_phases, members]``: how many were claimed of each share.
+        phase: which one.
+        member: who asks.
+        num_chunks: of the phase.
+    """
+    num_members = shares.shape[1]
+    for turn in range(num_members):
+        owner = (member + turn) % num_members
+        first, end = share_of(num_chunks, owner, num_members)
+        address = shares.ctypes.data + (phase * num_members + owner) * _WORD
+        if first + _load(address) < end:
+            chunk = first + _fetch_add(address, 1)
+            if chunk < end:
+                return chunk
+    return num_chunks
 
 
 @part()
 def finish(sync, phase):
     """Count one chunk of ``phase`` done: what it wrote is there for whoever has waited."""
-    _fetch_add(sync.ctypes.data + (phase * SYNC_WIDTH + _DONE) * _WORD)
+    finish_all(sync, phase, 1)
+
+
+@part()
+def finish_all(sync, phase, num_chunks):
+    """Count so many chunks done."""
+    _fetch_add(sync.ctypes.data + (phase * SYNC_WIDTH + _DONE) * _WORD, num_chunks)
 
 
 @part()

@@ -16,10 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pagefold.kernels.bits import to_bfloat16
+from pagefold.kernels.bits import bits_of, to_bfloat16
 from pagefold.kernels.compiled import part
 from pagefold.kernels.emit import FLOAT_BYTES, LINE_BYTES, call_tile, fetch
-from pagefold.kernels.exponential import exp2_row
 from pagefold.kernels.team import claim, finish, wait
 from pagefold.runner.attention.coded_blocks import (
     add_centres,
@@ -150,14 +149,11 @@ def _attend_split(tiles, slab, cell, table, first, num_entries, query, room, acc
         ))  # fmt: skip
     scale_scores(slab, cell, table, first, num_entries, query, room)
     add_shifts(slab, cell, first, num_rows, num_entries, room, softcap)
-    for r in range(num_rows):
-        seen = scores[r, hidden[r] :]
-        num_seen, num_left = np.int32(limits[r] - hidden[r]), num_entries - hidden[r]
-        room.tops[r], room.totals[r] = exp2_row(seen, num_seen, num_left, softcap, NOTHING)
-        scores[r, : hidden[r]] = np.float32(0.0)
+    call_tile(tiles.weights, (
+        scores.ctypes.data, width * FLOAT_BYTES, hidden.ctypes.data, limits.ctypes.data, num_rows, num_entries,
+        bits_of(softcap), room.tops.ctypes.data, room.totals.ctypes.data, int(value_format == PAIRS),
+    ))  # fmt: skip
     scale_weights(slab, cell, table, num_rows, num_entries, room)
-    if value_format == PAIRS:
-        into_pairs(tiles, scores, num_entries, num_rows)
     step = lanes * tiles.vectors
     num_columns = row_codes(value_format, head_dim)
     size = code_bytes(value_format)

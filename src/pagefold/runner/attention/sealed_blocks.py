@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from pagefold.kernels.bits import bits_of
 from pagefold.kernels.compiled import FAST, part, part_with
 from pagefold.kernels.emit import FLOAT_BYTES, LINE_BYTES, call_tile, fetch
-from pagefold.kernels.exponential import exp2_row
 from pagefold.kernels.team import claim, finish, wait
-from pagefold.runner.attention.fold import NOTHING, fold
+from pagefold.runner.attention.fold import fold
 from pagefold.runner.attention.kernel_slab import KEY_SCALES, KEYS, VALUE_SCALES, VALUES, SealedBlocks
 from pagefold.runner.attention.tiles import FLOAT16, INT2
 from pagefold.runner.codecs.kernel import encode_int2, from_bfloat16, from_float16, to_float16
@@ -161,10 +161,10 @@ def _attend_unsealed(tiles, unsealed, slab, is_first, query, room, row, into, so
         if softcap != 0.0:
             for e in range(num_entries):
                 scores[r, e] += room.shifts[row + r]
-        hidden = room.hidden[row + r]
-        num_seen, num_left = np.int32(room.limits[row + r] - hidden), np.int32(num_entries - hidden)
-        room.constants[0, r], room.constants[1, r] = exp2_row(scores[r, hidden:], num_seen, num_left, softcap, NOTHING)
-        scores[r, :hidden] = np.float32(0.0)
+    call_tile(tiles.weights, (
+        scores.ctypes.data, width * FLOAT_BYTES, room.hidden[row:].ctypes.data, room.limits[row:].ctypes.data,
+        num_rows, num_entries, bits_of(softcap), room.constants[0].ctypes.data, room.constants[1].ctypes.data, 0,
+    ))  # fmt: skip
     room.blocks[0] = base
     for d in range(0, head_dim, lanes * tiles.vectors):
         call_tile(tiles.values[FLOAT16], (

@@ -36,6 +36,7 @@ from pagefold.kernels.emit import (
 )
 from pagefold.kernels.object_code import addresses_in
 from pagefold.kernels.pairs import bfloat16_pairs, flushing
+from pagefold.kernels.rows import row_tiles
 from pagefold.kernels.words import I32_P
 from pagefold.runner.attention.pair_tiles import pair_block_tile, pair_column_tile
 from pagefold.runner.codecs.levels import levels_of
@@ -96,6 +97,7 @@ class AttentionTiles(NamedTuple):
             from each quarter of it.
         rows: (x, x_distance, num_k, num_rows, out, out_distance): turns float32 rows into rows of pairs, which may lie
             where they were; x of ``PAIRS`` are such rows, ``ldx`` in words. 0 if they are not among the formats.
+        weights: turns scores into weights (see :class:`~pagefold.kernels.rows.RowTiles`).
         lanes: numbers of a vector: so many entries of a block, and so many numbers of a head, are handled at once.
         vectors: of a head's numbers, or of the bytes of its codes, that are summed at once.
     """
@@ -103,6 +105,7 @@ class AttentionTiles(NamedTuple):
     scores: NDArray[np.int64]
     values: NDArray[np.int64]
     rows: int
+    weights: int
     lanes: int
     vectors: int
 
@@ -125,6 +128,7 @@ def attention_tiles(block_size: int, head_dim: int, formats: Iterable[int] = (FL
         scores=np.array([one["scores"] for one in addresses]),
         values=np.array([one["values"] for one in addresses]),
         rows=bfloat16_pairs().tiles().rows if PAIRS in wanted else 0,
+        weights=row_tiles().weights,
         lanes=lanes,
         vectors=vectors,
     )

@@ -11,13 +11,16 @@ import numpy as np
 import torch
 
 from pagefold.kernels.compiled import specialised
+from pagefold.kernels.emit import FLOAT_BYTES, LINE_BYTES
 from pagefold.kernels.formats import PANEL_WIDTH, num_panels
+from pagefold.kernels.rows import row_tiles
 from pagefold.kernels.team import SYNC_WIDTH, ends
 from pagefold.runner.attention.cpu import AttentionRoom, scoring_of
 from pagefold.runner.fused.kernel import (
     TOKENS_A_TILE,
     DecoderRoom,
     DecoderStep,
+    DecoderTiles,
     phases,
     run_decoder,
 )
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
     from pagefold.runner.slab import AnySlab
     from pagefold.runner.torch_runner import OnQueries
 
-__all__ = ["FusedDecoder"]
+__all__ = ["FusedDecoder", "odd_lines"]
 
 
 class FusedDecoder:
@@ -68,8 +71,11 @@ class FusedDecoder:
         self._packed = packed
         self._weights = packed.weights
         self._attention = AttentionRoom(slab, self._num_heads, self._num_kv_heads, self._num_threads)
+        by_rows = row_tiles()
+        self._tiles = DecoderTiles(*packed.tiles, by_rows.norm, by_rows.silu)
         self._phases = phases(len(self._weights.norms))
         self._sync = np.zeros((len(self._phases), SYNC_WIDTH), np.int64)
+        self._shares = np.zeros((len(self._phases), self._num_threads), np.int64)
         self._began = 0.0
         self._room = self._make_room(1, 1)
         self._kernel: Callable[..., None] | None = None
@@ -85,13 +91,14 @@ class FusedDecoder:
         if num_tokens > len(self._room.hidden) or num_rows > len(self._room.logits):
             most = max(num_tokens, len(self._room.hidden)), max(num_rows, len(self._room.logits))
             self._room = self._make_room(*most)
-        self._sync[:] = 0
+        self._sync[:] = self._shares[:] = 0
         numba.set_num_threads(self._num_threads)  # of the calling thread
         arguments = (
-            self._packed.tiles,
+            self._tiles,
             self._attention.tiles,
             self._num_threads,
             self._sync,
+            self._shares,
             self._weights,
             step,
             work,
@@ -126,16 +133,26 @@ class FusedDecoder:
         most = max(num_tokens, num_rows)  # a token's logits may be wanted twice
         return DecoderRoom(
             hidden=_zeros(num_tokens, num_panels(hidden) * PANEL_WIDTH),
-            normed=_zeros(most, hidden),
+            normed=_zeros(most, odd_lines(hidden * FLOAT_BYTES) // FLOAT_BYTES),
             qkv=_zeros(1 if self._on_queries is None else len(weights.norms), num_tokens, columns),
             attended=_zeros(num_tokens, num_heads, head_dim),
-            inner=_zeros(most, num_panels(weights.intermediate) * PANEL_WIDTH),
+            inner=_zeros(most, odd_lines(num_panels(weights.intermediate) * PANEL_WIDTH * FLOAT_BYTES) // FLOAT_BYTES),
             last_hidden=_zeros(num_rows, num_panels(hidden) * PANEL_WIDTH),
             last_attended=_zeros(num_rows, num_heads, head_dim),
-            rows=np.zeros((most if self._packed.tiles.rows else 0, self._packed.row_bytes), np.uint8),
+            rows=np.zeros((most if self._packed.tiles.rows else 0, odd_lines(self._packed.row_bytes)), np.uint8),
             logits=_zeros(num_rows, len(weights.head) * PANEL_WIDTH),
             up=_zeros(self._num_threads, TOKENS_A_TILE, PANEL_WIDTH),
         )
+
+
+def odd_lines(num_bytes: int) -> int:
+    """Return the bytes of at least so many that are an odd number of cache lines.
+
+    A tile walks along several rows side by side. Where they are a multiple of 4,096 bytes apart, the numbers that it
+    reads together compete for few places of the first-level cache.
+    """
+    lines = -(-num_bytes // LINE_BYTES)
+    return (lines + (lines % 2 == 0)) * LINE_BYTES
 
 
 def _zeros(*shape: int) -> np.ndarray[Any, np.dtype[np.float32]]:

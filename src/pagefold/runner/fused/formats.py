@@ -10,6 +10,7 @@ from pagefold.kernels.emit import IS_WIDE
 from pagefold.kernels.floats import Floats, Int8Weights
 from pagefold.kernels.pairs import bfloat16_pairs
 from pagefold.kernels.quads import int8_quads
+from pagefold.kernels.rows import LANES
 
 if TYPE_CHECKING:
     from pagefold.kernels.formats import ProductFormat
@@ -30,9 +31,9 @@ class DecoderFormats(NamedTuple):
 
     @property
     def arithmetic(self) -> str:
-        """What decides the bits of all that is computed with them."""
+        """What decides the bits of all that is computed with them: products, and what is done with rows between."""
         texts = dict.fromkeys((self.products.arithmetic, self.embedding.arithmetic))
-        return ", embedding in ".join(texts)
+        return f"{', embedding in '.join(texts)}; rows in {LANES} lanes"
 
 
 def processor_lacks(dtype: str, quantization: str | None) -> str:

@@ -14,19 +14,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 from numba import prange
 
+from pagefold.kernels.bits import bits_of
 from pagefold.kernels.compiled import part
 from pagefold.kernels.emit import call_tile
-from pagefold.kernels.exponential import silu_times
 from pagefold.kernels.kept import kernel
-from pagefold.kernels.team import claim, finish, wait
+from pagefold.kernels.team import claim, claim_near, finish, finish_all, share_of, wait
 from pagefold.runner.attention.cpu import member_scratch
 from pagefold.runner.attention.kernel import Scoring, attend, merge, seal, write
 from pagefold.runner.attention.work import work_of
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
     from pagefold.runner.attention.kernel_slab import KernelSlab
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pagefold.runner.attention.tiles import AttentionTiles
     from pagefold.runner.attention.work import AttentionWork
 
-__all__ = ["TOKENS_A_TILE", "DecoderRoom", "DecoderStep", "phases", "rotate", "run_decoder"]
+__all__ = ["TOKENS_A_TILE", "DecoderRoom", "DecoderStep", "DecoderTiles", "phases", "rotate", "run_decoder"]
 
 _LAYER_PHASES = (
     "norm", "qkv", "place", "seal", "attention", "merge", "rows", "out", "norm", "gate_up", "rows", "down",
@@ -53,6 +53,7 @@ _MANY_TOKENS = 128  # from here on, tokens are placed by whole blocks: no two me
 _TOKENS_A_BLOCK = 16
 TOKENS_A_TILE = 182  # thirteen full tiles of 14 rows: their inputs stay in the second-level cache
 _CHUNKS_A_MEMBER = 4
+_CHUNKS_A_SHARE = 16  # of a product of few rows: as even as can be, and claimed in next to no time
 
 
 class DecoderStep(NamedTuple):
@@ -97,6 +98,36 @@ class DecoderRoom(NamedTuple):
     up: NDArray[np.float32]
 
 
+class DecoderTiles(NamedTuple):
+    """Addresses of what the kernel calls beside attention, compiled apart from it.
+
+    Attributes:
+        rows, product, column: of the format of the weights: see :class:`~pagefold.kernels.formats.FormatTiles`.
+        norm, silu: see :class:`~pagefold.kernels.rows.RowTiles`.
+    """
+
+    rows: int
+    product: int
+    column: int
+    norm: int
+    silu: int
+
+
+class _Team(NamedTuple):
+    """One member of the team, and what it has in common with the others: see ``kernels/team.py``.
+
+    Attributes:
+        member, num_members: which one, of how many.
+        sync: counters of each phase.
+        shares: claims of each phase by members.
+    """
+
+    member: int
+    num_members: int
+    sync: NDArray[np.int64]
+    shares: NDArray[np.int64]
+
+
 class _Rows(NamedTuple):
     """Rows that are multiplied with panels.
 
@@ -131,21 +162,14 @@ class _Attention(NamedTuple):
     partials: NDArray[np.float32]
 
 
-@part(fastmath={"reassoc", "nsz"})
-def _sum_of_squares(row):
-    total = np.float32(0.0)
-    for e in range(len(row)):
-        total += row[e] * row[e]
-    return total
-
-
 @part()
-def _norm(row, weight, epsilon, out):
-    """RMS norm of one row; ``out`` may be ``row``."""
-    size = np.float32(len(weight))
-    factor = np.float32(1.0) / np.sqrt(_sum_of_squares(row[: len(weight)]) / size + epsilon)
-    for e in range(len(weight)):
-        out[e] = row[e] * factor * weight[e]
+def _norm(tiles, x, first, num, weight, epsilon, out):
+    """RMS norms of ``num`` rows from ``first`` on; ``out`` may be ``x``."""
+    distance, out_distance = x.shape[1] * _FLOAT_BYTES, out.shape[1] * _FLOAT_BYTES
+    call_tile(tiles.norm, (
+        x.ctypes.data + first * distance, distance, weight.ctypes.data, len(weight), bits_of(epsilon), num,
+        out.ctypes.data + first * out_distance, out_distance,
+    ))  # fmt: skip
 
 
 @part()
@@ -202,8 +226,7 @@ def _norm_all(tiles, sync, phase, hidden, num_tokens, weight, epsilon, out, rows
         if chunk >= num_chunks:
             break
         first, end = chunk * _TOKENS_A_CHUNK, min((chunk + 1) * _TOKENS_A_CHUNK, num_tokens)
-        for t in range(first, end):
-            _norm(hidden[t], weight, epsilon, out[t])
+        _norm(tiles, hidden, first, end - first, weight, epsilon, out)
         _convert(tiles, out, first, end - first, rows)
         finish(sync, phase)
     wait(sync, phase, num_chunks)
@@ -249,21 +272,57 @@ def _num_parts(num_panels, num_tiles, num_members):
 
 
 @part()
-def _columns(tiles, x, t, num_rows, panels, panel, end, y, row, column, adds):
-    """``y[row : row + num_rows, column...] (+)= x[t : t + num_rows] @ panels[panel]``; fetch ahead up to ``end``."""
+def _chunk_size(num_columns, num_members):
+    """Return how many panels, or pairs of them, are a chunk of a product of few rows."""
+    return max(1, num_columns // (_CHUNKS_A_SHARE * num_members))
+
+
+@part()
+def _ahead(team, panels, panels_a_column):
+    """Return the address of the panel that the member begins with, if the product of ``panels`` is one of few rows."""
+    num_columns = panels.shape[0] // panels_a_column
+    size = _chunk_size(num_columns, team.num_members)
+    first, _ = share_of((num_columns + size - 1) // size, team.member, team.num_members)
+    return panels.ctypes.data + first * size * panels_a_column * panels.shape[1]
+
+
+@part()
+def _columns(tiles, x, t, num_rows, panels, panel, following, y, row, column, adds):
+    """``y[row : row + num_rows, column...] (+)= x[t : t + num_rows] @ panels[panel]``; fetch ``following`` ahead."""
     here = panels.ctypes.data + panel * panels.shape[1]
-    following = here if panel + 1 == end else here + panels.shape[1]
     at_y = y.ctypes.data + (row * y.shape[1] + column) * _FLOAT_BYTES
     at_x, distance = x.address + t * x.distance, y.shape[1] * _FLOAT_BYTES
     call_tile(tiles.product, (at_x, x.distance, here, x.num_k, num_rows, at_y, distance, adds, following))
 
 
 @part()
-def _matmul(tiles, num_members, sync, phase, x, num_tokens, panels, y, width, adds):
-    """``y (+)= x @ panels``, of ``num_tokens`` rows."""
-    num_panels = panels.shape[0]
+def _matmul(tiles, team, phase, x, num_tokens, panels, y, width, adds, ahead):
+    """``y (+)= x @ panels``, of ``num_tokens`` rows; ``ahead`` is what the member will read then.
+
+    Of few rows, which are bound by reading panels, each member has a share of these, one behind the other, so that
+    whatever it will read next is known and fetched ahead, from one product into the next.
+    """
+    num_panels, panel_bytes, sync = panels.shape[0], panels.shape[1], team.sync
+    if num_tokens <= TOKENS_A_TILE:
+        size = _chunk_size(num_panels, team.num_members)
+        num_chunks = (num_panels + size - 1) // size
+        _, own = share_of(num_chunks, team.member, team.num_members)
+        num_done = 0
+        while True:
+            chunk = claim_near(team.shares, phase, team.member, num_chunks)
+            if chunk >= num_chunks:
+                break
+            end = min((chunk + 1) * size, num_panels)
+            for panel in range(chunk * size, end):
+                is_last = panel + 1 == end and chunk + 1 >= own
+                following = ahead if is_last else panels.ctypes.data + (panel + 1) * panel_bytes
+                _columns(tiles, x, 0, num_tokens, panels, panel, following, y, 0, panel * width, adds)
+            num_done += 1
+        finish_all(sync, phase, num_done)
+        wait(sync, phase, num_chunks)
+        return
     num_tiles = (num_tokens + TOKENS_A_TILE - 1) // TOKENS_A_TILE
-    num_parts = _num_parts(num_panels, num_tiles, num_members)
+    num_parts = _num_parts(num_panels, num_tiles, team.num_members)
     while True:
         chunk = claim(sync, phase)
         if chunk >= num_tiles * num_parts:
@@ -273,17 +332,47 @@ def _matmul(tiles, num_members, sync, phase, x, num_tokens, panels, y, width, ad
         num_rows = min(TOKENS_A_TILE, num_tokens - t)
         end = num_panels * (part + 1) // num_parts
         for panel in range(num_panels * part // num_parts, end):
-            _columns(tiles, x, t, num_rows, panels, panel, end, y, t, panel * width, adds)
+            following = panels.ctypes.data + min(panel + 1, end - 1) * panel_bytes
+            _columns(tiles, x, t, num_rows, panels, panel, following, y, t, panel * width, adds)
         finish(sync, phase)
     wait(sync, phase, num_tiles * num_parts)
 
 
 @part()
-def _matmul_gate_up(tiles, num_members, sync, phase, x, num_tokens, panels, y, up):
+def _gate_up_columns(tiles, x, t, num_rows, panels, pair, following, y, up):
+    """``y = silu(x @ gate) * (x @ up)``, of a pair of panels."""
+    width, up_panel = up.shape[1], panels.ctypes.data + (2 * pair + 1) * panels.shape[1]
+    _columns(tiles, x, t, num_rows, panels, 2 * pair, up_panel, y, t, pair * width, 0)
+    _columns(tiles, x, t, num_rows, panels, 2 * pair + 1, following, up, 0, 0, 0)
+    gate = y.ctypes.data + (t * y.shape[1] + pair * width) * _FLOAT_BYTES
+    distances = y.shape[1] * _FLOAT_BYTES, width * _FLOAT_BYTES
+    call_tile(tiles.silu, (gate, distances[0], up.ctypes.data, distances[1], width, num_rows))
+
+
+@part()
+def _matmul_gate_up(tiles, team, phase, x, num_tokens, panels, y, up, ahead):
     """``y = silu(x @ gate) * (x @ up)``: panels of both alternate, and meet while they are in the cache."""
-    num_pairs, width = panels.shape[0] // 2, up.shape[1]
+    num_pairs, pair_bytes, sync = panels.shape[0] // 2, 2 * panels.shape[1], team.sync
+    if num_tokens <= TOKENS_A_TILE:
+        size = _chunk_size(num_pairs, team.num_members)
+        num_chunks = (num_pairs + size - 1) // size
+        _, own = share_of(num_chunks, team.member, team.num_members)
+        num_done = 0
+        while True:
+            chunk = claim_near(team.shares, phase, team.member, num_chunks)
+            if chunk >= num_chunks:
+                break
+            end = min((chunk + 1) * size, num_pairs)
+            for pair in range(chunk * size, end):
+                is_last = pair + 1 == end and chunk + 1 >= own
+                following = ahead if is_last else panels.ctypes.data + (pair + 1) * pair_bytes
+                _gate_up_columns(tiles, x, 0, num_tokens, panels, pair, following, y, up)
+            num_done += 1
+        finish_all(sync, phase, num_done)
+        wait(sync, phase, num_chunks)
+        return
     num_tiles = (num_tokens + TOKENS_A_TILE - 1) // TOKENS_A_TILE
-    num_parts = _num_parts(num_pairs, num_tiles, num_members)
+    num_parts = _num_parts(num_pairs, num_tiles, team.num_members)
     while True:
         chunk = claim(sync, phase)
         if chunk >= num_tiles * num_parts:
@@ -293,16 +382,14 @@ def _matmul_gate_up(tiles, num_members, sync, phase, x, num_tokens, panels, y, u
         num_rows = min(TOKENS_A_TILE, num_tokens - t)
         end = num_pairs * (part + 1) // num_parts
         for pair in range(num_pairs * part // num_parts, end):
-            _columns(tiles, x, t, num_rows, panels, 2 * pair, 2 * end, y, t, pair * width, 0)
-            _columns(tiles, x, t, num_rows, panels, 2 * pair + 1, 2 * end, up, 0, 0, 0)
-            for row in range(num_rows):
-                silu_times(y[t + row, pair * width : (pair + 1) * width], up[row])
+            following = panels.ctypes.data + min(pair + 1, end - 1) * pair_bytes
+            _gate_up_columns(tiles, x, t, num_rows, panels, pair, following, y, up)
         finish(sync, phase)
     wait(sync, phase, num_tiles * num_parts)
 
 
 @part()
-def _place(sync, phase, weights, step, work, layer, room, qkv, slab, scratch):
+def _place(tiles, sync, phase, weights, step, work, layer, room, qkv, slab, scratch):
     """Biases, norms and rope of q and k; K and V go into their blocks."""
     num_tokens = len(step.token_ids)
     num_heads, head_dim = room.attended.shape[1], room.attended.shape[2]
@@ -320,11 +407,12 @@ def _place(sync, phase, weights, step, work, layer, room, qkv, slab, scratch):
             if len(weights.bias):
                 for e in range(num_columns):
                     row[e] += weights.bias[layer, e]
+            heads = row[: (num_heads + num_kv_heads) * head_dim].reshape((num_heads + num_kv_heads, head_dim))
+            if len(weights.head_norms):
+                _norm(tiles, heads, 0, num_heads, weights.head_norms[layer, 0], weights.epsilon, heads)
+                _norm(tiles, heads, num_heads, num_kv_heads, weights.head_norms[layer, 1], weights.epsilon, heads)
             for h in range(num_heads + num_kv_heads):
-                head = row[h * head_dim : (h + 1) * head_dim]
-                if len(weights.head_norms):
-                    _norm(head, weights.head_norms[layer, 0 if h < num_heads else 1], weights.epsilon, head)
-                rotate(head, rope)
+                rotate(heads[h], rope)
             for h in range(num_kv_heads):
                 key = (num_heads + h) * head_dim
                 value = key + num_kv_heads * head_dim
@@ -334,14 +422,14 @@ def _place(sync, phase, weights, step, work, layer, room, qkv, slab, scratch):
 
 
 @part()
-def _attend(sync, phase, layer, weights, step, attention, room, qkv):
+def _attend(tiles, sync, phase, layer, weights, step, attention, room, qkv):
     """The phases from placing K and V to merging what was attended to, of one layer."""
     head_dim = room.attended.shape[2]
     slab, scratch, partials = attention.slab, attention.scratch, attention.partials
     work = work_of(attention.work, layer)
     query = qkv.reshape((qkv.shape[0], qkv.shape[1] // head_dim, head_dim))
     out = room.attended[: len(step.token_ids)]
-    _place(sync, phase, weights, step, work, layer, room, qkv, slab, scratch)
+    _place(tiles, sync, phase, weights, step, work, layer, room, qkv, slab, scratch)
     if len(work.seals):
         seal(sync, phase + 1, work, slab, layer, scratch)
     attend(
@@ -352,9 +440,9 @@ def _attend(sync, phase, layer, weights, step, attention, room, qkv):
 
 
 @part()
-def _member(tiles, num_members, member, sync, weights, step, attention, room):
+def _member(tiles, team, weights, step, attention, room):
     num_tokens, num_rows, num_layers = len(step.token_ids), len(step.logit_rows), weights.norms.shape[0]
-    size, width = len(weights.last_norm), room.up.shape[2]
+    size, width, sync = len(weights.last_norm), room.up.shape[2], team.sync
     num_out = room.attended.shape[1] * room.attended.shape[2]
     attended = room.attended.reshape((room.attended.shape[0], num_out))
     last_attended = room.last_attended.reshape((room.last_attended.shape[0], num_out))
@@ -365,8 +453,9 @@ def _member(tiles, num_members, member, sync, weights, step, attention, room):
         phase = 1 + layer * _PHASES_A_LAYER
         qkv, norms = room.qkv[layer % room.qkv.shape[0]], weights.norms[layer]
         _norm_all(tiles, sync, phase, room.hidden, num_tokens, norms[0], weights.epsilon, room.normed, normed)
-        _matmul(tiles, num_members, sync, phase + 1, normed, num_tokens, weights.qkv[layer], qkv, width, 0)
-        _attend(sync, phase + 2, layer, weights, step, attention, room, qkv)
+        ahead = _ahead(team, weights.out[layer], 1)
+        _matmul(tiles, team, phase + 1, normed, num_tokens, weights.qkv[layer], qkv, width, 0, ahead)
+        _attend(tiles, sync, phase + 2, layer, weights, step, attention, room, qkv)
         hidden, num = room.hidden, num_tokens
         rows = _rows_of(tiles, attended, num_out, room)
         if layer < num_layers - 1:
@@ -375,24 +464,26 @@ def _member(tiles, num_members, member, sync, weights, step, attention, room):
             hidden, num = room.last_hidden, num_rows
             rows = _rows_of(tiles, last_attended, num_out, room)
             _pick(tiles, sync, phase + 6, step, room, attended, last_attended, rows)
-        _matmul(tiles, num_members, sync, phase + 7, rows, num, weights.out[layer], hidden, width, 1)
+        ahead = _ahead(team, weights.gate_up[layer], 2)
+        _matmul(tiles, team, phase + 7, rows, num, weights.out[layer], hidden, width, 1, ahead)
         _norm_all(tiles, sync, phase + 8, hidden, num, norms[1], weights.epsilon, room.normed, normed)
-        _matmul_gate_up(
-            tiles, num_members, sync, phase + 9, normed, num, weights.gate_up[layer], room.inner,
-            room.up[member],
-        )  # fmt: skip
+        ahead = _ahead(team, weights.down[layer], 1)
+        up = room.up[team.member]
+        _matmul_gate_up(tiles, team, phase + 9, normed, num, weights.gate_up[layer], room.inner, up, ahead)
         _convert_all(tiles, sync, phase + 10, room.inner, num, inner)
-        _matmul(tiles, num_members, sync, phase + 11, inner, num, weights.down[layer], hidden, width, 1)
+        ahead = _ahead(team, weights.qkv[layer + 1] if layer + 1 < num_layers else weights.head, 1)
+        _matmul(tiles, team, phase + 11, inner, num, weights.down[layer], hidden, width, 1, ahead)
     phase = 1 + num_layers * _PHASES_A_LAYER
-    last = room.last_hidden
+    last, ahead = room.last_hidden, _ahead(team, weights.qkv[0], 1)
     _norm_all(tiles, sync, phase, last, num_rows, weights.last_norm, weights.epsilon, room.normed, normed)
-    _matmul(tiles, num_members, sync, phase + 1, normed, num_rows, weights.head, room.logits, width, 0)
+    _matmul(tiles, team, phase + 1, normed, num_rows, weights.head, room.logits, width, 0, ahead)
 
 
 @kernel(parallel=True, error_model="numpy")
-def run_decoder(tiles, attention_tiles, num_members, sync, weights, step, work, scoring, slab, room, scratch, partials):
+def run_decoder(
+    tiles, attention_tiles, num_members, sync, shares, weights, step, work, scoring, slab, room, scratch, partials
+):
     """Compute a step: K and V into their blocks, logits into the room."""
     for member in prange(num_members):
-        own = member_scratch(scratch, member)
-        attention = _Attention(attention_tiles, work, slab, scoring, own, partials)
-        _member(tiles, num_members, member, sync, weights, step, attention, room)
+        attention = _Attention(attention_tiles, work, slab, scoring, member_scratch(scratch, member), partials)
+        _member(tiles, _Team(member, num_members, sync, shares), weights, step, attention, room)
