@@ -49,7 +49,7 @@ _MAX_ROWS, _TABLE = 14, 16
 F32, I8, I32, I64 = ir.FloatType(), ir.IntType(8), ir.IntType(32), ir.IntType(64)
 F32_P, I64_P, I8_P = F32.as_pointer(), I64.as_pointer(), I8.as_pointer()
 FLOAT_BYTES, LINE_BYTES = 4, 64
-_FETCH_READ, _FETCH_ALL_LEVELS, _FETCH_DATA = 0, 3, 1
+_FETCH_READ, _FETCH_SECOND_LEVEL, _FETCH_DATA = 0, 2, 1
 
 
 @intrinsic
@@ -76,7 +76,7 @@ def fetch(typing, address):
         kind = ir.FunctionType(ir.VoidType(), [I8_P, I32, I32, I32])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
         where = builder.inttoptr(args[0], I8_P)
-        builder.call(function, [where, I32(_FETCH_READ), I32(_FETCH_ALL_LEVELS), I32(_FETCH_DATA)])
+        builder.call(function, [where, I32(_FETCH_READ), I32(_FETCH_SECOND_LEVEL), I32(_FETCH_DATA)])
         return _context.get_dummy_value()
 
     return types.void(types.intp), generate
@@ -130,7 +130,7 @@ class Emitter:
     def fetch(self, pointer: ir.Value) -> None:
         """Fetch a cache line ahead."""
         where = self.builder.bitcast(pointer, I8_P)
-        self.builder.call(self._fetch, [where, I32(_FETCH_READ), I32(_FETCH_ALL_LEVELS), I32(_FETCH_DATA)])
+        self.builder.call(self._fetch, [where, I32(_FETCH_READ), I32(_FETCH_SECOND_LEVEL), I32(_FETCH_DATA)])
 
     def accumulators(self, num: int) -> list[ir.Value]:
         """Return places for vectors, zeroed. LLVM makes registers of them."""
