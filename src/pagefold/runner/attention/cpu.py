@@ -175,6 +175,7 @@ def member_scratch(scratch, member):
         hidden=scratch.hidden[member],
         begins=scratch.begins[member],
         blocks=scratch.blocks[member],
+        ahead=scratch.ahead[member],
     )
 
 

@@ -105,11 +105,12 @@ def into_pairs(tiles, rows, num_numbers, num_rows):
 
 
 @part()
-def _attend_split(tiles, slab, cell, table, first, num_entries, query, room, acc, softcap):
+def _attend_split(tiles, slab, cell, table, first, num_entries, query, room, acc, softcap, num_ahead):
     """Attend to ``num_entries`` of a split: ``query`` [R, D], whose row r sees ``[room.hidden[r], room.limits[r])``.
 
     Leaves the sum of weighted values in ``acc`` [R, D], the largest score in ``room.tops``, the weights' sum in
-    ``room.totals``. ``table[0]`` is the first block that is read, which is the sequence's block ``first``.
+    ``room.totals``. ``table[0]`` is the first block that is read, which is the sequence's block ``first``. While V is
+    summed, ``num_ahead`` of the blocks of ``room.ahead`` are fetched.
     """
     num_rows, lanes = len(query), tiles.lanes
     block_size, head_dim = slab.block_size, slab.head_dim
@@ -154,16 +155,18 @@ def _attend_split(tiles, slab, cell, table, first, num_entries, query, room, acc
         bits_of(softcap), room.tops.ctypes.data, room.totals.ctypes.data, int(value_format == PAIRS),
     ))  # fmt: skip
     scale_weights(slab, cell, table, num_rows, num_entries, room)
+    ahead, offset = room.ahead, parts[VALUES] - parts[KEYS]
+    for b in range(num_blocks):  # rows of values are found there, too
+        ahead[b] = ahead[b] - offset if b < num_ahead else blocks[b]
     step = lanes * tiles.vectors
     num_columns = row_codes(value_format, head_dim)
     size = code_bytes(value_format)
     row_step = head_dim if value_format == FLOAT32 else num_columns * size
-    offset = parts[VALUES] - parts[KEYS]
     for d in range(0, num_columns, step):
         at = offset // FLOAT_BYTES + d if value_format == FLOAT32 else offset + d * size
         call_tile(tiles.values[value_format], (
             scores.ctypes.data, width, blocks.ctypes.data, num_blocks, block_size, num_entries,
-            at, row_step, acc.ctypes.data + d * FLOAT_BYTES, head_dim, num_rows,
+            at, row_step, acc.ctypes.data + d * FLOAT_BYTES, head_dim, num_rows, ahead.ctypes.data,
         ))  # fmt: skip
     add_centres(slab, cell, first, room, acc)
 
@@ -191,6 +194,27 @@ def _bring_queries(tiles, work, query, slab, cell, item, scale, scratch):
     if slab.cells[cell, KEY_FORMAT] == PAIRS:
         into_pairs(tiles, scratch.query, head_dim, (item.end - item.first) * item.group)
     return begin, end
+
+
+@part()
+def _look_ahead(work, slab, layer, index, ahead):
+    """Note where the first keys are that item ``index`` will read; return of how many blocks."""
+    if index >= len(work.items):
+        return 0
+    one = work.items[index]
+    h, split, s, t = one[0], one[1], one[2], work.tokens[one[3]]
+    owner, block_size = work.seq_of[t], slab.block_size
+    length = work.lengths[owner, h if work.lengths.shape[1] > 1 else 0]
+    limit = length - (work.query_starts[owner + 1] - 1 - t)
+    begin = max(split * work.split_size, first_seen(work.keeps, limit - 1))
+    end = min(limit, (begin // work.split_size + 1) * work.split_size)
+    first = begin // block_size
+    table = work.tables[s, h if work.tables.shape[1] > 1 else 0]
+    keys = slab.codes.ctypes.data + slab.cells[work.cells[s if work.cells.shape[0] > 1 else 0, layer, h], KEYS]
+    num = max(0, (end + block_size - 1) // block_size - first)
+    for b in range(num):
+        ahead[b] = keys + np.int64(table[first + b - work.first_blocks[s]]) * slab.codes.shape[1]
+    return num
 
 
 @part(forceinline=True)
@@ -240,10 +264,10 @@ def attend(tiles, sync, phase, work, query, slab, layer, scoring, scratch, parti
     cell_step = int(work.cells.shape[0] > 1)
     softcap = scoring.softcap
     num_items = len(work.items)
-    while True:
-        index = claim(sync, phase)
-        if index >= num_items:
-            break
+    upcoming = claim(sync, phase)
+    while upcoming < num_items:
+        index, upcoming = upcoming, claim(sync, phase)
+        num_ahead = _look_ahead(work, slab, layer, upcoming, scratch.ahead)
         one = work.items[index]
         h, split, s, first, end = one[0], one[1], one[2], one[3], one[4]
         item = Item(h, first, end, group)
@@ -267,7 +291,8 @@ def attend(tiles, sync, phase, work, query, slab, layer, scoring, scratch, parti
                 first_block = (start + num_skipped) // block_size
                 blocks = table[first_block - work.first_blocks[s] :]
                 num_read = num_entries - num_skipped
-                _attend_split(tiles, slab, cell, blocks, first_block, num_read, q, scratch, into, softcap)
+                _attend_split(tiles, slab, cell, blocks, first_block, num_read, q, scratch, into, softcap, num_ahead)
+                num_ahead = 0
             else:  # all that is to be seen of the split is a row's own block
                 into[:], tops[:], totals[:] = np.float32(0.0), NOTHING, np.float32(0.0)
             if is_sealed:

@@ -7,6 +7,8 @@ last pair whose second slot is not attended to, that is taken for zero: it may n
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from llvmlite import ir
 from numba.core import cgutils
 
@@ -14,7 +16,7 @@ from pagefold.kernels.emit import F32_P, I8_P, I64, I64_P, new_function
 from pagefold.kernels.pairs import PairEmitter
 from pagefold.kernels.words import I32_P, WORD_BYTES
 
-__all__ = ["pair_block_tile", "pair_column_tile"]
+__all__ = ["Width", "pair_block_tile", "pair_column_tile"]
 
 _FIRST = 0xFFFF
 
@@ -44,18 +46,27 @@ def pair_column_tile(module: ir.Module, mr: int, lanes: int, *, fetches: bool, i
     return function
 
 
-def pair_block_tile(module: ir.Module, mr: int, lanes: int, nv: int, *, is_native: bool) -> ir.Function:
+class Width(NamedTuple):
+    """How wide a tile of values is: numbers of a vector, and vectors."""
+
+    lanes: int
+    vectors: int
+
+
+def pair_block_tile(module: ir.Module, mr: int, width: Width, *, fetches: bool, is_native: bool) -> ir.Function:
     """``y[mr, nv * lanes] = x[mr, :] @ rows of several blocks``, one block behind the other.
 
-    (x, ldx, blocks, num_blocks, block_size, num_k, offset, ldw, y, ldy): ``ldx`` in words, ``offset`` and ``ldw`` in
-    bytes, ``block_size``, which is even, and ``num_k`` in slots.
+    (x, ldx, blocks, num_blocks, block_size, num_k, offset, ldw, y, ldy, ahead): ``ldx`` in words, ``offset`` and
+    ``ldw`` in bytes, ``block_size``, which is even, and ``num_k`` in slots. What lies behind ``ahead[b]`` as rows lie
+    behind ``blocks[b]`` is fetched.
     """
-    kinds = [I32_P, I64, I64_P, I64, I64, I64, I64, I64, F32_P, I64]
-    function, is_new = new_function(module, f"pagefold_pair_blocks_{mr}", kinds)
+    lanes, nv = width
+    kinds = [I32_P, I64, I64_P, I64, I64, I64, I64, I64, F32_P, I64, I64_P]
+    function, is_new = new_function(module, f"pagefold_pair_blocks_{mr}_{int(fetches)}", kinds)
     if not is_new:
         return function
     builder = ir.IRBuilder(function.append_basic_block("entry"))
-    x, ldx, blocks, num_blocks, block_size, num_k, offset, ldw, y, ldy = function.args
+    x, ldx, blocks, num_blocks, block_size, num_k, offset, ldw, y, ldy, ahead = function.args
     emit = PairEmitter(builder, lanes, is_native=is_native)
     acc = emit.accumulators(nv * mr)
     rows = [emit.at(x, builder.mul(ldx, I64(r))) for r in range(mr)]
@@ -69,11 +80,17 @@ def pair_block_tile(module: ir.Module, mr: int, lanes: int, nv: int, *, is_nativ
 
     with cgutils.for_range(builder, num_blocks, intp=I64) as outer:
         first = builder.mul(outer.index, half_block)
-        base = emit.at(builder.inttoptr(builder.load(emit.at(blocks, outer.index)), I8_P), offset)
+        base, following = (
+            emit.at(builder.inttoptr(builder.load(emit.at(one, outer.index)), I8_P), offset) for one in (blocks, ahead)
+        )
         left = builder.sub(num_whole, first)
         length = builder.select(builder.icmp_signed("<", left, half_block), left, half_block)
         with cgutils.for_range(builder, length, intp=I64) as inner:
-            panel = load(emit.at(base, builder.mul(inner.index, ldw)))
+            row = builder.mul(inner.index, ldw)
+            panel = load(emit.at(base, row))
+            if fetches:
+                for v in range(nv):
+                    emit.fetch(emit.at(emit.at(following, row), v * lanes * WORD_BYTES))
             at = builder.add(first, inner.index)
             _sum(emit, [emit.at(row, at) for row in rows], panel, acc)
         builder.store(emit.at(base, builder.mul(length, ldw)), last)

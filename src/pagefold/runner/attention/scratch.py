@@ -30,6 +30,7 @@ class Scratch(NamedTuple):
         limits, ends: int32 ``[M, R]``: with how many entries of the split, and of all, what a row sees is over.
         hidden, begins: int32 ``[M, R]``: how many entries of the split, and of all, are before what a row sees.
         blocks: int64 ``[M, W]``: addresses of a split's blocks.
+        ahead: int64 ``[M, W]``: addresses of what is fetched meanwhile.
     """
 
     query: NDArray[np.float32]
@@ -56,6 +57,7 @@ class Scratch(NamedTuple):
     hidden: NDArray[np.int32]
     begins: NDArray[np.int32]
     blocks: NDArray[np.int64]
+    ahead: NDArray[np.int64]
 
 
 def make_scratch(num_members: int, num_rows: int, split_size: int, head_dim: int, lanes: int) -> Scratch:
@@ -91,4 +93,5 @@ def make_scratch(num_members: int, num_rows: int, split_size: int, head_dim: int
         hidden=np.zeros(rows, np.int32),
         begins=np.zeros(rows, np.int32),
         blocks=np.zeros((num_members, width), np.int64),
+        ahead=np.zeros((num_members, width), np.int64),
     )

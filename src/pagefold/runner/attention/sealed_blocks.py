@@ -170,6 +170,7 @@ def _attend_unsealed(tiles, unsealed, slab, is_first, query, room, row, into, so
         call_tile(tiles.values[FLOAT16], (
             scores.ctypes.data, width, room.blocks.ctypes.data, 1, block_size, num_entries,
             2 * (block_size * head_dim + d), 2 * head_dim, own.ctypes.data + d * FLOAT_BYTES, head_dim, num_rows,
+            room.blocks.ctypes.data,
         ))  # fmt: skip
     for r in range(num_rows):
         room.tops[row + r], room.totals[row + r] = fold(

@@ -38,7 +38,7 @@ from pagefold.kernels.object_code import addresses_in
 from pagefold.kernels.pairs import bfloat16_pairs, flushing
 from pagefold.kernels.rows import row_tiles
 from pagefold.kernels.words import I32_P
-from pagefold.runner.attention.pair_tiles import pair_block_tile, pair_column_tile
+from pagefold.runner.attention.pair_tiles import Width, pair_block_tile, pair_column_tile
 from pagefold.runner.codecs.levels import levels_of
 
 if TYPE_CHECKING:
@@ -90,11 +90,12 @@ class AttentionTiles(NamedTuple):
             whose rows are ``ldw`` apart, in bytes (of float32 in numbers). Of ``INT2`` there is an x for each of the
             two, since scales of channels are in it: (x0, x1, ldx, w0, ...).
         values: int64 ``[NUM_FORMATS]``, each (x, ldx, blocks, num_blocks, block_size, num_k, offset, ldw, y, ldy,
-            num_rows): ``y[num_rows, vectors * lanes] = x[num_rows, num_k] @ the rows of several blocks``, from
+            num_rows, ahead): ``y[num_rows, vectors * lanes] = x[num_rows, num_k] @ the rows of several blocks``, from
             ``offset`` on, which is in bytes, as ``ldw`` is (of float32 in numbers). ``blocks`` is where ``num_blocks``
             addresses are; each block has ``block_size`` rows, of which the last block gives only what is left of
             ``num_k``: the rest is never read. Of ``INT4`` y is as many columns from half of ``ldy`` on too, of ``INT2``
-            from each quarter of it.
+            from each quarter of it. ``ahead`` is where as many addresses are: what lies there as rows lie in blocks is
+            fetched meanwhile.
         rows: (x, x_distance, num_k, num_rows, out, out_distance): turns float32 rows into rows of pairs, which may lie
             where they were; x of ``PAIRS`` are such rows, ``ldx`` in words. 0 if they are not among the formats.
         weights: turns scores into weights (see :class:`~pagefold.kernels.rows.RowTiles`).
@@ -280,32 +281,40 @@ def _code_column_tile(module: ir.Module, number: int, mr: int, lanes: int, *, fe
     return function
 
 
-def _code_block_tile(module: ir.Module, number: int, mr: int, lanes: int, nv: int) -> ir.Function:
+def _code_block_tile(module: ir.Module, number: int, mr: int, width: Width, *, fetches: bool) -> ir.Function:
     """``y[mr, nv * lanes] = x[mr, :] @ rows of several blocks`` of codes; arguments as of :func:`_block_tile`.
 
     ``offset`` and ``ldw`` are in bytes. Of ``INT4`` columns from ``ldy / 2`` on are summed too, of ``INT2`` from each
     quarter of ``ldy``.
     """
-    name = f"pagefold_code_blocks_{mr}"
-    kinds = [F32_P, I64, I64_P, I64, I64, I64, I64, I64, F32_P, I64]
+    lanes, nv = width
+    name = f"pagefold_code_blocks_{mr}_{int(fetches)}"
+    kinds = [F32_P, I64, I64_P, I64, I64, I64, I64, I64, F32_P, I64, I64_P]
     function, is_new = new_function(module, name, kinds)
     if not is_new:
         return function
     builder = ir.IRBuilder(function.append_basic_block("entry"))
-    x, ldx, blocks, num_blocks, block_size, num_k, offset, ldw, y, ldy = function.args
+    x, ldx, blocks, num_blocks, block_size, num_k, offset, ldw, y, ldy, ahead = function.args
     emit = Emitter(builder, lanes)
     parts = _vectors_a_load(number)
-    width = lanes * _CODE_BITS[number] * parts // 8
+    num_bytes = lanes * _CODE_BITS[number] * parts // 8
     acc = emit.accumulators(nv * parts * mr)
     rows = [emit.at(x, builder.mul(ldx, I64(r))) for r in range(mr)]
     with cgutils.for_range(builder, num_blocks, intp=I64) as outer:
         first = builder.mul(outer.index, block_size)
-        base = emit.at(builder.inttoptr(builder.load(emit.at(blocks, outer.index)), I8_P), offset)
+        base, following = (
+            emit.at(builder.inttoptr(builder.load(emit.at(one, outer.index)), I8_P), offset) for one in (blocks, ahead)
+        )
         left = builder.sub(num_k, first)
         length = builder.select(builder.icmp_signed("<", left, block_size), left, block_size)
         with cgutils.for_range(builder, length, intp=I64) as inner:
             at = builder.mul(inner.index, ldw)
-            loaded = [_load_codes(emit, number, emit.at(base, builder.add(at, I64(v * width)))) for v in range(nv)]
+            loaded = []
+            for v in range(nv):
+                place = builder.add(at, I64(v * num_bytes))
+                loaded.append(_load_codes(emit, number, emit.at(base, place)))
+                if fetches:
+                    emit.fetch(emit.at(following, place))
             panel = [loaded[v][part] for part in range(parts) for v in range(nv)]
             emit.multiply_add(rows, builder.add(first, inner.index), panel, acc)
     share = builder.sdiv(ldy, I64(parts))
@@ -318,31 +327,37 @@ def _code_block_tile(module: ir.Module, number: int, mr: int, lanes: int, nv: in
     return function
 
 
-def _block_tile(module: ir.Module, mr: int, lanes: int, nv: int) -> ir.Function:
+def _block_tile(module: ir.Module, mr: int, width: Width, *, fetches: bool) -> ir.Function:
     """``y[mr, nv * lanes] = x[mr, :] @ rows of several blocks``, one block behind the other.
 
-    (x, ldx, blocks, num_blocks, block_size, num_k, offset, ldw, y, ldy): ``blocks[b] + offset`` is the first number of
-    block b's rows, which are ``ldw`` apart; all blocks have ``block_size`` of them but the last, which has what is left
-    of ``num_k``.
+    (x, ldx, blocks, num_blocks, block_size, num_k, offset, ldw, y, ldy, ahead): ``blocks[b] + offset`` is the first
+    number of block b's rows, which are ``ldw`` apart; all blocks have ``block_size`` of them but the last, which has
+    what is left of ``num_k``. What lies so behind ``ahead[b]`` is fetched.
     """
-    name = f"pagefold_blocks_{mr}_{lanes}_{nv}"
-    kinds = [F32_P, I64, I64_P, I64, I64, I64, I64, I64, F32_P, I64]
+    lanes, nv = width
+    name = f"pagefold_blocks_{mr}_{lanes}_{nv}_{int(fetches)}"
+    kinds = [F32_P, I64, I64_P, I64, I64, I64, I64, I64, F32_P, I64, I64_P]
     function, is_new = new_function(module, name, kinds)
     if not is_new:
         return function
     builder = ir.IRBuilder(function.append_basic_block("entry"))
-    x, ldx, blocks, num_blocks, block_size, num_k, offset, ldw, y, ldy = function.args
+    x, ldx, blocks, num_blocks, block_size, num_k, offset, ldw, y, ldy, ahead = function.args
     emit = Emitter(builder, lanes)
     acc = emit.accumulators(nv * mr)
     rows = [emit.at(x, builder.mul(ldx, I64(r))) for r in range(mr)]
     with cgutils.for_range(builder, num_blocks, intp=I64) as outer:
         first = builder.mul(outer.index, block_size)
-        base = emit.at(builder.inttoptr(builder.load(emit.at(blocks, outer.index)), F32_P), offset)
+        base, following = (
+            emit.at(builder.inttoptr(builder.load(emit.at(one, outer.index)), F32_P), offset) for one in (blocks, ahead)
+        )
         left = builder.sub(num_k, first)
         length = builder.select(builder.icmp_signed("<", left, block_size), left, block_size)
         with cgutils.for_range(builder, length, intp=I64) as inner:
-            start = emit.at(base, builder.mul(inner.index, ldw))
-            panel = [emit.load(start, v * lanes) for v in range(nv)]
+            at = builder.mul(inner.index, ldw)
+            panel = [emit.load(emit.at(base, at), v * lanes) for v in range(nv)]
+            if fetches:
+                for v in range(nv):
+                    emit.fetch(emit.at(emit.at(following, at), v * lanes))
             emit.multiply_add(rows, builder.add(first, inner.index), panel, acc)
     for r in range(mr):
         out = emit.at(y, builder.mul(ldy, I64(r)))
@@ -383,21 +398,22 @@ def _add_scores(module: ir.Module, number: int, lanes: int) -> None:
 
 
 def _add_values(module: ir.Module, number: int, lanes: int, vectors: int) -> None:
-    builder, args = entry(module, "values", 11)
-    x, ldx, blocks, num_blocks, block_size, num_k, offset, ldw, y, ldy, num_rows = args
+    builder, args = entry(module, "values", 12)
+    x, ldx, blocks, num_blocks, block_size, num_k, offset, ldw, y, ldy, num_rows, ahead = args
     x, y = builder.inttoptr(x, I32_P if number == PAIRS else F32_P), builder.inttoptr(y, F32_P)
-    blocks = builder.inttoptr(blocks, I64_P)
+    blocks, ahead = (builder.inttoptr(one, I64_P) for one in (blocks, ahead))
 
     def call(tile: ir.Function, first: ir.Value) -> None:
         at_x, at_y = rows_on(builder, x, ldx, first), rows_on(builder, y, ldy, first)
-        builder.call(tile, [at_x, ldx, blocks, num_blocks, block_size, num_k, offset, ldw, at_y, ldy])
+        builder.call(tile, [at_x, ldx, blocks, num_blocks, block_size, num_k, offset, ldw, at_y, ldy, ahead])
 
-    def tile(mr: int, _fetches: bool) -> ir.Function:
+    def tile(mr: int, fetches: bool) -> ir.Function:
+        width = Width(lanes, vectors)
         if number == FLOAT32:
-            return _block_tile(module, mr, lanes, vectors)
+            return _block_tile(module, mr, width, fetches=fetches)
         if number == PAIRS:
-            return pair_block_tile(module, mr, lanes, vectors, is_native=bfloat16_pairs().is_native)
-        return _code_block_tile(module, number, mr, lanes, vectors)
+            return pair_block_tile(module, mr, width, fetches=fetches, is_native=bfloat16_pairs().is_native)
+        return _code_block_tile(module, number, mr, width, fetches=fetches)
 
     with flushing(builder, is_native=number != PAIRS or bfloat16_pairs().is_native):
         in_tiles(tile, builder, num_rows, max_rows(vectors * _vectors_a_load(number)), call)
