@@ -17,6 +17,7 @@ from pagefold.kernels.rows import row_tiles
 from pagefold.kernels.team import SYNC_WIDTH, ends
 from pagefold.runner.attention.cpu import AttentionRoom, scoring_of
 from pagefold.runner.fused.kernel import (
+    TOKENS_A_CHUNK,
     TOKENS_A_TILE,
     DecoderRoom,
     DecoderStep,
@@ -133,7 +134,9 @@ class FusedDecoder:
         most = max(num_tokens, num_rows)  # a token's logits may be wanted twice
         return DecoderRoom(
             hidden=_zeros(num_tokens, num_panels(hidden) * PANEL_WIDTH),
-            normed=_zeros(most, odd_lines(hidden * FLOAT_BYTES) // FLOAT_BYTES),
+            normed=_zeros(
+                max(most, TOKENS_A_CHUNK * self._num_threads), odd_lines(hidden * FLOAT_BYTES) // FLOAT_BYTES
+            ),
             qkv=_zeros(1 if self._on_queries is None else len(weights.norms), num_tokens, columns),
             attended=_zeros(num_tokens, num_heads, head_dim),
             inner=_zeros(most, odd_lines(num_panels(weights.intermediate) * PANEL_WIDTH * FLOAT_BYTES) // FLOAT_BYTES),

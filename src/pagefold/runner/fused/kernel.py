@@ -34,7 +34,16 @@ if TYPE_CHECKING:
     from pagefold.runner.attention.tiles import AttentionTiles
     from pagefold.runner.attention.work import AttentionWork
 
-__all__ = ["TOKENS_A_TILE", "DecoderRoom", "DecoderStep", "DecoderTiles", "phases", "rotate", "run_decoder"]
+__all__ = [
+    "TOKENS_A_CHUNK",
+    "TOKENS_A_TILE",
+    "DecoderRoom",
+    "DecoderStep",
+    "DecoderTiles",
+    "phases",
+    "rotate",
+    "run_decoder",
+]
 
 _LAYER_PHASES = (
     "norm", "qkv", "place", "seal", "attention", "merge", "rows", "out", "norm", "gate_up", "rows", "down",
@@ -48,7 +57,7 @@ def phases(num_layers: int) -> tuple[str, ...]:
 
 
 _FLOAT_BYTES = 4
-_TOKENS_A_CHUNK = 4  # of the small phases
+TOKENS_A_CHUNK = 4  # of the small phases
 _MANY_TOKENS = 128  # from here on, tokens are placed by whole blocks: no two members write the same cache lines of K
 _TOKENS_A_BLOCK = 16
 TOKENS_A_TILE = 182  # thirteen full tiles of 14 rows: their inputs stay in the second-level cache
@@ -74,7 +83,7 @@ class DecoderRoom(NamedTuple):
 
     Attributes:
         hidden: float32 ``[T, >= E]``: the residual stream.
-        normed: float32 ``[max(T, R), E]``.
+        normed: float32 ``[max(T, R), >= E]``: some rows for each member, where the format has rows of its own.
         qkv: float32 ``[1 or L, T, >= (H + 2 * Hkv) * D]``: of one layer after another, or of all of them.
         attended: float32 ``[T, H, D]``.
         inner: float32 ``[max(T, R), >= F]``.
@@ -163,12 +172,12 @@ class _Attention(NamedTuple):
 
 
 @part()
-def _norm(tiles, x, first, num, weight, epsilon, out):
-    """RMS norms of ``num`` rows from ``first`` on; ``out`` may be ``x``."""
+def _norm(tiles, x, first, num, weight, epsilon, out, into):
+    """RMS norms of ``num`` rows from ``first`` on, in rows of ``out``, which may be ``x``, from ``into`` on."""
     distance, out_distance = x.shape[1] * _FLOAT_BYTES, out.shape[1] * _FLOAT_BYTES
     call_tile(tiles.norm, (
         x.ctypes.data + first * distance, distance, weight.ctypes.data, len(weight), bits_of(epsilon), num,
-        out.ctypes.data + first * out_distance, out_distance,
+        out.ctypes.data + into * out_distance, out_distance,
     ))  # fmt: skip
 
 
@@ -187,13 +196,13 @@ def rotate(row, rope):
 @part()
 def _embed(tiles, sync, phase, weights, step, room):
     num_tokens = len(step.token_ids)
-    num_chunks = (num_tokens + _TOKENS_A_CHUNK - 1) // _TOKENS_A_CHUNK
+    num_chunks = (num_tokens + TOKENS_A_CHUNK - 1) // TOKENS_A_CHUNK
     size, width = len(weights.last_norm), room.up.shape[2]
     while True:
         chunk = claim(sync, phase)
         if chunk >= num_chunks:
             break
-        for t in range(chunk * _TOKENS_A_CHUNK, min((chunk + 1) * _TOKENS_A_CHUNK, num_tokens)):
+        for t in range(chunk * TOKENS_A_CHUNK, min((chunk + 1) * TOKENS_A_CHUNK, num_tokens)):
             token_id = step.token_ids[t]
             panel = weights.embedding[token_id // width].ctypes.data
             call_tile(tiles.column, (panel, token_id % width, size, room.hidden[t].ctypes.data))
@@ -210,24 +219,27 @@ def _rows_of(tiles, x, num_k, room):
 
 
 @part()
-def _convert(tiles, x, first, num, rows):
-    """Turn rows of ``x`` into the format's, if it has some."""
+def _convert(tiles, x, source, num, rows, first):
+    """Turn rows of ``x`` from ``source`` on into the format's, if it has some, from ``first`` on."""
     if tiles.rows:
         distance = x.shape[1] * _FLOAT_BYTES
         into = rows.address + first * rows.distance
-        call_tile(tiles.rows, (x.ctypes.data + first * distance, distance, rows.num_k, num, into, rows.distance))
+        call_tile(tiles.rows, (x.ctypes.data + source * distance, distance, rows.num_k, num, into, rows.distance))
 
 
 @part()
-def _norm_all(tiles, sync, phase, hidden, num_tokens, weight, epsilon, out, rows):
-    num_chunks = (num_tokens + _TOKENS_A_CHUNK - 1) // _TOKENS_A_CHUNK
+def _norm_all(tiles, team, phase, hidden, num_tokens, weight, epsilon, out, rows):
+    """Norms of all rows, as they are multiplied; ``out`` has them if the format has no rows of its own."""
+    sync = team.sync
+    num_chunks = (num_tokens + TOKENS_A_CHUNK - 1) // TOKENS_A_CHUNK
     while True:
         chunk = claim(sync, phase)
         if chunk >= num_chunks:
             break
-        first, end = chunk * _TOKENS_A_CHUNK, min((chunk + 1) * _TOKENS_A_CHUNK, num_tokens)
-        _norm(tiles, hidden, first, end - first, weight, epsilon, out)
-        _convert(tiles, out, first, end - first, rows)
+        first, end = chunk * TOKENS_A_CHUNK, min((chunk + 1) * TOKENS_A_CHUNK, num_tokens)
+        into = team.member * TOKENS_A_CHUNK if tiles.rows else first  # what nobody else reads stays in the cache
+        _norm(tiles, hidden, first, end - first, weight, epsilon, out, into)
+        _convert(tiles, out, into, end - first, rows, first)
         finish(sync, phase)
     wait(sync, phase, num_chunks)
 
@@ -237,13 +249,13 @@ def _convert_all(tiles, sync, phase, x, num_tokens, rows):
     """Turn all rows of ``x`` into the format's; nothing is to be done if it has none."""
     if tiles.rows == 0:
         return
-    num_chunks = (num_tokens + _TOKENS_A_CHUNK - 1) // _TOKENS_A_CHUNK
+    num_chunks = (num_tokens + TOKENS_A_CHUNK - 1) // TOKENS_A_CHUNK
     while True:
         chunk = claim(sync, phase)
         if chunk >= num_chunks:
             break
-        first = chunk * _TOKENS_A_CHUNK
-        _convert(tiles, x, first, min(_TOKENS_A_CHUNK, num_tokens - first), rows)
+        first = chunk * TOKENS_A_CHUNK
+        _convert(tiles, x, first, min(TOKENS_A_CHUNK, num_tokens - first), rows, first)
         finish(sync, phase)
     wait(sync, phase, num_chunks)
 
@@ -259,7 +271,7 @@ def _pick(tiles, sync, phase, step, room, attended, last_attended, rows):
         t = step.logit_rows[row]
         room.last_hidden[row] = room.hidden[t]
         last_attended[row] = attended[t]
-        _convert(tiles, last_attended, row, 1, rows)
+        _convert(tiles, last_attended, row, 1, rows, row)
         finish(sync, phase)
     wait(sync, phase, num_rows)
 
@@ -389,12 +401,12 @@ def _matmul_gate_up(tiles, team, phase, x, num_tokens, panels, y, up, ahead):
 
 
 @part()
-def _place(tiles, sync, phase, weights, step, work, layer, room, qkv, slab, scratch):
+def _place(tiles, sync, phase, weights, step, work, layer, room, qkv, attention):
     """Biases, norms and rope of q and k; K and V go into their blocks."""
     num_tokens = len(step.token_ids)
     num_heads, head_dim = room.attended.shape[1], room.attended.shape[2]
     num_kv_heads = work.cells.shape[2]
-    size = _TOKENS_A_CHUNK if num_tokens < _MANY_TOKENS else _TOKENS_A_BLOCK
+    size = TOKENS_A_CHUNK if num_tokens < _MANY_TOKENS else _TOKENS_A_BLOCK
     num_chunks = (num_tokens + size - 1) // size
     num_columns = (num_heads + 2 * num_kv_heads) * head_dim
     while True:
@@ -409,14 +421,24 @@ def _place(tiles, sync, phase, weights, step, work, layer, room, qkv, slab, scra
                     row[e] += weights.bias[layer, e]
             heads = row[: (num_heads + num_kv_heads) * head_dim].reshape((num_heads + num_kv_heads, head_dim))
             if len(weights.head_norms):
-                _norm(tiles, heads, 0, num_heads, weights.head_norms[layer, 0], weights.epsilon, heads)
-                _norm(tiles, heads, num_heads, num_kv_heads, weights.head_norms[layer, 1], weights.epsilon, heads)
+                _norm(tiles, heads, 0, num_heads, weights.head_norms[layer, 0], weights.epsilon, heads, 0)
+                _norm(
+                    tiles,
+                    heads,
+                    num_heads,
+                    num_kv_heads,
+                    weights.head_norms[layer, 1],
+                    weights.epsilon,
+                    heads,
+                    num_heads,
+                )
             for h in range(num_heads + num_kv_heads):
                 rotate(heads[h], rope)
             for h in range(num_kv_heads):
                 key = (num_heads + h) * head_dim
                 value = key + num_kv_heads * head_dim
-                write(slab, work, layer, t, h, row[key : key + head_dim], row[value : value + head_dim], scratch)
+                vectors = row[key : key + head_dim], row[value : value + head_dim]
+                write(attention.slab, work, layer, t, h, vectors[0], vectors[1], attention.scratch)
         finish(sync, phase)
     wait(sync, phase, num_chunks)
 
@@ -429,7 +451,7 @@ def _attend(tiles, sync, phase, layer, weights, step, attention, room, qkv):
     work = work_of(attention.work, layer)
     query = qkv.reshape((qkv.shape[0], qkv.shape[1] // head_dim, head_dim))
     out = room.attended[: len(step.token_ids)]
-    _place(tiles, sync, phase, weights, step, work, layer, room, qkv, slab, scratch)
+    _place(tiles, sync, phase, weights, step, work, layer, room, qkv, attention)
     if len(work.seals):
         seal(sync, phase + 1, work, slab, layer, scratch)
     attend(
@@ -452,7 +474,7 @@ def _member(tiles, team, weights, step, attention, room):
     for layer in range(num_layers):
         phase = 1 + layer * _PHASES_A_LAYER
         qkv, norms = room.qkv[layer % room.qkv.shape[0]], weights.norms[layer]
-        _norm_all(tiles, sync, phase, room.hidden, num_tokens, norms[0], weights.epsilon, room.normed, normed)
+        _norm_all(tiles, team, phase, room.hidden, num_tokens, norms[0], weights.epsilon, room.normed, normed)
         ahead = _ahead(team, weights.out[layer], 1)
         _matmul(tiles, team, phase + 1, normed, num_tokens, weights.qkv[layer], qkv, width, 0, ahead)
         _attend(tiles, sync, phase + 2, layer, weights, step, attention, room, qkv)
@@ -466,7 +488,7 @@ def _member(tiles, team, weights, step, attention, room):
             _pick(tiles, sync, phase + 6, step, room, attended, last_attended, rows)
         ahead = _ahead(team, weights.gate_up[layer], 2)
         _matmul(tiles, team, phase + 7, rows, num, weights.out[layer], hidden, width, 1, ahead)
-        _norm_all(tiles, sync, phase + 8, hidden, num, norms[1], weights.epsilon, room.normed, normed)
+        _norm_all(tiles, team, phase + 8, hidden, num, norms[1], weights.epsilon, room.normed, normed)
         ahead = _ahead(team, weights.down[layer], 1)
         up = room.up[team.member]
         _matmul_gate_up(tiles, team, phase + 9, normed, num, weights.gate_up[layer], room.inner, up, ahead)
@@ -475,7 +497,7 @@ def _member(tiles, team, weights, step, attention, room):
         _matmul(tiles, team, phase + 11, inner, num, weights.down[layer], hidden, width, 1, ahead)
     phase = 1 + num_layers * _PHASES_A_LAYER
     last, ahead = room.last_hidden, _ahead(team, weights.qkv[0], 1)
-    _norm_all(tiles, sync, phase, last, num_rows, weights.last_norm, weights.epsilon, room.normed, normed)
+    _norm_all(tiles, team, phase, last, num_rows, weights.last_norm, weights.epsilon, room.normed, normed)
     _matmul(tiles, team, phase + 1, normed, num_rows, weights.head, room.logits, width, 0, ahead)
 
 
