@@ -69,7 +69,7 @@ def test_every_chunk_is_done_once_before_anybody_goes_on(num_members, num_chunks
     assert (np.diff(ends(run.sync)) >= 0).all()
     for phase in range(0, num_phases, 2):
         for member in present:
-            first, end = share_of(num_chunks, member, num_members)
+            first, end = share_of.py_func(num_chunks, member, num_members)
             mine = [chunk for chunk in run.order[phase, member] if first <= chunk < end]
             assert mine == sorted(mine), "a share is gone through in order"
             assert list(run.order[phase, member][: len(mine)]) == mine, "and before anything else"
@@ -78,7 +78,7 @@ def test_every_chunk_is_done_once_before_anybody_goes_on(num_members, num_chunks
 def test_shares_are_all_there_is_and_as_even_as_can_be():
     for num_chunks in range(40):
         for num_members in (1, 2, 3, 8):
-            shares = [share_of(num_chunks, member, num_members) for member in range(num_members)]
+            shares = [share_of.py_func(num_chunks, member, num_members) for member in range(num_members)]
             assert [chunk for first, end in shares for chunk in range(first, end)] == list(range(num_chunks))
             sizes = [end - first for first, end in shares]
             assert max(sizes) - min(sizes) <= 1

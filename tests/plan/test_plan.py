@@ -172,8 +172,8 @@ def test_a_checkpoint_s_own_quantization_is_taken():
         "openai/gpt-oss-20b",
         "ai21labs/Jamba-v0.1",
         "meta-llama/Llama-4-Scout-17B-16E",
-        "google/gemma-3n-E4B",
-        "mistralai/Mistral-7B-v0.1",
+        pytest.param("google/gemma-3n-E4B", marks=pytest.mark.long),
+        pytest.param("mistralai/Mistral-7B-v0.1", marks=pytest.mark.long),
     ],
 )
 def test_every_kind_of_attention_is_planned(name, max_model_len):

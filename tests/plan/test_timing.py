@@ -132,6 +132,7 @@ def test_token_eviction_gives_nothing_to_windows_that_are_full_anyway():
     assert technique.gain == pytest.approx(5)
 
 
+@pytest.mark.long
 def test_each_device_loads_its_own_part_of_a_conversation():
     talk = Workload(name="", lengths=(Lengths(4000, 200),), turns=4, pause_s=60.0)
     one, four = (
@@ -172,6 +173,7 @@ def test_a_prompt_shorter_than_the_prefix_spares_no_more_than_itself():
     assert rounding.full_own_blocks == sum(own) / 2
 
 
+@pytest.mark.long
 def test_long_outputs_are_simulated_by_shorter_ones(monkeypatch):
     long = Workload(name="", lengths=(Lengths(600, 3000),))
     pool = Pool(12_000, 16, None, 8192)

@@ -300,7 +300,7 @@ def test_a_template_that_leaves_the_last_message_out(server, monkeypatch):
 
 
 @pytest.mark.parametrize("opens", [True, False])
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_an_answer_behind_thinking_is_what_was_asked_for(server, seed, opens):
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
     bias = {str(END_ID): 7.0, str(START_ID): 60.0}

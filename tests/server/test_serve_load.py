@@ -135,6 +135,7 @@ def resident_bytes(server: ProcessServer) -> int:
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
 
 
+@pytest.mark.long
 def test_500_clients_at_once_and_a_signal_in_the_middle_of_the_next(served):
     """All are served. After SIGTERM who runs or waits gets a whole answer, new ones are told, and it exits with 0."""
     server = served("--shutdown-timeout", "300")

@@ -233,8 +233,8 @@ def _changed(folder: Path, to: Path, **fields: object) -> Path:
     [
         ("budget", ["smallest budget that works is kv_cache_memory_bytes=", "max_model_len"]),
         ("port", ["Cannot listen on 127.0.0.1", "in use", "--port"]),
-        ("host", ["Cannot listen on no.such.host.invalid"]),
-        ("no weights", ["no weights"]),
+        pytest.param("host", ["Cannot listen on no.such.host.invalid"], marks=pytest.mark.long),
+        pytest.param("no weights", ["no weights"], marks=pytest.mark.long),
         ("unknown model", ["no-such-model", "smollm2-135m"]),
         # As far as "unknown model" comes; what they say is tested with the rooms that say it.
         pytest.param("unknown class", ["no_such_model"], marks=pytest.mark.long),
@@ -243,8 +243,8 @@ def _changed(folder: Path, to: Path, **fields: object) -> Path:
         ),
         pytest.param("rope", ["llama", "rope of type dynamic"], marks=pytest.mark.long),
         ("block size", ["block_size is 17", "power of two"]),
-        ("dtype", ["int3", "bfloat16"]),
-        ("log level", ["log_level is 'loud'", "warning"]),
+        pytest.param("dtype", ["int3", "bfloat16"], marks=pytest.mark.long),
+        pytest.param("log level", ["log_level is 'loud'", "warning"], marks=pytest.mark.long),
     ],
 )
 def test_what_cannot_start_says_why_in_one_line(refusal, name, says):

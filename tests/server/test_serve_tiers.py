@@ -76,6 +76,7 @@ def test_a_killed_server_has_lost_little(tmp_path):
         again.close()
 
 
+@pytest.mark.long
 def test_a_prompt_larger_than_the_budget_is_streamed(smol):
     long_prompt = " ".join(PROMPTS)
     expected = smol.complete(long_prompt, **ASKED)["choices"][0]["text"]
@@ -107,16 +108,20 @@ def test_one_server_a_folder(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (("--kv-disk-path", "/proc/nowhere"), "/proc/nowhere"),
+        pytest.param(("--kv-disk-path", "/proc/nowhere"), "/proc/nowhere", marks=pytest.mark.long),
         pytest.param(
             ("--kv-disk-path", "{folder}", "--kv-disk-size", "1e9"), "bytes less than", marks=pytest.mark.long
         ),
         (("--kv-disk-path", "{folder}", "--kv-disk-size", "0"), "kv_disk_size is 0"),
         pytest.param(("--kv-disk-path", "{folder}", "--kv-disk-size", "0.001"), "small", marks=pytest.mark.long),
         pytest.param(("--kv-remote-url", "ftp://127.0.0.1"), "no remote store", marks=pytest.mark.long),
-        (("--kv-remote-required",), "there is no kv_remote_url"),
+        pytest.param(("--kv-remote-required",), "there is no kv_remote_url", marks=pytest.mark.long),
         (("--kv-remote-url", "redis://:secret@127.0.0.1:1", "--kv-remote-required"), "127.0.0.1:1"),
-        (("--kv-write-policy", "sometimes", "--kv-disk-path", "{folder}"), "write_through_selective"),
+        pytest.param(
+            ("--kv-write-policy", "sometimes", "--kv-disk-path", "{folder}"),
+            "write_through_selective",
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             ("--kv-disk-path", "{folder}", "--record-trace", "{folder}/trace"), "--record-trace", marks=pytest.mark.long
         ),
