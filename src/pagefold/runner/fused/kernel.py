@@ -62,6 +62,7 @@ _MANY_TOKENS = 128  # from here on, tokens are placed by whole blocks: no two me
 _TOKENS_A_BLOCK = 16
 TOKENS_A_TILE = 182  # thirteen full tiles of 14 rows: their inputs stay in the second-level cache
 _CHUNKS_A_MEMBER = 4
+_AHEAD = -1
 _CHUNKS_A_SHARE = 16  # of a product of few rows: as even as can be, and claimed in next to no time
 
 
@@ -149,6 +150,22 @@ class _Rows(NamedTuple):
     address: int
     distance: int
     num_k: int
+
+
+class _Piece(NamedTuple):
+    """What a member computes of a product before it claims again.
+
+    Attributes:
+        t, num_rows: of which rows.
+        first, end: which panels, or pairs of them; none where there is nothing left.
+        then: the one that is fetched while the last is computed; ``_AHEAD`` for what the next product begins with.
+    """
+
+    t: int
+    num_rows: int
+    first: int
+    end: int
+    then: int
 
 
 class _Attention(NamedTuple):
@@ -308,96 +325,82 @@ def _columns(tiles, x, t, num_rows, panels, panel, following, y, row, column, ad
 
 
 @part()
-def _matmul(tiles, team, phase, x, num_tokens, panels, y, width, adds, ahead):
-    """``y (+)= x @ panels``, of ``num_tokens`` rows; ``ahead`` is what the member will read then.
+def _num_pieces(team, num_tokens, num_columns):
+    """Return in how many pieces a product is dealt."""
+    if num_tokens <= TOKENS_A_TILE:
+        size = _chunk_size(num_columns, team.num_members)
+        return (num_columns + size - 1) // size
+    num_tiles = (num_tokens + TOKENS_A_TILE - 1) // TOKENS_A_TILE
+    return num_tiles * _num_parts(num_columns, num_tiles, team.num_members)
+
+
+@part()
+def _claim_piece(team, phase, num_tokens, num_columns):
+    """Return the next piece of a product of so many panels, or pairs of them; an empty one if none is left.
 
     Of few rows, which are bound by reading panels, each member has a share of these, one behind the other, so that
     whatever it will read next is known and fetched ahead, from one product into the next.
     """
-    num_panels, panel_bytes, sync = panels.shape[0], panels.shape[1], team.sync
+    num_pieces = _num_pieces(team, num_tokens, num_columns)
     if num_tokens <= TOKENS_A_TILE:
-        size = _chunk_size(num_panels, team.num_members)
-        num_chunks = (num_panels + size - 1) // size
-        _, own = share_of(num_chunks, team.member, team.num_members)
-        num_done = 0
-        while True:
-            chunk = claim_near(team.shares, phase, team.member, num_chunks)
-            if chunk >= num_chunks:
-                break
-            end = min((chunk + 1) * size, num_panels)
-            for panel in range(chunk * size, end):
-                is_last = panel + 1 == end and chunk + 1 >= own
-                following = ahead if is_last else panels.ctypes.data + (panel + 1) * panel_bytes
-                _columns(tiles, x, 0, num_tokens, panels, panel, following, y, 0, panel * width, adds)
-            num_done += 1
-        finish_all(sync, phase, num_done)
-        wait(sync, phase, num_chunks)
-        return
+        size = _chunk_size(num_columns, team.num_members)
+        chunk = claim_near(team.shares, phase, team.member, num_pieces)
+        _, own = share_of(num_pieces, team.member, team.num_members)
+        first, end = min(chunk * size, num_columns), min((chunk + 1) * size, num_columns)
+        return _Piece(0, num_tokens, first, end, _AHEAD if chunk + 1 >= own else end)
     num_tiles = (num_tokens + TOKENS_A_TILE - 1) // TOKENS_A_TILE
-    num_parts = _num_parts(num_panels, num_tiles, team.num_members)
-    while True:
-        chunk = claim(sync, phase)
-        if chunk >= num_tiles * num_parts:
-            break
-        tile, part = chunk // num_parts, chunk % num_parts
-        t = tile * TOKENS_A_TILE
-        num_rows = min(TOKENS_A_TILE, num_tokens - t)
-        end = num_panels * (part + 1) // num_parts
-        for panel in range(num_panels * part // num_parts, end):
-            following = panels.ctypes.data + min(panel + 1, end - 1) * panel_bytes
-            _columns(tiles, x, t, num_rows, panels, panel, following, y, t, panel * width, adds)
-        finish(sync, phase)
-    wait(sync, phase, num_tiles * num_parts)
+    num_parts = num_pieces // num_tiles
+    chunk = claim(team.sync, phase)
+    if chunk >= num_pieces:
+        return _Piece(0, 0, 0, 0, _AHEAD)
+    t, part = chunk // num_parts * TOKENS_A_TILE, chunk % num_parts
+    end = num_columns * (part + 1) // num_parts
+    return _Piece(t, min(TOKENS_A_TILE, num_tokens - t), num_columns * part // num_parts, end, end - 1)
 
 
 @part()
-def _gate_up_columns(tiles, x, t, num_rows, panels, pair, following, y, up):
-    """``y = silu(x @ gate) * (x @ up)``, of a pair of panels."""
-    width, up_panel = up.shape[1], panels.ctypes.data + (2 * pair + 1) * panels.shape[1]
-    _columns(tiles, x, t, num_rows, panels, 2 * pair, up_panel, y, t, pair * width, 0)
-    _columns(tiles, x, t, num_rows, panels, 2 * pair + 1, following, up, 0, 0, 0)
-    gate = y.ctypes.data + (t * y.shape[1] + pair * width) * _FLOAT_BYTES
-    distances = y.shape[1] * _FLOAT_BYTES, width * _FLOAT_BYTES
-    call_tile(tiles.silu, (gate, distances[0], up.ctypes.data, distances[1], width, num_rows))
+def _following(piece, column, panels, column_bytes, ahead):
+    """Return the address of what is fetched while ``column`` of a piece is computed; ``panels`` is where they begin."""
+    following = column + 1 if column + 1 < piece.end else piece.then
+    return ahead if following == _AHEAD else panels + following * column_bytes
+
+
+@part()
+def _matmul(tiles, team, phase, x, num_tokens, panels, y, width, adds, ahead):
+    """``y (+)= x @ panels``, of ``num_tokens`` rows; ``ahead`` is what the member will read then."""
+    num_panels, start, num_done = panels.shape[0], panels.ctypes.data, 0
+    while True:
+        piece = _claim_piece(team, phase, num_tokens, num_panels)
+        if piece.first == piece.end:
+            break
+        for panel in range(piece.first, piece.end):
+            following = _following(piece, panel, start, panels.shape[1], ahead)
+            _columns(tiles, x, piece.t, piece.num_rows, panels, panel, following, y, piece.t, panel * width, adds)
+        num_done += 1
+    finish_all(team.sync, phase, num_done)
+    wait(team.sync, phase, _num_pieces(team, num_tokens, num_panels))
 
 
 @part()
 def _matmul_gate_up(tiles, team, phase, x, num_tokens, panels, y, up, ahead):
     """``y = silu(x @ gate) * (x @ up)``: panels of both alternate, and meet while they are in the cache."""
-    num_pairs, pair_bytes, sync = panels.shape[0] // 2, 2 * panels.shape[1], team.sync
-    if num_tokens <= TOKENS_A_TILE:
-        size = _chunk_size(num_pairs, team.num_members)
-        num_chunks = (num_pairs + size - 1) // size
-        _, own = share_of(num_chunks, team.member, team.num_members)
-        num_done = 0
-        while True:
-            chunk = claim_near(team.shares, phase, team.member, num_chunks)
-            if chunk >= num_chunks:
-                break
-            end = min((chunk + 1) * size, num_pairs)
-            for pair in range(chunk * size, end):
-                is_last = pair + 1 == end and chunk + 1 >= own
-                following = ahead if is_last else panels.ctypes.data + (pair + 1) * pair_bytes
-                _gate_up_columns(tiles, x, 0, num_tokens, panels, pair, following, y, up)
-            num_done += 1
-        finish_all(sync, phase, num_done)
-        wait(sync, phase, num_chunks)
-        return
-    num_tiles = (num_tokens + TOKENS_A_TILE - 1) // TOKENS_A_TILE
-    num_parts = _num_parts(num_pairs, num_tiles, team.num_members)
+    num_pairs, start, num_done, width = panels.shape[0] // 2, panels.ctypes.data, 0, up.shape[1]
+    distances = y.shape[1] * _FLOAT_BYTES, width * _FLOAT_BYTES
     while True:
-        chunk = claim(sync, phase)
-        if chunk >= num_tiles * num_parts:
+        piece = _claim_piece(team, phase, num_tokens, num_pairs)
+        if piece.first == piece.end:
             break
-        tile, part = chunk // num_parts, chunk % num_parts
-        t = tile * TOKENS_A_TILE
-        num_rows = min(TOKENS_A_TILE, num_tokens - t)
-        end = num_pairs * (part + 1) // num_parts
-        for pair in range(num_pairs * part // num_parts, end):
-            following = panels.ctypes.data + min(pair + 1, end - 1) * pair_bytes
-            _gate_up_columns(tiles, x, t, num_rows, panels, pair, following, y, up)
-        finish(sync, phase)
-    wait(sync, phase, num_tiles * num_parts)
+        t, num_rows = piece.t, piece.num_rows
+        for pair in range(piece.first, piece.end):
+            up_panel = start + (2 * pair + 1) * panels.shape[1]
+            following = _following(piece, pair, start, 2 * panels.shape[1], ahead)
+            _columns(tiles, x, t, num_rows, panels, 2 * pair, up_panel, y, t, pair * width, 0)
+            _columns(tiles, x, t, num_rows, panels, 2 * pair + 1, following, up, 0, 0, 0)
+            gate = y.ctypes.data + (t * y.shape[1] + pair * width) * _FLOAT_BYTES
+            call_tile(tiles.silu, (gate, distances[0], up.ctypes.data, distances[1], width, num_rows))
+        num_done += 1
+    finish_all(team.sync, phase, num_done)
+    wait(team.sync, phase, _num_pieces(team, num_tokens, num_pairs))
 
 
 @part()
