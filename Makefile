@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 CLIENTS := $(VENV)/.clients
 # How many shards the long tests are cut into: at most 25 minutes each on two cores (tests/shards.py). SHARD says which
 # of them runs: a number, `commit` for the one that HEAD's hash draws, or nothing for all.
-SHARDS := 7
+SHARDS := 5
 SHARD ?=
 
 .PHONY: help setup serve demo test test-long test-gpu check format texts docs docs-serve bench peers bench-peers wheel clean
@@ -45,8 +45,9 @@ test: setup ## lint, types, contracts and all tests but the long ones: about 18 
 	@$(MAKE) -s check
 	@# Kernels are compiled once, before several workers would each do so.
 	@$(BIN)/python -c "from pagefold import LLM; LLM('smollm2-135m', max_model_len=256, kv_cache_memory_bytes=2**26)"
-	@# A worker a core; the tests of a file stay together, and share what is dear to make. tests/conftest.py orders them.
-	@$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder -m "not long"
+	@# A worker a core and one more, since tests of servers wait for much; the tests of a file stay together, and share
+	@# what is dear to make. tests/conftest.py orders them.
+	@$(BIN)/python -m pytest -q -n $$(( $$(getconf _NPROCESSORS_ONLN) + 1 )) --dist loadfile --no-loadscope-reorder -m "not long"
 
 test-long: setup $(CLIENTS) ## the long tests, in shards of at most 25 minutes; SHARD=2 runs the second alone
 	@$(BIN)/pagefold models get smollm2-135m

@@ -70,8 +70,13 @@ def test_all_are_dense_attention_in_full(shape, sequences, rules, **how):
     hold(make_case(shape, sequences, rules=rules, **how))
 
 
+BOUNDARIES = (1, 15, 16, 17, 255, 256, 257, 272, 600)
+
+
 @pytest.mark.parametrize("is_chunked", [False, True])
-@pytest.mark.parametrize("window", [1, 15, 16, 17, 255, 256, 257, 272, 600])
+@pytest.mark.parametrize(
+    "window", [pytest.param(one, marks=[] if one in {1, 17, 256} else pytest.mark.long) for one in BOUNDARIES]
+)
 def test_boundaries_of_windows_blocks_and_splits(window, is_chunked):
     """Queries one before, at and one behind where a window, a block and a split of the work ends; rows and tiles."""
     ends = {edge + more for edge in (16, 256, 512, window, 2 * window) for more in (-1, 0, 1)}
@@ -177,6 +182,7 @@ class Conversation:
         return AttentionInputs(np.cumsum([0, *counts], dtype=np.int32), tuple(groups), tuple(range(num_layers)), cells)
 
 
+@pytest.mark.long
 def test_a_result_does_not_tell_how_a_prompt_was_cut():
     """To the bit: in one step, in chunks, token by token; with others beside; with blocks given back as it runs."""
     rules = KEEP_ALL, KeepRule(1), KeepRule(40), KeepRule(300), KeepRule(512), KeepRule(200, is_chunked=True)
@@ -282,7 +288,14 @@ def test_codes_of_several_groups_do_not_tell_what_was_given_back(sequences, rule
         assert torch.equal(*both)
 
 
-@pytest.mark.parametrize("rule", [KeepRule(40), KeepRule(300), KeepRule(64, is_chunked=True)], ids=str)
+@pytest.mark.parametrize(
+    "rule",
+    [
+        KeepRule(40),
+        *(pytest.param(one, marks=pytest.mark.long) for one in (KeepRule(300), KeepRule(64, is_chunked=True))),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_groups_that_a_sequence_fills_together_are_sealed_together(backend, rule):
     """Each layer's outputs, blocks and residuals are those of a step in which its group is the only one."""

@@ -23,7 +23,7 @@ from pagefold.kv import KEEP_ALL, KeepRule
 
 pytestmark = pytest.mark.usefixtures("one_thread", "_with_constants")
 
-QUICK = {"chunks of 17", "host tier"}
+QUICK = {"host tier"}
 DEALT = [
     pytest.param(setting, id=setting.name, marks=[] if setting.name in QUICK else [pytest.mark.long])
     for setting in ALL_SETTINGS

@@ -27,7 +27,7 @@ from pagefold.steps import PromptPart
 from pagefold.tokenizer import Tokenizer
 
 SHORT = Workload(short_prompts(VOCAB_SIZE), num_outputs=24)
-FULL = Workload(full_prompts(VOCAB_SIZE), num_outputs=64)
+FULL = Workload(full_prompts(VOCAB_SIZE), num_outputs=40)
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ def test_it_is_the_twin_s(shape, sequences, per_head, seed):
 
 @pytest.mark.long
 @pytest.mark.parametrize("shape", [*SHAPES, *MORE_SHAPES], ids=str)
-@settings(max_examples=6, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, suppress_health_check=list(HealthCheck))
 @given(sequences=SEQUENCES, per_head=st.booleans(), seed=st.integers(0, 2**32))
 def test_it_is_the_twin_s_in_full(shape, sequences, per_head, seed):
     hold(make_case(shape, sequences, per_head=per_head, seed=seed))

@@ -29,7 +29,7 @@ NAMES = (
     "failed steps, chunks of 17, warm",
     "everything at once",
 )
-LONG_NAMES = ("short of memory, cache off", "failed steps, chunks of 17, warm")
+LONG_NAMES = ("batched, chunks of 512", "warm", "short of memory, cache off", "failed steps, chunks of 17, warm")
 """Of them, those that only the long form runs."""
 NUM_OUTPUTS = 24
 NUM_SAMPLES = 3

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 WINDOW = 24
 SHORT = Workload(short_prompts(VOCAB_SIZE), num_outputs=24)
-FULL = Workload(full_prompts(VOCAB_SIZE), num_outputs=64)
+FULL = Workload(full_prompts(VOCAB_SIZE), num_outputs=40)
 WITH_GROUPS = [setting for setting in SETTINGS if setting.knows_groups]
 NAMES = {"chunks of 17", "chunks of 17, cache off", "blocks of 4", "warm", "everything at once", "host tier"}
 FEW = [setting for setting in WITH_GROUPS if setting.name in NAMES]
@@ -107,7 +107,7 @@ def generate(engine, token_ids: list[int], num_outputs: int, watch=lambda: None)
     return outputs
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "k8v4", "kivi2"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", pytest.param("k8v4", marks=pytest.mark.long), "kivi2"])
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("reference", marks=pytest.mark.long)])
 def test_blocks_that_left_the_window_are_given_back_while_the_request_runs(engine_of, backend, kv_cache_dtype):
     engine = engine_of(backend, enable_prefix_caching=False, kv_cache_dtype=kv_cache_dtype)

@@ -1048,7 +1048,7 @@ def test_random_operations(policy: str) -> None:
 @pytest.mark.parametrize("rules", GROUPS, ids=str)
 def test_random_operations_with_several_groups(rules: tuple[KeepRule, ...], seals: bool) -> None:
     """The same where groups keep windows, and give blocks back while requests run; also where blocks are sealed."""
-    random_operations(0, 400, "lru", rules, seals=seals)
+    random_operations(0, 200, "lru", rules, seals=seals)
 
 
 @pytest.mark.parametrize("rules", GROUPS[1:], ids=str)

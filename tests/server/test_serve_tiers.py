@@ -93,6 +93,7 @@ def test_a_prompt_larger_than_the_budget_is_streamed(smol):
         server.close()
 
 
+@pytest.mark.long
 def test_one_server_a_folder(tmp_path):
     server = ProcessServer(MODEL, *disk(tmp_path / "kv"))
     try:
