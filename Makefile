@@ -47,7 +47,8 @@ test: setup ## lint, types, contracts and all tests but the long ones: about 18 
 	@$(BIN)/python -c "from pagefold import LLM; LLM('smollm2-135m', max_model_len=256, kv_cache_memory_bytes=2**26)"
 	@# A worker a core and one more, since tests of servers wait for much; the tests of a file stay together, and share
 	@# what is dear to make. tests/conftest.py orders them.
-	@$(BIN)/python -m pytest -q -n $$(( $$(getconf _NPROCESSORS_ONLN) + 1 )) --dist loadfile --no-loadscope-reorder -m "not long"
+	@cores=$$($(BIN)/python -c "from pagefold.config import available_cpus; print(available_cpus())") && \
+	$(BIN)/python -m pytest -q -n $$((cores + 1)) --dist loadfile --no-loadscope-reorder -m "not long"
 
 test-long: setup $(CLIENTS) ## the long tests, in shards of at most 25 minutes; SHARD=2 runs the second alone
 	@$(BIN)/pagefold models get smollm2-135m

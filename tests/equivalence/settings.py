@@ -11,7 +11,7 @@ from equivalence.suite import Counts, Setting
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-__all__ = ["SETTINGS", "deal", "deal_one_each", "some_long"]
+__all__ = ["SETTINGS", "deal", "deal_one_each", "long_but", "some_long"]
 
 SETTINGS = (
     Setting(name="alone", arrivals="alone", at_least=Counts(num_hit_tokens=100)),
@@ -239,6 +239,11 @@ def deal(families: Iterable[str], settings: Iterable[Setting] = SETTINGS, *, eve
         for number, setting in enumerate(settings)
         if place == 0 or (place + number) % every == 0
     ]
+
+
+def long_but(quick: Collection[object], cases: Iterable[object]) -> list:
+    """Return cases for pytest; those that are not in ``quick`` only the long form runs."""
+    return [pytest.param(case, marks=[] if case in quick else [pytest.mark.long]) for case in cases]
 
 
 def some_long(settings: Iterable[Setting], long_names: Collection[str]) -> list:

@@ -19,6 +19,7 @@ from transformers import masking_utils
 from equivalence.attention_cases import Lengths, Shape, make_case
 from equivalence.coded_cases import encoded
 from equivalence.sealed_cases import SealedCase
+from equivalence.settings import long_but
 from equivalence.test_attention import SEQUENCES, SHAPES, hold
 from equivalence.test_codecs import BOUND
 from equivalence.test_codecs import hold as hold_coded
@@ -70,13 +71,8 @@ def test_all_are_dense_attention_in_full(shape, sequences, rules, **how):
     hold(make_case(shape, sequences, rules=rules, **how))
 
 
-BOUNDARIES = (1, 15, 16, 17, 255, 256, 257, 272, 600)
-
-
 @pytest.mark.parametrize("is_chunked", [False, True])
-@pytest.mark.parametrize(
-    "window", [pytest.param(one, marks=[] if one in {1, 17, 256} else pytest.mark.long) for one in BOUNDARIES]
-)
+@pytest.mark.parametrize("window", long_but([1, 17, 256], [1, 15, 16, 17, 255, 256, 257, 272, 600]))
 def test_boundaries_of_windows_blocks_and_splits(window, is_chunked):
     """Queries one before, at and one behind where a window, a block and a split of the work ends; rows and tiles."""
     ends = {edge + more for edge in (16, 256, 512, window, 2 * window) for more in (-1, 0, 1)}
@@ -289,12 +285,7 @@ def test_codes_of_several_groups_do_not_tell_what_was_given_back(sequences, rule
 
 
 @pytest.mark.parametrize(
-    "rule",
-    [
-        KeepRule(40),
-        *(pytest.param(one, marks=pytest.mark.long) for one in (KeepRule(300), KeepRule(64, is_chunked=True))),
-    ],
-    ids=str,
+    "rule", long_but([KeepRule(40)], [KeepRule(40), KeepRule(300), KeepRule(64, is_chunked=True)]), ids=str
 )
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_groups_that_a_sequence_fills_together_are_sealed_together(backend, rule):

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from equivalence.attention_cases import Lengths, Shape, make_case
 from equivalence.coded_cases import encoded, some_constants, some_moments
 from equivalence.prompts import short_prompts
-from equivalence.settings import SETTINGS
+from equivalence.settings import SETTINGS, long_but
 from equivalence.suite import Trial, Workload
 from equivalence.test_fused import AloneOutputs
 from equivalence.tiny_models import VOCAB_SIZE
@@ -73,9 +73,7 @@ def hold(case, name, seed, sharpness=1.0):
     assert torch.equal(slabs[0].data, slabs[1].data), f"{name} is not encoded alike"
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK_NAMES else [pytest.mark.long]) for name in NAMES]
-)
+@pytest.mark.parametrize("name", long_but(QUICK_NAMES, NAMES))
 @settings(max_examples=10, suppress_health_check=list(HealthCheck))
 @given(shape=st.sampled_from(SHAPES), sequences=SEQUENCES, per_head=st.booleans(), seed=st.integers(0, 2**32))
 def test_the_kernel_reads_and_writes_what_the_reference_does(name, shape, sequences, per_head, seed):
@@ -104,8 +102,8 @@ def test_outputs_are_near_those_of_what_was_not_encoded(name):
     assert (output - case.expected()).std().item() < asked * size
 
 
-@pytest.mark.parametrize("block_size", [16, pytest.param(48, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", ["int4_per_token_head", pytest.param("k8v4", marks=pytest.mark.long)])
+@pytest.mark.parametrize("block_size", long_but([16], [16, 48]))
+@pytest.mark.parametrize("name", long_but(["int4_per_token_head"], ["int4_per_token_head", "k8v4"]))
 def test_each_range_of_positions_has_its_centre(name, block_size):
     """What is taken off K there is added to scores again: also where a split of the work ends within a range."""
     shape = SHAPES[0]._replace(block_size=block_size)

@@ -23,6 +23,7 @@ from equivalence.coded_cases import attend_coded, encode_extremes
 from equivalence.prompts import short_prompts
 from equivalence.references import References
 from equivalence.sealed_cases import attend_sealed, seal_extremes
+from equivalence.settings import long_but
 from equivalence.tiny_models import VOCAB_SIZE, save_tiny_model
 from pagefold.runner.attention.cuda.configs import MAX_SHARED_BYTES
 from pagefold.runner.codecs import CELL_CODECS
@@ -63,11 +64,6 @@ def compiler():
         yield compile_kernel
 
 
-def _long_but(quick, cases):
-    """All ``cases``; those that are not in ``quick`` are long."""
-    return [pytest.param(case, marks=[] if case in quick else [pytest.mark.long]) for case in cases]
-
-
 def _shapes_and_dtypes(*quick_shapes):
     """Each shape with each dtype: quick are ``quick_shapes`` in float32, and the first of them in every dtype."""
     return [
@@ -86,7 +82,7 @@ def test_they_are_dense_attention(shape, dtype, interpreter):
         print(f"seed {seed}: {error:.2e}")
 
 
-@pytest.mark.parametrize("num_splits", _long_but([8], [1, 2, 8, 64]))
+@pytest.mark.parametrize("num_splits", long_but([8], [1, 2, 8, 64]))
 def test_any_number_of_splits_gives_the_same(num_splits, interpreter):
     """Lengths from one entry to more than four of the smallest splits; some splits are empty."""
     lengths = [Lengths(num, 1) for num in (0, 255, 256, 1100)]
@@ -96,14 +92,14 @@ def test_any_number_of_splits_gives_the_same(num_splits, interpreter):
     )
 
 
-@pytest.mark.parametrize("sharpness", _long_but([30.0], [1.0, 30.0]))
-@pytest.mark.parametrize("softcap", _long_but([5.0], [0.0, 5.0]))
+@pytest.mark.parametrize("sharpness", long_but([30.0], [1.0, 30.0]))
+@pytest.mark.parametrize("softcap", long_but([5.0], [0.0, 5.0]))
 def test_soft_capping_and_sharp_scores(sharpness, softcap, interpreter):
     made = {"per_head": False, "seed": 7, "sharpness": sharpness, "softcap": softcap}
     interpreter(interpreted.attend, SHAPES[0], RAGGED, "float32", BOUNDS["float32"] * sharpness, **made)
 
 
-@pytest.mark.parametrize("window", _long_but([33], [1, 16, 33, 64, 1000]))
+@pytest.mark.parametrize("window", long_but([33], [1, 16, 33, 64, 1000]))
 def test_a_window_sees_the_last_entries_alone(window, interpreter):
     for shape, per_head in ((SHAPES[0], True), (SHAPES[2], False)):
         made = {"per_head": per_head, "seed": window}
@@ -148,7 +144,7 @@ CODED_BOUNDS = BOUNDS | {"float32": 3e-5}
 QUICK_NAMES = ("fp8_e4m3", "int8_per_token_head", "int4_per_token_head", "k8v4")
 
 
-@pytest.mark.parametrize("name", _long_but(["int4_per_token_head"], CODEC_NAMES))
+@pytest.mark.parametrize("name", long_but(["int4_per_token_head"], CODEC_NAMES))
 def test_codes_are_read_and_written_as_the_reference_does(name, interpreter):
     """Outputs are those of what the slab holds; and its bytes are equal, with poison in all that nobody wrote."""
     seed, bound = 11, CODED_BOUNDS["float32"]
@@ -163,14 +159,14 @@ def test_what_no_model_computes_is_encoded_as_the_reference_does(name, interpret
     interpreter(encode_extremes, name)
 
 
-@pytest.mark.parametrize("num_splits", _long_but([2], [1, 2]))
+@pytest.mark.parametrize("num_splits", long_but([2], [1, 2]))
 @pytest.mark.parametrize("name", [None, "int8_per_token_head", "k8v4"])
 def test_what_is_no_number_is_not_hidden(name, num_splits, interpreter):
     interpreter(interpreted.attend_to_none, name, num_splits)
 
 
-@pytest.mark.parametrize("dtype", _long_but(["bfloat16"], ["float16", "bfloat16"]))
-@pytest.mark.parametrize("name", _long_but(QUICK_NAMES[1:2], QUICK_NAMES[:3]))
+@pytest.mark.parametrize("dtype", long_but(["bfloat16"], ["float16", "bfloat16"]))
+@pytest.mark.parametrize("name", long_but(QUICK_NAMES[1:2], QUICK_NAMES[:3]))
 def test_codes_are_computed_with_in_the_models_dtype(name, dtype, interpreter):
     made = {"per_head": False, "seed": 12}
     bound = 4 * CODED_BOUNDS[dtype]  # queries are rounded once more where K is rotated, and centres make scores sharp
@@ -247,7 +243,7 @@ def test_rows_that_fill_up_a_batch_seal_nothing(num_padding, interpreter):
     interpreter(attend_sealed, SHAPES[0], lengths, "float32", CODED_BOUNDS["float32"], **made)
 
 
-@pytest.mark.parametrize("head_dim", _long_but([80], [32, 80]))
+@pytest.mark.parametrize("head_dim", long_but([80], [32, 80]))
 def test_what_no_model_computes_is_sealed_as_the_reference_does(head_dim, interpreter):
     """Also where a tile is wider than a head: what fills it up is in no scale."""
     interpreter(seal_extremes, head_dim)
@@ -280,7 +276,7 @@ CODED_KERNELS = ("write_codes", "bring_queries", "decode", "prefill")
 SEALING_KERNELS = ("write_sealed", "decode", "prefill")
 
 
-@pytest.mark.parametrize("dtype", _long_but(["bfloat16"], BOUNDS))
+@pytest.mark.parametrize("dtype", long_but(["bfloat16"], BOUNDS))
 def test_every_configuration_compiles_for_an_h100_and_fits(dtype, compiler):
     for head_dim in (32, 64, 80, 128, 256):
         for name in KERNELS:
@@ -312,7 +308,7 @@ def test_no_register_is_spilled_on_an_h100(dtype, head_dim, compiler):
 
 
 @pytest.mark.parametrize(
-    "name", _long_but(["int4_per_token_head"], ["int8_per_token_head", "int4_per_token_head", "kivi2"])
+    "name", long_but(["int4_per_token_head"], ["int8_per_token_head", "int4_per_token_head", "kivi2"])
 )
 def test_codes_compile_for_an_h100_spill_nothing_and_are_encoded_without_fused_additions(name, compiler):
     for head_dim in (64, 128):
@@ -328,7 +324,7 @@ def test_codes_compile_for_an_h100_spill_nothing_and_are_encoded_without_fused_a
             assert compiler(kernel, "bfloat16", head_dim, 4, (9, 0), **how) == 0
 
 
-@pytest.mark.parametrize("codec", _long_but([None, "kivi2"], [None, "int4_per_token_head", "k8v4", "kivi2"]))
+@pytest.mark.parametrize("codec", long_but([None, "kivi2"], [None, "int4_per_token_head", "k8v4", "kivi2"]))
 def test_what_a_layer_launches_compiles(codec, compiler):
     """Arguments have the names of the kernels' parameters, and are such as Triton compiles for."""
     kernels = KERNELS if codec is None else SEALING_KERNELS if codec == "kivi2" else CODED_KERNELS

@@ -22,7 +22,7 @@ from equivalence.harsh_runner import HarshRunner, InjectedError
 from equivalence.overlapped_loop import build_overlapped, overlapped
 from equivalence.prompts import short_prompts
 from equivalence.sealed_cases import SealedCase, hold_slabs
-from equivalence.settings import SETTINGS
+from equivalence.settings import SETTINGS, long_but
 from equivalence.suite import Counts, Trial, Workload, assert_clean, cached_blocks
 from equivalence.tiny_models import VOCAB_SIZE
 from pagefold.config import EngineConfig
@@ -163,9 +163,7 @@ def test_the_kernel_does_so_in_every_shape(shape, sequences, seed, layer, softca
     hold(SealedCase(shape, sequences, seed), layer=layer, softcap=softcap)
 
 
-@pytest.mark.parametrize(
-    "shape", [pytest.param(one, marks=[] if one in SHAPES[:1] else pytest.mark.long) for one in SHAPES], ids=str
-)
+@pytest.mark.parametrize("shape", long_but(SHAPES[:1], SHAPES), ids=str)
 def test_the_kernel_does_so_at_the_ends_of_blocks_and_splits(shape):
     size = shape.block_size
     ends = [
