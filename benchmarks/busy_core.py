@@ -47,7 +47,7 @@ def runner_steps() -> dict[str, Callable[[], object]]:
     from pagefold.sampling import SamplingParams
     from pagefold.steps import StepPlan
 
-    config = EngineConfig(model="smollm2-135m", kv_cache_memory_bytes=2**30, max_model_len=1024)
+    config = EngineConfig(model="smollm2-135m", dtype="float32", kv_cache_memory_bytes=2**30, max_model_len=1024)
     runner = build_engine(plan_engine(config), say=lambda _: None).runner
 
     def plan(num_rows: int) -> StepPlan:

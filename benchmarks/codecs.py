@@ -47,6 +47,7 @@ HELD_SETTINGS = {
     "max_num_batched_tokens": 512,
     "enable_prefix_caching": False,
     "force_kv_cache_dtype": True,
+    "dtype": "float32",
 }
 KIVI_SEATS = {96: 40, 416: 52}
 """Tokens of a prompt, and the seats of ``kivi2`` in bytes that hold twelve such requests in 16 bit."""
@@ -261,7 +262,9 @@ def measure_quality(_repeats: int) -> list[Row]:
             [Setting(name, {"kv_cache_dtype": name}) for name in names], fetch_default_texts(cache_dir()), context_len,
             num_contexts, num_greedy_tokens=0, num_haystacks=0,
         )  # fmt: skip
-        found = {setting.name: setting for setting in evaluate(EngineConfig(model=MODEL), question).settings}
+        found = {
+            setting.name: setting for setting in evaluate(EngineConfig(model=MODEL, dtype="float32"), question).settings
+        }
         where = f"{num_contexts} contexts of {context_len:,}"
         for name, one in found.items():
             asked_kl, asked = KL_ASKED.get(name), PERPLEXITY_ASKED.get(name)
@@ -286,6 +289,7 @@ def _engine(name: str, *, num_requests: int, num_tokens: int, num_bytes: int | N
 
     llm = LLM(
         MODEL,
+        dtype="float32",
         kv_cache_dtype=name,
         max_model_len=num_tokens,
         max_num_seqs=num_requests,

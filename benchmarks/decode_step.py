@@ -117,7 +117,7 @@ def main() -> None:
     arguments.add_argument("--repeats", type=int, default=3)
     args = arguments.parse_args()
     where = machine()
-    config = EngineConfig(model="smollm2-135m", kv_cache_memory_bytes=2**30, max_model_len=2048)
+    config = EngineConfig(model="smollm2-135m", dtype="float32", kv_cache_memory_bytes=2**30, max_model_len=2048)
     blueprint = plan_engine(config)
     engine = build_engine(blueprint, say=lambda _: None)
     spec = blueprint.spec

@@ -485,7 +485,7 @@ class Big:
         config = EngineConfig(model=str(folder), device="cuda", dtype="bfloat16", **settings)
         geometry = KVGeometry(spec.num_layers, 8, 128, 2, config.block_size)
         nothing = Capacity(0, 0, 0, 16, 8192, 1)
-        blueprint = Blueprint(config, spec, geometry, nothing, torch.bfloat16, False, "cuda", card)  # noqa: FBT003
+        blueprint = Blueprint(config, spec, geometry, nothing, torch.bfloat16, "it is timed", "cuda", card)
         capacity_on_card(blueprint, bound_use_of(blueprint))  # refuses what cannot fit
         runner, capacity = build_runner(blueprint, self.model, lambda line: print(f"          {line}"))
         core = KVCore(capacity.num_blocks, block_size=config.block_size)

@@ -124,6 +124,7 @@ def _engine(model: str, tally: Tally, *, caching: bool) -> Engine:
 
     config = EngineConfig(
         model=model,
+        dtype="float32",
         max_model_len=2048,
         block_size=BLOCK_SIZE,
         kv_cache_memory_bytes=2**30,

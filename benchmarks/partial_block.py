@@ -156,7 +156,9 @@ def systems(model: str | None) -> tuple[int, System, System]:
     vocab_size = 0
     for is_twin in (False, True):
         tally = Tally()
-        config = EngineConfig(model=model, max_model_len=512, block_size=BLOCK_SIZE, kv_cache_memory_bytes=600 * 2**20)
+        config = EngineConfig(
+            model=model, dtype="float32", max_model_len=512, block_size=BLOCK_SIZE, kv_cache_memory_bytes=600 * 2**20
+        )
         engine = build_engine(plan_engine(config), emit=tally)
         vocab_size = engine.limits.vocab_size
         made.append(WithEngine(engine, tally, is_twin=is_twin))

@@ -60,6 +60,7 @@ def with_engine(model: str, budget: int) -> int:
 
     config = EngineConfig(
         model=model,
+        dtype="float32",
         max_model_len=1024,
         block_size=BLOCK_SIZE,
         kv_cache_memory_bytes=2**30,

@@ -197,7 +197,7 @@ def main() -> None:
 
     from pagefold import LLM
 
-    llm = LLM(args.model, kv_cache_memory_bytes=2**28, max_model_len=512, enable_prefix_caching=False)
+    llm = LLM(args.model, dtype="float32", kv_cache_memory_bytes=2**28, max_model_len=512, enable_prefix_caching=False)
     print_report("structured_output", by_itself(llm) + decoding(llm, args.repeats), machine(), args.json)
 
 

@@ -92,7 +92,7 @@ def main() -> None:
     from pagefold.config import cache_dir
     from pagefold.hub.catalog import resolve
 
-    llm = LLM("smollm2-135m", kv_cache_memory_bytes=2 * 2**30, max_model_len=2048)
+    llm = LLM("smollm2-135m", dtype="float32", kv_cache_memory_bytes=2 * 2**30, max_model_len=2048)
     folder = resolve("smollm2-135m", cache_dir())
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     vocab_size = llm.engine.limits.vocab_size

@@ -68,6 +68,7 @@ def make_engine(
     """Return an engine with room for so many tokens on the device and on the host, and perhaps a disk."""
     config = EngineConfig(
         model=MODEL,
+        dtype="float32",
         kv_cache_memory_bytes=kv_tokens // 16 * BLOCK_BYTES,
         kv_offloading_size=host_tokens // 16 * BLOCK_BYTES / 2**30,
         max_model_len=min(8_192, kv_tokens + (host_tokens - kv_tokens // 2 if streams else 0)),

@@ -38,7 +38,14 @@ def read_blocks(codec: str, num_contexts: int) -> tuple[NDArray[np.uint8], Block
     from pagefold.quality.texts import fetch_default_texts
     from pagefold.runner.block_form import block_form
 
-    llm = LLM(MODEL, kv_cache_dtype=codec, kv_quality_floor=0.0, kv_cache_memory_bytes=2**30, max_model_len=LENGTH + 16)
+    llm = LLM(
+        MODEL,
+        dtype="float32",
+        kv_cache_dtype=codec,
+        kv_quality_floor=0.0,
+        kv_cache_memory_bytes=2**30,
+        max_model_len=LENGTH + 16,
+    )
     engine = llm.engine
     assert engine.tokenizer is not None
     contexts = cut_contexts(fetch_default_texts(cache_dir()), engine.tokenizer, LENGTH, num_contexts)

@@ -46,9 +46,10 @@ def test_what_cannot_be_is_refused_before_weights_are_loaded(smollm2, settings, 
 
 
 def test_auto_is_what_it_was(smollm2):
-    plain = plan_engine(EngineConfig(model=str(smollm2)))
-    assert plain.geometry.codec is None
-    assert plain.geometry.bytes_per_token == 30 * 3 * 64 * 2 * 4
+    for dtype, element_bytes in (("float32", 4), ("bfloat16", 2)):
+        plain = plan_engine(EngineConfig(model=str(smollm2), dtype=dtype))
+        assert plain.geometry.codec is None
+        assert plain.geometry.bytes_per_token == 30 * 3 * 64 * 2 * element_bytes
     same = plan_engine(EngineConfig(model=str(smollm2), dtype="bfloat16", kv_cache_dtype="bfloat16"))
     assert same.geometry.codec is None  # as it is computed
 

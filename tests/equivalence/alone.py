@@ -19,7 +19,7 @@ class AloneOutputs:
             kv_cache_memory_bytes=2**26,
             max_num_batched_tokens=2**16,
             enable_prefix_caching=False,
-            **settings,
+            **{"dtype": "float32"} | settings,
         )
         self._engine = build_engine(plan_engine(config))
         self._num_outputs = num_outputs

@@ -44,6 +44,7 @@ LOGITS_BOUND = 2e-4  # float32 against float64: tiny models' logits are of size 
 
 
 def _engine(folder, **settings):
+    settings = {"dtype": "float32"} | settings
     config = EngineConfig(model=str(folder), model_impl="pagefold", kv_cache_memory_bytes=2**26, **settings)
     return build_engine(plan_engine(config))
 

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pagefold.cli import app
+from pagefold.plan.this_machine import this_cpu
 
 RUN = CliRunner()
 KEYS = {
@@ -119,10 +120,12 @@ def test_a_trace_is_a_workload(tmp_path):
     assert figures["workload_blocks_per_request"] == (8 + 63) / 2
 
 
-def test_this_machine_is_a_device():
-    figures = json.loads(run("smollm2-135m", "--device", "cpu", "--json").stdout)
-    assert figures["kv_bytes_per_token"] == 46_080  # float32, as the server computes on a CPU
-    assert figures["weight_bytes"] == 4 * 134_515_008
+@pytest.mark.parametrize(("dtype", "element_bytes"), [("auto", 0), ("float32", 4), ("bfloat16", 2)])
+def test_this_machine_is_a_device(dtype, element_bytes):
+    figures = json.loads(run("smollm2-135m", "--device", "cpu", "--dtype", dtype, "--json").stdout)
+    element_bytes = element_bytes or (2 if this_cpu().multiplies_bfloat16 else 4)  # as the server computes on a CPU
+    assert figures["kv_bytes_per_token"] == 11_520 * element_bytes
+    assert figures["weight_bytes"] == element_bytes * 134_515_008
     assert figures["decode_floor"]["seconds"] is None or figures["decode_floor"]["seconds"] > 0
 
 

@@ -18,6 +18,8 @@ from pagefold.kernels.quads import Quads
 from pagefold.plan import Device, PlanSettings, Question, Workload, draw_lengths, find_model, make_plan
 from pagefold.plan.memory import plan_memory
 from pagefold.plan.report import formula
+from pagefold.plan.this_machine import this_cpu
+from pagefold.runner.fused.formats import natural_dtype
 from pagefold.runner.fused.weights import pack_model, packed_bytes
 from pagefold.sampling import SamplingParams
 
@@ -28,7 +30,9 @@ GIB = 2**30
 
 
 def cpu(free_bytes: int) -> Device:
-    return Device(name="cpu", memory_bytes=free_bytes, is_cpu=True)
+    """This machine, with so much free memory."""
+    multiplies_bfloat16 = natural_dtype() == "bfloat16"
+    return Device(name="cpu", memory_bytes=free_bytes, is_cpu=True, multiplies_bfloat16=multiplies_bfloat16)
 
 
 @pytest.fixture(scope="session")
@@ -77,7 +81,7 @@ SETTINGS = [
 )
 def test_a_slab_is_what_was_planned(family, settings, smollm2, tiny_folder, free_bytes):
     folder = smollm2 if family == "smollm2" else tiny_folder(family)
-    asked = {"max_num_seqs": 128, "dtype": "auto"} | settings
+    asked = {"max_num_seqs": 128, "dtype": "float32"} | settings
     planned = plan_memory(find_model(str(folder)), cpu(free_bytes), PlanSettings(**asked)).devices[0].capacity
     backend = "reference" if settings.get("dtype") == "bfloat16" else "auto"
     config = EngineConfig(model=str(folder), attention_backend=backend, model_impl="transformers", **asked)
@@ -110,7 +114,12 @@ def test_weights_of_the_fused_decoder_are_planned_to_the_byte(family, dtype, qua
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({}, "computes   float32, by multiply-adds"),
+        ({"dtype": "float32"}, "computes   float32, by multiply-adds"),
+        ({}, f"computes   {natural_dtype()}, by "),
+        (
+            {"model_impl": "transformers", "dtype": "bfloat16", "attention_backend": "reference"},
+            "computes   bfloat16, by transformers; ours does not go with attention_backend=reference",
+        ),
         ({"dtype": "bfloat16", "attention_backend": "cpu"}, "computes   bfloat16, by "),
         ({"quantization": "int8"}, "computes   int8, by "),
         ({"quantization": "w8a8_int8", "dtype": "bfloat16"}, "computes   w8a8_int8, by "),
@@ -125,14 +134,14 @@ def test_a_start_says_in_what_it_computes(settings, line, tiny_folder):
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"dtype": "float16"}, "not torch.float16"),
-        ({"model_impl": "transformers"}, "not model_impl=transformers"),
-        ({"attention_backend": "reference"}, "not attention_backend=reference"),
+        ({"dtype": "float16"}, "with dtype=float16"),
+        ({"model_impl": "transformers"}, "with model_impl=transformers"),
+        ({"attention_backend": "reference"}, "with attention_backend=reference"),
     ],
     ids=str,
 )
 def test_a_format_that_cannot_be_had_is_refused_before_weights_are_loaded(settings, why, tiny_folder):
-    with pytest.raises(ConfigError, match=rf"quantization takes the fused decoder.*{why}"):
+    with pytest.raises(ConfigError, match=rf"quantization takes the fused decoder .* does not go {why}"):
         plan_engine(EngineConfig(model=str(tiny_folder("llama")), device="cpu", quantization="w8a8_int8", **settings))
 
 
@@ -147,7 +156,8 @@ def test_every_family_is_read_alike(family, tiny_folder, free_bytes):
     folder = tiny_folder(family)
     blueprint = plan_engine(EngineConfig(model=str(folder), kv_cache_memory_bytes=2**24, dtype="float32"))
     shape = find_model(str(folder))
-    memory = plan_memory(shape, cpu(free_bytes), PlanSettings(kv_cache_memory_bytes=2**24, max_num_seqs=128))
+    settings = PlanSettings(kv_cache_memory_bytes=2**24, max_num_seqs=128, dtype="float32")
+    memory = plan_memory(shape, cpu(free_bytes), settings)
     planned, served = memory.devices[0].capacity, blueprint.capacity
     if blueprint.is_fused:  # its panels are filled up
         assert planned.weight_bytes <= served.weight_bytes
@@ -208,7 +218,7 @@ def test_as_many_requests_run_at_once_as_planned(family, input_len, output_len, 
     folder = tiny_folder(family)
     workload = Workload(name="", lengths=draw_lengths(input_len, output_len))
     shape = find_model(str(folder))
-    settings = {"max_num_seqs": 128, "max_num_batched_tokens": 256, "max_model_len": 256}
+    settings = {"max_num_seqs": 128, "max_num_batched_tokens": 256, "max_model_len": 256, "dtype": "float32"}
     budget = num_blocks * 2 * 2 * 2 * 16 * 4 * 16  # layers, KV heads, K and V, head_dim, bytes, tokens
     plan = make_plan(
         Question(
@@ -236,6 +246,19 @@ def test_as_many_requests_run_at_once_as_planned(family, input_len, output_len, 
         running.append(len(engine.scheduler.running))
     steady = running[len(running) // 3 :]
     assert sum(steady) / len(steady) == pytest.approx(plan.load.reached.mean, rel=0.02)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_auto_is_the_same_dtype_on_both_sides(family, tiny_folder, free_bytes):
+    folder = tiny_folder(family)
+    served = plan_engine(EngineConfig(model=str(folder), kv_cache_memory_bytes=2**24))
+    for multiplies in (True, False):
+        device = replace(cpu(free_bytes), multiplies_bfloat16=multiplies)
+        planned = plan_memory(find_model(str(folder)), device, PlanSettings(kv_cache_memory_bytes=2**24))
+        assert planned.dtype == ("bfloat16" if served.is_fused and multiplies else "float32")
+    planned = plan_memory(find_model(str(folder)), cpu(free_bytes), PlanSettings(kv_cache_memory_bytes=2**24))
+    assert str(served.dtype) == f"torch.{planned.dtype}"
+    assert this_cpu().multiplies_bfloat16 == cpu(free_bytes).multiplies_bfloat16
 
 
 def test_weights_that_lie_there_twice_are_counted_once(tiny_folder, tmp_path, free_bytes):

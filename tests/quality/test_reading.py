@@ -44,7 +44,7 @@ def _config(model: Path, chunk: int = 64, **settings: object) -> EngineConfig:
         max_model_len=_LENGTH + 1,
         max_num_seqs=8,
         max_num_batched_tokens=chunk,
-        **settings,
+        **{"dtype": "float32"} | settings,
     )
 
 

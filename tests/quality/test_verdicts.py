@@ -13,7 +13,9 @@ from typer.testing import CliRunner
 from pagefold import LLM
 from pagefold.cli import app
 from pagefold.config import EngineConfig
+from pagefold.engine.planning import plan_engine
 from pagefold.engine.verdicts import (
+    FORMAT,
     Verdict,
     check_quality,
     floor_of,
@@ -35,11 +37,11 @@ def _config(**settings: object) -> EngineConfig:
     return EngineConfig(**{"model": "m", "kv_cache_dtype": "int8_per_token_head", **settings})
 
 
-def _verdict(config: EngineConfig, fingerprint: str, top1: float) -> Verdict:
+def _verdict(config: EngineConfig, fingerprint: str, top1: float, dtype: str = "float32") -> Verdict:
     return Verdict(
         config.model,
         fingerprint,
-        subject_of(config, "float32"),
+        subject_of(config, dtype),
         top1,
         0.001,
         0.02,
@@ -53,10 +55,15 @@ def _verdict(config: EngineConfig, fingerprint: str, top1: float) -> Verdict:
     )
 
 
-def _check(config: EngineConfig, cache: Path) -> list[str]:
+def _check(config: EngineConfig, cache: Path, dtype: str = "float32") -> list[str]:
     said: list[str] = []
-    check_quality(config, "float32", lambda: "f", cache, said.append)
+    check_quality(config, dtype, lambda: "f", cache, said.append)
     return said
+
+
+def _dtype_of(config: EngineConfig) -> str:
+    """What it computes in on this machine."""
+    return str(plan_engine(config).dtype).removeprefix("torch.")
 
 
 def test_a_verdict_comes_back_for_what_it_is_about_and_nothing_else(tmp_path: Path) -> None:
@@ -78,7 +85,7 @@ def test_a_verdict_comes_back_for_what_it_is_about_and_nothing_else(tmp_path: Pa
     "damage",
     [
         lambda text: text[: len(text) // 2],
-        lambda text: text.replace('"format": 3', '"format": 2'),
+        lambda text: text.replace(f'"format": {FORMAT}', f'"format": {FORMAT - 1}'),
         lambda text: text.replace("0.99", "7.5"),
         lambda text: text.replace("0.99", '"high"'),
         lambda text: text.replace('"kl"', '"k"'),
@@ -156,7 +163,7 @@ def test_products_in_8_bit_have_a_floor_and_weights_alone_none(tmp_path: Path) -
     (said,) = _check(_quantized(), tmp_path)
     assert said.startswith("nobody has measured what quantization w8a8_int8 costs on this model")
     assert said.endswith("pagefold eval m --number-formats w8a8_int8")
-    (said,) = _check(_quantized(dtype="bfloat16", block_size=32), tmp_path)
+    (said,) = _check(_quantized(block_size=32), tmp_path, "bfloat16")
     assert said.endswith("pagefold eval m --number-formats bfloat16+w8a8_int8 --block-size 32")
     write_verdict(_verdict(_quantized(), "f", 0.96), tmp_path)
     with pytest.raises(QualityError, match=r"quantization w8a8_int8 is under the quality floor of 97.0%") as caught:
@@ -194,7 +201,8 @@ def test_an_engine_warns_then_refuses_then_is_forced(
         LLM(str(tiny_chat_model), **settings)
     assert "pagefold eval" in caplog.text
     config = EngineConfig(model=str(tiny_chat_model), **settings)
-    write_verdict(_verdict(config, content_fingerprint(tiny_chat_model, own_cache), 0.5), own_cache)
+    fingerprint = content_fingerprint(tiny_chat_model, own_cache)
+    write_verdict(_verdict(config, fingerprint, 0.5, _dtype_of(config)), own_cache)
     with pytest.raises(QualityError, match="at 50"):
         LLM(str(tiny_chat_model), **settings)
     LLM(str(tiny_chat_model), **settings, force_kv_cache_dtype=True)
@@ -221,7 +229,7 @@ def test_the_command_measures_keeps_and_recommends(
     assert answer["settings"][1]["kl"]["value"] == 0.0
     assert png.read_bytes().startswith(b"\x89PNG")
     config = EngineConfig(model=str(tiny_chat_model), kv_cache_dtype="int8_per_token_head")
-    verdict = read_verdict(answer["fingerprint"], subject_of(config, "float32"), own_cache)
+    verdict = read_verdict(answer["fingerprint"], subject_of(config, _dtype_of(config)), own_cache)
     assert verdict is not None
     assert verdict.top1_agreement == answer["settings"][0]["top1_agreement"]["value"]
     assert verdict.num_tokens == 190
@@ -267,6 +275,7 @@ def test_number_formats_are_compared_with_float32_in_one_run(
     ("flags", "said"),
     [
         (["--number-formats", "int5"], "There is no number format 'int5'"),
+        (["--number-formats", "int8+w8a8_int8"], "each would take the other's place"),
         (["--number-formats", "w8a8_int8", "--quantization", "int8"], "Leave one of them out"),
         (["--kv-cache-dtype", "int5"], "one of auto"),
         (["--context-len", "4096"], "at most 2047"),

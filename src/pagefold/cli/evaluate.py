@@ -171,6 +171,8 @@ def evaluate(  # noqa: PLR0913 - one parameter a flag
         from pagefold.quality.evaluate import evaluate as run  # noqa: PLC0415
 
         settings = _format_settings(config, number_formats)
+        if settings:
+            config = replace(config, dtype="float32")  # what all is compared with
         transports = _transports(kv_transport_codec)
         if kv_cache_dtype is not None or not settings:
             settings |= _settings(config, kv_cache_dtype, layers, transports)
@@ -271,6 +273,9 @@ def _format_settings(config: EngineConfig, formats: str | None) -> dict[str, Set
             if part not in NUMBER_FORMATS:
                 msg = f"There is no number format {part!r}."
                 raise ConfigError(msg, remedy=f"It is one of {', '.join(NUMBER_FORMATS)}, or two with a plus.")
+            if overrides.keys() & NUMBER_FORMATS[part].keys():
+                msg = f"number_formats has {name!r}, of which each would take the other's place."
+                raise ConfigError(msg, remedy="Join bfloat16 and one format of weights, as in bfloat16+w8a8_int8.")
             overrides |= NUMBER_FORMATS[part]
         setting = Setting(f"numbers in {name}", overrides)
         settings[setting.name] = setting

@@ -250,6 +250,7 @@ def _device(name: str | None, memory: int | None, bandwidth: int | None, flops: 
         bandwidth=found.bandwidth if bandwidth is None else float(bandwidth),
         flops_16=found.flops_16 if flops is None else flops,
         flops_8=found.flops_8 if flops is None else None,
+        flops_32=found.flops_32 if flops is None else None,
     )
 
 

@@ -80,8 +80,9 @@ class EngineConfig:
     Attributes:
         model: a built-in name, a local folder, or a hub id.
         device: ``cpu``, ``cuda`` (an NVIDIA card), or ``auto`` for a card where there is one that will do.
-        dtype: of weights, activations and KV. ``auto`` on a CPU is float32, whatever the checkpoint holds; on a card
-            it is float16 for a checkpoint in that, and else bfloat16.
+        dtype: of weights, activations and KV. ``auto`` on a CPU is bfloat16, whatever the checkpoint holds, where the
+            fused decoder computes and the processor has an instruction for it, and else float32; on a card it is
+            float16 for a checkpoint in that, and else bfloat16.
         block_size: tokens a block.
         kv_cache_dtype: how K and V are stored: ``auto`` for as they are computed, or a codec such as
             ``int8_per_token_head`` (see ``kv/codec.py``).

@@ -34,7 +34,7 @@ class Blueprint:
         geometry: of its KV.
         capacity: what fits.
         dtype: of weights, activations and KV.
-        is_fused: whether the fused decoder computes it, rather than transformers.
+        not_fused: why the fused decoder does not compute it, and transformers does; empty where it does.
         constants: what codecs know of the model (see ``calibration.py``); None for nothing, or not known yet.
         device: ``cpu`` or ``cuda``.
         card: the one that it runs on; None on a CPU. Its ``capacity`` follows from bounds until the rest is measured.
@@ -45,10 +45,15 @@ class Blueprint:
     geometry: KVGeometry
     capacity: Capacity
     dtype: torch.dtype
-    is_fused: bool
+    not_fused: str = ""
     device: str = "cpu"
     card: Card | None = None
     constants: CodecConstants | None = None
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the fused decoder computes it, rather than transformers."""
+        return not self.not_fused
 
     @property
     def computes_pairs(self) -> bool:

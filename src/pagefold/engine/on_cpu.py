@@ -60,8 +60,11 @@ class OnCpu:
         if blueprint.is_fused:
             products, others = blueprint.formats
             lines.append(f"computes   {products.name}, by {products.means}")
-            if blueprint.computes_pairs and others != products:
+            if blueprint.computes_pairs and blueprint.geometry.codec is None and others != products:
                 lines[-1] += f"; attention in {others.name}, by {others.means}"
+        else:
+            dtype = str(blueprint.dtype).removeprefix("torch.")
+            lines.append(f"computes   {dtype}, by transformers; ours does not go with {blueprint.not_fused}")
         return lines
 
     def decoder(self, blueprint: Blueprint, slab: AnySlab, on_queries: OnQueries | None = None) -> Decoder:

@@ -15,6 +15,8 @@ from pagefold.kv import CODECS, KV_CACHE_DTYPES, KVGeometry
 from pagefold.memory.capacity import Capacity
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
 
     from pagefold.config import EngineConfig
@@ -26,6 +28,8 @@ __all__ = ["geometry_of", "hardware_of", "plan_engine"]
 
 _NOTHING = Capacity(0, 0, 0, 1, 0, 1)
 
+_FUSED_DTYPES = "float32", "bfloat16"
+"""What the fused decoder computes in."""
 _SCALE_BYTES = 4
 """Bytes of the scale and the zero point that a block keeps of one channel."""
 
@@ -48,15 +52,17 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
     card = None if config.device == "cpu" else find_card()
     device = choose_device(config.device, card)
     spec = inspect_model(folder)
-    dtype: torch.dtype = getattr(torch, _dtype(config, device, spec))
+    name = _dtype(config, device, spec)
+    dtype: torch.dtype = getattr(torch, name)
     check_attention(config, device, dtype, spec.head_dim)
-    is_fused = _is_fused(config, spec, dtype, device)
+    not_fused = _why_not_fused(config, spec, name, device)
+    _check_fused(config, spec, not_fused)
     geometry = geometry_of(config, spec, dtype)
-    if spec.keeps and device == "cpu" and not is_fused and not without_windows(config, spec):
+    if spec.keeps and device == "cpu" and not_fused and not without_windows(config, spec):
         geometry = replace(geometry, keeps=spec.keeps)  # else the window is the limit
     assert device == "cpu" or card is not None, "it was chosen"
     card = None if device == "cpu" else card
-    blueprint = Blueprint(config, spec, geometry, _NOTHING, dtype, is_fused, device, card)
+    blueprint = Blueprint(config, spec, geometry, _NOTHING, dtype, not_fused, device, card)
     return replace(blueprint, capacity=hardware_of(blueprint).capacity(blueprint))
 
 
@@ -70,7 +76,10 @@ def _dtype(config: EngineConfig, device: str, spec: ModelSpec) -> str:
     if config.dtype != "auto":
         return config.dtype
     if device == "cpu":
-        return "float32"
+        from pagefold.runner.fused.formats import natural_dtype  # noqa: PLC0415 - kernels come with it
+
+        dtype = natural_dtype()
+        return "float32" if _why_not_fused(config, spec, dtype, device) else dtype
     raw = read_json_object(spec.folder / "config.json")
     return "float16" if raw.get("dtype", raw.get("torch_dtype")) == "float16" else "bfloat16"
 
@@ -119,38 +128,49 @@ def _check_sealing(config: EngineConfig, spec: ModelSpec) -> None:
         raise ConfigError(msg, remedy=f"Use a power of two that divides {_SCALE_BYTES * spec.head_dim}, as 16 or 32.")
 
 
-def _lacking(config: EngineConfig, dtype: str) -> str:
-    """Return what the processor lacks for the fused decoder's formats; empty if it has all."""
+def _why_not_fused(config: EngineConfig, spec: ModelSpec, dtype: str, device: str) -> str:
+    """Return what the fused decoder does not go with, so that transformers computes the layers; empty if it does."""
+    return next(_in_its_way(config, spec, dtype, device), "")
+
+
+def _in_its_way(config: EngineConfig, spec: ModelSpec, dtype: str, device: str) -> Iterator[str]:
+    """Yield what the fused decoder does not go with, the model itself first."""
+    if spec.not_fused:
+        yield spec.not_fused
+    if device != "cpu":
+        yield f"device={device} (it computes on CPUs)"
+    if dtype not in _FUSED_DTYPES:
+        yield f"dtype={dtype} (it computes in {' and '.join(_FUSED_DTYPES)})"
+    if config.block_size % 4 or spec.head_dim % 8:
+        yield f"block_size {config.block_size} with head_dim {spec.head_dim}"
     from pagefold.runner.fused.formats import processor_lacks  # noqa: PLC0415 - kernels come with it
 
     lacking = processor_lacks(dtype, config.quantization)
-    return lacking and f"a processor without {lacking}"
+    if lacking:
+        yield f"a processor without {lacking}"
+    if config.attention_backend == "reference":
+        yield "attention_backend=reference"
+    if config.model_impl == "transformers":
+        yield "model_impl=transformers"
 
 
-def _is_fused(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: str = "cpu") -> bool:
-    """Decide who computes the layers.
+def _check_fused(config: EngineConfig, spec: ModelSpec, not_fused: str) -> None:
+    """See that the fused decoder is there if it was asked for, or what only it gives.
+
+    Args:
+        config: what was asked.
+        spec: the model.
+        not_fused: why it is not there; empty if it is.
 
     Raises:
-        ConfigError: the fused decoder, or what only it gives, was asked for and cannot be had.
+        ConfigError: it was asked for, and is not there.
     """
-    why_not = spec.not_fused
-    if device != "cpu":
-        why_not = f"device={device} (it computes on CPUs)"
-    if not why_not and str(dtype) not in {"torch.float32", "torch.bfloat16"}:
-        why_not = f"{dtype} (it computes in float32 and bfloat16)"
-    if not why_not and (config.block_size % 4 or spec.head_dim % 8):
-        why_not = f"block_size {config.block_size} with head_dim {spec.head_dim}"
-    if not why_not:
-        why_not = _lacking(config, str(dtype).removeprefix("torch."))
-    if not why_not and config.attention_backend == "reference":
-        why_not = "attention_backend=reference"
-    if why_not and config.model_impl == "pagefold":
-        msg = f"The fused decoder does not compute {spec.folder.name}: not {why_not}."
+    if not not_fused:
+        return
+    if config.model_impl == "pagefold":
+        msg = f"model_impl is pagefold for {spec.folder.name}: the fused decoder does not go with {not_fused}."
         raise ConfigError(msg, remedy="Use model_impl=auto or transformers.")
-    is_fused = not why_not and config.model_impl != "transformers"
     wanted = "batch_invariant" if config.batch_invariant else "quantization" if config.quantization else ""
-    if wanted and not is_fused:
-        why_not = why_not or "model_impl=transformers"
-        msg = f"{wanted} takes the fused decoder, which {spec.folder.name} cannot have: not {why_not}."
+    if wanted:
+        msg = f"{wanted} takes the fused decoder for {spec.folder.name}, and that does not go with {not_fused}."
         raise ConfigError(msg, remedy=f"Leave {wanted} out, or change that.")
-    return is_fused

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pagefold.config import EngineConfig, TransportCodec
 
 __all__ = [
+    "FORMAT",
     "QUALITY_FIELDS",
     "ROUNDED",
     "SAME_AS",
@@ -41,7 +42,7 @@ __all__ = [
     "write_verdict",
 ]
 
-FORMAT = 3
+FORMAT = 4
 """The version of the files that are written here, and of codecs and number formats: what one cost is no verdict on what
 it has become. Files of another version are as if they were not there."""
 
@@ -216,7 +217,7 @@ def check_quality(
     Raises:
         QualityError: the verdict is under the floor.
     """
-    for one in _costly(config):
+    for one in _costly(config, dtype):
         verdict = read_verdict(fingerprint(), subject_of(one.config, dtype), cache_dir)
         if verdict is None:
             say(f"nobody has measured what {one.what} costs on this model; to find out: {one.command}")
@@ -230,10 +231,10 @@ def check_quality(
         say(f"{what}, and is forced: {verdict.told()}")
 
 
-def _costly(config: EngineConfig) -> Iterator[_Costly]:
-    """Yield what of a config has a floor."""
+def _costly(config: EngineConfig, dtype: str) -> Iterator[_Costly]:
+    """Yield what of a config that computes in ``dtype`` has a floor."""
     if format_floor_of(config):
-        name = config.quantization if config.dtype in {"auto", "float32"} else f"{config.dtype}+{config.quantization}"
+        name = config.quantization if dtype == "float32" else f"{dtype}+{config.quantization}"
         yield _Costly(
             what=f"quantization {config.quantization}",
             floor=format_floor_of(config),

@@ -49,6 +49,11 @@ _PATTERN = {"M": "mamba", "*": "full_attention", "-": "mlp", "E": "moe"}
 _WINDOWED_EVERYWHERE = ("mistral", "mixtral", "phi3", "ministral", "starcoder2")
 _SERVED_WITH_WINDOWS = ("gemma2", "mistral", "phi3", "qwen2", "qwen3")
 
+_FUSED = ("llama", "mistral", "qwen2", "qwen3")
+"""Families of the server's fused decoder."""
+_FUSED_HEAD = 8
+"""What it takes a head's numbers in."""
+
 _STATE = ("linear_attention", "mamba", "mamba2", "recurrent", "conv")
 _NOTHING = ("mlp", "moe")
 _BOTH = ("hybrid",)
@@ -123,6 +128,7 @@ def shape_of(raw: Mapping[str, Any], *, name: str, source: str) -> ModelShape:
         not_served=_why_not_served(config, model_type, kinds, windows),
         dtype=str(config.get("torch_dtype") or config.get("dtype") or "bfloat16").removeprefix("torch."),
         quantization=quantization_of(config),
+        is_fused=_is_fused(config, model_type),
         is_estimate=model_type not in COUNTED_FAMILIES,
     )
 
@@ -319,6 +325,21 @@ def _served_limit(config: Mapping[str, Any], model_type: str, windows: list[int]
         limits += [original] if type(original) is int and original > 0 else []
     limit = min(limits, default=None)
     return limit if limit is not None and limit < config["max_position_embeddings"] else None
+
+
+def _is_fused(config: Mapping[str, Any], model_type: str) -> bool:
+    """Whether the server's fused decoder computes it: see ``read_fused_config`` of the runner."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    is_plain_rope = isinstance(rope, dict) and rope.get("partial_rotary_factor", 1) in (None, 1)
+    kind = rope.get("rope_type") or rope.get("type") or "default" if isinstance(rope, dict) else ""
+    has_odd_bias = config.get("mlp_bias") or (config.get("attention_bias") and model_type != "qwen2")
+    return (
+        model_type in _FUSED
+        and config.get("hidden_act", "silu") == "silu"
+        and not has_odd_bias
+        and (is_plain_rope or kind == "proportional")
+        and _head_dim(config) % _FUSED_HEAD == 0
+    )
 
 
 def _why_not_served(config: Mapping[str, Any], model_type: str, kinds: list[str], windows: list[int]) -> str:

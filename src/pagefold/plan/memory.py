@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["DeviceMemory", "Memory", "activation_bytes", "plan_memory"]
 
 _CPU_BATCHED_TOKENS = 512
+_FUSED_SLOTS = 4
+"""What our own server's fused decoder takes the slots of a block in."""
 _GPU_BATCHED_TOKENS = 8192
 _DEFAULT_NUM_SEQS = 256
 _LOGIT_BYTES = 4
@@ -161,13 +163,19 @@ def _up_to(device: DeviceMemory, max_model_len: int, num_new: int | None) -> Dev
     return replace(device, capacity=capacity)
 
 
+def _natural_dtype(shape: ModelShape, device: Device, settings: PlanSettings) -> str:
+    """Return what ``auto`` is: on a CPU what our own server takes, on an accelerator 16 bit."""
+    if device.is_cpu:
+        is_fused = shape.is_fused and settings.block_size % _FUSED_SLOTS == 0
+        return "bfloat16" if is_fused and device.multiplies_bfloat16 else "float32"
+    return shape.dtype if shape.dtype in DTYPES and shape.dtype not in {"float32", "float64"} else "bfloat16"
+
+
 def _dtypes(shape: ModelShape, device: Device, settings: PlanSettings) -> tuple[str, WeightDtype]:
     """Return what is computed in, and how the weights are stored."""
     dtype = {"half": "float16"}.get(settings.dtype, settings.dtype)
     if dtype == "auto":
-        dtype = "float32" if device.is_cpu else shape.dtype if shape.dtype in DTYPES else "bfloat16"
-        if not device.is_cpu and dtype in {"float32", "float64"}:
-            dtype = "bfloat16"  # GPUs compute in 16 bit
+        dtype = _natural_dtype(shape, device, settings)
     if settings.weight_dtype != "auto":
         return dtype, find_weight_dtype(settings.weight_dtype)
     if shape.quantization and not device.is_cpu:

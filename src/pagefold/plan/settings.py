@@ -39,7 +39,7 @@ class PlanSettings:
     """How the model is to be served.
 
     Attributes:
-        dtype: of what is computed; ``auto`` for the checkpoint's, on a CPU float32 as the server does.
+        dtype: of what is computed; ``auto`` for the checkpoint's, on a CPU what the server takes.
         weight_dtype: how the weights are stored; ``auto`` for as the checkpoint says, on a CPU ``dtype``.
         kv_cache_dtype: how K and V are stored; ``auto`` for ``dtype``.
         kv_cache_dtype_skip_layers: layers that stay in 16 bit all the same, counted from 0.

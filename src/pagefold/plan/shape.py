@@ -76,6 +76,7 @@ class ModelShape:
         dtype: of the checkpoint, as its config names it.
         quantization: how the checkpoint's weights are stored, if not in ``dtype``: ``fp8``, ``mxfp4``, ...
         exact_parameters: counted from the weights' files, where there are any.
+        is_fused: whether Pagefold's own server computes it with its fused decoder on a CPU.
         is_estimate: whether the parameters are counted by the formula of another family.
     """
 
@@ -97,6 +98,7 @@ class ModelShape:
     dtype: str = "bfloat16"
     quantization: str = ""
     exact_parameters: int | None = None
+    is_fused: bool = False
     is_estimate: bool = False
 
     @cached_property

@@ -28,9 +28,11 @@ class Device:
         bandwidth: bytes a second of its memory; None where nobody said.
         flops_16: operations a second of dense products in 16 bit; None where nobody said.
         flops_8: the same in 8 bit, where it has them.
+        flops_32: the same in float32, where models are computed in that.
         host_link: bytes a second, one way, between it and the host's memory; None for a CPU.
         source: where the numbers were read.
         is_cpu: whether weights and KV lie in the memory that everything else on the machine uses.
+        multiplies_bfloat16: whether a CPU has an instruction for products of bfloat16.
     """
 
     name: str
@@ -38,9 +40,11 @@ class Device:
     bandwidth: float | None = None
     flops_16: float | None = None
     flops_8: float | None = None
+    flops_32: float | None = None
     host_link: float | None = None
     source: str = ""
     is_cpu: bool = False
+    multiplies_bfloat16: bool = False
 
 
 @cache

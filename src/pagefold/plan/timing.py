@@ -105,14 +105,21 @@ def _with(device: Device, *, flops: float = 1.0, bandwidth: float = 1.0) -> Devi
         device,
         flops_16=device.flops_16 and device.flops_16 * flops,
         flops_8=device.flops_8 and device.flops_8 * flops,
+        flops_32=device.flops_32 and device.flops_32 * flops,
         bandwidth=device.bandwidth and device.bandwidth * bandwidth,
     )
 
 
 def peaks(device: Device, memory: Memory) -> tuple[float | None, float | None]:
     """Return (operations, bytes) a second of one device."""
-    is_8_bit = memory.weight_dtype.name in {"fp8", "int8", "w8a8_int8"}
-    return (device.flops_8 if is_8_bit and device.flops_8 else device.flops_16), device.bandwidth
+    name = memory.weight_dtype.name
+    widens = device.is_cpu and name == "int8"  # our own decoder multiplies such weights as float32
+    flops = device.flops_16
+    if name in {"fp8", "int8", "w8a8_int8"} and not widens:
+        flops = device.flops_8 or flops
+    elif memory.dtype in {"float32", "float64"} or widens:
+        flops = device.flops_32 or flops
+    return flops, device.bandwidth
 
 
 def _prefill(shape: ModelShape, device: Device, memory: Memory, num_tokens: int, num_cached: int) -> Floor:
