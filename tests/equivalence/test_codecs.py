@@ -264,7 +264,7 @@ def test_bytes_that_come_to_mean_something_else_get_another_name():
     meaning.update(torch.cat(sealed.read(0, blocks, torch.arange(32))).numpy().tobytes())
     layouts = CODEC_LAYOUT, CODEC_ROWS_LAYOUT, SEALED_LAYOUT
     assert layouts == ("codec-panels-v3", "codec-rows-v3", "sealed-panels-v1")
-    assert (FORMAT, meaning.hexdigest()[:16]) == (3, "f533adcacfb278a7")
+    assert (FORMAT, meaning.hexdigest()[:16]) == (4, "f533adcacfb278a7")
 
 
 @pytest.mark.parametrize("name", NAMES)

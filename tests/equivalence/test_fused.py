@@ -139,7 +139,7 @@ def test_logits_are_the_same_to_the_bit_in_any_company(tiny_folder):
     ("family", "settings", "why"),
     [
         ("gemma2", {"model_impl": "pagefold"}, "the family gemma2"),
-        ("llama", {"model_impl": "pagefold", "dtype": "float64"}, "torch.float64"),
+        ("llama", {"model_impl": "pagefold", "dtype": "float64"}, "dtype=float64"),
         ("llama", {"model_impl": "pagefold", "block_size": 2}, "block_size 2"),
         ("llama", {"batch_invariant": True, "model_impl": "transformers"}, "model_impl=transformers"),
         ("gemma2", {"batch_invariant": True}, "the family gemma2"),

@@ -132,7 +132,9 @@ def test_rounding_is_no_worse_than_torchs(smollm2):
             return model(torch.tensor([prompt])).logits[0].double()
 
     exact = reference(torch.float64)
-    engine = build_engine(plan_engine(EngineConfig(model=str(smollm2), max_model_len=512, kv_cache_memory_bytes=2**28)))
+    engine = build_engine(
+        plan_engine(EngineConfig(model=str(smollm2), dtype="float32", max_model_len=512, kv_cache_memory_bytes=2**28))
+    )
     plan = StepPlan(0, token_ids=array("i", prompt), starts=[0], num_tokens=[len(prompt)])
     plan.tables = [[BlockTable(map(BlockId, range(len(prompt) // 16 + 1)))]]
     plan.prompt_parts = [PromptPart(0, 0, array("i", prompt), 0)]
@@ -156,7 +158,7 @@ def test_chats_read_as_with_transformers(smollm2):
             {"role": "user", "content": "What colour is grass?"},
         ],
     ]
-    llm = LLM(model=smollm2, max_model_len=512, kv_cache_memory_bytes=64 * 2**20)
+    llm = LLM(model=smollm2, dtype="float32", max_model_len=512, kv_cache_memory_bytes=64 * 2**20)
     prompts = [llm.engine.tokenizer.encode_chat(chat) for chat in chats]
     results = llm.generate(
         [{"prompt_token_ids": prompt} for prompt in prompts],
