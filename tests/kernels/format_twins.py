@@ -8,7 +8,7 @@ import torch
 from pagefold.kernels.pairs import MAX_STEPS
 from pagefold.kernels.quads import GROUP
 
-__all__ = ["fma", "pairs_product", "quads_product", "round_group"]
+__all__ = ["fma", "pairs_product", "quads_product", "round_group", "turned"]
 
 _SMALLEST = np.finfo(np.float32).tiny
 
@@ -56,14 +56,23 @@ def pairs_product(x, w):
     return y
 
 
+def turned(group):
+    """A whole group times Hadamard's matrix over 8, in stages of butterflies; a shorter one as it is."""
+    if len(group) < GROUP:
+        return group
+    numbers = group * np.float32(0.125)
+    for stride in (1, 2, 4, 8, 16, 32):
+        before = numbers.copy()
+        for i in range(GROUP):
+            if not i & stride:
+                numbers[i] = before[i] + before[i + stride]
+                numbers[i + stride] = before[i] - before[i + stride]
+    return numbers
+
+
 def round_group(group):
-    """A group of a column: its int8 numbers and its scale."""
-    scale = np.maximum(np.abs(group).max() / np.float32(127), _SMALLEST)
-    return np.rint(group / scale).astype(np.int64), scale
-
-
-def _round_row_group(group):
-    """A group of a row: likewise, but multiplied with the scale's inverse, since it is done at every step."""
+    """A group of a row, or of a column: its int8 numbers, once it is turned, and its scale."""
+    group = turned(group)
     largest = np.abs(group).max()  # NaN if one is
     scale = np.maximum(largest / np.float32(127), _SMALLEST)
     if not np.isfinite(scale):
@@ -75,7 +84,7 @@ def quads_product(x, w):
     """``x[T, K] @ w[N, K].T`` in int8."""
     y = np.zeros((len(x), len(w)), np.float32)
     for begin in range(0, x.shape[1], GROUP):
-        rows = [_round_row_group(row) for row in x[:, begin : begin + GROUP]]
+        rows = [round_group(row) for row in x[:, begin : begin + GROUP]]
         columns = [round_group(column) for column in w[:, begin : begin + GROUP]]
         sums = np.array([numbers for numbers, _ in rows]) @ np.array([numbers for numbers, _ in columns]).T
         scales = np.outer(

@@ -6,7 +6,7 @@ import llvmlite.binding as llvm
 import numpy as np
 import pytest
 import torch
-from format_twins import fma, pairs_product, quads_product, round_group
+from format_twins import fma, pairs_product, quads_product, round_group, turned
 
 from pagefold.kernels.formats import PANEL_WIDTH, column, convert, multiply, num_panels, pack
 from pagefold.kernels.pairs import MAX_STEPS, Pairs, bfloat16_pairs, round_to_bfloat16
@@ -36,7 +36,10 @@ SHAPES = [
     (2, PANEL_WIDTH + 1, 3),
     (3, 5, 4),
     (4, 2 * PANEL_WIDTH, GROUP),
+    (3, PANEL_WIDTH + 2, GROUP - 1),
     (5, PANEL_WIDTH - 1, GROUP + 1),
+    (2, 3, GROUP + 32),
+    (6, 17, 100),
     (7, 40, 3 * GROUP - 2),
     (14, 33, 2 * MAX_STEPS),
     (15, 7, 2 * MAX_STEPS + 1),
@@ -129,9 +132,72 @@ def test_a_column_comes_back(product_format, twin):
                 expected = torch.from_numpy(w[index]).to(torch.bfloat16).to(torch.float32).numpy()
             else:
                 groups = [round_group(w[index, begin : begin + GROUP]) for begin in range(0, num_k, GROUP)]
-                expected = np.concatenate([numbers.astype(np.float32) * scale for numbers, scale in groups])
+                expected = np.concatenate([turned(numbers.astype(np.float32) * scale) for numbers, scale in groups])
             got = column(product_format, panels, index, num_k)
             assert np.array_equal(got.view(np.uint32), expected.view(np.uint32))
+
+
+def _turning():
+    """Hadamard's matrix of a group over 8, as Sylvester made it."""
+    matrix = np.ones((1, 1))
+    while len(matrix) < GROUP:
+        matrix = np.kron([[1, 1], [1, -1]], matrix)
+    return matrix / 8
+
+
+def test_turning_is_hadamard_s_matrix_and_its_own_inverse():
+    matrix = _turning()
+    assert np.array_equal(matrix @ matrix, np.eye(GROUP))
+    for seed in range(20):
+        group = _numbers(seed, GROUP, spread=6)
+        once, largest = turned(group), np.abs(group).max()
+        np.testing.assert_allclose(once, matrix @ group, rtol=0, atol=largest * 1e-5)
+        np.testing.assert_allclose(turned(once), group, rtol=0, atol=largest * 1e-5)
+
+
+def _without_turning(numbers):
+    """Numbers rounded group by group as they are."""
+    groups = numbers.reshape(len(numbers), -1, GROUP)
+    scales = np.abs(groups).max(2, keepdims=True) / 127
+    return (np.rint(groups / scales) * scales).reshape(numbers.shape)
+
+
+@pytest.mark.parametrize("where", ["rows", "columns", "both"])
+def test_an_outlier_does_not_spoil_its_neighbours(where):
+    quads, num_k = Quads(is_native=False), 4 * GROUP
+    x, w = _numbers(11, 16, num_k), _numbers(12, 40, num_k)
+    if where != "columns":
+        x[:, 5::GROUP] *= 50
+    if where != "rows":
+        w[:, 9::GROUP] *= 50  # not those that are multiplied with the rows' outliers
+    exact = x.astype(np.float64) @ w.T.astype(np.float64)
+    turned_error = _error(multiply(quads, x, pack(quads, w))[:, : len(w)], exact)
+    plain_error = _error(_without_turning(x) @ _without_turning(w).T, exact)
+    assert turned_error < plain_error / 2
+
+
+def _error(got, exact):
+    return np.sqrt(np.mean((got - exact) ** 2))
+
+
+@pytest.mark.parametrize(("product_format", "twin"), [one for one in FORMATS if "quads" in one.id])
+def test_groups_of_infinity_and_of_numbers_too_large_to_turn_give_nan(product_format, twin):
+    num_k = 2 * GROUP + 5
+    calm = _numbers(1, 1, num_k)
+    w = _numbers(2, 9, num_k)
+    for strange in (np.nan, np.inf, -np.inf):
+        for k in (0, 77, num_k - 1):  # in a group that is turned, and in the last, which is not
+            x = calm.copy()
+            x[0, k] = strange
+            assert np.isnan(_hold(product_format, twin, x, w)[0, : len(w)]).all()
+    for number, is_lost in ((3e38, True), (6e37, True), (4e37, False), (1e-39, False), (1e-45, False)):
+        x = calm.copy()
+        x[0, GROUP : 2 * GROUP] = number
+        assert np.isnan(_hold(product_format, twin, x, w * np.float32(0.01))[0, : len(w)]).all() == is_lost
+        columns = w.copy()
+        columns[3, :GROUP] = number
+        y = _hold(product_format, twin, calm * np.float32(0.01), columns)
+        assert [np.isnan(one) for one in y[0, : len(w)]] == [is_lost and n == 3 for n in range(len(w))]
 
 
 def test_rounding_is_torch_s():

@@ -1,8 +1,18 @@
 """int8: products of four numbers, summed in integers; weights and rows of 8 bit, with a scale for each group of k.
 
-A word is a quad: four numbers of a row, or of a column. Both are rounded symmetrically to -127 .. 127, by the largest
-of each *group* of :data:`GROUP` numbers, so that an outlier spoils the numbers of its group alone. An output is a chain
-over groups, in their order, whatever the number of rows::
+A word is a quad: four numbers of a row, or of a column. Both are cut along k into *groups* of :data:`GROUP` numbers. A
+group is first turned: multiplied by Hadamard's matrix over 8, so that each number becomes a sum of all 64, some of them
+with the other sign, over 8. An outlier is shared out among all. Then they are rounded symmetrically to -127 .. 127, by
+the largest of the group. The matrix over 8 is orthonormal and symmetric: a product of two turned groups is that of the
+groups, and a group that is turned twice comes back. A last group may be shorter: it is not turned.
+
+Turning is six stages of butterflies in float32, on any processor in this order::
+
+    x[i] = x[i] / 8
+    for stride in 1, 2, 4, 8, 16, 32:
+        x[i], x[i + stride] = x[i] + x[i + stride], x[i] - x[i + stride]        for each i without that bit
+
+An output is a chain over groups, in their order, whatever the number of rows::
 
     acc = acc + sum(x * w) * (scale of x's group * scale of w's group)
 
@@ -13,10 +23,13 @@ with what that adds, so many times below zero. A processor that lacks it widens 
 integers. (``vpmaddubsw`` would be one instruction less; it saturates.)
 
 A panel has its groups one after another: words ``[GROUP / 4, W]``, scales float32 ``[W]``, and the sums of their
-columns, int16 ``[W]``, that a row's 128 is multiplied with. A last group may be shorter. A row has its words, and then
-its scales. A row that has infinity or NaN in a group gives NaN everywhere.
+columns, int16 ``[W]``, that a row's 128 is multiplied with. A row has its words, and then its scales. A row that has
+infinity or NaN in a group gives NaN everywhere; so does one with a group whose sums are beyond float32's largest, which
+takes numbers above 4e37 (an eighth is taken first: behind the sums it would take 5e36). Columns are treated likewise.
 
 Scales by groups of both: as in LLM.int8()'s vector-wise quantization (Dettmers et al., 2022, section 2), cut along k.
+Turning both sides by Hadamard's matrix: as in QuaRot (Ashkboos et al., 2024, section 4), which turns whole rows. Here
+it is done group by group, and to every product alike.
 """
 
 from __future__ import annotations
@@ -46,7 +59,7 @@ from pagefold.kernels.emit import (
     in_tiles,
     new_function,
 )
-from pagefold.kernels.formats import PANEL_VECTORS, PANEL_WIDTH, FormatTiles, num_panels
+from pagefold.kernels.formats import PANEL_VECTORS, PANEL_WIDTH, FormatTiles, convert, num_panels
 from pagefold.kernels.object_code import addresses_in
 from pagefold.kernels.words import I32_P, WORD_BYTES, WordEmitter
 
@@ -56,7 +69,14 @@ if TYPE_CHECKING:
 __all__ = ["GROUP", "Quads", "int8_quads"]
 
 GROUP = 64
-"""Numbers that share a scale. At most 256: the sum of a column's group must have room in 16 bits."""
+"""Numbers that share a scale, and are turned together: a power of four, so that its root divides without rounding.
+
+At most 256: the sum of a column's group must have room in 16 bits.
+"""
+_PANELS_AT_ONCE = 16
+"""Panels that are packed together: what is rounded is there twice for a while."""
+_STRIDES = (1, 2, 4, 8, 16, 32)
+_SHARE = 0.125  # Hadamard's matrix of 64 has rows of length 8
 _QUAD = 4
 _MOST = 127
 _ABOVE = 128
@@ -136,7 +156,7 @@ class Quads:
     @property
     def arithmetic(self) -> str:
         """What decides the bits of a product, the same with and without the instruction."""
-        return f"int8 by int8 in groups of {GROUP}"
+        return f"int8 by int8 in groups of {GROUP} turned by Hadamard's matrix"
 
     @property
     def means(self) -> str:
@@ -154,23 +174,16 @@ class Quads:
         return (_padded(num_k) + _num_groups(num_k) * _BEGIN_BYTES) * PANEL_WIDTH
 
     def pack(self, matrix: NDArray[np.float32], into: NDArray[np.uint8]) -> None:
-        """Pack a matrix ``[N, K]``, each group of a column rounded by its largest number."""
+        """Pack a matrix ``[N, K]``: its columns are turned and rounded as rows are, by the same code."""
         num, num_k = matrix.shape
         assert into.shape == (num_panels(num), self.panel_bytes(num_k))
-        columns = np.zeros((len(into) * PANEL_WIDTH, _padded(num_k)), np.float32)
-        columns[:num, :num_k] = matrix
-        for first in range(0, num_k, GROUP):
-            group = columns[:, first : first + GROUP]
-            scales = np.maximum(np.abs(group).max(1) / np.float32(_MOST), np.float32(_SMALLEST))
-            numbers = np.rint(group / scales[:, None]).astype(np.int8)
-            size = numbers.shape[1] * PANEL_WIDTH
-            at = first // GROUP * _GROUP_BYTES
-            words = numbers.view(np.uint32).reshape(len(into), PANEL_WIDTH, -1).transpose(0, 2, 1)
-            into[:, at : at + size] = np.ascontiguousarray(words).reshape(len(into), -1).view(np.uint8)
-            begins = at + size + FLOAT_BYTES * PANEL_WIDTH
-            into[:, at + size : begins] = scales.reshape(len(into), PANEL_WIDTH).view(np.uint8)
-            sums = numbers.sum(1, dtype=np.int16).reshape(len(into), PANEL_WIDTH)
-            into[:, begins : begins + _SHORT_BYTES * PANEL_WIDTH] = sums.view(np.uint8)
+        for first in range(0, len(into), _PANELS_AT_ONCE):
+            piece = into[first : first + _PANELS_AT_ONCE]
+            columns = matrix[first * PANEL_WIDTH : (first + len(piece)) * PANEL_WIDTH]
+            rounded = np.zeros((len(piece) * PANEL_WIDTH, self.row_bytes(num_k)), np.uint8)
+            rounded[: len(columns)] = convert(self, np.ascontiguousarray(columns))
+            rounded[len(columns) :, : _padded(num_k)] = _ABOVE
+            _pack(rounded, num_k, piece)
 
     def tiles(self) -> FormatTiles:
         """Return what computes in int8."""
@@ -180,6 +193,20 @@ class Quads:
 def int8_quads() -> Quads:
     """Return the format for this processor: by its instruction, if it has one."""
     return Quads(is_native=bool(IS_WIDE and llvm.get_host_cpu_features().get("avx512vnni")))
+
+
+def _pack(rounded: NDArray[np.uint8], num_k: int, into: NDArray[np.uint8]) -> None:
+    """Put columns that were rounded as rows into panels; what is beyond N has numbers that are zero."""
+    words = (rounded[:, : _padded(num_k)] ^ np.uint8(_ABOVE)).view(np.uint32)
+    words = words.reshape(len(into), PANEL_WIDTH, -1).transpose(0, 2, 1)
+    scales = rounded[:, _padded(num_k) :].view(np.float32).reshape(len(into), PANEL_WIDTH, -1)
+    for group in range(_num_groups(num_k)):
+        quads = np.ascontiguousarray(words[:, group * _GROUP_WORDS : (group + 1) * _GROUP_WORDS])
+        numbers = quads.view(np.int8).reshape(len(into), -1, PANEL_WIDTH, _QUAD)
+        sums = numbers.sum((1, 3), dtype=np.int16)
+        parts = quads.reshape(len(into), -1), np.ascontiguousarray(scales[:, :, group]), sums
+        panel = np.concatenate([one.view(np.uint8) for one in parts], axis=1)
+        into[:, group * _GROUP_BYTES : group * _GROUP_BYTES + panel.shape[1]] = panel
 
 
 def _padded(num_k: int) -> int:
@@ -336,75 +363,140 @@ def _words_of(builder: ir.IRBuilder, num_k: ir.Value) -> ir.Value:
 
 
 def _add_rows(module: ir.Module) -> None:
-    """Rows of float32, rounded group by group; what a last word lacks is nothing."""
+    """Rows of float32, turned and rounded group by group; what a last word lacks is nothing."""
     builder, (x, distance, num_k, num_rows, out, out_distance) = entry(module, "rows", 6)
     emit = WordEmitter(builder, MAX_LANES)
     num_words = _words_of(builder, num_k)
     x, out = builder.inttoptr(x, F32_P), builder.inttoptr(out, I32_P)
     ldx, ldout = builder.sdiv(distance, I64(FLOAT_BYTES)), builder.sdiv(out_distance, I64(WORD_BYTES))
-    num_groups = builder.sdiv(builder.add(num_k, I64(GROUP - 1)), I64(GROUP))
+    num_whole, left = builder.sdiv(num_k, I64(GROUP)), builder.srem(num_k, I64(GROUP))
     with cgutils.for_range(builder, num_rows, intp=I64) as rows:
         row = builder.gep(x, [builder.mul(ldx, rows.index)])
         into = builder.gep(out, [builder.mul(ldout, rows.index)])
         numbers = builder.bitcast(into, I8_P)
         scales = builder.bitcast(builder.gep(into, [num_words]), F32_P)
-        # A last word's lack is nothing; what it has is written over it.
-        builder.store(I32(0x80808080), builder.gep(into, [builder.sub(num_words, I64(1))]))
-        with cgutils.for_range(builder, num_groups, intp=I64) as groups:
+        with cgutils.for_range(builder, num_whole, intp=I64) as groups:
             first = builder.mul(groups.index, I64(GROUP))
-            left = builder.sub(num_k, first)
-            length = builder.select(builder.icmp_signed("<", left, I64(GROUP)), left, I64(GROUP))
-            _round_group(emit, builder.gep(row, [first]), length, builder.gep(numbers, [first]), scales, groups.index)
+            place = emit.at(scales, groups.index)
+            _round_whole_group(emit, emit.at(row, first), emit.at(numbers, first), place)
+        with builder.if_then(builder.icmp_signed("!=", left, I64(0))):
+            # A last word's lack is nothing; what it has is written over it.
+            builder.store(I32(0x80808080), emit.at(into, builder.sub(num_words, I64(1))))
+            first = builder.mul(num_whole, I64(GROUP))
+            place = emit.at(scales, num_whole)
+            _round_short_group(emit, emit.at(row, first), left, emit.at(numbers, first), place)
     builder.ret_void()
 
 
-def _round_group(
-    emit: WordEmitter, x: ir.Value, length: ir.Value, out: ir.Value, scales: ir.Value, group: ir.Value
-) -> None:
-    """Emit: a group of a row rounded to bytes 128 higher, and its scale.
+def _round_whole_group(emit: WordEmitter, x: ir.Value, out: ir.Value, scale: ir.Value) -> None:
+    """Emit: a whole group of a row turned, and rounded to bytes 128 higher, and its scale; all of it in registers."""
+    builder = emit.builder
+    vectors = _turned(emit, _load_group(emit, x))
+    sizes = [builder.and_(emit.as_words(one), emit.all_words(_SIZE)) for one in vectors]
+    while len(sizes) > 1:
+        sizes = [_larger(builder, *pair) for pair in zip(sizes[::2], sizes[1::2], strict=True)]
+    inverses = emit.broadcast(_store_scale(builder, _largest_lane(emit, sizes[0]), scale))
+    for index, one in enumerate(vectors):
+        _store_rounded(emit, one, inverses, emit.at(out, index * emit.lanes))
 
-    The largest is found among the bits, where infinity is above all numbers and NaN above infinity.
-    """
+
+def _round_short_group(emit: WordEmitter, x: ir.Value, length: ir.Value, out: ir.Value, scale: ir.Value) -> None:
+    """Emit: a last group, which is not whole, rounded to bytes 128 higher as it is, and its scale."""
     builder = emit.builder
     whole = builder.sdiv(length, I64(emit.lanes))
     done = builder.mul(whole, I64(emit.lanes))
     most_words = cgutils.alloca_once(builder, emit.words)
     most = cgutils.alloca_once(builder, I32)
     builder.store(emit.all_words(0), most_words)
-    builder.store(I32(0), most)
     words = builder.bitcast(x, I32_P)
-
-    def larger(place: ir.Value, bits: ir.Value) -> None:
-        before = builder.load(place)
-        builder.store(builder.select(builder.icmp_unsigned(">", bits, before), bits, before), place)
-
     with cgutils.for_range(builder, whole, intp=I64) as loop:
         bits = emit.load_words(emit.at(words, builder.mul(loop.index, I64(emit.lanes))))
-        larger(most_words, builder.and_(bits, emit.all_words(_SIZE)))
-    for lane in range(emit.lanes):
-        larger(most, builder.extract_element(builder.load(most_words), I32(lane)))
+        sizes = builder.and_(bits, emit.all_words(_SIZE))
+        builder.store(_larger(builder, sizes, builder.load(most_words)), most_words)
+    builder.store(_largest_lane(emit, builder.load(most_words)), most)
     with cgutils.for_range_slice(builder, done, length, I64(1), intp=I64) as (k, _):
-        larger(most, builder.and_(builder.load(emit.at(words, k)), I32(_SIZE)))
-    largest = builder.load(most)
+        size = builder.and_(builder.load(emit.at(words, k)), I32(_SIZE))
+        builder.store(_larger(builder, size, builder.load(most)), most)
+    inverse = _store_scale(builder, builder.load(most), scale)
+    inverses = emit.broadcast(inverse)
+    with cgutils.for_range(builder, whole, intp=I64) as loop:
+        at = builder.mul(loop.index, I64(emit.lanes))
+        _store_rounded(emit, emit.load(emit.at(x, at)), inverses, emit.at(out, at))
+    with cgutils.for_range_slice(builder, done, length, I64(1), intp=I64) as (k, _):
+        shifted = builder.fadd(builder.fmul(builder.load(emit.at(x, k)), inverse), ir.Constant(F32, _ROUND + _ABOVE))
+        builder.store(builder.trunc(builder.bitcast(shifted, I32), I8), emit.at(out, k))
+
+
+def _load_group(emit: WordEmitter, x: ir.Value) -> list[ir.Value]:
+    """Load the vectors of a whole group."""
+    return [emit.load(x, at) for at in range(0, GROUP, emit.lanes)]
+
+
+def _turned(emit: WordEmitter, vectors: list[ir.Value]) -> list[ir.Value]:
+    """Return a whole group times Hadamard's matrix over 8: butterflies between lanes, then between vectors."""
+    builder = emit.builder
+    vectors = [builder.fmul(one, emit.all_floats(_SHARE)) for one in vectors]
+    for stride in _STRIDES:
+        if stride < emit.lanes:
+            vectors = [_turned_within(emit, one, stride) for one in vectors]
+            continue
+        distance, before = stride // emit.lanes, vectors
+        vectors = [
+            builder.fsub(before[index - distance], one)
+            if index & distance
+            else builder.fadd(one, before[index + distance])
+            for index, one in enumerate(before)
+        ]
+    return vectors
+
+
+def _turned_within(emit: WordEmitter, vector: ir.Value, stride: int) -> ir.Value:
+    """Return a vector behind a stage of butterflies between its lanes.
+
+    A number times 1 or -1 is exact, so a multiply-add is the sum or the difference with the partner, rounded once.
+    """
+    lanes = range(emit.lanes)
+    partners = ir.Constant(emit.words, [lane ^ stride for lane in lanes])
+    signs = ir.Constant(emit.vector, [-1.0 if lane & stride else 1.0 for lane in lanes])
+    partner = emit.builder.shuffle_vector(vector, ir.Constant(emit.vector, ir.Undefined), partners)
+    return emit.exact_fma(vector, signs, partner)
+
+
+def _larger(builder: ir.IRBuilder, bits: ir.Value, others: ir.Value) -> ir.Value:
+    """Return the larger of words, lane by lane.
+
+    They are bits of float32 without the sign: infinity is above all numbers there, and NaN above infinity.
+    """
+    return builder.select(builder.icmp_unsigned(">", bits, others), bits, others)
+
+
+def _largest_lane(emit: WordEmitter, words: ir.Value) -> ir.Value:
+    """Return the largest word of a vector."""
+    kind = ir.FunctionType(I32, [emit.words])
+    name = f"llvm.vector.reduce.umax.v{emit.lanes}i32"
+    return emit.builder.call(cgutils.get_or_insert_function(emit.builder.module, kind, name), [words])
+
+
+def _store_scale(builder: ir.IRBuilder, largest: ir.Value, place: ir.Value) -> ir.Value:
+    """Emit: the scale of a group is stored, by the bits of its largest number. Return the scale's inverse."""
     largest = builder.select(builder.icmp_unsigned(">=", largest, I32(_INFINITY)), I32(_NAN), largest)
     scale = builder.fdiv(builder.bitcast(largest, F32), ir.Constant(F32, float(_MOST)))
     smallest = ir.Constant(F32, _SMALLEST)
     scale = builder.select(builder.fcmp_ordered("<", scale, smallest), smallest, scale)
-    builder.store(scale, builder.gep(scales, [group]))
-    inverse = builder.fdiv(ir.Constant(F32, 1.0), scale)
-    inverses = emit.broadcast(inverse)
-    shift = _ROUND + _ABOVE
-    with cgutils.for_range(builder, whole, intp=I64) as loop:
-        at = builder.mul(loop.index, I64(emit.lanes))
-        shifted = builder.fadd(builder.fmul(emit.load(emit.at(x, at)), inverses), emit.all_floats(shift))
-        small = builder.trunc(emit.as_words(shifted), ir.VectorType(I8, emit.lanes))
-        builder.store(small, builder.bitcast(emit.at(out, at), small.type.as_pointer()), align=1)
-    with cgutils.for_range_slice(builder, done, length, I64(1), intp=I64) as (k, _):
-        shifted = builder.fadd(builder.fmul(builder.load(emit.at(x, k)), inverse), ir.Constant(F32, shift))
-        builder.store(builder.trunc(builder.bitcast(shifted, I32), I8), emit.at(out, k))
+    builder.store(scale, place, align=FLOAT_BYTES)
+    return builder.fdiv(ir.Constant(F32, 1.0), scale)
+
+
+def _store_rounded(emit: WordEmitter, numbers: ir.Value, inverses: ir.Value, out: ir.Value) -> None:
+    """Emit: a vector is stored as bytes 128 higher."""
+    builder = emit.builder
+    shifted = builder.fadd(builder.fmul(numbers, inverses), emit.all_floats(_ROUND + _ABOVE))
+    small = builder.trunc(emit.as_words(shifted), ir.VectorType(I8, emit.lanes))
+    builder.store(small, builder.bitcast(out, small.type.as_pointer()), align=1)
 
 
 def _add_column(module: ir.Module) -> None:
+    """A column of a panel: its numbers scaled, and whole groups of them turned back by turning them again."""
     builder, (panel, column, num_k, out) = entry(module, "column", 4)
     panel, out = builder.inttoptr(panel, I8_P), builder.inttoptr(out, F32_P)
     with cgutils.for_range(builder, num_k, intp=I64) as loop:
@@ -419,4 +511,9 @@ def _add_column(module: ir.Module) -> None:
         number = builder.sitofp(builder.load(builder.gep(here, [at])), F32)
         scaled = builder.fmul(number, builder.load(builder.gep(scales, [column]), align=FLOAT_BYTES))
         builder.store(scaled, builder.gep(out, [loop.index]))
+    emit = WordEmitter(builder, MAX_LANES)
+    with cgutils.for_range(builder, builder.sdiv(num_k, I64(GROUP)), intp=I64) as groups:
+        here = emit.at(out, builder.mul(groups.index, I64(GROUP)))
+        for index, one in enumerate(_turned(emit, _load_group(emit, here))):
+            emit.store(one, here, index * emit.lanes)
     builder.ret_void()

@@ -171,6 +171,7 @@ def pack_model(config: FusedConfig, folder: Path, num_positions: int, formats: D
         head = packed(formats.products, matrix.numpy())
         return head, head if embedding is None else packed(formats.embedding, embedding.numpy())
 
+    tiles = formats.products.tiles()  # compiled here: some formats pack with them, in every thread
     with ThreadPoolExecutor(available_cpus()) as threads:  # copying lets go of the GIL
         vocabulary = threads.submit(pack_vocabulary)  # the largest piece first
         list(threads.map(pack_layer, range(num_layers)))
@@ -190,7 +191,6 @@ def pack_model(config: FusedConfig, folder: Path, num_positions: int, formats: D
         epsilon=np.float32(config.epsilon),
         intermediate=inner,
     )
-    tiles = formats.products.tiles()
     if embedding is not head:
         tiles = tiles._replace(column=formats.embedding.tiles().column)
     longest = max(formats.products.row_bytes(size) for size in (hidden, num_out, inner))
