@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import llvmlite.binding as llvm
 import numpy as np
 import pytest
 import torch
 from format_twins import fma, pairs_product, quads_product, round_group, turned
 
+from pagefold.kernels.floats import Int8Weights
 from pagefold.kernels.formats import PANEL_WIDTH, column, convert, multiply, num_panels, pack
 from pagefold.kernels.pairs import MAX_STEPS, Pairs, bfloat16_pairs, round_to_bfloat16
 from pagefold.kernels.quads import GROUP, Quads, int8_quads
@@ -198,6 +201,21 @@ def test_groups_of_infinity_and_of_numbers_too_large_to_turn_give_nan(product_fo
         columns[3, :GROUP] = number
         y = _hold(product_format, twin, calm * np.float32(0.01), columns)
         assert [np.isnan(one) for one in y[0, : len(w)]] == [is_lost and n == 3 for n in range(len(w))]
+
+
+@pytest.mark.parametrize("product_format", [Int8Weights(), Quads(is_native=False)], ids=lambda one: one.name)
+def test_packing_takes_little_memory_beside_the_matrix(product_format):
+    w = _numbers(1, 8192, 512)
+    panels = pack(product_format, w)  # what it compiles is not counted
+    tracemalloc.start()
+    try:
+        product_format.pack(w, panels)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < w.nbytes / 4
+    alone = pack(product_format, w[4000:4100])
+    assert np.array_equal(column(product_format, alone, 77, 512), column(product_format, panels, 4077, 512))
 
 
 def test_rounding_is_torch_s():

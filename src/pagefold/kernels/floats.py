@@ -40,6 +40,8 @@ __all__ = ["MAX_STEPS", "Floats", "Int8Weights"]
 
 MAX_STEPS = 288
 """Rows of a panel that a chain goes through: longer sums are cut, and added up."""
+_PANELS_AT_ONCE = 16
+"""Panels of int8 that are packed together: rounding takes several times what it rounds."""
 _INT8_MOST = 127
 _TINY = np.finfo(np.float32).tiny
 
@@ -106,9 +108,12 @@ class Int8Weights:
         """Pack a matrix ``[N, K]``, each column symmetrically rounded by its largest number."""
         num, num_k = matrix.shape
         assert into.shape == (num_panels(num), self.panel_bytes(num_k))
-        scales = np.maximum(np.abs(matrix).max(1) / np.float32(_INT8_MOST), _TINY)
-        _pack(np.rint(matrix / scales[:, None]).astype(np.int8), into[:, : num_k * PANEL_WIDTH].view(np.int8))
-        _pack(scales[:, None], into[:, num_k * PANEL_WIDTH :].view(np.float32))
+        for first in range(0, len(into), _PANELS_AT_ONCE):
+            piece = into[first : first + _PANELS_AT_ONCE]
+            columns = matrix[first * PANEL_WIDTH : (first + len(piece)) * PANEL_WIDTH]
+            scales = np.maximum(np.abs(columns).max(1) / np.float32(_INT8_MOST), _TINY)
+            _pack(np.rint(columns / scales[:, None]).astype(np.int8), piece[:, : num_k * PANEL_WIDTH].view(np.int8))
+            _pack(scales[:, None], piece[:, num_k * PANEL_WIDTH :].view(np.float32))
 
     def tiles(self) -> FormatTiles:
         """Return what computes with them."""
