@@ -88,7 +88,7 @@ class InvalidRequestError(PagefoldError):
 
 
 class StepFailedError(PagefoldError):
-    """The request made steps fail, or the device made all of them, or its logits were NaN or infinite."""
+    """The request made steps fail, or the device made all of them, or what it computes is NaN or infinite."""
 
 
 class EngineStoppedError(PagefoldError):

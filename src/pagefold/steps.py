@@ -134,8 +134,8 @@ class StepResult:
         token_ids: one for each of the plan's ``sampling_rows``, in that order.
         logprobs: of the token of each of the plan's ``logprob_rows``.
         prompt_logprobs: of each token of each of the plan's ``prompt_parts``.
-        corrupted: rows with a logit that is NaN or infinite, before anything was done to it; what else is said of them
-            means nothing.
+        corrupted: rows with a logit that is NaN or infinite, before anything was done to it, or, whether they sample or
+            not, with a token that is so inside the model; what else is said of them means nothing.
     """
 
     token_ids: list[int]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import shutil
 import time
 from array import array
 from dataclasses import replace
@@ -12,6 +14,7 @@ import pytest
 from engine.test_overlapped_engine import PLAIN, LateRunner, make
 from engine.test_overlapped_engine import drain as drain_shadow
 from engine.test_tiering import TieredLLM
+from safetensors.torch import load_file, save_file
 
 from pagefold.config import EngineConfig
 from pagefold.engine.build import build_engine
@@ -71,7 +74,7 @@ class InfiniteRunner:
         self.inner = inner
         self.number = number
         self.logits = inner.decoder.logits
-        inner.decoder = SimpleNamespace(logits=self.decode)
+        inner.decoder = SimpleNamespace(logits=self.decode, states=inner.decoder.states)
 
     def run(self, plan):
         self.plan = plan
@@ -144,6 +147,55 @@ def test_a_part_of_a_prompt_is_enough_where_its_logprobs_are_asked_for(poisoned_
     house.add("bad", [5, POISON, *range(200, 260)], prompt_logprobs=0)
     check_ended(house.drain(), "bad")
     assert sum(isinstance(event, StepApplied) for event in house.events) == 1
+
+
+@pytest.fixture(scope="module")
+def damaged_model(tiny_chat_model, tmp_path_factory):
+    """Returns a function that makes the folder of the tiny model with such a number in the embedding of POISON."""
+
+    def make(number):
+        folder = tmp_path_factory.mktemp("damaged") / "tiny"
+        shutil.copytree(tiny_chat_model, folder)
+        weights = load_file(folder / "model.safetensors")
+        weights["model.embed_tokens.weight"][POISON, 7] = number
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"model_impl": "pagefold", "dtype": "float32"},
+        {"model_impl": "pagefold", "dtype": "bfloat16"},
+        {"model_impl": "pagefold", "quantization": "w8a8_int8"},
+        {"model_impl": "transformers", "dtype": "float32"},
+        {"model_impl": "transformers", "dtype": "bfloat16"},
+    ],
+    ids=lambda how: "-".join(how.values()),
+)
+def test_a_part_of_a_prompt_is_enough_though_it_samples_nothing(damaged_model, how, number):
+    """Else others would find blocks that attention has spoilt: those of its tokens before the damaged one."""
+    model = damaged_model(number)
+    shared, bystander = list(range(1000, 1040)), list(range(2000, 2020))
+    alone = House(model, **how)
+    alone.add("b", [*shared, 5])
+    alone.add("bystander", bystander)
+    expected = {name: tokens for (name, _), (tokens, _) in alone.drain().items()}
+    house = House(model, max_num_batched_tokens=84, **how)
+    house.add("bystander", bystander)
+    house.add("bad", [*shared, POISON, *range(600, 650)])
+    deltas = house.engine.step()  # which computes 64 tokens of it
+    num_found = house.num_found(shared)
+    house.add("b", [*shared, 5])
+    found = house.drain()
+    assert found["b", 0][0] == expected["b"]
+    assert found["bystander", 0][0] == expected["bystander"][1:]
+    assert {delta.request_id: delta.finish_reason for delta in deltas} == {"bystander": None, "bad": "error"}
+    assert num_found == 0
+    assert sum(isinstance(event, RequestCorrupted) for event in house.events) == 1
 
 
 def test_what_it_began_with_is_dropped_and_who_shares_that_goes_on(poisoned_chat_model, expected):

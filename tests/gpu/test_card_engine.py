@@ -63,6 +63,23 @@ def test_float32_by_the_kernels_says_what_generate_says(folder, enforce_eager):
     assert engine.num_ahead > engine.num_launched / 2, "most tokens were taken where the last step had left them"
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_a_damaged_token_is_noticed_though_its_chunk_samples_nothing(folder, dtype):
+    engine = make_engine(folder, dtype=dtype, max_num_seqs=8, max_num_batched_tokens=64, kv_cache_memory_bytes=2**22)
+    prefix, how = list(range(100, 140)), SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    (expected,) = complete(engine, [[*prefix, 7]], 8)
+    engine.scheduler.core.forgetting.reset()
+    engine.runner.decoder.model.model.embed_tokens.weight.data[5] = torch.nan
+    engine.add("bad", [*prefix, 5, *range(6, 90)], how)
+    deltas = []
+    while not deltas:
+        deltas = engine.step()
+    assert (deltas[-1].finish_reason, deltas[-1].token_ids) == ("error", [])
+    while engine.has_work:
+        engine.step()
+    assert complete(engine, [[*prefix, 7]], 8, name="b") == [expected]
+
+
 @pytest.mark.parametrize("enforce_eager", [True, False])
 @pytest.mark.parametrize(
     ("name", "skipped"),

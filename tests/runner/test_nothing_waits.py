@@ -20,6 +20,7 @@ from pagefold.runner.attention.reference import reference_attention
 from pagefold.runner.codec_slab import CODEC_ROWS_LAYOUT, CodecSlab
 from pagefold.runner.codecs.constants import CodecConstants
 from pagefold.runner.cuda_decoder import CudaDecoder
+from pagefold.runner.finite import are_finite
 from pagefold.runner.inputs import fill_in, late_tokens, make_inputs, on_card
 from pagefold.runner.loader import register_attention
 from pagefold.runner.logits import adjust
@@ -67,6 +68,9 @@ def test_a_step_of_a_model_is_queued_without_waiting(family):
     logits = decoder.logits(make_inputs(make_plan(), geometry))
     assert logits.device == META
     assert logits.shape == (2, config.vocab_size)
+    states = decoder.states()
+    assert (states.device, states.shape) == (META, (6, num_kv_heads * head_dim))
+    assert are_finite(states).shape == (6,)
 
 
 @pytest.mark.parametrize("name", ["float16", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head", "k8v4", "int4"])

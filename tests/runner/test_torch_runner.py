@@ -131,6 +131,23 @@ def test_a_step_that_samples_nothing_returns_nothing(folder):
     assert make_runner(folder).run(make_plan((PROMPTS[1], 0, [0, 1, 2], False))).token_ids == []
 
 
+@pytest.mark.parametrize("way", ["run", "launch"])
+def test_rows_of_damaged_tokens_are_told_though_they_sample_nothing(folder, way):
+    """A chunk, one that samples, one of another sequence, and a step in which nobody samples."""
+    runner = make_runner(folder)
+    runner.decoder.model.model.embed_tokens.weight.data[5] = torch.inf
+
+    def result(*rows):
+        plan = make_plan(*rows)
+        return runner.run(plan) if way == "run" else runner.launch(plan)()
+
+    found = result(([9, 5, 7], 0, [0], False), ([30], 0, [1], True), ([8, 7], 0, [2], False), ([5], 0, [3], True))
+    assert found.corrupted == [0, 3]
+    assert found.token_ids[0] == result(([30], 0, [1], True)).token_ids[0]
+    assert result(([9, 8, 7], 0, [4], False), ([9, 5], 0, [5], False)).corrupted == [1]
+    assert result(([9, 8, 7], 0, [4], False), ([9, 6], 0, [5], False)).corrupted == []
+
+
 def test_rows_sample_as_their_params_and_seeds_say(folder, plain):
     plan = make_plan((PROMPTS[0], 0, [0, 1], True), (PROMPTS[2], 0, [2], True))
     free = SamplingParams(temperature=2.0)

@@ -222,7 +222,8 @@ class Metrics:
         self._preemptions = self._counter("vllm:num_preemptions", "Times that a running request gave its blocks back.")
         self._corrupted = self._counter(
             "vllm:corrupted_requests",
-            "Sequences that ended because their logits were NaN or infinite; what they had was dropped from the cache.",
+            "Sequences that ended because what the model computed for them was NaN or infinite; what they had was "
+            "dropped from the cache.",
         )
         self._finished = self._counters(
             "vllm:request_success",

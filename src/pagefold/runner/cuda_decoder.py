@@ -67,6 +67,10 @@ class CudaDecoder:
         tokens_a_tile = self.kernels.shape.tokens_a_tile if self.kernels is not None else 0
         return self._plain.logits(on_card(inputs, self._device, tokens_a_tile))
 
+    def states(self) -> torch.Tensor:
+        """Return what :class:`TransformersDecoder` does: a step that a graph replays has tokens that sample only."""
+        return self._plain.states()
+
     @torch.inference_mode()
     def capture(self, like: StepInputs, max_num_seqs: int, **how: Any) -> None:  # noqa: ANN401 - of DecodeGraphs
         """Capture decoding steps of up to ``max_num_seqs`` rows.

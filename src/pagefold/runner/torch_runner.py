@@ -7,8 +7,9 @@ import time
 from array import array
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from pagefold.errors import CardMemoryError
@@ -47,12 +48,45 @@ class Decoder(Protocol):
     def logits(self, inputs: StepInputs) -> torch.Tensor:
         """Return the logits of ``inputs.logit_rows``, ``[R, vocab]``. They may be valid until the next step only."""
 
+    def states(self) -> torch.Tensor:
+        """Return numbers of each of the last step's tokens, ``[T, N]``: not finite where the token's KV is not.
+
+        They are what enters the last layer, or follows from that: whatever is not finite of a token in any layer before
+        has spread there. Nobody asks after a step whose tokens all sample: those have logits.
+        """
+
 
 class OnQueries(Protocol):
     """Is told what a step's tokens ask in each layer: for a calibration (see ``engine/calibration.py``)."""
 
     def __call__(self, layer: int, queries: torch.Tensor) -> None:
         """Take a layer's queries, ``[T, H, D]``, rope already applied; they may be valid during the call only."""
+
+
+class _Computed(NamedTuple):
+    """What a step's forward pass has found. All may be valid until the next step only.
+
+    Attributes:
+        logits: of its sampling rows, ``[R, vocab]``.
+        of_prompts: logits of its prompt parts' tokens, ``[P, vocab]``.
+        states: of its tokens, ``[T, N]``: see :meth:`Decoder.states`; None where all of them sample.
+    """
+
+    logits: torch.Tensor
+    of_prompts: torch.Tensor
+    states: torch.Tensor | None
+
+
+class _Broken(NamedTuple):
+    """What of a step is not finite.
+
+    Attributes:
+        places: which sampling rows' logits.
+        tokens: which tokens' states.
+    """
+
+    places: list[int]
+    tokens: list[int]
 
 
 class TorchRunner:
@@ -85,7 +119,8 @@ class TorchRunner:
         """
         with _memory_for(plan):
             moves = self._begin_moves(plan)
-            logits, of_prompts = self._forward(plan, moves)
+            computed = self._forward(plan, moves)
+            logits, of_prompts, states = computed
             if moves is not None:
                 moves.verify()
             if plan.prompt_parts:
@@ -93,7 +128,8 @@ class TorchRunner:
             token_ids = sample(adjust(logits, plan), plan.sampling, plan.seeds, plan.draws)
             if moves is not None:
                 moves.learn()
-            return _result(plan, token_ids, broken_rows(logits), logits, of_prompts)
+            broken = _Broken(broken_rows(logits), [] if states is None else broken_rows(states))
+            return _result(plan, token_ids, broken, computed)
 
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Queue one step on a card; see :class:`~pagefold.steps.LaunchingRunner`. The host waits for nothing.
@@ -103,10 +139,14 @@ class TorchRunner:
         """
         with _memory_for(plan):
             moves = self._begin_moves(plan)
-            logits, of_prompts = self._forward(plan, moves)
+            computed = self._forward(plan, moves)
+            logits, of_prompts, states = computed
             sampled = sample_on_card(adjust(logits, plan), plan.sampling, plan.seeds, plan.draws)
             self._sampled = sampled
-            read = to_host(sampled.where(are_finite(logits), ~sampled))  # in one copy: below 0 where they are not
+            told = sampled.where(are_finite(logits), ~sampled)  # below 0 where they are not
+            if states is not None:
+                told = torch.cat([told, are_finite(states).to(told.dtype)])
+            read = to_host(told)  # in one copy
 
         def wait() -> StepResult:
             with _memory_for(plan):
@@ -117,16 +157,18 @@ class TorchRunner:
                 found = read()
                 if moves is not None:
                     moves.learn()
-                broken = [place for place, token_id in enumerate(found) if token_id < 0]
-                token_ids = [max(token_id, ~token_id) for token_id in found] if broken else found
-                return _result(plan, token_ids, broken, logits, of_prompts)
+                found, of_tokens = found[: len(logits)], found[len(logits) :]
+                places = [place for place, token_id in enumerate(found) if token_id < 0]
+                token_ids = [max(token_id, ~token_id) for token_id in found] if places else found
+                broken = _Broken(places, [at for at, is_finite in enumerate(of_tokens) if not is_finite])
+                return _result(plan, token_ids, broken, computed)
 
         return wait
 
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """Run one step and return the logits of its sampling rows, ``[R, vocab]``, instead of sampling."""
         moves = self._begin_moves(plan)
-        logits, _ = self._forward(plan, moves)
+        logits = self._forward(plan, moves).logits
         if moves is not None:
             moves.verify()
         return logits
@@ -137,8 +179,8 @@ class TorchRunner:
             return None
         return self.arena.begin(plan.host_ops, self.slab.as_bytes(), self.geometry.layer_begins)
 
-    def _forward(self, plan: StepPlan, moves: MovesInFlight | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run one step; return the logits of its sampling rows and of its prompt parts' tokens, ``[., vocab]``."""
+    def _forward(self, plan: StepPlan, moves: MovesInFlight | None) -> _Computed:
+        """Run one step."""
         try:
             return self._compute(plan, moves)
         finally:  # also of a step that could not be queued: its blocks are given to others
@@ -146,7 +188,7 @@ class TorchRunner:
                 moves.hold_all()
 
     @torch.inference_mode()
-    def _compute(self, plan: StepPlan, moves: MovesInFlight | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _compute(self, plan: StepPlan, moves: MovesInFlight | None) -> _Computed:
         if plan.copies and moves is not None:
             moves.hold_all()
         self.slab.copy(plan.copies)
@@ -161,7 +203,8 @@ class TorchRunner:
         num_parts = sum(len(part.token_ids) for part in plan.prompt_parts)
         num_sampling = len(logits) - num_parts
         sampled = logits[:num_sampling] if inputs.samples is None else logits[put(inputs.samples, logits.device)]
-        return sampled, logits[num_sampling:]
+        all_sample = num_sampling == len(plan.token_ids)
+        return _Computed(sampled, logits[num_sampling:], None if all_sample else self.decoder.states())
 
     @property
     def _num_groups(self) -> int:
@@ -220,11 +263,12 @@ def _memory_for(plan: StepPlan) -> Iterator[None]:
         raise CardMemoryError(msg, remedy=_MEMORY_REMEDY) from error
 
 
-def _result(
-    plan: StepPlan, token_ids: list[int], broken: list[int], logits: torch.Tensor, of_prompts: torch.Tensor
-) -> StepResult:
-    """Return what a step says. ``broken`` are those of its sampling rows whose logits are not finite."""
-    rows = {plan.sampling_rows[place] for place in broken}
+def _result(plan: StepPlan, token_ids: list[int], broken: _Broken, computed: _Computed) -> StepResult:
+    """Return what a step says."""
+    logits, of_prompts, _ = computed
+    rows = {plan.sampling_rows[place] for place in broken.places}
+    if broken.tokens:
+        rows.update(np.searchsorted(np.cumsum(plan.num_tokens), broken.tokens, side="right").tolist())
     if plan.prompt_parts:
         parts = chain.from_iterable([part.row] * len(part.token_ids) for part in plan.prompt_parts)
         rows_of_prompts = list(parts)

@@ -1,4 +1,8 @@
-"""Corrupted requests: those whose logits are no numbers. They end, and what they had is never used again."""
+"""Corrupted requests: of which the model computes what is no number. They end, and what they had is never used again.
+
+So does one that has sampled nothing yet: a token that is no number inside the model spreads, in attention, to tokens of
+its chunk before it, which do not see it, and so into blocks that others might begin with.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["end_corrupted"]
 
 _WHY = (
-    "The model's logits for this request are NaN or infinite: weights, or cached blocks, are damaged. What it had and "
-    "began with is dropped from the cache"
+    "What the model computes for this request is NaN or infinite: weights, or cached blocks, are damaged. What it had "
+    "and began with is dropped from the cache"
 )
 
 

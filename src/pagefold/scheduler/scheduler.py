@@ -89,7 +89,7 @@ class Scheduler:
 
     Attributes:
         timed_out: those that the last call of :meth:`schedule` ended.
-        corrupted: those that the last call of :meth:`apply` ended, since their logits are no numbers.
+        corrupted: those that the last call of :meth:`apply` ended, since the model computed no numbers for them.
         distrusted: digests of the paths that were dropped with them, for slower tiers to forget.
         suspicion: who may be planned after a step has failed.
     """

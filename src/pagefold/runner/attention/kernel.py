@@ -3,8 +3,12 @@
 An item's query rows are its tokens times the query heads of one KV head, so K and V are read once for a group, for a
 tile of tokens, and for all sequences that share the split. Three passes over a split: scores (a matrix tile over panels
 of K), softmax over each row, the weighted sum (a matrix tile over V). A row's weights of entries before and behind
-those that it sees are 0. So what its tile reads for other rows changes no bit of its sum; and what no row of the tile
-sees is read into no result: slots that hold no entry, and blocks that were given back.
+those that it sees are 0. So finite numbers that its tile reads for other rows change no bit of its sum; and what no row
+of the tile sees is read into no result: slots that hold no entry, and blocks that were given back.
+
+A V that is NaN or infinite makes NaN of every row of its tile, since 0 times it is NaN: also of tokens before it, which
+do not see it. Those are of the same sequence, as only what all tokens see is read for several. The runner tells of the
+sequence (see ``Decoder.states``); it ends, and none of its blocks is used again.
 
 What codes need besides is in ``coded_blocks.py``, and what sealed blocks do in ``sealed_blocks.py``: parts that are
 compiled for slabs of these kinds only.

@@ -78,6 +78,7 @@ class FusedDecoder:
         self._sync = np.zeros((len(self._phases), SYNC_WIDTH), np.int64)
         self._shares = np.zeros((len(self._phases), self._num_threads), np.int64)
         self._began = 0.0
+        self._num_tokens = 0  # of the last step
         self._room = self._make_room(1, 1)
         self._kernel: Callable[..., None] | None = None
 
@@ -89,6 +90,7 @@ class FusedDecoder:
         fill_in(inputs.token_ids, inputs.late)
         step = DecoderStep(inputs.token_ids[0].numpy(), inputs.positions[0].numpy(), inputs.logit_rows.numpy())
         num_tokens, num_rows = len(step.token_ids), len(step.logit_rows)
+        self._num_tokens = num_tokens
         if num_tokens > len(self._room.hidden) or num_rows > len(self._room.logits):
             most = max(num_tokens, len(self._room.hidden)), max(num_rows, len(self._room.logits))
             self._room = self._make_room(*most)
@@ -118,6 +120,10 @@ class FusedDecoder:
                 queries = torch.from_numpy(rows[:num_tokens, : self._num_heads * self._head_dim])
                 self._on_queries(layer, queries.reshape(num_tokens, self._num_heads, self._head_dim))
         return torch.from_numpy(self._room.logits)[:num_rows, : self._vocab_size]
+
+    def states(self) -> torch.Tensor:
+        """Return what enters the last layer, ``[T, E]``: that goes on in rows of its own."""
+        return torch.from_numpy(self._room.hidden)[: self._num_tokens, : self._weights.norms.shape[2]]
 
     def profile(self) -> dict[str, float]:
         """Return how long the last step's phases took, in seconds, those of all layers together."""
