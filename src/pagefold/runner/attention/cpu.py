@@ -180,7 +180,7 @@ def member_scratch(scratch, member):
 
 
 @part()
-def _member(tiles, member, sync, step_work, operands, slab, layer, scoring, scratch, partials):
+def _member(tiles, member, num_members, sync, step_work, operands, slab, layer, scoring, scratch, partials):
     query, key, value, out = operands
     num_tokens, num_kv_heads = key.shape[0], key.shape[1]
     num_chunks = (num_tokens + _TOKENS_A_WRITE - 1) // _TOKENS_A_WRITE
@@ -196,7 +196,7 @@ def _member(tiles, member, sync, step_work, operands, slab, layer, scoring, scra
     wait(sync, _WRITE, num_chunks)
     if len(work.seals):
         seal(sync, _SEAL, work, slab, layer, own)
-    attend(tiles, sync, _ATTEND, work, query, slab, layer, scoring, own, partials, out)
+    attend(tiles, sync, _ATTEND, num_members, work, query, slab, layer, scoring, own, partials, out)
     if step_work.num_slots:
         merge(sync, _MERGE, work, slab, layer, own, partials, out)
 
@@ -204,4 +204,4 @@ def _member(tiles, member, sync, step_work, operands, slab, layer, scoring, scra
 @kernel(parallel=True, error_model="numpy")
 def _run(tiles, num_members, sync, work, operands, slab, layer, scoring, scratch, partials):
     for member in prange(num_members):
-        _member(tiles, member, sync, work, operands, slab, layer, scoring, scratch, partials)
+        _member(tiles, member, num_members, sync, work, operands, slab, layer, scoring, scratch, partials)

@@ -246,11 +246,14 @@ def _limit_rows(scratch, num_rows, start, num_entries, block_size):
 
 
 @part()
-def attend(tiles, sync, phase, work, query, slab, layer, scoring, scratch, partials, out):
+def attend(tiles, sync, phase, num_members, work, query, slab, layer, scoring, scratch, partials, out):
     """Do items of ``work`` until none is left.
+
+    Keys are fetched of the item that the member will probably claim next: each of the others claims one meanwhile.
 
     Args:
         tiles: :class:`AttentionTiles`.
+        num_members: of the team.
         work: :class:`~pagefold.runner.attention.work.GroupWork`, of the layer's group.
         query: ``[T, H, D]``, or wider: rows are ``query.shape[1]`` heads apart.
         slab: :class:`~pagefold.runner.attention.kernel_slab.KernelSlab`.
@@ -268,10 +271,11 @@ def attend(tiles, sync, phase, work, query, slab, layer, scoring, scratch, parti
     cell_step = int(work.cells.shape[0] > 1)
     softcap = scoring.softcap
     num_items = len(work.items)
-    upcoming = claim(sync, phase)
-    while upcoming < num_items:
-        index, upcoming = upcoming, claim(sync, phase)
-        num_ahead = _look_ahead(work, slab, layer, upcoming, scratch.ahead)
+    while True:
+        index = claim(sync, phase)
+        if index >= num_items:
+            break
+        num_ahead = _look_ahead(work, slab, layer, index + num_members, scratch.ahead)
         one = work.items[index]
         h, split, s, first, end = one[0], one[1], one[2], one[3], one[4]
         item = Item(h, first, end, group)

@@ -447,9 +447,9 @@ def _place(tiles, sync, phase, weights, step, work, layer, room, qkv, attention)
 
 
 @part()
-def _attend(tiles, sync, phase, layer, weights, step, attention, room, qkv):
+def _attend(tiles, team, phase, layer, weights, step, attention, room, qkv):
     """The phases from placing K and V to merging what was attended to, of one layer."""
-    head_dim = room.attended.shape[2]
+    head_dim, sync = room.attended.shape[2], team.sync
     slab, scratch, partials = attention.slab, attention.scratch, attention.partials
     work = work_of(attention.work, layer)
     query = qkv.reshape((qkv.shape[0], qkv.shape[1] // head_dim, head_dim))
@@ -458,7 +458,8 @@ def _attend(tiles, sync, phase, layer, weights, step, attention, room, qkv):
     if len(work.seals):
         seal(sync, phase + 1, work, slab, layer, scratch)
     attend(
-        attention.tiles, sync, phase + 2, work, query, slab, layer, attention.scoring, scratch, partials, out
+        attention.tiles, sync, phase + 2, team.num_members, work, query, slab, layer, attention.scoring, scratch,
+        partials, out,
     )  # fmt: skip
     if attention.work.num_slots:
         merge(sync, phase + 3, work, slab, layer, scratch, partials, out)
@@ -480,7 +481,7 @@ def _member(tiles, team, weights, step, attention, room):
         _norm_all(tiles, team, phase, room.hidden, num_tokens, norms[0], weights.epsilon, room.normed, normed)
         ahead = _ahead(team, weights.out[layer], 1)
         _matmul(tiles, team, phase + 1, normed, num_tokens, weights.qkv[layer], qkv, width, 0, ahead)
-        _attend(tiles, sync, phase + 2, layer, weights, step, attention, room, qkv)
+        _attend(tiles, team, phase + 2, layer, weights, step, attention, room, qkv)
         hidden, num = room.hidden, num_tokens
         rows = _rows_of(tiles, attended, num_out, room)
         if layer < num_layers - 1:
