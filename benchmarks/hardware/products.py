@@ -18,7 +18,8 @@ from pagefold.config import available_cpus
 from pagefold.kernels.formats import PANEL_WIDTH, convert, num_panels, pack
 from pagefold.kernels.team import SYNC_WIDTH, ends
 from pagefold.runner.fused.decoder import odd_lines
-from pagefold.runner.fused.kernel import _ahead, _matmul, _Team
+from pagefold.runner.fused.kernel import _matmul, _Team
+from pagefold.runner.fused.pieces import ahead_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -98,14 +99,14 @@ def _walk(tiles, num_members, sync, shares, num_rows, normed, attended, inner, w
             after = weights.qkv[layer + 1] if layer + 1 < weights.qkv.shape[0] else weights.head
             if len(after) == 0:
                 after = weights.qkv[0]
-            _matmul(tiles, team, phase, normed, num_rows, here[0], y.qkv, width, 0, _ahead(team, here[1], 1))
-            _matmul(tiles, team, phase + 1, attended, num_rows, here[1], y.hidden, width, 1, _ahead(team, here[2], 1))
-            _matmul(tiles, team, phase + 2, normed, num_rows, here[2], y.inner, width, 0, _ahead(team, here[3], 1))
-            _matmul(tiles, team, phase + 3, normed, num_rows, here[3], y.inner, width, 0, _ahead(team, here[4], 1))
-            _matmul(tiles, team, phase + 4, inner, num_rows, here[4], y.hidden, width, 1, _ahead(team, after, 1))
+            _matmul(tiles, team, phase, normed, num_rows, here[0], y.qkv, width, 0, ahead_of(team, here[1], 1))
+            _matmul(tiles, team, phase + 1, attended, num_rows, here[1], y.hidden, width, 1, ahead_of(team, here[2], 1))
+            _matmul(tiles, team, phase + 2, normed, num_rows, here[2], y.inner, width, 0, ahead_of(team, here[3], 1))
+            _matmul(tiles, team, phase + 3, normed, num_rows, here[3], y.inner, width, 0, ahead_of(team, here[4], 1))
+            _matmul(tiles, team, phase + 4, inner, num_rows, here[4], y.hidden, width, 1, ahead_of(team, after, 1))
         if len(weights.head):
             phase = 5 * weights.qkv.shape[0]
-            ahead = _ahead(team, weights.qkv[0], 1)
+            ahead = ahead_of(team, weights.qkv[0], 1)
             _matmul(tiles, team, phase, normed, num_rows, weights.head, y.logits, width, 0, ahead)
 
 

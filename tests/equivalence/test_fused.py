@@ -30,6 +30,7 @@ from pagefold.engine.planning import plan_engine
 from pagefold.errors import ConfigError
 from pagefold.kv import BlockId, BlockTable
 from pagefold.runner.fused.decoder import FusedDecoder
+from pagefold.runner.fused.kernel import phases
 from pagefold.sampling import SamplingParams
 from pagefold.steps import StepPlan
 
@@ -133,6 +134,16 @@ def test_logits_are_the_same_to_the_bit_in_any_company(tiny_folder):
         told.append([alone, together, again])
     for results in zip(*told[0], *told[1], strict=True):
         assert all(torch.equal(results[0], result) for result in results)
+
+
+def test_a_profile_has_every_phase_of_the_last_step(tiny_folder):
+    runner = _engine(tiny_folder("llama")).runner
+    for length in (300, 1):
+        runner.logits(_plan([(list(range(length)), 0, range(20))]))
+        profile = runner.decoder.profile()
+        assert profile.keys() == set(phases(num_layers=2))
+        assert all(seconds >= 0.0 for seconds in profile.values())
+        assert sum(profile.values()) > 0.0
 
 
 @pytest.mark.parametrize(

@@ -22,15 +22,17 @@ from pagefold.kernels.words import I32_P, WORD_BYTES, WordEmitter
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["LANES", "RowTiles", "row_tiles"]
+__all__ = ["LANES", "LOG2E", "RowTiles", "row_tiles"]
 
 LANES = 16
 """Numbers of a vector, also where registers have fewer: LLVM splits it, and no number is computed otherwise."""
 
+LOG2E = 1.4426950408889634
+"""A power of e is the power of two whose exponent is so many times larger."""
+
 _EXP2_MIN = -126.0  # below, a float32 power of two is no normal number: 2^-126 is 0 here
 _EXP2 = (1.0, 0.6931472, 0.24022651, 0.05550411, 0.009618129, 0.0013333558, 0.00015403530)
 """2^f on [-.5, .5] by its Taylor series to f^6: within 1.3e-7 of the truth, less than rounding leaves."""
-_LOG2E = 1.4426950408889634
 _TO_WHOLE, _BIAS, _MANTISSA_BITS = 1.5 * 2**23, 127, 23
 _TANH_MAX = 7.9  # beyond, tanh is within 3e-7 of 1
 _TANH_ABOVE = (
@@ -243,7 +245,7 @@ def _add_silu(module: ir.Module) -> None:
 
         def multiply(piece: _Piece, gates: ir.Value = gates, ups: ir.Value = ups) -> None:
             number = emit.read(gates, piece)
-            exponent = builder.fmul(number, emit.all_floats(_float32(-_LOG2E)))
+            exponent = builder.fmul(number, emit.all_floats(_float32(-LOG2E)))
             exponent = emit.larger(emit.all_floats(_EXP2_MIN), emit.smaller(emit.all_floats(-_EXP2_MIN), exponent))
             below = builder.fadd(emit.all_floats(1.0), emit.exp2(exponent))
             emit.write(builder.fdiv(builder.fmul(emit.read(ups, piece), number), below), gates, piece)

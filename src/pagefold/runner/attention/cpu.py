@@ -16,6 +16,7 @@ from numba import prange
 
 from pagefold.kernels.compiled import part, specialised
 from pagefold.kernels.kept import kernel
+from pagefold.kernels.rows import LOG2E
 from pagefold.kernels.team import SYNC_WIDTH, claim, finish, wait
 from pagefold.runner.attention.kernel import Scoring, attend, merge, seal, write
 from pagefold.runner.attention.kernel_slab import KEY_FORMAT, VALUE_FORMAT, kernel_slab
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
 __all__ = ["AttentionRoom", "CpuAttention", "scoring_of"]
 
-_LOG2E = 1.4426950408889634
 _TOKENS_A_WRITE = 16
 _WRITE, _SEAL, _ATTEND, _MERGE, _NUM_PHASES = range(5)
 
@@ -42,8 +42,8 @@ _WRITE, _SEAL, _ATTEND, _MERGE, _NUM_PHASES = range(5)
 def scoring_of(scale: float, softcap: float) -> Scoring:
     """Return how the kernel makes scores: they are exponents of 2, not of e."""
     if softcap:
-        return Scoring(np.float32(scale / softcap), np.float32(softcap * _LOG2E))
-    return Scoring(np.float32(scale * _LOG2E), np.float32(0.0))
+        return Scoring(np.float32(scale / softcap), np.float32(softcap * LOG2E))
+    return Scoring(np.float32(scale * LOG2E), np.float32(0.0))
 
 
 class _Operands(NamedTuple):

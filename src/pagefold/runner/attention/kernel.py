@@ -40,7 +40,7 @@ from pagefold.runner.attention.fold import NOTHING, fold
 from pagefold.runner.attention.kernel_slab import KEY_FORMAT, KEY_SCALES, KEYS, VALUE_FORMAT, VALUES
 from pagefold.runner.attention.sealed_blocks import attend_own_blocks, score_channels, seal, write_unsealed
 from pagefold.runner.attention.tiles import FLOAT32, INT2, PAIRS
-from pagefold.runner.attention.work import first_seen
+from pagefold.runner.attention.work import end_seen, first_seen
 
 __all__ = ["Scoring", "attend", "merge", "seal", "write"]
 
@@ -79,7 +79,7 @@ def write(slab, work, layer, t, h, key, value, scratch):
     """Write K and V, ``[D]``, of token ``t`` and KV head ``h`` into the token's block. ``scratch`` is the member's."""
     head_dim, block_size = slab.head_dim, slab.block_size
     s = work.seq_of[t]
-    entry = work.lengths[s, h if work.lengths.shape[1] > 1 else 0] - (work.query_starts[s + 1] - t)
+    entry = end_seen(work, h, t) - 1
     block = work.tables[s, h if work.tables.shape[1] > 1 else 0, entry // block_size - work.first_blocks[s]]
     cell = work.cells[s if work.cells.shape[0] > 1 else 0, layer, h]
     slot = entry % block_size
@@ -179,13 +179,11 @@ def _attend_split(tiles, slab, cell, table, first, num_entries, query, room, acc
 def _bring_queries(tiles, work, query, slab, cell, item, scale, scratch):
     """Take an item's queries, scaled, into ``scratch``, and what each row sees; return the (first, end) of all that."""
     head_dim, block_size = slab.head_dim, slab.block_size
-    length_step = int(work.lengths.shape[1] > 1)
     is_sealed = slab.cells[cell, KEY_FORMAT] == INT2
     begin, end = 2**31 - 1, 0
     for i in range(item.first, item.end):
         t = work.tokens[i]
-        owner = work.seq_of[t]
-        limit = work.lengths[owner, item.kv_head * length_step] - (work.query_starts[owner + 1] - 1 - t)
+        limit = end_seen(work, item.kv_head, t)
         seen_from = first_seen(work.keeps, limit - 1)
         begin, end = min(begin, seen_from), max(end, limit)
         for g in range(item.group):
@@ -207,9 +205,7 @@ def _look_ahead(work, slab, layer, index, ahead):
         return 0
     one = work.items[index]
     h, split, s, t = one[0], one[1], one[2], work.tokens[one[3]]
-    owner, block_size = work.seq_of[t], slab.block_size
-    length = work.lengths[owner, h if work.lengths.shape[1] > 1 else 0]
-    limit = length - (work.query_starts[owner + 1] - 1 - t)
+    block_size, limit = slab.block_size, end_seen(work, h, t)
     begin = max(split * work.split_size, first_seen(work.keeps, limit - 1))
     end = min(limit, (begin // work.split_size + 1) * work.split_size)
     first = begin // block_size
@@ -341,7 +337,6 @@ def merge(sync, phase, work, slab, layer, scratch, partials, out):
     """Put the splits that each token sees together, in order. ``partials`` is folded in place."""
     num_tokens, num_heads, head_dim = out.shape
     group = num_heads // work.cells.shape[2]
-    length_step = int(work.lengths.shape[1] > 1)
     cell = work.cells[0, layer, 0]  # a layer's cells have one codec
     num_chunks = (num_tokens + _TOKENS_A_MERGE - 1) // _TOKENS_A_MERGE
     while True:
@@ -352,9 +347,8 @@ def merge(sync, phase, work, slab, layer, scratch, partials, out):
             slot = work.first_slots[t]
             if slot < 0:
                 continue
-            s = work.seq_of[t]
             for head in range(num_heads):
-                limit = work.lengths[s, head // group * length_step] - (work.query_starts[s + 1] - 1 - t)
+                limit = end_seen(work, head // group, t)
                 state = partials[slot, head]
                 top, total = state[head_dim], state[head_dim + 1]
                 first_split = first_seen(work.keeps, limit - 1) // work.split_size

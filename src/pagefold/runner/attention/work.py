@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pagefold.kv import KeepRule
     from pagefold.runner.attention.inputs import AttentionInputs, GroupInputs
 
-__all__ = ["AttentionWork", "GroupWork", "WorkDealer", "first_seen", "work_of"]
+__all__ = ["AttentionWork", "GroupWork", "WorkDealer", "end_seen", "first_seen", "work_of"]
 
 _ROWS = 42
 """Query rows (tokens times the heads of a group) of one item: whole register tiles, and scores that stay in cache."""
@@ -306,6 +306,14 @@ def first_seen(keeps, entry):
     if keeps.is_chunked:
         return entry - entry % keeps.window
     return max(0, entry + 1 - keeps.window)
+
+
+@part(forceinline=True)
+def end_seen(work, head, t):
+    """Return with how many entries what token ``t`` sees of its sequence is over, in the cache of KV head ``head``."""
+    s = work.seq_of[t]
+    length = work.lengths[s, head if work.lengths.shape[1] > 1 else 0]
+    return length - (work.query_starts[s + 1] - 1 - t)
 
 
 @part()

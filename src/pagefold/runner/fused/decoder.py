@@ -18,13 +18,13 @@ from pagefold.kernels.team import SYNC_WIDTH, ends
 from pagefold.runner.attention.cpu import AttentionRoom, scoring_of
 from pagefold.runner.fused.kernel import (
     TOKENS_A_CHUNK,
-    TOKENS_A_TILE,
     DecoderRoom,
     DecoderStep,
     DecoderTiles,
     phases,
     run_decoder,
 )
+from pagefold.runner.fused.pieces import TOKENS_A_TILE
 from pagefold.runner.inputs import fill_in
 
 if TYPE_CHECKING:

@@ -20,10 +20,11 @@ from pagefold.kernels.bits import bits_of
 from pagefold.kernels.compiled import part
 from pagefold.kernels.emit import call_tile
 from pagefold.kernels.kept import kernel
-from pagefold.kernels.team import claim, claim_near, finish, finish_all, share_of, wait
+from pagefold.kernels.team import claim, finish, finish_all, wait
 from pagefold.runner.attention.cpu import member_scratch
 from pagefold.runner.attention.kernel import Scoring, attend, merge, seal, write
 from pagefold.runner.attention.work import work_of
+from pagefold.runner.fused.pieces import ahead_of, claim_piece, deal, following_in
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "TOKENS_A_CHUNK",
-    "TOKENS_A_TILE",
     "DecoderRoom",
     "DecoderStep",
     "DecoderTiles",
@@ -58,12 +58,9 @@ def phases(num_layers: int) -> tuple[str, ...]:
 
 _FLOAT_BYTES = 4
 TOKENS_A_CHUNK = 4  # of the small phases
-_MANY_TOKENS = 128  # from here on, tokens are placed by whole blocks: no two members write the same cache lines of K
-_TOKENS_A_BLOCK = 16
-TOKENS_A_TILE = 182  # thirteen full tiles of 14 rows: their inputs stay in the second-level cache
-_CHUNKS_A_MEMBER = 4
-_AHEAD = -1
-_CHUNKS_A_SHARE = 16  # of a product of few rows: as even as can be, and claimed in next to no time
+# From here on, so many tokens are placed at once. A cache line of K has numbers of several of a block's tokens, so
+# fewer members write the same ones: two of a block still may, since chunks are counted from the step's first token.
+_MANY_TOKENS, _TOKENS_A_LARGE_CHUNK = 128, 16
 
 
 class DecoderStep(NamedTuple):
@@ -84,7 +81,8 @@ class DecoderRoom(NamedTuple):
 
     Attributes:
         hidden: float32 ``[T, >= E]``: the residual stream.
-        normed: float32 ``[max(T, R), >= E]``: some rows for each member, where the format has rows of its own.
+        normed: float32 ``[max(T, R, members * TOKENS_A_CHUNK), >= E]``: norms of all rows; where the format has rows of
+            its own, each member has a chunk's norms here until it has turned them into these.
         qkv: float32 ``[1 or L, T, >= (H + 2 * Hkv) * D]``: of one layer after another, or of all of them.
         attended: float32 ``[T, H, D]``.
         inner: float32 ``[max(T, R), >= F]``.
@@ -150,22 +148,6 @@ class _Rows(NamedTuple):
     address: int
     distance: int
     num_k: int
-
-
-class _Piece(NamedTuple):
-    """What a member computes of a product before it claims again.
-
-    Attributes:
-        t, num_rows: of which rows.
-        first, end: which panels, or pairs of them; none where there is nothing left.
-        then: the one that is fetched while the last is computed; ``_AHEAD`` for what the next product begins with.
-    """
-
-    t: int
-    num_rows: int
-    first: int
-    end: int
-    then: int
 
 
 class _Attention(NamedTuple):
@@ -294,28 +276,6 @@ def _pick(tiles, sync, phase, step, room, attended, last_attended, rows):
 
 
 @part()
-def _num_parts(num_panels, num_tiles, num_members):
-    """Return in how many parts to deal panels, so that a phase has some chunks a member."""
-    wanted = (_CHUNKS_A_MEMBER * num_members + num_tiles - 1) // num_tiles
-    return min(num_panels, wanted if num_members > 1 else 1)
-
-
-@part()
-def _chunk_size(num_columns, num_members):
-    """Return how many panels, or pairs of them, are a chunk of a product of few rows."""
-    return max(1, num_columns // (_CHUNKS_A_SHARE * num_members))
-
-
-@part()
-def _ahead(team, panels, panels_a_column):
-    """Return the address of the panel that the member begins with, if the product of ``panels`` is one of few rows."""
-    num_columns = panels.shape[0] // panels_a_column
-    size = _chunk_size(num_columns, team.num_members)
-    first, _ = share_of((num_columns + size - 1) // size, team.member, team.num_members)
-    return panels.ctypes.data + first * size * panels_a_column * panels.shape[1]
-
-
-@part()
 def _columns(tiles, x, t, num_rows, panels, panel, following, y, row, column, adds):
     """``y[row : row + num_rows, column...] (+)= x[t : t + num_rows] @ panels[panel]``; fetch ``following`` ahead."""
     here = panels.ctypes.data + panel * panels.shape[1]
@@ -325,82 +285,43 @@ def _columns(tiles, x, t, num_rows, panels, panel, following, y, row, column, ad
 
 
 @part()
-def _num_pieces(team, num_tokens, num_columns):
-    """Return in how many pieces a product is dealt."""
-    if num_tokens <= TOKENS_A_TILE:
-        size = _chunk_size(num_columns, team.num_members)
-        return (num_columns + size - 1) // size
-    num_tiles = (num_tokens + TOKENS_A_TILE - 1) // TOKENS_A_TILE
-    return num_tiles * _num_parts(num_columns, num_tiles, team.num_members)
-
-
-@part()
-def _claim_piece(team, phase, num_tokens, num_columns):
-    """Return the next piece of a product of so many panels, or pairs of them; an empty one if none is left.
-
-    Of few rows, which are bound by reading panels, each member has a share of these, one behind the other, so that
-    whatever it will read next is known and fetched ahead, from one product into the next.
-    """
-    num_pieces = _num_pieces(team, num_tokens, num_columns)
-    if num_tokens <= TOKENS_A_TILE:
-        size = _chunk_size(num_columns, team.num_members)
-        chunk = claim_near(team.shares, phase, team.member, num_pieces)
-        _, own = share_of(num_pieces, team.member, team.num_members)
-        first, end = min(chunk * size, num_columns), min((chunk + 1) * size, num_columns)
-        return _Piece(0, num_tokens, first, end, _AHEAD if chunk + 1 >= own else end)
-    num_tiles = (num_tokens + TOKENS_A_TILE - 1) // TOKENS_A_TILE
-    num_parts = num_pieces // num_tiles
-    chunk = claim(team.sync, phase)
-    if chunk >= num_pieces:
-        return _Piece(0, 0, 0, 0, _AHEAD)
-    t, part = chunk // num_parts * TOKENS_A_TILE, chunk % num_parts
-    end = num_columns * (part + 1) // num_parts
-    return _Piece(t, min(TOKENS_A_TILE, num_tokens - t), num_columns * part // num_parts, end, end - 1)
-
-
-@part()
-def _following(piece, column, panels, column_bytes, ahead):
-    """Return the address of what is fetched while ``column`` of a piece is computed; ``panels`` is where they begin."""
-    following = column + 1 if column + 1 < piece.end else piece.then
-    return ahead if following == _AHEAD else panels + following * column_bytes
-
-
-@part()
 def _matmul(tiles, team, phase, x, num_tokens, panels, y, width, adds, ahead):
     """``y (+)= x @ panels``, of ``num_tokens`` rows; ``ahead`` is what the member will read then."""
-    num_panels, start, num_done = panels.shape[0], panels.ctypes.data, 0
+    start, num_done = panels.ctypes.data, 0
+    dealt = deal(num_tokens, panels.shape[0], team.num_members)
     while True:
-        piece = _claim_piece(team, phase, num_tokens, num_panels)
+        piece = claim_piece(team, phase, dealt)
         if piece.first == piece.end:
             break
         for panel in range(piece.first, piece.end):
-            following = _following(piece, panel, start, panels.shape[1], ahead)
+            following = following_in(piece, panel, start, panels.shape[1], ahead)
             _columns(tiles, x, piece.t, piece.num_rows, panels, panel, following, y, piece.t, panel * width, adds)
         num_done += 1
     finish_all(team.sync, phase, num_done)
-    wait(team.sync, phase, _num_pieces(team, num_tokens, num_panels))
+    wait(team.sync, phase, dealt.num_pieces)
 
 
 @part()
 def _matmul_gate_up(tiles, team, phase, x, num_tokens, panels, y, up, ahead):
     """``y = silu(x @ gate) * (x @ up)``: panels of both alternate, and meet while they are in the cache."""
-    num_pairs, start, num_done, width = panels.shape[0] // 2, panels.ctypes.data, 0, up.shape[1]
+    start, num_done, width = panels.ctypes.data, 0, up.shape[1]
+    dealt = deal(num_tokens, panels.shape[0] // 2, team.num_members)
     distances = y.shape[1] * _FLOAT_BYTES, width * _FLOAT_BYTES
     while True:
-        piece = _claim_piece(team, phase, num_tokens, num_pairs)
+        piece = claim_piece(team, phase, dealt)
         if piece.first == piece.end:
             break
         t, num_rows = piece.t, piece.num_rows
         for pair in range(piece.first, piece.end):
             up_panel = start + (2 * pair + 1) * panels.shape[1]
-            following = _following(piece, pair, start, 2 * panels.shape[1], ahead)
+            following = following_in(piece, pair, start, 2 * panels.shape[1], ahead)
             _columns(tiles, x, t, num_rows, panels, 2 * pair, up_panel, y, t, pair * width, 0)
             _columns(tiles, x, t, num_rows, panels, 2 * pair + 1, following, up, 0, 0, 0)
             gate = y.ctypes.data + (t * y.shape[1] + pair * width) * _FLOAT_BYTES
             call_tile(tiles.silu, (gate, distances[0], up.ctypes.data, distances[1], width, num_rows))
         num_done += 1
     finish_all(team.sync, phase, num_done)
-    wait(team.sync, phase, _num_pieces(team, num_tokens, num_pairs))
+    wait(team.sync, phase, dealt.num_pieces)
 
 
 @part()
@@ -409,7 +330,7 @@ def _place(tiles, sync, phase, weights, step, work, layer, room, qkv, attention)
     num_tokens = len(step.token_ids)
     num_heads, head_dim = room.attended.shape[1], room.attended.shape[2]
     num_kv_heads = work.cells.shape[2]
-    size = TOKENS_A_CHUNK if num_tokens < _MANY_TOKENS else _TOKENS_A_BLOCK
+    size = TOKENS_A_CHUNK if num_tokens < _MANY_TOKENS else _TOKENS_A_LARGE_CHUNK
     num_chunks = (num_tokens + size - 1) // size
     num_columns = (num_heads + 2 * num_kv_heads) * head_dim
     while True:
@@ -479,7 +400,7 @@ def _member(tiles, team, weights, step, attention, room):
         phase = 1 + layer * _PHASES_A_LAYER
         qkv, norms = room.qkv[layer % room.qkv.shape[0]], weights.norms[layer]
         _norm_all(tiles, team, phase, room.hidden, num_tokens, norms[0], weights.epsilon, room.normed, normed)
-        ahead = _ahead(team, weights.out[layer], 1)
+        ahead = ahead_of(team, weights.out[layer], 1)
         _matmul(tiles, team, phase + 1, normed, num_tokens, weights.qkv[layer], qkv, width, 0, ahead)
         _attend(tiles, team, phase + 2, layer, weights, step, attention, room, qkv)
         hidden, num = room.hidden, num_tokens
@@ -490,17 +411,17 @@ def _member(tiles, team, weights, step, attention, room):
             hidden, num = room.last_hidden, num_rows
             rows = _rows_of(tiles, last_attended, num_out, room)
             _pick(tiles, sync, phase + 6, step, room, attended, last_attended, rows)
-        ahead = _ahead(team, weights.gate_up[layer], 2)
+        ahead = ahead_of(team, weights.gate_up[layer], 2)
         _matmul(tiles, team, phase + 7, rows, num, weights.out[layer], hidden, width, 1, ahead)
         _norm_all(tiles, team, phase + 8, hidden, num, norms[1], weights.epsilon, room.normed, normed)
-        ahead = _ahead(team, weights.down[layer], 1)
+        ahead = ahead_of(team, weights.down[layer], 1)
         up = room.up[team.member]
         _matmul_gate_up(tiles, team, phase + 9, normed, num, weights.gate_up[layer], room.inner, up, ahead)
         _convert_all(tiles, sync, phase + 10, room.inner, num, inner)
-        ahead = _ahead(team, weights.qkv[layer + 1] if layer + 1 < num_layers else weights.head, 1)
+        ahead = ahead_of(team, weights.qkv[layer + 1] if layer + 1 < num_layers else weights.head, 1)
         _matmul(tiles, team, phase + 11, inner, num, weights.down[layer], hidden, width, 1, ahead)
     phase = 1 + num_layers * _PHASES_A_LAYER
-    last, ahead = room.last_hidden, _ahead(team, weights.qkv[0], 1)
+    last, ahead = room.last_hidden, ahead_of(team, weights.qkv[0], 1)
     _norm_all(tiles, team, phase, last, num_rows, weights.last_norm, weights.epsilon, room.normed, normed)
     _matmul(tiles, team, phase + 1, normed, num_rows, weights.head, room.logits, width, 0, ahead)
 

@@ -16,6 +16,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from pagefold.kernels.compiled import part, specialised
 from pagefold.kernels.kept import kernel
+from pagefold.kernels.rows import LOG2E
 from pagefold.runner.sampler.draws import GOLDEN, MIX_1, MIX_2, REACHED, make_draws
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ _GOLDEN, _MIX_1, _MIX_2 = np.uint64(GOLDEN), np.uint64(MIX_1), np.uint64(MIX_2)
 _U0, _U1, _U12, _U27, _U30, _U31, _U52 = (np.uint64(number) for number in (0, 1, 12, 27, 30, 31, 52))
 _ONE = np.uint64(0x3FF0000000000000)  # the bits of 1.0: with 52 more a float64 in [1, 2)
 _UP_TO_HALF = 1.0 - 2.0**-53  # less this, 1 + m / 2^52 is (m + 1/2) / 2^52, exactly
-_LOG2E = 1.4426950408889634
 _PER_POWER, _BIAS = 2.0**-52, np.int64(1023)  # of a float64's exponent
 _SLACK = 1e-6  # bounds are rounded too, and must rule nobody out
 _BLOCK = 512  # tokens whose bounds are computed together, in the nearest cache
@@ -140,7 +140,7 @@ def _weigh(row, top, scale, weights, bits):
         block = row[begin : begin + _BLOCK]
         out = weights[begin : begin + _BLOCK]
         for t in range(len(block)):
-            x = max((np.float64(block[t]) - top) * scale * _LOG2E, _LEAST_POWER)
+            x = max((np.float64(block[t]) - top) * scale * LOG2E, _LEAST_POWER)
             whole = np.floor(x + 0.5)
             f = x - whole
             high = _C6 + f * (_C7 + f * (_C8 + f * (_C9 + f * (_C10 + f * _C11))))
@@ -212,14 +212,14 @@ def _winner(row, tokens, top, scale, key, bits):
             uniforms[t] -= _UP_TO_HALF
         num_hopeful = 0
         for t in range(len(block)):
-            reach = (np.float64(block[t]) - top) * scale * _LOG2E - np.float64(whole[t]) * _PER_POWER
+            reach = (np.float64(block[t]) - top) * scale * LOG2E - np.float64(whole[t]) * _PER_POWER
             num_hopeful += reach > bound
         if num_hopeful:
             for t in range(len(block)):
                 lead = (np.float64(block[t]) - top) * scale
-                if lead * _LOG2E - np.float64(whole[t]) * _PER_POWER > bound:
+                if lead * LOG2E - np.float64(whole[t]) * _PER_POWER > bound:
                     finish = lead - math.log(-math.log1p(-uniforms[t]))
                     if finish > best:
                         winner, best = who[t], finish
-                        bound = best * _LOG2E - np.float64(_BIAS) - _SLACK
+                        bound = best * LOG2E - np.float64(_BIAS) - _SLACK
     return winner
