@@ -31,7 +31,7 @@ NUM_PROMPT_TOKENS = 256
 NUM_OUTPUT_TOKENS = 64
 VOCAB_SIZE = 49_152
 ASKED = 1.10
-SETTINGS = {"kv_cache_memory_bytes": 2**31, "max_model_len": 2048}
+SETTINGS = {"dtype": "float32", "kv_cache_memory_bytes": 2**31, "max_model_len": 2048}
 OFFLINE = """
 import json, sys, time
 from pagefold import LLM, SamplingParams

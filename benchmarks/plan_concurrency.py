@@ -32,7 +32,7 @@ from pagefold.plan import Device, PlanSettings, Question, Workload, draw_lengths
 from pagefold.server import create_app
 
 ASKED = 0.02
-SETTINGS = {"max_num_seqs": 128, "max_num_batched_tokens": 512, "max_model_len": 1024}
+SETTINGS = {"dtype": "float32", "max_num_seqs": 128, "max_num_batched_tokens": 512, "max_model_len": 1024}
 BUDGET = 2**20 * 24
 WORKLOADS = (("100", "60"), ("40-200", "20-80"), ("300", "30"))
 PREFIX = 96

@@ -50,7 +50,17 @@ def free_port() -> int:
 def start_server(*flags: str, **environment: str) -> tuple[float, str]:
     """Return seconds until ``/ready``, and what the server printed."""
     port = free_port()
-    command = [sys.executable, "-m", "pagefold.cli", "serve", "smollm2-135m", "--port", str(port), *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "pagefold.cli",
+        "serve",
+        "smollm2-135m",
+        "--dtype=float32",
+        "--port",
+        str(port),
+        *flags,
+    ]
     start = time.perf_counter()
     server = subprocess.Popen(
         command,

@@ -55,7 +55,7 @@ class BlockEvicted:
         block_id: the block that became free.
         depth: how many blocks lie above it in its prefix.
         cause: ``allocation`` when another sequence needed the memory, ``reset`` when the cache was cleared,
-            ``corrupted`` when a request whose logits were no numbers had to do with it.
+            ``corrupted`` when a request of which the model computed no numbers had to do with it.
         lifetime_s: seconds since it was published.
         idle_s: seconds since it was last used (published, found, or let go).
     """
@@ -266,7 +266,7 @@ class RequestStreamed:
 
 @dataclass(frozen=True, slots=True)
 class RequestCorrupted:
-    """Logits of a request were NaN or infinite. It ends, and what it has is dropped."""
+    """What the model computed for a request was NaN or infinite. It ends, and what it has is dropped."""
 
     request_id: str
 

@@ -58,7 +58,7 @@ def test_all_are_dense_attention(shape, sequences, rules, per_head, seed):
 
 @pytest.mark.long
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, suppress_health_check=list(HealthCheck))
 @given(
     sequences=SEQUENCES,
     rules=GROUPS,

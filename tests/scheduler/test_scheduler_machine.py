@@ -1073,7 +1073,7 @@ def test_random_operations_with_a_host_tier(rules: tuple[KeepRule, ...]) -> None
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("rules", [(KEEP_ALL,), *GROUPS], ids=str)
 def test_very_many_random_operations_with_groups_and_a_host_tier(rules: tuple[KeepRule, ...]) -> None:
-    for seed in range(20):
+    for seed in range(10):
         random_operations(500 + seed, 2000, "lru", rules, has_host=seed % 3 > 0)
 
 

@@ -172,7 +172,10 @@ def evaluate(  # noqa: PLR0913 - one parameter a flag
 
         settings = _format_settings(config, number_formats)
         if settings:
-            config = replace(config, dtype="float32")  # what all is compared with
+            if kv_cache_dtype is not None and dtype == "auto":
+                msg = "number_formats are compared with float32, and codecs with what a server computes."
+                raise ConfigError(msg, remedy="Evaluate each in a run of its own, or give --dtype float32.")
+            config = replace(config, dtype="float32")
         transports = _transports(kv_transport_codec)
         if kv_cache_dtype is not None or not settings:
             settings |= _settings(config, kv_cache_dtype, layers, transports)

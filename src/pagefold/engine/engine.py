@@ -302,10 +302,12 @@ class Engine:
             raise InvalidRequestError(msg, param="request_id", remedy="Use another id.")
 
     def _corrupted(self) -> list[Request]:
-        """Return those who end by the step that was just applied, since their logits are no numbers."""
+        """Return those who end by the step that was just applied, since the model computed no numbers for them."""
         ended = self.scheduler.corrupted
         if ended:
-            _log.error("logits of %d requests are NaN or infinite; what they had is dropped", len(ended))
+            _log.error(
+                "what the model computes for %d requests is NaN or infinite; what they had is dropped", len(ended)
+            )
         if self.scheduler.distrusted:
             self.tiering.distrust(self.scheduler.distrusted)
         return [sample for request in ended for sample in (request, *request.forks)]

@@ -76,10 +76,11 @@ def _dtype(config: EngineConfig, device: str, spec: ModelSpec) -> str:
     if config.dtype != "auto":
         return config.dtype
     if device == "cpu":
+        if _why_not_fused(config, spec, "bfloat16", device):
+            return "float32"
         from pagefold.runner.fused.formats import natural_dtype  # noqa: PLC0415 - kernels come with it
 
-        dtype = natural_dtype()
-        return "float32" if _why_not_fused(config, spec, dtype, device) else dtype
+        return natural_dtype()
     raw = read_json_object(spec.folder / "config.json")
     return "float16" if raw.get("dtype", raw.get("torch_dtype")) == "float16" else "bfloat16"
 
@@ -141,17 +142,19 @@ def _in_its_way(config: EngineConfig, spec: ModelSpec, dtype: str, device: str) 
         yield f"device={device} (it computes on CPUs)"
     if dtype not in _FUSED_DTYPES:
         yield f"dtype={dtype} (it computes in {' and '.join(_FUSED_DTYPES)})"
-    if config.block_size % 4 or spec.head_dim % 8:
-        yield f"block_size {config.block_size} with head_dim {spec.head_dim}"
+    if config.block_size % 4:
+        yield f"block_size={config.block_size} (it takes multiples of 4)"
+    if spec.head_dim % 8:
+        yield f"heads of {spec.head_dim} numbers (it takes multiples of 8)"
+    if config.attention_backend == "reference":
+        yield "attention_backend=reference"
+    if config.model_impl == "transformers":
+        yield "model_impl=transformers"
     from pagefold.runner.fused.formats import processor_lacks  # noqa: PLC0415 - kernels come with it
 
     lacking = processor_lacks(dtype, config.quantization)
     if lacking:
         yield f"a processor without {lacking}"
-    if config.attention_backend == "reference":
-        yield "attention_backend=reference"
-    if config.model_impl == "transformers":
-        yield "model_impl=transformers"
 
 
 def _check_fused(config: EngineConfig, spec: ModelSpec, not_fused: str) -> None:

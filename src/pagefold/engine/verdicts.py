@@ -57,6 +57,9 @@ SAME_AS = {"fp8": "fp8_e4m3"}
 
 _FLOOR_8_BIT, _FLOOR_LESS = 0.97, 0.95
 
+_OF_DTYPE = ("device", "model_impl", "attention_backend")
+"""Fields that decide, beside its own, what ``dtype=auto`` is."""
+
 _OF_CODECS = ("kv_cache_dtype", "kv_cache_dtype_skip_layers")
 
 
@@ -273,7 +276,7 @@ def _command(config: EngineConfig, what: str, *, without: tuple[str, ...]) -> st
     """Return the command that finds the verdict on ``what`` of ``config``, beside all other fields that decide it."""
     told = [f"pagefold eval {config.model} {what}"]
     defaults = type(config)(model=config.model)
-    for name in ("device", *QUALITY_FIELDS):
+    for name in (*_OF_DTYPE, *QUALITY_FIELDS):
         value = getattr(config, name)
         if name not in without and value != getattr(defaults, name):
             told.append(

@@ -82,7 +82,7 @@ class Forgetting:
         caches on them go on, and publish nothing any more.
 
         Args:
-            cache: of a sequence whose logits were no numbers.
+            cache: of a sequence of which the model computed no numbers.
             namespace: key of the namespace that its blocks are in.
             packed: the sequence's packed tokens.
 

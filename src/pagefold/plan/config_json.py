@@ -51,6 +51,8 @@ _SERVED_WITH_WINDOWS = ("gemma2", "mistral", "phi3", "qwen2", "qwen3")
 
 _FUSED = ("llama", "mistral", "qwen2", "qwen3")
 """Families of the server's fused decoder."""
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+"""Numbers that it needs of a rope of this kind."""
 _FUSED_HEAD = 8
 """What it takes a head's numbers in."""
 
@@ -329,15 +331,20 @@ def _served_limit(config: Mapping[str, Any], model_type: str, windows: list[int]
 
 def _is_fused(config: Mapping[str, Any], model_type: str) -> bool:
     """Whether the server's fused decoder computes it: see ``read_fused_config`` of the runner."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    is_plain_rope = isinstance(rope, dict) and rope.get("partial_rotary_factor", 1) in (None, 1)
-    kind = rope.get("rope_type") or rope.get("type") or "default" if isinstance(rope, dict) else ""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    rope = rope if isinstance(rope, dict) else {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    factor = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    numbers = [rope.get(name) for name in _LLAMA3] if kind == "llama3" else []
+    is_plain_rope = (factor in (None, 1) or kind == "proportional") and all(
+        type(one) in (int, float) for one in numbers
+    )
     has_odd_bias = config.get("mlp_bias") or (config.get("attention_bias") and model_type != "qwen2")
     return (
         model_type in _FUSED
         and config.get("hidden_act", "silu") == "silu"
         and not has_odd_bias
-        and (is_plain_rope or kind == "proportional")
+        and is_plain_rope
         and _head_dim(config) % _FUSED_HEAD == 0
     )
 

@@ -32,7 +32,7 @@ class Device:
         host_link: bytes a second, one way, between it and the host's memory; None for a CPU.
         source: where the numbers were read.
         is_cpu: whether weights and KV lie in the memory that everything else on the machine uses.
-        multiplies_bfloat16: whether a CPU has an instruction for products of bfloat16.
+        multiplies_bfloat16: whether a CPU says that it can, by an instruction. (A server also tries it.)
     """
 
     name: str

@@ -33,10 +33,10 @@ class AttentionContext:
         max_model_len: no sequence gets longer: a sliding window of at least so many tokens never binds.
         moves: blocks that are on their way from the host, if there are any.
         layers: which layers have attended so far: a model that skips or repeats one is found out.
-        values: V of the last layer, ``[T, Hkv, D]``; None before that attends.
+        last: K and V of the last layer, ``[T, Hkv, D]`` each; nothing before that attends.
     """
 
-    __slots__ = ("backend", "inputs", "layers", "max_model_len", "moves", "slab", "values")
+    __slots__ = ("backend", "inputs", "last", "layers", "max_model_len", "moves", "slab")
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class AttentionContext:
         self.slab = slab
         self.inputs = inputs
         self.layers: list[int] = []
-        self.values: torch.Tensor | None = None
+        self.last: tuple[torch.Tensor, ...] = ()
 
 
 def register_attention() -> str:
@@ -120,12 +120,12 @@ def _paged_attention(  # noqa: PLR0913 - transformers calls it so
     paged.layers.append(layer)
     if paged.moves is not None:
         paged.moves.hold(layer)
-    values = value[0].transpose(0, 1)
+    keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
     if layer == paged.inputs.cells.shape[1] - 1:
-        paged.values = values
+        paged.last = keys, values
     out = paged.backend(
         query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
+        keys,
         values,
         paged.slab,
         paged.inputs,

@@ -41,12 +41,12 @@ class TransformersDecoder:
         self._slab = slab
         self._attention = attention
         self._max_model_len = max_model_len
-        self._values: torch.Tensor | None = None
+        self._last: tuple[torch.Tensor, ...] = ()
 
     @torch.inference_mode()
     def logits(self, inputs: StepInputs) -> torch.Tensor:
         """Compute a step; see :class:`~pagefold.runner.torch_runner.Decoder`."""
-        self._values = None  # before the step takes memory
+        self._last = ()  # before the step takes memory
         fill_in(inputs.token_ids, inputs.late)
         context = AttentionContext(
             self._attention, self._slab, inputs.attention, max_model_len=self._max_model_len, moves=inputs.moves
@@ -62,14 +62,14 @@ class TransformersDecoder:
         if context.layers != list(range(num_layers)):
             msg = f"The model attended in layers {context.layers}, not once in each of {num_layers}."
             raise UnsupportedModelError(msg, remedy="Use a model with one plain attention a layer.")
-        self._values = context.values
+        self._last = context.last
         logits: torch.Tensor = output.logits[0]
         return logits
 
     def states(self) -> torch.Tensor:
-        """Return what the last layer has as V, ``[T, Hkv * D]``: all of it follows from what enters that layer."""
-        assert self._values is not None, "no step has run"
-        return self._values.flatten(1)
+        """Return K and V of the last layer, ``[T, 2 * Hkv * D]``."""
+        assert self._last, "no step has run"
+        return torch.cat([each.flatten(1) for each in self._last], dim=1)
 
 
 def told_queries(attention: AttentionBackend, on_queries: OnQueries) -> AttentionBackend:

@@ -122,8 +122,9 @@ class FusedDecoder:
         return torch.from_numpy(self._room.logits)[:num_rows, : self._vocab_size]
 
     def states(self) -> torch.Tensor:
-        """Return what enters the last layer, ``[T, E]``: that goes on in rows of its own."""
-        return torch.from_numpy(self._room.hidden)[: self._num_tokens, : self._weights.norms.shape[2]]
+        """Return K and V of the last layer, ``[T, 2 * Hkv * D]``."""
+        first, end = (num * self._head_dim for num in (self._num_heads, self._num_heads + 2 * self._num_kv_heads))
+        return torch.from_numpy(self._room.qkv[-1])[: self._num_tokens, first:end]
 
     def profile(self) -> dict[str, float]:
         """Return how long the last step's phases took, in seconds, those of all layers together."""

@@ -109,7 +109,7 @@ class RecordedStep:
         hits: (number, tokens that were found) of each sample that it admitted.
         evicted: ids of the blocks that were evicted since the step before, in order.
         damaged: host blocks that it failed of.
-        corrupted: samples whose logits were no numbers.
+        corrupted: samples of which the model computed no numbers.
     """
 
     step_id: int
