@@ -55,7 +55,8 @@ def _step(engine, outputs):
         outputs.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.long if seed > 0 else []) for seed in range(40)])
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(40))
 def test_outputs_are_those_alone_and_cold(seed, tiny_folder, monkeypatch):
     monkeypatch.setattr(build, "_constants", constants_for)
     random = Random(seed)

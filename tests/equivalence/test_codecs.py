@@ -317,7 +317,7 @@ def coded_alone(tiny_folder):
     return make
 
 
-QUICK = ("chunks of 17-", "host tier-", "failed steps-")
+QUICK = ("chunks of 17-int8", "host tier-int4")
 
 
 @pytest.mark.parametrize(

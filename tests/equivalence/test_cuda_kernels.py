@@ -308,7 +308,7 @@ def test_no_register_is_spilled_on_an_h100(dtype, head_dim, compiler):
 
 
 @pytest.mark.parametrize(
-    "name", long_but(["int4_per_token_head"], ["int8_per_token_head", "int4_per_token_head", "kivi2"])
+    "name", long_but(["int8_per_token_head"], ["int8_per_token_head", "int4_per_token_head", "kivi2"])
 )
 def test_codes_compile_for_an_h100_spill_nothing_and_are_encoded_without_fused_additions(name, compiler):
     for head_dim in (64, 128):
@@ -333,6 +333,7 @@ def test_what_a_layer_launches_compiles(codec, compiler):
     assert max(shared_bytes.values()) <= MAX_SHARED_BYTES[9, 0]
 
 
+@pytest.mark.long
 def test_blocks_of_any_size_are_sealed_in_registers(compiler):
     """A program holds all of a block: with too many numbers a thread it spills, and takes minutes to compile."""
     how = {"function": compiled_for_cards.spilled_bytes, "codec": "kivi2"}

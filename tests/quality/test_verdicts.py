@@ -128,6 +128,12 @@ def test_without_a_verdict_the_command_is_named(tmp_path: Path) -> None:
     )
 
 
+def test_the_command_computes_as_the_engine_does(tmp_path: Path) -> None:
+    """Else it would find out what another dtype costs, where ``auto`` depends on who computes."""
+    (said,) = _check(_config(model_impl="transformers", attention_backend="reference"), tmp_path)
+    assert said.endswith("--kv-cache-dtype int8_per_token_head --model-impl transformers --attention-backend reference")
+
+
 def test_a_lossy_way_to_a_pool_has_a_verdict_of_its_own(tmp_path: Path) -> None:
     lossy = {"kv_transport_codec": "lossy7", "kv_remote_url": "redis://127.0.0.1:1/0", "kv_offloading_size": 1.0}
     write_verdict(_verdict(_config(), "f", 0.99), tmp_path)
@@ -276,6 +282,7 @@ def test_number_formats_are_compared_with_float32_in_one_run(
     [
         (["--number-formats", "int5"], "There is no number format 'int5'"),
         (["--number-formats", "int8+w8a8_int8"], "each would take the other's place"),
+        (["--number-formats", "bfloat16"], "a run of its own"),
         (["--number-formats", "w8a8_int8", "--quantization", "int8"], "Leave one of them out"),
         (["--kv-cache-dtype", "int5"], "one of auto"),
         (["--context-len", "4096"], "at most 2047"),

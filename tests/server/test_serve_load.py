@@ -171,6 +171,7 @@ def _num_here(server: ProcessServer) -> float:
     return metrics["vllm:num_requests_running", ""] + metrics["vllm:num_requests_waiting", ""]
 
 
+@pytest.mark.long
 def test_500_clients_at_once_where_few_may_wait_and_then_too_few_files(served):
     """Each is served or told when to come again. Where no more files can be opened, clients wait; the log says so."""
     server = served("--max-queued-requests", "50")
