@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from local_server import ProcessServer
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -57,9 +58,18 @@ def tasks(benchmark, tmp_path_factory):
 NAMES = ["going_on", "going_on_text"]
 
 
-def test_likelihoods_and_texts_are_those_of_transformers(benchmark, python, tasks, smol, smollm2):
-    common = {"model": smol.model, "tokenizer": smollm2, "tokenizer_backend": "huggingface"}
-    url = f"{smol.url}/v1/completions"
+@pytest.fixture(scope="module")
+def exact():
+    """The built-in model in float32, as the harness computes it."""
+    sizes = "--kv-cache-memory-bytes", "200M", "--max-model-len", "2048"
+    server = ProcessServer("smollm2-135m", "--dtype", "float32", *sizes)
+    yield server
+    server.close()
+
+
+def test_likelihoods_and_texts_are_those_of_transformers(benchmark, python, tasks, exact, smollm2):
+    common = {"model": exact.model, "tokenizer": smollm2, "tokenizer_backend": "huggingface"}
+    url = f"{exact.url}/v1/completions"
     ours = benchmark.evaluate(python, tasks, NAMES, "local-completions", base_url=url, batch_size=8, **common)
     texts = benchmark.evaluate(
         python, tasks, NAMES, "local-completions", base_url=url, num_concurrent=4, tokenized_requests=False, **common
