@@ -151,7 +151,7 @@ def test_a_profile_has_every_phase_of_the_last_step(tiny_folder):
     [
         ("gemma2", {"model_impl": "pagefold"}, "the family gemma2"),
         ("llama", {"model_impl": "pagefold", "dtype": "float64"}, "dtype=float64"),
-        ("llama", {"model_impl": "pagefold", "block_size": 2}, "block_size 2"),
+        ("llama", {"model_impl": "pagefold", "block_size": 2}, "block_size=2"),
         ("llama", {"batch_invariant": True, "model_impl": "transformers"}, "model_impl=transformers"),
         ("gemma2", {"batch_invariant": True}, "the family gemma2"),
     ],

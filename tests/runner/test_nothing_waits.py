@@ -69,7 +69,7 @@ def test_a_step_of_a_model_is_queued_without_waiting(family):
     assert logits.device == META
     assert logits.shape == (2, config.vocab_size)
     states = decoder.states()
-    assert (states.device, states.shape) == (META, (6, num_kv_heads * head_dim))
+    assert (states.device, states.shape) == (META, (6, 2 * num_kv_heads * head_dim))
     assert are_finite(states).shape == (6,)
 
 
