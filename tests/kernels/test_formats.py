@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from format_twins import fma, pairs_product, quads_product, round_group, turned
+from held_to_twins import hold, hold_in_shape, random_numbers
 
 from pagefold.kernels.floats import Int8Weights
 from pagefold.kernels.formats import PANEL_WIDTH, column, convert, multiply, num_panels, pack
@@ -51,32 +52,10 @@ SHAPES = [
 ]
 
 
-def _numbers(seed, *shape, spread=0):
-    random = np.random.default_rng(seed)
-    return (random.standard_normal(shape) * 2.0 ** random.integers(-spread, spread + 1, shape)).astype(np.float32)
-
-
-def _bits(numbers):
-    """Their bits; every NaN is one."""
-    return np.where(np.isnan(numbers), np.float32(np.nan), numbers).view(np.uint32)
-
-
-def _hold(product_format, twin, x, w):
-    y = multiply(product_format, x, pack(product_format, w))
-    with np.errstate(all="ignore"):
-        expected = twin(x, w)
-    assert np.array_equal(_bits(y[:, : len(w)]), _bits(expected))
-    return y
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("product_format", "twin"), FORMATS)
 def test_products_are_the_twin_s(product_format, twin, shape):
-    num_rows, num_columns, num_k = shape
-    for spread in (0, 12):
-        x, w = _numbers(1, num_rows, num_k, spread=spread), _numbers(2, num_columns, num_k, spread=spread)
-        y = _hold(product_format, twin, x, w)
-        assert not y[:, num_columns:].any(), "columns that fill a panel are zeros"
+    hold_in_shape(product_format, twin, shape)
 
 
 @pytest.mark.parametrize(("product_format", "twin"), FORMATS)
@@ -84,13 +63,13 @@ def test_what_is_not_a_number_and_what_is_too_small(product_format, twin):
     strange = [np.nan, np.inf, -np.inf, 3e38, -3e38, 1e-40, -1e-40, 2.0**-126, 2.0**-70, -0.0, 0.0, 1.0]
     random = np.random.default_rng(5)
     for seed in range(12):
-        x = _numbers(seed, 6, 67, spread=20)
-        w = _numbers(seed + 50, 40, 67, spread=20)
+        x = random_numbers(seed, 6, 67, spread=20)
+        w = random_numbers(seed + 50, 40, 67, spread=20)
         for row in range(len(x)):
             x[row, random.integers(67, size=3)] = random.choice(strange, 3)
         # A checkpoint's numbers are finite; small ones it may have.
         w[random.integers(40, size=30), random.integers(67, size=30)] = random.choice(strange[5:], 30)
-        _hold(product_format, twin, x, w)
+        hold(product_format, twin, x, w)
 
 
 @pytest.mark.parametrize(("product_format", "twin"), [one for one in FORMATS if "pairs" in one.id])
@@ -98,13 +77,16 @@ def test_small_sums_are_zero_on_the_way_too(product_format, twin):
     """Also where sums of several passes are added up."""
     for seed in range(8):
         num_k = (40, 1030)[seed % 2]
-        x, w = _numbers(seed, 5, num_k, spread=3) * np.float32(2.0**-60), _numbers(seed + 9, 33, num_k, spread=3)
-        _hold(product_format, twin, x, w * np.float32(2.0**-66))
+        x, w = (
+            random_numbers(seed, 5, num_k, spread=3) * np.float32(2.0**-60),
+            random_numbers(seed + 9, 33, num_k, spread=3),
+        )
+        hold(product_format, twin, x, w * np.float32(2.0**-66))
 
 
 @pytest.mark.parametrize(("product_format", "twin"), FORMATS)
 def test_a_row_does_not_depend_on_its_company(product_format, twin):
-    x, w = _numbers(3, 61, 200), _numbers(4, 50, 200)
+    x, w = random_numbers(3, 61, 200), random_numbers(4, 50, 200)
     panels = pack(product_format, w)
     together = multiply(product_format, x, panels)
     for first, last in [(0, 1), (3, 10), (7, 21), (20, 61), (60, 61)]:
@@ -115,7 +97,10 @@ def test_a_row_does_not_depend_on_its_company(product_format, twin):
 @pytest.mark.parametrize(("product_format", "twin"), FORMATS)
 def test_bytes_are_those_that_are_said(product_format, twin):
     for num_k in (1, 2, 63, 64, 65, 576):
-        panels, rows = pack(product_format, _numbers(1, 40, num_k)), convert(product_format, _numbers(2, 3, num_k))
+        panels, rows = (
+            pack(product_format, random_numbers(1, 40, num_k)),
+            convert(product_format, random_numbers(2, 3, num_k)),
+        )
         assert panels.shape == (num_panels(40), product_format.panel_bytes(num_k))
         assert rows.shape == (3, product_format.row_bytes(num_k))
 
@@ -128,7 +113,7 @@ def test_bfloat16_takes_half_and_int8_a_scale_and_a_sum_a_group_more_than_a_quar
 @pytest.mark.parametrize(("product_format", "twin"), FORMATS)
 def test_a_column_comes_back(product_format, twin):
     for num_k in (1, 5, 64, 131, 576):
-        w = _numbers(7, PANEL_WIDTH + 9, num_k, spread=4)
+        w = random_numbers(7, PANEL_WIDTH + 9, num_k, spread=4)
         panels = pack(product_format, w)
         for index in (0, 5, PANEL_WIDTH - 1, PANEL_WIDTH + 8):
             if isinstance(product_format, Pairs):
@@ -152,7 +137,7 @@ def test_turning_is_hadamard_s_matrix_and_its_own_inverse():
     matrix = _turning()
     assert np.array_equal(matrix @ matrix, np.eye(GROUP))
     for seed in range(20):
-        group = _numbers(seed, GROUP, spread=6)
+        group = random_numbers(seed, GROUP, spread=6)
         once, largest = turned(group), np.abs(group).max()
         np.testing.assert_allclose(once, matrix @ group, rtol=0, atol=largest * 1e-5)
         np.testing.assert_allclose(turned(once), group, rtol=0, atol=largest * 1e-5)
@@ -168,7 +153,7 @@ def _without_turning(numbers):
 @pytest.mark.parametrize("where", ["rows", "columns", "both"])
 def test_an_outlier_does_not_spoil_its_neighbours(where):
     quads, num_k = Quads(is_native=False), 4 * GROUP
-    x, w = _numbers(11, 16, num_k), _numbers(12, 40, num_k)
+    x, w = random_numbers(11, 16, num_k), random_numbers(12, 40, num_k)
     if where != "columns":
         x[:, 5::GROUP] *= 50
     if where != "rows":
@@ -186,26 +171,26 @@ def _error(got, exact):
 @pytest.mark.parametrize(("product_format", "twin"), [one for one in FORMATS if "quads" in one.id])
 def test_groups_of_infinity_and_of_numbers_too_large_to_turn_give_nan(product_format, twin):
     num_k = 2 * GROUP + 5
-    calm = _numbers(1, 1, num_k)
-    w = _numbers(2, 9, num_k)
+    calm = random_numbers(1, 1, num_k)
+    w = random_numbers(2, 9, num_k)
     for strange in (np.nan, np.inf, -np.inf):
         for k in (0, 77, num_k - 1):  # in a group that is turned, and in the last, which is not
             x = calm.copy()
             x[0, k] = strange
-            assert np.isnan(_hold(product_format, twin, x, w)[0, : len(w)]).all()
+            assert np.isnan(hold(product_format, twin, x, w)[0, : len(w)]).all()
     for number, is_lost in ((3e38, True), (6e37, True), (4e37, False), (1e-39, False), (1e-45, False)):
         x = calm.copy()
         x[0, GROUP : 2 * GROUP] = number
-        assert np.isnan(_hold(product_format, twin, x, w * np.float32(0.01))[0, : len(w)]).all() == is_lost
+        assert np.isnan(hold(product_format, twin, x, w * np.float32(0.01))[0, : len(w)]).all() == is_lost
         columns = w.copy()
         columns[3, :GROUP] = number
-        y = _hold(product_format, twin, calm * np.float32(0.01), columns)
+        y = hold(product_format, twin, calm * np.float32(0.01), columns)
         assert [np.isnan(one) for one in y[0, : len(w)]] == [is_lost and n == 3 for n in range(len(w))]
 
 
 @pytest.mark.parametrize("product_format", [Int8Weights(), Quads(is_native=False)], ids=lambda one: one.name)
 def test_packing_takes_little_memory_beside_the_matrix(product_format):
-    w = _numbers(1, 8192, 512)
+    w = random_numbers(1, 8192, 512)
     panels = pack(product_format, w)  # what it compiles is not counted
     tracemalloc.start()
     try:
@@ -233,7 +218,7 @@ def test_rounding_is_torch_s():
 def test_the_twin_s_multiply_add_rounds_once():
     from fractions import Fraction
 
-    a, b, c = (_numbers(seed, 4000, spread=14) for seed in (1, 2, 3))
+    a, b, c = (random_numbers(seed, 4000, spread=14) for seed in (1, 2, 3))
     for x, y, z, got in zip(a, b, c, fma(a, b, c), strict=True):
         exact = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
         below, above = np.nextafter(got, np.float32(-np.inf)), np.nextafter(got, np.float32(np.inf))
