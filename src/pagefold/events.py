@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from array import array
+    from collections.abc import Sequence
 
 __all__ = [
     "BlockEvicted",
@@ -182,6 +183,7 @@ class RequestAdded:
         has_prompt_logprobs: whether all of the prompt is computed, though the cache may hold some of it.
         returns: whether a request that goes on from it is expected.
         pin: if it only warms the cache and pins what it computed: (seconds until the pin expires, priority).
+        message_ends: positions behind the messages of its prompt.
     """
 
     sample_ids: tuple[str, ...]
@@ -195,6 +197,7 @@ class RequestAdded:
     has_prompt_logprobs: bool
     returns: bool
     pin: tuple[float | None, float] | None
+    message_ends: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +226,8 @@ class PrefixLookup:
         after_preemption: whether it had been admitted before.
         num_loaded_tokens: the part of ``num_hit_tokens`` that came from tiers behind the device.
         has_tiers: whether there are any: what the device lacked was looked up there.
+        num_lost_tokens: how many tokens behind them are cached, and computed once more: where layers keep the last
+            tokens only, a window is gone that whoever goes on there needs.
     """
 
     request_id: str
@@ -231,6 +236,7 @@ class PrefixLookup:
     after_preemption: bool
     num_loaded_tokens: int = 0
     has_tiers: bool = False
+    num_lost_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

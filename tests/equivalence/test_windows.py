@@ -169,7 +169,7 @@ def test_what_was_left_behind_is_evicted_first(engine_of):
     engine = engine_of("cpu")
     core = engine.scheduler.core
     generate(engine, [9 + at % 150 for at in range(200)], 40)
-    stale = [block for block in core.blocks.evictable_alone() if block.state == BlockState.CACHED]
+    stale = [block for block in core.blocks.windows.all() if block.state == BlockState.CACHED]
     num_nodes = sum(1 for _ in core.tree.nodes())
     assert core.blocks.reclaim(10) == 10
     assert sum(1 for _ in core.tree.nodes()) == num_nodes

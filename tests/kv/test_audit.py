@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from landmark_driver import a_core_with_landmarks
 
 import pagefold.kv
 from pagefold.kv import (
@@ -317,7 +318,7 @@ def lacking_and_not_loaded(world: World) -> None:
 def evictable_alone_twice(world: World) -> None:
     block = world.cached.blocks[0]
     assert block is not None
-    world.core.blocks._stale[block] = world.core.blocks._idle[block] = None
+    world.core.blocks.windows._stale[block] = world.core.blocks.windows._idle[block] = None
 
 
 def idle_and_not_evictable_alone(world: World) -> None:
@@ -452,6 +453,60 @@ def too_many_remembered(world: World) -> None:
     world.core.slow.writes._early.extend([world.held] * 9)
 
 
+def with_landmarks(damage: Callable[[KVCore], None]) -> Callable[[World], None]:
+    """Do damage to a core with landmarks, in the place of the world's."""
+
+    def corrupt(world: World) -> None:
+        world.core = a_core_with_landmarks()
+        audit(world.core)
+        damage(world.core)
+
+    corrupt.__name__ = damage.__name__
+    return corrupt
+
+
+def landmarks_that_blocks_do_not_know(core: KVCore) -> None:
+    core.blocks.windows.landmarks._keepers.clear()
+
+
+def landmark_with_a_block_too_few(core: KVCore) -> None:
+    landmark = next(iter(core.blocks.windows.landmarks))
+    landmark.blocks = landmark.blocks[:1]
+
+
+def kept_by_a_landmark_that_is_none(core: KVCore) -> None:
+    landmarks = core.blocks.windows.landmarks
+    free = next(block for block in core.pool.blocks if block.node is None)
+    landmarks._keepers[free] = dict.fromkeys(landmarks)
+
+
+def stale_though_kept(core: KVCore) -> None:
+    windows = core.blocks.windows
+    block = next(iter(windows._firm))
+    windows._stale[block] = False
+    del windows._firm[block]
+
+
+def landmark_of_another_path(core: KVCore) -> None:
+    landmarks = list(core.blocks.windows.landmarks)
+    leaf = next(mark for mark in landmarks if not mark.node.children)
+    other = next(mark for mark in landmarks if not mark.node.children and mark is not leaf)
+    leaf.blocks, other.blocks = other.blocks, leaf.blocks
+
+
+def landmark_in_another_place(core: KVCore) -> None:
+    landmarks = core.blocks.windows.landmarks
+    landmark = next(iter(landmarks))
+    landmarks._at[landmark.node.root] = landmarks._at.pop(landmark.node)
+
+
+def landmark_that_keeps_what_is_kept_anyway(core: KVCore) -> None:
+    landmark = next(iter(core.blocks.windows.landmarks))
+    whole = landmark.node.blocks[0]
+    assert whole is not None
+    landmark.blocks = (*landmark.blocks, whole)
+
+
 CORRUPTIONS: list[tuple[Callable[[World], None], str]] = [
     (misplaced_block, "a block is not at its place"),
     (cached_count_off_by_one, "pool.num_cached=4 but 3 are"),
@@ -498,6 +553,13 @@ CORRUPTIONS: list[tuple[Callable[[World], None], str]] = [
     (lacking_and_not_loaded, "of {19} nodes lack, {"),
     (evictable_alone_twice, "both stale and not"),
     (idle_and_not_evictable_alone, "0 blocks can be evicted alone"),
+    (with_landmarks(stale_though_kept), "not where landmarks say"),
+    (with_landmarks(landmark_in_another_place), "a landmark is nowhere"),
+    (with_landmarks(landmark_of_another_path), "kept by a landmark of another path"),
+    (with_landmarks(landmark_that_keeps_what_is_kept_anyway), "kept by a landmark, and its group keeps all"),
+    (with_landmarks(landmarks_that_blocks_do_not_know), "does not know the landmark that keeps it"),
+    (with_landmarks(landmark_with_a_block_too_few), "a landmark keeps 1 of 2 blocks of group 1"),
+    (with_landmarks(kept_by_a_landmark_that_is_none), "kept by a landmark that is none"),
     (pin_of_another_path, "pins blocks of another path"),
     (tail_that_left_the_tree, "which left the tree"),
     (path_that_is_not_the_table, "is not the table"),

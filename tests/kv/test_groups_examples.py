@@ -122,7 +122,7 @@ def test_a_part_of_a_block_is_found_where_the_best_has_lost_its_window():
     core.publishing.commit(promise)
     core.trim(cache, 9)
     for _ in range(20):  # its first block's window goes
-        if core.blocks.evictable_alone() and core.blocks._stale:
+        if core.blocks.windows.all() and core.blocks.windows._stale:
             core.blocks.reclaim(1)
     hit = core.match(b"", packed([1, 2, 3, 4, 0]), 4)
     assert (len(hit.nodes), hit.num_partial_tokens) == (0, 2)

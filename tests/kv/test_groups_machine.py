@@ -152,7 +152,9 @@ class Machine:
             self.seen["held hit"] += bool(hit.held)
             self.seen["partial hit"] += hit.partial is not None
             found = {block.block_id for block in self.core.rules.blocks_of(hit)}
-            cache, num_computed = self.core.acquire(hit)
+            num_ends = self.random.randrange(min(4, len(tokens) + 1))
+            ends = sorted(self.random.sample(range(1, len(tokens) + 1), num_ends))
+            cache, num_computed = self.core.acquire(hit, ends)
             assert hit.held or found <= set(cache.all_block_ids()), "it was to hold other blocks"
             sequence = Sequence(tokens, cache, num_computed)
             self.running.append(sequence)
@@ -185,7 +187,12 @@ class Machine:
         """Evict some blocks."""
         wanted = self.random.randrange(8)
         num_free = self.core.pool.num_free
+        landmarks = self.core.blocks.windows.landmarks
+        num_landmarks = len(landmarks)
+        self.seen["landmark"] += num_landmarks
+        self.seen["firm landmark"] += sum(landmark.is_firm for landmark in landmarks)
         num_evicted = self.core.blocks.reclaim(wanted)
+        self.seen["landmark gone"] += num_landmarks - len(landmarks)
         assert self.core.pool.num_free == num_free + num_evicted
         assert num_evicted >= min(wanted, self._num_obtainable(num_free))
 
@@ -422,6 +429,8 @@ class Machine:
                 best = length
         assert hit.num_blocks == best
         assert hit.nodes == path[:best]
+        assert hit.lost == (path[-1] if best < len(path) else None)
+        assert hit.num_lost == max(0, len(path) - best)
         self.seen["cut hit"] += best < len(path)
 
     def _num_obtainable(self, num_free: int) -> int:
@@ -526,6 +535,9 @@ def test_what_is_worth_testing_happens() -> None:
         "pinned",
         "residual copy",
         "lost residual",
+        "landmark",
+        "firm landmark",
+        "landmark gone",
     ):
         assert seen[what] > 0, f"{what} never happened: {seen}"
 

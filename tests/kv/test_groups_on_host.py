@@ -56,7 +56,7 @@ def store_all(core):
 
 def take_windows(core):
     """Let every block that can go alone leave the device for the host."""
-    for block in core.blocks.evictable_alone():
+    for block in core.blocks.windows.all():
         core.host.keep_evicted(block.node, block)
         core.blocks._evict_alone(block)
     core.moves.host_done(core.moves.take_host_ops())
@@ -137,9 +137,9 @@ def test_a_block_that_goes_alone_is_kept_on_the_host(full, window):
     core.publishing.commit(core.publishing.promise(cache, packed(TOKENS), 12))
     core.release(cache)  # with its first window: nothing is stale
     acquire(core, TOKENS)  # no leaf can go, and of the first place it needs no window
-    (alone,) = core.blocks.evictable_alone()
+    (alone,) = core.blocks.windows.all()
     node = alone.node
-    assert (node.depth, core.blocks.is_stale(alone)) == (0, False)
+    assert (node.depth, core.blocks.windows.is_stale(alone)) == (0, False)
     assert core.blocks.reclaim(1) == 1
     assert [store.block_id for store in core.host.pending.stores] == [alone.block_id]
     assert node.blocks[window] is None
@@ -151,7 +151,7 @@ def test_what_was_left_behind_stale_is_not_stored(full, window):
     core = core_of(window)
     serve(core, TOKENS)
     first = core.tree.match(b"", packed(TOKENS), 12).nodes[0]
-    assert core.blocks.is_stale(first.blocks[window])
+    assert core.blocks.windows.is_stale(first.blocks[window])
     assert core.moves.store(first) == 1
     assert [store.block_id for store in core.host.pending.stores] == [first.blocks[full].block_id]
     audit(core)

@@ -153,12 +153,16 @@ def test_events_that_nobody_counts_do_no_harm(metrics):
 def test_what_tiers_had_is_no_hit_of_the_device(metrics):
     metrics.emit(PrefixLookup("a", 100, 32, after_preemption=False))
     assert value(metrics, "vllm:external_prefix_cache_queries_total") == 0, "there are no tiers"
-    metrics.emit(PrefixLookup("b", 100, 80, after_preemption=False, num_loaded_tokens=48, has_tiers=True))
+    lookup = PrefixLookup(
+        "b", 100, 80, after_preemption=False, num_loaded_tokens=48, has_tiers=True, num_lost_tokens=16
+    )
+    metrics.emit(lookup)
     metrics.emit(PrefixLookup("b", 110, 96, after_preemption=True, num_loaded_tokens=48, has_tiers=True))
     assert value(metrics, "vllm:prefix_cache_queries_total") == 200
     assert value(metrics, "vllm:prefix_cache_hits_total") == 64
     assert value(metrics, "vllm:external_prefix_cache_queries_total") == 68
     assert value(metrics, "vllm:external_prefix_cache_hits_total") == 48
+    assert value(metrics, "pagefold:prefix_cache_lost_windows_tokens_total") == 16
     metrics.emit(FirstToken("b", 0.1, 100, 80, 0, num_loaded_tokens=48))
     by_source = {"local_cache_hit": 32, "external_kv_transfer": 48}
     for source, num in by_source.items():

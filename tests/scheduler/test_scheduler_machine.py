@@ -216,6 +216,7 @@ class Machine:
                 parent_id=request_id,
                 sample_index=index,
                 warm_up=warm_up,
+                message_ends=tuple(range(1 + own % 7, len(tokens), 7)),
             )
             for index in range(num_samples)
         ]
@@ -785,8 +786,11 @@ class Machine:
         self._saw("host hit", bool(request.cache.num_loaded_tokens))
         self._saw("what a preemption kept", after_preemption and num_hit_tokens > 0)
         has_tiers = self.core.host.is_on
+        num_lost = request.num_lost_tokens
+        assert num_lost % BLOCK_SIZE == 0
+        self._saw("a window was gone", num_lost > 0)
         return PrefixLookup(
-            request.request_id, request.num_tokens, num_hit_tokens, after_preemption, num_loaded, has_tiers
+            request.request_id, request.num_tokens, num_hit_tokens, after_preemption, num_loaded, has_tiers, num_lost
         )
 
     def _forking(self) -> list[Request]:

@@ -241,7 +241,8 @@ def _start_engine(
     quiet_transformers(is_loaded=not blueprint.is_fused)
     engine = build_engine(blueprint, emit=emit if recorder is None else fan_out(emit, recorder), say=say)
     if recorder is not None:  # on a card it is known only now how many blocks there are; no event came yet
-        recorder.begin(config, engine.capacity.num_blocks, engine.capacity.num_host_blocks)
+        capacity, rules = engine.capacity, engine.scheduler.core.rules
+        recorder.begin(config, capacity.num_blocks, capacity.num_host_blocks, rules)
         engine.decide_in_order()
     # What is there now stays: the collector need not walk through all of it again, in the middle of some step.
     gc.collect()

@@ -230,6 +230,7 @@ def simulate(  # noqa: PLR0913 - one parameter a flag
             ),
             step_cost=machine.step_cost,
             tiers=tiers,
+            rules=machine.rules,
             with_bounds=bounds,
             sample_rate=curve,
         )

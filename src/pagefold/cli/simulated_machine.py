@@ -9,6 +9,7 @@ from pagefold import __version__
 from pagefold.config import EngineConfig, available_cpus
 from pagefold.errors import ConfigError
 from pagefold.files.whole import write_whole
+from pagefold.kv.keep import KEEP_ALL, KeepRule
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,10 +53,11 @@ def num_tokens(name: str, text: str) -> int:
 
 
 class SimulatedMachine(NamedTuple):
-    """What a step takes, and how many tokens of KV fit if that is known."""
+    """What a step takes, how many tokens of KV fit if that is known, and what each cache group of the model keeps."""
 
     step_cost: LinearStepCost | RooflineStepCost
     cache_tokens: tuple[int, ...] = ()
+    rules: tuple[KeepRule, ...] = (KEEP_ALL,)
 
 
 def machine_of(file: Path | None, model: str | None, device: str | None, calibration: Path | None) -> SimulatedMachine:
@@ -91,7 +93,10 @@ def _planned(device: str, model: str) -> SimulatedMachine:
     shape = find_model(model)
     found = this_cpu() if device.lower() == "cpu" else find_device(device)
     memory = plan_memory(shape, found, PlanSettings())
-    return SimulatedMachine(device_step_cost(shape, found, memory), (memory.tightest.capacity.num_tokens,))
+    groups = memory.tightest.shard.layout.groups
+    has_equal_blocks = len({group.block_size for group in groups}) == 1
+    rules = tuple(group.keeps for group in groups) if has_equal_blocks else (KEEP_ALL,)
+    return SimulatedMachine(device_step_cost(shape, found, memory), (memory.tightest.capacity.num_tokens,), rules)
 
 
 def _calibrated(file: Path, model: str) -> SimulatedMachine:
@@ -105,4 +110,4 @@ def _calibrated(file: Path, model: str) -> SimulatedMachine:
     cost = calibrate(engine.scheduler, engine.runner, vocab_size=engine.limits.vocab_size)
     source = f"{model} on {available_cpus()} cores, pagefold {__version__}"
     write_whole(file, step_cost_json(cost, source))
-    return SimulatedMachine(cost)
+    return SimulatedMachine(cost, rules=tuple(engine.scheduler.core.rules))

@@ -174,12 +174,13 @@ def _assemble(
         move = partial(arena.carry_out, blocks=runner.slab.as_bytes())
         tiering = Tiering(scheduler, slow, TransferThreads(arena, stores), arena, move, emit=emit)
     emit(CacheConfigured(_cache_settings(config, capacity)))
+    ends = frozenset() if tokenizer is None or not core.trims else tokenizer.message_end_ids
     kind = OverlappedEngine if hardware.computes_apart and not tiering.is_on else Engine
     return kind(
         scheduler=scheduler,
         runner=runner,
         tokenizer=tokenizer,
-        limits=ModelLimits(spec.vocab_size, spec.eos_token_ids, namespace),
+        limits=ModelLimits(spec.vocab_size, spec.eos_token_ids, namespace, ends.union(spec.eos_token_ids)),
         capacity=capacity,
         tiering=tiering,
         compiler=None if tokenizer is None else _compiler(tokenizer, spec),

@@ -173,6 +173,7 @@ class Engine:
         self._num_requests += 1
         now = self._clock()
         stop = StopRule(self._checks.stop_ids(sampling), max_total)
+        ends = self.limits.message_ends(prompt_token_ids) if self.scheduler.core.trims else ()
         to_match = matchers(sampling, grammar, self.limits.vocab_size, self.tokenizer)
         samples = [
             Request(
@@ -190,6 +191,7 @@ class Engine:
                 sample_index=index,
                 warm_up=caller.warm_up,
                 returns_in_s=caller.returns_in_s,
+                message_ends=ends,
             )
             for index, (sample_id, matcher) in enumerate(zip(sample_ids, to_match, strict=True))
         ]

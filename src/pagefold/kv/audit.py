@@ -42,6 +42,7 @@ def audit(core: KVCore) -> None:
             block.node is None or published.get(block.block_id) is block.node, f"{block}: its node is not in the tree"
         )
     _audit_tables(core)
+    _audit_landmarks(core)
     _audit_alone(core)
     _audit_lacking(core)
     _audit_pins(core)
@@ -218,11 +219,33 @@ def _audit_lacking(core: KVCore) -> None:
 
 
 def _audit_alone(core: KVCore) -> None:
-    """Of groups that keep the last tokens only, each cached block is known to be evictable, once."""
-    alone = core.blocks.evictable_alone()
+    """Of groups that keep the last tokens only, each cached block is known to be evictable, once, as landmarks say."""
+    windows = core.blocks.windows
+    alone = windows.all()
     _check(len(set(alone)) == len(alone), "a block is both stale and not")
     idle = {block for block in core.pool.blocks if _is_idle(block) and core.rules[block.group].trims}
     _check(set(alone) == idle, f"{len(alone)} blocks can be evicted alone, and {len(idle)} are idle")
+    _check(not windows.misplaced(), f"{windows.misplaced()} are not where landmarks say")
+
+
+def _audit_landmarks(core: KVCore) -> None:
+    """A landmark keeps blocks of its own path, which are there, and they know it."""
+    landmarks = core.blocks.windows.landmarks
+    for landmark in landmarks:
+        node = landmark.node
+        _check(node.attached and node.committed and landmarks.at(node) is landmark, "a landmark is nowhere")
+        path = set(_nodes_between(node.root, node))
+        for block in landmark.blocks:
+            _check(block.node in path, f"{block}: kept by a landmark of another path")
+            _check(core.rules[block.group].trims, f"{block}: kept by a landmark, and its group keeps all")
+            _check(landmark in landmarks.keepers(block), f"{block}: does not know the landmark that keeps it")
+        for group in core.rules.trimmed:
+            num_kept = sum(block.group == group for block in landmark.blocks)
+            num_needed = node.depth + 1 - core.rules[group].first_block(node.depth + 1, core.block_size)
+            _check(num_kept >= num_needed, f"a landmark keeps {num_kept} of {num_needed} blocks of group {group}")
+    kept = {block for landmark in landmarks for block in landmark.blocks}
+    for block in core.pool.blocks:
+        _check(landmarks.keeps(block) == (block in kept), f"{block}: kept by a landmark that is none")
 
 
 def _audit_pins(core: KVCore) -> None:

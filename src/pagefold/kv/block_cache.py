@@ -2,10 +2,14 @@
 
 A block is given out of the free list. If that is empty, cached ones are evicted, in this order:
 
-1. *stale* ones: those that a sequence left behind, of a group that keeps the last tokens only,
-2. the blocks of the leaf that the policy names,
-3. other blocks of such groups,
-4. those that the next step was to store in the host's arena, which are not stored then.
+1. *stale* ones: those that a sequence left behind, of a group that keeps the last tokens only, and no landmark keeps
+   (``landmarks.py``),
+2. what is left of a path whose end was evicted last, down to where it can be gone on from: where a group keeps the last
+   tokens only, a path that is cut is of no use before that,
+3. what a landmark keeps that is not firm,
+4. the blocks of the leaf that the policy names,
+5. what a firm landmark keeps, and other blocks of such groups,
+6. those that the next step was to store in the host's arena, which are not stored then.
 
 No request and no pin gives anything up for it. Who does when all this is short is the scheduler's to say
 (``scheduler/relief.py``).
@@ -13,18 +17,18 @@ No request and no pin gives anything up for it. Who does when all this is short 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from pagefold.events import BlockEvicted, Emit, EvictionCause
-from pagefold.kv.block import BlockState
+from pagefold.kv.block import Block, BlockState
 from pagefold.kv.pool import BlockPool
 from pagefold.kv.tree import PrefixTree
+from pagefold.kv.window_blocks import WindowBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pagefold.kv.block import Block, BlockId, Node
+    from pagefold.kv.block import BlockId, Node
     from pagefold.kv.eviction import EvictionPolicy
     from pagefold.kv.host_tier import HostTier
     from pagefold.kv.keep_rules import KeepRules
@@ -48,6 +52,7 @@ class BlockCache:
         pool: who holds which block.
         tree: which blocks hold which tokens.
         policy: who is evicted first.
+        windows: cached blocks that can go though their nodes are no leaves, and the landmarks that keep some of them.
         now_s: the time, which whoever calls sets; nothing that is decided hangs on it. It is told with events.
         tick: logical time: one for every acquire and release, so recency has no ties between caches.
     """
@@ -66,9 +71,10 @@ class BlockCache:
         self.policy = policy
         self.now_s = 0.0
         self.tick = 0
+        self._rules = rules
         self._trimmed_groups = rules.trimmed
-        self._stale: OrderedDict[Block, None] = OrderedDict()  # the first is evicted first; likewise the next
-        self._idle: OrderedDict[Block, None] = OrderedDict()
+        self.windows = WindowBlocks(rules)
+        self._broken: Node | None = None  # where the path ends now whose end was evicted last
         self._host = host
         self._slow = slow
         self._emit = emit
@@ -102,37 +108,33 @@ class BlockCache:
     def reclaim(self, num_blocks: int) -> int:
         """Evict cached blocks until ``num_blocks`` more are free, and keep them on the host if it can hold any.
 
-        Stale ones it need not keep: who comes back to their path needs what was written last.
+        What nothing is hoped of it need not keep: who comes back to such a path needs what was written last.
 
         Return how many went: perhaps a few more, since a leaf has a block of every group.
         """
         num_evicted = 0
         while num_evicted < num_blocks:
-            if self._stale:
-                self._evict_alone(next(iter(self._stale)))
+            one = self._next()
+            if one is None:
+                break
+            if isinstance(one, Block):
+                assert one.node is not None, "what is cached is published"
+                if self.windows.goes_to_host(one):
+                    self._host.keep_evicted(one.node, one)
+                self._evict_alone(one)
                 num_evicted += 1
                 continue
-            node = self.policy.victim()
-            if node is not None:
-                for block in node.blocks:
-                    if block is not None:
-                        self._host.keep_evicted(node, block)
-                        num_evicted += 1
-                self.evict(node, "allocation")
-            elif self._idle:
-                block = next(iter(self._idle))
-                assert block.node is not None, "what is cached is published"
-                self._host.keep_evicted(block.node, block)
-                self._evict_alone(block)
-                num_evicted += 1
-            else:
-                break
+            for block in one.blocks:
+                if block is not None:
+                    self._host.keep_evicted(one, block)
+                    num_evicted += 1
+            self._broken = self.evict(one, "allocation")
         return num_evicted
 
-    def evict(self, node: Node, cause: EvictionCause) -> None:
+    def evict(self, node: Node, cause: EvictionCause) -> Node:
         """Take a leaf out of the tree, and those above it that have neither blocks nor other children.
 
-        Its blocks are free where nobody holds them.
+        Its blocks are free where nobody holds them. Return the node above them.
         """
         while True:
             parent = node.parent
@@ -143,36 +145,7 @@ class BlockCache:
                 break  # where all groups keep all, a node has its blocks to its end
             node = parent
         self.update_evictable(parent)
-
-    def note_idle(self, block: Block, *, is_stale: bool = False) -> None:
-        """Nobody holds ``block`` any more: of a group that keeps the last tokens only it can be evicted alone.
-
-        Args:
-            block: that was released.
-            is_stale: whether who held it last has left it behind.
-        """
-        if block.group not in self._trimmed_groups:
-            return
-        if block.state != BlockState.CACHED or block.num_io_refs or block.num_pin_refs:
-            self.note_busy(block)
-        elif is_stale:
-            self._idle.pop(block, None)
-            self._stale[block] = None
-        elif block not in self._stale:
-            self._idle[block] = None
-
-    def note_busy(self, block: Block) -> None:
-        """Somebody holds, reads or pins ``block``, or it is gone: it cannot be evicted alone."""
-        self._idle.pop(block, None)
-        self._stale.pop(block, None)
-
-    def is_stale(self, block: Block) -> bool:
-        """Whether who held ``block`` last has left it behind, and nobody holds it since."""
-        return block in self._stale
-
-    def evictable_alone(self) -> list[Block]:
-        """Return the blocks that can be evicted though their nodes stay, in the order in which that happens."""
-        return [*self._stale, *self._idle]
+        return parent
 
     def clear(self) -> None:
         """Take all out of the tree: cached blocks become free, and those that somebody holds private."""
@@ -192,7 +165,7 @@ class BlockCache:
         for group in self._trimmed_groups:
             alone = blocks[group]
             if alone is not None:
-                self.note_idle(alone)
+                self.windows.note_idle(alone)
         if evictable != node.evictable:
             node.evictable = evictable
             if evictable:
@@ -219,6 +192,21 @@ class BlockCache:
             self.pool.unpin_io(block)
             if block.node is not None:
                 self.update_evictable(block.node)
+
+    def _next(self) -> Block | Node | None:
+        """Return what goes next: a block alone, or a leaf; None where nothing can go."""
+        if not self._trimmed_groups:
+            return self.policy.victim()
+        windows, broken = self.windows, self._broken
+        is_broken = broken is not None and broken.attached and broken.evictable and not self._rules.is_whole(broken)
+        return (
+            windows.stale_block()
+            or (broken if is_broken else None)
+            or windows.kept_block()
+            or self.policy.victim()
+            or windows.firm_block()
+            or windows.idle_block()
+        )
 
     def _make_one_free(self) -> bool:
         return bool(self.reclaim(1) or (self.cancel_stores() and self.reclaim(1)))
@@ -247,7 +235,7 @@ class BlockCache:
     def _withdraw_block(self, node: Node, block: Block, cause: EvictionCause) -> None:
         was_cached = block.state == BlockState.CACHED
         if self._trimmed_groups:
-            self.note_busy(block)
+            self.windows.note_gone(block)
         self.pool.withdraw(block)
         if was_cached:
             now_s = self.now_s

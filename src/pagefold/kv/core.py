@@ -47,7 +47,7 @@ from pagefold.kv.policies import make_policy
 from pagefold.kv.prefixes import Prefixes, PrefixesByGroups
 from pagefold.kv.publishing import Publishing, PublishingByGroups
 from pagefold.kv.residuals import NO_RESIDUALS
-from pagefold.kv.sequence_cache import SequenceCache
+from pagefold.kv.sequence_cache import Mark, SequenceCache
 from pagefold.kv.slow_tiers import NO_SLOW_TIERS
 from pagefold.kv.streaming import NO_STREAMING, Streaming
 from pagefold.kv.uses import Uses
@@ -55,6 +55,7 @@ from pagefold.kv.uses import Uses
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pagefold.kv.block import Node
     from pagefold.kv.eviction import EvictionPolicy
     from pagefold.kv.host_tier import HostTier
     from pagefold.kv.keep import KeepRule
@@ -204,12 +205,18 @@ class KVCore:
 
     # Sequences' caches.
 
-    def acquire(self, hit: PrefixHit) -> tuple[SequenceCache, int]:
+    def acquire(self, hit: PrefixHit, message_ends: Sequence[int] = ()) -> tuple[SequenceCache, int]:
         """Make a cache that starts with what ``hit`` found, and hold that. Return it and the number of tokens it holds.
 
         A hit is a value and may be stale: what has left the tree since is cut off. A partial block is taken over by
         copying it, and a block that the host tier holds by loading it, if a block can be had for that. What is loaded
         is published by the cache's next promise, as what the step computes.
+
+        Args:
+            hit: what was found.
+            message_ends: positions behind the last tokens of messages, ascending: there conversations go on, or part.
+                Where groups keep the last tokens only, their windows stay cached there while memory is to spare; the
+                last one's like the end of a path (``landmarks.py``).
         """
         self.blocks.next_tick()
         nodes = hit.nodes
@@ -228,6 +235,8 @@ class KVCore:
         if len(nodes) == len(hit.nodes):
             num_tokens += self._prefixes.go_on(cache, hit)
         cache.capacity = cache.tables[0].end * self.block_size
+        if self.trims and self.publishes:
+            cache.marks = self._marks(hit, nodes, num_tokens, message_ends)
         return cache, num_tokens
 
     def begin_streaming(self, hit: PrefixHit) -> tuple[SequenceCache, int]:
@@ -286,6 +295,7 @@ class KVCore:
         twin.capacity = cache.capacity
         twin.num_published = cache.num_published
         twin.copied_from = cache.copied_from
+        twin.marks = list(cache.marks)
         twin.num_loaded_tokens = cache.num_loaded_tokens
         self.caches.add(twin)
         self.lodgers.on_fork(cache, twin)
@@ -307,3 +317,25 @@ class KVCore:
         cache.capacity = cache.num_published = 0
         cache.tail = None
         self.moves.drop_unheld()
+
+    def _marks(self, hit: PrefixHit, nodes: list[Node], num_tokens: int, message_ends: Sequence[int]) -> list[Mark]:
+        """Return the places of a path that will be landmarks, the first last.
+
+        Args:
+            hit: what was found of the path.
+            nodes: what a cache began with of it.
+            num_tokens: that the cache began with.
+            message_ends: positions behind its messages.
+        """
+        size, lost, begun = self.block_size, hit.lost, num_tokens // self.block_size
+        marks: dict[int, Mark] = {}
+        for position in message_ends:
+            end = -(-position // size)
+            if end > begun:
+                marks[end] = Mark(end, "prompt" if position == message_ends[-1] else "message")
+        if lost is not None and lost.attached and lost.children:
+            marks[lost.depth + 1] = Mark(lost.depth + 1, "lost")
+        if begun:
+            parts = begun == len(nodes) and bool(nodes[-1].children)
+            marks[begun] = Mark(begun, "parting" if parts else "turn")
+        return [marks[end] for end in sorted(marks, reverse=True)]

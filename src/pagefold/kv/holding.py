@@ -52,7 +52,7 @@ class Holding:
             table.block_ids = self._pool.acquire_all(blocks)
             if rule.trims:
                 for block in blocks:
-                    self._blocks.note_busy(block)
+                    self._blocks.windows.note_busy(block)
 
     def take_with_held(self, cache: SequenceCache, nodes: list[Node], hit: PrefixHit) -> bool:
         """Let the tables of ``cache`` begin with blocks of ``nodes`` and those that ``hit`` says the host holds.
@@ -195,6 +195,8 @@ class Holding:
         promise = cache.promise
         assert promise is None or promise.before is None, "the step that wrote the tokens is committed"
         num_published = cache.num_published if promise is None else promise.first
+        if cache.marks and cache.marks[-1].end <= num_published:
+            self._set_landmarks(cache, num_published)
         pool, size = self._pool, self._rules.block_size
         for group in self._rules.trimmed:
             table, rule = cache.tables[group], self._rules[group]
@@ -207,7 +209,7 @@ class Holding:
             for block_id in table.block_ids[:num_old]:
                 block = pool.blocks[block_id]
                 if pool.release(block) and block.node is not None:
-                    self._blocks.note_idle(block, is_stale=True)
+                    self._blocks.windows.note_idle(block, is_left=True)
             del table.block_ids[:num_old]
             table.num_trimmed = first
 
@@ -233,10 +235,23 @@ class Holding:
                 if not node.children:
                     self._blocks.update_evictable(node)
                 elif trims:
-                    self._blocks.note_idle(block)
+                    self._blocks.windows.note_idle(block)
             table.block_ids.clear()
 
     # Inside.
+
+    def _set_landmarks(self, cache: SequenceCache, num_published: int) -> None:
+        """Make landmarks of the places of ``cache`` that are published now: it still holds their windows."""
+        windows = self._blocks.windows
+        while cache.marks and cache.marks[-1].end <= num_published:
+            mark = cache.marks.pop()
+            node = cache.tail
+            for _ in range(cache.num_published - mark.end):
+                assert node is not None, "the path has so many nodes as are published"
+                node = node.parent
+            if node is None or not node.committed:
+                continue
+            windows.mark(node, mark.why)
 
     def _cut(self, cache: SequenceCache, num_blocks: int) -> None:
         """Give back the private blocks behind place ``num_blocks``, the newest first."""
@@ -255,7 +270,7 @@ class Holding:
             table.block_ids = [block.block_id for block in own]
             for block in own:
                 assert block.node is not None, "what a hit found is published"
-                self._blocks.note_busy(block)
+                self._blocks.windows.note_busy(block)
                 if not block.node.children:
                     self._blocks.update_evictable(block.node)
         num_new = sum(isinstance(one, HeldBlock) for of_group in sources for one in of_group)

@@ -81,3 +81,14 @@ class KeepRules:
                 if end - num_present > self._rules[group].first_block(end, self.block_size):
                     whole.discard(end)
         return max(whole)
+
+    def is_whole(self, node: Node) -> bool:
+        """Whether who goes on at the end of ``node``'s path finds there what each group keeps."""
+        end = node.depth + 1
+        for group in self.trimmed:
+            at: Node | None = node
+            for _ in range(end - self._rules[group].first_block(end, self.block_size)):
+                if at is None or at.blocks[group] is None:
+                    return False
+                at = at.parent
+        return True

@@ -82,16 +82,16 @@ class PrefixesByGroups(Prefixes):
 
     def match(self, namespace: bytes, packed: bytes, max_tokens: int) -> PrefixHit:
         """Find the longest known prefix; see :meth:`KVCore.match`."""
-        hit = self._tree.match(namespace, packed, max_tokens)
+        whole = hit = self._tree.match(namespace, packed, max_tokens)
         if self._host.is_on:
             hit = extend_by_groups(hit, packed, max_tokens, self._rules, self._host.blocks)
-            if hit.held:
-                return hit
-        num_whole = self._rules.num_whole(hit.nodes)
-        if num_whole < len(hit.nodes):
-            num_tokens = num_whole * self._rules.block_size
-            hit = self._tree.match_part(namespace, hit.nodes[:num_whole], packed, num_tokens, max_tokens)
-        return self._cut(hit)
+        if not hit.held:
+            num_whole = self._rules.num_whole(hit.nodes)
+            if num_whole < len(hit.nodes):
+                num_tokens = num_whole * self._rules.block_size
+                hit = self._tree.match_part(namespace, hit.nodes[:num_whole], packed, num_tokens, max_tokens)
+            hit = self._cut(hit)
+        return hit._replace(lost=whole.nodes[-1]) if hit.num_blocks < len(whole.nodes) else hit
 
     def missing(self, namespace: bytes, packed: bytes, max_tokens: int) -> Missing:
         """Return what device and host lack; see :meth:`KVCore.missing`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pagefold.kv.eviction import RequestFacts
 from pagefold.kv.table import BlockTable
@@ -12,10 +12,23 @@ if TYPE_CHECKING:
 
     from pagefold.kv.block import BlockId, Node
     from pagefold.kv.held_block import HeldBlock
+    from pagefold.kv.landmarks import MarkReason
 
-__all__ = ["Promise", "SequenceCache"]
+__all__ = ["Mark", "Promise", "SequenceCache"]
 
 _NO_FACTS = RequestFacts()
+
+
+class Mark(NamedTuple):
+    """A place of a sequence's path that will be a landmark when it is published.
+
+    Attributes:
+        end: how many blocks of the path there are up to it.
+        why: what happened there, or may.
+    """
+
+    end: int
+    why: MarkReason
 
 
 class SequenceCache:
@@ -29,6 +42,7 @@ class SequenceCache:
             publishes nothing, because caching is off or the cache was reset.
         may_share_tail: a fork may hold the last block too, so a write must look first.
         copied_from: whose block it took a part of, if it began so.
+        marks: places that will be landmarks, the next one last; where all groups keep all there are none.
         promise: what the newest step being planned or run will add, if anything.
         cold_root: digest of its namespace, if it is one that streams (``streaming.py``); else None. After a reset one
             that nobody else has.
@@ -50,6 +64,7 @@ class SequenceCache:
         "cold_tip",
         "copied_from",
         "facts",
+        "marks",
         "may_share_tail",
         "num_loaded_tokens",
         "num_published",
@@ -66,6 +81,7 @@ class SequenceCache:
         self.tail = tail
         self.may_share_tail = False
         self.copied_from: Node | None = None
+        self.marks: list[Mark] = []
         self.promise: Promise | None = None
         self.cold_root: bytes | None = None
         self.cold_tip = b""

@@ -36,6 +36,8 @@ class PrefixHit(NamedTuple):
         held: blocks that the host tier holds, to be loaded; then there is no ``partial``. Group by group, in the order
             of their places: those that are behind ``nodes``, and those that nodes lack and whoever goes on needs.
         num_behind: how many blocks of the path there are behind ``nodes``, thanks to ``held``.
+        lost: the last node of the path that the tree knows, where that goes on behind ``num_blocks``: a window is gone
+            that whoever goes on there needs. Else None.
     """
 
     namespace: bytes
@@ -44,11 +46,17 @@ class PrefixHit(NamedTuple):
     num_partial_tokens: int
     held: tuple[HeldBlock, ...] = ()
     num_behind: int = 0
+    lost: Node | None = None
 
     @property
     def num_blocks(self) -> int:
         """How many whole blocks of the path can be gone on from."""
         return len(self.nodes) + self.num_behind
+
+    @property
+    def num_lost(self) -> int:
+        """How many blocks behind those are computed once more, for want of a window."""
+        return 0 if self.lost is None else self.lost.depth + 1 - self.num_blocks
 
 
 class PrefixTree:

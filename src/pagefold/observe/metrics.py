@@ -155,6 +155,11 @@ class Metrics:
             "vllm:prefix_cache_hits",
             "Those of them that were found on the device. What a preempted request finds again of its own is no hit.",
         )
+        self._prefix_lost = self._counter(
+            "pagefold:prefix_cache_lost_windows_tokens",
+            "Those of them that are cached in layers that keep all, and were computed once more: of a layer that keeps "
+            "the last tokens only, the window is gone that whoever goes on there needs.",
+        )
         self._external_queries = self._counter(
             "vllm:external_prefix_cache_queries",
             "Prompt tokens that the device did not have and that were looked up in tiers behind it; 0 without tiers.",
@@ -380,6 +385,7 @@ class Metrics:
         self._prefix_queries.inc(event.num_tokens)
         num_on_device = event.num_hit_tokens - event.num_loaded_tokens
         self._prefix_hits.inc(num_on_device)
+        self._prefix_lost.inc(event.num_lost_tokens)
         if event.has_tiers:
             self._external_queries.inc(event.num_tokens - num_on_device)
             self._external_hits.inc(event.num_loaded_tokens)

@@ -40,14 +40,16 @@ from pagefold.events import (
 )
 from pagefold.files.private import open_private
 from pagefold.kv.codec import CODECS, KV_CACHE_DTYPES
+from pagefold.kv.keep import KEEP_ALL
 from pagefold.kv.policies import DEFAULT_POLICY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from pagefold.config import EngineConfig
     from pagefold.events import Event
+    from pagefold.kv.keep import KeepRule
 
 __all__ = ["TraceRecorder"]
 
@@ -109,14 +111,24 @@ class TraceRecorder:
         self._writer = threading.Thread(target=self._write, name="trace-recorder", daemon=True)
         self._writer.start()
 
-    def begin(self, config: EngineConfig, num_blocks: int, num_host_blocks: int) -> None:
-        """Write what the engine was started with, and how many blocks it has: before its first event."""
+    def begin(
+        self, config: EngineConfig, num_blocks: int, num_host_blocks: int, rules: Iterable[KeepRule] = (KEEP_ALL,)
+    ) -> None:
+        """Write what the engine was started with, and how many blocks it has: before its first event.
+
+        Args:
+            config: of the engine.
+            num_blocks: of the device.
+            num_host_blocks: of the host.
+            rules: what each cache group keeps.
+        """
         settings = {name: getattr(config, name) for name in _SETTINGS}
         if config.eviction_policy == "default":  # which may be another one day
             settings["eviction_policy"] = DEFAULT_POLICY
         self._out.truncate(0)
         codec = CODECS.get(KV_CACHE_DTYPES.get(config.kv_cache_dtype, ""))
         settings["seals_blocks"] = codec is not None and codec.channel_tokens > 0
+        settings["keeps"] = [[rule.window, rule.is_chunked] for rule in rules]
         sizes = {"num_blocks": num_blocks, "num_host_blocks": num_host_blocks}
         self._put({"pagefold_recording": _VERSION, **sizes, **settings})
 
@@ -190,6 +202,8 @@ class TraceRecorder:
             line["prompt_logprobs"] = True
         if event.returns:
             line["returns"] = True
+        if tuple(event.message_ends) != (event.num_prompt_tokens,):
+            line["message_ends"] = list(event.message_ends)
         if event.pin is not None:
             line["pin"] = event.pin
             self._pins[event.sample_ids[0]] = first

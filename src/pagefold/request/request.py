@@ -89,9 +89,12 @@ class Request:
         matcher: of its output, if that must look like something. It has accepted the output tokens, whether or not
             their KV is computed, so that preemption and failed steps do not concern it.
         num_prompt_tokens: how many of them are the prompt.
+        message_ends: positions behind the messages of its prompt, ascending, the last of which is at most the prompt's.
         num_computed_tokens: [0, num_computed_tokens) has KV; [num_computed_tokens, len(token_ids)) is to be computed.
         num_cached_tokens: how much of the prompt was a prefix hit at the first admission; -1 before.
         num_loaded_tokens: how much of that did not come from the device, by tier.
+        num_lost_tokens: how much behind its hit is cached, and computed once more for want of a window: at the last
+            admission.
         max_computed_tokens: the most that was ever computed: what is computed again below it is recomputation.
         namespace: :meth:`Namespace.key` of its blocks.
         cache: its blocks while it runs.
@@ -118,10 +121,12 @@ class Request:
         "logprobs",
         "matcher",
         "max_computed_tokens",
+        "message_ends",
         "namespace",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_loaded_tokens",
+        "num_lost_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "order",
@@ -158,6 +163,7 @@ class Request:
         sample_index: int = 0,
         warm_up: WarmUp | None = None,
         returns_in_s: float | None = None,
+        message_ends: Sequence[int] = (),
     ) -> None:
         self.request_id = request_id
         self.parent_id = request_id if parent_id is None else parent_id
@@ -165,6 +171,7 @@ class Request:
         self.forks: list[Request] = []
         self.token_ids = array("i", prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
+        self.message_ends = message_ends or (self.num_prompt_tokens,)
         self.sampling = sampling
         self.is_plain = sampling.is_plain
         self.logprobs: list[TokenLogprobs] = []
@@ -187,6 +194,7 @@ class Request:
         self.max_computed_tokens = 0
         self.num_cached_tokens = -1
         self.num_loaded_tokens: dict[str, int] = {}
+        self.num_lost_tokens = 0
         self.num_preemptions = 0
         self.is_aborted = False
         self.finish_reason: FinishReason | None = None

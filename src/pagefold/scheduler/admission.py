@@ -65,7 +65,10 @@ class Admission:
         hit = found if streams else self._relief.room_for_all(request, found, now)
         if hit is None:
             return False
-        cache, start = core.begin_streaming(hit) if streams else core.acquire(core.worth(hit))
+        if streams:
+            cache, start = core.begin_streaming(hit)
+        else:
+            cache, start = core.acquire(core.worth(hit), request.message_ends)
         request.cache = cache
         num_tokens = core.lodgers.limit(cache, start, min(request.num_tokens - start, budget), request.num_tokens)
         if not core.extend(cache, start, start + num_tokens):
@@ -75,6 +78,7 @@ class Admission:
         self._queues.waiting.popleft()
         if streams:
             self._emit(RequestStreamed(request.request_id, request.num_tokens, len(cache.cold)))
+        request.num_lost_tokens = hit.num_lost * core.block_size
         if request.status is not RequestStatus.PREEMPTED:
             request.num_cached_tokens = start
             request.num_loaded_tokens = cache.num_loaded_tokens

@@ -31,6 +31,7 @@ def tell_added(emit: Emit, request: Request) -> None:
             has_prompt_logprobs=request.sampling.prompt_logprobs is not None,
             returns=request.returns_in_s is not None,
             pin=(warm_up.ttl_s, warm_up.retention_priority) if warm_up is not None and warm_up.pin else None,
+            message_ends=request.message_ends,
         )
     )
 
@@ -48,4 +49,9 @@ def tell_lookups(emit: Emit, step: StepInFlight, *, has_tiers: bool) -> None:
         after_preemption = request.num_preemptions > 0
         num_loaded = sum(request.num_loaded_tokens.values())
         num_hit = step.plan.starts[row]
-        emit(PrefixLookup(request.request_id, request.num_tokens, num_hit, after_preemption, num_loaded, has_tiers))
+        num_lost = request.num_lost_tokens
+        emit(
+            PrefixLookup(
+                request.request_id, request.num_tokens, num_hit, after_preemption, num_loaded, has_tiers, num_lost
+            )
+        )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pagefold.errors import ConfigError
+from pagefold.kv.keep import KEEP_ALL, KeepRule
 from pagefold.kv.policies import POLICIES
 from pagefold.sim.cache_only import BELADY, CacheOnlyReport, replay_cache_only
 from pagefold.sim.curves import HitCurve, lru_curve, mean_error
@@ -63,6 +64,7 @@ class Question:
         step_cost: seconds that a step takes, where there is timing.
         runner: what samples, where there is timing.
         tiers: what is behind the cache, where there is timing.
+        rules: what each cache group keeps, where there is timing; a size of the cache is of tokens in all groups.
         with_bounds: whether to find what Belady's rule and an infinite cache would reach.
         sample_rate: of the sampled curve; None for no curves.
 
@@ -81,6 +83,7 @@ class Question:
     step_cost: StepCost = field(default_factory=LinearStepCost)
     runner: Runner = field(default_factory=NullRunner)
     tiers: TierModel = field(default_factory=TierModel)
+    rules: tuple[KeepRule, ...] = (KEEP_ALL,)
     with_bounds: bool = False
     sample_rate: float | None = None
 
@@ -220,12 +223,13 @@ def _run(question: Question, policy: str, cache_tokens: int, progress: Progress 
         )
     else:
         config = SimConfig(
-            num_blocks=cache_tokens // size,
+            num_blocks=cache_tokens // size * len(question.rules),
             block_size=size,
             max_num_seqs=question.limits.max_num_seqs,
             max_num_batched_tokens=question.limits.max_num_batched_tokens,
             eviction_policy=policy,
             tiers=question.tiers,
+            rules=question.rules,
         )
         timed = question.timed or question.requests
         report = simulate(timed, config, step_cost=question.step_cost, runner=question.runner, progress=told)

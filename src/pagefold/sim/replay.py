@@ -6,8 +6,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from pagefold.errors import BudgetTooSmallError
-from pagefold.kv import KVCore, make_policy
+from pagefold.errors import BudgetTooSmallError, ConfigError
+from pagefold.kv import KEEP_ALL, KeepRule, KVCore, make_policy
 from pagefold.scheduler import Scheduler, SchedulerLimits, Tiering
 from pagefold.scheduler.times import tell_tokens
 from pagefold.sim.arrivals import AnyRequest, Arrival, arrivals
@@ -41,6 +41,10 @@ class SimConfig:
         enable_prefix_caching: whether blocks are shared between requests that begin alike.
         eviction_policy: which cached blocks go first.
         tiers: what is behind the pool.
+        rules: what each cache group keeps; each has blocks of its own of a sequence.
+
+    Raises:
+        ConfigError: there are tiers, and no group keeps all.
     """
 
     num_blocks: int
@@ -50,6 +54,12 @@ class SimConfig:
     enable_prefix_caching: bool = True
     eviction_policy: str = "default"
     tiers: TierModel = field(default_factory=TierModel)
+    rules: tuple[KeepRule, ...] = (KEEP_ALL,)
+
+    def __post_init__(self) -> None:
+        if self.tiers.host_tokens and all(rule.trims for rule in self.rules):
+            msg = "There are tiers, and all layers of the model keep the last tokens only."
+            raise ConfigError(msg, remedy="Leave the tiers out: such paths are kept on the device alone.")
 
 
 def simulate(
@@ -75,15 +85,16 @@ def simulate(
     """
     tally = Tally(progress)
     cost = step_cost or LinearStepCost()
-    tiers = config.tiers
-    host = tiers.host(config.block_size)
+    tiers, rules = config.tiers, config.rules
+    host = tiers.host(config.block_size, len(rules))
     core = KVCore(
         config.num_blocks,
         block_size=config.block_size,
+        rules=rules,
         policy=make_policy(config.eviction_policy),
         enable_prefix_caching=config.enable_prefix_caching,
         host=host,
-        slow=tiers.slow(host, config.block_size, _compute_s(cost)),
+        slow=tiers.slow(host, config.block_size, _compute_s(cost), rules),
         emit=tally,
     )
     limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens)
@@ -91,11 +102,11 @@ def simulate(
     clock = VirtualClock()
 
     def whole_cost(plan: StepPlan) -> float:
-        return cost(plan) + tiers.step_s(plan.host_ops, config.block_size)
+        return cost(plan) + tiers.step_s(plan.host_ops, config.block_size, len(rules))
 
     disk = None
     if core.slow.is_on:
-        transfers = SimTransfers(tiers, config.block_size, clock)
+        transfers = SimTransfers(tiers, config.block_size, clock, len(rules))
         tiering = Tiering(scheduler, core.slow, transfers, SimArena(), lambda _: None, emit=tally, clock=clock)
         disk = _Disk(tiering, transfers)
     return replay(requests, scheduler, runner or NullRunner(), clock, whole_cost, tally=tally, disk=disk)
@@ -137,7 +148,7 @@ def replay(  # noqa: PLR0913 - what goes in, the parts of a machine, and who wat
         BudgetTooSmallError: a request can never fit.
     """
     coming = deque(arrivals(requests))
-    _check_fit(coming, scheduler.core)
+    _check_fit(coming, scheduler)
     while coming or scheduler.has_requests:
         if not scheduler.has_work:
             next_s = coming[0].arrival_s if coming else float("inf")
@@ -174,9 +185,10 @@ def _compute_s(cost: Callable[[StepPlan], float]) -> float:
     return cost(plan) / _PROBE_TOKENS
 
 
-def _check_fit(coming: Iterable[Arrival], core: KVCore) -> None:
+def _check_fit(coming: Iterable[Arrival], scheduler: Scheduler) -> None:
+    core = scheduler.core
     longest = max((arrival.num_tokens for arrival in coming), default=0)
-    num_blocks_needed = -(-longest // core.block_size)
+    num_blocks_needed = core.num_blocks_for(longest, scheduler.limits.max_num_batched_tokens)
     if num_blocks_needed > core.pool.num_blocks:
         msg = (
             f"The pool has {core.pool.num_blocks} blocks of {core.block_size} tokens; the longest request of the "

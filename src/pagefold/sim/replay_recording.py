@@ -99,6 +99,7 @@ class _Replayer:
         self._core = KVCore(
             settings.num_blocks,
             block_size=settings.block_size,
+            rules=settings.rules,
             policy=make_policy(settings.eviction_policy),
             enable_prefix_caching=settings.enable_prefix_caching,
             pin_limits=PinLimits(settings.max_pinned_share, settings.pin_half_life_s),
@@ -224,6 +225,7 @@ class _Replayer:
                 sample_index=number - add.number,
                 warm_up=pin,
                 returns_in_s=0.0 if add.returns else None,  # when, is of no concern without slow tiers
+                message_ends=add.message_ends,
             )
             for number in range(add.number, add.number + add.num_samples)
         ]

@@ -15,13 +15,13 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from pagefold.errors import ConfigError
-from pagefold.kv import NO_HOST, NO_SLOW_TIERS, Arbiter, HostTier, LinkModel, SlowTiers
+from pagefold.kv import KEEP_ALL, NO_HOST, NO_SLOW_TIERS, Arbiter, HostTier, LinkModel, SlowTiers
 from pagefold.kv.transfers import Fetched, Found, MissCause, Written
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pagefold.kv import BlockName, Fetch, HostOps, WriteOp, WritePolicy
+    from pagefold.kv import BlockName, Fetch, HostOps, KeepRule, WriteOp, WritePolicy
     from pagefold.kv.transfers import Outcome
     from pagefold.sim.clock import VirtualClock
 
@@ -81,8 +81,16 @@ class TierModel:
         if not 0 <= self.fault_rate <= 1:
             raise _bad("fault_rate", self.fault_rate, "between 0 and 1")
 
-    def host(self, block_size: int) -> HostTier:
+    def block_bytes(self, block_size: int, num_groups: int = 1) -> int:
+        """Return the bytes of a block, of which each cache group has one for so many tokens."""
+        return self.token_bytes * block_size // num_groups
+
+    def host(self, block_size: int, num_groups: int = 1) -> HostTier:
         """Return the host tier; ``NO_HOST`` without tiers.
+
+        Args:
+            block_size: tokens a block.
+            num_groups: cache groups, each of which has blocks of its own.
 
         Raises:
             ConfigError: it is smaller than a block.
@@ -91,19 +99,33 @@ class TierModel:
             return NO_HOST
         if self.host_tokens < block_size:
             raise _bad("host_tokens", self.host_tokens, f"at least a block of {block_size} tokens")
-        return HostTier(self.host_tokens // block_size, notes_unsaved=bool(self.disk_tokens))
+        return HostTier(self.host_tokens // block_size * num_groups, notes_unsaved=bool(self.disk_tokens))
 
-    def slow(self, host: HostTier, block_size: int, compute_s_per_token: float) -> SlowTiers:
-        """Return what is behind the host tier; ``NO_SLOW_TIERS`` without a disk."""
+    def slow(
+        self, host: HostTier, block_size: int, compute_s_per_token: float, rules: Sequence[KeepRule] = (KEEP_ALL,)
+    ) -> SlowTiers:
+        """Return what is behind the host tier; ``NO_SLOW_TIERS`` without a disk.
+
+        Args:
+            host: the host tier.
+            block_size: tokens a block.
+            compute_s_per_token: what prefilling takes.
+            rules: what each cache group keeps.
+        """
         if not host.is_on or not self.disk_tokens:
             return NO_SLOW_TIERS
-        arbiter = Arbiter(self.token_bytes * block_size, block_size, compute_s_per_token=compute_s_per_token)
+        arbiter = Arbiter(
+            self.block_bytes(block_size, len(rules)),
+            block_size,
+            compute_s_per_token=compute_s_per_token,
+            blocks_per_place=max(1, sum(not rule.trims for rule in rules)),
+        )
         arbiter.links[DISK] = LinkModel(self.disk_latency_s, self.disk_bytes_per_s)
         return SlowTiers(host, self.write_policy, arbiter)
 
-    def step_s(self, ops: HostOps, block_size: int) -> float:
+    def step_s(self, ops: HostOps, block_size: int, num_groups: int = 1) -> float:
         """Return the seconds that a step's moves between host and device take."""
-        num_bytes = (len(ops.stores) + len(ops.loads)) * block_size * self.token_bytes
+        num_bytes = (len(ops.stores) + len(ops.loads)) * self.block_bytes(block_size, num_groups)
         return num_bytes / self.host_bytes_per_s
 
 
@@ -123,15 +145,15 @@ class SimTransfers:
         clock: virtual; :meth:`collect` moves it on where it is told to wait.
     """
 
-    def __init__(self, model: TierModel, block_size: int, clock: VirtualClock) -> None:
+    def __init__(self, model: TierModel, block_size: int, clock: VirtualClock, num_groups: int = 1) -> None:
         self.tiers = [DISK]
         self.notify: Callable[[], None] = lambda: None  # time stands still meanwhile: nobody need be told
         self._model = model
         self._clock = clock
         self._random = Random(model.seed)  # noqa: S311 - faults, not secrets
-        self._block_bytes = block_size * model.token_bytes
+        self._block_bytes = model.block_bytes(block_size, num_groups)
         self._num_batch = max(1, _BATCH_BYTES // self._block_bytes)
-        self._most = model.disk_tokens // block_size
+        self._most = model.disk_tokens // block_size * num_groups
         self._kept: OrderedDict[bytes, None] = OrderedDict()  # least recently used first
         self._due: list[tuple[float, int, Fetch | None, Outcome]] = []
         self._num_begun = 0

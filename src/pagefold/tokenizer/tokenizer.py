@@ -17,6 +17,7 @@ from pagefold.tokenizer.boundary import Boundary, Encoded, StablePrefix
 from pagefold.tokenizer.chat_options import ChatOptions
 from pagefold.tokenizer.detokenizer import Detokenizer
 from pagefold.tokenizer.length_bound import LengthBound
+from pagefold.tokenizer.message_ends import SAMPLE_CHAT, end_token_ids
 from pagefold.tokenizer.pieces import bytes_of_piece
 from pagefold.tokenizer.plain import load_plain_tokenizer
 
@@ -121,6 +122,15 @@ class Tokenizer:
     def encode_rendered(self, text: str) -> list[int]:
         """Return the tokens of a text that :meth:`render_chat` has made, which has its own special tokens."""
         return self.encode(text, add_special_tokens=False)
+
+    @cached_property
+    def message_end_ids(self) -> frozenset[int]:
+        """The special tokens that the chat template ends messages with; none where there is no template."""
+        if self.has_chat_template:
+            with contextlib.suppress(InvalidRequestError):  # not every template takes this chat
+                text = self.render_chat(SAMPLE_CHAT)
+                return end_token_ids(self._backend, text, [message["content"] for message in SAMPLE_CHAT])
+        return frozenset()
 
     @property
     def tool_template(self) -> str | None:

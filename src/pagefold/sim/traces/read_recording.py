@@ -10,6 +10,7 @@ from array import array
 from typing import TYPE_CHECKING
 
 from pagefold.errors import TraceError
+from pagefold.kv.keep import KEEP_ALL, KeepRule
 from pagefold.kv.policies import POLICIES
 from pagefold.scheduler import SCHEDULING_POLICIES
 from pagefold.sim.size_limits import MAX_BLOCKS, MAX_TOKENS
@@ -154,6 +155,7 @@ class _Reader:
             pin_half_life_s=line.number("pin_half_life_s", 1e-9, _FOREVER_S),
             allow_streaming="allow_streaming" in line and line.flag("allow_streaming"),
             seals_blocks="seals_blocks" in line and line.flag("seals_blocks"),
+            rules=tuple(_rule(each) for each in line.items("keeps")) or (KEEP_ALL,),
         )
         if settings.allow_streaming and not settings.num_host_blocks:
             msg = "it allows streaming, and has no host blocks"
@@ -161,13 +163,17 @@ class _Reader:
         if settings.allow_streaming and settings.seals_blocks:
             msg = "it allows streaming, and seals blocks"
             raise ValueError(msg)
+        if settings.allow_streaming and settings.rules != (KEEP_ALL,):
+            msg = "it allows streaming, and keeps windows"
+            raise ValueError(msg)
         return Recording(self._path.name, settings)
 
     def _add(self, line: Fields, recording: Recording) -> RecordedAdd:
         settings = recording.settings
         number = line.whole("add", len(self._adds), len(self._adds))
         num_prompt_tokens = line.whole("prompt", 1, MAX_TOKENS)
-        most_fitting = settings.num_blocks * settings.block_size
+        keeps_all = any(not rule.trims for rule in settings.rules)
+        most_fitting = settings.num_blocks * settings.block_size if keeps_all else MAX_TOKENS
         if settings.allow_streaming:
             most_fitting += settings.num_host_blocks * settings.block_size
         add = RecordedAdd(
@@ -182,6 +188,7 @@ class _Reader:
             has_prompt_logprobs="prompt_logprobs" in line and line.flag("prompt_logprobs"),
             returns="returns" in line and line.flag("returns"),
             pin=_pin(line) if "pin" in line else None,
+            message_ends=line.wholes("message_ends", 1, num_prompt_tokens),
         )
         prompt = _hashes(line)
         if len(prompt) != num_prompt_tokens:
@@ -228,6 +235,14 @@ class _Reader:
             msg = f"its {name} is {number}, a request that never came"
             raise ValueError(msg)
         return number
+
+
+def _rule(value: object) -> KeepRule:
+    window, is_chunked = Fields.pair("keeps", value)
+    if not isinstance(is_chunked, bool):
+        msg = f"its keeps has {is_chunked!r}, not true or false"
+        raise ValueError(msg)  # noqa: TRY004 - of JSON
+    return KeepRule(None if window is None else Fields.as_whole("keeps", window, 1, MAX_TOKENS), is_chunked)
 
 
 def _pin(line: Fields) -> tuple[float | None, float]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pagefold.errors import TraceError
+from pagefold.kv.keep import KEEP_ALL, KeepRule
 from pagefold.request import Request, StopRule
 from pagefold.sim.traces.request import GREEDY_TO_LENGTH, Trace, TraceRequest
 from pagefold.sim.traces.tokens import name_blocks
@@ -32,6 +33,7 @@ class RecordedSettings:
     """What the server was started with, by the names of ``EngineConfig``; and the blocks of pool and host tier.
 
     ``seals_blocks`` says whether its codec seals blocks when they are full: then each sequence has a residual.
+    ``rules`` say what each cache group keeps.
     """
 
     num_blocks: int
@@ -47,6 +49,7 @@ class RecordedSettings:
     pin_half_life_s: float
     allow_streaming: bool = False
     seals_blocks: bool = False
+    rules: tuple[KeepRule, ...] = (KEEP_ALL,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,7 @@ class RecordedAdd:
         has_prompt_logprobs: whether all of the prompt is computed, whatever the cache holds.
         returns: whether a request that goes on from it was expected.
         pin: (seconds until it expires, priority) of the pin that it makes; None for no pin.
+        message_ends: positions behind the messages of its prompt; empty where nothing is known of messages.
     """
 
     number: int
@@ -76,6 +80,7 @@ class RecordedAdd:
     has_prompt_logprobs: bool = False
     returns: bool = False
     pin: tuple[float | None, float] | None = None
+    message_ends: tuple[int, ...] = ()
 
 
 class RecordedCut(NamedTuple):

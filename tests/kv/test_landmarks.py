@@ -1,0 +1,136 @@
+"""Of which places windows stay cached: where conversations go on, and where they part."""
+
+import pytest
+from landmark_driver import RULES, SIZE, WINDOW, packed, run, text
+
+from pagefold.kv import KEEP_ALL, KeepRule, KVCore, audit, make_policy
+
+
+def press(core, num_left):
+    """Let somebody need all memory but what ``num_left`` cached blocks take."""
+    num = core.pool.num_cached - num_left
+    assert num >= 0
+    core.blocks.reclaim(num)
+    audit(core)
+
+
+def needed_behind(core, num_tokens):
+    """How many blocks of all groups whoever goes on behind so many tokens needs, or inside the last block of them."""
+    end = num_tokens // SIZE
+    return sum(end - min(rule.first_block(end, SIZE), rule.first_block(end - 1, SIZE)) for rule in core.rules)
+
+
+def test_a_divergence_whose_window_is_gone_is_computed_once_and_kept_from_then_on():
+    core = KVCore(200, block_size=SIZE, rules=RULES)
+    shared = text("S", 40)
+    assert run(core, shared + text("A", 24)) == 0
+    while core.blocks.windows.stale_block() is not None:  # what A left behind goes
+        core.blocks.reclaim(1)
+    hit = core.match(b"", packed(shared + text("B", 24)), 63)
+    assert (hit.num_blocks, hit.num_lost) == (0, 10)
+    assert run(core, shared + text("B", 24)) == 0
+    while core.blocks.windows.stale_block() is not None:
+        core.blocks.reclaim(1)
+    assert run(core, shared + text("C", 24)) == 40
+
+
+@pytest.mark.parametrize("rules", [RULES, (KeepRule(WINDOW),), (KeepRule(WINDOW, is_chunked=True), KEEP_ALL)])
+def test_the_third_to_diverge_hits_though_each_presses_the_others_out(rules):
+    core = KVCore(60, block_size=SIZE, rules=rules)
+    shared = text("S", 40)
+    found = [run(core, shared + text(name, 24)) for name in "AB"]
+    found += [run(core, shared + text(name, 24)) for name in "CDE"]
+    assert found[2:] == [40, 40, 40]
+
+
+def test_windows_at_ends_of_messages_stay_while_memory_is_to_spare_and_go_before_ends_of_paths():
+    core = KVCore(200, block_size=SIZE, rules=RULES)
+    tokens = text("S", 30) + text("A", 34)
+    run(core, tokens, message_ends=(30, 64))
+    assert core.match(b"", packed(text("S", 30) + text("B", 20)), 49).num_blocks == 30 // SIZE
+    while core.blocks.windows.stale_block() is not None:
+        core.blocks.reclaim(1)
+    assert core.match(b"", packed(text("S", 30) + text("B", 20)), 49).num_blocks == 30 // SIZE
+    assert core.match(b"", packed(text("S", 32)), 24).num_blocks < 24 // SIZE, "where nothing ends nothing is kept"
+    press(core, needed_behind(core, 64))
+    assert core.match(b"", packed([*tokens, 0]), 64).num_blocks == 16
+    assert core.match(b"", packed(text("S", 30) + text("B", 20)), 49).num_blocks == 0
+
+
+def test_where_the_last_message_of_a_prompt_ends_stays_like_the_end_of_a_path():
+    core = KVCore(200, block_size=SIZE, rules=RULES)
+    prompt = text("S", 30) + text("U", 18)
+    run(core, prompt + text("A", 40), message_ends=(30, 48))
+    assert core.blocks.windows.stale_block() is not None
+    while core.blocks.windows.stale_block() is not None:
+        core.blocks.reclaim(1)
+    assert run(core, prompt + text("B", 40), message_ends=(30, 48)) == 48, "another answer begins behind the prompt"
+
+
+def test_a_conversation_that_goes_on_lets_go_of_where_it_asked():
+    core = KVCore(300, block_size=SIZE, rules=RULES)
+    first = text("S", 30) + text("U", 18)
+    said = first + text("A", 40)
+    run(core, said, message_ends=(48,))
+    assert any(landmark.is_firm for landmark in core.blocks.windows.landmarks)
+    assert run(core, said + text("B", 40), message_ends=(48, 88)) == 88
+    at = {(landmark.node.depth + 1) * SIZE: landmark.is_firm for landmark in core.blocks.windows.landmarks}
+    assert at == {48: False, 88: False}
+
+
+def test_a_firm_place_goes_with_its_path():
+    core = KVCore(300, block_size=SIZE, rules=RULES)
+    for name in "ABC":
+        run(core, text("S", 40) + text(name, 24))
+    press(core, needed_behind(core, 40))
+    assert core.match(b"", packed(text("S", 40) + text("U", 9)), 48).num_blocks == 10, "all behind it went first"
+    press(core, needed_behind(core, 40) - 4)
+    assert core.match(b"", packed(text("S", 40) + text("U", 9)), 48).num_blocks == 0
+    core.blocks.reclaim(core.pool.num_cached)
+    assert len(core.blocks.windows.landmarks) == 0
+
+
+def test_a_path_that_lost_its_end_goes_before_others_lose_theirs():
+    core = KVCore(300, block_size=SIZE, rules=RULES, policy=make_policy("lru"))
+    texts = [text(name, 60) for name in "ABCD"]
+    for one in texts:
+        run(core, one, message_ends=(1,))
+    press(core, sum(needed_behind(core, len(one)) for one in texts) - 1)
+    while any(core.blocks.windows.landmarks):
+        core.blocks.windows.kept_block() or core.blocks.windows.firm_block()
+    found = []
+    for _ in range(30):
+        core.blocks.reclaim(1)
+        found.append([core.match(b"", packed([*one, 0]), 60).num_blocks for one in texts])
+        audit(core)
+    partly = [sum(0 < each < 15 for each in one) for one in found]
+    assert max(partly) == 0, "what is left of a path that is cut can be gone on from nowhere"
+    whole = [sum(each == 15 for each in one) for one in found]
+    assert whole == sorted(whole, reverse=True)
+    assert whole[14] == 3, "the first has gone as a whole before the second was touched"
+
+
+def test_a_firm_place_that_is_used_outlives_ends_that_are_not():
+    core = KVCore(90, block_size=SIZE, rules=RULES)
+    for name in "AB":
+        run(core, text("S", 40) + text(name, 24))
+    for number in range(20):
+        fresh = [50_000 + 100 * number + at for at in range(24)]
+        assert run(core, text("S", 40) + fresh) == 40
+
+
+def test_nothing_is_marked_where_all_groups_keep_all():
+    core = KVCore(100, block_size=SIZE)
+    run(core, text("S", 40), message_ends=(10, 20))
+    run(core, text("S", 40) + text("A", 8), message_ends=(10, 20))
+    assert len(core.blocks.windows.landmarks) == 0
+
+
+def test_a_reset_leaves_no_landmark():
+    core = KVCore(100, block_size=SIZE, rules=RULES)
+    for name in "AB":
+        run(core, text("S", 40) + text(name, 24), message_ends=(20, 40))
+    assert len(core.blocks.windows.landmarks) > 0
+    core.forgetting.reset()
+    audit(core)
+    assert len(core.blocks.windows.landmarks) == 0
