@@ -1,4 +1,4 @@
-"""Prefix hits of a model with sliding windows when its pool is full: 24 conversations that return in turn.
+"""A model with sliding windows: how much of its KV is held, and prefix hits of 24 conversations in a full pool.
 
 The real scheduler and cache, with a runner that computes nothing: whether a prefix is found depends on neither. The
 model is Gemma 3 270M: 18 layers, of which 3 see all and 15 the last 512 tokens, a KV head of 256 numbers in bfloat16,
@@ -13,6 +13,9 @@ order; prompts are computed 2,048 tokens at a time. Ends of messages are told to
 * without thinking: of each answer the first two thirds are thinking, which the next prompt leaves out. So a prompt
   parts from what is cached where the one before it ended, not where its answer did.
 * answered twice: the last answer of each turn is asked for once more, with another seed.
+
+What is held is blocks of one request of 8,192 tokens, its last 64 of output: at most while its prompt is computed, and
+while it decodes, of what all layers full would hold.
 
     python benchmarks/window_retention.py [--json FILE]
 
@@ -39,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 NUM_LAYERS, WINDOW, HEAD_DIM, ELEMENT_BYTES, BLOCK_SIZE = 18, 512, 256, 2, 16
-CHUNK = 2048
+CHUNK, LONG = 2048, 8192
 NUM_CHATS, NUM_TURNS = 24, 6
 SYSTEM_TOKENS, FIRST_TOKENS = 700, 1500
 USER_TOKENS, ANSWER_TOKENS = (60, 400), (100, 700)
@@ -128,6 +131,21 @@ def hit_tokens(shape: KVGeometry, num_blocks: int, mode: str) -> int:
     return house.num_hit
 
 
+def held_blocks(shape: KVGeometry) -> tuple[int, int]:
+    """Return the most blocks that a long request holds: while its prompt is computed, and while it decodes."""
+    house = House(shape, 10**5)
+    request = Request("long", range(LONG - 64), SAMPLING, stop=StopRule(frozenset(), LONG))
+    house.scheduler.add(request)
+    most = {True: 0, False: 0}
+    while house.scheduler.has_work:
+        plan = house.scheduler.schedule(0.0)
+        is_prompt = plan.num_tokens[0] > 1
+        held = house.core.num_active
+        house.scheduler.apply(house.runner.run(plan))
+        most[is_prompt] = max(most[is_prompt], held)
+    return most[True], most[False]
+
+
 def needed_blocks(shape: KVGeometry, mode: str) -> int:
     """Return the blocks of all that conversations need when they return for the last time, and a running one."""
     house, random = House(shape, 10**6), Random(1)
@@ -147,6 +165,12 @@ def main() -> None:
     arguments = parser(__doc__).parse_args()
     windows, full = geometry(has_windows=True), geometry(has_windows=False)
     rows: list[Row] = []
+    whens = ("decoding", "at most while its prompt is computed")
+    for when, asked, held, beside in zip(
+        whens, (0.25, 0.45), reversed(held_blocks(windows)), reversed(held_blocks(full)), strict=True
+    ):
+        ratio = held * windows.bytes_per_block / (beside * full.bytes_per_block)
+        rows.append(Row(f"KV held at 8k over all layers full, {when}", f"<= {asked}", f"{ratio:.3f}", ratio <= asked))
     for mode in MODES:
         needed = needed_blocks(windows, mode) * windows.bytes_per_block
         endless = hit_tokens(full, 10**6, mode)
