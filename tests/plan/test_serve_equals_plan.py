@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from dataclasses import replace
@@ -97,7 +98,7 @@ def test_a_slab_is_what_was_planned(family, settings, smollm2, tiny_folder, free
 
 @pytest.mark.parametrize("quantization", [None, "int8", "w8a8_int8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "gemma3"])
 def test_weights_of_the_fused_decoder_are_planned_to_the_byte(family, dtype, quantization, tiny_folder):
     """A start counts whole panels and scales; the planner bits a parameter, so less by no more than what fills them."""
     folder = tiny_folder(family)
@@ -259,6 +260,28 @@ def test_auto_is_the_same_dtype_on_both_sides(family, tiny_folder, free_bytes):
     planned = plan_memory(find_model(str(folder)), cpu(free_bytes), PlanSettings(kv_cache_memory_bytes=2**24))
     assert str(served.dtype) == f"torch.{planned.dtype}"
     assert this_cpu().multiplies_bfloat16 == cpu(free_bytes).multiplies_bfloat16
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "is_fused"),
+    [
+        ("llama", {"hidden_act": "gelu_pytorch_tanh"}, True),
+        ("llama", {"hidden_act": "gelu"}, False),
+        ("gemma2", {"hidden_activation": "silu"}, True),
+        ("gemma2", {"hidden_activation": "gelu", "hidden_act": "silu"}, False),
+        ("gemma2", {"use_bidirectional_attention": True}, False),
+        ("gemma3", {"attention_bias": True}, False),
+        ("gemma3", {"rope_parameters": None, "rope_theta": 1e5, "rope_local_base_freq": 1e4}, True),
+    ],
+    ids=str,
+)
+def test_what_the_fused_decoder_computes_is_the_same_on_both_sides(family, change, is_fused, tiny_folder, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder(family), folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    served = plan_engine(EngineConfig(model=str(folder), kv_cache_memory_bytes=2**24))
+    assert served.is_fused == find_model(str(folder)).is_fused == is_fused
 
 
 def test_weights_that_lie_there_twice_are_counted_once(tiny_folder, tmp_path, free_bytes):
