@@ -13,11 +13,10 @@ import pytest
 from equivalence.prompts import full_prompts, short_prompts
 from equivalence.settings import SETTINGS, deal
 from equivalence.suite import Counts, Setting, Trial, Workload
-from equivalence.tiny_models import FAMILIES, VOCAB_SIZE
+from equivalence.tiny_models import FAMILIES, MAX_POSITIONS, VOCAB_SIZE
 from pagefold.config import EngineConfig
 from pagefold.engine.build import build_engine
 from pagefold.engine.planning import plan_engine
-from pagefold.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -27,7 +26,7 @@ FEW_SETTINGS = [
     for setting in SETTINGS
     if setting.name in {"chunks of 16", "blocks of 4", "short of memory", "failed steps"}
 ]
-WINDOWED = {"gemma2-window-64", "gemma3"}  # these have tests of their own: below, and test_windows.py
+WINDOWED = {"gemma2-window-64", "gemma3", "mistral-window-40", "qwen2-window-24"}  # they have tests of their own
 UNBOUNDED = [family for family in FAMILIES if family not in WINDOWED]
 FULL = Workload(full_prompts(VOCAB_SIZE), num_outputs=40)
 
@@ -62,7 +61,7 @@ WITHIN_WINDOW = Setting(
 
 
 def test_a_sequence_as_long_as_the_window_is_exact(tiny_folder, tiny_references):
-    """Outputs end at token 64 of a Gemma 2 with windows of 64, whose masks the reference applies."""
+    """Outputs end at token 64 of a Gemma 2 with windows of 64: all lies in one cache group."""
     num_outputs = 24
     workload = Workload([prompt[: 64 - num_outputs] for prompt in SHORT.prompts], num_outputs)
     trial = Trial(WITHIN_WINDOW, workload, tiny_folder("gemma2-window-64"))
@@ -71,24 +70,19 @@ def test_a_sequence_as_long_as_the_window_is_exact(tiny_folder, tiny_references)
     trial.assert_exact(tiny_references("gemma2-window-64", num_outputs))
 
 
-def test_a_length_beyond_the_window_is_refused_with_the_largest_that_works(tiny_folder):
+def test_a_length_beyond_the_window_is_computed_and_the_window_is_one_then(tiny_folder):
+    """A window that no sequence passes is none."""
     folder = str(tiny_folder("gemma2-window-64"))
-    with pytest.raises(
-        ConfigError, match=r"65, but beyond 64 tokens gemma2's sliding window .* Give at most 64\."
-    ) as refused:
-        plan_engine(EngineConfig(model=folder, max_model_len=65))
-    assert refused.value.remedy
-    for asked in (64, None, "auto"):
-        assert plan_engine(EngineConfig(model=folder, max_model_len=asked)).capacity.max_model_len == 64
+    for asked, num_groups in ((64, 1), (65, 2), (None, 2)):
+        blueprint = plan_engine(EngineConfig(model=folder, max_model_len=asked))
+        assert blueprint.capacity.max_model_len == (asked or MAX_POSITIONS)
+        assert len(blueprint.geometry.groups) == num_groups
 
 
 @pytest.mark.parametrize(
     ("family", "limit"),
     [
-        (
-            "gemma2-window-64",
-            ["limit      64 of 4,096 tokens, beyond which gemma2's sliding window is not computed yet"],
-        ),
+        ("gemma2-window-64", []),
         ("phi3-longrope", ["limit      3,584 of 4,096 tokens, beyond which phi3's longrope is not computed yet"]),
         ("gemma2", []),
     ],

@@ -34,13 +34,14 @@ from pagefold.runner.fused.kernel import phases
 from pagefold.sampling import SamplingParams
 from pagefold.steps import StepPlan
 
-FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "gemma2")
 ALL_SETTINGS = [
     replace(setting, dtype="float32", attention_backend="auto") for setting in SETTINGS if setting.block_size >= 4
 ]
 FEW_SETTINGS = [setting for setting in ALL_SETTINGS if setting.block_size >= 16]  # one kernel; others are compiled anew
 SHORT = Workload(short_prompts(VOCAB_SIZE), num_outputs=24)
 FULL = Workload(full_prompts(VOCAB_SIZE), num_outputs=40)
+BLOCKS_A_GROUP = 1000
 LOGITS_BOUND = 2e-4  # float32 against float64: tiny models' logits are of size 30 and less
 
 
@@ -79,13 +80,14 @@ def test_outputs_are_those_alone_in_full(family, setting, tiny_folder, alone_out
     trial.assert_exact(alone_outputs(family, FULL.num_outputs))
 
 
-def _plan(rows):
-    """A plan of rows (tokens, start, blocks), all of which sample."""
+def _plan(rows, num_groups=1):
+    """A plan of rows (tokens, start, blocks), all of which sample. Each cache group has blocks of its own."""
+    shifts = range(0, num_groups * BLOCKS_A_GROUP, BLOCKS_A_GROUP)
     plan = StepPlan(0)
     plan.token_ids = array("i", [token_id for tokens, _, _ in rows for token_id in tokens])
     plan.num_tokens = [len(tokens) for tokens, _, _ in rows]
     plan.starts = [start for _, start, _ in rows]
-    plan.tables = [[BlockTable(map(BlockId, blocks))] for _, _, blocks in rows]
+    plan.tables = [[BlockTable(BlockId(block + shift) for block in blocks) for shift in shifts] for *_, blocks in rows]
     plan.sampling_rows = list(range(len(rows)))
     plan.sampling = [SamplingParams(temperature=0.0)] * len(rows)
     plan.seeds = plan.draws = [0] * len(rows)
@@ -149,11 +151,11 @@ def test_a_profile_has_every_phase_of_the_last_step(tiny_folder):
 @pytest.mark.parametrize(
     ("family", "settings", "why"),
     [
-        ("gemma2", {"model_impl": "pagefold"}, "the family gemma2"),
+        ("phi3", {"model_impl": "pagefold"}, "the family phi3"),
         ("llama", {"model_impl": "pagefold", "dtype": "float64"}, "dtype=float64"),
         ("llama", {"model_impl": "pagefold", "block_size": 2}, "block_size=2"),
         ("llama", {"batch_invariant": True, "model_impl": "transformers"}, "model_impl=transformers"),
-        ("gemma2", {"batch_invariant": True}, "the family gemma2"),
+        ("phi3", {"batch_invariant": True}, "the family phi3"),
     ],
 )
 def test_what_the_fused_decoder_cannot_do_is_refused_before_weights_are_loaded(family, settings, why, tiny_folder):
@@ -163,8 +165,9 @@ def test_what_the_fused_decoder_cannot_do_is_refused_before_weights_are_loaded(f
 
 
 def test_other_families_go_through_transformers(tiny_folder):
-    assert not plan_engine(EngineConfig(model=str(tiny_folder("gemma2")))).is_fused
-    assert plan_engine(EngineConfig(model=str(tiny_folder("mistral")), batch_invariant=True)).is_fused
+    assert not plan_engine(EngineConfig(model=str(tiny_folder("phi3")))).is_fused
+    for family in ("mistral", "gemma2", "gemma3"):
+        assert plan_engine(EngineConfig(model=str(tiny_folder(family)), batch_invariant=True)).is_fused
 
 
 def _round_to_int8(weight):

@@ -48,7 +48,7 @@ class Format:
 BFLOAT16 = Format("bfloat16")
 INT8 = Format("bfloat16", "w8a8_int8")
 FORMATS = (BFLOAT16, INT8, Format("float32", "w8a8_int8"), Format("bfloat16", "int8"), Format("float32", "int8"))
-FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "gemma2")
 
 
 @pytest.fixture(scope="session")
@@ -141,7 +141,7 @@ def test_a_processor_without_the_instructions_says_the_same_to_the_bit(form, tin
 
 def _forced(runner, ids):
     """Return the logits at all positions of a prompt, computed in one step."""
-    plan = _plan([(ids, 0, range(-(-len(ids) // 16)))])
+    plan = _plan([(ids, 0, range(-(-len(ids) // 16)))], len(runner.geometry.groups))
     plan.prompt_parts = [PromptPart(0, 0, array("i", ids), 0)]
     return runner._forward(plan, None)[1].clone()
 
@@ -159,7 +159,7 @@ class Nearness:
         return cls(float(centred.square().mean()), float((logits.argmax(-1) != expected.argmax(-1)).double().mean()))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2-window-64", "gemma3"])
 def test_bfloat16_is_no_further_from_float64_than_torch_s_own(family, tiny_folder, tiny_references):
     random = Random(5)
     exact = tiny_references(family, SHORT.num_outputs).model

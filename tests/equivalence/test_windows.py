@@ -39,7 +39,8 @@ FEW = [setting for setting in WITH_GROUPS if setting.name in NAMES]
 THIRD = [setting for number, setting in enumerate(WITH_GROUPS) if number % 3 == 0 or setting in FEW]
 
 
-def run(setting: Setting, workload: Workload, tiny_folder, tiny_references) -> Trial:
+def expected_of_windows(setting: Setting, workload: Workload) -> Setting:
+    """Return the setting with what must happen in it where layers have windows."""
     if setting.at_least is not None:  # windows take less memory, and what left them is found less often
         asked = {name: min(number, 1) for name, number in asdict(setting.at_least).items()}
         if setting.max_num_batched_tokens > 64:  # the room that windows need for a step's tokens holds whole prompts
@@ -49,8 +50,12 @@ def run(setting: Setting, workload: Workload, tiny_folder, tiny_references) -> T
             workload is FULL and setting.damage_rate and setting.slow_policy is None
         ):  # of blocks that the host has kept, so few come back that perhaps none is damaged
             asked["num_loaded_blocks"] = asked["num_damaged_blocks"] = 0
-        setting = replace(setting, at_least=Counts(**asked))
-    trial = Trial(setting, workload, tiny_folder("gemma3"))
+        return replace(setting, at_least=Counts(**asked))
+    return setting
+
+
+def run(setting: Setting, workload: Workload, tiny_folder, tiny_references) -> Trial:
+    trial = Trial(expected_of_windows(setting, workload), workload, tiny_folder("gemma3"))
     assert set(trial.engine.scheduler.core.rules) == {KeepRule(WINDOW), KEEP_ALL}
     trial.run()
     trial.assert_exact(tiny_references("gemma3", workload.num_outputs))
@@ -74,15 +79,23 @@ def test_outputs_are_those_of_generate_in_full(setting, tiny_folder, tiny_refere
     run(setting, FULL, tiny_folder, tiny_references)
 
 
+HOW = {
+    "fused": {"model_impl": "pagefold"},
+    "cpu": {"model_impl": "transformers"},
+    "reference": {"attention_backend": "reference"},
+}
+"""Who computes: the fused decoder, or transformers with our attention or its twin in it."""
+
+
 @pytest.fixture
 def engine_of(tiny_folder):
-    """An engine of the tiny Gemma 3 in float32, by the attention that is asked for."""
+    """An engine of the tiny Gemma 3 in float32, by who is asked to compute."""
 
-    def make(backend: str, **settings):
+    def make(how: str, **settings):
         config = EngineConfig(
             model=str(tiny_folder("gemma3")),
             dtype="float32",
-            attention_backend=backend,
+            **HOW[how],
             block_size=8,
             kv_cache_memory_bytes=2**20,
             max_model_len=512,
@@ -108,7 +121,9 @@ def generate(engine, token_ids: list[int], num_outputs: int, watch=lambda: None)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", pytest.param("k8v4", marks=pytest.mark.long), "kivi2"])
-@pytest.mark.parametrize("backend", ["cpu", pytest.param("reference", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "backend", ["fused", *(pytest.param(one, marks=pytest.mark.long) for one in ("cpu", "reference"))]
+)
 def test_blocks_that_left_the_window_are_given_back_while_the_request_runs(engine_of, backend, kv_cache_dtype):
     engine = engine_of(backend, enable_prefix_caching=False, kv_cache_dtype=kv_cache_dtype)
     core = engine.scheduler.core
@@ -131,9 +146,10 @@ def test_blocks_that_left_the_window_are_given_back_while_the_request_runs(engin
     assert core.pool.num_free == core.pool.num_blocks
 
 
-def test_both_implementations_of_attention_generate_the_same(engine_of):
+def test_all_implementations_generate_the_same(engine_of):
     prompt = [7 + at * at % 230 for at in range(120)]
-    assert generate(engine_of("cpu"), prompt, 80) == generate(engine_of("reference"), prompt, 80)
+    expected, *others = (generate(engine_of(how), prompt, 80) for how in HOW)
+    assert all(other == expected for other in others)
 
 
 def test_both_implementations_of_attention_seal_the_same(engine_of):
@@ -154,7 +170,7 @@ def test_both_implementations_of_attention_seal_the_same(engine_of):
 
 
 def test_a_shared_prefix_is_found_where_its_window_is_still_cached(engine_of):
-    engine = engine_of("cpu")
+    engine = engine_of("fused")
     core = engine.scheduler.core
     prompt = [9 + at % 150 for at in range(100)]
     first = generate(engine, prompt, 40)
@@ -162,7 +178,7 @@ def test_a_shared_prefix_is_found_where_its_window_is_still_cached(engine_of):
     assert len(found.nodes) == 12
     assert generate(engine, prompt, 40) == first
     behind = [*prompt, *first]  # a conversation goes on
-    assert generate(engine, behind, 20) == generate(engine_of("cpu", enable_prefix_caching=False), behind, 20)
+    assert generate(engine, behind, 20) == generate(engine_of("fused", enable_prefix_caching=False), behind, 20)
 
 
 def test_what_was_left_behind_is_evicted_first(engine_of):

@@ -13,7 +13,7 @@ import pytest
 from equivalence.alone import AloneOutputs
 from equivalence.coded_cases import constants_for
 from equivalence.settings import deal_one_each, long_but
-from equivalence.test_windows import SHORT, WITH_GROUPS, generate, run
+from equivalence.test_windows import HOW, SHORT, WITH_GROUPS, generate, run
 from equivalence.test_windows_of_codes import CODES, coded
 from pagefold.config import EngineConfig
 from pagefold.engine import build
@@ -68,14 +68,14 @@ def plan_of(tiny_folder):
 
 
 @pytest.mark.parametrize("where", long_but(["one of each"], SKIPPED))
-def test_both_implementations_of_attention_generate_the_same(plan_of, where):
+def test_all_implementations_generate_the_same(plan_of, where):
     prompt = [7 + at * at % 230 for at in range(120)]
     said = []
-    for backend in ("cpu", "reference"):
+    for who in HOW.values():
         how = {"kv_cache_dtype": "int8_per_token_head", "kv_cache_dtype_skip_layers": SKIPPED[where]}
-        engine = build_engine(plan_of(attention_backend=backend, **how))
+        engine = build_engine(plan_of(**who, **how))
         said.append(generate(engine, prompt, 60, lambda engine=engine: audit(engine.scheduler.core)))
-    assert said[0] == said[1]
+    assert said[0] == said[1] == said[2]
 
 
 @pytest.mark.parametrize("where", SKIPPED)

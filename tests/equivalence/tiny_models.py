@@ -40,10 +40,10 @@ def _qwen3() -> PretrainedConfig:
     return Qwen3Config(**_sizes(num_kv_heads=2, head_dim=32), use_sliding_window=False)
 
 
-def _mistral() -> PretrainedConfig:
+def _mistral(sliding_window: int | None = None) -> PretrainedConfig:
     from transformers import MistralConfig
 
-    return MistralConfig(**_sizes(num_kv_heads=1, num_layers=3), sliding_window=None)
+    return MistralConfig(**_sizes(num_kv_heads=1, num_layers=3), sliding_window=sliding_window)
 
 
 def _llama3() -> PretrainedConfig:
@@ -55,11 +55,11 @@ def _llama3() -> PretrainedConfig:
     )
 
 
-def _qwen2() -> PretrainedConfig:
-    """With a window in the upper layer that nothing passes."""
+def _qwen2(sliding_window: int = MAX_POSITIONS) -> PretrainedConfig:
+    """With a window in the upper layer, which nothing passes if it is not asked for."""
     from transformers import Qwen2Config
 
-    windows = {"use_sliding_window": True, "sliding_window": MAX_POSITIONS, "max_window_layers": 1}
+    windows = {"use_sliding_window": True, "sliding_window": sliding_window, "max_window_layers": 1}
     return Qwen2Config(**_sizes(num_kv_heads=2), **windows)
 
 
@@ -126,10 +126,12 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "gemma2-window-64": lambda: gemma2(sliding_window=64),
     "gemma3": gemma3,
     "gpt-neox": _gpt_neox,
+    "mistral-window-40": lambda: _mistral(sliding_window=40),
+    "qwen2-window-24": lambda: _qwen2(sliding_window=24),
 }
 """Configs by name: Llama with grouped, multi-head and multi-query attention and with Llama 3's rope, Qwen3 (norms of q
-and k), Mistral, Qwen2 (biases of q, k and v), Phi-3 (packed weights), Gemma 2 (soft-capping), GPT-NeoX (packed weights,
-biases, parallel residuals, rotated in part)."""
+and k), Mistral, Qwen2 (biases of q, k and v), Phi-3 (packed weights), Gemma 2 (soft-capping), Gemma 3 (two ropes),
+GPT-NeoX (packed weights, biases, parallel residuals, rotated in part)."""
 
 
 def _sizes(*, num_kv_heads: int, head_dim: int = 16, num_layers: int = 2) -> dict[str, Any]:

@@ -89,18 +89,78 @@ def test_norms_are_those_of_the_stated_order(length, num_rows, seed):
     assert same(into[:, :length], out[:, :length]), "in place too"
 
 
+def gate(tile, gates, ups):
+    """Gates in place, of as many numbers as ``ups`` has."""
+    ends = gates.ctypes.data, gates.strides[0], ups.ctypes.data, ups.strides[0]
+    call(tile, *ends, ups.shape[1], len(gates))
+
+
 @given(lengths, st.integers(0, 5), seeds, st.sampled_from([0.1, 10.0, 300.0]))
 def test_silu_is_that_of_the_stated_order(length, num_rows, seed, spread):
-    gate, up = numbers(seed, num_rows, length + 2, spread=spread), numbers(seed + 1, num_rows, length)
-    before = gate.copy()
-    arguments = gate.ctypes.data, gate.strides[0], up.ctypes.data, up.strides[0], length, num_rows
-    call(row_tiles().silu, *arguments)
+    gates, ups = numbers(seed, num_rows, length + 2, spread=spread), numbers(seed + 1, num_rows, length)
+    before = gates.copy()
+    gate(row_tiles().silu, gates, ups)
     x = before[:, :length]
     exponent = np.clip(x * F(-1.4426950408889634), F(-126), F(126))
-    assert same(up * x / (F(1) + exp2(exponent)), gate[:, :length])
-    assert same(gate[:, length:], before[:, length:])
+    assert same(ups * x / (F(1) + exp2(exponent)), gates[:, :length])
+    assert same(gates[:, length:], before[:, length:])
     exact = np.clip(x.astype(np.float64), -80, 80)  # beyond, 2^126 is what the kernel divides by
-    assert gate[:, :length] == pytest.approx(up * (x / (1 + np.exp(-exact))), rel=1e-5, abs=1e-30)
+    assert gates[:, :length] == pytest.approx(ups * (x / (1 + np.exp(-exact))), rel=1e-5, abs=1e-30)
+
+
+GELU = -2 * np.sqrt(2 / np.pi) * 1.4426950408889634
+
+
+@given(lengths, st.integers(0, 5), seeds, st.sampled_from([0.1, 3.0, 300.0]))
+def test_gelu_is_that_of_the_stated_order(length, num_rows, seed, spread):
+    gates, ups = numbers(seed, num_rows, length + 2, spread=spread), numbers(seed + 1, num_rows, length)
+    before = gates.copy()
+    gate(row_tiles().gelu, gates, ups)
+    x = before[:, :length]
+    exponent = np.clip(x * fma(x * x, F(GELU * 0.044715), F(GELU)), F(-126), F(126))
+    assert same(ups * x / (F(1) + exp2(exponent)), gates[:, :length])
+    assert same(gates[:, length:], before[:, length:])
+
+
+@pytest.mark.parametrize("spread", [1e-20, 1e-3, 0.1, 1.0, 3.0, 50.0])
+def test_gelu_is_near_that_of_torch(spread):
+    """Beside float64; and where torch's float32 has digits left, no further from it than a few of its last ones."""
+    import torch
+
+    gates = numbers(7, 5, 203, spread=spread)
+    before = torch.from_numpy(gates.copy())
+    gate(row_tiles().gelu, gates, np.ones_like(gates))
+    exact = torch.nn.functional.gelu(before.double(), approximate="tanh").numpy()
+    assert gates == pytest.approx(exact, rel=1e-6, abs=1e-7 * spread)
+    told = torch.nn.functional.gelu(before, approximate="tanh").numpy()
+    assert gates == pytest.approx(told, rel=2e-6, abs=3e-7 * spread)
+
+
+def test_gelu_keeps_what_is_no_number():
+    gates = np.array([[np.nan, np.inf, 1e30, -1e30, 0.0]], F)
+    gate(row_tiles().gelu, gates, np.ones_like(gates))
+    assert np.isnan(gates[0, 0])
+    assert np.isinf(gates[0, 1])
+    assert gates[0, 2] == F(1e30)
+    assert abs(gates[0, 3]) < 1e-7
+    assert gates[0, 4] == 0
+
+
+def cap(x, length, softcap):
+    call(row_tiles().cap, x.ctypes.data, x.strides[0], length, len(x), bits(softcap))
+
+
+@given(lengths, st.integers(0, 5), seeds, st.sampled_from([0.1, 10.0, 300.0]))
+def test_softcaps_are_those_of_the_stated_order(length, num_rows, seed, spread):
+    x = numbers(seed, num_rows, length + 3, spread=spread)
+    before = x.copy()
+    cap(x, length, F(30))
+    below = np.clip(before[:, :length] / F(30), F(-7.9), F(7.9))
+    square = below * below
+    assert same(F(30) * (below * polynomial(square, ABOVE) / polynomial(square, BELOW)), x[:, :length])
+    assert same(x[:, length:], before[:, length:])
+    exact = 30 * np.tanh(before[:, :length].astype(np.float64) / 30)
+    assert x[:, :length] == pytest.approx(exact, rel=1e-6)
 
 
 def weigh(scores, hidden, limits, num_entries, softcap=0.0, *, to_pairs=False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from dataclasses import replace
@@ -97,7 +98,7 @@ def test_a_slab_is_what_was_planned(family, settings, smollm2, tiny_folder, free
 
 @pytest.mark.parametrize("quantization", [None, "int8", "w8a8_int8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "gemma3"])
 def test_weights_of_the_fused_decoder_are_planned_to_the_byte(family, dtype, quantization, tiny_folder):
     """A start counts whole panels and scales; the planner bits a parameter, so less by no more than what fills them."""
     folder = tiny_folder(family)
@@ -177,7 +178,8 @@ def test_layers_in_16_bit_are_planned_as_they_are_served(family, asked, skipped,
     asked |= {"kv_cache_dtype": "int8_per_token_head", "kv_cache_dtype_skip_layers": skipped}
     blueprint = plan_engine(EngineConfig(model=str(folder), **asked))
     memory = plan_memory(find_model(str(folder)), cpu(free_bytes), PlanSettings(**asked))
-    assert memory.devices[0].capacity == blueprint.capacity
+    planned, served = memory.devices[0].capacity, blueprint.capacity
+    assert replace(planned, weight_bytes=served.weight_bytes) == served  # the fused decoder's panels are filled up
     assert memory.layout.bytes_per_block == blueprint.geometry.bytes_per_block
     assert memory.layout.groups == blueprint.geometry.groups
     assert memory.layout.bytes_per_token == blueprint.geometry.bytes_per_token
@@ -199,7 +201,7 @@ def test_layers_that_cannot_be_skipped_are_refused(asked, said, tiny_folder):
 
 
 def test_the_formula_tells_layers_in_16_bit_apart(tiny_folder):
-    settings = PlanSettings(kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=(1,))
+    settings = PlanSettings(kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=(1,), dtype="float32")
     first, *_ = formula(plan_memory(find_model(str(tiny_folder("gemma3"))), cpu(GIB), settings).layout)
     assert "2 (K and V) x 1 layers x 2 KV heads x 32 B (head_dim 16) [float16]" in first
     assert first.endswith(f"= {2 * 2 * (3 * 16 + 32)}")
@@ -259,6 +261,28 @@ def test_auto_is_the_same_dtype_on_both_sides(family, tiny_folder, free_bytes):
     planned = plan_memory(find_model(str(folder)), cpu(free_bytes), PlanSettings(kv_cache_memory_bytes=2**24))
     assert str(served.dtype) == f"torch.{planned.dtype}"
     assert this_cpu().multiplies_bfloat16 == cpu(free_bytes).multiplies_bfloat16
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "is_fused"),
+    [
+        ("llama", {"hidden_act": "gelu_pytorch_tanh"}, True),
+        ("llama", {"hidden_act": "gelu"}, False),
+        ("gemma2", {"hidden_activation": "silu"}, True),
+        ("gemma2", {"hidden_activation": "gelu", "hidden_act": "silu"}, False),
+        ("gemma2", {"use_bidirectional_attention": True}, False),
+        ("gemma3", {"attention_bias": True}, False),
+        ("gemma3", {"rope_parameters": None, "rope_theta": 1e5, "rope_local_base_freq": 1e4}, True),
+    ],
+    ids=str,
+)
+def test_what_the_fused_decoder_computes_is_the_same_on_both_sides(family, change, is_fused, tiny_folder, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder(family), folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    served = plan_engine(EngineConfig(model=str(folder), kv_cache_memory_bytes=2**24))
+    assert served.is_fused == find_model(str(folder)).is_fused == is_fused
 
 
 def test_weights_that_lie_there_twice_are_counted_once(tiny_folder, tmp_path, free_bytes):

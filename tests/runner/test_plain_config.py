@@ -27,7 +27,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-PLAIN = {"llama", "llama-mha", "llama-mqa", "llama3", "mistral", "qwen3"}
+PLAIN = {"llama", "llama-mha", "llama-mqa", "llama3", "mistral", "mistral-window-40", "qwen3"}
 CLASSES: dict[str, dict[str, Any]] = {
     "LlamaConfig": {},
     "MistralConfig": {"sliding_window": None},
@@ -166,7 +166,7 @@ def test_whatever_else_is_left_to_transformers(tmp_path, kind):
     ("config", "change"),
     [
         ("MistralConfig", {"sliding_window": ...}),
-        ("MistralConfig", {"sliding_window": 16}),
+        ("MistralConfig", {"sliding_window": 1}),
         ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
         ("Qwen3Config", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}),
         ("Qwen3Config", {"head_dim": ...}),
@@ -180,6 +180,16 @@ def test_what_a_familys_defaults_decide_is_left_to_transformers(tmp_path, config
     told, expected = both_answers(tmp_path)
     assert told == expected
     assert not is_plain(tmp_path)
+
+
+@pytest.mark.parametrize("window", [2, 16, 128, 4096])
+def test_a_window_of_every_layer_is_plain(tmp_path, window):
+    save(tmp_path, "MistralConfig")
+    rewrite(tmp_path, {"sliding_window": window})
+    told, expected = both_answers(tmp_path)
+    assert told == expected
+    assert told.keeps
+    assert is_plain(tmp_path)
 
 
 JSON = st.sampled_from([None, True, False, 0, 1, -1, 2, 3, 8, 16, 0.5, 1.0, 1e4, "", "silu", "default", [], [2], {}])

@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from pagefold.runner.codecs.constants import RANGE
 from pagefold.runner.codecs.turning import Turning
 from pagefold.runner.fused.families import read_fused_config
-from pagefold.runner.fused.rope import rope_table
+from pagefold.runner.fused.rope import rope_tables
 
 KINDS = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
@@ -29,7 +29,7 @@ def test_keys_are_turned_as_the_model_turns_them(kind, tmp_path):
     )
     config.save_pretrained(tmp_path)
     fused = read_fused_config(config.to_dict())
-    turning = Turning(torch.from_numpy(rope_table(fused, tmp_path, 1000)))
+    turning = Turning(torch.from_numpy(rope_tables(fused, tmp_path, 1000)[0]))
     still = torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
 
     def computed(positions):

@@ -68,10 +68,15 @@ class Blueprint:
         return decoder_formats(str(self.dtype).removeprefix("torch."), self.config.quantization)
 
     @property
+    def computes_windows(self) -> bool:
+        """Whether the model's windows are computed as such, as far as any sequence passes them."""
+        return self.card is None and bool(self.spec.keeps) and not without_windows(self.config, self.spec)
+
+    @property
     def limit(self) -> Limit:
         """Up to which length it is computed as it is meant."""
         spec = self.spec
-        if self.geometry.keeps:
+        if self.computes_windows:
             return spec.windowed_limit
         could_be_longer = self.card is None and bool(spec.keeps) and spec.max_exact_len < spec.windowed_limit.length
         setting = without_windows(self.config, spec) if could_be_longer else ""

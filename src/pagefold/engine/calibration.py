@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pagefold.engine.blueprint import Blueprint
-    from pagefold.runner.models import ModelSpec
     from pagefold.runner.slab import AnySlab
     from pagefold.runner.torch_runner import Decoder, OnQueries
 
@@ -99,7 +98,7 @@ def bound_constants(blueprint: Blueprint) -> int:
     vector_bytes = geometry.head_dim * np.dtype(np.float32).itemsize
     if CELL_CODECS[geometry.codec.name].seals:  # what is taken off K; and, zeros, off V
         return num_cells * (2 + 2) * vector_bytes
-    num_centres = 1 + (num_ranges_of(_num_positions(blueprint.spec)) if is_centred else 1) + 2
+    num_centres = 1 + (num_ranges_of(_num_positions(blueprint)) if is_centred else 1) + 2
     return 2 * num_cells * (num_centres + geometry.head_dim) * vector_bytes
 
 
@@ -125,7 +124,8 @@ def find_constants(
     facts = _VERSION, *computed, num_tokens
     name = hashlib.sha256(repr(facts).encode() + text).hexdigest()[:32]
     file = cache_dir() / "calibration" / f"{name}.f32"
-    shape = geometry.num_layers * geometry.num_kv_heads, num_ranges_of(_num_positions(spec)), geometry.head_dim
+    num_ranges = num_ranges_of(_num_positions(blueprint))
+    shape = geometry.num_layers * geometry.num_kv_heads, num_ranges, geometry.head_dim
     kept = _read(file, *shape)
     if kept is not None:
         return kept
@@ -146,18 +146,21 @@ def _most_tokens(blueprint: Blueprint) -> int:
     return min(_NUM_TOKENS, blueprint.limit.length)
 
 
-def _num_positions(spec: ModelSpec) -> int:
+def _num_positions(blueprint: Blueprint) -> int:
     """Return how many positions are told apart."""
-    return 1 if spec.fused is None else min(spec.max_exact_len, _MOST_POSITIONS)
+    return 1 if blueprint.spec.fused is None else min(blueprint.limit.length, _MOST_POSITIONS)
 
 
-def _turning(spec: ModelSpec) -> Turning:
-    """Return how the model's positions turn keys and queries."""
+def _turnings(blueprint: Blueprint) -> list[Turning]:
+    """Return how the model's positions turn keys and queries in each layer."""
+    spec = blueprint.spec
     if spec.fused is None:
-        return Turning.none(spec.head_dim)
-    from pagefold.runner.fused.rope import rope_table  # noqa: PLC0415 - some kinds are transformers'
+        return [Turning.none(spec.head_dim)] * spec.num_layers
+    from pagefold.runner.fused.rope import rope_tables  # noqa: PLC0415 - some kinds are transformers'
 
-    return Turning(torch.from_numpy(rope_table(spec.fused, spec.folder, _num_positions(spec))))
+    tables = torch.from_numpy(rope_tables(spec.fused, spec.folder, _num_positions(blueprint)))
+    turnings = [Turning(table) for table in tables]
+    return [turnings[rope] for rope in spec.fused.rope_of_layer]
 
 
 def _offsets(num_tokens: int, num_positions: int) -> range:
@@ -192,17 +195,19 @@ def _measure(blueprint: Blueprint, make_decoder: MakeDecoder, text: str) -> Code
     spec = blueprint.spec
     token_ids = Tokenizer(spec.folder).encode(text)[: _most_tokens(blueprint)]
     shape = spec.num_layers, spec.num_kv_heads, spec.head_dim
-    plain = KVGeometry(*shape, blueprint.dtype.itemsize, keeps=blueprint.geometry.keeps)
+    keeps = spec.keeps if blueprint.computes_windows else ()  # the text may be longer than any sequence
+    plain = KVGeometry(*shape, blueprint.dtype.itemsize, keeps=keeps)
     tables = _whole_tables(plain, len(token_ids))
     layout = layout_on(blueprint.device, in_pairs=blueprint.computes_pairs)
     slab = Slab.allocate(plain, sum(table.end for table in tables), blueprint.dtype, blueprint.device, layout)
     capacity = replace(blueprint.capacity, max_model_len=len(token_ids))
-    turning = _turning(spec)
-    offsets = _offsets(len(token_ids), turning.num_positions)
+    turnings = _turnings(blueprint)
+    offsets = _offsets(len(token_ids), turnings[0].num_positions)
     moments = torch.zeros((plain.num_layers, plain.num_kv_heads, spec.head_dim, spec.head_dim), dtype=torch.float64)
     positions = torch.empty(0, dtype=torch.int64)  # of the step's tokens
 
     def on_queries(layer: int, queries: torch.Tensor) -> None:
+        turning = turnings[layer]
         rows = queries.cpu().double().view(len(queries), plain.num_kv_heads, -1, spec.head_dim)
         rows = turning.turned_back(rows.permute(1, 2, 0, 3), positions)  # [KV head, its heads, token, D]
         for offset in offsets:
@@ -223,8 +228,8 @@ def _measure(blueprint: Blueprint, make_decoder: MakeDecoder, text: str) -> Code
     keys, values = (
         _by_cell(vectors.reshape(cells), plain, tables, len(token_ids)) for vectors in (slab.keys, slab.values)
     )
-    for own, of_queries in zip(keys, moments.flatten(0, 1), strict=True):
-        centres, moment = _of_keys(own.double(), turning, offsets)
+    for cell, (own, of_queries) in enumerate(zip(keys, moments.flatten(0, 1), strict=True)):
+        centres, moment = _of_keys(own.double(), turnings[cell // plain.num_kv_heads], offsets)
         key_centres.append(torch.cat((own[:1], centres.float())))
         bases.append(fitted_basis(moment, of_queries))
     means = values[:, min(1, len(token_ids) - 1) :].double().mean(1, keepdim=True).float()

@@ -11,7 +11,7 @@ from pagefold.engine.on_card import OnCard
 from pagefold.engine.on_cpu import OnCpu
 from pagefold.errors import ConfigError
 from pagefold.files.json_object import read_json_object
-from pagefold.kv import CODECS, KV_CACHE_DTYPES, KVGeometry
+from pagefold.kv import CODECS, KEEP_ALL, KV_CACHE_DTYPES, KVGeometry
 from pagefold.memory.capacity import Capacity
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pagefold.config import EngineConfig
     from pagefold.engine.hardware import Hardware
     from pagefold.hub.progress import Progress
+    from pagefold.kv import KeepRule
     from pagefold.runner.models import ModelSpec
 
 __all__ = ["geometry_of", "hardware_of", "plan_engine"]
@@ -58,12 +59,20 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
     not_fused = _why_not_fused(config, spec, name, device)
     _check_fused(config, spec, not_fused)
     geometry = geometry_of(config, spec, dtype)
-    if spec.keeps and device == "cpu" and not_fused and not without_windows(config, spec):
-        geometry = replace(geometry, keeps=spec.keeps)  # else the window is the limit
+    if device == "cpu" and not without_windows(config, spec):
+        geometry = replace(geometry, keeps=_keeps(config, spec))  # else the window is the limit
     assert device == "cpu" or card is not None, "it was chosen"
     card = None if device == "cpu" else card
     blueprint = Blueprint(config, spec, geometry, _NOTHING, dtype, not_fused, device, card)
     return replace(blueprint, capacity=hardware_of(blueprint).capacity(blueprint))
+
+
+def _keeps(config: EngineConfig, spec: ModelSpec) -> tuple[KeepRule, ...]:
+    """Return what each layer keeps; empty where all keep all. A window that no sequence passes is none."""
+    asked = config.max_model_len
+    longest = min(asked, spec.windowed_limit.length) if isinstance(asked, int) else spec.windowed_limit.length
+    keeps = tuple(KEEP_ALL if (rule.window or longest) >= longest else rule for rule in spec.keeps)
+    return keeps if any(rule.trims for rule in keeps) else ()
 
 
 def hardware_of(blueprint: Blueprint) -> Hardware:

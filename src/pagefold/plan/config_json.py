@@ -47,12 +47,26 @@ _PATTERN = {"M": "mamba", "*": "full_attention", "-": "mlp", "E": "moe"}
 """Letters of Nemotron-H's ``hybrid_override_pattern``, one a layer."""
 
 _WINDOWED_EVERYWHERE = ("mistral", "mixtral", "phi3", "ministral", "starcoder2")
-_SERVED_WITH_WINDOWS = ("gemma2", "mistral", "phi3", "qwen2", "qwen3")
+_SERVED_WITH_WINDOWS = ("gemma2", "gemma3_text", "mistral", "qwen2", "qwen3")
+"""Families whose windows the server computes."""
+_SERVED_UP_TO_WINDOWS = ("phi3",)
+"""Families that it takes no longer than their windows are."""
 
-_FUSED = ("llama", "mistral", "qwen2", "qwen3")
-"""Families of the server's fused decoder."""
-_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-"""Numbers that it needs of a rope of this kind."""
+_FUSED = {
+    "llama": "hidden_act",
+    "mistral": "hidden_act",
+    "qwen2": "hidden_act",
+    "qwen3": "hidden_act",
+    "gemma2": "hidden_activation",
+    "gemma3_text": "hidden_activation",
+}
+"""Families of the server's fused decoder, with the field that names their activation."""
+_FUSED_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+_ROPE_NUMBERS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+"""Numbers that it needs of a rope of such a kind."""
 _FUSED_HEAD = 8
 """What it takes a head's numbers in."""
 
@@ -319,7 +333,7 @@ def _with_more(layer: DecoderLayer, parameters: int) -> DecoderLayer:
 
 
 def _served_limit(config: Mapping[str, Any], model_type: str, windows: list[int]) -> int | None:
-    limits = list(windows) if model_type in _SERVED_WITH_WINDOWS else []
+    limits = list(windows) if model_type in _SERVED_UP_TO_WINDOWS else []
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = rope.get("rope_type") or rope.get("type") if isinstance(rope, dict) else None
     if kind == "longrope" and model_type == "phi3":
@@ -333,20 +347,23 @@ def _is_fused(config: Mapping[str, Any], model_type: str) -> bool:
     """Whether the server's fused decoder computes it: see ``read_fused_config`` of the runner."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     rope = rope if isinstance(rope, dict) else {}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    factor = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    numbers = [rope.get(name) for name in _LLAMA3] if kind == "llama3" else []
-    is_plain_rope = (factor in (None, 1) or kind == "proportional") and all(
-        type(one) in (int, float) for one in numbers
-    )
+    by_layer = [one for one in rope.values() if isinstance(one, dict)]
     has_odd_bias = config.get("mlp_bias") or (config.get("attention_bias") and model_type != "qwen2")
     return (
         model_type in _FUSED
-        and config.get("hidden_act", "silu") == "silu"
+        and (config.get(_FUSED[model_type]) or _FUSED_ACTIVATIONS[0]) in _FUSED_ACTIVATIONS
         and not has_odd_bias
-        and is_plain_rope
+        and not config.get("use_bidirectional_attention")
+        and all(_is_fused_rope(one, config.get("partial_rotary_factor")) for one in by_layer or [rope])
         and _head_dim(config) % _FUSED_HEAD == 0
     )
+
+
+def _is_fused_rope(rope: Mapping[str, Any], partial_factor: object) -> bool:
+    kind = str(rope.get("rope_type") or rope.get("type") or "default")
+    is_whole = rope.get("partial_rotary_factor", partial_factor) in (None, 1)
+    numbers = [rope.get(name) for name in _ROPE_NUMBERS.get(kind, ())]
+    return (is_whole or kind == "proportional") and all(type(one) in (int, float) for one in numbers)
 
 
 def _why_not_served(config: Mapping[str, Any], model_type: str, kinds: list[str], windows: list[int]) -> str:
@@ -357,6 +374,6 @@ def _why_not_served(config: Mapping[str, Any], model_type: str, kinds: list[str]
     odd = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if odd:
         return f"layers of {' and '.join(odd)}"
-    if windows and model_type not in _SERVED_WITH_WINDOWS:
+    if windows and model_type not in _SERVED_WITH_WINDOWS + _SERVED_UP_TO_WINDOWS:
         return "sliding windows of this family"
     return ""

@@ -35,8 +35,8 @@ _STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 _WINDOWED_FAMILIES = ("gemma2", "gemma3_text", "mistral", "phi3", "qwen2", "qwen3")
 """Families that are taken with sliding windows: while no sequence is longer than it, a window is full attention."""
 
-_COMPUTED_WINDOWS = ("gemma3_text",)
-"""Families whose windows are computed, by transformers' layers and our attention; they may be limited as well."""
+_COMPUTED_WINDOWS = ("gemma2", "gemma3_text", "mistral", "qwen2", "qwen3")
+"""Families whose windows are computed, by our attention; they may be limited as well."""
 
 _LONGROPE_FAMILIES = ("phi3",)
 """Families that are taken with ``longrope``: its frequencies change once the longest sequence of the batch, whichever
@@ -214,7 +214,8 @@ def _keeps(config: PretrainedConfig | PlainConfig) -> tuple[KeepRule, ...]:
     window = _window(config)
     if window is None or config.model_type not in _COMPUTED_WINDOWS:
         return ()
-    return tuple(KeepRule(window) if kind == "sliding_attention" else KEEP_ALL for kind in config.layer_types)
+    layer_types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return tuple(KeepRule(window) if kind == "sliding_attention" else KEEP_ALL for kind in layer_types)
 
 
 def _window(config: PretrainedConfig | PlainConfig) -> int | None:

@@ -21,6 +21,8 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
 }
 
+_WINDOWED_EVERYWHERE = ("mistral",)
+"""Families whose window, if there is one, is every layer's."""
 
 _MAX_NUMBER = 2**53  # up to here a float is a whole number as well as an int is
 
@@ -49,7 +51,8 @@ def read_plain_config(raw: Mapping[str, Any]) -> PlainConfig | None:
         return None
     if not (_are_plain_sizes(raw) and _is_plain_rope(raw)):
         return None
-    return PlainConfig(**{**raw, "sliding_window": None})  # it is not in use, whatever is written
+    window = raw["sliding_window"] if family in _WINDOWED_EVERYWHERE else None  # of others it is not in use
+    return PlainConfig(**{**raw, "sliding_window": window})
 
 
 def _are_plain_sizes(raw: Mapping[str, Any]) -> bool:
@@ -97,6 +100,10 @@ def _is_count(value: Any) -> bool:  # noqa: ANN401
 
 def _is_positive(value: Any) -> bool:  # noqa: ANN401
     return type(value) in (int, float) and 0 < value < _MAX_NUMBER
+
+
+def _is_window(value: Any) -> bool:  # noqa: ANN401
+    return value is None or (type(value) is int and value > 1)
 
 
 def _is_share(value: Any) -> bool:  # noqa: ANN401
@@ -163,7 +170,7 @@ _WINDOWS: dict[str, Callable[[Any], bool]] = {
 
 _NEEDED_BY_FAMILY: dict[str, dict[str, Callable[[Any], bool]]] = {
     "llama": {},
-    "mistral": {"sliding_window": _is(None)},
+    "mistral": {"sliding_window": _is_window},
     "qwen2": {},
     "qwen3": {"head_dim": _is_count},
 }

@@ -68,13 +68,14 @@ class FusedDecoder:
         self._num_kv_heads = config.num_kv_heads
         self._head_dim = config.head_dim
         self._vocab_size = config.vocab_size
-        self._scoring = scoring_of(config.attention_scale, 0.0)
+        self._scoring = scoring_of(config.attention_scale, config.attention_softcap)
         self._packed = packed
         self._weights = packed.weights
         self._attention = AttentionRoom(slab, self._num_heads, self._num_kv_heads, self._num_threads)
         by_rows = row_tiles()
-        self._tiles = DecoderTiles(*packed.tiles, by_rows.norm, by_rows.silu)
-        self._phases = phases(len(self._weights.norms))
+        activation = by_rows.gelu if config.activation == "gelu" else by_rows.silu
+        self._tiles = DecoderTiles(*packed.tiles, by_rows.norm, by_rows.cap, activation)
+        self._phases = phases(config.num_layers, caps=config.logit_softcap != 0)
         self._sync = np.zeros((len(self._phases), SYNC_WIDTH), np.int64)
         self._shares = np.zeros((len(self._phases), self._num_threads), np.int64)
         self._began = 0.0
@@ -141,6 +142,7 @@ class FusedDecoder:
         most = max(num_tokens, num_rows)  # a token's logits may be wanted twice
         return DecoderRoom(
             hidden=_zeros(num_tokens, num_panels(hidden) * PANEL_WIDTH),
+            products=_zeros(most if weights.product_norms.size else 0, num_panels(hidden) * PANEL_WIDTH),
             normed=_zeros(
                 max(most, TOKENS_A_CHUNK * self._num_threads), odd_lines(hidden * FLOAT_BYTES) // FLOAT_BYTES
             ),

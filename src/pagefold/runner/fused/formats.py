@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import llvmlite.binding as llvm
+import numpy as np
 
 from pagefold.kernels.emit import IS_WIDE
 from pagefold.kernels.floats import Floats, Int8Weights
-from pagefold.kernels.pairs import bfloat16_pairs
+from pagefold.kernels.pairs import Pairs, bfloat16_pairs, round_to_bfloat16
 from pagefold.kernels.quads import int8_quads
 from pagefold.kernels.rows import LANES
 
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from pagefold.kernels.formats import ProductFormat
 
 __all__ = ["DecoderFormats", "decoder_formats", "natural_dtype", "processor_lacks"]
+
+
+_BFLOAT16_BELOW = 16
+"""Bits of a float32 below those that it has as bfloat16."""
 
 
 class DecoderFormats(NamedTuple):
@@ -34,6 +39,14 @@ class DecoderFormats(NamedTuple):
         """What decides the bits of all that is computed with them: products, and what is done with rows between."""
         texts = dict.fromkeys((self.products.arithmetic, self.embedding.arithmetic))
         return f"{', embedding in '.join(texts)}; rows in {LANES} lanes"
+
+    def rounded(self, number: float) -> np.float32:
+        """Return a number of the model as transformers has it in the dtype that is computed in."""
+        exact = np.array([number], np.float32)
+        if not isinstance(self.embedding, Pairs):
+            return np.float32(exact[0])
+        bits = round_to_bfloat16(exact).astype(np.uint32) << _BFLOAT16_BELOW
+        return np.float32(bits.view(np.float32)[0])
 
 
 def natural_dtype() -> str:

@@ -51,9 +51,9 @@ _LAYER_PHASES = (
 _PHASES_A_LAYER = len(_LAYER_PHASES)
 
 
-def phases(num_layers: int) -> tuple[str, ...]:
-    """Return what each phase of a step does, in order."""
-    return ("embed", *_LAYER_PHASES * num_layers, "norm", "head")
+def phases(num_layers: int, *, caps: bool = False) -> tuple[str, ...]:
+    """Return what each phase of a step does, in order; ``caps`` says whether logits have a softcap."""
+    return ("embed", *_LAYER_PHASES * num_layers, "norm", "head", *["cap"] * caps)
 
 
 _FLOAT_BYTES = 4
@@ -61,6 +61,7 @@ TOKENS_A_CHUNK = 4  # of the small phases
 # From here on, so many tokens are placed at once. A cache line of K has numbers of several of a block's tokens, so
 # fewer members write the same ones: two of a block still may, since chunks are counted from the step's first token.
 _MANY_TOKENS, _TOKENS_A_LARGE_CHUNK = 128, 16
+_LOGITS_A_CHUNK = 4096
 
 
 class DecoderStep(NamedTuple):
@@ -81,6 +82,8 @@ class DecoderRoom(NamedTuple):
 
     Attributes:
         hidden: float32 ``[T, >= E]``: the residual stream.
+        products: float32 ``[max(T, R), >= E]``: what attention or the MLP came to, until it is normed and added to the
+            residual stream; ``[0, ...]`` in models that norm no products.
         normed: float32 ``[max(T, R, members * TOKENS_A_CHUNK), >= E]``: norms of all rows; where the format has rows of
             its own, each member has a chunk's norms here until it has turned them into these.
         qkv: float32 ``[1 or L, T, >= (H + 2 * Hkv) * D]``: of one layer after another, or of all of them.
@@ -95,6 +98,7 @@ class DecoderRoom(NamedTuple):
     """
 
     hidden: NDArray[np.float32]
+    products: NDArray[np.float32]
     normed: NDArray[np.float32]
     qkv: NDArray[np.float32]
     attended: NDArray[np.float32]
@@ -111,14 +115,16 @@ class DecoderTiles(NamedTuple):
 
     Attributes:
         rows, product, column: of the format of the weights: see :class:`~pagefold.kernels.formats.FormatTiles`.
-        norm, silu: see :class:`~pagefold.kernels.rows.RowTiles`.
+        norm, cap: see :class:`~pagefold.kernels.rows.RowTiles`.
+        activation: of the MLP, one of these.
     """
 
     rows: int
     product: int
     column: int
     norm: int
-    silu: int
+    cap: int
+    activation: int
 
 
 class _Team(NamedTuple):
@@ -205,6 +211,9 @@ def _embed(tiles, sync, phase, weights, step, room):
             token_id = step.token_ids[t]
             panel = weights.embedding[token_id // width].ctypes.data
             call_tile(tiles.column, (panel, token_id % width, size, room.hidden[t].ctypes.data))
+            if weights.embedding_factor != 1:
+                for e in range(size):
+                    room.hidden[t, e] *= weights.embedding_factor
         finish(sync, phase)
     wait(sync, phase, num_chunks)
 
@@ -227,18 +236,32 @@ def _convert(tiles, x, source, num, rows, first):
 
 
 @part()
-def _norm_all(tiles, team, phase, hidden, num_tokens, weight, epsilon, out, rows):
-    """Norms of all rows, as they are multiplied; ``out`` has them if the format has no rows of its own."""
-    sync = team.sync
+def _add_normed(tiles, products, first, num, norm, epsilon, hidden):
+    """Norm ``num`` rows of products from ``first`` on, where they are, and add them to the residual stream."""
+    _norm(tiles, products, first, num, norm, epsilon, products, first)
+    for t in range(first, first + num):
+        for e in range(len(norm)):
+            hidden[t, e] += products[t, e]
+
+
+@part()
+def _norm_all(tiles, team, phase, weights, hidden, num_tokens, norm, behind, room, rows):
+    """Norms of all rows, as they are multiplied; ``room.normed`` has them if the format has no rows of its own.
+
+    Before that, products are added to the rows that are normed by ``behind`` first; nothing is if that is empty.
+    """
+    sync, epsilon = team.sync, weights.epsilon
     num_chunks = (num_tokens + TOKENS_A_CHUNK - 1) // TOKENS_A_CHUNK
     while True:
         chunk = claim(sync, phase)
         if chunk >= num_chunks:
             break
         first, end = chunk * TOKENS_A_CHUNK, min((chunk + 1) * TOKENS_A_CHUNK, num_tokens)
+        if len(behind):
+            _add_normed(tiles, room.products, first, end - first, behind, epsilon, hidden)
         into = team.member * TOKENS_A_CHUNK if tiles.rows else first  # what nobody else reads stays in the cache
-        _norm(tiles, hidden, first, end - first, weight, epsilon, out, into)
-        _convert(tiles, out, into, end - first, rows, first)
+        _norm(tiles, hidden, first, end - first, norm, epsilon, room.normed, into)
+        _convert(tiles, room.normed, into, end - first, rows, first)
         finish(sync, phase)
     wait(sync, phase, num_chunks)
 
@@ -303,7 +326,7 @@ def _matmul(tiles, team, phase, x, num_tokens, panels, y, width, adds, ahead):
 
 @part()
 def _matmul_gate_up(tiles, team, phase, x, num_tokens, panels, y, up, ahead):
-    """``y = silu(x @ gate) * (x @ up)``: panels of both alternate, and meet while they are in the cache."""
+    """``y = activation(x @ gate) * (x @ up)``: panels of both alternate, and meet while they are in the cache."""
     start, num_done, width = panels.ctypes.data, 0, up.shape[1]
     dealt = deal(num_tokens, panels.shape[0] // 2, team.num_members)
     distances = y.shape[1] * _FLOAT_BYTES, width * _FLOAT_BYTES
@@ -318,7 +341,7 @@ def _matmul_gate_up(tiles, team, phase, x, num_tokens, panels, y, up, ahead):
             _columns(tiles, x, t, num_rows, panels, 2 * pair, up_panel, y, t, pair * width, 0)
             _columns(tiles, x, t, num_rows, panels, 2 * pair + 1, following, up, 0, 0, 0)
             gate = y.ctypes.data + (t * y.shape[1] + pair * width) * _FLOAT_BYTES
-            call_tile(tiles.silu, (gate, distances[0], up.ctypes.data, distances[1], width, num_rows))
+            call_tile(tiles.activation, (gate, distances[0], up.ctypes.data, distances[1], width, num_rows))
         num_done += 1
     finish_all(team.sync, phase, num_done)
     wait(team.sync, phase, dealt.num_pieces)
@@ -339,7 +362,7 @@ def _place(tiles, sync, phase, weights, step, work, layer, room, qkv, attention)
             break
         for t in range(chunk * size, min((chunk + 1) * size, num_tokens)):
             row = qkv[t]
-            rope = weights.rope[step.positions[t]]
+            rope = weights.rope[weights.rope_of_layer[layer], step.positions[t]]
             if len(weights.bias):
                 for e in range(num_columns):
                     row[e] += weights.bias[layer, e]
@@ -387,6 +410,23 @@ def _attend(tiles, team, phase, layer, weights, step, attention, room, qkv):
 
 
 @part()
+def _cap(tiles, team, phase, weights, logits, num_rows):
+    """Softcap of all logits, in place: of parts of each row."""
+    sync, num = team.sync, logits.shape[1]
+    chunks_a_row = (num + _LOGITS_A_CHUNK - 1) // _LOGITS_A_CHUNK
+    num_chunks = num_rows * chunks_a_row
+    while True:
+        chunk = claim(sync, phase)
+        if chunk >= num_chunks:
+            break
+        row, first = chunk // chunks_a_row, chunk % chunks_a_row * _LOGITS_A_CHUNK
+        here = logits[row].ctypes.data + first * _FLOAT_BYTES
+        call_tile(tiles.cap, (here, 0, min(_LOGITS_A_CHUNK, num - first), 1, bits_of(weights.logit_softcap)))
+        finish(sync, phase)
+    wait(sync, phase, num_chunks)
+
+
+@part()
 def _member(tiles, team, weights, step, attention, room):
     num_tokens, num_rows, num_layers = len(step.token_ids), len(step.logit_rows), weights.norms.shape[0]
     size, width, sync = len(weights.last_norm), room.up.shape[2], team.sync
@@ -395,11 +435,13 @@ def _member(tiles, team, weights, step, attention, room):
     last_attended = room.last_attended.reshape((room.last_attended.shape[0], num_out))
     normed = _rows_of(tiles, room.normed, size, room)
     inner = _rows_of(tiles, room.inner, weights.intermediate, room)
+    adds = int(weights.product_norms.shape[2] == 0)  # products that are normed first are added in the norms' phases
+    behind = weights.product_norms[0, 1][:0]  # nothing is added before the first layer
     _embed(tiles, sync, 0, weights, step, room)
     for layer in range(num_layers):
         phase = 1 + layer * _PHASES_A_LAYER
         qkv, norms = room.qkv[layer % room.qkv.shape[0]], weights.norms[layer]
-        _norm_all(tiles, team, phase, room.hidden, num_tokens, norms[0], weights.epsilon, room.normed, normed)
+        _norm_all(tiles, team, phase, weights, room.hidden, num_tokens, norms[0], behind, room, normed)
         ahead = ahead_of(team, weights.out[layer], 1)
         _matmul(tiles, team, phase + 1, normed, num_tokens, weights.qkv[layer], qkv, width, 0, ahead)
         _attend(tiles, team, phase + 2, layer, weights, step, attention, room, qkv)
@@ -411,19 +453,24 @@ def _member(tiles, team, weights, step, attention, room):
             hidden, num = room.last_hidden, num_rows
             rows = _rows_of(tiles, last_attended, num_out, room)
             _pick(tiles, sync, phase + 6, step, room, attended, last_attended, rows)
+        y = hidden if adds else room.products
         ahead = ahead_of(team, weights.gate_up[layer], 2)
-        _matmul(tiles, team, phase + 7, rows, num, weights.out[layer], hidden, width, 1, ahead)
-        _norm_all(tiles, team, phase + 8, hidden, num, norms[1], weights.epsilon, room.normed, normed)
+        _matmul(tiles, team, phase + 7, rows, num, weights.out[layer], y, width, adds, ahead)
+        behind = weights.product_norms[layer, 0]
+        _norm_all(tiles, team, phase + 8, weights, hidden, num, norms[1], behind, room, normed)
         ahead = ahead_of(team, weights.down[layer], 1)
         up = room.up[team.member]
         _matmul_gate_up(tiles, team, phase + 9, normed, num, weights.gate_up[layer], room.inner, up, ahead)
         _convert_all(tiles, sync, phase + 10, room.inner, num, inner)
         ahead = ahead_of(team, weights.qkv[layer + 1] if layer + 1 < num_layers else weights.head, 1)
-        _matmul(tiles, team, phase + 11, inner, num, weights.down[layer], hidden, width, 1, ahead)
+        _matmul(tiles, team, phase + 11, inner, num, weights.down[layer], y, width, adds, ahead)
+        behind = weights.product_norms[layer, 1]
     phase = 1 + num_layers * _PHASES_A_LAYER
     last, ahead = room.last_hidden, ahead_of(team, weights.qkv[0], 1)
-    _norm_all(tiles, team, phase, last, num_rows, weights.last_norm, weights.epsilon, room.normed, normed)
+    _norm_all(tiles, team, phase, weights, last, num_rows, weights.last_norm, behind, room, normed)
     _matmul(tiles, team, phase + 1, normed, num_rows, weights.head, room.logits, width, 0, ahead)
+    if weights.logit_softcap != 0:
+        _cap(tiles, team, phase + 2, weights, room.logits, num_rows)
 
 
 @kernel(parallel=True, error_model="numpy")

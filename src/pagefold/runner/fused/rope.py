@@ -1,4 +1,4 @@
-"""The table of cosines and sines of a rope: equal to the bit to what transformers' models compute."""
+"""Tables of cosines and sines of ropes: equal to the bit to what transformers' models compute."""
 
 from __future__ import annotations
 
@@ -15,28 +15,37 @@ if TYPE_CHECKING:
 
     from pagefold.runner.fused.families import FusedConfig, Rope
 
-__all__ = ["rope_table"]
+__all__ = ["rope_tables"]
 
 
-def rope_table(config: FusedConfig, folder: Path, num_positions: int) -> NDArray[np.float32]:
-    """Return cosines and sines, float32 ``[positions, 2, D]``.
+def rope_tables(config: FusedConfig, folder: Path, num_positions: int) -> NDArray[np.float32]:
+    """Return cosines and sines of all ropes of a model, float32 ``[ropes, positions, 2, D]``.
 
     Args:
         config: of the model.
         folder: the model's: kinds that are not computed here are computed by transformers, from its ``config.json``.
         num_positions: how many positions, from 0 on.
     """
-    rope, scale = config.rope, 1.0
+    positions = torch.arange(num_positions)[:, None].float()
+    tables = []
+    for rope in config.ropes:
+        frequencies, scale = _frequencies_of(rope, config.head_dim, folder)
+        assert len(frequencies) * 2 == config.head_dim, "a rope of a part of the head"
+        angles = positions * frequencies
+        angles = torch.cat((angles, angles), dim=-1)
+        tables.append(torch.stack([angles.cos() * scale, angles.sin() * scale], dim=1))
+    return torch.stack(tables).numpy()
+
+
+def _frequencies_of(rope: Rope, head_dim: int, folder: Path) -> tuple[torch.Tensor, float]:
+    """Return a rope's radians a position, float32 ``[D / 2]``, and what cosines and sines are multiplied by."""
     if rope.kind == "default":
-        frequencies = _frequencies(rope.theta, config.head_dim)
-    elif rope.kind == "llama3":
-        frequencies = _llama3_frequencies(rope, config.head_dim)
-    else:
-        frequencies, scale = _frequencies_of_transformers(rope.kind, folder)
-    assert len(frequencies) * 2 == config.head_dim, "a rope of a part of the head"
-    angles = torch.arange(num_positions)[:, None].float() * frequencies
-    angles = torch.cat((angles, angles), dim=-1)
-    return torch.stack([angles.cos() * scale, angles.sin() * scale], dim=1).numpy()
+        return _frequencies(rope.theta, head_dim), 1.0
+    if rope.kind == "linear":
+        return _frequencies(rope.theta, head_dim) / rope.factor, 1.0
+    if rope.kind == "llama3":
+        return _llama3_frequencies(rope, head_dim), 1.0
+    return _frequencies_of_transformers(rope, folder)
 
 
 def _frequencies(theta: float, head_dim: int) -> torch.Tensor:
@@ -62,10 +71,11 @@ def _llama3_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
     return torch.where(is_between, between, stretched)
 
 
-def _frequencies_of_transformers(kind: str, folder: Path) -> tuple[torch.Tensor, float]:
+def _frequencies_of_transformers(rope: Rope, folder: Path) -> tuple[torch.Tensor, float]:
     """Return frequencies and what cosines and sines are multiplied by."""
     from transformers import AutoConfig  # noqa: PLC0415 - takes seconds, and few models need it
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: PLC0415
 
-    frequencies, scale = ROPE_INIT_FUNCTIONS[kind](AutoConfig.from_pretrained(folder))
+    of_layers = {"layer_type": rope.layer_type} if rope.layer_type else {}
+    frequencies, scale = ROPE_INIT_FUNCTIONS[rope.kind](AutoConfig.from_pretrained(folder), **of_layers)
     return frequencies, scale

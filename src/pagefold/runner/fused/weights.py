@@ -20,7 +20,7 @@ from pagefold.kernels.emit import FLOAT_BYTES
 from pagefold.kernels.formats import num_panels
 from pagefold.kernels.formats import pack as packed
 from pagefold.runner.fused.checkpoint import Checkpoint
-from pagefold.runner.fused.rope import rope_table
+from pagefold.runner.fused.rope import rope_tables
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,7 +37,8 @@ __all__ = ["DecoderWeights", "PackedModel", "pack_model", "packed_bytes"]
 class DecoderWeights(NamedTuple):
     """L layers, E hidden size, H heads, Hkv KV heads, D head_dim, F intermediate size, V vocabulary; W panel width.
 
-    Panels are uint8 ``[..., panels, bytes of a panel]``, of the embedding in a format of its own.
+    Panels are uint8 ``[..., panels, bytes of a panel]``, of the embedding in a format of its own. Norms are what rows
+    are multiplied by: where a model adds 1 to its weights, they have it.
 
     Attributes:
         qkv: panels ``[L, ceil((H + 2 * Hkv) * D / W), ...]``, of K = E.
@@ -47,10 +48,14 @@ class DecoderWeights(NamedTuple):
         gate_up: panels ``[L, 2 * ceil(F / W), ...]``, of K = E: gate and up in turn.
         down: panels ``[L, ceil(E / W), ...]``, of K = F.
         norms: float32 ``[L, 2, E]``: before attention and before the MLP.
+        product_norms: float32 ``[L, 2, E]``: behind them, of what is added then; or ``[L, 2, 0]`` without.
         last_norm: float32 ``[E]``.
         head: panels ``[ceil(V / W), ...]``, of K = E.
         embedding: likewise, a token a column; it is ``head`` where they are tied.
-        rope: float32 ``[positions, 2, D]``: cosines and sines.
+        rope: float32 ``[ropes, positions, 2, D]``: cosines and sines.
+        rope_of_layer: int64 ``[L]``.
+        embedding_factor: what embeddings are multiplied by; 1 for nothing.
+        logit_softcap: of logits; 0 for none.
         epsilon: of the norms.
         intermediate: F.
     """
@@ -62,10 +67,14 @@ class DecoderWeights(NamedTuple):
     gate_up: NDArray[np.uint8]
     down: NDArray[np.uint8]
     norms: NDArray[np.float32]
+    product_norms: NDArray[np.float32]
     last_norm: NDArray[np.float32]
     head: NDArray[np.uint8]
     embedding: NDArray[np.uint8]
     rope: NDArray[np.float32]
+    rope_of_layer: NDArray[np.int64]
+    embedding_factor: np.float32
+    logit_softcap: np.float32
     epsilon: np.float32
     intermediate: int
 
@@ -87,10 +96,17 @@ class PackedModel(NamedTuple):
     def num_bytes(self) -> int:
         """Bytes of all weights."""
         arrays = {id(one): one for one in self.weights if isinstance(one, np.ndarray)}  # a tied head once
-        return sum(one.nbytes for one in arrays.values()) - self.weights.rope.nbytes
+        of_ropes = self.weights.rope.nbytes + self.weights.rope_of_layer.nbytes
+        return sum(one.nbytes for one in arrays.values()) - of_ropes
 
 
 _EMBEDDING, _HEAD, _LAST_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+_NORMS = "input_layernorm.weight", "post_attention_layernorm.weight"
+"""A layer's norms before attention and before the MLP, in a model that has no others."""
+_OUTER_NORMS = "input_layernorm.weight", "pre_feedforward_layernorm.weight"
+_PRODUCT_NORMS = "post_attention_layernorm.weight", "post_feedforward_layernorm.weight"
+"""The same, and the norms behind them, in one that norms products."""
+_HEAD_NORMS = "self_attn.q_norm.weight", "self_attn.k_norm.weight"
 
 
 def packed_bytes(config: FusedConfig, formats: DecoderFormats) -> int:
@@ -108,7 +124,8 @@ def packed_bytes(config: FusedConfig, formats: DecoderFormats) -> int:
     products = formats.products
     layer = panels(products, num_qkv, hidden) + panels(products, hidden, num_out)
     layer += 2 * panels(products, inner, hidden) + panels(products, hidden, inner)
-    numbers = 2 * hidden + config.has_biases * num_qkv + config.has_head_norms * 2 * head_dim
+    numbers = (2 + 2 * config.has_product_norms) * hidden
+    numbers += config.has_biases * num_qkv + config.has_head_norms * 2 * head_dim
     tables = panels(products, config.vocab_size, hidden)
     if not config.is_tied:
         tables += panels(formats.embedding, config.vocab_size, hidden)
@@ -142,9 +159,6 @@ def pack_model(config: FusedConfig, folder: Path, num_positions: int, formats: D
 
     qkv, out, down = panels(num_qkv, hidden), panels(hidden, num_out), panels(hidden, inner)
     gate_up = panels(inner, hidden, every=2)
-    bias = np.zeros((num_layers, num_qkv) if config.has_biases else (0, 0), np.float32)
-    head_norms = np.zeros((num_layers, 2, config.head_dim) if config.has_head_norms else (0, 2, 0), np.float32)
-    norms = np.zeros((num_layers, 2, hidden), np.float32)
 
     @torch.inference_mode()
     def pack_layer(index: int) -> None:
@@ -152,17 +166,10 @@ def pack_model(config: FusedConfig, folder: Path, num_positions: int, formats: D
             return checkpoint.tensor(f"model.layers.{index}.{name}")
 
         pack(torch.cat([tensor(f"self_attn.{one}_proj.weight") for one in "qkv"]), qkv[index])
-        if config.has_biases:
-            bias[index] = torch.cat([tensor(f"self_attn.{one}_proj.bias") for one in "qkv"]).numpy()
-        if config.has_head_norms:
-            head_norms[index, 0] = tensor("self_attn.q_norm.weight").numpy()
-            head_norms[index, 1] = tensor("self_attn.k_norm.weight").numpy()
         pack(tensor("self_attn.o_proj.weight"), out[index])
         pack(tensor("mlp.gate_proj.weight"), gate_up[index, 0::2])
         pack(tensor("mlp.up_proj.weight"), gate_up[index, 1::2])
         pack(tensor("mlp.down_proj.weight"), down[index])
-        norms[index, 0] = tensor("input_layernorm.weight").numpy()
-        norms[index, 1] = tensor("post_attention_layernorm.weight").numpy()
 
     @torch.inference_mode()
     def pack_vocabulary() -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
@@ -177,17 +184,17 @@ def pack_model(config: FusedConfig, folder: Path, num_positions: int, formats: D
         list(threads.map(pack_layer, range(num_layers)))
         head, embedding = vocabulary.result()
     weights = DecoderWeights(
+        **_numbers_of(config, checkpoint)._asdict(),
         qkv=qkv,
-        bias=bias,
-        head_norms=head_norms,
         out=out,
         gate_up=gate_up,
         down=down,
-        norms=norms,
-        last_norm=checkpoint.tensor(_LAST_NORM).numpy().copy(),
         head=head,
         embedding=embedding,
-        rope=rope_table(config, folder, num_positions),
+        rope=rope_tables(config, folder, num_positions),
+        rope_of_layer=np.array(config.rope_of_layer, np.int64),
+        embedding_factor=formats.rounded(config.embedding_factor),
+        logit_softcap=np.float32(config.logit_softcap),
         epsilon=np.float32(config.epsilon),
         intermediate=inner,
     )
@@ -197,13 +204,58 @@ def pack_model(config: FusedConfig, folder: Path, num_positions: int, formats: D
     return PackedModel(weights, tiles, longest)
 
 
+class _Numbers(NamedTuple):
+    """What is no matrix; see :class:`DecoderWeights`."""
+
+    bias: NDArray[np.float32]
+    head_norms: NDArray[np.float32]
+    norms: NDArray[np.float32]
+    product_norms: NDArray[np.float32]
+    last_norm: NDArray[np.float32]
+
+
+@torch.inference_mode()
+def _numbers_of(config: FusedConfig, checkpoint: Checkpoint) -> _Numbers:
+    """Read what is no matrix; 1 is added to norms of a model that adds it."""
+    num_layers = config.num_layers
+
+    def norm(name: str) -> torch.Tensor:
+        weight = checkpoint.tensor(name)
+        return 1.0 + weight if config.adds_one_to_norms else weight.clone()
+
+    def of_layers(names: tuple[str, ...]) -> NDArray[np.float32]:
+        layers = [[norm(f"model.layers.{index}.{name}") for name in names] for index in range(num_layers)]
+        return torch.stack([torch.stack(of_one) for of_one in layers]).numpy()
+
+    def bias(index: int) -> torch.Tensor:
+        return torch.cat([checkpoint.tensor(f"model.layers.{index}.self_attn.{one}_proj.bias") for one in "qkv"])
+
+    before, behind = _norms_of(config)
+    return _Numbers(
+        bias=torch.stack([*map(bias, range(num_layers))]).numpy() if config.has_biases else _nothing(0, 0),
+        head_norms=of_layers(_HEAD_NORMS) if config.has_head_norms else _nothing(0, 2, 0),
+        norms=of_layers(before),
+        product_norms=of_layers(behind) if behind else _nothing(num_layers, 2, 0),
+        last_norm=norm(_LAST_NORM).numpy(),
+    )
+
+
+def _nothing(*shape: int) -> NDArray[np.float32]:
+    return np.zeros(shape, np.float32)
+
+
+def _norms_of(config: FusedConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of a layer's norms: those before attention and the MLP, and those behind them."""
+    return (_OUTER_NORMS, _PRODUCT_NORMS) if config.has_product_norms else (_NORMS, ())
+
+
 def _shapes(config: FusedConfig, checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes of all tensors that a model of this config has."""
     hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
     heads = {"q": config.num_heads * head_dim, "k": config.num_kv_heads * head_dim, "v": config.num_kv_heads * head_dim}
+    before, behind = _norms_of(config)
     layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
+        **dict.fromkeys(before + behind, (hidden,)),
         "self_attn.o_proj.weight": (hidden, heads["q"]),
         "mlp.gate_proj.weight": (inner, hidden),
         "mlp.up_proj.weight": (inner, hidden),
@@ -213,7 +265,7 @@ def _shapes(config: FusedConfig, checkpoint: Checkpoint) -> dict[str, tuple[int,
     if config.has_biases:
         layer |= {f"self_attn.{one}_proj.bias": (num,) for one, num in heads.items()}
     if config.has_head_norms:
-        layer |= {f"self_attn.{one}_norm.weight": (head_dim,) for one in "qk"}
+        layer |= dict.fromkeys(_HEAD_NORMS, (head_dim,))
     matrices = dict.fromkeys((_EMBEDDING, _HEAD), (config.vocab_size, hidden))
     if config.is_tied and _EMBEDDING in checkpoint and _HEAD not in checkpoint:
         del matrices[_HEAD]
