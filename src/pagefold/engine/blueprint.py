@@ -73,9 +73,11 @@ class Blueprint:
         spec = self.spec
         if self.geometry.keeps:
             return spec.windowed_limit
-        could_be_longer = self.card is None and bool(spec.keeps) and spec.max_exact_len < spec.windowed_limit.length
-        setting = without_windows(self.config, spec) if could_be_longer else ""
-        return Limit(spec.max_exact_len, spec.limit, setting)
+        could_be_longer = spec.max_exact_len < spec.windowed_limit.length
+        if self.card is not None or self.is_fused or not could_be_longer:
+            return Limit(spec.max_exact_len, spec.limit)
+        setting = without_windows(self.config, spec)
+        return Limit(spec.max_exact_len, spec.limit, setting) if setting else spec.windowed_limit
 
 
 def without_windows(config: EngineConfig, spec: ModelSpec) -> str:

@@ -58,12 +58,18 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
     not_fused = _why_not_fused(config, spec, name, device)
     _check_fused(config, spec, not_fused)
     geometry = geometry_of(config, spec, dtype)
-    if spec.keeps and device == "cpu" and not_fused and not without_windows(config, spec):
-        geometry = replace(geometry, keeps=spec.keeps)  # else the window is the limit
+    if device == "cpu" and not_fused and not without_windows(config, spec):
+        geometry = replace(geometry, keeps=spec.keeps_within(_longest(config, spec)))  # else the window is the limit
     assert device == "cpu" or card is not None, "it was chosen"
     card = None if device == "cpu" else card
     blueprint = Blueprint(config, spec, geometry, _NOTHING, dtype, not_fused, device, card)
     return replace(blueprint, capacity=hardware_of(blueprint).capacity(blueprint))
+
+
+def _longest(config: EngineConfig, spec: ModelSpec) -> int:
+    """Return how long a sequence may be where windows are computed: a window that none passes is none."""
+    longest = spec.windowed_limit.length
+    return min(config.max_model_len, longest) if isinstance(config.max_model_len, int) else longest
 
 
 def hardware_of(blueprint: Blueprint) -> Hardware:
@@ -96,9 +102,13 @@ def geometry_of(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> KV
     if unknown:
         msg = f"kv_cache_dtype_skip_layers has {unknown[0]}, and {spec.folder.name} has {spec.num_layers} layers."
         raise ConfigError(msg, remedy=f"Give layers between 0 and {spec.num_layers - 1}.")
+    for layer in config.kv_cache_dtype_skip_layers if spec.sources else ():
+        if spec.sources[layer] != layer:
+            msg = f"kv_cache_dtype_skip_layers has {layer}, which reads the K and V of layer {spec.sources[layer]}."
+            raise ConfigError(msg, remedy="Give layers that have their own.")
     name = KV_CACHE_DTYPES.get(config.kv_cache_dtype)
     if name is None or f"torch.{name}" == str(dtype):
-        return KVGeometry(*shape)
+        return KVGeometry(*shape, sources=spec.sources)
     from pagefold.runner.codecs import CELL_CODECS  # noqa: PLC0415 - torch comes with it
 
     wanted = CELL_CODECS[name].cannot_pack(spec.head_dim)
@@ -109,7 +119,7 @@ def geometry_of(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> KV
     if CELL_CODECS[name].seals:
         _check_sealing(config, spec)
     skip_codec = CODECS["bfloat16" if str(dtype) == "torch.bfloat16" else "float16"]
-    return KVGeometry(*shape, CODECS[name], skipped, skip_codec if skipped else None)
+    return KVGeometry(*shape, CODECS[name], skipped, skip_codec if skipped else None, sources=spec.sources)
 
 
 def _check_sealing(config: EngineConfig, spec: ModelSpec) -> None:
