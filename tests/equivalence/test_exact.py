@@ -13,7 +13,7 @@ import pytest
 from equivalence.prompts import full_prompts, short_prompts
 from equivalence.settings import SETTINGS, deal
 from equivalence.suite import Counts, Setting, Trial, Workload
-from equivalence.tiny_models import FAMILIES, VOCAB_SIZE
+from equivalence.tiny_models import BEYOND_WINDOWS, FAMILIES, VOCAB_SIZE
 from pagefold.config import EngineConfig
 from pagefold.engine.build import build_engine
 from pagefold.engine.planning import plan_engine
@@ -27,7 +27,7 @@ FEW_SETTINGS = [
     for setting in SETTINGS
     if setting.name in {"chunks of 16", "blocks of 4", "short of memory", "failed steps"}
 ]
-WINDOWED = {"gemma2-window-64", "gemma3"}  # these have tests of their own: below, and test_windows.py
+WINDOWED = {"gemma2-window-64", "gemma3", *BEYOND_WINDOWS}  # tests of their own: below, test_windows, test_families
 UNBOUNDED = [family for family in FAMILIES if family not in WINDOWED]
 FULL = Workload(full_prompts(VOCAB_SIZE), num_outputs=40)
 
@@ -40,7 +40,7 @@ def test_outputs_are_those_of_generate(family, setting, tiny_folder, tiny_refere
 
 
 @pytest.mark.parametrize("setting", FEW_SETTINGS, ids=lambda setting: setting.name)
-@pytest.mark.parametrize("family", ["llama3", "qwen2", "phi3-longrope", "gemma2", "gpt-neox"])
+@pytest.mark.parametrize("family", ["llama3", "qwen2", "phi3-longrope", "gemma2", "gpt-neox", "mixtral", "qwen3-moe"])
 def test_outputs_of_more_families_are_those_of_generate(family, setting, tiny_folder, tiny_references):
     trial = Trial(setting, SHORT, tiny_folder(family))
     trial.run()
@@ -67,28 +67,30 @@ def test_a_sequence_as_long_as_the_window_is_exact(tiny_folder, tiny_references)
     workload = Workload([prompt[: 64 - num_outputs] for prompt in SHORT.prompts], num_outputs)
     trial = Trial(WITHIN_WINDOW, workload, tiny_folder("gemma2-window-64"))
     assert trial.engine.capacity.max_model_len == 64
+    assert not trial.engine.scheduler.core.trims
     trial.run()
     trial.assert_exact(tiny_references("gemma2-window-64", num_outputs))
 
 
-def test_a_length_beyond_the_window_is_refused_with_the_largest_that_works(tiny_folder):
-    folder = str(tiny_folder("gemma2-window-64"))
+def test_a_length_beyond_the_window_is_refused_where_it_is_not_computed(tiny_folder):
+    """With the largest length that works: by the fused decoder, which computes Mistral."""
+    folder = str(tiny_folder("mistral-window"))
     with pytest.raises(
-        ConfigError, match=r"65, but beyond 64 tokens gemma2's sliding window .* Give at most 64\."
-    ) as refused:
-        plan_engine(EngineConfig(model=folder, max_model_len=65))
-    assert refused.value.remedy
-    for asked in (64, None, "auto"):
-        assert plan_engine(EngineConfig(model=folder, max_model_len=asked)).capacity.max_model_len == 64
+        ConfigError, match=r"25, but beyond 24 tokens mistral's sliding window .* Give at most 24\."
+    ) as e:
+        plan_engine(EngineConfig(model=folder, dtype="float32", max_model_len=25))
+    assert e.value.remedy
+    for asked in (24, None, "auto"):
+        plan = plan_engine(EngineConfig(model=folder, dtype="float32", max_model_len=asked))
+        assert plan.capacity.max_model_len == 24
+    config = EngineConfig(model=folder, dtype="float32", max_model_len=400, model_impl="transformers")
+    assert plan_engine(config).capacity.max_model_len == 400
 
 
 @pytest.mark.parametrize(
     ("family", "limit"),
     [
-        (
-            "gemma2-window-64",
-            ["limit      64 of 4,096 tokens, beyond which gemma2's sliding window is not computed yet"],
-        ),
+        ("gemma2-window-64", []),
         ("phi3-longrope", ["limit      3,584 of 4,096 tokens, beyond which phi3's longrope is not computed yet"]),
         ("gemma2", []),
     ],
