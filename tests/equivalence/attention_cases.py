@@ -55,6 +55,7 @@ class Case:
         scale: of the scores.
         softcap: of the scores; 0 for none.
         dense: for each sequence and KV head, keys and values of all its entries, ``[n, D]`` each.
+        sinks: of each query head, float64 ``[H]``; None for none.
     """
 
     query: torch.Tensor
@@ -66,6 +67,7 @@ class Case:
     scale: float
     softcap: float
     dense: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]
+    sinks: torch.Tensor | None = None
 
     @property
     def group(self) -> GroupInputs:
@@ -80,7 +82,7 @@ class Case:
     def expected(self) -> torch.Tensor:
         """Return the op's result by dense attention, head by head, in float64: ``[T, H, D]``.
 
-        Torch's, or with a softcap, which that has not, our own.
+        Torch's, or with a softcap or sinks, which that has not, our own.
         """
         out = torch.empty_like(self.query)
         group = self.query.shape[1] // self.key.shape[1]
@@ -93,8 +95,9 @@ class Case:
             for q, seen in enumerate(visible, num_entries - num_queries):
                 seen[: self.group.keeps.first_seen(q)] = False
             operands = queries, keys.expand(group, -1, -1), values.expand(group, -1, -1)
-            if self.softcap:
-                attended = _softcapped(*operands, visible, self.scale, self.softcap)
+            if self.softcap or self.sinks is not None:
+                sinks = torch.full((group,), -torch.inf) if self.sinks is None else self.sinks[heads]
+                attended = _plainly(*operands, visible, self.scale, self.softcap, sinks)
             else:
                 attended = torch.nn.functional.scaled_dot_product_attention(
                     *operands, attn_mask=visible, scale=self.scale
@@ -102,10 +105,16 @@ class Case:
             out[tokens, heads] = attended.transpose(0, 1)
         return out
 
+    @property
+    def scoring(self) -> tuple[Any, ...]:
+        """The op's last operands."""
+        return (self.scale, self.softcap) if self.sinks is None else (self.scale, self.softcap, self.sinks)
+
     def round_to(self, dtype: torch.dtype) -> None:
         """Let all numbers be what ``dtype`` holds, so that only the op's own rounding is judged."""
         for name in ("query", "key", "value"):
             setattr(self, name, getattr(self, name).to(dtype).double())
+        self.sinks = None if self.sinks is None else self.sinks.to(dtype).double()
         self.slab.data.copy_(self.slab.data.to(dtype).double())
         for at, (keys, values) in self.dense.items():
             self.dense[at] = keys.to(dtype).double(), values.to(dtype).double()
@@ -134,24 +143,29 @@ class Case:
         slab.keys.copy_(self.slab.keys)
         slab.values.copy_(self.slab.values)
         operands = (tensor.to(device, dtype, copy=True) for tensor in (self.query, self.key, self.value))
-        return *operands, slab, self.inputs, self.layer, self.scale, self.softcap
+        scoring = (one.to(device, dtype) if isinstance(one, torch.Tensor) else one for one in self.scoring)
+        return *operands, slab, self.inputs, self.layer, *scoring
 
 
-def _softcapped(  # noqa: PLR0917 - the operands of the op
+def _plainly(  # noqa: PLR0917 - the operands of the op
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     visible: torch.Tensor,
     scale: float,
     softcap: float,
+    sinks: torch.Tensor,
 ) -> torch.Tensor:
-    """Soft-capped attention query by query, as the formula says it: ``[G, q, D]``."""
+    """Attention query by query, as the formulas of a softcap and of sinks ``[G]`` say it: ``[G, q, D]``."""
     out = torch.empty_like(queries)
     for q in range(queries.shape[1]):
         seen_keys, seen_values = keys[:, visible[q]], values[:, visible[q]]  # [G, n, D]
         scores = (seen_keys * queries[:, q, None]).sum(-1) * scale
-        weights = torch.exp(softcap * torch.tanh(scores / softcap))
-        out[:, q] = (weights[..., None] * seen_values).sum(1) / weights.sum(-1, keepdim=True)
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        top = torch.maximum(scores.max(-1).values, sinks)[:, None]
+        weights, of_sinks = torch.exp(scores - top), torch.exp(sinks[:, None] - top)
+        out[:, q] = (weights[..., None] * seen_values).sum(1) / (weights.sum(-1, keepdim=True) + of_sinks)
     return out
 
 
@@ -172,6 +186,7 @@ def make_case(
     seed: int,
     sharpness: float = 1.0,
     softcap: float = 0.0,
+    sink_size: float = 0.0,
     rules: tuple[KeepRule, ...] = (KEEP_ALL,),
     trims: bool | None = None,
 ) -> Case:
@@ -184,12 +199,13 @@ def make_case(
         seed: of all numbers and of who gets which block. Numbers are the same however ``trims`` is.
         sharpness: factor of the scores, whose standard deviation is 1.
         softcap: of the scores; 0 for none.
+        sink_size: standard deviation of the sinks; 0 for none.
         rules: of each cache group, what it keeps. Layers are dealt to them in turn.
         trims: whether tables begin as late as the rule allows; None for anywhere up to there, False for the beginning.
     """
     random, generator = Random(seed), torch.Generator().manual_seed(seed)
     maker = _CaseMaker(shape, sequences, _How(per_head, rules, trims), random=random, generator=generator)
-    return maker.make(sharpness, softcap)
+    return maker.make(sharpness, softcap, sink_size)
 
 
 class _CaseMaker:
@@ -203,7 +219,7 @@ class _CaseMaker:
         self.generator = generator
         self.tables = (how.per_head and shape.num_kv_heads) or 1  # how many tables a sequence has
 
-    def make(self, sharpness: float, softcap: float) -> Case:
+    def make(self, sharpness: float, softcap: float, sink_size: float) -> Case:
         shape, sequences = self.shape, self.sequences
         num_groups = len(self.how.rules)
         num_layers = shape.num_layers * num_groups
@@ -243,6 +259,8 @@ class _CaseMaker:
             dense={},
         )
         self._fill(case)
+        if sink_size:
+            case.sinks = sink_size * self._normal(shape.num_kv_heads * shape.group)
         return case
 
     def _all_lengths(self) -> np.ndarray:

@@ -115,7 +115,7 @@ def attend_coded(name, shape, sequences, dtype, bound, *, card=None, **made):
     device, *processors = ("cpu", (9, 0), 4) if card is None else ("cuda", card.capability, card.num_processors)
     slabs = encoded(case, name, made["seed"], CODEC_ROWS_LAYOUT, device)
     real, num_tokens = case.inputs, len(case.query)
-    of_reference = case.query, case.key, case.value, slabs[0], real, case.layer, case.scale, case.softcap
+    of_reference = case.query, case.key, case.value, slabs[0], real, case.layer, *case.scoring
     reference_attention(*of_reference)  # it encodes
     if num_padding:
         case.pad(num_padding)
@@ -123,7 +123,7 @@ def attend_coded(name, shape, sequences, dtype, bound, *, card=None, **made):
     heads = case.query.shape[1], case.key.shape[1], shape.head_dim
     operands = (operand.to(device, dtype) for operand in (case.query, case.key, case.value))
     attention = CudaAttention(HeadShape(dtype, *heads, *processors, reads), num_splits=num_splits)
-    output = attention(*operands, slabs[1], case.inputs, case.layer, case.scale, case.softcap).cpu()
+    output = attention(*operands, slabs[1], case.inputs, case.layer, *case.scoring).cpu()
     assert output.dtype == dtype
     assert not output.isnan().any(), "the kernels have read what nothing may read"
     assert not output[num_tokens:].any(), "a row that fills up has seen something"

@@ -6,7 +6,7 @@ import os
 
 __all__ = ["begin", "compile_kernel", "compile_launched", "spilled_bytes"]
 
-_POINTERS = {"query", "key", "value", "out"}
+_POINTERS = {"query", "key", "value", "out", "sinks"}
 _COLUMNS = {"rows", "tiles", "query_starts", "seq_of", "tables", "lengths", "cells", "places", "residual_ids"}
 _SUMS = {"sums", "weights", "key_centres", "value_centres", "bases"}
 _HALVES = {"residuals", "recent"}
@@ -38,6 +38,7 @@ def compile_kernel(
     *,
     has_window=False,
     has_softcap=False,
+    has_sinks=False,
     block_size=16,
     codec=None,
     has_recent=True,
@@ -71,6 +72,7 @@ def compile_kernel(
         "SPLITS": 64,
         "HAS_WINDOW": has_window,
         "HAS_SOFTCAP": has_softcap,
+        "HAS_SINKS": has_sinks,
         "IS_SPLIT": True,
         "HAS_RECENT": has_recent,
     }

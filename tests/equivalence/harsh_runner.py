@@ -162,10 +162,10 @@ class HarshRunner:
             self.inner.run(plan)
             return
 
-        def trip(query, key, value, slab, inputs, layer, scale, softcap):  # noqa: PLR0917 - the op's own signature
+        def trip(query, key, value, slab, inputs, layer, *scoring):  # noqa: PLR0917 - the op's own signature
             if layer:
                 raise InjectedError
-            return attention(query, key, value, slab, inputs, layer, scale, softcap)
+            return attention(query, key, value, slab, inputs, layer, *scoring)
 
         decoder._attention = trip
         try:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["References"]
 
 _EXACT = "exact"
+_EXACT_AS_THEY_ARE = ("gpt_oss",)
 
 
 class References:
@@ -35,8 +36,10 @@ class References:
         from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
         from transformers.masking_utils import eager_mask
 
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-        if self.model.config._attn_implementation == "eager":  # the model is none that torch's attention can compute
+        experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **experts)
+        is_eager = self.model.config._attn_implementation == "eager"  # torch's own attention cannot compute the model
+        if is_eager and self.model.config.model_type not in _EXACT_AS_THEY_ARE:
             AttentionInterface.register(_EXACT, _exact_attention)
             AttentionMaskInterface.register(_EXACT, eager_mask)
             self.model.set_attn_implementation(_EXACT)

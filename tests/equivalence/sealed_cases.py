@@ -97,13 +97,13 @@ class SealedCase:
     def randn(self, *shape):
         return torch.randn(*shape, generator=self.random)
 
-    def run(self, backend, layer=1, softcap=0.0, **changes):
+    def run(self, backend, layer=1, softcap=0.0, sinks=None, **changes):
         """Return the op's result, and the slab that it left."""
         slab = self.new_slab()
         shape = {"block_size": self.shape.block_size, "head_dim": self.shape.head_dim, "codes_a_byte": 4}
         operands = [changes.get(name, getattr(self, name)) for name in ("query", "key", "value")]
         attention = choose_backend(backend, torch.float32, **shape)
-        return attention(*operands, slab, self.inputs, layer, self.shape.head_dim**-0.5, softcap), slab
+        return attention(*operands, slab, self.inputs, layer, self.shape.head_dim**-0.5, softcap, sinks), slab
 
     def new_slab(self, layout=SEALED_LAYOUT, device="cpu"):
         """Return a slab of that layout, on that device, that holds the same."""

@@ -225,10 +225,10 @@ def build(setting: Setting, folder: Path, budget: Budget, emit: Emit) -> Engine:
     element_bytes = {"float64": 8, "float32": 4, "bfloat16": 2}[setting.dtype]
     codec = CODECS.get(setting.kv_cache_dtype)
     shape = spec.num_layers, spec.num_kv_heads, spec.head_dim, element_bytes, setting.block_size
-    geometry = KVGeometry(*shape, codec, setting.kv_cache_dtype_skip_layers, CODECS["float16"])
+    geometry = KVGeometry(*shape, codec, setting.kv_cache_dtype_skip_layers, CODECS["float16"], sources=spec.sources)
     num_blocks = budget.num_blocks
-    if setting.knows_groups and any(rule.trims and rule.window < budget.max_model_len for rule in spec.keeps):
-        geometry = replace(geometry, keeps=spec.keeps)
+    if keeps := spec.keeps_within(budget.max_model_len) if setting.knows_groups else ():
+        geometry = replace(geometry, keeps=keeps)
         num_spare = num_blocks - -(-budget.max_model_len // setting.block_size)
         num_blocks = num_spare + geometry.layout.num_blocks_for(budget.max_model_len, setting.max_num_batched_tokens)
     config = EngineConfig(

@@ -66,7 +66,7 @@ def hold(case, name, seed, sharpness=1.0):
     outputs, slabs = [], encoded(case, name, seed)
     for backend, slab in zip(("reference", "cpu"), slabs, strict=True):
         attention = choose_backend(backend, torch.float32, **shape, codes_a_byte=CELL_CODECS[name].codes_a_byte)
-        outputs.append(attention(*operands, slab, case.inputs, case.layer, case.scale, case.softcap))
+        outputs.append(attention(*operands, slab, case.inputs, case.layer, *case.scoring))
     assert not outputs[0].isnan().any(), "the reference has read what nothing may read"
     error = (outputs[0] - outputs[1]).abs().max().item()
     assert error <= BOUND * sharpness, f"{name} is off by {error:.2e}"

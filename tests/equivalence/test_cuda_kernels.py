@@ -99,6 +99,15 @@ def test_soft_capping_and_sharp_scores(sharpness, softcap, interpreter):
     interpreter(interpreted.attend, SHAPES[0], RAGGED, "float32", BOUNDS["float32"] * sharpness, **made)
 
 
+@pytest.mark.parametrize("num_splits", [1, 8])
+def test_sinks_have_their_share(num_splits, interpreter):
+    """Once, however decoding is cut into splits; and whole beside codes, whose scores were centred."""
+    made = {"per_head": False, "seed": 7, "sink_size": 3.0, "num_splits": num_splits}
+    sequences = [*RAGGED, Lengths(1100, 1)]
+    interpreter(interpreted.attend, SHAPES[0], sequences, "float32", BOUNDS["float32"], **made)
+    interpreter(attend_coded, "k8v4", SHAPES[0], sequences[:3], "float32", CODED_BOUNDS["float32"], **made)
+
+
 @pytest.mark.parametrize("window", long_but([33], [1, 16, 33, 64, 1000]))
 def test_a_window_sees_the_last_entries_alone(window, interpreter):
     for shape, per_head in ((SHAPES[0], True), (SHAPES[2], False)):
@@ -294,8 +303,11 @@ def test_every_configuration_compiles_for_other_cards_and_fits(capability, dtype
             assert shared_bytes <= MAX_SHARED_BYTES[capability], f"{name} of head_dim {head_dim}"
 
 
-@pytest.mark.parametrize(("flags", "group"), [({"has_window": True}, 1), ({"has_softcap": True}, 3), ({}, 32)])
-def test_windows_softcaps_and_groups_compile(flags, group, compiler):
+@pytest.mark.parametrize(
+    ("flags", "group"),
+    [({"has_window": True}, 1), ({"has_softcap": True}, 3), ({"has_sinks": True}, 8), ({}, 32)],
+)
+def test_windows_softcaps_sinks_and_groups_compile(flags, group, compiler):
     for name in ("decode", "prefill"):
         shared_bytes, _ = compiler(name, "bfloat16", 128, group, (9, 0), **flags)
         assert shared_bytes <= MAX_SHARED_BYTES[9, 0]

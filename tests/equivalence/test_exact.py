@@ -13,7 +13,7 @@ import pytest
 from equivalence.prompts import full_prompts, short_prompts
 from equivalence.settings import SETTINGS, deal
 from equivalence.suite import Counts, Setting, Trial, Workload
-from equivalence.tiny_models import FAMILIES, MAX_POSITIONS, VOCAB_SIZE
+from equivalence.tiny_models import BEYOND_WINDOWS, FAMILIES, MAX_POSITIONS, VOCAB_SIZE
 from pagefold.config import EngineConfig
 from pagefold.engine.build import build_engine
 from pagefold.engine.planning import plan_engine
@@ -26,7 +26,7 @@ FEW_SETTINGS = [
     for setting in SETTINGS
     if setting.name in {"chunks of 16", "blocks of 4", "short of memory", "failed steps"}
 ]
-WINDOWED = {"gemma2-window-64", "gemma3", "mistral-window-40", "qwen2-window-24"}  # they have tests of their own
+WINDOWED = {"gemma2-window-64", "gemma3", "mistral-window-40", "qwen2-window-24", *BEYOND_WINDOWS}  # tests of their own
 UNBOUNDED = [family for family in FAMILIES if family not in WINDOWED]
 FULL = Workload(full_prompts(VOCAB_SIZE), num_outputs=40)
 
@@ -39,7 +39,7 @@ def test_outputs_are_those_of_generate(family, setting, tiny_folder, tiny_refere
 
 
 @pytest.mark.parametrize("setting", FEW_SETTINGS, ids=lambda setting: setting.name)
-@pytest.mark.parametrize("family", ["llama3", "qwen2", "phi3-longrope", "gemma2", "gpt-neox"])
+@pytest.mark.parametrize("family", ["llama3", "qwen2", "phi3-longrope", "gemma2", "gpt-neox", "mixtral", "qwen3-moe"])
 def test_outputs_of_more_families_are_those_of_generate(family, setting, tiny_folder, tiny_references):
     trial = Trial(setting, SHORT, tiny_folder(family))
     trial.run()
@@ -66,6 +66,7 @@ def test_a_sequence_as_long_as_the_window_is_exact(tiny_folder, tiny_references)
     workload = Workload([prompt[: 64 - num_outputs] for prompt in SHORT.prompts], num_outputs)
     trial = Trial(WITHIN_WINDOW, workload, tiny_folder("gemma2-window-64"))
     assert trial.engine.capacity.max_model_len == 64
+    assert not trial.engine.scheduler.core.trims
     trial.run()
     trial.assert_exact(tiny_references("gemma2-window-64", num_outputs))
 

@@ -222,6 +222,27 @@ def test_layers_of_several_groups_begin_where_those_before_them_in_their_block_e
     assert geometry.residual_bytes == of_one_group.residual_bytes, "a sequence has one residual, of all layers"
 
 
+@pytest.mark.parametrize("name", [None, "int8_per_token_head", "kivi2"])
+def test_layers_that_read_what_others_keep_have_their_cells_and_no_bytes(name) -> None:
+    """Of six layers the last three read the second and the third."""
+    codec = CODECS[name] if name else None
+    window, sources = KeepRule(8), (0, 1, 2, 1, 2, 1)
+    keeps = window, window, KEEP_ALL, window, KEEP_ALL, window
+    geometry = KVGeometry(6, 2, 64, 4, codec=codec, keeps=keeps, sources=sources)
+    alone = KVGeometry(3, 2, 64, 4, codec=codec, keeps=keeps[:3])
+    assert geometry.layout == alone.layout
+    assert geometry.bytes_per_token == alone.bytes_per_token
+    assert geometry.residual_bytes == alone.residual_bytes
+    assert geometry.layer_begins == alone.layer_begins
+    assert geometry.num_cells == alone.num_cells == 6
+    for layer, source in enumerate(sources):
+        assert geometry.source_of(layer) == source
+        assert geometry.group_of_layer[layer] == alone.group_of_layer[source]
+        assert [geometry.cell(layer, head) for head in range(2)] == [alone.cell(source, head) for head in range(2)]
+        assert geometry.codec_of(layer) == alone.codec_of(source)
+    assert KVGeometry(6, 2, 64, 4, codec=codec, sources=sources).layout == KVGeometry(3, 2, 64, 4, codec=codec).layout
+
+
 @given(
     name=st.sampled_from(sorted(set(KV_CACHE_DTYPES.values()) - {"kivi2"})),
     layers=st.lists(st.tuples(st.sampled_from((None, None, 8, 24)), st.booleans()), min_size=1, max_size=30),

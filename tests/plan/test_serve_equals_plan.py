@@ -25,7 +25,7 @@ from pagefold.runner.fused.weights import pack_model, packed_bytes
 from pagefold.sampling import SamplingParams
 
 sys.path.append(str(Path(__file__).parents[1] / "equivalence"))
-from tiny_models import FAMILIES, save_tiny_model
+from tiny_models import FAMILIES, WINDOW, save_tiny_model
 
 GIB = 2**30
 
@@ -167,6 +167,36 @@ def test_every_family_is_read_alike(family, tiny_folder, free_bytes):
     assert memory.layout.bytes_per_block == blueprint.geometry.bytes_per_block
     assert shape.counted_parameters == blueprint.spec.num_parameters
     assert (shape.served_limit or shape.max_positions) == blueprint.limit.length
+
+
+@pytest.mark.parametrize("asked", [{"max_model_len": 300}, {"max_model_len": WINDOW}, {"block_size": 8}], ids=str)
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8_per_token_head", "kivi2"])
+@pytest.mark.parametrize("family", ["gemma3n", "gpt-oss", "phi3-window"])
+def test_windows_and_shared_layers_are_planned_as_they_are_served(
+    family, kv_cache_dtype, asked, tiny_folder, free_bytes
+):
+    """A window that no sequence passes is none; layers that read what others keep take no bytes."""
+    folder = tiny_folder(family)
+    asked = asked | {"kv_cache_memory_bytes": 2**22, "max_num_seqs": 32, "dtype": "float32"}
+    asked["kv_cache_dtype"] = kv_cache_dtype
+    blueprint = plan_engine(EngineConfig(model=str(folder), **asked))
+    memory = plan_memory(find_model(str(folder)), cpu(free_bytes), PlanSettings(**asked))
+    assert memory.devices[0].capacity == blueprint.capacity
+    assert memory.layout.groups == blueprint.geometry.groups
+    assert memory.layout.bytes_per_token == blueprint.geometry.bytes_per_token
+    assert memory.layout.residual_bytes == blueprint.geometry.residual_bytes
+    assert len(blueprint.geometry.groups) == 1 or asked.get("max_model_len") != WINDOW
+    if family == "gemma3n" and kv_cache_dtype == "auto":
+        assert memory.layout.bytes_per_token == 3 * 2 * 2 * 16 * 4
+
+
+def test_a_layer_without_k_and_v_of_its_own_cannot_be_skipped(tiny_folder, free_bytes):
+    asked = {"dtype": "float32", "kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": (4,), "max_model_len": 300}
+    folder = str(tiny_folder("gemma3n"))
+    with pytest.raises(ConfigError, match="has 4, which reads the K and V of layer 2"):
+        plan_engine(EngineConfig(model=folder, **asked))
+    with pytest.raises(ConfigError, match="has 4, which keeps no K and V of its own"):
+        plan_memory(find_model(folder), cpu(free_bytes), PlanSettings(**asked))
 
 
 @pytest.mark.parametrize("skipped", [(0,), (1,), (0, 1), (1, 3), (3, 2, 0)])

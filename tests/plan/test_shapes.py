@@ -156,6 +156,10 @@ def test_bytes_are_those_of_transformers_cache(family: str):
         ({"sliding_window": 64}, [None] * 8),  # llama does not look at it
         ({"model_type": "mistral", "sliding_window": 64}, [64] * 8),
         ({"model_type": "mistral", "sliding_window": None}, [None] * 8),
+        (  # then transformers takes it for a Ministral
+            {"model_type": "mistral", "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 4},
+            [64, None] * 4,
+        ),
         ({"model_type": "gemma2", "sliding_window": 64}, [64, None] * 4),
         ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": False}, [None] * 8),
         (
@@ -165,12 +169,39 @@ def test_bytes_are_those_of_transformers_cache(family: str):
         ({"model_type": "gemma3_text", "sliding_window": 64, "sliding_window_pattern": 4}, [64, 64, 64, None] * 2),
         ({"layer_types": ["full_attention", "sliding_attention"] * 4, "sliding_window": 32}, [None, 32] * 4),
         ({"model_type": "llama4_text", "attention_chunk_size": 64}, [64, 64, 64, None] * 2),
+        (
+            {"model_type": "qwen3_moe", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 6},
+            [64] * 8,
+        ),
+        ({"model_type": "qwen3_moe", "sliding_window": 64}, [None] * 8),
         ({"num_kv_shared_layers": 3}, [None] * 5 + [-1] * 3),
         ({"use_cla": True, "cla_share_factor": 2}, [None, -1] * 4),
     ],
 )
 def test_which_layers_keep_what(changes: dict, windows: list):
     assert kinds(**changes) == windows
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"model_type": "mistral", "sliding_window": 64}, ""),
+        ({"model_type": "mixtral", "sliding_window": 64}, ""),
+        ({"model_type": "gpt_oss", "sliding_window": 64}, ""),
+        ({"model_type": "starcoder2", "sliding_window": 64}, "sliding windows of this family"),
+        ({"model_type": "cohere2", "layer_types": ["sliding_attention"] * 8, "sliding_window": 64}, ""),
+        (
+            {"model_type": "cohere2", "sliding_window_pattern": 4, "sliding_window": 64},
+            "sliding windows of this family",
+        ),
+        ({"model_type": "llama4_text", "attention_chunk_size": 64}, ""),
+        ({"attention_chunk_size": 64}, "layers of chunked_attention"),
+        ({"num_kv_shared_layers": 3}, "KV shared across layers"),
+    ],
+)
+def test_what_our_own_server_runs(changes: dict, why: str):
+    shape = shape_of(LLAMA | {"num_hidden_layers": 8} | changes, name="x", source="")
+    assert shape.not_served == why
 
 
 def test_a_latent_vector_is_one_head_without_values():
@@ -254,6 +285,44 @@ def test_a_folder_is_counted_by_its_weights(smollm2):
         (LLAMA | {"layer_types": ["full_attention"]}, ConfigError, "2 layers, and layer_types is of 1"),
         (LLAMA | {"layer_types": ["full_attention", "wishful"]}, UnsupportedModelError, "layers of wishful"),
         (LLAMA | {"layer_types": ["full_attention", "mamba"]}, UnsupportedModelError, "how large their state is"),
+        (
+            LLAMA | {"layer_types": ["sliding_attention"] * 2},
+            ConfigError,
+            "sliding_attention, and sliding_window is None",
+        ),
+        (
+            LLAMA | {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 0},
+            ConfigError,
+            "layers of sliding_attention, and sliding_window is 0",
+        ),
+        (LLAMA | {"model_type": "mistral", "sliding_window": 0}, ConfigError, "sliding_window is 0"),
+        (LLAMA | {"sliding_window": -1}, ConfigError, "sliding_window = -1"),
+        (
+            LLAMA | {"model_type": "mixtral", "sliding_window": 8, "layer_types": ["full_attention"] * 2},
+            ConfigError,
+            "lists layer_types, which its layers do not follow: all are sliding_attention",
+        ),
+        (
+            LLAMA | {"model_type": "qwen3_moe", "sliding_window": 8, "layer_types": ["sliding_attention"] * 2},
+            ConfigError,
+            "all are full_attention",
+        ),
+        (
+            LLAMA | {"model_type": "llama4_text", "layer_types": ["chunked_attention"] * 2},
+            ConfigError,
+            "layers of chunked_attention, and attention_chunk_size is None",
+        ),
+        (LLAMA | {"num_kv_shared_layers": 2}, ConfigError, "num_kv_shared_layers is 2: there is no layer of full"),
+        (
+            LLAMA
+            | {
+                "layer_types": ["sliding_attention", "full_attention"],
+                "sliding_window": 8,
+                "num_kv_shared_layers": 1,
+            },
+            ConfigError,
+            "num_kv_shared_layers is 1: there is no layer of full_attention",
+        ),
     ],
 )
 def test_bad_configs(raw: dict, error: type, message: str):

@@ -180,19 +180,12 @@ def test_the_fingerprint_sees_a_change_of_names_that_size_and_time_do_not_show(t
 
 # What is refused.
 
-MOE = SIZES | {"num_local_experts": 4}
 REFUSED = {
-    "a window of one token": (
-        "MistralConfig",
-        SIZES | {"sliding_window": 1},
-        {},
-        "mistral .* a sliding window of 1 tokens",
-    ),
-    "a window in another family": (
-        "MixtralConfig",
+    "a window in a family that says so in its own words": (
+        "Starcoder2Config",
         SIZES | {"sliding_window": 16},
         {},
-        "mixtral .* a sliding window of 16 tokens",
+        "starcoder2 .* a sliding window of 16 tokens",
     ),
     "layers with a window and none said": (
         "Qwen3Config",
@@ -231,10 +224,19 @@ REFUSED = {
         {},
         "vaultgemma .* soft-capping",
     ),
-    "sinks and windows": ("GptOssConfig", MOE, {}, "gpt_oss .* layers of sliding_attention"),
     "MLA": ("DeepseekV3Config", {}, {}, r"deepseek_v3 .* latent attention \(MLA\)"),
-    "shared KV": ("Gemma3nTextConfig", {}, {}, "gemma3n_text .* KV shared across layers"),
-    "chunked attention": ("Llama4TextConfig", {}, {}, "llama4_text .* chunked attention"),
+    "shared KV in another family": (
+        "Gemma2Config",
+        SIZES,
+        {"num_kv_shared_layers": 1},
+        "gemma2 .* KV shared across layers",
+    ),
+    "chunks in another family": (
+        "LlamaConfig",
+        SIZES,
+        {"attention_chunk_size": 16},
+        "llama .* chunked attention",
+    ),
     "state": ("MambaConfig", {}, {}, "mamba .* layers of linear_attention"),
     "state in some layers": ("JambaConfig", {}, {}, "jamba .* layers of linear_attention"),
     "encoder and decoder": ("BartConfig", {}, {}, "bart .* an encoder"),

@@ -184,7 +184,6 @@ def test_kv_heads_that_are_not_the_configs_are_found_out(folder):
 
 
 BIGCODE = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 64}
-FLOAT_MOE = SIZES | {"num_local_experts": 4, "layer_types": ["full_attention"] * 2}
 ODD = {
     "sliding window": (
         "MistralConfig",
@@ -196,7 +195,6 @@ ODD = {
         SIZES | {"sliding_window": 63},
         "Gemma2Attention asks for sliding_window=63",
     ),
-    "sinks": ("GptOssConfig", FLOAT_MOE, "GptOssAttention asks for s_aux"),
     "an encoder": ("BertConfig", SIZES, "BertSelfAttention looks at later tokens too"),
     "its own mask": ("DogeConfig", SIZES, "DogeAttention brings a mask"),
     "two attentions a layer": ("DiffLlamaConfig", SIZES, "attended in layers"),

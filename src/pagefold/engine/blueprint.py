@@ -78,7 +78,7 @@ class Blueprint:
         spec = self.spec
         if self.computes_windows:
             return spec.windowed_limit
-        could_be_longer = self.card is None and bool(spec.keeps) and spec.max_exact_len < spec.windowed_limit.length
+        could_be_longer = self.card is None and spec.max_exact_len < spec.windowed_limit.length
         setting = without_windows(self.config, spec) if could_be_longer else ""
         return Limit(spec.max_exact_len, spec.limit, setting)
 

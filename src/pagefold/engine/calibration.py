@@ -94,7 +94,7 @@ def bound_constants(blueprint: Blueprint) -> int:
     if geometry.codec is None:
         return 0
     is_centred = CELL_CODECS[geometry.codec.name].centres
-    num_cells = geometry.num_layers * geometry.num_kv_heads
+    num_cells = geometry.num_cells
     vector_bytes = geometry.head_dim * np.dtype(np.float32).itemsize
     if CELL_CODECS[geometry.codec.name].seals:  # what is taken off K; and, zeros, off V
         return num_cells * (2 + 2) * vector_bytes
@@ -124,8 +124,7 @@ def find_constants(
     facts = _VERSION, *computed, num_tokens
     name = hashlib.sha256(repr(facts).encode() + text).hexdigest()[:32]
     file = cache_dir() / "calibration" / f"{name}.f32"
-    num_ranges = num_ranges_of(_num_positions(blueprint))
-    shape = geometry.num_layers * geometry.num_kv_heads, num_ranges, geometry.head_dim
+    shape = geometry.num_cells, num_ranges_of(_num_positions(blueprint)), geometry.head_dim
     kept = _read(file, *shape)
     if kept is not None:
         return kept
@@ -196,14 +195,14 @@ def _measure(blueprint: Blueprint, make_decoder: MakeDecoder, text: str) -> Code
     token_ids = Tokenizer(spec.folder).encode(text)[: _most_tokens(blueprint)]
     shape = spec.num_layers, spec.num_kv_heads, spec.head_dim
     keeps = spec.keeps if blueprint.computes_windows else ()  # the text may be longer than any sequence
-    plain = KVGeometry(*shape, blueprint.dtype.itemsize, keeps=keeps)
+    plain = KVGeometry(*shape, blueprint.dtype.itemsize, keeps=keeps, sources=blueprint.geometry.sources)
     tables = _whole_tables(plain, len(token_ids))
     layout = layout_on(blueprint.device, in_pairs=blueprint.computes_pairs)
     slab = Slab.allocate(plain, sum(table.end for table in tables), blueprint.dtype, blueprint.device, layout)
     capacity = replace(blueprint.capacity, max_model_len=len(token_ids))
     turnings = _turnings(blueprint)
     offsets = _offsets(len(token_ids), turnings[0].num_positions)
-    moments = torch.zeros((plain.num_layers, plain.num_kv_heads, spec.head_dim, spec.head_dim), dtype=torch.float64)
+    moments = torch.zeros((plain.num_own_layers, plain.num_kv_heads, spec.head_dim, spec.head_dim), dtype=torch.float64)
     positions = torch.empty(0, dtype=torch.int64)  # of the step's tokens
 
     def on_queries(layer: int, queries: torch.Tensor) -> None:
@@ -212,7 +211,7 @@ def _measure(blueprint: Blueprint, make_decoder: MakeDecoder, text: str) -> Code
         rows = turning.turned_back(rows.permute(1, 2, 0, 3), positions)  # [KV head, its heads, token, D]
         for offset in offsets:
             turned = turning.turned(rows, positions + offset).flatten(1, 2)
-            moments[layer] += turned.mT @ turned / (rows.shape[1] * len(token_ids) * len(offsets))
+            moments[plain.source_of(layer)] += turned.mT @ turned / (rows.shape[1] * len(token_ids) * len(offsets))
 
     decoder = make_decoder(replace(blueprint, geometry=plain, capacity=capacity), slab, on_queries)
     for start in range(0, len(token_ids), _TOKENS_A_STEP):
@@ -245,9 +244,9 @@ def _whole_tables(geometry: KVGeometry, num_tokens: int) -> list[BlockTable]:
 
 
 def _by_cell(vectors: torch.Tensor, geometry: KVGeometry, tables: list[BlockTable], num_tokens: int) -> torch.Tensor:
-    """Return a slab's vectors ``[num_blocks, cells, slots, D]`` as float32 ``[L * Hkv, num_tokens, D]``, here."""
+    """Return a slab's vectors ``[num_blocks, cells, slots, D]`` as float32 ``[cells, num_tokens, D]``, here."""
     found = []
-    for layer, head in product(range(geometry.num_layers), range(geometry.num_kv_heads)):
+    for layer, head in product(range(geometry.num_own_layers), range(geometry.num_kv_heads)):
         block_ids = tables[geometry.group_of_layer[layer]].block_ids
         found.append(vectors[block_ids, geometry.cell(layer, head)].flatten(0, 1)[:num_tokens].float().cpu())
     return torch.stack(found)

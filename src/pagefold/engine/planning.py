@@ -11,7 +11,7 @@ from pagefold.engine.on_card import OnCard
 from pagefold.engine.on_cpu import OnCpu
 from pagefold.errors import ConfigError
 from pagefold.files.json_object import read_json_object
-from pagefold.kv import CODECS, KEEP_ALL, KV_CACHE_DTYPES, KVGeometry
+from pagefold.kv import CODECS, KV_CACHE_DTYPES, KVGeometry
 from pagefold.memory.capacity import Capacity
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from pagefold.config import EngineConfig
     from pagefold.engine.hardware import Hardware
     from pagefold.hub.progress import Progress
-    from pagefold.kv import KeepRule
     from pagefold.runner.models import ModelSpec
 
 __all__ = ["geometry_of", "hardware_of", "plan_engine"]
@@ -60,19 +59,17 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
     _check_fused(config, spec, not_fused)
     geometry = geometry_of(config, spec, dtype)
     if device == "cpu" and not without_windows(config, spec):
-        geometry = replace(geometry, keeps=_keeps(config, spec))  # else the window is the limit
+        geometry = replace(geometry, keeps=spec.keeps_within(_longest(config, spec)))  # else the window is the limit
     assert device == "cpu" or card is not None, "it was chosen"
     card = None if device == "cpu" else card
     blueprint = Blueprint(config, spec, geometry, _NOTHING, dtype, not_fused, device, card)
     return replace(blueprint, capacity=hardware_of(blueprint).capacity(blueprint))
 
 
-def _keeps(config: EngineConfig, spec: ModelSpec) -> tuple[KeepRule, ...]:
-    """Return what each layer keeps; empty where all keep all. A window that no sequence passes is none."""
-    asked = config.max_model_len
-    longest = min(asked, spec.windowed_limit.length) if isinstance(asked, int) else spec.windowed_limit.length
-    keeps = tuple(KEEP_ALL if (rule.window or longest) >= longest else rule for rule in spec.keeps)
-    return keeps if any(rule.trims for rule in keeps) else ()
+def _longest(config: EngineConfig, spec: ModelSpec) -> int:
+    """Return how long a sequence may be where windows are computed: a window that none passes is none."""
+    longest = spec.windowed_limit.length
+    return min(config.max_model_len, longest) if isinstance(config.max_model_len, int) else longest
 
 
 def hardware_of(blueprint: Blueprint) -> Hardware:
@@ -105,9 +102,13 @@ def geometry_of(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> KV
     if unknown:
         msg = f"kv_cache_dtype_skip_layers has {unknown[0]}, and {spec.folder.name} has {spec.num_layers} layers."
         raise ConfigError(msg, remedy=f"Give layers between 0 and {spec.num_layers - 1}.")
+    for layer in config.kv_cache_dtype_skip_layers if spec.sources else ():
+        if spec.sources[layer] != layer:
+            msg = f"kv_cache_dtype_skip_layers has {layer}, which reads the K and V of layer {spec.sources[layer]}."
+            raise ConfigError(msg, remedy="Give layers that have their own.")
     name = KV_CACHE_DTYPES.get(config.kv_cache_dtype)
     if name is None or f"torch.{name}" == str(dtype):
-        return KVGeometry(*shape)
+        return KVGeometry(*shape, sources=spec.sources)
     from pagefold.runner.codecs import CELL_CODECS  # noqa: PLC0415 - torch comes with it
 
     wanted = CELL_CODECS[name].cannot_pack(spec.head_dim)
@@ -118,7 +119,7 @@ def geometry_of(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> KV
     if CELL_CODECS[name].seals:
         _check_sealing(config, spec)
     skip_codec = CODECS["bfloat16" if str(dtype) == "torch.bfloat16" else "float16"]
-    return KVGeometry(*shape, CODECS[name], skipped, skip_codec if skipped else None)
+    return KVGeometry(*shape, CODECS[name], skipped, skip_codec if skipped else None, sources=spec.sources)
 
 
 def _check_sealing(config: EngineConfig, spec: ModelSpec) -> None:

@@ -295,6 +295,8 @@ class KVGeometry:
         skip_layers: layers that are stored by ``skip_codec`` instead.
         skip_codec: how these are stored; None for as they are computed.
         keeps: what each layer keeps; empty where all keep all. Then there is one group, which holds every cell.
+        sources: the layer whose K and V each layer reads; empty where each has its own. Layers that read another's come
+            behind all that have their own, take no bytes, and their cells are those of that other layer.
     """
 
     num_layers: int
@@ -306,10 +308,29 @@ class KVGeometry:
     skip_layers: tuple[int, ...] = ()
     skip_codec: Codec | None = None
     keeps: tuple[KeepRule, ...] = ()
+    sources: tuple[int, ...] = ()
+
+    @cached_property
+    def num_own_layers(self) -> int:
+        """Layers that have K and V of their own: the first so many."""
+        if not self.sources:
+            return self.num_layers
+        num_own = max(self.sources) + 1
+        assert all(source == layer for layer, source in enumerate(self.sources[:num_own])), "others read between them"
+        return num_own
+
+    @property
+    def num_cells(self) -> int:
+        """Cells of all layers, each counted once."""
+        return self.num_own_layers * self.num_kv_heads
+
+    def source_of(self, layer: int) -> int:
+        """Return the layer whose K and V a layer reads: mostly itself."""
+        return self.sources[layer] if self.sources else layer
 
     def codec_of(self, layer: int) -> Codec:
-        """Return how a layer's K and V are stored."""
-        codec = self.skip_codec if layer in self.skip_layers else self.codec
+        """Return how the K and V are stored that a layer reads."""
+        codec = self.skip_codec if self.source_of(layer) in self.skip_layers else self.codec
         return (codec or plain_codec(self.element_bytes)).in_blocks(self.block_size)
 
     def cell_bytes(self, layer: int) -> int:
@@ -319,18 +340,21 @@ class KVGeometry:
 
     @cached_property
     def layer_begins(self) -> tuple[int, ...]:
-        """Where each layer's cells begin in a block of its group, in bytes: behind those of the layer before it."""
+        """Where a layer's cells begin in a block of its group, in bytes: behind those of the layer before it.
+
+        Of layers that have their own.
+        """
         begins: dict[int, int] = {}
         for group in self.groups:
             sizes = (self.num_kv_heads * self.cell_bytes(layer) for layer in group.layers[:-1])
             begins.update(zip(group.layers, accumulate(sizes, initial=0), strict=True))
-        return tuple(begins[layer] for layer in range(self.num_layers))
+        return tuple(begins[layer] for layer in range(self.num_own_layers))
 
     @cached_property
     def group_of_layer(self) -> tuple[int, ...]:
         """The index of each layer's group."""
         found = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
-        return tuple(found[layer] for layer in range(self.num_layers))
+        return tuple(found[self.source_of(layer)] for layer in range(self.num_layers))
 
     def cell(self, layer: int, kv_head: int) -> int:
         """Return the number by which a slab knows a cell.
@@ -338,6 +362,7 @@ class KVGeometry:
         Without a codec all cells are alike, and it is the cell's place in a block of its group. Cells of codes differ
         from layer to layer, so each has its own number: those of one layer after those of another.
         """
+        layer = self.source_of(layer)
         if self.codec is None:
             return self.groups[self.group_of_layer[layer]].cell(layer, kv_head)
         return layer * self.num_kv_heads + kv_head
@@ -356,7 +381,7 @@ class KVGeometry:
                 is_chunked=keep.is_chunked,
                 codec=self.codec_of(layer) if layer in self.skip_layers else None,
             )
-            for layer, keep in enumerate(keeps)
+            for layer, keep in enumerate(keeps[: self.num_own_layers])
         ]
         return lay_out(layers, codec, block_size=self.block_size)
 

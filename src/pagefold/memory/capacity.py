@@ -26,6 +26,7 @@ _MIN_STREAMING_BLOCKS = 2
 """A sequence that streams has one block that it fills and one more."""
 
 _MIN_DEFAULT_TOKENS = 2**18
+_LEAST_LEN = 2
 """The default budget stops where more could not be used: at ``max_num_seqs`` requests of full length, or at so many
 tokens if that is more (for prefixes to stay cached)."""
 
@@ -134,16 +135,11 @@ def plan_capacity(  # noqa: PLR0913 - the facts that it weighs, by name
             the default budget is then all that the weights leave.
 
     Raises:
-        ConfigError: ``max_model_len`` is beyond ``limit``.
+        ConfigError: ``max_model_len`` is beyond ``limit``, or that holds no request.
         DoesNotFitError: the weights alone, or with the budget, do not fit.
         BudgetTooSmallError: the budget holds less than one request of ``max_model_len``; names the smallest that works.
     """
-    if isinstance(max_model_len, int) and max_model_len > limit.length:
-        why = f"the model was made for {limit.length} positions"
-        if limit.why:
-            why = f"beyond {limit.length} tokens {limit.why}"
-        msg = f"max_model_len is {max_model_len}, but {why}."
-        raise ConfigError(msg, remedy=limit.or_without(f"Give at most {limit.length}"))
+    _check_length(limit, max_model_len)
     left = available_bytes - weight_bytes
     if left <= 0:
         msg = f"The weights need {human_bytes(weight_bytes)}, and {human_bytes(available_bytes)} of memory are free."
@@ -229,6 +225,18 @@ def _beside_residuals(residual_bytes: int, max_num_seqs: int) -> str:
     if not residual_bytes:
         return ""
     return f" beside {human_bytes(residual_bytes)} for unsealed blocks of max_num_seqs = {max_num_seqs} requests"
+
+
+def _check_length(limit: Limit, max_model_len: int | Literal["auto"] | None) -> None:
+    if limit.length < _LEAST_LEN:
+        msg = f"No request fits: beyond {limit.length} token {limit.why}."
+        raise ConfigError(msg, remedy=limit.or_without("Use another model"))
+    if isinstance(max_model_len, int) and max_model_len > limit.length:
+        why = f"the model was made for {limit.length} positions"
+        if limit.why:
+            why = f"beyond {limit.length} tokens {limit.why}"
+        msg = f"max_model_len is {max_model_len}, but {why}."
+        raise ConfigError(msg, remedy=limit.or_without(f"Give at most {limit.length}"))
 
 
 def _remedy(smallest_bytes: int, left_bytes: int, longest: int) -> str:

@@ -9,7 +9,7 @@ from pagefold.errors import ConfigError, UnsupportedModelError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["check_fields", "lacks"]
+__all__ = ["check_fields", "check_kinds", "lacks"]
 
 _NEEDED = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "max_position_embeddings")
 
@@ -78,6 +78,35 @@ def check_fields(config: Mapping[str, Any], name: str) -> None:
     if unread and not config.get("layer_types"):
         message = f"{name} says in {', '.join(unread)} what its layers keep, which is not read here."
         raise UnsupportedModelError(message, remedy="Plan for another model, or name its layer_types in the config.")
+
+
+def check_kinds(config: Mapping[str, Any], name: str, kinds: Sequence[str], *, throughout: str) -> None:
+    """Check the kinds of a config's layers against what it says of them elsewhere.
+
+    Args:
+        config: what is read.
+        name: of the model, for errors.
+        kinds: of its layers.
+        throughout: of what kind all its layers are, whatever ``layer_types`` lists; empty where it is as listed.
+
+    Raises:
+        ConfigError: two fields contradict each other, or a window holds no token; names them.
+    """
+    if throughout and set(kinds) != {throughout}:
+        message = f"{name} lists layer_types, which its layers do not follow: all are {throughout}, by sliding_window."
+        raise ConfigError(message, remedy="Take layer_types out of config.json, or mend it.")
+    for kind, field in (("sliding_attention", "sliding_window"), ("chunked_attention", "attention_chunk_size")):
+        if kind in kinds and not config.get(field):
+            message = f"{name} has layers of {kind}, and {field} is {config.get(field)}."
+            raise ConfigError(message, remedy=f"Check layer_types and {field}, a whole number of at least 1.")
+    num_own = len(kinds) - (config.get("num_kv_shared_layers") or 0)
+    lacking = sorted(set(kinds) - set(kinds[: max(0, num_own)]))
+    if lacking:
+        message = (
+            f"{name} has {len(kinds)} layers, and num_kv_shared_layers is {len(kinds) - num_own}: "
+            f"there is no layer of {lacking[0]} whose K and V they could read."
+        )
+        raise ConfigError(message, remedy="Check num_kv_shared_layers and layer_types.")
 
 
 def _check_number(config: Mapping[str, Any], name: str, field: str, least: int) -> None:

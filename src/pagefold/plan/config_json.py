@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from pagefold.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from pagefold.kv import LayerKV
-from pagefold.plan.config_fields import check_fields, lacks
+from pagefold.plan.config_fields import check_fields, check_kinds, lacks
 from pagefold.plan.parameters import (
     COUNTED_FAMILIES,
     attention_parameters,
@@ -46,11 +46,15 @@ _OTHER_KINDS = {"attention": "full_attention", "full": "full_attention"}
 _PATTERN = {"M": "mamba", "*": "full_attention", "-": "mlp", "E": "moe"}
 """Letters of Nemotron-H's ``hybrid_override_pattern``, one a layer."""
 
-_WINDOWED_EVERYWHERE = ("mistral", "mixtral", "phi3", "ministral", "starcoder2")
-_SERVED_WITH_WINDOWS = ("gemma2", "gemma3_text", "mistral", "qwen2", "qwen3")
-"""Families whose windows the server computes."""
-_SERVED_UP_TO_WINDOWS = ("phi3",)
-"""Families that it takes no longer than their windows are."""
+_WINDOWED_THROUGHOUT = ("mistral", "mixtral", "phi3", "qwen3_moe")
+"""Families whose layers all have the window, if there is one: they read no ``layer_types``. See the runner's."""
+_WINDOWED_EVERYWHERE = (*_WINDOWED_THROUGHOUT, "ministral", "starcoder2")
+_WINDOWED_BY_PATTERN = ("gemma2", "gemma3_text", "gemma3n_text", "gpt_oss", "qwen2", "qwen3")
+"""Families whose pattern of windows is known here, where a config does not list ``layer_types``."""
+_SHARING = ("gemma3n_text",)
+"""Families that are served though some layers read the K and V of others."""
+_CHUNKED = ("llama4_text",)
+"""Families that are served with chunked attention."""
 
 _FUSED = {
     "llama": "hidden_act",
@@ -118,14 +122,14 @@ def shape_of(raw: Mapping[str, Any], *, name: str, source: str) -> ModelShape:
     check_fields(config, name)
     model_type = str(config.get("model_type") or "")
     kinds = _layer_kinds(config, model_type)
+    check_kinds(config, name, kinds, throughout=_kind_throughout(config, model_type))
     layers = tuple(_layer(config, model_type, index, kind, name) for index, kind in enumerate(kinds))
     head_dim = _head_dim(config)
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     embedding, other = vocab * hidden, hidden * (2 if model_type == "gpt_neox" else 1)
     if model_type == "gemma3n_text":
         embedding, other, layers = _gemma3n(config, layers)
-    is_tied = config.get("tie_word_embeddings", model_type.startswith("gemma"))
-    windows = [layer.kv.window for layer in layers if layer.kv is not None and layer.kv.window is not None]
+    is_tied = config.get("tie_word_embeddings", model_type.startswith(("gemma", "cohere")))
     return ModelShape(
         name=name,
         source=source,
@@ -140,8 +144,8 @@ def shape_of(raw: Mapping[str, Any], *, name: str, source: str) -> ModelShape:
         embedding_parameters=embedding,
         head_parameters=0 if is_tied else vocab * hidden,
         other_parameters=other,
-        served_limit=_served_limit(config, model_type, windows),
-        not_served=_why_not_served(config, model_type, kinds, windows),
+        served_limit=_served_limit(config, model_type),
+        not_served=_why_not_served(config, model_type, kinds),
         dtype=str(config.get("torch_dtype") or config.get("dtype") or "bfloat16").removeprefix("torch."),
         quantization=quantization_of(config),
         is_fused=_is_fused(config, model_type),
@@ -159,6 +163,8 @@ def _flatten(raw: Mapping[str, Any]) -> dict[str, Any]:
         config.setdefault("model_type", f"{raw.get('model_type', '')}_text")
     if config.get("model_type") == "gemma3":
         config["model_type"] = "gemma3_text"
+    if config.get("model_type") == "mistral" and "layer_types" in config:  # as transformers reads it
+        config["model_type"] = "ministral"
     for part in ("attn_config", "ffn_config"):  # of DBRX and MPT
         inner = config.get(part)
         config = (inner | config) if isinstance(inner, dict) else config
@@ -213,14 +219,14 @@ def _layer_kinds(config: Mapping[str, Any], model_type: str) -> list[str]:  # no
     if config.get("full_attention_interval"):
         every = config["full_attention_interval"]
         return ["linear_attention" if (i + 1) % every else "full_attention" for i in range(num_layers)]
-    if not window:
+    if window is None:
         return ["full_attention"] * num_layers
     if model_type in {"gemma2", "gpt_oss"}:
         return ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)]
     if model_type.startswith("qwen"):
         if not config.get("use_sliding_window"):
             return ["full_attention"] * num_layers
-        first = config.get("max_window_layers") or 0
+        first = 0 if model_type in _WINDOWED_THROUGHOUT else config.get("max_window_layers") or 0
         return ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
     pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern")
     if pattern is None and model_type.startswith("gemma3"):
@@ -229,6 +235,16 @@ def _layer_kinds(config: Mapping[str, Any], model_type: str) -> list[str]:  # no
         return ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers)]
     kind = "sliding_attention" if model_type in _WINDOWED_EVERYWHERE else "full_attention"
     return [kind] * num_layers
+
+
+def _kind_throughout(config: Mapping[str, Any], model_type: str) -> str:
+    """Return of what kind all layers are of a family that reads no ``layer_types``; empty of others."""
+    if model_type not in _WINDOWED_THROUGHOUT:
+        return ""
+    is_windowed = config.get("sliding_window") is not None
+    if model_type.startswith("qwen"):
+        is_windowed = is_windowed and bool(config.get("use_sliding_window"))
+    return "sliding_attention" if is_windowed else "full_attention"
 
 
 def _layer_kv(config: Mapping[str, Any], index: int, kind: str) -> LayerKV | None:
@@ -249,7 +265,7 @@ def _layer_kv(config: Mapping[str, Any], index: int, kind: str) -> LayerKV | Non
     key_dim = own.get("head_dim", key_dim)
     value_dim = config.get("v_head_dim") or key_dim
     if kind == "sliding_attention":
-        return LayerKV(num_kv_heads, key_dim, value_dim, window=config.get("sliding_window") or None)
+        return LayerKV(num_kv_heads, key_dim, value_dim, window=config["sliding_window"])
     if kind == "chunked_attention":
         return LayerKV(num_kv_heads, key_dim, value_dim, window=config["attention_chunk_size"], is_chunked=True)
     return LayerKV(num_kv_heads, key_dim, value_dim)
@@ -260,7 +276,8 @@ def _layer(config: Mapping[str, Any], model_type: str, index: int, kind: str, na
     keeps_kv = kind in {"full_attention", "sliding_attention", "chunked_attention"} or kind in _BOTH
     if not keeps_kv and not keeps_state and kind not in _NOTHING:
         message = f"{name} has layers of {kind}, of which it is not known what they keep."
-        raise UnsupportedModelError(message, remedy="Plan for a model with attention or state-space layers.")
+        remedy = "Check layer_types, or plan for a model with attention or state-space layers."
+        raise UnsupportedModelError(message, remedy=remedy)
     elements = state_elements(config, model_type) if keeps_state else 0
     if elements is None:
         message = f"{name} has layers of {kind} ({model_type}), of which it is not known how large their state is."
@@ -332,8 +349,9 @@ def _with_more(layer: DecoderLayer, parameters: int) -> DecoderLayer:
     return replace(layer, whole_parameters=layer.whole_parameters + parameters)
 
 
-def _served_limit(config: Mapping[str, Any], model_type: str, windows: list[int]) -> int | None:
-    limits = list(windows) if model_type in _SERVED_UP_TO_WINDOWS else []
+def _served_limit(config: Mapping[str, Any], model_type: str) -> int | None:
+    """Return how long a sequence the server takes on a CPU, where windows are computed; None for all positions."""
+    limits: list[int] = []
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = rope.get("rope_type") or rope.get("type") if isinstance(rope, dict) else None
     if kind == "longrope" and model_type == "phi3":
@@ -366,14 +384,16 @@ def _is_fused_rope(rope: Mapping[str, Any], partial_factor: object) -> bool:
     return (is_whole or kind == "proportional") and all(type(one) in (int, float) for one in numbers)
 
 
-def _why_not_served(config: Mapping[str, Any], model_type: str, kinds: list[str], windows: list[int]) -> str:
+def _why_not_served(config: Mapping[str, Any], model_type: str, kinds: list[str]) -> str:
     if config.get("kv_lora_rank"):
         return "latent attention"
-    if config.get("num_kv_shared_layers") or config.get("use_cla"):
+    if (config.get("num_kv_shared_layers") and model_type not in _SHARING) or config.get("use_cla"):
         return "KV shared across layers"
-    odd = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    served = {"full_attention", "sliding_attention"} | ({"chunked_attention"} if model_type in _CHUNKED else set())
+    odd = sorted(set(kinds) - served)
     if odd:
         return f"layers of {' and '.join(odd)}"
-    if windows and model_type not in _SERVED_WITH_WINDOWS + _SERVED_UP_TO_WINDOWS:
+    is_known = model_type in (*_WINDOWED_THROUGHOUT, *_WINDOWED_BY_PATTERN)
+    if "sliding_attention" in kinds and not is_known and not config.get("layer_types"):
         return "sliding windows of this family"
     return ""

@@ -17,7 +17,7 @@ __all__ = ["COUNTED_FAMILIES", "Experts", "attention_parameters", "experts_of", 
 COUNTED_FAMILIES = frozenset(
     {
         "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gemma3n_text", "phi3",
-        "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4_text", "jamba", "smollm3", "gpt_neox",
+        "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4_text", "jamba", "smollm3", "gpt_neox", "cohere2", "olmo3",
     }
 )  # fmt: skip
 """Families whose parameters are counted exactly."""
@@ -59,12 +59,14 @@ def attention_parameters(config: Mapping[str, Any], model_type: str, head_dim: i
         split += num_heads * head_dim
         kv += 2 * num_kv_heads * head_dim
     whole = 0
-    if model_type in {"llama", "gpt_oss", "gpt_neox", "smollm3"} and config.get("attention_bias"):
+    if model_type in {"llama", "gpt_oss", "gpt_neox", "smollm3", "cohere2", "olmo3"} and config.get("attention_bias"):
         whole += hidden  # of the output projection
     if model_type == "gpt_oss":
         split += num_heads  # sinks
     if model_type in _QK_NORMS or model_type == "gemma3n_text":
         whole += 2 * head_dim
+    if model_type == "olmo3":  # its norms of q and k are of all heads
+        whole += (num_heads + num_kv_heads) * head_dim
     return split, kv, whole
 
 
@@ -96,6 +98,8 @@ def norm_parameters(config: Mapping[str, Any], model_type: str) -> int:
     hidden: int = config["hidden_size"]
     if model_type == "gpt_neox":
         return 4 * hidden
+    if model_type == "cohere2":
+        return hidden
     return (4 if model_type in _FOUR_NORMS else 2) * hidden
 
 

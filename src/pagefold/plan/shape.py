@@ -131,12 +131,16 @@ class ModelShape:
         """Return the model with the KV of these layers stored by ``codec``, however that of the others is.
 
         Raises:
-            ConfigError: it has no such layer.
+            ConfigError: it has no such layer, or one that keeps none.
         """
         unknown = [layer for layer in skipped if not 0 <= layer < len(self.layers)]
         if unknown:
             msg = f"kv_cache_dtype_skip_layers has {unknown[0]}, and {self.name} has {len(self.layers)} layers."
             raise ConfigError(msg, remedy=f"Give layers between 0 and {len(self.layers) - 1}.")
+        without = [layer for layer in skipped if self.layers[layer].kv is None]
+        if without:
+            msg = f"kv_cache_dtype_skip_layers has {without[0]}, which keeps no K and V of its own."
+            raise ConfigError(msg, remedy="Give layers that have their own.")
         layers = tuple(
             replace(layer, kv=replace(layer.kv, codec=codec)) if number in skipped and layer.kv is not None else layer
             for number, layer in enumerate(self.layers)

@@ -99,6 +99,7 @@ def make_inputs(plan: StepPlan, geometry: KVGeometry) -> StepInputs:
             group_of_layer=group_of_layer,
             cells=np.broadcast_to(cells, (plan.num_rows, *cells.shape)),
             residual_ids=np.array(plan.residual_ids, dtype=np.int32) if plan.residual_ids else None,
+            sources=geometry.sources,
         ),
     )
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from pagefold.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import torch
 
     from pagefold.kv import KeepRule
     from pagefold.runner.attention import AttentionBackend, AttentionInputs
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["AttentionContext", "load_model", "register_attention"]
 
 _NAME = "pagefold"
-_REFUSED_ARGUMENTS = ("s_aux", "position_bias", "shared_kv_states")
+_REFUSED_ARGUMENTS = ("position_bias", "shared_kv_states")
 _MAX_WHY = 300
 _REMEDY = "Check that config.json and the weights belong together, or download them again."
 
@@ -33,10 +32,11 @@ class AttentionContext:
         max_model_len: no sequence gets longer: a sliding window of at least so many tokens never binds.
         moves: blocks that are on their way from the host, if there are any.
         layers: which layers have attended so far: a model that skips or repeats one is found out.
-        last: K and V of the last layer, ``[T, Hkv, D]`` each; nothing before that attends.
+        written: where K and V of each layer so far lie that has its own: what is read by another is found out.
+        last: K and V of the last such layer, ``[T, Hkv, D]`` each; nothing before that attends.
     """
 
-    __slots__ = ("backend", "inputs", "last", "layers", "max_model_len", "moves", "slab")
+    __slots__ = ("backend", "inputs", "last", "layers", "max_model_len", "moves", "slab", "written")
 
     def __init__(
         self,
@@ -53,6 +53,7 @@ class AttentionContext:
         self.slab = slab
         self.inputs = inputs
         self.layers: list[int] = []
+        self.written: dict[int, tuple[int, int]] = {}
         self.last: tuple[torch.Tensor, ...] = ()
 
 
@@ -73,7 +74,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: str = "cpu") -> Any:  #
     name = register_attention()
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=name, output_loading_info=True
+            folder, dtype=dtype, attn_implementation=name, output_loading_info=True, **_experts(dtype)
         )
     except RuntimeError as error:  # shapes that differ, among others
         msg = f"transformers cannot load the weights of {folder}: {' '.join(str(error).split())[:_MAX_WHY]}"
@@ -86,6 +87,11 @@ def load_model(folder: Path, dtype: torch.dtype, device: str = "cpu") -> Any:  #
     return model.to(device)
 
 
+def _experts(dtype: torch.dtype) -> dict[str, str]:
+    """Return how experts are computed, where transformers' own choice, one product of all, does not know the dtype."""
+    return {"experts_implementation": "eager"} if dtype == torch.float64 else {}
+
+
 def _paged_attention(  # noqa: PLR0913 - transformers calls it so
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -96,6 +102,7 @@ def _paged_attention(  # noqa: PLR0913 - transformers calls it so
     scaling: float | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     paged: AttentionContext | None = None,
     **arguments: object,
 ) -> tuple[torch.Tensor, None]:
@@ -119,10 +126,8 @@ def _paged_attention(  # noqa: PLR0913 - transformers calls it so
     _hold_window(module, sliding_window, group.keeps, paged.max_model_len)
     paged.layers.append(layer)
     if paged.moves is not None:
-        paged.moves.hold(layer)
-    keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
-    if layer == paged.inputs.cells.shape[1] - 1:
-        paged.last = keys, values
+        paged.moves.hold(paged.inputs.source_of(layer))
+    keys, values = _to_write(module, layer, key, value, paged)
     out = paged.backend(
         query[0].transpose(0, 1),
         keys,
@@ -132,8 +137,29 @@ def _paged_attention(  # noqa: PLR0913 - transformers calls it so
         layer,
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         softcap or 0.0,
+        s_aux,
     )
     return out[None], None
+
+
+def _to_write(
+    module: torch.nn.Module, layer: int, key: torch.Tensor, value: torch.Tensor, paged: AttentionContext
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what a layer writes of its K and V, ``[T, Hkv, D]`` each: none of what another one has written.
+
+    Where blocks are sealed it is written again, the same to the bit: what lies in 16 bit lies there for the time of a
+    layer.
+    """
+    keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
+    source, place = paged.inputs.source_of(layer), (key.data_ptr(), value.data_ptr())
+    if source == layer:
+        paged.written[layer] = place
+        if layer == paged.inputs.last_own_layer:
+            paged.last = keys, values
+        return keys, values
+    if paged.written.get(source) != place:
+        raise _refusal(module, f"has K and V of its own, where the config says it reads those of layer {source}")
+    return (keys, values) if paged.slab.seals else (keys[:0], values[:0])
 
 
 def _hold_window(module: torch.nn.Module, asked: int | None, keeps: KeepRule, max_model_len: int) -> None:

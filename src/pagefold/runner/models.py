@@ -1,9 +1,11 @@
 """ModelSpec: what a model folder holds, read without loading weights; and which models are refused, by name.
 
-Any decoder of transformers that calls its attention through ``AttentionInterface`` works. Refused is what this
-attention would get wrong: sinks, latent or shared KV, a recurrent state, positions that depend on the batch. What is
-right only up to some length, a rope that changes behind its original length, or a sliding window where that is not
-computed, limits ``max_model_len`` in the families where that has been tested, and is refused in others.
+Any decoder of transformers that calls its attention through ``AttentionInterface`` works, with the windows that its
+``layer_types`` say. Refused is what this attention would get wrong: latent KV, a recurrent state, positions that depend
+on the batch. What a family says in words of its own, chunks, windows without ``layer_types``, layers that read the K
+and V of others, is taken in the families where that has been tested, and refused in others. What is right only up to
+some length, a rope that changes behind its original length, or a window where that is not computed, limits
+``max_model_len``.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from pagefold.errors import ModelNotFoundError, UnsupportedModelError
 from pagefold.files.json_object import read_json_object
 from pagefold.files.weights import find_weight_files, num_elements, read_header
-from pagefold.kv import KEEP_ALL, KeepRule
 from pagefold.memory.limit import Limit
 from pagefold.runner.fused.families import FusedConfig, read_fused_config
+from pagefold.runner.kept_layers import WINDOWED_THROUGHOUT, read_kept_layers
 from pagefold.runner.plain_config import read_plain_config
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
     from transformers import PretrainedConfig
 
+    from pagefold.kv import KeepRule
     from pagefold.runner.plain_config import PlainConfig
 
 __all__ = ["ModelSpec", "inspect_model"]
@@ -32,11 +35,8 @@ __all__ = ["ModelSpec", "inspect_model"]
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 """Rope kinds whose frequencies do not depend on which positions are in the batch. ``dynamic`` and ``longrope`` do."""
 
-_WINDOWED_FAMILIES = ("gemma2", "gemma3_text", "mistral", "phi3", "qwen2", "qwen3")
-"""Families that are taken with sliding windows: while no sequence is longer than it, a window is full attention."""
-
-_COMPUTED_WINDOWS = ("gemma2", "gemma3_text", "mistral", "qwen2", "qwen3")
-"""Families whose windows are computed, by our attention; they may be limited as well."""
+_CHUNKED_FAMILIES = ("llama4_text",)
+"""Families that are taken with chunked attention, which layers say by a mask alone: nobody else could find it out."""
 
 _LONGROPE_FAMILIES = ("phi3",)
 """Families that are taken with ``longrope``: its frequencies change once the longest sequence of the batch, whichever
@@ -50,7 +50,11 @@ _REFUSED_ATTRIBUTES = {
     "quantization_config": "weights quantized in the checkpoint",
 }
 
-_TAKEN_ATTRIBUTES = {"attn_logit_softcapping": ("gemma2",)}
+_TAKEN_ATTRIBUTES = {
+    "attn_logit_softcapping": ("gemma2",),
+    "num_kv_shared_layers": ("gemma3n_text",),
+    "attention_chunk_size": _CHUNKED_FAMILIES,
+}
 """Families that are taken with such an attribute all the same: Gemma 2 hands it to its attention as ``softcap``."""
 
 
@@ -71,7 +75,8 @@ class ModelSpec:
             ``max_positions`` or less.
         limit: what of the model ends that before ``max_positions``; empty where nothing does.
         windowed_limit: both where windows are computed.
-        keeps: what each layer keeps, of a family whose windows can be computed; empty where all keep all.
+        keeps: what each layer keeps; empty where all keep all.
+        sources: the layer whose K and V each layer reads; empty where each has its own.
         vocab_size: token ids are in [0, vocab_size).
         eos_token_ids: each of them ends a sequence.
         num_parameters: elements of all weight tensors.
@@ -95,8 +100,14 @@ class ModelSpec:
     num_parameters: int
     fingerprint: str
     keeps: tuple[KeepRule, ...] = ()
+    sources: tuple[int, ...] = ()
     fused: FusedConfig | None = None
     not_fused: str = ""
+
+    def keeps_within(self, max_len: int) -> tuple[KeepRule, ...]:
+        """Return what each layer keeps of sequences of at most ``max_len`` tokens; empty where all keep all of them."""
+        is_trimmed = any(keep.window is not None and keep.window < max_len for keep in self.keeps)
+        return self.keeps if is_trimmed else ()
 
 
 def inspect_model(folder: Path) -> ModelSpec:
@@ -122,7 +133,8 @@ def inspect_model(folder: Path) -> ModelSpec:
     max_positions = int(config.max_position_embeddings)
     fused = read_fused_config(config.to_dict())
     whole = Limit(max_positions)
-    window, others = _window_limit(config), [*_other_limits(config), whole]
+    kept = read_kept_layers(config, f"{config.model_type} ({folder.name})")
+    windows, others = _window_limits(str(config.model_type), kept.keeps), [*_other_limits(config), whole]
     return ModelSpec(
         folder=folder,
         model_type=str(config.model_type),
@@ -131,14 +143,15 @@ def inspect_model(folder: Path) -> ModelSpec:
         num_kv_heads=num_kv_heads,
         head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // num_heads),
         max_positions=max_positions,
-        max_exact_len=min([*window, *others]).length,
-        limit=min([*window, *others]).what,
+        max_exact_len=min([*windows, *others]).length,
+        limit=min([*windows, *others]).what,
         windowed_limit=min(others),
         vocab_size=int(config.vocab_size),
         eos_token_ids=_eos_token_ids(folder, config),
         num_parameters=sum(num_elements(file) for file in weight_files),
         fingerprint=_fingerprint(folder / "config.json", weight_files),
-        keeps=_keeps(config),
+        keeps=kept.keeps if windows else (),
+        sources=kept.sources,
         fused=fused if isinstance(fused, FusedConfig) else None,
         not_fused=fused if isinstance(fused, str) else "",
     )
@@ -179,13 +192,14 @@ def _why_refused(config: PretrainedConfig) -> str | None:  # noqa: PLR0911 - one
         if getattr(config, name, None) and config.model_type not in _TAKEN_ATTRIBUTES.get(name, ()):
             return what
     layer_types = getattr(config, "layer_types", None)
-    is_limited = _window(config) is not None and config.model_type in _WINDOWED_FAMILIES
-    known = {"full_attention", "sliding_attention"} if is_limited else {"full_attention"}
+    known = {"full_attention", "sliding_attention"}
+    known |= {"chunked_attention"} if config.model_type in _CHUNKED_FAMILIES else set()
     odd = sorted(set(layer_types or ()) - known)
     if odd:
         return f"layers of {' and '.join(odd)}"
-    if layer_types is None and getattr(config, "sliding_window", None) is not None and not is_limited:
-        return f"a sliding window of {config.sliding_window} tokens"
+    window = getattr(config, "sliding_window", None)
+    if layer_types is None and window is not None and config.model_type not in WINDOWED_THROUGHOUT:
+        return f"a sliding window of {window} tokens"
     if getattr(config, "alibi", False):
         return "ALiBi position biases"
     taken = {*_STATIC_ROPE, "longrope"} if config.model_type in _LONGROPE_FAMILIES else {*_STATIC_ROPE}
@@ -197,9 +211,11 @@ def _why_refused(config: PretrainedConfig) -> str | None:  # noqa: PLR0911 - one
     return None
 
 
-def _window_limit(config: PretrainedConfig | PlainConfig) -> list[Limit]:
-    window = _window(config)
-    return [] if window is None else [Limit(window, f"{config.model_type}'s sliding window")]
+def _window_limits(family: str, keeps: tuple[KeepRule, ...]) -> list[Limit]:
+    """Return up to where the windows of layers hide nothing."""
+    names = {False: "sliding window", True: "chunked attention"}
+    limits = {keep: f"{family}'s {names[keep.is_chunked]}" for keep in keeps}
+    return [Limit(keep.window, what) for keep, what in limits.items() if keep.window is not None]
 
 
 def _other_limits(config: PretrainedConfig | PlainConfig) -> list[Limit]:
@@ -207,26 +223,6 @@ def _other_limits(config: PretrainedConfig | PlainConfig) -> list[Limit]:
         return []
     original = int(config.rope_parameters["original_max_position_embeddings"])
     return [Limit(original, f"{config.model_type}'s longrope")]
-
-
-def _keeps(config: PretrainedConfig | PlainConfig) -> tuple[KeepRule, ...]:
-    """Return what each layer keeps, or nothing where all keep all, or windows are not computed."""
-    window = _window(config)
-    if window is None or config.model_type not in _COMPUTED_WINDOWS:
-        return ()
-    layer_types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    return tuple(KeepRule(window) if kind == "sliding_attention" else KEEP_ALL for kind in layer_types)
-
-
-def _window(config: PretrainedConfig | PlainConfig) -> int | None:
-    """Return how many tokens, itself included, a token sees in the layers with a sliding window; None without any.
-
-    None also for a window below 2: a prompt's token and the one after it are no room for a request.
-    """
-    window = getattr(config, "sliding_window", None)
-    layer_types = getattr(config, "layer_types", None)
-    is_used = layer_types is None or "sliding_attention" in layer_types
-    return int(window) if is_used and window is not None and int(window) > 1 else None
 
 
 def _rope_types(config: PretrainedConfig | PlainConfig) -> set[str]:

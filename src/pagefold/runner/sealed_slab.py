@@ -107,8 +107,7 @@ class SealedSlab(SealingSlab):
     ) -> SealedSlab:
         """Return so many blocks of ``geometry`` and residuals in the memory of ``device``, not yet written."""
         data = empty_bytes((num_blocks, geometry.bytes_per_block), device)
-        num_cells = geometry.num_layers * geometry.num_kv_heads
-        shape = num_cells, num_residuals, 2, geometry.block_size * geometry.head_dim
+        shape = geometry.num_cells, num_residuals, 2, geometry.block_size * geometry.head_dim
         residuals = torch.empty(shape, dtype=torch.float16, device=device)
         return cls(data, residuals, geometry, centres, sealed_layout_on(device))
 

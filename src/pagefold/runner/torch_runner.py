@@ -51,8 +51,9 @@ class Decoder(Protocol):
     def states(self) -> torch.Tensor:
         """Return numbers of each of the last step's tokens, ``[T, N]``: not finite where the token's KV is not.
 
-        They are K and V of the last layer, which follow from what enters that: whatever is not finite of a token in any
-        layer before has spread there. Nobody asks after a step whose tokens all sample: those have logits.
+        They are K and V of the last layer that has its own, which follow from what enters that: whatever is not finite
+        of a token in any layer before has spread there. What layers behind it compute of a token, no other token reads.
+        Nobody asks after a step whose tokens all sample: those have logits.
         """
 
 

@@ -9,6 +9,7 @@ import torch
 from pagefold.errors import UnsupportedModelError
 from pagefold.runner.inputs import fill_in
 from pagefold.runner.loader import AttentionContext
+from pagefold.runner.tokens_before import COUNTING_FAMILIES, TokensBefore
 
 if TYPE_CHECKING:
     from pagefold.runner.attention import AttentionBackend, AttentionInputs
@@ -41,6 +42,7 @@ class TransformersDecoder:
         self._slab = slab
         self._attention = attention
         self._max_model_len = max_model_len
+        self._counts = model.config.model_type in COUNTING_FAMILIES
         self._last: tuple[torch.Tensor, ...] = ()
 
     @torch.inference_mode()
@@ -54,6 +56,7 @@ class TransformersDecoder:
         output = self.model(
             input_ids=inputs.token_ids,
             position_ids=inputs.positions,
+            past_key_values=TokensBefore(inputs.positions) if self._counts else None,
             use_cache=False,
             logits_to_keep=inputs.logit_rows,
             paged=context,
@@ -67,7 +70,7 @@ class TransformersDecoder:
         return logits
 
     def states(self) -> torch.Tensor:
-        """Return K and V of the last layer, ``[T, 2 * Hkv * D]``."""
+        """Return K and V of the last layer that has its own, ``[T, 2 * Hkv * D]``."""
         assert self._last, "no step has run"
         return torch.cat([each.flatten(1) for each in self._last], dim=1)
 
@@ -84,8 +87,9 @@ def told_queries(attention: AttentionBackend, on_queries: OnQueries) -> Attentio
         layer: int,
         scale: float,
         softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         on_queries(layer, query)
-        return attention(query, key, value, slab, inputs, layer, scale, softcap)
+        return attention(query, key, value, slab, inputs, layer, scale, softcap, sinks)
 
     return attend

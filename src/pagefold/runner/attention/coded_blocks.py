@@ -45,6 +45,7 @@ __all__ = [
     "bring_query",
     "code_bytes",
     "num_scales",
+    "raise_tops",
     "rotate_back",
     "row_codes",
     "scale_scores",
@@ -165,6 +166,17 @@ def add_shifts(slab, cell, first, num_rows, num_entries, room, softcap):
             if softcap != 0.0:  # tanh sees a shift, as softmax does not
                 for e in range(num_entries):
                     room.scores[r, e] += room.shifts[r]
+
+
+@part_with(CodedBlocks, SealedBlocks)
+def raise_tops(slab, cell, num_rows, room, softcap):
+    """Add to the largest scores of a split what centres of K come to, where all scores are lower by it.
+
+    A sink's score is none of a key, and is not lower.
+    """
+    if num_scales(slab.cells[cell, KEY_FORMAT]) and softcap == 0.0:
+        for r in range(num_rows):
+            room.tops[r] += room.shifts[r]
 
 
 @part_with(CodedBlocks, SealedBlocks)

@@ -18,7 +18,7 @@ from pagefold.kernels.compiled import part, specialised
 from pagefold.kernels.kept import kernel
 from pagefold.kernels.rows import LOG2E
 from pagefold.kernels.team import SYNC_WIDTH, claim, finish, wait
-from pagefold.runner.attention.kernel import Scoring, attend, merge, seal, write
+from pagefold.runner.attention.kernel import NO_SINKS, Scoring, attend, merge, seal, write
 from pagefold.runner.attention.kernel_slab import KEY_FORMAT, VALUE_FORMAT, kernel_slab
 from pagefold.runner.attention.scratch import Scratch, make_scratch
 from pagefold.runner.attention.tiles import FLOAT16, INT2, attention_tiles
@@ -39,11 +39,12 @@ _TOKENS_A_WRITE = 16
 _WRITE, _SEAL, _ATTEND, _MERGE, _NUM_PHASES = range(5)
 
 
-def scoring_of(scale: float, softcap: float) -> Scoring:
+def scoring_of(scale: float, softcap: float, sinks: torch.Tensor | None = None) -> Scoring:
     """Return how the kernel makes scores: they are exponents of 2, not of e."""
+    of_heads = NO_SINKS if sinks is None else sinks.detach().float().numpy() * np.float32(LOG2E)
     if softcap:
-        return Scoring(np.float32(scale / softcap), np.float32(softcap * LOG2E))
-    return Scoring(np.float32(scale * LOG2E), np.float32(0.0))
+        return Scoring(np.float32(scale / softcap), np.float32(softcap * LOG2E), of_heads)
+    return Scoring(np.float32(scale * LOG2E), np.float32(0.0), of_heads)
 
 
 class _Operands(NamedTuple):
@@ -114,6 +115,7 @@ class CpuAttention:
         layer: int,
         scale: float,
         softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See :class:`~pagefold.runner.attention.inputs.AttentionBackend`."""
         room = self._room_for(slab, query.shape[1], key.shape[1])
@@ -131,7 +133,7 @@ class CpuAttention:
             _Operands(*(tensor.contiguous().numpy() for tensor in (query, key, value, out))),
             room.slab_for(work),
             layer,
-            scoring_of(scale, softcap),
+            scoring_of(scale, softcap, sinks),
             room.scratch,
             room.partials(work.num_slots),
         )
@@ -198,7 +200,7 @@ def _member(tiles, member, num_members, sync, step_work, operands, slab, layer, 
         seal(sync, _SEAL, work, slab, layer, own)
     attend(tiles, sync, _ATTEND, num_members, work, query, slab, layer, scoring, own, partials, out)
     if step_work.num_slots:
-        merge(sync, _MERGE, work, slab, layer, own, partials, out)
+        merge(sync, _MERGE, work, slab, layer, scoring.sinks, own, partials, out)
 
 
 @kernel(parallel=True, error_model="numpy")

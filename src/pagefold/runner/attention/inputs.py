@@ -67,6 +67,7 @@ class AttentionInputs:
         residual_ids: int32 ``[S]``: where each sequence has its unsealed block, of a slab that seals blocks. Then what
             a sequence has in this step begins with a block, or ends with the one that it begins in.
         on_device: the same where a card reads it, if it is there already.
+        sources: the layer whose K and V each layer reads; empty where each has its own.
     """
 
     query_starts: NDArray[np.int32]
@@ -75,6 +76,7 @@ class AttentionInputs:
     cells: NDArray[np.int32]
     residual_ids: NDArray[np.int32] | None = None
     on_device: DeviceColumns | None = None
+    sources: tuple[int, ...] = ()
 
     @classmethod
     def of_one_group(
@@ -101,6 +103,15 @@ class AttentionInputs:
         assert not self.groups[0].keeps.trims, f"a group that keeps {self.groups[0].keeps}, where all are to be kept"
         return self.groups[0]
 
+    @property
+    def last_own_layer(self) -> int:
+        """The last layer that has K and V of its own."""
+        return max(self.sources) if self.sources else self.cells.shape[1] - 1
+
+    def source_of(self, layer: int) -> int:
+        """Return the layer whose K and V a layer reads: mostly itself."""
+        return self.sources[layer] if self.sources else layer
+
     def group_of(self, layer: int) -> GroupInputs:
         """Return the entries of a layer's group."""
         return self.groups[self.group_of_layer[layer]]
@@ -119,21 +130,24 @@ class AttentionBackend(Protocol):
         layer: int,
         scale: float,
         softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write this step's K and V into their blocks, then attend causally over the blocks.
 
         All writes of the layer come before any read, so a sequence may lean on a block that an earlier sequence of
-        the same step writes.
+        the same step writes. A layer that reads what another one has written in the step brings no K and V.
 
         Args:
             query: ``[T, H, D]``; heads ``[h * G, (h + 1) * G)`` share KV head ``h``, with ``G = H // Hkv``.
-            key: ``[T, Hkv, D]``, rope already applied.
-            value: ``[T, Hkv, D]``.
+            key: ``[T, Hkv, D]``, rope already applied; or ``[0, Hkv, D]``: then nothing is written.
+            value: as many.
             slab: the blocks; written in place.
             inputs: where everything lies.
             layer: which layer this is.
             scale: factor of the scores.
             softcap: scores become ``softcap * tanh(score / softcap)`` before softmax; 0 leaves them as they are.
+            sinks: ``[H]``: of each head the score of a sink, neither scaled nor capped, which has its share of the
+                softmax and no value; None for none.
 
         Returns:
             ``[T, H, D]``, dtype of ``query``.

@@ -16,7 +16,7 @@ compiled for slabs of these kinds only.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from pagefold.runner.attention.coded_blocks import (
     bring_query,
     code_bytes,
     num_scales,
+    raise_tops,
     rotate_back,
     row_codes,
     scale_scores,
@@ -42,9 +43,15 @@ from pagefold.runner.attention.sealed_blocks import attend_own_blocks, score_cha
 from pagefold.runner.attention.tiles import FLOAT32, INT2, PAIRS
 from pagefold.runner.attention.work import end_seen, first_seen
 
-__all__ = ["Scoring", "attend", "merge", "seal", "write"]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["NO_SINKS", "Scoring", "attend", "merge", "seal", "write"]
 
 _TOKENS_A_MERGE = 4
+
+NO_SINKS = np.zeros(0, np.float32)
+"""The sinks of heads that have none."""
 
 
 class Scoring(NamedTuple):
@@ -53,10 +60,12 @@ class Scoring(NamedTuple):
     Attributes:
         scale: what queries are multiplied with: with ``softcap`` it leads to tanh's argument, else to powers of two.
         softcap: in powers of two; 0 for none.
+        sinks: ``[H]``: the score of each query head's sink, in powers of two; :data:`NO_SINKS` for none.
     """
 
     scale: np.float32
     softcap: np.float32
+    sinks: NDArray[np.float32] = NO_SINKS
 
 
 class Item(NamedTuple):
@@ -301,6 +310,8 @@ def attend(tiles, sync, phase, num_members, work, query, slab, layer, scoring, s
                 into[:], tops[:], totals[:] = np.float32(0.0), NOTHING, np.float32(0.0)
             if is_sealed:
                 attend_own_blocks(tiles, work, slab, cell, item, k, scratch, q, into, softcap)
+            if len(scoring.sinks) > 0:
+                raise_tops(slab, cell, num_rows, scratch, softcap)
             for row in range(num_rows):
                 if k == first_split:
                     state_tops[row], state_totals[row] = tops[row], totals[row]
@@ -318,7 +329,7 @@ def attend(tiles, sync, phase, num_members, work, query, slab, layer, scoring, s
             for g in range(group):
                 row = (i - first) * group + g
                 if slot < 0:
-                    weight = np.float32(1.0) / state_totals[row]
+                    weight = _weight(state_tops[row], state_totals[row], scoring.sinks, h * group + g)
                     for d in range(head_dim):
                         out[t, h * group + g, d] = state[row, d] * weight
                     rotate_back(slab, cell, out[t, h * group + g], scratch)
@@ -332,8 +343,16 @@ def attend(tiles, sync, phase, num_members, work, query, slab, layer, scoring, s
     wait(sync, phase, num_items)
 
 
+@part(forceinline=True)
+def _weight(top, total, sinks, head):
+    """Return by what a token's folded sum is multiplied in the end; a sink has its share of the total then, once."""
+    if len(sinks) > 0:
+        total += np.exp2(sinks[head] - top)
+    return np.float32(1.0) / total
+
+
 @part()
-def merge(sync, phase, work, slab, layer, scratch, partials, out):
+def merge(sync, phase, work, slab, layer, sinks, scratch, partials, out):
     """Put the splits that each token sees together, in order. ``partials`` is folded in place."""
     num_tokens, num_heads, head_dim = out.shape
     group = num_heads // work.cells.shape[2]
@@ -355,7 +374,7 @@ def merge(sync, phase, work, slab, layer, scratch, partials, out):
                 for k in range(1, (limit + work.split_size - 1) // work.split_size - first_split):
                     part = partials[slot + k, head]
                     top, total = fold(top, total, state[:head_dim], part[head_dim], part[head_dim + 1], part[:head_dim])
-                weight = np.float32(1.0) / total
+                weight = _weight(top, total, sinks, head)
                 for d in range(head_dim):
                     out[t, head, d] = state[d] * weight
                 rotate_back(slab, cell, out[t, head], scratch)

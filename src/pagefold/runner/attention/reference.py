@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from pagefold.runner.attention.sealed_reference import sealed_reference_attention
+from pagefold.runner.attention.sealed_reference import sealed_reference_attention, softmax_with_sinks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,15 +27,16 @@ def reference_attention(  # noqa: PLR0913, PLR0917 - the operands of the op
     layer: int,
     scale: float,
     softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See :class:`~pagefold.runner.attention.inputs.AttentionBackend`."""
     if slab.seals:
-        return sealed_reference_attention(query, key, value, slab, inputs, layer, scale, softcap)
-    num_tokens, num_kv_heads, head_dim = key.shape
-    queries = query.reshape(num_tokens, num_kv_heads, -1, head_dim)  # [T, Hkv, G, D]
+        return sealed_reference_attention(query, key, value, slab, inputs, layer, scale, softcap, sinks)
+    num_kv_heads, head_dim = key.shape[1:]
+    queries = query.reshape(len(query), num_kv_heads, -1, head_dim)  # [T, Hkv, G, D]
     out = torch.empty(queries.shape, dtype=query.dtype, device=query.device)
     parts = list(_parts(inputs, layer, slab.block_size))
-    for tokens, heads, blocks, cells, entries, _ in parts:
+    for tokens, heads, blocks, cells, entries, _ in parts if len(key) else ():
         num_old = len(entries) - (tokens.stop - tokens.start)
         for h, (cell, block_ids) in enumerate(zip(cells.tolist(), blocks, strict=True)):
             kv = key[tokens, heads[h]], value[tokens, heads[h]]
@@ -48,7 +49,12 @@ def reference_attention(  # noqa: PLR0913, PLR0917 - the operands of the op
             scores = softcap * (scores / softcap).tanh()
         last_seen = entries[len(entries) - len(first_seen) :]
         visible = (entries <= last_seen[:, None]) & (entries >= first_seen[:, None])  # [q, n]
-        weights = scores.masked_fill(~visible.to(query.device), float("-inf")).softmax(-1)
+        scores = scores.masked_fill(~visible.to(query.device), float("-inf"))
+        if sinks is None:
+            weights = scores.softmax(-1)
+        else:
+            own = sinks.to(scores.dtype).view(num_kv_heads, -1)[heads]  # [h, G]
+            weights = softmax_with_sinks(scores, own)
         out[tokens, heads] = torch.einsum("hgqn,hnd->qhgd", weights, values)
     return out.flatten(1, 2)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pagefold.runner.attention.inputs import AttentionInputs
     from pagefold.runner.slab import SealingSlab
 
-__all__ = ["sealed_reference_attention"]
+__all__ = ["sealed_reference_attention", "softmax_with_sinks"]
 
 
 class _Part(NamedTuple):
@@ -53,6 +53,7 @@ def sealed_reference_attention(  # noqa: PLR0913, PLR0917 - the operands of the 
     layer: int,
     scale: float,
     softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See :class:`~pagefold.runner.attention.inputs.AttentionBackend`."""
     num_tokens, num_kv_heads, head_dim = key.shape
@@ -77,9 +78,19 @@ def sealed_reference_attention(  # noqa: PLR0913, PLR0917 - the operands of the 
                 scores = softcap * (scores / softcap).tanh()
             seen = torch.cat((entries, own))
             visible = (seen <= query_entries[:, None]) & (seen >= first_seen[:, None])  # [q, n]
-            weights = scores.masked_fill(~visible.to(query.device), float("-inf")).softmax(-1)
+            scores = scores.masked_fill(~visible.to(query.device), float("-inf"))
+            if sinks is None:
+                weights = scores.softmax(-1)
+            else:
+                weights = softmax_with_sinks(scores, sinks.to(scores.dtype).view(num_kv_heads, -1)[part.head])
             out[tokens, part.head] = torch.einsum("gqn,nd->qgd", weights, values)
     return out.flatten(1, 2)
+
+
+def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Return the weights of ``scores``, ``[..., G, q, n]``, beside one more score of each head, ``[..., G]``."""
+    column = sinks[..., None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, column), -1).softmax(-1)[..., :-1]
 
 
 def _write(

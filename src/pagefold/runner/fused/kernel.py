@@ -406,7 +406,7 @@ def _attend(tiles, team, phase, layer, weights, step, attention, room, qkv):
         partials, out,
     )  # fmt: skip
     if attention.work.num_slots:
-        merge(sync, phase + 3, work, slab, layer, scratch, partials, out)
+        merge(sync, phase + 3, work, slab, layer, attention.scoring.sinks, scratch, partials, out)
 
 
 @part()

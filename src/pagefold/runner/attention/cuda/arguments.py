@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pagefold.runner.attention.cuda.groups import Shape
     from pagefold.runner.attention.device_columns import DeviceColumns
 
-__all__ = ["Group", "LayerArguments", "scoring", "vectors"]
+__all__ = ["Group", "LayerArguments", "of_sinks", "scoring", "vectors"]
 
 _LOG2E = 1.4426950408889634
 
@@ -23,6 +23,11 @@ Group = dict[str, Any]
 def vectors(name: str, heads: torch.Tensor) -> Group:
     """Return the group of vectors ``[T, heads, D]``, whose numbers lie side by side."""
     return {name: heads, f"{name}_stride_t": heads.stride(0), f"{name}_stride_h": heads.stride(1)}
+
+
+def of_sinks(sinks: torch.Tensor | None, query: torch.Tensor) -> Group:
+    """Return the group of sinks, ``[H]``; where there are none, of something that nobody reads."""
+    return {"sinks": query if sinks is None else sinks, "HAS_SINKS": sinks is not None}
 
 
 def scoring(scale: float, softcap: float, window: int) -> Group:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pagefold.runner.attention.cuda.arguments import Group, LayerArguments, scoring, vectors
+from pagefold.runner.attention.cuda.arguments import Group, LayerArguments, of_sinks, scoring, vectors
 from pagefold.runner.attention.cuda.blocks import CardBlocks
 from pagefold.runner.attention.cuda.columns import plan_columns
 from pagefold.runner.attention.cuda.configs import (
@@ -123,6 +123,7 @@ class CudaAttention:
         layer: int,
         scale: float,
         softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See :class:`~pagefold.runner.attention.inputs.AttentionBackend`."""
         assert query.stride(2) == key.stride(2) == value.stride(2) == 1, "a head's numbers lie side by side"
@@ -134,6 +135,7 @@ class CudaAttention:
             query = _brought(query, given)
         assert not (given.form.SEALS and self._window), "nobody sees a part of what is sealed"
         asked = vectors("query", query) | {"out": out} | scoring(scale, softcap, self._window)
+        asked |= of_sinks(sinks, query)
         if len(columns.rows):
             self._run_decode(asked, given)
         if len(columns.tiles):
@@ -199,6 +201,8 @@ class CudaAttention:
             merge_splits[(self.shape.num_heads, num_rows)](
                 out=out,
                 **splits,
+                sinks=asked["sinks"],
+                HAS_SINKS=asked["HAS_SINKS"],
                 rows=given.columns.rows,
                 query_starts=given.columns.query_starts,
                 SHAPE=given.shape,
@@ -225,6 +229,8 @@ def _write(key: torch.Tensor, value: torch.Tensor, given: LayerArguments) -> tor
     Where blocks are sealed, return them in 16 bit too, as float16 ``[T, Hkv, 2, D]``, if somebody reads them so.
     """
     num_tokens, num_kv_heads, _ = key.shape
+    if not num_tokens:  # another layer has written them
+        return given.blocks.data
     numbers = vectors("key", key) | vectors("value", value)
     where = {"seq_of": given.columns.seq_of} | given.entries
     if not given.blocks.has_codes:

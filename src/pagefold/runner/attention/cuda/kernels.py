@@ -24,7 +24,15 @@ import triton.language as tl
 
 from pagefold.runner.attention.cuda.groups import PER_STEP, Blocks, Scoring, Sight, Unsealed
 from pagefold.runner.attention.cuda.seal import residual_of, sealed_before
-from pagefold.runner.attention.cuda.tile import INTERPRETED, attend_own, attend_tile, cell_of, finished, nothing_seen
+from pagefold.runner.attention.cuda.tile import (
+    INTERPRETED,
+    attend_own,
+    attend_tile,
+    cell_of,
+    finished,
+    nothing_seen,
+    weight_of_sinks,
+)
 
 __all__ = ["decode", "merge_splits", "prefill", "write_kv"]
 
@@ -136,6 +144,8 @@ def decode(
     scale,
     softcap,
     window,
+    # sinks, where heads have them
+    sinks,  # [H]
     # how many splits there are
     num_splits,
     # constants
@@ -147,6 +157,7 @@ def decode(
     IS_SPLIT: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """Attend from one sequence's only token to one split of its entries. Grid: (Hkv, rows, splits).
 
@@ -215,7 +226,11 @@ def decode(
             )
             for tile_start in tl.range(_bound(stored), _bound(length), TILE, num_stages=1):
                 softmax = attend_own(softmax, queries, tile_start, unsealed, cell, scoring, SHAPE, TILE, HAS_SOFTCAP)
-    acc = finished(softmax, cell, SHAPE, CELL_FORMAT)
+    of_sinks = softmax.total
+    IS_LAST: tl.constexpr = HAS_SINKS and not IS_SPLIT  # of splits, whoever merges them
+    if IS_LAST:
+        of_sinks = weight_of_sinks(sinks, query_heads, softmax.top, is_member)
+    acc = finished(softmax, of_sinks, cell, SHAPE, CELL_FORMAT, IS_LAST)
     if IS_SPLIT:
         place = (row.to(tl.int64) * NUM_HEADS + query_heads) * num_splits + split
         total = tl.where(softmax.total == 0.0, 1.0, softmax.total)
@@ -238,11 +253,14 @@ def merge_splits(
     # where entries lie
     rows,  # int32: the sequences with one token
     query_starts,  # int32 [S + 1]
+    # sinks, where heads have them
+    sinks,  # [H]
     # how many
     num_splits,
     # constants
     SHAPE: tl.constexpr,
     SPLITS: tl.constexpr,  # num_splits, filled up to a power of two
+    HAS_SINKS: tl.constexpr,
 ):
     """Put the splits of one token and head together. Grid: (H, rows)."""
     HEAD_DIM: tl.constexpr = SHAPE.HEAD_DIM
@@ -260,6 +278,8 @@ def merge_splits(
     mask = is_part[:, None] & (dims < HEAD_DIM)[None, :]
     parts = tl.load(sums + place[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
     total = tl.sum(shares, 0)
+    if HAS_SINKS:
+        total += weight_of_sinks(sinks, head, top, head < NUM_HEADS)
     merged = tl.sum(parts * shares[:, None], 0) / tl.where(total > 0.0, total, 1.0)
     to = out + (token * NUM_HEADS + head) * HEAD_DIM + dims
     tl.store(to, merged.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
@@ -303,6 +323,8 @@ def prefill(
     scale,
     softcap,
     window,
+    # sinks, where heads have them
+    sinks,  # [H]
     # constants
     SHAPE: tl.constexpr,
     CELL_FORMAT: tl.constexpr,
@@ -310,6 +332,7 @@ def prefill(
     TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """Attend from ``ROWS // SHAPE.GROUP`` tokens of one sequence, causally. Grid: (tiles, Hkv)."""
     HEAD_DIM: tl.constexpr = SHAPE.HEAD_DIM
@@ -390,6 +413,9 @@ def prefill(
         )
         for tile_start in tl.range(_bound(least_stored), _bound(most_visible), TILE, num_stages=1):
             softmax = attend_own(softmax, queries, tile_start, unsealed, cell, scoring, SHAPE, TILE, HAS_SOFTCAP)
-    acc = finished(softmax, cell, SHAPE, CELL_FORMAT)
+    of_sinks = softmax.total
+    if HAS_SINKS:
+        of_sinks = weight_of_sinks(sinks, query_heads, softmax.top, is_row)
+    acc = finished(softmax, of_sinks, cell, SHAPE, CELL_FORMAT, HAS_SINKS)
     to = out + ((rows * NUM_KV_HEADS * SHAPE.GROUP + query_heads) * HEAD_DIM)[:, None] + dims[None, :]
     tl.store(to, acc.to(out.dtype.element_ty), mask=mask)

@@ -21,12 +21,13 @@ from pagefold.runner.attention.cuda.codes import (
 from pagefold.runner.attention.cuda.encode import RANGE
 from pagefold.runner.attention.cuda.groups import Cell, Softmax
 
-__all__ = ["INTERPRETED", "attend_own", "attend_tile", "cell_of", "finished", "nothing_seen"]
+__all__ = ["INTERPRETED", "attend_own", "attend_tile", "cell_of", "finished", "nothing_seen", "weight_of_sinks"]
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether the kernels run in Triton's interpreter, on tensors of a CPU."""
 
 _UP = tl.constexpr(INTERPRETED)
+_LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -239,12 +240,28 @@ def attend_own(
 
 
 @triton.jit
-def finished(softmax, cell, SHAPE: tl.constexpr, CELL_FORMAT: tl.constexpr):
+def weight_of_sinks(sinks, heads, top, mask):
+    """Return the weights of sinks, float32, beside others whose scores are at most ``top``, in powers of two."""
+    scores = tl.load(sinks + heads, mask=mask, other=0.0).to(tl.float32) * _LOG2E
+    return tl.where(top > float("-inf"), tl.exp2(scores - top), 0.0)
+
+
+@triton.jit
+def finished(
+    softmax,  # Softmax
+    of_sinks,  # float32 [ROWS]: the weights of sinks, where rows have them
+    cell,  # Cell
+    SHAPE: tl.constexpr,
+    CELL_FORMAT: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
     """Return the outputs of a Softmax, float32 ``[ROWS, DIMS]``; zeros where a row has seen nothing."""
     total = softmax.total
-    out = softmax.acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    whole = total + of_sinks if HAS_SINKS else total
+    out = softmax.acc / tl.where(whole > 0.0, whole, 1.0)[:, None]
     if CELL_FORMAT.HAS_CENTRES:
         dims = tl.arange(0, SHAPE.DIMS)
         centre = tl.load(cell.value_centres + SHAPE.HEAD_DIM + dims, mask=dims < SHAPE.HEAD_DIM, other=0.0)
-        out = out + tl.where(total > 0.0, 1.0, 0.0)[:, None] * centre[None, :]
+        share = tl.where(total > 0.0, total / whole if HAS_SINKS else 1.0, 0.0)
+        out = out + share[:, None] * centre[None, :]
     return hadamard(out, CELL_FORMAT.ROTATION) if CELL_FORMAT.ROTATION else out
