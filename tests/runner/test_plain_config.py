@@ -27,7 +27,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-PLAIN = {"llama", "llama-mha", "llama-mqa", "llama3", "mistral", "mistral-window-40", "qwen3"}
+PLAIN = {"llama", "llama-mha", "llama-mqa", "llama3", "mistral", "mistral-window", "mistral-window-40", "qwen3"}
 CLASSES: dict[str, dict[str, Any]] = {
     "LlamaConfig": {},
     "MistralConfig": {"sliding_window": None},
