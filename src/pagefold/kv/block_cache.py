@@ -198,15 +198,14 @@ class BlockCache:
         if not self._trimmed_groups:
             return self.policy.victim()
         windows, broken = self.windows, self._broken
-        is_broken = broken is not None and broken.attached and broken.evictable and not self._rules.is_whole(broken)
-        return (
-            windows.stale_block()
-            or (broken if is_broken else None)
-            or windows.kept_block()
-            or self.policy.victim()
-            or windows.firm_block()
-            or windows.idle_block()
-        )
+        block = windows.stale_block()
+        if block is not None:
+            return block
+        if broken is not None:
+            if broken.attached and broken.evictable and not self._rules.is_whole(broken):
+                return broken
+            self._broken = None
+        return windows.kept_block() or self.policy.victim() or windows.firm_block() or windows.idle_block()
 
     def _make_one_free(self) -> bool:
         return bool(self.reclaim(1) or (self.cancel_stores() and self.reclaim(1)))
