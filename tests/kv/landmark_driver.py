@@ -19,10 +19,10 @@ def text(name, num_tokens):
     return [1000 * (1 + "SABCDEU".index(name)) + at for at in range(num_tokens)]
 
 
-def run(core, tokens, message_ends=(), chunk=8):
+def run(core, tokens, message_ends=(), chunk=8, *, is_return=False):
     """Compute ``tokens`` as a request would, and let go. Return how many of them were found."""
     hit = core.match(b"", packed(tokens), len(tokens) - 1)
-    cache, start = core.acquire(hit, message_ends)
+    cache, start = core.acquire(hit, message_ends, is_return=is_return)
     num_found = start
     while start < len(tokens):
         end = min(len(tokens), start + chunk)
@@ -31,6 +31,7 @@ def run(core, tokens, message_ends=(), chunk=8):
         if promise is not None:
             core.publishing.commit(promise)
         core.moves.copies_done(core.moves.take_copies())
+        core.moves.host_done(core.moves.take_host_ops())
         core.trim(cache, end)
         audit(core)
         start = end

@@ -154,7 +154,7 @@ class Machine:
             found = {block.block_id for block in self.core.rules.blocks_of(hit)}
             num_ends = self.random.randrange(min(4, len(tokens) + 1))
             ends = sorted(self.random.sample(range(1, len(tokens) + 1), num_ends))
-            cache, num_computed = self.core.acquire(hit, ends)
+            cache, num_computed = self.core.acquire(hit, ends, is_return=self.random.random() < 0.2)
             assert hit.held or found <= set(cache.all_block_ids()), "it was to hold other blocks"
             sequence = Sequence(tokens, cache, num_computed)
             self.running.append(sequence)

@@ -139,7 +139,7 @@ def test_a_block_that_goes_alone_is_kept_on_the_host(full, window):
     acquire(core, TOKENS)  # no leaf can go, and of the first place it needs no window
     (alone,) = core.blocks.windows.all()
     node = alone.node
-    assert (node.depth, core.blocks.windows.is_stale(alone)) == (0, False)
+    assert (node.depth, core.blocks.windows.is_spare(alone)) == (0, False)
     assert core.blocks.reclaim(1) == 1
     assert [store.block_id for store in core.host.pending.stores] == [alone.block_id]
     assert node.blocks[window] is None
@@ -151,7 +151,7 @@ def test_what_was_left_behind_stale_is_not_stored(full, window):
     core = core_of(window)
     serve(core, TOKENS)
     first = core.tree.match(b"", packed(TOKENS), 12).nodes[0]
-    assert core.blocks.windows.is_stale(first.blocks[window])
+    assert core.blocks.windows.is_spare(first.blocks[window])
     assert core.moves.store(first) == 1
     assert [store.block_id for store in core.host.pending.stores] == [first.blocks[full].block_id]
     audit(core)

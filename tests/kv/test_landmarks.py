@@ -1,9 +1,9 @@
 """Of which places windows stay cached: where conversations go on, and where they part."""
 
 import pytest
-from landmark_driver import RULES, SIZE, WINDOW, packed, run, text
+from landmark_driver import RULES, SIZE, WINDOW, a_core_with_landmarks, packed, run, text
 
-from pagefold.kv import KEEP_ALL, KeepRule, KVCore, audit, make_policy
+from pagefold.kv import KEEP_ALL, HostTier, KeepRule, KVCore, audit, make_policy
 
 
 def press(core, num_left):
@@ -134,3 +134,52 @@ def test_a_reset_leaves_no_landmark():
     core.forgetting.reset()
     audit(core)
     assert len(core.blocks.windows.landmarks) == 0
+
+
+def test_transfers_and_pins_change_nothing_of_what_was_left_behind():
+    core = a_core_with_landmarks()
+    windows = core.blocks.windows
+    before = (len(windows._stale), len(windows._kept), len(windows._firm), len(windows._idle))
+    assert min(before) > 0
+    for block in windows.all():
+        core.pool.pin_io(block)
+        core.blocks.update_evictable(block.node)
+    assert windows.all() == []
+    core.blocks.unpin_io([block.block_id for block in core.pool.blocks if block.num_io_refs])
+    audit(core)
+    assert (len(windows._stale), len(windows._kept), len(windows._firm), len(windows._idle)) == before
+
+
+def test_another_answer_may_be_asked_for_more_than_once():
+    for num_tokens in range(46, 51):  # the prompt ends on the edge of a block, and off it
+        core = KVCore(300, block_size=SIZE, rules=RULES)
+        prompt = text("S", 30) + text("U", num_tokens - 30)
+        for name in "ABCD":
+            while core.blocks.windows.stale_block() is not None:
+                core.blocks.reclaim(1)
+            found = run(core, prompt + text(name, 40), message_ends=(30, num_tokens))
+            assert name == "A" or found >= num_tokens // SIZE * SIZE
+
+
+def test_who_comes_back_says_nothing_of_others():
+    core = KVCore(300, block_size=SIZE, rules=RULES)
+    tokens = text("S", 64)
+    run(core, tokens, message_ends=(40,))
+    for _ in range(3):
+        run(core, [*tokens, 0], message_ends=(40,), is_return=True)
+    (landmark,) = core.blocks.windows.landmarks
+    assert landmark.ends_prompt
+    assert landmark.num_partings == 0
+
+
+def test_the_window_of_a_firm_place_goes_to_the_host_with_its_path():
+    core = KVCore(300, block_size=SIZE, rules=RULES, host=HostTier(300))
+    for name in "ABC":
+        run(core, text("S", 40) + text(name, 24))
+    core.blocks.reclaim(core.pool.num_cached)
+    ops = core.moves.take_host_ops()
+    core.moves.host_done(ops)
+    assert core.pool.num_cached == 0
+    assert core.match(b"", packed(text("S", 40) + text("U", 9)), 48).num_blocks == 10
+    assert core.match(b"", packed(text("S", 40) + text("A", 24) + [0]), 64).num_blocks == 16
+    assert core.match(b"", packed(text("S", 32)), 31).num_blocks < 7, "what was left behind, and nobody wanted, did not"

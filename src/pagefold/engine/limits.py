@@ -12,6 +12,11 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelLimits"]
 
+_OPENING_TOKENS = 32
+"""What a chat template puts before an answer has fewer."""
+_MOST_FIRST_ENDS, _MOST_LAST_ENDS = 4, 12
+"""So many ends of messages are told of: each keeps a window, and a client may send as many as it likes."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
@@ -30,6 +35,14 @@ class ModelLimits:
     message_end_ids: frozenset[int] = frozenset()
 
     def message_ends(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the positions behind the messages of a prompt, ascending."""
+        """Return the positions behind the messages of a prompt, ascending: of very many the first and the last ones.
+
+        Where text follows the last of them that is more than what opens an answer, the prompt's end is one too.
+        """
         ends = self.message_end_ids
-        return tuple(position for position, token_id in enumerate(token_ids, 1) if token_id in ends)
+        found = [position for position, token_id in enumerate(token_ids, 1) if token_id in ends]
+        if not found or len(token_ids) - found[-1] > _OPENING_TOKENS:
+            found.append(len(token_ids))
+        if len(found) > _MOST_FIRST_ENDS + _MOST_LAST_ENDS:
+            found = found[:_MOST_FIRST_ENDS] + found[-_MOST_LAST_ENDS:]
+        return tuple(found)

@@ -108,7 +108,7 @@ class BlockCache:
     def reclaim(self, num_blocks: int) -> int:
         """Evict cached blocks until ``num_blocks`` more are free, and keep them on the host if it can hold any.
 
-        What nothing is hoped of it need not keep: who comes back to such a path needs what was written last.
+        What was left behind, and no firm landmark kept, it need not keep: who comes back needs what was written last.
 
         Return how many went: perhaps a few more, since a leaf has a block of every group.
         """

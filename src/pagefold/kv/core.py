@@ -192,9 +192,11 @@ class KVCore:
         """
         if not hit.held:
             return hit
-        if self.arbiter.restores(HOST, len(hit.held), hit.num_blocks - self.rules.num_whole(hit.nodes)):
+        num_whole = self.rules.num_whole(hit.nodes)
+        if self.arbiter.restores(HOST, len(hit.held), hit.num_blocks - num_whole):
             return hit
-        return hit._replace(held=(), num_behind=0)
+        lost = hit.lost or (hit.nodes[-1] if num_whole < len(hit.nodes) else None)
+        return hit._replace(nodes=hit.nodes[:num_whole], held=(), num_behind=0, lost=lost)
 
     def missing(self, namespace: bytes, packed: bytes, max_tokens: int) -> Missing:
         """Return what of the whole blocks of ``packed`` neither device nor host has, behind those they have.
@@ -205,7 +207,9 @@ class KVCore:
 
     # Sequences' caches.
 
-    def acquire(self, hit: PrefixHit, message_ends: Sequence[int] = ()) -> tuple[SequenceCache, int]:
+    def acquire(
+        self, hit: PrefixHit, message_ends: Sequence[int] = (), *, is_return: bool = False
+    ) -> tuple[SequenceCache, int]:
         """Make a cache that starts with what ``hit`` found, and hold that. Return it and the number of tokens it holds.
 
         A hit is a value and may be stale: what has left the tree since is cut off. A partial block is taken over by
@@ -217,6 +221,7 @@ class KVCore:
             message_ends: positions behind the last tokens of messages, ascending: there conversations go on, or part.
                 Where groups keep the last tokens only, their windows stay cached there while memory is to spare; the
                 last one's like the end of a path (``landmarks.py``).
+            is_return: whether who asks has had a cache of the same before: where it begins says nothing of others.
         """
         self.blocks.next_tick()
         nodes = hit.nodes
@@ -236,7 +241,7 @@ class KVCore:
             num_tokens += self._prefixes.go_on(cache, hit)
         cache.capacity = cache.tables[0].end * self.block_size
         if self.trims and self.publishes:
-            cache.marks = self._marks(hit, nodes, num_tokens, message_ends)
+            cache.marks = self._marks(hit, nodes, num_tokens, message_ends, is_return=is_return)
         return cache, num_tokens
 
     def begin_streaming(self, hit: PrefixHit) -> tuple[SequenceCache, int]:
@@ -318,7 +323,9 @@ class KVCore:
         cache.tail = None
         self.moves.drop_unheld()
 
-    def _marks(self, hit: PrefixHit, nodes: list[Node], num_tokens: int, message_ends: Sequence[int]) -> list[Mark]:
+    def _marks(
+        self, hit: PrefixHit, nodes: list[Node], num_tokens: int, message_ends: Sequence[int], *, is_return: bool
+    ) -> list[Mark]:
         """Return the places of a path that will be landmarks, the first last.
 
         Args:
@@ -326,6 +333,7 @@ class KVCore:
             nodes: what a cache began with of it.
             num_tokens: that the cache began with.
             message_ends: positions behind its messages.
+            is_return: whether only these count.
         """
         size, lost, begun = self.block_size, hit.lost, num_tokens // self.block_size
         marks: dict[int, Mark] = {}
@@ -333,9 +341,9 @@ class KVCore:
             end = -(-position // size)
             if end > begun:
                 marks[end] = Mark(end, "prompt" if position == message_ends[-1] else "message")
-        if lost is not None and lost.attached and lost.children:
+        if lost is not None and lost.attached and lost.children and not is_return:
             marks[lost.depth + 1] = Mark(lost.depth + 1, "lost")
-        if begun:
+        if begun and not is_return:
             parts = begun == len(nodes) and bool(nodes[-1].children)
             marks[begun] = Mark(begun, "parting" if parts else "turn")
         return [marks[end] for end in sorted(marks, reverse=True)]

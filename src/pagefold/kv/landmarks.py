@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from pagefold.kv.block import Block, Node
     from pagefold.kv.keep_rules import KeepRules
@@ -29,6 +29,10 @@ MarkReason: TypeAlias = Literal["message", "prompt", "turn", "parting", "lost"]
 * ``parting``: a sequence went on from a place that another had gone on from. It is firm when that happens again.
 * ``lost``: likewise, but the window was gone, and was computed once more. It is firm at once.
 """
+
+
+_PARTINGS = {"parting": 1, "lost": 2}
+"""For how many sequences that parted there a mark counts: who found no window was not the first to want it."""
 
 
 class Landmark:
@@ -66,6 +70,7 @@ class Landmarks:
         self._rules = rules
         self._at: dict[Node, Landmark] = {}
         self._keepers: dict[Block, dict[Landmark, None]] = {}
+        self._num_firm: dict[Block, int] = {}  # how many of them are firm, where any is
 
     def __len__(self) -> int:
         """Return how many there are."""
@@ -89,7 +94,7 @@ class Landmarks:
 
     def is_firm(self, block: Block) -> bool:
         """Whether a firm one does."""
-        return any(landmark.is_firm for landmark in self._keepers.get(block, ()))
+        return block in self._num_firm
 
     def mark(self, node: Node, why: MarkReason) -> list[Landmark]:
         """Make the end of ``node``'s path a landmark, if its window is there as a whole. Return those that changed."""
@@ -97,24 +102,28 @@ class Landmarks:
         if landmark is None:
             return []
         changed = [landmark]
-        if why == "prompt":
-            landmark.ends_prompt = True
-        elif why == "parting":
-            landmark.num_partings += 1
-            landmark.ends_prompt = False
-        elif why == "lost":
-            landmark.num_partings += 2
-        elif why == "turn":
-            landmark.ends_prompt = False
+        if why == "turn":
             passed = self._nearest_above(node)
             if passed is not None:
-                passed.ends_prompt = False
                 changed.append(passed)
+        was_firm = [each.is_firm for each in changed]
+        if why == "prompt":
+            landmark.ends_prompt = True
+        elif why in _PARTINGS:
+            landmark.num_partings += _PARTINGS[why]
+        elif why == "turn":
+            for each in changed:
+                each.ends_prompt = False
+        for each, before in zip(changed, was_firm, strict=True):
+            if each.is_firm != before:
+                self._count_firm(each.blocks, 1 if each.is_firm else -1)
         return changed
 
     def drop(self, landmark: Landmark) -> None:
         """Let a landmark be none."""
         del self._at[landmark.node]
+        if landmark.is_firm:
+            self._count_firm(landmark.blocks, -1)
         for block in landmark.blocks:
             keepers = self._keepers.get(block)
             if keepers is None:  # the one that is gone
@@ -128,6 +137,15 @@ class Landmarks:
         return tuple(self._keepers.pop(block, ()))
 
     # Inside.
+
+    def _count_firm(self, blocks: Iterable[Block], change: int) -> None:
+        counts = self._num_firm
+        for block in blocks:
+            count = counts.get(block, 0) + change
+            if count:
+                counts[block] = count
+            else:
+                del counts[block]
 
     def _add(self, node: Node) -> Landmark | None:
         blocks = self._blocks_behind(node)

@@ -83,7 +83,7 @@ class Moves:
         """Plan to store a node's blocks, which stay what they are. Return how many the host does not hold and will."""
         num_stored = 0
         for block in node.blocks:
-            if block is not None and not self._blocks.windows.is_stale(block) and self._host.keep_live(node, block):
+            if block is not None and not self._blocks.windows.is_spare(block) and self._host.keep_live(node, block):
                 self._blocks.pool.pin_io(block)
                 num_stored += 1
         if num_stored:

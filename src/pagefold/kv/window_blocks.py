@@ -5,6 +5,8 @@ Such a block need not wait until its node is a leaf. When nobody holds it, it is
 - *stale*: who held it last has left it behind, and no landmark keeps it;
 - kept: likewise, but a landmark keeps it, and is firm or is not;
 - idle: who held it last ended there, so whoever goes on needs it.
+
+Transfers and pins keep a block for a while, and change nothing of that.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ class WindowBlocks:
     def __init__(self, rules: KeepRules) -> None:
         self.landmarks = Landmarks(rules)
         self._groups = frozenset(rules.trimmed)
+        self._left: set[Block] = set()  # whom the last table left behind, also while a transfer or a pin keeps them
         self._stale: dict[Block, bool] = {}  # whether the host should keep it when it goes
         self._kept: dict[Block, None] = {}
         self._firm: dict[Block, None] = {}
@@ -46,16 +49,18 @@ class WindowBlocks:
         """Return all of them, in the order in which they go if nothing else can."""
         return [*self._stale, *self._kept, *self._firm, *self._idle]
 
-    def is_stale(self, block: Block) -> bool:
-        """Whether who held ``block`` last has left it behind, and neither anybody nor a landmark wants it since."""
-        return block in self._stale
+    def is_spare(self, block: Block) -> bool:
+        """Whether ``block`` is not worth to be kept elsewhere: left behind, and no firm landmark keeps it."""
+        return block in self._left and not self.landmarks.is_firm(block)
 
     def misplaced(self) -> list[Block]:
         """Return those that are in an order in which they do not belong: for audits."""
         is_firm, keeps = self.landmarks.is_firm, self.landmarks.keeps
         wrong = [block for block in self._stale if keeps(block)]
         wrong += [block for block in self._kept if is_firm(block) or not keeps(block)]
-        return wrong + [block for block in self._firm if not is_firm(block)]
+        wrong += [block for block in self._firm if not is_firm(block)]
+        wrong += [block for block in (*self._stale, *self._kept, *self._firm) if block not in self._left]
+        return wrong + [block for block in self._idle if block in self._left]
 
     # What happens to blocks.
 
@@ -68,26 +73,27 @@ class WindowBlocks:
         """
         if block.group not in self._groups:
             return
-        if block.state != BlockState.CACHED or block.num_io_refs or block.num_pin_refs:
-            self.note_busy(block)
+        if block.num_table_refs:
+            self._left.discard(block)
         elif is_left:
-            self._idle.pop(block, None)
-            self._leave(block, to_host=False)
+            self._left.add(block)
+        if block.state != BlockState.CACHED or block.num_io_refs or block.num_pin_refs:
+            self._withdraw(block)
+        elif block not in self._left:
+            self._idle.setdefault(block)
         elif not (block in self._stale or block in self._kept or block in self._firm):
-            self._idle[block] = None
+            self._leave(block, to_host=False)
 
     def note_busy(self, block: Block) -> None:
-        """Somebody holds, reads or pins ``block``: it cannot go."""
-        self._idle.pop(block, None)
-        self._stale.pop(block, None)
-        self._kept.pop(block, None)
-        self._firm.pop(block, None)
+        """A table holds ``block``: it cannot go."""
+        self._left.discard(block)
+        self._withdraw(block)
 
     def note_gone(self, block: Block) -> None:
         """``block`` is published no more: landmarks that keep it are none."""
         self.note_busy(block)
         for landmark in self.landmarks.forget(block):
-            self._drop(landmark, to_host=False)
+            self._drop([landmark], to_host=landmark.is_firm)
 
     def mark(self, node: Node, why: MarkReason) -> None:
         """Make the end of ``node``'s path a landmark: a sequence has passed it, and holds its windows."""
@@ -118,6 +124,11 @@ class WindowBlocks:
 
     # Inside.
 
+    def _withdraw(self, block: Block) -> None:
+        """Take ``block`` out of its order, if it is in one."""
+        for order in (self._idle, self._stale, self._kept, self._firm):
+            order.pop(block, None)
+
     def _leave(self, block: Block, *, to_host: bool) -> None:
         """Put ``block``, which is in no order, into one."""
         if self.landmarks.is_firm(block):
@@ -143,14 +154,17 @@ class WindowBlocks:
                 del self._stale[block]
                 self._leave(block, to_host=to_host)
 
-    def _drop(self, landmark: Landmark, *, to_host: bool) -> None:
-        self.landmarks.drop(landmark)
-        self._sort(landmark.blocks, to_host=to_host)
+    def _drop(self, landmarks: Iterable[Landmark], *, to_host: bool) -> None:
+        """Let landmarks be none. Each of their blocks is looked at once: many may keep the same."""
+        touched: dict[Block, None] = {}
+        for landmark in landmarks:
+            self.landmarks.drop(landmark)
+            touched.update(dict.fromkeys(landmark.blocks))
+        self._sort(touched, to_host=to_host)
 
     def _give_up(self, order: dict[Block, None], *, to_host: bool) -> Block | None:
         """Return the first block of an order, and let the landmarks that keep it be none: it is stale then."""
         block = next(iter(order), None)
         if block is not None:
-            for landmark in self.landmarks.keepers(block):
-                self._drop(landmark, to_host=to_host)
+            self._drop(self.landmarks.keepers(block), to_host=to_host)
         return block

@@ -68,7 +68,8 @@ class Admission:
         if streams:
             cache, start = core.begin_streaming(hit)
         else:
-            cache, start = core.acquire(core.worth(hit), request.message_ends)
+            hit = core.worth(hit)
+            cache, start = core.acquire(hit, request.message_ends, is_return=request.num_cached_tokens >= 0)
         request.cache = cache
         num_tokens = core.lodgers.limit(cache, start, min(request.num_tokens - start, budget), request.num_tokens)
         if not core.extend(cache, start, start + num_tokens):
