@@ -183,3 +183,29 @@ def test_the_window_of_a_firm_place_goes_to_the_host_with_its_path():
     assert core.match(b"", packed(text("S", 40) + text("U", 9)), 48).num_blocks == 10
     assert core.match(b"", packed(text("S", 40) + text("A", 24) + [0]), 64).num_blocks == 16
     assert core.match(b"", packed(text("S", 32)), 31).num_blocks < 7, "what was left behind, and nobody wanted, did not"
+
+
+def test_who_goes_on_lets_go_of_where_it_asked_though_others_began_between():
+    core = KVCore(300, block_size=SIZE, rules=RULES)
+    first = text("S", 8)
+    said = first + text("A", 56)
+    run(core, said, message_ends=(8,))
+    run(core, said[:40] + text("B", 20))  # parts behind that
+    run(core, said + text("C", 20), message_ends=(8, 84))
+    at = {(landmark.node.depth + 1) * SIZE: landmark.ends_prompt for landmark in core.blocks.windows.landmarks}
+    assert not at[8]
+    assert not at[64]
+
+
+def test_who_ends_where_others_went_on_makes_no_window_last_for_ever():
+    core = KVCore(300, block_size=SIZE, rules=RULES)
+    tokens = text("S", 64)
+    run(core, tokens, message_ends=(1,))
+    cache, start = core.acquire(core.match(b"", packed(tokens), 32))  # and is cancelled
+    assert start == 32
+    core.release(cache)
+    run(core, tokens[:40], message_ends=(1,))
+    audit(core)
+    idle = [block.node.depth for block in core.blocks.windows._idle]
+    assert idle
+    assert min(idle) >= 64 // SIZE - 3, "the window of the end alone"

@@ -220,7 +220,7 @@ class KVCore:
             hit: what was found.
             message_ends: positions behind the last tokens of messages, ascending: there conversations go on, or part.
                 Where groups keep the last tokens only, their windows stay cached there while memory is to spare; the
-                last one's like the end of a path (``landmarks.py``).
+                last one's firmly (``landmarks.py``).
             is_return: whether who asks has had a cache of the same before: where it begins says nothing of others.
         """
         self.blocks.next_tick()

@@ -220,6 +220,10 @@ class Holding:
         """
         tick, now_s = self._blocks.tick, self._blocks.now_s
         blocks, release = self._pool.blocks, self._pool.release
+        tail = cache.tail
+        others_went_on = tail is not None and bool(tail.children)
+        if tail is not None and others_went_on and self._rules.trimmed and cache.has_path and tail.committed:
+            self._blocks.windows.mark(tail, "message")  # it is no end of a path
         for table, rule in zip(cache.tables, self._rules, strict=True):
             trims = rule.trims
             for block_id in reversed(table.block_ids):
@@ -235,7 +239,7 @@ class Holding:
                 if not node.children:
                     self._blocks.update_evictable(node)
                 elif trims:
-                    self._blocks.windows.note_idle(block)
+                    self._blocks.windows.note_idle(block, is_left=others_went_on)
             table.block_ids.clear()
 
     # Inside.

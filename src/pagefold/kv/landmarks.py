@@ -22,7 +22,7 @@ __all__ = ["Landmark", "Landmarks", "MarkReason"]
 MarkReason: TypeAlias = Literal["message", "prompt", "turn", "parting", "lost"]
 """Why a place is a landmark:
 
-* ``message``: a message of a conversation ends there.
+* ``message``: a message of a conversation ends there; or a sequence ended there, and others had gone on.
 * ``prompt``: the last message of a prompt ends there. It is firm until the conversation has gone on from its end: an
   answer may be asked for once more, or be told of without its thinking.
 * ``turn``: a sequence went on from the end of a path.
@@ -103,7 +103,7 @@ class Landmarks:
             return []
         changed = [landmark]
         if why == "turn":
-            passed = self._nearest_above(node)
+            passed = self._last_prompt_above(node)
             if passed is not None:
                 changed.append(passed)
         was_firm = [each.is_firm for each in changed]
@@ -156,11 +156,11 @@ class Landmarks:
             self._keepers.setdefault(block, {})[landmark] = None
         return landmark
 
-    def _nearest_above(self, node: Node) -> Landmark | None:
+    def _last_prompt_above(self, node: Node) -> Landmark | None:
         above = node.parent
         while above is not None and above.blocks:
             landmark = self._at.get(above)
-            if landmark is not None:
+            if landmark is not None and landmark.ends_prompt:
                 return landmark
             above = above.parent
         return None
@@ -175,16 +175,18 @@ class Landmarks:
         found: list[Block] = []
         for group in self._rules.trimmed:
             rule = self._rules[group]
-            needed = rule.first_block(end, size)
-            first = min(needed, rule.first_block(end - 1, size))
+            num_needed = end - rule.first_block(end, size)
+            num_wanted = max(num_needed, end - rule.first_block(end - 1, size))
+            of_group: list[Block] = []
             at: Node | None = node
-            for place in range(end - 1, first - 1, -1):
+            while len(of_group) < num_wanted:
                 assert at is not None, "a path ends at its root"
                 block = at.blocks[group]
                 if block is None:
-                    if place >= needed:
-                        return None
                     break
-                found.append(block)
+                of_group.append(block)
                 at = at.parent
+            if len(of_group) < num_needed:
+                return None
+            found += of_group if len(of_group) == num_wanted else of_group[:num_needed]
         return tuple(found)
