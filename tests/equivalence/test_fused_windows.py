@@ -179,7 +179,7 @@ def _dealt():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("family", "form", "setting"), _dealt())
+@pytest.mark.parametrize(("family", "form", "setting"), list(_dealt()))
 def test_outputs_are_those_alone_in_full(family, form, setting, tiny_folder, alone_outputs):
     trial = Trial(replace(setting, at_least=None, **form.settings), FULL, tiny_folder(family))
     trial.run()
