@@ -323,3 +323,13 @@ def test_weights_that_lie_there_twice_are_counted_once(tiny_folder, tmp_path, fr
     spec = plan_engine(EngineConfig(model=str(folder), kv_cache_memory_bytes=2**24)).spec
     once = find_model(str(tiny_folder("llama"))).exact_parameters
     assert spec.num_parameters == find_model(str(folder)).exact_parameters == once
+
+
+def test_what_ends_a_length_is_called_the_same_on_both_sides(tiny_folder, free_bytes):
+    folder = str(tiny_folder("phi3-longrope"))
+    with pytest.raises(ConfigError) as served:
+        plan_engine(EngineConfig(model=folder, max_model_len=4000))
+    with pytest.raises(ConfigError) as planned:
+        plan_memory(find_model(folder), cpu(free_bytes), PlanSettings(max_model_len=4000))
+    assert served.value.message == planned.value.message
+    assert "phi3's longrope" in planned.value.message

@@ -120,7 +120,7 @@ def plan_memory(shape: ModelShape, device: Device, settings: PlanSettings) -> Me
     shape = shape.storing(settings.kv_cache_dtype_skip_layers, settings.skip_codec(dtype))
     limit = Limit(shape.max_positions)
     if device.is_cpu and shape.served_limit is not None:
-        limit = Limit(shape.served_limit, f"{shape.model_type}'s sliding window or longrope")
+        limit = Limit(shape.served_limit, f"{shape.model_type}'s longrope")
     asked = settings.max_model_len
     max_len = min(asked, limit.length) if isinstance(asked, int) else limit.length
     element_bytes = CODECS[dtype].element_bits // 8
