@@ -70,7 +70,7 @@ def test_what_another_layer_reads_is_held_and_so_its_address_is_nobody_elses() -
     del key, value
     context.last = ()
     assert all(one() is not None for one in held)
-    with pytest.raises(UnsupportedModelError, match="K and V of its own, where .* of layer 0"):
+    with pytest.raises(UnsupportedModelError, match=r"K and V of its own, where .* of layer 0"):
         attend(context, 1, *states())
 
 
