@@ -10,7 +10,7 @@ from pagefold.errors import ConfigError, ModelNotFoundError, UnsupportedModelErr
 from pagefold.kv import LayerKV
 from pagefold.plan.config_fields import check_fields, check_kinds, lacks
 from pagefold.plan.layer_kinds import kind_throughout, kinds_of, with_defaults
-from pagefold.plan.own_server import is_fused, served_limit, why_not_served
+from pagefold.plan.own_server import is_fused, num_ropes, served_limit, why_not_served
 from pagefold.plan.parameters import (
     COUNTED_FAMILIES,
     attention_parameters,
@@ -123,6 +123,7 @@ def shape_of(raw: Mapping[str, Any], *, name: str, source: str) -> ModelShape:
         dtype=str(config.get("torch_dtype") or config.get("dtype") or "bfloat16").removeprefix("torch."),
         quantization=quantization_of(config),
         is_fused=is_fused(config, model_type, head_dim),
+        num_ropes=num_ropes(config, model_type, kinds),
         is_estimate=model_type not in COUNTED_FAMILIES,
     )
 

@@ -9,7 +9,7 @@ from pagefold.plan.layer_kinds import CHUNKED_FAMILIES, lists_kinds
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["is_fused", "served_limit", "why_not_served"]
+__all__ = ["is_fused", "num_ropes", "served_limit", "why_not_served"]
 
 _SHARING = ("gemma3n_text",)
 """Families that are served though some layers read the K and V of others."""
@@ -37,6 +37,8 @@ _ROPE_NUMBERS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 """Numbers that it needs of a rope of such a kind."""
+_ROPES_BY_LAYER = ("gemma3_text",)
+"""Families whose layers with windows have a rope of their own, however a config writes them."""
 _FUSED_HEAD = 8
 """What it takes a head's numbers in."""
 
@@ -64,6 +66,13 @@ def is_fused(config: Mapping[str, Any], model_type: str, head_dim: int) -> bool:
         and all(_is_fused_rope(one, config.get("partial_rotary_factor")) for one in by_layer or [rope])
         and head_dim % _FUSED_HEAD == 0
     )
+
+
+def num_ropes(config: Mapping[str, Any], model_type: str, kinds: Sequence[str]) -> int:
+    """Return how many ropes a model has: one, or one for each kind of layers."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    by_layer = isinstance(rope, dict) and any(isinstance(one, dict) for one in rope.values())
+    return len(set(kinds)) if by_layer or model_type in _ROPES_BY_LAYER else 1
 
 
 def _is_fused_rope(rope: Mapping[str, Any], partial_factor: object) -> bool:
