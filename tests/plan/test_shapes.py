@@ -418,7 +418,11 @@ def test_what_is_said_in_words_that_are_not_read_is_refused(field: str):
 )
 def test_any_field_may_be_anything(row: dict):
     """Whatever a field holds, there is a shape or a line that says what is wrong."""
-    more = ("layer_types", "no_rope_layers", "rope_scaling", "quantization_config", "per_layer_config", "text_config")
+    more = (
+        "layer_types", "no_rope_layers", "no_rope_layer_interval", "sliding_window", "sliding_window_pattern",
+        "use_sliding_window", "max_window_layers", "attention_chunk_size", "rope_scaling", "quantization_config",
+        "per_layer_config", "text_config",
+    )  # fmt: skip
     wrong = (None, "x", "12", -1, 0, 1.5, float("nan"), True, [], ["x"], [[1]], {}, {"a": 1}, 2**60, 2**39)
     for field in {*row["config"], *more}:
         for value in wrong:

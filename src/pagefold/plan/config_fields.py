@@ -16,7 +16,7 @@ _NEEDED = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_siz
 _AT_LEAST_1 = (
     *_NEEDED, "num_key_value_heads", "head_dim", "num_global_key_value_heads", "global_head_dim", "v_head_dim",
     "attn_layer_period", "full_attention_interval", "cla_share_factor", "expert_layer_period",
-    "interleave_moe_layer_step", "decoder_sparse_step", "altup_num_inputs",
+    "interleave_moe_layer_step", "decoder_sparse_step", "altup_num_inputs", "no_rope_layer_interval",
 )  # fmt: skip
 _AT_LEAST_0 = (
     "sliding_window", "attention_chunk_size", "sliding_window_pattern", "_sliding_window_pattern", "attn_layer_offset",
