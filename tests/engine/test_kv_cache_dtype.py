@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ from pagefold.config import EngineConfig
 from pagefold.engine.calibration import _TEXT, find_constants
 from pagefold.engine.planning import hardware_of, plan_engine
 from pagefold.errors import ConfigError
+from pagefold.memory.limit import Limit
+from pagefold.runner.codecs.constants import RANGE
 from pagefold.runner.cuda_decoder import CudaDecoder
 from pagefold.runner.loader import load_model
 from pagefold.tokenizer import Tokenizer
@@ -101,6 +104,19 @@ def test_constants_are_found_once_and_kept(tiny_chat_model, tmp_path, monkeypatc
         again = LLM(str(tiny_chat_model), **settings).engine.runner.slab.constants
         assert all(map(torch.equal, again, first))
         assert file.read_bytes() == whole
+
+
+def test_servers_of_one_model_with_other_limits_keep_constants_of_their_own(tiny_chat_model, tmp_path, monkeypatch):
+    """Keys have a centre for each range of positions: one server's file is of no use to the other."""
+    monkeypatch.setenv("PAGEFOLD_CACHE", str(tmp_path))
+    monkeypatch.setattr("pagefold.engine.calibration._NUM_TOKENS", 64)
+    settings = SMALL | {"kv_cache_dtype": "int4", "attention_backend": "reference"}
+    blueprint = plan_engine(EngineConfig(model=str(tiny_chat_model), **settings))
+    said, length = [], blueprint.limit.length
+    for limit in (length, length - RANGE) * 2:
+        spec = replace(blueprint.spec, max_exact_len=limit, windowed_limit=Limit(limit))
+        find_constants(replace(blueprint, spec=spec), hardware_of(blueprint).decoder, said.append)
+    assert len(said) == len([*(tmp_path / "calibration").iterdir()]) == 2
 
 
 def test_who_measures_at_the_same_time_takes_what_the_first_has_kept(tiny_chat_model, tmp_path, monkeypatch):

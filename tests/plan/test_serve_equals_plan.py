@@ -83,7 +83,8 @@ SETTINGS = [
 def test_a_slab_is_what_was_planned(family, settings, smollm2, tiny_folder, free_bytes):
     folder = smollm2 if family == "smollm2" else tiny_folder(family)
     asked = {"max_num_seqs": 128, "dtype": "float32"} | settings
-    planned = plan_memory(find_model(str(folder)), cpu(free_bytes), PlanSettings(**asked)).devices[0].capacity
+    by_transformers = replace(find_model(str(folder)), is_fused=False)
+    planned = plan_memory(by_transformers, cpu(free_bytes), PlanSettings(**asked)).devices[0].capacity
     backend = "reference" if settings.get("dtype") == "bfloat16" else "auto"
     config = EngineConfig(model=str(folder), attention_backend=backend, model_impl="transformers", **asked)
     blueprint = plan_engine(config)
@@ -106,10 +107,33 @@ def test_weights_of_the_fused_decoder_are_planned_to_the_byte(family, dtype, qua
     blueprint = plan_engine(config)
     assert blueprint.is_fused
     packed = pack_model(blueprint.spec.fused, blueprint.spec.folder, 64, blueprint.formats)
-    assert packed.num_bytes == blueprint.capacity.weight_bytes == packed_bytes(blueprint.spec.fused, blueprint.formats)
-    counted = PlanSettings(dtype=dtype, weight_dtype=quantization or "auto", max_model_len=64, max_num_seqs=128)
-    planned = plan_memory(find_model(str(folder)), cpu(3 * GIB), counted).devices[0].capacity.weight_bytes
+    counted = packed_bytes(blueprint.spec.fused, 64, blueprint.formats)
+    assert packed.num_bytes == blueprint.capacity.weight_bytes == counted
+    asked = PlanSettings(dtype=dtype, weight_dtype=quantization or "auto", max_model_len=64, max_num_seqs=128)
+    planned = plan_memory(find_model(str(folder)), cpu(3 * GIB), asked).devices[0].capacity.weight_bytes
     assert planned <= packed.num_bytes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("family", "num_ropes"), [("llama", 1), ("llama3", 1), ("qwen3", 1), ("gemma2", 1), ("gemma3", 2)]
+)
+def test_tables_of_ropes_are_planned_as_they_are_served(family, num_ropes, dtype, tiny_folder, free_bytes):
+    """They are of the positions that may be served: all that the model has, unless fewer are asked for."""
+    folder = str(tiny_folder(family))
+    served, planned = [], []
+    for length in (100, 300, "auto", None):
+        asked = {"dtype": dtype, "max_model_len": length, "kv_cache_memory_bytes": 2**24}
+        served.append(plan_engine(EngineConfig(model=folder, device="cpu", **asked)))
+        memory = plan_memory(find_model(folder), cpu(free_bytes), PlanSettings(max_num_seqs=128, **asked))
+        planned.append(memory.devices[0].capacity.weight_bytes)
+    per_position = num_ropes * 2 * served[0].spec.head_dim * 4
+    for num_bytes in (planned, [blueprint.capacity.weight_bytes for blueprint in served]):
+        more = [one - num_bytes[0] for one in num_bytes]
+        longest = served[0].spec.max_positions - 100
+        assert more == [per_position * num_positions for num_positions in (0, 200, longest, longest)]
+    of_parameters = find_model(folder).num_parameters * served[0].dtype.itemsize
+    assert planned[0] == of_parameters + per_position * 100
 
 
 @pytest.mark.parametrize(
@@ -323,3 +347,13 @@ def test_weights_that_lie_there_twice_are_counted_once(tiny_folder, tmp_path, fr
     spec = plan_engine(EngineConfig(model=str(folder), kv_cache_memory_bytes=2**24)).spec
     once = find_model(str(tiny_folder("llama"))).exact_parameters
     assert spec.num_parameters == find_model(str(folder)).exact_parameters == once
+
+
+def test_what_ends_a_length_is_called_the_same_on_both_sides(tiny_folder, free_bytes):
+    folder = str(tiny_folder("phi3-longrope"))
+    with pytest.raises(ConfigError) as served:
+        plan_engine(EngineConfig(model=folder, max_model_len=4000))
+    with pytest.raises(ConfigError) as planned:
+        plan_memory(find_model(folder), cpu(free_bytes), PlanSettings(max_model_len=4000))
+    assert served.value.message == planned.value.message
+    assert "phi3's longrope" in planned.value.message

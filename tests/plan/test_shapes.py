@@ -190,10 +190,7 @@ def test_which_layers_keep_what(changes: dict, windows: list):
         ({"model_type": "gpt_oss", "sliding_window": 64}, ""),
         ({"model_type": "starcoder2", "sliding_window": 64}, "sliding windows of this family"),
         ({"model_type": "cohere2", "layer_types": ["sliding_attention"] * 8, "sliding_window": 64}, ""),
-        (
-            {"model_type": "cohere2", "sliding_window_pattern": 4, "sliding_window": 64},
-            "sliding windows of this family",
-        ),
+        ({"model_type": "cohere2", "sliding_window_pattern": 4, "sliding_window": 64}, ""),
         ({"model_type": "llama4_text", "attention_chunk_size": 64}, ""),
         ({"attention_chunk_size": 64}, "layers of chunked_attention"),
         ({"num_kv_shared_layers": 3}, "KV shared across layers"),
@@ -281,38 +278,43 @@ def test_a_folder_is_counted_by_its_weights(smollm2):
         (LLAMA | {"num_hidden_layers": -2}, ConfigError, "num_hidden_layers = -2"),
         (LLAMA | {"hidden_size": 2**60}, ConfigError, "hidden_size ="),
         (LLAMA | {"vocab_size": "many"}, ConfigError, "vocab_size = 'many'"),
-        (LLAMA | {"num_key_value_heads": 3}, ConfigError, "4 attention heads for 3 KV heads"),
-        (LLAMA | {"layer_types": ["full_attention"]}, ConfigError, "2 layers, and layer_types is of 1"),
+        (LLAMA | {"num_key_value_heads": 3}, UnsupportedModelError, "4 attention heads for 3 KV heads"),
+        (LLAMA | {"layer_types": ["full_attention"]}, UnsupportedModelError, "2 layers, and layer_types is of 1"),
         (LLAMA | {"layer_types": ["full_attention", "wishful"]}, UnsupportedModelError, "layers of wishful"),
         (LLAMA | {"layer_types": ["full_attention", "mamba"]}, UnsupportedModelError, "how large their state is"),
         (
             LLAMA | {"layer_types": ["sliding_attention"] * 2},
-            ConfigError,
+            UnsupportedModelError,
             "sliding_attention, and sliding_window is None",
         ),
         (
             LLAMA | {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 0},
-            ConfigError,
+            UnsupportedModelError,
             "layers of sliding_attention, and sliding_window is 0",
         ),
-        (LLAMA | {"model_type": "mistral", "sliding_window": 0}, ConfigError, "sliding_window is 0"),
+        (LLAMA | {"model_type": "mistral", "sliding_window": 0}, UnsupportedModelError, "sliding_window is 0"),
         (LLAMA | {"sliding_window": -1}, ConfigError, "sliding_window = -1"),
         (
             LLAMA | {"model_type": "mixtral", "sliding_window": 8, "layer_types": ["full_attention"] * 2},
-            ConfigError,
+            UnsupportedModelError,
             "lists layer_types, which its layers do not follow: all are sliding_attention",
         ),
         (
             LLAMA | {"model_type": "qwen3_moe", "sliding_window": 8, "layer_types": ["sliding_attention"] * 2},
-            ConfigError,
+            UnsupportedModelError,
             "all are full_attention",
         ),
         (
-            LLAMA | {"model_type": "llama4_text", "layer_types": ["chunked_attention"] * 2},
-            ConfigError,
+            LLAMA
+            | {"model_type": "llama4_text", "layer_types": ["chunked_attention"] * 2, "attention_chunk_size": None},
+            UnsupportedModelError,
             "layers of chunked_attention, and attention_chunk_size is None",
         ),
-        (LLAMA | {"num_kv_shared_layers": 2}, ConfigError, "num_kv_shared_layers is 2: there is no layer of full"),
+        (
+            LLAMA | {"num_kv_shared_layers": 2},
+            UnsupportedModelError,
+            "num_kv_shared_layers is 2: there is no layer of full",
+        ),
         (
             LLAMA
             | {
@@ -320,7 +322,7 @@ def test_a_folder_is_counted_by_its_weights(smollm2):
                 "sliding_window": 8,
                 "num_kv_shared_layers": 1,
             },
-            ConfigError,
+            UnsupportedModelError,
             "num_kv_shared_layers is 1: there is no layer of full_attention",
         ),
     ],
@@ -416,7 +418,11 @@ def test_what_is_said_in_words_that_are_not_read_is_refused(field: str):
 )
 def test_any_field_may_be_anything(row: dict):
     """Whatever a field holds, there is a shape or a line that says what is wrong."""
-    more = ("layer_types", "no_rope_layers", "rope_scaling", "quantization_config", "per_layer_config", "text_config")
+    more = (
+        "layer_types", "no_rope_layers", "no_rope_layer_interval", "sliding_window", "sliding_window_pattern",
+        "use_sliding_window", "max_window_layers", "attention_chunk_size", "rope_scaling", "quantization_config",
+        "per_layer_config", "text_config",
+    )  # fmt: skip
     wrong = (None, "x", "12", -1, 0, 1.5, float("nan"), True, [], ["x"], [[1]], {}, {"a": 1}, 2**60, 2**39)
     for field in {*row["config"], *more}:
         for value in wrong:

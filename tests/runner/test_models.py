@@ -291,6 +291,21 @@ def test_what_would_be_computed_wrongly_is_refused_by_name(tmp_path, kind):
     assert refused.value.remedy
 
 
+@pytest.mark.parametrize(
+    ("kind", "remedy"),
+    [
+        ("quantized", "Use a copy of it whose weights are in 16 bit"),
+        ("images", "Use a model that is of text alone"),
+        ("dynamic rope", "Use another model"),
+    ],
+)
+def test_a_refusal_says_what_would_be_taken(tmp_path, kind, remedy):
+    config, settings, written, _ = REFUSED[kind]
+    with pytest.raises(UnsupportedModelError) as refused:
+        inspect_model(save_config(tmp_path, config, settings, **written))
+    assert refused.value.remedy.startswith(remedy)
+
+
 @pytest.mark.parametrize("name", ["rope_parameters", "quantization_config", "sliding_window"])
 def test_what_is_refused_when_it_is_there_is_taken_when_it_is_null(tmp_path, name):
     settings = SIZES | {"sliding_window": None}

@@ -120,11 +120,11 @@ def find_constants(
     text = _TEXT.read_bytes()
     arithmetic = blueprint.formats.arithmetic if blueprint.is_fused else ""
     computed = content_fingerprint(spec.folder, cache_dir()), arithmetic, str(blueprint.dtype)
-    num_tokens = _most_tokens(blueprint)
-    facts = _VERSION, *computed, num_tokens
+    num_tokens, num_positions = _most_tokens(blueprint), _num_positions(blueprint)
+    facts = _VERSION, *computed, num_tokens, num_positions
     name = hashlib.sha256(repr(facts).encode() + text).hexdigest()[:32]
     file = cache_dir() / "calibration" / f"{name}.f32"
-    shape = geometry.num_cells, num_ranges_of(_num_positions(blueprint)), geometry.head_dim
+    shape = geometry.num_cells, num_ranges_of(num_positions), geometry.head_dim
     kept = _read(file, *shape)
     if kept is not None:
         return kept

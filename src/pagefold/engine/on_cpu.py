@@ -114,13 +114,15 @@ class OnCpu:
 
 
 def _weight_bytes(blueprint: Blueprint) -> int:
-    """Return the bytes of the weights as they will be in memory."""
+    """Return the bytes of the weights as they will be in memory, with tables of all positions that may be served."""
     if not blueprint.is_fused:
         return blueprint.spec.num_parameters * blueprint.dtype.itemsize
     from pagefold.runner.fused.weights import packed_bytes  # noqa: PLC0415 - kernels come with it
 
     assert blueprint.spec.fused is not None, "a fused decoder of a model that it does not compute"
-    return packed_bytes(blueprint.spec.fused, blueprint.formats)
+    asked, longest = blueprint.config.max_model_len, blueprint.limit.length
+    num_positions = asked if isinstance(asked, int) else longest
+    return packed_bytes(blueprint.spec.fused, num_positions, blueprint.formats)
 
 
 def _codes_a_byte(geometry: KVGeometry) -> int:

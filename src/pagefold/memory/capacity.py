@@ -26,10 +26,11 @@ _MIN_STREAMING_BLOCKS = 2
 """A sequence that streams has one block that it fills and one more."""
 
 _MIN_DEFAULT_TOKENS = 2**18
-_LEAST_LEN = 2
 """The default budget stops where more could not be used: at ``max_num_seqs`` requests of full length, or at so many
 tokens if that is more (for prefixes to stay cached)."""
 
+_LEAST_LEN = 2
+"""A sequence has a token of a prompt and one that follows it."""
 
 _NOTHING = Limit(0)
 """Of what ends ``max_model_len``: no setting does."""

@@ -16,7 +16,7 @@ _NEEDED = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_siz
 _AT_LEAST_1 = (
     *_NEEDED, "num_key_value_heads", "head_dim", "num_global_key_value_heads", "global_head_dim", "v_head_dim",
     "attn_layer_period", "full_attention_interval", "cla_share_factor", "expert_layer_period",
-    "interleave_moe_layer_step", "decoder_sparse_step", "altup_num_inputs",
+    "interleave_moe_layer_step", "decoder_sparse_step", "altup_num_inputs", "no_rope_layer_interval",
 )  # fmt: skip
 _AT_LEAST_0 = (
     "sliding_window", "attention_chunk_size", "sliding_window_pattern", "_sliding_window_pattern", "attn_layer_offset",
@@ -52,8 +52,8 @@ def check_fields(config: Mapping[str, Any], name: str) -> None:
     """Check what is read of a config.
 
     Raises:
-        ConfigError: a field is missing, of another kind or absurd, or two contradict each other; names them.
-        UnsupportedModelError: what its layers keep is said in a field that is not read.
+        ConfigError: a field is missing, of another kind or absurd; names it.
+        UnsupportedModelError: two contradict each other, or what its layers keep is said in one that is not read.
     """
     missing = [field for field in _NEEDED if config.get(field) is None]
     if missing:
@@ -73,7 +73,7 @@ def check_fields(config: Mapping[str, Any], name: str) -> None:
         of = config.get(field)
         if isinstance(of, list) and len(of) != num_layers and (of or field == "intermediate_size"):
             message = f"The config of {name} has {num_layers} layers, and {field} is of {len(of)}."
-            raise ConfigError(message, remedy=f"Check num_hidden_layers and {field}.")
+            raise UnsupportedModelError(message, remedy=f"Check num_hidden_layers and {field}.")
     unread = [field for field in _UNREAD if config.get(field)]
     if unread and not config.get("layer_types"):
         message = f"{name} says in {', '.join(unread)} what its layers keep, which is not read here."
@@ -90,15 +90,15 @@ def check_kinds(config: Mapping[str, Any], name: str, kinds: Sequence[str], *, t
         throughout: of what kind all its layers are, whatever ``layer_types`` lists; empty where it is as listed.
 
     Raises:
-        ConfigError: two fields contradict each other, or a window holds no token; names them.
+        UnsupportedModelError: two fields contradict each other, or a window holds no token; names them.
     """
     if throughout and set(kinds) != {throughout}:
         message = f"{name} lists layer_types, which its layers do not follow: all are {throughout}, by sliding_window."
-        raise ConfigError(message, remedy="Take layer_types out of config.json, or mend it.")
+        raise UnsupportedModelError(message, remedy="Take layer_types out of config.json, or mend it.")
     for kind, field in (("sliding_attention", "sliding_window"), ("chunked_attention", "attention_chunk_size")):
         if kind in kinds and not config.get(field):
             message = f"{name} has layers of {kind}, and {field} is {config.get(field)}."
-            raise ConfigError(message, remedy=f"Check layer_types and {field}, a whole number of at least 1.")
+            raise UnsupportedModelError(message, remedy=f"Check layer_types and {field}, a whole number of at least 1.")
     num_own = len(kinds) - (config.get("num_kv_shared_layers") or 0)
     lacking = sorted(set(kinds) - set(kinds[: max(0, num_own)]))
     if lacking:
@@ -106,7 +106,7 @@ def check_kinds(config: Mapping[str, Any], name: str, kinds: Sequence[str], *, t
             f"{name} has {len(kinds)} layers, and num_kv_shared_layers is {len(kinds) - num_own}: "
             f"there is no layer of {lacking[0]} whose K and V they could read."
         )
-        raise ConfigError(message, remedy="Check num_kv_shared_layers and layer_types.")
+        raise UnsupportedModelError(message, remedy="Check num_kv_shared_layers and layer_types.")
 
 
 def _check_number(config: Mapping[str, Any], name: str, field: str, least: int) -> None:
@@ -120,7 +120,7 @@ def _check_heads(config: Mapping[str, Any], name: str) -> None:
     num_heads, num_kv_heads = config["num_attention_heads"], config.get("num_key_value_heads")
     if num_kv_heads is not None and num_heads % num_kv_heads:
         message = f"The config of {name} has {num_heads} attention heads for {num_kv_heads} KV heads."
-        raise ConfigError(message, remedy="KV heads must divide the attention heads.")
+        raise UnsupportedModelError(message, remedy="KV heads must divide the attention heads.")
     if config.get("head_dim") is None and num_heads > config["hidden_size"]:
         message = f"The config of {name} has {num_heads} attention heads for a hidden_size of {config['hidden_size']}."
         raise ConfigError(message, remedy="Check both, or give head_dim.")

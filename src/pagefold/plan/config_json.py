@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from pagefold.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from pagefold.kv import LayerKV
 from pagefold.plan.config_fields import check_fields, check_kinds, lacks
+from pagefold.plan.layer_kinds import kind_throughout, kinds_of, with_defaults
+from pagefold.plan.own_server import is_fused, num_ropes, served_limit, why_not_served
 from pagefold.plan.parameters import (
     COUNTED_FAMILIES,
     attention_parameters,
@@ -41,38 +43,8 @@ _OTHER_NAMES = {
 _MANY = 10_000
 """How many layers are read: a config that has more is refused in a moment."""
 
-_OTHER_KINDS = {"attention": "full_attention", "full": "full_attention"}
-
 _PATTERN = {"M": "mamba", "*": "full_attention", "-": "mlp", "E": "moe"}
 """Letters of Nemotron-H's ``hybrid_override_pattern``, one a layer."""
-
-_WINDOWED_THROUGHOUT = ("mistral", "mixtral", "phi3", "qwen3_moe")
-"""Families whose layers all have the window, if there is one: they read no ``layer_types``. See the runner's."""
-_WINDOWED_EVERYWHERE = (*_WINDOWED_THROUGHOUT, "ministral", "starcoder2")
-_WINDOWED_BY_PATTERN = ("gemma2", "gemma3_text", "gemma3n_text", "gpt_oss", "qwen2", "qwen3")
-"""Families whose pattern of windows is known here, where a config does not list ``layer_types``."""
-_SHARING = ("gemma3n_text",)
-"""Families that are served though some layers read the K and V of others."""
-_CHUNKED = ("llama4_text",)
-"""Families that are served with chunked attention."""
-
-_FUSED = {
-    "llama": "hidden_act",
-    "mistral": "hidden_act",
-    "qwen2": "hidden_act",
-    "qwen3": "hidden_act",
-    "gemma2": "hidden_activation",
-    "gemma3_text": "hidden_activation",
-}
-"""Families of the server's fused decoder, with the field that names their activation."""
-_FUSED_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
-_ROPE_NUMBERS = {
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
-"""Numbers that it needs of a rope of such a kind."""
-_FUSED_HEAD = 8
-"""What it takes a head's numbers in."""
 
 _STATE = ("linear_attention", "mamba", "mamba2", "recurrent", "conv")
 _NOTHING = ("mlp", "moe")
@@ -116,13 +88,13 @@ def shape_of(raw: Mapping[str, Any], *, name: str, source: str) -> ModelShape:
 
     Raises:
         ConfigError: it lacks fields, or one is absurd; names them.
-        UnsupportedModelError: it has layers of a kind that nobody told us the size of.
+        UnsupportedModelError: fields contradict each other, or it has layers of a kind that nobody told us the size of.
     """
     config = _Fields(name, _flatten(raw))
     check_fields(config, name)
     model_type = str(config.get("model_type") or "")
-    kinds = _layer_kinds(config, model_type)
-    check_kinds(config, name, kinds, throughout=_kind_throughout(config, model_type))
+    kinds = kinds_of(config, model_type)
+    check_kinds(config, name, kinds, throughout=kind_throughout(config, model_type))
     layers = tuple(_layer(config, model_type, index, kind, name) for index, kind in enumerate(kinds))
     head_dim = _head_dim(config)
     hidden, vocab = config["hidden_size"], config["vocab_size"]
@@ -144,20 +116,29 @@ def shape_of(raw: Mapping[str, Any], *, name: str, source: str) -> ModelShape:
         embedding_parameters=embedding,
         head_parameters=0 if is_tied else vocab * hidden,
         other_parameters=other,
-        served_limit=_served_limit(config, model_type),
-        not_served=_why_not_served(config, model_type, kinds),
+        served_limit=served_limit(config, model_type),
+        not_served=why_not_served(
+            config, model_type, kinds, is_of_text=_text_of(raw) is None and raw.get("model_type") != "gemma3"
+        ),
         dtype=str(config.get("torch_dtype") or config.get("dtype") or "bfloat16").removeprefix("torch."),
         quantization=quantization_of(config),
-        is_fused=_is_fused(config, model_type),
+        is_fused=is_fused(config, model_type, head_dim),
+        num_ropes=num_ropes(config, model_type, kinds),
         is_estimate=model_type not in COUNTED_FAMILIES,
     )
+
+
+def _text_of(raw: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the text part of a config that has others too."""
+    text = raw.get("text_config") or raw.get("llm_config")
+    return text if isinstance(text, dict) else None
 
 
 def _flatten(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the text part of a config, with one name for each thing."""
     config = dict(raw)
-    text = raw.get("text_config") or raw.get("llm_config")
-    if isinstance(text, dict):
+    text = _text_of(raw)
+    if text is not None:
         outer = {key: raw[key] for key in ("torch_dtype", "dtype", "quantization_config") if raw.get(key)}
         config = outer | text
         config.setdefault("model_type", f"{raw.get('model_type', '')}_text")
@@ -180,7 +161,7 @@ def _flatten(raw: Mapping[str, Any]) -> dict[str, Any]:
     blocks = config.get("layers_block_type")
     if config.get("num_hidden_layers") is None and isinstance(blocks, list):
         config["num_hidden_layers"] = len(blocks)
-    return config
+    return with_defaults(config)
 
 
 def _list_patterns(config: dict[str, Any]) -> None:
@@ -192,59 +173,14 @@ def _list_patterns(config: dict[str, Any]) -> None:
     if isinstance(windows, str):
         del config["sliding_window_pattern"]
         every = ["full_attention" if letter == "G" else "sliding_attention" for letter in windows]
-        if every and config.get("layer_types") is None and type(num_layers) is int:
-            config["layer_types"] = [every[index % len(every)] for index in range(min(num_layers, _MANY))]
+        if every and config.get("layers_block_type") is None and type(num_layers) is int:
+            config["layers_block_type"] = [every[index % len(every)] for index in range(min(num_layers, _MANY))]
 
 
 def _head_dim(config: Mapping[str, Any]) -> int:
     if config.get("kv_lora_rank"):
         return int(config["qk_nope_head_dim"] + config["qk_rope_head_dim"])
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
-
-
-def _layer_kinds(config: Mapping[str, Any], model_type: str) -> list[str]:  # noqa: C901, PLR0911 - one family each
-    num_layers = config["num_hidden_layers"]
-    window = config.get("sliding_window")
-    listed = config.get("layer_types") or config.get("layers_block_type")
-    if isinstance(listed, list) and len(listed) == num_layers:
-        return [_OTHER_KINDS.get(str(kind), str(kind)) for kind in listed]
-    if config.get("attn_layer_period"):
-        period, offset = config["attn_layer_period"], config.get("attn_layer_offset") or 0
-        return ["full_attention" if index % period == offset else "mamba" for index in range(num_layers)]
-    if config.get("attn_layer_indices") is not None:
-        return ["full_attention" if i in config["attn_layer_indices"] else "mamba" for i in range(num_layers)]
-    if config.get("attention_chunk_size"):
-        no_rope = config.get("no_rope_layers") or [int((i + 1) % 4 != 0) for i in range(num_layers)]
-        return ["chunked_attention" if uses_rope else "full_attention" for uses_rope in no_rope]
-    if config.get("full_attention_interval"):
-        every = config["full_attention_interval"]
-        return ["linear_attention" if (i + 1) % every else "full_attention" for i in range(num_layers)]
-    if window is None:
-        return ["full_attention"] * num_layers
-    if model_type in {"gemma2", "gpt_oss"}:
-        return ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)]
-    if model_type.startswith("qwen"):
-        if not config.get("use_sliding_window"):
-            return ["full_attention"] * num_layers
-        first = 0 if model_type in _WINDOWED_THROUGHOUT else config.get("max_window_layers") or 0
-        return ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
-    pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern")
-    if pattern is None and model_type.startswith("gemma3"):
-        pattern = 5 if model_type.startswith("gemma3n") else 6
-    if pattern:
-        return ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers)]
-    kind = "sliding_attention" if model_type in _WINDOWED_EVERYWHERE else "full_attention"
-    return [kind] * num_layers
-
-
-def _kind_throughout(config: Mapping[str, Any], model_type: str) -> str:
-    """Return of what kind all layers are of a family that reads no ``layer_types``; empty of others."""
-    if model_type not in _WINDOWED_THROUGHOUT:
-        return ""
-    is_windowed = config.get("sliding_window") is not None
-    if model_type.startswith("qwen"):
-        is_windowed = is_windowed and bool(config.get("use_sliding_window"))
-    return "sliding_attention" if is_windowed else "full_attention"
 
 
 def _layer_kv(config: Mapping[str, Any], index: int, kind: str) -> LayerKV | None:
@@ -347,53 +283,3 @@ def _gemma3n(config: Mapping[str, Any], layers: tuple[DecoderLayer, ...]) -> tup
 
 def _with_more(layer: DecoderLayer, parameters: int) -> DecoderLayer:
     return replace(layer, whole_parameters=layer.whole_parameters + parameters)
-
-
-def _served_limit(config: Mapping[str, Any], model_type: str) -> int | None:
-    """Return how long a sequence the server takes on a CPU, where windows are computed; None for all positions."""
-    limits: list[int] = []
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    kind = rope.get("rope_type") or rope.get("type") if isinstance(rope, dict) else None
-    if kind == "longrope" and model_type == "phi3":
-        original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-        limits += [original] if type(original) is int and original > 0 else []
-    limit = min(limits, default=None)
-    return limit if limit is not None and limit < config["max_position_embeddings"] else None
-
-
-def _is_fused(config: Mapping[str, Any], model_type: str) -> bool:
-    """Whether the server's fused decoder computes it: see ``read_fused_config`` of the runner."""
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    rope = rope if isinstance(rope, dict) else {}
-    by_layer = [one for one in rope.values() if isinstance(one, dict)]
-    has_odd_bias = config.get("mlp_bias") or (config.get("attention_bias") and model_type != "qwen2")
-    return (
-        model_type in _FUSED
-        and (config.get(_FUSED[model_type]) or _FUSED_ACTIVATIONS[0]) in _FUSED_ACTIVATIONS
-        and not has_odd_bias
-        and not config.get("use_bidirectional_attention")
-        and all(_is_fused_rope(one, config.get("partial_rotary_factor")) for one in by_layer or [rope])
-        and _head_dim(config) % _FUSED_HEAD == 0
-    )
-
-
-def _is_fused_rope(rope: Mapping[str, Any], partial_factor: object) -> bool:
-    kind = str(rope.get("rope_type") or rope.get("type") or "default")
-    is_whole = rope.get("partial_rotary_factor", partial_factor) in (None, 1)
-    numbers = [rope.get(name) for name in _ROPE_NUMBERS.get(kind, ())]
-    return (is_whole or kind == "proportional") and all(type(one) in (int, float) for one in numbers)
-
-
-def _why_not_served(config: Mapping[str, Any], model_type: str, kinds: list[str]) -> str:
-    if config.get("kv_lora_rank"):
-        return "latent attention"
-    if (config.get("num_kv_shared_layers") and model_type not in _SHARING) or config.get("use_cla"):
-        return "KV shared across layers"
-    served = {"full_attention", "sliding_attention"} | ({"chunked_attention"} if model_type in _CHUNKED else set())
-    odd = sorted(set(kinds) - served)
-    if odd:
-        return f"layers of {' and '.join(odd)}"
-    is_known = model_type in (*_WINDOWED_THROUGHOUT, *_WINDOWED_BY_PATTERN)
-    if "sliding_attention" in kinds and not is_known and not config.get("layer_types"):
-        return "sliding windows of this family"
-    return ""

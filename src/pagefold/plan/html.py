@@ -22,9 +22,9 @@ def plan_page(plan: Plan) -> Page:
     device = plan.memory.tightest
     page.heading("Memory of the device that binds")
     budget = device.capacity.kv_budget_bytes
-    rest = plan.question.device.memory_bytes - device.shard.weight_bytes - device.activation_bytes - budget
+    rest = plan.question.device.memory_bytes - device.capacity.weight_bytes - device.activation_bytes - budget
     parts = (
-        ("weights", device.shard.weight_bytes),
+        ("weights", device.capacity.weight_bytes),
         ("activations", device.activation_bytes),
         ("KV", budget),
         ("left to others", max(0, rest)),

@@ -24,6 +24,10 @@ __all__ = ["DeviceMemory", "Memory", "activation_bytes", "plan_memory"]
 _CPU_BATCHED_TOKENS = 512
 _FUSED_SLOTS = 4
 """What our own server's fused decoder takes the slots of a block in."""
+_FUSED_DTYPES = "float32", "bfloat16"
+"""What it computes in."""
+_ROPE_BYTES = 2 * 4
+"""Of each element of a head and position: a cosine and a sine, in float32."""
 _GPU_BATCHED_TOKENS = 8192
 _DEFAULT_NUM_SEQS = 256
 _LOGIT_BYTES = 4
@@ -34,7 +38,7 @@ class DeviceMemory:
     """What the memory of one device goes to.
 
     Attributes:
-        shard: what it holds.
+        shard: what it holds of the model. Our own server's tables of ropes are in ``capacity.weight_bytes`` too.
         usable_bytes: of its memory, for weights, activations and KV together.
         activation_bytes: set aside for what a step computes.
         capacity: what fits in the rest.
@@ -120,13 +124,15 @@ def plan_memory(shape: ModelShape, device: Device, settings: PlanSettings) -> Me
     shape = shape.storing(settings.kv_cache_dtype_skip_layers, settings.skip_codec(dtype))
     limit = Limit(shape.max_positions)
     if device.is_cpu and shape.served_limit is not None:
-        limit = Limit(shape.served_limit, f"{shape.model_type}'s sliding window or longrope")
+        limit = Limit(shape.served_limit, f"{shape.model_type}'s longrope")
     asked = settings.max_model_len
     max_len = min(asked, limit.length) if isinstance(asked, int) else limit.length
     element_bytes = CODECS[dtype].element_bits // 8
     num_tokens = settings.max_num_batched_tokens or (_CPU_BATCHED_TOKENS if device.is_cpu else _GPU_BATCHED_TOKENS)
     num_tokens = max(num_tokens, settings.max_num_seqs or 0)
     num_new = num_tokens if device.is_cpu else None  # beside what windows keep, our own engine writes so many
+    is_fused = device.is_cpu and dtype in _FUSED_DTYPES and _is_fused(shape, settings)
+    rope_bytes = shape.num_ropes * max_len * shape.head_dim * _ROPE_BYTES if is_fused else 0
     devices = []
     for shard in shards_of(shape, settings, weight_dtype, codec, max_len, element_bytes):
         reserve = 0 if device.is_cpu else activation_bytes(shape, shard, settings, num_tokens, element_bytes)
@@ -134,7 +140,7 @@ def plan_memory(shape: ModelShape, device: Device, settings: PlanSettings) -> Me
         try:
             capacity = plan_capacity(
                 layout=shard.layout,
-                weight_bytes=shard.weight_bytes,
+                weight_bytes=shard.weight_bytes + rope_bytes,
                 limit=limit,
                 max_model_len=asked,
                 kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
@@ -163,11 +169,15 @@ def _up_to(device: DeviceMemory, max_model_len: int, num_new: int | None) -> Dev
     return replace(device, capacity=capacity)
 
 
+def _is_fused(shape: ModelShape, settings: PlanSettings) -> bool:
+    """Whether our own server's fused decoder computes it on a CPU, in the dtypes that it computes in."""
+    return shape.is_fused and settings.block_size % _FUSED_SLOTS == 0
+
+
 def _natural_dtype(shape: ModelShape, device: Device, settings: PlanSettings) -> str:
     """Return what ``auto`` is: on a CPU what our own server takes, on an accelerator 16 bit."""
     if device.is_cpu:
-        is_fused = shape.is_fused and settings.block_size % _FUSED_SLOTS == 0
-        return "bfloat16" if is_fused and device.multiplies_bfloat16 else "float32"
+        return "bfloat16" if _is_fused(shape, settings) and device.multiplies_bfloat16 else "float32"
     return shape.dtype if shape.dtype in DTYPES and shape.dtype not in {"float32", "float64"} else "bfloat16"
 
 

@@ -122,8 +122,8 @@ def figures(plan: Plan) -> dict[str, Any]:
         "block_size": memory.layout.block_size,
         "device_memory_bytes": device.memory_bytes,
         "gpu_memory_utilization": None if device.is_cpu else settings.gpu_memory_utilization,
-        "weight_bytes": sum(each.shard.weight_bytes for each in memory.devices) * settings.tensor_parallel_size,
-        "weight_bytes_per_device": tightest.shard.weight_bytes,
+        "weight_bytes": sum(each.capacity.weight_bytes for each in memory.devices) * settings.tensor_parallel_size,
+        "weight_bytes_per_device": tightest.capacity.weight_bytes,
         "activation_bytes": tightest.activation_bytes,
         "kv_budget_bytes": tightest.capacity.kv_budget_bytes,
         "num_blocks": tightest.capacity.num_blocks,
@@ -181,7 +181,7 @@ def _device_figures(device: DeviceMemory) -> dict[str, Any]:
         "stage": shard.stage,
         "layers": [shard.first_layer, shard.end_layer],
         "usable_bytes": device.usable_bytes,
-        "weight_bytes": shard.weight_bytes,
+        "weight_bytes": device.capacity.weight_bytes,
         "activation_bytes": device.activation_bytes,
         "kv_bytes_per_token": shard.layout.bytes_per_token,
         "kv_bytes_per_block": shard.layout.bytes_per_block,
@@ -272,7 +272,7 @@ def _memory_section(plan: Plan) -> Section:
             usable += f" = {share:g} x {question.device.memory_bytes / 1e9:,.0f} GB"
         rows += [
             (f"{prefix}usable", usable),
-            (f"{prefix}weights", f"{shard.weight_bytes / 1e9:,.2f} GB"),
+            (f"{prefix}weights", f"{capacity.weight_bytes / 1e9:,.2f} GB"),
             (f"{prefix}activations", f"{device.activation_bytes / 1e9:,.2f} GB for {step}"),
             (f"{prefix}KV budget", f"{capacity.kv_budget_bytes / 1e9:,.2f} GB = {blocks}"),
         ]

@@ -77,6 +77,7 @@ class ModelShape:
         quantization: how the checkpoint's weights are stored, if not in ``dtype``: ``fp8``, ``mxfp4``, ...
         exact_parameters: counted from the weights' files, where there are any.
         is_fused: whether Pagefold's own server computes it with its fused decoder on a CPU.
+        num_ropes: how many tables of cosines and sines that decoder has.
         is_estimate: whether the parameters are counted by the formula of another family.
     """
 
@@ -99,6 +100,7 @@ class ModelShape:
     quantization: str = ""
     exact_parameters: int | None = None
     is_fused: bool = False
+    num_ropes: int = 1
     is_estimate: bool = False
 
     @cached_property

@@ -20,7 +20,13 @@ if TYPE_CHECKING:
 __all__ = ["AttentionContext", "load_model", "register_attention"]
 
 _NAME = "pagefold"
-_REFUSED_ARGUMENTS = ("position_bias", "shared_kv_states")
+_HARMLESS_ARGUMENTS = frozenset(
+    {
+        "cache_position", "deterministic", "dropout", "is_causal", "output_attentions", "output_hidden_states",
+        "output_router_logits", "position_ids", "use_cache",
+    }
+)  # fmt: skip
+"""What layers hand to their attention beside what ours reads, and what changes nothing of what it must compute."""
 _MAX_WHY = 300
 _REMEDY = "Check that config.json and the weights belong together, or download them again."
 
@@ -32,7 +38,7 @@ class AttentionContext:
         max_model_len: no sequence gets longer: a sliding window of at least so many tokens never binds.
         moves: blocks that are on their way from the host, if there are any.
         layers: which layers have attended so far: a model that skips or repeats one is found out.
-        written: where K and V of each layer so far lie that has its own: what is read by another is found out.
+        written: K and V of each layer so far that others read, as it had them: who brings its own is found out.
         last: K and V of the last such layer, ``[T, Hkv, D]`` each; nothing before that attends.
     """
 
@@ -53,7 +59,7 @@ class AttentionContext:
         self.slab = slab
         self.inputs = inputs
         self.layers: list[int] = []
-        self.written: dict[int, tuple[int, int]] = {}
+        self.written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.last: tuple[torch.Tensor, ...] = ()
 
 
@@ -109,12 +115,12 @@ def _paged_attention(  # noqa: PLR0913 - transformers calls it so
     """Attention as transformers' layers call it: ``[1, H, T, D]`` in, ``[1, T, H, D]`` out."""
     if paged is None:
         raise _refusal(module, "does not get the arguments of its model's forward")
-    for name in _REFUSED_ARGUMENTS:
-        if arguments.get(name) is not None:
-            raise _refusal(module, f"asks for {name}")
+    odd = sorted(name for name in arguments.keys() - _HARMLESS_ARGUMENTS if arguments[name] is not None)
+    if odd:
+        raise _refusal(module, f"asks for {' and '.join(odd)}")
     if attention_mask is not None:  # no mask function is registered under our name: the model made one itself
         raise _refusal(module, "brings a mask of its own")
-    if not getattr(module, "is_causal", True):
+    if not getattr(module, "is_causal", True) or arguments.get("is_causal") is False:
         raise _refusal(module, "looks at later tokens too: it is an encoder's")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     group = paged.inputs.group_of(layer)
@@ -151,13 +157,15 @@ def _to_write(
     layer.
     """
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
-    source, place = paged.inputs.source_of(layer), (key.data_ptr(), value.data_ptr())
+    source = paged.inputs.source_of(layer)
     if source == layer:
-        paged.written[layer] = place
+        if paged.inputs.sources.count(layer) > 1:
+            paged.written[layer] = key, value
         if layer == paged.inputs.last_own_layer:
             paged.last = keys, values
         return keys, values
-    if paged.written.get(source) != place:
+    held = paged.written.get(source)
+    if held is None or any(own.data_ptr() != of.data_ptr() for own, of in zip((key, value), held, strict=True)):
         raise _refusal(module, f"has K and V of its own, where the config says it reads those of layer {source}")
     return (keys, values) if paged.slab.seals else (keys[:0], values[:0])
 

@@ -42,12 +42,19 @@ _LONGROPE_FAMILIES = ("phi3",)
 """Families that are taken with ``longrope``: its frequencies change once the longest sequence of the batch, whichever
 that is, passes ``original_max_position_embeddings``; up to there they are the same for all."""
 
+_QUANTIZED, _NOT_TEXT = "weights quantized in the checkpoint", "more than text"
+_REMEDIES = {
+    _QUANTIZED: "Use a copy of it whose weights are in 16 bit, with no quantization_config.",
+    _NOT_TEXT: "Use a model that is of text alone.",
+}
+_REMEDY = "Use another model: the README lists the families that are tested."
+
 _REFUSED_ATTRIBUTES = {
     "attn_logit_softcapping": "soft-capping of attention scores",
     "kv_lora_rank": "latent attention (MLA)",
     "num_kv_shared_layers": "KV shared across layers",
     "attention_chunk_size": "chunked attention",
-    "quantization_config": "weights quantized in the checkpoint",
+    "quantization_config": _QUANTIZED,
 }
 
 _TAKEN_ATTRIBUTES = {
@@ -178,7 +185,7 @@ def _config_of_transformers(folder: Path) -> PretrainedConfig:
     reason = _why_refused(config)
     if reason:
         msg = f"{config.model_type} ({folder.name}) uses {reason}, which Pagefold does not compute rightly yet."
-        raise UnsupportedModelError(msg, remedy="Use a model with plain full attention.")
+        raise UnsupportedModelError(msg, remedy=_REMEDIES.get(reason, _REMEDY))
     return config
 
 
@@ -187,7 +194,7 @@ def _why_refused(config: PretrainedConfig) -> str | None:  # noqa: PLR0911 - one
     if config.is_encoder_decoder:
         return "an encoder"
     if config.get_text_config() is not config:
-        return "more than text"
+        return _NOT_TEXT
     for name, what in _REFUSED_ATTRIBUTES.items():
         if getattr(config, name, None) and config.model_type not in _TAKEN_ATTRIBUTES.get(name, ()):
             return what

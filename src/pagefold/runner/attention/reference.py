@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from pagefold.runner.attention.sealed_reference import sealed_reference_attention, softmax_with_sinks
+from pagefold.runner.attention.sealed_reference import sealed_reference_attention
+from pagefold.runner.attention.sinks import softmax_with_sinks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from pagefold.runner.attention.sinks import softmax_with_sinks
 from pagefold.runner.sealed_slab import to_residual
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from pagefold.runner.attention.inputs import AttentionInputs
     from pagefold.runner.slab import SealingSlab
 
-__all__ = ["sealed_reference_attention", "softmax_with_sinks"]
+__all__ = ["sealed_reference_attention"]
 
 
 class _Part(NamedTuple):
@@ -85,12 +86,6 @@ def sealed_reference_attention(  # noqa: PLR0913, PLR0917 - the operands of the 
                 weights = softmax_with_sinks(scores, sinks.to(scores.dtype).view(num_kv_heads, -1)[part.head])
             out[tokens, part.head] = torch.einsum("gqn,nd->qgd", weights, values)
     return out.flatten(1, 2)
-
-
-def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """Return the weights of ``scores``, ``[..., G, q, n]``, beside one more score of each head, ``[..., G]``."""
-    column = sinks[..., None, None].expand(*scores.shape[:-1], 1)
-    return torch.cat((scores, column), -1).softmax(-1)[..., :-1]
 
 
 def _write(

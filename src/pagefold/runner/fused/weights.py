@@ -94,10 +94,9 @@ class PackedModel(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all weights."""
+        """Bytes of all weights, and of the tables of ropes."""
         arrays = {id(one): one for one in self.weights if isinstance(one, np.ndarray)}  # a tied head once
-        of_ropes = self.weights.rope.nbytes + self.weights.rope_of_layer.nbytes
-        return sum(one.nbytes for one in arrays.values()) - of_ropes
+        return sum(one.nbytes for one in arrays.values()) - self.weights.rope_of_layer.nbytes
 
 
 _EMBEDDING, _HEAD, _LAST_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -109,8 +108,10 @@ _PRODUCT_NORMS = "post_attention_layernorm.weight", "post_feedforward_layernorm.
 _HEAD_NORMS = "self_attn.q_norm.weight", "self_attn.k_norm.weight"
 
 
-def packed_bytes(config: FusedConfig, formats: DecoderFormats) -> int:
+def packed_bytes(config: FusedConfig, num_positions: int, formats: DecoderFormats) -> int:
     """Return what :attr:`PackedModel.num_bytes` will be, to the byte: whole panels, scales, and float32 of the rest.
+
+    That is also of the tables of ropes, which have cosines and sines of each of ``num_positions``.
 
     Only where a config says that head and embedding are tied, and the files have two that differ, is one not counted.
     """
@@ -129,7 +130,8 @@ def packed_bytes(config: FusedConfig, formats: DecoderFormats) -> int:
     tables = panels(products, config.vocab_size, hidden)
     if not config.is_tied:
         tables += panels(formats.embedding, config.vocab_size, hidden)
-    return num_layers * (layer + FLOAT_BYTES * numbers) + FLOAT_BYTES * hidden + tables
+    of_ropes = len(config.ropes) * num_positions * 2 * head_dim
+    return num_layers * (layer + FLOAT_BYTES * numbers) + FLOAT_BYTES * (hidden + of_ropes) + tables
 
 
 def pack_model(config: FusedConfig, folder: Path, num_positions: int, formats: DecoderFormats) -> PackedModel:
