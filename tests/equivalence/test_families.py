@@ -266,10 +266,12 @@ def test_a_window_of_one_token_is_taken_where_it_is_computed(tiny_folder, tmp_pa
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"sliding_window": 1}))
     shape = {"model": str(folder), "kv_cache_memory_bytes": 2**21, "block_size": 8}
+    streams = {"kv_offloading_size": 2**-10, "allow_streaming": True}
     with pytest.raises(
-        ConfigError, match="No request fits: beyond 1 token mistral's sliding window is not computed yet"
+        ConfigError,
+        match="No request fits: beyond 1 token mistral's sliding window is not computed while allow_streaming is set",
     ):
-        plan_engine(EngineConfig(**shape, dtype="float32"))
+        plan_engine(EngineConfig(**shape, **streams, dtype="float32"))
     engine = build_engine(plan_engine(EngineConfig(**shape, dtype="float64", attention_backend="reference")))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     expected, tokens = [], list(PROMPT)
