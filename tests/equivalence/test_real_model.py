@@ -47,7 +47,6 @@ SETTINGS = (
 FULL_SETTINGS = (
     *SETTINGS,
     replace(PLAIN, name="alone", arrivals="alone"),
-    replace(PLAIN, name="cache off", enable_prefix_caching=False),
     replace(PLAIN, name="one step", max_num_batched_tokens=65536, max_num_seqs=64),
     replace(PLAIN, name="blocks of 64, warm", block_size=64, num_rounds=2),
 )
