@@ -86,9 +86,27 @@ class KeepRules:
         """Whether who goes on at the end of ``node``'s path finds there what each group keeps."""
         end = node.depth + 1
         for group in self.trimmed:
-            at: Node | None = node
-            for _ in range(end - self._rules[group].first_block(end, self.block_size)):
-                if at is None or at.blocks[group] is None:
-                    return False
-                at = at.parent
+            num_needed = end - self._rules[group].first_block(end, self.block_size)
+            if len(self.last_blocks(node, group, num_needed)) < num_needed:
+                return False
         return True
+
+    @staticmethod
+    def last_blocks(node: Node, group: int, num_blocks: int) -> list[Block]:
+        """Return a group's last blocks of ``node``'s path, the last first: so many, or those up to where one is gone.
+
+        Args:
+            node: the last of the path, which has so many nodes at least.
+            group: of which group.
+            num_blocks: how many are wanted.
+        """
+        found: list[Block] = []
+        at: Node | None = node
+        while len(found) < num_blocks:
+            assert at is not None, "a path ends at its root"
+            block = at.blocks[group]
+            if block is None:
+                break
+            found.append(block)
+            at = at.parent
+        return found

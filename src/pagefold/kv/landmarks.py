@@ -177,15 +177,7 @@ class Landmarks:
             rule = self._rules[group]
             num_needed = end - rule.first_block(end, size)
             num_wanted = max(num_needed, end - rule.first_block(end - 1, size))
-            of_group: list[Block] = []
-            at: Node | None = node
-            while len(of_group) < num_wanted:
-                assert at is not None, "a path ends at its root"
-                block = at.blocks[group]
-                if block is None:
-                    break
-                of_group.append(block)
-                at = at.parent
+            of_group = self._rules.last_blocks(node, group, num_wanted)
             if len(of_group) < num_needed:
                 return None
             found += of_group if len(of_group) == num_wanted else of_group[:num_needed]
