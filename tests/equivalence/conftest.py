@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from equivalence.alone import AloneOutputs
     from equivalence.references import References
+    from equivalence.test_number_formats import Format
 
 
 @pytest.fixture(scope="session")
@@ -30,6 +32,17 @@ def tiny_references(tiny_folder: Callable[[str], Path]) -> Callable[[str, int], 
     from equivalence.references import References
 
     return cache(lambda family, num_outputs: References(tiny_folder(family), num_outputs))
+
+
+@pytest.fixture(scope="session")
+def alone_in(tiny_folder: Callable[[str], Path]) -> Callable[[str, Format, int], AloneOutputs]:
+    """Return what the fused decoder gives each prompt alone: of a family, in a format, for so many outputs."""
+    from equivalence.alone import AloneOutputs
+
+    def make(family: str, form: Format, num_outputs: int) -> AloneOutputs:
+        return AloneOutputs(tiny_folder(family), num_outputs, model_impl="pagefold", threads=1, **form.settings)
+
+    return cache(make)
 
 
 @pytest.fixture(autouse=True)

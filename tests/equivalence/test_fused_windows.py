@@ -14,7 +14,6 @@ from random import Random
 import pytest
 import torch
 
-from equivalence.alone import AloneOutputs
 from equivalence.prompts import full_prompts, short_prompts
 from equivalence.settings import SETTINGS
 from equivalence.suite import Trial, Workload
@@ -143,26 +142,12 @@ def test_what_a_window_has_left_behind_is_read_into_nothing(tiny_folder):
     assert torch.equal(runner.logits(plan)[0], expected)
 
 
-@pytest.fixture(scope="session")
-def alone_outputs(tiny_folder):
-    made = {}
-
-    def make(family, form, num_outputs):
-        key = family, form, num_outputs
-        if key not in made:
-            how = {"model_impl": "pagefold", "threads": 1, **form.settings}
-            made[key] = AloneOutputs(tiny_folder(family), num_outputs, **how)
-        return made[key]
-
-    return make
-
-
 @pytest.mark.parametrize("setting", FEW_SETTINGS, ids=lambda setting: setting.name)
 @pytest.mark.parametrize("family", ["gemma3", "gemma2-window-64"])
-def test_outputs_are_those_alone(family, setting, tiny_folder, alone_outputs):
+def test_outputs_are_those_alone(family, setting, tiny_folder, alone_in):
     trial = Trial(replace(setting, **FLOAT32.settings), SHORT, tiny_folder(family))
     trial.run()
-    trial.assert_exact(alone_outputs(family, FLOAT32, SHORT.num_outputs))
+    trial.assert_exact(alone_in(family, FLOAT32, SHORT.num_outputs))
 
 
 def _dealt():
@@ -180,10 +165,10 @@ def _dealt():
 
 @pytest.mark.long
 @pytest.mark.parametrize(("family", "form", "setting"), list(_dealt()))
-def test_outputs_are_those_alone_in_full(family, form, setting, tiny_folder, alone_outputs):
+def test_outputs_are_those_alone_in_full(family, form, setting, tiny_folder, alone_in):
     trial = Trial(replace(setting, at_least=None, **form.settings), FULL, tiny_folder(family))
     trial.run()
-    trial.assert_exact(alone_outputs(family, form, FULL.num_outputs))
+    trial.assert_exact(alone_in(family, form, FULL.num_outputs))
 
 
 ONE_ROPE = {"rope_type": "default", "rope_theta": 1e4}

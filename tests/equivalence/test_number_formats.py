@@ -14,7 +14,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from equivalence.alone import AloneOutputs
 from equivalence.prompts import full_prompts, short_prompts
 from equivalence.real_model import real_prompts
 from equivalence.suite import Trial, Workload
@@ -49,20 +48,6 @@ BFLOAT16 = Format("bfloat16")
 INT8 = Format("bfloat16", "w8a8_int8")
 FORMATS = (BFLOAT16, INT8, Format("float32", "w8a8_int8"), Format("bfloat16", "int8"), Format("float32", "int8"))
 FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "gemma2")
-
-
-@pytest.fixture(scope="session")
-def alone_in(tiny_folder):
-    made = {}
-
-    def make(family, form, num_outputs):
-        key = family, form, num_outputs
-        if key not in made:
-            folder = tiny_folder(family)
-            made[key] = AloneOutputs(folder, num_outputs, model_impl="pagefold", threads=1, **form.settings)
-        return made[key]
-
-    return make
 
 
 def _hold(setting, workload, form, folder, alone):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -95,17 +97,31 @@ def gate(tile, gates, ups):
     call(tile, *ends, ups.shape[1], len(gates))
 
 
+class Gated(NamedTuple):
+    """The numbers of gates, and what was made of them."""
+
+    gates: np.ndarray
+    out: np.ndarray
+
+
+def held_to_order(tile, exponent, gates, ups):
+    """Gates of ``gate / (1 + 2^exponent) * up`` are those of that order, to the bit, and nothing else is written."""
+    length = ups.shape[1]
+    before = gates.copy()
+    gate(tile, gates, ups)
+    x, out = before[:, :length], gates[:, :length]
+    assert same(ups * x / (F(1) + exp2(np.clip(exponent(x), F(-126), F(126)))), out)
+    assert same(gates[:, length:], before[:, length:])
+    return Gated(x, out)
+
+
 @given(lengths, st.integers(0, 5), seeds, st.sampled_from([0.1, 10.0, 300.0]))
 def test_silu_is_that_of_the_stated_order(length, num_rows, seed, spread):
     gates, ups = numbers(seed, num_rows, length + 2, spread=spread), numbers(seed + 1, num_rows, length)
-    before = gates.copy()
-    gate(row_tiles().silu, gates, ups)
-    x = before[:, :length]
-    exponent = np.clip(x * F(-1.4426950408889634), F(-126), F(126))
-    assert same(ups * x / (F(1) + exp2(exponent)), gates[:, :length])
-    assert same(gates[:, length:], before[:, length:])
+    gated = held_to_order(row_tiles().silu, lambda x: x * F(-1.4426950408889634), gates, ups)
+    x = gated.gates
     exact = np.clip(x.astype(np.float64), -80, 80)  # beyond, 2^126 is what the kernel divides by
-    assert gates[:, :length] == pytest.approx(ups * (x / (1 + np.exp(-exact))), rel=1e-5, abs=1e-30)
+    assert gated.out == pytest.approx(ups * (x / (1 + np.exp(-exact))), rel=1e-5, abs=1e-30)
 
 
 GELU = -2 * np.sqrt(2 / np.pi) * 1.4426950408889634
@@ -114,12 +130,7 @@ GELU = -2 * np.sqrt(2 / np.pi) * 1.4426950408889634
 @given(lengths, st.integers(0, 5), seeds, st.sampled_from([0.1, 3.0, 300.0]))
 def test_gelu_is_that_of_the_stated_order(length, num_rows, seed, spread):
     gates, ups = numbers(seed, num_rows, length + 2, spread=spread), numbers(seed + 1, num_rows, length)
-    before = gates.copy()
-    gate(row_tiles().gelu, gates, ups)
-    x = before[:, :length]
-    exponent = np.clip(x * fma(x * x, F(GELU * 0.044715), F(GELU)), F(-126), F(126))
-    assert same(ups * x / (F(1) + exp2(exponent)), gates[:, :length])
-    assert same(gates[:, length:], before[:, length:])
+    held_to_order(row_tiles().gelu, lambda x: x * fma(x * x, F(GELU * 0.044715), F(GELU)), gates, ups)
 
 
 @pytest.mark.parametrize("spread", [1e-20, 1e-3, 0.1, 1.0, 3.0, 50.0])
