@@ -16,10 +16,15 @@ class KeepRule:
     Attributes:
         window: how many tokens a token sees at most, itself included; None for all that are before it.
         is_chunked: it sees the tokens since the last multiple of ``window`` instead.
+        num_sinks: how many of the first tokens it sees beside its window, which slides then.
     """
 
     window: int | None = None
     is_chunked: bool = False
+    num_sinks: int = 0
+
+    def __post_init__(self) -> None:
+        assert not self.num_sinks or (self.window is not None and not self.is_chunked), "sinks beside a sliding window"
 
     @property
     def trims(self) -> bool:

@@ -19,13 +19,16 @@ class BlockTable:
         block_ids: position ``p`` lies in block ``block_ids[p // block_size - num_trimmed]``, at ``p % block_size``. Ids
             from the number of the device's blocks on are blocks of the host's arena, of a sequence that streams.
         num_trimmed: how many blocks before these were given back, since the group keeps what was in them no more.
+        sink_ids: the first blocks of the sequence, which hold the group's sinks, where blocks behind them were given
+            back. Else these are the first of ``block_ids``, and this is empty.
     """
 
-    __slots__ = ("block_ids", "num_trimmed")
+    __slots__ = ("block_ids", "num_trimmed", "sink_ids")
 
-    def __init__(self, block_ids: Iterable[BlockId] = (), num_trimmed: int = 0) -> None:
+    def __init__(self, block_ids: Iterable[BlockId] = (), num_trimmed: int = 0, sink_ids: Iterable[BlockId] = ()) -> None:
         self.block_ids = list(block_ids)
         self.num_trimmed = num_trimmed
+        self.sink_ids = list(sink_ids)
 
     @property
     def end(self) -> int:
