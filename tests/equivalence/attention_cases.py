@@ -56,6 +56,7 @@ class Case:
         softcap: of the scores; 0 for none.
         dense: for each sequence and KV head, keys and values of all its entries, ``[n, D]`` each.
         sinks: of each query head, float64 ``[H]``; None for none.
+        turned: queries as they look at sink tokens, as the op takes them; None where the layer keeps none.
     """
 
     query: torch.Tensor
@@ -68,6 +69,7 @@ class Case:
     softcap: float
     dense: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]
     sinks: torch.Tensor | None = None
+    turned: torch.Tensor | None = None
 
     @property
     def group(self) -> GroupInputs:
@@ -82,7 +84,7 @@ class Case:
     def expected(self) -> torch.Tensor:
         """Return the op's result by dense attention, head by head, in float64: ``[T, H, D]``.
 
-        Torch's, or with a softcap or sinks, which that has not, our own.
+        Torch's, or with a softcap, sinks or sink tokens, which that has not, our own.
         """
         out = torch.empty_like(self.query)
         group = self.query.shape[1] // self.key.shape[1]
@@ -92,12 +94,18 @@ class Case:
             queries = self.query[tokens, heads].transpose(0, 1)  # [G, q, D]
             num_queries, num_entries = queries.shape[1], len(keys)
             visible = torch.ones(num_queries, num_entries, dtype=torch.bool).tril(num_entries - num_queries)
+            by_turned = torch.zeros_like(visible)
             for q, seen in enumerate(visible, num_entries - num_queries):
-                seen[: self.group.keeps.first_seen(q)] = False
+                first_seen = self.group.keeps.first_seen(q)
+                seen[:first_seen] = False
+                num_sink_tokens = min(first_seen, self.group.keeps.num_sinks)
+                seen[:num_sink_tokens] = by_turned[q - num_entries + num_queries, :num_sink_tokens] = True
             operands = queries, keys.expand(group, -1, -1), values.expand(group, -1, -1)
-            if self.softcap or self.sinks is not None:
+            if self.softcap or self.sinks is not None or self.turned is not None:
                 sinks = torch.full((group,), -torch.inf) if self.sinks is None else self.sinks[heads]
-                attended = _plainly(*operands, visible, self.scale, self.softcap, sinks)
+                turned = queries if self.turned is None else self.turned[tokens, heads].transpose(0, 1)
+                sight = visible, turned, by_turned
+                attended = _plainly(*operands, sight, self.scale, self.softcap, sinks)
             else:
                 attended = torch.nn.functional.scaled_dot_product_attention(
                     *operands, attn_mask=visible, scale=self.scale
@@ -108,6 +116,8 @@ class Case:
     @property
     def scoring(self) -> tuple[Any, ...]:
         """The op's last operands."""
+        if self.turned is not None:
+            return self.scale, self.softcap, self.sinks, self.turned
         return (self.scale, self.softcap) if self.sinks is None else (self.scale, self.softcap, self.sinks)
 
     def round_to(self, dtype: torch.dtype) -> None:
@@ -115,6 +125,7 @@ class Case:
         for name in ("query", "key", "value"):
             setattr(self, name, getattr(self, name).to(dtype).double())
         self.sinks = None if self.sinks is None else self.sinks.to(dtype).double()
+        self.turned = None if self.turned is None else self.turned.to(dtype).double()
         self.slab.data.copy_(self.slab.data.to(dtype).double())
         for at, (keys, values) in self.dense.items():
             self.dense[at] = keys.to(dtype).double(), values.to(dtype).double()
@@ -151,16 +162,21 @@ def _plainly(  # noqa: PLR0917 - the operands of the op
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    visible: torch.Tensor,
+    sight: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     scale: float,
     softcap: float,
     sinks: torch.Tensor,
 ) -> torch.Tensor:
-    """Attention query by query, as the formulas of a softcap and of sinks ``[G]`` say it: ``[G, q, D]``."""
+    """Attention query by query, as the formulas of a softcap and of sinks ``[G]`` say it: ``[G, q, D]``.
+
+    ``sight`` is what each query sees, ``[q, n]``, the queries turned, and what it looks at by these, ``[q, n]``.
+    """
+    visible, turned, by_turned = sight
     out = torch.empty_like(queries)
     for q in range(queries.shape[1]):
         seen_keys, seen_values = keys[:, visible[q]], values[:, visible[q]]  # [G, n, D]
-        scores = (seen_keys * queries[:, q, None]).sum(-1) * scale
+        looking = torch.where(by_turned[q, visible[q], None], turned[:, q, None], queries[:, q, None])
+        scores = (seen_keys * looking).sum(-1) * scale
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
         top = torch.maximum(scores.max(-1).values, sinks)[:, None]
@@ -230,6 +246,7 @@ class _CaseMaker:
             int((-(-own // shape.block_size) - first[:, None] // shape.block_size).sum())
             for own, first in zip(lengths, firsts, strict=True)
         )
+        num_blocks += sum(rule.num_sinks for rule in self.how.rules) * len(sequences) * self.tables  # or fewer
         spare_cells = 1 if self.how.per_head else 0
         num_cells = shape.num_layers * shape.num_kv_heads + spare_cells
         geometry = KVGeometry(1, num_cells, shape.head_dim, 8, shape.block_size)
@@ -259,6 +276,8 @@ class _CaseMaker:
             dense={},
         )
         self._fill(case)
+        if case.group.keeps.num_sinks:
+            case.turned = self._normal(*case.query.shape)
         if sink_size:
             case.sinks = sink_size * self._normal(shape.num_kv_heads * shape.group)
         return case
@@ -300,7 +319,20 @@ class _CaseMaker:
             lengths=np.broadcast_to(lengths, (num_seqs, num_kv_heads)),
             firsts=firsts,
             keeps=rule,
+            sink_tables=self._sink_tables(rule, tables, first_blocks, free),
         )
+
+    def _sink_tables(self, rule: KeepRule, tables: np.ndarray, first_blocks: np.ndarray, free: list[int]) -> np.ndarray:
+        """Return the first blocks of each sequence: those of its tables, and before these blocks of its own."""
+        num_seqs, num_tables, _ = tables.shape
+        num_blocks = -(-rule.num_sinks // self.shape.block_size)
+        sink_tables = np.full((num_seqs, num_tables, num_blocks), free[0], np.int32)
+        for s in range(num_seqs):
+            for t in range(num_tables):
+                for index in range(num_blocks):
+                    at = index - first_blocks[s]
+                    sink_tables[s, t, index] = free.pop() if at < 0 else tables[s, t, min(at, tables.shape[2] - 1)]
+        return np.broadcast_to(sink_tables, (num_seqs, self.shape.num_kv_heads, num_blocks))
 
     def _cells(self, num_cells: int, num_groups: int) -> np.ndarray:
         """Return which cells each sequence has for each layer in the blocks of that layer's group."""
@@ -343,6 +375,10 @@ class _CaseMaker:
                 blocks, slots = case.places(s, h, entries)
                 slab.keys[blocks, inputs.cells[s, case.layer, h], slots] = keys[entries]
                 slab.values[blocks, inputs.cells[s, case.layer, h], slots] = values[entries]
+                for entry in range(min(group.keeps.num_sinks, int(group.firsts[s]))):
+                    block, slot = group.sink_tables[s, h, entry // slab.block_size], entry % slab.block_size
+                    slab.keys[block, inputs.cells[s, case.layer, h], slot] = keys[entry]
+                    slab.values[block, inputs.cells[s, case.layer, h], slot] = values[entry]
                 case.dense[s, h] = torch.cat([keys, case.key[new, h]]), torch.cat([values, case.value[new, h]])
 
     def _normal(self, *shape: int) -> torch.Tensor:

@@ -67,6 +67,7 @@ def encoded(case, name, seed, layout=CODEC_LAYOUT, device="cpu"):
     made = CodecSlab(data, geometry, constants, layout)
     places = np.zeros(num_blocks, np.int64)  # of each block in its table; who shares it has it at the same place
     group = case.group
+    places[group.sink_tables] = np.arange(group.sink_tables.shape[2])
     places[group.tables] = np.arange(group.tables.shape[2]) + group.firsts[:, None, None] // slab.block_size
     for cell in range(num_cells):
         blocks, slots = torch.nonzero(~slab.keys[:, cell, :, 0].isnan(), as_tuple=True)

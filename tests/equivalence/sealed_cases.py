@@ -30,6 +30,7 @@ class SealedCase:
         self.shape, self.random = shape, torch.Generator().manual_seed(seed)
         self.geometry = KVGeometry(2, heads, dim, 4, size, CODECS["kivi2"])
         rows, tables, firsts, num_blocks = [], [], [], 0
+        num_sink_blocks, sink_tables = -(-rule.num_sinks // size), []
         for num_old, num_wanted, num_shared in sequences:
             inside = num_old % size  # then it goes no further than its block
             end = num_old + (min(num_wanted, size - inside) if inside else num_wanted)
@@ -41,11 +42,14 @@ class SealedCase:
                 is_shared = index < shared and index >= firsts[-1]
                 table.append(tables[-1][index - firsts[-1]] if is_shared else num_blocks)
                 num_blocks += not is_shared
+            own = range(num_blocks, num_blocks + min(first, num_sink_blocks))  # the sink tokens of a trimmed table
+            num_blocks += len(own)
+            sink_tables.append([*own, *table, *[0] * num_sink_blocks][:num_sink_blocks])
             tables.append(table)
             firsts.append(first)
             rows.append((num_old, end, shared))
         order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).tolist()
-        tables = [[order[block] for block in table] for table in tables]
+        tables, sink_tables = ([[order[block] for block in table] for table in own] for own in (tables, sink_tables))
         width = max(map(len, tables))
         padded = np.array([table + [0] * (width - len(table)) for table in tables], np.int32)
         residual_ids = torch.randperm(len(rows) + 2, generator=self.random)[: len(rows)].numpy().astype(np.int32)
@@ -56,7 +60,7 @@ class SealedCase:
         self.sealed = {}
         for s, (num_old, _, _) in enumerate(rows):
             for cell in range(2 * heads):
-                self._fill(cell, s, rows, tables[s], firsts[s])
+                self._fill(cell, s, rows, (tables[s], sink_tables[s]), firsts[s])
                 for part in self.slab.residual(cell, int(residual_ids[s])):
                     part[: num_old % size] = self.randn(num_old % size, dim).half()
         counts = [end - num_old for num_old, end, _ in rows]
@@ -67,6 +71,7 @@ class SealedCase:
             np.broadcast_to(ends[:, None], (len(rows), heads)),
             np.array(firsts, np.int32) * size,
             rule,
+            np.broadcast_to(np.array(sink_tables, np.int32)[:, None], (len(rows), heads, num_sink_blocks)),
         )
         self.inputs = AttentionInputs(
             np.cumsum([0, *counts], dtype=np.int32),
@@ -77,13 +82,15 @@ class SealedCase:
         )
         self.query = self.randn(sum(counts), heads * shape.group, dim)
         self.key, self.value = self.randn(sum(counts), heads, dim), self.randn(sum(counts), heads, dim)
+        self.turned = self.randn(*self.query.shape) if rule.num_sinks else None
 
-    def _fill(self, cell, s, rows, table, first):
+    def _fill(self, cell, s, rows, tables, first):
         """Seal what sequence ``s`` had before the step; what it shares is as the sequence before has it.
 
         Numbers are drawn of blocks that it holds no more, too: they are the same however tables begin.
         """
         (num_old, _, shared), size = rows[s], self.shape.block_size
+        table, sink_table = tables
         for index in range(num_old // size):
             if index < shared:
                 block = self.sealed.get((cell, s - 1, index))  # none if the step writes it
@@ -93,6 +100,8 @@ class SealedCase:
                 self.sealed[cell, s, index] = block
                 if index >= first:
                     self.slab.seal(cell, table[index - first], *block)
+                elif index < len(sink_table):
+                    self.slab.seal(cell, sink_table[index], *block)
 
     def randn(self, *shape):
         return torch.randn(*shape, generator=self.random)
@@ -103,7 +112,8 @@ class SealedCase:
         shape = {"block_size": self.shape.block_size, "head_dim": self.shape.head_dim, "codes_a_byte": 4}
         operands = [changes.get(name, getattr(self, name)) for name in ("query", "key", "value")]
         attention = choose_backend(backend, torch.float32, **shape)
-        return attention(*operands, slab, self.inputs, layer, self.shape.head_dim**-0.5, softcap, sinks), slab
+        scoring = self.shape.head_dim**-0.5, softcap, sinks, *([] if self.turned is None else [self.turned])
+        return attention(*operands, slab, self.inputs, layer, *scoring), slab
 
     def new_slab(self, layout=SEALED_LAYOUT, device="cpu"):
         """Return a slab of that layout, on that device, that holds the same."""

@@ -32,8 +32,8 @@ from pagefold.events import (
     TierRead,
     TierWritten,
 )
-from pagefold.kv import CODECS, TOKEN_BYTES, KVGeometry, audit
-from pagefold.runner.models import inspect_model
+from pagefold.kv import CODECS, KEEP_ALL, TOKEN_BYTES, KeepRule, KVGeometry, audit
+from pagefold.runner.models import ModelSpec, inspect_model
 from pagefold.sampling import SamplingParams
 from pagefold.store import FrameFormat
 
@@ -72,7 +72,8 @@ class Setting:
     Attributes:
         name: of the test.
         block_size, kv_cache_dtype, kv_cache_dtype_skip_layers, max_num_batched_tokens, max_num_seqs,
-            enable_prefix_caching, eviction_policy, attention_backend, dtype, quantization: as in ``EngineConfig``.
+            enable_prefix_caching, eviction_policy, attention_backend, dtype, quantization, streaming_llm,
+            streaming_llm_sinks: as in ``EngineConfig``.
         spare_blocks: the KV budget: so many blocks more than the longest request needs; None for plenty.
         streamed_share: the KV budget instead: this share of the blocks that the longest request needs, so that it
             streams; None for no streaming.
@@ -111,6 +112,8 @@ class Setting:
     attention_backend: AttentionBackend = "reference"
     dtype: Dtype = "float64"
     quantization: Literal["int8", "w8a8_int8"] | None = None
+    streaming_llm: int | None = None
+    streaming_llm_sinks: int = 4
     arrivals: Literal["together", "alone", "trickle"] = "together"
     shuffle: bool = False
     num_rounds: int = 1
@@ -227,7 +230,7 @@ def build(setting: Setting, folder: Path, budget: Budget, emit: Emit) -> Engine:
     shape = spec.num_layers, spec.num_kv_heads, spec.head_dim, element_bytes, setting.block_size
     geometry = KVGeometry(*shape, codec, setting.kv_cache_dtype_skip_layers, CODECS["float16"], sources=spec.sources)
     num_blocks = budget.num_blocks
-    if keeps := spec.keeps_within(budget.max_model_len) if setting.knows_groups else ():
+    if keeps := _keeps(setting, spec, budget):
         geometry = replace(geometry, keeps=keeps)
         num_spare = num_blocks - -(-budget.max_model_len // setting.block_size)
         num_blocks = num_spare + geometry.layout.num_blocks_for(budget.max_model_len, setting.max_num_batched_tokens)
@@ -235,6 +238,8 @@ def build(setting: Setting, folder: Path, budget: Budget, emit: Emit) -> Engine:
         model=str(folder),
         dtype=setting.dtype,
         quantization=setting.quantization,
+        streaming_llm=setting.streaming_llm,
+        streaming_llm_sinks=setting.streaming_llm_sinks,
         block_size=setting.block_size,
         kv_cache_dtype=setting.kv_cache_dtype,
         kv_cache_dtype_skip_layers=setting.kv_cache_dtype_skip_layers,
@@ -256,6 +261,14 @@ def build(setting: Setting, folder: Path, budget: Budget, emit: Emit) -> Engine:
     engine = build_engine(plan_engine(config), emit=emit, stores=[store])
     always_load(engine)
     return engine
+
+
+def _keeps(setting: Setting, spec: ModelSpec, budget: Budget) -> tuple[KeepRule, ...]:
+    """Return what each layer keeps; nothing where all keep all."""
+    if setting.streaming_llm is not None:
+        rule = KeepRule(setting.streaming_llm, num_sinks=setting.streaming_llm_sinks)
+        return tuple(keep if keep.trims else rule for keep in spec.keeps or (KEEP_ALL,) * spec.num_layers)
+    return spec.keeps_within(budget.max_model_len) if setting.knows_groups else ()
 
 
 class Key(NamedTuple):

@@ -45,6 +45,8 @@ LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 _TOOL_CALL_PARSERS = ("hermes", "smollm2")
 REASONING_PARSERS = ("deepseek_r1", "deepseek_v3", "glm45", "granite", "mistral", "qwen3", "seed_oss")
 _MAX_BLOCK_SIZE = 256
+_NUM_SINKS = 4
+"""As in StreamingLLM (Xiao et al., 2023, section 3.3): four are enough."""
 _MAX_PORT = 65535
 _LEAST_OF_DOOR = {"max_body_bytes": 1, "max_connections": 1, "responses_store_bytes": 0, "max_queued_requests": 0}
 
@@ -112,6 +114,10 @@ class EngineConfig:
         kv_write_policy: when blocks are written to disk and pool: ``write_back`` (when the host's memory is needed, and
             at the end), ``write_through`` (when their request has ended), ``write_through_selective`` (the same for
             what was found at least once).
+        streaming_llm: how many of the last tokens are attended to, beside the first ones: StreamingLLM, for layers that
+            attend to all otherwise. The rest is given back, and outputs are not those of the model beyond both together.
+            ``max_model_len`` may be beyond what the model was made for then, if it is given as a number. None for all.
+        streaming_llm_sinks: how many of the first tokens stay beside them.
         max_model_len: longest prompt and output together, in tokens; None for what the model was made for, ``auto``
             for as much of that as the budget holds.
         max_num_seqs: sequences running at once.
@@ -196,6 +202,16 @@ class EngineConfig:
         WritePolicy,
         Flag("When blocks are written to disk and pool: write_back, write_through or write_through_selective."),
     ] = "write_back"
+    streaming_llm: Annotated[
+        int | None,
+        Flag(
+            "Attend to so many of the last tokens, and the first ones, and give back the rest (StreamingLLM). Not exact.",
+            metavar="TOKENS",
+        ),
+    ] = None
+    streaming_llm_sinks: Annotated[
+        int, Flag("How many of the first tokens stay in sight with --streaming-llm.", metavar="TOKENS")
+    ] = _NUM_SINKS
     max_model_len: Annotated[
         int | Literal["auto"] | None,
         Flag("Longest prompt and output together; auto for as much as the budget holds.", metavar="TOKENS|auto"),
@@ -279,6 +295,7 @@ class EngineConfig:
                 f"at least max_num_seqs ({self.max_num_seqs}), so that every running request gets a token in each step",
             )
         self._check_pins()
+        self._check_sinks()
 
     @property
     def has_slow_tiers(self) -> bool:
@@ -308,6 +325,20 @@ class EngineConfig:
             if getattr(self, name) and not self.enable_prefix_caching:
                 msg = f"{name} is set, but without prefix caching nothing is ever kept."
                 raise ConfigError(msg, remedy="Leave it out, or set enable_prefix_caching.")
+
+    def _check_sinks(self) -> None:
+        if self.streaming_llm_sinks < 1:
+            raise _bad("streaming_llm_sinks", self.streaming_llm_sinks, "at least 1: without any, models fail")
+        if self.streaming_llm is None:
+            if self.streaming_llm_sinks != _NUM_SINKS:
+                msg = f"streaming_llm_sinks is {self.streaming_llm_sinks}, and streaming_llm is not set."
+                raise ConfigError(msg, remedy="Give streaming_llm too, or leave it out.")
+            return
+        if self.streaming_llm < self.block_size:
+            raise _bad("streaming_llm", self.streaming_llm, f"at least a block of {self.block_size} tokens")
+        if self.allow_streaming:
+            msg = "streaming_llm and allow_streaming are set: what one gives back the other would read where it lies."
+            raise ConfigError(msg, remedy="Leave one of them out.")
 
     def _check_pins(self) -> None:
         if not 0 <= self.max_pinned_share <= 1:

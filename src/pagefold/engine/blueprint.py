@@ -76,6 +76,9 @@ class Blueprint:
     def limit(self) -> Limit:
         """Up to which length it is computed as it is meant."""
         spec = self.spec
+        if self.config.streaming_llm is not None:
+            is_asked = isinstance(self.config.max_model_len, int)
+            return spec.endless_limit if is_asked else min(spec.endless_limit, Limit(spec.max_positions))
         if self.computes_windows:
             return spec.windowed_limit
         could_be_longer = self.card is None and spec.max_exact_len < spec.windowed_limit.length

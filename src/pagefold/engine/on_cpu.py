@@ -77,7 +77,14 @@ class OnCpu:
             assert spec.fused is not None, "a fused decoder of a model that it does not compute"
             packed = pack_model(spec.fused, spec.folder, max_model_len, blueprint.formats)
             num_threads = config.threads or available_cpus()
-            return FusedDecoder(spec.fused, packed, slab, num_threads=num_threads, on_queries=on_queries)
+            return FusedDecoder(
+                spec.fused,
+                packed,
+                slab,
+                num_threads=num_threads,
+                keeps_sinks=any(keep.num_sinks for keep in blueprint.geometry.keeps),
+                on_queries=on_queries,
+            )
         from pagefold.runner.attention import choose_backend  # noqa: PLC0415
         from pagefold.runner.loader import load_model  # noqa: PLC0415
         from pagefold.runner.transformers_decoder import TransformersDecoder, told_queries  # noqa: PLC0415
@@ -109,7 +116,13 @@ class OnCpu:
 
             behind: Any = slab.as_bytes()[capacity.num_blocks :] if config.allow_streaming else None
             arena = HostArena(num_held, capacity.host_bytes // num_held, behind)
-        runner = TorchRunner(self.decoder(blueprint, slab), blueprint.geometry, slab, arena)
+        decoder = self.decoder(blueprint, slab)
+        runner = TorchRunner(decoder, blueprint.geometry, slab, arena)
+        if config.streaming_llm is not None and not blueprint.is_fused:
+            from pagefold.runner.transformers_decoder import TransformersDecoder  # noqa: PLC0415 - only here
+
+            assert isinstance(decoder, TransformersDecoder), "the other one is fused"
+            decoder.learn_turns(runner.decoding_step())
         return Ready(runner, capacity, arena)
 
 

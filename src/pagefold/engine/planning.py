@@ -11,7 +11,7 @@ from pagefold.engine.on_card import OnCard
 from pagefold.engine.on_cpu import OnCpu
 from pagefold.errors import ConfigError
 from pagefold.files.json_object import read_json_object
-from pagefold.kv import CODECS, KV_CACHE_DTYPES, KVGeometry
+from pagefold.kv import CODECS, KEEP_ALL, KV_CACHE_DTYPES, KeepRule, KVGeometry
 from pagefold.memory.capacity import Capacity
 
 if TYPE_CHECKING:
@@ -58,12 +58,32 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
     not_fused = _why_not_fused(config, spec, name, device)
     _check_fused(config, spec, not_fused)
     geometry = geometry_of(config, spec, dtype)
-    if device == "cpu" and not without_windows(config, spec):
+    if config.streaming_llm is not None:
+        geometry = replace(geometry, keeps=_streaming_keeps(config, spec, device))
+    elif device == "cpu" and not without_windows(config, spec):
         geometry = replace(geometry, keeps=spec.keeps_within(_longest(config, spec)))  # else the window is the limit
     assert device == "cpu" or card is not None, "it was chosen"
     card = None if device == "cpu" else card
     blueprint = Blueprint(config, spec, geometry, _NOTHING, dtype, not_fused, device, card)
     return replace(blueprint, capacity=hardware_of(blueprint).capacity(blueprint))
+
+
+def _streaming_keeps(config: EngineConfig, spec: ModelSpec, device: str) -> tuple[KeepRule, ...]:
+    """Return what each layer keeps with ``streaming_llm``: those that have no window get one, and sink tokens.
+
+    Raises:
+        ConfigError: it is not computed on that device, or beside another setting.
+    """
+    if device != "cpu":
+        msg = f"streaming_llm is set, and is not computed on {device} yet."
+        raise ConfigError(msg, remedy="Leave it out, or use device=cpu.")
+    rule = KeepRule(config.streaming_llm, num_sinks=config.streaming_llm_sinks)
+    keeps = spec.keeps or (KEEP_ALL,) * spec.num_layers
+    beside = without_windows(config, replace(spec, keeps=(rule,)))
+    if beside:
+        msg = f"streaming_llm and {beside} are set, and do not go together yet."
+        raise ConfigError(msg, remedy="Leave one of them out.")
+    return tuple(keep if keep.trims else rule for keep in keeps)
 
 
 def _longest(config: EngineConfig, spec: ModelSpec) -> int:

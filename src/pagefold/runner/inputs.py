@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from pagefold.kv import num_blocks_for
 from pagefold.runner.attention import AttentionInputs, GroupInputs
 from pagefold.runner.attention.cuda.columns import plan_columns
 from pagefold.runner.attention.device_columns import DeviceColumns
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pagefold.kv import BlockId, CacheGroup, KVGeometry
+    from pagefold.kv import BlockTable, CacheGroup, KVGeometry
     from pagefold.steps import MovesInFlight, StepPlan
 
 __all__ = ["LateTokens", "StepInputs", "fill_in", "late_tokens", "make_inputs", "on_card"]
@@ -87,7 +88,7 @@ def make_inputs(plan: StepPlan, geometry: KVGeometry) -> StepInputs:
     for index, group in enumerate(geometry.groups):
         tables = [row[index] for row in plan.tables]
         begins = np.array([table.num_trimmed * group.block_size for table in tables], np.int32)
-        groups.append(_group_inputs([table.block_ids for table in tables], begins, ends, group))
+        groups.append(_group_inputs(tables, begins, ends, group))
     return StepInputs(
         token_ids=torch.from_numpy(np.array(plan.token_ids, dtype=np.int64))[None],
         positions=torch.from_numpy(positions)[None],
@@ -105,12 +106,12 @@ def make_inputs(plan: StepPlan, geometry: KVGeometry) -> StepInputs:
 
 
 def _group_inputs(
-    tables: Sequence[Sequence[BlockId]], firsts: NDArray[np.int32], ends: NDArray[np.int64], group: CacheGroup
+    tables: Sequence[BlockTable], firsts: NDArray[np.int32], ends: NDArray[np.int64], group: CacheGroup
 ) -> GroupInputs:
     """Return where one cache group has the entries of each row.
 
     Args:
-        tables: the block ids of each row, which may hold more blocks than the row fills.
+        tables: of each row, which may hold more blocks than the row fills.
         firsts: the entry that each row's table begins with.
         ends: entries of each row after the step.
         group: whose blocks these are.
@@ -119,12 +120,18 @@ def _group_inputs(
     num_rows, max_blocks, num_kv_heads = len(ends), int(widths.max()), group.num_kv_heads
     block_ids = np.zeros((num_rows, max_blocks), np.int32)
     for row, (table, width) in enumerate(zip(tables, widths.tolist(), strict=True)):
-        block_ids[row, :width] = table[:width]
+        block_ids[row, :width] = table.block_ids[:width]
+    num_sink_blocks = num_blocks_for(group.keeps.num_sinks, group.block_size)
+    sink_ids = np.zeros((num_rows, num_sink_blocks), np.int32)
+    for row, table in enumerate(tables) if num_sink_blocks else ():
+        first_ids = (table.sink_ids + table.block_ids)[:num_sink_blocks]
+        sink_ids[row, : len(first_ids)] = first_ids
     return GroupInputs(
         tables=np.broadcast_to(block_ids[:, None], (num_rows, num_kv_heads, max_blocks)),
         lengths=np.broadcast_to(ends.astype(np.int32)[:, None], (num_rows, num_kv_heads)),
         firsts=firsts,
         keeps=group.keeps,
+        sink_tables=np.broadcast_to(sink_ids[:, None], (num_rows, num_kv_heads, num_sink_blocks)),
     )
 
 

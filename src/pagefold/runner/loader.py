@@ -8,6 +8,7 @@ import torch
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from pagefold.errors import UnsupportedModelError
+from pagefold.runner.turned_queries import NO_TURNS, StepTurns
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,13 +37,14 @@ class AttentionContext:
 
     Attributes:
         max_model_len: no sequence gets longer: a sliding window of at least so many tokens never binds.
+        turns: of queries that look at sink tokens.
         moves: blocks that are on their way from the host, if there are any.
         layers: which layers have attended so far: a model that skips or repeats one is found out.
         written: K and V of each layer so far that others read, as it had them: who brings its own is found out.
         last: K and V of the last such layer, ``[T, Hkv, D]`` each; nothing before that attends.
     """
 
-    __slots__ = ("backend", "inputs", "last", "layers", "max_model_len", "moves", "slab", "written")
+    __slots__ = ("backend", "inputs", "last", "layers", "max_model_len", "moves", "slab", "turns", "written")
 
     def __init__(
         self,
@@ -52,9 +54,11 @@ class AttentionContext:
         *,
         max_model_len: int,
         moves: MovesInFlight | None = None,
+        turns: StepTurns = NO_TURNS,
     ) -> None:
         self.max_model_len = max_model_len
         self.moves = moves
+        self.turns = turns
         self.backend = backend
         self.slab = slab
         self.inputs = inputs
@@ -134,8 +138,9 @@ def _paged_attention(  # noqa: PLR0913 - transformers calls it so
     if paged.moves is not None:
         paged.moves.hold(paged.inputs.source_of(layer))
     keys, values = _to_write(module, layer, key, value, paged)
+    queries = query[0].transpose(0, 1)
     out = paged.backend(
-        query[0].transpose(0, 1),
+        queries,
         keys,
         values,
         paged.slab,
@@ -144,6 +149,7 @@ def _paged_attention(  # noqa: PLR0913 - transformers calls it so
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         softcap or 0.0,
         s_aux,
+        paged.turns.turn(queries, layer, group.keeps) if group.keeps.num_sinks else None,
     )
     return out[None], None
 
@@ -173,9 +179,10 @@ def _to_write(
 def _hold_window(module: torch.nn.Module, asked: int | None, keeps: KeepRule, max_model_len: int) -> None:
     """Refuse a layer that asks for another window than its cache group keeps, if any sequence can tell.
 
-    A layer that attends by chunks asks for no window: its model says so by its mask, which is not made.
+    A layer that attends by chunks asks for no window: its model says so by its mask, which is not made. Nor does one
+    that keeps sink tokens: its window is not the model's.
     """
-    if keeps.is_chunked and asked is None:
+    if (keeps.is_chunked or keeps.num_sinks) and asked is None:
         return
     if min(asked or max_model_len, max_model_len) != min(keeps.window or max_model_len, max_model_len):
         kept = f"all of up to {max_model_len} tokens" if keeps.window is None else f"a window of {keeps.window}"

@@ -65,6 +65,9 @@ _TAKEN_ATTRIBUTES = {
 """Families that are taken with such an attribute all the same: Gemma 2 hands it to its attention as ``softcap``."""
 
 
+_MAX_FLOAT_POSITION = 2**24
+"""Ropes multiply positions as float32, which has no whole number more behind this one."""
+
 _MAX_WHY = 200
 """Characters of somebody else's error that ours repeats."""
 
@@ -82,6 +85,7 @@ class ModelSpec:
             ``max_positions`` or less.
         limit: what of the model ends that before ``max_positions``; empty where nothing does.
         windowed_limit: both where windows are computed.
+        endless_limit: both where no layer looks further back than it was made for, whatever the position is.
         keeps: what each layer keeps; empty where all keep all.
         sources: the layer whose K and V each layer reads; empty where each has its own.
         vocab_size: token ids are in [0, vocab_size).
@@ -102,6 +106,7 @@ class ModelSpec:
     max_exact_len: int
     limit: str
     windowed_limit: Limit
+    endless_limit: Limit
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     num_parameters: int
@@ -141,7 +146,8 @@ def inspect_model(folder: Path) -> ModelSpec:
     fused = read_fused_config(config.to_dict())
     whole = Limit(max_positions)
     kept = read_kept_layers(config, f"{config.model_type} ({folder.name})")
-    windows, others = _window_limits(str(config.model_type), kept.keeps), [*_other_limits(config), whole]
+    windows, of_ropes = _window_limits(str(config.model_type), kept.keeps), _rope_limits(config)
+    others = [*of_ropes, whole]
     return ModelSpec(
         folder=folder,
         model_type=str(config.model_type),
@@ -153,6 +159,7 @@ def inspect_model(folder: Path) -> ModelSpec:
         max_exact_len=min([*windows, *others]).length,
         limit=min([*windows, *others]).what,
         windowed_limit=min(others),
+        endless_limit=min([*of_ropes, Limit(_MAX_FLOAT_POSITION)]),
         vocab_size=int(config.vocab_size),
         eos_token_ids=_eos_token_ids(folder, config),
         num_parameters=sum(num_elements(file) for file in weight_files),
@@ -225,7 +232,7 @@ def _window_limits(family: str, keeps: tuple[KeepRule, ...]) -> list[Limit]:
     return [Limit(keep.window, what) for keep, what in limits.items() if keep.window is not None]
 
 
-def _other_limits(config: PretrainedConfig | PlainConfig) -> list[Limit]:
+def _rope_limits(config: PretrainedConfig | PlainConfig) -> list[Limit]:
     if _rope_types(config) != {"longrope"}:
         return []
     original = int(config.rope_parameters["original_max_position_embeddings"])

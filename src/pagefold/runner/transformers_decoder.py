@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ from pagefold.errors import UnsupportedModelError
 from pagefold.runner.inputs import fill_in
 from pagefold.runner.loader import AttentionContext
 from pagefold.runner.tokens_before import COUNTING_FAMILIES, TokensBefore
+from pagefold.runner.turned_queries import PROBED, TurnedQueries, find_turned_queries
 
 if TYPE_CHECKING:
     from pagefold.runner.attention import AttentionBackend, AttentionInputs
@@ -44,6 +46,24 @@ class TransformersDecoder:
         self._max_model_len = max_model_len
         self._counts = model.config.model_type in COUNTING_FAMILIES
         self._last: tuple[torch.Tensor, ...] = ()
+        self._turned = TurnedQueries(())
+
+    def learn_turns(self, inputs: StepInputs) -> None:
+        """Find out how the model turns its queries, from steps of one token at two positions.
+
+        Args:
+            inputs: of a step of one token that sees nothing but itself; it is written.
+
+        Raises:
+            UnsupportedModelError: a layer turns them in no way that is known.
+        """
+        attention, queries = self._attention, []
+        self._attention = told_queries(attention, lambda _layer, query: queries.append(query.clone()))
+        for position in PROBED:
+            self.logits(replace(inputs, positions=torch.full_like(inputs.positions, position)))
+        self._attention = attention
+        num_layers = len(queries) // len(PROBED)
+        self._turned = find_turned_queries(self.model, queries[:num_layers], queries[num_layers:])
 
     @torch.inference_mode()
     def logits(self, inputs: StepInputs) -> torch.Tensor:
@@ -51,7 +71,12 @@ class TransformersDecoder:
         self._last = ()  # before the step takes memory
         fill_in(inputs.token_ids, inputs.late)
         context = AttentionContext(
-            self._attention, self._slab, inputs.attention, max_model_len=self._max_model_len, moves=inputs.moves
+            self._attention,
+            self._slab,
+            inputs.attention,
+            max_model_len=self._max_model_len,
+            moves=inputs.moves,
+            turns=self._turned.at(inputs.positions[0]),
         )
         output = self.model(
             input_ids=inputs.token_ids,
@@ -88,8 +113,9 @@ def told_queries(attention: AttentionBackend, on_queries: OnQueries) -> Attentio
         scale: float,
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        turned: torch.Tensor | None = None,
     ) -> torch.Tensor:
         on_queries(layer, query)
-        return attention(query, key, value, slab, inputs, layer, scale, softcap, sinks)
+        return attention(query, key, value, slab, inputs, layer, scale, softcap, sinks, turned)
 
     return attend

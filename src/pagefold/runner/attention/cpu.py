@@ -48,9 +48,13 @@ def scoring_of(scale: float, softcap: float, sinks: torch.Tensor | None = None) 
 
 
 class _Operands(NamedTuple):
-    """A layer's float32 tensors: ``query`` and ``out`` are ``[T, H, D]``, ``key`` and ``value`` ``[T, Hkv, D]``."""
+    """A layer's float32 tensors: ``query`` and ``out`` are ``[T, H, D]``, ``key`` and ``value`` ``[T, Hkv, D]``.
+
+    ``turned`` is as ``query``, or of no tokens where no sink tokens are kept.
+    """
 
     query: NDArray[np.float32]
+    turned: NDArray[np.float32]
     key: NDArray[np.float32]
     value: NDArray[np.float32]
     out: NDArray[np.float32]
@@ -116,6 +120,7 @@ class CpuAttention:
         scale: float,
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        turned: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See :class:`~pagefold.runner.attention.inputs.AttentionBackend`."""
         room = self._room_for(slab, query.shape[1], key.shape[1])
@@ -123,6 +128,7 @@ class CpuAttention:
             self._inputs, self._work = inputs, room.dealer.deal(inputs)
         work = self._work
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        turned = query[:0] if turned is None else turned
         self._sync[:] = 0
         numba.set_num_threads(self._num_threads)  # of the calling thread
         arguments = (
@@ -130,7 +136,7 @@ class CpuAttention:
             self._num_threads,
             self._sync,
             work,
-            _Operands(*(tensor.contiguous().numpy() for tensor in (query, key, value, out))),
+            _Operands(*(tensor.contiguous().numpy() for tensor in (query, turned, key, value, out))),
             room.slab_for(work),
             layer,
             scoring_of(scale, softcap, sinks),
@@ -183,7 +189,7 @@ def member_scratch(scratch, member):
 
 @part()
 def _member(tiles, member, num_members, sync, step_work, operands, slab, layer, scoring, scratch, partials):
-    query, key, value, out = operands
+    query, turned, key, value, out = operands
     num_tokens, num_kv_heads = key.shape[0], key.shape[1]
     num_chunks = (num_tokens + _TOKENS_A_WRITE - 1) // _TOKENS_A_WRITE
     work, own = work_of(step_work, layer), member_scratch(scratch, member)
@@ -198,7 +204,7 @@ def _member(tiles, member, num_members, sync, step_work, operands, slab, layer, 
     wait(sync, _WRITE, num_chunks)
     if len(work.seals):
         seal(sync, _SEAL, work, slab, layer, own)
-    attend(tiles, sync, _ATTEND, num_members, work, query, slab, layer, scoring, own, partials, out)
+    attend(tiles, sync, _ATTEND, num_members, work, query, turned, slab, layer, scoring, own, partials, out)
     if step_work.num_slots:
         merge(sync, _MERGE, work, slab, layer, scoring.sinks, own, partials, out)
 

@@ -10,7 +10,7 @@ where a token stands in its text: those are rope's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["AttentionBackend", "AttentionInputs", "GroupInputs"]
 
+_NO_BLOCKS = np.zeros((0, 0, 0), np.int32)
+
 
 @dataclass(frozen=True, slots=True)
 class GroupInputs:
@@ -36,23 +38,33 @@ class GroupInputs:
     lies in block ``tables[s, h, (e - firsts[s]) // block_size]``. What is before ``firsts[s]`` lies nowhere: no token
     of the step sees it.
 
+    Where ``keeps`` has sink tokens, it also sees those of the first ``keeps.num_sinks`` entries that are before
+    ``keeps.first_seen(q)``, by another query: see :class:`AttentionBackend`. Entry ``e`` of these lies in block
+    ``sink_tables[s, h, e // block_size]``.
+
     Attributes:
         tables: int32 ``[S, Hkv, max_blocks]``: block ids.
         lengths: int32 ``[S, Hkv]``: entries after this step's writes, counted from the sequence's first one, also where
             the first of them are held no more.
         firsts: int32 ``[S]``: the entry that each sequence's tables begin with, a multiple of the block size.
         keeps: which entries a token sees.
+        sink_tables: int32 ``[S, Hkv, blocks]``: ids of the first blocks; of none where no rule has sink tokens.
     """
 
     tables: NDArray[np.int32]
     lengths: NDArray[np.int32]
     firsts: NDArray[np.int32]
     keeps: KeepRule = KEEP_ALL
+    sink_tables: NDArray[np.int32] = field(default_factory=lambda: _NO_BLOCKS)
 
     def first_seen(self, first_query: int, num_queries: int) -> NDArray[np.int64]:
         """Return the first entry that each of ``num_queries`` entries sees, the first of which is ``first_query``."""
         queries = range(first_query, first_query + num_queries)
         return np.fromiter(map(self.keeps.first_seen, queries), np.int64, num_queries)
+
+    def sink_blocks(self, seq: int) -> NDArray[np.int32]:
+        """Return the blocks of a sequence's sink tokens, ``[Hkv, blocks]``: of no blocks where none are kept."""
+        return self.sink_tables[seq] if self.keeps.num_sinks else self.tables[seq][:, :0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +143,7 @@ class AttentionBackend(Protocol):
         scale: float,
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        turned: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write this step's K and V into their blocks, then attend causally over the blocks.
 
@@ -148,6 +161,8 @@ class AttentionBackend(Protocol):
             softcap: scores become ``softcap * tanh(score / softcap)`` before softmax; 0 leaves them as they are.
             sinks: ``[H]``: of each head the score of a sink, neither scaled nor capped, which has its share of the
                 softmax and no value; None for none.
+            turned: ``[T, H, D]``: the queries as they look at sink tokens, which lie nearer than they were written;
+                None in a layer whose group has no sink tokens.
 
         Returns:
             ``[T, H, D]``, dtype of ``query``.

@@ -41,7 +41,7 @@ from pagefold.runner.attention.fold import NOTHING, fold
 from pagefold.runner.attention.kernel_slab import KEY_FORMAT, KEY_SCALES, KEYS, VALUE_FORMAT, VALUES
 from pagefold.runner.attention.sealed_blocks import attend_own_blocks, score_channels, seal, write_unsealed
 from pagefold.runner.attention.tiles import FLOAT32, INT2, PAIRS
-from pagefold.runner.attention.work import end_seen, first_seen
+from pagefold.runner.attention.work import ALL_SPLITS, SINK_TOKENS, end_seen, first_seen
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -214,6 +214,8 @@ def _look_ahead(work, slab, layer, index, ahead):
         return 0
     one = work.items[index]
     h, split, s, t = one[0], one[1], one[2], work.tokens[one[3]]
+    if split == SINK_TOKENS:
+        return 0
     block_size, limit = slab.block_size, end_seen(work, h, t)
     begin = max(split * work.split_size, first_seen(work.keeps, limit - 1))
     end = min(limit, (begin // work.split_size + 1) * work.split_size)
@@ -251,7 +253,33 @@ def _limit_rows(scratch, num_rows, start, num_entries, block_size):
 
 
 @part()
-def attend(tiles, sync, phase, num_members, work, query, slab, layer, scoring, scratch, partials, out):
+def _attend_sinks(tiles, work, slab, cell, s, h, num_rows, scratch, acc, softcap):
+    """Attend to the sink tokens of a sequence that each row sees beside its window: as to a split of their own.
+
+    Leaves what :func:`_attend_split` does. Queries are those of ``scratch.query``, and ``scratch.begins`` is set.
+    """
+    num_seen = 0  # by any: others may not have been written
+    for row in range(num_rows):
+        scratch.limits[row] = min(work.keeps.num_sinks, scratch.begins[row])
+        scratch.hidden[row] = 0
+        num_seen = max(num_seen, scratch.limits[row])
+    table = work.sink_tables[s, h if work.sink_tables.shape[1] > 1 else 0]
+    query = scratch.query[:num_rows]
+    _attend_split(tiles, slab, cell, table, 0, num_seen, query, scratch, acc, softcap, 0)
+    raise_tops(slab, cell, num_rows, scratch, softcap)
+
+
+@part(forceinline=True)
+def _keep(partial, acc, top, total):
+    """Keep a partial result, ``[D + 2]``, until it is merged."""
+    for d in range(len(acc)):
+        partial[d] = acc[d]
+    partial[len(acc)] = top
+    partial[len(acc) + 1] = total
+
+
+@part()
+def attend(tiles, sync, phase, num_members, work, query, turned, slab, layer, scoring, scratch, partials, out):
     """Do items of ``work`` until none is left.
 
     Keys are fetched of the item that the member will probably claim next: each of the others claims one meanwhile.
@@ -261,6 +289,7 @@ def attend(tiles, sync, phase, num_members, work, query, slab, layer, scoring, s
         num_members: of the team.
         work: :class:`~pagefold.runner.attention.work.GroupWork`, of the layer's group.
         query: ``[T, H, D]``, or wider: rows are ``query.shape[1]`` heads apart.
+        turned: the same, as queries look at sink tokens; of no tokens where none are kept.
         slab: :class:`~pagefold.runner.attention.kernel_slab.KernelSlab`.
         scoring: :class:`Scoring`.
         scratch: this member's :class:`Scratch`.
@@ -290,10 +319,19 @@ def attend(tiles, sync, phase, num_members, work, query, slab, layer, scoring, s
         state_tops, state_totals = scratch.state_tops, scratch.state_totals
         cell = work.cells[s * cell_step, layer, h]
         is_sealed = slab.cells[cell, KEY_FORMAT] == INT2
+        if split == SINK_TOKENS:
+            _bring_queries(tiles, work, turned, slab, cell, item, scoring.scale, scratch)
+            _attend_sinks(tiles, work, slab, cell, s, h, num_rows, scratch, acc, softcap)
+            for row in range(num_rows):
+                t = work.tokens[first + row // group]
+                part = partials[work.first_slots[t] - 1, h * group + row % group]
+                _keep(part, acc[row], tops[row], totals[row])
+            finish(sync, phase)
+            continue
         begin, longest = _bring_queries(tiles, work, query, slab, cell, item, scoring.scale, scratch)
         table = work.tables[s, h * table_step]
         first_split, end_split = split, split + 1
-        if split < 0:
+        if split == ALL_SPLITS:
             first_split, end_split = begin // split_size, (longest + split_size - 1) // split_size
         for k in range(first_split, end_split):
             start = k * split_size
@@ -310,7 +348,7 @@ def attend(tiles, sync, phase, num_members, work, query, slab, layer, scoring, s
                 into[:], tops[:], totals[:] = np.float32(0.0), NOTHING, np.float32(0.0)
             if is_sealed:
                 attend_own_blocks(tiles, work, slab, cell, item, k, scratch, q, into, softcap)
-            if len(scoring.sinks) > 0:
+            if len(scoring.sinks) > 0 or work.keeps.num_sinks > 0:
                 raise_tops(slab, cell, num_rows, scratch, softcap)
             for row in range(num_rows):
                 if k == first_split:
@@ -319,6 +357,14 @@ def attend(tiles, sync, phase, num_members, work, query, slab, layer, scoring, s
                     state[row] = acc[row]
                     state_tops[row], state_totals[row] = tops[row], totals[row]
                 else:
+                    state_tops[row], state_totals[row] = fold(
+                        state_tops[row], state_totals[row], state[row], tops[row], totals[row], acc[row]
+                    )
+        if split == ALL_SPLITS and work.keeps.num_sinks > 0 and first_seen(work.keeps, longest - 1) > 0:
+            _bring_queries(tiles, work, turned, slab, cell, item, scoring.scale, scratch)
+            _attend_sinks(tiles, work, slab, cell, s, h, num_rows, scratch, acc, softcap)
+            for row in range(num_rows):
+                if scratch.begins[row] > 0:
                     state_tops[row], state_totals[row] = fold(
                         state_tops[row], state_totals[row], state[row], tops[row], totals[row], acc[row]
                     )
@@ -334,11 +380,7 @@ def attend(tiles, sync, phase, num_members, work, query, slab, layer, scoring, s
                         out[t, h * group + g, d] = state[row, d] * weight
                     rotate_back(slab, cell, out[t, h * group + g], scratch)
                 elif nth >= 0:  # else only other tokens of its sequence see anything of the split
-                    part = partials[slot + nth, h * group + g]
-                    for d in range(head_dim):
-                        part[d] = state[row, d]
-                    part[head_dim] = state_tops[row]
-                    part[head_dim + 1] = state_totals[row]
+                    _keep(partials[slot + nth, h * group + g], state[row], state_tops[row], state_totals[row])
         finish(sync, phase)
     wait(sync, phase, num_items)
 
@@ -373,6 +415,9 @@ def merge(sync, phase, work, slab, layer, sinks, scratch, partials, out):
                 first_split = first_seen(work.keeps, limit - 1) // work.split_size
                 for k in range(1, (limit + work.split_size - 1) // work.split_size - first_split):
                     part = partials[slot + k, head]
+                    top, total = fold(top, total, state[:head_dim], part[head_dim], part[head_dim + 1], part[:head_dim])
+                if work.keeps.num_sinks > 0 and first_seen(work.keeps, limit - 1) > 0:
+                    part = partials[slot - 1, head]
                     top, total = fold(top, total, state[:head_dim], part[head_dim], part[head_dim + 1], part[:head_dim])
                 weight = _weight(top, total, sinks, head)
                 for d in range(head_dim):

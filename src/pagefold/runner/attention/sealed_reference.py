@@ -31,7 +31,8 @@ class _Part(NamedTuple):
         tokens: which of the step's tokens are the sequence's.
         start, end: which of its entries these are.
         block_ids: int64 ``[blocks]``: its table,
-        first_block: which of its blocks that begins with.
+        first_block: which of its blocks that begins with,
+        sink_ids: int64 ``[blocks]``: the first of its blocks, where sink tokens are kept.
         residual_id: where its unsealed block is.
     """
 
@@ -42,6 +43,7 @@ class _Part(NamedTuple):
     end: int
     block_ids: torch.Tensor
     first_block: int
+    sink_ids: torch.Tensor
     residual_id: int
 
 
@@ -55,10 +57,12 @@ def sealed_reference_attention(  # noqa: PLR0913, PLR0917 - the operands of the 
     scale: float,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    turned: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See :class:`~pagefold.runner.attention.inputs.AttentionBackend`."""
     num_tokens, num_kv_heads, head_dim = key.shape
     queries = query.reshape(num_tokens, num_kv_heads, -1, head_dim)  # [T, Hkv, G, D]
+    queries_of_sinks = queries if turned is None else turned.reshape(queries.shape)
     out = torch.empty(queries.shape, dtype=query.dtype, device=query.device)
     parts = list(_parts(inputs, layer, slab.block_size))
     recent = [_write(slab, part, key[part.tokens, part.head], value[part.tokens, part.head]) for part in parts]
@@ -69,16 +73,22 @@ def sealed_reference_attention(  # noqa: PLR0913, PLR0917 - the operands of the 
             query_entries = torch.arange(max(begin, part.start), min(begin + size, part.end))
             first_seen = torch.from_numpy(group.first_seen(int(query_entries[0]), len(query_entries)))
             entries = torch.arange(min(begin, int(first_seen.min())), begin)
-            keys, values = slab.read(part.cell, part.block_ids[entries // size - part.first_block], entries)
+            sink_entries = torch.arange(min(group.keeps.num_sinks, int(first_seen.max())))
+            ids = torch.cat((part.sink_ids[sink_entries // size], part.block_ids[entries // size - part.first_block]))
+            keys, values = slab.read(part.cell, ids, torch.cat((sink_entries, entries)))
             own = torch.arange(begin, int(query_entries[-1]) + 1)
             keys = torch.cat((keys, slab.uncentred(part.cell, own, recent_keys[own - first]))).to(query.dtype)
             values = torch.cat((values, recent_values[own - first].float())).to(query.dtype)
             tokens = part.tokens.start + query_entries - part.start
-            scores = torch.einsum("qgd,nd->gqn", queries[tokens, part.head], keys) * scale
+            num_sinks = len(sink_entries)
+            of_sinks = torch.einsum("qgd,nd->gqn", queries_of_sinks[tokens, part.head], keys[:num_sinks])
+            of_others = torch.einsum("qgd,nd->gqn", queries[tokens, part.head], keys[num_sinks:])
+            scores = torch.cat((of_sinks, of_others), -1) * scale
             if softcap:
                 scores = softcap * (scores / softcap).tanh()
             seen = torch.cat((entries, own))
             visible = (seen <= query_entries[:, None]) & (seen >= first_seen[:, None])  # [q, n]
+            visible = torch.cat((sink_entries < first_seen[:, None], visible), 1)
             scores = scores.masked_fill(~visible.to(query.device), float("-inf"))
             if sinks is None:
                 weights = scores.softmax(-1)
@@ -126,5 +136,6 @@ def _parts(inputs: AttentionInputs, layer: int, block_size: int) -> Iterator[_Pa
                 end,
                 torch.from_numpy(group.tables[s, h].astype(np.int64)),
                 int(group.firsts[s]) // block_size,
+                torch.from_numpy(group.sink_blocks(s)[h].astype(np.int64)),
                 int(inputs.residual_ids[s]),
             )

@@ -31,12 +31,24 @@ if TYPE_CHECKING:
     from pagefold.kv import KeepRule
     from pagefold.runner.attention.inputs import AttentionInputs, GroupInputs
 
-__all__ = ["AttentionWork", "GroupWork", "WorkDealer", "end_seen", "first_seen", "work_of"]
+__all__ = [
+    "ALL_SPLITS",
+    "SINK_TOKENS",
+    "AttentionWork",
+    "GroupWork",
+    "WorkDealer",
+    "end_seen",
+    "first_seen",
+    "work_of",
+]
 
 _ROWS = 42
 """Query rows (tokens times the heads of a group) of one item: whole register tiles, and scores that stay in cache."""
 
 _MIN_SPLIT = 256
+
+ALL_SPLITS, SINK_TOKENS = -1, -2
+"""What an item has instead of a split: its tokens see all of their splits, one after another; or sink tokens only."""
 
 _NOTHING = np.zeros(0, np.int32)
 _NO_SEALS = np.zeros((0, 3), np.int32)
@@ -48,15 +60,17 @@ class Keeps(NamedTuple):
     Attributes:
         window: its window; 0 for none.
         is_chunked: whether windows lie side by side.
+        num_sinks: how many of the first entries are sink tokens.
     """
 
     window: int
     is_chunked: bool
+    num_sinks: int
 
     @classmethod
     def of(cls, rule: KeepRule) -> Keeps:
         """Return what kernels read of a rule."""
-        return cls(rule.window or 0, rule.is_chunked)
+        return cls(rule.window or 0, rule.is_chunked, rule.num_sinks)
 
 
 class GroupWork(NamedTuple):
@@ -69,12 +83,13 @@ class GroupWork(NamedTuple):
         first_blocks: int32 ``[S]``: which of its blocks each sequence's tables begin with.
         lengths: int32 ``[S, Hkv or 1]``.
         keeps: which entries a token sees.
+        sink_tables: int32 ``[S, Hkv or 1, blocks]``: the first blocks of each sequence, where sink tokens are kept.
         cells: int32 ``[S or 1, L, Hkv]``; those of the group's layers are the group's own.
-        items: int32 ``[I, 5]``: KV head, split or -1 for all splits, sequence whose table is read, first and end of its
-            tokens in ``tokens``. Dearest first.
+        items: int32 ``[I, 5]``: KV head, split or :data:`ALL_SPLITS` or :data:`SINK_TOKENS`, sequence whose table is
+            read, first and end of its tokens in ``tokens``. Dearest first.
         tokens: int32: the tokens of all items.
         first_slots: int32 ``[T]``: where a token's partial results begin, with that of the first split that it sees; -1
-            for a token that needs none.
+            for a token that needs none. Before them lies that of the sink tokens, where they are kept.
         split_size: entries a split.
         residual_ids: int32 ``[S]``: where each sequence has its unsealed block; empty where blocks are not sealed.
         first_opened: int32 ``[S]``: where the step has the blocks that each sequence has begun and filled in it.
@@ -87,6 +102,7 @@ class GroupWork(NamedTuple):
     first_blocks: NDArray[np.int32]
     lengths: NDArray[np.int32]
     keeps: Keeps
+    sink_tables: NDArray[np.int32]
     cells: NDArray[np.int32]
     items: NDArray[np.int32]
     tokens: NDArray[np.int32]
@@ -105,8 +121,8 @@ class AttentionWork(NamedTuple):
     Attributes:
         query_starts, seq_of, cells, split_size, residual_ids, first_opened, seals: of all groups.
         group_of_layer: int32 ``[L]``.
-        tables, first_blocks, lengths, first_slots: those of each group, one behind the other: ``[G, ...]``.
-        keeps: int32 ``[G, 2]``: of each group the fields of :class:`Keeps`.
+        tables, first_blocks, lengths, sink_tables, first_slots: those of each group, one behind the other: ``[G, ...]``.
+        keeps: int32 ``[G, 3]``: of each group the fields of :class:`Keeps`.
         item_starts: int32 ``[G + 1]``: a group has the items ``[item_starts[g], item_starts[g + 1])``.
         items: int32 ``[I, 5]``: of all groups.
         tokens: int32: the tokens of all items.
@@ -121,6 +137,7 @@ class AttentionWork(NamedTuple):
     tables: NDArray[np.int32]
     first_blocks: NDArray[np.int32]
     lengths: NDArray[np.int32]
+    sink_tables: NDArray[np.int32]
     keeps: NDArray[np.int32]
     item_starts: NDArray[np.int32]
     items: NDArray[np.int32]
@@ -184,6 +201,7 @@ class WorkDealer:
             tables=tables,
             first_blocks=first_blocks,
             lengths=lengths,
+            sink_tables=_sink_tables_of(groups),
             keeps=np.array(keeps, np.int32),
             item_starts=np.array([*accumulate((len(one.items) for one in dealt), initial=0)], np.int32),
             items=_joined([one.items for one in dealt]),
@@ -249,14 +267,27 @@ def _broadcast_as_one(array: NDArray[np.int32], axis: int) -> NDArray[np.int32]:
 
 def _tables_of(groups: tuple[GroupInputs, ...]) -> NDArray[np.int32]:
     """Return the tables of all groups, ``[G, S, Hkv or 1, max_blocks]``: filled up to the widest."""
-    tables = [_broadcast_as_one(group.tables, 1) for group in groups]
+    return _filled_up([_broadcast_as_one(group.tables, 1) for group in groups])
+
+
+def _sink_tables_of(groups: tuple[GroupInputs, ...]) -> NDArray[np.int32]:
+    """Return the first blocks of each sequence in all groups, ``[G, S, Hkv or 1, blocks]``."""
+    num_seqs = len(groups[0].tables)
+    nothing = np.zeros((num_seqs, 1, 0), np.int32)
+    return _filled_up(
+        [_broadcast_as_one(group.sink_tables, 1) if group.keeps.num_sinks else nothing for group in groups]
+    )
+
+
+def _filled_up(tables: list[NDArray[np.int32]]) -> NDArray[np.int32]:
+    """Return tables of all groups in one."""
     if len(tables) == 1:
         return tables[0][None]
     num_seqs = tables[0].shape[0]
     num_heads, width = (max(table.shape[axis] for table in tables) for axis in (1, 2))
     stacked = np.zeros((len(tables), num_seqs, num_heads, width), np.int32)
     for into, table in zip(stacked, tables, strict=True):
-        into[:, :, : table.shape[2]] = table
+        into[:, :, : table.shape[2]] = table  # broadcast to all heads, where some group's have their own
     return stacked
 
 
@@ -286,7 +317,8 @@ def work_of(work, layer):
         tables=work.tables[g],
         first_blocks=work.first_blocks[g],
         lengths=work.lengths[g],
-        keeps=Keeps(work.keeps[g, 0], work.keeps[g, 1] != 0),
+        keeps=Keeps(work.keeps[g, 0], work.keeps[g, 1] != 0, work.keeps[g, 2]),
+        sink_tables=work.sink_tables[g],
         cells=work.cells,
         items=work.items[work.item_starts[g] : work.item_starts[g + 1]],
         tokens=work.tokens,
@@ -327,6 +359,7 @@ def _deal(query_starts, tables, first_blocks, lengths, keeps, owner, block_size,
     num_seqs, num_heads = len(query_starts) - 1, max(tables.shape[1], lengths.shape[1])
     table_step, length_step = int(tables.shape[1] > 1), int(lengths.shape[1] > 1)
     num_tokens = query_starts[num_seqs]
+    has_sinks = int(keeps.num_sinks > 0)
     blocks_a_split = split_size // block_size
     first_slots = np.full(num_tokens, -1, np.int32)
     num_slots = 0
@@ -337,10 +370,11 @@ def _deal(query_starts, tables, first_blocks, lengths, keeps, owner, block_size,
         for h in range(lengths.shape[1]):
             first_split = first_seen(keeps, lengths[s, h] - num_new) // split_size
             num_splits = max(num_splits, (lengths[s, h] + split_size - 1) // split_size - first_split)
-        max_items += num_heads * (num_splits + num_new)
-        max_item_tokens += num_heads * (num_splits * min(num_new, tokens_per_item) + num_new)
+        max_items += num_heads * (num_splits + num_new + 1)
+        max_item_tokens += num_heads * ((num_splits + 1) * min(num_new, tokens_per_item) + num_new)
         if num_new < tokens_per_item:
             for t in range(query_starts[s], query_starts[s + 1]):
+                num_slots += has_sinks
                 first_slots[t] = num_slots
                 num_slots += num_splits
     items = np.empty((max_items, 5), np.int32)
@@ -363,12 +397,24 @@ def _deal(query_starts, tables, first_blocks, lengths, keeps, owner, block_size,
             length = lengths[s, h * length_step]
             for t in range(first, last, tokens_per_item):
                 stop = min(t + tokens_per_item, last)
-                _put(items[num_items], h, -1, s, end, end + stop - t)
+                _put(items[num_items], h, ALL_SPLITS, s, end, end + stop - t)
                 costs[num_items] = (stop - t) * (length - (last - stop) - first_seen(keeps, length - (last - t)))
                 num_items += 1
                 for token in range(t, stop):
                     tokens[end] = token
                     end += 1
+    for m in range(num_members * has_sinks):
+        s = members[m]
+        first, last = query_starts[s], query_starts[s + 1]
+        for h in range(num_heads):
+            if first_seen(keeps, lengths[s, h * length_step] - 1) == 0:
+                continue
+            _put(items[num_items], h, SINK_TOKENS, s, end, end + last - first)
+            costs[num_items] = (last - first) * keeps.num_sinks
+            num_items += 1
+            for token in range(first, last):
+                tokens[end] = token
+                end += 1
     next_member = np.empty(num_seqs, np.int32)
     heads = np.empty(num_seqs, np.int32)
     tails = np.empty(num_seqs, np.int32)

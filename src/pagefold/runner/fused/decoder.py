@@ -50,6 +50,7 @@ class FusedDecoder:
         packed: the model.
         slab: where its KV is.
         num_threads: how many work together.
+        keeps_sinks: whether any layers keep sink tokens.
         on_queries: told each layer's queries of a step, which are kept for it then; None for nobody.
     """
 
@@ -60,9 +61,11 @@ class FusedDecoder:
         slab: AnySlab,
         *,
         num_threads: int,
+        keeps_sinks: bool = False,
         on_queries: OnQueries | None = None,
     ) -> None:
         self._on_queries = on_queries
+        self._keeps_sinks = keeps_sinks
         self._num_threads = min(num_threads, numba.config.NUMBA_NUM_THREADS)
         self._num_heads = config.num_heads
         self._num_kv_heads = config.num_kv_heads
@@ -147,6 +150,7 @@ class FusedDecoder:
                 max(most, TOKENS_A_CHUNK * self._num_threads), odd_lines(hidden * FLOAT_BYTES) // FLOAT_BYTES
             ),
             qkv=_zeros(1 if self._on_queries is None else len(weights.norms), num_tokens, columns),
+            turned=_zeros(num_tokens if self._keeps_sinks else 0, num_heads, head_dim),
             attended=_zeros(num_tokens, num_heads, head_dim),
             inner=_zeros(most, odd_lines(num_panels(weights.intermediate) * PANEL_WIDTH * FLOAT_BYTES) // FLOAT_BYTES),
             last_hidden=_zeros(num_rows, num_panels(hidden) * PANEL_WIDTH),

@@ -87,6 +87,7 @@ class DecoderRoom(NamedTuple):
         normed: float32 ``[max(T, R, members * TOKENS_A_CHUNK), >= E]``: norms of all rows; where the format has rows of
             its own, each member has a chunk's norms here until it has turned them into these.
         qkv: float32 ``[1 or L, T, >= (H + 2 * Hkv) * D]``: of one layer after another, or of all of them.
+        turned: float32 ``[T, H, D]``: queries as they look at sink tokens; of no tokens in models that keep none.
         attended: float32 ``[T, H, D]``.
         inner: float32 ``[max(T, R), >= F]``.
         last_hidden: float32 ``[R, >= E]``: the residual stream of the rows that go on in the last layer.
@@ -101,6 +102,7 @@ class DecoderRoom(NamedTuple):
     products: NDArray[np.float32]
     normed: NDArray[np.float32]
     qkv: NDArray[np.float32]
+    turned: NDArray[np.float32]
     attended: NDArray[np.float32]
     inner: NDArray[np.float32]
     last_hidden: NDArray[np.float32]
@@ -348,6 +350,18 @@ def _matmul_gate_up(tiles, team, phase, x, num_tokens, panels, y, up, ahead):
 
 
 @part()
+def _turn(heads, ropes, keeps, position, turned):
+    """Rotate queries ``[H, D]`` as they look at sink tokens, into ``turned``.
+
+    There the window follows the sink tokens at once, and the query is its last.
+    """
+    place = min(position, keeps.num_sinks + keeps.window - 1)
+    for h in range(len(heads)):
+        turned[h] = heads[h]
+        rotate(turned[h], ropes[place])
+
+
+@part()
 def _place(tiles, sync, phase, weights, step, work, layer, room, qkv, attention):
     """Biases, norms and rope of q and k; K and V go into their blocks."""
     num_tokens = len(step.token_ids)
@@ -379,6 +393,9 @@ def _place(tiles, sync, phase, weights, step, work, layer, room, qkv, attention)
                     heads,
                     num_heads,
                 )
+            if work.keeps.num_sinks > 0:
+                ropes = weights.rope[weights.rope_of_layer[layer]]
+                _turn(heads[:num_heads], ropes, work.keeps, step.positions[t], room.turned[t])
             for h in range(num_heads + num_kv_heads):
                 rotate(heads[h], rope)
             for h in range(num_kv_heads):
@@ -402,8 +419,8 @@ def _attend(tiles, team, phase, layer, weights, step, attention, room, qkv):
     if len(work.seals):
         seal(sync, phase + 1, work, slab, layer, scratch)
     attend(
-        attention.tiles, sync, phase + 2, team.num_members, work, query, slab, layer, attention.scoring, scratch,
-        partials, out,
+        attention.tiles, sync, phase + 2, team.num_members, work, query, room.turned, slab, layer, attention.scoring,
+        scratch, partials, out,
     )  # fmt: skip
     if attention.work.num_slots:
         merge(sync, phase + 3, work, slab, layer, attention.scoring.sinks, scratch, partials, out)
