@@ -108,7 +108,7 @@ class _MissingByGroups(Missing):
         super().__init__([self._name(at, group) for at in sought for group in self._keeping], near)
         self.needs_windows = bool(rules.trimmed)
         # What is near can be gone on from up to here; where windows are missing, that is less than what is near.
-        self._num_whole = next((end for end in range(self._num_near, 0, -1) if not self._lacking(end)), 0)
+        self._num_whole = rules.last_whole(self._num_near, lambda at, group: has[at][group])
 
     def gain(self, num_blocks: int) -> int:
         return self._num_near + num_blocks // len(self._keeping) - self._num_whole
@@ -131,7 +131,7 @@ class _MissingByGroups(Missing):
         return [
             self._name(at, group)
             for group in self._rules.trimmed
-            for at in range(self._rules[group].first_block(end, self._rules.block_size), end)
+            for at in self._rules[group].places(end, self._rules.block_size)
             if not self._has[at][group]
         ]
 

@@ -217,11 +217,11 @@ class PublishingByGroups(Publishing):
         self._blocks.update_evictable(node)
         for table, own, theirs in pairs:
             if theirs is not None:
-                table.block_ids[index - table.num_trimmed] = theirs.block_id
+                table.put(index, theirs.block_id)
                 pool.release(own)
         return True
 
     def _at(self, table: BlockTable, index: int) -> Block | None:
         """Return what a table has at one place of a path."""
-        at = index - table.num_trimmed
-        return self._pool.blocks[table.block_ids[at]] if at >= 0 else None
+        block_id = table.at(index)
+        return None if block_id is None else self._pool.blocks[block_id]

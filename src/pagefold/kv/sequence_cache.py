@@ -109,7 +109,7 @@ class SequenceCache:
     def all_block_ids(self) -> Iterator[BlockId]:
         """Yield the blocks of all groups."""
         for table in self.tables:
-            yield from table.block_ids
+            yield from table.all_ids()
 
 
 class Promise:
