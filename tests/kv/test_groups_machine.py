@@ -472,7 +472,7 @@ def _is_idle(block) -> bool:
     return block.state == BlockState.CACHED and not block.num_io_refs and not block.num_pin_refs
 
 
-WITH_HOST = [name for name, rules in RULES.items() if not all(rule.trims for rule in rules)]
+WITH_HOST = list(RULES)
 
 OPERATIONS: dict[str, int] = {
     "step": 40, "fork": 5, "release": 8, "reclaim": 4, "pin": 3, "unpin": 2, "reset": 1, "distrust": 1,

@@ -8,8 +8,8 @@ from pagefold.config import DROPPED_BITS, cache_dir
 from pagefold.kv import Namespace
 
 if TYPE_CHECKING:
-    from pagefold.kv import CacheGroup
     from pagefold.engine.blueprint import Blueprint
+    from pagefold.kv import CacheGroup
 
 __all__ = ["namespace_of"]
 

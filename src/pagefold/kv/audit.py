@@ -185,8 +185,7 @@ def _audit_tables(core: KVCore) -> None:
 
 def _audit_ends(core: KVCore, cache: SequenceCache) -> None:
     """Whoever goes on behind what a cache has published finds there what each group keeps."""
-    # What it began with and was loaded is published by its first promise.
-    num_blocks = cache.num_published + sum(cache.num_loaded_tokens.values()) // core.block_size
+    num_blocks = max(cache.num_published, cache.num_begun)  # what was loaded is published later
     for group, (table, rule) in enumerate(zip(cache.tables, core.rules, strict=True)):
         first = rule.first_block(num_blocks, core.block_size) if rule.trims else table.num_trimmed
         what = f"group {group} begins at {table.num_trimmed}, and who goes on behind {num_blocks} needs block {first}"

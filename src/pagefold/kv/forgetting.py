@@ -89,7 +89,7 @@ class Forgetting:
         Returns the digests of the paths, in every group, for slower tiers to forget; none without a host tier.
         """
         nodes = doubtful_nodes(self._blocks.tree, namespace, packed[: self._stride], cache.copied_from)
-        paths = self._host.distrust(namespace, packed, self._stride, nodes, cache.copied_from)
+        paths = self._host.distrust(namespace, packed, self._rules, nodes, cache.copied_from)
         digests = {in_group(path, group) for path in paths for group in range(len(self._rules))}
         self._slow.fetches.distrust(digests)
         self._pins.distrust(set(nodes))

@@ -201,7 +201,7 @@ def lay_out(
 ) -> CacheLayout:
     """Cut ``layers`` into groups of equal blocks.
 
-    Layers of one kind (same shape, same window and sinks) make groups of as many layers as there are of the rarest kind, or of
+    Layers of one kind (same shape, window, sinks) make groups of as many layers as there are of the rarest kind, or of
     fewer where that would leave more than a sixteenth of the memory as padding beyond what no cut avoids (62 layers of
     which 10 are full make 11 groups of 6, not 7 of 10). Kinds with fewer bytes a token have more tokens a block. A
     layer with a codec of its own is of its kind all the same, and as many times as large as that codec makes it: a

@@ -60,11 +60,13 @@ class Holding:
     def take_with_held(self, cache: SequenceCache, nodes: list[Node], hit: PrefixHit) -> bool:
         """Let the tables of ``cache`` begin with blocks of ``nodes`` and those that ``hit`` says the host holds.
 
+        What is loaded becomes theirs where they lack it; what lies behind them is published later.
+
         Where groups keep the last tokens only it is all or nothing: False, with nothing changed, where something of
         ``hit`` has gone since, or memory is short.
         """
         size = self._rules.block_size
-        num_blocks = len(nodes) + hit.num_behind
+        num_blocks = hit.num_blocks
         places_of = [rule.places(num_blocks, size) for rule in self._rules]
         pinned = self._host.blocks.pin(hit.held)  # before allocating, which may evict into the arena
         sources = _sources(nodes, pinned, places_of)

@@ -44,7 +44,9 @@ def extend_by_groups(hit: PrefixHit, packed: bytes, max_tokens: int, rules: Keep
 class _Path:
     """A path, as far as device or host have what the groups have of it that keep all.
 
-    Nodes have all of that. So the host is asked of what lies behind them, and of windows only where a path may end.
+    Nodes have all of that. So the host is asked of what lies behind them, and of windows only where a path may end. Where
+    no group keeps all, a path is as long as the tokens, and may end wherever its windows are: the last such place is
+    looked for from the end.
 
     Args:
         hit, packed, rules, host: as of :func:`extend_by_groups`.
@@ -56,6 +58,8 @@ class _Path:
         self._host = host
         self._behind: list[tuple[bytes, bytes]] = []  # digest and key of each place behind the nodes
         keeping = [group for group, rule in enumerate(rules) if not rule.trims]
+        if not keeping and not host.num_held:
+            return
         stride = rules.block_size * TOKEN_BYTES
         digest = digest_of(hit.nodes[-1]) if hit.nodes else root_digest(hit.namespace)
         for offset in range(len(hit.nodes) * stride, len(packed) - stride + 1, stride):

@@ -25,15 +25,17 @@ class KeepRules:
     Attributes:
         block_size: as given.
         trimmed: the groups that leave tokens behind while a sequence runs.
+        keeps_paths: whether any group keeps all, so that who has a path has all of it.
     """
 
-    __slots__ = ("_num_sink_blocks", "_rules", "block_size", "trimmed")
+    __slots__ = ("_num_sink_blocks", "_rules", "block_size", "keeps_paths", "trimmed")
 
     def __init__(self, rules: Iterable[KeepRule], block_size: int) -> None:
         self._rules = tuple(rules)
         self.block_size = block_size
         self._num_sink_blocks = [rule.num_sink_blocks(block_size) for rule in self._rules]
         self.trimmed = tuple(group for group, rule in enumerate(self._rules) if rule.trims)
+        self.keeps_paths = len(self.trimmed) < len(self._rules)
 
     def __len__(self) -> int:
         """Return how many groups there are."""
@@ -100,6 +102,28 @@ class KeepRules:
                 break
             end = lacking  # who goes on behind that place, and not beyond ``end``, needs it too
         return end
+
+    def held_part(self, nodes: list[Node], num_blocks: int) -> list[Node]:
+        """Return the first of ``nodes``, up to the last that has a block which whoever goes on behind the path needs.
+
+        Who holds what it needs keeps these in the tree, and not those behind them.
+
+        Args:
+            nodes: the first of the path.
+            num_blocks: of the path.
+        """
+        if self.keeps_paths:
+            return nodes
+        firsts = [rule.first_block(num_blocks, self.block_size) for rule in self._rules]
+
+        def is_held(at: int) -> bool:
+            return any(
+                nodes[at].blocks[group] is not None and (at >= first or self.is_sink(at, group))
+                for group, first in enumerate(firsts)
+            )
+
+        num_held = next((at + 1 for at in reversed(range(len(nodes))) if is_held(at)), 0)
+        return nodes[:num_held]
 
     def is_sink(self, place: int, group: int) -> bool:
         """Whether a group has sinks in its block at one place of a path."""
