@@ -41,6 +41,7 @@ from pagefold.kv.host_tier import NO_HOST
 from pagefold.kv.keep import KEEP_ALL
 from pagefold.kv.keep_rules import KeepRules
 from pagefold.kv.lodger import Lodgers
+from pagefold.kv.missing import NOTHING_MISSING
 from pagefold.kv.moves import Moves
 from pagefold.kv.pins import PinLimits, PinTable
 from pagefold.kv.policies import make_policy
@@ -55,7 +56,6 @@ from pagefold.kv.uses import Uses
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pagefold.kv.block import Node
     from pagefold.kv.eviction import EvictionPolicy
     from pagefold.kv.host_tier import HostTier
     from pagefold.kv.keep import KeepRule
@@ -201,6 +201,8 @@ class KVCore:
 
         Arguments are those of :meth:`match`.
         """
+        if self.forgetting.doubts(namespace, packed):
+            return NOTHING_MISSING
         return self._prefixes.missing(namespace, packed, max_tokens)
 
     # Sequences' caches.
@@ -321,9 +323,7 @@ class KVCore:
         cache.tail = None
         self.moves.drop_unheld()
 
-    def _marks(
-        self, hit: PrefixHit, num_tokens: int, message_ends: Sequence[int], *, is_return: bool
-    ) -> list[Mark]:
+    def _marks(self, hit: PrefixHit, num_tokens: int, message_ends: Sequence[int], *, is_return: bool) -> list[Mark]:
         """Return the places of a path that will be landmarks, the first last.
 
         Args:

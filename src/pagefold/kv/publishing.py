@@ -127,6 +127,8 @@ class Publishing:
                 child.born_s = self._blocks.now_s
                 child.committed = True
                 self._policy.on_insert(child)
+                if tail.evictable:  # a leaf until now, of which the cache holds nothing: it has led to this one
+                    self._blocks.update_evictable(tail)
             elif child.committed:
                 if not self._exchange(cache, index, child):
                     break
