@@ -30,6 +30,7 @@ from pagefold.kv import (
 from pagefold.kv.block import Block, BlockId, Node
 from pagefold.kv.held_block import HeldBlock
 from pagefold.kv.keep import KeepRule
+from pagefold.kv.keep_rules import KeepRules
 from pagefold.kv.names import BlockName
 
 if TYPE_CHECKING:
@@ -307,8 +308,47 @@ def blocks_given_back_that_are_kept(world: World) -> None:
 
 
 def last_published_block_given_back(world: World) -> None:
-    world.core.rules = (KeepRule(4),)
+    world.core.rules = KeepRules((KeepRule(4),), world.core.block_size)
     world.cache.tables[0].num_trimmed = 2
+
+
+def with_sinks(corrupt: Callable[[KVCore, SequenceCache], None]) -> Callable[[World], None]:
+    """Let a world have another core, of which a cache runs that has sinks in its first block, and has gone on."""
+
+    def corrupted(world: World) -> None:
+        world.core = core = KVCore(20, block_size=4, rules=(KeepRule(4, num_sinks=1),))
+        cache = world.serve(range(22))
+        core.trim(cache, 22)
+        assert (len(cache.only_table.sink_ids), cache.only_table.num_trimmed) == (1, 4)
+        audit(core)
+        corrupt(core, cache)
+
+    corrupted.__name__ = corrupt.__name__
+    return corrupted
+
+
+def sinks_given_back(core: KVCore, cache: SequenceCache) -> None:
+    core.pool.release(core.pool.blocks[cache.only_table.sink_ids.pop()])
+
+
+def sinks_apart_of_a_whole_table(core: KVCore, cache: SequenceCache) -> None:
+    cache.only_table.num_trimmed = 1
+
+
+def sinks_of_another_path(core: KVCore, cache: SequenceCache) -> None:
+    table = cache.only_table
+    table.sink_ids, table.block_ids[0] = [table.block_ids[0]], table.sink_ids[0]
+
+
+def sinks_published_off_the_path(_: KVCore, cache: SequenceCache) -> None:
+    cache.num_published = 0
+    cache.tail = None
+
+
+def node_without_sinks(core: KVCore, cache: SequenceCache) -> None:
+    node = core.pool.blocks[cache.only_table.sink_ids[0]].node
+    assert node is not None
+    node.put(0, None)
 
 
 def lacking_and_not_loaded(world: World) -> None:
@@ -322,7 +362,7 @@ def evictable_alone_twice(world: World) -> None:
 
 
 def idle_and_not_evictable_alone(world: World) -> None:
-    world.core.rules = (KeepRule(4),)
+    world.core.rules = KeepRules((KeepRule(4),), world.core.block_size)
 
 
 def published_off_the_path(world: World) -> None:
@@ -526,7 +566,7 @@ CORRUPTIONS: list[tuple[Callable[[World], None], str]] = [
     (root_without_children, "a root without children"),
     (root_not_attached, "a root without children"),
     (node_for_another_number_of_groups, "for 1 groups"),
-    (node_without_block, "none of group 0, which keeps all"),
+    (node_without_block, "none of group 0, which keeps what is there"),
     (leaf_without_blocks, "a leaf without blocks"),
     (node_under_another_key, "its parent does not know it"),
     (wrong_key_length, "a key of 17 bytes"),
@@ -560,6 +600,11 @@ CORRUPTIONS: list[tuple[Callable[[World], None], str]] = [
     (with_landmarks(landmarks_that_blocks_do_not_know), "does not know the landmark that keeps it"),
     (with_landmarks(landmark_with_a_block_too_few), "a landmark keeps 1 of 2 blocks of group 1"),
     (with_landmarks(kept_by_a_landmark_that_is_none), "kept by a landmark that is none"),
+    (with_sinks(sinks_given_back), "sinks in blocks [], and 4 blocks are gone"),
+    (with_sinks(sinks_apart_of_a_whole_table), "1 blocks are gone, of which 1 hold sinks"),
+    (with_sinks(sinks_of_another_path), "which is not of the path"),
+    (with_sinks(sinks_published_off_the_path), "published but not by its cache's path"),
+    (with_sinks(node_without_sinks), "none of group 0, which keeps what is there"),
     (pin_of_another_path, "pins blocks of another path"),
     (tail_that_left_the_tree, "which left the tree"),
     (path_that_is_not_the_table, "is not the table"),

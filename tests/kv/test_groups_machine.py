@@ -70,6 +70,10 @@ RULES = {
     "chunks alone": (KeepRule(8, is_chunked=True),),
     "chunks across blocks": (KeepRule(6, is_chunked=True), KeepRule(3), KEEP_ALL),
     "one token": (KeepRule(1), KEEP_ALL),
+    "a sink": (KeepRule(6, num_sinks=1), KEEP_ALL),
+    "a block of sinks alone": (KeepRule(7, num_sinks=SIZE),),
+    "sinks beyond a block": (KEEP_ALL, KeepRule(5, num_sinks=SIZE + 1)),
+    "sinks and windows alone": (KeepRule(2, num_sinks=2 * SIZE), KeepRule(9), KeepRule(3, num_sinks=1)),
 }
 
 
@@ -344,7 +348,7 @@ class Machine:
             if sequence.cache.tail is not None and sequence.cache.num_published < row.end // SIZE:
                 continue  # what is still to be published stays
             for rule, table in zip(self.rules, sequence.cache.tables, strict=True):
-                assert len(table.block_ids) <= rule.num_blocks_for(sequence.cache.capacity, MAX_NEW, SIZE)
+                assert table.num_held <= rule.num_blocks_for(sequence.cache.capacity, MAX_NEW, SIZE)
 
     def _fail(self, rows: list[Row], moved: Moved) -> None:
         self.seen["failed step"] += 1
@@ -394,10 +398,10 @@ class Machine:
         waiting = {copy.dst for copy in self.core.moves.pending_copies}
         waiting.update(load.block_id for load in self.core.host.pending.loads)
         for group, (rule, table) in enumerate(zip(self.rules, sequence.cache.tables, strict=True)):
-            for position in range(rule.first_seen(start), end):
-                at = position // SIZE - table.num_trimmed
-                assert at >= 0, f"position {position} was given back, and is seen from {start} on"
-                block_id = table.block_ids[at]
+            first_seen = rule.first_seen(start)
+            for position in [*range(min(rule.num_sinks, first_seen, end)), *range(first_seen, end)]:
+                block_id = table.at(position // SIZE)
+                assert block_id is not None, f"position {position} was given back, and is seen from {start} on"
                 if block_id not in waiting:
                     cell = (group, tuple(sequence.tokens[: position + 1]))
                     assert self.slab[block_id][position % SIZE] == cell, "a sequence reads what is not its own"
@@ -424,8 +428,7 @@ class Machine:
 
         best = 0
         for length in range(1, len(names) + 1):
-            firsts = [min(rule.first_seen(length * SIZE) // SIZE, length - 1) for rule in self.rules]
-            if all(is_there(at, group) for group, first in enumerate(firsts) for at in range(first, length)):
+            if all(is_there(at, group) for group, rule in enumerate(self.rules) for at in _needed(rule, length)):
                 best = length
         assert hit.num_blocks == best
         assert hit.nodes == path[:best]
@@ -445,7 +448,8 @@ class Machine:
                     above = above.parent
         for node in self.core.tree.nodes():
             for group, block in enumerate(node.blocks):
-                if block is not None and _is_idle(block) and (self.rules[group].trims or node not in stuck):
+                goes_alone = self.rules[group].trims and node.depth * SIZE >= self.rules[group].num_sinks
+                if block is not None and _is_idle(block) and (goes_alone or node not in stuck):
                     num += 1
         return num
 
@@ -457,11 +461,18 @@ class Machine:
         return [token for key in reversed(keys) for token in memoryview(key).cast("i")]
 
 
+def _needed(rule: KeepRule, num_blocks: int) -> set[int]:
+    """Which of so many blocks have a position that the next token sees; and the last one always."""
+    position = num_blocks * SIZE
+    seen = {at // SIZE for at in range(position) if at >= rule.first_seen(position) or at < rule.num_sinks}
+    return seen | {num_blocks - 1}
+
+
 def _is_idle(block) -> bool:
     return block.state == BlockState.CACHED and not block.num_io_refs and not block.num_pin_refs
 
 
-WITH_HOST = [name for name, rules in RULES.items() if not all(rule.trims for rule in rules)]
+WITH_HOST = list(RULES)
 
 OPERATIONS: dict[str, int] = {
     "step": 40, "fork": 5, "release": 8, "reclaim": 4, "pin": 3, "unpin": 2, "reset": 1, "distrust": 1,

@@ -47,6 +47,9 @@ GROUPS = {
     "two windows first": (KeepRule(3), KeepRule(7), KEEP_ALL),
     "chunks first": (KeepRule(4, is_chunked=True), KEEP_ALL),
     "two that keep all": (KEEP_ALL, KEEP_ALL),
+    "windows alone": (KeepRule(3), KeepRule(6)),
+    "sinks": (KeepRule(3, num_sinks=1), KEEP_ALL),
+    "sinks alone": (KeepRule(4, num_sinks=3),),
     "two that keep all around a window": (KEEP_ALL, KeepRule(4), KEEP_ALL),
 }
 
@@ -147,7 +150,8 @@ class World:
         names = [in_group(digest, group) for digest in digests(tokens)]
         names += [b"half a block"] * (len(tokens) % SIZE > 0)
         assert table.num_trimmed <= self.rules[group].first_seen(num_found) // SIZE
-        for index, block_id in enumerate(table.block_ids, table.num_trimmed):
+        places = [*range(len(table.sink_ids)), *range(table.num_trimmed, table.end)]
+        for index, block_id in zip(places, table.all_ids(), strict=True):
             if (index + 1) * SIZE <= num_found:
                 assert self.slab[block_id] == names[index], "a sequence found a wrong block"
                 self.seen["found"] += 1
@@ -183,7 +187,7 @@ class World:
         missing = self.core.missing(NS, pack(tokens), len(tokens) - 1)
         num = self.count(missing.names)
         if missing.needs_windows:
-            missing = missing.with_windows(num)
+            missing = missing.with_windows(num, lambda name: name.digest in self.store)
             num = self.count(missing.names)
         if not num or not missing.gain(num):
             self.seen["a part, of no use"] += num > 0

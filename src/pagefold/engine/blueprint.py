@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Blueprint", "without_windows"]
 
-_HOST_TIERS = "kv_disk_path", "kv_remote_url", "kv_offloading_size"
-"""Settings that each bring a host tier, the ones first that take another along."""
-
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
@@ -70,7 +67,7 @@ class Blueprint:
     @property
     def computes_windows(self) -> bool:
         """Whether the model's windows are computed as such, as far as any sequence passes them."""
-        return self.card is None and bool(self.spec.keeps) and not without_windows(self.config, self.spec)
+        return self.card is None and bool(self.spec.keeps) and not without_windows(self.config)
 
     @property
     def limit(self) -> Limit:
@@ -82,17 +79,10 @@ class Blueprint:
         if self.computes_windows:
             return spec.windowed_limit
         could_be_longer = self.card is None and spec.max_exact_len < spec.windowed_limit.length
-        setting = without_windows(self.config, spec) if could_be_longer else ""
+        setting = without_windows(self.config) if could_be_longer else ""
         return Limit(spec.max_exact_len, spec.limit, setting)
 
 
-def without_windows(config: EngineConfig, spec: ModelSpec) -> str:
-    """Return the setting beside which a model's windows are not computed; empty if there is none.
-
-    What streams knows one group, and a host tier finds a path by a group that keeps all of it.
-    """
-    if config.allow_streaming:
-        return "allow_streaming"
-    if any(not keep.trims for keep in spec.keeps):
-        return ""
-    return next((name for name in _HOST_TIERS if getattr(config, name)), "")
+def without_windows(config: EngineConfig) -> str:
+    """Return the setting beside which a model's windows are not computed, since what streams knows one group; or empty."""
+    return "allow_streaming" if config.allow_streaming else ""

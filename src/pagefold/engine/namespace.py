@@ -9,6 +9,7 @@ from pagefold.kv import Namespace
 
 if TYPE_CHECKING:
     from pagefold.engine.blueprint import Blueprint
+    from pagefold.kv import CacheGroup
 
 __all__ = ["namespace_of"]
 
@@ -40,7 +41,7 @@ def namespace_of(blueprint: Blueprint) -> Namespace:
 
         layout = f"{arrangement}/{geometry.codec.name}/{skipped}/{digest_of(blueprint.constants)}"
     if geometry.keeps:
-        layout += "/" + ",".join(f"{group.layers}:{group.window}:{group.is_chunked}" for group in geometry.groups)
+        layout += "/" + ",".join(map(_kept_by, geometry.groups))
     if DROPPED_BITS[config.kv_transport_codec]:  # then no block is sure to be what was computed
         layout += f"/{config.kv_transport_codec}"
     return Namespace(
@@ -48,3 +49,9 @@ def namespace_of(blueprint: Blueprint) -> Namespace:
         layout=f"{layout}/{geometry.block_size}/{decoder}",
         dtype=str(blueprint.dtype),
     )
+
+
+def _kept_by(group: CacheGroup) -> str:
+    """Return what tells a cache group from others: the K and V behind other masks are others."""
+    sinks = f":{group.num_sinks}" if group.num_sinks else ""
+    return f"{group.layers}:{group.window}:{group.is_chunked}{sinks}"

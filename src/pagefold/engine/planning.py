@@ -60,7 +60,7 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
     geometry = geometry_of(config, spec, dtype)
     if config.streaming_llm is not None:
         geometry = replace(geometry, keeps=_streaming_keeps(config, spec, device))
-    elif device == "cpu" and not without_windows(config, spec):
+    elif device == "cpu" and not without_windows(config):
         geometry = replace(geometry, keeps=spec.keeps_within(_longest(config, spec)))  # else the window is the limit
     assert device == "cpu" or card is not None, "it was chosen"
     card = None if device == "cpu" else card
@@ -72,17 +72,13 @@ def _streaming_keeps(config: EngineConfig, spec: ModelSpec, device: str) -> tupl
     """Return what each layer keeps with ``streaming_llm``: those that have no window get one, and sink tokens.
 
     Raises:
-        ConfigError: it is not computed on that device, or beside another setting.
+        ConfigError: it is not computed on that device.
     """
     if device != "cpu":
         msg = f"streaming_llm is set, and is not computed on {device} yet."
         raise ConfigError(msg, remedy="Leave it out, or use device=cpu.")
     rule = KeepRule(config.streaming_llm, num_sinks=config.streaming_llm_sinks)
     keeps = spec.keeps or (KEEP_ALL,) * spec.num_layers
-    beside = without_windows(config, replace(spec, keeps=(rule,)))
-    if beside:
-        msg = f"streaming_llm and {beside} are set, and do not go together yet."
-        raise ConfigError(msg, remedy="Leave one of them out.")
     return tuple(keep if keep.trims else rule for keep in keeps)
 
 

@@ -118,18 +118,23 @@ def _audit_tree(core: KVCore) -> dict[int, Node]:
         evictable = not node.children
         for group, block in enumerate(node.blocks):
             if block is None:
-                _check(core.rules[group].trims, f"{where}: none of group {group}, which keeps all")
+                _check(_may_go(core, node, group), f"{where}: none of group {group}, which keeps what is there")
                 continue
             _check(block.node is node and block.group == group, f"{block}: published by two nodes, or not told")
             _check(block.block_id not in published, f"{block}: published twice")
             published[block.block_id] = node
             above = parent.blocks[group] if parent.blocks else None
-            if block.num_table_refs and above is not None and not core.rules[group].trims:
+            if block.num_table_refs and above is not None and not _may_go(core, node, group):
                 _check(above.num_table_refs > 0, f"{block}: held, but not the block before it")
             evictable = evictable and _is_idle(block)
         _check(node.evictable == evictable, f"{where}: evictable is {node.evictable}")
         _check(node.born_s <= node.used_s <= core.now_s, f"{where}: born at {node.born_s}, used at {node.used_s}")
     return published
+
+
+def _may_go(core: KVCore, node: Node, group: int) -> bool:
+    """Whether a node may be there without its block of a group: the group leaves tokens behind, and no sinks there."""
+    return core.rules[group].trims and not core.rules.is_sink(node.depth, group)
 
 
 def _promised(core: KVCore) -> set[Node]:
@@ -180,8 +185,7 @@ def _audit_tables(core: KVCore) -> None:
 
 def _audit_ends(core: KVCore, cache: SequenceCache) -> None:
     """Whoever goes on behind what a cache has published finds there what each group keeps."""
-    # What it began with and was loaded is published by its first promise.
-    num_blocks = cache.num_published + sum(cache.num_loaded_tokens.values()) // core.block_size
+    num_blocks = max(cache.num_published, cache.num_begun)  # what was loaded is published later
     for group, (table, rule) in enumerate(zip(cache.tables, core.rules, strict=True)):
         first = rule.first_block(num_blocks, core.block_size) if rule.trims else table.num_trimmed
         what = f"group {group} begins at {table.num_trimmed}, and who goes on behind {num_blocks} needs block {first}"
@@ -192,6 +196,15 @@ def _audit_table(core: KVCore, cache: SequenceCache, path: list[Node], group: in
     table = cache.tables[group]
     ids, first = table.block_ids, table.num_trimmed
     _check(not first or core.rules[group].trims, f"group {group} keeps all, and {first} blocks are gone")
+    num_sink_blocks = core.rules[group].num_sink_blocks(core.block_size)
+    _check(not first or first > num_sink_blocks, f"{first} blocks are gone, of which {num_sink_blocks} hold sinks")
+    num_apart = num_sink_blocks if first else 0
+    _check(len(table.sink_ids) == num_apart, f"sinks in blocks {table.sink_ids}, and {first} blocks are gone")
+    for node, held_id in zip(path, table.sink_ids, strict=False):
+        block = core.pool.blocks[held_id]
+        _check(node.blocks[group] is block, f"sinks are in {block}, which is not of the path {node.blocks}")
+    for held_id in table.sink_ids[len(path) :]:
+        _check(core.pool.blocks[held_id].node is None, f"block {held_id} is published but not by its cache's path")
     path_ids: list[int | None] = []
     for node, held_id in zip(path[first:], ids, strict=False):
         block = node.blocks[group]
@@ -219,11 +232,12 @@ def _audit_lacking(core: KVCore) -> None:
 
 
 def _audit_alone(core: KVCore) -> None:
-    """Of groups that keep the last tokens only, each cached block is known to be evictable, once, as landmarks say."""
+    """Of groups that leave tokens behind, each cached block but of sinks is evictable, once, as landmarks say."""
     windows = core.blocks.windows
     alone = windows.all()
     _check(len(set(alone)) == len(alone), "a block is both stale and not")
-    idle = {block for block in core.pool.blocks if _is_idle(block) and core.rules[block.group].trims}
+    cached = [(block, block.node) for block in core.pool.blocks if _is_idle(block)]
+    idle = {block for block, node in cached if node is not None and _may_go(core, node, block.group)}
     _check(set(alone) == idle, f"{len(alone)} blocks can be evicted alone, and {len(idle)} are idle")
     _check(not windows.misplaced(), f"{windows.misplaced()} are not where landmarks say")
 

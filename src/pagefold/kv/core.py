@@ -41,6 +41,7 @@ from pagefold.kv.host_tier import NO_HOST
 from pagefold.kv.keep import KEEP_ALL
 from pagefold.kv.keep_rules import KeepRules
 from pagefold.kv.lodger import Lodgers
+from pagefold.kv.missing import NOTHING_MISSING
 from pagefold.kv.moves import Moves
 from pagefold.kv.pins import PinLimits, PinTable
 from pagefold.kv.policies import make_policy
@@ -55,7 +56,6 @@ from pagefold.kv.uses import Uses
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pagefold.kv.block import Node
     from pagefold.kv.eviction import EvictionPolicy
     from pagefold.kv.host_tier import HostTier
     from pagefold.kv.keep import KeepRule
@@ -117,10 +117,8 @@ class KVCore:
         assert not slow.is_on or slow.host is host, "slow tiers of another arena"
         assert not (residuals.is_on and allow_streaming), "what streams is not sealed"
         assert host.is_on or not allow_streaming, "what streams lies in the host's arena"
-        keeps_all = [not rule.trims for rule in rules]
-        is_plain = keeps_all == [True]
+        is_plain = [rule.trims for rule in rules] == [False]
         assert is_plain or not allow_streaming, "what streams is known of one group that keeps all"
-        assert any(keeps_all) or not host.is_on, "what the host holds of a path leans on a group that keeps all"
         self.block_size = block_size
         self.rules = KeepRules(rules, block_size)
         self.publishes = enable_prefix_caching
@@ -203,6 +201,8 @@ class KVCore:
 
         Arguments are those of :meth:`match`.
         """
+        if self.forgetting.doubts(namespace, packed):
+            return NOTHING_MISSING
         return self._prefixes.missing(namespace, packed, max_tokens)
 
     # Sequences' caches.
@@ -236,12 +236,11 @@ class KVCore:
         if nodes:
             self.uses.note(nodes)
         cache.num_published = len(nodes)
-        num_tokens = len(nodes) * self.block_size
-        if len(nodes) == len(hit.nodes):
-            num_tokens += self._prefixes.go_on(cache, hit)
+        num_tokens = len(nodes) * self.block_size + self._prefixes.go_on(cache, nodes, hit)
+        cache.num_begun = num_tokens // self.block_size
         cache.capacity = cache.tables[0].end * self.block_size
         if self.trims and self.publishes:
-            cache.marks = self._marks(hit, nodes, num_tokens, message_ends, is_return=is_return)
+            cache.marks = self._marks(hit, num_tokens, message_ends, is_return=is_return)
         return cache, num_tokens
 
     def begin_streaming(self, hit: PrefixHit) -> tuple[SequenceCache, int]:
@@ -299,6 +298,7 @@ class KVCore:
         self._holding.share(cache, twin)
         twin.capacity = cache.capacity
         twin.num_published = cache.num_published
+        twin.num_begun = cache.num_begun
         twin.copied_from = cache.copied_from
         twin.marks = list(cache.marks)
         twin.num_loaded_tokens = cache.num_loaded_tokens
@@ -323,15 +323,12 @@ class KVCore:
         cache.tail = None
         self.moves.drop_unheld()
 
-    def _marks(
-        self, hit: PrefixHit, nodes: list[Node], num_tokens: int, message_ends: Sequence[int], *, is_return: bool
-    ) -> list[Mark]:
+    def _marks(self, hit: PrefixHit, num_tokens: int, message_ends: Sequence[int], *, is_return: bool) -> list[Mark]:
         """Return the places of a path that will be landmarks, the first last.
 
         Args:
             hit: what was found of the path.
-            nodes: what a cache began with of it.
-            num_tokens: that the cache began with.
+            num_tokens: that a cache began with of it.
             message_ends: positions behind its messages.
             is_return: whether only these count.
         """
@@ -344,6 +341,6 @@ class KVCore:
         if lost is not None and lost.attached and lost.children and not is_return:
             marks[lost.depth + 1] = Mark(lost.depth + 1, "lost")
         if begun and not is_return:
-            parts = begun == len(nodes) and bool(nodes[-1].children)
+            parts = begun <= len(hit.nodes) and bool(hit.nodes[begun - 1].children)
             marks[begun] = Mark(begun, "parting" if parts else "turn")
         return [marks[end] for end in sorted(marks, reverse=True)]

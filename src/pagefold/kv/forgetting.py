@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pagefold.events import CacheReset, Emit
-from pagefold.kv.names import in_group
+from pagefold.kv.names import digest_of, in_group, path_digest, root_digest
 from pagefold.kv.tree import TOKEN_BYTES, doubtful_nodes
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ class Forgetting:
         self._caches = caches
         self._emit = emit
         self._stride = rules.block_size * TOKEN_BYTES
+        self._doubted: set[bytes] = set()  # paths of first blocks; where tiers cannot be told of all behind them
 
     def reset(self) -> int:
         """Forget every prefix: cached blocks become free, and what running caches hold is never published again.
@@ -63,6 +64,7 @@ class Forgetting:
         Pins are dropped: what they keep must not be used any more. Return how many cached blocks were freed.
         """
         self._emit(CacheReset())
+        self._doubted.clear()
         self._pins.clear()
         self._slow.fetches.reset()
         self._blocks.cancel_stores()  # else their blocks would wait for a step, which may wait for the blocks
@@ -89,7 +91,10 @@ class Forgetting:
         Returns the digests of the paths, in every group, for slower tiers to forget; none without a host tier.
         """
         nodes = doubtful_nodes(self._blocks.tree, namespace, packed[: self._stride], cache.copied_from)
-        paths = self._host.distrust(namespace, packed, self._stride, nodes, cache.copied_from)
+        paths = self._host.distrust(namespace, packed, self._rules, nodes, cache.copied_from)
+        if self._slow.is_on and not self._rules.keeps_paths:
+            self._doubted.update(digest_of(node) for node in nodes if not node.depth)
+            self._doubted.add(self._first_path(namespace, packed))
         digests = {in_group(path, group) for path in paths for group in range(len(self._rules))}
         self._slow.fetches.distrust(digests)
         self._pins.distrust(set(nodes))
@@ -104,3 +109,20 @@ class Forgetting:
             if other is cache or any(held.name.digest in digests for held in other.cold):
                 self._lodgers.on_forget(other)
         return digests
+
+    def doubts(self, namespace: bytes, packed: bytes) -> bool:
+        """Whether what slow tiers have of a path may be corrupted.
+
+        Where no group keeps all, windows lie there alone: of those that go on from what was forgotten nobody knows the
+        names, so they cannot be forgotten too. As long as this core is there they are not asked for.
+
+        Args:
+            namespace: key of the path's namespace.
+            packed: its tokens, packed.
+        """
+        return bool(self._doubted) and self._first_path(namespace, packed) in self._doubted
+
+    # Inside.
+
+    def _first_path(self, namespace: bytes, packed: bytes) -> bytes:
+        return path_digest(root_digest(namespace), packed[: self._stride])

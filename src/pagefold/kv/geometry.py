@@ -39,6 +39,7 @@ class LayerKV:
         value_dim: elements of V of one head; 0 for a latent vector.
         window: how many of the last tokens it keeps, the current one included; None for all.
         is_chunked: it keeps the tokens since the last multiple of ``window`` instead.
+        num_sinks: how many of the first tokens it keeps beside a sliding window.
         codec: how it is stored, where that is not as most layers are.
     """
 
@@ -47,6 +48,7 @@ class LayerKV:
     value_dim: int
     window: int | None = None
     is_chunked: bool = False
+    num_sinks: int = 0
     codec: Codec | None = None
 
     def bytes_per_token(self, codec: Codec) -> int:
@@ -60,7 +62,7 @@ class LayerKV:
 
     def num_tokens(self, num_tokens: int) -> int:
         """Return how many of ``num_tokens`` it keeps at most."""
-        return num_tokens if self.window is None else min(num_tokens, self.window)
+        return num_tokens if self.window is None else min(num_tokens, self.num_sinks + self.window)
 
     def shard(self, tensor_parallel_size: int) -> LayerKV:
         """Return what one of so many devices keeps: its share of the heads, and at least one of them."""
@@ -77,6 +79,7 @@ class CacheGroup:
         block_size: tokens a block. Groups with fewer cells have more tokens, so that blocks stay equal in bytes.
         window: how many of the last tokens its layers keep; None for all.
         is_chunked: they keep the tokens since the last multiple of ``window`` instead.
+        num_sinks: how many of the first tokens they keep beside a sliding window.
     """
 
     layers: tuple[int, ...]
@@ -84,11 +87,12 @@ class CacheGroup:
     block_size: int
     window: int | None = None
     is_chunked: bool = False
+    num_sinks: int = 0
 
     @property
     def keeps(self) -> KeepRule:
         """Which tokens it keeps."""
-        return KeepRule(self.window, self.is_chunked)
+        return KeepRule(self.window, self.is_chunked, self.num_sinks)
 
     @property
     def num_cells(self) -> int:
@@ -120,7 +124,8 @@ class CacheGroup:
             return num_blocks
         if self.is_chunked:
             return min(num_blocks, num_blocks_for(self.window, self.block_size))
-        return min(num_blocks, num_blocks_for(self.window - 1, self.block_size) + 1)
+        num_kept = num_blocks_for(self.window - 1, self.block_size) + 1
+        return min(num_blocks, self.keeps.num_sink_blocks(self.block_size) + num_kept)
 
 
 @dataclass(frozen=True)
@@ -196,7 +201,7 @@ def lay_out(
 ) -> CacheLayout:
     """Cut ``layers`` into groups of equal blocks.
 
-    Layers of one kind (same shape, same window) make groups of as many layers as there are of the rarest kind, or of
+    Layers of one kind (same shape, window, sinks) make groups of as many layers as there are of the rarest kind, or of
     fewer where that would leave more than a sixteenth of the memory as padding beyond what no cut avoids (62 layers of
     which 10 are full make 11 groups of 6, not 7 of 10). Kinds with fewer bytes a token have more tokens a block. A
     layer with a codec of its own is of its kind all the same, and as many times as large as that codec makes it: a
@@ -208,12 +213,12 @@ def lay_out(
         codec: how it is stored.
         block_size: tokens a block of the kind with the most bytes a token.
         state_bytes: bytes of constant size for each sequence.
-        max_len: the longest sequence: a window that none passes is no window.
+        max_len: the longest sequence: a window that none passes, beside the sinks, is no window.
     """
     codec = codec.in_blocks(block_size)
     kept = [
-        replace(layer, window=None, is_chunked=False)
-        if layer.window is not None and max_len is not None and layer.window >= max_len
+        replace(layer, window=None, is_chunked=False, num_sinks=0)
+        if layer.window is not None and max_len is not None and layer.num_sinks + layer.window >= max_len
         else layer
         for layer in layers
     ]
@@ -231,7 +236,7 @@ def lay_out(
 
     def cut(room: Fraction) -> list[CacheGroup]:
         return [
-            CacheGroup(dealt, kind.num_kv_heads, block_size * times[kind], kind.window, kind.is_chunked)
+            CacheGroup(dealt, kind.num_kv_heads, block_size * times[kind], kind.window, kind.is_chunked, kind.num_sinks)
             for kind, indices in kinds.items()
             for dealt in _deal(indices, sizes, room)
         ]
@@ -379,6 +384,7 @@ class KVGeometry:
                 self.head_dim,
                 window=keep.window,
                 is_chunked=keep.is_chunked,
+                num_sinks=keep.num_sinks,
                 codec=self.codec_of(layer) if layer in self.skip_layers else None,
             )
             for layer, keep in enumerate(keeps[: self.num_own_layers])

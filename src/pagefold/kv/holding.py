@@ -10,6 +10,8 @@ from pagefold.kv.names import digest_of
 from pagefold.kv.table import num_blocks_for
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pagefold.kv.block import Node
     from pagefold.kv.block_cache import BlockCache
     from pagefold.kv.host_tier import HostTier
@@ -46,10 +48,11 @@ class Holding:
     def take(self, cache: SequenceCache, nodes: list[Node]) -> None:
         """Let the tables of ``cache`` begin with the blocks of ``nodes``, as far as they are kept."""
         for group, (table, rule) in enumerate(zip(cache.tables, self._rules, strict=True)):
-            table.num_trimmed = rule.first_block(len(nodes), self._rules.block_size)
-            kept = nodes[table.num_trimmed :] if table.num_trimmed else nodes
+            first = rule.first_block(len(nodes), self._rules.block_size)
+            kept = [nodes[at] for at in rule.places(len(nodes), self._rules.block_size)] if first else nodes
             blocks = [block for node in kept if (block := node.blocks[group]) is not None]
-            table.block_ids = self._pool.acquire_all(blocks)
+            block_ids = self._pool.acquire_all(blocks)
+            table.hold(block_ids, first, rule.num_sink_blocks(self._rules.block_size))
             if rule.trims:
                 for block in blocks:
                     self._blocks.windows.note_busy(block)
@@ -57,28 +60,30 @@ class Holding:
     def take_with_held(self, cache: SequenceCache, nodes: list[Node], hit: PrefixHit) -> bool:
         """Let the tables of ``cache`` begin with blocks of ``nodes`` and those that ``hit`` says the host holds.
 
+        What is loaded becomes theirs where they lack it; what lies behind them is published later.
+
         Where groups keep the last tokens only it is all or nothing: False, with nothing changed, where something of
         ``hit`` has gone since, or memory is short.
         """
         size = self._rules.block_size
-        num_blocks = len(nodes) + hit.num_behind
-        firsts = [rule.first_block(num_blocks, size) for rule in self._rules]
+        num_blocks = hit.num_blocks
+        places_of = [rule.places(num_blocks, size) for rule in self._rules]
         pinned = self._host.blocks.pin(hit.held)  # before allocating, which may evict into the arena
-        sources = _sources(nodes, pinned, firsts, num_blocks)
+        sources = _sources(nodes, pinned, places_of)
         if sources is None or not self._fill(cache, sources):
             self._host.blocks.unpin(pinned)
             return False
         loaded: set[HeldBlock] = set()
         places: set[int] = set()  # a place's tokens count once, whatever groups they are loaded of
-        for table, first, of_group in zip(cache.tables, firsts, sources, strict=True):
-            table.num_trimmed = first
-            for place, (block_id, source) in enumerate(zip(table.block_ids, of_group, strict=True), first):
+        for table, rule, places_held, of_group in zip(cache.tables, self._rules, places_of, sources, strict=True):
+            for place, block_id, source in zip(places_held, table.block_ids, of_group, strict=True):
                 if isinstance(source, HeldBlock):
                     node = nodes[place] if place < len(nodes) else None
                     self._moves.load(source, self._pool.blocks[block_id], node)
                     source.count_use(cache.num_loaded_tokens, 0 if place in places else size)
                     loaded.add(source)
                     places.add(place)
+            table.hold(table.block_ids, rule.first_block(num_blocks, size), rule.num_sink_blocks(size))
         self._host.blocks.unpin([one for one in pinned if one not in loaded])
         return True
 
@@ -182,7 +187,7 @@ class Holding:
     def share(self, cache: SequenceCache, twin: SequenceCache) -> None:
         """Let the tables of ``twin`` hold what those of ``cache`` do."""
         for table, other in zip(cache.tables, twin.tables, strict=True):
-            other.block_ids = list(table.block_ids)
+            other.block_ids, other.sink_ids = list(table.block_ids), list(table.sink_ids)
             other.num_trimmed = table.num_trimmed
         twin.may_share_tail = cache.may_share_tail = True
         for block_id in twin.all_block_ids():
@@ -200,18 +205,15 @@ class Holding:
         pool, size = self._pool, self._rules.block_size
         for group in self._rules.trimmed:
             table, rule = cache.tables[group], self._rules[group]
-            first = rule.first_seen(num_tokens) // size
+            first = rule.first_kept(num_tokens, size)
             if cache.tail is not None:
                 first = min(first, rule.first_block(num_published, size))
-            num_old = first - table.num_trimmed
-            if num_old <= 0:
+            if first <= table.num_trimmed:
                 continue
-            for block_id in table.block_ids[:num_old]:
+            for block_id in table.cut_front(first, rule.num_sink_blocks(size)):
                 block = pool.blocks[block_id]
                 if pool.release(block) and block.node is not None:
                     self._blocks.windows.note_idle(block, is_left=True)
-            del table.block_ids[:num_old]
-            table.num_trimmed = first
 
     def release(self, cache: SequenceCache) -> None:
         """Give back all: published blocks become cached, private ones free. Tails go first.
@@ -226,7 +228,7 @@ class Holding:
             self._blocks.windows.mark(tail, "message")  # it is no end of a path
         for table, rule in zip(cache.tables, self._rules, strict=True):
             trims = rule.trims
-            for block_id in reversed(table.block_ids):
+            for block_id in reversed(list(table.all_ids())):
                 block = blocks[block_id]
                 node = block.node
                 if node is None:
@@ -240,7 +242,7 @@ class Holding:
                     self._blocks.update_evictable(node)
                 elif trims:
                     self._blocks.windows.note_idle(block, is_left=others_went_on)
-            table.block_ids.clear()
+            table.clear()
 
     # Inside.
 
@@ -295,29 +297,28 @@ class Holding:
 
 
 def _sources(
-    nodes: list[Node], held: list[HeldBlock], firsts: list[int], num_blocks: int
+    nodes: list[Node], held: list[HeldBlock], places_of: list[Sequence[int]]
 ) -> list[list[Block | HeldBlock]] | None:
     """Return what the tables of each group begin with; None where something is neither on the device nor held.
 
     Args:
         nodes: of the path.
         held: what the host holds of it, group by group in the order of their places.
-        firsts: from which place on each group needs its blocks.
-        num_blocks: up to which place; those behind ``nodes`` the host holds, of every group that needs them.
+        places_of: where each group needs its blocks; those behind ``nodes`` the host holds.
     """
     lacking: dict[tuple[int, bytes], HeldBlock] = {(one.name.group, one.name.path): one for one in held}
     on_device = {digest_of(node) for node in nodes}
     behind = [one for one in held if one.name.path not in on_device]
     sources: list[list[Block | HeldBlock]] = []
-    for group, first in enumerate(firsts):
+    for group, places in enumerate(places_of):
         of_group: list[Block | HeldBlock] = []
-        for node in nodes[first:]:
+        for node in (nodes[at] for at in places if at < len(nodes)):
             source = node.blocks[group] or lacking.get((group, digest_of(node)))
             if source is None:
                 return None
             of_group.append(source)
         of_group += [one for one in behind if one.name.group == group]
-        if len(of_group) != num_blocks - first:
+        if len(of_group) != len(places):
             return None
         sources.append(of_group)
     return sources

@@ -29,11 +29,10 @@ def extend_by_groups(hit: PrefixHit, packed: bytes, max_tokens: int, rules: Keep
     """
     path = _Path(hit, packed[: max(0, max_tokens) * TOKEN_BYTES], rules, host)
     num_found = path.num_found()
-    firsts = [rule.first_block(num_found, rules.block_size) for rule in rules]
     loaded = tuple(
         one
-        for group, first in enumerate(firsts)
-        for at in range(max(first, 0 if rules[group].trims else len(hit.nodes)), num_found)
+        for group, rule in enumerate(rules)
+        for at in (rule.places(num_found, rules.block_size) if rule.trims else range(len(hit.nodes), num_found))
         if (one := path.held(at, group)) is not None
     )
     nodes = hit.nodes[:num_found]
@@ -45,7 +44,9 @@ def extend_by_groups(hit: PrefixHit, packed: bytes, max_tokens: int, rules: Keep
 class _Path:
     """A path, as far as device or host have what the groups have of it that keep all.
 
-    Nodes have all of that. So the host is asked of what lies behind them, and of windows only where a path may end.
+    Nodes have all of that. So the host is asked of what lies behind them, and of windows only where a path may end. Where
+    no group keeps all, a path is as long as the tokens, and may end wherever its windows are: the last such place is
+    looked for from the end.
 
     Args:
         hit, packed, rules, host: as of :func:`extend_by_groups`.
@@ -57,6 +58,8 @@ class _Path:
         self._host = host
         self._behind: list[tuple[bytes, bytes]] = []  # digest and key of each place behind the nodes
         keeping = [group for group, rule in enumerate(rules) if not rule.trims]
+        if not keeping and not host.num_held:
+            return
         stride = rules.block_size * TOKEN_BYTES
         digest = digest_of(hit.nodes[-1]) if hit.nodes else root_digest(hit.namespace)
         for offset in range(len(hit.nodes) * stride, len(packed) - stride + 1, stride):
@@ -75,21 +78,7 @@ class _Path:
 
     def num_found(self) -> int:
         """Return how many blocks of it can be gone on from."""
-        end = len(self._nodes) + len(self._behind)
-        while end:
-            lacking = max(self._last_lacking(group, end) for group in range(len(self._rules)))
-            if lacking < 0:
-                break
-            end = lacking  # what goes on behind that place, and not beyond ``end``, needs it too
-        return end
-
-    def _last_lacking(self, group: int, end: int) -> int:
-        """Return the last place whose block is nowhere, though who goes on behind ``end`` needs it; -1 for none."""
-        rule = self._rules[group]
-        if not rule.trims:
-            return -1
-        places = range(end - 1, rule.first_block(end, self._rules.block_size) - 1, -1)
-        return next((at for at in places if not self._has(at, group)), -1)
+        return self._rules.last_whole(len(self._nodes) + len(self._behind), self._has)
 
     def _has(self, at: int, group: int) -> bool:
         on_device = at < len(self._nodes) and self._nodes[at].blocks[group] is not None

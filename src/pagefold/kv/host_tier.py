@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from pagefold.kv.block import Block, BlockId, Node
     from pagefold.kv.held_block import HeldBlock
+    from pagefold.kv.keep_rules import KeepRules
     from pagefold.kv.names import BlockName
     from pagefold.kv.tree import PrefixHit
 
@@ -203,21 +204,32 @@ class HostTier:
             self.blocks.forget(held)
 
     def distrust(
-        self, namespace: bytes, packed: bytes, stride: int, nodes: Iterable[Node], copied_from: Node | None
+        self,
+        namespace: bytes,
+        packed: bytes,
+        rules: KeepRules,
+        nodes: Iterable[Node],
+        copied_from: Node | None,
     ) -> set[bytes]:
         """Forget the blocks of a sequence, of ``nodes``, and of all that go on from them; return the paths meant.
+
+        Where no group keeps all, paths have gaps here, and nobody knows what goes on from what: then all blocks of the
+        namespace go.
 
         Args:
             namespace: of the sequence.
             packed: its tokens, packed.
-            stride: bytes of a block's packed tokens.
+            rules: what each cache group keeps.
             nodes: of the device, that are forgotten there.
             copied_from: whose block it took a part of: it may have left the tree, and be held all the same.
         """
         root = root_digest(namespace)
+        stride = rules.block_size * TOKEN_BYTES
         found = {name.digest for name in names_behind(root, root, packed, stride)}.union(map(digest_of, nodes))
         if copied_from is not None:
             found.add(digest_of(copied_from))
+        if not rules.keeps_paths:
+            found.update(held.name.path for held in self.blocks.found() if held.name.namespace == root)
         behind: dict[bytes, list[bytes]] = {}
         for held in self.blocks.found():
             behind.setdefault(held.name.parent, []).append(held.name.path)
@@ -262,7 +274,7 @@ class _NoHost(HostTier):
         self,
         namespace: bytes,  # noqa: ARG002
         packed: bytes,  # noqa: ARG002
-        stride: int,  # noqa: ARG002
+        rules: KeepRules,  # noqa: ARG002
         nodes: Iterable[Node],  # noqa: ARG002
         copied_from: Node | None,  # noqa: ARG002
     ) -> set[bytes]:

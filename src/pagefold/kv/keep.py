@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pagefold.kv.table import num_blocks_for
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = ["KEEP_ALL", "KeepRule"]
 
@@ -32,32 +36,59 @@ class KeepRule:
         return self.window is not None
 
     def first_seen(self, position: int) -> int:
-        """Return the first position that the token at ``position`` sees; what lies before nobody behind it sees."""
+        """Return the first position that the token at ``position`` sees, but for sinks.
+
+        What lies before it, and is no sink, nobody behind it sees.
+        """
         if self.window is None:
             return 0
         if self.is_chunked:
             return position - position % self.window
         return max(0, position + 1 - self.window)
 
+    def num_sink_blocks(self, block_size: int) -> int:
+        """Return how many of a sequence's first blocks hold its sinks."""
+        return num_blocks_for(self.num_sinks, block_size)
+
+    def first_kept(self, position: int, block_size: int) -> int:
+        """Return from which block on all are kept that the token at ``position`` sees.
+
+        As long as nothing lies between the sinks' blocks and the window that is the first of all.
+        """
+        return self._behind_sinks(self.first_seen(position) // block_size, block_size)
+
     def first_block(self, num_blocks: int, block_size: int) -> int:
-        """Return the first of so many full blocks that whoever goes on behind them needs.
+        """Return from which of so many full blocks on whoever goes on behind them needs all, beside those of sinks.
 
         The last one always: a path goes on in it.
         """
         if self.window is None or not num_blocks:
             return 0
-        return min(self.first_seen(num_blocks * block_size) // block_size, num_blocks - 1)
+        first = min(self.first_seen(num_blocks * block_size) // block_size, num_blocks - 1)
+        return self._behind_sinks(first, block_size)
+
+    def places(self, num_blocks: int, block_size: int) -> Sequence[int]:
+        """Return which of so many full blocks whoever goes on behind them needs, in order."""
+        first = self.first_block(num_blocks, block_size)
+        if not first or not self.num_sinks:
+            return range(first, num_blocks)
+        return (*range(self.num_sink_blocks(block_size)), *range(first, num_blocks))
 
     def num_blocks_for(self, num_tokens: int, num_new: int, block_size: int) -> int:
         """Return the most blocks that a sequence of ``num_tokens`` holds while steps write up to ``num_new`` of them.
 
-        The tokens that are kept seldom begin where a block does, so they lie in one block more than they fill. And one
+        The tokens of a window seldom begin where a block does, so they lie in one block more than they fill. And one
         more is kept: the last that is published, where the sequence goes on from in the prefix tree.
         """
         num_blocks = num_blocks_for(num_tokens, block_size)
         if self.window is None:
             return num_blocks
-        return min(num_blocks, num_blocks_for(self.window - 1 + num_new, block_size) + 2)
+        num_kept = num_blocks_for(self.window - 1 + num_new, block_size) + 2
+        return min(num_blocks, self.num_sink_blocks(block_size) + num_kept)
+
+    def _behind_sinks(self, first: int, block_size: int) -> int:
+        """Return ``first``, where the window begins; 0 if the sinks' blocks reach up to it."""
+        return first if first > self.num_sink_blocks(block_size) else 0
 
 
 KEEP_ALL = KeepRule()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from pagefold.kv.block import Block, Node
     from pagefold.kv.keep import KeepRule
@@ -25,14 +25,17 @@ class KeepRules:
     Attributes:
         block_size: as given.
         trimmed: the groups that leave tokens behind while a sequence runs.
+        keeps_paths: whether any group keeps all, so that who has a path has all of it.
     """
 
-    __slots__ = ("_rules", "block_size", "trimmed")
+    __slots__ = ("_num_sink_blocks", "_rules", "block_size", "keeps_paths", "trimmed")
 
     def __init__(self, rules: Iterable[KeepRule], block_size: int) -> None:
         self._rules = tuple(rules)
         self.block_size = block_size
+        self._num_sink_blocks = [rule.num_sink_blocks(block_size) for rule in self._rules]
         self.trimmed = tuple(group for group, rule in enumerate(self._rules) if rule.trims)
+        self.keeps_paths = len(self.trimmed) < len(self._rules)
 
     def __len__(self) -> int:
         """Return how many groups there are."""
@@ -56,7 +59,7 @@ class KeepRules:
         """
         num_blocks = 0
         for group, rule in enumerate(self._rules):
-            num_held = len(cache.tables[group].block_ids) if cache is not None else 0
+            num_held = cache.tables[group].num_held if cache is not None else 0
             num_blocks += max(0, rule.num_blocks_for(num_tokens, num_new, self.block_size) - num_held)
         return num_blocks
 
@@ -65,25 +68,72 @@ class KeepRules:
         return [
             block
             for group, rule in enumerate(self._rules)
-            for node in hit.nodes[rule.first_block(hit.num_blocks, self.block_size) :]
-            if (block := node.blocks[group]) is not None
+            for at in rule.places(hit.num_blocks, self.block_size)
+            if at < len(hit.nodes) and (block := hit.nodes[at].blocks[group]) is not None
         ]
 
     def num_whole(self, nodes: list[Node]) -> int:
         """Return how many of ``nodes`` can be gone on from: groups that keep the last tokens only have those."""
-        if not self.trimmed:
-            return len(nodes)
-        whole = set(range(len(nodes) + 1))
+        return self.last_whole(len(nodes), lambda at, group: nodes[at].blocks[group] is not None)
+
+    def last_whole(self, num_places: int, has: Callable[[int, int], bool]) -> int:
+        """Return how many of a path's places can be gone on from: whoever does finds there what each group keeps.
+
+        It looks from the end, and not twice at one place of a window.
+
+        Args:
+            num_places: of the path; groups that keep all have all of them.
+            has: whether the block of a group at a place is there.
+        """
+        end = num_places
         for group in self.trimmed:
-            num_present = 0  # up to here, without a gap
-            for end, node in enumerate(nodes, 1):
-                num_present = 0 if node.blocks[group] is None else num_present + 1
-                if end - num_present > self._rules[group].first_block(end, self.block_size):
-                    whole.discard(end)
-        return max(whole)
+            end = next((at for at in range(min(end, self._num_sink_blocks[group])) if not has(at, group)), end)
+        begins = [end] * len(self._rules)  # each group has all from there on, up to the last end
+        while end:
+            lacking = -1
+            for group in self.trimmed:
+                first = self._rules[group].first_block(end, self.block_size)
+                for at in range(min(end, begins[group]) - 1, max(first - 1, lacking), -1):
+                    if not has(at, group):
+                        lacking = at
+                        break
+                    begins[group] = at
+            if lacking < 0:
+                break
+            end = lacking  # who goes on behind that place, and not beyond ``end``, needs it too
+        return end
+
+    def held_part(self, nodes: list[Node], num_blocks: int) -> list[Node]:
+        """Return the first of ``nodes``, up to the last that has a block which whoever goes on behind the path needs.
+
+        Who holds what it needs keeps these in the tree, and not those behind them.
+
+        Args:
+            nodes: the first of the path.
+            num_blocks: of the path.
+        """
+        if self.keeps_paths:
+            return nodes
+        firsts = [rule.first_block(num_blocks, self.block_size) for rule in self._rules]
+
+        def is_held(at: int) -> bool:
+            return any(
+                nodes[at].blocks[group] is not None and (at >= first or self.is_sink(at, group))
+                for group, first in enumerate(firsts)
+            )
+
+        num_held = next((at + 1 for at in reversed(range(len(nodes))) if is_held(at)), 0)
+        return nodes[:num_held]
+
+    def is_sink(self, place: int, group: int) -> bool:
+        """Whether a group has sinks in its block at one place of a path."""
+        return place < self._num_sink_blocks[group]
 
     def is_whole(self, node: Node) -> bool:
-        """Whether who goes on at the end of ``node``'s path finds there what each group keeps."""
+        """Whether who goes on at the end of ``node``'s path finds there what each group keeps.
+
+        Blocks of sinks are there as long as the path is (``window_blocks.py``).
+        """
         end = node.depth + 1
         for group in self.trimmed:
             num_needed = end - self._rules[group].first_block(end, self.block_size)

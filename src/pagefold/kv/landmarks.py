@@ -169,7 +169,7 @@ class Landmarks:
         """Return the windows that are needed at the end of ``node``'s path, and those inside its last block, too.
 
         Who begins inside the last block copies a part of it, and may see one block more. None where a block is gone
-        that is needed at the end itself.
+        that is needed at the end itself. Sinks need not be kept: they stay as long as the path does.
         """
         size, end = self._rules.block_size, node.depth + 1
         found: list[Block] = []

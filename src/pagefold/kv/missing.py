@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from pagefold.kv.names import digest_of, in_group, names_behind, root_digest
 from pagefold.kv.tree import TOKEN_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from pagefold.kv.held_block import HeldBlock
     from pagefold.kv.host_blocks import HostBlocks
@@ -16,14 +16,24 @@ if TYPE_CHECKING:
     from pagefold.kv.names import BlockName
     from pagefold.kv.tree import PrefixHit
 
-__all__ = ["NOTHING_MISSING", "Missing", "missing_by_groups", "missing_of_one_group"]
+__all__ = ["NOTHING_MISSING", "Has", "Missing", "missing_by_groups", "missing_of_one_group"]
+
+Has: TypeAlias = "Callable[[BlockName], bool]"
+"""Whether a tier that answers at once has a block."""
+
+
+def has_nothing(_: BlockName) -> bool:
+    """Say of every block that no tier that answers at once has it."""
+    return False
 
 
 class Missing:
     """Blocks that a sequence needs and nobody near has.
 
     Where groups keep the last tokens only, it takes two questions: how far tiers have what the other groups keep, and
-    whether they have the windows there. A part of that is of no use.
+    whether they have the windows there. A part of that is of no use. Where there are no other groups, tiers that answer
+    at once are asked where the last place is whose windows are near or there; and all of the end of the path, if there
+    is none.
 
     What bringing them saves is counted in *places*, each of ``block_size`` tokens that are not computed: of several
     groups, blocks are more than places.
@@ -50,8 +60,13 @@ class Missing:
         """Return how many places ``num_blocks`` of ``names`` are worth, if all others are there."""
         return num_blocks
 
-    def with_windows(self, num_found: int) -> Missing:  # noqa: ARG002
-        """Return all that is missing to go on behind the first ``num_found`` of ``names``."""
+    def with_windows(self, num_found: int, has: Has = has_nothing) -> Missing:  # noqa: ARG002
+        """Return all that is missing to go on behind the first ``num_found`` of ``names``.
+
+        Args:
+            num_found: that tiers have.
+            has: asked where no group keeps all: then there are no ``names``.
+        """
         return self
 
     def up_to(self, num_blocks: int) -> Missing:
@@ -108,7 +123,7 @@ class _MissingByGroups(Missing):
         super().__init__([self._name(at, group) for at in sought for group in self._keeping], near)
         self.needs_windows = bool(rules.trimmed)
         # What is near can be gone on from up to here; where windows are missing, that is less than what is near.
-        self._num_whole = next((end for end in range(self._num_near, 0, -1) if not self._lacking(end)), 0)
+        self._num_whole = rules.last_whole(self._num_near, lambda at, group: has[at][group])
 
     def gain(self, num_blocks: int) -> int:
         return self._num_near + num_blocks // len(self._keeping) - self._num_whole
@@ -116,7 +131,7 @@ class _MissingByGroups(Missing):
     def at_stake(self, num_blocks: int) -> int:
         return self._num_near + -(-num_blocks // len(self._keeping)) - self._num_whole
 
-    def with_windows(self, num_found: int) -> Missing:
+    def with_windows(self, num_found: int, has: Has = has_nothing) -> Missing:  # noqa: ARG002
         if not self.needs_windows:
             return self
         end = self._num_near + num_found // len(self._keeping)
@@ -131,13 +146,36 @@ class _MissingByGroups(Missing):
         return [
             self._name(at, group)
             for group in self._rules.trimmed
-            for at in range(self._rules[group].first_block(end, self._rules.block_size), end)
+            for at in self._rules[group].places(end, self._rules.block_size)
             if not self._has[at][group]
         ]
 
     def _name(self, at: int, group: int) -> BlockName:
         name = self._path[at]
         return name._replace(digest=in_group(name.digest, group), group=group)
+
+
+class _MissingWindows(_MissingByGroups):
+    """The same where no group keeps all: nothing leads to the windows, and a path may end wherever they are."""
+
+    def gain(self, num_blocks: int) -> int:  # noqa: ARG002
+        return 0
+
+    def at_stake(self, num_blocks: int) -> int:  # noqa: ARG002
+        return self._num_near - self._num_whole
+
+    def with_windows(self, num_found: int, has: Has = has_nothing) -> Missing:  # noqa: ARG002
+        end = self._rules.last_whole(
+            len(self._path), lambda at, group: self._has[at][group] or has(self._name(at, group))
+        )
+        if end <= self._num_whole:
+            end = len(self._path)
+        return _Whole(self._lacking(end), self.near, end - self._num_whole)
+
+    def up_to(self, num_blocks: int) -> Missing:
+        size = self._rules.block_size
+        most = sum(rule.num_blocks_for(len(self._path) * size, 0, size) for rule in self._rules)
+        return self if most <= num_blocks else NOTHING_MISSING
 
 
 def missing_of_one_group(hit: PrefixHit, packed: bytes, stride: int) -> Missing:
@@ -172,4 +210,4 @@ def missing_by_groups(hit: PrefixHit, packed: bytes, rules: KeepRules, host: Hos
         on_device = hit.nodes[at].blocks if at < len(hit.nodes) else [None] * len(rules)
         has.append([mine is not None or other is not None for mine, other in zip(on_device, on_host, strict=True)])
     near = [one for on_host in held for one in on_host if one is not None]
-    return _MissingByGroups(path, has, near, rules)
+    return (_MissingByGroups if rules.keeps_paths else _MissingWindows)(path, has, near, rules)

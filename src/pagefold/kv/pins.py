@@ -1,7 +1,7 @@
 """Pins: prefixes that stay cached though no table holds them, until they expire or somebody needs their memory.
 
-A pin keeps the blocks of one path of the tree, from the first block to its tail; of a group that keeps the last tokens
-only, those that whoever goes on behind the tail needs. They are CACHED as ever, but not evictable. It is a wish and no
+A pin keeps the blocks of one path of the tree, from the first block to its tail; of a group that leaves tokens behind,
+those that whoever goes on behind the tail needs. They are CACHED as ever, but not evictable. It is a wish and no
 claim: before a request is preempted or made to wait for memory, pins are given up, those of least priority first, and
 their blocks are evictable again. So a pin never blocks a request for ever.
 
@@ -161,9 +161,9 @@ class PinTable:
         """
         num_new = 0
         for group, rule in enumerate(self._rules):
-            first = rule.first_block(num_blocks, self._rules.block_size)
-            blocks = (node.blocks[group] for node in nodes[first:])
-            num_new += num_blocks - first - sum(1 for block in blocks if block is not None and block.num_pin_refs)
+            places = rule.places(num_blocks, self._rules.block_size)
+            blocks = (nodes[at].blocks[group] for at in places if at < len(nodes))
+            num_new += len(places) - sum(1 for block in blocks if block is not None and block.num_pin_refs)
         return num_new
 
     def add(
@@ -263,11 +263,11 @@ class PinTable:
 
     def _blocks_of(self, tail: Node) -> Iterator[Block]:
         """Yield the blocks that whoever goes on behind ``tail`` needs, the last first."""
-        firsts = [rule.first_block(tail.depth + 1, self._rules.block_size) for rule in self._rules]
+        places = [set(rule.places(tail.depth + 1, self._rules.block_size)) for rule in self._rules]
         node = tail
         while node.parent is not None:
-            for block, first in zip(node.blocks, firsts, strict=True):
-                if block is not None and node.depth >= first:
+            for block, of_group in zip(node.blocks, places, strict=True):
+                if block is not None and node.depth in of_group:
                     yield block
             node = node.parent
 

@@ -58,19 +58,24 @@ class Prefixes:
     def begin(self, cache: SequenceCache, nodes: list[Node], hit: PrefixHit) -> list[Node]:  # noqa: ARG002
         """Let ``cache`` begin with the blocks of ``nodes``, those of ``hit`` that are still there.
 
-        Return those that it can go on from.
+        Return those that it can go on from, and holds.
         """
         self._holding.take(cache, nodes)
         return nodes
 
-    def go_on(self, cache: SequenceCache, hit: PrefixHit) -> int:
-        """Let ``cache``, which has begun with all nodes of ``hit``, have what is behind them. Return its tokens."""
+    def go_on(self, cache: SequenceCache, nodes: list[Node], hit: PrefixHit) -> int:
+        """Let ``cache`` have what is behind the nodes of ``hit``, if it has begun with all. Return its tokens.
+
+        Args:
+            cache: that has begun.
+            nodes: what :meth:`begin` returned.
+            hit: what was found.
+        """
+        if len(nodes) < len(hit.nodes):
+            return 0
         if hit.partial is not None and hit.partial.attached:
             return self._holding.take_partial(cache, hit.partial, hit.num_partial_tokens)
-        return self._take_behind(cache, hit) * self._rules.block_size
-
-    def _take_behind(self, cache: SequenceCache, hit: PrefixHit) -> int:
-        return self._holding.take_held(cache, hit.held) if hit.held else 0
+        return self._holding.take_held(cache, hit.held) * self._rules.block_size if hit.held else 0
 
     def _cut(self, hit: PrefixHit) -> PrefixHit:
         """Return as much of ``hit`` as can be copied."""
@@ -101,12 +106,16 @@ class PrefixesByGroups(Prefixes):
 
     def begin(self, cache: SequenceCache, nodes: list[Node], hit: PrefixHit) -> list[Node]:
         """Let ``cache`` begin: at once with what the host holds, if nothing of ``hit`` has gone."""
-        is_whole = len(nodes) == len(hit.nodes)
-        if hit.held and is_whole and self._holding.take_with_held(cache, nodes, hit):
-            return nodes
+        if hit.held and len(nodes) == len(hit.nodes):
+            own = self._rules.held_part(nodes, hit.num_blocks)
+            if self._holding.take_with_held(cache, own, hit):
+                return own
         nodes = nodes[: self._rules.num_whole(nodes)]
         self._holding.take(cache, nodes)
         return nodes
 
-    def _take_behind(self, cache: SequenceCache, hit: PrefixHit) -> int:
-        return cache.tables[0].end - len(hit.nodes)  # it began with them
+    def go_on(self, cache: SequenceCache, nodes: list[Node], hit: PrefixHit) -> int:
+        """Let ``cache`` have what is behind ``nodes``; see :class:`Prefixes`."""
+        if hit.held:  # it began with them, if at all
+            return (cache.tables[0].end - len(nodes)) * self._rules.block_size
+        return super().go_on(cache, nodes, hit)

@@ -127,6 +127,8 @@ class Publishing:
                 child.born_s = self._blocks.now_s
                 child.committed = True
                 self._policy.on_insert(child)
+                if tail.evictable:  # a leaf until now, of which the cache holds nothing: it has led to this one
+                    self._blocks.update_evictable(tail)
             elif child.committed:
                 if not self._exchange(cache, index, child):
                     break
@@ -136,6 +138,10 @@ class Publishing:
             child.used_s = self._blocks.now_s
             tail = child
             index += 1
+        while index > cache.num_published and not self._holds(cache, index - 1):
+            assert tail.parent is not None, "what is published are the nodes of a path"
+            tail = tail.parent  # else who has nothing there would lean on it
+            index -= 1
         cache.tail = tail
         cache.num_published = index
 
@@ -174,6 +180,10 @@ class Publishing:
         own = self._alone[cache.tables[0].block_ids[index]]
         return None if own[0].num_table_refs > 1 else own
 
+    def _holds(self, cache: SequenceCache, index: int) -> bool:  # noqa: ARG002
+        """Whether a cache holds any block at one place of its path."""
+        return True
+
     def _exchange(self, cache: SequenceCache, index: int, node: Node) -> bool:
         """Give the block of ``cache`` at one place back for that of ``node``, which holds the same."""
         block_ids = cache.tables[0].block_ids
@@ -191,8 +201,14 @@ class PublishingByGroups(Publishing):
     """The same where there are several groups, or one that keeps the last tokens only."""
 
     def _own(self, cache: SequenceCache, index: int) -> tuple[Block | None, ...] | None:
-        """Return the blocks of every group at one place; see :class:`Publishing`."""
+        """Return the blocks of every group at one place; see :class:`Publishing`.
+
+        None, too, at a place of which no group keeps anything, if what lies behind it cannot be published: nodes
+        without blocks only lead to others.
+        """
         own = tuple(self._at(table, index) for table in cache.tables)
+        if not any(own) and self._own(cache, min(table.num_trimmed for table in cache.tables)) is None:
+            return None
         return None if any(block is not None and block.num_table_refs > 1 for block in own) else own
 
     def _exchange(self, cache: SequenceCache, index: int, node: Node) -> bool:
@@ -217,11 +233,15 @@ class PublishingByGroups(Publishing):
         self._blocks.update_evictable(node)
         for table, own, theirs in pairs:
             if theirs is not None:
-                table.block_ids[index - table.num_trimmed] = theirs.block_id
+                table.put(index, theirs.block_id)
                 pool.release(own)
         return True
 
+    def _holds(self, cache: SequenceCache, index: int) -> bool:
+        """Whether a cache holds any block at one place of its path."""
+        return any(table.at(index) is not None for table in cache.tables)
+
     def _at(self, table: BlockTable, index: int) -> Block | None:
         """Return what a table has at one place of a path."""
-        at = index - table.num_trimmed
-        return self._pool.blocks[table.block_ids[at]] if at >= 0 else None
+        block_id = table.at(index)
+        return None if block_id is None else self._pool.blocks[block_id]

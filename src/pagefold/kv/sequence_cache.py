@@ -38,6 +38,8 @@ class SequenceCache:
         tables: one for each cache group, in the groups' order.
         capacity: how many positions the tables reach up to: all of them end with the same one.
         num_published: the first so many blocks are those of the tree path that ends in ``tail``.
+        num_begun: how many blocks of its path were found when it, or what it was forked from, was acquired. Those that
+            were loaded are published later: by its first promise, or when nobody else promises the same.
         tail: the deepest node of that path; the namespace's root when nothing is published; None when this cache
             publishes nothing, because caching is off or the cache was reset.
         may_share_tail: a fork may hold the last block too, so a write must look first.
@@ -66,6 +68,7 @@ class SequenceCache:
         "facts",
         "marks",
         "may_share_tail",
+        "num_begun",
         "num_loaded_tokens",
         "num_published",
         "promise",
@@ -77,7 +80,7 @@ class SequenceCache:
     def __init__(self, num_groups: int, tail: Node | None) -> None:
         self.tables = tuple(BlockTable() for _ in range(num_groups))
         self.capacity = 0
-        self.num_published = 0
+        self.num_published = self.num_begun = 0
         self.tail = tail
         self.may_share_tail = False
         self.copied_from: Node | None = None
@@ -109,7 +112,7 @@ class SequenceCache:
     def all_block_ids(self) -> Iterator[BlockId]:
         """Yield the blocks of all groups."""
         for table in self.tables:
-            yield from table.block_ids
+            yield from table.all_ids()
 
 
 class Promise:

@@ -7,6 +7,9 @@ Such a block need not wait until its node is a leaf. When nobody holds it, it is
 - idle: who held it last ended there, so whoever goes on needs it.
 
 Transfers and pins keep a block for a while, and change nothing of that.
+
+Blocks of sinks are none of these. All windows of all paths behind them need them, and they are few: so they go as the
+blocks of a group that keeps all do, with their node when that is a leaf. So a path that is there has its sinks.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ class WindowBlocks:
 
     def __init__(self, rules: KeepRules) -> None:
         self.landmarks = Landmarks(rules)
+        self._rules = rules
         self._groups = frozenset(rules.trimmed)
         self._left: set[Block] = set()  # whom the last table left behind, also while a transfer or a pin keeps them
         self._stale: dict[Block, bool] = {}  # whether the host should keep it when it goes
@@ -48,6 +52,13 @@ class WindowBlocks:
     def all(self) -> list[Block]:
         """Return all of them, in the order in which they go if nothing else can."""
         return [*self._stale, *self._kept, *self._firm, *self._idle]
+
+    def goes_alone(self, block: Block) -> bool:
+        """Whether ``block``, which is published, need not wait until its node is a leaf."""
+        if block.group not in self._groups:
+            return False
+        assert block.node is not None, "what is published has its node"
+        return not self._rules.is_sink(block.node.depth, block.group)
 
     def is_spare(self, block: Block) -> bool:
         """Whether ``block`` is not worth to be kept elsewhere: left behind, and no firm landmark keeps it."""
@@ -71,7 +82,7 @@ class WindowBlocks:
             block: that was released, of any group.
             is_left: whether who held it last has left it behind.
         """
-        if block.group not in self._groups:
+        if not self.goes_alone(block):
             return
         if block.num_table_refs:
             self._left.discard(block)

@@ -128,7 +128,7 @@ class TraceRecorder:
         self._out.truncate(0)
         codec = CODECS.get(KV_CACHE_DTYPES.get(config.kv_cache_dtype, ""))
         settings["seals_blocks"] = codec is not None and codec.channel_tokens > 0
-        settings["keeps"] = [[rule.window, rule.is_chunked] for rule in rules]
+        settings["keeps"] = [_kept(rule) for rule in rules]
         sizes = {"num_blocks": num_blocks, "num_host_blocks": num_host_blocks}
         self._put({"pagefold_recording": _VERSION, **sizes, **settings})
 
@@ -351,3 +351,8 @@ def _little(numbers: array[int]) -> array[int]:
     if sys.byteorder == "big":
         numbers.byteswap()
     return numbers
+
+
+def _kept(rule: KeepRule) -> list[Any]:
+    """Return what a rule says, its sinks only where there are any: so others read it who know of none."""
+    return [rule.window, rule.is_chunked, *([rule.num_sinks] if rule.num_sinks else [])]

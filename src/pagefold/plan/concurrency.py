@@ -124,10 +124,7 @@ class Pool:
         """Return a pool for so many times fewer requests, that are so many times shorter; the longest fits into it."""
         num_seqs = None if self.max_num_seqs is None else max(1, round(self.max_num_seqs / scale))
         num_tokens = max(round(self.max_num_batched_tokens / scale), 1)
-        rules = tuple(
-            rule if rule.window is None else replace(rule, window=max(1, round(rule.window / shrink)))
-            for rule in self.rules
-        )
+        rules = tuple(_shrunk(rule, shrink) for rule in self.rules)
         least = sum(rule.num_blocks_for(longest, num_tokens, self.block_size) for rule in rules)
         num_blocks = max(round(self.num_blocks / scale / shrink), least)
         return Pool(num_blocks, self.block_size, num_seqs, num_tokens, rules)
@@ -146,6 +143,13 @@ class Reached:
     mean: float
     peak: float
     preemptions_per_request: float
+
+
+def _shrunk(rule: KeepRule, shrink: float) -> KeepRule:
+    """Return a rule for sequences that are so many times shorter."""
+    if rule.window is None:
+        return rule
+    return replace(rule, window=max(1, round(rule.window / shrink)), num_sinks=round(rule.num_sinks / shrink))
 
 
 def reach(pool: Pool, workload: Workload, *, footprint: float, with_sharing: bool) -> Reached:

@@ -75,8 +75,8 @@ def _scores(layer: DecoderLayer, num_tokens: int) -> float:
     if layer.kv is not None and layer.kv.is_chunked:
         num_chunks, rest = divmod(num_tokens, window)
         return layer.score_width * (num_chunks * window**2 + rest**2)
-    inside = min(num_tokens, window)
-    return layer.score_width * (inside**2 + 2 * (num_tokens - inside) * window)
+    seen = layer.kv.num_tokens(num_tokens) if layer.kv is not None else num_tokens  # of the last token
+    return layer.score_width * (seen**2 + 2 * (num_tokens - seen) * seen)
 
 
 def decode_operations(shape: ModelShape, context: float) -> float:
@@ -86,7 +86,7 @@ def decode_operations(shape: ModelShape, context: float) -> float:
     for layer in shape.layers:
         seen = context
         if layer.kv is not None and layer.kv.window is not None:
-            seen = min(context, layer.kv.window)
+            seen = min(context, layer.kv.num_sinks + layer.kv.window)
         attention += 2 * layer.score_width * seen
     return products + attention
 

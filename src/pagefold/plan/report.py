@@ -85,7 +85,8 @@ def _term(kind: LayerKV, num_layers: int, codec: Codec) -> str:
     else:
         what = f"{num_layers} layers x {kind.num_kv_heads} KV heads x ({key} B of K + {value} B of V)"
     if kind.window is not None:
-        what += f" [{'chunk' if kind.is_chunked else 'window'} of {kind.window:,} tokens]"
+        sinks = f"the first {kind.num_sinks:,} and a " if kind.num_sinks else ""
+        what += f" [{sinks}{'chunk' if kind.is_chunked else 'window'} of {kind.window:,} tokens]"
     return what if kind.codec is None else f"{what} [{kind.codec.name}]"
 
 

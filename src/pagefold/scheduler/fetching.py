@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from pagefold.kv import Fetch, SlowTiers, Verdict
-    from pagefold.kv.missing import Missing
+    from pagefold.kv.missing import Has, Missing
     from pagefold.kv.names import BlockName
     from pagefold.kv.transfers import Fetched, Found, Transfers
     from pagefold.request import Request
@@ -75,9 +75,13 @@ class Wanted:
         """Whether what was found is of no use."""
         return not self.found or not self.missing.gain(len(self.found))
 
-    def seek_windows(self) -> None:
-        """Seek what groups need that keep the last tokens only, now that it is known how far tiers have the path."""
-        self.missing = self.missing.with_windows(len(self.found))
+    def seek_windows(self, has: Has) -> None:
+        """Seek what groups need that keep the last tokens only, now that it is known how far tiers have the path.
+
+        Args:
+            has: whether a tier that answers at once has a block.
+        """
+        self.missing = self.missing.with_windows(len(self.found), has)
 
 
 class Fetching:
@@ -124,7 +128,7 @@ class Fetching:
                 self._look(wanted, tier, now)
                 return
         if wanted.missing.needs_windows:
-            wanted.seek_windows()
+            wanted.seek_windows(self._has)
             self.seek(wanted, now)
         elif self._decide(wanted, now):
             self._hold(wanted)
@@ -171,6 +175,10 @@ class Fetching:
         """Return how long a tier's answer about what is left is waited for."""
         return _LOOK_SHARE * self._slow.arbiter.compute_s(wanted.missing.at_stake(len(wanted.left)))
 
+    def _has(self, name: BlockName) -> bool:
+        """Whether a tier that answers at once has a block."""
+        return _FAST in self._transfer.tiers and self._transfer.count(_FAST, [name]) > 0
+
     def _hold(self, wanted: Wanted) -> None:
         """Give it a ticket, and hold its request back; nothing, if that was done."""
         if wanted.ticket is not None:
@@ -202,7 +210,7 @@ class Fetching:
         """A tier has said what it has, or is late: ask what is to be asked yet, or decide; whether it is waited for."""
         if not wanted.missing.needs_windows:
             return self._decide(wanted, now)
-        wanted.seek_windows()
+        wanted.seek_windows(self._has)
         self.seek(wanted, now)
         return now < wanted.late_s
 

@@ -196,8 +196,10 @@ class ShadowRunner:
         for group, (rule, table) in enumerate(zip(self._rules, tables, strict=True)):
             if group == self.whole_group:
                 continue
-            for position in range(rule.first_seen(plan.starts[row]), end):
-                block_id = table.block_ids[position // self._size - table.num_trimmed]
+            first = rule.first_seen(plan.starts[row])
+            for position in (*range(min(rule.num_sinks, first, end)), *range(first, end)):
+                block_id = table.at(position // self._size)
+                assert block_id is not None, f"position {position} was given back, and is seen"
                 cell = self._slab[block_id][position % self._size] - (group - self.whole_group)
                 if cell != cells[position]:
                     cells[position] = cell

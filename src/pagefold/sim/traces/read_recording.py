@@ -238,11 +238,18 @@ class _Reader:
 
 
 def _rule(value: object) -> KeepRule:
+    num_sinks: object = 0
+    if isinstance(value, list) and len(value) == 3:  # noqa: PLR2004 - sinks are told of where there are any
+        *value, num_sinks = value
     window, is_chunked = Fields.pair("keeps", value)
     if not isinstance(is_chunked, bool):
         msg = f"its keeps has {is_chunked!r}, not true or false"
         raise ValueError(msg)  # noqa: TRY004 - of JSON
-    return KeepRule(None if window is None else Fields.as_whole("keeps", window, 1, MAX_TOKENS), is_chunked)
+    sinks = Fields.as_whole("keeps", num_sinks, 0, MAX_TOKENS)
+    if sinks and (window is None or is_chunked):
+        msg = f"its keeps has {sinks} sinks beside no window that slides"
+        raise ValueError(msg)
+    return KeepRule(None if window is None else Fields.as_whole("keeps", window, 1, MAX_TOKENS), is_chunked, sinks)
 
 
 def _pin(line: Fields) -> tuple[float | None, float]:
