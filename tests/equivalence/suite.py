@@ -267,7 +267,9 @@ def _keeps(setting: Setting, spec: ModelSpec, budget: Budget) -> tuple[KeepRule,
     """Return what each layer keeps; nothing where all keep all."""
     if setting.streaming_llm is not None:
         rule = KeepRule(setting.streaming_llm, num_sinks=setting.streaming_llm_sinks)
-        return tuple(keep if keep.trims else rule for keep in spec.keeps or (KEEP_ALL,) * spec.num_layers)
+        most = setting.streaming_llm + setting.streaming_llm_sinks
+        keeps = spec.keeps or (KEEP_ALL,) * spec.num_layers
+        return tuple(rule if keep.window is None or keep.window > most else keep for keep in keeps)
     return spec.keeps_within(budget.max_model_len) if setting.knows_groups else ()
 
 

@@ -40,7 +40,9 @@ def twin(tiny_folder):
 
 def streaming(setting):
     return replace(
-        expected_of_windows(setting, SHORT), streaming_llm=max(WINDOW, setting.block_size), streaming_llm_sinks=NUM_SINKS
+        expected_of_windows(setting, SHORT),
+        streaming_llm=max(WINDOW, setting.block_size),
+        streaming_llm_sinks=NUM_SINKS,
     )
 
 

@@ -114,9 +114,9 @@ class EngineConfig:
         kv_write_policy: when blocks are written to disk and pool: ``write_back`` (when the host's memory is needed, and
             at the end), ``write_through`` (when their request has ended), ``write_through_selective`` (the same for
             what was found at least once).
-        streaming_llm: how many of the last tokens are attended to, beside the first ones: StreamingLLM, for layers that
-            attend to all otherwise. The rest is given back, and outputs are not those of the model beyond both together.
-            ``max_model_len`` may be beyond what the model was made for then, if it is given as a number. None for all.
+        streaming_llm: how many of the last tokens are attended to, beside the first ones (StreamingLLM), in layers that
+            attend to more otherwise. What lies between is given back: beyond both together outputs are not those of the
+            model. ``max_model_len`` may be beyond what that was made for then, if it is a number. None for all.
         streaming_llm_sinks: how many of the first tokens stay beside them.
         max_model_len: longest prompt and output together, in tokens; None for what the model was made for, ``auto``
             for as much of that as the budget holds.
@@ -205,7 +205,8 @@ class EngineConfig:
     streaming_llm: Annotated[
         int | None,
         Flag(
-            "Attend to so many of the last tokens, and the first ones, and give back the rest (StreamingLLM). Not exact.",
+            "Attend to so many of the last tokens and to the first ones, and give back the rest (StreamingLLM). "
+            "Beyond both together outputs are not the model's.",
             metavar="TOKENS",
         ),
     ] = None

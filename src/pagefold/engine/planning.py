@@ -69,7 +69,7 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
 
 
 def _streaming_keeps(config: EngineConfig, spec: ModelSpec, device: str) -> tuple[KeepRule, ...]:
-    """Return what each layer keeps with ``streaming_llm``: those that have no window get one, and sink tokens.
+    """Return what each layer keeps with ``streaming_llm``: those that see more than that get a window and sink tokens.
 
     Raises:
         ConfigError: it is not computed on that device.
@@ -77,9 +77,11 @@ def _streaming_keeps(config: EngineConfig, spec: ModelSpec, device: str) -> tupl
     if device != "cpu":
         msg = f"streaming_llm is set, and is not computed on {device} yet."
         raise ConfigError(msg, remedy="Leave it out, or use device=cpu.")
+    assert config.streaming_llm is not None, "nobody asked"
     rule = KeepRule(config.streaming_llm, num_sinks=config.streaming_llm_sinks)
     keeps = spec.keeps or (KEEP_ALL,) * spec.num_layers
-    return tuple(keep if keep.trims else rule for keep in keeps)
+    most = config.streaming_llm + config.streaming_llm_sinks
+    return tuple(rule if keep.window is None or keep.window > most else keep for keep in keeps)
 
 
 def _longest(config: EngineConfig, spec: ModelSpec) -> int:

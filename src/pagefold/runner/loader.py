@@ -46,7 +46,7 @@ class AttentionContext:
 
     __slots__ = ("backend", "inputs", "last", "layers", "max_model_len", "moves", "slab", "turns", "written")
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - settings, by name
         self,
         backend: AttentionBackend,
         slab: AnySlab,
@@ -179,10 +179,10 @@ def _to_write(
 def _hold_window(module: torch.nn.Module, asked: int | None, keeps: KeepRule, max_model_len: int) -> None:
     """Refuse a layer that asks for another window than its cache group keeps, if any sequence can tell.
 
-    A layer that attends by chunks asks for no window: its model says so by its mask, which is not made. Nor does one
-    that keeps sink tokens: its window is not the model's.
+    A layer that attends by chunks asks for no window: its model says so by its mask, which is not made. Where sink
+    tokens are kept, the window is not the model's.
     """
-    if (keeps.is_chunked or keeps.num_sinks) and asked is None:
+    if keeps.num_sinks or (keeps.is_chunked and asked is None):
         return
     if min(asked or max_model_len, max_model_len) != min(keeps.window or max_model_len, max_model_len):
         kept = f"all of up to {max_model_len} tokens" if keeps.window is None else f"a window of {keeps.window}"

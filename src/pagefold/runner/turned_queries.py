@@ -1,9 +1,9 @@
 """TurnedQueries: queries of transformers' layers as they look at sink tokens, which lie nearer than they were written.
 
-Rope (Su et al., "RoFormer", 2021, section 3.2) turns pairs of a head's numbers by angles that grow with the position, so
-that scores depend on distances alone. With sink tokens positions count in the cache (StreamingLLM: Xiao et al., 2023,
-section 3.2): the window follows the sink tokens at once. K stays as it was written; the queries that look at sink tokens
-are turned back by what lies between.
+Rope (Su et al., "RoFormer", 2021, section 3.2) turns pairs of a head's numbers by angles that grow with the position,
+so that scores depend on distances alone. With sink tokens positions count in the cache (StreamingLLM: Xiao et al.,
+2023, section 3.2): the window follows the sink tokens at once. K stays as it was written; the queries that look at sink
+tokens are turned back by what lies between.
 
 Families pair numbers in two ways, turn all of a head or its first part, and some layers turn nothing. What a model does
 is not read from its config but found out: its queries of one token at two positions say it.
@@ -115,8 +115,9 @@ def find_turned_queries(
 
     Args:
         model: whose ropes are the candidates.
-        at_first, at_second: of each layer, the queries ``[1, H, D]`` of one token that sees nothing but itself, at each
-            of the positions ``PROBED``.
+        at_first: of each layer, the queries ``[1, H, D]`` of one token that sees nothing but itself, at the first of
+            the positions ``PROBED``.
+        at_second: the same at the second one.
 
     Raises:
         UnsupportedModelError: a layer turns them in no way that is known.

@@ -64,7 +64,8 @@ class GroupInputs:
 
     def sink_blocks(self, seq: int) -> NDArray[np.int32]:
         """Return the blocks of a sequence's sink tokens, ``[Hkv, blocks]``: of no blocks where none are kept."""
-        return self.sink_tables[seq] if self.keeps.num_sinks else self.tables[seq][:, :0]
+        blocks: NDArray[np.int32] = self.sink_tables[seq] if self.keeps.num_sinks else self.tables[seq, :, :0]
+        return blocks
 
 
 @dataclass(frozen=True, slots=True)

@@ -253,20 +253,22 @@ def _limit_rows(scratch, num_rows, start, num_entries, block_size):
 
 
 @part()
-def _attend_sinks(tiles, work, slab, cell, s, h, num_rows, scratch, acc, softcap):
-    """Attend to the sink tokens of a sequence that each row sees beside its window: as to a split of their own.
+def _attend_sinks(tiles, work, turned, slab, cell, s, item, scoring, scratch, acc):
+    """Attend to the sink tokens of sequence ``s`` that an item's rows see beside their windows: a split of their own.
 
-    Leaves what :func:`_attend_split` does. Queries are those of ``scratch.query``, and ``scratch.begins`` is set.
+    Leaves what :func:`_attend_split` does, and in ``scratch`` the turned queries, and where each row's window begins.
     """
+    num_rows = (item.end - item.first) * item.group
+    _bring_queries(tiles, work, turned, slab, cell, item, scoring.scale, scratch)
     num_seen = 0  # by any: others may not have been written
     for row in range(num_rows):
         scratch.limits[row] = min(work.keeps.num_sinks, scratch.begins[row])
         scratch.hidden[row] = 0
         num_seen = max(num_seen, scratch.limits[row])
-    table = work.sink_tables[s, h if work.sink_tables.shape[1] > 1 else 0]
+    table = work.sink_tables[s, item.kv_head if work.sink_tables.shape[1] > 1 else 0]
     query = scratch.query[:num_rows]
-    _attend_split(tiles, slab, cell, table, 0, num_seen, query, scratch, acc, softcap, 0)
-    raise_tops(slab, cell, num_rows, scratch, softcap)
+    _attend_split(tiles, slab, cell, table, 0, num_seen, query, scratch, acc, scoring.softcap, 0)
+    raise_tops(slab, cell, num_rows, scratch, scoring.softcap)
 
 
 @part(forceinline=True)
@@ -320,8 +322,7 @@ def attend(tiles, sync, phase, num_members, work, query, turned, slab, layer, sc
         cell = work.cells[s * cell_step, layer, h]
         is_sealed = slab.cells[cell, KEY_FORMAT] == INT2
         if split == SINK_TOKENS:
-            _bring_queries(tiles, work, turned, slab, cell, item, scoring.scale, scratch)
-            _attend_sinks(tiles, work, slab, cell, s, h, num_rows, scratch, acc, softcap)
+            _attend_sinks(tiles, work, turned, slab, cell, s, item, scoring, scratch, acc)
             for row in range(num_rows):
                 t = work.tokens[first + row // group]
                 part = partials[work.first_slots[t] - 1, h * group + row % group]
@@ -361,8 +362,7 @@ def attend(tiles, sync, phase, num_members, work, query, turned, slab, layer, sc
                         state_tops[row], state_totals[row], state[row], tops[row], totals[row], acc[row]
                     )
         if split == ALL_SPLITS and work.keeps.num_sinks > 0 and first_seen(work.keeps, longest - 1) > 0:
-            _bring_queries(tiles, work, turned, slab, cell, item, scoring.scale, scratch)
-            _attend_sinks(tiles, work, slab, cell, s, h, num_rows, scratch, acc, softcap)
+            _attend_sinks(tiles, work, turned, slab, cell, s, item, scoring, scratch, acc)
             for row in range(num_rows):
                 if scratch.begins[row] > 0:
                     state_tops[row], state_totals[row] = fold(

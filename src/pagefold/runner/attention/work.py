@@ -121,7 +121,7 @@ class AttentionWork(NamedTuple):
     Attributes:
         query_starts, seq_of, cells, split_size, residual_ids, first_opened, seals: of all groups.
         group_of_layer: int32 ``[L]``.
-        tables, first_blocks, lengths, sink_tables, first_slots: those of each group, one behind the other: ``[G, ...]``.
+        tables, first_blocks, lengths, sink_tables, first_slots: of each group, one behind the other: ``[G, ...]``.
         keeps: int32 ``[G, 3]``: of each group the fields of :class:`Keeps`.
         item_starts: int32 ``[G + 1]``: a group has the items ``[item_starts[g], item_starts[g + 1])``.
         items: int32 ``[I, 5]``: of all groups.
@@ -272,11 +272,9 @@ def _tables_of(groups: tuple[GroupInputs, ...]) -> NDArray[np.int32]:
 
 def _sink_tables_of(groups: tuple[GroupInputs, ...]) -> NDArray[np.int32]:
     """Return the first blocks of each sequence in all groups, ``[G, S, Hkv or 1, blocks]``."""
-    num_seqs = len(groups[0].tables)
-    nothing = np.zeros((num_seqs, 1, 0), np.int32)
-    return _filled_up(
-        [_broadcast_as_one(group.sink_tables, 1) if group.keeps.num_sinks else nothing for group in groups]
-    )
+    nothing = np.zeros((len(groups[0].tables), 1, 0), np.int32)
+    tables = (group.sink_tables if group.keeps.num_sinks else nothing for group in groups)
+    return _filled_up([_broadcast_as_one(table, 1) for table in tables])
 
 
 def _filled_up(tables: list[NDArray[np.int32]]) -> NDArray[np.int32]:

@@ -54,7 +54,7 @@ class FusedDecoder:
         on_queries: told each layer's queries of a step, which are kept for it then; None for nobody.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - settings, by name
         self,
         config: FusedConfig,
         packed: PackedModel,
