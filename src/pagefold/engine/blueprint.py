@@ -81,5 +81,5 @@ class Blueprint:
 
 
 def without_windows(config: EngineConfig) -> str:
-    """Return the setting beside which a model's windows are not computed, since what streams knows one group; or empty."""
+    """Return the setting beside which a model's windows are not computed, as what streams knows one group; or empty."""
     return "allow_streaming" if config.allow_streaming else ""

@@ -44,9 +44,9 @@ def extend_by_groups(hit: PrefixHit, packed: bytes, max_tokens: int, rules: Keep
 class _Path:
     """A path, as far as device or host have what the groups have of it that keep all.
 
-    Nodes have all of that. So the host is asked of what lies behind them, and of windows only where a path may end. Where
-    no group keeps all, a path is as long as the tokens, and may end wherever its windows are: the last such place is
-    looked for from the end.
+    Nodes have all of that. So the host is asked of what lies behind them, and of windows only where a path may end.
+    Where no group keeps all, a path is as long as the tokens, and may end wherever its windows are: the last such place
+    is looked for from the end.
 
     Args:
         hit, packed, rules, host: as of :func:`extend_by_groups`.
