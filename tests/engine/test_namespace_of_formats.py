@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from pagefold.config import EngineConfig
 from pagefold.engine.namespace import namespace_of
 from pagefold.engine.planning import plan_engine
 from pagefold.kernels import floats, pairs, quads
+from pagefold.kv import KeepRule
 from pagefold.runner.fused import formats
 from pagefold.store import FrameFormat
 
@@ -67,3 +69,16 @@ def test_by_which_instruction_is_no_part_of_it(folder, monkeypatch):
         told.append((namespace_of(blueprint), blueprint.formats.products.means))
     assert told[0][0] == told[1][0]
     assert told[0][1] != told[1][1]
+
+
+def test_what_layers_keep_is_a_part_of_it(folder):
+    """And of a model without sinks the name is what it always was."""
+    blueprint = _blueprint(folder, "float32", None)
+    geometry = blueprint.geometry
+    rules = (KeepRule(40), KeepRule(40, num_sinks=4), KeepRule(40, num_sinks=5), KeepRule(40, is_chunked=True))
+    kept = [replace(geometry, keeps=(rule,) * geometry.num_layers) for rule in rules]
+    layouts = [namespace_of(replace(blueprint, geometry=each)).layout for each in [geometry, *kept]]
+    assert len(set(layouts)) == len(layouts)
+    layers = tuple(range(geometry.num_layers))
+    assert f"/{layers}:40:False/" in layouts[1]
+    assert f"/{layers}:40:False:4/" in layouts[2]

@@ -1,7 +1,7 @@
 """Families beyond their windows: in all layers or in some, in chunks, with sinks, with layers that share K and V.
 
-Part 1 of the equality rule in every setting that does not stream; a host tier only where some layers keep all, since a
-path is found there by what these keep. Prompts are up to 16 windows long; the reference applies transformers' masks.
+Part 1 of the equality rule in every setting that does not stream. Prompts are up to 16 windows long; the reference
+applies transformers' masks.
 """
 
 from __future__ import annotations

@@ -136,6 +136,27 @@ def test_a_window_that_nothing_passes_is_none() -> None:
     assert len(lay_out(layers, CODECS["float16"], max_len=4097).groups) == 2
 
 
+def test_sinks_are_bytes_and_blocks_beside_a_window() -> None:
+    layer = LayerKV(4, 64, 64, window=100, num_sinks=20)
+    assert [layer.num_tokens(num) for num in (7, 120, 121, 5000)] == [7, 120, 120, 120]
+    layers = [layer, LayerKV(4, 64, 64, window=100)]
+    layout = lay_out(layers, CODECS["float16"])
+    assert [group.keeps for group in layout.groups] == [KeepRule(100, num_sinks=20), KeepRule(100)]
+    assert layout.num_bytes_for(5000) == (120 + 100) * layer.bytes_per_token(CODECS["float16"])
+    assert [group.num_blocks_for(5000) for group in layout.groups] == [2 + 8, 8]
+    assert [group.num_blocks_for(5000, 10) for group in layout.groups] == [2 + 9, 9]
+    assert [group.num_blocks_for(40) for group in layout.groups] == [3, 3]
+    assert layout.lasting_bytes_per_token == 0
+    geometry = KVGeometry(2, 4, 64, 2, keeps=(KeepRule(100, num_sinks=20), KeepRule(100)))
+    assert geometry.groups == layout.groups
+
+
+def test_a_window_that_nothing_passes_beside_its_sinks_is_none() -> None:
+    layers = [LayerKV(4, 64, 64, window=4000, num_sinks=96), LayerKV(4, 64, 64)]
+    assert [group.keeps for group in lay_out(layers, CODECS["float16"], max_len=4096).groups] == [KEEP_ALL]
+    assert len(lay_out(layers, CODECS["float16"], max_len=4097).groups) == 2
+
+
 def test_one_kind_is_one_group_as_the_slab_has_it() -> None:
     geometry = KVGeometry(30, 3, 64, element_bytes=4)
     layout = lay_out([LayerKV(3, 64, 64)] * 30, CODECS["float32"])

@@ -175,3 +175,90 @@ def test_a_node_is_not_given_what_a_fork_holds_off_the_tree():
     core.publishing.commit(core.publishing.promise(two, packed(tokens), 8))
     audit(core)
     assert two.num_published == 0
+
+
+@pytest.mark.parametrize("num_sinks", [1, 4, 5])
+@pytest.mark.parametrize("publishes", [True, False])
+def test_sinks_move_apart_when_what_lies_behind_them_is_given_back(num_sinks, publishes):
+    core = KVCore(40, block_size=4, rules=(KeepRule(6, num_sinks=num_sinks),), enable_prefix_caching=publishes)
+    cache, _ = core.acquire(core.match(b"", packed([0]), 0))
+    num_sink_blocks = -(-num_sinks // 4)
+    tokens, firsts = list(range(40)), []
+    for end in range(2, 40, 2):
+        assert core.extend(cache, end - 2, end)
+        promise = core.publishing.promise(cache, packed(tokens), end)
+        if promise is not None:
+            core.publishing.commit(promise)
+        core.trim(cache, end)
+        audit(core)
+        table = cache.only_table
+        firsts.append(table.first_ids(num_sink_blocks)[0])
+        assert bool(table.sink_ids) == bool(table.num_trimmed)
+        assert table.num_held <= core.rules[0].num_blocks_for(end, 2, 4)
+        kept = {at for at in range(table.end) if table.at(at) is not None}
+        seen = {at // 4 for at in range(end) if at < num_sinks or at > end - 6}
+        assert seen <= kept
+    assert set(firsts) == {firsts[0]}, "the first block never moves"
+    assert core.pool.blocks[firsts[0]].num_table_refs == 1
+    num_active = core.num_active
+    twin = core.fork(cache)
+    assert list(twin.all_block_ids()) == list(cache.all_block_ids())
+    audit(core)
+    assert core.extend(twin, 38, 44)
+    assert twin.only_table.sink_ids == cache.only_table.sink_ids, "sinks are never written again"
+    core.moves.copies_done(core.moves.take_copies())
+    audit(core)
+    core.release(twin)
+    assert core.num_active == num_active
+    core.release(cache)
+    audit(core)
+    assert core.num_active == 0
+
+
+def test_a_fork_inside_the_first_block_writes_its_own_sinks():
+    core = KVCore(40, block_size=4, rules=(KeepRule(6, num_sinks=3),))
+    cache, _ = core.acquire(core.match(b"", packed([0]), 0))
+    assert core.extend(cache, 0, 2)
+    twin = core.fork(cache)
+    assert core.extend(twin, 2, 3)
+    assert core.extend(cache, 2, 3)
+    assert twin.only_table.block_ids != cache.only_table.block_ids
+    core.moves.copies_done(core.moves.take_copies())
+    for one in (cache, twin):
+        assert core.extend(one, 3, 30)
+        core.trim(one, 30)
+    audit(core)
+
+
+def test_a_pin_keeps_the_sinks_of_its_path():
+    core = KVCore(40, block_size=4, rules=(KeepRule(6, num_sinks=5), KeepRule(2)))
+    tokens = list(range(42))
+    cache, promise = begin(core, tokens, 41)
+    core.publishing.commit(promise)
+    core.trim(cache, 41)
+    core.release(cache)
+    hit = core.match(b"", packed(tokens), 41)
+    assert hit.num_blocks == 10
+    needed = [(0, 0), (1, 0), (8, 0), (9, 0), (9, 1)]
+    assert core.pins.num_new_blocks(hit.nodes, 10) == len(needed)
+    pin = core.pins.add("a", hit.nodes[-1], 0.0)
+    assert sorted((block.node.depth, block.group) for block in pin.blocks) == needed
+    assert core.pins.num_new_blocks(hit.nodes, 10) == 0
+    assert sorted((block.node.depth, block.group) for block in core.rules.blocks_of(hit)) == needed
+    core.blocks.reclaim(99)
+    audit(core)
+    assert core.pool.num_cached == len(needed)
+    assert core.match(b"", packed(tokens), 41).num_blocks == 10
+
+
+def test_who_has_been_joined_gives_its_sinks_back_for_those_of_others():
+    core = KVCore(60, block_size=4, rules=(KeepRule(6, num_sinks=1),))
+    tokens = list(range(30))
+    one, first = begin(core, tokens, 29, max_tokens=0)
+    two, second = begin(core, tokens, 29, max_tokens=0)
+    core.publishing.commit(first)
+    core.publishing.commit(second)
+    core.trim(one, 29)
+    core.trim(two, 29)
+    audit(core)
+    assert one.only_table.sink_ids == two.only_table.sink_ids

@@ -4,12 +4,14 @@ from array import array
 
 import pytest
 
+from pagefold.kv.arbiter import Arbiter
 from pagefold.kv.audit import audit
 from pagefold.kv.core import KVCore
 from pagefold.kv.host_tier import HostTier
 from pagefold.kv.keep import KEEP_ALL, KeepRule
 from pagefold.kv.missing import NOTHING_MISSING
 from pagefold.kv.names import in_group, names_behind, root_digest
+from pagefold.kv.slow_tiers import SlowTiers
 
 SIZE = 4
 TOKENS = list(range(13))
@@ -202,6 +204,187 @@ def test_the_host_is_asked_of_what_lies_behind_the_device_and_of_the_windows_the
     hit = core.match(b"", packed([*tokens, 7, 7, 7, 7]), len(tokens) + 3)
     assert (len(hit.nodes), len(hit.held)) == (60, 2)
     assert len(asked) < 10
+
+
+SLIDES = KeepRule(6)
+LONG = list(range(41))
+ALONE = pytest.mark.parametrize(
+    ("rules", "places"),
+    [
+        ((SLIDES,), {8, 9}),
+        ((SLIDES, KeepRule(2)), {8, 9}),
+        ((KeepRule(6, num_sinks=1),), {0, 8, 9}),
+        ((KeepRule(2, num_sinks=SIZE + 1), SLIDES), {0, 1, 8, 9}),
+        ((KeepRule(8, is_chunked=True),), {9}),
+    ],
+    ids=["a window", "windows", "a sink", "sinks", "chunks"],
+)
+
+
+def core_of_windows(rules, num_blocks=60):
+    return KVCore(num_blocks, block_size=SIZE, rules=rules, host=HostTier(200))
+
+
+def on_host(rules):
+    """Return a core without a group that keeps all, which has what is needed behind ``LONG`` on the host alone."""
+    core = core_of_windows(rules)
+    serve(core, LONG)
+    while core.blocks.windows.stale_block() is not None:
+        core.blocks.reclaim(1)
+    store_all(core)
+    assert core.pool.num_free == core.pool.num_blocks
+    return core
+
+
+@ALONE
+def test_where_no_group_keeps_all_windows_and_sinks_come_back_alone(rules, places):
+    core = on_host(rules)
+    hit = core.match(b"", packed([*LONG, 7, 8, 9]), 43)
+    assert (hit.nodes, hit.num_behind) == ([], 10)
+    assert sorted(at for rule in rules for at in rule.places(10, SIZE)) == sorted(
+        LONG.index(int.from_bytes(held.name.key[:4], "little")) // SIZE for held in hit.held
+    )
+    cache, num_tokens = core.acquire(hit)
+    assert (num_tokens, cache.num_begun, cache.num_published) == (40, 10, 0)
+    assert {at for table in cache.tables for at in range(10) if table.at(at) is not None} == places
+    audit(core)
+    run(core, cache, [*LONG, 7, 8, 9])
+    assert cache.num_published == 10
+    audit(core)
+    core.release(cache)
+    audit(core)
+    assert len(core.match(b"", packed([*LONG, 7, 8, 9]), 43).nodes) == 10
+    assert core.blocks.make_free(core.pool.num_blocks)
+    audit(core)
+    assert not core.tree.roots, "nodes without blocks go with the last that they lead to"
+
+
+def test_a_part_of_the_window_leads_nowhere_and_one_further_ahead_is_found():
+    core = core_of_windows((SLIDES,))
+    for tokens in (LONG[:25], LONG):
+        serve(core, tokens)
+        store_all(core)
+    root = root_digest(b"")
+    names = names_behind(root, root, packed(LONG), 4 * SIZE)
+    core.host.blocks.forget(core.host.blocks.get(names[8].digest))
+    hit = core.match(b"", packed(LONG), 40)
+    assert hit.num_blocks == 6
+    assert [held.name.digest for held in hit.held] == [names[4].digest, names[5].digest]
+
+
+def test_the_host_is_asked_once_of_each_place_at_most(monkeypatch):
+    core = core_of_windows((KeepRule(100), KeepRule(60)), num_blocks=300)
+    tokens = list(range(80 * SIZE + 1))
+    cache = acquire(core, tokens)
+    assert core.extend(cache, 0, 80 * SIZE)
+    core.publishing.commit(core.publishing.promise(cache, packed(tokens), 80 * SIZE))
+    core.release(cache)  # with all of its windows, which it has not left behind
+    core.blocks.reclaim(999)
+    core.moves.host_done(core.moves.take_host_ops())
+    assert core.host.blocks.num_held == 160
+    root = root_digest(b"")
+    for name in names_behind(root, root, packed(tokens), 4 * SIZE)[::7]:  # nowhere is there a window as a whole
+        for group in (0, 1):
+            held = core.host.blocks.get(in_group(name.digest, group))
+            if held is not None:
+                core.host.blocks.forget(held)
+    get, asked = core.host.blocks.get, []
+    monkeypatch.setattr(core.host.blocks, "get", lambda digest: asked.append(digest) or get(digest))
+    assert core.match(b"", packed(tokens), len(tokens) - 1).num_blocks == 0
+    assert len(asked) == len(set(asked)) <= 2 * 80
+
+
+def test_who_leans_on_nothing_of_a_path_is_published_when_all_of_it_is_there():
+    """Its windows come from the host, behind blocks that somebody else is computing once more."""
+    core = on_host((SLIDES,))
+    other = core.acquire(core.match(b"", packed(LONG), 0))[0]
+    assert core.extend(other, 0, 4)
+    core.publishing.commit(core.publishing.promise(other, packed(LONG), 4))
+    assert core.extend(other, 4, 8)
+    promise = core.publishing.promise(other, packed(LONG), 8)
+    cache = acquire(core, [*LONG, 7, 8, 9])
+    assert (cache.num_begun, cache.num_published) == (10, 0)
+    run(core, cache, [*LONG, 7, 8, 9])
+    assert cache.num_published == 0, "the second block of its path is not written yet"
+    audit(core)
+    core.publishing.commit(promise)
+    core.release(other)
+    core.blocks.reclaim(99)
+    audit(core)
+    goes_on = [*LONG, 7, 8, 9, *range(200, 206)]
+    run(core, cache, goes_on)
+    assert cache.num_published == 12
+    audit(core)
+
+
+def test_a_leaf_that_leads_to_somebody_elses_block_is_none_any_more():
+    core = on_host((SLIDES,))
+    serve(core, LONG[:5])  # the first block, a leaf that nobody holds
+    cache = acquire(core, [*LONG, 7, 8, 9])
+    assert cache.num_published == 0
+    run(core, cache, [*LONG, 7, 8, 9])
+    assert cache.num_published == 10
+    audit(core)
+
+
+def test_what_a_fork_holds_too_is_not_published_nor_what_leads_there():
+    core = on_host((SLIDES,))
+    cache = acquire(core, [*LONG, 7, 8, 9])
+    twin = core.fork(cache)
+    promise = core.publishing.promise(cache, packed([*LONG, 7, 8, 9]), 43)
+    assert cache.num_published == 0
+    audit(core)
+    core.publishing.commit(promise)
+    core.moves.host_done(core.moves.take_host_ops())
+    core.release(cache)
+    core.release(twin)
+    audit(core)
+    assert core.pool.num_free == core.pool.num_blocks
+
+
+def test_where_no_group_keeps_all_what_is_distrusted_takes_its_namespace_along():
+    """What lies between windows is nowhere, so nobody knows what goes on from what."""
+    core = on_host((SLIDES,))
+    other = core.acquire(core.match(b"other", packed(LONG), 40))[0]
+    run(core, other, LONG)
+    core.release(other)
+    store_all(core)
+    cache = core.acquire(core.match(b"", packed(LONG), 0))[0]
+    core.forgetting.distrust(cache, b"", packed(LONG[:8]))
+    assert core.match(b"", packed([*LONG, 7]), 41).num_blocks == 0
+    assert core.match(b"other", packed([*LONG, 7]), 41).num_blocks == 10
+
+
+def test_what_may_be_corrupted_is_not_sought_in_slow_tiers_that_cannot_be_told():
+    host = HostTier(60, notes_unsaved=True)
+    slow = SlowTiers(host, "write_back", Arbiter(1, SIZE, compute_s_per_token=1.0))
+    core = KVCore(60, block_size=SIZE, rules=(SLIDES,), host=host, slow=slow)
+    cache = acquire(core, LONG)
+    assert core.missing(b"", packed(LONG), 40).needs_windows
+    core.forgetting.distrust(cache, b"", packed(LONG[:8]))
+    assert core.missing(b"", packed(LONG), 40) is NOTHING_MISSING
+    assert core.missing(b"other", packed(LONG), 40).needs_windows
+    core.forgetting.reset()
+    assert core.missing(b"", packed(LONG), 40).needs_windows
+
+
+def test_where_no_group_keeps_all_it_is_asked_where_the_last_window_is():
+    core = core_of_windows((KeepRule(6, num_sinks=1), KeepRule(2)))
+    root = root_digest(b"")
+    names = names_behind(root, root, packed(LONG), 4 * SIZE)
+    known = {in_group(names[at].digest, group) for at, group in ((0, 0), (3, 0), (4, 0), (4, 1), (8, 0), (9, 0))}
+    missing = core.missing(b"", packed(LONG), 40)
+    assert not missing.names
+    there = missing.with_windows(0, lambda name: name.digest in known)
+    assert {name.digest for name in there.names} == known - {names[8].digest, names[9].digest}
+    assert (there.gain(4), there.gain(3), there.is_whole_or_nothing) == (5, 0, True)
+    whole = missing.with_windows(0)
+    assert [(name.group, name.path) for name in whole.names] == [
+        *((0, names[at].digest) for at in (0, 8, 9)),
+        (1, names[9].digest),
+    ]
+    assert missing.up_to(8) is missing
+    assert missing.up_to(7) is NOTHING_MISSING, "some window and the sinks may take more"
 
 
 @ORDERS

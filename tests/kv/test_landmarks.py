@@ -17,7 +17,7 @@ def press(core, num_left):
 def needed_behind(core, num_tokens):
     """How many blocks of all groups whoever goes on behind so many tokens needs, or inside the last block of them."""
     end = num_tokens // SIZE
-    return sum(end - min(rule.first_block(end, SIZE), rule.first_block(end - 1, SIZE)) for rule in core.rules)
+    return sum(len({*rule.places(end, SIZE), *rule.places(end - 1, SIZE), end - 1}) for rule in core.rules)
 
 
 def test_a_divergence_whose_window_is_gone_is_computed_once_and_kept_from_then_on():
@@ -34,7 +34,17 @@ def test_a_divergence_whose_window_is_gone_is_computed_once_and_kept_from_then_o
     assert run(core, shared + text("C", 24)) == 40
 
 
-@pytest.mark.parametrize("rules", [RULES, (KeepRule(WINDOW),), (KeepRule(WINDOW, is_chunked=True), KEEP_ALL)])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        RULES,
+        (KeepRule(WINDOW),),
+        (KeepRule(WINDOW, is_chunked=True), KEEP_ALL),
+        (KeepRule(WINDOW, num_sinks=1), KEEP_ALL),
+        (KeepRule(WINDOW, num_sinks=SIZE),),
+        (KeepRule(WINDOW, num_sinks=SIZE + 1), KeepRule(WINDOW)),
+    ],
+)
 def test_the_third_to_diverge_hits_though_each_presses_the_others_out(rules):
     core = KVCore(60, block_size=SIZE, rules=rules)
     shared = text("S", 40)
@@ -209,3 +219,36 @@ def test_who_ends_where_others_went_on_makes_no_window_last_for_ever():
     idle = [block.node.depth for block in core.blocks.windows._idle]
     assert idle
     assert min(idle) >= 64 // SIZE - 3, "the window of the end alone"
+
+
+@pytest.mark.parametrize("num_sinks", [1, SIZE, SIZE + 1])
+def test_sinks_stay_as_long_as_anything_of_their_path_does(num_sinks):
+    core = KVCore(200, block_size=SIZE, rules=(KeepRule(WINDOW, num_sinks=num_sinks),))
+    num_sink_blocks = -(-num_sinks // SIZE)
+    for name in "AB":
+        run(core, text("S", 40) + text(name, 24), message_ends=(20, 40, 64))
+    paths = [text("S", 40) + text(name, 24) + [0] for name in "AB"]
+    while core.pool.num_cached > num_sink_blocks:
+        num_cached = core.pool.num_cached
+        assert core.blocks.reclaim(1) >= 1
+        audit(core)
+        assert core.pool.num_cached < num_cached
+        nodes = core.tree.match(b"", packed(paths[0]), 64).nodes
+        assert all(node.blocks[0] is not None for node in nodes[:num_sink_blocks])
+    assert [core.match(b"", packed(path), 64).num_blocks for path in paths] == [num_sink_blocks] * 2
+
+
+def test_a_place_that_is_kept_is_found_with_its_sinks():
+    rules = (KeepRule(WINDOW, num_sinks=SIZE + 1), KEEP_ALL)
+    core = KVCore(200, block_size=SIZE, rules=rules)
+    run(core, text("S", 40) + text("A", 24), message_ends=(40, 64))
+    while core.blocks.windows.stale_block() is not None:
+        core.blocks.reclaim(1)
+    assert run(core, text("S", 40) + text("B", 24)) == 40
+    cache, _ = core.acquire(core.match(b"", packed([*text("S", 40), 0]), 40))
+    table = cache.tables[0]
+    assert (len(table.sink_ids), table.num_trimmed) == (2, 40 // SIZE - 2)
+    assert table.first_ids(2) == table.sink_ids
+    assert [table.at(at) is not None for at in range(10)] == [True] * 2 + [False] * 6 + [True] * 2
+    core.release(cache)
+    audit(core)

@@ -28,6 +28,7 @@ GROUPS = {
     "a window behind": (KEEP_ALL, KeepRule(6)),
     "windows around": (KeepRule(14), KEEP_ALL, KeepRule(2)),
     "chunks first": (KeepRule(8, is_chunked=True), KEEP_ALL),
+    "sinks behind": (KEEP_ALL, KeepRule(6, num_sinks=3)),
     "two that keep all": (KEEP_ALL, KEEP_ALL),
 }
 

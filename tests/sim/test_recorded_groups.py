@@ -58,7 +58,16 @@ def record(file, rules, knows_messages=True):
     recorder.close()
 
 
-@pytest.mark.parametrize("rules", [RULES, (KeepRule(40),), (KEEP_ALL, KeepRule(32, is_chunked=True)), (KEEP_ALL,)])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        RULES,
+        (KeepRule(40),),
+        (KEEP_ALL, KeepRule(32, is_chunked=True)),
+        (KEEP_ALL,),
+        (KeepRule(40, num_sinks=20), KEEP_ALL),
+    ],
+)
 @pytest.mark.parametrize("knows_messages", [True, False])
 def test_a_replay_finds_and_evicts_what_was_found_and_evicted(tmp_path, rules, knows_messages):
     file = tmp_path / "trace.jsonl"
@@ -80,6 +89,10 @@ def test_a_replay_finds_and_evicts_what_was_found_and_evicted(tmp_path, rules, k
         ('[[40,"no"]]', "not true or false"),
         ("40", "not a list"),
         ("[[1.5,false]]", "keeps is 1.5"),
+        ("[[40,false,-1]]", "keeps is -1"),
+        ("[[40,true,4]]", "4 sinks beside no window that slides"),
+        ("[[null,false,4]]", "4 sinks beside no window that slides"),
+        ("[[40,false,4,4]]", "two values"),
     ],
 )
 def test_groups_that_no_server_writes_are_refused(tmp_path, keeps, told):

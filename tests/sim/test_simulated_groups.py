@@ -2,7 +2,7 @@
 
 import pytest
 
-from pagefold.errors import BudgetTooSmallError, ConfigError
+from pagefold.errors import BudgetTooSmallError
 from pagefold.kv import KEEP_ALL, KeepRule
 from pagefold.sim import SimConfig, simulate
 from pagefold.sim.tiers import TierModel
@@ -38,9 +38,16 @@ def test_what_is_evicted_comes_back_from_tiers(disk_tokens):
     assert bool(with_tiers.num_disk_written) == bool(disk_tokens)
 
 
-def test_tiers_take_a_group_that_keeps_all():
-    with pytest.raises(ConfigError, match="keep the last tokens only"):
-        SimConfig(num_blocks=100, rules=(KeepRule(64),), tiers=TierModel(host_tokens=1000))
+@pytest.mark.parametrize("disk_tokens", [0, 100_000])
+@pytest.mark.parametrize("rules", [(KeepRule(512),), (KeepRule(512, num_sinks=4), KeepRule(256))])
+def test_tiers_take_no_group_that_keeps_all(rules, disk_tokens):
+    alone, with_tiers = (
+        run(rules, 2_000),
+        run(rules, 2_000, tiers=TierModel(host_tokens=2_500, disk_tokens=disk_tokens)),
+    )
+    assert with_tiers.num_host_loaded > 0
+    assert with_tiers.num_hit_tokens > alone.num_hit_tokens
+    assert bool(with_tiers.num_disk_written) == bool(disk_tokens)
 
 
 def test_a_request_that_can_never_fit_is_refused_by_what_windows_take():

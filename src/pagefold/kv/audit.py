@@ -201,8 +201,8 @@ def _audit_table(core: KVCore, cache: SequenceCache, path: list[Node], group: in
     num_apart = num_sink_blocks if first else 0
     _check(len(table.sink_ids) == num_apart, f"sinks in blocks {table.sink_ids}, and {first} blocks are gone")
     for node, held_id in zip(path, table.sink_ids, strict=False):
-        block = core.pool.blocks[held_id]
-        _check(node.blocks[group] is block, f"sinks are in {block}, which is not of the path {node.blocks}")
+        mine = core.pool.blocks[held_id]
+        _check(node.blocks[group] is mine, f"sinks are in {mine}, which is not of the path {node.blocks}")
     for held_id in table.sink_ids[len(path) :]:
         _check(core.pool.blocks[held_id].node is None, f"block {held_id} is published but not by its cache's path")
     path_ids: list[int | None] = []

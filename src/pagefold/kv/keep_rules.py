@@ -89,13 +89,17 @@ class KeepRules:
         for group in self.trimmed:
             end = next((at for at in range(min(end, self._num_sink_blocks[group])) if not has(at, group)), end)
         begins = [end] * len(self._rules)  # each group has all from there on, up to the last end
+        lacks = [-1] * len(self._rules)  # and not the one before, where that is known
         while end:
             lacking = -1
             for group in self.trimmed:
                 first = self._rules[group].first_block(end, self.block_size)
+                if first <= lacks[group] < end:
+                    lacking = max(lacking, lacks[group])
+                    continue
                 for at in range(min(end, begins[group]) - 1, max(first - 1, lacking), -1):
                     if not has(at, group):
-                        lacking = at
+                        lacking = lacks[group] = at
                         break
                     begins[group] = at
             if lacking < 0:

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from pagefold.errors import BudgetTooSmallError, ConfigError
+from pagefold.errors import BudgetTooSmallError
 from pagefold.kv import KEEP_ALL, KeepRule, KVCore, make_policy
 from pagefold.scheduler import Scheduler, SchedulerLimits, Tiering
 from pagefold.scheduler.times import tell_tokens
@@ -42,9 +42,6 @@ class SimConfig:
         eviction_policy: which cached blocks go first.
         tiers: what is behind the pool.
         rules: what each cache group keeps; each has blocks of its own of a sequence.
-
-    Raises:
-        ConfigError: there are tiers, and no group keeps all.
     """
 
     num_blocks: int
@@ -55,11 +52,6 @@ class SimConfig:
     eviction_policy: str = "default"
     tiers: TierModel = field(default_factory=TierModel)
     rules: tuple[KeepRule, ...] = (KEEP_ALL,)
-
-    def __post_init__(self) -> None:
-        if self.tiers.host_tokens and all(rule.trims for rule in self.rules):
-            msg = "There are tiers, and all layers of the model keep the last tokens only."
-            raise ConfigError(msg, remedy="Leave the tiers out: such paths are kept on the device alone.")
 
 
 def simulate(
