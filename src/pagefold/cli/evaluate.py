@@ -1,4 +1,4 @@
-"""``pagefold eval``: what a KV codec, or a number format, costs on a model and a text."""
+"""``pagefold eval``: what a KV codec, a number format, or a window with sink tokens costs on a model and a text."""
 
 from __future__ import annotations
 
@@ -77,6 +77,14 @@ def evaluate(  # noqa: PLR0913 - one parameter a flag
             rich_help_panel=_WHAT,
         ),
     ] = None,
+    streaming_llm: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WINDOWS",
+            help="Windows of StreamingLLM beside the first 4 tokens, with commas: 256,1020.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
     text: Annotated[
         Path | None,
         typer.Option(
@@ -142,7 +150,7 @@ def evaluate(  # noqa: PLR0913 - one parameter a flag
         int | None, typer.Option(help="Threads that compute; all cores if not given.", rich_help_panel=_ENGINE)
     ] = None,
 ) -> None:
-    """Measure on MODEL what codecs of its KV cost, or number formats, against the exact ones in the same run."""
+    """Measure on MODEL what codecs of its KV cost, number formats or windows, against the exact ones in the same run."""
     try:
         check_installed()
         config = EngineConfig(
@@ -172,15 +180,19 @@ def evaluate(  # noqa: PLR0913 - one parameter a flag
 
         settings = _format_settings(config, number_formats)
         if settings:
+            if streaming_llm is not None and dtype == "auto":
+                msg = "number_formats are compared with float32, and streaming_llm with what a server computes."
+                raise ConfigError(msg, remedy="Evaluate each in a run of its own, or give --dtype float32.")
             if kv_cache_dtype is not None and dtype == "auto":
                 msg = "number_formats are compared with float32, and codecs with what a server computes."
                 raise ConfigError(msg, remedy="Evaluate each in a run of its own, or give --dtype float32.")
             config = replace(config, dtype="float32")
+        settings |= _window_settings(config, streaming_llm)
         transports = _transports(kv_transport_codec)
         if kv_cache_dtype is not None or not settings:
             settings |= _settings(config, kv_cache_dtype, layers, transports)
         elif transports != _transports("none"):
-            msg = "kv_transport_codec is given, and number_formats are evaluated, of which nothing is packed."
+            msg = "kv_transport_codec is given, and what is evaluated has no codec whose blocks could be packed."
             raise ConfigError(msg, remedy="Give --kv-cache-dtype too, or leave it out.")
         quiet_transformers(is_loaded=True)
         with progress_bar() as progress:
@@ -281,6 +293,25 @@ def _format_settings(config: EngineConfig, formats: str | None) -> dict[str, Set
                 raise ConfigError(msg, remedy="Join bfloat16 and one format of weights, as in bfloat16+w8a8_int8.")
             overrides |= NUMBER_FORMATS[part]
         setting = Setting(f"numbers in {name}", overrides)
+        settings[setting.name] = setting
+    return settings
+
+
+def _window_settings(config: EngineConfig, windows: str | None) -> dict[str, Setting]:
+    """Return the windows that are evaluated, by name.
+
+    Raises:
+        ConfigError: one is no number, or cannot be.
+    """
+    from pagefold.quality.setting import Setting  # noqa: PLC0415
+
+    settings: dict[str, Setting] = {}
+    for window in map(str.strip, windows.split(",") if windows is not None else ()):
+        if not window.isdecimal():
+            msg = f"streaming_llm has {window!r}, which is no number of tokens."
+            raise ConfigError(msg, remedy="Give whole numbers with commas, such as 256,1020.")
+        setting = Setting(f"streaming_llm {int(window)}", {"streaming_llm": int(window)})
+        setting.apply(config)
         settings[setting.name] = setting
     return settings
 

@@ -41,7 +41,7 @@ class Subject:
     Attributes:
         setting: as above.
         dtype: what it computes in.
-        bytes_per_token: of its KV, scales included.
+        bytes_per_token: of the KV of its longest sequence, scales included: of layers with windows what they keep of it.
         first: the position of the first of ``rows``.
         rows: logits of the positions that were read last and not yet taken, ``[N, vocab]``, in the host's memory.
     """
@@ -51,7 +51,8 @@ class Subject:
         check_rounds(setting.transport, blueprint.geometry)
         self.setting = setting
         self.dtype = str(blueprint.dtype).removeprefix("torch.")
-        self.bytes_per_token = blueprint.geometry.bytes_per_token
+        longest = blueprint.capacity.max_model_len
+        self.bytes_per_token = round(blueprint.geometry.layout.num_bytes_for(longest) / longest)
         self.engine = build_engine(blueprint)
         runner = self.engine.runner
         assert isinstance(runner, TorchRunner), "logits are what torch runners have"
