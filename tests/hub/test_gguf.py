@@ -129,9 +129,9 @@ def test_a_file_cut_short_anywhere(tools: Any, tmp_path: Path) -> None:
 
 def test_a_tensor_of_an_unknown_type_is_named(tools: Any, tmp_path: Path) -> None:
     path = tmp_path / "type.gguf"
-    for type_id, said in [(12, "Q4_K"), (999, "999")]:
+    for type_id, said in [(13, "Q5_K"), (999, "999")]:
         path.write_bytes(tools.encode_gguf({}, {"blk.0.w": tools.Stored((32,), type_id, bytes(32))}))
-        with pytest.raises(GgufTypeError, match=rf"blk\.0\.w is of type {said}.*Q4_0, Q4_1, Q8_0"):
+        with pytest.raises(GgufTypeError, match=rf"blk\.0\.w is of type {said}.*Q4_0, Q4_1, Q5_0, Q8_0"):
             GgufFile(path)
 
 
