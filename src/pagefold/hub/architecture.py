@@ -154,8 +154,8 @@ def refusal(gguf: GgufFile, why: str) -> UnsupportedModelError:
 def shortest(stored: float) -> float:
     """Return the shortest decimal that rounds to the same float32.
 
-    GGUF stores float32: 1e-5 comes back as 9.999999747378752e-06. The shortest decimal is what the model's author wrote,
-    and what a float64 run of the original would compute with.
+    GGUF stores float32: 1e-5 comes back as 9.999999747378752e-06. The shortest decimal is what the model's author
+    wrote, and what a float64 run of the original would compute with.
     """
     bits = _float32_bits(stored)
     candidates = (float(f"{stored:.{digits}g}") for digits in range(1, 10))

@@ -1,7 +1,8 @@
 """Turn a GGUF file of a known architecture into a model folder that transformers (and other engines) load.
 
-The weights become float32, equal in bits to what transformers gets from the same file, in a small part of its time. Some
-rows of one tensor at a time are held in memory. Whoever changes what is written here raises ``catalog.CONVERTER_VERSION``.
+The weights become float32, equal in bits to what transformers gets from the same file, in a small part of its time.
+Some rows of one tensor at a time are held in memory. Whoever changes what is written here raises
+``catalog.CONVERTER_VERSION``.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def _factors_of_runs(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def _dequantize_q6_k(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
-    # 2 x 64 x two nibbles | 2 x 32 x four times 2 bit | 16 x i8, for runs of 16 numbers a factor of the scale | scale f16
+    # 2 x 64 x two nibbles | 2 x 32 x four times 2 bit | 16 x i8, a factor of the scale for each 16 numbers | scale f16
     low, high = blocks[:, :128].reshape(-1, 2, 64), blocks[:, 128:192].reshape(-1, 2, 32)
     # Of each half of a block the 128 numbers are four times 32: two by the nibbles' low halves, two by their high ones,
     # and each has its pair of bits of the same 32 bytes. 6 bit together, 32 too high.

@@ -1,7 +1,7 @@
 """SentencePiece's BPE out of GGUF metadata, as Gemma has it: no word boundaries, spaces as ``▁``, bytes for the rest.
 
-SentencePiece has no list of merges. Two neighbours merge if together they are a token, the pair of the best score first.
-``tokenizer.json`` wants the pairs, in that order: they are all the ways to cut each token into two others.
+SentencePiece has no list of merges. Two neighbours merge if together they are a token, the pair of the best score
+first. ``tokenizer.json`` wants the pairs, in that order: they are all the ways to cut each token into two others.
 
 Tokens that users defined are found before anything is merged, the longest at each place, and never merge. GGUF spells
 them with spaces, and SentencePiece looks for them when spaces are ``▁`` already.
@@ -31,7 +31,7 @@ def sentence_piece_tokenizer(gguf: GgufFile, vocabulary: Vocabulary) -> dict[str
     """Return the content of ``tokenizer.json``.
 
     Raises:
-        UnsupportedModelError: it changes texts before it cuts them, adds a space or an end, or cannot fall back to bytes.
+        UnsupportedModelError: it changes texts before it cuts them, adds a space or an end, or lacks a byte.
         GgufFormatError: scores, or a token that others need, are missing.
     """
     refuse_setting(gguf, "add_eos_token", default=False)

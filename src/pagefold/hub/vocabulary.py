@@ -11,7 +11,16 @@ from pagefold.hub.gguf import GgufFormatError
 if TYPE_CHECKING:
     from pagefold.hub.gguf import GgufFile
 
-__all__ = ["BYTE", "CONTROL", "MATCHED_LITERALLY", "NORMAL", "USER_DEFINED", "Vocabulary", "read_vocabulary", "refuse_setting"]
+__all__ = [
+    "BYTE",
+    "CONTROL",
+    "MATCHED_LITERALLY",
+    "NORMAL",
+    "USER_DEFINED",
+    "Vocabulary",
+    "read_vocabulary",
+    "refuse_setting",
+]
 
 # GGML's types of tokens. Control and user-defined ones are matched in the text before merges see it.
 NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6
