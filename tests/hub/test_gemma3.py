@@ -62,6 +62,23 @@ def test_every_weight_equals_the_slow_twin_in_bits(tools: Any, folder: Path) -> 
         np.testing.assert_array_equal(weight.view(np.uint32), expected.view(np.uint32), err_msg=name)
 
 
+def test_every_weight_equals_that_of_transformers_own_reader(tools: Any, folder: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("gguf", reason="transformers needs it, and accelerate, to read GGUF")
+    pytest.importorskip("accelerate", reason="transformers needs it, and gguf, to read GGUF")
+    gguf = tiny_gemma.write(tools, tmp_path / "tiny.gguf", header={"general.name": "tiny"})
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=gguf.name)
+    theirs = {name: weight.detach().numpy() for name, weight in model.state_dict().items()}
+    del theirs["lm_head.weight"]  # tied
+    ours = load_file(folder / "model.safetensors")
+    assert set(ours) == set(theirs)
+    assert [name for name in ours if ours[name].tobytes() != theirs[name].tobytes()] == []
+    config = transformers.AutoConfig.from_pretrained(folder)
+    # (No query_pre_attn_scalar: a file has none, and theirs is 256 whatever the heads' length.)
+    for name in ("layer_types", "sliding_window", "rope_parameters", "head_dim", "vocab_size", "eos_token_id"):
+        assert getattr(config, name) == getattr(model.config, name), name
+
+
 def test_what_is_held_at_once_changes_nothing(
     tools: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -59,6 +60,7 @@ def metadata() -> dict[str, Any]:
     }
 
 
+@functools.cache
 def tensors(tools: Any) -> dict[str, Any]:
     """The tensors, of the types that the real file has."""
     rng = np.random.default_rng(8)
