@@ -13,6 +13,7 @@ __all__ = [
     "DoesNotFitError",
     "EngineStoppedError",
     "InvalidRequestError",
+    "LicenseNotAcceptedError",
     "ModelNotFoundError",
     "PagefoldError",
     "PinQuotaError",
@@ -69,6 +70,10 @@ class TraceError(ConfigError):
 
 class ModelNotFoundError(PagefoldError):
     """A model name that is neither a built-in name, a folder with weights, nor a hub id that can be fetched."""
+
+
+class LicenseNotAcceptedError(PagefoldError):
+    """A built-in model whose terms somebody must accept before it is downloaded, and nobody has."""
 
 
 class UnsupportedModelError(PagefoldError):

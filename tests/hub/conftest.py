@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-F32, F16, Q4_0, Q4_1, Q8_0 = 0, 1, 2, 3, 8
-BLOCK_FORMS = {F32: (1, 4), F16: (1, 2), Q4_0: (32, 18), Q4_1: (32, 20), Q8_0: (32, 34)}
+F32, F16, Q4_0, Q4_1, Q5_0, Q8_0, Q4_K, Q6_K = 0, 1, 2, 3, 6, 8, 12, 14
+BLOCK_FORMS = {F32: (1, 4), F16: (1, 2), Q4_0: (32, 18), Q4_1: (32, 20), Q5_0: (32, 22), Q8_0: (32, 34)}
+BLOCK_FORMS |= {Q4_K: (256, 144), Q6_K: (256, 210)}
 
 
 @dataclasses.dataclass
@@ -36,12 +37,13 @@ class Stored:
         if type_id in (F32, F16):
             numbers = rng.normal(size=size).astype("<f4" if type_id == F32 else "<f2")
             return cls(shape, type_id, numbers.tobytes())
-        num_scales = 2 if type_id == Q4_1 else 1
+        num_scales = 2 if type_id in (Q4_1, Q4_K) else 1
         num_bytes = BLOCK_FORMS[type_id][1] - 2 * num_scales
-        blocks = [
-            rng.normal(scale=0.1, size=num_scales).astype("<f2").tobytes() + rng.bytes(num_bytes)
-            for _ in range(size // block_size)
-        ]
+        width = 0.002 if type_id in (Q4_K, Q6_K) else 0.1  # those have factors of their scales besides
+        blocks = []
+        for _ in range(size // block_size):
+            parts = [rng.normal(scale=width, size=num_scales).astype("<f2").tobytes(), rng.bytes(num_bytes)]
+            blocks += parts[::-1] if type_id == Q6_K else parts
         return cls(shape, type_id, b"".join(blocks))
 
 
@@ -63,9 +65,15 @@ def encode_value(value: Any) -> bytes:
             return struct.pack("<I", 8) + encode_text(value)
         case (int() as type_id, str() as code, number):
             return struct.pack(f"<I{code}", type_id, number)
-    item_type_id = 8 if isinstance(value[0], str) else 5
-    items = (encode_text(item) if isinstance(item, str) else struct.pack("<i", item) for item in value)
-    return struct.pack("<IIQ", 9, item_type_id, len(value)) + b"".join(items)
+    return encode_list(value)
+
+
+def encode_list(items: list[Any]) -> bytes:
+    """A metadata list, of texts, floats or ints, with its type numbers in front."""
+    if isinstance(items[0], str):
+        return struct.pack("<IIQ", 9, 8, len(items)) + b"".join(encode_text(item) for item in items)
+    type_id, code = (6, "f") if isinstance(items[0], float) else (5, "i")
+    return struct.pack(f"<IIQ{len(items)}{code}", 9, type_id, len(items), *items)
 
 
 def encode_gguf(
@@ -153,6 +161,9 @@ def slow_numbers(stored: Stored) -> list[float]:
         if stored.type_id == F32:
             numbers += struct.unpack("<f", block)
             continue
+        if stored.type_id in (Q4_K, Q6_K):
+            numbers += (slow_q4_k if stored.type_id == Q4_K else slow_q6_k)(block)
+            continue
         scale = np.float32(struct.unpack_from("<e", block)[0])
         if stored.type_id == F16:
             numbers.append(float(scale))
@@ -160,6 +171,11 @@ def slow_numbers(stored: Stored) -> list[float]:
         for i in range(block_size):
             if stored.type_id == Q8_0:
                 number = scale * np.float32(struct.unpack_from("<b", block, 2 + i)[0])
+            elif stored.type_id == Q5_0:
+                packed = block[6 + i % 16]
+                nibble = packed % 16 if i < 16 else packed // 16
+                fifth = block[2 + i // 8] >> i % 8 & 1
+                number = scale * np.float32(nibble + 16 * fifth - 16)
             else:
                 packed = block[(4 if stored.type_id == Q4_1 else 2) + i % 16]
                 nibble = packed % 16 if i < 16 else packed // 16
@@ -171,10 +187,43 @@ def slow_numbers(stored: Stored) -> list[float]:
     return numbers
 
 
+def slow_q4_k(block: bytes) -> list[float]:
+    """A block of Q4_K: eight runs of 32 numbers, each with 6 bit for its scale and 6 for its minimum."""
+    scale, minimum = (np.float32(number) for number in struct.unpack_from("<ee", block))
+    packed = block[4:16]
+    numbers = []
+    for i in range(256):
+        run = i // 32
+        if run < 4:
+            scale_factor, minimum_factor = packed[run] % 64, packed[run + 4] % 64
+        else:
+            scale_factor = packed[run + 4] % 16 + 16 * (packed[run - 4] // 64)
+            minimum_factor = packed[run + 4] // 16 + 16 * (packed[run] // 64)
+        byte = block[16 + 32 * (run // 2) + i % 32]
+        nibble = byte // 16 if run % 2 else byte % 16
+        number = scale * np.float32(scale_factor) * np.float32(nibble)
+        numbers.append(float(number - minimum * np.float32(minimum_factor)))
+    return numbers
+
+
+def slow_q6_k(block: bytes) -> list[float]:
+    """A block of Q6_K: 4 low bits, 2 high bits, and a signed factor of the scale for each 16 numbers."""
+    scale = np.float32(struct.unpack_from("<e", block, 208)[0])
+    numbers = []
+    for i in range(256):
+        half, j = i // 128, i % 128
+        byte = block[64 * half + j % 64]
+        low = byte % 16 if j < 64 else byte // 16
+        high = block[128 + 32 * half + j % 32] >> 2 * (j // 32) & 3
+        factor = struct.unpack_from("<b", block, 192 + i // 16)[0]
+        numbers.append(float(scale * np.float32(factor) * np.float32(low + 16 * high - 32)))
+    return numbers
+
+
 class Tools:
     """What the tests of this room share."""
 
-    F32, F16, Q4_0, Q4_1, Q8_0 = F32, F16, Q4_0, Q4_1, Q8_0
+    F32, F16, Q4_0, Q4_1, Q5_0, Q8_0, Q4_K, Q6_K = F32, F16, Q4_0, Q4_1, Q5_0, Q8_0, Q4_K, Q6_K
     BLOCK_FORMS = BLOCK_FORMS
     Stored = Stored
     encode_gguf = staticmethod(encode_gguf)
@@ -205,6 +254,15 @@ def tiny_gguf(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture(scope="session")
+def real_gemma() -> Path:
+    """Gemma 3 270M, converted; for people who have accepted its terms and fetched it: nothing is downloaded here."""
+    model = CATALOG["gemma-3-270m"]
+    if not model.is_here(cache_dir()):
+        pytest.skip("Gemma 3 270M is not in the cache: pagefold models get gemma-3-270m --accept-license")
+    return model.folder(cache_dir())
 
 
 @pytest.fixture(scope="session")

