@@ -194,7 +194,9 @@ def test_sinks_move_apart_when_what_lies_behind_them_is_given_back(num_sinks, pu
         table = cache.only_table
         firsts.append(table.first_ids(num_sink_blocks)[0])
         assert bool(table.sink_ids) == bool(table.num_trimmed)
-        assert table.num_held <= core.rules[0].num_blocks_for(end, 2, 4)
+        most = core.rules[0].num_blocks_for(end, 2, 4)
+        assert table.num_held <= most
+        assert core.num_blocks_for(end, 2, cache) == most - table.num_held
         kept = {at for at in range(table.end) if table.at(at) is not None}
         seen = {at // 4 for at in range(end) if at < num_sinks or at > end - 6}
         assert seen <= kept
