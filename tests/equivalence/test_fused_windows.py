@@ -78,8 +78,11 @@ def _last_logits(runner, ids, blocks, size):
     for start in range(0, len(ids), size):
         plan = _plan([(ids[start : start + size], start, blocks)], _groups(runner))
         for table, group in zip(plan.tables[0], runner.geometry.groups, strict=True):
-            table.num_trimmed = group.keeps.first_seen(start) // block_size
-            del table.block_ids[: table.num_trimmed]
+            num_left = group.keeps.first_seen(start) // block_size
+            num_sink_blocks = -(-group.keeps.num_sinks // block_size)
+            if num_left > num_sink_blocks:
+                table.num_trimmed, table.sink_ids = num_left, table.block_ids[:num_sink_blocks]
+                del table.block_ids[:num_left]
         logits = runner.logits(plan)[0].clone()
     return logits
 

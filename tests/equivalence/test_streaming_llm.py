@@ -1,6 +1,7 @@
 """``streaming_llm``: engines that keep sink tokens and a window say what the paper's way of computing it says.
 
-In every setting, as for models with windows of their own; and it is a cache of its own.
+In every setting, as for models with windows of their own; the fused decoder near it, and the same to the bit in any
+company; beyond the positions that a model was made for; in a cache of its own.
 """
 
 from __future__ import annotations
@@ -8,22 +9,38 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from equivalence.prompts import short_prompts
-from equivalence.settings import SETTINGS
+from equivalence.settings import SETTINGS, long_but
 from equivalence.streaming_twin import StreamingTwin
 from equivalence.suite import Trial, Workload
+from equivalence.test_fused import LOGITS_BOUND, _engine, _plan
+from equivalence.test_fused_windows import _groups, _last_logits, _tokens
 from equivalence.test_windows import expected_of_windows
-from equivalence.tiny_models import VOCAB_SIZE
+from equivalence.tiny_models import MAX_POSITIONS, VOCAB_SIZE
+from pagefold.config import EngineConfig
+from pagefold.engine.namespace import namespace_of
+from pagefold.engine.planning import plan_engine
+from pagefold.errors import ConfigError
 from pagefold.kv import KeepRule
+from pagefold.runner.fused.decoder import FusedDecoder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 WINDOW, NUM_SINKS = 20, 5
+RULE = KeepRule(WINDOW, num_sinks=NUM_SINKS)
+SINKS = {"streaming_llm": WINDOW, "streaming_llm_sinks": NUM_SINKS}
 SHORT = Workload(short_prompts(VOCAB_SIZE), num_outputs=24)
-FAMILIES = {
-    "llama": KeepRule(WINDOW, num_sinks=NUM_SINKS),
-}
+FEW = Workload([prompt for prompt in SHORT.prompts if len(prompt) in {17, 45, 77, 140}], num_outputs=24)
+QUICK = {"chunks of 17", "host tier"}
+IN_SETTINGS = [
+    pytest.param(setting, id=setting.name, marks=[] if setting.name in QUICK else [pytest.mark.long])
+    for setting in SETTINGS
+    if setting.knows_groups and setting.block_size <= WINDOW
+]
+FAMILIES = ["llama", "phi3", "qwen3", "gemma3", "cohere2", "llama4", "gpt-oss"]
+"""Ropes of a whole head and of a part; of two kinds; layers without any; windows and chunks beside; learned sinks."""
 
 
 @pytest.fixture(scope="module")
@@ -38,19 +55,97 @@ def twin(tiny_folder):
     return make
 
 
-def streaming(setting):
-    return replace(
-        expected_of_windows(setting, SHORT),
-        streaming_llm=max(WINDOW, setting.block_size),
-        streaming_llm_sinks=NUM_SINKS,
-    )
-
-
-ALONE = replace(SETTINGS[1], streaming_llm=WINDOW, streaming_llm_sinks=NUM_SINKS)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3", "phi3", "cohere2", "llama4", "qwen3", "gpt-oss"])
-def test_families_alone(family, tiny_folder, twin):
-    trial = Trial(ALONE, SHORT, tiny_folder(family))
+@pytest.mark.parametrize("family", long_but(["phi3", "gemma3"], FAMILIES))
+def test_families_say_what_the_paper_says(family, tiny_folder, twin):
+    alone, workload = replace(SETTINGS[1], **SINKS), FEW if family in {"phi3", "gemma3"} else SHORT
+    trial = Trial(alone, workload, tiny_folder(family))
+    assert RULE in tuple(trial.engine.scheduler.core.rules)
     trial.run()
     trial.assert_exact(twin(family))
+
+
+@pytest.mark.parametrize("setting", IN_SETTINGS)
+def test_no_setting_changes_a_token(setting, tiny_folder, twin):
+    workload = FEW if setting.name in QUICK else SHORT
+    at_least = expected_of_windows(setting, SHORT).at_least if workload is SHORT else None
+    trial = Trial(replace(setting, at_least=at_least, **SINKS), workload, tiny_folder("llama"))
+    assert tuple(trial.engine.scheduler.core.rules) == (RULE,)
+    trial.run()
+    trial.assert_exact(twin("llama"))
+
+
+@pytest.mark.parametrize("family", long_but(["llama"], ["llama", "gemma3", "qwen3"]))
+def test_the_fused_decoder_is_near_the_paper(family, tiny_folder, twin):
+    """A ragged batch, then one token more for each of its sequences; one is longer than the model was made for."""
+    most = MAX_POSITIONS + 200
+    runner = _engine(tiny_folder(family), max_model_len=most, **SINKS).runner
+    assert isinstance(runner.decoder, FusedDecoder)
+    lengths = (most - 2, 10 * WINDOW, 1, WINDOW - 1, WINDOW, WINDOW + 1, WINDOW + NUM_SINKS, WINDOW + NUM_SINKS + 1, 70)
+    sequences, more = [_tokens(at, length) for at, length in enumerate(lengths)], _tokens(99, len(lengths))
+    size = -(-most // runner.geometry.block_size)
+    blocks = [range(size * at, size * at + -(-(length + 1) // 16)) for at, length in enumerate(lengths)]
+    rows = [(ids, 0, own) for ids, own in zip(sequences, blocks, strict=True)]
+    first = runner.logits(_plan(rows, _groups(runner))).clone()
+    rows = [([one], len(ids), own) for one, ids, own in zip(more, sequences, blocks, strict=True)]
+    second = runner.logits(_plan(rows, _groups(runner))).clone()
+    for at, ids in enumerate(sequences):
+        with torch.inference_mode():
+            expected = twin(family).model(torch.tensor([[*ids, more[at]]])).logits[0, -2:]
+        told = torch.stack([first[at], second[at]]).double()
+        assert (told - expected).abs().max() < LOGITS_BOUND
+
+
+@pytest.mark.parametrize("codec", long_but(["auto"], ["auto", "int8_per_token_head", "kivi2"]))
+def test_the_fused_decoder_says_the_same_in_any_company(codec, tiny_folder):
+    """To the bit: alone or among others, in chunks of any size, with blocks between given back, one thread or two."""
+    tails = [_tokens(50 + at, length) for at, length in enumerate((1, 24, 26, 70, 300))]
+    told = []
+    for threads in (1, 2):
+        runner = _engine(tiny_folder("llama"), threads=threads, kv_cache_dtype=codec, **SINKS).runner
+        whole = [(ids, 0, range(64 * at, 64 * at + 64)) for at, ids in enumerate(tails)]
+        alone = [runner.logits(_plan([row], _groups(runner)))[0].clone() for row in whole]
+        together = list(runner.logits(_plan(whole, _groups(runner))).clone())
+        chunks = (1, 16, 17, 512) if codec != "kivi2" else (16, 512)
+        in_chunks = [[_last_logits(runner, ids, own, size) for ids, _, own in whole] for size in chunks]
+        told += [alone, together, *in_chunks]
+    for results in zip(*told, strict=True):
+        assert not results[0].isnan().any()
+        assert all(torch.equal(results[0], result) for result in results)
+
+
+def planned(tiny_folder, **settings):
+    return plan_engine(EngineConfig(model=str(tiny_folder("llama")), **settings))
+
+
+def test_it_is_a_cache_of_its_own(tiny_folder):
+    """Whatever differs of the two, nothing is shared; where the window hides nothing, it is the exact one."""
+    keys = set()
+    for settings in ({}, {"streaming_llm": 64}, {"streaming_llm": 80}, {"streaming_llm": 64, "streaming_llm_sinks": 5}):
+        blueprint = planned(tiny_folder, **settings)
+        keys.add(namespace_of(blueprint).key())
+    assert len(keys) == 4
+
+
+def test_it_goes_beyond_the_models_positions_if_asked(tiny_folder):
+    for asked, longest in ((None, MAX_POSITIONS), ("auto", MAX_POSITIONS), (10 * MAX_POSITIONS, 10 * MAX_POSITIONS)):
+        capacity = planned(tiny_folder, streaming_llm=64, max_model_len=asked).capacity
+        assert capacity.max_model_len == longest
+    with pytest.raises(ConfigError, match="positions"):
+        planned(tiny_folder, streaming_llm=64, max_model_len=2**24 + 1)
+    with pytest.raises(ConfigError):
+        planned(tiny_folder, max_model_len=10 * MAX_POSITIONS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"streaming_llm": 15}, "at least a block of 16 tokens"),
+        ({"streaming_llm": 64, "streaming_llm_sinks": 0}, "at least 1"),
+        ({"streaming_llm_sinks": 8}, "streaming_llm is not set"),
+        ({"streaming_llm": 64, "allow_streaming": True, "kv_offloading_size": 1.0}, "Leave one of them out"),
+    ],
+)
+def test_what_cannot_be_is_refused(settings, message):
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig(model="smollm2-135m", **settings)
+    assert message in f"{caught.value}"
