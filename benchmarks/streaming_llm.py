@@ -1,7 +1,7 @@
 """A conversation without an end: ``streaming_llm`` over 20,000 generated tokens, memory and speed.
 
-SmolLM2-135M-Instruct, made for 8,192 positions, generates 20,000 tokens behind a prompt of 1,100 random ones, with 4 sink
-tokens and a window of 1,020: the whole engine, one request, greedy, whose end-of-sequence tokens are ignored.
+SmolLM2-135M-Instruct, made for 8,192 positions, generates 20,000 tokens behind a prompt of 1,100 random ones, with 4
+sink tokens and a window of 1,020: the whole engine, one request, greedy, whose end-of-sequence tokens are ignored.
 
 * KV: blocks that the request holds, at most in the first thousand tokens and in all.
 * memory: what the process has in the machine's memory, behind the first thousand tokens and at the end. The request's

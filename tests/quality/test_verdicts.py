@@ -281,6 +281,9 @@ def test_number_formats_are_compared_with_float32_in_one_run(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
+        (["--streaming-llm", "64,x"], "which is no number of tokens"),
+        (["--streaming-llm", "8"], "at least a block"),
+        (["--number-formats", "bfloat16", "--streaming-llm", "64"], "a run of its own"),
         (["--number-formats", "int5"], "There is no number format 'int5'"),
         (["--number-formats", "int8+w8a8_int8"], "each would take the other's place"),
         (["--number-formats", "bfloat16"], "a run of its own"),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 from math import inf
 from pathlib import Path  # noqa: TC003 - typer reads it
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, cast
 
 import typer
 from rich.console import Console
@@ -150,7 +150,7 @@ def evaluate(  # noqa: PLR0913 - one parameter a flag
         int | None, typer.Option(help="Threads that compute; all cores if not given.", rich_help_panel=_ENGINE)
     ] = None,
 ) -> None:
-    """Measure on MODEL what codecs of its KV cost, number formats or windows, against the exact ones in the same run."""
+    """Measure what codecs of MODEL's KV, number formats and windows cost, beside the exact ones in the same run."""
     try:
         check_installed()
         config = EngineConfig(
@@ -178,22 +178,9 @@ def evaluate(  # noqa: PLR0913 - one parameter a flag
         from pagefold.quality.evaluate import Question  # noqa: PLC0415 - torch comes with it
         from pagefold.quality.evaluate import evaluate as run  # noqa: PLC0415
 
-        settings = _format_settings(config, number_formats)
-        if settings:
-            if streaming_llm is not None and dtype == "auto":
-                msg = "number_formats are compared with float32, and streaming_llm with what a server computes."
-                raise ConfigError(msg, remedy="Evaluate each in a run of its own, or give --dtype float32.")
-            if kv_cache_dtype is not None and dtype == "auto":
-                msg = "number_formats are compared with float32, and codecs with what a server computes."
-                raise ConfigError(msg, remedy="Evaluate each in a run of its own, or give --dtype float32.")
-            config = replace(config, dtype="float32")
-        settings |= _window_settings(config, streaming_llm)
         transports = _transports(kv_transport_codec)
-        if kv_cache_dtype is not None or not settings:
-            settings |= _settings(config, kv_cache_dtype, layers, transports)
-        elif transports != _transports("none"):
-            msg = "kv_transport_codec is given, and what is evaluated has no codec whose blocks could be packed."
-            raise ConfigError(msg, remedy="Give --kv-cache-dtype too, or leave it out.")
+        asked = _Asked(kv_cache_dtype, layers, transports, number_formats, streaming_llm)
+        config, settings = _compared(config, asked)
         quiet_transformers(is_loaded=True)
         with progress_bar() as progress:
             question = Question(
@@ -218,6 +205,39 @@ def evaluate(  # noqa: PLR0913 - one parameter a flag
             _save(evaluation, config, settings)
     except PagefoldError as error:
         fail(error)
+
+
+class _Asked(NamedTuple):
+    """What is to be evaluated, as the flags of these names say it."""
+
+    kv_cache_dtype: str | None
+    layers: tuple[int, ...]
+    transports: Sequence[TransportCodec]
+    number_formats: str | None
+    streaming_llm: str | None
+
+
+def _compared(config: EngineConfig, asked: _Asked) -> tuple[EngineConfig, dict[str, Setting]]:
+    """Return the config of what is exact, and what is compared with it, by name.
+
+    Raises:
+        ConfigError: there is no such thing, or two are compared with different ones.
+    """
+    settings = _format_settings(config, asked.number_formats)
+    if settings:
+        others = {"codecs": asked.kv_cache_dtype, "windows": asked.streaming_llm}
+        for what, named in others.items():
+            if named is not None and config.dtype == "auto":
+                msg = f"number_formats are compared with float32, and {what} with what a server computes."
+                raise ConfigError(msg, remedy="Evaluate each in a run of its own, or give --dtype float32.")
+        config = replace(config, dtype="float32")
+    settings |= _window_settings(config, asked.streaming_llm)
+    if asked.kv_cache_dtype is not None or not settings:
+        settings |= _settings(config, asked.kv_cache_dtype, asked.layers, asked.transports)
+    elif list(asked.transports) != _transports("none"):
+        msg = "kv_transport_codec is given, and nothing is evaluated whose blocks are packed."
+        raise ConfigError(msg, remedy="Give --kv-cache-dtype too, or leave it out.")
+    return config, settings
 
 
 def _transports(names: str) -> list[TransportCodec]:

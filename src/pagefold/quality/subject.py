@@ -41,7 +41,7 @@ class Subject:
     Attributes:
         setting: as above.
         dtype: what it computes in.
-        bytes_per_token: of the KV of its longest sequence, scales included: of layers with windows what they keep of it.
+        bytes_per_token: of the KV of its longest sequence, scales included; of layers with windows what they keep.
         first: the position of the first of ``rows``.
         rows: logits of the positions that were read last and not yet taken, ``[N, vocab]``, in the host's memory.
     """
