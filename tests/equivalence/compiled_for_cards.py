@@ -7,7 +7,8 @@ import os
 __all__ = ["begin", "compile_kernel", "compile_launched", "spilled_bytes"]
 
 _POINTERS = {"query", "key", "value", "out", "sinks"}
-_COLUMNS = {"rows", "tiles", "query_starts", "seq_of", "tables", "lengths", "cells", "places", "residual_ids"}
+_COLUMNS = {"rows", "tiles", "query_starts", "seq_of", "tables", "lengths", "first_blocks", "cells", "places"}
+_COLUMNS |= {"residual_ids"}
 _SUMS = {"sums", "weights", "key_centres", "value_centres", "bases"}
 _HALVES = {"residuals", "recent"}
 _FLOATS = {"scale", "softcap"}
@@ -37,6 +38,7 @@ def compile_kernel(
     capability,
     *,
     has_window=False,
+    is_chunked=False,
     has_softcap=False,
     has_sinks=False,
     block_size=16,
@@ -71,6 +73,7 @@ def compile_kernel(
         "MIN_TILES": 4,
         "SPLITS": 64,
         "HAS_WINDOW": has_window,
+        "IS_CHUNKED": is_chunked,
         "HAS_SOFTCAP": has_softcap,
         "HAS_SINKS": has_sinks,
         "IS_SPLIT": True,
