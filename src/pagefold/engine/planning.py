@@ -58,7 +58,7 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
     not_fused = _why_not_fused(config, spec, name, device)
     _check_fused(config, spec, not_fused)
     geometry = geometry_of(config, spec, dtype)
-    if device == "cpu" and not without_windows(config, spec):
+    if not without_windows(config, spec):
         geometry = replace(geometry, keeps=spec.keeps_within(_longest(config, spec)))  # else the window is the limit
     assert device == "cpu" or card is not None, "it was chosen"
     card = None if device == "cpu" else card
