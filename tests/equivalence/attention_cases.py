@@ -197,6 +197,7 @@ class _How:
     per_head: bool
     rules: tuple[KeepRule, ...]
     trims: bool | None
+    layer: int | None
 
 
 def make_case(
@@ -210,6 +211,7 @@ def make_case(
     sink_size: float = 0.0,
     rules: tuple[KeepRule, ...] = (KEEP_ALL,),
     trims: bool | None = None,
+    layer: int | None = None,
 ) -> Case:
     """Make a case.
 
@@ -223,9 +225,10 @@ def make_case(
         sink_size: standard deviation of the sinks; 0 for none.
         rules: of each cache group, what it keeps. Layers are dealt to them in turn.
         trims: whether tables begin as late as the rule allows; None for anywhere up to there, False for the beginning.
+        layer: which layer it is; None for any.
     """
     random, generator = Random(seed), torch.Generator().manual_seed(seed)
-    maker = _CaseMaker(shape, sequences, _How(per_head, rules, trims), random=random, generator=generator)
+    maker = _CaseMaker(shape, sequences, _How(per_head, rules, trims, layer), random=random, generator=generator)
     return maker.make(sharpness, softcap, sink_size)
 
 
@@ -244,7 +247,8 @@ class _CaseMaker:
         shape, sequences = self.shape, self.sequences
         num_groups = len(self.how.rules)
         num_layers = shape.num_layers * num_groups
-        layer = self.random.randrange(num_layers)
+        drawn = self.random.randrange(num_layers)
+        layer = drawn if self.how.layer is None else self.how.layer
         lengths = [self._all_lengths() for _ in self.how.rules]  # [S, tables] each
         firsts = [self._firsts(rule, own) for rule, own in zip(self.how.rules, lengths, strict=True)]
         num_blocks = 3 + sum(

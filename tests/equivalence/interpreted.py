@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["attend", "attend_padded", "attend_to_none", "begin", "complete"]
+__all__ = ["attend", "attend_padded", "tiles_taken", "attend_to_none", "begin", "complete"]
 
 
 def begin() -> None:
@@ -33,6 +33,21 @@ def attend(shape, sequences, dtype, bound, **made):
     assert error <= bound, f"off by {error:.2e}"
     _hold_writes(case, slab)
     return error
+
+
+def tiles_taken(shape, lengths, rule):
+    """Return how many tiles the kernels take of one sequence's entries in a step."""
+    from unittest import mock
+
+    import torch
+
+    from equivalence.attention_cases import make_case
+    from pagefold.runner.attention.cuda import kernels
+
+    case = make_case(shape, [lengths], per_head=False, seed=1, rules=(rule,), trims=True)
+    with mock.patch.object(kernels, "attend_tile", side_effect=kernels.attend_tile) as attend_tile:
+        _run(case, torch.float32)
+    return attend_tile.call_count
 
 
 def attend_padded(shape, lengths, num_padding, **made):

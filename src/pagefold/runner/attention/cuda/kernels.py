@@ -384,19 +384,27 @@ def prefill(
         stored = sealed_before(visible - 1, BLOCK_SIZE)
         least_stored = sealed_before(least_visible - 1, BLOCK_SIZE)
         most_stored = sealed_before(most_visible - 1, BLOCK_SIZE)
-    masked_from = least_stored // TILE * TILE
+    whole_from = 0
+    masked_from = least_stored // TILE * TILE  # rows see all of the tiles between these two
     if HAS_WINDOW:
         low = first_seen(least_visible - 1, window, IS_CHUNKED)
         begins = first_seen(visible - 1, window, IS_CHUNKED)
-        masked_from = low // TILE * TILE
+        first_tile = low // TILE * TILE
+        masked_from = tl.maximum(masked_from, first_tile)
+        whole_from = (first_seen(most_visible - 1, window, IS_CHUNKED) + TILE - 1) // TILE * TILE
+        whole_from = tl.minimum(whole_from, masked_from)
     sight = Sight(low=low, end=most_stored, visible=stored, begins=begins)
     scoring = Scoring(scale=scale, softcap=softcap)
     softmax = nothing_seen(ROWS, SHAPE.DIMS)
-    if not HAS_WINDOW:
-        for tile_start in range(0, _bound(masked_from), TILE):
+    if HAS_WINDOW:
+        for tile_start in range(_bound(first_tile), _bound(whole_from), TILE):
             softmax = attend_tile(
-                softmax, queries, tile_start, sight, cell, scoring, SHAPE, CELL_FORMAT, TILE, False, False, HAS_SOFTCAP
+                softmax, queries, tile_start, sight, cell, scoring, SHAPE, CELL_FORMAT, TILE, True, True, HAS_SOFTCAP
             )
+    for tile_start in range(_bound(whole_from), _bound(masked_from), TILE):
+        softmax = attend_tile(
+            softmax, queries, tile_start, sight, cell, scoring, SHAPE, CELL_FORMAT, TILE, False, False, HAS_SOFTCAP
+        )
     for tile_start in range(_bound(masked_from), _bound(most_stored), TILE):
         softmax = attend_tile(
             softmax, queries, tile_start, sight, cell, scoring, SHAPE, CELL_FORMAT, TILE, True, HAS_WINDOW, HAS_SOFTCAP
