@@ -115,12 +115,12 @@ def test_the_largest_step_fits_into_the_blocks_that_it_is_measured_with(tmp_path
         def states(self):
             return torch.zeros(1, 1)
 
-    class Measured(Exception):
+    class MeasuredError(Exception):
         pass
 
     def measure(runner, card, *, num_tokens, num_seqs):
         TorchRunner(Decoder(), runner.geometry, runner.slab).run_largest(num_tokens, num_seqs)
-        raise Measured
+        raise MeasuredError
 
     monkeypatch.setattr("pagefold.runner.card.find_card", lambda: CARD)
     monkeypatch.setattr("pagefold.runner.card_profile.measure_use", measure)
@@ -129,7 +129,7 @@ def test_the_largest_step_fits_into_the_blocks_that_it_is_measured_with(tmp_path
     )
     blueprint = plan_engine(config)
     assert blueprint.geometry.groups[0].keeps == KeepRule(24)
-    with pytest.raises(Measured):
+    with pytest.raises(MeasuredError):
         on_card.build_runner(replace(blueprint, device="cpu"), load_model(blueprint.spec.folder, torch.float32), str)
 
 

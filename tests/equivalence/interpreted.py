@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["attend", "attend_padded", "tiles_taken", "attend_to_none", "begin", "complete"]
+__all__ = ["attend", "attend_padded", "attend_to_none", "begin", "complete", "tiles_taken"]
 
 
 def begin() -> None:

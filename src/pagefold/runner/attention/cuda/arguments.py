@@ -82,7 +82,7 @@ class LayerArguments:
             "cell_stride_s": cells.stride(0) if len(cells) > 1 else 0,
             "layer": layer,
         }
-        form = blocks.format_of(inputs.source_of(layer), shape.NUM_KV_HEADS)
+        form = blocks.format_of(int(inputs.cells[0, layer, 0]))  # a layer's cells are alike
         return cls(blocks, columns, keeps, form, shape, entries)
 
     @property
