@@ -371,7 +371,7 @@ def time_restore() -> None:
     )
 
     def restore(last_layer: int) -> None:
-        moves = arena.begin(loads, slab.as_bytes(), geometry.layer_begins)
+        moves = arena.begin(loads, slab.as_bytes(), geometry.layer_ends)
         assert moves is not None
         moves.hold(last_layer)
         torch.cuda.current_stream().synchronize()

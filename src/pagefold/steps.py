@@ -183,14 +183,14 @@ class BlockMover(Protocol):
         self,
         ops: HostOps,
         blocks: Any,  # noqa: ANN401 - NumPy's on a CPU, torch's on a card
-        layer_begins: Sequence[int] = (0,),
+        layer_ends: Sequence[int] = (),
     ) -> MovesInFlight | None:
         """Begin a step's moves; return what is still on its way, if anything.
 
         Args:
             ops: what the core decided.
             blocks: uint8 ``[num_blocks, block_bytes]``: the device's blocks, which this reads and writes.
-            layer_begins: where each layer begins in a block, in bytes; layers may come one after another.
+            layer_ends: where each layer ends in a block, in bytes; layers may come one after another.
 
         Raises:
             DamagedBlocksError: some of what was loaded or checked, where that is known already; else

@@ -95,7 +95,7 @@ def test_the_plan_is_the_share_of_the_card(plan_on):
     capacity = blueprint.capacity
     assert 0.95 * 72 * GIB < capacity.kv_budget_bytes < 72 * GIB
     assert capacity.kv_budget_bytes == capacity.num_blocks * blueprint.geometry.bytes_per_block
-    half = plan_on(H100, device="cuda", gpu_memory_utilization=0.45).capacity
+    half = plan_on(H100, device="cuda", max_model_len=1024, gpu_memory_utilization=0.45).capacity
     assert capacity.kv_budget_bytes - half.kv_budget_bytes == pytest.approx(36 * GIB, rel=1e-6)
 
 

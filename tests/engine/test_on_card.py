@@ -16,6 +16,7 @@ from pagefold.engine.blocks import allocate_blocks
 from pagefold.engine.calibration import bound_constants
 from pagefold.engine.planning import plan_engine
 from pagefold.errors import ConfigError
+from pagefold.kv import KEEP_ALL, KeepRule
 from pagefold.memory.card import CardUse
 from pagefold.runner.card import Card
 from pagefold.runner.codec_slab import CODEC_ROWS_LAYOUT, CodecSlab
@@ -65,16 +66,71 @@ def test_blocks_of_the_measured_step_are_gone_before_all_others_come(kv_cache_dt
     assert nums_of_residuals == ([1, config.max_num_seqs] if kv_cache_dtype == "kivi2" else [0, 0])
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
-def test_a_cards_sequences_are_no_longer_than_a_models_windows(kv_cache_dtype, tmp_path, monkeypatch):
-    """Its kernels compute one cache group yet."""
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "kivi2"])
+def test_a_cards_sequences_go_beyond_a_models_windows(kv_cache_dtype, tmp_path, monkeypatch):
+    """What it holds of a window is what it keeps, and what a step writes beside it."""
     monkeypatch.setattr("pagefold.runner.card.find_card", lambda: CARD)
+    folder = str(save_tiny_model("gemma3", tmp_path))
+    how = {"model": folder, "device": "cuda", "kv_cache_dtype": kv_cache_dtype, "max_num_batched_tokens": 128}
+    blueprint = plan_engine(EngineConfig(max_model_len=4000, **how))
+    assert [group.keeps for group in blueprint.geometry.groups] == [KeepRule(24), KEEP_ALL]
+    assert blueprint.capacity.num_blocks_per_request == 250 + blueprint.geometry.groups[0].num_blocks_for(4000, 128)
+    windowless = plan_engine(EngineConfig(max_model_len=24, **how))
+    assert len(windowless.geometry.groups) == 1, "nothing passes a window"
+
+
+def test_a_window_that_a_host_tier_does_not_find_ends_a_cards_sequences(tmp_path, monkeypatch):
+    monkeypatch.setattr("pagefold.runner.card.find_card", lambda: CARD)
+    config = EngineConfig(model=str(save_tiny_model("mistral-window", tmp_path)), device="cuda", max_model_len=25)
+    assert plan_engine(config).capacity.max_model_len == 25
+    with pytest.raises(ConfigError, match=r"beyond 24 tokens .* not computed while kv_offloading_size is set"):
+        plan_engine(replace(config, kv_offloading_size=0.1))
+
+
+def test_tables_of_all_cache_groups_are_part_of_the_plan(tmp_path, monkeypatch):
+    """Four bytes a block and request, in tables of a multiple of 16 blocks; twice where graphs have their own."""
+    monkeypatch.setattr("pagefold.runner.card.find_card", lambda: CARD)
+    how = {"model": str(save_tiny_model("gemma3", tmp_path)), "device": "cuda", "max_num_seqs": 100}
+    budgets = {
+        (length, is_eager): on_card.capacity_on_card(
+            plan_engine(EngineConfig(max_model_len=length, enforce_eager=is_eager, **how)), CardUse(0, 0, 0)
+        ).kv_budget_bytes
+        for length in (24, 4096)
+        for is_eager in (False, True)
+    }
+    assert 72 * 2**30 - budgets[4096, True] == pytest.approx(100 * 4 * (256 + 16), abs=2**14)
+    assert 72 * 2**30 - budgets[4096, False] == pytest.approx(2 * 100 * 4 * (256 + 16), abs=2**14)
+    assert 72 * 2**30 - budgets[24, False] == pytest.approx(2 * 100 * 4 * 16, abs=2**14)
+
+
+def test_the_largest_step_fits_into_the_blocks_that_it_is_measured_with(tmp_path, monkeypatch):
+    """Also where all layers have a window that is shorter than the step."""
+
+    class Decoder:
+        kernels = None
+
+        def logits(self, inputs):
+            return torch.zeros(len(inputs.logit_rows), 307)
+
+        def states(self):
+            return torch.zeros(1, 1)
+
+    class MeasuredError(Exception):
+        pass
+
+    def measure(runner, card, *, num_tokens, num_seqs):
+        TorchRunner(Decoder(), runner.geometry, runner.slab).run_largest(num_tokens, num_seqs)
+        raise MeasuredError
+
+    monkeypatch.setattr("pagefold.runner.card.find_card", lambda: CARD)
+    monkeypatch.setattr("pagefold.runner.card_profile.measure_use", measure)
     config = EngineConfig(
-        model=str(save_tiny_model("gemma3", tmp_path)), device="cuda", kv_cache_dtype=kv_cache_dtype, max_model_len=24
+        model=str(save_tiny_model("mistral-window", tmp_path)), device="cuda", attention_backend="reference"
     )
-    assert len(plan_engine(config).geometry.groups) == 1
-    with pytest.raises(ConfigError, match=r"beyond 24 tokens gemma3_text's sliding window is not computed yet"):
-        plan_engine(replace(config, max_model_len=25))
+    blueprint = plan_engine(config)
+    assert blueprint.geometry.groups[0].keeps == KeepRule(24)
+    with pytest.raises(MeasuredError):
+        on_card.build_runner(replace(blueprint, device="cpu"), load_model(blueprint.spec.folder, torch.float32), str)
 
 
 def test_sealed_blocks_are_told_the_first_entrys_centre_and_the_others(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ rule allows, and NaN in every slot and block that nothing may read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, NamedTuple
 
@@ -130,16 +130,37 @@ class Case:
         for at, (keys, values) in self.dense.items():
             self.dense[at] = keys.to(dtype).double(), values.to(dtype).double()
 
+    def poison_unseen(self) -> None:
+        """Let all be NaN in the layer's cells that no token of the step sees, in blocks that are still held too."""
+        inputs, group = self.inputs, self.group
+        is_seen = torch.zeros(*self.slab.data.shape[:2], self.slab.block_size, dtype=torch.bool)
+        for s, h in self.dense:
+            num_new, length = int(np.diff(inputs.query_starts)[s]), int(group.lengths[s, h])
+            blocks, slots = self.places(s, h, np.arange(group.keeps.first_seen(length - num_new), length - num_new))
+            is_seen[blocks, inputs.cells[s, self.layer, h], slots] = True
+        self.slab.keys[~is_seen] = float("nan")
+        self.slab.values[~is_seen] = float("nan")
+
     def pad(self, num_padding: int) -> None:
         """Append rows without entries to a decoding step whose heads share tables, and operands for them."""
-        real, group, num_kv_heads = self.inputs, self.inputs.only_group, self.key.shape[1]
+        real, num_kv_heads = self.inputs, self.key.shape[1]
         num_rows = real.num_seqs + num_padding
-        tables = np.concatenate([group.tables[:, :1], np.zeros((num_padding, 1, group.tables.shape[2]), np.int32)])
-        lengths = np.concatenate([group.lengths[:, :1], np.zeros((num_padding, 1), np.int32)])
-        self.inputs = AttentionInputs.of_one_group(
+        groups = []
+        for group in real.groups:
+            tables = np.concatenate([group.tables[:, :1], np.zeros((num_padding, 1, group.tables.shape[2]), np.int32)])
+            lengths = np.concatenate([group.lengths[:, :1], np.zeros((num_padding, 1), np.int32)])
+            groups.append(
+                replace(
+                    group,
+                    tables=np.broadcast_to(tables, (num_rows, num_kv_heads, tables.shape[2])),
+                    lengths=np.broadcast_to(lengths, (num_rows, num_kv_heads)),
+                    firsts=np.concatenate([group.firsts, np.zeros(num_padding, np.int32)]),
+                )
+            )
+        self.inputs = replace(
+            real,
             query_starts=np.arange(num_rows + 1, dtype=np.int32),
-            tables=np.broadcast_to(tables, (num_rows, num_kv_heads, tables.shape[2])),
-            lengths=np.broadcast_to(lengths, (num_rows, num_kv_heads)),
+            groups=tuple(groups),
             cells=np.broadcast_to(real.cells[:1], (num_rows, *real.cells.shape[1:])),
         )
         for name in ("query", "key", "value"):
@@ -192,6 +213,7 @@ class _How:
     per_head: bool
     rules: tuple[KeepRule, ...]
     trims: bool | None
+    layer: int | None
 
 
 def make_case(
@@ -205,6 +227,7 @@ def make_case(
     sink_size: float = 0.0,
     rules: tuple[KeepRule, ...] = (KEEP_ALL,),
     trims: bool | None = None,
+    layer: int | None = None,
 ) -> Case:
     """Make a case.
 
@@ -218,9 +241,10 @@ def make_case(
         sink_size: standard deviation of the sinks; 0 for none.
         rules: of each cache group, what it keeps. Layers are dealt to them in turn.
         trims: whether tables begin as late as the rule allows; None for anywhere up to there, False for the beginning.
+        layer: which layer it is; None for any.
     """
     random, generator = Random(seed), torch.Generator().manual_seed(seed)
-    maker = _CaseMaker(shape, sequences, _How(per_head, rules, trims), random=random, generator=generator)
+    maker = _CaseMaker(shape, sequences, _How(per_head, rules, trims, layer), random=random, generator=generator)
     return maker.make(sharpness, softcap, sink_size)
 
 
@@ -239,7 +263,8 @@ class _CaseMaker:
         shape, sequences = self.shape, self.sequences
         num_groups = len(self.how.rules)
         num_layers = shape.num_layers * num_groups
-        layer = self.random.randrange(num_layers)
+        drawn = self.random.randrange(num_layers)
+        layer = drawn if self.how.layer is None else self.how.layer
         lengths = [self._all_lengths() for _ in self.how.rules]  # [S, tables] each
         firsts = [self._firsts(rule, own) for rule, own in zip(self.how.rules, lengths, strict=True)]
         num_blocks = 3 + sum(

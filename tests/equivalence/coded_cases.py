@@ -113,6 +113,7 @@ def attend_coded(name, shape, sequences, dtype, bound, *, card=None, **made):
     case = make_case(shape, sequences, **made)
     dtype = getattr(torch, dtype)
     case.round_to(dtype)
+    case.poison_unseen()
     device, *processors = ("cpu", (9, 0), 4) if card is None else ("cuda", card.capability, card.num_processors)
     slabs = encoded(case, name, made["seed"], CODEC_ROWS_LAYOUT, device)
     real, num_tokens = case.inputs, len(case.query)

@@ -7,7 +7,8 @@ import os
 __all__ = ["begin", "compile_kernel", "compile_launched", "spilled_bytes"]
 
 _POINTERS = {"query", "key", "value", "out", "sinks"}
-_COLUMNS = {"rows", "tiles", "query_starts", "seq_of", "tables", "lengths", "cells", "places", "residual_ids"}
+_COLUMNS = {"rows", "tiles", "query_starts", "seq_of", "tables", "lengths", "first_blocks", "cells", "places"}
+_COLUMNS |= {"residual_ids"}
 _SUMS = {"sums", "weights", "key_centres", "value_centres", "bases"}
 _HALVES = {"residuals", "recent"}
 _FLOATS = {"scale", "softcap"}
@@ -37,6 +38,7 @@ def compile_kernel(
     capability,
     *,
     has_window=False,
+    is_chunked=False,
     has_softcap=False,
     has_sinks=False,
     block_size=16,
@@ -64,13 +66,14 @@ def compile_kernel(
     encodes = room is not kernels
     constants = {
         "SHAPE": heads.constants(block_size),
-        "CELL_FORMAT": blocks.format_of(0, num_kv_heads),
+        "CELL_FORMAT": blocks.format_of(0),
         "HEADS": padded(num_kv_heads),
         "ROWS": 16 if encodes else how.rows,
         "TILE": how.tile,
         "MIN_TILES": 4,
         "SPLITS": 64,
         "HAS_WINDOW": has_window,
+        "IS_CHUNKED": is_chunked,
         "HAS_SOFTCAP": has_softcap,
         "HAS_SINKS": has_sinks,
         "IS_SPLIT": True,
@@ -109,10 +112,11 @@ def compile_kernel(
     return compiled.metadata.shared, compiled.asm["ptx"]
 
 
-def compile_launched(codec):
+def compile_launched(codec, rules=None):
     """Compile what a layer of a step launches for an H100, as Triton binds and specializes its arguments.
 
-    Sequences decode, in splits, and prefill. Returns the shared memory of each kernel in bytes, by name.
+    Sequences decode, in splits, and prefill; ``rules`` are of cache groups, the layer of the first one. Returns the
+    shared memory of each kernel in bytes, by name.
     """
     from unittest import mock
 
@@ -136,7 +140,8 @@ def compile_launched(codec):
         compiled = triton.compile(ASTSource(kernel, *source), target=target, options=how.__dict__)
         shared[kernel.__name__] = compiled.metadata.shared
 
-    case = make_case(Shape(16, 64, 8, 4, 1), [Lengths(20, 1), Lengths(3, 6)], per_head=False, seed=1)
+    rules = {} if rules is None else {"rules": rules, "layer": 0}
+    case = make_case(Shape(16, 64, 8, 4, 1), [Lengths(20, 1), Lengths(3, 6)], per_head=False, seed=1, **rules)
     query, key, value = (numbers.to(torch.bfloat16) for numbers in (case.query, case.key, case.value))
     heads = HeadShape(torch.bfloat16, 32, 8, 64)
     with mock.patch.object(JITFunction, "run", run):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["attend", "attend_in_window", "attend_padded", "attend_to_none", "begin", "complete"]
+__all__ = ["attend", "attend_padded", "attend_to_none", "begin", "complete", "tiles_taken"]
 
 
 def begin() -> None:
@@ -25,6 +25,7 @@ def attend(shape, sequences, dtype, bound, **made):
     case = make_case(shape, sequences, **made)
     dtype = getattr(torch, dtype)
     case.round_to(dtype)
+    case.poison_unseen()
     expected = case.expected()
     output, slab = _run(case, dtype, num_splits=num_splits)
     error = (output - expected).abs().max().item()
@@ -34,40 +35,28 @@ def attend(shape, sequences, dtype, bound, **made):
     return error
 
 
-def attend_in_window(shape, sequences, window, bound, **made):
-    """Hold the kernels with a window to dense attention over the last ``window`` entries, token by token.
+def tiles_taken(shape, lengths, rule):
+    """Return how many tiles the kernels take of one sequence's entries in a step."""
+    from unittest import mock
 
-    Blocks that lie wholly before every window are NaN.
-    """
     import torch
 
     from equivalence.attention_cases import make_case
+    from pagefold.runner.attention.cuda import kernels
 
-    case = make_case(shape, sequences, **made)
-    group = shape.group
-    expected = torch.empty_like(case.query)
-    for (s, h), (keys, values) in case.dense.items():
-        first, stop = case.inputs.query_starts[s : s + 2].tolist()
-        for token in range(first, stop):
-            seen = slice(max(0, len(keys) - (stop - 1 - token) - window), len(keys) - (stop - 1 - token))
-            scores = case.query[token, h * group : (h + 1) * group] @ keys[seen].T * case.scale
-            expected[token, h * group : (h + 1) * group] = scores.softmax(-1) @ values[seen]
-        before = max(0, len(keys) - (stop - first) + 1 - window) // shape.block_size
-        for block in case.group.tables[s, h, :before].tolist():
-            case.slab.data[block, case.inputs.cells[s, case.layer, h]] = float("nan")
-    output, _ = _run(case, torch.float32, window=window)
-    error = (output - expected).abs().max().item()
-    assert error <= bound, f"off by {error:.2e}"
-    return error
+    case = make_case(shape, [lengths], per_head=False, seed=1, rules=(rule,), trims=True)
+    with mock.patch.object(kernels, "attend_tile", side_effect=kernels.attend_tile) as attend_tile:
+        _run(case, torch.float32)
+    return attend_tile.call_count
 
 
-def attend_padded(shape, lengths, num_padding):
+def attend_padded(shape, lengths, num_padding, **made):
     """Hold a decoding step whose last rows only fill up a batch: those give zeros and write nothing."""
     import torch
 
     from equivalence.attention_cases import make_case
 
-    case = make_case(shape, lengths, per_head=False, seed=3)
+    case = make_case(shape, lengths, per_head=False, seed=3, **made)
     num_rows = len(lengths)
     expected = case.expected()
     real = case.inputs
@@ -105,13 +94,13 @@ def attend_to_none(name, num_splits):
         assert output[1:].isnan().all(), f"a {operand} that is no number is hidden"
 
 
-def _run(case, dtype, *, window=0, num_splits=None):
+def _run(case, dtype, *, num_splits=None):
     from pagefold.runner.attention.cuda.attention import CudaAttention, HeadShape
     from pagefold.runner.slab import ROWS_LAYOUT
 
     operands = case.to(dtype, ROWS_LAYOUT)
     heads = HeadShape(dtype, case.query.shape[1], case.key.shape[1], case.query.shape[2], num_processors=4)
-    output = CudaAttention(heads, window=window, num_splits=num_splits)(*operands)
+    output = CudaAttention(heads, num_splits=num_splits)(*operands)
     assert output.dtype == dtype
     return output.double(), operands[3]
 

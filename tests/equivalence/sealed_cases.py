@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -130,19 +132,26 @@ class SealedCase:
 
     def padded(self, num_padding):
         """Return the inputs with rows that only fill up a batch behind them."""
-        real = self.inputs
-        group = real.only_group
-        tables, lengths = group.tables[:, :1], group.lengths[:, :1]
-        tables = np.concatenate([tables, np.zeros((num_padding, 1, tables.shape[2]), np.int32)])
-        lengths = np.concatenate([lengths, np.zeros((num_padding, 1), np.int32)])
-        num_rows, heads = len(lengths), self.shape.num_kv_heads
+        real, heads, groups = self.inputs, self.shape.num_kv_heads, []
+        num_rows = real.num_seqs + num_padding
+        for group in real.groups:
+            tables = np.concatenate([group.tables[:, :1], np.zeros((num_padding, 1, group.tables.shape[2]), np.int32)])
+            lengths = np.concatenate([group.lengths[:, :1], np.zeros((num_padding, 1), np.int32)])
+            groups.append(
+                replace(
+                    group,
+                    tables=np.broadcast_to(tables, (num_rows, heads, tables.shape[2])),
+                    lengths=np.broadcast_to(lengths, (num_rows, heads)),
+                    firsts=np.concatenate([group.firsts, np.zeros(num_padding, np.int32)]),
+                )
+            )
         last = real.query_starts[-1]
-        return AttentionInputs.of_one_group(
+        return replace(
+            real,
             query_starts=np.concatenate(
                 [real.query_starts, np.arange(last + 1, last + num_padding + 1, dtype=np.int32)]
             ),
-            tables=np.broadcast_to(tables, (num_rows, heads, tables.shape[2])),
-            lengths=np.broadcast_to(lengths, (num_rows, heads)),
+            groups=tuple(groups),
             cells=np.broadcast_to(real.cells[:1], (num_rows, *real.cells.shape[1:])),
             residual_ids=np.concatenate([real.residual_ids, np.zeros(num_padding, np.int32)]),
         )
@@ -166,7 +175,8 @@ def attend_sealed(shape, sequences, dtype, bound, *, seed, card=None, **how):
 
     num_splits, num_padding = how.pop("num_splits", None), how.pop("num_padding", 0)
     layer, softcap = how.pop("layer", 1), how.pop("softcap", 0.0)
-    case, dtype = SealedCase(shape, sequences, seed), getattr(torch, dtype)
+    kept = {"rule": how.pop("rule", KEEP_ALL), "trims": how.pop("trims", False)}
+    case, dtype = SealedCase(shape, sequences, seed, **kept), getattr(torch, dtype)
     operands = [operand.to(dtype) for operand in (case.query, case.key, case.value)]
     device, *processors = ("cpu", (9, 0), 4) if card is None else ("cuda", card.capability, card.num_processors)
     plain, slab = case.new_slab(SEALED_ROWS_LAYOUT), case.new_slab(SEALED_ROWS_LAYOUT, device)
@@ -186,7 +196,7 @@ def attend_sealed(shape, sequences, dtype, bound, *, seed, card=None, **how):
     assert not output[num_tokens:].any(), "a row that fills up has seen something"
     hold_slabs(plain, slab)
     error = (output[:num_tokens].double() - expected).abs().max().item()
-    assert error <= bound, f"off by {error:.2e}: {shape}, {sequences}, {seed}, {others}"
+    assert error <= bound, f"off by {error:.2e}: {shape}, {sequences}, {seed}, {others}, {kept}"
     return error
 
 

@@ -26,7 +26,8 @@ from equivalence.test_codecs import hold as hold_coded
 from pagefold.kv import CODECS, KEEP_ALL, KeepRule, KVGeometry
 from pagefold.runner.attention import AttentionInputs, GroupInputs, choose_backend
 from pagefold.runner.attention.cpu import CpuAttention
-from pagefold.runner.attention.cuda.columns import plan_columns
+from pagefold.runner.attention.cuda.columns import most_blocks_seen, plan_columns
+from pagefold.runner.attention.device_columns import DeviceColumns
 from pagefold.runner.attention.work import Keeps, WorkDealer, first_seen
 from pagefold.runner.codecs import CELL_CODECS
 from pagefold.runner.slab import Slab
@@ -252,18 +253,37 @@ def test_sealed_blocks_are_read_as_the_reference_reads_them(sequences, rule, sof
     assert torch.equal(*outputs)
 
 
-@pytest.mark.parametrize(
-    ("rules", "message"),
-    [
-        ((KEEP_ALL, KeepRule(16)), "2 cache groups, where one is all that can be computed"),
-        ((KeepRule(16),), "a group that keeps KeepRule.window=16.*, where all are to be kept"),
-    ],
+@settings(max_examples=20, suppress_health_check=list(HealthCheck))
+@given(sequences=SEQUENCES, rules=GROUPS, per_head=st.booleans(), seed=st.integers(0, 2**32))
+def test_a_card_is_told_of_the_blocks_that_a_step_sees_and_of_no_others(sequences, rules, per_head, seed):
+    inputs = make_case(SHAPES[0], sequences, per_head=per_head, seed=seed, rules=rules).inputs
+    size, num_new = SHAPES[0].block_size, np.diff(inputs.query_starts)
+    columns = DeviceColumns.of(plan_columns(inputs, 16, size))
+    assert len(columns.groups) == len(rules)
+    for rule, group, ours in zip(rules, inputs.groups, columns.groups, strict=True):
+        num_heads = group.lengths.shape[1]
+        tables, lengths = (
+            np.broadcast_to(of, (len(sequences), num_heads, *of.shape[2:])) for of in (ours.tables, ours.lengths)
+        )
+        assert np.array_equal(lengths, group.lengths)
+        assert tables.shape[2] % 16 == 0
+        for s in range(len(sequences)):
+            firsts = [rule.first_seen(int(length) - int(num_new[s])) // size for length in group.lengths[s]]
+            assert ours.first_blocks[s] == (min(firsts) if rule.trims else group.firsts[s] // size)
+            for h in range(num_heads):
+                seen = np.arange(firsts[h], -(-int(group.lengths[s, h]) // size))
+                expected = group.tables[s, h, seen - group.firsts[s] // size]
+                assert np.array_equal(tables[s, h, seen - ours.first_blocks[s]], expected)
+
+
+@given(
+    window=st.integers(1, 100), is_chunked=st.booleans(), size=st.sampled_from([1, 4, 16]), entry=st.integers(0, 999)
 )
-def test_a_card_is_given_one_group_that_keeps_all(rules, message):
-    """What its kernels do not compute yet is not computed otherwise."""
-    case = make_case(SHAPES[0], [Lengths(20, 3)], per_head=False, seed=1, rules=rules)
-    with pytest.raises(AssertionError, match=message):
-        plan_columns(case.inputs, 16)
+def test_what_a_token_sees_lies_in_no_more_blocks_than_a_graph_has_room_for(window, is_chunked, size, entry):
+    rule = KeepRule(window, is_chunked)
+    num_blocks = entry // size - rule.first_seen(entry) // size + 1
+    assert num_blocks <= most_blocks_seen(rule, entry + 1, size) <= most_blocks_seen(rule, 1000, size)
+    assert most_blocks_seen(KEEP_ALL, entry + 1, size) == entry // size + 1
 
 
 @pytest.mark.long

@@ -12,6 +12,7 @@ from __future__ import annotations
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
+from itertools import product
 from random import Random
 
 import pytest
@@ -25,6 +26,7 @@ from equivalence.references import References
 from equivalence.sealed_cases import attend_sealed, seal_extremes
 from equivalence.settings import long_but
 from equivalence.tiny_models import VOCAB_SIZE, save_tiny_model
+from pagefold.kv import KEEP_ALL, KeepRule
 from pagefold.runner.attention.cuda.configs import MAX_SHARED_BYTES
 from pagefold.runner.codecs import CELL_CODECS
 
@@ -108,16 +110,104 @@ def test_sinks_have_their_share(num_splits, interpreter):
     interpreter(attend_coded, "k8v4", SHAPES[0], sequences[:3], "float32", CODED_BOUNDS["float32"], **made)
 
 
-@pytest.mark.parametrize("window", long_but([33], [1, 16, 33, 64, 1000]))
-def test_a_window_sees_the_last_entries_alone(window, interpreter):
-    for shape, per_head in ((SHAPES[0], True), (SHAPES[2], False)):
-        made = {"per_head": per_head, "seed": window}
-        interpreter(interpreted.attend_in_window, shape, RAGGED[:3], window, BOUNDS["float32"], **made)
+SMALL = Shape(block_size=16, head_dim=32, num_kv_heads=1, group=2, num_layers=1)
+GROUPS = {
+    "all, less than a block": (KEEP_ALL, KeepRule(7)),
+    "all, a block": (KEEP_ALL, KeepRule(16)),
+    "a block and one, chunks of blocks": (KeepRule(17), KeepRule(32, is_chunked=True)),
+    "more than a split, uneven chunks": (KeepRule(300), KeepRule(100, is_chunked=True)),
+    "one, chunks of more than a split, all": (KeepRule(1), KeepRule(270, is_chunked=True), KEEP_ALL),
+}
+"""Cache groups of one step, by what they are."""
+EDGES = [Lengths(end, num_new) for end, num_new in ((14, 5), (15, 1), (16, 1), (31, 1), (32, 1), (299, 5), (300, 1))]
+EDGES += [Lengths(330, 40), Lengths(0, 40), Lengths(320, 1, 320)]
+"""One before, at and behind where a window, a chunk or a block ends; decoding, tiles of prompts, shared blocks."""
+
+
+@pytest.mark.parametrize("groups", long_but([*GROUPS][2:4], GROUPS))
+def test_each_group_sees_what_it_keeps(groups, interpreter):
+    """Before that all is NaN: what was given back, and what is held still."""
+    rules = GROUPS[groups]
+    for layer in range(len(rules)):
+        made = {"rules": rules, "layer": layer, "seed": 20 + layer}
+        made |= {"per_head": True, "trims": None} if layer else {"per_head": False, "trims": True}
+        interpreter(interpreted.attend, SMALL, EDGES, "float32", BOUNDS["float32"], **made)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("shape", "dtype"), [(shape, dtype) for shape in SHAPES for dtype in BOUNDS], ids=str)
+def test_groups_of_any_shape(shape, dtype, interpreter):
+    random = Random()
+    for trims in (True, None):
+        rules = tuple(random.choice([KEEP_ALL, KeepRule(random.randint(1, 400), random.random() < 0.4)]) for _ in "123")
+        made = {"rules": rules, "trims": trims, "per_head": random.random() < 0.5, "seed": random.randrange(2**32)}
+        made |= {"num_splits": random.choice([None, 1, 3]), "softcap": random.choice([0.0, 5.0])}
+        made |= {"sink_size": random.choice([0.0, 3.0])}
+        print(made)
+        interpreter(interpreted.attend, shape, RAGGED, dtype, BOUNDS[dtype], **made)
+
+
+@pytest.mark.parametrize("num_splits", [1, 8])
+def test_windows_of_scores_that_are_capped_or_have_sinks(num_splits, interpreter):
+    made = {"rules": (KeepRule(300), KEEP_ALL), "trims": True, "per_head": False, "seed": 4, "num_splits": num_splits}
+    made |= {"softcap": 5.0, "sink_size": 3.0, "layer": 0}
+    interpreter(interpreted.attend, SMALL, EDGES[-5:], "float32", BOUNDS["float32"], **made)
+
+
+def test_a_window_costs_the_same_at_any_length(interpreter):
+    """In tiles of entries: work begins where the first of them is seen."""
+    for rule in (KeepRule(300), KeepRule(100, is_chunked=True)):
+        for num_new in (1, 40):
+            short, long = (
+                interpreter(interpreted.tiles_taken, SMALL, Lengths(num_old, num_new), rule) for num_old in (900, 3300)
+            )
+            assert 0 < short == long
 
 
 @pytest.mark.parametrize("num_padding", [1, 5])
 def test_rows_that_fill_up_a_batch_write_nothing(num_padding, interpreter):
-    interpreter(interpreted.attend_padded, SHAPES[0], [Lengths(40, 1), Lengths(0, 1)], num_padding)
+    lengths = [Lengths(40, 1), Lengths(0, 1)]
+    interpreter(interpreted.attend_padded, SHAPES[0], lengths, num_padding)
+    for layer, rules in enumerate([(KeepRule(17), KEEP_ALL), (KEEP_ALL, KeepRule(24, is_chunked=True))]):
+        interpreter(interpreted.attend_padded, SMALL, lengths, num_padding, rules=rules, layer=layer, trims=True)
+
+
+BEYOND = [[7 + at * at % 230 for at in range(first, first + num)] for first, num in ((0, 80), (100, 21))]
+BEYOND_SETTINGS = {
+    "has_graphs": True,
+    "is_overlapped": True,
+    "block_size": 8,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 40,
+    "max_model_len": 92,
+    "kv_cache_memory_bytes": 2**18,
+}
+WITH_WINDOWS = ("gemma3", "mistral-window", "llama4", "gpt-oss", "gemma3n", "qwen2-window")
+"""Windows in some layers and in all, chunks, sinks, layers that read the K and V of others, a group of each kind."""
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=[pytest.mark.long] * bool(at)) for at, family in enumerate(WITH_WINDOWS)]
+)
+def test_an_engine_on_them_goes_beyond_windows(family, interpreter, tmp_path):
+    """More than three windows of 24 tokens; in chunks, with blocks given back, as graphs, overlapped."""
+    folder = save_tiny_model(family, tmp_path)
+    outputs, num_replayed, num_ahead = interpreter(interpreted.complete, folder, BEYOND, 6, **BEYOND_SETTINGS)
+    assert outputs == [References(folder, 6).of(prompt) for prompt in BEYOND]
+    assert num_replayed > 3
+    assert num_ahead > 3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["int8_per_token_head", "int4_per_token_head", "kivi2"])
+def test_an_engine_on_codes_goes_beyond_windows(name, interpreter, tmp_path):
+    folder = save_tiny_model("gemma3", tmp_path)
+    how = BEYOND_SETTINGS | {"kv_cache_dtype": name, "block_size": 16}
+    outputs, num_replayed, _ = interpreter(interpreted.complete, folder, BEYOND, 6, **how)
+    assert num_replayed > 3
+    how = {"dtype": "float32", "model_impl": "transformers", "attention_backend": "reference", "max_model_len": 92}
+    alone = AloneOutputs(folder, 6, kv_cache_dtype=name, **how)
+    assert outputs == [alone.of(prompt) for prompt in BEYOND]
 
 
 @pytest.mark.parametrize(
@@ -148,6 +238,23 @@ CODEC_NAMES = sorted(set(CELL_CODECS) - {"float32", "fp8", "kivi2"})  # fp8 is f
 FEW = [Lengths(40, 1), Lengths(7, 5), Lengths(0, 1), Lengths(8, 2, 8)]
 CODED_BOUNDS = BOUNDS | {"float32": 3e-5}
 """Of float32 as ``test_codecs.py`` has it: rotated heads are sums of many numbers."""
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("k8v4", KeepRule(17)),
+        pytest.param("int8_per_token_head", KeepRule(300), marks=pytest.mark.long),
+        pytest.param("k8v4", KeepRule(100, is_chunked=True), marks=pytest.mark.long),
+        pytest.param("int4_plain", KeepRule(1), marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_codes_of_a_window_are_read_and_written_as_the_reference_does(name, rule, interpreter):
+    """What was taken off K follows from an entry's number, also where the first ones are gone."""
+    for rules, layer in (((rule, KEEP_ALL), 0), ((rule, KEEP_ALL), 1)):
+        made = {"rules": rules, "layer": layer, "trims": True, "per_head": False, "seed": 21}
+        interpreter(attend_coded, name, SMALL, EDGES[2:7], "float32", CODED_BOUNDS["float32"], **made)
 
 
 QUICK_NAMES = ("fp8_e4m3", "int8_per_token_head", "int4_per_token_head", "k8v4")
@@ -245,11 +352,25 @@ def test_sealed_blocks_of_any_lengths(shape, interpreter):
         interpreter(attend_sealed, shape, sequences, "float32", CODED_BOUNDS["float32"], **made)
 
 
+@pytest.mark.parametrize(
+    "rule",
+    long_but([KeepRule(40)], [KeepRule(size, kind) for size in (1, 7, 40, 300) for kind in (False, True)]),
+    ids=str,
+)
+def test_sealed_blocks_of_a_window_are_read_and_written_as_the_reference_does(rule, interpreter):
+    """Also where the window begins in a token's own block; poison in what was given back."""
+    sequences = [*SEALED, (511, 1, 0), (512, 40, 0), (330, 1, 320)]
+    for trims, num_splits in ((True, 1), (False, 4)):
+        made = {"seed": 13, "rule": rule, "trims": trims, "num_splits": num_splits}
+        interpreter(attend_sealed, SMALL, sequences, "float32", CODED_BOUNDS["float32"], **made)
+
+
 @pytest.mark.parametrize("num_padding", [1, 5])
 def test_rows_that_fill_up_a_batch_seal_nothing(num_padding, interpreter):
     lengths = [(40, 1, 0), (0, 1, 0), (15, 1, 0)]
-    made = {"seed": 3, "num_padding": num_padding}
-    interpreter(attend_sealed, SHAPES[0], lengths, "float32", CODED_BOUNDS["float32"], **made)
+    for rule in (KEEP_ALL, KeepRule(17)):
+        made = {"seed": 3, "num_padding": num_padding, "rule": rule, "trims": True}
+        interpreter(attend_sealed, SMALL, lengths, "float32", CODED_BOUNDS["float32"], **made)
 
 
 @pytest.mark.parametrize("head_dim", long_but([80], [32, 80]))
@@ -305,7 +426,13 @@ def test_every_configuration_compiles_for_other_cards_and_fits(capability, dtype
 
 @pytest.mark.parametrize(
     ("flags", "group"),
-    [({"has_window": True}, 1), ({"has_softcap": True}, 3), ({"has_sinks": True}, 8), ({}, 32)],
+    [
+        ({"has_window": True}, 1),
+        ({"has_window": True, "is_chunked": True}, 4),
+        ({"has_softcap": True}, 3),
+        ({"has_sinks": True}, 8),
+        ({}, 32),
+    ],
 )
 def test_windows_softcaps_sinks_and_groups_compile(flags, group, compiler):
     for name in ("decode", "prefill"):
@@ -313,10 +440,28 @@ def test_windows_softcaps_sinks_and_groups_compile(flags, group, compiler):
         assert shared_bytes <= MAX_SHARED_BYTES[9, 0]
 
 
+@pytest.mark.parametrize(
+    ("name", "codec"),
+    [
+        ("write_kv", None),
+        ("write_codes", "int8_per_token_head"),
+        pytest.param("write_codes", "int4_per_token_head", marks=pytest.mark.long),
+        ("write_sealed", "kivi2"),
+        pytest.param("decode", "kivi2", marks=pytest.mark.long),
+        pytest.param("prefill", "kivi2", marks=pytest.mark.long),
+        pytest.param("prefill", "int8_per_token_head", marks=pytest.mark.long),
+    ],
+)
+def test_what_writes_and_reads_codes_of_windows_compiles(name, codec, compiler):
+    shared_bytes, _ = compiler(name, "bfloat16", 128, 4, (9, 0), has_window=True, codec=codec)
+    assert shared_bytes <= MAX_SHARED_BYTES[9, 0]
+
+
 @pytest.mark.parametrize(("dtype", "head_dim"), [("bfloat16", 64), ("bfloat16", 128), ("float32", 128)])
 def test_no_register_is_spilled_on_an_h100(dtype, head_dim, compiler):
-    for name in ("decode", "prefill"):
-        assert compiler(name, dtype, head_dim, 4, (9, 0), function=compiled_for_cards.spilled_bytes) == 0
+    for name, has_window in product(("decode", "prefill"), (False, True)):
+        how = {"function": compiled_for_cards.spilled_bytes, "has_window": has_window}
+        assert compiler(name, dtype, head_dim, 4, (9, 0), **how) == 0
 
 
 @pytest.mark.parametrize(
@@ -343,6 +488,15 @@ def test_what_a_layer_launches_compiles(codec, compiler):
     shared_bytes = compiler(codec, function=compiled_for_cards.compile_launched)
     assert shared_bytes.keys() == {*kernels, "merge_splits"}
     assert max(shared_bytes.values()) <= MAX_SHARED_BYTES[9, 0]
+
+
+@pytest.mark.parametrize("codec", long_but([None], [None, "k8v4", "kivi2"]))
+def test_what_a_layer_of_a_window_launches_compiles(codec, compiler):
+    """Of a step of two groups; the window, of two tiles, is not split."""
+    kernels = KERNELS if codec is None else SEALING_KERNELS if codec == "kivi2" else CODED_KERNELS
+    rules = KeepRule(100), KEEP_ALL
+    shared_bytes = compiler(codec, rules, function=compiled_for_cards.compile_launched)
+    assert shared_bytes.keys() == {*kernels} - {"merge_splits"}
 
 
 @pytest.mark.long

@@ -21,7 +21,7 @@ from equivalence.test_windows import expected_of_windows
 from equivalence.tiny_models import MAX_POSITIONS, VOCAB_SIZE
 from pagefold.config import EngineConfig
 from pagefold.engine.namespace import namespace_of
-from pagefold.engine.planning import plan_engine
+from pagefold.engine.planning import _streaming_keeps, plan_engine
 from pagefold.errors import ConfigError
 from pagefold.kv import KeepRule
 from pagefold.runner.fused.decoder import FusedDecoder
@@ -124,6 +124,12 @@ def test_it_is_a_cache_of_its_own(tiny_folder):
         blueprint = planned(tiny_folder, **settings)
         keys.add(namespace_of(blueprint).key())
     assert len(keys) == 4
+
+
+def test_cards_refuse_it_by_name(tiny_folder):
+    blueprint = planned(tiny_folder, streaming_llm=64)
+    with pytest.raises(ConfigError, match="streaming_llm is set, and is not computed on cuda yet"):
+        _streaming_keeps(blueprint.config, blueprint.spec, "cuda")
 
 
 def test_it_goes_beyond_the_models_positions_if_asked(tiny_folder):

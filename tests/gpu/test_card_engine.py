@@ -63,6 +63,19 @@ def test_float32_by_the_kernels_says_what_generate_says(folder, enforce_eager):
     assert engine.num_ahead > engine.num_launched / 2, "most tokens were taken where the last step had left them"
 
 
+@pytest.mark.parametrize("enforce_eager", [True, False])
+@pytest.mark.parametrize("family", ["gemma3", "mistral-window", "llama4", "gpt-oss", "gemma3n"])
+def test_windows_are_passed_as_generate_passes_them(family, enforce_eager, tmp_path):
+    """Windows of 24 tokens in some layers and in all, chunks, sinks, layers that read the K and V of others."""
+    settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 2**22, "max_model_len": 512}
+    prompts = [prompt[:300] for prompt in short_prompts(VOCAB_SIZE)]
+    windowed = save_tiny_model(family, tmp_path)
+    engine = make_engine(windowed, dtype="float32", enforce_eager=enforce_eager, **settings)
+    assert any(rule.trims for rule in engine.scheduler.core.rules)
+    references = References(windowed, 24)
+    assert complete(engine, prompts, 24) == [references.of(prompt) for prompt in prompts]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_a_damaged_token_is_noticed_though_its_chunk_samples_nothing(folder, dtype):
     engine = make_engine(folder, dtype=dtype, max_num_seqs=8, max_num_batched_tokens=64, kv_cache_memory_bytes=2**22)

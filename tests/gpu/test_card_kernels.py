@@ -10,6 +10,7 @@ from equivalence.attention_cases import Lengths, Shape, make_case
 from equivalence.coded_cases import attend_coded, encode_extremes
 from equivalence.sealed_cases import attend_sealed, seal_extremes
 
+from pagefold.kv import KEEP_ALL, KeepRule
 from pagefold.runner.codecs import CELL_CODECS
 from pagefold.runner.slab import ROWS_LAYOUT
 
@@ -34,6 +35,25 @@ def test_they_are_dense_attention(shape, dtype, card):
         attention = CudaAttention(HeadShape(dtype, *heads, card.capability, card.num_processors))
         got = attention(*case.to(dtype, ROWS_LAYOUT, "cuda")).double().cpu()
         assert (got - case.expected()).abs().max() <= BOUNDS[dtype], f"seed {seed}, {lengths}"
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_each_cache_group_sees_what_it_keeps(shape, dtype, card):
+    from pagefold.runner.attention.cuda.attention import CudaAttention, HeadShape
+
+    random = Random()
+    rules = KeepRule(random.randint(1, 600)), KeepRule(random.randint(1, 600), is_chunked=True), KEEP_ALL
+    for layer in range(len(rules)):
+        seed = random.randrange(2**32)
+        lengths = [Lengths(random.choice([0, 17, 3000]), random.choice([1, 1, 1, 9, 500])) for _ in range(12)]
+        case = make_case(shape, lengths, per_head=False, seed=seed, rules=rules, layer=layer)
+        case.round_to(dtype)
+        case.poison_unseen()
+        heads = shape.num_kv_heads * shape.group, shape.num_kv_heads, shape.head_dim
+        attention = CudaAttention(HeadShape(dtype, *heads, card.capability, card.num_processors))
+        got = attention(*case.to(dtype, ROWS_LAYOUT, "cuda")).double().cpu()
+        assert (got - case.expected()).abs().max() <= BOUNDS[dtype], f"seed {seed}, {lengths}, {rules[layer]}"
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
@@ -65,7 +85,9 @@ def test_sealed_blocks_are_read_and_written_as_the_reference_does(shape, dtype, 
             (random.choice([0, 17, 64, 900]), random.choice([1, 1, 1, 9, 200]), random.choice([0, 900]))
             for _ in range(8)
         ]
-        attend_sealed(shape, sequences, str(dtype)[6:], bound, card=card, seed=seed, softcap=softcap)
+        rule = KeepRule(random.randint(1, 400)) if softcap else KEEP_ALL
+        kept = {"rule": rule, "trims": True}
+        attend_sealed(shape, sequences, str(dtype)[6:], bound, card=card, seed=seed, softcap=softcap, **kept)
 
 
 @pytest.mark.parametrize("head_dim", [32, 80])

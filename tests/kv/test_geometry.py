@@ -236,6 +236,7 @@ def test_layers_of_several_groups_begin_where_those_before_them_in_their_block_e
     places = [geometry.groups[index].layers.index(layer) for layer, index in enumerate(geometry.group_of_layer)]
     own = 2 * geometry.cell_bytes(0)
     assert geometry.layer_begins == tuple(place * own for place in places)
+    assert geometry.layer_ends == tuple((place + 1) * own for place in places)
     assert geometry.bytes_per_block == 2 * own
     cells = [geometry.cell(layer, head) for layer in range(17) for head in range(2)]
     assert cells == ([*range(34)] if name else [2 * place + head for place in places for head in range(2)])

@@ -20,7 +20,7 @@ USE = CardUse(weight_bytes=15 * GIB, activation_bytes=2 * GIB, other_bytes=GIB)
 
 
 def budget(card=H100, use=USE, *, asked=None, num_seqs=256, min_len=8192, max_len=8192, geometry=LLAMA_3_8B):
-    lengths = {"min_len": min_len, "max_len": max_len}
+    lengths = {"min_len": min_len, "max_len": max_len, "max_num_batched_tokens": 2048}
     return budget_on_card(card, use, geometry.layout, kv_cache_memory_bytes=asked, max_num_seqs=num_seqs, **lengths)
 
 

@@ -43,7 +43,7 @@ def plan_of(rows, block_size, data):
 def test_every_token_has_its_position_and_every_position_its_block(rows, geometry, data):
     plan = plan_of(rows, geometry.block_size, data)
     inputs = make_inputs(plan, geometry)
-    attention, group = inputs.attention, inputs.attention.only_group
+    attention, group = inputs.attention, inputs.attention.groups[0]
     assert inputs.token_ids.tolist() == [plan.token_ids.tolist()]
     assert inputs.positions.tolist() == [[start + i for start, num_tokens, _ in rows for i in range(num_tokens)]]
     assert attention.num_seqs == len(rows)
@@ -81,7 +81,7 @@ def test_logits_are_wanted_of_the_last_token_of_each_row_that_samples_once(rows,
 def test_types_and_shapes_are_those_of_the_signature_and_nothing_is_copied(rows, geometry, data):
     inputs = make_inputs(plan_of(rows, geometry.block_size, data), geometry)
     attention, heads, layers = inputs.attention, geometry.num_kv_heads, geometry.num_layers
-    group = attention.only_group
+    group = attention.groups[0]
     width = max(-(-(start + num_tokens) // geometry.block_size) for start, num_tokens, _ in rows)
     assert group.tables.shape == (len(rows), heads, width)
     assert group.lengths.shape == (len(rows), heads)
@@ -99,9 +99,9 @@ def test_a_prefill_and_a_decode_row():
     inputs = make_inputs(plan, KVGeometry(num_layers=2, num_kv_heads=1, head_dim=8, element_bytes=4, block_size=4))
     assert inputs.positions.tolist() == [[0, 1, 2, 3, 4, 17]]
     assert inputs.attention.query_starts.tolist() == [0, 5, 6]
-    assert inputs.attention.only_group.lengths.tolist() == [[5], [18]]
-    assert inputs.attention.only_group.tables[0, 0, :2].tolist() == [3, 9]
-    assert inputs.attention.only_group.tables[1, 0].tolist() == [5, 4, 6, 2, 8]
+    assert inputs.attention.groups[0].lengths.tolist() == [[5], [18]]
+    assert inputs.attention.groups[0].tables[0, 0, :2].tolist() == [3, 9]
+    assert inputs.attention.groups[0].tables[1, 0].tolist() == [5, 4, 6, 2, 8]
     assert inputs.attention.cells.tolist() == [[[0], [1]], [[0], [1]]]
     assert inputs.logit_rows.tolist() == [5]
 

@@ -16,6 +16,7 @@ from equivalence.tiny_models import FAMILIES
 from pagefold.kv import CODECS, BlockId, BlockTable, KVGeometry, ResidualCopy
 from pagefold.kv.codec import KV_CACHE_DTYPES
 from pagefold.runner.attention.cuda.columns import plan_columns
+from pagefold.runner.attention.device_columns import DeviceColumns
 from pagefold.runner.attention.reference import reference_attention
 from pagefold.runner.codec_slab import CODEC_ROWS_LAYOUT, CodecSlab
 from pagefold.runner.codecs.constants import CodecConstants
@@ -111,7 +112,7 @@ def test_blocks_are_sealed_and_read_without_waiting():
     tensors = [part for name in CardBlocks.__slots__ if isinstance(part := getattr(blocks, name), torch.Tensor)]
     assert len(tensors) == 9
     assert {part.device for part in tensors} == {META}
-    assert plan_columns(inputs, 1)[-1].tolist() == [0, 2, 1]
+    assert DeviceColumns.of(plan_columns(inputs, 1, 4)).residual_ids.tolist() == [0, 2, 1]
 
 
 @pytest.mark.parametrize("num_processors", [58, 108, 132])
@@ -136,7 +137,7 @@ def test_late_tokens_are_taken_on_the_card_without_waiting():
     sampled = torch.zeros(2, dtype=torch.int64, device=META)
     late = late_tokens(plan, sampled)
     inputs = replace(make_inputs(plan, KVGeometry(1, 1, 8, 2, 4)), late=late)
-    there = on_card(inputs, META, 0)
+    there = on_card(inputs, META, 0, 4)
     assert (there.token_ids.device, there.token_ids.shape, there.late) == (META, (1, 6), None)
 
 

@@ -67,7 +67,7 @@ class Blueprint:
     @property
     def computes_windows(self) -> bool:
         """Whether the model's windows are computed as such, as far as any sequence passes them."""
-        return self.card is None and bool(self.spec.keeps) and not without_windows(self.config)
+        return bool(self.spec.keeps) and not without_windows(self.config)
 
     @property
     def limit(self) -> Limit:
@@ -78,7 +78,7 @@ class Blueprint:
             return spec.endless_limit if is_asked else min(spec.endless_limit, Limit(spec.max_positions))
         if self.computes_windows:
             return spec.windowed_limit
-        could_be_longer = self.card is None and spec.max_exact_len < spec.windowed_limit.length
+        could_be_longer = spec.max_exact_len < spec.windowed_limit.length
         setting = without_windows(self.config) if could_be_longer else ""
         return Limit(spec.max_exact_len, spec.limit, setting)
 

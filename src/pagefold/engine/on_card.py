@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["OnCard", "bound_use_of", "build_runner", "capacity_on_card", "measure_link", "ran_out"]
 
 _MAX_WHY = 200
+_TABLE_ENTRY_BYTES = 4
+"""Bytes of a block's id in a table of a card."""
 
 
 class OnCard:
@@ -95,6 +98,7 @@ def capacity_on_card(blueprint: Blueprint, use: CardUse, host_bytes: int = 0) ->
     """
     config, card, layout = blueprint.config, blueprint.card, blueprint.geometry.layout
     assert card is not None, "a card's capacity without one"
+    use = replace(use, activation_bytes=use.activation_bytes + _table_bytes(blueprint))
     longest, asked_len = blueprint.limit.length, config.max_model_len
     kv_bytes = budget_on_card(
         CardBudget(card.total_bytes, card.free_bytes, config.gpu_memory_utilization),
@@ -102,6 +106,7 @@ def capacity_on_card(blueprint: Blueprint, use: CardUse, host_bytes: int = 0) ->
         layout,
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
         max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
         min_len=min(asked_len, longest) if isinstance(asked_len, int) else 2 if asked_len == "auto" else longest,
         max_len=longest,
     )
@@ -114,7 +119,22 @@ def capacity_on_card(blueprint: Blueprint, use: CardUse, host_bytes: int = 0) ->
         max_num_seqs=config.max_num_seqs,
         available_bytes=use.weight_bytes + kv_bytes + host_bytes,
         host_bytes=host_bytes,
+        max_num_batched_tokens=config.max_num_batched_tokens,
     )
+
+
+def _table_bytes(blueprint: Blueprint) -> int:
+    """Return what tables of all cache groups take of the longest sequences: of a step, and where graphs have theirs.
+
+    The step that is measured has few blocks, so they are added to what it took, too.
+    """
+    from pagefold.runner.cuda_graphs import Longest  # noqa: PLC0415 - torch comes with it
+
+    config, limit = blueprint.config, blueprint.limit.length
+    num_tokens = min(config.max_model_len, limit) if isinstance(config.max_model_len, int) else limit
+    longest = Longest(num_tokens, blueprint.geometry.block_size)
+    width = sum(longest.width_of(group.keeps) for group in blueprint.geometry.groups)
+    return _TABLE_ENTRY_BYTES * config.max_num_seqs * width * (1 if config.enforce_eager else 2)
 
 
 def build_runner(
@@ -151,7 +171,8 @@ def build_runner(
 
     try:
         planned = blueprint.capacity  # in the step that is measured all rows have the first residual
-        probe = decoder_with(geometry.num_blocks_for(num_tokens), min(1, planned.num_residuals), planned.max_model_len)
+        num_blocks = -(-num_tokens // geometry.block_size)  # which all of its cache groups have
+        probe = decoder_with(num_blocks, min(1, planned.num_residuals), planned.max_model_len)
         use = measure_use(TorchRunner(probe[0], geometry, probe[1]), card, num_tokens=num_tokens, num_seqs=num_seqs)
         del probe
         torch.cuda.empty_cache()

@@ -60,7 +60,7 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
     geometry = geometry_of(config, spec, dtype)
     if config.streaming_llm is not None:
         geometry = replace(geometry, keeps=_streaming_keeps(config, spec, device))
-    elif device == "cpu" and not without_windows(config):
+    elif not without_windows(config):
         geometry = replace(geometry, keeps=spec.keeps_within(_longest(config, spec)))  # else the window is the limit
     assert device == "cpu" or card is not None, "it was chosen"
     card = None if device == "cpu" else card

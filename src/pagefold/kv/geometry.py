@@ -355,6 +355,12 @@ class KVGeometry:
             begins.update(zip(group.layers, accumulate(sizes, initial=0), strict=True))
         return tuple(begins[layer] for layer in range(self.num_own_layers))
 
+    @property
+    def layer_ends(self) -> tuple[int, ...]:
+        """Where they end there, in bytes. Of several groups, layers lie in the same places of their own blocks."""
+        sizes = (self.num_kv_heads * self.cell_bytes(layer) for layer in range(self.num_own_layers))
+        return tuple(begin + size for begin, size in zip(self.layer_begins, sizes, strict=True))
+
     @cached_property
     def group_of_layer(self) -> tuple[int, ...]:
         """The index of each layer's group."""

@@ -72,6 +72,7 @@ class _Need:
         layout: of the model's KV.
         max_num_seqs: sequences at once.
         min_len, max_len: the longest sequence that must be served, and the longest that the model computes.
+        num_new: what a step writes, beside what windows keep.
         asked: the bytes that were asked for; None for all that is left.
     """
 
@@ -79,6 +80,7 @@ class _Need:
     max_num_seqs: int
     min_len: int
     max_len: int
+    num_new: int
     asked: int | None
 
     @property
@@ -89,11 +91,13 @@ class _Need:
     @property
     def num_bytes(self) -> int:
         """Bytes of one sequence of ``min_len`` tokens, and of all residuals."""
-        return self.layout.num_blocks_for(self.min_len) * self.layout.bytes_per_block + self.residual_bytes
+        num_blocks = self.layout.num_blocks_for(self.min_len, self.num_new)
+        return num_blocks * self.layout.bytes_per_block + self.residual_bytes
 
     def longest_in(self, num_bytes: int) -> int:
         """Return the most tokens of a sequence that so many bytes hold beside all residuals; 0 for none."""
-        return self.layout.longest_in(self.layout.num_blocks(num_bytes - self.residual_bytes), self.max_len)
+        num_blocks = self.layout.num_blocks(num_bytes - self.residual_bytes)
+        return self.layout.longest_in(num_blocks, self.max_len, self.num_new)
 
 
 def bound_use(*, weight_bytes: int, vocab_size: int, row_bytes: int, num_tokens: int, num_seqs: int) -> CardUse:
@@ -118,6 +122,7 @@ def budget_on_card(  # noqa: PLR0913 - the facts that it weighs, by name
     *,
     kv_cache_memory_bytes: int | None,
     max_num_seqs: int,
+    max_num_batched_tokens: int,
     min_len: int,
     max_len: int,
 ) -> int:
@@ -129,6 +134,7 @@ def budget_on_card(  # noqa: PLR0913 - the facts that it weighs, by name
         layout: of the model's KV.
         kv_cache_memory_bytes: what was asked for, or None for all that is left.
         max_num_seqs: sequences at once: each has a residual where blocks are sealed, which is KV too.
+        max_num_batched_tokens: what a step writes, beside what windows keep.
         min_len: the longest sequence that must be served, in tokens.
         max_len: the longest that the model computes.
 
@@ -137,7 +143,7 @@ def budget_on_card(  # noqa: PLR0913 - the facts that it weighs, by name
         BudgetTooSmallError: what is left does not hold one sequence of ``min_len`` tokens, beside all residuals. All
             say by how much, and which settings do.
     """
-    need = _Need(layout, max_num_seqs, min_len, max_len, kv_cache_memory_bytes)
+    need = _Need(layout, max_num_seqs, min_len, max_len, max_num_batched_tokens, kv_cache_memory_bytes)
     beside = f"weights of {human_bytes(use.weight_bytes)}, activations of {human_bytes(use.activation_bytes)} and "
     beside += f"{human_bytes(use.other_bytes)} for CUDA"
     left_free = budget.free_bytes - use.num_bytes

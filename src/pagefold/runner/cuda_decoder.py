@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pagefold.runner.cuda_graphs import DecodeGraphs
+from pagefold.runner.cuda_graphs import DecodeGraphs, Longest
 from pagefold.runner.inputs import on_card
 from pagefold.runner.transformers_decoder import TransformersDecoder, told_queries
 
@@ -65,7 +65,7 @@ class CudaDecoder:
                 inputs.moves.hold_all()
             return self.graphs.logits(inputs)
         tokens_a_tile = self.kernels.shape.tokens_a_tile if self.kernels is not None else 0
-        return self._plain.logits(on_card(inputs, self._device, tokens_a_tile))
+        return self._plain.logits(on_card(inputs, self._device, tokens_a_tile, self._slab.block_size))
 
     def states(self) -> torch.Tensor:
         """Return what :class:`TransformersDecoder` does: a step that a graph replays has tokens that sample only."""
@@ -81,8 +81,8 @@ class CudaDecoder:
             how: else what :class:`~pagefold.runner.cuda_graphs.DecodeGraphs` takes.
         """
         assert self.kernels is not None, "the reference reads the host's columns, which no graph does"
-        max_blocks = -(-self._max_model_len // self._slab.block_size)
-        graphs = DecodeGraphs(self._plain.logits, self._device, max_num_seqs=max_num_seqs, max_blocks=max_blocks, **how)
+        longest = Longest(self._max_model_len, self._slab.block_size)
+        graphs = DecodeGraphs(self._plain.logits, self._device, max_num_seqs=max_num_seqs, longest=longest, **how)
         self.kernels.reserve(max_num_seqs, self._device)
         graphs.capture(like)
         self.graphs = graphs

@@ -157,18 +157,19 @@ def fill_in(token_ids: torch.Tensor, late: LateTokens | None) -> None:
         token_ids[0].index_copy_(0, late.at, late.token_ids)
 
 
-def on_card(inputs: StepInputs, device: torch.device, tokens_a_tile: int) -> StepInputs:
+def on_card(inputs: StepInputs, device: torch.device, tokens_a_tile: int, block_size: int) -> StepInputs:
     """Return the same where a card reads it, by one copy that nobody waits for.
 
     Args:
         inputs: on the host.
         device: the card.
         tokens_a_tile: what the kernels of attention ask for; 0 for an implementation that reads the host's columns.
+        block_size: entries a block.
     """
-    columns = plan_columns(inputs.attention, tokens_a_tile) if tokens_a_tile else []
+    columns = plan_columns(inputs.attention, tokens_a_tile, block_size) if tokens_a_tile else []
     tensors = inputs.token_ids, inputs.positions, inputs.logit_rows
     token_ids, positions, logit_rows, *there = pack([*(tensor.numpy() for tensor in tensors), *columns], device)
-    attention = replace(inputs.attention, on_device=DeviceColumns(*there)) if columns else inputs.attention
+    attention = replace(inputs.attention, on_device=DeviceColumns.of(there)) if columns else inputs.attention
     fill_in(token_ids, inputs.late)
     return replace(
         inputs, late=None, token_ids=token_ids, positions=positions, logit_rows=logit_rows, attention=attention

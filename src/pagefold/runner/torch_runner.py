@@ -178,7 +178,7 @@ class TorchRunner:
         """Begin what moves between the host's blocks and ours; return what is still on its way."""
         if self.arena is None:
             return None
-        return self.arena.begin(plan.host_ops, self.slab.as_bytes(), self.geometry.layer_begins)
+        return self.arena.begin(plan.host_ops, self.slab.as_bytes(), self.geometry.layer_ends)
 
     def _forward(self, plan: StepPlan, moves: MovesInFlight | None) -> _Computed:
         """Run one step."""

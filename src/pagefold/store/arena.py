@@ -70,14 +70,14 @@ class HostArena:
         self,
         ops: HostOps,
         blocks: Any,  # noqa: ANN401 - as below
-        layer_begins: Sequence[int] = (0,),  # noqa: ARG002
+        layer_ends: Sequence[int] = (),  # noqa: ARG002
     ) -> MovesInFlight | None:
         """Begin a step's moves; return what is still on its way: here nothing, since the host itself moves them.
 
         Args:
             ops: what the core decided.
             blocks: uint8 ``[num_blocks, block_bytes]``: the device's blocks, which this reads and writes.
-            layer_begins: where each layer begins in a block, in bytes; layers may come one after another.
+            layer_ends: where each layer ends in a block, in bytes; layers may come one after another.
 
         Raises:
             DamagedBlocksError: as :meth:`carry_out` does, if it is known already; else :meth:`MovesInFlight.verify`

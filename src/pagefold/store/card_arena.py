@@ -2,7 +2,8 @@
 
 What a store reads, steps before have written: the copying stream waits for theirs. What a load writes, the step reads,
 layer by layer: a block's layers lie in it one after another, so blocks come in *slices of layers*, first the first
-layers of all blocks, and a layer's attention waits for its own slice alone. The host waits for nothing of this.
+layers of all blocks, and a layer's attention waits for its own slice alone, whichever cache group's blocks that is in.
+The host waits for nothing of this.
 
 Checksums are of whole blocks. The host compares them while copies and the step's computing are under way; where one is
 wrong, the step fails, and nothing of it counts.
@@ -13,6 +14,7 @@ copy has ended too.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import TYPE_CHECKING
 
 import torch
@@ -72,7 +74,7 @@ class CardArena(HostArena):
         self.on_restored: Callable[[int, float], None] = _ignore
 
     def begin(
-        self, ops: HostOps, blocks: NDArray[np.uint8] | torch.Tensor, layer_begins: Sequence[int] = (0,)
+        self, ops: HostOps, blocks: NDArray[np.uint8] | torch.Tensor, layer_ends: Sequence[int] = ()
     ) -> CardMoves | None:
         """Queue a step's stores, and behind them its loads, slice by slice; None where there is nothing to do."""
         if not (ops.stores or ops.loads or ops.checks):
@@ -83,12 +85,12 @@ class CardArena(HostArena):
             for store in ops.stores:
                 self._tensor[store.host_id].copy_(blocks[store.block_id], non_blocking=True)
             begun = self._stream.mark()
-            parts = _layer_slices(blocks.shape[1], layer_begins) if ops.loads else [slice(0, 0)]
-            for part in parts:
+            ends = _slice_ends(blocks.shape[1], layer_ends) if ops.loads else [blocks.shape[1]]
+            for part in map(slice, [0, *ends], ends):
                 for load in ops.loads:
                     blocks[load.block_id, part].copy_(self._tensor[load.host_id, part], non_blocking=True)
                 marks.append(self._stream.mark())
-        return CardMoves(self, ops, begun, marks, len(layer_begins))
+        return CardMoves(self, ops, begun, marks, [bisect_left(ends, end) for end in layer_ends])
 
     def carry_out(self, ops: HostOps, blocks: NDArray[np.uint8] | torch.Tensor) -> None:
         """Make stores and loads outside a step, or before all of it, as a host arena does.
@@ -138,27 +140,31 @@ class CardMoves:
         ops: what moves.
         begun: when all stores are made.
         marks: when each slice of layers is there, the stores included.
-        num_layers: layers that a block has.
+        slice_of_layer: in which of them each layer ends.
     """
 
-    def __init__(self, arena: CardArena, ops: HostOps, begun: Mark, marks: list[Mark], num_layers: int) -> None:
+    def __init__(
+        self, arena: CardArena, ops: HostOps, begun: Mark, marks: list[Mark], slice_of_layer: Sequence[int]
+    ) -> None:
         self._arena = arena
         self._ops = ops
         self._begun = begun
         self._marks = marks
-        self._num_layers = num_layers
+        self._slice_of_layer = slice_of_layer
         self._num_held = 0  # the current stream waits for so many of the marks
 
     def hold(self, layer: int) -> None:
-        """Let what is queued from now on wait for the blocks up to ``layer``, and for what the step may overwrite."""
-        needed = layer * len(self._marks) // self._num_layers + 1
-        if needed > self._num_held:
-            self._marks[needed - 1].hold()  # they come in order
-            self._num_held = needed
+        """Let what is queued from now on wait for ``layer`` of all blocks, and for what the step may overwrite."""
+        self._hold(self._slice_of_layer[layer])
 
     def hold_all(self) -> None:
         """Let what is queued from now on wait for all of it."""
-        self.hold(self._num_layers - 1)
+        self._hold(len(self._marks) - 1)
+
+    def _hold(self, index: int) -> None:
+        if index >= self._num_held:
+            self._marks[index].hold()  # they come in order
+            self._num_held = index + 1
 
     def verify(self) -> None:
         """Compare checksums: the host's work, while the card does its own.
@@ -185,12 +191,11 @@ class CardMoves:
             self._arena.on_restored(num_bytes, self._marks[-1].seconds_since(self._begun))
 
 
-def _layer_slices(block_bytes: int, layer_begins: Sequence[int]) -> list[slice]:
-    """Cut a block into slices of layers; return which of its bytes each is."""
-    num_layers = len(layer_begins)
-    num_slices = max(1, min(_MAX_SLICES, num_layers, block_bytes // _SLICE_BYTES))
-    firsts = [layer_begins[-(-index * num_layers // num_slices)] for index in range(num_slices)]
-    return [slice(first, end) for first, end in zip(firsts, [*firsts[1:], block_bytes], strict=True)]
+def _slice_ends(block_bytes: int, layer_ends: Sequence[int]) -> list[int]:
+    """Cut a block into slices of layers; return where each ends, in bytes, the last one with the block."""
+    ends = [*sorted(set(layer_ends))[:-1], block_bytes]
+    num_slices = max(1, min(_MAX_SLICES, len(ends), block_bytes // _SLICE_BYTES))
+    return [ends[-(-index * len(ends) // num_slices) - 1] for index in range(1, num_slices + 1)]
 
 
 def _digest(arena: CardArena, host_id: int) -> bytes:

@@ -110,13 +110,6 @@ class AttentionInputs:
         return len(self.query_starts) - 1
 
     @property
-    def only_group(self) -> GroupInputs:
-        """The one group, which keeps all: for who knows no more than that."""
-        assert len(self.groups) == 1, f"{len(self.groups)} cache groups, where one is all that can be computed"
-        assert not self.groups[0].keeps.trims, f"a group that keeps {self.groups[0].keeps}, where all are to be kept"
-        return self.groups[0]
-
-    @property
     def last_own_layer(self) -> int:
         """The last layer that has K and V of its own."""
         return max(self.sources) if self.sources else self.cells.shape[1] - 1

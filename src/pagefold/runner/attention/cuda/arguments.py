@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from pagefold.kv import KeepRule
     from pagefold.runner.attention.cuda.blocks import CardBlocks, CellFormat
     from pagefold.runner.attention.cuda.groups import Shape
     from pagefold.runner.attention.device_columns import DeviceColumns
+    from pagefold.runner.attention.inputs import AttentionInputs
 
 __all__ = ["Group", "LayerArguments", "of_sinks", "scoring", "vectors"]
 
@@ -30,13 +32,11 @@ def of_sinks(sinks: torch.Tensor | None, query: torch.Tensor) -> Group:
     return {"sinks": query if sinks is None else sinks, "HAS_SINKS": sinks is not None}
 
 
-def scoring(scale: float, softcap: float, window: int) -> Group:
+def scoring(scale: float, softcap: float) -> Group:
     """Return the group of what makes scores; kernels have them in powers of two."""
     return {
         "scale": scale / softcap if softcap else scale * _LOG2E,
         "softcap": softcap * _LOG2E,
-        "window": window,
-        "HAS_WINDOW": window > 0,
         "HAS_SOFTCAP": softcap > 0.0,
     }
 
@@ -48,6 +48,7 @@ class LayerArguments:
     Attributes:
         blocks: of the slab.
         columns: of the step.
+        keeps: what the layer's cache group keeps.
         form: how the layer's K and V lie in a cell.
         shape: sizes that kernels are compiled for.
         entries: the group of where its entries lie.
@@ -55,14 +56,18 @@ class LayerArguments:
 
     blocks: CardBlocks
     columns: DeviceColumns
+    keeps: KeepRule
     form: CellFormat
     shape: Shape
     entries: Group
 
     @classmethod
-    def of(cls, blocks: CardBlocks, columns: DeviceColumns, layer: int, shape: Shape) -> LayerArguments:
+    def of(
+        cls, blocks: CardBlocks, inputs: AttentionInputs, columns: DeviceColumns, layer: int, shape: Shape
+    ) -> LayerArguments:
         """Return those of a layer."""
-        tables, lengths, cells = columns.tables, columns.lengths, columns.cells
+        keeps, group = inputs.group_of(layer).keeps, columns.groups[inputs.group_of_layer[layer]]
+        tables, lengths, cells = group.tables, group.lengths, columns.cells
         entries = {
             "query_starts": columns.query_starts,
             "tables": tables,
@@ -71,11 +76,14 @@ class LayerArguments:
             "lengths": lengths,
             "length_stride_s": lengths.stride(0),
             "length_stride_h": int(lengths.shape[1] > 1),
+            "first_blocks": group.first_blocks,
+            "HAS_WINDOW": keeps.trims,
             "cells": cells,
             "cell_stride_s": cells.stride(0) if len(cells) > 1 else 0,
             "layer": layer,
         }
-        return cls(blocks, columns, blocks.format_of(layer, shape.NUM_KV_HEADS), shape, entries)
+        form = blocks.format_of(int(inputs.cells[0, layer, 0]))  # a layer's cells are alike
+        return cls(blocks, columns, keeps, form, shape, entries)
 
     @property
     def slab(self) -> Group:
@@ -111,6 +119,11 @@ class LayerArguments:
             "residual_ids": self.columns.residual_ids,
             "num_residuals": self.blocks.num_residuals,
         }
+
+    @property
+    def window(self) -> Group:
+        """Which entries a token sees, where a window hides some."""
+        return {"window": self.keeps.window or 0, "IS_CHUNKED": self.keeps.is_chunked}
 
     @property
     def constants(self) -> Group:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pagefold.kv import KEEP_ALL
 from pagefold.runner.attention.cuda.arguments import Group, LayerArguments, of_sinks, scoring, vectors
 from pagefold.runner.attention.cuda.blocks import CardBlocks
 from pagefold.runner.attention.cuda.columns import plan_columns
@@ -31,6 +32,7 @@ from pagefold.runner.attention.device_columns import DeviceColumns
 from pagefold.runner.to_device import pack
 
 if TYPE_CHECKING:
+    from pagefold.kv import KeepRule
     from pagefold.runner.attention.inputs import AttentionInputs
     from pagefold.runner.slab import AnySlab
 
@@ -88,13 +90,11 @@ class CudaAttention:
 
     Args:
         shape: of the heads, and the card.
-        window: how many entries, its own included, a token sees; 0 for all.
         num_splits: into how many splits decoding is cut at most; None for what fills the card.
     """
 
-    def __init__(self, shape: HeadShape, *, window: int = 0, num_splits: int | None = None) -> None:
+    def __init__(self, shape: HeadShape, *, num_splits: int | None = None) -> None:
         self.shape = shape
-        self._window = window
         self._num_splits = num_splits
         self._decode = shape.config("decode")
         self._prefill = shape.config("prefill")
@@ -104,13 +104,13 @@ class CudaAttention:
         self._blocks: CardBlocks | None = None
         self._partials = torch.empty(0)
 
-    def columns(self, inputs: AttentionInputs, device: torch.device) -> DeviceColumns:
+    def columns(self, inputs: AttentionInputs, block_size: int, device: torch.device) -> DeviceColumns:
         """Return what the kernels read of ``inputs``: what is on the card already, or a copy."""
         if inputs.on_device is not None:
             return inputs.on_device
         if self._columns is None or self._inputs is not inputs:
-            host = plan_columns(inputs, self.shape.tokens_a_tile)
-            self._inputs, self._columns = inputs, DeviceColumns(*pack(host, device))
+            host = plan_columns(inputs, self.shape.tokens_a_tile, block_size)
+            self._inputs, self._columns = inputs, DeviceColumns.of(pack(host, device))
         return self._columns
 
     def __call__(  # noqa: PLR0913, PLR0917 - the operands of the op
@@ -124,18 +124,19 @@ class CudaAttention:
         scale: float,
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        turned: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See :class:`~pagefold.runner.attention.inputs.AttentionBackend`."""
+        assert turned is None, "sink tokens are not computed on cards"
         assert query.stride(2) == key.stride(2) == value.stride(2) == 1, "a head's numbers lie side by side"
-        columns, blocks = self.columns(inputs, query.device), self.blocks(slab)
-        given = LayerArguments.of(blocks, columns, layer, self.shape.constants(slab.block_size))
+        columns, blocks = self.columns(inputs, slab.block_size, query.device), self.blocks(slab)
+        given = LayerArguments.of(blocks, inputs, columns, layer, self.shape.constants(slab.block_size))
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         recent = _write(key, value, given)
         if given.form.ROTATION:
             query = _brought(query, given)
-        assert not (given.form.SEALS and self._window), "nobody sees a part of what is sealed"
-        asked = vectors("query", query) | {"out": out} | scoring(scale, softcap, self._window)
-        asked |= of_sinks(sinks, query)
+        asked = vectors("query", query) | {"out": out} | scoring(scale, softcap)
+        asked |= of_sinks(sinks, query) | given.window
         if len(columns.rows):
             self._run_decode(asked, given)
         if len(columns.tiles):
@@ -170,15 +171,20 @@ class CudaAttention:
         num_rows = max(range(1, max_rows + 1), key=lambda num: num * self.num_splits(num))
         self._room(num_rows, self.num_splits(num_rows), device)
 
-    def num_splits(self, num_rows: int) -> int:
-        """Return into how many splits a step with so many decoding sequences is cut."""
-        if self._num_splits is not None:
-            return self._num_splits
-        return num_splits_for(num_rows, self.shape.num_kv_heads, self.shape.num_processors)
+    def num_splits(self, num_rows: int, keeps: KeepRule = KEEP_ALL) -> int:
+        """Return into how many splits a step with so many decoding sequences is cut: no more than a window has."""
+        wanted = self._num_splits
+        if wanted is None:
+            wanted = num_splits_for(num_rows, self.shape.num_kv_heads, self.shape.num_processors)
+        if keeps.window is None:
+            return wanted
+        tile = self._decode.tile
+        most_tiles = -(-(keeps.window - 1) // tile) + 1
+        return min(wanted, -(-most_tiles // _least_tiles(tile)))
 
     def _run_decode(self, asked: Group, given: LayerArguments) -> None:
         how, num_rows, out = self._decode, len(given.columns.rows), asked["out"]
-        num_splits = self.num_splits(num_rows)
+        num_splits = self.num_splits(num_rows, given.keeps)
         sums, weights = self._room(num_rows, num_splits, out.device)
         splits = {"sums": sums, "weights": weights, "num_splits": num_splits}
         decode[(self.shape.num_kv_heads, num_rows, num_splits)](
@@ -192,7 +198,7 @@ class CudaAttention:
             **given.constants,
             ROWS=how.rows,
             TILE=how.tile,
-            MIN_TILES=max(1, _MIN_SPLIT_ENTRIES // how.tile),
+            MIN_TILES=_least_tiles(how.tile),
             IS_SPLIT=num_splits > 1,
             num_warps=how.num_warps,
             num_stages=how.num_stages,
@@ -221,6 +227,11 @@ class CudaAttention:
         if INTERPRETED:
             self._partials.fill_(float("nan"))  # who reads what was not written is found out
         return sums, weights
+
+
+def _least_tiles(tile: int) -> int:
+    """Return of how many tiles a split is at least."""
+    return max(1, _MIN_SPLIT_ENTRIES // tile)
 
 
 def _write(key: torch.Tensor, value: torch.Tensor, given: LayerArguments) -> torch.Tensor:

@@ -112,9 +112,9 @@ class CardBlocks:
         """How many there are, where blocks are sealed."""
         return self.residuals.shape[1] if self.formats[0].SEALS else 0
 
-    def format_of(self, layer: int, num_kv_heads: int) -> CellFormat:
-        """Return the format of a layer's cells, which are alike."""
-        return self.formats[layer * num_kv_heads if self.has_codes else 0]
+    def format_of(self, cell: int) -> CellFormat:
+        """Return the format of a cell."""
+        return self.formats[cell if self.has_codes else 0]
 
 
 def reads_of(codec: CellCodec) -> Reads:

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from pagefold.runner.attention.cuda.codes import hadamard, store_codes
+from pagefold.runner.attention.cuda.entries import table_of
 from pagefold.runner.attention.cuda.groups import PER_STEP
 from pagefold.runner.codecs import constants
 
@@ -50,6 +51,7 @@ def write_codes(
     query_starts,  # int32 [S + 1]
     tables,  # int32 [S, Hkv, W]
     lengths,  # int32 [S, Hkv]
+    first_blocks,  # int32 [S]: which of its blocks a table begins with
     cells,  # int32 [S, L, Hkv]
     # what there is of cells
     places,  # int32 [num_cells, 4]: where parts of a cell begin: codes of K and of V, scales of K and of V
@@ -75,6 +77,7 @@ def write_codes(
     SHAPE: tl.constexpr,
     CELL_FORMAT: tl.constexpr,
     ROWS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
 ):
     """Encode the K and V of ROWS tokens and one head where they belong. Grid: (tokens / ROWS, Hkv)."""
     HEAD_DIM: tl.constexpr = SHAPE.HEAD_DIM
@@ -89,8 +92,8 @@ def write_codes(
     entries = tl.load(lengths + seqs * length_stride_s + head * length_stride_h) - after
     is_row = is_row & (entries >= 0)  # a row that only fills up a batch has no entries
     entries = tl.maximum(entries, 0)
-    at = tables + seqs.to(tl.int64) * table_stride_s + head * table_stride_h + entries // SHAPE.BLOCK_SIZE
-    blocks_at = tl.load(at, mask=is_row, other=0).to(tl.int64) * block_stride
+    table = table_of(tables, first_blocks, seqs, head, table_stride_s, table_stride_h, HAS_WINDOW)
+    blocks_at = tl.load(table + entries // SHAPE.BLOCK_SIZE, mask=is_row, other=0).to(tl.int64) * block_stride
     slots = entries % SHAPE.BLOCK_SIZE
     first_seq = tl.load(seq_of + tl.program_id(0) * ROWS)
     cell = tl.load(cells + first_seq * cell_stride_s + layer * SHAPE.NUM_KV_HEADS + head).to(tl.int64)

@@ -88,13 +88,13 @@ class Sight(NamedTuple):
         low: int32: entries before it are not loaded.
         end: int32: nor those from here on.
         visible: int32 ``[ROWS]``: a row sees the entries before it,
-        window: int32: and of these the last so many, where there is a window.
+        begins: int32 ``[ROWS]``: and of these, where there is a window, those from here on.
     """
 
     low: Any
     end: Any
     visible: Any
-    window: Any
+    begins: Any
 
 
 class Cell(NamedTuple):

@@ -22,6 +22,7 @@ Python's numbers, which Triton 3.6 does not make of a tensor beside NumPy 2.4.
 import triton
 import triton.language as tl
 
+from pagefold.runner.attention.cuda.entries import first_seen, table_of
 from pagefold.runner.attention.cuda.groups import PER_STEP, Blocks, Scoring, Sight, Unsealed
 from pagefold.runner.attention.cuda.seal import residual_of, sealed_before
 from pagefold.runner.attention.cuda.tile import (
@@ -61,6 +62,7 @@ def write_kv(
     query_starts,  # int32 [S + 1]
     tables,  # int32 [S, Hkv, W]
     lengths,  # int32 [S, Hkv]
+    first_blocks,  # int32 [S]: which of its blocks a table begins with
     cells,  # int32 [S, L, Hkv]
     # which layer, and how many
     layer,
@@ -78,6 +80,7 @@ def write_kv(
     # constants
     SHAPE: tl.constexpr,
     HEADS: tl.constexpr,  # NUM_KV_HEADS, filled up to a power of two
+    HAS_WINDOW: tl.constexpr,
 ):
     """Write the K and V of one token, all heads, where they belong. Grid: (T,)."""
     token = tl.program_id(0)
@@ -90,8 +93,8 @@ def write_kv(
     entries = length - after
     is_head = is_head & (entries >= 0)  # a row that only fills up a batch has no entries
     entries = tl.maximum(entries, 0)
-    at = tables + seq.to(tl.int64) * table_stride_s + heads * table_stride_h + entries // SHAPE.BLOCK_SIZE
-    blocks = tl.load(at, mask=is_head, other=0)
+    table = table_of(tables, first_blocks, seq, heads, table_stride_s, table_stride_h, HAS_WINDOW)
+    blocks = tl.load(table + entries // SHAPE.BLOCK_SIZE, mask=is_head, other=0)
     cell = tl.load(cells + seq * cell_stride_s + layer * SHAPE.NUM_KV_HEADS + heads, mask=is_head, other=0)
     places = blocks.to(tl.int64) * block_stride + cell.to(tl.int64) * (2 * SHAPE.BLOCK_SIZE * SHAPE.HEAD_DIM)
     places += (entries % SHAPE.BLOCK_SIZE) * SHAPE.HEAD_DIM
@@ -119,6 +122,7 @@ def decode(
     query_starts,  # int32 [S + 1]
     tables,  # int32 [S, Hkv, W]
     lengths,  # int32 [S, Hkv]
+    first_blocks,  # int32 [S]: which of its blocks a table begins with
     cells,  # int32 [S, L, Hkv]
     # what there is of cells, with a codec only
     places,  # int32 [num_cells, 4]: see blocks.py
@@ -156,6 +160,7 @@ def decode(
     MIN_TILES: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
@@ -175,7 +180,7 @@ def decode(
     length = tl.load(lengths + seq * length_stride_s + head * length_stride_h)
     low = 0
     if HAS_WINDOW:
-        low = tl.maximum(length - window, 0)
+        low = first_seen(tl.maximum(length - 1, 0), window, IS_CHUNKED)
     stored = length
     if CELL_FORMAT.SEALS:
         stored = sealed_before(length - 1, BLOCK_SIZE)
@@ -193,7 +198,7 @@ def decode(
     at = query + token * query_stride_t + query_heads[:, None] * query_stride_h + dims[None, :]
     queries = tl.load(at, mask=mask, other=0.0)
     cell_id = tl.load(cells + seq * cell_stride_s + layer * SHAPE.NUM_KV_HEADS + head).to(tl.int64)
-    table = tables + seq.to(tl.int64) * table_stride_s + head * table_stride_h
+    table = table_of(tables, first_blocks, seq, head, table_stride_s, table_stride_h, HAS_WINDOW)
     blocks = Blocks(
         data=slab,
         block_stride=block_stride,
@@ -203,7 +208,8 @@ def decode(
         num_ranges=num_ranges,
     )
     cell = cell_of(blocks, cell_id, table, SHAPE, CELL_FORMAT)
-    sight = Sight(low=low, end=end, visible=tl.zeros([ROWS], tl.int32) + stored, window=window)
+    zeros = tl.zeros([ROWS], tl.int32)
+    sight = Sight(low=low, end=end, visible=zeros + stored, begins=zeros + low)
     scoring = Scoring(scale=scale, softcap=softcap)
     softmax = nothing_seen(ROWS, SHAPE.DIMS)
     for tile_start in range(_bound(start), _bound(end), TILE):
@@ -219,8 +225,8 @@ def decode(
                 at=residual_of(residuals, cell_id, residual_id, num_residuals, BLOCK_SIZE, HEAD_DIM),
                 first=stored,
                 end=length,
-                begins=sight.visible,
-                visible=tl.zeros([ROWS], tl.int32) + length,
+                begins=tl.maximum(sight.visible, sight.begins) if HAS_WINDOW else sight.visible,
+                visible=zeros + length,
                 slot_stride=HEAD_DIM,
                 value_offset=BLOCK_SIZE * HEAD_DIM,
             )
@@ -297,6 +303,7 @@ def prefill(
     query_starts,  # int32 [S + 1]
     tables,  # int32 [S, Hkv, W]
     lengths,  # int32 [S, Hkv]
+    first_blocks,  # int32 [S]: which of its blocks a table begins with
     cells,  # int32 [S, L, Hkv]
     # what there is of cells, with a codec only
     places,  # int32 [num_cells, 4]: see blocks.py
@@ -331,6 +338,7 @@ def prefill(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
@@ -359,7 +367,7 @@ def prefill(
     at = query + (rows * query_stride_t + query_heads * query_stride_h)[:, None] + dims[None, :]
     queries = tl.load(at, mask=mask, other=0.0)
     cell_id = tl.load(cells + seq * cell_stride_s + layer * NUM_KV_HEADS + head).to(tl.int64)
-    table = tables + seq.to(tl.int64) * table_stride_s + head * table_stride_h
+    table = table_of(tables, first_blocks, seq, head, table_stride_s, table_stride_h, HAS_WINDOW)
     blocks = Blocks(
         data=slab,
         block_stride=block_stride,
@@ -371,22 +379,32 @@ def prefill(
     cell = cell_of(blocks, cell_id, table, SHAPE, CELL_FORMAT)
     low = 0
     stored, least_stored, most_stored = visible, least_visible, most_visible
+    begins = visible
     if CELL_FORMAT.SEALS:
         stored = sealed_before(visible - 1, BLOCK_SIZE)
         least_stored = sealed_before(least_visible - 1, BLOCK_SIZE)
         most_stored = sealed_before(most_visible - 1, BLOCK_SIZE)
-    masked_from = least_stored // TILE * TILE
+    whole_from = 0
+    masked_from = least_stored // TILE * TILE  # rows see all of the tiles between these two
     if HAS_WINDOW:
-        low = tl.maximum(least_visible - window, 0)
-        masked_from = low // TILE * TILE
-    sight = Sight(low=low, end=most_stored, visible=stored, window=window)
+        low = first_seen(least_visible - 1, window, IS_CHUNKED)
+        begins = first_seen(visible - 1, window, IS_CHUNKED)
+        first_tile = low // TILE * TILE
+        masked_from = tl.maximum(masked_from, first_tile)
+        whole_from = (first_seen(most_visible - 1, window, IS_CHUNKED) + TILE - 1) // TILE * TILE
+        whole_from = tl.minimum(whole_from, masked_from)
+    sight = Sight(low=low, end=most_stored, visible=stored, begins=begins)
     scoring = Scoring(scale=scale, softcap=softcap)
     softmax = nothing_seen(ROWS, SHAPE.DIMS)
-    if not HAS_WINDOW:
-        for tile_start in range(0, _bound(masked_from), TILE):
+    if HAS_WINDOW:
+        for tile_start in range(_bound(first_tile), _bound(whole_from), TILE):
             softmax = attend_tile(
-                softmax, queries, tile_start, sight, cell, scoring, SHAPE, CELL_FORMAT, TILE, False, False, HAS_SOFTCAP
+                softmax, queries, tile_start, sight, cell, scoring, SHAPE, CELL_FORMAT, TILE, True, True, HAS_SOFTCAP
             )
+    for tile_start in range(_bound(whole_from), _bound(masked_from), TILE):
+        softmax = attend_tile(
+            softmax, queries, tile_start, sight, cell, scoring, SHAPE, CELL_FORMAT, TILE, False, False, HAS_SOFTCAP
+        )
     for tile_start in range(_bound(masked_from), _bound(most_stored), TILE):
         softmax = attend_tile(
             softmax, queries, tile_start, sight, cell, scoring, SHAPE, CELL_FORMAT, TILE, True, HAS_WINDOW, HAS_SOFTCAP
@@ -406,7 +424,7 @@ def prefill(
             at=own,
             first=least_stored,
             end=most_visible,
-            begins=stored,
+            begins=tl.maximum(stored, begins) if HAS_WINDOW else stored,
             visible=visible,
             slot_stride=slot_stride,
             value_offset=value_offset,

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from pagefold.runner.attention.cuda.codes import store_int2
+from pagefold.runner.attention.cuda.entries import table_of
 from pagefold.runner.attention.cuda.groups import PER_STEP
 
 __all__ = ["residual_of", "sealed_before", "write_sealed"]
@@ -48,6 +49,7 @@ def write_sealed(
     query_starts,  # int32 [S + 1]
     tables,  # int32 [S, Hkv, W]
     lengths,  # int32 [S, Hkv]
+    first_blocks,  # int32 [S]: which of its blocks a table begins with
     cells,  # int32 [S, L, Hkv]
     # what there is of cells
     places,  # int32 [num_cells, 4]: where parts of a cell begin: codes of K and of V, scales of K and of V
@@ -73,6 +75,7 @@ def write_sealed(
     # constants
     SHAPE: tl.constexpr,
     HAS_RECENT: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
 ):
     """Write what a step computes of one block and head, if this token is the first of that. Grid: (T, Hkv)."""
     HEAD_DIM: tl.constexpr = SHAPE.HEAD_DIM
@@ -112,7 +115,7 @@ def write_sealed(
         if begin + BLOCK_SIZE <= length:
             all_keys = tl.where(is_new, keys, tl.load(key_at, mask=is_old, other=0.0)).to(tl.float32)
             all_values = tl.where(is_new, values, tl.load(value_at, mask=is_old, other=0.0)).to(tl.float32)
-            table = tables + seq.to(tl.int64) * table_stride_s + head * table_stride_h
+            table = table_of(tables, first_blocks, seq, head, table_stride_s, table_stride_h, HAS_WINDOW)
             block = slab + tl.load(table + begin // BLOCK_SIZE).to(tl.int64) * block_stride
             place = places + 4 * cell
             store_int2(block + tl.load(place), block + tl.load(place + 2), all_keys, 0, HEAD_DIM)

@@ -187,7 +187,7 @@ def attend_tile(
     if IS_MASKED:
         is_seen = (entries[None, :] < sight.visible[:, None]) & is_entry[None, :]
         if HAS_WINDOW:
-            is_seen = is_seen & (entries[None, :] >= sight.visible[:, None] - sight.window)
+            is_seen = is_seen & (entries[None, :] >= sight.begins[:, None])
         scores = tl.where(is_seen, scores, float("-inf"))
     weights, softmax = _weigh(scores, softmax)
     acc = softmax.acc
