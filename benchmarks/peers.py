@@ -22,11 +22,15 @@ every engine runs a shorter version of the workload.
                host's memory behind Pagefold's KV (vLLM has such a tier for GPUs only)
     burst-default, prefill-default, one-default, long-default, returning-host-default   the same at users' settings
 
+``--model gemma-3-270m`` compares on that model instead (its terms must have been accepted: ``pagefold models get``), of
+which OpenVINO is given no form: on one with sliding windows.
+
 Prompts are fresh in each repeat, except in ``long``, which is about decoding only. An engine that fails or takes longer
 than ``--timeout`` in a workload is reported so, and left out of the rest of that workload.
 
     python benchmarks/peers/install.py
-    python benchmarks/peers.py [--engines A,B] [--workloads A,B] [--repeats 5] [--timeout 900] [--json FILE]
+    python benchmarks/peers.py [--model NAME] [--engines A,B] [--workloads A,B] [--repeats 5] [--timeout 900]
+        [--json FILE]
 """
 
 from __future__ import annotations
@@ -57,7 +61,8 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 PEERS = HERE.parent / ".peers"
-VOCAB_SIZE = 49_152
+MODEL = "smollm2-135m"
+NUM_TOKEN_IDS = 49_152
 OURS = "pagefold"
 BFLOAT16, INT8 = "pagefold-bf16", "pagefold-int8"
 ALL_OURS = (OURS, BFLOAT16, INT8)
@@ -237,8 +242,8 @@ class Workload:
 
 
 def tokens(rng: random.Random, count: int) -> list[int]:
-    """Return random token ids."""
-    return [rng.randrange(VOCAB_SIZE) for _ in range(count)]
+    """Return random token ids, which every model here has."""
+    return [rng.randrange(NUM_TOKEN_IDS) for _ in range(count)]
 
 
 def burst(engine: Engine, rng: random.Random, is_short: bool) -> Figures:  # noqa: FBT001
@@ -396,15 +401,18 @@ def fill(value: Any, places: Mapping[str, str]) -> Any:  # noqa: ANN401 - what T
     return value
 
 
-def places(peers: Path) -> dict[str, str]:
+def places(peers: Path, model: str) -> dict[str, str]:
     """Return what strings in peers.toml may hold."""
     from pagefold.config import cache_dir
     from pagefold.hub.catalog import CATALOG, resolve
 
     cores = sorted(os.sched_getaffinity(0))
-    gguf = CATALOG["smollm2-135m"].source.find(peers)
+    folder = resolve(model, cache_dir())  # refuses a model whose terms nobody has accepted
+    gguf = peers / "models" / CATALOG[model].source.file_name
+    if not gguf.exists():
+        gguf = CATALOG[model].source.find(gguf.parent)
     return {
-        "folder": str(resolve("smollm2-135m", cache_dir())),
+        "folder": str(folder),
         "gguf": str(gguf),
         "peers": str(peers),
         "cores": ",".join(map(str, cores)),
@@ -517,6 +525,7 @@ def main() -> None:
     names = ",".join(about["engines"])
     options.add_argument("--engines", default=names, help=f"of {names}; without: all")
     options.add_argument("--workloads", default=",".join(WORKLOADS), help=f"of {','.join(WORKLOADS)}; without: all")
+    options.add_argument("--model", default=MODEL, help=f"a built-in one; without: {MODEL}")
     options.add_argument("--repeats", type=int, default=5)
     options.add_argument("--timeout", type=float, default=900.0, metavar="SECONDS", help="for each call of an engine")
     options.add_argument("--environments", type=Path, default=PEERS, metavar="DIR", help="where install.py made them")
@@ -527,9 +536,10 @@ def main() -> None:
             options.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(known)}")
 
     peers = args.environments.resolve()
-    known = fill(about["engines"], places(peers))
-    engine_names = [name for name in args.engines.split(",") if python_of(known[name], peers).exists()]
-    for name in set(args.engines.split(",")) - set(engine_names):
+    known = fill(about["engines"], places(peers, args.model))
+    has_model = [name for name in args.engines.split(",") if args.model in known[name].get("models", [args.model])]
+    engine_names = [name for name in has_model if python_of(known[name], peers).exists()]
+    for name in set(has_model) - set(engine_names):
         console.print(f"{name} is not installed, and left out: make peers")
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # and the engines with it
@@ -551,7 +561,8 @@ def main() -> None:
     finally:  # a run that is ended before its time shows the workloads that it finished
         for engine in engines:
             engine.stop()
-        print_report("peers", rows + agreement_rows(results), machine() | versions(about), args.json)
+        facts = machine() | {"model": args.model} | versions(about)
+        print_report("peers", rows + agreement_rows(results), facts, args.json)
 
 
 def agreement_rows(results: Results) -> list[Row]:

@@ -97,6 +97,20 @@ def test_a_slab_is_what_was_planned(family, settings, smollm2, tiny_folder, free
     assert sum(parameter.nbytes for parameter in engine.runner.decoder.model.parameters()) == planned.weight_bytes
 
 
+@pytest.mark.parametrize("max_model_len", [None, "auto", 200, 50_000])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "phi3-window", "llama4", "gemma3n"])
+def test_windows_with_sinks_are_planned_as_they_are_served(family, max_model_len, tiny_folder, free_bytes):
+    """Windows of the model that are smaller stay; a number may be beyond the model's positions, ``auto`` is not."""
+    folder = str(tiny_folder(family))
+    asked = {"dtype": "float32", "max_num_seqs": 128, "streaming_llm": 64, "streaming_llm_sinks": 20}
+    asked |= {"max_model_len": max_model_len, "kv_cache_memory_bytes": 2**24}
+    shape = replace(find_model(folder), is_fused=False)
+    planned = plan_memory(shape, cpu(free_bytes), PlanSettings(**asked)).devices[0].capacity
+    blueprint = plan_engine(EngineConfig(model=folder, device="cpu", model_impl="transformers", **asked))
+    assert blueprint.capacity == planned
+    assert blueprint.capacity.max_model_len == max_model_len or isinstance(max_model_len, str | None)
+
+
 @pytest.mark.parametrize("quantization", [None, "int8", "w8a8_int8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "gemma3"])

@@ -74,6 +74,13 @@ def plan(  # noqa: PLR0913 - one parameter a flag
             metavar="LAYERS", help="Layers that stay in 16 bit all the same, such as 0,29.", rich_help_panel=_SETTINGS
         ),
     ] = None,
+    streaming_llm: Annotated[
+        int | None,
+        typer.Option(metavar="TOKENS", help="A window for all layers, beside sinks.", rich_help_panel=_SETTINGS),
+    ] = None,
+    streaming_llm_sinks: Annotated[
+        int, typer.Option(metavar="TOKENS", help="How many first tokens these are.", rich_help_panel=_SETTINGS)
+    ] = 4,
     block_size: Annotated[int, typer.Option(help="Tokens a KV block.", rich_help_panel=_SETTINGS)] = 16,
     gpu_memory_utilization: Annotated[
         float,
@@ -182,6 +189,8 @@ def plan(  # noqa: PLR0913 - one parameter a flag
             weight_dtype=weight_dtype,
             kv_cache_dtype=kv_cache_dtype,
             kv_cache_dtype_skip_layers=parse_layers(kv_cache_dtype_skip_layers),
+            streaming_llm=streaming_llm,
+            streaming_llm_sinks=streaming_llm_sinks,
             block_size=block_size,
             gpu_memory_utilization=gpu_memory_utilization,
             kv_cache_memory_bytes=kv_cache_memory_bytes,

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Limit"]
+__all__ = ["MAX_FLOAT_POSITION", "Limit"]
+
+MAX_FLOAT_POSITION = 2**24
+"""Ropes multiply positions as float32, which has no whole number more behind this one."""
 
 
 class Limit(NamedTuple):

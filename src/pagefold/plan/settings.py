@@ -43,6 +43,8 @@ class PlanSettings:
         weight_dtype: how the weights are stored; ``auto`` for as the checkpoint says, on a CPU ``dtype``.
         kv_cache_dtype: how K and V are stored; ``auto`` for ``dtype``.
         kv_cache_dtype_skip_layers: layers that stay in 16 bit all the same, counted from 0.
+        streaming_llm: how many of the last tokens layers keep, beside the first ones; None for what the model has.
+        streaming_llm_sinks: how many of the first tokens.
         block_size: tokens a block.
         gpu_memory_utilization: share of a GPU's memory for weights, activations and KV together.
         kv_cache_memory_bytes: the KV budget of a device; None for what is left.
@@ -61,6 +63,8 @@ class PlanSettings:
     weight_dtype: str = "auto"
     kv_cache_dtype: str = "auto"
     kv_cache_dtype_skip_layers: tuple[int, ...] = ()
+    streaming_llm: int | None = None
+    streaming_llm_sinks: int = 4
     block_size: int = 16
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
@@ -74,6 +78,7 @@ class PlanSettings:
         if isinstance(self.max_model_len, str) and self.max_model_len != "auto":
             raise _bad("max_model_len", repr(self.max_model_len), "a number of tokens, or auto")
         self._check()
+        self._check_sinks()
 
     def _check(self) -> None:
         wrong = wrong_type(self)
@@ -97,6 +102,13 @@ class PlanSettings:
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if not 1 <= getattr(self, name) <= _MAX_PARALLEL:
                 raise _bad(name, getattr(self, name), f"between 1 and {_MAX_PARALLEL}")
+
+    def _check_sinks(self) -> None:
+        """Refuse windows and sinks that the server refuses."""
+        if self.streaming_llm is not None and self.streaming_llm < self.block_size:
+            raise _bad("streaming_llm", self.streaming_llm, f"at least a block of {self.block_size} tokens")
+        if self.streaming_llm_sinks < 1:
+            raise _bad("streaming_llm_sinks", self.streaming_llm_sinks, "at least 1")
 
     def _check_skipped(self) -> None:
         """Refuse layers that are to stay in 16 bit where all do, or none can."""

@@ -149,6 +149,17 @@ class ModelShape:
         )
         return replace(self, layers=layers)
 
+    def with_sinks(self, window: int, num_sinks: int) -> ModelShape:
+        """Return the model as ``streaming_llm`` has it: layers that keep more than both together keep these alone."""
+        most = window + num_sinks
+        layers = tuple(
+            replace(layer, kv=replace(layer.kv, window=window, is_chunked=False, num_sinks=num_sinks))
+            if layer.kv is not None and (layer.kv.window is None or layer.kv.window > most)
+            else layer
+            for layer in self.layers
+        )
+        return replace(self, layers=layers)
+
     @property
     def state_elements(self) -> int:
         """Elements that a sequence keeps however long it is."""

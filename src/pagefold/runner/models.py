@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pagefold.errors import ModelNotFoundError, UnsupportedModelError
 from pagefold.files.json_object import read_json_object
 from pagefold.files.weights import find_weight_files, num_elements, read_header
-from pagefold.memory.limit import Limit
+from pagefold.memory.limit import MAX_FLOAT_POSITION, Limit
 from pagefold.runner.fused.families import FusedConfig, read_fused_config
 from pagefold.runner.kept_layers import WINDOWED_THROUGHOUT, read_kept_layers
 from pagefold.runner.plain_config import read_plain_config
@@ -64,9 +64,6 @@ _TAKEN_ATTRIBUTES = {
 }
 """Families that are taken with such an attribute all the same: Gemma 2 hands it to its attention as ``softcap``."""
 
-
-_MAX_FLOAT_POSITION = 2**24
-"""Ropes multiply positions as float32, which has no whole number more behind this one."""
 
 _MAX_WHY = 200
 """Characters of somebody else's error that ours repeats."""
@@ -159,7 +156,7 @@ def inspect_model(folder: Path) -> ModelSpec:
         max_exact_len=min([*windows, *others]).length,
         limit=min([*windows, *others]).what,
         windowed_limit=min(others),
-        endless_limit=min([*of_ropes, Limit(_MAX_FLOAT_POSITION)]),
+        endless_limit=min([*of_ropes, Limit(MAX_FLOAT_POSITION)]),
         vocab_size=int(config.vocab_size),
         eos_token_ids=_eos_token_ids(folder, config),
         num_parameters=sum(num_elements(file) for file in weight_files),
