@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from equivalence.prompts import short_prompts
 from equivalence.settings import SETTINGS, long_but
@@ -20,8 +21,9 @@ from equivalence.test_fused_windows import _groups, _last_logits, _tokens
 from equivalence.test_windows import expected_of_windows
 from equivalence.tiny_models import MAX_POSITIONS, VOCAB_SIZE
 from pagefold.config import EngineConfig
+from pagefold.engine.calibration import _num_positions
 from pagefold.engine.namespace import namespace_of
-from pagefold.engine.planning import _streaming_keeps, plan_engine
+from pagefold.engine.planning import _check_streaming, hardware_of, plan_engine
 from pagefold.errors import ConfigError
 from pagefold.kv import KeepRule
 from pagefold.runner.fused.decoder import FusedDecoder
@@ -72,6 +74,7 @@ def test_no_setting_changes_a_token(setting, tiny_folder, twin):
     assert tuple(trial.engine.scheduler.core.rules) == (RULE,)
     trial.run()
     trial.assert_exact(twin("llama"))
+    assert trial.counts.num_loaded_blocks or not setting.num_host_blocks or setting.slow_policy is not None
 
 
 @pytest.mark.parametrize("family", long_but(["llama"], ["llama", "gemma3", "qwen3"]))
@@ -121,25 +124,63 @@ def test_it_is_a_cache_of_its_own(tiny_folder):
     """Whatever differs of the two, nothing is shared; where the window hides nothing, it is the exact one."""
     keys = set()
     for settings in ({}, {"streaming_llm": 64}, {"streaming_llm": 80}, {"streaming_llm": 64, "streaming_llm_sinks": 5}):
-        blueprint = planned(tiny_folder, **settings)
-        keys.add(namespace_of(blueprint).key())
+        keys.add(namespace_of(planned(tiny_folder, max_model_len=200, **settings)).key())
     assert len(keys) == 4
+    hides_nothing = planned(tiny_folder, max_model_len=200, streaming_llm=196)
+    assert namespace_of(hides_nothing).key() == namespace_of(planned(tiny_folder, max_model_len=200)).key()
+
+
+def test_a_start_says_what_is_not_the_models(tiny_folder):
+    lines = hardware_of(planned(tiny_folder, streaming_llm=64)).lines(planned(tiny_folder, streaming_llm=64))
+    told = (
+        "streaming  the first 4 and the last 64 tokens, in 2 of 2 layers: beyond 68 tokens outputs are not the model's"
+    )
+    assert told in lines
+    exact = planned(tiny_folder)
+    assert not any("streaming" in line for line in hardware_of(exact).lines(exact))
+
+
+def test_codecs_know_the_same_of_the_model_however_long_requests_may_be(tiny_folder):
+    """What is calibrated hangs on the positions that the model was made for, not on a number that is asked."""
+    codec = {"kv_cache_dtype": "int8_per_token_head", "streaming_llm": 64}
+    found = {_num_positions(planned(tiny_folder, max_model_len=asked, **codec)) for asked in (None, 200, 100_000)}
+    assert found == {MAX_POSITIONS}
 
 
 def test_cards_refuse_it_by_name(tiny_folder):
     blueprint = planned(tiny_folder, streaming_llm=64)
     with pytest.raises(ConfigError, match="streaming_llm is set, and is not computed on cuda yet"):
-        _streaming_keeps(blueprint.config, blueprint.spec, "cuda")
+        _check_streaming(blueprint.config, blueprint.spec, "cuda")
 
 
 def test_it_goes_beyond_the_models_positions_if_asked(tiny_folder):
     for asked, longest in ((None, MAX_POSITIONS), ("auto", MAX_POSITIONS), (10 * MAX_POSITIONS, 10 * MAX_POSITIONS)):
         capacity = planned(tiny_folder, streaming_llm=64, max_model_len=asked).capacity
         assert capacity.max_model_len == longest
-    with pytest.raises(ConfigError, match="positions"):
-        planned(tiny_folder, streaming_llm=64, max_model_len=2**24 + 1)
+    with pytest.raises(ConfigError):
+        planned(tiny_folder, streaming_llm=64, max_model_len=2**20 + 1)
     with pytest.raises(ConfigError):
         planned(tiny_folder, max_model_len=10 * MAX_POSITIONS)
+
+
+@pytest.mark.parametrize(
+    ("family", "asked", "message"),
+    [
+        ("llama", MAX_POSITIONS - 3, f"were made for {MAX_POSITIONS}|was made for {MAX_POSITIONS}"),
+        ("mistral-window-40", 64, "no layer of .* sees more than 40 tokens anyway"),
+        ("phi3-longrope", 4090, "was made for"),
+    ],
+)
+def test_what_does_nothing_or_too_much_is_refused(family, asked, message, tiny_folder):
+    with pytest.raises(ConfigError, match=message):
+        plan_engine(EngineConfig(model=str(tiny_folder(family)), streaming_llm=asked, max_model_len=100_000))
+
+
+def test_models_without_rope_are_refused_before_weights_are_loaded(tmp_path):
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=128, vocab_size=300)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="has no rope"):
+        plan_engine(EngineConfig(model=str(tmp_path), streaming_llm=64))
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_a_slab_is_what_was_planned(family, settings, smollm2, tiny_folder, free
 
 
 @pytest.mark.parametrize("max_model_len", [None, "auto", 200, 50_000])
-@pytest.mark.parametrize("family", ["llama", "gemma3", "phi3-window", "llama4", "gemma3n"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3-window", "llama4", "gemma3n"])
 def test_windows_with_sinks_are_planned_as_they_are_served(family, max_model_len, tiny_folder, free_bytes):
     """Windows of the model that are smaller stay; a number may be beyond the model's positions, ``auto`` is not."""
     folder = str(tiny_folder(family))

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from pagefold import LLM
 from pagefold.cli import app
+from pagefold.cli.evaluate import _floor, _window_settings
 from pagefold.config import EngineConfig
 from pagefold.engine.planning import plan_engine
 from pagefold.engine.verdicts import (
@@ -278,12 +279,21 @@ def test_number_formats_are_compared_with_float32_in_one_run(
     assert len(list((own_cache / "verdicts").iterdir())) == 2  # what is compared with itself has no verdict
 
 
+def test_a_window_has_no_floor_and_keeps_no_verdict_whatever_is_quantized_besides():
+    """Else what a window costs would stand where a server looks for what its number format costs."""
+    config = _quantized(model="tiny", streaming_llm=64)
+    (setting,) = _window_settings(config, "64", 4, 1000).values()
+    assert format_floor_of(config) > 0
+    assert _floor(setting, config) == 0.0
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--streaming-llm", "64,x"], "which is no number of tokens"),
+        (["--streaming-llm", "32,x"], "which is no number of tokens"),
         (["--streaming-llm", "8"], "at least a block"),
-        (["--number-formats", "bfloat16", "--streaming-llm", "64"], "a run of its own"),
+        (["--streaming-llm", "60"], "hides nothing of 64 tokens"),
+        (["--number-formats", "bfloat16", "--streaming-llm", "32"], "a run of its own"),
         (["--number-formats", "int5"], "There is no number format 'int5'"),
         (["--number-formats", "int8+w8a8_int8"], "each would take the other's place"),
         (["--number-formats", "bfloat16"], "a run of its own"),

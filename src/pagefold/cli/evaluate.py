@@ -81,10 +81,13 @@ def evaluate(  # noqa: PLR0913 - one parameter a flag
         str | None,
         typer.Option(
             metavar="WINDOWS",
-            help="Windows of StreamingLLM beside the first 4 tokens, with commas: 256,1020.",
+            help="Windows of StreamingLLM beside the first tokens, with commas: 256,1020.",
             rich_help_panel=_WHAT,
         ),
     ] = None,
+    streaming_llm_sinks: Annotated[
+        int, typer.Option(metavar="TOKENS", help="How many first tokens.", rich_help_panel=_WHAT)
+    ] = 4,
     text: Annotated[
         Path | None,
         typer.Option(
@@ -179,7 +182,8 @@ def evaluate(  # noqa: PLR0913 - one parameter a flag
         from pagefold.quality.evaluate import evaluate as run  # noqa: PLC0415
 
         transports = _transports(kv_transport_codec)
-        asked = _Asked(kv_cache_dtype, layers, transports, number_formats, streaming_llm)
+        windows = _window_settings(config, streaming_llm, streaming_llm_sinks, context_len)
+        asked = _Asked(kv_cache_dtype, layers, transports, number_formats, windows)
         config, settings = _compared(config, asked)
         quiet_transformers(is_loaded=True)
         with progress_bar() as progress:
@@ -208,13 +212,13 @@ def evaluate(  # noqa: PLR0913 - one parameter a flag
 
 
 class _Asked(NamedTuple):
-    """What is to be evaluated, as the flags of these names say it."""
+    """What is to be evaluated, as flags say it."""
 
     kv_cache_dtype: str | None
     layers: tuple[int, ...]
     transports: Sequence[TransportCodec]
     number_formats: str | None
-    streaming_llm: str | None
+    windows: Mapping[str, Setting]
 
 
 def _compared(config: EngineConfig, asked: _Asked) -> tuple[EngineConfig, dict[str, Setting]]:
@@ -225,13 +229,13 @@ def _compared(config: EngineConfig, asked: _Asked) -> tuple[EngineConfig, dict[s
     """
     settings = _format_settings(config, asked.number_formats)
     if settings:
-        others = {"codecs": asked.kv_cache_dtype, "windows": asked.streaming_llm}
+        others = {"codecs": asked.kv_cache_dtype, "windows": asked.windows}
         for what, named in others.items():
-            if named is not None and config.dtype == "auto":
+            if named and config.dtype == "auto":
                 msg = f"number_formats are compared with float32, and {what} with what a server computes."
                 raise ConfigError(msg, remedy="Evaluate each in a run of its own, or give --dtype float32.")
         config = replace(config, dtype="float32")
-    settings |= _window_settings(config, asked.streaming_llm)
+    settings |= asked.windows
     if asked.kv_cache_dtype is not None or not settings:
         settings |= _settings(config, asked.kv_cache_dtype, asked.layers, asked.transports)
     elif list(asked.transports) != _transports("none"):
@@ -317,11 +321,11 @@ def _format_settings(config: EngineConfig, formats: str | None) -> dict[str, Set
     return settings
 
 
-def _window_settings(config: EngineConfig, windows: str | None) -> dict[str, Setting]:
+def _window_settings(config: EngineConfig, windows: str | None, num_sinks: int, context_len: int) -> dict[str, Setting]:
     """Return the windows that are evaluated, by name.
 
     Raises:
-        ConfigError: one is no number, or cannot be.
+        ConfigError: one is no number, cannot be, or hides nothing of a context.
     """
     from pagefold.quality.setting import Setting  # noqa: PLC0415
 
@@ -330,15 +334,21 @@ def _window_settings(config: EngineConfig, windows: str | None) -> dict[str, Set
         if not window.isdecimal():
             msg = f"streaming_llm has {window!r}, which is no number of tokens."
             raise ConfigError(msg, remedy="Give whole numbers with commas, such as 256,1020.")
-        setting = Setting(f"streaming_llm {int(window)}", {"streaming_llm": int(window)})
+        overrides = {"streaming_llm": int(window), "streaming_llm_sinks": num_sinks}
+        setting = Setting(f"streaming_llm {int(window)}", overrides)
         setting.apply(config)
+        if int(window) + num_sinks >= context_len:
+            msg = f"streaming_llm has {window}, which with {num_sinks} sinks hides nothing of {context_len} tokens."
+            raise ConfigError(msg, remedy="Give a smaller window, or a longer --context-len.")
         settings[setting.name] = setting
     return settings
 
 
 def _floor(setting: Setting, config: EngineConfig) -> float:
-    """Return the floor of what a setting changes."""
-    return (floor_of if "kv_cache_dtype" in setting.overrides else format_floor_of)(setting.apply(config))
+    """Return the floor of what a setting changes: of a window there is none, whatever the config has besides."""
+    if "kv_cache_dtype" in setting.overrides:
+        return floor_of(setting.apply(config))
+    return format_floor_of(setting.apply(config)) if "quantization" in setting.overrides else 0.0
 
 
 def _has_floor(config: EngineConfig) -> bool:

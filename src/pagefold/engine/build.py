@@ -200,6 +200,7 @@ def _cache_settings(config: EngineConfig, capacity: Capacity) -> dict[str, str]:
         "kv_cache_memory_bytes": str(config.kv_cache_memory_bytes),
         "num_cpu_blocks": str(capacity.num_host_blocks),
         "num_gpu_blocks": str(capacity.num_blocks),
+        "sliding_window": str(config.streaming_llm),
     }
 
 

@@ -147,7 +147,8 @@ def _most_tokens(blueprint: Blueprint) -> int:
 
 def _num_positions(blueprint: Blueprint) -> int:
     """Return how many positions are told apart."""
-    return 1 if blueprint.spec.fused is None else min(blueprint.limit.length, _MOST_POSITIONS)
+    longest = min(blueprint.limit.length, blueprint.spec.max_positions)  # it may be served beyond these
+    return 1 if blueprint.spec.fused is None else min(longest, _MOST_POSITIONS)
 
 
 def _turnings(blueprint: Blueprint) -> list[Turning]:

@@ -56,7 +56,7 @@ class OnCpu:
 
     def lines(self, blueprint: Blueprint) -> list[str]:
         """Return what fits, and in which formats the fused decoder computes."""
-        lines = blueprint.capacity.lines()
+        lines = blueprint.capacity.lines() + _lines_of_sinks(blueprint)
         if blueprint.is_fused:
             products, others = blueprint.formats
             lines.append(f"computes   {products.name}, by {products.means}")
@@ -124,6 +124,17 @@ class OnCpu:
             assert isinstance(decoder, TransformersDecoder), "the other one is fused"
             decoder.learn_turns(runner.decoding_step())
         return Ready(runner, capacity, arena)
+
+
+def _lines_of_sinks(blueprint: Blueprint) -> list[str]:
+    """Return the line that says what is not as the model has it, where that is so."""
+    keeps, config = blueprint.geometry.keeps, blueprint.config
+    num_layers = sum(keep.num_sinks > 0 for keep in keeps)
+    if not num_layers or config.streaming_llm is None:
+        return []
+    num_sinks, window = config.streaming_llm_sinks, config.streaming_llm
+    what = f"the first {num_sinks:,} and the last {window:,} tokens, in {num_layers} of {len(keeps)} layers"
+    return [f"streaming  {what}: beyond {num_sinks + window:,} tokens outputs are not the model's"]
 
 
 def _weight_bytes(blueprint: Blueprint) -> int:

@@ -59,7 +59,8 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
     _check_fused(config, spec, not_fused)
     geometry = geometry_of(config, spec, dtype)
     if config.streaming_llm is not None:
-        geometry = replace(geometry, keeps=_streaming_keeps(config, spec, device))
+        _check_streaming(config, spec, device)
+        geometry = replace(geometry, keeps=_streaming_keeps(config, spec))
     elif not without_windows(config):
         geometry = replace(geometry, keeps=spec.keeps_within(_longest(config, spec)))  # else the window is the limit
     assert device == "cpu" or card is not None, "it was chosen"
@@ -68,16 +69,40 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
     return replace(blueprint, capacity=hardware_of(blueprint).capacity(blueprint))
 
 
-def _streaming_keeps(config: EngineConfig, spec: ModelSpec, device: str) -> tuple[KeepRule, ...]:
-    """Return what each layer keeps with ``streaming_llm``: those that see more than that get a window and sink tokens.
+def _check_streaming(config: EngineConfig, spec: ModelSpec, device: str) -> None:
+    """See that ``streaming_llm`` is computed there, and does something, within what the model was made for.
 
     Raises:
-        ConfigError: it is not computed on that device.
+        ConfigError: it is not so.
     """
+    assert config.streaming_llm is not None, "nobody asked"
+    name, most = spec.folder.name, config.streaming_llm + config.streaming_llm_sinks
     if device != "cpu":
         msg = f"streaming_llm is set, and is not computed on {device} yet."
         raise ConfigError(msg, remedy="Leave it out, or use device=cpu.")
+    if not spec.has_rope:
+        msg = f"streaming_llm is set, and {name} has no rope, by which its positions could be moved."
+        raise ConfigError(msg, remedy="Leave it out, or use another model.")
+    made_for = min(spec.max_positions, spec.endless_limit.length)
+    if most > made_for:
+        msg = f"streaming_llm and its sinks are {most} tokens together, and {name} was made for {made_for}."
+        raise ConfigError(msg, remedy=f"Give at most {made_for - config.streaming_llm_sinks} for streaming_llm.")
+    widest = max((keep.window or most + 1 for keep in spec.keeps), default=most + 1)
+    if widest <= most:
+        msg = f"streaming_llm is {config.streaming_llm}, and no layer of {name} sees more than {widest} tokens anyway."
+        raise ConfigError(msg, remedy="Leave it out, or give a smaller window.")
+
+
+def _streaming_keeps(config: EngineConfig, spec: ModelSpec) -> tuple[KeepRule, ...]:
+    """Return what each layer keeps with ``streaming_llm``: those that see more than that get a window and sink tokens.
+
+    Where no sequence is longer than that, it hides nothing: they keep what they keep without it.
+    """
     assert config.streaming_llm is not None, "nobody asked"
+    asked = config.max_model_len
+    longest = asked if isinstance(asked, int) else spec.max_positions
+    if longest <= config.streaming_llm + config.streaming_llm_sinks:
+        return spec.keeps_within(longest)
     rule = KeepRule(config.streaming_llm, num_sinks=config.streaming_llm_sinks)
     keeps = spec.keeps or (KEEP_ALL,) * spec.num_layers
     most = config.streaming_llm + config.streaming_llm_sinks

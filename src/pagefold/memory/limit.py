@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["MAX_FLOAT_POSITION", "Limit"]
+__all__ = ["MAX_ROPE_POSITIONS", "Limit"]
 
-MAX_FLOAT_POSITION = 2**24
-"""Ropes multiply positions as float32, which has no whole number more behind this one."""
+MAX_ROPE_POSITIONS = 2**20
+"""The last position that a rope is asked for where a model's own do not end it. Angles are float32, as models have
+them: from here on they are rounded by more than a sixteenth of a radian, and a text says something else than before."""
 
 
 class Limit(NamedTuple):

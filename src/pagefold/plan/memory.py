@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pagefold.errors import ConfigError, DoesNotFitError
 from pagefold.kv import CODECS
 from pagefold.memory.capacity import Capacity, plan_capacity
-from pagefold.memory.limit import MAX_FLOAT_POSITION, Limit
+from pagefold.memory.limit import MAX_ROPE_POSITIONS, Limit
 from pagefold.plan.parallel import Shard, check_parallel, shards_of
 from pagefold.plan.settings import DTYPES
 from pagefold.plan.weights import WeightDtype, find_weight_dtype, stored_dtype
@@ -125,7 +125,7 @@ def plan_memory(shape: ModelShape, device: Device, settings: PlanSettings) -> Me
     limit = Limit(shape.max_positions)
     if settings.streaming_llm is not None:
         shape = shape.with_sinks(settings.streaming_llm, settings.streaming_llm_sinks)
-        limit = Limit(MAX_FLOAT_POSITION if isinstance(settings.max_model_len, int) else shape.max_positions)
+        limit = Limit(MAX_ROPE_POSITIONS if isinstance(settings.max_model_len, int) else shape.max_positions)
     if device.is_cpu and shape.served_limit is not None:
         limit = Limit(shape.served_limit, f"{shape.model_type}'s longrope")
     asked = settings.max_model_len

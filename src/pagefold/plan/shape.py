@@ -150,8 +150,18 @@ class ModelShape:
         return replace(self, layers=layers)
 
     def with_sinks(self, window: int, num_sinks: int) -> ModelShape:
-        """Return the model as ``streaming_llm`` has it: layers that keep more than both together keep these alone."""
-        most = window + num_sinks
+        """Return the model as ``streaming_llm`` has it: layers that keep more than both together keep these alone.
+
+        Raises:
+            ConfigError: both together are more than it was made for, or no layer keeps more.
+        """
+        most, made_for = window + num_sinks, min(self.max_positions, self.served_limit or self.max_positions)
+        if most > made_for:
+            msg = f"streaming_llm and its sinks are {most} tokens together, and {self.name} was made for {made_for}."
+            raise ConfigError(msg, remedy=f"Give at most {made_for - num_sinks} for streaming_llm.")
+        if all(kv.window is not None and kv.window <= most for kv in self.kv_layers):
+            msg = f"streaming_llm is {window}, and no layer of {self.name} sees more than that and its sinks anyway."
+            raise ConfigError(msg, remedy="Leave it out, or give a smaller window.")
         layers = tuple(
             replace(layer, kv=replace(layer.kv, window=window, is_chunked=False, num_sinks=num_sinks))
             if layer.kv is not None and (layer.kv.window is None or layer.kv.window > most)

@@ -102,10 +102,11 @@ def evaluate(config: EngineConfig, question: Question, *, progress: Progress = s
         kv_disk_path=None,
         kv_remote_url=None,
     )
-    spec = plan_engine(replace(base, max_model_len="auto"), progress=progress).spec
-    if question.context_len >= spec.max_exact_len:
-        msg = f"The context length is {question.context_len}, and the model takes {spec.max_exact_len} tokens at most."
-        raise ConfigError(msg, remedy=f"Give at most {spec.max_exact_len - 1}.")
+    blueprint = plan_engine(replace(base, max_model_len="auto"), progress=progress)
+    spec, longest = blueprint.spec, blueprint.limit.length
+    if question.context_len >= longest:
+        msg = f"The context length is {question.context_len}, and the model takes {longest} tokens at most."
+        raise ConfigError(msg, remedy=f"Give at most {longest - 1}.")
     configs = {
         setting.name: _sized(setting.apply(base), question.context_len) for setting in (EXACT, *question.settings)
     }

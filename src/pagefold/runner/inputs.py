@@ -124,7 +124,7 @@ def _group_inputs(
     num_sink_blocks = num_blocks_for(group.keeps.num_sinks, group.block_size)
     sink_ids = np.zeros((num_rows, num_sink_blocks), np.int32)
     for row, table in enumerate(tables) if num_sink_blocks else ():
-        first_ids = (table.sink_ids + table.block_ids)[:num_sink_blocks]
+        first_ids = table.first_ids(num_sink_blocks)
         sink_ids[row, : len(first_ids)] = first_ids
     return GroupInputs(
         tables=np.broadcast_to(block_ids[:, None], (num_rows, num_kv_heads, max_blocks)),

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from pagefold.errors import ModelNotFoundError, UnsupportedModelError
 from pagefold.files.json_object import read_json_object
 from pagefold.files.weights import find_weight_files, num_elements, read_header
-from pagefold.memory.limit import MAX_FLOAT_POSITION, Limit
+from pagefold.memory.limit import MAX_ROPE_POSITIONS, Limit
 from pagefold.runner.fused.families import FusedConfig, read_fused_config
 from pagefold.runner.kept_layers import WINDOWED_THROUGHOUT, read_kept_layers
-from pagefold.runner.plain_config import read_plain_config
+from pagefold.runner.plain_config import PlainConfig, read_plain_config
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from pagefold.kv import KeepRule
-    from pagefold.runner.plain_config import PlainConfig
 
 __all__ = ["ModelSpec", "inspect_model"]
 
@@ -83,6 +82,7 @@ class ModelSpec:
         limit: what of the model ends that before ``max_positions``; empty where nothing does.
         windowed_limit: both where windows are computed.
         endless_limit: both where no layer looks further back than it was made for, whatever the position is.
+        has_rope: whether it tells positions by rope.
         keeps: what each layer keeps; empty where all keep all.
         sources: the layer whose K and V each layer reads; empty where each has its own.
         vocab_size: token ids are in [0, vocab_size).
@@ -104,6 +104,7 @@ class ModelSpec:
     limit: str
     windowed_limit: Limit
     endless_limit: Limit
+    has_rope: bool
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     num_parameters: int
@@ -156,7 +157,8 @@ def inspect_model(folder: Path) -> ModelSpec:
         max_exact_len=min([*windows, *others]).length,
         limit=min([*windows, *others]).what,
         windowed_limit=min(others),
-        endless_limit=min([*of_ropes, Limit(MAX_FLOAT_POSITION)]),
+        endless_limit=min([*of_ropes, Limit(MAX_ROPE_POSITIONS)]),
+        has_rope=isinstance(config, PlainConfig) or bool(getattr(config, "rope_parameters", None)),
         vocab_size=int(config.vocab_size),
         eos_token_ids=_eos_token_ids(folder, config),
         num_parameters=sum(num_elements(file) for file in weight_files),

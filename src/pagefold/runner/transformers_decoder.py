@@ -58,6 +58,7 @@ class TransformersDecoder:
             UnsupportedModelError: a layer turns them in no way that is known.
         """
         attention, queries = self._attention, []
+        self._turned = TurnedQueries([None] * inputs.attention.cells.shape[1])  # a token alone looks at no sink tokens
         self._attention = told_queries(attention, lambda _layer, query: queries.append(query.clone()))
         for position in PROBED:
             self.logits(replace(inputs, positions=torch.full_like(inputs.positions, position)))

@@ -71,7 +71,8 @@ class StepTurns:
 
     def turn(self, queries: torch.Tensor, layer: int, keeps: KeepRule) -> torch.Tensor:
         """Return a layer's queries ``[T, H, D]`` as they look at the sink tokens that ``keeps`` has."""
-        rope = self._ropes[layer] if self._ropes else None
+        assert self._ropes, "nobody found out how the model turns its queries"
+        rope = self._ropes[layer]
         angles = None if rope is None else self._angles_of(rope, keeps)
         return queries if rope is None or angles is None else rope.turn(queries, *angles)
 
@@ -88,7 +89,7 @@ class StepTurns:
 
 
 NO_TURNS = StepTurns((), torch.zeros(0, dtype=torch.int64))
-"""Those of models that keep no sink tokens, or turn nothing."""
+"""Those of models that keep no sink tokens."""
 
 
 class TurnedQueries:
