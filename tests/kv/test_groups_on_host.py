@@ -11,6 +11,7 @@ from pagefold.kv.host_tier import HostTier
 from pagefold.kv.keep import KEEP_ALL, KeepRule
 from pagefold.kv.missing import NOTHING_MISSING
 from pagefold.kv.names import in_group, names_behind, root_digest
+from pagefold.kv.policies import make_policy
 from pagefold.kv.slow_tiers import SlowTiers
 
 SIZE = 4
@@ -396,3 +397,37 @@ def test_all_of_a_window_is_missing_or_nothing(full, window):
     assert [name.group for name in missing.with_windows(1).names] == [full, window]
     assert missing.up_to(5) is missing
     assert missing.up_to(4) is NOTHING_MISSING
+
+
+def test_what_went_to_make_room_for_windows_that_found_none_is_not_gone_on_from():
+    """A path of which the device has a block that nobody needs, and the host the rest; memory is short for the rest."""
+    core = KVCore(3, block_size=1, rules=(KeepRule(3),), host=HostTier(20), policy=make_policy("lru"))
+
+    def write(cache, token_ids, start):
+        assert core.extend(cache, start, start + 1)
+        promise = core.publishing.promise(cache, packed(token_ids), start + 1)
+        moved, copies = core.moves.take_host_ops(), core.moves.take_copies()
+        core.moves.copies_done(copies)
+        core.moves.host_done(moved)
+        core.publishing.commit(promise)
+        core.trim(cache, start + 1)
+
+    first, _ = core.acquire(core.match(b"", packed([1] * 6), 5))
+    write(first, [1] * 6, 0)
+    second, num_found = core.acquire(core.match(b"", packed([1] * 6), 5))
+    assert num_found == 1
+    write(second, [1] * 6, 1)
+    write(second, [1] * 6, 2)
+    core.release(second)
+    other, _ = core.acquire(core.match(b"", packed([0] * 6), 5))
+    write(other, [0] * 6, 0)
+    write(other, [0] * 6, 1)
+    core.release(first)
+    hit = core.match(b"", packed([1, 1, 1, 7]), 3)
+    assert (len(hit.nodes), len(hit.held)) == (1, 2)
+    cache, num_found = core.acquire(hit)  # two blocks are wanted; one is free, or was the path's first
+    assert num_found == 0
+    audit(core)
+    core.release(cache)
+    core.release(other)
+    audit(core)

@@ -51,6 +51,7 @@ from pagefold.kv.residuals import NO_RESIDUALS
 from pagefold.kv.sequence_cache import Mark, SequenceCache
 from pagefold.kv.slow_tiers import NO_SLOW_TIERS
 from pagefold.kv.streaming import NO_STREAMING, Streaming
+from pagefold.kv.tree import attached_part
 from pagefold.kv.uses import Uses
 
 if TYPE_CHECKING:
@@ -224,9 +225,7 @@ class KVCore:
             is_return: whether who asks has had a cache of the same before: where it begins says nothing of others.
         """
         self.blocks.next_tick()
-        nodes = hit.nodes
-        while nodes and not nodes[-1].attached:  # leaves leave first: parents are attached
-            nodes = nodes[:-1]
+        nodes = attached_part(hit.nodes)
         cache = SequenceCache(len(self.rules), None)
         self.caches.add(cache)
         self.lodgers.on_acquire(cache)

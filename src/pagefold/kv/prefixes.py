@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pagefold.kv.host_paths import extend_by_groups
 from pagefold.kv.missing import Missing, missing_by_groups, missing_of_one_group
-from pagefold.kv.tree import TOKEN_BYTES, PrefixHit
+from pagefold.kv.tree import TOKEN_BYTES, PrefixHit, attached_part
 
 if TYPE_CHECKING:
     from pagefold.kv.block import Node
@@ -110,6 +110,7 @@ class PrefixesByGroups(Prefixes):
             own = self._rules.held_part(nodes, hit.num_blocks)
             if self._holding.take_with_held(cache, own, hit):
                 return own
+            nodes = attached_part(nodes)  # room was sought, and whom nobody held may have gone for it
         nodes = nodes[: self._rules.num_whole(nodes)]
         self._holding.take(cache, nodes)
         return nodes

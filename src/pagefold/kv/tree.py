@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pagefold.kv.block import Block
     from pagefold.kv.held_block import HeldBlock
 
-__all__ = ["TOKEN_BYTES", "PrefixHit", "PrefixTree", "doubtful_nodes"]
+__all__ = ["TOKEN_BYTES", "PrefixHit", "PrefixTree", "attached_part", "doubtful_nodes"]
 
 TOKEN_BYTES = 4
 """Bytes of one packed token: ``array("i", token_ids).tobytes()``."""
@@ -57,6 +57,14 @@ class PrefixHit(NamedTuple):
     def num_lost(self) -> int:
         """How many blocks behind those are computed once more, for want of a window."""
         return 0 if self.lost is None else self.lost.depth + 1 - self.num_blocks
+
+
+def attached_part(nodes: list[Node]) -> list[Node]:
+    """Return the first of a path's ``nodes`` that are still in the tree. Leaves leave first: parents are in it."""
+    num_attached = len(nodes)
+    while num_attached and not nodes[num_attached - 1].attached:
+        num_attached -= 1
+    return nodes[:num_attached]
 
 
 class PrefixTree:
