@@ -122,6 +122,21 @@ def test_what_it_took_a_part_of_goes_from_the_host_too_where_the_device_has_it_n
     assert len(found) == 3, "its own block, and both of the other's"
 
 
+def test_what_it_took_a_part_of_goes_where_it_has_left_the_device_and_come_back():
+    """Its node is another one then."""
+    house = House(num_held=8)
+    house.core.release(house.serve(SHARED))
+    bad = house.serve([1, 2, 9, 9, 9])
+    assert house.core.blocks.reclaim(2) == 2
+    house.copy()
+    house.core.release(house.serve([*SHARED, 0]))
+    assert bad.copied_from is not None
+    assert not bad.copied_from.attached
+    assert house.num_found(SHARED) == 8
+    house.distrust(bad, [1, 2, 9, 9, 9])
+    assert house.num_found(SHARED) == 0
+
+
 def test_pins_on_it_are_dropped_and_say_why():
     house = House()
     pinned, kept = house.serve(SHARED), house.serve([5, 5, 5, 5])

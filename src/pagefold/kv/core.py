@@ -290,7 +290,9 @@ class KVCore:
     def fork(self, cache: SequenceCache) -> SequenceCache:
         """Make a second cache on the same blocks. Whoever writes into a shared block first gets a copy of it.
 
-        Both go on from the same position: what lies before it in the shared block is what the copy is for.
+        Both go on from the same position: what lies before it in the shared block is what the copy is for. All whole
+        blocks of ``cache`` that are to be published are: as at the end of a prompt, whose tokens are all known when a
+        step promises them. Of others, neither would be published, nor given back where groups trim, while both live.
         """
         assert cache.promise is None, "a cache forks between steps"
         twin = SequenceCache(len(cache.tables), cache.tail)

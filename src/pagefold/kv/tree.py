@@ -150,15 +150,21 @@ class PrefixTree:
 
 
 def doubtful_nodes(tree: PrefixTree, namespace: bytes, first_key: bytes, copied_from: Node | None) -> list[Node]:
-    """Return all nodes of paths that begin with ``first_key``, or as that of ``copied_from`` does; parents first."""
-    root = tree.roots.get(namespace)
-    first = None if root is None else root.children.get(first_key)
-    if copied_from is not None and copied_from.attached:
+    """Return all nodes of paths that begin with ``first_key``, or as that of ``copied_from`` does; parents first.
+
+    ``copied_from`` may have left the tree: what was stored of it elsewhere may have come back under another node.
+    """
+    begins = [(namespace, first_key)]
+    if copied_from is not None:
         while copied_from.parent is not None and copied_from.depth:
             copied_from = copied_from.parent
-    else:
-        copied_from = None
-    nodes = list(dict.fromkeys(node for node in (first, copied_from) if node is not None))
+        begins.append((copied_from.root.key, copied_from.key))
+    nodes: list[Node] = []
+    for key_of_root, key in dict.fromkeys(begins):
+        root = tree.roots.get(key_of_root)
+        first = None if root is None else root.children.get(key)
+        if first is not None:
+            nodes.append(first)
     for node in nodes:  # it grows
         nodes += node.children.values()
     return nodes
