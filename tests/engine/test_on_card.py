@@ -79,12 +79,13 @@ def test_a_cards_sequences_go_beyond_a_models_windows(kv_cache_dtype, tmp_path, 
     assert len(windowless.geometry.groups) == 1, "nothing passes a window"
 
 
-def test_a_window_that_a_host_tier_does_not_find_ends_a_cards_sequences(tmp_path, monkeypatch):
+def test_a_window_beside_what_streams_ends_a_cards_sequences_and_beside_a_host_tier_does_not(tmp_path, monkeypatch):
     monkeypatch.setattr("pagefold.runner.card.find_card", lambda: CARD)
     config = EngineConfig(model=str(save_tiny_model("mistral-window", tmp_path)), device="cuda", max_model_len=25)
     assert plan_engine(config).capacity.max_model_len == 25
-    with pytest.raises(ConfigError, match=r"beyond 24 tokens .* not computed while kv_offloading_size is set"):
-        plan_engine(replace(config, kv_offloading_size=0.1))
+    assert plan_engine(replace(config, kv_offloading_size=0.1)).capacity.max_model_len == 25
+    with pytest.raises(ConfigError):
+        plan_engine(replace(config, kv_offloading_size=0.1, allow_streaming=True))
 
 
 def test_tables_of_all_cache_groups_are_part_of_the_plan(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ turn by position, as the model does.
 from __future__ import annotations
 
 import sys
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StreamingTwin"]
 
-_NAME = "streaming_twin"
+_NUMBERS = count()
 
 
 class StreamingTwin(References):
@@ -42,9 +43,10 @@ class StreamingTwin(References):
         self._turns = self.model.config.model_type != "llama4_text"  # whose layers with rope have chunks: it is let be
         if self._turns:
             self._take_rope_out()
-        AttentionInterface.register(_NAME, self._attend)
-        AttentionMaskInterface.register(_NAME, eager_mask)
-        self.model.set_attn_implementation(_NAME)
+        name = f"streaming_twin_{next(_NUMBERS)}"  # names are known to all models
+        AttentionInterface.register(name, self._attend)
+        AttentionMaskInterface.register(name, eager_mask)
+        self.model.set_attn_implementation(name)
 
     def _take_rope_out(self) -> None:
         rope = self.model.model.rotary_emb
