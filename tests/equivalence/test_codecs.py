@@ -63,10 +63,11 @@ def hold(case, name, seed, sharpness=1.0):
     """Hold the kernel to the reference."""
     shape = {"block_size": case.slab.block_size, "head_dim": case.slab.head_dim}
     operands = [tensor.float() for tensor in (case.query, case.key, case.value)]
+    scoring = [one.float() if isinstance(one, torch.Tensor) else one for one in case.scoring]
     outputs, slabs = [], encoded(case, name, seed)
     for backend, slab in zip(("reference", "cpu"), slabs, strict=True):
         attention = choose_backend(backend, torch.float32, **shape, codes_a_byte=CELL_CODECS[name].codes_a_byte)
-        outputs.append(attention(*operands, slab, case.inputs, case.layer, *case.scoring))
+        outputs.append(attention(*operands, slab, case.inputs, case.layer, *scoring))
     assert not outputs[0].isnan().any(), "the reference has read what nothing may read"
     error = (outputs[0] - outputs[1]).abs().max().item()
     assert error <= BOUND * sharpness, f"{name} is off by {error:.2e}"
