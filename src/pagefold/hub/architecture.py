@@ -6,7 +6,7 @@ One file for each architecture says it (``llama``, ``gemma3``); what they have i
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pagefold.errors import UnsupportedModelError
@@ -29,6 +29,7 @@ __all__ = [
     "refusal",
     "shortest",
     "special_token_ids",
+    "weights_of_layers",
 ]
 
 _SPECIAL_TOKEN_IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
@@ -80,6 +81,18 @@ class Sizes:
     head_dim: int
     vocab_size: int
 
+    def as_config(self) -> dict[str, int]:
+        """Return them by the names of a ``config.json``."""
+        return {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+        }
+
 
 def read_sizes(gguf: GgufFile) -> Sizes:
     """Read the sizes from the header's keys, all of which begin with the architecture's name.
@@ -124,6 +137,20 @@ def special_token_ids(gguf: GgufFile) -> dict[str, int]:
     """Return the ids of special tokens that the file names, by transformers' names."""
     keys = {name: f"tokenizer.ggml.{key}_token_id" for name, key in _SPECIAL_TOKEN_IDS.items()}
     return {name: gguf.value(key, int) for name, key in keys.items() if key in gguf.metadata}
+
+
+def weights_of_layers(inside: Mapping[str, Weight], num_layers: int) -> dict[str, Weight]:
+    """Return the tensors of all layers, by transformers' names.
+
+    Args:
+        inside: those of one layer, by what they are called inside it; so are their names in the file.
+        num_layers: how many layers there are.
+    """
+    return {
+        f"model.layers.{layer}.{name}.weight": replace(weight, gguf_name=f"blk.{layer}.{weight.gguf_name}.weight")
+        for layer in range(num_layers)
+        for name, weight in inside.items()
+    }
 
 
 def check_tensors(gguf: GgufFile, weights: Mapping[str, Weight]) -> None:

@@ -6,7 +6,6 @@ in its code. So a key that is not known here is refused, since it may say that s
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pagefold.hub.architecture import (
@@ -17,6 +16,7 @@ from pagefold.hub.architecture import (
     refusal,
     shortest,
     special_token_ids,
+    weights_of_layers,
 )
 
 if TYPE_CHECKING:
@@ -70,13 +70,7 @@ def _config(gguf: GgufFile) -> dict[str, Any]:
     return {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
-        "vocab_size": sizes.vocab_size,
-        "hidden_size": sizes.hidden_size,
-        "intermediate_size": sizes.intermediate_size,
-        "num_hidden_layers": sizes.num_layers,
-        "num_attention_heads": sizes.num_heads,
-        "num_key_value_heads": sizes.num_kv_heads,
-        "head_dim": sizes.head_dim,
+        **sizes.as_config(),
         # Only the largest Gemma 3 has another one than its heads' length, and that one scales its positions.
         "query_pre_attn_scalar": sizes.head_dim,
         "hidden_activation": "gelu_pytorch_tanh",
@@ -131,10 +125,7 @@ def _weights(gguf: GgufFile, config: Mapping[str, Any]) -> dict[str, Weight]:
         "post_feedforward_layernorm": _norm("post_ffw_norm", hidden),
     }
     weights = {"model.embed_tokens.weight": Weight("token_embd.weight", (config["vocab_size"], hidden))}
-    for layer in range(config["num_hidden_layers"]):
-        for name, weight in inside.items():
-            from_layer = replace(weight, gguf_name=f"blk.{layer}.{weight.gguf_name}.weight")
-            weights[f"model.layers.{layer}.{name}.weight"] = from_layer
+    weights |= weights_of_layers(inside, config["num_hidden_layers"])
     weights["model.norm.weight"] = _norm("output_norm.weight", hidden)
     check_tensors(gguf, weights)
     return weights

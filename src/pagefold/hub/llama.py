@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pagefold.hub.architecture import Architecture, Weight, check_tensors, read_sizes, shortest, special_token_ids
+from pagefold.hub.architecture import (
+    Architecture,
+    Weight,
+    check_tensors,
+    read_sizes,
+    shortest,
+    special_token_ids,
+    weights_of_layers,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,13 +32,7 @@ def _config(gguf: GgufFile) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": sizes.vocab_size,
-        "hidden_size": sizes.hidden_size,
-        "intermediate_size": sizes.intermediate_size,
-        "num_hidden_layers": sizes.num_layers,
-        "num_attention_heads": sizes.num_heads,
-        "num_key_value_heads": sizes.num_kv_heads,
-        "head_dim": sizes.head_dim,
+        **sizes.as_config(),
         "hidden_act": "silu",
         "max_position_embeddings": gguf.value("llama.context_length", int),
         "rms_norm_eps": shortest(gguf.value("llama.attention.layer_norm_rms_epsilon", float)),
@@ -63,10 +64,7 @@ def _weights(gguf: GgufFile, config: Mapping[str, Any]) -> dict[str, Weight]:
         "mlp.down_proj": Weight("ffn_down", (hidden, inner)),
     }
     weights = {"model.embed_tokens.weight": Weight("token_embd.weight", (vocab, hidden))}
-    for layer in range(config["num_hidden_layers"]):
-        for name, weight in inside.items():
-            from_layer = replace(weight, gguf_name=f"blk.{layer}.{weight.gguf_name}.weight")
-            weights[f"model.layers.{layer}.{name}.weight"] = from_layer
+    weights |= weights_of_layers(inside, config["num_hidden_layers"])
     weights["model.norm.weight"] = Weight("output_norm.weight", (hidden,))
     if not config["tie_word_embeddings"]:
         weights["lm_head.weight"] = Weight("output.weight", (vocab, hidden))
