@@ -87,8 +87,8 @@ def _check_streaming(config: EngineConfig, spec: ModelSpec, device: str) -> None
     if most > made_for:
         msg = f"streaming_llm and its sinks are {most} tokens together, and {name} was made for {made_for}."
         raise ConfigError(msg, remedy=f"Give at most {made_for - config.streaming_llm_sinks} for streaming_llm.")
-    widest = max((keep.window or most + 1 for keep in spec.keeps), default=most + 1)
-    if widest <= most:
+    if spec.keeps and not any(_sees_more(keep, most) for keep in spec.keeps):
+        widest = max(keep.window or 0 for keep in spec.keeps)
         msg = f"streaming_llm is {config.streaming_llm}, and no layer of {name} sees more than {widest} tokens anyway."
         raise ConfigError(msg, remedy="Leave it out, or give a smaller window.")
 
@@ -101,12 +101,17 @@ def _streaming_keeps(config: EngineConfig, spec: ModelSpec) -> tuple[KeepRule, .
     assert config.streaming_llm is not None, "nobody asked"
     asked = config.max_model_len
     longest = asked if isinstance(asked, int) else spec.max_positions
-    if longest <= config.streaming_llm + config.streaming_llm_sinks:
+    most = config.streaming_llm + config.streaming_llm_sinks
+    if longest <= most:
         return spec.keeps_within(longest)
     rule = KeepRule(config.streaming_llm, num_sinks=config.streaming_llm_sinks)
     keeps = spec.keeps or (KEEP_ALL,) * spec.num_layers
-    most = config.streaming_llm + config.streaming_llm_sinks
-    return tuple(rule if keep.window is None or keep.window > most else keep for keep in keeps)
+    return tuple(rule if _sees_more(keep, most) else keep for keep in keeps)
+
+
+def _sees_more(keep: KeepRule, num_tokens: int) -> bool:
+    """Whether layers see more than so many tokens as the model has them."""
+    return keep.window is None or keep.window > num_tokens
 
 
 def _longest(config: EngineConfig, spec: ModelSpec) -> int:
