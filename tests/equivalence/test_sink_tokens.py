@@ -23,7 +23,7 @@ from pagefold.runner.attention import choose_backend
 from pagefold.runner.attention.cpu import CpuAttention
 
 SIZES = st.one_of(st.sampled_from([1, 2, 15, 16, 17, 64, 255, 256, 257, 512, 700]), st.integers(1, 1200))
-SINKS = st.one_of(st.just(4), st.sampled_from([1, 15, 16, 17, 33, 300]))
+SINKS = st.one_of(st.just(4), st.sampled_from([1, 15, 16, 17, 33, 300, 600]))
 RULES = st.builds(lambda window, num_sinks: KeepRule(window, num_sinks=num_sinks), SIZES, SINKS)
 SHAPE = Shape(block_size=16, head_dim=64, num_kv_heads=2, group=3)
 
@@ -65,8 +65,20 @@ def test_a_result_does_not_tell_what_was_given_back(sequences, rule, seed):
         assert torch.equal(output, whole)
 
 
+@pytest.mark.parametrize("num_sinks", [256, 257, 300, 512, 700, 2000])
+@pytest.mark.parametrize("trims", [True, False])
+def test_sink_tokens_of_several_splits_are_dense_attention(num_sinks, trims):
+    """More of them than a split has entries: also where the last tokens' windows are far behind, or begin among them."""
+    sequences = [Lengths(900, 1), Lengths(900, 6), Lengths(250, 64), Lengths(700, 1, 320), Lengths(1400, 64)]
+    rules = (KeepRule(64, num_sinks=num_sinks),)
+    hold(make_case(SHAPE, sequences, per_head=False, seed=num_sinks, rules=rules, trims=trims))
+    hold(make_case(SHAPE, sequences, per_head=True, seed=num_sinks, rules=rules, trims=trims))
+
+
 @pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("rule", [KeepRule(300, num_sinks=4), KeepRule(40, num_sinks=20)], ids=str)
+@pytest.mark.parametrize(
+    "rule", [KeepRule(300, num_sinks=4), KeepRule(40, num_sinks=20), KeepRule(40, num_sinks=600)], ids=str
+)
 def test_a_token_alone_gets_what_it_gets_in_a_prompt_to_the_bit(rule, num_threads):
     """One token's parts are dealt one by one and merged; those of a prompt's tile are folded as it goes."""
     how = {"per_head": False, "seed": 5, "rules": (rule,), "trims": False}

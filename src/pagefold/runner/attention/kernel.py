@@ -41,7 +41,7 @@ from pagefold.runner.attention.fold import NOTHING, fold
 from pagefold.runner.attention.kernel_slab import KEY_FORMAT, KEY_SCALES, KEYS, VALUE_FORMAT, VALUES
 from pagefold.runner.attention.sealed_blocks import attend_own_blocks, score_channels, seal, write_unsealed
 from pagefold.runner.attention.tiles import FLOAT32, INT2, PAIRS
-from pagefold.runner.attention.work import ALL_SPLITS, SINK_TOKENS, end_seen, first_seen
+from pagefold.runner.attention.work import ALL_SPLITS, SINK_TOKENS, end_seen, first_seen, num_sink_splits
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -214,7 +214,7 @@ def _look_ahead(work, slab, layer, index, ahead):
         return 0
     one = work.items[index]
     h, split, s, t = one[0], one[1], one[2], work.tokens[one[3]]
-    if split == SINK_TOKENS:
+    if split <= SINK_TOKENS:
         return 0
     block_size, limit = slab.block_size, end_seen(work, h, t)
     begin = max(split * work.split_size, first_seen(work.keeps, limit - 1))
@@ -253,21 +253,23 @@ def _limit_rows(scratch, num_rows, start, num_entries, block_size):
 
 
 @part()
-def _attend_sinks(tiles, work, turned, slab, cell, s, item, scoring, scratch, acc):
-    """Attend to the sink tokens of sequence ``s`` that an item's rows see beside their windows: a split of their own.
+def _attend_sinks(tiles, work, turned, slab, cell, s, split, item, scoring, scratch, acc):
+    """Attend to those of a split of sequence ``s`` that are sink tokens of an item's rows: any row has some.
 
     Leaves what :func:`_attend_split` does, and in ``scratch`` the turned queries, and where each row's window begins.
     """
-    num_rows = (item.end - item.first) * item.group
+    num_rows, split_size = (item.end - item.first) * item.group, work.split_size
     _bring_queries(tiles, work, turned, slab, cell, item, scoring.scale, scratch)
     num_seen = 0  # by any: others may not have been written
     for row in range(num_rows):
-        scratch.limits[row] = min(work.keeps.num_sinks, scratch.begins[row])
+        num_sinks = min(work.keeps.num_sinks, scratch.begins[row])
+        scratch.limits[row] = max(0, min(split_size, num_sinks - split * split_size))
         scratch.hidden[row] = 0
         num_seen = max(num_seen, scratch.limits[row])
-    table = work.sink_tables[s, item.kv_head if work.sink_tables.shape[1] > 1 else 0]
+    first = split * split_size // slab.block_size
+    table = work.sink_tables[s, item.kv_head if work.sink_tables.shape[1] > 1 else 0, first:]
     query = scratch.query[:num_rows]
-    _attend_split(tiles, slab, cell, table, 0, num_seen, query, scratch, acc, scoring.softcap, 0)
+    _attend_split(tiles, slab, cell, table, first, num_seen, query, scratch, acc, scoring.softcap, 0)
     raise_tops(slab, cell, num_rows, scratch, scoring.softcap)
 
 
@@ -321,11 +323,12 @@ def attend(tiles, sync, phase, num_members, work, query, turned, slab, layer, sc
         state_tops, state_totals = scratch.state_tops, scratch.state_totals
         cell = work.cells[s * cell_step, layer, h]
         is_sealed = slab.cells[cell, KEY_FORMAT] == INT2
-        if split == SINK_TOKENS:
-            _attend_sinks(tiles, work, turned, slab, cell, s, item, scoring, scratch, acc)
+        if split <= SINK_TOKENS:
+            nth = SINK_TOKENS - split
+            _attend_sinks(tiles, work, turned, slab, cell, s, nth, item, scoring, scratch, acc)
             for row in range(num_rows):
                 t = work.tokens[first + row // group]
-                part = partials[work.first_slots[t] - 1, h * group + row % group]
+                part = partials[work.first_slots[t] - 1 - nth, h * group + row % group]
                 _keep(part, acc[row], tops[row], totals[row])
             finish(sync, phase)
             continue
@@ -361,13 +364,14 @@ def attend(tiles, sync, phase, num_members, work, query, turned, slab, layer, sc
                     state_tops[row], state_totals[row] = fold(
                         state_tops[row], state_totals[row], state[row], tops[row], totals[row], acc[row]
                     )
-        if split == ALL_SPLITS and work.keeps.num_sinks > 0 and first_seen(work.keeps, longest - 1) > 0:
-            _attend_sinks(tiles, work, turned, slab, cell, s, item, scoring, scratch, acc)
-            for row in range(num_rows):
-                if scratch.begins[row] > 0:
-                    state_tops[row], state_totals[row] = fold(
-                        state_tops[row], state_totals[row], state[row], tops[row], totals[row], acc[row]
-                    )
+        if split == ALL_SPLITS and work.keeps.num_sinks > 0:
+            for k in range(num_sink_splits(work.keeps, longest - 1, split_size)):
+                _attend_sinks(tiles, work, turned, slab, cell, s, k, item, scoring, scratch, acc)
+                for row in range(num_rows):
+                    if scratch.limits[row] > 0:
+                        state_tops[row], state_totals[row] = fold(
+                            state_tops[row], state_totals[row], state[row], tops[row], totals[row], acc[row]
+                        )
         for i in range(first, end):
             t = work.tokens[i]
             slot = work.first_slots[t]
@@ -416,9 +420,11 @@ def merge(sync, phase, work, slab, layer, sinks, scratch, partials, out):
                 for k in range(1, (limit + work.split_size - 1) // work.split_size - first_split):
                     part = partials[slot + k, head]
                     top, total = fold(top, total, state[:head_dim], part[head_dim], part[head_dim + 1], part[:head_dim])
-                if work.keeps.num_sinks > 0 and first_seen(work.keeps, limit - 1) > 0:
-                    part = partials[slot - 1, head]
-                    top, total = fold(top, total, state[:head_dim], part[head_dim], part[head_dim + 1], part[:head_dim])
+                if work.keeps.num_sinks > 0:
+                    for k in range(num_sink_splits(work.keeps, limit - 1, work.split_size)):
+                        part = partials[slot - 1 - k, head]
+                        other_top, other_total = part[head_dim], part[head_dim + 1]
+                        top, total = fold(top, total, state[:head_dim], other_top, other_total, part[:head_dim])
                 weight = _weight(top, total, sinks, head)
                 for d in range(head_dim):
                     out[t, head, d] = state[d] * weight

@@ -39,6 +39,7 @@ __all__ = [
     "WorkDealer",
     "end_seen",
     "first_seen",
+    "num_sink_splits",
     "work_of",
 ]
 
@@ -48,7 +49,9 @@ _ROWS = 42
 _MIN_SPLIT = 256
 
 ALL_SPLITS, SINK_TOKENS = -1, -2
-"""What an item has instead of a split: its tokens see all of their splits, one after another; or sink tokens only."""
+"""What an item has instead of a split: its tokens see all of their splits, one after another; or sink tokens only, those
+of the first split, or with ``SINK_TOKENS - k`` those of split ``k``.
+"""
 
 _NOTHING = np.zeros(0, np.int32)
 _NO_SEALS = np.zeros((0, 3), np.int32)
@@ -85,11 +88,12 @@ class GroupWork(NamedTuple):
         keeps: which entries a token sees.
         sink_tables: int32 ``[S, Hkv or 1, blocks]``: the first blocks of each sequence, where sink tokens are kept.
         cells: int32 ``[S or 1, L, Hkv]``; those of the group's layers are the group's own.
-        items: int32 ``[I, 5]``: KV head, split or :data:`ALL_SPLITS` or :data:`SINK_TOKENS`, sequence whose table is
-            read, first and end of its tokens in ``tokens``. Dearest first.
+        items: int32 ``[I, 5]``: KV head, split or :data:`ALL_SPLITS` or :data:`SINK_TOKENS` and below, sequence whose
+            table is read, first and end of its tokens in ``tokens``. Dearest first.
         tokens: int32: the tokens of all items.
         first_slots: int32 ``[T]``: where a token's partial results begin, with that of the first split that it sees; -1
-            for a token that needs none. Before them lies that of the sink tokens, where they are kept.
+            for a token that needs none. Before them lie those of the sink tokens, where they are kept: that of split
+            ``k`` at ``first_slots[t] - 1 - k``.
         split_size: entries a split.
         residual_ids: int32 ``[S]``: where each sequence has its unsealed block; empty where blocks are not sealed.
         first_opened: int32 ``[S]``: where the step has the blocks that each sequence has begun and filled in it.
@@ -346,6 +350,12 @@ def end_seen(work, head, t):
     return length - (work.query_starts[s + 1] - 1 - t)
 
 
+@part(forceinline=True)
+def num_sink_splits(keeps, entry, split_size):
+    """Return how many splits have sink tokens that ``entry`` sees beside its window."""
+    return (min(keeps.num_sinks, first_seen(keeps, entry)) + split_size - 1) // split_size
+
+
 @part()
 def _put(item, head, split, seq, first, end):
     item[0], item[1], item[2], item[3], item[4] = head, split, seq, first, end
@@ -357,7 +367,7 @@ def _deal(query_starts, tables, first_blocks, lengths, keeps, owner, block_size,
     num_seqs, num_heads = len(query_starts) - 1, max(tables.shape[1], lengths.shape[1])
     table_step, length_step = int(tables.shape[1] > 1), int(lengths.shape[1] > 1)
     num_tokens = query_starts[num_seqs]
-    has_sinks = int(keeps.num_sinks > 0)
+    most_sink_splits = (keeps.num_sinks + split_size - 1) // split_size
     blocks_a_split = split_size // block_size
     first_slots = np.full(num_tokens, -1, np.int32)
     num_slots = 0
@@ -368,11 +378,11 @@ def _deal(query_starts, tables, first_blocks, lengths, keeps, owner, block_size,
         for h in range(lengths.shape[1]):
             first_split = first_seen(keeps, lengths[s, h] - num_new) // split_size
             num_splits = max(num_splits, (lengths[s, h] + split_size - 1) // split_size - first_split)
-        max_items += num_heads * (num_splits + num_new + 1)
-        max_item_tokens += num_heads * ((num_splits + 1) * min(num_new, tokens_per_item) + num_new)
+        max_items += num_heads * (num_splits + num_new + most_sink_splits)
+        max_item_tokens += num_heads * ((num_splits + most_sink_splits) * min(num_new, tokens_per_item) + num_new)
         if num_new < tokens_per_item:
             for t in range(query_starts[s], query_starts[s + 1]):
-                num_slots += has_sinks
+                num_slots += most_sink_splits
                 first_slots[t] = num_slots
                 num_slots += num_splits
     items = np.empty((max_items, 5), np.int32)
@@ -401,18 +411,17 @@ def _deal(query_starts, tables, first_blocks, lengths, keeps, owner, block_size,
                 for token in range(t, stop):
                     tokens[end] = token
                     end += 1
-    for m in range(num_members * has_sinks):
+    for m in range(num_members if keeps.num_sinks > 0 else 0):
         s = members[m]
         first, last = query_starts[s], query_starts[s + 1]
         for h in range(num_heads):
-            if first_seen(keeps, lengths[s, h * length_step] - 1) == 0:
-                continue
-            _put(items[num_items], h, SINK_TOKENS, s, end, end + last - first)
-            costs[num_items] = (last - first) * keeps.num_sinks
-            num_items += 1
-            for token in range(first, last):
-                tokens[end] = token
-                end += 1
+            for k in range(num_sink_splits(keeps, lengths[s, h * length_step] - 1, split_size)):
+                _put(items[num_items], h, SINK_TOKENS - k, s, end, end + last - first)
+                costs[num_items] = (last - first) * min(split_size, keeps.num_sinks - k * split_size)
+                num_items += 1
+                for token in range(first, last):
+                    tokens[end] = token
+                    end += 1
     next_member = np.empty(num_seqs, np.int32)
     heads = np.empty(num_seqs, np.int32)
     tails = np.empty(num_seqs, np.int32)
