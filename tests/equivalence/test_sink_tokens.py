@@ -68,7 +68,7 @@ def test_a_result_does_not_tell_what_was_given_back(sequences, rule, seed):
 @pytest.mark.parametrize("num_sinks", [256, 257, 300, 512, 700, 2000])
 @pytest.mark.parametrize("trims", [True, False])
 def test_sink_tokens_of_several_splits_are_dense_attention(num_sinks, trims):
-    """More of them than a split has entries: also where the last tokens' windows are far behind, or begin among them."""
+    """More of them than a split has entries: where windows begin far behind them, and where they begin among them."""
     sequences = [Lengths(900, 1), Lengths(900, 6), Lengths(250, 64), Lengths(700, 1, 320), Lengths(1400, 64)]
     rules = (KeepRule(64, num_sinks=num_sinks),)
     hold(make_case(SHAPE, sequences, per_head=False, seed=num_sinks, rules=rules, trims=trims))

@@ -242,10 +242,11 @@ def test_crumbs_are_no_body(wide):
     chunks = "".join(f"1\r\n{character}\r\n" for character in text)
     with wide.raw(f"{head}{chunks}0\r\n\r\n".encode()) as connection:
         assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
-    with LoopClock(wide) as clock, ExitStack() as stack:
-        crumbs = head.encode() + b"1\r\na\r\n" * 1500
-        connections = [stack.enter_context(wide.raw(crumbs)) for _ in range(8)]
-        answers = [connection.recv(4096) for connection in connections]
+    answers = []
+    with LoopClock(wide) as clock:
+        for _ in range(8):  # one by one: several bodies that arrive at once may be read in one round of the loop
+            with wide.raw(head.encode() + b"1\r\na\r\n" * 1500) as connection:
+                answers.append(connection.recv(4096))
     assert all(answer.startswith(b"HTTP/1.1 400 ") and b"chunks" in answer for answer in answers)
     assert clock.longest_s < 0.1
 
