@@ -49,8 +49,9 @@ _ROWS = 42
 _MIN_SPLIT = 256
 
 ALL_SPLITS, SINK_TOKENS = -1, -2
-"""What an item has instead of a split: its tokens see all of their splits, one after another; or sink tokens only, those
-of the first split, or with ``SINK_TOKENS - k`` those of split ``k``.
+"""What an item has instead of a split: its tokens see all of their splits, one after another; or sink tokens only.
+
+Those of split ``k`` with ``SINK_TOKENS - k``.
 """
 
 _NOTHING = np.zeros(0, np.int32)
