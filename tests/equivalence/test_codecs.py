@@ -89,7 +89,7 @@ def test_a_softcap_sees_what_centring_takes_off(name):
     hold(make_case(SHAPES[0], [Lengths(100, 9), Lengths(3, 1)], per_head=True, seed=5, softcap=5.0), name, 5)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", long_but(QUICK_NAMES, NAMES))
 def test_outputs_are_near_those_of_what_was_not_encoded(name):
     """Fewer bits, coarser outputs; but those of the tokens' own values, not of others'."""
     case = make_case(SHAPES[0], [Lengths(300, 3), Lengths(40, 20, 32)], per_head=False, seed=11)
@@ -318,7 +318,7 @@ def coded_alone(tiny_folder):
     return make
 
 
-QUICK = ("chunks of 17-int8", "host tier-int4")
+QUICK = ("chunks of 17-int8", "host tier-int8")
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ RULES = st.builds(lambda window, num_sinks: KeepRule(window, num_sinks=num_sinks
 SHAPE = Shape(block_size=16, head_dim=64, num_kv_heads=2, group=3)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", long_but(SHAPES[:3], SHAPES), ids=str)
 @settings(max_examples=6, suppress_health_check=list(HealthCheck))
 @given(sequences=SEQUENCES, rule=RULES, per_head=st.booleans(), seed=st.integers(0, 2**32))
 def test_all_are_dense_attention(shape, sequences, rule, per_head, seed):
@@ -65,8 +65,8 @@ def test_a_result_does_not_tell_what_was_given_back(sequences, rule, seed):
         assert torch.equal(output, whole)
 
 
-@pytest.mark.parametrize("num_sinks", [256, 257, 300, 512, 700, 2000])
-@pytest.mark.parametrize("trims", [True, False])
+@pytest.mark.parametrize("num_sinks", long_but([257, 700], [256, 257, 300, 512, 700, 2000]))
+@pytest.mark.parametrize("trims", long_but([True], [True, False]))
 def test_sink_tokens_of_several_splits_are_dense_attention(num_sinks, trims):
     """More of them than a split has entries: where windows begin far behind them, and where they begin among them."""
     sequences = [Lengths(900, 1), Lengths(900, 6), Lengths(250, 64), Lengths(700, 1, 320), Lengths(1400, 64)]
@@ -105,7 +105,8 @@ def test_where_the_window_hides_nothing_there_are_none_to_the_bit(backend):
     assert torch.equal(attention(*case.to(torch.float32)), without)
 
 
-@pytest.mark.parametrize("name", long_but(["k8v4"], ["k8v4", "int8_per_token_head", "int4_per_token_head"]))
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["k8v4", "int8_per_token_head", "int4_per_token_head"])
 @pytest.mark.parametrize("num_new", [1, 60])
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 def test_codes_are_read_as_the_reference_reads_them(name, num_new, softcap):
@@ -120,6 +121,7 @@ def test_codes_are_read_as_the_reference_reads_them(name, num_new, softcap):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("softcap", [0.0, 4.0])
 @pytest.mark.parametrize("num_sinks", [4, 17])
 def test_sealed_blocks_are_read_as_the_reference_reads_them(num_sinks, softcap):

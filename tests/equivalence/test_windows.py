@@ -16,7 +16,7 @@ import torch
 from store.memory_store import MemoryStore, always_load
 
 from equivalence.prompts import full_prompts, short_prompts
-from equivalence.settings import SETTINGS
+from equivalence.settings import SETTINGS, long_but
 from equivalence.suite import Counts, Setting, Trial, Workload, cached_blocks
 from equivalence.tiny_models import VOCAB_SIZE
 from pagefold.config import EngineConfig
@@ -120,7 +120,7 @@ def generate(engine, token_ids: list[int], num_outputs: int, watch=lambda: None)
     return outputs
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", pytest.param("k8v4", marks=pytest.mark.long), "kivi2"])
+@pytest.mark.parametrize("kv_cache_dtype", long_but(["auto"], ["auto", "k8v4", "kivi2"]))
 @pytest.mark.parametrize(
     "backend", ["fused", *(pytest.param(one, marks=pytest.mark.long) for one in ("cpu", "reference"))]
 )

@@ -12,7 +12,7 @@ import pytest
 
 from equivalence.alone import AloneOutputs
 from equivalence.coded_cases import constants_for
-from equivalence.settings import deal_one_each, long_but
+from equivalence.settings import deal_one_each
 from equivalence.test_windows import HOW, SHORT, WITH_GROUPS, generate, run
 from equivalence.test_windows_of_codes import CODES, coded
 from pagefold.config import EngineConfig
@@ -67,7 +67,8 @@ def plan_of(tiny_folder):
     return make
 
 
-@pytest.mark.parametrize("where", long_but(["one of each"], SKIPPED))
+@pytest.mark.long
+@pytest.mark.parametrize("where", SKIPPED)
 def test_all_implementations_generate_the_same(plan_of, where):
     prompt = [7 + at * at % 230 for at in range(120)]
     said = []
