@@ -253,9 +253,10 @@ def _device(name: str | None, memory: int | None, bandwidth: int | None, flops: 
         found = Device(name=f"a device of {memory / 1e9:g} GB", memory_bytes=memory, source="as given")
     else:
         found = this_cpu() if name.lower() == "cpu" else find_device(name)
+    if memory is not None:
+        found = found.with_memory(memory)
     return replace(
         found,
-        memory_bytes=found.memory_bytes if memory is None else memory,
         bandwidth=found.bandwidth if bandwidth is None else float(bandwidth),
         flops_16=found.flops_16 if flops is None else flops,
         flops_8=found.flops_8 if flops is None else None,

@@ -101,7 +101,7 @@ def _changes(question: Question) -> Iterator[_Change]:  # noqa: C901 - one setti
     settings, shape = question.settings, question.shape
     if not question.device.is_cpu:
         for share in _UTILIZATIONS:
-            if share > settings.gpu_memory_utilization:
+            if share > settings.utilization_on(question.device):
                 yield _Change("gpu_memory_utilization", share, 1 + share)
         for times in (2, 4, 8, 16):
             size = times * settings.tensor_parallel_size

@@ -122,13 +122,13 @@ def figures(plan: Plan) -> dict[str, Any]:
         "formula": formula(memory.layout),
         "block_size": memory.layout.block_size,
         "device_memory_bytes": device.memory_bytes,
-        "gpu_memory_utilization": None if device.is_cpu else settings.gpu_memory_utilization,
+        "gpu_memory_utilization": None if device.is_cpu else memory.utilization,
         "weight_bytes": sum(each.capacity.weight_bytes for each in memory.devices) * settings.tensor_parallel_size,
         "weight_bytes_per_device": tightest.capacity.weight_bytes,
         "activation_bytes": tightest.activation_bytes,
         "kv_budget_bytes": tightest.capacity.kv_budget_bytes,
         "num_blocks": tightest.capacity.num_blocks,
-        "num_tokens": tightest.capacity.block_bytes // tightest.shard.layout.bytes_per_token,
+        "num_tokens": memory.num_tokens,
         "max_model_len": memory.max_model_len,
         "max_concurrency": memory.max_concurrency,
         "workload": {
@@ -221,13 +221,8 @@ def notes(plan: Plan) -> list[str]:
         said.append(
             f"Parameters of {shape.model_type or 'this family'} are estimated; a folder with weights is counted."
         )
-    if plan.memory.weight_dtype.bits < 16 and not plan.memory.weight_dtype.other_bits:  # noqa: PLR2004
-        kept = shape.embedding_parameters + shape.head_parameters
-        more = int(kept * (16 - plan.memory.weight_dtype.bits) / 8)
-        said.append(
-            f"All weights are counted in {plan.memory.weight_dtype.name}; "
-            f"with embeddings in 16 bit they are {human_bytes(more)} larger."
-        )
+    if plan.memory.weight_dtype.is_quantized:
+        said.append(_quantized_note(plan))
     if plan.load.num_too_long:
         said.append(f"{plan.load.num_too_long:,} requests of the workload are longer than max_model_len and left out.")
     if plan.load.is_likened:
@@ -244,6 +239,17 @@ def notes(plan: Plan) -> list[str]:
     if device.is_cpu and plan.timing.prefill.seconds is None:
         said.append("For floors, give --device-bandwidth and --device-flops.")
     return said
+
+
+def _quantized_note(plan: Plan) -> str:
+    """Say which weights are counted in fewer bits."""
+    shape, stored = plan.question.shape, plan.memory.weight_dtype
+    if plan.memory.keeps_all_alike:
+        kept = shape.embedding_parameters + shape.head_parameters
+        more = human_bytes(int(kept * (16 - stored.bits) / 8))
+        return f"All weights are counted in {stored.name}; with embeddings in 16 bit they are {more} larger."
+    what = "all but routed experts" if stored.is_of_experts else "embeddings, norms, and what the config names"
+    return f"Weights are in {stored.name}; {what} in 16 bit."
 
 
 def sections(plan: Plan) -> list[Section]:
