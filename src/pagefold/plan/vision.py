@@ -52,7 +52,7 @@ def vision_of(raw: Mapping[str, Any], hidden: int) -> Vision | None:
     each = 4 * own * own + (3 if kind in _GATED else 2) * own * inner + biases + 2 * own * (1 if not biases else 2)
     num_patches = (size // patch) ** 2
     learned = num_patches * own if kind in {"siglip_vision_model", "clip_vision_model", "llama4_vision_model"} else 0
-    merge = _number(raw, "spatial_merge_size") or _number(config, "spatial_merge_size") or 1
+    merge = _number(raw, "spatial_merge_size") or _number(config, "spatial_merge_size") or _first(config) or 1
     tokens = _number(raw, "mm_tokens_per_image") or max(1, num_patches // merge**2)
     whole = "gemma3" if _number(raw, "mm_tokens_per_image") else kind
     parameters = depth * each + 3 * patch * patch * own + learned + 2 * own
@@ -64,9 +64,17 @@ def _projector(kind: str, own: int, hidden: int, merge: int) -> int:
     if kind == "gemma3":
         return own * hidden + own
     merged = merge * merge * own
+    if kind == "moonvit":
+        return merged * merged + merged * hidden
     if kind == "pixtral":
         return merged * own + own + own * hidden + hidden * hidden
     return merged * hidden + hidden * hidden
+
+
+def _first(config: Mapping[str, Any]) -> int:
+    """Return how many patches a side become one token, where a config says it of both sides."""
+    sides = config.get("merge_kernel_size")
+    return _number({"side": sides[0]}, "side") if isinstance(sides, list) and sides else 0
 
 
 def _number(config: Mapping[str, Any], field: str) -> int:
