@@ -322,6 +322,36 @@ def test_a_running_server_is_checked(monkeypatch):
     assert found["now"]["share of KV blocks in use"] == 0.25
 
 
+OWN_METRICS = """\
+vllm:cache_config_info{block_size="16",cache_dtype="auto",kv_cache_memory_bytes="None",num_gpu_blocks="512"} 1.0
+pagefold:num_blocks 512.0
+"""
+
+
+def test_a_running_server_of_ours_is_checked(monkeypatch):
+    answers = {
+        "/metrics": httpx.Response(200, text=OWN_METRICS),
+        "/v1/models": httpx.Response(200, json={"data": [{"id": "smollm2-135m", "max_model_len": 8192}]}),
+        "/version": httpx.Response(404),
+    }
+    monkeypatch.setattr(httpx.Client, "get", lambda self, url: answers[httpx.URL(url).path])
+    result = RUN.invoke(app, ["plan", "--from-server", "http://x:8000", "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["engine"], found["rows"][0]["ratio"]) == ("pagefold", 1.0)
+    assert found["max_concurrency"] == 1.0
+
+
+@pytest.mark.parametrize("what", ["9" * 400, "0.9.9", ",", "-1", "nan", "{}", "1e400"])
+def test_numbers_of_a_log_may_be_anything(what, tmp_path):
+    """Whatever stands there, there is a check or a line that says what is wrong."""
+    file = tmp_path / "start.log"
+    for number in ("0.95", "8192", "476,000", "58.11", "14.99", "79.19"):
+        file.write_text(text_of(ROWS[9]).replace(number, what))
+        result = RUN.invoke(app, ["plan", "--check-log", str(file), "--json"])
+        assert result.exit_code in {0, 2}, (number, result.exception)
+
+
 def test_a_server_that_is_none_is_refused():
     with pytest.raises(ConfigError, match="has no vllm:cache_config_info"):
         read_served("up 1\n", "http://x")

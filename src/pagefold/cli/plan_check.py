@@ -156,6 +156,8 @@ def _print(check: LogCheck, now: Mapping[str, float], *, as_json: bool) -> None:
         ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
         table.add_row(_NAMES.get(row.what, row.what), _shown(row), _number(row, row.logged), ratio, row.cause)
     console.print(table)
+    if check.max_concurrency is not None:
+        console.print(f"planned: {check.max_concurrency:,.2f} requests of {check.max_model_len:,} tokens at once")
     for what, value in now.items():
         console.print(f"{what}: {value:,.3g}")
 

@@ -23,6 +23,7 @@ _ALIKE = 0.01
 """By which share two sizes may differ and be told as one."""
 _SMALL = GIB // 50
 """Bytes that logs round away."""
+_AMPLE_BYTES = 2**50
 _ONLINE = {"fp8": "fp8"}
 """What ``--quantization`` does to a checkpoint in 16 bit."""
 
@@ -81,6 +82,8 @@ class LogCheck:
         verdict: what the planner says: ``fits``, ``may not fit`` or ``does not fit``.
         failure: why the start failed; empty where it did not.
         rows: each thing that both say.
+        max_model_len: the longest sequence that is planned; None where nothing fits.
+        max_concurrency: how many of that length at once.
     """
 
     engine: str
@@ -90,6 +93,8 @@ class LogCheck:
     verdict: str
     failure: str
     rows: tuple[LogRow, ...]
+    max_model_len: int | None = None
+    max_concurrency: float | None = None
 
     @property
     def agrees(self) -> bool:
@@ -105,6 +110,8 @@ class LogCheck:
             "verdict": self.verdict,
             "failure": self.failure or None,
             "agrees": self.agrees,
+            "max_model_len": self.max_model_len,
+            "max_concurrency": self.max_concurrency,
             "rows": [row.figures() for row in self.rows],
         }
 
@@ -145,22 +152,37 @@ def check_log(log: StartLog, shape: ModelShape, device: Device, settings: PlanSe
     """
     if "memory" in log.sizes and not device.is_cpu:
         device = device.with_memory(log.sizes["memory"])
-    if log.is_ours and device.is_cpu and settings.kv_cache_memory_bytes is not None:
-        device = device.with_memory(
-            2 * (settings.kv_cache_memory_bytes + log.sizes.get("weights", 0))
-        )  # then there was
+    if log.is_ours and device.is_cpu:
+        device = device.with_memory(_AMPLE_BYTES)  # there was enough then: it runs
+        settings = replace(settings, kv_cache_memory_bytes=_own_budget(log, shape, device, settings))
     online = _ONLINE.get(log.options.get("quantization", ""))
     if online is not None and not shape.quantization and settings.weight_dtype == "auto":
         settings = replace(settings, weight_dtype=online)
-    verdict = "does not fit"
-    rows: tuple[LogRow, ...] = ()
+    engine = settings.engine_on(device).label
     try:
         memory = plan_memory(shape, device, settings)
-        verdict, rows = "fits" if memory.fits else "may not fit", tuple(_rows(log, memory))
     except DoesNotFitError:
-        pass
-    engine = settings.engine_on(device).label
-    return LogCheck(engine, shape.name, device.name, settings, verdict, log.failure, rows)
+        return LogCheck(engine, shape.name, device.name, settings, "does not fit", log.failure, ())
+    return LogCheck(
+        engine,
+        shape.name,
+        device.name,
+        settings,
+        "fits" if memory.fits else "may not fit",
+        log.failure,
+        tuple(_rows(log, memory)),
+        memory.max_model_len,
+        memory.max_concurrency,
+    )
+
+
+def _own_budget(log: StartLog, shape: ModelShape, device: Device, settings: PlanSettings) -> int | None:
+    """Return the KV budget of our own server, by its blocks: by default it is a share of what was free at its start."""
+    num_blocks = log.counts.get("num_blocks")
+    if settings.kv_cache_memory_bytes is not None or num_blocks is None:
+        return settings.kv_cache_memory_bytes
+    capacity = plan_memory(shape, device, settings).tightest.capacity
+    return capacity.block_bytes // capacity.num_blocks * int(num_blocks) + capacity.residual_bytes
 
 
 def _rows(log: StartLog, memory: Memory) -> list[LogRow]:

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Served", "read_served"]
 
-_LINE = re.compile(r"^(?P<name>[\w:]+)(?:\{(?P<labels>.*)\})? (?P<value>[-+.\deEinfNa]+)(?: \d+)?$", re.MULTILINE)
+_LINE = re.compile(
+    r"^(?P<name>[\w:]+)(?:\{(?P<labels>.*)\})? (?P<value>\d{1,18}(?:\.\d{1,18})?(?:[eE][-+]?\d{1,2})?)(?: \d+)?$",
+    re.MULTILINE,
+)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _CACHE = "vllm:cache_config_info"
 _NOW: Mapping[str, str] = {
@@ -24,6 +27,17 @@ _NOW: Mapping[str, str] = {
     "vllm:gpu_cache_usage_perc": "share of KV blocks in use",
     "vllm:num_preemptions_total": "preemptions since the start",
 }
+_OPTIONS: Mapping[str, str] = {
+    "block_size": "block_size",
+    "cache_dtype": "kv_cache_dtype",
+    "gpu_memory_utilization": "gpu_memory_utilization",
+}
+_VALUES = {
+    "block_size": re.compile(r"[1-9]\d{0,11}"),
+    "kv_cache_dtype": re.compile(r"(?!None$|auto$)\w{1,40}"),
+    "gpu_memory_utilization": re.compile(r"[01](?:\.\d{1,9})?"),
+}
+"""What an option may be."""
 _LONGEST = 16 * 2**20
 
 
@@ -69,14 +83,12 @@ def read_served(
     options = {"model": model} if model else {}
     if max_model_len is not None:
         options["max_model_len"] = str(max_model_len)
-    for label, option in (
-        ("block_size", "block_size"),
-        ("cache_dtype", "kv_cache_dtype"),
-        ("gpu_memory_utilization", "gpu_memory_utilization"),
-    ):
-        if cache.get(label) not in {None, "", "None", "auto"}:
-            options[option] = cache[label]
-    counts = {"num_blocks": float(cache["num_gpu_blocks"])} if cache.get("num_gpu_blocks", "").isdecimal() else {}
+    for label, option in _OPTIONS.items():
+        value = cache.get(label, "")
+        if _VALUES[option].fullmatch(value):
+            options[option] = value
+    num_blocks = cache.get("num_gpu_blocks", "")
+    counts = {"num_blocks": float(num_blocks)} if _VALUES["block_size"].fullmatch(num_blocks) else {}
     now: dict[str, float] = {}
     for name, _, value in found:
         if name in _NOW:

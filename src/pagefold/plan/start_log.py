@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 __all__ = ["StartLog", "read_start_log"]
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_NUMBER = r"([\d,]*\.?\d+)"
+_NUMBER = r"(\d[\d,]{0,18}(?:\.\d{1,9})?)"
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": GIB, "GB": 10**9, "B": 1}
 
 _VLLM = re.compile(r"LLM engine \(v(\d+\.\d+(?:\.\d+)?)|\bvLLM (?:API server )?version v?(\d+\.\d+(?:\.\d+)?)")
-_OWN = re.compile(r"^(?:.* )?KV budget +([\d.]+) (GiB|MiB|KiB|B)\b", re.MULTILINE)
+_OWN = re.compile(r"^(?:.* )?KV budget +(\d{1,9}(?:\.\d{1,9})?) (GiB|MiB|KiB|B)\b", re.MULTILINE)
 _SIZES: Mapping[str, tuple[str, ...]] = {
     "memory": (rf"total_memory={_NUMBER} ?GiB", rf"Free memory on device (?:\S+ )?\([\d.]+/{_NUMBER} GiB\)"),
     "weights": (
@@ -48,7 +48,7 @@ _SIZES: Mapping[str, tuple[str, ...]] = {
 }
 """How versions of vLLM say each size, the newest first."""
 _COUNTS: Mapping[str, tuple[str, ...]] = {
-    "num_tokens": (r"GPU KV cache size: ([\d,]+) tokens",),
+    "num_tokens": (r"GPU KV cache size: (\d[\d,]{0,18}) tokens",),
     "concurrency": (rf"Maximum concurrency for [\d,]+ tokens per request: {_NUMBER}x",),
 }
 _OPTIONS: Mapping[str, tuple[str, ...]] = {
@@ -56,17 +56,17 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "dtype": (r"[( ,]dtype=torch\.(\w+)",),
     "kv_cache_dtype": (r"kv_cache_dtype='?(\w+)'?",),
     "quantization": (r"[ ,]quantization='?(\w[\w-]*)'?",),
-    "max_model_len": (r"max_seq_len=(\d+)", r"Using max model len (\d+)"),
-    "tensor_parallel_size": (r"tensor_parallel_size=(\d+)",),
-    "pipeline_parallel_size": (r"pipeline_parallel_size=(\d+)",),
+    "max_model_len": (r"max_seq_len=(\d{1,9})", r"Using max model len (\d{1,9})"),
+    "tensor_parallel_size": (r"tensor_parallel_size=(\d{1,9})",),
+    "pipeline_parallel_size": (r"pipeline_parallel_size=(\d{1,9})",),
     "enforce_eager": (r"enforce_eager=(True|False)",),
-    "max_num_batched_tokens": (r"max_num_batched_tokens=(\d+)", r"'max_num_batched_tokens': (\d+)"),
-    "max_num_seqs": (r"'max_num_seqs': (\d+)", r"Defaulting max_num_seqs to (\d+)"),
+    "max_num_batched_tokens": (r"max_num_batched_tokens=(\d{1,9})", r"'max_num_batched_tokens': (\d{1,9})"),
+    "max_num_seqs": (r"'max_num_seqs': (\d{1,9})", r"Defaulting max_num_seqs to (\d{1,9})"),
     "gpu_memory_utilization": (
-        r"'gpu_memory_utilization': ([\d.]+)",
-        r"Requested memory: ([\d.]+) \(util\)",
-        r"Desired GPU memory utilization is \(([\d.]+)",
-        r"gpu_memory_utilization \(([\d.]+)\)",
+        r"'gpu_memory_utilization': (\d{1,9}(?:\.\d{1,9})?)",
+        r"Requested memory: (\d{1,9}(?:\.\d{1,9})?) \(util\)",
+        r"Desired GPU memory utilization is \((\d{1,9}(?:\.\d{1,9})?)",
+        r"gpu_memory_utilization \((\d{1,9}(?:\.\d{1,9})?)\)",
     ),
 }
 _FAILURES = (
@@ -77,12 +77,12 @@ _FAILURES = (
     r"Engine core initialization failed",
 )
 _OWN_SIZES: Mapping[str, str] = {
-    "weights": r"weights +([\d.]+) (GiB|MiB|KiB|B)\b",
-    "kv": r"KV budget +([\d.]+) (GiB|MiB|KiB|B)\b",
+    "weights": r"weights +(\d{1,9}(?:\.\d{1,9})?) (GiB|MiB|KiB|B)\b",
+    "kv": r"KV budget +(\d{1,9}(?:\.\d{1,9})?) (GiB|MiB|KiB|B)\b",
 }
 _OWN_COUNTS: Mapping[str, str] = {
-    "num_tokens": r"KV budget .* = ([\d,]+) tokens",
-    "concurrency": r"fits +([\d,.]+) requests of max_model_len",
+    "num_tokens": r"KV budget .* = (\d[\d,]{0,18}) tokens",
+    "concurrency": r"fits +(\d[\d,]{0,18}(?:\.\d{1,9})?) requests of max_model_len",
 }
 
 
@@ -160,7 +160,7 @@ def _of_ours(text: str) -> StartLog:
         if (found := re.search(pattern, text)) is not None
     }
     options = {}
-    length = re.search(r"max_model_len = ([\d,]+)", text)
+    length = re.search(r"max_model_len = (\d[\d,]{0,18})", text)
     if length is not None:
         options["max_model_len"] = length[1].replace(",", "")
     computes = re.search(r"computes +(\w+)", text)
