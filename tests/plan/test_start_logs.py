@@ -141,6 +141,23 @@ def test_other_dtypes_of_a_llama_8b(settings, weights, num_tokens):
         assert memory.num_tokens == pytest.approx(num_tokens, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("model", "size", "activations"),
+    [
+        ("google/gemma-3-4b-it", 1, 3.89),
+        ("google/gemma-3-27b-it", 1, 3.99),
+        ("mistralai/Mixtral-8x7B-v0.1", 2, 1.21),
+    ],
+)
+def test_activations_of_towers_and_experts(model, size, activations):
+    """From the same report: the ends of Gemma 3, and Mixtral. No formula was fitted to them."""
+    asked = PlanSettings(
+        engine="vllm==0.19", gpu_memory_utilization=0.95, max_model_len=8192, tensor_parallel_size=size
+    )
+    memory = plan_memory(find_model(model), find_device("H100"), asked)
+    assert memory.tightest.activation_bytes / GIB == pytest.approx(activations, abs=0.02)
+
+
 # Engines.
 
 

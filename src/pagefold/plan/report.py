@@ -234,12 +234,15 @@ def _technique_figures(technique: Technique) -> dict[str, Any]:
 def notes(plan: Plan) -> list[str]:
     """Return what a reader should know beside the numbers."""
     shape, device, said = plan.question.shape, plan.question.device, []
+    engine = plan.memory.engine
     if shape.not_served:
-        said.append(f"Pagefold's own server does not run {shape.not_served} yet: the figures are of engines that do.")
+        whose = "an engine that does" if engine.is_ours else engine.label
+        said.append(f"Pagefold's own server does not run {shape.not_served} yet: the figures are of {whose}.")
     elif not device.is_cpu:
+        whose = "before it measures." if engine.is_ours else f"of {engine.label}; --engine pagefold plans our own."
         said.append(
             "Pagefold's own server runs on a CPU, or on one NVIDIA card, where nobody has measured it yet: the figures "
-            "are of engines that keep KV in such blocks."
+            f"are {whose}"
         )
     if shape.is_estimate and shape.exact_parameters is None:
         said.append(

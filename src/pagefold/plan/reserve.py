@@ -26,7 +26,7 @@ _STREAMS = 4
 """How many residual streams live where a feed-forward part is widest."""
 _LOGIT_BYTES, _FLOAT_BYTES = 2, 4
 _ALONE = Span.of_gib(0.2, 0.25, 0.5)
-_TENSOR_PARALLEL = Span.of_gib(1.95, 2.1, 2.5)
+_TENSOR_PARALLEL = Span.of_gib(1.3, 2.1, 2.5)
 _PIPELINE = Span.of_gib(0.04, 0.07, 0.3)
 _GRAPH_BYTES, _GRAPH_BYTES_A_LAYER, _EXPERT_GRAPH_BYTES = round(0.3 * GIB), round(0.0175 * GIB), round(0.5 * GIB)
 _OWN_OUTSIDE = Span.of_gib(0.25, 0.5, 0.5)
