@@ -46,8 +46,11 @@ class Forms:
 
     @property
     def keeps_16_bit(self) -> bool:
-        """Whether what is no matrix stays in 16 bit where matrices have fewer; our own server packs all alike."""
-        return not self.engine.is_ours
+        """Whether what is no matrix stays in 16 bit where matrices have fewer.
+
+        Our own server packs all alike, but where a format is of experts only.
+        """
+        return not self.engine.is_ours or self.weights.is_of_experts
 
     def layout(self, kept: Sequence[LayerKV], layers: Sequence[DecoderLayer], size: int) -> CacheLayout | None:
         """Return how the KV of these layers lies on one of ``size`` devices; None where they keep none."""

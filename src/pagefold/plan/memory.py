@@ -123,7 +123,7 @@ class Memory:
     @property
     def keeps_all_alike(self) -> bool:
         """Whether embeddings and norms are stored as matrices are."""
-        return self.engine.is_ours or not self.weight_dtype.is_quantized
+        return not self.forms.keeps_16_bit or not self.weight_dtype.is_quantized
 
     @property
     def num_tokens(self) -> int:
