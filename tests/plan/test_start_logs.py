@@ -78,6 +78,8 @@ def test_a_start_is_foreseen(row: dict):
     assert 0.99 <= device.weights.likely / GIB / logged["weights"] <= 1.01
     assert 0.95 <= memory.max_concurrency / row["concurrency"] <= 1.05
     assert 0.95 <= memory.num_tokens / row["num_tokens"] <= 1.05
+    least, most = memory.concurrency_ends
+    assert least <= row["concurrency"] <= most
     spans = {
         "weights": device.weights,
         "activations": device.reserve.activations,

@@ -34,7 +34,7 @@ class LogRow:
 
     Attributes:
         what: it is.
-        predicted: as far as it is known; None where it was not planned.
+        predicted: as far as it is known.
         logged: what the start said.
         is_bytes: whether it is a size.
         cause: why they differ; empty where they do not.

@@ -116,6 +116,19 @@ class Memory:
         return self.tightest.capacity.max_concurrency
 
     @property
+    def concurrency_ends(self) -> tuple[float, float]:
+        """The fewest and the most requests of ``max_model_len`` that may fit at once."""
+        ends = [
+            [
+                device.shard.layout.num_blocks(num_bytes - device.capacity.residual_bytes)
+                / device.capacity.num_blocks_per_request
+                for num_bytes in (device.kv.low, device.kv.high)
+            ]
+            for device in self.devices
+        ]
+        return min(low for low, _ in ends), min(high for _, high in ends)
+
+    @property
     def fits(self) -> bool:
         """Whether it fits on every device even where all is as unfavourable as it may be."""
         return all(device.fits for device in self.devices)

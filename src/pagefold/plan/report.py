@@ -32,6 +32,8 @@ __all__ = [
 ]
 
 
+_ALIKE = 0.005
+"""Requests that are told as one number."""
 VERDICTS = {
     True: "fits, also where all is as unfavourable as it may be",
     False: "may not fit: it does where all is favourable, and not where all is unfavourable",
@@ -148,6 +150,7 @@ def figures(plan: Plan) -> dict[str, Any]:
         "num_tokens": memory.num_tokens,
         "max_model_len": memory.max_model_len,
         "max_concurrency": memory.max_concurrency,
+        "max_concurrency_ends": list(memory.concurrency_ends),
         "workload": {
             "name": load.workload.name,
             "mean_prompt_tokens": load.workload.mean_prompt,
@@ -315,8 +318,10 @@ def _memory_section(plan: Plan) -> Section:
 
 def _load_section(plan: Plan) -> Section:
     load, memory = plan.load, plan.memory
+    least, most = memory.concurrency_ends
+    between = "" if most - least < _ALIKE else f" ({least:,.2f} to {most:,.2f})"
     rows = [
-        ("at max_model_len", f"{memory.max_concurrency:,.2f} requests of {memory.max_model_len:,} tokens"),
+        ("at max_model_len", f"{memory.max_concurrency:,.2f} requests{between} of {memory.max_model_len:,} tokens"),
         ("workload", load.workload.name),
         ("each at its full length", f"{load.full:,.1f} requests of {load.rounding.full_blocks:,.1f} blocks"),
         ("as a server reaches it", f"{load.reached.mean:,.1f} on average, {load.reached.peak:,.0f} at most"),
