@@ -104,11 +104,15 @@ def test_kv_heads_that_can_neither_be_divided_nor_repeated():
 
 def test_the_parts_of_a_device_s_memory_add_up(plan):
     (device,) = plan.memory.devices
-    parts = device.shard.weight_bytes + device.activation_bytes + device.capacity.kv_budget_bytes
+    reserve = device.reserve
+    parts = device.capacity.weight_bytes + device.capacity.kv_budget_bytes
+    parts += (reserve.activations + reserve.outside + reserve.graphs).likely
     assert 0 <= device.usable_bytes - parts < device.shard.layout.bytes_per_block
     assert device.shard.weight_bytes == 2 * LLAMA_8B.num_parameters
-    widest = 2 * LLAMA_8B.hidden_size + 2 * 14336
-    assert device.activation_bytes == 8192 * widest * 2 + 256 * LLAMA_8B.vocab_size * 4
+    assert device.shard.extra_bytes == 2 * 131_072 * 128  # a table of ropes
+    rows, hidden = 1024, LLAMA_8B.hidden_size  # vLLM's sequences on an H100, and its 132 multiprocessors
+    logits = (14 * rows + 4 * 132) * LLAMA_8B.vocab_size
+    assert device.activation_bytes == logits + 2 * hidden * (8192 + rows) + 40 * 2**20
 
 
 def test_tensor_parallel_divides_weights_and_heads():
@@ -128,7 +132,7 @@ def test_projections_to_repeated_heads_are_repeated_with_them():
 
 
 @pytest.mark.parametrize(
-    ("stages", "layers"), [(1, [80]), (2, [40, 40]), (3, [26, 27, 27]), (7, [11, 11, 11, 11, 12, 12, 12])]
+    ("stages", "layers"), [(1, [80]), (2, [40, 40]), (3, [27, 27, 26]), (7, [11, 11, 11, 12, 12, 12, 11])]
 )
 def test_pipeline_stages_share_the_layers_and_the_tightest_binds(stages, layers):
     memory = plan_memory(
@@ -136,12 +140,11 @@ def test_pipeline_stages_share_the_layers_and_the_tightest_binds(stages, layers)
     )
     assert [device.shard.end_layer - device.shard.first_layer for device in memory.devices] == layers
     assert sum(device.shard.layout.bytes_per_token for device in memory.devices) == memory.layout.bytes_per_token // 2
-    # The last stage has the output layer, and here as many layers as any.
-    assert memory.tightest.shard.stage == stages - 1
     fewest = min(device.capacity.max_concurrency for device in memory.devices)
     assert memory.max_concurrency == fewest
     total = sum(device.shard.weight_bytes for device in memory.devices) * 2
-    assert total == pytest.approx(LLAMA_70B.num_parameters, rel=1e-3)
+    in_16_bit = LLAMA_70B.embedding_parameters + LLAMA_70B.head_parameters
+    assert total == pytest.approx(LLAMA_70B.num_parameters + in_16_bit, rel=1e-3)
 
 
 def test_a_tied_table_lies_on_the_first_and_the_last_stage():
@@ -155,7 +158,10 @@ def test_a_checkpoint_s_own_quantization_is_taken():
     big = find_device("B200")
     oss = plan_memory(find_model("openai/gpt-oss-120b"), big, PlanSettings())
     assert oss.weight_dtype.name == "mxfp4"
-    assert oss.devices[0].shard.weight_bytes == pytest.approx(65.2e9, rel=0.01)  # its files are of 65 GB
+    # Its files are of 65 GB, and experts are padded from 2880 x 2880 to 3072 x 3072.
+    assert oss.devices[0].shard.weight_bytes == pytest.approx(65.2e9 + 0.1378 * 60.9e9, rel=0.01)
+    own = plan_memory(find_model("openai/gpt-oss-120b"), big, PlanSettings(engine="pagefold"))
+    assert own.devices[0].shard.weight_bytes == pytest.approx(65.2e9, rel=0.01)
     assert (
         plan_memory(find_model("deepseek-ai/DeepSeek-V3"), big, PlanSettings(tensor_parallel_size=8)).weight_dtype.name
         == "fp8"
@@ -182,7 +188,8 @@ def test_every_kind_of_attention_is_planned(name, max_model_len):
     device = made.memory.tightest
     layout, capacity = device.shard.layout, device.capacity
     assert capacity.num_blocks * layout.bytes_per_block == capacity.kv_budget_bytes
-    assert capacity.num_blocks_per_request == layout.num_blocks_for(capacity.max_model_len) <= capacity.num_blocks
+    per_request = layout.num_blocks_for(capacity.max_model_len, made.memory.num_new)
+    assert capacity.num_blocks_per_request == per_request <= capacity.num_blocks
     assert made.load.reached.mean <= made.load.reached.peak
     assert 0 < made.load.waste < 0.2
     assert formula(made.memory.layout)
@@ -194,7 +201,10 @@ def test_a_window_lets_long_sequences_take_no_more():
     gemma, short = find_model("google/gemma-3-27b-it"), {"weight_dtype": "fp8"}
     long = plan_memory(gemma, H100, PlanSettings(**short, max_model_len=65_536)).tightest
     without = long.capacity.kv_budget_bytes / (65_536 * long.shard.layout.bytes_per_token)
-    assert long.capacity.max_concurrency > 4 * without
+    assert long.capacity.max_concurrency > 3 * without  # vLLM holds a step's 8,192 tokens beside each window
+    small = {"max_model_len": 65_536, "max_num_batched_tokens": 512, "max_num_seqs": 128}
+    of_small_steps = plan_memory(gemma, H100, PlanSettings(**short, **small)).tightest.capacity.max_concurrency
+    assert of_small_steps > 1.5 * long.capacity.max_concurrency
 
 
 # Concurrency.
@@ -237,11 +247,12 @@ def test_a_likeness_of_a_large_pool_is_as_the_pool_itself(monkeypatch):
 
 def test_sharing_holds_the_prefix_once():
     shared = replace(FIXED, prefix_len=400)
-    made = make_plan(question(workload=shared))
+    room = 20 * 10**9  # so that vLLM's 1,024 sequences are not what ends it
+    made = make_plan(question(workload=shared, kv_cache_memory_bytes=room))
     assert made.load.rounding.shared_blocks == 25
     assert made.load.full_shared == pytest.approx((made.memory.tightest.capacity.num_blocks - 25) / (44 - 25))
     assert made.load.reached_shared.mean > 1.5 * made.load.reached.mean
-    half = make_plan(question(workload=replace(shared, prefix_share=0.5)))
+    half = make_plan(question(workload=replace(shared, prefix_share=0.5), kv_cache_memory_bytes=room))
     assert made.load.reached_shared.mean > half.load.reached_shared.mean > half.load.reached.mean
 
 
@@ -395,15 +406,15 @@ def test_a_refusal_names_settings_that_fit(model, device, settings):
 
 
 def test_missing_bytes_are_what_is_missing():
-    device = replace(H100, memory_bytes=16 * 10**9)
+    device = H100.with_memory(16 * 10**9)
     asked = question(LLAMA_8B, device, gpu_memory_utilization=1.0, max_model_len=4096)
     with pytest.raises(DoesNotFitError) as refusal:
         make_plan(asked)
-    enough = replace(device, memory_bytes=device.memory_bytes + refusal.value.missing_bytes)
-    assert plan_memory(LLAMA_8B, enough, asked.settings).max_concurrency >= 1
-    short = replace(enough, memory_bytes=enough.memory_bytes - 1)
-    with pytest.raises(DoesNotFitError):
-        plan_memory(LLAMA_8B, short, asked.settings)
+    enough = device.with_memory(device.memory_bytes + refusal.value.missing_bytes)
+    assert plan_memory(LLAMA_8B, enough, asked.settings).max_concurrency == 1
+    short = plan_memory(LLAMA_8B, device.with_memory(enough.memory_bytes - 1), asked.settings)
+    assert not short.fits, "only where all is favourable"
+    assert short.tightest.kv.low == 0
 
 
 def test_a_cpu_is_one_device():

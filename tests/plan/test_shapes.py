@@ -447,9 +447,9 @@ def test_files_that_hold_the_weights_again_are_not_counted(tmp_path):
 @pytest.mark.parametrize(
     ("quantization", "bits"),
     [
-        ({"quant_method": "awq", "bits": 4, "group_size": 128}, 4.25),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 32}, 5),
-        ({"quant_method": "gptq", "bits": 8, "group_size": 128}, 8.25),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, 4 + 20 / 128),  # zero points have 4 bit, as weights
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32}, 4 + 20 / 32),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 128, "sym": True}, 8.125),
         ({"quant_method": "gptq", "bits": 4, "group_size": -1}, 4),
         ({"bits": 4, "group_size": 64}, 4.5),  # MLX
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4.5),
@@ -460,9 +460,11 @@ def test_files_that_hold_the_weights_again_are_not_counted(tmp_path):
         (
             {
                 "quant_method": "compressed-tensors",
-                "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int", "group_size": 128}}},
+                "config_groups": {
+                    "group_0": {"weights": {"num_bits": 4, "type": "int", "group_size": 128, "symmetric": True}}
+                },
             },
-            4.25,
+            4.125,
         ),
         (
             {
@@ -476,7 +478,52 @@ def test_files_that_hold_the_weights_again_are_not_counted(tmp_path):
 def test_bits_of_quantized_checkpoints(quantization: dict, bits: float):
     shape = shape_of(LLAMA | {"quantization_config": quantization}, name="x", source="")
     memory = plan_memory(shape, find_device("L4"), PlanSettings())
-    assert memory.devices[0].shard.weight_bytes == math.ceil(shape.num_parameters * bits / 8)
+    matrices = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)
+    in_16_bit = 2 * (shape.num_parameters - matrices)
+    assert memory.devices[0].shard.weight_bytes == math.ceil(matrices * bits / 8 + in_16_bit)
+
+
+@pytest.mark.parametrize(
+    ("named", "kept"),
+    [
+        ({"ignore": ["lm_head"]}, 0),
+        ({"ignore": ["re:.*self_attn.*"]}, 2 * (2 * 32 * 32 + 2 * 32 * 16)),
+        ({"modules_to_not_convert": ["self_attn"]}, 2 * (2 * 32 * 32 + 2 * 32 * 16)),
+        ({"modules_to_not_convert": ["model.layers.1"]}, 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64),
+        ({"exclude_modules": ["model.layers.*.mlp.down_proj"]}, 2 * 32 * 64),
+        ({"modules_in_block_to_quantize": [["self_attn.k_proj", "self_attn.v_proj"]]}, 2 * (2 * 32 * 32 + 3 * 32 * 64)),
+    ],
+)
+def test_what_a_checkpoint_names_stays_in_16_bit(named: dict, kept: int):
+    plain, less = (
+        plan_memory(
+            shape_of(LLAMA | {"quantization_config": {"quant_method": "fp8"} | more}, name="x", source=""),
+            find_device("L4"),
+            PlanSettings(),
+        )
+        for more in ({}, named)
+    )
+    assert less.devices[0].shard.weight_bytes - plain.devices[0].shard.weight_bytes == kept
+
+
+def test_an_expression_that_is_none_is_refused():
+    named = {"quantization_config": {"quant_method": "fp8", "ignore": ["re:("]}}
+    with pytest.raises(ConfigError, match=r"'re:\(' in quantization_config, which is no expression"):
+        shape_of(LLAMA | named, name="x", source="")
+
+
+def test_a_feed_forward_layer_without_a_gate_has_two_matrices():
+    gated, ungated = (shape_of(LLAMA | {"model_type": each}, name="x", source="") for each in ("llama", "gpt2"))
+    assert gated.layers[0].split_parameters - ungated.layers[0].split_parameters == 32 * 64
+
+
+def test_a_tower_is_counted_beside_the_text():
+    """Gemma 3's SigLIP: 417 million parameters by its authors, .8 GiB."""
+    shape = find_model("google/gemma-3-27b-it")
+    assert shape.vision.parameters == pytest.approx(417e6 + 1152 * 5376, rel=0.01)
+    assert find_model("mistralai/Mistral-Small-3.1-24B-Instruct-2503").vision.parameters == pytest.approx(
+        439e6, rel=0.01
+    )
 
 
 def test_a_quantization_that_nobody_knows_is_asked_for():

@@ -75,9 +75,11 @@ def test_experts_are_read_in_the_bits_that_they_are_stored_in():
     """gpt-oss-20b: 4 of 32 experts in 4.25 bits, all else but the embedding in 16."""
     shape = find_model("openai/gpt-oss-20b")
     memory = plan_memory(shape, H100, PlanSettings(max_model_len=4096))
-    experts = 24 * 32 * (2880 * 5760 + 5760 + 2880 * 2880 + 2880)
-    others = shape.num_parameters - experts - 201_088 * 2880
-    assert read_weight_bytes(shape, memory, 1) == pytest.approx(experts / 8 * 4.25 / 8 + 2 * others, rel=1e-6)
+    matrices, biases = 24 * 32 * 3 * 2880 * 2880, 24 * 32 * (5760 + 2880)
+    others = shape.num_parameters - matrices - biases - 201_088 * 2880
+    padded = matrices * 2944 / 2880 * 3072 / 2880  # as vLLM's kernels want them
+    experts = padded * 4.25 / 8 + 2 * biases
+    assert read_weight_bytes(shape, memory, 1) == pytest.approx(experts / 8 + 2 * others, rel=1e-6)
 
 
 def test_chunks_attend_to_themselves_only():

@@ -13,16 +13,22 @@ from rich.text import Text
 
 from pagefold.cli.fail import fail
 from pagefold.cli.options import parse_layers
+from pagefold.cli.plan_check import check_server, check_start
 from pagefold.cli.size import parse_size
 from pagefold.errors import ConfigError, DoesNotFitError, PagefoldError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pagefold.plan import Device, Plan, Question, Workload
+    from pagefold.plan.advice import Advice
 
 __all__ = ["plan"]
 
 _REFUSED = 3
 """Exit code of a plan that does not fit: the question was good, the answer is no."""
+_UNCERTAIN = 4
+"""Exit code of a plan that fits only where all is favourable."""
 
 _SLOWEST, _LARGEST = 1e6, 1e21
 """Bytes, bytes a second, operations a second: beyond these it is a slip of the pen."""
@@ -82,12 +88,21 @@ def plan(  # noqa: PLR0913 - one parameter a flag
         int, typer.Option(metavar="TOKENS", help="How many first tokens these are.", rich_help_panel=_SETTINGS)
     ] = 4,
     block_size: Annotated[int, typer.Option(help="Tokens a KV block.", rich_help_panel=_SETTINGS)] = 16,
-    gpu_memory_utilization: Annotated[
-        float,
+    engine: Annotated[
+        str,
         typer.Option(
-            help="Share of a GPU's memory for weights, activations and KV together.", rich_help_panel=_SETTINGS
+            help="Whose memory is planned: vllm==VERSION, pagefold; auto is the newest vLLM that is known on a GPU.",
+            rich_help_panel=_SETTINGS,
         ),
-    ] = 0.9,
+    ] = "auto",
+    enforce_eager: Annotated[bool, typer.Option(help="Without CUDA graphs.", rich_help_panel=_SETTINGS)] = False,
+    gpu_memory_utilization: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of a GPU's memory for weights, activations and KV together; the engine's own if not given.",
+            rich_help_panel=_SETTINGS,
+        ),
+    ] = None,
     kv_cache_memory_bytes: Annotated[
         int | None,
         typer.Option(
@@ -107,10 +122,11 @@ def plan(  # noqa: PLR0913 - one parameter a flag
     ] = None,
     max_num_seqs: Annotated[
         int | None,
-        typer.Option(help="Sequences running at once; as many as fit if not given.", rich_help_panel=_SETTINGS),
+        typer.Option(help="Sequences running at once; the engine's own if not given.", rich_help_panel=_SETTINGS),
     ] = None,
     max_num_batched_tokens: Annotated[
-        int | None, typer.Option(help="Tokens computed in one step.", rich_help_panel=_SETTINGS)
+        int | None,
+        typer.Option(help="Tokens computed in one step; the engine's own if not given.", rich_help_panel=_SETTINGS),
     ] = None,
     tensor_parallel_size: Annotated[
         int,
@@ -160,6 +176,18 @@ def plan(  # noqa: PLR0913 - one parameter a flag
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a page with charts, too.", rich_help_panel=_ANSWER)
     ] = None,
+    check_log: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Read a start's log, of vLLM or Pagefold: what is planned beside what it found, and why they differ.",
+            rich_help_panel=_ANSWER,
+        ),
+    ] = None,
+    from_server: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="The same of a running server, from its metrics.", rich_help_panel=_ANSWER),
+    ] = None,
     list_tables: Annotated[
         bool,
         typer.Option(
@@ -169,7 +197,7 @@ def plan(  # noqa: PLR0913 - one parameter a flag
 ) -> None:
     """Say what fits of MODEL on a device, what it costs, and what to switch on.
 
-    Exit code 3: it does not fit; the nearest settings that do are named.
+    Exit code 3: it does not fit; the nearest settings that do are named. Exit code 4: it may not fit.
     """
     from pagefold.plan import PlanSettings, Question, find_model  # noqa: PLC0415 - so that --help answers at once
 
@@ -177,6 +205,15 @@ def plan(  # noqa: PLR0913 - one parameter a flag
         _print_tables()
         return
     try:
+        if check_log is not None or from_server is not None:
+            known = None
+            if device is not None or device_memory is not None:
+                known = _device(device, device_memory, device_bandwidth, device_flops)
+            if check_log is not None:
+                check_start(check_log, model, known, weight_dtype, as_json=as_json)
+            else:
+                check_server(str(from_server), model, known, as_json=as_json)
+            return
         if model is None:
             msg = "No model is named."
             raise ConfigError(msg, remedy="pagefold plan MODEL --device NAME; pagefold plan --list shows both tables.")
@@ -192,6 +229,8 @@ def plan(  # noqa: PLR0913 - one parameter a flag
             streaming_llm=streaming_llm,
             streaming_llm_sinks=streaming_llm_sinks,
             block_size=block_size,
+            engine=engine,
+            enforce_eager=enforce_eager,
             gpu_memory_utilization=gpu_memory_utilization,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             max_model_len=_num_tokens(max_model_len),
@@ -253,9 +292,10 @@ def _device(name: str | None, memory: int | None, bandwidth: int | None, flops: 
         found = Device(name=f"a device of {memory / 1e9:g} GB", memory_bytes=memory, source="as given")
     else:
         found = this_cpu() if name.lower() == "cpu" else find_device(name)
+    if memory is not None:
+        found = found.with_memory(memory)
     return replace(
         found,
-        memory_bytes=found.memory_bytes if memory is None else memory,
         bandwidth=found.bandwidth if bandwidth is None else float(bandwidth),
         flops_16=found.flops_16 if flops is None else flops,
         flops_8=found.flops_8 if flops is None else None,
@@ -335,7 +375,13 @@ def _answer(question: Question, from_bench: Path | None, html: Path | None, *, a
     if as_json:
         more = {} if advice is None else {"advice": [each.figures() for each in advice]}
         typer.echo(json.dumps(figures(made) | more, indent=2))
-        return
+    else:
+        _print(made, advice, html)
+    if not made.memory.fits:
+        raise typer.Exit(_UNCERTAIN)
+
+
+def _print(made: Plan, advice: Sequence[Advice] | None, html: Path | None) -> None:
     console = Console()
     console.print(_screen(made))
     if advice is not None:
@@ -387,7 +433,7 @@ def _print_tables() -> None:
         assert found.bandwidth is not None
         assert found.flops_16 is not None
         numbers = (
-            f"{found.memory_bytes / 1e9:.0f} GB",
+            f"{found.nominal_bytes / 1e9:.0f} GB, {found.memory_bytes / 2**30:.2f} GiB",
             f"{found.bandwidth / 1e12:.2f} TB/s",
             f"{found.flops_16 / 1e12:.0f} TFLOPS",
         )

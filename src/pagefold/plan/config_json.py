@@ -9,18 +9,23 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from pagefold.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from pagefold.kv import LayerKV
 from pagefold.plan.config_fields import check_fields, check_kinds, lacks
+from pagefold.plan.kept import KEEPS_NOTHING, Kept, kept_of
 from pagefold.plan.layer_kinds import kind_throughout, kinds_of, with_defaults
 from pagefold.plan.own_server import is_fused, num_ropes, served_limit, why_not_served
 from pagefold.plan.parameters import (
     COUNTED_FAMILIES,
     attention_parameters,
     experts_of,
+    has_gate,
     mlp_parameters,
     norm_parameters,
 )
 from pagefold.plan.quantization import quantization_of
+from pagefold.plan.quantized import LayerFacts, quantized_of
 from pagefold.plan.recurrent import recurrent_parameters, state_elements
+from pagefold.plan.ropes import rope_elements
 from pagefold.plan.shape import DecoderLayer, ModelShape
+from pagefold.plan.vision import vision_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -45,6 +50,13 @@ _MANY = 10_000
 
 _PATTERN = {"M": "mamba", "*": "full_attention", "-": "mlp", "E": "moe"}
 """Letters of Nemotron-H's ``hybrid_override_pattern``, one a layer."""
+
+_TIED = (
+    "bloom", "cohere", "falcon", "gemma", "gpt2", "gpt_bigcode", "gpt_neo_", "granite", "mpt", "opt", "starcoder2",
+)  # fmt: skip
+"""What the names of families begin with whose output layer is the embedding again, if a config says nothing."""
+_NORMS_WITH_BIASES = ("gpt_neox", "phi")
+_LEARNED_POSITIONS = ("gpt2", "gpt_bigcode", "opt")
 
 _STATE = ("linear_attention", "mamba", "mamba2", "recurrent", "conv")
 _NOTHING = ("mlp", "moe")
@@ -95,13 +107,17 @@ def shape_of(raw: Mapping[str, Any], *, name: str, source: str) -> ModelShape:
     model_type = str(config.get("model_type") or "")
     kinds = kinds_of(config, model_type)
     check_kinds(config, name, kinds, throughout=kind_throughout(config, model_type))
-    layers = tuple(_layer(config, model_type, index, kind, name) for index, kind in enumerate(kinds))
+    kept = kept_of(config, name)
+    layers = tuple(_layer(config, model_type, index, kind, name, kept) for index, kind in enumerate(kinds))
     head_dim = _head_dim(config)
     hidden, vocab = config["hidden_size"], config["vocab_size"]
-    embedding, other = vocab * hidden, hidden * (2 if model_type == "gpt_neox" else 1)
+    embedding, other = vocab * hidden, hidden * (2 if model_type in _NORMS_WITH_BIASES else 1)
+    if model_type in _LEARNED_POSITIONS:
+        embedding += config["max_position_embeddings"] * hidden
     if model_type == "gemma3n_text":
         embedding, other, layers = _gemma3n(config, layers)
-    is_tied = config.get("tie_word_embeddings", model_type.startswith(("gemma", "cohere")))
+    is_tied = config.get("tie_word_embeddings", model_type.startswith(_TIED))
+    head = 0 if is_tied else vocab * hidden + (vocab if model_type == "phi" else 0)
     return ModelShape(
         name=name,
         source=source,
@@ -114,7 +130,7 @@ def shape_of(raw: Mapping[str, Any], *, name: str, source: str) -> ModelShape:
         max_positions=config["max_position_embeddings"],
         layers=layers,
         embedding_parameters=embedding,
-        head_parameters=0 if is_tied else vocab * hidden,
+        head_parameters=head,
         other_parameters=other,
         served_limit=served_limit(config, model_type),
         not_served=why_not_served(
@@ -125,6 +141,9 @@ def shape_of(raw: Mapping[str, Any], *, name: str, source: str) -> ModelShape:
         is_fused=is_fused(config, model_type, head_dim),
         num_ropes=num_ropes(config, model_type, kinds),
         is_estimate=model_type not in COUNTED_FAMILIES,
+        rope_elements=rope_elements(config, model_type, head_dim, num_ropes(config, model_type, kinds)),
+        vision=vision_of(raw, hidden),
+        has_quantized_head=kept.has_quantized_head and not is_tied,
     )
 
 
@@ -207,7 +226,9 @@ def _layer_kv(config: Mapping[str, Any], index: int, kind: str) -> LayerKV | Non
     return LayerKV(num_kv_heads, key_dim, value_dim)
 
 
-def _layer(config: Mapping[str, Any], model_type: str, index: int, kind: str, name: str) -> DecoderLayer:
+def _layer(  # noqa: PLR0913, PLR0917 - a config, which of its layers, and what of it stays in 16 bit
+    config: Mapping[str, Any], model_type: str, index: int, kind: str, name: str, kept: Kept = KEEPS_NOTHING
+) -> DecoderLayer:
     keeps_state = kind in _STATE or kind in _BOTH or model_type == "falcon_h1"
     keeps_kv = kind in {"full_attention", "sliding_attention", "chunked_attention"} or kind in _BOTH
     if not keeps_kv and not keeps_state and kind not in _NOTHING:
@@ -232,16 +253,32 @@ def _layer(config: Mapping[str, Any], model_type: str, index: int, kind: str, na
     has_one_part = model_type == "nemotron_h"  # attention, a state, a feed-forward layer or experts: each is a layer
     if has_one_part and kind != "moe":
         experts = None
+    dense_width = 0
     if has_one_part and kind not in _NOTHING:
         expert_parameters, active_share, activation = 0, 1.0, 0
     elif experts is None:
-        width = _dense_width(config, model_type, index)
-        split += mlp_parameters(config, model_type, width)
-        expert_parameters, active_share, activation = 0, 1.0, 2 * width
+        dense_width = _dense_width(config, model_type, index)
+        split += mlp_parameters(config, model_type, dense_width)
+        expert_parameters, active_share, activation = 0, 1.0, 2 * dense_width
     else:
         split, whole = split + experts.shared_parameters, whole + experts.router_parameters
         expert_parameters, active_share = experts.parameters, experts.num_active / experts.num_experts
         activation = 2 * experts.width
+    facts = LayerFacts(
+        index=index,
+        head_dim=_head_dim(config),
+        keeps_kv=keeps_kv,
+        has_own_kv=kv_parameters > 0,
+        recurrent=recurrent_parameters(config, model_type) if keeps_state else 0,
+        dense_width=dense_width,
+        experts=experts,
+    )
+    inner_width = (3 if has_gate(model_type) else 2) * (
+        dense_width if experts is None else experts.shared_parameters // hidden // 3
+    )
+    absorbed = 0
+    if keeps_kv and config.get("kv_lora_rank"):
+        absorbed = config["kv_lora_rank"] * num_heads * (config["qk_nope_head_dim"] + config["v_head_dim"])
     key_dim = _head_dim(config)
     value_dim = config.get("v_head_dim") or key_dim
     projected = (
@@ -257,6 +294,11 @@ def _layer(config: Mapping[str, Any], model_type: str, index: int, kind: str, na
         active_share=active_share,
         score_width=num_heads * (key_dim + value_dim) if keeps_kv else 0,
         activation_width=max(projected, activation),
+        inner_width=inner_width,
+        expert_width=0 if experts is None else config.get("moe_intermediate_size") or config["intermediate_size"],
+        num_active_experts=0 if experts is None else experts.num_active,
+        absorbed_parameters=absorbed,
+        quantized=quantized_of(config, model_type, facts, kept),
     )
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pagefold.pages.chart import Bar, bars, stacked
 from pagefold.pages.page import Page
+from pagefold.plan.ledger import entries_of
 from pagefold.plan.report import headline, notes, sections, technique_rows
 
 if TYPE_CHECKING:
@@ -21,15 +22,9 @@ def plan_page(plan: Plan) -> Page:
     page = Page(f"Plan: {headline(plan)}")
     device = plan.memory.tightest
     page.heading("Memory of the device that binds")
-    budget = device.capacity.kv_budget_bytes
-    rest = plan.question.device.memory_bytes - device.capacity.weight_bytes - device.activation_bytes - budget
-    parts = (
-        ("weights", device.capacity.weight_bytes),
-        ("activations", device.activation_bytes),
-        ("KV", budget),
-        ("left to others", max(0, rest)),
-    )
-    page.chart(stacked([Bar(name, size, f"{size / 1e9:,.2f} GB") for name, size in parts], "Memory of a device"))
+    entries = entries_of(plan.memory, device, plan.question.device)
+    parts = [Bar(entry.what, entry.span.likely, entry.size) for entry in entries]
+    page.chart(stacked(parts, "Memory of a device"))
     page.heading("Requests at once")
     load = plan.load
     longest = plan.memory.max_concurrency

@@ -80,7 +80,7 @@ def plan_load(question: Question, memory: Memory) -> WorkloadPlan:
     pool = Pool(
         num_blocks,
         layout.block_size,
-        question.settings.max_num_seqs or capacity.num_residuals or None,
+        memory.max_num_seqs or capacity.num_residuals or None,
         memory.max_num_batched_tokens,
         rules,
     )

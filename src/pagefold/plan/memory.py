@@ -1,4 +1,4 @@
-"""Memory of a device: weights, what activations need, and what is left for blocks."""
+"""Memory of a device: weights, what an engine takes beside them, and what is left for blocks."""
 
 from __future__ import annotations
 
@@ -9,28 +9,33 @@ from pagefold.errors import ConfigError, DoesNotFitError
 from pagefold.kv import CODECS
 from pagefold.memory.capacity import Capacity, plan_capacity
 from pagefold.memory.limit import MAX_ROPE_POSITIONS, Limit
+from pagefold.plan.forms import Forms
 from pagefold.plan.parallel import Shard, check_parallel, shards_of
+from pagefold.plan.reserve import CONTEXT_BYTES, Profiling, Reserve, Step
 from pagefold.plan.settings import DTYPES
+from pagefold.plan.span import Span
 from pagefold.plan.weights import WeightDtype, find_weight_dtype, stored_dtype
 
 if TYPE_CHECKING:
     from pagefold.kv import CacheLayout, Codec
+    from pagefold.plan.engine import Engine
     from pagefold.plan.settings import PlanSettings
     from pagefold.plan.shape import ModelShape
     from pagefold.plan.tables import Device
 
-__all__ = ["DeviceMemory", "Memory", "activation_bytes", "plan_memory"]
+__all__ = ["DeviceMemory", "Memory", "plan_memory", "tokens_in"]
 
-_CPU_BATCHED_TOKENS = 512
 _FUSED_SLOTS = 4
 """What our own server's fused decoder takes the slots of a block in."""
 _FUSED_DTYPES = "float32", "bfloat16"
 """What it computes in."""
+_WIDE_EXPERTS = ("B200", "MI300X")
+"""Devices whose kernels of MXFP4 want experts of widths of 256."""
 _ROPE_BYTES = 2 * 4
 """Of each element of a head and position: a cosine and a sine, in float32."""
-_GPU_BATCHED_TOKENS = 8192
-_DEFAULT_NUM_SEQS = 256
-_LOGIT_BYTES = 4
+_ROUNDED, _QUANTIZED, _ESTIMATED = 0.006, 0.02, 0.05
+"""By which share weights may be more: an allocator rounds, formats have scales and padding of their own, and a family
+whose parameters are not counted may have others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +43,29 @@ class DeviceMemory:
     """What the memory of one device goes to.
 
     Attributes:
-        shard: what it holds of the model. Our own server's tables of ropes are in ``capacity.weight_bytes`` too.
-        usable_bytes: of its memory, for weights, activations and KV together.
-        activation_bytes: set aside for what a step computes.
+        shard: what it holds of the model. What lies beside the weights is in ``capacity.weight_bytes`` too.
+        usable_bytes: of its memory, for all that an engine counts.
+        reserve: what it takes beside weights and KV.
         capacity: what fits in the rest.
+        weights: how much they may be.
+        kv: how much KV may get.
+        free_bytes: of its memory, beside all that an engine takes, graphs included where they lie beside its share.
+        fits: whether it fits even where all is as unfavourable as it may be.
     """
 
     shard: Shard
     usable_bytes: int
-    activation_bytes: int
+    reserve: Reserve
     capacity: Capacity
+    weights: Span
+    kv: Span
+    free_bytes: int
+    fits: bool
+
+    @property
+    def activation_bytes(self) -> int:
+        """What is set aside for what a step computes."""
+        return self.reserve.activations.likely
 
 
 @dataclass(frozen=True)
@@ -55,23 +73,30 @@ class Memory:
     """A model on its devices.
 
     Attributes:
+        engine: whose memory it is.
+        forms: how it stores the model.
+        utilization: share of a device's memory that it takes.
         dtype: the type that the model computes in.
         weight_dtype: the type that the weights are stored in.
         codec: the codec that KV is stored in, but for layers that are skipped.
         layout: of the KV of the whole model, on all devices together.
         devices: one for each pipeline stage; those of a stage are alike.
         max_num_batched_tokens: tokens of a step.
+        max_num_seqs: sequences that run at once, where that ends it before memory does; None where nothing does.
         tensor_parallel_size: devices of a stage.
-        num_new: how many tokens a step writes of one request, beside what windows keep, where the engine is ours; None
-            for what any engine needs at least.
+        num_new: how many tokens a step writes of one request, beside what windows keep.
     """
 
+    engine: Engine
+    forms: Forms
+    utilization: float
     dtype: str
     weight_dtype: WeightDtype
     codec: Codec
     layout: CacheLayout
     devices: tuple[DeviceMemory, ...]
     max_num_batched_tokens: int
+    max_num_seqs: int | None
     tensor_parallel_size: int = 1
     num_new: int | None = None
 
@@ -90,21 +115,44 @@ class Memory:
         """Requests of ``max_model_len`` that fit at once."""
         return self.tightest.capacity.max_concurrency
 
+    @property
+    def concurrency_ends(self) -> tuple[float, float]:
+        """The fewest and the most requests of ``max_model_len`` that may fit at once."""
+        ends = [
+            [
+                device.shard.layout.num_blocks(num_bytes - device.capacity.residual_bytes)
+                / device.capacity.num_blocks_per_request
+                for num_bytes in (device.kv.low, device.kv.high)
+            ]
+            for device in self.devices
+        ]
+        return min(low for low, _ in ends), min(high for _, high in ends)
 
-def activation_bytes(
-    shape: ModelShape, shard: Shard, settings: PlanSettings, num_tokens: int, element_bytes: int
-) -> int:
-    """Return what a step of so many tokens needs beside weights and KV.
+    @property
+    def fits(self) -> bool:
+        """Whether it fits on every device even where all is as unfavourable as it may be."""
+        return all(device.fits for device in self.devices)
 
-    ``tokens * (2 * hidden + widest / TP) * element_bytes``: the residual stream, what a layer reads from it, and what
-    lies between its products at their widest; and on the stage with the output layer ``sequences * vocabulary * 4`` for
-    logits. Buffers that an engine keeps for itself (graphs, workspaces) are no part of it.
+    @property
+    def keeps_all_alike(self) -> bool:
+        """Whether embeddings and norms are stored as matrices are."""
+        return not self.forms.keeps_16_bit or not self.weight_dtype.is_quantized
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the blocks of the device that binds hold in every layer."""
+        return tokens_in(self.tightest.shard.layout, self.tightest.capacity.num_blocks)
+
+
+def tokens_in(layout: CacheLayout, num_blocks: int) -> int:
+    """Return how many tokens so many blocks hold in every layer: each group has blocks of its own of a token.
+
+    The bytes of a token are no measure of it, where groups are padded.
     """
-    widest = max(layer.activation_width for layer in shard.layers) // settings.tensor_parallel_size
-    needed = num_tokens * (2 * shape.hidden_size + widest) * element_bytes
-    if shard.holds_output:
-        needed += (settings.max_num_seqs or _DEFAULT_NUM_SEQS) * shape.vocab_size * _LOGIT_BYTES
-    return needed
+    sizes = {group.block_size for group in layout.groups}
+    if len(sizes) == 1:
+        return num_blocks // len(layout.groups) * layout.block_size
+    return int(num_blocks / sum(1 / group.block_size for group in layout.groups))
 
 
 def plan_memory(shape: ModelShape, device: Device, settings: PlanSettings) -> Memory:
@@ -113,12 +161,14 @@ def plan_memory(shape: ModelShape, device: Device, settings: PlanSettings) -> Me
     Raises:
         ConfigError: heads or layers cannot be cut as asked; ``max_model_len`` is beyond the model, or it has no such
             layers as are skipped.
-        DoesNotFitError: it does not fit; with the bytes that are missing.
+        DoesNotFitError: it does not fit even where all is as favourable as it may be; with the bytes that are missing
+            where all is as is likely.
     """
     check_parallel(shape, settings)
     if device.is_cpu and settings.num_devices > 1:
         message = f"A CPU is one device, and {settings.num_devices} are asked for."
         raise ConfigError(message, remedy="Leave out tensor_parallel_size and pipeline_parallel_size.")
+    engine = settings.engine_on(device)
     dtype, weight_dtype = _dtypes(shape, device, settings)
     codec = settings.codec(dtype)
     shape = shape.storing(settings.kv_cache_dtype_skip_layers, settings.skip_codec(dtype))
@@ -131,38 +181,158 @@ def plan_memory(shape: ModelShape, device: Device, settings: PlanSettings) -> Me
     asked = settings.max_model_len
     max_len = min(asked, limit.length) if isinstance(asked, int) else limit.length
     element_bytes = CODECS[dtype].element_bits // 8
-    num_tokens = settings.max_num_batched_tokens or (_CPU_BATCHED_TOKENS if device.is_cpu else _GPU_BATCHED_TOKENS)
-    num_tokens = max(num_tokens, settings.max_num_seqs or 0)
-    num_new = num_tokens if device.is_cpu else None  # beside what windows keep, our own engine writes so many
+    num_seqs = settings.max_num_seqs or engine.num_seqs(device)
+    num_tokens = max(settings.max_num_batched_tokens or engine.num_batched_tokens(device), settings.max_num_seqs or 0)
+    forms = Forms(
+        engine=engine,
+        weights=weight_dtype,
+        codec=codec,
+        block_size=settings.block_size,
+        max_len=max_len,
+        element_bytes=element_bytes,
+        expert_multiple=256 if device.name.startswith(_WIDE_EXPERTS) else 128,
+    )
     is_fused = device.is_cpu and dtype in _FUSED_DTYPES and _is_fused(shape, settings)
     rope_bytes = shape.num_ropes * max_len * shape.head_dim * _ROPE_BYTES if is_fused else 0
+    profiling = Profiling(engine, shape, device, settings, Step(num_tokens, num_seqs, element_bytes))
+    fit = _Fit(shape, device, settings, limit, num_tokens, num_seqs)
     devices = []
-    for shard in shards_of(shape, settings, weight_dtype, codec, max_len, element_bytes):
-        reserve = 0 if device.is_cpu else activation_bytes(shape, shard, settings, num_tokens, element_bytes)
-        usable = device.memory_bytes if device.is_cpu else int(device.memory_bytes * settings.gpu_memory_utilization)
-        try:
-            capacity = plan_capacity(
-                layout=shard.layout,
-                weight_bytes=shard.weight_bytes + rope_bytes,
-                limit=limit,
-                max_model_len=asked,
-                kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
-                max_num_seqs=settings.max_num_seqs or 128,
-                available_bytes=usable - reserve,
-                max_num_batched_tokens=num_new,
-                is_ours=not device.is_cpu,
-            )
-        except DoesNotFitError as error:
-            where = f" (stage {shard.stage})" if settings.pipeline_parallel_size > 1 else ""
-            message = f"{shape.name} on {device.name}{where}: {error.message}"
-            raise DoesNotFitError(message, missing_bytes=error.missing_bytes, remedy=error.remedy) from error
-        devices.append(DeviceMemory(shard, usable, reserve, capacity))
+    for shard in shards_of(shape, settings, forms):
+        weights = _weights(shape, shard, weight_dtype, rope_bytes, is_exact=device.is_cpu or engine.is_ours)
+        devices.append(fit.on(shard, weights, profiling.reserve(shard)))
     if asked == "auto":  # what fits on every stage
-        longest = min(device.capacity.max_model_len for device in devices)
-        devices = [_up_to(each, longest, num_new) for each in devices]
-    layout = shape.layout(codec, block_size=settings.block_size, max_len=max_len, state_element_bytes=element_bytes)
-    num_shards = settings.tensor_parallel_size
-    return Memory(dtype, weight_dtype, codec, layout, tuple(devices), num_tokens, num_shards, num_new)
+        longest = min(each.capacity.max_model_len for each in devices)
+        devices = [_up_to(each, longest, num_tokens) for each in devices]
+    layout = forms.layout(shape.kv_layers, shape.layers, 1)
+    assert layout is not None, "checked above"
+    bound = settings.max_num_seqs if engine.is_ours else num_seqs
+    return Memory(
+        engine=engine,
+        forms=forms,
+        utilization=settings.utilization_on(device),
+        dtype=dtype,
+        weight_dtype=weight_dtype,
+        codec=codec,
+        layout=layout,
+        devices=tuple(devices),
+        max_num_batched_tokens=num_tokens,
+        max_num_seqs=bound,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        num_new=num_tokens,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """What is asked of each device of a replica.
+
+    Attributes:
+        shape, device, settings: of the plan.
+        limit: of the length of a sequence.
+        num_tokens: of a step.
+        num_seqs: sequences at once.
+    """
+
+    shape: ModelShape
+    device: Device
+    settings: PlanSettings
+    limit: Limit
+    num_tokens: int
+    num_seqs: int
+
+    def on(self, shard: Shard, weights: Span, reserve: Reserve) -> DeviceMemory:
+        """Return what fits of a shard.
+
+        Raises:
+            DoesNotFitError: even where all is as favourable as it may be.
+        """
+        low, likely, high = self._usable()
+        engine = self.settings.engine_on(self.device)
+        taken = reserve.activations + reserve.outside
+        if engine.graphs_in_budget:
+            taken += reserve.graphs
+        try:
+            capacity = self._capacity(shard, weights.likely, likely - taken.likely)
+        except DoesNotFitError as error:
+            capacity_then = self._at_best(shard, weights.low, high - taken.low)
+            if capacity_then is None or taken.low == taken.high:
+                raise self._named(shard, error) from error
+            capacity = replace(capacity_then, weight_bytes=weights.likely)
+        budget = capacity.kv_budget_bytes
+        given = self.settings.kv_cache_memory_bytes
+        ends = [
+            budget if given is not None or self.device.is_cpu else max(0, usable - weight_bytes - reserved)
+            for usable, weight_bytes, reserved in (
+                (low, weights.high, taken.high),
+                (high, weights.low, taken.low),
+            )
+        ]
+        kv = Span(min(ends[0], budget), budget, max(ends[1], budget))
+        beside = 0 if engine.graphs_in_budget else reserve.graphs.likely
+        free = max(0, self.device.memory_bytes - likely - beside) if not self.device.is_cpu else 0
+        fits = self._fits(shard, capacity, low - weights.high - taken.high, reserve)
+        return DeviceMemory(shard, likely, reserve, capacity, weights, kv, free, fits)
+
+    def _usable(self) -> tuple[int, int, int]:
+        """Return how much of the device's memory the engine may take: at least, likely and at most."""
+        memory = self.device.memory_bytes
+        if self.device.is_cpu:
+            return memory, memory, memory
+        ends = self.device.memory_ends or (memory, memory)
+        share = self.settings.utilization_on(self.device)
+        of_all = [int(each * share) for each in (ends[0], memory, ends[1])]
+        if self.settings.kv_cache_memory_bytes is not None and not self.settings.engine_on(self.device).is_ours:
+            of_all = [each - CONTEXT_BYTES for each in (ends[0], memory, ends[1])]  # vLLM asks for no share then
+        return of_all[0], of_all[1], of_all[2]
+
+    def _capacity(self, shard: Shard, weight_bytes: int, available: int) -> Capacity:
+        return plan_capacity(
+            layout=shard.layout,
+            weight_bytes=weight_bytes,
+            limit=self.limit,
+            max_model_len=self.settings.max_model_len,
+            kv_cache_memory_bytes=self.settings.kv_cache_memory_bytes,
+            max_num_seqs=self.num_seqs,
+            available_bytes=available,
+            max_num_batched_tokens=self.num_tokens,
+            is_ours=not self.device.is_cpu,
+        )
+
+    def _at_best(self, shard: Shard, weight_bytes: int, available: int) -> Capacity | None:
+        """Return what fits where all is as favourable as it may be; None where nothing does."""
+        try:
+            return self._capacity(shard, weight_bytes, available)
+        except DoesNotFitError:
+            return None
+
+    def _fits(self, shard: Shard, capacity: Capacity, left: int, reserve: Reserve) -> bool:
+        """Whether a request fits in what is left at least, and what lies beside the engine's share fits there."""
+        if self.device.is_cpu:
+            return True
+        needed = capacity.kv_budget_bytes
+        if self.settings.kv_cache_memory_bytes is None:
+            length = capacity.max_model_len if self.settings.max_model_len != "auto" else 2
+            needed = shard.layout.num_blocks_for(length, self.num_tokens) * shard.layout.bytes_per_block
+        engine = self.settings.engine_on(self.device)
+        beside = CONTEXT_BYTES + (0 if engine.graphs_in_budget else reserve.graphs.high)
+        memory = (self.device.memory_ends or (self.device.memory_bytes, 0))[0]
+        return left >= needed and (engine.is_ours or memory - self._usable()[0] >= beside)
+
+    def _named(self, shard: Shard, error: DoesNotFitError) -> DoesNotFitError:
+        where = f" (stage {shard.stage})" if self.settings.pipeline_parallel_size > 1 else ""
+        message = f"{self.shape.name} on {self.device.name}{where}: {error.message}"
+        return DoesNotFitError(message, missing_bytes=error.missing_bytes, remedy=error.remedy)
+
+
+def _weights(shape: ModelShape, shard: Shard, stored: WeightDtype, rope_bytes: int, *, is_exact: bool) -> Span:
+    """Return how much the weights of a shard may be, with what lies beside them."""
+    likely = shard.weight_bytes + shard.extra_bytes + rope_bytes
+    if is_exact:
+        return Span.exactly(likely)
+    more = _QUANTIZED if stored.is_quantized else _ROUNDED
+    if shape.is_estimate and shape.exact_parameters is None:
+        more = _ESTIMATED
+    return Span(round(likely * (1 - more)), likely, round(likely * (1 + more)))
 
 
 def _up_to(device: DeviceMemory, max_model_len: int, num_new: int | None) -> DeviceMemory:

@@ -12,18 +12,34 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["COUNTED_FAMILIES", "Experts", "attention_parameters", "experts_of", "mlp_parameters", "norm_parameters"]
+__all__ = [
+    "COUNTED_FAMILIES",
+    "Experts",
+    "attention_parameters",
+    "experts_of",
+    "has_gate",
+    "mlp_parameters",
+    "norm_parameters",
+]
 
 COUNTED_FAMILIES = frozenset(
     {
         "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gemma3n_text", "phi3",
         "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4_text", "jamba", "smollm3", "gpt_neox", "cohere2", "olmo3",
+        "gemma", "granite", "phi", "qwen2_moe",
     }
 )  # fmt: skip
 """Families whose parameters are counted exactly."""
 
 _FOUR_NORMS = ("gemma2", "gemma3_text", "gemma3n_text")
 _QK_NORMS = ("qwen3", "qwen3_moe", "gemma3_text")
+_QKV_BIASES = ("qwen2", "qwen2_moe", "phi")
+"""Families whose projections have biases whatever the config says."""
+_WITHOUT_GATE = (
+    "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt", "nemotron", "nemotron_h",
+    "opt", "persimmon", "phi", "starcoder2",
+)  # fmt: skip
+"""Families with two matrices in a feed-forward layer, not three."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +71,10 @@ def attention_parameters(config: Mapping[str, Any], model_type: str, head_dim: i
     num_kv_heads = config.get("num_key_value_heads") or num_heads
     split = 2 * hidden * num_heads * head_dim
     kv = 2 * hidden * num_kv_heads * head_dim
-    if config.get("attention_bias") or model_type == "qwen2":
+    if config.get("attention_bias") or model_type in _QKV_BIASES:
         split += num_heads * head_dim
         kv += 2 * num_kv_heads * head_dim
-    whole = 0
+    whole = hidden if model_type == "phi" else 0  # the bias of its output projection
     if model_type in {"llama", "gpt_oss", "gpt_neox", "smollm3", "cohere2", "olmo3"} and config.get("attention_bias"):
         whole += hidden  # of the output projection
     if model_type == "gpt_oss":
@@ -88,9 +104,14 @@ def _latent_attention(config: Mapping[str, Any], hidden: int, num_heads: int) ->
 def mlp_parameters(config: Mapping[str, Any], model_type: str, width: int) -> int:
     """Return the parameters of a dense feed-forward layer of that width."""
     hidden = config["hidden_size"]
-    if model_type == "gpt_neox":
+    if model_type in {"gpt_neox", "phi"}:
         return int(2 * hidden * width + hidden + width)
-    return int((2 if model_type == "nemotron_h" else 3) * hidden * width)
+    return int((3 if has_gate(model_type) else 2) * hidden * width)
+
+
+def has_gate(model_type: str) -> bool:
+    """Whether a family's feed-forward layers have a gate beside what goes up and down."""
+    return model_type not in _WITHOUT_GATE
 
 
 def norm_parameters(config: Mapping[str, Any], model_type: str) -> int:
@@ -98,6 +119,8 @@ def norm_parameters(config: Mapping[str, Any], model_type: str) -> int:
     hidden: int = config["hidden_size"]
     if model_type == "gpt_neox":
         return 4 * hidden
+    if model_type == "phi":  # one norm, with a bias
+        return 2 * hidden
     if model_type == "cohere2":
         return hidden
     return (4 if model_type in _FOUR_NORMS else 2) * hidden

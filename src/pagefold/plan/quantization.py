@@ -15,8 +15,8 @@ _PLAIN = {"fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp4": "mxfp4", "eetq": "int8"}
 def quantization_of(config: Mapping[str, Any]) -> str:
     """Return the weight dtype of a checkpoint; empty where it is not quantized.
 
-    A group of n parameters with its own scale and zero point is ``int4-gN``. What is not known is returned in the
-    config's own words, which are no weight dtype.
+    A group of n parameters with its own scale and zero point in 16 bit is ``int4-gN``; with a zero point of z bits
+    ``int4-gN-zZ``. What is not known is returned in the config's own words, which are no weight dtype.
     """
     found = config.get("quantization_config")
     if not isinstance(found, dict):
@@ -24,18 +24,35 @@ def quantization_of(config: Mapping[str, Any]) -> str:
     method = str(found.get("quant_method") or "")
     if method in _PLAIN:
         return _PLAIN[method]
-    if method == "bitsandbytes":  # a scale in 32 bit for 64 parameters
-        return "int4-g64" if found.get("load_in_4bit") or found.get("_load_in_4bit") else "int8"
     if method == "modelopt":
         return {"FP8": "fp8", "NVFP4": "nvfp4"}.get(str(found.get("quant_algo")), method)
     if method == "compressed-tensors":
         return _compressed(found)
-    bits = found.get("bits")  # GPTQ, AWQ, MLX and their kin
-    return _grouped(bits, found.get("group_size") or 128) if type(bits) is int else method or "unknown"
+    return _bits_and_bytes(found) if method == "bitsandbytes" else _packed(found, method)
 
 
-def _grouped(bits: int, group_size: object) -> str:
-    return f"int{bits}-g{group_size}" if type(group_size) is int and group_size > 0 else f"int{bits}"
+def _bits_and_bytes(found: Mapping[str, Any]) -> str:
+    """A scale in 32 bit for 64 parameters; about 8 bit each where scales are quantized again."""
+    if not (found.get("load_in_4bit") or found.get("_load_in_4bit")):
+        return "int8"
+    return "int4-g128-z0" if found.get("bnb_4bit_use_double_quant") else "int4-g64"
+
+
+def _packed(found: Mapping[str, Any], method: str) -> str:
+    """GPTQ, AWQ, MLX and their kin: GPTQ and AWQ pack zero points as weights, MLX has offsets in 16 bit."""
+    bits = found.get("bits") or found.get("w_bit")
+    if type(bits) is not int:
+        return method or "unknown"
+    zero_bits: int | None = bits if method else None
+    if method == "gptq" and found.get("sym"):
+        zero_bits = 0
+    return _grouped(bits, found.get("group_size") or found.get("q_group_size") or 128, zero_bits)
+
+
+def _grouped(bits: int, group_size: object, zero_bits: int | None) -> str:
+    if type(group_size) is not int or group_size <= 0:
+        return f"int{bits}"
+    return f"int{bits}-g{group_size}" if zero_bits is None else f"int{bits}-g{group_size}-z{zero_bits}"
 
 
 def _compressed(found: Mapping[str, Any]) -> str:
@@ -49,4 +66,6 @@ def _compressed(found: Mapping[str, Any]) -> str:
         return "fp8" if is_float else "int8"
     if bits == 4 and is_float:  # noqa: PLR2004 - bits
         return "nvfp4"
-    return _grouped(bits, weights.get("group_size")) if type(bits) is int else "compressed-tensors"
+    if type(bits) is not int:
+        return "compressed-tensors"
+    return _grouped(bits, weights.get("group_size"), 0 if weights.get("symmetric") is True else bits)

@@ -13,6 +13,7 @@ from pagefold.plan.weights import find_weight_dtype
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from pagefold.plan.memory import Memory
     from pagefold.plan.question import Question
     from pagefold.plan.settings import PlanSettings
 
@@ -101,7 +102,7 @@ def _changes(question: Question) -> Iterator[_Change]:  # noqa: C901 - one setti
     settings, shape = question.settings, question.shape
     if not question.device.is_cpu:
         for share in _UTILIZATIONS:
-            if share > settings.gpu_memory_utilization:
+            if share > settings.utilization_on(question.device):
                 yield _Change("gpu_memory_utilization", share, 1 + share)
         for times in (2, 4, 8, 16):
             size = times * settings.tensor_parallel_size
@@ -124,15 +125,33 @@ def _try(question: Question, combination: tuple[_Change, ...]) -> Remedy | None:
     try:
         settings: PlanSettings = replace(question.settings, **{change.setting: change.value for change in combination})
         memory = plan_memory(question.shape, question.device, settings)
+        if settings.max_model_len == "auto" and not question.device.is_cpu:
+            settings = replace(settings, max_model_len=_surely_longest(memory))
+            memory = plan_memory(question.shape, question.device, settings)
     except ConfigError:
         return None
-    if memory.max_model_len < min(_SHORTEST, question.shape.max_positions):
+    if not memory.fits or memory.max_model_len < min(_SHORTEST, question.shape.max_positions):
         return None
     shown = [
         change.flag if change.value not in {"auto", None} else _resolved(change.setting, memory.max_model_len)
         for change in combination
     ]
     return Remedy(settings, " ".join(shown), memory.max_model_len, memory.max_concurrency)
+
+
+def _surely_longest(memory: Memory) -> int:
+    """Return the longest sequence that fits also where all is as unfavourable as it may be; 2 where none does."""
+    return max(
+        2,
+        min(
+            device.shard.layout.longest_in(
+                device.shard.layout.num_blocks(device.kv.low - device.capacity.residual_bytes),
+                device.capacity.max_model_len,
+                memory.num_new,
+            )
+            for device in memory.devices
+        ),
+    )
 
 
 def _resolved(setting: str, max_model_len: int) -> str:

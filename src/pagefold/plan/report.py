@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pagefold.memory.capacity import human_bytes
+from pagefold.plan.ledger import bar_legend, entries_of, ledger_bar
+from pagefold.plan.memory import tokens_in
 
 if TYPE_CHECKING:
     from pagefold.kv import CacheLayout, Codec, LayerKV
@@ -13,9 +15,11 @@ if TYPE_CHECKING:
     from pagefold.plan.memory import DeviceMemory
     from pagefold.plan.plan import Plan
     from pagefold.plan.refusal import Remedy
+    from pagefold.plan.span import Span
     from pagefold.plan.techniques import Technique
 
 __all__ = [
+    "VERDICTS",
     "Section",
     "figures",
     "formula",
@@ -26,6 +30,14 @@ __all__ = [
     "sections",
     "technique_rows",
 ]
+
+
+_ALIKE = 0.005
+"""Requests that are told as one number."""
+VERDICTS = {
+    True: "fits, also where all is as unfavourable as it may be",
+    False: "may not fit: it does where all is favourable, and not where all is unfavourable",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +112,9 @@ def figures(plan: Plan) -> dict[str, Any]:
     shape, device, settings = question.shape, question.device, question.settings
     tightest = memory.tightest
     result: dict[str, Any] = {
-        "fits": True,
+        "fits": True if memory.fits else None,
+        "verdict": "fits" if memory.fits else "may not fit",
+        "engine": memory.engine.label,
         "model": shape.name,
         "model_source": shape.source,
         "device": device.name,
@@ -122,15 +136,21 @@ def figures(plan: Plan) -> dict[str, Any]:
         "formula": formula(memory.layout),
         "block_size": memory.layout.block_size,
         "device_memory_bytes": device.memory_bytes,
-        "gpu_memory_utilization": None if device.is_cpu else settings.gpu_memory_utilization,
+        "gpu_memory_utilization": None if device.is_cpu else memory.utilization,
         "weight_bytes": sum(each.capacity.weight_bytes for each in memory.devices) * settings.tensor_parallel_size,
         "weight_bytes_per_device": tightest.capacity.weight_bytes,
         "activation_bytes": tightest.activation_bytes,
+        "memory": {
+            entry.what: _span(entry.span) | {"formula": entry.formula} for entry in entries_of(memory, tightest, device)
+        },
+        "max_num_seqs": memory.max_num_seqs,
+        "max_num_batched_tokens": memory.max_num_batched_tokens,
         "kv_budget_bytes": tightest.capacity.kv_budget_bytes,
         "num_blocks": tightest.capacity.num_blocks,
-        "num_tokens": tightest.capacity.block_bytes // tightest.shard.layout.bytes_per_token,
+        "num_tokens": memory.num_tokens,
         "max_model_len": memory.max_model_len,
         "max_concurrency": memory.max_concurrency,
+        "max_concurrency_ends": list(memory.concurrency_ends),
         "workload": {
             "name": load.workload.name,
             "mean_prompt_tokens": load.workload.mean_prompt,
@@ -167,6 +187,10 @@ def figures(plan: Plan) -> dict[str, Any]:
     return result
 
 
+def _span(span: Span) -> dict[str, Any]:
+    return {"low": span.low, "likely": span.likely, "high": span.high}
+
+
 def _floor(floor: Floor) -> dict[str, Any]:
     return {
         "seconds": floor.seconds,
@@ -186,7 +210,10 @@ def _device_figures(device: DeviceMemory) -> dict[str, Any]:
         "activation_bytes": device.activation_bytes,
         "kv_bytes_per_token": shard.layout.bytes_per_token,
         "kv_bytes_per_block": shard.layout.bytes_per_block,
+        "outside_bytes": _span(device.reserve.outside),
+        "graph_bytes": _span(device.reserve.graphs),
         "kv_budget_bytes": device.capacity.kv_budget_bytes,
+        "kv_bytes": _span(device.kv),
         "num_blocks": device.capacity.num_blocks,
         "max_concurrency": device.capacity.max_concurrency,
     }
@@ -210,24 +237,22 @@ def _technique_figures(technique: Technique) -> dict[str, Any]:
 def notes(plan: Plan) -> list[str]:
     """Return what a reader should know beside the numbers."""
     shape, device, said = plan.question.shape, plan.question.device, []
+    engine = plan.memory.engine
     if shape.not_served:
-        said.append(f"Pagefold's own server does not run {shape.not_served} yet: the figures are of engines that do.")
+        whose = "an engine that does" if engine.is_ours else engine.label
+        said.append(f"Pagefold's own server does not run {shape.not_served} yet: the figures are of {whose}.")
     elif not device.is_cpu:
+        whose = "before it measures." if engine.is_ours else f"of {engine.label}; --engine pagefold plans our own."
         said.append(
             "Pagefold's own server runs on a CPU, or on one NVIDIA card, where nobody has measured it yet: the figures "
-            "are of engines that keep KV in such blocks."
+            f"are {whose}"
         )
     if shape.is_estimate and shape.exact_parameters is None:
         said.append(
             f"Parameters of {shape.model_type or 'this family'} are estimated; a folder with weights is counted."
         )
-    if plan.memory.weight_dtype.bits < 16 and not plan.memory.weight_dtype.other_bits:  # noqa: PLR2004
-        kept = shape.embedding_parameters + shape.head_parameters
-        more = int(kept * (16 - plan.memory.weight_dtype.bits) / 8)
-        said.append(
-            f"All weights are counted in {plan.memory.weight_dtype.name}; "
-            f"with embeddings in 16 bit they are {human_bytes(more)} larger."
-        )
+    if plan.memory.weight_dtype.is_quantized:
+        said.append(_quantized_note(plan))
     if plan.load.num_too_long:
         said.append(f"{plan.load.num_too_long:,} requests of the workload are longer than max_model_len and left out.")
     if plan.load.is_likened:
@@ -238,12 +263,23 @@ def notes(plan: Plan) -> list[str]:
     if not plan.load.fills_memory:
         tokens = plan.memory.max_num_batched_tokens
         why = f"steps of {tokens:,} tokens (--max-num-batched-tokens) are full of prefill"
-        if plan.question.settings.max_num_seqs is not None:
-            why = f"--max-num-seqs {plan.question.settings.max_num_seqs} ends it, or {why}"
+        if plan.memory.max_num_seqs is not None:
+            why = f"--max-num-seqs {plan.memory.max_num_seqs} ends it, or {why}"
         said.append(f"The memory would hold more requests than run at once: {why}.")
     if device.is_cpu and plan.timing.prefill.seconds is None:
         said.append("For floors, give --device-bandwidth and --device-flops.")
     return said
+
+
+def _quantized_note(plan: Plan) -> str:
+    """Say which weights are counted in fewer bits."""
+    shape, stored = plan.question.shape, plan.memory.weight_dtype
+    if plan.memory.keeps_all_alike:
+        kept = shape.embedding_parameters + shape.head_parameters
+        more = human_bytes(int(kept * (16 - stored.bits) / 8))
+        return f"All weights are counted in {stored.name}; with embeddings in 16 bit they are {more} larger."
+    what = "all but routed experts" if stored.is_of_experts else "embeddings, norms, and what the config names"
+    return f"Weights are in {stored.name}; {what} in 16 bit."
 
 
 def sections(plan: Plan) -> list[Section]:
@@ -258,25 +294,17 @@ def _bytes_section(plan: Plan) -> Section:
 
 def _memory_section(plan: Plan) -> Section:
     question, memory = plan.question, plan.memory
-    rows: list[tuple[str, str]] = []
+    rows: list[tuple[str, str]] = [("engine", f"{memory.engine.label}; {VERDICTS[memory.fits]}")]
     for device in memory.devices:
         shard, capacity = device.shard, device.capacity
         prefix = ""
         if len(memory.devices) > 1:
             prefix = f"stage {shard.stage} (layers {shard.first_layer}-{shard.end_layer - 1}): "
-        step = f"{memory.max_num_batched_tokens:,} tokens a step"
-        num_tokens = capacity.block_bytes // shard.layout.bytes_per_token
-        blocks = f"{capacity.num_blocks:,} blocks = {num_tokens:,} tokens"
-        usable = f"{device.usable_bytes / 1e9:,.2f} GB"
-        if not question.device.is_cpu:
-            share = question.settings.gpu_memory_utilization
-            usable += f" = {share:g} x {question.device.memory_bytes / 1e9:,.0f} GB"
-        rows += [
-            (f"{prefix}usable", usable),
-            (f"{prefix}weights", f"{capacity.weight_bytes / 1e9:,.2f} GB"),
-            (f"{prefix}activations", f"{device.activation_bytes / 1e9:,.2f} GB for {step}"),
-            (f"{prefix}KV budget", f"{capacity.kv_budget_bytes / 1e9:,.2f} GB = {blocks}"),
-        ]
+        entries = entries_of(memory, device, question.device)
+        rows += [(f"{prefix}{entry.what}", f"{entry.size}: {entry.formula}") for entry in entries]
+        rows += [("", ledger_bar(entries)), ("", bar_legend(entries))]
+        num_tokens = tokens_in(shard.layout, capacity.num_blocks)
+        rows.append((f"{prefix}KV budget", f"{capacity.kv_budget_bytes / 1e9:,.2f} GB = {num_tokens:,} tokens"))
         if capacity.num_residuals:
             size = f"{capacity.residual_bytes / 1e9:,.2f} GB of it"
             rows.append((f"{prefix}unsealed blocks", f"{size}, in 16 bit, of {capacity.num_residuals} requests"))
@@ -290,8 +318,10 @@ def _memory_section(plan: Plan) -> Section:
 
 def _load_section(plan: Plan) -> Section:
     load, memory = plan.load, plan.memory
+    least, most = memory.concurrency_ends
+    between = "" if most - least < _ALIKE else f" ({least:,.2f} to {most:,.2f})"
     rows = [
-        ("at max_model_len", f"{memory.max_concurrency:,.2f} requests of {memory.max_model_len:,} tokens"),
+        ("at max_model_len", f"{memory.max_concurrency:,.2f} requests{between} of {memory.max_model_len:,} tokens"),
         ("workload", load.workload.name),
         ("each at its full length", f"{load.full:,.1f} requests of {load.rounding.full_blocks:,.1f} blocks"),
         ("as a server reaches it", f"{load.reached.mean:,.1f} on average, {load.reached.peak:,.0f} at most"),
@@ -361,6 +391,7 @@ def refusal_figures(message: str, missing_bytes: int, remedies: list[Remedy]) ->
     """Return a refusal by names, ready for JSON."""
     return {
         "fits": False,
+        "verdict": "does not fit",
         "error": message,
         "missing_bytes": missing_bytes,
         "nearest_settings": [

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pagefold.errors import ConfigError
 from pagefold.kv import CODECS
+from pagefold.plan.engine import OWN, Engine, find_engine
 from pagefold.plan.nearest import nearest_names
 from pagefold.plan.weights import find_weight_dtype
 from pagefold.typecheck import wrong_type
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pagefold.kv import Codec
+    from pagefold.plan.tables import Device
 
 __all__ = ["CACHE_DTYPES", "DTYPES", "PlanSettings"]
 
@@ -46,12 +48,16 @@ class PlanSettings:
         streaming_llm: how many of the last tokens layers keep, beside the first ones; None for what the model has.
         streaming_llm_sinks: how many of the first tokens.
         block_size: tokens a block.
-        gpu_memory_utilization: share of a GPU's memory for weights, activations and KV together.
+        engine: whose memory is planned: ``vllm==0.19``, ``pagefold``, or ``auto``: the newest vLLM that is known on a
+            GPU, and our own server on a CPU.
+        enforce_eager: whether the engine does without CUDA graphs.
+        gpu_memory_utilization: share of a GPU's memory for weights, activations and KV together; None for what the
+            engine takes by itself.
         kv_cache_memory_bytes: the KV budget of a device; None for what is left.
         max_model_len: longest prompt and output together; None for all that the model was made for, ``auto`` for as
             much of that as fits.
-        max_num_seqs: sequences running at once; None for as many as fit.
-        max_num_batched_tokens: tokens computed in one step; None for 8,192 on a GPU and 512 on a CPU.
+        max_num_seqs: sequences running at once; None for what the engine takes by itself.
+        max_num_batched_tokens: tokens computed in one step; None for what the engine takes by itself.
         tensor_parallel_size: devices that share each layer.
         pipeline_parallel_size: stages that share the layers between them.
 
@@ -66,7 +72,9 @@ class PlanSettings:
     streaming_llm: int | None = None
     streaming_llm_sinks: int = 4
     block_size: int = 16
-    gpu_memory_utilization: float = 0.9
+    engine: str = "auto"
+    enforce_eager: bool = False
+    gpu_memory_utilization: float | None = None
     kv_cache_memory_bytes: int | None = None
     max_model_len: int | Literal["auto"] | None = None
     max_num_seqs: int | None = None
@@ -79,6 +87,8 @@ class PlanSettings:
             raise _bad("max_model_len", repr(self.max_model_len), "a number of tokens, or auto")
         self._check()
         self._check_sinks()
+        if self.engine != "auto":
+            find_engine(self.engine)
 
     def _check(self) -> None:
         wrong = wrong_type(self)
@@ -91,7 +101,7 @@ class PlanSettings:
             find_weight_dtype(self.weight_dtype)
         if not 1 <= self.block_size <= _MAX_BLOCK_SIZE or self.block_size & (self.block_size - 1):
             raise _bad("block_size", self.block_size, f"a power of two up to {_MAX_BLOCK_SIZE}")
-        if not 0 < self.gpu_memory_utilization <= 1:
+        if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
             raise _bad("gpu_memory_utilization", self.gpu_memory_utilization, "above 0 and at most 1")
         for name in ("kv_cache_memory_bytes", "max_num_seqs", "max_num_batched_tokens"):
             value = getattr(self, name)
@@ -125,6 +135,25 @@ class PlanSettings:
     def num_devices(self) -> int:
         """Devices of one replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    def engine_on(self, device: Device) -> Engine:
+        """Return whose memory is planned on a device.
+
+        Raises:
+            ConfigError: what it takes of a CPU is not known.
+        """
+        if self.engine == "auto":
+            return OWN if device.is_cpu else find_engine("vllm")
+        engine = find_engine(self.engine)
+        if device.is_cpu and not engine.is_ours:
+            message = f"engine is {self.engine!r}, and what it takes of a CPU is not known."
+            raise ConfigError(message, remedy="Leave it out, or plan for a GPU.")
+        return engine
+
+    def utilization_on(self, device: Device) -> float:
+        """Return the share of a device's memory that the engine takes."""
+        asked = self.gpu_memory_utilization
+        return self.engine_on(device).utilization if asked is None else asked
 
     def codec(self, dtype: str) -> Codec:
         """Return how K and V are stored when ``dtype`` is computed."""

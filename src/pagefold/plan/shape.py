@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 
 from pagefold.errors import ConfigError
 from pagefold.kv import lay_out
+from pagefold.plan.quantized import NOTHING_QUANTIZED, Quantized
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from pagefold.kv import CacheLayout, Codec, LayerKV
+    from pagefold.plan.vision import Vision
 
 __all__ = ["DecoderLayer", "ModelShape"]
 
@@ -31,6 +33,11 @@ class DecoderLayer:
         active_share: share of ``expert_parameters`` that one token uses.
         score_width: query heads times the elements of K and of V that each token of context costs a multiplication.
         activation_width: elements that a token has at once between this layer's products, at their widest.
+        inner_width: elements that a token has at once in its feed-forward part: gate, up and what they make.
+        expert_width: of one routed expert; 0 without experts.
+        num_active_experts: how many of them a token uses.
+        absorbed_parameters: of matrices that an engine keeps again in another form, where attention is latent.
+        quantized: what of its parameters a quantized checkpoint stores in fewer bits.
     """
 
     kv: LayerKV | None
@@ -42,6 +49,11 @@ class DecoderLayer:
     active_share: float = 1.0
     score_width: int = 0
     activation_width: int = 0
+    inner_width: int = 0
+    expert_width: int = 0
+    num_active_experts: int = 0
+    absorbed_parameters: int = 0
+    quantized: Quantized = NOTHING_QUANTIZED
 
     @property
     def num_parameters(self) -> int:
@@ -79,6 +91,9 @@ class ModelShape:
         is_fused: whether Pagefold's own server computes it with its fused decoder on a CPU.
         num_ropes: how many tables of cosines and sines that decoder has.
         is_estimate: whether the parameters are counted by the formula of another family.
+        rope_elements: of the tables of ropes that other engines keep.
+        vision: the tower that it sees with; None for a model of text.
+        has_quantized_head: whether a quantized checkpoint quantizes its output layer too.
     """
 
     name: str
@@ -102,6 +117,9 @@ class ModelShape:
     is_fused: bool = False
     num_ropes: int = 1
     is_estimate: bool = False
+    rope_elements: int = 0
+    vision: Vision | None = None
+    has_quantized_head: bool = False
 
     @cached_property
     def counted_parameters(self) -> int:

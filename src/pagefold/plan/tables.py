@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -13,6 +13,7 @@ from pagefold.errors import ConfigError, ModelNotFoundError
 from pagefold.plan.config_json import read_config_file, shape_of
 from pagefold.plan.nearest import nearest_names
 from pagefold.plan.shape import ModelShape
+from pagefold.plan.span import GIB
 from pagefold.plan.weights import count_parameters
 
 __all__ = ["Device", "device_names", "find_device", "find_model", "model_names"]
@@ -24,7 +25,10 @@ class Device:
 
     Attributes:
         name: what it is called.
-        memory_bytes: bytes of its memory; on a CPU what is free.
+        memory_bytes: bytes of its memory as its driver reports them to an engine; on a CPU what is free.
+        memory_ends: the least and the most that drivers were seen to report; None where it is known.
+        nominal_bytes: bytes that its name says; 0 where it has none.
+        num_multiprocessors: of a GPU; 0 where nobody said.
         bandwidth: bytes a second of its memory; None where nobody said.
         flops_16: operations a second of dense products in 16 bit; None where nobody said.
         flops_8: the same in 8 bit, where it has them.
@@ -37,6 +41,9 @@ class Device:
 
     name: str
     memory_bytes: int
+    memory_ends: tuple[int, int] | None = None
+    nominal_bytes: int = 0
+    num_multiprocessors: int = 0
     bandwidth: float | None = None
     flops_16: float | None = None
     flops_8: float | None = None
@@ -45,6 +52,10 @@ class Device:
     source: str = ""
     is_cpu: bool = False
     multiplies_bfloat16: bool = False
+
+    def with_memory(self, num_bytes: int) -> Device:
+        """Return the device with so much memory, known to the byte."""
+        return replace(self, memory_bytes=num_bytes, memory_ends=None)
 
 
 @cache
@@ -81,7 +92,7 @@ def find_model(name: str) -> ModelShape:
     for row in _rows("models.json"):
         names = [other.lower() for other in (row["name"], *row["aliases"])]
         if wanted in names or wanted in (other.rsplit("/", 1)[-1] for other in names):
-            return shape_of(row["config"], name=row["name"], source=" ".join(row["sources"]))
+            return shape_of(row["config"] | row.get("beside", {}), name=row["name"], source=" ".join(row["sources"]))
     nearest = nearest_names(name, model_names(with_aliases=True))
     message = f"There is no model {name!r}: neither a folder with a config.json nor a row of the table."
     remedy = f"The nearest rows: {', '.join(nearest)}." if nearest else "`pagefold plan --list` names all rows."
@@ -112,9 +123,21 @@ def find_device(name: str) -> Device:
     wanted = name.lower().replace("_", "-").replace(" ", "-")
     for row in _rows("devices.json"):
         if wanted in (other.lower() for other in (row["name"], *row["aliases"])):
-            numbers = {key: value for key, value in row.items() if key not in {"aliases", "memory_bytes"}}
-            return Device(memory_bytes=int(row["memory_bytes"]), **numbers)
+            return _device_of(row)
     nearest = nearest_names(name, [*device_names(with_aliases=True), "cpu"])
     message = f"There is no device {name!r} in the table."
     remedy = f"The nearest: {', '.join(nearest)}." if nearest else f"It has {', '.join(device_names())} and cpu."
     raise ConfigError(message, remedy=f"{remedy} Or give --device-memory.")
+
+
+def _device_of(row: dict[str, Any]) -> Device:
+    """Return the device of a row of the table."""
+    apart = {"aliases", "nominal_bytes", "reported_gib", "reported_source", "source"}
+    low, likely, high = (round(gib * GIB) for gib in row["reported_gib"])
+    return Device(
+        memory_bytes=likely,
+        memory_ends=(low, high),
+        nominal_bytes=int(row["nominal_bytes"]),
+        source=f"{row['source']}; memory: {row['reported_source']}",
+        **{key: value for key, value in row.items() if key not in apart},
+    )

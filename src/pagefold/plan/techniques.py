@@ -113,7 +113,7 @@ def rank_techniques(
         *_more_devices(now),
         *_other_blocks(now),
     ]
-    if not question.device.is_cpu and settings.gpu_memory_utilization < 0.95:  # noqa: PLR2004 - of memory
+    if not question.device.is_cpu and memory.utilization < 0.95:  # noqa: PLR2004 - of memory
         gain = now.with_settings(gpu_memory_utilization=0.95)
         note = "what an engine keeps for itself beside activations must fit in the rest"
         found += _technique("more of the memory", gain, flags="--gpu-memory-utilization 0.95", note=note)

@@ -51,11 +51,15 @@ def read_weight_bytes(shape: ModelShape, memory: Memory, num_tokens: float) -> f
     """
     total = sum(device.shard.weight_bytes for device in memory.devices)
     stored = memory.weight_dtype
-    unread = 0.0 if not shape.head_parameters else float(stored.num_bytes(shape.embedding_parameters))
+    num_kept = 0 if memory.keeps_all_alike else shape.embedding_parameters
+    unread = 0.0
+    if shape.head_parameters:
+        unread = float(stored.num_bytes(shape.embedding_parameters, num_kept=num_kept))
     for layer in shape.layers:
         if layer.active_share < 1:
             idle = 1 - share_of_touched_experts(layer.active_share, num_tokens)
-            unread += idle * stored.num_bytes(layer.expert_parameters, layer.expert_parameters)
+            size = memory.tensor_parallel_size
+            unread += idle * memory.forms.expert_bytes(layer, shape.hidden_size, size) * size
     return max(0.0, total - unread / memory.tensor_parallel_size)
 
 

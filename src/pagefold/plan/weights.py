@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 __all__ = ["WEIGHT_DTYPES", "WeightDtype", "count_parameters", "find_weight_dtype", "stored_dtype"]
 
 
+_KEPT_BITS = 16
+"""Of what a quantized checkpoint leaves as it was."""
+
+
 @dataclass(frozen=True, slots=True)
 class WeightDtype:
     """How weights are stored.
@@ -27,19 +31,22 @@ class WeightDtype:
     Attributes:
         name: what ``--weight-dtype`` calls it.
         bits: of one parameter, with its share of scales and zero points.
-        other_bits: of what is no routed expert, where only those are stored so; 0 where everything is.
+        is_of_experts: whether only routed experts are stored so.
     """
 
     name: str
     bits: Fraction
-    other_bits: Fraction = Fraction(0)
+    is_of_experts: bool = False
 
-    def num_bytes(self, num_parameters: int, num_expert_parameters: int = 0) -> int:
-        """Return the bytes of so many parameters, the expert ones among them."""
-        if not self.other_bits:
-            return math.ceil(num_parameters * self.bits / 8)
-        others = num_parameters - num_expert_parameters
-        return math.ceil((num_expert_parameters * self.bits + others * self.other_bits) / 8)
+    @property
+    def is_quantized(self) -> bool:
+        """Whether it is for matrices only, so that all else stays in 16 bit."""
+        return self.bits < _KEPT_BITS
+
+    def num_bytes(self, num_parameters: int, *, num_kept: int = 0) -> int:
+        """Return the bytes of so many parameters, of which ``num_kept`` stay in 16 bit if the others have fewer."""
+        kept_bits = max(self.bits, Fraction(_KEPT_BITS))
+        return math.ceil(((num_parameters - num_kept) * self.bits + num_kept * kept_bits) / 8)
 
 
 def _of(name: str, bits: int | Fraction) -> WeightDtype:
@@ -61,12 +68,13 @@ _ALL = (
     # For 16 parameters a scale in 8 bit.
     _of("nvfp4", 4 + Fraction(8, 16)),
     # For 32 parameters a scale in 8 bit; what is no routed expert stays in 16 bit.
-    WeightDtype("mxfp4", 4 + Fraction(8, 32), Fraction(16)),
+    WeightDtype("mxfp4", 4 + Fraction(8, 32), is_of_experts=True),
 )
 WEIGHT_DTYPES: Mapping[str, WeightDtype] = MappingProxyType({dtype.name: dtype for dtype in _ALL})
 
-_GROUPED = re.compile(r"int([1-9])-g([1-9]\d{0,5})")
-"""Names of dtypes that keep, for each group of parameters, a scale and a zero point in 16 bit each."""
+_GROUPED = re.compile(r"int([1-9])-g([1-9]\d{0,5})(?:-z(\d{1,2}))?")
+"""Names of dtypes that keep, for each group of parameters, a scale in 16 bit and a zero point in as many bits as
+stand behind ``z``; in 16 where nothing does."""
 
 _OTHER_NAMES = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "half": "fp16"}
 
@@ -94,7 +102,8 @@ def stored_dtype(quantization: str) -> WeightDtype:
     """
     grouped = _GROUPED.fullmatch(quantization)
     if grouped is not None:
-        return _of(quantization, int(grouped[1]) + Fraction(32, int(grouped[2])))
+        zero_bits = 16 if grouped[3] is None else int(grouped[3])
+        return _of(quantization, int(grouped[1]) + Fraction(16 + zero_bits, int(grouped[2])))
     if quantization not in WEIGHT_DTYPES:
         message = f"The weights are stored by {quantization!r}, of which it is not known how many bits that is."
         raise ConfigError(message, remedy=f"Give --weight-dtype: one of {', '.join(WEIGHT_DTYPES)}.")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from pictures.blocks import blocks, lifecycle
 from pictures.scheduling import preemption, walk
 from pictures.sharing import promises, tree
+from pictures.starts import starts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,6 +21,7 @@ PICTURES: dict[str, Callable[[], Drawing]] = {
     "lifecycle": lifecycle,
     "preemption": preemption,
     "promises": promises,
+    "starts": starts,
     "tree": tree,
     "walk": walk,
 }
