@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 CLIENTS := $(VENV)/.clients
 # How many shards the long tests are cut into: at most 25 minutes each on two cores (tests/shards.py). SHARD says which
 # of them runs: a number, `commit` for the one that HEAD's hash draws, or nothing for all.
-SHARDS := 5
+SHARDS := 8
 SHARD ?=
 
 .PHONY: help setup serve demo test test-long test-gpu check format texts docs docs-serve bench peers bench-peers wheel clean

@@ -103,7 +103,7 @@ def attention_s(rule: KeepRule, num_entries: int) -> float:
     first_block = rule.first_seen(num_entries) // BLOCK_SIZE
     num_blocks = -(-(num_entries + 1) // BLOCK_SIZE) - first_block
     geometry = KVGeometry(1, NUM_KV_HEADS, HEAD_DIM, 4, BLOCK_SIZE)
-    slab = Slab.allocate(geometry, NUM_SEQS * num_blocks, torch.float32, LAYOUT)
+    slab = Slab.allocate(geometry, NUM_SEQS * num_blocks, torch.float32, layout=LAYOUT)
     slab.data.normal_()
     tables = np.random.default_rng(0).permutation(NUM_SEQS * num_blocks).reshape(NUM_SEQS, 1, num_blocks)
     group = GroupInputs(
@@ -150,7 +150,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     made = parser(__doc__)
     made.add_argument("--num-tokens", type=int, default=20_000, help="how many to generate")
     arguments = made.parse_args(argv)
-    print_report("streaming_llm", generate(arguments.num_tokens) + layers(), machine(), arguments.json)
+    rows = layers() + generate(arguments.num_tokens)
+    print_report("streaming_llm", rows, machine(), arguments.json)
 
 
 if __name__ == "__main__":

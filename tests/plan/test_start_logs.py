@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import statistics
+import threading
 from pathlib import Path
 
-import httpx
 import pytest
 from typer.testing import CliRunner
 
@@ -324,41 +325,35 @@ vllm:kv_cache_usage_perc{engine="0",model_name="x"} 0.25
 """
 
 
-def test_a_running_server_is_checked(monkeypatch):
+def test_a_running_server_is_checked():
+    """Over HTTP, by what vLLM's routes answer; ours is asked in tests/server/test_http_metrics.py."""
     answers = {
-        "/metrics": httpx.Response(200, text=METRICS),
-        "/v1/models": httpx.Response(
-            200, json={"data": [{"id": "meta-llama/Llama-3.1-8B-Instruct", "max_model_len": 8192}]}
-        ),
-        "/version": httpx.Response(200, json={"version": "0.19.0"}),
+        "/metrics": METRICS,
+        "/v1/models": json.dumps({"data": [{"id": "meta-llama/Llama-3.1-8B-Instruct", "max_model_len": 8192}]}),
+        "/version": json.dumps({"version": "0.19.0"}),
     }
-    monkeypatch.setattr(httpx.Client, "get", lambda self, url: answers[httpx.URL(url).path])
-    result = RUN.invoke(app, ["plan", "--from-server", "http://x:8000/v1", "--device", "H100", "--json"])
+
+    class Answers(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            body = answers[self.path].encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+        result = RUN.invoke(app, ["plan", "--from-server", url, "--device", "H100", "--json"])
+        server.shutdown()
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["rows"][0]["what"] == "num_blocks"
     assert found["rows"][0]["ratio"] == pytest.approx(1, abs=0.01)
     assert found["now"]["share of KV blocks in use"] == 0.25
-
-
-OWN_METRICS = """\
-vllm:cache_config_info{block_size="16",cache_dtype="auto",kv_cache_memory_bytes="None",num_gpu_blocks="512"} 1.0
-pagefold:num_blocks 512.0
-"""
-
-
-def test_a_running_server_of_ours_is_checked(monkeypatch):
-    answers = {
-        "/metrics": httpx.Response(200, text=OWN_METRICS),
-        "/v1/models": httpx.Response(200, json={"data": [{"id": "smollm2-135m", "max_model_len": 8192}]}),
-        "/version": httpx.Response(404),
-    }
-    monkeypatch.setattr(httpx.Client, "get", lambda self, url: answers[httpx.URL(url).path])
-    result = RUN.invoke(app, ["plan", "--from-server", "http://x:8000", "--json"])
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
-    assert (found["engine"], found["rows"][0]["ratio"]) == ("pagefold", 1.0)
-    assert found["max_concurrency"] == 1.0
 
 
 @pytest.mark.parametrize("what", ["9" * 400, "0.9.9", ",", "-1", "nan", "{}", "1e400"])
@@ -372,8 +367,12 @@ def test_numbers_of_a_log_may_be_anything(what, tmp_path):
 
 
 def test_a_server_that_is_none_is_refused():
-    with pytest.raises(ConfigError, match="has no vllm:cache_config_info"):
-        read_served("up 1\n", "http://x")
+    for text in ("up 1\n", ""):
+        with pytest.raises(ConfigError, match="has no vllm:cache_config_info"):
+            read_served(text, "http://x")
+    for text in ("<html>\n", "up{ 1\n", "up one\n", 'up{a="} 1\n'):
+        with pytest.raises(ConfigError, match="http://x"):
+            read_served(text, "http://x")
     result = RUN.invoke(app, ["plan", "--from-server", "http://127.0.0.1:9", "--device", "H100"])
     assert result.exit_code == 2
     assert "does not answer" in result.stderr

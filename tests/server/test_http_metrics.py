@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 from local_server import PATIENCE_S, LocalServer, ProcessServer, error_of, until
+from typer.testing import CliRunner
+
+from pagefold.cli import app
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -271,3 +275,13 @@ def test_warming_up_is_counted_nowhere(tiny_chat_model):
         assert server.metric("vllm:time_to_first_token_seconds_count") == 1
     finally:
         server.close()
+
+
+def test_the_planner_says_of_a_running_server_what_it_has(smol):
+    """``pagefold plan --from-server``: to the block."""
+    result = CliRunner().invoke(app, ["plan", "smollm2-135m", "--from-server", smol.url, "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["engine"] == "pagefold"
+    assert {row["what"]: row["ratio"] for row in found["rows"]} == {"num_blocks": 1.0}
+    assert found["now"]["requests that run"] == 0

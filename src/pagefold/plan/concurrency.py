@@ -11,6 +11,7 @@ import math
 from array import array
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -152,6 +153,7 @@ def _shrunk(rule: KeepRule, shrink: float) -> KeepRule:
     return replace(rule, window=max(1, round(rule.window / shrink)), num_sinks=round(rule.num_sinks / shrink))
 
 
+@lru_cache(maxsize=64)
 def reach(pool: Pool, workload: Workload, *, footprint: float, with_sharing: bool) -> Reached:
     """Run the workload on the real scheduler and cache, with requests always waiting, until the numbers are steady.
 
@@ -162,7 +164,8 @@ def reach(pool: Pool, workload: Workload, *, footprint: float, with_sharing: boo
         with_sharing: whether prompts begin alike as the workload says; else each is its own.
 
     A pool for many requests is simulated in a smaller likeness: the share of it that is in use hardly depends on size.
-    Long outputs are simulated by shorter ones in a pool that is smaller by as much: a step then stands for several.
+    Long outputs are simulated by shorter ones in a pool that is smaller by as much: a step then stands for several. The
+    same question has the same answer, which is kept: techniques and remedies ask again and again.
     """
     num_steps = _MAX_REQUEST_STEPS / min(len(pool.rules), _MOST_COSTLY_GROUPS)
     shrink = max(1.0, _LEAST * _GENERATIONS * workload.mean_output / num_steps)

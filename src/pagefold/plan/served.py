@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from pagefold.errors import ConfigError
 from pagefold.plan.start_log import StartLog
@@ -14,11 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Served", "read_served"]
 
-_LINE = re.compile(
-    r"^(?P<name>[\w:]+)(?:\{(?P<labels>.*)\})? (?P<value>\d{1,18}(?:\.\d{1,18})?(?:[eE][-+]?\d{1,2})?)(?: \d+)?$",
-    re.MULTILINE,
-)
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _CACHE = "vllm:cache_config_info"
 _NOW: Mapping[str, str] = {
     "vllm:num_requests_running": "requests that run",
@@ -67,19 +65,21 @@ def read_served(
         version: of vLLM, where it says so.
 
     Raises:
-        ConfigError: there is no cache in it.
+        ConfigError: these are no metrics, or there is no cache in them.
     """
-    found = [
-        (line["name"], dict(_LABEL.findall(line["labels"] or "")), line["value"])
-        for line in _LINE.finditer(metrics[:_LONGEST])
-    ]
-    cache = next((labels for name, labels, _ in found if name == _CACHE), None)
+    try:
+        families = text_string_to_metric_families(metrics[:_LONGEST])
+        found = [sample for family in families for sample in family.samples]
+    except (ValueError, IndexError) as error:
+        message = f"What {url} has as its metrics cannot be read: {error}."
+        raise ConfigError(message, remedy="Name the server of a vLLM or of Pagefold, not a page about it.") from None
+    cache = next((sample.labels for sample in found if sample.name == _CACHE), None)
     if cache is None:
         message = f"{url} has no {_CACHE} among its metrics."
         raise ConfigError(
             message, remedy="Name the server of a vLLM or of Pagefold; vLLM must not have --disable-log-stats."
         )
-    is_ours = any(name.startswith("pagefold:") for name, _, _ in found)
+    is_ours = any(sample.name.startswith("pagefold:") for sample in found)
     options = {"model": model} if model else {}
     if max_model_len is not None:
         options["max_model_len"] = str(max_model_len)
@@ -90,8 +90,8 @@ def read_served(
     num_blocks = cache.get("num_gpu_blocks", "")
     counts = {"num_blocks": float(num_blocks)} if _VALUES["block_size"].fullmatch(num_blocks) else {}
     now: dict[str, float] = {}
-    for name, _, value in found:
-        if name in _NOW:
-            now[_NOW[name]] = now.get(_NOW[name], 0.0) + float(value)
+    for sample in found:
+        if sample.name in _NOW and math.isfinite(sample.value):
+            now[_NOW[sample.name]] = now.get(_NOW[sample.name], 0.0) + sample.value
     engine = "pagefold" if is_ours else f"vllm=={version}" if version else "vllm"
     return Served(StartLog(engine, options, {}, counts), now)
