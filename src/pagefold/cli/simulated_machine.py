@@ -92,7 +92,7 @@ def _planned(device: str, model: str) -> SimulatedMachine:
 
     shape = find_model(model)
     found = this_cpu() if device.lower() == "cpu" else find_device(device)
-    memory = plan_memory(shape, found, PlanSettings())
+    memory = plan_memory(shape, found, PlanSettings(engine="pagefold"))  # whose scheduler is simulated
     groups = memory.tightest.shard.layout.groups
     has_equal_blocks = len({group.block_size for group in groups}) == 1
     rules = tuple(group.keeps for group in groups) if has_equal_blocks else (KEEP_ALL,)

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 __all__ = ["KEEPS_NOTHING", "Kept", "kept_of"]
 
-_LISTS = ("ignore", "modules_to_not_convert", "exclude_modules", "ignored_layers")
-"""Fields in which tools name what they leave as it is: compressed-tensors, those of transformers, ModelOpt."""
+_LISTS = ("ignore", "modules_to_not_convert", "exclude_modules", "ignored_layers", "llm_int8_skip_modules", "exclude")
+"""Fields in which tools name what they leave as it is: compressed-tensors, those of transformers, ModelOpt,
+bitsandbytes, Quark."""
 _LONGEST = 500
 """Characters of a pattern."""
 
@@ -56,9 +57,11 @@ def kept_of(config: Mapping[str, Any], name: str) -> Kept:
     found = config.get("quantization_config")
     if not isinstance(found, dict):
         return KEEPS_NOTHING
-    entries = [each for field in _LISTS for each in found.get(field) or () if isinstance(each, str)]
+    lists = [found[field] for field in _LISTS if isinstance(found.get(field), list)]
+    entries = [each for names in lists for each in names if isinstance(each, str)]
     only = found.get("modules_in_block_to_quantize")
-    parts = tuple(part for block in only or () for part in (block if isinstance(block, list) else [block]))
+    blocks = only if isinstance(only, list) else []
+    parts = tuple(part for block in blocks for part in (block if isinstance(block, list) else [block]))
     patterns = tuple(_pattern(entry, name) for entry in entries)
     return Kept(patterns, tuple(map(str, parts)), found.get("lm_head") is True)
 
@@ -72,6 +75,6 @@ def _pattern(entry: str, name: str) -> re.Pattern[str]:
         return re.compile(rf"(?:^|\.){inside}(?:\.|$)", re.DOTALL)
     try:
         return re.compile(rf"^(?:{entry[3:]})")
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         message = f"The config of {name} has {entry!r} in quantization_config, which is no expression: {error}."
         raise ConfigError(message, remedy="Mend it, or take it out.") from None

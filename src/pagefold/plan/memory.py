@@ -46,7 +46,7 @@ class DeviceMemory:
         shard: what it holds of the model. What lies beside the weights is in ``capacity.weight_bytes`` too.
         usable_bytes: of its memory, for all that an engine counts.
         reserve: what it takes beside weights and KV.
-        capacity: what fits in the rest.
+        capacity: what fits in the rest; at best, where nothing is likely to.
         weights: how much they may be.
         kv: how much KV may get.
         free_bytes: of its memory, beside all that an engine takes, graphs included where they lie beside its share.
@@ -181,8 +181,10 @@ def plan_memory(shape: ModelShape, device: Device, settings: PlanSettings) -> Me
     asked = settings.max_model_len
     max_len = min(asked, limit.length) if isinstance(asked, int) else limit.length
     element_bytes = CODECS[dtype].element_bits // 8
-    num_seqs = settings.max_num_seqs or engine.num_seqs(device)
     num_tokens = max(settings.max_num_batched_tokens or engine.num_batched_tokens(device), settings.max_num_seqs or 0)
+    num_seqs = settings.max_num_seqs or engine.num_seqs(device)
+    if not engine.is_ours:  # vLLM's default is no more than a step has tokens
+        num_seqs = min(num_seqs, num_tokens)
     forms = Forms(
         engine=engine,
         weights=weight_dtype,
@@ -251,13 +253,14 @@ class _Fit:
         taken = reserve.activations + reserve.outside
         if engine.graphs_in_budget:
             taken += reserve.graphs
+        is_likely = True
         try:
             capacity = self._capacity(shard, weights.likely, likely - taken.likely)
         except DoesNotFitError as error:
             capacity_then = self._at_best(shard, weights.low, high - taken.low)
             if capacity_then is None or taken.low == taken.high:
                 raise self._named(shard, error) from error
-            capacity = replace(capacity_then, weight_bytes=weights.likely)
+            capacity, is_likely = replace(capacity_then, weight_bytes=weights.likely), False
         budget = capacity.kv_budget_bytes
         given = self.settings.kv_cache_memory_bytes
         ends = [
@@ -270,7 +273,7 @@ class _Fit:
         kv = Span(min(ends[0], budget), budget, max(ends[1], budget))
         beside = 0 if engine.graphs_in_budget else reserve.graphs.likely
         free = max(0, self.device.memory_bytes - likely - beside) if not self.device.is_cpu else 0
-        fits = self._fits(shard, capacity, low - weights.high - taken.high, reserve)
+        fits = is_likely and self._fits(shard, capacity, low - weights.high - taken.high, reserve)
         return DeviceMemory(shard, likely, reserve, capacity, weights, kv, free, fits)
 
     def _usable(self) -> tuple[int, int, int]:
@@ -313,8 +316,12 @@ class _Fit:
         if self.settings.kv_cache_memory_bytes is None:
             length = capacity.max_model_len if self.settings.max_model_len != "auto" else 2
             needed = shard.layout.num_blocks_for(length, self.num_tokens) * shard.layout.bytes_per_block
+            needed += capacity.residual_bytes
         engine = self.settings.engine_on(self.device)
-        beside = CONTEXT_BYTES + (0 if engine.graphs_in_budget else reserve.graphs.high)
+        graphs = 0 if engine.graphs_in_budget else reserve.graphs.high
+        if self.settings.kv_cache_memory_bytes is not None and not engine.is_ours:
+            return left >= needed + graphs  # no share is asked for: the context is off already
+        beside = CONTEXT_BYTES + graphs
         memory = (self.device.memory_ends or (self.device.memory_bytes, 0))[0]
         return left >= needed and (engine.is_ours or memory - self._usable()[0] >= beside)
 

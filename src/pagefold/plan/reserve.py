@@ -112,11 +112,12 @@ class Profiling:
         inside = _STREAMS * stream + step.num_tokens * inner * step.element_bytes + experts_bytes + _WORKSPACE
         if self.settings.pipeline_parallel_size > 1:
             inside += 2 * stream  # what one stage sends to the next
+        images = _images(self.shape, step) if shard.stage == 0 else 0
         if not shard.holds_output:
-            return inside
+            return inside + images
         # All tokens' outputs are still held, and what experts work in is kept.
         sampling = self._sampling() + stream + experts_bytes + _WORKSPACE
-        return max(inside, sampling) + _images(self.shape, step)
+        return max(inside, sampling) + images
 
     def _sampling(self) -> int:
         """Return what is held of each sequence that is sampled."""
