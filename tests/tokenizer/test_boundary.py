@@ -10,7 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
@@ -91,6 +91,7 @@ def with_added(backend: Backend) -> Backend:
             AddedToken("<|im|>end", special=True),
             AddedToken("<mask>", special=True, lstrip=True),
             AddedToken("<eat>", special=True, rstrip=True),
+            AddedToken("==end", special=True),
         ]
     )
     backend.add_tokens([AddedToken("whole", single_word=True), AddedToken("norm=", normalized=True), "    ", "ful as"])
@@ -152,6 +153,8 @@ def test_what_is_kept_is_the_beginning_of_every_longer_text(name: str, added: bo
     encode = encoder(backend)
 
     @settings(max_examples=250)
+    @example("    ", "<mask>")
+    @example("norm=", "=end")
     @given(texts, texts)
     def check(text: str, more: str) -> None:
         kept = boundary.stable_prefix(text, encode).token_ids

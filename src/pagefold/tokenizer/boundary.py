@@ -12,7 +12,8 @@ and makes tokens of each word by merges. A cut at character ``p`` is *firm*, wha
 * the words on the left are decided without looking beyond the text: ``p`` is where a run of spaces begins, with
   something else behind it, or lies between a letter and a mark that ends words in every language model's expression.
 
-Beside an added token that no longer one contains, a cut is firm at once: tokenizers cut there first.
+Beside an added token that no longer one contains, a cut is firm at once: tokenizers cut there first. Those that are
+looked for in normalized text are found behind the others, also where no text is normalized, and do not count.
 
 What rules of this kind cannot be sure of is tried out: some continuations are tokenized, and must leave it unchanged.
 """
@@ -78,7 +79,7 @@ class Boundary:
             for token_id, token in added.items()
             if sum(token.content in other for other in contents) == 1
             and not token.single_word
-            and not (token.normalized and backend.normalizer is not None)
+            and not token.normalized  # found last: a token behind it may take its spaces, or what it ends with
         }
 
     def stable_prefix(self, text: str, encode: Callable[[str], Encoded]) -> StablePrefix:
