@@ -551,8 +551,7 @@ def test_a_log_that_does_not_end_is_refused(monkeypatch):
 
 
 def test_what_goes_on_is_summed_and_shares_are_not():
-    two = METRICS.replace("vllm:kv_cache_usage_perc{engine", 'vllm:kv_cache_usage_perc{engine="1",model_name="x"} 0.75\n'
-                          "vllm:kv_cache_usage_perc{engine")  # fmt: skip
+    two = METRICS + 'vllm:kv_cache_usage_perc{engine="1",model_name="x"} 0.75\n'
     two += 'vllm:gpu_cache_usage_perc{engine="0"} 0.25\nvllm:num_requests_running{engine="1"} 4\n'
     two += 'vllm:num_requests_waiting{engine="1"} 1.7e308\nvllm:num_requests_waiting{engine="2"} 1.7e308\n'
     assert read_served(two, "http://x").now == {"requests that run": 7, "share of KV blocks in use": 0.5}
