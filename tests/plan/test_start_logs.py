@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import statistics
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from pagefold.errors import ConfigError, DoesNotFitError
 from pagefold.plan import Device, PlanSettings, find_device, find_model
 from pagefold.plan.config_json import shape_of
 from pagefold.plan.engine import find_engine
+from pagefold.plan.log_check import settings_of
 from pagefold.plan.memory import plan_memory, tokens_in
 from pagefold.plan.reserve import CONTEXT_BYTES
 from pagefold.plan.served import read_served
@@ -241,13 +244,13 @@ def test_a_log_is_read_as_it_was_written(row, tmp_path):
     assert log.engine == row["engine"]
     assert {part: round(size / GIB, 2) for part, size in log.sizes.items()} == row["gib"] | {"memory": 79.19}
     assert log.counts == {"num_tokens": row["num_tokens"], "concurrency": row["concurrency"]}
-    result = RUN.invoke(app, ["plan", "--check-log", str(file), "--json"])
+    result = RUN.invoke(app, ["plan", "--check-log", str(file), "--device", "H100", "--json"])
     assert result.exit_code == 0, result.output
     check = json.loads(result.stdout)
     assert (check["verdict"], check["agrees"], check["failure"]) == ("fits", True, None)
     ratios = {each["what"]: each["ratio"] for each in check["rows"]}
     assert 0.99 < ratios["kv"] < 1.01
-    shown = RUN.invoke(app, ["plan", "--check-log", str(file)], env={"COLUMNS": "160"})
+    shown = RUN.invoke(app, ["plan", "--check-log", str(file), "--device", "H100"], env={"COLUMNS": "160"})
     assert "KV" in shown.stdout
     assert "it runs" in shown.stdout
 
@@ -256,7 +259,7 @@ def test_a_difference_has_a_cause(tmp_path):
     row = ROWS[9] | {"gib": ROWS[9]["gib"] | {"outside": 2.3, "kv": 56.0}, "num_tokens": 458_752, "concurrency": 56.0}
     file = tmp_path / "start.log"
     file.write_text(text_of(row))
-    check = json.loads(RUN.invoke(app, ["plan", "--check-log", str(file), "--json"]).stdout)
+    check = json.loads(RUN.invoke(app, ["plan", "--check-log", str(file), "--device", "H100", "--json"]).stdout)
     causes = {each["what"]: each["cause"] for each in check["rows"]}
     assert "outside +2.05 GiB" in causes["kv"]
     assert causes["num_tokens"] == causes["concurrency"] == "as KV differs"
@@ -269,7 +272,7 @@ def test_a_start_that_failed_is_no_fit(tmp_path):
     lines += ["torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 448.00 MiB."]
     file = tmp_path / "start.log"
     file.write_text("\n".join(lines))
-    check = json.loads(RUN.invoke(app, ["plan", "--check-log", str(file), "--json"]).stdout)
+    check = json.loads(RUN.invoke(app, ["plan", "--check-log", str(file), "--device", "H100", "--json"]).stdout)
     assert (check["verdict"], check["failure"], check["agrees"]) == ("does not fit", "CUDA out of memory", True)
 
 
@@ -325,13 +328,9 @@ vllm:kv_cache_usage_perc{engine="0",model_name="x"} 0.25
 """
 
 
-def test_a_running_server_is_checked():
-    """Over HTTP, by what vLLM's routes answer; ours is asked in tests/server/test_http_metrics.py."""
-    answers = {
-        "/metrics": METRICS,
-        "/v1/models": json.dumps({"data": [{"id": "meta-llama/Llama-3.1-8B-Instruct", "max_model_len": 8192}]}),
-        "/version": json.dumps({"version": "0.19.0"}),
-    }
+@contextlib.contextmanager
+def serving(answers: dict[str, str], pause_s: float = 0):
+    """Serve answers by their paths, byte after byte where there is a pause; give the address."""
 
     class Answers(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -339,21 +338,253 @@ def test_a_running_server_is_checked():
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            self.wfile.write(body)
+            with contextlib.suppress(OSError):  # who asked has gone
+                for part in [body] if not pause_s else [body[at : at + 1] for at in range(len(body))]:
+                    self.wfile.write(part)
+                    time.sleep(pause_s)
 
         def log_message(self, *_):
             pass
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        server.daemon_threads = True
+        server.block_on_close = False
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_address[1]}/v1"
-        result = RUN.invoke(app, ["plan", "--from-server", url, "--device", "H100", "--json"])
+        yield f"http://127.0.0.1:{server.server_address[1]}/v1"
         server.shutdown()
+
+
+LLAMA = {
+    "/metrics": METRICS,
+    "/v1/models": json.dumps({"data": [{"id": "meta-llama/Llama-3.1-8B-Instruct", "max_model_len": 8192}]}),
+    "/version": json.dumps({"version": "0.19.0"}),
+}
+
+
+def test_a_running_server_is_checked():
+    """Over HTTP, by what vLLM's routes answer; ours is asked in tests/server/test_http_metrics.py."""
+    with serving(LLAMA) as url:
+        result = RUN.invoke(app, ["plan", "--from-server", url, "--device", "H100", "--json"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["rows"][0]["what"] == "num_blocks"
     assert found["rows"][0]["ratio"] == pytest.approx(1, abs=0.01)
     assert found["now"]["share of KV blocks in use"] == 0.25
+    assert (found["outcome"], found["agrees"]) == ("runs", True)
+
+
+def check(file: Path, text: str, *arguments: str) -> dict:
+    """Return what the planner says of a log, as JSON."""
+    file.write_text(text)
+    result = RUN.invoke(app, ["plan", "--check-log", str(file), "--json", *arguments])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout, parse_constant=pytest.fail)
+
+
+def refused(file: Path, text: str, *arguments: str) -> str:
+    """Return the line that refuses a log."""
+    file.write_text(text)
+    result = RUN.invoke(app, ["plan", "--check-log", str(file), *arguments])
+    assert result.exit_code == 2, result.output
+    assert result.stderr.count("\n") == 1
+    return result.stderr
+
+
+# What users give.
+
+
+def test_flags_go_before_what_a_server_says():
+    """Its metrics do not say on how many devices it runs."""
+    large = LLAMA | {"/v1/models": json.dumps({"data": [{"id": "meta-llama/Llama-3.1-70B", "max_model_len": 8192}]})}
+    with serving(large) as url:
+        asked = ["plan", "--from-server", url, "--device", "H100", "--json"]
+        alone = json.loads(RUN.invoke(app, asked).stdout)
+        four = json.loads(RUN.invoke(app, [*asked, "-tp", "4", "--kv-cache-dtype", "fp8"]).stdout)
+        other = json.loads(RUN.invoke(app, [*asked, "-tp", "4", "--gpu-memory-utilization", "0.9"]).stdout)
+    assert (alone["verdict"], alone["agrees"]) == ("does not fit", False)
+    assert (four["verdict"], four["agrees"]) == ("fits", True)
+    assert 1.8 < four["rows"][0]["predicted"] / other["rows"][0]["predicted"] < 2.5
+
+
+def test_flags_go_before_what_a_log_says(tmp_path):
+    text, file = text_of(ROWS[9]), tmp_path / "start.log"
+    asked = ("--device", "H100", "--max-num-seqs", "8", "--engine", "vllm==0.21", "--enforce-eager")
+    plain, other = check(file, text, "--device", "H100"), check(file, text, *asked)
+    assert (plain["engine"], other["engine"]) == ("vllm 0.19.0", "vllm 0.21")
+    sizes = [{row["what"]: row["predicted"] for row in each["rows"]} for each in (plain, other)]
+    assert sizes[1]["activations"] < sizes[0]["activations"]
+    assert sizes[1]["graphs"] == 0
+
+
+@pytest.mark.parametrize(
+    "flags", [("--html", "x.html"), ("--input-len", "9"), ("--price-per-hour", "2"), ("--from-server", "http://x")]
+)
+def test_flags_of_no_effect_are_refused(flags, tmp_path):
+    message = refused(tmp_path / "start.log", text_of(ROWS[9]), "--device", "H100", *flags)
+    assert ("Both a log and a server" if flags[0] == "--from-server" else f"{flags[0]} is given") in message
+
+
+def test_a_build_of_no_version_needs_an_engine(tmp_path):
+    text, file = text_of(ROWS[9]).replace("(v0.19.0)", "(v0.1.dev1+gabcdef)"), tmp_path / "start.log"
+    assert "Give the --engine" in refused(file, text, "--device", "H100")
+    assert check(file, text, "--device", "H100", "--engine", "vllm==0.19")["engine"] == "vllm 0.19"
+
+
+# What came of a start.
+
+TOO_LITTLE = "is less than desired GPU memory utilization"
+
+
+def test_a_failure_after_the_counts_is_one(tmp_path):
+    file = tmp_path / "start.log"
+    failed = text_of(ROWS[9]) + "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n"
+    told = check(file, failed, "--device", "H100")
+    assert (told["verdict"], told["outcome"], told["failure"]) == ("fits", "failed", "CUDA out of memory")
+    assert told["agrees"] is False
+    again = check(file, failed + "INFO: Application startup complete.\n", "--device", "H100")
+    assert (again["outcome"], again["agrees"]) == ("runs", True)
+
+
+@pytest.mark.parametrize(
+    ("end", "outcome", "agrees"),
+    [
+        ("ModuleNotFoundError: x\nRuntimeError: Engine core initialization failed. See root cause", "failed", None),
+        (f"Free memory on device cuda:0 (12.3/79.19 GiB) on startup {TOO_LITTLE} (0.8, 63.35 GiB).", "failed", None),
+        (f"Free memory on device (78.7/79.19 GiB) on startup {TOO_LITTLE} (1.0, 79.19 GiB).", "failed", True),
+        ("Free memory on device cuda:0 (20/79.19 GiB) on startup.\nCUDA out of memory.", "failed", None),
+        ("", "unknown", None),
+        ("CUDA error: out of memory", "failed", False),
+    ],
+)  # fmt: skip
+def test_only_what_memory_decides_is_held_against_the_planner(end, outcome, agrees, tmp_path):
+    text = "\n".join([*text_of(ROWS[9]).splitlines()[:6], end])
+    if "(1.0," in end:
+        text = text.replace("'gpu_memory_utilization': 0.95", "'seed': 0")
+    told = check(tmp_path / "start.log", text, "--device", "H100")
+    assert (told["outcome"], told["agrees"]) == (outcome, agrees)
+
+
+def test_the_share_is_read_where_it_is_not_free():
+    text = "V1 LLM engine (v0.19.0)\nFree memory on device cuda:0 (12.3/79.19 GiB) on startup is less than desired GPU "
+    text += "memory utilization (0.8, 63.35 GiB)."
+    assert read_start_log(text, "x").options["gpu_memory_utilization"] == "0.8"
+
+
+def test_an_unknown_end_is_told(tmp_path):
+    file = tmp_path / "start.log"
+    file.write_text("\n".join(text_of(ROWS[9]).splitlines()[:6]))
+    shown = RUN.invoke(app, ["plan", "--check-log", str(file), "--device", "H100"])
+    assert "whether it runs is not said" in " ".join(shown.stdout.split())
+
+
+# Which engine, and which device.
+
+
+def test_our_log_of_a_card_is_of_our_engine_and_asks_which(tmp_path):
+    file = tmp_path / "start.log"
+    text = (
+        "card       NVIDIA H100 80GB HBM3\nweights    14.96 GiB\n"
+        "KV budget  40.00 GiB = 20,480 blocks of 16 tokens = 327,680 tokens\n"
+    )
+    assert "of a card, NVIDIA H100 80GB HBM3" in refused(file, text, "meta-llama/Llama-3.1-8B")
+    told = check(file, text, "meta-llama/Llama-3.1-8B", "--device", "H100")
+    assert told["engine"] == "pagefold"
+    served = read_served(METRICS + "pagefold:num_blocks 1\n", "http://x").log
+    assert settings_of(served).engine_on(find_device("H100")).is_ours
+
+
+def test_a_memory_of_two_devices_names_both(tmp_path):
+    message = refused(tmp_path / "start.log", text_of(ROWS[9]))
+    assert "A100-80GB and H100-80GB have that" in message
+    told = check(tmp_path / "start.log", text_of(ROWS[9]).replace("79.19GiB", "139.81GiB"))
+    assert told["device"] == "H200-141GB"
+
+
+def test_a_memory_that_is_given_is_kept(tmp_path):
+    told = check(tmp_path / "start.log", text_of(ROWS[9]), "--device", "H100", "--device-memory", "18GiB")
+    assert told["verdict"] != "fits"
+
+
+# How weights and KV are stored.
+
+
+def test_bitsandbytes_is_4_bit(tmp_path):
+    text = text_of(ROWS[9] | {"model": "meta-llama/Llama-3.1-70B"})
+    told = check(
+        tmp_path / "start.log", text.replace("quantization=None", "quantization=bitsandbytes"), "--device", "H100"
+    )
+    assert told["verdict"] == "fits"
+    assert 36 * GIB < next(row["predicted"] for row in told["rows"] if row["what"] == "weights") < 42 * GIB
+
+
+def test_what_is_stored_in_another_way_is_asked_for(tmp_path):
+    file = tmp_path / "start.log"
+    text = text_of(ROWS[9]).replace("quantization=None", "quantization=awq_marlin")
+    assert "Give --weight-dtype" in refused(file, text, "--device", "H100")
+    assert check(file, text, "--device", "H100", "--weight-dtype", "int4-g128")["verdict"] == "fits"
+    text = text_of(ROWS[9]).replace("kv_cache_dtype=auto", "kv_cache_dtype=fp8_ds_mla")
+    assert "Give --kv-cache-dtype" in refused(file, text, "--device", "H100")
+    assert check(file, text, "--device", "H100", "--kv-cache-dtype", "fp8")["verdict"] == "fits"
+
+
+# What may stand in logs and metrics.
+
+
+@pytest.mark.parametrize("model", ["~nouser/x", "x" * 300, "x" * 300 + ".json", "~nouser/config.json"])
+def test_a_model_that_is_no_path_is_refused(model, tmp_path):
+    assert "There is no model" in refused(
+        tmp_path / "start.log", text_of(ROWS[9] | {"model": model}), "--device", "H100"
+    )
+
+
+def test_a_long_line_is_read_once():
+    """Where each start of a match looked at all that follows, this took minutes."""
+    text = "KV budget  1.00 GiB " * 60_000
+    assert read_start_log(text, "x").sizes == {"kv": GIB}
+
+
+def test_a_log_that_does_not_end_is_refused(monkeypatch):
+    monkeypatch.setattr("pagefold.cli.plan_check._LARGEST_LOG", 1_000_000)
+    result = RUN.invoke(app, ["plan", "--check-log", "/dev/zero"])
+    assert result.exit_code == 2
+    assert "more than 1,000,000 bytes" in result.stderr
+
+
+def test_what_goes_on_is_summed_and_shares_are_not():
+    two = METRICS + 'vllm:kv_cache_usage_perc{engine="1",model_name="x"} 0.75\n'
+    two += 'vllm:gpu_cache_usage_perc{engine="0"} 0.25\nvllm:num_requests_running{engine="1"} 4\n'
+    two += 'vllm:num_requests_waiting{engine="1"} 1.7e308\nvllm:num_requests_waiting{engine="2"} 1.7e308\n'
+    assert read_served(two, "http://x").now == {"requests that run": 7, "share of KV blocks in use": 0.5}
+
+
+def test_blocks_of_another_size_are_compared_by_their_tokens():
+    """Hybrid models have such blocks; and a share has as many digits as a float."""
+    text = METRICS.replace('block_size="16"', 'block_size="528"').replace('"29750"', '"901"')
+    answers = LLAMA | {"/metrics": text.replace('"0.95"', '"0.9499999999999999"')}
+    with serving(answers) as url:
+        result = RUN.invoke(app, ["plan", "--from-server", url, "--device", "H100", "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["rows"][0]["ratio"] == pytest.approx(1, abs=0.01)
+
+
+def test_a_server_is_named_where_it_lacks_something():
+    answers = LLAMA | {"/v1/models": "[" * 100_000}
+    with serving(answers) as url:
+        nameless = RUN.invoke(app, ["plan", "--from-server", url, "--device", "H100"])
+        bare = RUN.invoke(app, ["plan", "Llama-3.1-8B", "--from-server", url])
+    assert f"{url} does not say of which model" in nameless.stderr
+    assert f"{url} does not say how much memory" in bare.stderr
+
+
+def test_a_server_that_does_not_end_is_refused(monkeypatch):
+    monkeypatch.setattr("pagefold.cli.plan_check._LARGEST_ANSWER", 100)
+    with serving(LLAMA) as url:
+        result = RUN.invoke(app, ["plan", "--from-server", url, "--device", "H100"])
+    assert "more than 100 bytes" in result.stderr
+    monkeypatch.setattr("pagefold.cli.plan_check._TIMEOUT_S", 0.5)
+    with serving(LLAMA, pause_s=0.2) as url:
+        result = RUN.invoke(app, ["plan", "--from-server", url, "--device", "H100"])
+    assert "did not answer in 0.5 seconds" in result.stderr
 
 
 @pytest.mark.parametrize("what", ["9" * 400, "0.9.9", ",", "-1", "nan", "{}", "1e400"])
@@ -362,8 +593,10 @@ def test_numbers_of_a_log_may_be_anything(what, tmp_path):
     file = tmp_path / "start.log"
     for number in ("0.95", "8192", "476,000", "58.11", "14.99", "79.19"):
         file.write_text(text_of(ROWS[9]).replace(number, what))
-        result = RUN.invoke(app, ["plan", "--check-log", str(file), "--json"])
+        result = RUN.invoke(app, ["plan", "--check-log", str(file), "--device", "H100", "--json"])
         assert result.exit_code in {0, 2}, (number, result.exception)
+        if result.exit_code == 0:
+            json.loads(result.stdout, parse_constant=pytest.fail)
 
 
 def test_a_server_that_is_none_is_refused():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path  # noqa: TC003 - typer reads it
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 from rich.console import Console, Group
@@ -13,12 +13,12 @@ from rich.text import Text
 
 from pagefold.cli.fail import fail
 from pagefold.cli.options import parse_layers
-from pagefold.cli.plan_check import check_server, check_start
+from pagefold.cli.plan_check import Given, check_server, check_start
 from pagefold.cli.size import parse_size
 from pagefold.errors import ConfigError, DoesNotFitError, PagefoldError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from pagefold.plan import Device, Plan, Question, Workload
     from pagefold.plan.advice import Advice
@@ -37,6 +37,7 @@ _MODEL, _DEVICE, _SETTINGS, _WORKLOAD, _ANSWER = "Model", "Device", "Settings", 
 
 
 def plan(  # noqa: PLR0913 - one parameter a flag
+    context: typer.Context,
     model: Annotated[
         str | None,
         typer.Argument(
@@ -205,14 +206,34 @@ def plan(  # noqa: PLR0913 - one parameter a flag
         _print_tables()
         return
     try:
+        asked: dict[str, Any] = {
+            "dtype": dtype,
+            "weight_dtype": weight_dtype,
+            "kv_cache_dtype": kv_cache_dtype,
+            "kv_cache_dtype_skip_layers": parse_layers(kv_cache_dtype_skip_layers),
+            "streaming_llm": streaming_llm,
+            "streaming_llm_sinks": streaming_llm_sinks,
+            "block_size": block_size,
+            "engine": engine,
+            "enforce_eager": enforce_eager,
+            "gpu_memory_utilization": gpu_memory_utilization,
+            "kv_cache_memory_bytes": kv_cache_memory_bytes,
+            "max_model_len": _num_tokens(max_model_len),
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "tensor_parallel_size": tensor_parallel_size,
+            "pipeline_parallel_size": pipeline_parallel_size,
+        }
         if check_log is not None or from_server is not None:
+            names = _given_beside(context, asked)
             known = None
             if device is not None or device_memory is not None:
-                known = _device(device, device_memory, device_bandwidth, device_flops)
+                known = _device(device, device_memory, None, None)
+            given = Given(model, known, {name: asked[name] for name in names})
             if check_log is not None:
-                check_start(check_log, model, known, weight_dtype, as_json=as_json)
+                check_start(check_log, given, as_json=as_json)
             else:
-                check_server(str(from_server), model, known, as_json=as_json)
+                check_server(str(from_server), given, as_json=as_json)
             return
         if model is None:
             msg = "No model is named."
@@ -221,24 +242,6 @@ def plan(  # noqa: PLR0913 - one parameter a flag
             msg = f"price_per_hour is {price_per_hour}."
             raise ConfigError(msg, remedy="It must be a number, at least 0.")
         shape = find_model(model)
-        settings = PlanSettings(
-            dtype=dtype,
-            weight_dtype=weight_dtype,
-            kv_cache_dtype=kv_cache_dtype,
-            kv_cache_dtype_skip_layers=parse_layers(kv_cache_dtype_skip_layers),
-            streaming_llm=streaming_llm,
-            streaming_llm_sinks=streaming_llm_sinks,
-            block_size=block_size,
-            engine=engine,
-            enforce_eager=enforce_eager,
-            gpu_memory_utilization=gpu_memory_utilization,
-            kv_cache_memory_bytes=kv_cache_memory_bytes,
-            max_model_len=_num_tokens(max_model_len),
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            tensor_parallel_size=tensor_parallel_size,
-            pipeline_parallel_size=pipeline_parallel_size,
-        )
         workload = _workload(
             input_len=input_len,
             output_len=output_len,
@@ -252,13 +255,32 @@ def plan(  # noqa: PLR0913 - one parameter a flag
         question = Question(
             shape=shape,
             device=_device(device, device_memory, device_bandwidth, device_flops),
-            settings=settings,
+            settings=PlanSettings(**asked),
             workload=workload,
             price_per_hour=price_per_hour,
         )
         _answer(question, from_bench, html, as_json=as_json)
     except PagefoldError as error:
         fail(error)
+
+
+def _given_beside(context: typer.Context, settings: Mapping[str, Any]) -> list[str]:
+    """Return which settings were given beside a log or a server.
+
+    Raises:
+        ConfigError: a flag was given that says nothing of a start.
+    """
+    flags = {str(one.name): one.opts[0] for one in context.command.params}
+    given = [name for name in flags if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
+    if "check_log" in given and "from_server" in given:
+        msg = "Both a log and a server are given."
+        raise ConfigError(msg, remedy="Give --check-log or --from-server.")
+    allowed = {*settings, "model", "device", "device_memory", "as_json", "check_log", "from_server"}
+    idle = next((name for name in given if name not in allowed), None)
+    if idle is not None:
+        msg = f"{flags[idle]} is given, and has no effect on a start."
+        raise ConfigError(msg, remedy="Leave it out beside --check-log and --from-server.")
+    return [name for name in given if name in settings]
 
 
 def _num_tokens(text: str | None) -> int | Literal["auto"] | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -23,10 +24,12 @@ if TYPE_CHECKING:
     from pagefold.plan.served import Served
     from pagefold.plan.start_log import StartLog
 
-__all__ = ["check_server", "check_start"]
+__all__ = ["Given", "check_server", "check_start"]
 
 _LARGEST_LOG = 256 * 2**20
+_LARGEST_ANSWER = 16 * 2**20
 _TIMEOUT_S = 10.0
+_NAME_DEVICE = "Name it: --device NAME, or --device-memory SIZE."
 _NEAR = 0.02
 """By which share a device's memory may differ from that of a row of the table."""
 _VERSION = re.compile(r"\d+\.\d+(?:\.\d+)?")
@@ -40,9 +43,22 @@ _NAMES = {
 }
 
 
-def check_start(
-    file: Path, model: str | None, device: Device | None, weight_dtype: str = "auto", *, as_json: bool
-) -> None:
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a user gave beside a log or a server.
+
+    Attributes:
+        model: None for the one that it names.
+        device: None for the one that its memory tells.
+        settings: of the plan, by their fields; they go before what the start says.
+    """
+
+    model: str | None
+    device: Device | None
+    settings: Mapping[str, Any]
+
+
+def check_start(file: Path, given: Given, *, as_json: bool) -> None:
     """Print what the planner says of a start beside what its log has.
 
     Raises:
@@ -51,53 +67,62 @@ def check_start(
     from pagefold.plan.start_log import read_start_log  # noqa: PLC0415
 
     try:
-        if file.stat().st_size > _LARGEST_LOG:
-            msg = f"{file} is larger than a start's log: {file.stat().st_size:,} bytes."
-            raise ConfigError(msg, remedy="Give the part from the start on until it is ready.")
-        text = file.read_text(encoding="utf-8", errors="replace")
+        with file.open("rb") as opened:  # a pipe has no size
+            read = opened.read(_LARGEST_LOG + 1)
     except OSError as error:
         msg = f"{file} cannot be read: {error.strerror}."
         raise ConfigError(msg, remedy="Name a file with what the server printed at its start.") from None
-    check = _check(read_start_log(text, str(file)), model, device, weight_dtype)
-    _print(check, {}, as_json=as_json)
+    if len(read) > _LARGEST_LOG:
+        msg = f"{file} has more than {_LARGEST_LOG:,} bytes, and is no log of one start."
+        raise ConfigError(msg, remedy="Give the part from the start on until it is ready.")
+    log = read_start_log(read.decode("utf-8", errors="replace"), str(file))
+    _print(_check(log, given), {}, as_json=as_json)
 
 
-def check_server(url: str, model: str | None, device: Device | None, *, as_json: bool) -> None:
+def check_server(url: str, given: Given, *, as_json: bool) -> None:
     """Print what the planner says of a running server beside what it says itself.
 
     Raises:
         ConfigError: it does not answer, or has no such metrics.
     """
     served = _ask(url)
-    check = _check(served.log, model, device, "auto")
-    _print(check, served.now, as_json=as_json)
+    _print(_check(served.log, given), served.now, as_json=as_json)
 
 
-def _check(log: StartLog, model: str | None, device: Device | None, weight_dtype: str) -> LogCheck:
+def _check(log: StartLog, given: Given) -> LogCheck:
     from pagefold.plan import find_model  # noqa: PLC0415
     from pagefold.plan.log_check import check_log, named_model, settings_of  # noqa: PLC0415
 
-    settings = settings_of(log)
-    if weight_dtype != "auto":
-        settings = replace(settings, weight_dtype=weight_dtype)
-    shape = find_model(named_model(log, model))
-    return check_log(log, shape, device if device is not None else _device_of(log), settings)
+    settings = settings_of(log, given.settings)
+    shape = find_model(named_model(log, given.model))
+    return check_log(log, shape, given.device if given.device is not None else _device_of(log), settings)
 
 
 def _device_of(log: StartLog) -> Device:
-    """Return the device of the table whose memory is nearest to what a log has, or one of so much memory."""
+    """Return the only device of the table whose memory is what a log has, or one of so much memory.
+
+    Raises:
+        ConfigError: the log does not tell which device it is.
+    """
     from pagefold.plan import Device, device_names, find_device  # noqa: PLC0415
     from pagefold.plan.this_machine import this_cpu  # noqa: PLC0415
 
+    if "card" in log.options:
+        msg = f"{log.name} is of a card, {log.options['card']}, and does not say how much memory it has."
+        raise ConfigError(msg, remedy=_NAME_DEVICE)
     if log.is_ours:
         return this_cpu()
     memory = log.sizes.get("memory")
     if memory is None:
-        msg = "The log does not say how much memory the device has."
-        raise ConfigError(msg, remedy="Name it: --device NAME, or --device-memory SIZE.")
-    nearest = min(map(find_device, device_names()), key=lambda device: abs(device.memory_bytes - memory))
-    if abs(nearest.memory_bytes - memory) <= _NEAR * memory:
-        return nearest
+        msg = f"{log.name} does not say how much memory the device has."
+        raise ConfigError(msg, remedy=_NAME_DEVICE)
+    near = [each for each in map(find_device, device_names()) if abs(each.memory_bytes - memory) <= _NEAR * memory]
+    if len(near) > 1:
+        names = " and ".join(each.name for each in near)
+        msg = f"{log.name} has a device of {memory / 2**30:.2f} GiB, and {names} have that."
+        raise ConfigError(msg, remedy=f"Say which: --device {near[0].name}, say.")
+    if near:
+        return near[0]
     return Device(name=f"a device of {memory / 2**30:.2f} GiB", memory_bytes=memory, source="as logged")
 
 
@@ -108,14 +133,15 @@ def _ask(url: str) -> Served:
 
     base = url.rstrip("/").removesuffix("/v1")
     try:
-        with httpx.Client(timeout=_TIMEOUT_S) as client:
-            metrics = client.get(f"{base}/metrics")
-            models, version = client.get(f"{base}/v1/models"), client.get(f"{base}/version")
+        metrics, models, version = asyncio.run(_answers(base))
+    except TimeoutError:
+        msg = f"{url} did not answer in {_TIMEOUT_S:g} seconds."
+        raise ConfigError(msg, remedy="Name a running server, and try again when it is less busy.") from None
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         msg = f"{url} does not answer: {error}."
         raise ConfigError(msg, remedy="Name a running server, such as http://127.0.0.1:8000.") from None
-    if metrics.status_code != httpx.codes.OK:
-        msg = f"{base}/metrics answers {metrics.status_code}."
+    if metrics.status != httpx.codes.OK:
+        msg = f"{base}/metrics answers {metrics.status}."
         raise ConfigError(msg, remedy="Name the server itself, not a proxy that hides its metrics.")
     first = _first_model(models)
     length = first.get("max_model_len")
@@ -129,16 +155,46 @@ def _ask(url: str) -> Served:
     )
 
 
-def _object(response: Any) -> dict[str, Any]:  # noqa: ANN401 - of a library that is imported where it is used
+class _Answer(NamedTuple):
+    """What a route answers."""
+
+    status: int
+    text: str
+
+
+async def _answers(base: str) -> list[_Answer]:
+    """Return what a server answers, all within one time.
+
+    Raises:
+        ConfigError: an answer does not end.
+        TimeoutError: it takes longer.
+    """
+    import httpx  # noqa: PLC0415 - only here
+
+    answers = []
+    async with asyncio.timeout(_TIMEOUT_S), httpx.AsyncClient(timeout=_TIMEOUT_S) as client:
+        for route in ("/metrics", "/v1/models", "/version"):
+            read = bytearray()
+            async with client.stream("GET", base + route) as response:
+                async for part in response.aiter_bytes():
+                    read += part
+                    if len(read) > _LARGEST_ANSWER:
+                        msg = f"{base}{route} answers with more than {_LARGEST_ANSWER:,} bytes."
+                        raise ConfigError(msg, remedy="Name the server of a vLLM or of Pagefold.")
+            answers.append(_Answer(response.status_code, read.decode("utf-8", errors="replace")))
+    return answers
+
+
+def _object(answer: _Answer) -> dict[str, Any]:
     try:
-        answer = response.json()
-    except ValueError:
+        found = json.loads(answer.text)
+    except (ValueError, RecursionError):
         return {}
-    return answer if isinstance(answer, dict) else {}
+    return found if isinstance(found, dict) else {}
 
 
-def _first_model(response: Any) -> dict[str, Any]:  # noqa: ANN401 - as above
-    data = _object(response).get("data")
+def _first_model(answer: _Answer) -> dict[str, Any]:
+    data = _object(answer).get("data")
     first = data[0] if isinstance(data, list) and data else None
     return first if isinstance(first, dict) else {}
 
@@ -149,7 +205,10 @@ def _print(check: LogCheck, now: Mapping[str, float], *, as_json: bool) -> None:
         return
     console = Console()
     console.print(Text(f"{check.model} on {check.device}, {check.engine}", style="bold"))
-    outcome = f"it failed: {check.failure}" if check.failure else "it runs"
+    outcome = {"runs": "it runs", "unknown": "whether it runs is not said"}.get(check.outcome.state)
+    if outcome is None:
+        outcome = f"it failed: {check.outcome.failure}"
+        outcome += "" if check.outcome.is_of_memory else ", for another reason than what is planned"
     console.print(f"The planner says that it {check.verdict}; {outcome}.")
     table = Table("what", "predicted", "logged", "ratio", "why they differ", box=None, pad_edge=False)
     for row in check.rows:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from pagefold.errors import ConfigError, DoesNotFitError
+from pagefold.plan.engine import find_engine
 from pagefold.plan.memory import Memory, plan_memory
 from pagefold.plan.settings import CACHE_DTYPES, DTYPES, PlanSettings
 from pagefold.plan.span import GIB, Span
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pagefold.plan.shape import ModelShape
-    from pagefold.plan.start_log import StartLog
+    from pagefold.plan.start_log import Outcome, StartLog
     from pagefold.plan.tables import Device
 
 __all__ = ["LogCheck", "LogRow", "check_log", "named_model", "settings_of"]
@@ -24,8 +26,10 @@ _ALIKE = 0.01
 _SMALL = GIB // 50
 """Bytes that logs round away."""
 _AMPLE_BYTES = 2**50
-_ONLINE = {"fp8": "fp8"}
-"""What ``--quantization`` does to a checkpoint in 16 bit."""
+_ONLINE = {"fp8": "fp8", "bitsandbytes": "int4-g64"}
+"""What ``--quantization`` makes of a checkpoint in 16 bit, in the words of a quantized one."""
+_LARGEST_BLOCK = 256
+"""Tokens of a block: where an engine has more of them, or no power of two, the planner counts in blocks of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,7 @@ class LogCheck:
         model, device: what it was started with.
         settings: the settings of the plan.
         verdict: what the planner says: ``fits``, ``may not fit`` or ``does not fit``.
-        failure: why the start failed; empty where it did not.
+        outcome: what came of the start.
         rows: each thing that both say.
         max_model_len: the longest sequence that is planned; None where nothing fits.
         max_concurrency: how many of that length at once.
@@ -91,15 +95,20 @@ class LogCheck:
     device: str
     settings: PlanSettings
     verdict: str
-    failure: str
+    outcome: Outcome
     rows: tuple[LogRow, ...]
     max_model_len: int | None = None
     max_concurrency: float | None = None
 
     @property
-    def agrees(self) -> bool:
-        """Whether the verdict is right: nothing that failed was said to fit, nothing that ran was refused."""
-        return self.verdict != ("fits" if self.failure else "does not fit")
+    def agrees(self) -> bool | None:
+        """Whether the verdict is right: nothing that failed was said to fit, nothing that ran was refused.
+
+        None where the start does not tell: it was cut off, or failed for a reason of another kind.
+        """
+        if self.outcome.state == "runs":
+            return self.verdict != "does not fit"
+        return self.verdict != "fits" if self.outcome.is_of_memory else None
 
     def figures(self) -> dict[str, Any]:
         """Return the check by names, ready for JSON."""
@@ -108,7 +117,8 @@ class LogCheck:
             "model": self.model,
             "device": self.device,
             "verdict": self.verdict,
-            "failure": self.failure or None,
+            "outcome": self.outcome.state,
+            "failure": self.outcome.failure or None,
             "agrees": self.agrees,
             "max_model_len": self.max_model_len,
             "max_concurrency": self.max_concurrency,
@@ -116,14 +126,18 @@ class LogCheck:
         }
 
 
-def settings_of(log: StartLog) -> PlanSettings:
+def settings_of(log: StartLog, given: Mapping[str, Any] = MappingProxyType({})) -> PlanSettings:
     """Return the settings that a log says the start had; what it does not say is left to the engine.
+
+    Args:
+        log: of the start.
+        given: settings that a user gave; they go before what the log says.
 
     Raises:
         ConfigError: one of them is none that is planned for.
     """
     options = log.options
-    asked: dict[str, Any] = {"engine": log.engine if not log.is_ours else "auto"}
+    asked: dict[str, Any] = {"engine": given.get("engine") or _engine_of(log)}
     for name in (
         "max_model_len", "tensor_parallel_size", "pipeline_parallel_size", "max_num_batched_tokens", "max_num_seqs",
     ):  # fmt: skip
@@ -136,12 +150,42 @@ def settings_of(log: StartLog) -> PlanSettings:
         asked["dtype"] = options["dtype"]
     if log.is_ours and "kv" in log.sizes:
         asked["kv_cache_memory_bytes"] = log.sizes["kv"]
-    if "block_size" in options:
-        asked["block_size"] = int(options["block_size"])
-    cache_dtype = options.get("kv_cache_dtype", "").split("_e")[0]
-    if cache_dtype in CACHE_DTYPES:
-        asked["kv_cache_dtype"] = cache_dtype
-    return PlanSettings(**asked)
+    block_size = int(options.get("block_size", 0))
+    if 1 <= block_size <= _LARGEST_BLOCK and not block_size & (block_size - 1):
+        asked["block_size"] = block_size
+    if "kv_cache_dtype" in options and "kv_cache_dtype" not in given:
+        asked["kv_cache_dtype"] = _cache_dtype_of(log)
+    return PlanSettings(**(asked | dict(given)))
+
+
+def _engine_of(log: StartLog) -> str:
+    """Return the engine of a log, in the words of ``--engine``."""
+    try:
+        find_engine(log.engine)
+    except ConfigError as error:
+        raise ConfigError(error.message, remedy=f"Give the --engine that it is like: {error.remedy}") from None
+    return log.engine
+
+
+def _cache_dtype_of(log: StartLog) -> str:
+    """Return how a log says that K and V are stored."""
+    said = log.options["kv_cache_dtype"]
+    known = next((name for name in (said, said.split("_e")[0]) if name in CACHE_DTYPES), None)
+    if known is None:
+        message = f"{log.name} has kv_cache_dtype {said!r}, of which it is not known how many bits that is."
+        raise ConfigError(message, remedy="Give --kv-cache-dtype: the one that takes as many.")
+    return known
+
+
+def _stored(log: StartLog, shape: ModelShape, settings: PlanSettings) -> ModelShape:
+    """Return the shape with its weights stored as the start stores them."""
+    asked = log.options.get("quantization")
+    if asked is None or shape.quantization or settings.weight_dtype != "auto":
+        return shape
+    if asked not in _ONLINE:
+        message = f"{log.name} has quantization {asked!r}, and the config of {shape.name} does not say how."
+        raise ConfigError(message, remedy="Give --weight-dtype, such as int4-g128, or name the quantized config.json.")
+    return replace(shape, quantization=_ONLINE[asked])
 
 
 def check_log(log: StartLog, shape: ModelShape, device: Device, settings: PlanSettings) -> LogCheck:
@@ -150,26 +194,24 @@ def check_log(log: StartLog, shape: ModelShape, device: Device, settings: PlanSe
     Raises:
         ConfigError: what was started cannot be planned for.
     """
-    if "memory" in log.sizes and not device.is_cpu:
+    if "memory" in log.sizes and device.memory_ends is not None:
         device = device.with_memory(log.sizes["memory"])
     if log.is_ours and device.is_cpu:
         device = device.with_memory(_AMPLE_BYTES)  # there was enough then: it runs
         settings = replace(settings, kv_cache_memory_bytes=_own_budget(log, shape, device, settings))
-    online = _ONLINE.get(log.options.get("quantization", ""))
-    if online is not None and not shape.quantization and settings.weight_dtype == "auto":
-        settings = replace(settings, weight_dtype=online)
+    shape = _stored(log, shape, settings)
     engine = settings.engine_on(device).label
     try:
         memory = plan_memory(shape, device, settings)
     except DoesNotFitError:
-        return LogCheck(engine, shape.name, device.name, settings, "does not fit", log.failure, ())
+        return LogCheck(engine, shape.name, device.name, settings, "does not fit", log.outcome, ())
     return LogCheck(
         engine,
         shape.name,
         device.name,
         settings,
         "fits" if memory.fits else "may not fit",
-        log.failure,
+        log.outcome,
         tuple(_rows(log, memory)),
         memory.max_model_len,
         memory.max_concurrency,
@@ -202,8 +244,9 @@ def _rows(log: StartLog, memory: Memory) -> list[LogRow]:
         logged = log.sizes.get(part)
         if logged is not None:
             rows.append(LogRow(part, span, logged, is_bytes=True, cause=_cause(part, span, logged, predicted, log)))
+    block_size = int(log.options.get("block_size", device.capacity.block_size))
     counts = {
-        "num_blocks": float(device.capacity.num_blocks),
+        "num_blocks": device.capacity.num_blocks * device.capacity.block_size / block_size,
         "num_tokens": float(memory.num_tokens),
         "concurrency": memory.max_concurrency,
     }
@@ -257,6 +300,6 @@ def named_model(log: StartLog, given: str | None) -> str:
     """
     model = given or log.options.get("model")
     if not model:
-        message = "The log does not say of which model it is."
-        raise ConfigError(message, remedy="Name it: pagefold plan MODEL --check-log FILE.")
+        message = f"{log.name} does not say of which model it is."
+        raise ConfigError(message, remedy="Name it: pagefold plan MODEL, and the rest as it is.")
     return model

@@ -10,21 +10,24 @@ from typing import TYPE_CHECKING
 from prometheus_client.parser import text_string_to_metric_families
 
 from pagefold.errors import ConfigError
-from pagefold.plan.start_log import StartLog
+from pagefold.plan.start_log import RUNS, StartLog
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+
+    from prometheus_client.samples import Sample
 
 __all__ = ["Served", "read_served"]
 
 _CACHE = "vllm:cache_config_info"
-_NOW: Mapping[str, str] = {
+_SUMS: Mapping[str, str] = {
     "vllm:num_requests_running": "requests that run",
     "vllm:num_requests_waiting": "requests that wait",
-    "vllm:kv_cache_usage_perc": "share of KV blocks in use",
-    "vllm:gpu_cache_usage_perc": "share of KV blocks in use",
     "vllm:num_preemptions_total": "preemptions since the start",
 }
+"""What all engines of a server have together."""
+_SHARE_NAMES = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
+"""Names of one share, the newest first: a version may have both."""
 _OPTIONS: Mapping[str, str] = {
     "block_size": "block_size",
     "cache_dtype": "kv_cache_dtype",
@@ -33,7 +36,7 @@ _OPTIONS: Mapping[str, str] = {
 _VALUES = {
     "block_size": re.compile(r"[1-9]\d{0,11}"),
     "kv_cache_dtype": re.compile(r"(?!None$|auto$)\w{1,40}"),
-    "gpu_memory_utilization": re.compile(r"[01](?:\.\d{1,9})?"),
+    "gpu_memory_utilization": re.compile(r"[01](?:\.\d{1,20})?"),
 }
 """What an option may be."""
 _LONGEST = 16 * 2**20
@@ -89,9 +92,22 @@ def read_served(
             options[option] = value
     num_blocks = cache.get("num_gpu_blocks", "")
     counts = {"num_blocks": float(num_blocks)} if _VALUES["block_size"].fullmatch(num_blocks) else {}
-    now: dict[str, float] = {}
-    for sample in found:
-        if sample.name in _NOW and math.isfinite(sample.value):
-            now[_NOW[sample.name]] = now.get(_NOW[sample.name], 0.0) + sample.value
     engine = "pagefold" if is_ours else f"vllm=={version}" if version else "vllm"
-    return Served(StartLog(engine, options, {}, counts), now)
+    return Served(StartLog(engine, options, {}, counts, RUNS, url), _now(found))
+
+
+def _now(found: Sequence[Sample]) -> dict[str, float]:
+    """Return what goes on: sums over the engines of a server, and of shares their mean."""
+    now = {}
+    for name, what in _SUMS.items():
+        values = _finite(found, name)
+        if values and math.isfinite(sum(values)):
+            now[what] = sum(values)
+    shares = next((values for name in _SHARE_NAMES if (values := _finite(found, name))), [])
+    if shares and math.isfinite(sum(shares)):
+        now["share of KV blocks in use"] = sum(shares) / len(shares)
+    return now
+
+
+def _finite(found: Sequence[Sample], name: str) -> list[float]:
+    return [sample.value for sample in found if sample.name == name and math.isfinite(sample.value)]

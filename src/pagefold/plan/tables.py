@@ -85,9 +85,14 @@ def find_model(name: str) -> ModelShape:
         ConfigError: its config lacks what is needed.
         UnsupportedModelError: it has layers that cannot be sized.
     """
-    path = Path(name).expanduser()
-    if path.suffix == ".json" or path.is_dir():
-        return _model_of(path)
+    try:
+        path = Path(name).expanduser()
+        if path.is_dir() or path.suffix == ".json":
+            return _model_of(path)
+    except (RuntimeError, OSError) as error:  # no such home, or no name of a file
+        why = error.strerror if isinstance(error, OSError) else error
+        message = f"There is no model {name!r}: {why}."
+        raise ModelNotFoundError(message, remedy="Name a folder, a config.json, or a row of the table.") from None
     wanted = name.lower()
     for row in _rows("models.json"):
         names = [other.lower() for other in (row["name"], *row["aliases"])]
