@@ -68,14 +68,7 @@ def table(found: list[Start]) -> list[str]:
     ]
     for start in found:
         device, logged = start.memory.tightest, start.row["gib"]
-        spans = {
-            "weights": device.weights,
-            "activations": device.reserve.activations,
-            "outside": device.reserve.outside,
-            "graphs": device.reserve.graphs,
-            "kv": device.kv,
-        }
-        cells = [f"{span.likely / GIB:.2f} / {logged[part]:.2f}" for part, span in spans.items()]
+        cells = [f"{span.likely / GIB:.2f} / {logged[part]:.2f}" for part, span in device.spans.items()]
         requests = f"{start.memory.max_concurrency:.2f} / {start.row['concurrency']:.2f}"
         lines.append(f"| {start.row['model']} | {' | '.join(cells)} | {start.kv:.4f} | {requests} |")
     return lines

@@ -84,14 +84,7 @@ def test_a_start_is_foreseen(row: dict):
     assert 0.95 <= memory.num_tokens / row["num_tokens"] <= 1.05
     least, most = memory.concurrency_ends
     assert least <= row["concurrency"] <= most
-    spans = {
-        "weights": device.weights,
-        "activations": device.reserve.activations,
-        "outside": device.reserve.outside,
-        "graphs": device.reserve.graphs,
-        "kv": device.kv,
-    }
-    for part, span in spans.items():
+    for part, span in device.spans.items():
         assert span.low / GIB - 0.006 <= logged[part] <= span.high / GIB + 0.006, part
 
 

@@ -229,16 +229,9 @@ def _own_budget(log: StartLog, shape: ModelShape, device: Device, settings: Plan
 
 def _rows(log: StartLog, memory: Memory) -> list[LogRow]:
     device = memory.tightest
-    kv = device.kv
+    predicted = device.spans
     if memory.engine.is_ours and log.is_ours:
-        kv = Span.exactly(device.capacity.kv_budget_bytes)
-    predicted: Mapping[str, Span] = {
-        "weights": device.weights,
-        "activations": device.reserve.activations,
-        "outside": device.reserve.outside,
-        "graphs": device.reserve.graphs,
-        "kv": kv,
-    }
+        predicted["kv"] = Span.exactly(device.capacity.kv_budget_bytes)
     rows = []
     for part, span in predicted.items():
         logged = log.sizes.get(part)
@@ -250,7 +243,7 @@ def _rows(log: StartLog, memory: Memory) -> list[LogRow]:
         "num_tokens": float(memory.num_tokens),
         "concurrency": memory.max_concurrency,
     }
-    of_kv = kv.likely / log.sizes["kv"] if log.sizes.get("kv") else None
+    of_kv = predicted["kv"].likely / log.sizes["kv"] if log.sizes.get("kv") else None
     for name, value in counts.items():
         logged_count = log.counts.get(name)
         if logged_count is not None:

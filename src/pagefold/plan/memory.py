@@ -67,6 +67,17 @@ class DeviceMemory:
         """What is set aside for what a step computes."""
         return self.reserve.activations.likely
 
+    @property
+    def spans(self) -> dict[str, Span]:
+        """How much each part may be, by the names that starts' logs are read by."""
+        return {
+            "weights": self.weights,
+            "activations": self.reserve.activations,
+            "outside": self.reserve.outside,
+            "graphs": self.reserve.graphs,
+            "kv": self.kv,
+        }
+
 
 @dataclass(frozen=True)
 class Memory:
