@@ -18,6 +18,7 @@ __all__ = [
     "BlocksReused",
     "CacheConfigured",
     "CacheReset",
+    "DraftsVerified",
     "Emit",
     "Event",
     "EvictionCause",
@@ -412,6 +413,17 @@ class StepApplied:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftsVerified:
+    """A step ran that had drafts.
+
+    Attributes:
+        counts: of each request that had some, its id, how many it had, and how many of them it took.
+    """
+
+    counts: tuple[tuple[str, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StepAbandoned:
     """A step failed: what it had promised was taken back."""
 
@@ -442,6 +454,7 @@ Event: TypeAlias = (
     | OutputFinished
     | PromptFinished
     | StepApplied
+    | DraftsVerified
     | StepAbandoned
 )
 Emit: TypeAlias = Callable[[Event], None]

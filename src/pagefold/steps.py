@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BlockMover",
     "DamagedBlocksError",
+    "DraftedRow",
     "LaunchingRunner",
     "MovesInFlight",
     "PromptPart",
@@ -57,6 +58,25 @@ class PromptPart(NamedTuple):
     num_top: int
 
 
+class DraftedRow(NamedTuple):
+    """A row whose last tokens are drafts: guesses of what the row would sample, computed before that is known.
+
+    It samples once behind its own last token, and once behind each draft. What it samples behind a draft counts as long
+    as that draft, and all before it, are what it samples there.
+
+    Attributes:
+        row: the plan's row.
+        place: the first of its ``sampling_rows``; it has one more of them than drafts, one behind the other.
+        first: where its first draft is in ``token_ids``.
+        num_drafts: how many it has, at least one.
+    """
+
+    row: int
+    place: int
+    first: int
+    num_drafts: int
+
+
 @dataclass(slots=True)
 class StepPlan:
     """One step of all sequences that take part, as columns. Row ``i`` is one sequence.
@@ -74,7 +94,8 @@ class StepPlan:
             inside a block ends in it or at its end.
         residual_copies: copies of these to make before the first write too.
         sampling_rows: the rows that have all their tokens after this step, and so sample the next one; ascending. A row
-            comes several times where several samples of one prompt begin: each place is a sample of its own.
+            comes several times where several samples of one prompt begin: each place is a sample of its own; and where
+            it has drafts.
         sampling: how, for each of ``sampling_rows``.
         seeds: of each of ``sampling_rows``' random draws.
         draws: how many tokens each of ``sampling_rows`` has sampled before: with the seed it fixes the draw.
@@ -87,6 +108,7 @@ class StepPlan:
             of a mask is not in it.
         logprob_rows: which of ``sampling_rows`` tell logprobs of what they sample; ascending.
         prompt_parts: prompt tokens whose logprobs are asked for.
+        drafted: the rows that have drafts; ascending.
         late: which of ``token_ids`` mean nothing, since the step before samples those tokens; ascending. Only of a step
             that is planned while that one is in flight.
         late_from: which of that step's ``sampling_rows`` samples each of them.
@@ -112,6 +134,7 @@ class StepPlan:
     masks: list[bytes] = field(default_factory=list)
     logprob_rows: list[int] = field(default_factory=list)
     prompt_parts: list[PromptPart] = field(default_factory=list)
+    drafted: list[DraftedRow] = field(default_factory=list)
     late: list[int] = field(default_factory=list)
     late_from: list[int] = field(default_factory=list)
 
@@ -119,6 +142,14 @@ class StepPlan:
     def block_ids(self) -> list[list[BlockId]]:
         """Each row's blocks of the first cache group, which is the only one of most models."""
         return [tables[0].block_ids for tables in self.tables]
+
+    def sampled_positions(self) -> list[int]:
+        """Return the position of the token that each of ``sampling_rows`` samples."""
+        positions = [self.starts[row] + self.num_tokens[row] for row in self.sampling_rows]
+        for _, place, _, num_drafts in self.drafted:
+            for at in range(num_drafts):
+                positions[place + at] -= num_drafts - at
+        return positions
 
     @property
     def num_rows(self) -> int:
@@ -135,7 +166,7 @@ class StepResult:
         logprobs: of the token of each of the plan's ``logprob_rows``.
         prompt_logprobs: of each token of each of the plan's ``prompt_parts``.
         corrupted: rows with a logit that is NaN or infinite, before anything was done to it, or, whether they sample or
-            not, with a token that is so inside the model; what else is said of them means nothing.
+            not, with a token that is so inside the model, drafts included; what else is said of them means nothing.
     """
 
     token_ids: list[int]

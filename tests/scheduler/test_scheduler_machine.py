@@ -19,6 +19,8 @@ Held after every operation, for every policy, with tiny pools, small chunks and 
 * nobody ends by ``error`` but for a cause: so many steps that failed with it alone, or in company, or in a row; where
   steps fail of culprits alone, several at a time, or two of a kind that fail only together, nobody else ends;
 * whose logits are no numbers ends, gets no token, and nothing is found that begins as it does; others go on;
+* who gives drafts, right ones, wrong ones, or right ones and then wrong ones, generates what it does without, has just as
+  much as was accepted behind each step, and publishes no more than that; drafts that are not finite end nobody;
 * a step that is planned behind one in flight leaves every request as it was, has the positions that follow, and says
   of each token that is not known yet whose it is; when it is not planned, there is a reason.
 
@@ -40,7 +42,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from pagefold.events import Event, PinDropped, PrefixLookup, RequestPreempted, StepApplied
+from pagefold.events import DraftsVerified, Event, PinDropped, PrefixLookup, RequestPreempted, StepApplied
 from pagefold.kv import (
     KEEP_ALL,
     NO_HOST,
@@ -108,6 +110,8 @@ class Setup:
     """Of the cache groups."""
     num_host_blocks: int = 0
     """Of the host tier; 0 for none."""
+    drafts: bool = False
+    """Some of those that run have drafts, right and wrong ones."""
     has_culprits: bool = False
     """Steps fail because of who is in them, and never otherwise."""
 
@@ -131,6 +135,13 @@ class Flight:
     samples: list[Request]
     admitted: list[Request]
     lookups: list[PrefixLookup]
+
+    def drafts_of(self, request: Request) -> list[int]:
+        """Return what a request's row has behind its own tokens."""
+        for row, _, first, num_drafts in self.plan.drafted:
+            if self.requests[row] is request:
+                return self.plan.token_ids[first : first + num_drafts].tolist()
+        return []
 
 
 def _copied(tables: Sequence[BlockTable]) -> list[BlockTable]:
@@ -170,6 +181,8 @@ class Machine:
         self.has_failed = False  # a step, ever
         self.is_out_of_order = False  # some were tried apart
         self.corrupt = 0  # bits of rows
+        self.rng = Random(0)  # of drafts
+        self.drafts: dict[str, list[int]] = {}  # given for the next step
         self.culprits: set[str] = set()  # steps with one of them fail
         self.odd: set[str] = set()  # steps with two of them fail
         self.looked_up: set[str] = set()
@@ -237,6 +250,7 @@ class Machine:
         waited = list(self.scheduler.waiting)
         self.events.clear()
         self.failed_extends.clear()
+        self._give_drafts()
         plan = self.scheduler.schedule(self.now)
         assert all(pin.expires_at_s > self.now for pin in self.core.pins)
         assert bool(plan.num_rows) == bool(before or waited), "nothing to run though there is work"
@@ -277,6 +291,8 @@ class Machine:
             assert not admitted
             is_forking = any(request.forks for request in first.samples)
             is_in_the_way = self.scheduler.suspicion.is_on or is_forking or self.failed_extends or self._joins()
+            is_in_the_way = is_in_the_way or bool(first.plan.drafted)
+            self._saw("not ahead: drafts", bool(first.plan.drafted))
             assert is_in_the_way or not goes_on, "nothing was in the way"
             self._saw("not ahead: a fork", is_forking)
             self._saw("not ahead: memory", bool(self.failed_extends))
@@ -310,8 +326,17 @@ class Machine:
         result = self.runner.run(flight.launched)
         corrupted = self._take_corrupted(flight)
         result = replace(result, corrupted=[requests.index(request) for request in corrupted])
+        spoiled = [request for request in corrupted if flight.drafts_of(request)]
+        self._saw("corrupted drafts", bool(spoiled))
+        corrupted = [request for request in corrupted if request not in spoiled]
         aborted.update(sample.request_id for request in corrupted for sample in (request, *request.forks))
+        num_taken = {request: self._num_taken(request, flight) for request in requests}
+        num_taken |= dict.fromkeys(spoiled, 0)
         for row, (request, start, num_tokens) in enumerate(zip(requests, plan.starts, plan.num_tokens, strict=True)):
+            if drafts := flight.drafts_of(request):
+                cells = cells_of(request.namespace, [*request.token_ids[: start + 1], *drafts])
+                assert self.runner.read_row(plan, row) == cells, f"{request} reads what is not its own"
+                continue
             if start + num_tokens > request.num_tokens:
                 assert request.is_aborted, "computed what it does not have"
                 self._saw("a row too many of one that was cut off")
@@ -319,7 +344,8 @@ class Machine:
             cells = cells_of(request.namespace, request.token_ids[: start + num_tokens])
             assert self.runner.read_row(plan, row) == cells, f"{request} reads what is not its own"
         for request, start, num_tokens in zip(requests, plan.starts, plan.num_tokens, strict=True):
-            self.computed[request.request_id] = start + num_tokens
+            num_computed = num_taken[request] if flight.drafts_of(request) else num_tokens
+            self.computed[request.request_id] = start + num_computed
             self.failed_alone[request.request_id] = 0
             if len(requests) > 1:
                 self.failed_in_company[request.request_id] = 0
@@ -330,7 +356,8 @@ class Machine:
         self.events.clear()
         got = self.scheduler.apply(result)
         self._saw("joined at commit", any(a != b for a, b in zip(caches, self._whole_of(plan), strict=True) if b))
-        assert got == [request for request in flight.samples if request.request_id not in aborted]
+        got_any = [one for one in flight.samples if one.request_id not in aborted and one not in spoiled]
+        assert got == list(dict.fromkeys(got_any))
         self._check_distrusted(flight, corrupted)
         for request in requests:
             if request.status is RequestStatus.FINISHED:
@@ -348,8 +375,53 @@ class Machine:
         (applied,) = [event for event in self.events if isinstance(event, StepApplied)]
         assert applied.num_tokens == len(plan.token_ids)
         assert applied.num_recomputed_tokens == num_recomputed
-        assert applied.num_output_tokens == sum(not request.has_no_output for request in got)
+        num_of_drafts = sum(num_taken[request] - 1 for request in got if flight.drafts_of(request))
+        assert applied.num_output_tokens == sum(not request.has_no_output for request in got) + num_of_drafts
+        self._check_counts(flight, got, num_taken)
         self._forget_ended()
+
+    def _give_drafts(self) -> None:
+        """Give some of those that run drafts: as many right ones as may be, and wrong ones behind them."""
+        self.drafts.clear()
+        if not self.setup.drafts:
+            return
+        for request in self.requests.values():
+            request.drafts = ()
+        for request in self.scheduler.running:
+            if self.rng.random() < 0.3:  # noqa: PLR2004 - some have none
+                continue
+            num_right, num_wrong = self.rng.randrange(8), self.rng.randrange(4)
+            begin = request.num_output_tokens
+            drafts = self.expected[request.request_id][begin : begin + num_right]
+            drafts += [self.rng.randrange(VOCAB_SIZE) for _ in range(num_wrong)]
+            request.drafts = array("i", drafts)
+            self.drafts[request.request_id] = drafts
+
+    def _num_taken(self, request: Request, flight: Flight) -> int:
+        """Return how many tokens a row with drafts brings: those that it generates alone, as far as drafts are so."""
+        if request.is_aborted:
+            return 1
+        coming = self.expected[request.request_id][request.num_output_tokens :]
+        num_right = 0
+        for draft, token_id in zip(flight.drafts_of(request), coming, strict=False):
+            if draft != token_id:
+                break
+            num_right += 1
+        return min(num_right + 1, len(coming))
+
+    def _check_counts(self, flight: Flight, got: list[Request], num_taken: dict[Request, int]) -> None:
+        """What is told of drafts is what was seen of them."""
+        told = [event for event in self.events if isinstance(event, DraftsVerified)]
+        drafted = [request for request in flight.requests if flight.drafts_of(request)]
+        assert len(told) == bool(drafted)
+        for one in told:
+            for request, (name, num_drafts, num_accepted) in zip(drafted, one.counts, strict=True):
+                assert (name, num_drafts) == (request.request_id, len(flight.drafts_of(request)))
+                assert num_accepted == (num_taken[request] - 1 if request in got else 0)
+                self._saw("all drafts accepted", num_accepted == num_drafts)
+                self._saw("some drafts accepted", 0 < num_accepted < num_drafts)
+                self._saw("no draft accepted", not num_accepted)
+                self._saw("ended among drafts", request.finish_reason == "stop" and num_accepted > 0)
 
     def _take_corrupted(self, flight: Flight) -> list[Request]:
         """Return whose logits will be said to be no numbers, in the order of rows."""
@@ -424,6 +496,8 @@ class Machine:
             self._note_lost(request)
         for request in admitted:
             self.computed.pop(request.request_id, None)
+        self.extended.update(request.request_id for request in flight.requests if flight.drafts_of(request))
+        self._saw("failed step with drafts", bool(plan.drafted))
         self._forget_ended()
 
     def die(self) -> None:
@@ -697,6 +771,7 @@ class Machine:
         for row, request in enumerate(flight.requests):
             start, num_tokens, block_ids = plan.starts[row], plan.num_tokens[row], self._whole_of(plan)[row]
             num_known = request.num_tokens
+            drafts: list[int] = []
             num_computed = self.computed[request.request_id]
             if before is not None and request in before.requests:
                 num_computed += before.plan.num_tokens[before.requests.index(request)]
@@ -705,7 +780,11 @@ class Machine:
                 late.append((at, before.samples.index(request)))
                 num_known += 1
             else:
-                assert plan.token_ids[at : at + num_tokens] == request.token_ids[start : start + num_tokens]
+                drafts = flight.drafts_of(request)
+                self._check_drafts(request, drafts)
+                own = array("i", [*request.token_ids[start : start + num_tokens - len(drafts)], *drafts])
+                assert plan.token_ids[at : at + num_tokens] == own
+                num_known += len(drafts)
             assert start == num_computed, "computed twice, or skipped"
             assert 1 <= num_tokens <= num_known - start
             num_needed = -(-(start + num_tokens) // block_size)
@@ -718,6 +797,7 @@ class Machine:
             at += num_tokens
             if start + num_tokens == num_known:
                 num_outputs = num_known - request.num_prompt_tokens
+                sampling += [(row, request.seed, num_outputs - back) for back in range(len(drafts), 0, -1)]
                 sampling += [(row, sample.seed, num_outputs) for sample in (request, *request.forks)]
             self._saw("chunk", start + num_tokens < num_known)
         ends = [start + num_tokens for start, num_tokens in zip(plan.starts, plan.num_tokens, strict=True)]
@@ -732,6 +812,19 @@ class Machine:
         self._saw("copy-on-write", bool(plan.copies))
         self._saw("several copies of a block", len({copy.src for copy in plan.copies}) < len(plan.copies))
         self._saw_leaning(flight)
+
+    def _check_drafts(self, request: Request, drafts: list[int]) -> None:
+        """Drafts are the first of those that were given, no more than the request may sample, and stay in a block."""
+        given = self.drafts.get(request.request_id, [])
+        assert drafts == given[: len(drafts)]
+        if not drafts:
+            return
+        assert request.num_computed_tokens == request.num_tokens - 1
+        assert request.num_tokens + len(drafts) < request.stop.max_total_tokens
+        assert not request.forks
+        in_block = BLOCK_SIZE - request.num_computed_tokens % BLOCK_SIZE - 1
+        assert not self.setup.seals or len(drafts) <= in_block
+        self._saw("drafts that fill a block", len(drafts) >= in_block)
 
     def _flight(self, plan: StepPlan, admitted: list[Request]) -> Flight:
         """Note who has which row of a plan that was just made, and who was admitted."""
@@ -851,9 +944,10 @@ class Machine:
 
 def samples_of(plan: StepPlan, requests: list[Request]) -> list[Request]:
     """Return who gets the token of each sampling row, given who has each row."""
+    num_drafts = {one.row: one.num_drafts for one in plan.drafted}
     samples: list[Request] = []
     for row in dict.fromkeys(plan.sampling_rows):
-        samples += (requests[row], *requests[row].forks)
+        samples += (requests[row],) * num_drafts.get(row, 0) + (requests[row], *requests[row].forks)
     return samples
 
 
@@ -890,6 +984,7 @@ def random_setup(rng: Random, policy: str) -> Setup:
         long_outputs=rng.random() < 0.5,
         seals=rng.random() < 0.3,
         has_culprits=rng.random() < 0.4,
+        drafts=rng.random() < 0.5,
     )
 
 
@@ -945,6 +1040,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduling=st.sampled_from(("fcfs", "priority")),
         kind=st.sampled_from([{}, {"long_outputs": True}, {"seals": True}, {"long_outputs": True, "seals": True}]),
         has_culprits=st.booleans(),
+        drafts=st.booleans(),
     )
     def start(
         self,
@@ -955,9 +1051,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         kind: dict[str, bool],
         *,
         has_culprits: bool,
+        drafts: bool,
     ) -> None:
         """Begin with an empty pool."""
-        setup = Setup(num_blocks, *limits, policy, scheduling=scheduling, has_culprits=has_culprits, **kind)
+        setup = Setup(num_blocks, *limits, policy, scheduling=scheduling, has_culprits=has_culprits, drafts=drafts, **kind)
         self.machine = Machine(setup)
 
     @rule(which=ints, length=ints, own=ints, num_new=ints)
@@ -1088,6 +1185,14 @@ def test_what_is_worth_testing_happens() -> None:
     for seed in range(100, 124):
         seen += random_operations(seed, 300, "lru")
     for what in (
+        "all drafts accepted",
+        "corrupted drafts",
+        "drafts that fill a block",
+        "ended among drafts",
+        "failed step with drafts",
+        "no draft accepted",
+        "not ahead: drafts",
+        "some drafts accepted",
         "a copy waits for another step",
         "a sample cancelled",
         "a sample ended by itself",

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 import typer
 
 from pagefold.cli.size import parse_size
-from pagefold.errors import ConfigError
+from pagefold.errors import ConfigError, PagefoldError
+from pagefold.speculation.params import SpeculativeParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from pagefold.config import Flag
 
-__all__ = ["listed", "parse_layers", "parse_num_tokens", "read_flags", "with_flags"]
+__all__ = ["listed", "parse_layers", "parse_num_tokens", "parse_speculation", "read_flags", "with_flags"]
 
 
 def with_flags(**panels: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -93,6 +94,25 @@ def parse_num_tokens(text: str | None) -> int | Literal["auto"] | None:
         raise typer.BadParameter(msg, param_hint="--max-model-len") from None
 
 
+def parse_speculation(text: str) -> SpeculativeParams:
+    """Return what ``--speculative-config`` says.
+
+    Raises:
+        typer.BadParameter: it is no JSON object, or something in it is wrong.
+    """
+    try:
+        given = json.loads(text)
+    except ValueError:
+        given = None
+    try:
+        if not isinstance(given, dict):
+            msg = f"""{text!r} is no JSON object: write it as '{{"method": "tree"}}'."""
+            raise typer.BadParameter(msg)
+        return SpeculativeParams.of(given)
+    except PagefoldError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
 def listed(values: Sequence[str] | None, default: tuple[str, ...]) -> tuple[str, ...]:
     """Return what a flag lists: a JSON list, as vLLM writes it, or one text each time that it was given.
 
@@ -129,6 +149,8 @@ def _parameters(config: type, panel: str) -> Iterator[inspect.Parameter]:
             how["metavar"] = flag.metavar
         if flag.metavar == "SIZE":
             how["parser"] = parse_size
+        if flag.metavar == "JSON":
+            how["parser"] = parse_speculation
         names = [f"--{name.replace('_', '-')}"] if default is False else []  # there is no need to say that it is not
         kind = inspect.Parameter.KEYWORD_ONLY
         option = Annotated[_type(wanted), typer.Option(*names, **how)]  # type: ignore[valid-type]  # it is made here

@@ -5,17 +5,16 @@ Names and meaning of flags are vLLM's where vLLM has them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, get_args
 
-from pagefold.errors import ConfigError
+from pagefold.errors import ConfigError, InvalidRequestError
 from pagefold.kv import KV_CACHE_DTYPES
 from pagefold.kv.writes import WRITE_POLICIES, WritePolicy
+from pagefold.speculation.params import SpeculativeParams
 from pagefold.typecheck import wrong_type
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 __all__ = [
     "DROPPED_BITS",
@@ -133,6 +132,8 @@ class EngineConfig:
         enforce_eager: whether a card gets each kernel from the host, rather than decoding steps as CUDA graphs.
         threads: how many compute together; None for all cores that this process may use.
         batch_invariant: refuse whatever would let a request's tokens depend on its batch. The fused decoder never does.
+        speculative_config: who drafts what requests will sample, so that a step finds several of their tokens; None for
+            nobody. It changes no output. A mapping with the fields of ``SpeculativeParams`` will do.
         seed: of the draws of requests that bring no seed.
         scheduling_policy: who goes first: ``fcfs``, or ``priority`` (the smallest ``priority`` of a request).
         priority_aging_s: with ``priority``, seconds of waiting that are worth one level.
@@ -236,6 +237,14 @@ class EngineConfig:
     enforce_eager: Annotated[bool, Flag("On a card, no CUDA graphs.")] = False
     threads: Annotated[int | None, Flag("Threads that compute; all cores if not given.")] = None
     batch_invariant: Annotated[bool, Flag("Refuse what would let a request's tokens depend on its batch.")] = False
+    speculative_config: Annotated[
+        SpeculativeParams | None,
+        Flag(
+            'Draft what requests will sample, as {"method": "tree"} (what followed before, in the tenant\'s cache) or '
+            '{"method": "ngram"} (in the request\'s text). It changes no output.',
+            metavar="JSON",
+        ),
+    ] = None
     seed: Annotated[int, Flag("Of requests that bring none.")] = 0
     scheduling_policy: Annotated[SchedulingPolicyName, Flag("Who goes first: fcfs, or priority (the smallest).")] = (
         "fcfs"
@@ -250,6 +259,11 @@ class EngineConfig:
     def __post_init__(self) -> None:
         from pagefold.kv.policies import POLICIES  # noqa: PLC0415 - kv stands on nothing here; keeps imports one-way
 
+        if isinstance(self.speculative_config, Mapping):
+            try:
+                object.__setattr__(self, "speculative_config", SpeculativeParams.of(self.speculative_config))
+            except InvalidRequestError as error:
+                raise ConfigError(error.message, remedy=error.remedy) from None
         _check_types(self)
         _one_of("device", self.device, get_args(Device))
         _one_of("dtype", self.dtype, get_args(Dtype))

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pagefold.config import available_cpus, cache_dir
+from pagefold.engine.drafting import NO_DRAFTING, Drafting
 from pagefold.engine.engine import Engine
 from pagefold.engine.limits import ModelLimits
 from pagefold.engine.namespace import namespace_of
@@ -31,6 +32,7 @@ from pagefold.kv import (
     make_policy,
 )
 from pagefold.scheduler import NO_TIERING, SCHEDULING_POLICIES, Scheduler, SchedulerLimits, Tiering
+from pagefold.speculation import NgramDrafter, StepCosts, TreeDrafter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
     from pagefold.memory.capacity import Capacity
     from pagefold.runner.codecs.constants import CodecConstants
     from pagefold.runner.models import ModelSpec
+    from pagefold.runner.torch_runner import TorchRunner
+    from pagefold.speculation import Drafter, SpeculativeParams
     from pagefold.store import BlockStore
     from pagefold.structured.compiler import GrammarCompiler
     from pagefold.tokenizer import Tokenizer
@@ -48,6 +52,10 @@ if TYPE_CHECKING:
 __all__ = ["build_engine"]
 
 _log = logging.getLogger(__name__)
+
+_TIMED_STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_MOST_DRAFTS = 128
+"""Of one step, for all requests together: each has logits of its own."""
 
 _UNTRIED_LINK = 1e-3, 1e9
 """Latency and bandwidth, in seconds and bytes a second, of a tier that could not be tried yet."""
@@ -173,6 +181,9 @@ def _assemble(
         assert arena is not None, "slow tiers go through the host's"
         move = partial(arena.carry_out, blocks=runner.slab.as_bytes())
         tiering = Tiering(scheduler, slow, TransferThreads(arena, stores), arena, move, emit=emit)
+    drafting = NO_DRAFTING
+    if config.speculative_config is not None:
+        drafting = _drafting(config, scheduler, runner)
     emit(CacheConfigured(_cache_settings(config, capacity)))
     ends = frozenset() if tokenizer is None or not core.trims else tokenizer.message_end_ids
     kind = OverlappedEngine if hardware.computes_apart and not tiering.is_on else Engine
@@ -183,11 +194,27 @@ def _assemble(
         limits=ModelLimits(spec.vocab_size, spec.eos_token_ids, namespace, ends.union(spec.eos_token_ids)),
         capacity=capacity,
         tiering=tiering,
+        drafting=drafting,
         compiler=None if tokenizer is None else _compiler(tokenizer, spec),
         seed=config.seed,
         request_timeout_s=config.request_timeout_s,
         emit=emit,
     )
+
+
+def _drafting(config: EngineConfig, scheduler: Scheduler, runner: TorchRunner) -> Drafting:
+    """Return what drafts for requests, with what steps take here."""
+    most = min(_MOST_DRAFTS, config.max_num_batched_tokens - 1)
+    sizes = [size for size in _TIMED_STEPS if size <= most]
+    costs = StepCosts(sizes, runner.seconds_of_steps(sizes)) if len(sizes) > 1 else StepCosts((1, 2), (1.0, 2.0))
+
+    def drafter_for(params: SpeculativeParams) -> Drafter:
+        if params.method == "ngram":
+            return NgramDrafter(params.prompt_lookup_min, params.prompt_lookup_max)
+        return tree
+
+    tree = TreeDrafter(scheduler.core)
+    return Drafting(scheduler, config.speculative_config, drafter_for, costs, most)
 
 
 def _cache_settings(config: EngineConfig, capacity: Capacity) -> dict[str, str]:

@@ -5,6 +5,8 @@
     plan = scheduler.schedule(now)
     result = runner.run(plan)
     scheduler.apply(result)            or scheduler.abandon(error)
+
+Before that, ``drafting`` may give requests drafts of what they will sample.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from pagefold.engine.drafting import NO_DRAFTING
 from pagefold.engine.open_outputs import OpenOutputs
 from pagefold.engine.output_rules import matchers
 from pagefold.engine.pins import PinReport, report_pins
@@ -30,6 +33,7 @@ from pagefold.structured.params import FIELD
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pagefold.engine.drafting import Drafting
     from pagefold.engine.limits import ModelLimits
     from pagefold.engine.outputs import OutputDelta
     from pagefold.memory.capacity import Capacity
@@ -56,6 +60,7 @@ class Engine:
         limits: of the model.
         capacity: what fits.
         tiering: of slow tiers.
+        drafting: gives requests drafts.
         compiler: of grammars; None for free output only.
         seed: of requests that bring none; the n-th such request draws the same in every run.
         request_timeout_s: seconds after which a request that has not finished is ended; None for never.
@@ -72,6 +77,7 @@ class Engine:
         limits: ModelLimits,
         capacity: Capacity,
         tiering: Tiering = NO_TIERING,
+        drafting: Drafting = NO_DRAFTING,
         compiler: GrammarCompiler | None = None,
         seed: int = 0,
         request_timeout_s: float | None = None,
@@ -84,12 +90,15 @@ class Engine:
         self.limits = limits
         self.capacity = capacity
         self.tiering = tiering
+        self.drafting = drafting
         self._compiler = compiler
         self._seed = seed
         self._request_timeout_s = request_timeout_s
         self._emit = emit
         self._clock = clock
-        self._checks = RequestChecks(scheduler, limits, capacity, has_tokenizer=tokenizer is not None)
+        self._checks = RequestChecks(
+            scheduler, limits, capacity, has_tokenizer=tokenizer is not None, drafts=drafting.is_on
+        )
         self._outputs = OpenOutputs(scheduler, tokenizer, emit)
         self._num_requests = 0
 
@@ -174,6 +183,9 @@ class Engine:
         now = self._clock()
         stop = StopRule(self._checks.stop_ids(sampling), max_total)
         ends = self.limits.message_ends(prompt_token_ids) if self.scheduler.core.trims else ()
+        speculation = caller.speculation or self.drafting.default
+        if speculation is not None and speculation.is_off:
+            speculation = None
         to_match = matchers(sampling, grammar, self.limits.vocab_size, self.tokenizer)
         samples = [
             Request(
@@ -192,6 +204,8 @@ class Engine:
                 warm_up=caller.warm_up,
                 returns_in_s=caller.returns_in_s,
                 message_ends=ends,
+                speculation=speculation,
+                predicted=caller.predicted,
             )
             for index, (sample_id, matcher) in enumerate(zip(sample_ids, to_match, strict=True))
         ]
@@ -265,6 +279,7 @@ class Engine:
         """
         now = self._clock()
         self.tiering.poll(now)
+        self.drafting.prepare()
         plan = self.scheduler.schedule(now)
         deltas = [self._timed_out(request, now) for request in self.scheduler.timed_out]
         if not plan.num_rows:
@@ -281,9 +296,8 @@ class Engine:
         requests = self.scheduler.apply(result)
         tell_tokens(self._emit, requests, now, self.scheduler.core.block_size)
         for request in requests:
-            delta = self._outputs.delta(request, request.finish_reason, now)
-            deltas.append(delta)
-            if delta.finish_reason in {"stop", "length"}:
+            deltas += self._outputs.deltas(request, request.finish_reason, now)
+            if deltas[-1].finish_reason in {"stop", "length"}:
                 self.tiering.expect(request, now)
         return deltas + self._all_failed(self._corrupted(), None)
 

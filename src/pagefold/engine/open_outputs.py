@@ -91,21 +91,44 @@ class OpenOutputs:
         self._tell_prompt_end(request_id, opened)
         return True
 
-    def delta(self, request: Request, reason: FinishReason | None, now: float) -> OutputDelta:
-        """Turn the token that ``request`` just got into text, and end the request if that completes a stop string.
+    def deltas(self, request: Request, reason: FinishReason | None, now: float) -> list[OutputDelta]:
+        """Turn the tokens that ``request`` just got into text, and end it if that completes a stop string.
 
-        ``reason`` is why it ended with that token, if it did.
+        Tokens behind a stop string, of the same step, are nobody's: the request has none behind it.
+
+        Args:
+            request: has got at least one token, if it gets any at all.
+            reason: why it ended with the last of them, if it did.
+            now: the time.
+
+        Returns one for each token, or one without a token.
         """
+        if request.has_no_output:
+            return [self._delta(request, (), reason, now)]
+        text = self.texts[request.request_id]
+        deltas: list[OutputDelta] = []
+        new = request.token_ids[request.num_prompt_tokens + text.num_told :]
+        for num_behind, token_id in zip(reversed(range(len(new))), new, strict=True):
+            text.num_told += 1
+            deltas.append(self._delta(request, (token_id,), None if num_behind else reason, now))
+            if deltas[-1].finish_reason is not None:
+                break
+        return deltas
+
+    def _delta(
+        self, request: Request, token_ids: tuple[int, ...], reason: FinishReason | None, now: float
+    ) -> OutputDelta:
         text = self.texts[request.request_id]
         text_offset = text.num_characters
-        token_ids = () if request.has_no_output else (request.token_ids[-1],)
         piece = ""
         for token_id in token_ids:
             is_stop_token = reason == "stop" and token_id in request.stop.token_ids
             if not is_stop_token or request.sampling.include_stop_str_in_output:
                 piece = text.push(token_id)
         if text.stopped and reason != "stop":
-            if reason is None:
+            if request.num_output_tokens > text.num_told:
+                request.cut(text.num_told)
+            if request.finish_reason is None:
                 self._scheduler.finish(request.request_id, "stop")
             reason = "stop"
         elif reason is not None:
@@ -131,7 +154,9 @@ class OpenOutputs:
         if reason == "error":
             assert request.matcher is not None  # in a step that ran, only it can have failed
             delta = replace(delta, error=matcher_error(request, request.matcher), param=request.matcher.field)
-        return delta if request.is_plain else replace(delta, text_offset=text_offset, **self._logprobs(request))
+        if request.is_plain:
+            return delta
+        return replace(delta, text_offset=text_offset, **self._logprobs(request, text.num_told))
 
     def cut_off(self, request: Request, error: str, now: float) -> OutputDelta:
         """Return the last delta of a request that ended between tokens."""
@@ -168,16 +193,17 @@ class OpenOutputs:
         if opened.num_choices:
             self._emit(PromptFinished(request_id, opened.num_choices, opened.num_longest_tokens))
 
-    def _logprobs(self, request: Request) -> _Logprobs:
-        """Return what a delta tells of logprobs: of the last token; with the first one, of the prompt."""
+    def _logprobs(self, request: Request, num_told: int) -> _Logprobs:
+        """Return what a delta tells of logprobs: of the last told token; with the first one, of the prompt."""
         told: _Logprobs = {}
         sampling = request.sampling
         if sampling.logprobs is not None:
-            last = request.logprobs[-1:]  # none where nothing is sampled
-            told["logprobs"] = tuple(named_logprobs(self._tokenizer, request.token_ids[-1:] if last else (), last))
+            last = request.logprobs[max(0, num_told - 1) : num_told]  # none where nothing is sampled
+            token_ids = (request.token_ids[request.num_prompt_tokens + num_told - 1],) if last else ()
+            told["logprobs"] = tuple(named_logprobs(self._tokenizer, token_ids, last))
         if request.logprobs:
-            told["cumulative_logprob"] = request.cumulative_logprob
-        if sampling.prompt_logprobs is not None and request.num_output_tokens <= 1 and request.sample_index == 0:
+            told["cumulative_logprob"] = request.logprob_of_first(num_told)
+        if sampling.prompt_logprobs is not None and num_told <= 1 and request.sample_index == 0:
             rest = request.token_ids[1 : request.num_prompt_tokens]
             told["prompt_logprobs"] = PromptLogprobs(self._tokenizer, rest, request.prompt_logprobs)
         return told

@@ -172,6 +172,7 @@ class OutputText:
     Attributes:
         stop_reason: the stop string that is complete, if one is.
         num_characters: of the text so far, what is held back included.
+        num_told: how many of the output's tokens have been told of; whoever tells counts.
     """
 
     def __init__(
@@ -184,6 +185,7 @@ class OutputText:
         self._num_tokens = 0
         self._num_passed = 0  # characters of ``_held`` within which a complete stop string does not count
         self.num_characters = 0
+        self.num_told = 0
         self._num_held_back = max((len(text) for text in stop), default=1) - 1
         self._held = ""
         self.stop_reason: str | None = None

@@ -11,7 +11,8 @@
 So when a step ends, the next one is queued on the card already, and everything is behind the card: planning, queueing,
 ``apply``, texts, and what comes between two calls of :meth:`OverlappedEngine.step`: delivery, new requests, their
 prompts. Where the next step depends on the tokens of the one in flight (see :meth:`Scheduler.schedule_ahead`), that one
-lands first: then ``apply``, ``schedule`` and queueing are not hidden for once, and all else is the same.
+lands first: then ``apply``, ``schedule`` and queueing are not hidden for once, and all else is the same. So it is as
+long as anybody runs who may get drafts, which follow those tokens.
 
 A request that ends by a token is found out when its next token is being computed already; that token is dropped, as of
 one that is cancelled during a step. So every request gets the tokens of the plain loop.
@@ -93,7 +94,7 @@ class OverlappedEngine(Engine):
 
     def step(self) -> list[OutputDelta]:
         """Launch the next step, land the one before, and return what that one added, request by request."""
-        if self._launched and self._looks_ahead:
+        if self._launched and self._looks_ahead and not self.drafting.drafts_for_any:
             plan = self.scheduler.schedule_ahead(self._clock())
             if plan is not None:
                 self._launch(plan)
@@ -104,6 +105,7 @@ class OverlappedEngine(Engine):
         now = self._clock()
         timed_out: list[Request] = []
         if not self._launched:
+            self.drafting.prepare()
             plan = self.scheduler.schedule(now)
             timed_out = self.scheduler.timed_out
             if plan.num_rows:
@@ -125,7 +127,7 @@ class OverlappedEngine(Engine):
         deltas: list[OutputDelta] = []
         for request, reason in landed:
             if request.request_id in self._outputs.texts:
-                deltas.append(self._outputs.delta(request, reason, now))
+                deltas += self._outputs.deltas(request, reason, now)
         for ended, error in failed:
             deltas += super()._all_failed(ended, error)
         deltas += [self._timed_out(request, now) for request in timed_out if request.request_id in self._outputs.texts]

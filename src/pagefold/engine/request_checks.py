@@ -27,13 +27,17 @@ class RequestChecks:
         limits: of the model.
         capacity: what fits.
         has_tokenizer: whether the engine knows text.
+        drafts: whether it drafts for anybody.
     """
 
-    def __init__(self, scheduler: Scheduler, limits: ModelLimits, capacity: Capacity, *, has_tokenizer: bool) -> None:
+    def __init__(
+        self, scheduler: Scheduler, limits: ModelLimits, capacity: Capacity, *, has_tokenizer: bool, drafts: bool = False
+    ) -> None:
         self._scheduler = scheduler
         self._limits = limits
         self._capacity = capacity
         self._has_tokenizer = has_tokenizer
+        self._drafts = drafts
 
     def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, caller: Caller) -> None:
         """Refuse what can never be served. Reads nothing that changes, so any thread may call it.
@@ -59,6 +63,11 @@ class RequestChecks:
             )
         if caller.warm_up is not None:
             self._check_warm_up(num_tokens, caller.warm_up)
+        self._check_ids(caller.predicted, "prediction")
+        if caller.speculation is not None and not (caller.speculation.is_off or self._drafts):
+            msg = "speculative_config is given, but this server drafts nothing."
+            remedy = "Leave it out, or start with --speculative-config."
+            raise InvalidRequestError(msg, param="speculative_config", remedy=remedy)
 
     def check_pin_quota(self, request: Request) -> None:
         """Refuse before it is computed what could not be pinned now. Others may be faster: then pinning fails.

@@ -51,6 +51,7 @@ from pagefold.kv.residuals import NO_RESIDUALS
 from pagefold.kv.sequence_cache import Mark, SequenceCache
 from pagefold.kv.slow_tiers import NO_SLOW_TIERS
 from pagefold.kv.streaming import NO_STREAMING, Streaming
+from pagefold.kv.table import num_blocks_for
 from pagefold.kv.tree import attached_part
 from pagefold.kv.uses import Uses
 
@@ -286,6 +287,15 @@ class KVCore:
         """
         if self.trims:
             self._holding.trim(cache, self.residuals.begins_again_at(num_tokens))
+
+    def shrink(self, cache: SequenceCache, num_tokens: int) -> None:
+        """Give back the blocks behind those that ``num_tokens`` need: of drafts that were rejected.
+
+        They are the cache's own, and were never published.
+        """
+        num_blocks = num_blocks_for(num_tokens, self.block_size)
+        if num_blocks * self.block_size < cache.capacity:
+            self._holding.cut(cache, num_blocks)
 
     def fork(self, cache: SequenceCache) -> SequenceCache:
         """Make a second cache on the same blocks. Whoever writes into a shared block first gets a copy of it.

@@ -150,7 +150,7 @@ class Holding:
             for _ in range(num_new):
                 block = allocate()
                 if block is None:  # cached blocks that a transfer reads cannot go
-                    self._cut(cache, num_old)
+                    self.cut(cache, num_old)
                     return False
                 block.group = group
                 table.block_ids.append(block.block_id)
@@ -194,6 +194,13 @@ class Holding:
             self._pool.acquire(self._pool.blocks[block_id])
 
     # Blocks that are given back.
+
+    def cut(self, cache: SequenceCache, num_blocks: int) -> None:
+        """Give back the private blocks behind place ``num_blocks``, the newest first."""
+        for table in reversed(cache.tables):
+            while table.end > num_blocks:
+                self._pool.release(self._pool.blocks[table.block_ids.pop()])
+        cache.capacity = num_blocks * self._rules.block_size
 
     def trim(self, cache: SequenceCache, num_tokens: int) -> None:
         """Give back what nobody sees from position ``num_tokens`` on: see :meth:`KVCore.trim`."""
@@ -258,12 +265,6 @@ class Holding:
             if node is None or not node.committed:
                 continue
             windows.mark(node, mark.why)
-
-    def _cut(self, cache: SequenceCache, num_blocks: int) -> None:
-        """Give back the private blocks behind place ``num_blocks``, the newest first."""
-        for table in reversed(cache.tables):
-            while table.end > num_blocks:
-                self._pool.release(self._pool.blocks[table.block_ids.pop()])
 
     def _fill(self, cache: SequenceCache, sources: list[list[Block | HeldBlock]]) -> bool:
         """Let the tables of ``cache`` hold the blocks among ``sources``, and new ones for the others.

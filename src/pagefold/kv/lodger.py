@@ -73,6 +73,16 @@ class Lodger:
         """
         return num_tokens
 
+    def draft_limit(self, cache: SequenceCache, start: int, num_tokens: int) -> int:  # noqa: ARG002
+        """Return how many tokens a row may have that ends in drafts.
+
+        Args:
+            cache: what the sequence has.
+            start: the row's first position.
+            num_tokens: how many there could be, the sequence's own last token among them.
+        """
+        return num_tokens
+
 
 class Lodgers(Lodger):
     """Several lodgers, those of them that are on: told one by one, and each is asked of what the one before answered.
@@ -129,4 +139,10 @@ class Lodgers(Lodger):
         """Return how many tokens a sequence may compute in one step."""
         for lodger in self._lodgers:
             num_tokens = lodger.limit(cache, start, num_tokens, num_all)
+        return num_tokens
+
+    def draft_limit(self, cache: SequenceCache, start: int, num_tokens: int) -> int:
+        """Return how many tokens a row may have that ends in drafts."""
+        for lodger in self._lodgers:
+            num_tokens = lodger.draft_limit(cache, start, num_tokens)
         return num_tokens

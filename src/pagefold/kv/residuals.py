@@ -88,6 +88,14 @@ class Residuals(Lodger):
             return num_tokens - num_tokens % block_size
         return num_tokens
 
+    def draft_limit(self, cache: SequenceCache, start: int, num_tokens: int) -> int:  # noqa: ARG002
+        """Return how many tokens a row may have that ends in drafts: it ends in its block.
+
+        So what was accepted of it is in the residual still, if the rest is rejected; a block that it has sealed is
+        sealed again when it is full of the sequence's own tokens.
+        """
+        return min(num_tokens, self._block_size - start % self._block_size)
+
     def begins_again_at(self, position: int) -> int:
         """Return where a sequence begins again that has got to ``position``, if what its residual holds is lost."""
         return position - position % self._block_size

@@ -162,6 +162,10 @@ class Streaming(Lodger):
         """Return how many tokens a sequence may compute in one step; see :meth:`Lodger.limit`."""
         return min(num_tokens, self.max_new_tokens) if cache.streams else num_tokens
 
+    def draft_limit(self, cache: SequenceCache, start: int, num_tokens: int) -> int:  # noqa: ARG002
+        """Return how many tokens a row may have that ends in drafts: what streams has none."""
+        return 1 if cache.streams else num_tokens
+
     @property
     def max_new_tokens(self) -> int:
         """How many tokens a cache that streams may have computed in one step."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pagefold.kv.block import Block
     from pagefold.kv.held_block import HeldBlock
 
-__all__ = ["TOKEN_BYTES", "PrefixHit", "PrefixTree", "attached_part", "doubtful_nodes"]
+__all__ = ["TOKEN_BYTES", "NodeWatcher", "PrefixHit", "PrefixTree", "attached_part", "doubtful_nodes"]
 
 TOKEN_BYTES = 4
 """Bytes of one packed token: ``array("i", token_ids).tobytes()``."""
@@ -67,16 +67,33 @@ def attached_part(nodes: list[Node]) -> list[Node]:
     return nodes[:num_attached]
 
 
+class NodeWatcher:
+    """Is told of every node that comes and goes, but for roots. As it is it does nothing."""
+
+    def on_insert(self, node: Node) -> None:
+        """A node was published; perhaps its bytes are not written yet."""
+
+    def on_remove(self, node: Node) -> None:
+        """A node has left."""
+
+    def on_clear(self) -> None:
+        """All nodes have left."""
+
+
 class PrefixTree:
     """The published blocks of all namespaces.
 
     Args:
         block_size: tokens a block.
+
+    Attributes:
+        watcher: is told which nodes come and go.
     """
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.roots: dict[bytes, Node] = {}
+        self.watcher = NodeWatcher()
 
     def match(self, namespace: bytes, packed: bytes, max_tokens: int) -> PrefixHit:
         """Find the longest published prefix of ``packed``, of at most ``max_tokens`` tokens. Writes nothing."""
@@ -123,6 +140,7 @@ class PrefixTree:
             if block is not None:
                 block.node = node
         parent.children[key] = node
+        self.watcher.on_insert(node)
         return node
 
     def remove(self, node: Node) -> None:
@@ -132,6 +150,7 @@ class PrefixTree:
         assert parent is not None, "a root leaves with its last child"
         del parent.children[node.key]
         node.attached = False
+        self.watcher.on_remove(node)
         if parent.parent is None and not parent.children:
             del self.roots[parent.key]
             parent.attached = False
@@ -139,6 +158,7 @@ class PrefixTree:
     def clear(self) -> None:
         """Forget all paths."""
         self.roots = {}
+        self.watcher.on_clear()
 
     def nodes(self) -> Iterator[Node]:
         """Yield all nodes but the roots, parents before children."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pagefold.errors import InvalidRequestError
 from pagefold.sampling import out_of_range
+from pagefold.speculation.params import SpeculativeParams  # noqa: TC001 - of a dataclass
 from pagefold.typecheck import wrong_type
 
 __all__ = ["ANYBODY", "DEFAULT_RETENTION_PRIORITY", "MAX_RETURNS_IN_S", "Caller", "WarmUp"]
@@ -60,6 +61,8 @@ class Caller:
         warm_up: of a request that only warms the cache; None for all others.
         returns_in_s: in so many seconds from its end the conversation is expected to go on; None for nobody knows.
         tier_offset: added to ``priority``, but only with such a policy.
+        speculation: who drafts for the request; None for who drafts for all.
+        predicted: tokens that are expected in the output, for who drafts.
     """
 
     tenant: str = ""
@@ -68,6 +71,8 @@ class Caller:
     warm_up: WarmUp | None = None
     returns_in_s: float | None = None
     tier_offset: int = 0
+    speculation: SpeculativeParams | None = None
+    predicted: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.returns_in_s is not None and not 0.0 <= self.returns_in_s <= MAX_RETURNS_IN_S:

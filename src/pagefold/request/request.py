@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pagefold.kv import SequenceCache
     from pagefold.request.caller import WarmUp
     from pagefold.sampling import SamplingParams
+    from pagefold.speculation.params import SpeculativeParams
     from pagefold.steps import TokenLogprobs
     from pagefold.structured.matcher import TokenMatcher
 
@@ -83,6 +84,13 @@ class Request:
         forks: those that will fork from it: they neither wait nor run yet. Empty once they have.
         token_ids: the prompt, then what was sampled.
         is_plain: of its sampling parameters; here because every step asks.
+        drafts: what may follow ``token_ids``, as somebody guesses: computed with the next step that has room for them,
+            and forgotten when that is planned.
+        speculation: who drafts for it, and how much; None for nobody.
+        predicted: tokens that its caller expects in the output: for who drafts.
+        num_draft_tokens: how many drafts steps have computed for it.
+        num_accepted_tokens: how many of those were what it sampled.
+        may_draft: whether drafts are used at all: not since a step with some found no numbers for it.
         logprobs: of its output tokens, if asked for.
         cumulative_logprob: their sum.
         prompt_logprobs: of its prompt's tokens from the second on, as far as known, if asked for.
@@ -112,6 +120,7 @@ class Request:
         "cache",
         "cumulative_logprob",
         "deadline_s",
+        "drafts",
         "error",
         "finish_reason",
         "forks",
@@ -121,16 +130,20 @@ class Request:
         "logprobs",
         "matcher",
         "max_computed_tokens",
+        "may_draft",
         "message_ends",
         "namespace",
+        "num_accepted_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_draft_tokens",
         "num_loaded_tokens",
         "num_lost_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "order",
         "parent_id",
+        "predicted",
         "priority",
         "prompt_logprobs",
         "prompt_use",
@@ -139,6 +152,7 @@ class Request:
         "sample_index",
         "sampling",
         "seed",
+        "speculation",
         "status",
         "stop",
         "times",
@@ -164,6 +178,8 @@ class Request:
         warm_up: WarmUp | None = None,
         returns_in_s: float | None = None,
         message_ends: Sequence[int] = (),
+        speculation: SpeculativeParams | None = None,
+        predicted: Sequence[int] = (),
     ) -> None:
         self.request_id = request_id
         self.parent_id = request_id if parent_id is None else parent_id
@@ -174,6 +190,11 @@ class Request:
         self.message_ends = message_ends or (self.num_prompt_tokens,)
         self.sampling = sampling
         self.is_plain = sampling.is_plain
+        self.speculation = speculation
+        self.predicted = predicted
+        self.drafts: Sequence[int] = ()
+        self.num_draft_tokens = self.num_accepted_tokens = 0
+        self.may_draft = True
         self.logprobs: list[TokenLogprobs] = []
         self.cumulative_logprob = 0.0
         self.prompt_logprobs: list[TokenLogprobs] = []
@@ -238,6 +259,23 @@ class Request:
         if self.sampling.prompt_logprobs is None or num_known == self.num_prompt_tokens - 1:
             return len(self.token_ids) - 1
         return num_known
+
+    def cut(self, num_output_tokens: int) -> None:
+        """Drop all output behind the first so many tokens: its text has ended before the tokens of a step."""
+        del self.token_ids[self.num_prompt_tokens + num_output_tokens :]
+        if len(self.logprobs) > num_output_tokens:
+            del self.logprobs[num_output_tokens:]
+            self.cumulative_logprob = self.logprob_of_first(num_output_tokens)
+        self.num_accepted_tokens = min(self.num_accepted_tokens, num_output_tokens)
+
+    def logprob_of_first(self, num_output_tokens: int) -> float:
+        """Return the sum of the logprobs of the first so many output tokens, as it was when there were no more."""
+        if num_output_tokens >= len(self.logprobs):
+            return self.cumulative_logprob
+        total = 0.0
+        for one in self.logprobs[:num_output_tokens]:  # in the order in which they were added: to the same bit
+            total += one.logprob
+        return total
 
     def packed(self) -> bytes:
         """Return the tokens as the prefix tree wants them, 4 bytes each."""

@@ -45,8 +45,8 @@ class StepInputs:
     Attributes:
         token_ids: int64 ``[1, T]``.
         positions: int64 ``[1, T]``.
-        logit_rows: int64 ``[D + P]``: the tokens whose logits are needed, one for each row that samples, then one for
-            each token of the prompt parts.
+        logit_rows: int64 ``[D + P]``: the tokens whose logits are needed, one for each row that samples and one for each
+            draft, then one for each token of the prompt parts.
         samples: which of the first D of them each of the R sampling rows takes, int64 ``[R]``; None where each has its
             own.
         attention: where each sequence's KV lies.
@@ -75,14 +75,14 @@ def make_inputs(plan: StepPlan, geometry: KVGeometry) -> StepInputs:
     np.cumsum(num_tokens, out=query_starts[1:])
     positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], num_tokens)
     ends = starts + num_tokens
-    places = {row: place for place, row in enumerate(dict.fromkeys(plan.sampling_rows))}
-    logit_rows = query_starts[1:][list(places)].astype(np.int64) - 1
+    sampled_at = query_starts[1:][plan.sampling_rows].astype(np.int64) - 1
+    for one in plan.drafted:
+        sampled_at[one.place : one.place + one.num_drafts] -= np.arange(one.num_drafts, 0, -1)
+    logit_rows, places = np.unique(sampled_at, return_inverse=True)  # they ascend already
+    samples = torch.from_numpy(places) if len(logit_rows) < len(sampled_at) else None
     if plan.prompt_parts:
         firsts = [(int(query_starts[part.row]) + part.offset, len(part.token_ids)) for part in plan.prompt_parts]
         logit_rows = np.concatenate([logit_rows, *(np.arange(first, first + length) for first, length in firsts)])
-    samples = None
-    if len(places) < len(plan.sampling_rows):
-        samples = torch.tensor([places[row] for row in plan.sampling_rows])
     group_of_layer, cells = _layers_of(geometry)
     groups = []
     for index, group in enumerate(geometry.groups):

@@ -24,7 +24,7 @@ from pagefold.sampling import SamplingParams
 from pagefold.steps import StepPlan, StepResult, TokenLogprobs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from pagefold.kv import KVGeometry
     from pagefold.runner.inputs import StepInputs
@@ -38,6 +38,7 @@ _MEMORY_REMEDY = (
     "Start with a smaller gpu_memory_utilization, max_num_batched_tokens or max_num_seqs, or end what else runs there."
 )
 
+_NUM_TIMED = 3
 _PROBE_TOKENS = 256
 """What prefilling takes is measured with so many tokens."""
 
@@ -221,6 +222,18 @@ class TorchRunner:
             self._dummy(num_tokens, num_blocks)
             times.append(time.perf_counter() - began)
         return times[-1] / num_tokens
+
+    def seconds_of_steps(self, num_tokens: Sequence[int]) -> list[float]:
+        """Measure what steps take that have so many tokens, all of which sample, before any block is in use."""
+        found: list[float] = []
+        for num in num_tokens:
+            times: list[float] = []
+            for _ in range(_NUM_TIMED):
+                began = time.perf_counter()
+                self.run_largest(num, num)
+                times.append(time.perf_counter() - began)
+            found.append(min(times))
+        return found
 
     def warm_up(self) -> None:
         """Run one dummy step on block 0: loads or compiles kernels, and finds out a model that cannot work."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from pagefold.kv import KVCore, Promise
+    from pagefold.request import Request
     from pagefold.scheduler.step_in_flight import StepInFlight
 
-__all__ = ["commit", "publish_late"]
+__all__ = ["commit", "publish", "publish_late"]
 
 
 def commit(core: KVCore, promises: list[Promise], behind: StepInFlight | None) -> None:
@@ -37,8 +40,13 @@ def publish_late(core: KVCore, step: StepInFlight, behind: StepInFlight | None) 
     """
     for joining in step.joins:
         core.publishing.join(joining)
+    publish(core, step.filling, behind)
+
+
+def publish(core: KVCore, requests: Iterable[Request], behind: StepInFlight | None) -> None:
+    """Publish what ``requests`` have computed; all of it has been written. ``behind`` is that of :func:`commit`."""
     promises: list[Promise] = []
-    for request in step.filling:
+    for request in requests:
         cache, end = request.cache, request.num_computed_tokens
         if cache is None or cache.tail is None or end > request.num_tokens:  # who was cut off has lost a token
             continue

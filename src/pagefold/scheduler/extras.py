@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pagefold.steps import PromptPart, StepPlan, StepResult
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
     from pagefold.request import Request
+    from pagefold.scheduler.step_in_flight import StepInFlight
+    from pagefold.structured.matcher import TokenMatcher
 
 __all__ = ["apply_extras", "plan_extras"]
 
 _NO_HISTORY = array("i")
 _NOTHING: frozenset[int] = frozenset()
+
+
+class _Place(NamedTuple):
+    """One of a plan's ``sampling_rows`` of a request.
+
+    Attributes:
+        at: which.
+        sample: whose token is sampled there.
+        drafts: what comes before it that is no token of the request yet.
+        matcher: of the output with those, if that must look like something.
+    """
+
+    at: int
+    sample: Request
+    drafts: array[int]
+    matcher: TokenMatcher | None
 
 
 def plan_extras(plan: StepPlan, request: Request) -> None:
@@ -22,19 +42,20 @@ def plan_extras(plan: StepPlan, request: Request) -> None:
     start = plan.starts[row]
     end = start + plan.num_tokens[row]
     sampling = request.sampling
-    if end == request.num_tokens:
-        num_places = len(plan.sampling_rows)
-        banned = request.stop.token_ids if request.num_output_tokens < sampling.min_tokens else _NOTHING
-        for place, sample in enumerate((request, *request.forks), num_places - request.num_seqs):
-            if sample.matcher is not None:
-                plan.masked.append(place)
-                plan.masks.append(sample.matcher.mask(banned))
-            if sampling.has_penalties or sampling.logit_bias or (banned and sample.matcher is None):
-                plan.adjusted.append(place)
-                plan.histories.append(request.token_ids if sampling.has_penalties else _NO_HISTORY)
-                plan.banned.append(banned if sample.matcher is None else _NOTHING)
-            if (sampling.logprobs is not None or sampling.ranks_samples) and not request.has_no_output:
-                plan.logprob_rows.append(place)
+    for place in _places(plan, row, request) if end >= request.num_tokens else ():
+        at, sample, drafts, matcher = place
+        num_before = sample.num_output_tokens + len(drafts)
+        banned = request.stop.token_ids if num_before < sampling.min_tokens else _NOTHING
+        if matcher is not None:
+            plan.masked.append(at)
+            plan.masks.append(matcher.mask(banned))
+        if sampling.has_penalties or sampling.logit_bias or (banned and matcher is None):
+            plan.adjusted.append(at)
+            history = sample.token_ids + drafts if drafts else sample.token_ids
+            plan.histories.append(history if sampling.has_penalties else _NO_HISTORY)
+            plan.banned.append(banned if matcher is None else _NOTHING)
+        if (sampling.logprobs is not None or sampling.ranks_samples) and not request.has_no_output:
+            plan.logprob_rows.append(at)
     if sampling.prompt_logprobs is not None:
         first = len(request.prompt_logprobs) + 1
         last = min(end, request.num_prompt_tokens - 1)
@@ -44,18 +65,50 @@ def plan_extras(plan: StepPlan, request: Request) -> None:
             plan.prompt_parts.append(part)
 
 
-def apply_extras(plan: StepPlan, result: StepResult, requests: list[Request], samples: list[Request]) -> None:
+def apply_extras(plan: StepPlan, result: StepResult, step: StepInFlight, dropped: Collection[int]) -> None:
     """Append the logprobs of a step that ran.
 
     Args:
         plan: of the step.
         result: what it said.
-        requests: of the plan's rows.
-        samples: of its sampling rows.
+        step: knows whose they are.
+        dropped: which of its sampling rows count for nobody.
     """
     for place, logprobs in zip(plan.logprob_rows, result.logprobs, strict=True):
-        request = samples[place]
+        if place in dropped:
+            continue
+        request = step.samples[place]
         request.logprobs.append(logprobs)
         request.cumulative_logprob += logprobs.logprob
     for part, found in zip(plan.prompt_parts, result.prompt_logprobs, strict=True):
-        requests[part.row].prompt_logprobs.extend(found)
+        step.requests[part.row].prompt_logprobs.extend(found)
+
+
+def _places(plan: StepPlan, row: int, request: Request) -> Iterator[_Place]:
+    """Yield what the last row samples: each of its samples, or what follows each of its drafts.
+
+    Behind a draft that may not come nothing counts: there is any mask.
+    """
+    num_places = len(plan.sampling_rows)
+    if not plan.drafted or plan.drafted[-1].row != row:
+        for at, sample in enumerate((request, *request.forks), num_places - request.num_seqs):
+            yield _Place(at, sample, _NO_HISTORY, sample.matcher)
+        return
+    _, first, at, num_drafts = plan.drafted[-1]
+    drafts = plan.token_ids[at : at + num_drafts]
+    matcher, last = request.matcher, request.matcher
+    for num_before in range(num_drafts + 1):
+        if num_before and matcher is not None:
+            last = matcher
+            matcher = _advanced(matcher, drafts[num_before - 1])
+        yield _Place(first + num_before, request, drafts[:num_before], matcher or last)
+
+
+def _advanced(matcher: TokenMatcher, token_id: int) -> TokenMatcher | None:
+    """Return a copy of ``matcher`` behind one more token; None where that may not come, or nothing may follow it."""
+    mask = matcher.mask()
+    if not mask[token_id >> 3] >> (token_id & 7) & 1:
+        return None
+    behind = matcher.copy()
+    behind.accept(token_id)
+    return None if behind.is_complete or behind.error is not None else behind

@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING
 
 from pagefold.scheduler.extras import plan_extras
 from pagefold.scheduler.samples import plan_samples
+from pagefold.steps import DraftedRow
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pagefold.kv import KVCore
     from pagefold.request import Request
     from pagefold.scheduler.admission import Admission
@@ -42,7 +45,8 @@ class RowPlanner:
         """Plan a row for everybody who runs, preempting from the end where memory is short, and then for who is let in.
 
         Each of those that run leaves one token of the budget for everyone behind it, so that a long prompt never stops
-        those that decode. What is left admits.
+        those that decode. So do drafts. What is left admits. What a row with drafts fills is published when it is known
+        which of them count.
 
         A step that is planned ahead ends where nobody may be preempted: it has fewer rows than requests run then.
         """
@@ -74,15 +78,23 @@ class RowPlanner:
                     return
                 continue  # it was the last, and went itself
             budget -= num_tokens
+            num_drafts = 0
+            drafts = request.drafts
+            if drafts:
+                request.drafts = ()
+                num_drafts = self._num_drafts(step, request, len(drafts), budget - (len(running) - row - 1))
             add_request(request)
             if num_tokens == 1:
                 add_token(token_ids[start])
             else:
                 plan.token_ids.extend(token_ids[start:end])
             add_start(start)
-            add_num(num_tokens)
+            add_num(num_tokens + num_drafts)
             add_tables(cache.tables)
-            if end == len(token_ids):
+            if num_drafts:
+                self._plan_drafts(step, request, drafts[:num_drafts])
+                budget -= num_drafts
+            elif end == len(token_ids):
                 add_row(row)
                 add_sampling(request.sampling)
                 add_seed(request.seed)
@@ -95,9 +107,40 @@ class RowPlanner:
             if start < request.num_prompt_tokens or num_tokens > 1 or start < request.max_computed_tokens:
                 step.num_prefill_tokens += num_tokens
                 step.num_recomputed_tokens += max(0, min(end, request.max_computed_tokens) - start)
-            if end // block_size > cache.num_published and cache.tail is not None:
+            if end // block_size > cache.num_published and cache.tail is not None and not num_drafts:
                 self._promise(step, request, end)
             row += 1
+
+    def _num_drafts(self, step: StepInFlight, request: Request, num_drafts: int, budget: int) -> int:
+        """Return how many of a request's drafts there is room for. Nobody gives anything up for them.
+
+        None where the step computes more of it than its last token, its prompt's samples begin, or its tokens are not
+        all known; and no more than it may sample tokens, less the one that it samples anyway.
+        """
+        cache, start, num_all = request.cache, request.num_computed_tokens, len(request.token_ids)
+        assert cache is not None
+        if start + 1 < num_all or request.forks or step.is_ahead or not request.may_draft:
+            return 0
+        num_drafts = min(num_drafts, budget, request.stop.max_total_tokens - num_all - 1)
+        if num_drafts <= 0:
+            return 0
+        num_drafts = self._core.lodgers.draft_limit(cache, start, num_drafts + 1) - 1
+        end = start + 1 + num_drafts
+        if end > cache.capacity and not self._core.extend(cache, start, end):
+            num_drafts = cache.capacity - start - 1
+        return num_drafts
+
+    def _plan_drafts(self, step: StepInFlight, request: Request, drafts: Sequence[int]) -> None:
+        """Add a request's drafts to its row, which is the plan's last, and what is sampled behind each."""
+        plan, row, num_drafts = step.plan, step.plan.num_rows - 1, len(drafts)
+        plan.drafted.append(DraftedRow(row, len(plan.sampling_rows), len(plan.token_ids), num_drafts))
+        plan.token_ids.extend(drafts)
+        num_places = num_drafts + 1
+        plan.sampling_rows += [row] * num_places
+        plan.sampling += [request.sampling] * num_places
+        plan.seeds += [request.seed] * num_places
+        plan.draws += range(request.num_output_tokens, request.num_output_tokens + num_places)
+        step.samples += [request] * num_places
 
     def _promise(self, step: StepInFlight, request: Request, end: int) -> None:
         """Promise the blocks of ``request`` up to position ``end``, or note that they are filled with a late token."""

@@ -53,6 +53,7 @@ from pagefold.scheduler.step_in_flight import StepInFlight
 from pagefold.scheduler.streamer import Streamer
 from pagefold.scheduler.suspicion import Suspicion
 from pagefold.scheduler.telling import tell_added, tell_lookups
+from pagefold.scheduler.verifying import settle, verify
 from pagefold.steps import StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -245,8 +246,8 @@ class Scheduler:
     def apply(self, result: StepResult) -> list[Request]:
         """The step ran: commit its blocks, append what it sampled, end what is complete.
 
-        Returns the requests that got a token, or asked for none and are computed, in the plan's order; those that ended
-        have a ``finish_reason``.
+        Returns the requests that got tokens, or asked for none and are computed, in the plan's order; those that ended
+        have a ``finish_reason``. A request gets one token, and one more for each draft that was right.
         """
         step = self._flight.take()
         behind = self._flight.first
@@ -259,30 +260,36 @@ class Scheduler:
         self.suspicion.ran(requests)
         tell_lookups(self._emit, step, has_tiers=self.core.host.is_on)
         any_ended = False
+        num_rejected, dropped = verify(step, result)
         for request, num_tokens in zip(requests, plan.num_tokens, strict=True):
             request.num_computed_tokens += num_tokens
             if request.is_aborted:
                 any_ended = True
+        for row, num_tokens in num_rejected.items():
+            requests[row].num_computed_tokens -= num_tokens
         if step.filling or step.joins:
             publish_late(core, step, behind)
         if core.trims:
             self._leaving.trim(requests)
         self.corrupted, self.distrusted = [], set()
         if result.corrupted:
-            rows = [requests[row] for row in result.corrupted]
+            rows = [requests[row] for row in result.corrupted if row not in num_rejected]
             self.corrupted, self.distrusted = end_corrupted(core, rows, self._emit)
             any_ended = True
-        apply_extras(plan, result, requests, step.samples)
+        apply_extras(plan, result, step, dropped)
         fork_samples(step, core, self._queues)
         sampled: list[Request] = []
-        for request, token_id in zip(step.samples, result.token_ids, strict=True):
-            if request.is_aborted:
+        for place, (request, token_id) in enumerate(zip(step.samples, result.token_ids, strict=True)):
+            if request.is_aborted or place in dropped or request.finish_reason is not None:
                 continue
             sampled.append(request)
             request.finish_reason = reason = take_token(request, token_id)
             if reason is not None:
                 any_ended = True
         num_output_tokens = len(sampled)
+        if plan.drafted:
+            settle(core, step, self._emit)
+            sampled = list(dict.fromkeys(sampled))
         if any_ended:
             num_output_tokens -= sum(request.has_no_output for request in sampled)  # they have all ended
             self._leaving.drop_ended(behind)

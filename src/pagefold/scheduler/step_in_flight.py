@@ -88,11 +88,11 @@ class StepInFlight:
     def hides_too_much(self) -> bool:
         """Whether the next step cannot be planned before this one's tokens are known.
 
-        Samples that fork, masks and penalties depend on them. Logprobs are made of logits, which the next step
+        Samples that fork, masks and penalties depend on them, and how many tokens there are of drafts. Logprobs are made of logits, which the next step
         overwrites. And what waits to join others' blocks must get a moment when nobody reads its own.
         """
         plan = self.plan
-        if self.forking or plan.masked or plan.logprob_rows or plan.prompt_parts:
+        if self.forking or plan.drafted or plan.masked or plan.logprob_rows or plan.prompt_parts:
             return True
         return any(plan.histories) or any(promise.is_behind for promise in self.joins)
 

@@ -238,9 +238,8 @@ class _Replayer:
     def _result(self, plan: StepPlan) -> StepResult:
         """Return what the server sampled; seeds are numbers of samples."""
         sampled = []
-        for row, seed, draw in zip(plan.sampling_rows, plan.seeds, plan.draws, strict=True):
+        for place, seed, draw in zip(plan.sampled_positions(), plan.seeds, plan.draws, strict=True):
             tokens = self._recording.tokens[seed]
-            place = plan.starts[row] + plan.num_tokens[row]  # a row that samples has all its tokens: this is the next
             assert draw <= place
             is_last = place == len(tokens) - 1 and self._ends_by_itself(seed)
             if is_last:

@@ -102,9 +102,8 @@ class ShadowRunner:
         for row, (start, num_tokens) in enumerate(zip(plan.starts, plan.num_tokens, strict=True)):
             self._write(plan, row, start, token_ids[at : at + num_tokens])
             at += num_tokens
-        self._last = [
-            _sampled(self.read_row(plan, row), seed) for row, seed in zip(plan.sampling_rows, plan.seeds, strict=True)
-        ]
+        sampled = zip(plan.sampling_rows, plan.sampled_positions(), plan.seeds, strict=True)
+        self._last = [_sampled(self.read_row(plan, row)[:position], seed) for row, position, seed in sampled]
         return StepResult(self._last)
 
     def move(self, plan: StepPlan) -> None:

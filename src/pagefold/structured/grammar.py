@@ -273,6 +273,10 @@ class GrammarMatcher:
             rest[token_id >> 3] &= ~(1 << (token_id & 7))
         return bytes(rest) if any(rest) else mask
 
+    def copy(self) -> GrammarMatcher:
+        """See :class:`~pagefold.structured.matcher.TokenMatcher`."""
+        return GrammarMatcher(self._state.deep_copy(), self._mask, self._never, self._wear)
+
     def accept(self, token_id: int) -> None:
         """See :class:`~pagefold.structured.matcher.TokenMatcher`. It computes the next mask: what fails, fails now."""
         state = self._state

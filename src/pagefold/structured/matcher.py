@@ -13,6 +13,8 @@ __all__ = ["TokenMatcher"]
 class TokenMatcher(Protocol):
     """Tells which tokens may come next in one output. It belongs to one request, and only that one's tokens advance it.
 
+    What drafts of tokens would lead to is asked of copies.
+
     Attributes:
         is_complete: nothing can follow any more.
         error: why it cannot go on, though the output is not complete.
@@ -33,6 +35,9 @@ class TokenMatcher(Protocol):
 
         ``banned`` ones may only if nothing else may.
         """
+
+    def copy(self) -> TokenMatcher:
+        """Return another one that is where this one is, and is advanced by itself. Not of one that has ended."""
 
     def accept(self, token_id: int) -> None:
         """Advance by a token of the mask; after that ask ``is_complete`` and ``error`` before the next mask."""

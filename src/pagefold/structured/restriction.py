@@ -73,10 +73,10 @@ class RestrictedMatcher:
 
     __slots__ = ("_allowed", "_inner", "_last", "_restriction", "_stuck")
 
-    def __init__(self, restriction: Restriction, inner: TokenMatcher | None) -> None:
+    def __init__(self, restriction: Restriction, inner: TokenMatcher | None, last: Sequence[int] = ()) -> None:
         self._restriction = restriction
         self._inner = inner
-        self._last: list[int] = []
+        self._last = list(last)
         self._stuck: str | None = None
         self._look()
 
@@ -100,6 +100,10 @@ class RestrictedMatcher:
         num_bytes = self._restriction.num_bytes
         rest = self._allowed & ~_bits(banned, num_bytes) if banned else self._allowed
         return (rest or self._allowed).to_bytes(num_bytes, "little")
+
+    def copy(self) -> RestrictedMatcher:
+        """See :class:`~pagefold.structured.matcher.TokenMatcher`."""
+        return RestrictedMatcher(self._restriction, None if self._inner is None else self._inner.copy(), self._last)
 
     def accept(self, token_id: int) -> None:
         """See :class:`~pagefold.structured.matcher.TokenMatcher`."""

@@ -1,0 +1,182 @@
+"""Drafting: gives requests drafts before each step, as many as pay, and learns from what has become of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pagefold.request import RequestStatus
+from pagefold.speculation import NO_DRAFT, Acceptance, Draft, how_many
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pagefold.request import Request
+    from pagefold.scheduler import Scheduler
+    from pagefold.speculation import Drafter, SpeculativeParams, StepCosts
+
+__all__ = ["NO_DRAFTING", "Drafting"]
+
+_TRY_AGAIN = 64
+"""After so many steps without one a request gets a draft that does not seem to pay: what is cached and written changes."""
+
+
+class _Asked:
+    """A request that drafts are made for.
+
+    Attributes:
+        request: that.
+        drafter: who makes them.
+        kind: of those that it was given for the last step.
+        num_draft_tokens, num_accepted_tokens: as the request's were before that.
+        num_without: steps since its last draft.
+    """
+
+    __slots__ = ("drafter", "kind", "num_accepted_tokens", "num_draft_tokens", "num_without", "request")
+
+    def __init__(self, request: Request, drafter: Drafter) -> None:
+        self.request = request
+        self.drafter = drafter
+        self.kind = 0
+        self.num_draft_tokens = self.num_accepted_tokens = 0
+        self.num_without = 0
+
+
+class Drafting:
+    """Who drafts for whom, and how much.
+
+    Args:
+        scheduler: has the requests.
+        default: for requests that ask for nothing else; None for nobody.
+        drafter_for: makes a drafter, given what is asked.
+        costs: of steps.
+        max_drafts: of a step, for all requests together.
+    """
+
+    is_on = True
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        default: SpeculativeParams | None,
+        drafter_for: Callable[[SpeculativeParams], Drafter],
+        costs: StepCosts,
+        max_drafts: int,
+    ) -> None:
+        self.default = default
+        self._scheduler = scheduler
+        self._drafter_for = drafter_for
+        self._drafters: dict[SpeculativeParams, Drafter] = {}
+        self._costs = costs
+        self._max_drafts = max_drafts
+        self._acceptance = Acceptance()
+        self._asked: dict[str, _Asked] = {}
+
+    @property
+    def drafts_for_any(self) -> bool:
+        """Whether anybody who runs may get drafts: then no step is planned before the last one's tokens are known."""
+        return any(request.speculation is not None for request in self._scheduler.running)
+
+    def prepare(self) -> None:
+        """Give drafts to those that will compute their last token in the step that is planned next."""
+        self._learn()
+        running = self._scheduler.running
+        if self._scheduler.suspicion.is_on:  # whoever is looked for is looked for without them
+            for request in running:
+                request.drafts = ()
+            return
+        ready = [asked for request in running if (asked := self._ready(request)) is not None]
+        if ready:
+            self._give(ready, num_tokens=len(running))
+        if len(self._asked) > len(running):
+            self._forget()
+
+    def _ready(self, request: Request) -> _Asked | None:
+        """Return what is known of a request that can be given drafts now; None of others, which get none."""
+        request.drafts = ()
+        params = request.speculation
+        if params is None or request.num_computed_tokens + 1 < request.num_tokens or request.forks:
+            return None
+        if not request.may_draft or request.finish_reason is not None:
+            return None
+        asked = self._asked.get(request.request_id)
+        if asked is None or asked.request is not request:
+            drafter = self._drafters.get(params)
+            if drafter is None:
+                drafter = self._drafters[params] = self._drafter_for(params)
+            asked = self._asked[request.request_id] = _Asked(request, drafter)
+        return asked
+
+    def _give(self, ready: list[_Asked], num_tokens: int) -> None:
+        drafts = self._drafts(ready)
+        chances = [
+            self._acceptance.chance(asked.request.request_id, draft.kind)
+            for asked, draft in zip(ready, drafts, strict=True)
+        ]
+        most = [len(draft.token_ids) for draft in drafts]
+        chosen = how_many(self._costs, num_tokens, max(1, len(ready)), chances, most, self._max_drafts)
+        for asked, draft, num_drafts in zip(ready, drafts, chosen, strict=True):
+            request, num = asked.request, num_drafts
+            asked.num_without += 1
+            if not num and draft.token_ids and asked.num_without > _TRY_AGAIN:
+                num = 1
+            if num:
+                asked.num_without = 0
+                asked.kind = draft.kind
+                asked.num_draft_tokens, asked.num_accepted_tokens = request.num_draft_tokens, request.num_accepted_tokens
+                request.drafts = draft.token_ids[:num]
+
+    def _drafts(self, ready: list[_Asked]) -> list[Draft]:
+        """Ask each drafter once for all of its requests."""
+        by_drafter: dict[Drafter, list[int]] = {}
+        for at, asked in enumerate(ready):
+            by_drafter.setdefault(asked.drafter, []).append(at)
+        drafts = [NO_DRAFT] * len(ready)
+        for drafter, places in by_drafter.items():
+            requests = [ready[at].request for at in places]
+            for at, draft in zip(places, drafter.draft(requests, [_most(one) for one in requests]), strict=True):
+                drafts[at] = draft
+        return drafts
+
+    def _learn(self) -> None:
+        """Note what has become of the drafts that were given last, if a step computed them."""
+        for request_id, asked in self._asked.items():
+            num_drafts = asked.request.num_draft_tokens - asked.num_draft_tokens
+            if num_drafts:
+                num_accepted = asked.request.num_accepted_tokens - asked.num_accepted_tokens
+                self._acceptance.learn(request_id, asked.kind, num_drafts, max(0, num_accepted))
+                asked.num_draft_tokens += num_drafts
+                asked.num_accepted_tokens += num_accepted
+
+    def _forget(self) -> None:
+        for request_id, asked in list(self._asked.items()):
+            if asked.request.status is RequestStatus.FINISHED:
+                del self._asked[request_id]
+                self._acceptance.forget(request_id)
+                asked.drafter.forget(request_id)
+
+
+def _most(request: Request) -> int:
+    """Return how many drafts a request could use: it samples one token beside them."""
+    assert request.speculation is not None, "nobody drafts for it"
+    most = request.stop.max_total_tokens - request.num_tokens - 1
+    return max(0, min(request.speculation.num_speculative_tokens, most))
+
+
+class _NoDrafting(Drafting):
+    """Nobody drafts."""
+
+    is_on = False
+
+    def __init__(self) -> None:
+        self.default = None
+
+    @property
+    def drafts_for_any(self) -> bool:
+        return False
+
+    def prepare(self) -> None:
+        return
+
+
+NO_DRAFTING: Drafting = _NoDrafting()
+"""No drafting; it never changes, so all engines without it share it."""

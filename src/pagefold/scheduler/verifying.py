@@ -1,0 +1,85 @@
+"""Verifying: which drafts of a step count. Those that the request samples where they stand, up to the first that is not.
+
+What a row samples behind its drafts is drawn as it would be without them: from the same logits, with the same seed and
+draw number, after the same penalties and masks. So who drafts gets the tokens that it would have got, and drafts only
+say how many of them one step finds.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from pagefold.events import DraftsVerified, Emit
+from pagefold.scheduler.committing import publish
+
+if TYPE_CHECKING:
+    from pagefold.kv import KVCore
+    from pagefold.scheduler.step_in_flight import StepInFlight
+    from pagefold.steps import StepResult
+
+__all__ = ["Verified", "settle", "verify"]
+
+
+class Verified(NamedTuple):
+    """What of a step's drafts counts.
+
+    Attributes:
+        num_rejected: by row, how many of its tokens do not count: its last ones, or all, if it is corrupted.
+        dropped: which of the plan's ``sampling_rows`` sample what nobody gets.
+    """
+
+    num_rejected: dict[int, int]
+    dropped: set[int]
+
+
+_NOTHING = Verified({}, set())
+
+
+def verify(step: StepInFlight, result: StepResult) -> Verified:
+    """Return what of a step's drafts counts.
+
+    Nothing counts of a row that is corrupted: perhaps only a draft is, and what it reaches in its chunk. Its request
+    computes the same again, without drafts from then on.
+    """
+    plan = step.plan
+    if not plan.drafted:
+        return _NOTHING
+    verified = Verified({}, set())
+    for row, place, first, num_drafts in plan.drafted:
+        if row in result.corrupted:
+            step.requests[row].may_draft = False
+            verified.num_rejected[row] = num_drafts + 1
+            verified.dropped.update(range(place, place + num_drafts + 1))
+            continue
+        num_accepted = 0
+        while num_accepted < num_drafts and (
+            plan.token_ids[first + num_accepted] == result.token_ids[place + num_accepted]
+        ):
+            num_accepted += 1
+        verified.num_rejected[row] = num_drafts - num_accepted
+        verified.dropped.update(range(place + num_accepted + 1, place + num_drafts + 1))
+    return verified
+
+
+def settle(core: KVCore, step: StepInFlight, emit: Emit) -> None:
+    """Publish the blocks that accepted drafts have filled, and give back those that rejected ones had begun.
+
+    The tokens of the step have been appended: what is published are the request's own tokens, and never a draft that
+    was rejected. Who has ended by one of them has no tokens behind it, whatever was accepted there.
+    """
+    plan = step.plan
+    counts: list[tuple[str, int, int]] = []
+    for row, _, _, num_drafts in plan.drafted:
+        request = step.requests[row]
+        if request.finish_reason is not None:
+            request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        num_accepted = max(0, request.num_tokens - plan.starts[row] - 2)  # of those that it got, one was no draft
+        request.num_draft_tokens += num_drafts
+        request.num_accepted_tokens += num_accepted
+        request.cut(request.num_output_tokens)  # logprobs behind its end
+        counts.append((request.request_id, num_drafts, num_accepted))
+        if request.cache is not None:
+            if not request.is_aborted:
+                publish(core, [request], None)
+            core.shrink(request.cache, request.num_computed_tokens + 1)
+    emit(DraftsVerified(tuple(counts)))

@@ -1,0 +1,70 @@
+"""How many drafts a step has: as long as one more brings more tokens a second.
+
+A step of ``R`` requests brings ``R`` tokens, and a draft one more with some chance. Its time is that of so many tokens,
+as it was measured. So drafts are taken one by one, the likeliest first, while what is expected grows more than the time.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["StepCosts", "how_many"]
+
+
+class StepCosts:
+    """What steps take, by how many tokens they compute; between and beyond what was measured, on a straight line.
+
+    Args:
+        num_tokens: of the steps that were measured, ascending, at least two.
+        seconds: that each took.
+    """
+
+    def __init__(self, num_tokens: Sequence[int], seconds: Sequence[float]) -> None:
+        self._num_tokens = list(num_tokens)
+        self._seconds = list(seconds)
+        for at in range(1, len(self._seconds)):  # of noise: more tokens take no less
+            self._seconds[at] = max(self._seconds[at], self._seconds[at - 1])
+
+    def of(self, num_tokens: int) -> float:
+        """Return the seconds of a step of so many tokens."""
+        at = min(max(1, bisect_left(self._num_tokens, num_tokens)), len(self._num_tokens) - 1)
+        left, right = self._num_tokens[at - 1], self._num_tokens[at]
+        share = (num_tokens - left) / (right - left)
+        return self._seconds[at - 1] + share * (self._seconds[at] - self._seconds[at - 1])
+
+
+def how_many(
+    costs: StepCosts, num_tokens: int, num_sampled: int, chances: Sequence[float], most: Sequence[int], most_in_all: int
+) -> list[int]:
+    """Return how many drafts each request's row has.
+
+    Args:
+        costs: of steps.
+        num_tokens: that the step computes without drafts.
+        num_sampled: that it brings without drafts, at least one.
+        chances: of each request: that a draft is right whose predecessors are.
+        most: how many drafts each could have.
+        most_in_all: how many the step could have.
+    """
+    chosen = [0] * len(chances)
+    heap = [(-chance, at) for at, chance in enumerate(chances) if most[at]]
+    heapify(heap)
+    expected, taken = float(num_sampled), costs.of(num_tokens)
+    best_rate, best = expected / taken, list(chosen)
+    while heap and most_in_all:
+        most_in_all -= 1
+        chance, at = heappop(heap)
+        expected -= chance
+        num_tokens += 1
+        chosen[at] += 1
+        rate = expected / costs.of(num_tokens)
+        if rate > best_rate:
+            best_rate, best = rate, list(chosen)
+        if chosen[at] < most[at]:
+            heappush(heap, (chance * chances[at], at))
+    return best

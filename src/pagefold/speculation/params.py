@@ -1,0 +1,80 @@
+"""SpeculativeParams: who drafts for a server or a request, in vLLM's names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from pagefold.errors import InvalidRequestError
+from pagefold.typecheck import wrong_type
+
+__all__ = ["MAX_DRAFTS", "METHODS", "SpeculativeParams"]
+
+METHODS = ("tree", "ngram")
+
+MAX_DRAFTS = 32
+"""How many tokens a request's row may have beside its own."""
+
+_MAX_LOOKUP = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeParams:
+    """Who drafts, and how much. Names are those of vLLM's ``speculative_config``.
+
+    Attributes:
+        method: ``tree`` (what followed before, in the request's text and in what its tenant has cached), ``ngram`` (in
+            the request's text alone).
+        num_speculative_tokens: how many drafts a step may have for one request; 0 for none. How many it has is decided
+            anew in each step, by how often they were right and what they cost.
+        prompt_lookup_min: with ``ngram``, how many tokens must agree at least.
+        prompt_lookup_max: with ``ngram``, how many are looked for first.
+
+    Raises:
+        InvalidRequestError: a value is out of range.
+    """
+
+    method: str = "tree"
+    num_speculative_tokens: int = 16
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 5
+
+    def __post_init__(self) -> None:
+        wrong = wrong_type(self)
+        if wrong is not None:
+            raise _bad(wrong.field, repr(wrong.value), wrong.allowed)
+        if self.method not in METHODS:
+            raise _bad("method", repr(self.method), f"one of {', '.join(METHODS)}")
+        if not 0 <= self.num_speculative_tokens <= MAX_DRAFTS:
+            raise _bad("num_speculative_tokens", self.num_speculative_tokens, f"between 0 and {MAX_DRAFTS}")
+        if not 1 <= self.prompt_lookup_min <= _MAX_LOOKUP:
+            raise _bad("prompt_lookup_min", self.prompt_lookup_min, f"between 1 and {_MAX_LOOKUP}")
+        if not self.prompt_lookup_min <= self.prompt_lookup_max <= _MAX_LOOKUP:
+            least = self.prompt_lookup_min
+            raise _bad("prompt_lookup_max", self.prompt_lookup_max, f"between {least} (the least) and {_MAX_LOOKUP}")
+
+
+    @classmethod
+    def of(cls, given: Mapping[str, object]) -> SpeculativeParams:
+        """Return what was given by field, as a client or a command line does.
+
+        Raises:
+            InvalidRequestError: there is no such field, or a value is out of range.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in known:
+                field = f"speculative_config.{name}"
+                msg = f"There is no field {field}."
+                raise InvalidRequestError(msg, param=field, remedy=f"There are {', '.join(known)}.")
+        return cls(**given)  # type: ignore[arg-type]  # it checks their types
+
+    @property
+    def is_off(self) -> bool:
+        """Whether nobody drafts."""
+        return self.num_speculative_tokens == 0
+
+
+def _bad(name: str, value: object, allowed: str) -> InvalidRequestError:
+    field = f"speculative_config.{name}"
+    return InvalidRequestError(f"{field} is {value}.", param=field, remedy=f"It must be {allowed}.")
