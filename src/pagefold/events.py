@@ -383,6 +383,7 @@ class StepPlanned:
         num_rows: sequences that take part.
         num_tokens: tokens that it computes.
         num_read: tokens of KV that it reads: those before, and those that it computes.
+        drafts: of each request that has drafts in it, its id and how many.
     """
 
     step_id: int
@@ -390,6 +391,7 @@ class StepPlanned:
     num_rows: int
     num_tokens: int
     num_read: int
+    drafts: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ Held after every operation, for every policy, with tiny pools, small chunks and 
 * nobody ends by ``error`` but for a cause: so many steps that failed with it alone, or in company, or in a row; where
   steps fail of culprits alone, several at a time, or two of a kind that fail only together, nobody else ends;
 * whose logits are no numbers ends, gets no token, and nothing is found that begins as it does; others go on;
-* who gives drafts, right ones, wrong ones, or right ones and then wrong ones, generates what it does without, has just as
-  much as was accepted behind each step, and publishes no more than that; drafts that are not finite end nobody;
+* who has drafts, right ones, wrong ones, or right ones and then wrong ones, generates what it does without, has just
+  what was accepted behind each step, and publishes no more than that; drafts that are not finite end nobody;
 * a step that is planned behind one in flight leaves every request as it was, has the positions that follow, and says
   of each token that is not known yet whose it is; when it is not planned, there is a reason.
 
@@ -320,7 +320,7 @@ class Machine:
         else:
             self._apply(self.flights.pop(0))
 
-    def _apply(self, flight: Flight) -> None:
+    def _apply(self, flight: Flight) -> None:  # noqa: PLR0915 - all that must come of a step
         plan, requests = flight.plan, flight.requests
         aborted = {request.request_id for request in flight.samples if request.is_aborted}
         result = self.runner.run(flight.launched)
@@ -388,7 +388,7 @@ class Machine:
         for request in self.requests.values():
             request.drafts = ()
         for request in self.scheduler.running:
-            if self.rng.random() < 0.3:  # noqa: PLR2004 - some have none
+            if self.rng.random() < 0.3:
                 continue
             num_right, num_wrong = self.rng.randrange(8), self.rng.randrange(4)
             begin = request.num_output_tokens
@@ -758,7 +758,7 @@ class Machine:
             prompt = request.token_ids[: num_blocks * BLOCK_SIZE].tobytes()
             assert b"".join([node.key for node in pin.path()][::-1]) == prompt
 
-    def _check_plan(self, flight: Flight, before: Flight | None = None) -> None:
+    def _check_plan(self, flight: Flight, before: Flight | None = None) -> None:  # noqa: PLR0915 - column by column
         """Look at a plan; ``before`` is the step in flight that it was planned behind."""
         plan = flight.plan
         block_size = BLOCK_SIZE
@@ -1054,7 +1054,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         drafts: bool,
     ) -> None:
         """Begin with an empty pool."""
-        setup = Setup(num_blocks, *limits, policy, scheduling=scheduling, has_culprits=has_culprits, drafts=drafts, **kind)
+        setup = Setup(
+            num_blocks, *limits, policy, scheduling=scheduling, has_culprits=has_culprits, drafts=drafts, **kind
+        )
         self.machine = Machine(setup)
 
     @rule(which=ints, length=ints, own=ints, num_new=ints)

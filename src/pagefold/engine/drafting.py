@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pagefold.request import RequestStatus
-from pagefold.speculation import NO_DRAFT, Acceptance, Draft, how_many
+from pagefold.speculation import NO_DRAFT, Acceptance, Chance, Draft, how_many
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["NO_DRAFTING", "Drafting"]
 
 _TRY_AGAIN = 64
-"""After so many steps without one a request gets a draft that does not seem to pay: what is cached and written changes."""
+"""After so many steps without one a request gets a draft that does not seem to pay: texts change, and the cache."""
 
 
 class _Asked:
@@ -109,11 +109,10 @@ class Drafting:
     def _give(self, ready: list[_Asked], num_tokens: int) -> None:
         drafts = self._drafts(ready)
         chances = [
-            self._acceptance.chance(asked.request.request_id, draft.kind)
+            Chance(self._acceptance.chance(asked.request.request_id, draft.kind), len(draft.token_ids))
             for asked, draft in zip(ready, drafts, strict=True)
         ]
-        most = [len(draft.token_ids) for draft in drafts]
-        chosen = how_many(self._costs, num_tokens, max(1, len(ready)), chances, most, self._max_drafts)
+        chosen = how_many(self._costs, num_tokens, len(ready), chances, self._max_drafts)
         for asked, draft, num_drafts in zip(ready, drafts, chosen, strict=True):
             request, num = asked.request, num_drafts
             asked.num_without += 1
@@ -122,7 +121,10 @@ class Drafting:
             if num:
                 asked.num_without = 0
                 asked.kind = draft.kind
-                asked.num_draft_tokens, asked.num_accepted_tokens = request.num_draft_tokens, request.num_accepted_tokens
+                asked.num_draft_tokens, asked.num_accepted_tokens = (
+                    request.num_draft_tokens,
+                    request.num_accepted_tokens,
+                )
                 request.drafts = draft.token_ids[:num]
 
     def _drafts(self, ready: list[_Asked]) -> list[Draft]:

@@ -126,8 +126,7 @@ class OpenOutputs:
             if not is_stop_token or request.sampling.include_stop_str_in_output:
                 piece = text.push(token_id)
         if text.stopped and reason != "stop":
-            if request.num_output_tokens > text.num_told:
-                request.cut(text.num_told)
+            request.cut(text.num_told)
             if request.finish_reason is None:
                 self._scheduler.finish(request.request_id, "stop")
             reason = "stop"
@@ -150,6 +149,8 @@ class OpenOutputs:
             times=request.times,
             num_loaded_tokens=request.num_loaded_tokens,
             stop_reason=text.stop_reason if reason == "stop" else None,
+            num_draft_tokens=request.num_draft_tokens,
+            num_accepted_tokens=request.num_accepted_tokens,
         )
         if reason == "error":
             assert request.matcher is not None  # in a step that ran, only it can have failed

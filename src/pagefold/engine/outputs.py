@@ -36,6 +36,8 @@ class OutputDelta:
         times: of the request; the engine goes on writing it.
         index: which of the request's samples it is.
         is_last: whether all samples of the request have ended with it.
+        num_draft_tokens: how many drafts of the sample were computed so far.
+        num_accepted_tokens: how many of those became tokens of it.
     """
 
     request_id: str
@@ -54,6 +56,8 @@ class OutputDelta:
     is_last: bool = False
     num_loaded_tokens: Mapping[str, int] = field(default_factory=dict)
     stop_reason: str | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     @property
     def can_merge(self) -> bool:

@@ -31,7 +31,13 @@ class RequestChecks:
     """
 
     def __init__(
-        self, scheduler: Scheduler, limits: ModelLimits, capacity: Capacity, *, has_tokenizer: bool, drafts: bool = False
+        self,
+        scheduler: Scheduler,
+        limits: ModelLimits,
+        capacity: Capacity,
+        *,
+        has_tokenizer: bool,
+        drafts: bool = False,
     ) -> None:
         self._scheduler = scheduler
         self._limits = limits

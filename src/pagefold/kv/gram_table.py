@@ -1,7 +1,7 @@
 """GramTable: where n tokens were seen last, by a hash of them. A guess: whoever asks compares the tokens.
 
-A slot is a number, and nothing tells whose it is: grams of the same hash overwrite each other, and what a slot names may
-have gone. So a table takes 4 bytes a slot, never grows, and forgetting costs nothing.
+A slot is a number, and nothing tells whose it is: grams of the same hash overwrite each other, and what a slot names
+may have gone. So a table takes 4 bytes a slot, never grows, and forgetting costs nothing.
 """
 
 from __future__ import annotations

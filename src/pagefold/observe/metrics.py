@@ -11,6 +11,7 @@ from pagefold.events import (
     BlockEvicted,
     BlocksReused,
     CacheConfigured,
+    DraftsVerified,
     EvictionCause,
     FirstToken,
     HostTransfer,
@@ -32,6 +33,7 @@ from pagefold.events import (
 from pagefold.observe.gauges import Gauges
 from pagefold.observe.histogram import Histogram
 from pagefold.request import FinishReason
+from pagefold.speculation.params import MAX_DRAFTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -95,6 +97,7 @@ class Metrics:
             BlockEvicted: self._on_block_evicted,
             BlocksReused: self._on_blocks_reused,
             CacheConfigured: self._on_cache_configured,
+            DraftsVerified: self._on_drafts_verified,
             FirstToken: self._on_first_token,
             HostTransfer: self._on_host_transfer,
             NextTokens: self._on_next_tokens,
@@ -188,6 +191,17 @@ class Metrics:
             "Those of the cached ones that lay in a block of which only a part could be used: the block was copied.",
         )
         self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens sampled.")
+        self._drafts = self._counter("vllm:spec_decode_num_drafts", "Rows of steps that had drafts.")
+        self._draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Drafts that were computed.")
+        self._accepted_tokens = self._counter(
+            "vllm:spec_decode_num_accepted_tokens", "Those of them that became tokens of their requests."
+        )
+        self._accepted_by_position = self._counters(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "The same by their position in the row's drafts, from 0.",
+            "position",
+            [str(position) for position in range(MAX_DRAFTS)],
+        )
         self._recomputed_tokens = self._counter(
             "pagefold:tokens_recomputed",
             "Tokens computed again after a preemption. (vLLM's prompt_tokens_recomputed is another thing: the last "
@@ -389,6 +403,14 @@ class Metrics:
         if event.has_tiers:
             self._external_queries.inc(event.num_tokens - num_on_device)
             self._external_hits.inc(event.num_loaded_tokens)
+
+    def _on_drafts_verified(self, event: DraftsVerified) -> None:
+        for _, num_drafts, num_accepted in event.counts:
+            self._drafts.inc()
+            self._draft_tokens.inc(num_drafts)
+            self._accepted_tokens.inc(num_accepted)
+            for position in range(num_accepted):
+                self._accepted_by_position[str(position)].inc()
 
     def _on_first_token(self, event: FirstToken) -> None:
         if not event.is_warm_up:

@@ -27,6 +27,7 @@ from pagefold.errors import ConfigError
 from pagefold.events import (
     BlockEvicted,
     CacheReset,
+    DraftsVerified,
     HostTransfer,
     PinDropped,
     PrefixLookup,
@@ -138,6 +139,7 @@ class TraceRecorder:
             case StepPlanned():
                 self._step.plan = event
                 self._step.began_s = self._clock()
+                self._step.drafts = {self._numbers[name]: (num, 0) for name, num in event.drafts}
                 if not event.num_rows:
                     self._end_step(has_failed=False)
             case StepApplied() | StepAbandoned():
@@ -146,6 +148,8 @@ class TraceRecorder:
                 self._step.hits.append((self._numbers[event.request_id], event.num_hit_tokens))
             case BlockEvicted():
                 self._step.evicted.append(event.block_id)
+            case DraftsVerified():
+                self._step.drafts = {self._numbers[name]: (num, right) for name, num, right in event.counts}
             case RequestCorrupted():
                 self._step.corrupted.append(self._numbers[event.request_id])
             case HostTransfer():
@@ -236,6 +240,8 @@ class TraceRecorder:
             line["damaged"] = step.damaged
         if step.corrupted:
             line["corrupted"] = step.corrupted
+        if step.drafts:
+            line["drafts"] = [(number, *counts) for number, counts in step.drafts.items()]
         self._put(line)
         for number, reason in step.ended:
             is_failed = has_failed or number in step.corrupted
@@ -308,7 +314,7 @@ class _Line(NamedTuple):
 class _Step:
     """What has happened since the last step ended."""
 
-    __slots__ = ("began_s", "corrupted", "damaged", "ended", "evicted", "hits", "plan")
+    __slots__ = ("began_s", "corrupted", "damaged", "drafts", "ended", "evicted", "hits", "plan")
 
     def __init__(self) -> None:
         self.plan: StepPlanned | None = None
@@ -318,6 +324,7 @@ class _Step:
         self.corrupted: list[int] = []
         self.damaged: list[int] = []
         self.ended: list[tuple[int, str]] = []
+        self.drafts: dict[int, tuple[int, int]] = {}  # by sample: how many, and how many of them were right
 
 
 class _Hashing:

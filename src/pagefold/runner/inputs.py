@@ -45,7 +45,7 @@ class StepInputs:
     Attributes:
         token_ids: int64 ``[1, T]``.
         positions: int64 ``[1, T]``.
-        logit_rows: int64 ``[D + P]``: the tokens whose logits are needed, one for each row that samples and one for each
+        logit_rows: int64 ``[D + P]``: the tokens whose logits are needed, one for each row that samples and for each
             draft, then one for each token of the prompt parts.
         samples: which of the first D of them each of the R sampling rows takes, int64 ``[R]``; None where each has its
             own.

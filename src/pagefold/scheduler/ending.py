@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pagefold.request import FinishReason, Request
+    from collections.abc import Collection
 
-__all__ = ["is_over", "take_token"]
+    from pagefold.request import FinishReason, Request
+    from pagefold.scheduler.step_in_flight import StepInFlight
+    from pagefold.steps import StepResult
+
+__all__ = ["is_over", "take_tokens"]
 
 
 def is_over(request: Request) -> bool:
@@ -18,7 +22,25 @@ def is_over(request: Request) -> bool:
     return is_computed or request.is_aborted
 
 
-def take_token(request: Request, token_id: int) -> FinishReason | None:
+def take_tokens(step: StepInFlight, result: StepResult, dropped: Collection[int]) -> list[Request]:
+    """Give those their tokens whose rows have run, and those a finish reason that end by one.
+
+    Args:
+        step: that ran.
+        result: what it sampled.
+        dropped: which of its sampling rows nobody gets.
+
+    Returns who got each token, in order; or asked for none, and is computed.
+    """
+    took: list[Request] = []
+    for place, (request, token_id) in enumerate(zip(step.samples, result.token_ids, strict=True)):
+        if request.finish_reason is None and not request.is_aborted and place not in dropped:
+            took.append(request)
+            request.finish_reason = _take(request, token_id)
+    return took
+
+
+def _take(request: Request, token_id: int) -> FinishReason | None:
     """Append a sampled token, unless none was asked for; return why ``request`` ends by it, if it does.
 
     Its matcher advances by the token.

@@ -37,7 +37,7 @@ from pagefold.request import FinishReason, Request, RequestStatus
 from pagefold.scheduler.admission import Admission
 from pagefold.scheduler.committing import commit, publish_late
 from pagefold.scheduler.corrupted import end_corrupted
-from pagefold.scheduler.ending import take_token
+from pagefold.scheduler.ending import take_tokens
 from pagefold.scheduler.extras import apply_extras
 from pagefold.scheduler.failed_steps import FailedSteps
 from pagefold.scheduler.flight import Flight
@@ -259,14 +259,10 @@ class Scheduler:
         requests = step.requests
         self.suspicion.ran(requests)
         tell_lookups(self._emit, step, has_tiers=self.core.host.is_on)
-        any_ended = False
         num_rejected, dropped = verify(step, result)
-        for request, num_tokens in zip(requests, plan.num_tokens, strict=True):
-            request.num_computed_tokens += num_tokens
-            if request.is_aborted:
-                any_ended = True
-        for row, num_tokens in num_rejected.items():
-            requests[row].num_computed_tokens -= num_tokens
+        for row, (request, num_tokens) in enumerate(zip(requests, plan.num_tokens, strict=True)):
+            request.num_computed_tokens += num_tokens - num_rejected.get(row, 0)
+        any_ended = any(request.is_aborted for request in requests)
         if step.filling or step.joins:
             publish_late(core, step, behind)
         if core.trims:
@@ -278,19 +274,12 @@ class Scheduler:
             any_ended = True
         apply_extras(plan, result, step, dropped)
         fork_samples(step, core, self._queues)
-        sampled: list[Request] = []
-        for place, (request, token_id) in enumerate(zip(step.samples, result.token_ids, strict=True)):
-            if request.is_aborted or place in dropped or request.finish_reason is not None:
-                continue
-            sampled.append(request)
-            request.finish_reason = reason = take_token(request, token_id)
-            if reason is not None:
-                any_ended = True
+        sampled = take_tokens(step, result, dropped)
         num_output_tokens = len(sampled)
         if plan.drafted:
             settle(core, step, self._emit)
             sampled = list(dict.fromkeys(sampled))
-        if any_ended:
+        if any_ended or any(request.finish_reason is not None for request in sampled):
             num_output_tokens -= sum(request.has_no_output for request in sampled)  # they have all ended
             self._leaving.drop_ended(behind)
         self._emit(
@@ -372,7 +361,10 @@ class Scheduler:
         else:
             assert not self.core.moves.pending_copies, "nobody runs, so nobody waits for a copy"
         num_tokens = len(plan.token_ids)
-        self._emit(StepPlanned(plan.step_id, step.now, plan.num_rows, num_tokens, sum(plan.starts) + num_tokens))
+        drafts = tuple((step.requests[one.row].request_id, one.num_drafts) for one in plan.drafted)
+        self._emit(
+            StepPlanned(plan.step_id, step.now, plan.num_rows, num_tokens, sum(plan.starts) + num_tokens, drafts)
+        )
         return plan
 
     def _end_late(self, now: float) -> list[Request]:

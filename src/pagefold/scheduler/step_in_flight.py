@@ -88,8 +88,9 @@ class StepInFlight:
     def hides_too_much(self) -> bool:
         """Whether the next step cannot be planned before this one's tokens are known.
 
-        Samples that fork, masks and penalties depend on them, and how many tokens there are of drafts. Logprobs are made of logits, which the next step
-        overwrites. And what waits to join others' blocks must get a moment when nobody reads its own.
+        Samples that fork, masks and penalties depend on them, and so does how many tokens drafts bring. Logprobs are
+        made of logits, which the next step overwrites. And what waits to join others' blocks must get a moment when
+        nobody reads its own.
         """
         plan = self.plan
         if self.forking or plan.drafted or plan.masked or plan.logprob_rows or plan.prompt_parts:

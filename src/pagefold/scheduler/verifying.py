@@ -1,4 +1,4 @@
-"""Verifying: which drafts of a step count. Those that the request samples where they stand, up to the first that is not.
+"""Verifying: which drafts of a step count: those that the request samples where they stand, up to the first other one.
 
 What a row samples behind its drafts is drawn as it would be without them: from the same logits, with the same seed and
 draw number, after the same penalties and masks. So who drafts gets the tokens that it would have got, and drafts only
@@ -65,7 +65,8 @@ def settle(core: KVCore, step: StepInFlight, emit: Emit) -> None:
     """Publish the blocks that accepted drafts have filled, and give back those that rejected ones had begun.
 
     The tokens of the step have been appended: what is published are the request's own tokens, and never a draft that
-    was rejected. Who has ended by one of them has no tokens behind it, whatever was accepted there.
+    was rejected. Who has ended by one of them has no tokens behind it, whatever was accepted there. Where a text may
+    have ended among them, which is found out later, they are published when the next step is planned.
     """
     plan = step.plan
     counts: list[tuple[str, int, int]] = []
@@ -79,7 +80,7 @@ def settle(core: KVCore, step: StepInFlight, emit: Emit) -> None:
         request.cut(request.num_output_tokens)  # logprobs behind its end
         counts.append((request.request_id, num_drafts, num_accepted))
         if request.cache is not None:
-            if not request.is_aborted:
+            if not (request.is_aborted or request.sampling.stop):
                 publish(core, [request], None)
             core.shrink(request.cache, request.num_computed_tokens + 1)
     emit(DraftsVerified(tuple(counts)))

@@ -57,12 +57,18 @@ class _OutputTokensDetails(BaseModel):
     reasoning_tokens: int
 
 
+class _CompletionTokensDetails(BaseModel):
+    reasoning_tokens: int | None = None
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
+
+
 class _Usage(BaseModel):
     prompt_tokens: int = Field(ge=1)
     completion_tokens: int = Field(ge=0)
     total_tokens: int = Field(ge=1)
     prompt_tokens_details: _CachedTokens
-    completion_tokens_details: _OutputTokensDetails | None = None
+    completion_tokens_details: _CompletionTokensDetails | None = None
 
 
 class _Choice(BaseModel):

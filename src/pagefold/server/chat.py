@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request, Response
@@ -50,7 +51,7 @@ def chat_routes(served: Served) -> APIRouter:
             request_id=response_id,
             prompts=asked.fitted([chat.token_ids], sampling, served.client.max_model_len),
             sampling=thinking.sampling(sampling, structured),
-            caller=asked.caller(account_of(request.scope)),
+            caller=replace(asked.caller(account_of(request.scope)), predicted=await _predicted(asked, served, request)),
             param="messages",
             grammar=await served.compile(structured),
             keeps_token_ids=asked.return_token_ids,
@@ -65,3 +66,13 @@ def chat_routes(served: Served) -> APIRouter:
         return await answer(asked, form, generation, request)
 
     return router
+
+
+async def _predicted(asked: ChatRequest, served: Served, request: Request) -> tuple[int, ...]:
+    """Return the tokens that the answer is expected to hold."""
+    if asked.prediction is None or not asked.prediction.text:
+        return ()
+    (token_ids,) = await served.encode(
+        [asked.prediction.text], add_special_tokens=False, param="prediction", receive=request.receive
+    )
+    return tuple(token_ids)

@@ -186,6 +186,25 @@ class Templated(Body):
         )
 
 
+class Prediction(Body):
+    """What an answer is expected to say, mostly: OpenAI's predicted outputs, from which drafts are made.
+
+    Attributes:
+        type: ``content``.
+        content: a text, or text parts, one behind the other.
+    """
+
+    type: Literal["content"]
+    content: Annotated[
+        list[TextPart], FailFast(), BeforeValidator(_as_parts, json_schema_input_type=str | list[TextPart])
+    ]
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(part.text for part in self.content)
+
+
 class ChatRequest(Templated, GenerationRequest):
     """``POST /v1/chat/completions``. Without ``max_tokens`` an answer may be as long as fits.
 
@@ -196,6 +215,7 @@ class ChatRequest(Templated, GenerationRequest):
         tool_choice: whether it must, and what; ``auto`` where there are tools.
         parallel_tool_calls: whether one answer may have several calls.
         include_reasoning: whether the answer tells what the model thought.
+        prediction: what the answer is expected to say.
     """
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = IN_CHAT
@@ -208,6 +228,7 @@ class ChatRequest(Templated, GenerationRequest):
     tool_choice: ToolChoice = WhichTool("auto")
     parallel_tool_calls: StrictBool = True
     include_reasoning: StrictBool = True
+    prediction: Prediction | None = None
 
     def asked_tools(self) -> AskedTools:
         """Return what it says of tools."""

@@ -64,6 +64,8 @@ class Output:
         prompt_logprobs: logprobs of the prompt's tokens, if asked for, once they are known.
         token_ids: what was sampled, if that is told.
         thinking: counts the tokens of its thinking.
+        num_draft_tokens: how many drafts were computed for it.
+        num_accepted_tokens: how many of those became tokens of it.
     """
 
     text: list[str] = field(default_factory=list)
@@ -79,6 +81,8 @@ class Output:
     prompt_logprobs: PromptLogprobs | None = None
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     thinking: TokenCounter = NOTHING_COUNTED
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 class Generation:
@@ -163,6 +167,8 @@ class Generation:
                     for sample in self.outputs[index : index + self._sampling.num_samples]:
                         sample.prompt_logprobs = delta.prompt_logprobs
                 output.thinking.push(delta.token_ids)
+                output.num_draft_tokens = max(output.num_draft_tokens, delta.num_draft_tokens)
+                output.num_accepted_tokens = max(output.num_accepted_tokens, delta.num_accepted_tokens)
                 output.num_cached_tokens = delta.num_cached_tokens
                 output.num_loaded_tokens = delta.num_loaded_tokens
                 output.finish_reason = delta.finish_reason
@@ -218,7 +224,7 @@ class Generation:
         """Return the tokens so far, in OpenAI's form: each prompt once, and all that was sampled after it.
 
         Where cached tokens came from tiers behind the device, the details say how many from which; where the model's
-        thinking is known, how many tokens of the outputs it is.
+        thinking is known, how many tokens of the outputs it is; where tokens were drafted, how many of them were right.
         """
         num_prompt_tokens = sum(len(prompt) for prompt in self._prompts)
         num_output_tokens = sum(output.num_tokens for output in self.outputs)
@@ -235,9 +241,16 @@ class Generation:
             "total_tokens": num_prompt_tokens + num_output_tokens,
             "prompt_tokens_details": details,
         }
+        of_output: dict[str, int] = {}
         if self._thinking.is_known:
-            num_reasoning_tokens = sum(output.thinking.num_tokens for output in self.outputs)
-            usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning_tokens}
+            of_output["reasoning_tokens"] = sum(output.thinking.num_tokens for output in self.outputs)
+        num_drafts = sum(output.num_draft_tokens for output in self.outputs)
+        if num_drafts:
+            num_accepted = sum(output.num_accepted_tokens for output in self.outputs)
+            of_output["accepted_prediction_tokens"] = num_accepted
+            of_output["rejected_prediction_tokens"] = num_drafts - num_accepted
+        if of_output:
+            usage["completion_tokens_details"] = of_output
         return usage
 
     def prompt_use(self) -> PromptUse:

@@ -27,6 +27,7 @@ from pagefold.errors import InvalidRequestError
 from pagefold.request import MAX_RETURNS_IN_S, Caller
 from pagefold.sampling import MAX_BAD_WORDS, MAX_LOGPROBS, SamplingParams
 from pagefold.server.ignored import Body
+from pagefold.server.speculative_fields import SpeculativeConfig  # noqa: TC001 - pydantic reads it
 from pagefold.server.structured_fields import (
     GuidedChoice,
     GuidedGrammar,
@@ -225,6 +226,8 @@ class GenerationRequest(TieredRequest):
         user: accepted and ignored.
         response_format: what the output must look like: text, any JSON object, or JSON of a schema.
         structured_outputs: the same in vLLM's form: ``json``, ``regex``, ``choice``, ``grammar`` or ``json_object``.
+        speculative_config: who drafts for the request, where the server drafts: ``method``, ``num_speculative_tokens``
+            (0 for nobody) and others of vLLM's. It changes nothing of the answer.
         return_token_ids: whether ``token_ids`` tell what was sampled, and ``prompt_token_ids`` what it follows.
         guided_json: vLLM's older form of ``structured_outputs.json``.
         guided_regex: of its ``regex``.
@@ -266,6 +269,7 @@ class GenerationRequest(TieredRequest):
     stream: StrictBool = False
     stream_options: StreamOptions | None = None
     user: Text | None = None
+    speculative_config: SpeculativeConfig = None
     response_format: ResponseFormat = None
     structured_outputs: StructuredOutputs = None
     guided_json: GuidedJson = None
@@ -282,6 +286,10 @@ class GenerationRequest(TieredRequest):
                 msg = "stream_options is there, but stream is not true."
                 raise InvalidRequestError(msg, param="stream_options", remedy="Leave it out, or stream.")
         return fields
+
+    def caller(self, account: Account) -> Caller:
+        """Return who asks, and on what terms; see :meth:`CachedRequest.caller`."""
+        return replace(super().caller(account), speculation=self.speculative_config)
 
     @property
     def include_usage(self) -> bool:

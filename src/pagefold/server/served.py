@@ -103,10 +103,13 @@ class Served:
         prompts: list[str] | list[list[int]],
         *,
         add_special_tokens: bool = True,
+        param: str = "prompt",
         times: int = 1,
         receive: Receive = stays,
     ) -> list[list[int]]:
         """Return the tokens of each prompt. Of a text that will be truncated, ``times`` as many as fit are too many.
+
+        ``param`` is the field that they came in.
 
         Raises:
             InvalidRequestError: they are texts, and the model has no tokenizer.
@@ -115,11 +118,11 @@ class Served:
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         if not texts:
             return [prompt for prompt in prompts if not isinstance(prompt, str)]
-        tokenizer = self._tokenizer("prompt")
+        tokenizer = self._tokenizer(param)
 
         def check() -> None:
             for text in texts:
-                check_text(text, tokenizer, self.client.context, "prompt", times)
+                check_text(text, tokenizer, self.client.context, param, times)
 
         size = sum(map(len, texts))
         await self.workers.run(size, [check], receive)

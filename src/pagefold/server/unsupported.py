@@ -38,7 +38,6 @@ IN_CHAT = _IN_BOTH | {
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
-    "prediction": (),
     "web_search_options": (),
     "echo": (False,),
     "chat_template": (),

@@ -7,6 +7,7 @@ compared.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,8 @@ _END = -1
 """No hash is negative. The last token of an output may be any: its KV is not computed, so no block holds it. Numbers
 below it are tokens that nobody knows, since the server was killed before their request ended; no two are equal."""
 _ENDS = frozenset({_END})
+_WRONG = -(2**31)
+"""A draft that nothing samples."""
 _NO_LOGPROB = TokenLogprobs(0.0, 1, ())
 
 
@@ -157,6 +160,7 @@ class _Replayer:
 
     def _step(self, recorded: RecordedStep, in_step: list[RecordedCut]) -> str:
         """Run a step; return what was other than recorded, if anything."""
+        self._give_drafts(recorded)
         plan = self._scheduler.schedule(recorded.now_s)
         where = f"step {recorded.step_id}"
         if plan.num_rows != recorded.num_rows or len(plan.token_ids) != recorded.num_computed:
@@ -184,6 +188,17 @@ class _Replayer:
         if evicted != recorded.evicted:
             return f"{where} evicted blocks {recorded.evicted}; the replay evicted {evicted}"
         return ""
+
+    def _give_drafts(self, recorded: RecordedStep) -> None:
+        """Give requests as many drafts as they had, of which as many are right."""
+        for request in self._scheduler.running:
+            request.drafts = ()
+        for number, num_drafts, num_right in recorded.drafts:
+            drafted = self._scheduler.get(_name(number))
+            if drafted is not None:
+                begin = drafted.num_tokens
+                drafts = self._recording.tokens[number][begin : begin + num_right]
+                drafted.drafts = drafts + array("i", [_WRONG]) * (num_drafts - len(drafts))
 
     def _note(self, event: Event) -> None:
         match event:

@@ -6,7 +6,7 @@ Standard library only, and no part of any answer: what is sampled is the same wi
 
 from pagefold.speculation.acceptance import Acceptance
 from pagefold.speculation.drafter import NO_DRAFT, Draft, Drafter
-from pagefold.speculation.how_many import StepCosts, how_many
+from pagefold.speculation.how_many import Chance, StepCosts, how_many
 from pagefold.speculation.ngram import NgramDrafter
 from pagefold.speculation.params import METHODS, SpeculativeParams
 from pagefold.speculation.tree import TreeDrafter
@@ -15,6 +15,7 @@ __all__ = [
     "METHODS",
     "NO_DRAFT",
     "Acceptance",
+    "Chance",
     "Draft",
     "Drafter",
     "NgramDrafter",

@@ -1,19 +1,19 @@
 """How many drafts a step has: as long as one more brings more tokens a second.
 
 A step of ``R`` requests brings ``R`` tokens, and a draft one more with some chance. Its time is that of so many tokens,
-as it was measured. So drafts are taken one by one, the likeliest first, while what is expected grows more than the time.
+as it was measured. So drafts are taken one by one, the likeliest first, and as many as bring most tokens a second.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["StepCosts", "how_many"]
+__all__ = ["Chance", "StepCosts", "how_many"]
 
 
 class StepCosts:
@@ -38,8 +38,20 @@ class StepCosts:
         return self._seconds[at - 1] + share * (self._seconds[at] - self._seconds[at - 1])
 
 
+class Chance(NamedTuple):
+    """What drafts of a request promise.
+
+    Attributes:
+        is_right: the chance of each, if those before it are right.
+        num_drafts: how many there are.
+    """
+
+    is_right: float
+    num_drafts: int
+
+
 def how_many(
-    costs: StepCosts, num_tokens: int, num_sampled: int, chances: Sequence[float], most: Sequence[int], most_in_all: int
+    costs: StepCosts, num_tokens: int, num_sampled: int, chances: Sequence[Chance], most_in_all: int
 ) -> list[int]:
     """Return how many drafts each request's row has.
 
@@ -47,12 +59,11 @@ def how_many(
         costs: of steps.
         num_tokens: that the step computes without drafts.
         num_sampled: that it brings without drafts, at least one.
-        chances: of each request: that a draft is right whose predecessors are.
-        most: how many drafts each could have.
+        chances: of each request that could have drafts.
         most_in_all: how many the step could have.
     """
     chosen = [0] * len(chances)
-    heap = [(-chance, at) for at, chance in enumerate(chances) if most[at]]
+    heap = [(-one.is_right, at) for at, one in enumerate(chances) if one.num_drafts]
     heapify(heap)
     expected, taken = float(num_sampled), costs.of(num_tokens)
     best_rate, best = expected / taken, list(chosen)
@@ -65,6 +76,6 @@ def how_many(
         rate = expected / costs.of(num_tokens)
         if rate > best_rate:
             best_rate, best = rate, list(chosen)
-        if chosen[at] < most[at]:
-            heappush(heap, (chance * chances[at], at))
+        if chosen[at] < chances[at].num_drafts:
+            heappush(heap, (chance * chances[at].is_right, at))
     return best

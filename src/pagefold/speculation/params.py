@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 from pagefold.errors import InvalidRequestError
 from pagefold.typecheck import wrong_type
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 __all__ = ["MAX_DRAFTS", "METHODS", "SpeculativeParams"]
 
@@ -52,7 +55,6 @@ class SpeculativeParams:
         if not self.prompt_lookup_min <= self.prompt_lookup_max <= _MAX_LOOKUP:
             least = self.prompt_lookup_min
             raise _bad("prompt_lookup_max", self.prompt_lookup_max, f"between {least} (the least) and {_MAX_LOOKUP}")
-
 
     @classmethod
     def of(cls, given: Mapping[str, object]) -> SpeculativeParams:

@@ -127,6 +127,8 @@ def _usage(generation: Generation) -> dict[str, Any]:
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {**usage["prompt_tokens_details"], **written},
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": usage.get("completion_tokens_details", {"reasoning_tokens": 0}),
+        "output_tokens_details": {
+            "reasoning_tokens": usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
+        },
         "total_tokens": usage["total_tokens"],
     }

@@ -214,6 +214,7 @@ class _Reader:
             evicted=line.wholes("evicted", 0, settings.num_blocks - 1),
             damaged=line.wholes("damaged", 0, settings.num_host_blocks - 1),
             corrupted=line.wholes("corrupted", 0, _MOST),
+            drafts=tuple(_drafts(each, len(self._adds)) for each in line.items("drafts")),
         )
 
     def _end(self, line: Fields, recording: Recording) -> None:
@@ -258,6 +259,16 @@ def _pin(line: Fields) -> tuple[float | None, float]:
         None if ttl_s is None else Fields.as_number("pin", ttl_s, 0, _FOREVER_S),
         Fields.as_number("pin", priority, -_FOREVER_S, _FOREVER_S),
     )
+
+
+def _drafts(value: object, num_samples: int) -> tuple[int, int, int]:
+    """Return (sample, drafts, right ones) of one entry of a step's drafts."""
+    match value:
+        case [int(number), int(num_drafts), int(num_right)] if 0 <= number < num_samples:
+            if 0 <= num_right <= num_drafts <= MAX_TOKENS:
+                return number, num_drafts, num_right
+    msg = "its drafts are no (request, number, right ones)"
+    raise ValueError(msg)
 
 
 def _hit(value: object, num_samples: int) -> tuple[int, int]:

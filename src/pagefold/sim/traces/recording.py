@@ -115,6 +115,7 @@ class RecordedStep:
         evicted: ids of the blocks that were evicted since the step before, in order.
         damaged: host blocks that it failed of.
         corrupted: samples of which the model computed no numbers.
+        drafts: (number, how many it had, how many of them were right) of each sample with drafts.
     """
 
     step_id: int
@@ -128,6 +129,7 @@ class RecordedStep:
     evicted: tuple[int, ...] = ()
     damaged: tuple[int, ...] = ()
     corrupted: tuple[int, ...] = ()
+    drafts: tuple[tuple[int, int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
