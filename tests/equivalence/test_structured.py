@@ -25,7 +25,7 @@ from pagefold.config import EngineConfig
 from pagefold.engine.build import build_engine
 from pagefold.engine.planning import plan_engine
 from pagefold.errors import InvalidRequestError
-from pagefold.events import RequestPreempted, StepAbandoned
+from pagefold.events import RequestPreempted, StepAbandoned, fan_out, ignore
 from pagefold.kv import audit
 from pagefold.runner.sampler import sample
 
@@ -75,8 +75,9 @@ def requests_of(tokenizer):
 class Run:
     """All requests through an engine of its own."""
 
-    def __init__(self, folder, *, is_harsh=False, is_overlapped=False):
+    def __init__(self, folder, *, is_harsh=False, is_overlapped=False, emit=ignore):
         self.events = []
+        emit = fan_out(self.events.append, emit)
         config = EngineConfig(
             model=str(folder),
             dtype="float64",
@@ -86,14 +87,15 @@ class Run:
             max_num_batched_tokens=32 if is_harsh else 512,
             kv_cache_memory_bytes=2 ** (17 if is_harsh else 24),
         )
-        self.engine = build_engine(plan_engine(config), emit=self.events.append)
+        self.engine = build_engine(plan_engine(config), emit=emit)
         if is_overlapped:
             compiler = self.engine._compiler
-            self.engine = overlapped(self.engine, self.events.append)
+            self.engine = overlapped(self.engine, emit)
             self.engine._compiler = compiler
         if is_harsh:
             self.engine.runner = HarshRunner(self.engine, failure_rate=0.15, random=Random(0))
         self.tokens, self.texts, self.reasons, self.errors = {}, {}, {}, {}
+        self.logprobs = {}
 
     def run(self, requests):
         for at, (prompt, how) in enumerate(requests):
@@ -107,6 +109,7 @@ class Run:
                 self.texts[at] = self.texts.get(at, "") + delta.text
                 self.reasons[at] = delta.finish_reason
                 self.errors[at] = delta.error
+                self.logprobs.setdefault(at, []).extend(delta.logprobs or ())
         audit(self.engine.scheduler.core)
         assert not self.engine.scheduler.core.num_active
         return self

@@ -1,0 +1,77 @@
+"""How many drafts: beside a search through all numbers, and what is learned of how often they are right."""
+
+from __future__ import annotations
+
+from itertools import product
+from random import Random
+
+import pytest
+
+from pagefold.speculation import Acceptance, StepCosts, how_many
+from pagefold.speculation.how_many import Chance
+from pagefold.speculation.kinds import NUM_KINDS
+
+
+def expected(chances, numbers):
+    return sum(sum(one.is_right**at for at in range(1, num + 1)) for one, num in zip(chances, numbers, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_other_numbers_bring_more_tokens_a_second(seed):
+    random = Random(seed)
+    chances = [Chance(random.random(), random.randrange(5)) for _ in range(random.randrange(1, 5))]
+    num_others = random.randrange(4)
+    sizes = (1, 2, 4, 8, 16)
+    seconds, now = [], 1.0
+    for _ in sizes:
+        now += random.random() * random.choice((0.1, 1.0))
+        seconds.append(now)
+    costs = StepCosts(sizes, seconds)
+    num_tokens = len(chances) + num_others
+    most = random.choice((2, 5, 99))
+    chosen = how_many(costs, num_tokens, len(chances), chances, most)
+    assert sum(chosen) <= most
+
+    def rate(numbers):
+        return (len(chances) + expected(chances, numbers)) / costs.of(num_tokens + sum(numbers))
+
+    every = product(*(range(one.num_drafts + 1) for one in chances))
+    best = max(rate(numbers) for numbers in every if sum(numbers) <= most)
+    assert rate(chosen) == pytest.approx(best)
+
+
+def test_drafts_that_cost_nothing_are_all_taken_and_those_that_cost_a_token_none():
+    free, dear = StepCosts((1, 100), (1.0, 1.0)), StepCosts((1, 2), (1.0, 2.0))
+    chances = [Chance(0.5, 7), Chance(0.1, 3), Chance(0.9, 0)]
+    assert how_many(free, 3, 3, chances, 64) == [7, 3, 0]
+    assert how_many(dear, 3, 3, chances, 64) == [0, 0, 0]
+    assert how_many(free, 3, 0, [], 64) == []
+
+
+def test_costs_lie_on_straight_lines_and_never_fall():
+    costs = StepCosts((1, 2, 4, 8), (1.0, 2.0, 1.5, 4.0))
+    assert [costs.of(num) for num in (1, 2, 3, 4, 6, 8, 12)] == [1.0, 2.0, 2.0, 2.0, 3.0, 4.0, 6.0]
+
+
+def test_what_is_learned_is_learned_of_a_kind_and_of_a_request_more():
+    acceptance = Acceptance()
+    first = acceptance.chance("a", 2)
+    for _ in range(50):
+        acceptance.learn("a", 2, 4, 4)
+    assert acceptance.chance("a", 2) > 0.95
+    assert acceptance.chance("b", 2) > first
+    for _ in range(6):
+        acceptance.learn("b", 2, 4, 0)
+    assert acceptance.chance("b", 2) < 0.4
+    assert acceptance.chance("a", 2) > 0.9
+    acceptance.forget("b")
+    acceptance.forget("nobody")
+    assert acceptance.chance("b", 2) > 0.6
+    assert all(0 < acceptance.chance("c", kind) < 1 for kind in range(NUM_KINDS))
+
+
+def test_behind_a_wrong_draft_nothing_is_learned():
+    one, other = Acceptance(), Acceptance()
+    one.learn("a", 1, 8, 0)
+    other.learn("a", 1, 1, 0)
+    assert one.chance("a", 1) == other.chance("a", 1)
