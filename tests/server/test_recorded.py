@@ -16,6 +16,7 @@ from pagefold.sim import NullRunner, SimConfig, replay_cache_only, simulate
 from pagefold.sim.replay_recording import replay_recording
 from pagefold.sim.traces import read_trace
 from pagefold.sim.traces.read_recording import read_recording
+from pagefold.speculation import StepCosts
 from pagefold.sim.traces.recording import RecordedCut, RecordedReset, RecordedStep, RecordedUnpin
 
 if TYPE_CHECKING:
@@ -50,13 +51,17 @@ def ask(server: LocalServer, rng: random.Random, num_requests: int) -> None:
 BLOCK_BYTES = 2**13
 
 
-@pytest.fixture(scope="module", params=[("learned", 40), ("weighted", 0)], ids=["with a host tier", "weighted"])
+@pytest.fixture(
+    scope="module",
+    params=[("learned", 40, None), ("weighted", 0, {"method": "tree"})],
+    ids=["with a host tier", "weighted, with drafts"],
+)
 def recorded(request, tiny_chat_model: Path, tmp_path_factory) -> Path:
     """Six clients at a server with room for about four of their requests, whose steps sometimes fail.
 
     Bits turn in what its host tier holds, if it has one.
     """
-    policy, num_host_blocks = request.param
+    policy, num_host_blocks, drafts = request.param
     file = tmp_path_factory.mktemp("recorded") / "trace.jsonl"
     server = LocalServer(
         tiny_chat_model,
@@ -67,8 +72,11 @@ def recorded(request, tiny_chat_model: Path, tmp_path_factory) -> Path:
         max_model_len=256,
         max_num_seqs=6,
         max_num_batched_tokens=48,
+        speculative_config=drafts,
         door={"admin_api_key": "key"},
     )
+    if drafts is not None:
+        server.engine.drafting._costs = StepCosts((1, 2), (1.0, 1.0))
     try:
         clients = [threading.Thread(target=ask, args=(server, random.Random(seed), 12)) for seed in range(6)]
         for client in clients:

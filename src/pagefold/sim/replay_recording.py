@@ -97,7 +97,7 @@ class _Replayer:
         self._cut = {each.number for each in recording.happened if isinstance(each, RecordedCut)}
         self._hits: list[tuple[int, int]] = []
         self._evicted: list[int] = []
-        self._num_unknown = 0
+        self._unknown: dict[tuple[int, int], int] = {}
         self._num_preemptions = self._num_asked = self._num_hit = self._num_evictions = 0
         self._core = KVCore(
             settings.num_blocks,
@@ -198,6 +198,9 @@ class _Replayer:
             if drafted is not None:
                 begin = drafted.num_tokens
                 drafts = self._recording.tokens[number][begin : begin + num_right]
+                if not self._recording.ended.get(number):  # the server was killed before its tokens were written
+                    places = range(begin + len(drafts), begin + num_right)
+                    drafts.extend(self._unknown_at(number, place) for place in places)
                 drafted.drafts = drafts + array("i", [_WRONG]) * (num_drafts - len(drafts))
 
     def _note(self, event: Event) -> None:
@@ -247,6 +250,10 @@ class _Replayer:
         first, *first.forks = samples
         return first
 
+    def _unknown_at(self, number: int, place: int) -> int:
+        """Return the token at one place of a sample, which nobody knows: no other has the same."""
+        return self._unknown.setdefault((number, place), _END - 1 - len(self._unknown))
+
     def _ends_by_itself(self, number: int) -> bool:
         return number not in self._cut and self._recording.ended.get(number) in _ENDS_BY_ITSELF
 
@@ -262,8 +269,7 @@ class _Replayer:
             elif place < len(tokens):
                 sampled.append(tokens[place])
             else:
-                self._num_unknown += 1
-                sampled.append(_END - self._num_unknown)
+                sampled.append(self._unknown_at(seed, place))
         parts = [[_NO_LOGPROB] * len(part.token_ids) for part in plan.prompt_parts]
         return StepResult(sampled, logprobs=[_NO_LOGPROB] * len(plan.logprob_rows), prompt_logprobs=parts)
 
