@@ -60,7 +60,7 @@ class RandomDrafting(Drafting):
     @property
     def drafts_for_any(self) -> bool:
         """Now and then a step is planned ahead, and has none."""
-        return self._random.random() < 0.5  # noqa: PLR2004
+        return self._random.random() < 0.5
 
     def prepare(self) -> None:
         """Give drafts, to those too that cannot use them now."""

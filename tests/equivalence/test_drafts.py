@@ -63,7 +63,11 @@ def test_outputs_are_those_of_generate(setting, tiny_folder, tiny_references):
 def test_outputs_of_other_families_are_those_of_generate(family, setting, tiny_folder, tiny_references):
     """Windows give blocks back as the accepted tokens leave them."""
     references, counts = tiny_references(family, SHORT.num_outputs), DraftCounts()
-    run(Trial(setting, SHORT, tiny_folder(family), drafted(known_by(references, VOCAB_SIZE), counts)), references, counts)
+    run(
+        Trial(setting, SHORT, tiny_folder(family), drafted(known_by(references, VOCAB_SIZE), counts)),
+        references,
+        counts,
+    )
 
 
 @pytest.mark.parametrize("setting", FEW, ids=lambda setting: setting.name)
@@ -105,7 +109,9 @@ def test_outputs_of_the_overlapped_loop_are_those_of_generate(is_late, tiny_fold
         pytest.param({"kv_cache_dtype": "kivi2"}, id="kivi2"),
         pytest.param({"kv_cache_dtype": "int8_per_token_head"}, id="int8", marks=pytest.mark.long),
         pytest.param({"streaming_llm": 40}, id="streaming_llm"),
-        pytest.param({"kv_cache_dtype": "kivi2", "streaming_llm": 40}, id="kivi2-streaming_llm", marks=pytest.mark.long),
+        pytest.param(
+            {"kv_cache_dtype": "kivi2", "streaming_llm": 40}, id="kivi2-streaming_llm", marks=pytest.mark.long
+        ),
     ],
 )
 def test_outputs_and_blocks_of_codes_are_those_alone(how, setting, tiny_folder, monkeypatch):
@@ -114,14 +120,12 @@ def test_outputs_and_blocks_of_codes_are_those_alone(how, setting, tiny_folder, 
     exact = {"dtype": "float64", "attention_backend": "reference", "block_size": setting.block_size}
     alone = AloneOutputs(tiny_folder("llama"), SHORT.num_outputs, max_model_len=2048, **exact, **how)
     counts = DraftCounts()
-    trial = Trial(
-        replace(setting, **how), SHORT, tiny_folder("llama"), drafted(known_by(alone, VOCAB_SIZE), counts)
-    )
+    trial = Trial(replace(setting, **how), SHORT, tiny_folder("llama"), drafted(known_by(alone, VOCAB_SIZE), counts))
     run(trial, alone, counts)
 
 
 def test_what_is_cached_is_the_same_to_the_bit(tiny_folder):
-    """Blocks that drafts have filled hold what they would hold without: K and V of accepted tokens, and of no others."""
+    """Blocks that drafts have filled hold what they would hold without: K and V of accepted tokens, and no others."""
     folder = tiny_folder("llama")
     setting = Setting(name="cached", dtype="float32", attention_backend="auto", arrivals="alone")
     plain = Trial(setting, SHORT, folder)

@@ -19,9 +19,7 @@ GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": 40}
 
 
 def _drafting_server(folder: Path, **settings) -> LocalServer:
-    server = LocalServer(
-        folder, kv_cache_memory_bytes=400 * 2**13, max_model_len=512, max_num_seqs=8, **settings
-    )
+    server = LocalServer(folder, kv_cache_memory_bytes=400 * 2**13, max_model_len=512, max_num_seqs=8, **settings)
     if server.engine.drafting.is_on:  # a tiny model's steps take longer with each token: else few drafts would pay
         server.engine.drafting._costs = StepCosts((1, 2), (1.0, 1.0))
     return server
@@ -48,7 +46,9 @@ def counts(server: LocalServer) -> dict[str, float]:
     return {name: server.metric(f"vllm:spec_decode_num_{name}_total") for name in names}
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 5}, {"temperature": 1.0, "seed": 6, "logprobs": 2}])
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 0.9, "seed": 5}, {"temperature": 1.0, "seed": 6, "logprobs": 2}]
+)
 def test_an_answer_that_was_given_before_is_given_again_in_fewer_steps(drafting, plain, sampling):
     """Its tokens are in the cache behind the same prompt: they are drafted, and all are right."""
     body = {**GREEDY, **sampling}

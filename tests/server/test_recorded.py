@@ -16,8 +16,8 @@ from pagefold.sim import NullRunner, SimConfig, replay_cache_only, simulate
 from pagefold.sim.replay_recording import replay_recording
 from pagefold.sim.traces import read_trace
 from pagefold.sim.traces.read_recording import read_recording
-from pagefold.speculation import StepCosts
 from pagefold.sim.traces.recording import RecordedCut, RecordedReset, RecordedStep, RecordedUnpin
+from pagefold.speculation import StepCosts
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -31,6 +31,7 @@ from pagefold.kv import (
     SlowTiers,
     make_policy,
 )
+from pagefold.memory.capacity import human_bytes
 from pagefold.scheduler import NO_TIERING, SCHEDULING_POLICIES, Scheduler, SchedulerLimits, Tiering
 from pagefold.speculation import NgramDrafter, StepCosts, TreeDrafter
 
@@ -54,9 +55,6 @@ __all__ = ["build_engine"]
 _log = logging.getLogger(__name__)
 
 _TIMED_STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-_MOST_DRAFTS = 128
-"""Of one step, for all requests together: each has logits of its own."""
-
 _UNTRIED_LINK = 1e-3, 1e9
 """Latency and bandwidth, in seconds and bytes a second, of a tier that could not be tried yet."""
 
@@ -182,8 +180,8 @@ def _assemble(
         move = partial(arena.carry_out, blocks=runner.slab.as_bytes())
         tiering = Tiering(scheduler, slow, TransferThreads(arena, stores), arena, move, emit=emit)
     drafting = NO_DRAFTING
-    if config.speculative_config is not None:
-        drafting = _drafting(config, scheduler, runner)
+    if config.max_draft_tokens:
+        drafting = _drafting(config, scheduler, runner, say)
     emit(CacheConfigured(_cache_settings(config, capacity)))
     ends = frozenset() if tokenizer is None or not core.trims else tokenizer.message_end_ids
     kind = OverlappedEngine if hardware.computes_apart and not tiering.is_on else Engine
@@ -202,11 +200,11 @@ def _assemble(
     )
 
 
-def _drafting(config: EngineConfig, scheduler: Scheduler, runner: TorchRunner) -> Drafting:
+def _drafting(config: EngineConfig, scheduler: Scheduler, runner: TorchRunner, say: Callable[[str], None]) -> Drafting:
     """Return what drafts for requests, with what steps take here."""
-    most = min(_MOST_DRAFTS, config.max_num_batched_tokens - 1)
-    sizes = [size for size in _TIMED_STEPS if size <= most]
-    costs = StepCosts(sizes, runner.seconds_of_steps(sizes)) if len(sizes) > 1 else StepCosts((1, 2), (1.0, 2.0))
+    most = config.max_draft_tokens
+    sizes = [size for size in _TIMED_STEPS if size <= most + 1]
+    costs = StepCosts(sizes, runner.seconds_of_steps(sizes))
 
     def drafter_for(params: SpeculativeParams) -> Drafter:
         if params.method == "ngram":
@@ -214,6 +212,7 @@ def _drafting(config: EngineConfig, scheduler: Scheduler, runner: TorchRunner) -
         return tree
 
     tree = TreeDrafter(scheduler.core)
+    say(f"drafts     up to {most} in a step; their index takes {human_bytes(tree.index.num_bytes)}")
     return Drafting(scheduler, config.speculative_config, drafter_for, costs, most)
 
 

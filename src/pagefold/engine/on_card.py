@@ -85,7 +85,7 @@ def bound_use_of(blueprint: Blueprint) -> CardUse:
         vocab_size=spec.vocab_size,
         row_bytes=row_bytes,
         num_tokens=config.max_num_batched_tokens,
-        num_seqs=config.max_num_seqs,
+        num_seqs=config.max_num_seqs + config.max_draft_tokens,
     )
 
 
@@ -173,7 +173,8 @@ def build_runner(
         planned = blueprint.capacity  # in the step that is measured all rows have the first residual
         num_blocks = -(-num_tokens // geometry.block_size)  # which all of its cache groups have
         probe = decoder_with(num_blocks, min(1, planned.num_residuals), planned.max_model_len)
-        use = measure_use(TorchRunner(probe[0], geometry, probe[1]), card, num_tokens=num_tokens, num_seqs=num_seqs)
+        num_rows = min(num_seqs + config.max_draft_tokens, num_tokens)
+        use = measure_use(TorchRunner(probe[0], geometry, probe[1]), card, num_tokens=num_tokens, num_seqs=num_rows)
         del probe
         torch.cuda.empty_cache()
         capacity = capacity_on_card(blueprint, use, blueprint.capacity.host_bytes)

@@ -32,7 +32,7 @@ class OnCpu:
         from pagefold.runner.attention import choose_backend  # noqa: PLC0415
 
         config, spec, geometry = blueprint.config, blueprint.spec, blueprint.geometry
-        available_bytes = available_memory_bytes()
+        available_bytes = available_memory_bytes() - _draft_bytes(blueprint)
         capacity = plan_capacity(
             layout=geometry.layout,
             weight_bytes=_weight_bytes(blueprint),
@@ -135,6 +135,11 @@ def _lines_of_sinks(blueprint: Blueprint) -> list[str]:
     num_sinks, window = config.streaming_llm_sinks, config.streaming_llm
     what = f"the first {num_sinks:,} and the last {window:,} tokens, in {num_layers} of {len(keeps)} layers"
     return [f"streaming  {what}: beyond {num_sinks + window:,} tokens outputs are not the model's"]
+
+
+def _draft_bytes(blueprint: Blueprint) -> int:
+    """Return what logits of drafts take: as they are computed, and once more where they are adjusted."""
+    return 2 * 4 * blueprint.config.max_draft_tokens * blueprint.spec.vocab_size
 
 
 def _weight_bytes(blueprint: Blueprint) -> int:

@@ -1,0 +1,358 @@
+"""Drafts: that they change no output, what they bring, and what they cost.
+
+SmolLM2-135M-Instruct, the whole engine in this process, one engine for all: a request's ``num_speculative_tokens`` of 0
+is off, and what it is compared with is the same request with drafts, under another salt, so that neither finds what the
+other has cached. Passages come from public speeches and a novel (``make texts``), and none is used twice.
+
+* exactness: outputs of 32 tokens that differ, on against off: greedy and seeded, in batches of 1 to 32, a third each
+  with ``tree``, with ``ngram``, and with a drafter that mixes what is right with lies.
+* one request at a time, tokens a second behind the first token, on over off: edits (a passage is written again),
+  quotes (an answer from a passage), chats (a turn whose earlier turns are cached) and prose (a passage goes on).
+  Outputs that loop, with a period of 32 tokens or less, are left out: they are drafted too well.
+* 8 and 32 at once, a third each of edits, chats and prose.
+* what drafting takes of a step's time, the index included, in all of the above; and the index's bytes a token.
+
+    python benchmarks/speculation.py [--dtype float32] [--num-exact 10000] [--num-prompts 12] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from array import array
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from report import Row, machine, parser, print_report
+from rich.console import Console
+from rich.progress import track
+
+from pagefold.config import EngineConfig, cache_dir
+from pagefold.engine.build import build_engine
+from pagefold.engine.planning import plan_engine
+from pagefold.events import DraftsVerified
+from pagefold.quality.texts import fetch_default_texts
+from pagefold.request import Caller
+from pagefold.sampling import SamplingParams
+from pagefold.speculation import SpeculativeParams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pagefold.engine.engine import Engine
+    from pagefold.events import Event
+
+MODEL, VOCAB_SIZE = "smollm2-135m", 49_152
+OFF = SpeculativeParams(num_speculative_tokens=0)
+TREE, NGRAM = SpeculativeParams(method="tree"), SpeculativeParams(method="ngram")
+NUM_EXACT_OUT, NUM_OUT = 32, 96
+BATCHES = (1, 2, 4, 8, 16, 32)
+LONGEST_PERIOD = 32
+ASKED = {"edits": 2.0, "quotes": 2.0, "chats": 1.2, "prose": 1.2}
+ASKED_AT_ONCE = {8: 1.1, 32: 0.98}
+LEAST = 0.98
+SHARE, BYTES = 0.02, 24.0
+
+
+class Passages:
+    """Passages of the texts, none twice."""
+
+    def __init__(self) -> None:
+        words = [text.content.split() for text in fetch_default_texts(cache_dir())]
+        self._words = [word for of_text in words for word in of_text]
+        self._at = 0
+
+    def take(self, num_words: int) -> str:
+        """Return the next so many words; an odd number of them lies between two passages."""
+        begin = self._at
+        self._at = (begin + num_words + 7) % (len(self._words) - 1000)
+        return " ".join(self._words[begin : begin + num_words])
+
+
+@dataclass
+class Clock:
+    """Time that drafting took, and that steps took which had it.
+
+    Attributes:
+        drafting_s: of drafting, the index included.
+        step_s: of all steps.
+        num_drafts, num_accepted: drafts, and those that were right.
+    """
+
+    drafting_s: float = 0.0
+    step_s: float = 0.0
+    num_drafts: int = 0
+    num_accepted: int = 0
+
+    def emit(self, event: Event) -> None:
+        """Count an event."""
+        if isinstance(event, DraftsVerified):
+            self.num_drafts += sum(num_drafts for _, num_drafts, _ in event.counts)
+            self.num_accepted += sum(num_accepted for *_, num_accepted in event.counts)
+
+    def watch(self, engine: Engine) -> None:
+        """Measure what the engine's drafting takes from now on."""
+        drafting, watcher = engine.drafting, engine.scheduler.core.tree.watcher
+        prepare, insert = drafting.prepare, watcher.on_insert
+
+        def timed_prepare() -> None:
+            begin = time.perf_counter()
+            prepare()
+            self.drafting_s += time.perf_counter() - begin
+
+        def timed_insert(node: object) -> None:
+            begin = time.perf_counter()
+            insert(node)  # type: ignore[arg-type]
+            self.drafting_s += time.perf_counter() - begin
+
+        drafting.prepare = timed_prepare  # type: ignore[method-assign]
+        watcher.on_insert = timed_insert  # type: ignore[method-assign]
+
+
+@dataclass
+class Ran:
+    """What became of a request.
+
+    Attributes:
+        token_ids: its output.
+        seconds: from its first token to its last.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    begun_s: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def loops(self) -> bool:
+        """Whether the second half of it repeats itself."""
+        half = self.token_ids[len(self.token_ids) // 2 :]
+        return any(half[period:] == half[:-period] for period in range(1, min(LONGEST_PERIOD, len(half) // 2) + 1))
+
+
+class Bench:
+    """One engine, and requests that go through it."""
+
+    def __init__(self, dtype: str) -> None:
+        self.clock = Clock()
+        config = EngineConfig(
+            model=MODEL,
+            dtype=dtype,  # type: ignore[arg-type]
+            max_model_len=2048,
+            max_num_seqs=32,
+            kv_cache_memory_bytes=2**30,
+            speculative_config=TREE,
+        )
+        self.engine = build_engine(plan_engine(config), emit=self.clock.emit, say=lambda _: None)
+        self.clock.watch(self.engine)
+        assert self.engine.tokenizer is not None
+        self.tokenizer = self.engine.tokenizer
+        self._num = 0
+
+    def run(
+        self, prompts: Sequence[list[int]], hows: Sequence[SamplingParams], params: SpeculativeParams, salt: str
+    ) -> list[Ran]:
+        """Run requests at once, and return what became of them."""
+        found: dict[str, Ran] = {}
+        for prompt, how in zip(prompts, hows, strict=True):
+            self._num += 1
+            found[str(self._num)] = Ran()
+            self.engine.add(str(self._num), prompt, how, Caller(speculation=params, cache_salt=salt))
+        while self.engine.has_work:
+            begin = time.perf_counter()
+            deltas = self.engine.step()
+            now = time.perf_counter()
+            self.clock.step_s += now - begin
+            for delta in deltas:
+                ran = found[delta.request_id]
+                if not ran.token_ids:
+                    ran.begun_s = now
+                ran.token_ids += delta.token_ids
+                ran.seconds = now - ran.begun_s
+        return list(found.values())
+
+
+def greedy(num_out: int) -> SamplingParams:
+    """Return how a greedy output of so many tokens is asked for."""
+    return SamplingParams(temperature=0.0, max_tokens=num_out, ignore_eos=True)
+
+
+# Exactness.
+
+
+class Lies:
+    """A drafter of what is right, as far as it says so, and then of anything."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._scheduler = bench.engine.scheduler
+        self._random = random.Random(1)
+        self.known: dict[bytes, list[int]] = {}
+
+    def prepare(self) -> None:
+        """Give drafts to all that run."""
+        for request in self._scheduler.running:
+            right = self.known[request.token_ids[: request.num_prompt_tokens].tobytes()]
+            begin = request.num_output_tokens
+            drafts = right[begin : begin + self._random.randrange(6)]
+            drafts += [self._random.randrange(VOCAB_SIZE) for _ in range(self._random.randrange(4))]
+            request.drafts = array("i", drafts)
+
+
+def exactness(bench: Bench, num_prompts: int, passages: Passages) -> list[Row]:
+    """Compare outputs with drafts and without."""
+    lies, rng = Lies(bench), random.Random(0)
+    honest = bench.engine.drafting.prepare
+    rows = []
+    for name, params in (("tree", TREE), ("ngram", NGRAM), ("right ones and lies", OFF)):
+        num_done = num_different = 0
+        before = bench.clock.num_drafts, bench.clock.num_accepted
+        share = num_prompts // 3
+        console = Console(stderr=True)
+        for number in track(range(10**9), name, total=None, console=console, transient=True):
+            if num_done >= share:
+                break
+            size = min(BATCHES[number % len(BATCHES)], share - num_done)
+            prompts = [bench.tokenizer.encode(passages.take(rng.randrange(6, 60))) for _ in range(size)]
+            hows = [
+                SamplingParams(
+                    temperature=0.0 if at % 2 else 0.8, seed=num_done + at, max_tokens=NUM_EXACT_OUT, ignore_eos=True
+                )
+                for at in range(size)
+            ]
+            off = bench.run(prompts, hows, OFF, f"off {name} {number}")
+            if params is OFF:
+                for prompt, one in zip(prompts, off, strict=True):
+                    lies.known[array("i", prompt).tobytes()] = one.token_ids
+                bench.engine.drafting.prepare = lies.prepare  # type: ignore[method-assign]
+            on = bench.run(prompts, hows, params, f"on {name} {number}")
+            if params is TREE:  # once more: what was said is cached now, and all of it is drafted
+                on += bench.run(prompts, hows, params, f"on {name} {number}")
+                off = off + off
+            bench.engine.drafting.prepare = honest  # type: ignore[method-assign]
+            num_different += sum(a.token_ids != b.token_ids for a, b in zip(off, on, strict=True))
+            num_done += size
+            lies.known.clear()
+        drafts = bench.clock.num_drafts - before[0], bench.clock.num_accepted - before[1]
+        told = f"{num_different} of {num_done} ({drafts[1]:,} of {drafts[0]:,} drafts were right)"
+        values = {"different": num_different, "prompts": num_done, "drafts": drafts[0], "accepted": drafts[1]}
+        rows.append(Row(f"outputs that differ with drafts by {name}", "0", told, num_different == 0, values))
+    return rows
+
+
+# Speed.
+
+
+def edits(passages: Passages) -> list[str]:
+    """Return the prompt of an edit."""
+    text = passages.take(90)
+    first = " ".join(text.split()[:4])
+    return [f'A text:\n"{text}"\n\nThe same text again, with two spelling mistakes corrected:\n"{first}']
+
+
+def quotes(passages: Passages) -> list[str]:
+    """Return a prompt whose answer quotes it."""
+    text = passages.take(90)
+    word = max(text.split()[10:60], key=len)
+    return [f'{text}\n\nThe passage above, in which "{word}" stands, reads, word for word:\n']
+
+
+def chats(passages: Passages) -> list[str]:
+    """Return what a user says in two turns."""
+    topic = passages.take(25)
+    first = f"User: Tell me about this sentence, and who may have said it: {topic}\nAssistant:"
+    return [first, "\nUser: Now say the same again, but shorter.\nAssistant:"]
+
+
+def prose(passages: Passages) -> list[str]:
+    """Return the beginning of a passage."""
+    return [passages.take(60)]
+
+
+KINDS = {"edits": edits, "quotes": quotes, "chats": chats, "prose": prose}
+
+
+def turns(bench: Bench, texts: list[str], params: SpeculativeParams, salt: str) -> Ran:
+    """Run a conversation turn by turn; return what became of the last one."""
+    context: list[int] = []
+    ran = Ran()
+    for text in texts:
+        context += bench.tokenizer.encode(text)
+        (ran,) = bench.run([context], [greedy(NUM_OUT)], params, salt)
+        context += ran.token_ids
+    return ran
+
+
+def one_by_one(bench: Bench, kind: str, num_prompts: int, passages: Passages) -> Row:
+    """Compare single requests, on over off."""
+    ratios: list[float] = []
+    on_s = off_s = 0.0
+    num_looping = 0
+    for number in track(range(num_prompts), kind, console=Console(stderr=True), transient=True):
+        texts = KINDS[kind](passages)
+        found = {}
+        for name, params in (("off", OFF), ("on", TREE)) if number % 2 else (("on", TREE), ("off", OFF)):
+            found[name] = turns(bench, texts, params, f"{kind} {number} {name}")
+        assert found["on"].token_ids == found["off"].token_ids, "drafts changed an output"
+        if found["on"].loops:
+            num_looping += 1
+            continue
+        ratios.append(found["off"].seconds / found["on"].seconds)
+        on_s += found["on"].seconds
+        off_s += found["off"].seconds
+    asked = ASKED[kind]
+    if not ratios:
+        return Row(f"one request, {kind}: tokens/s over off", f">= {asked} x", "all loop", None)
+    median = statistics.median(ratios)
+    told = f"{median:.2f} x ({min(ratios):.2f} to {max(ratios):.2f}; together {off_s / on_s:.2f}; {num_looping} loop)"
+    values = {"median": median, "ratios": ratios, "together": off_s / on_s, "looping": num_looping}
+    return Row(f"one request, {kind}: tokens/s over off", f">= {asked} x", told, median >= asked, values)
+
+
+def mixed(num: int, passages: Passages) -> Iterator[str]:
+    """Yield a third each of edits, chats and prose."""
+    for at in range(num):
+        yield "".join((edits, chats, prose)[at % 3](passages)[:1])
+
+
+def at_once(bench: Bench, num: int, repeats: int, passages: Passages) -> Row:
+    """Compare many requests at once."""
+    ratios = []
+    for number in track(range(repeats), f"{num} at once", console=Console(stderr=True), transient=True):
+        prompts = [bench.tokenizer.encode(text) for text in mixed(num, passages)]
+        seconds, outputs = {}, {}
+        for name, params in (("off", OFF), ("on", TREE)) if number % 2 else (("on", TREE), ("off", OFF)):
+            ran = bench.run(prompts, [greedy(NUM_OUT)] * num, params, f"{num} {number} {name}")
+            seconds[name] = max(one.begun_s + one.seconds for one in ran) - max(one.begun_s for one in ran)
+            outputs[name] = [one.token_ids for one in ran]
+        assert outputs["on"] == outputs["off"], "drafts changed an output"
+        ratios.append(seconds["off"] / seconds["on"])
+    median, asked = statistics.median(ratios), ASKED_AT_ONCE[num]
+    told = f"{median:.2f} x ({min(ratios):.2f} to {max(ratios):.2f})"
+    return Row(f"{num} at once, mixed: tokens/s over off", f">= {asked} x", told, median >= asked, {"ratios": ratios})
+
+
+def main() -> None:
+    """Measure and report."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--dtype", default="auto", help="as pagefold serve; without: auto")
+    arguments.add_argument("--num-exact", type=int, default=10_000, help="prompts of the test of exactness")
+    arguments.add_argument("--num-prompts", type=int, default=12, help="single requests of each kind")
+    arguments.add_argument("--repeats", type=int, default=3, help="of many requests at once")
+    args = arguments.parse_args()
+    where = machine() | {"dtype": args.dtype}
+    bench, passages = Bench(args.dtype), Passages()
+    turns(bench, prose(passages), TREE, "a first run, which is not counted")
+    rows = exactness(bench, args.num_exact, passages) if args.num_exact else []
+    bench.clock.drafting_s = bench.clock.step_s = 0.0
+    rows += [one_by_one(bench, kind, args.num_prompts, passages) for kind in KINDS]
+    rows += [at_once(bench, num, args.repeats, passages) for num in ASKED_AT_ONCE]
+    share = bench.clock.drafting_s / bench.clock.step_s
+    rows.append(Row("drafting and index, of the steps' time", f"<= {SHARE:.0%}", f"{share:.2%}", share <= SHARE))
+    core = bench.engine.scheduler.core
+    num_bytes = core.tree.watcher.num_bytes / (core.pool.num_blocks * core.block_size)  # type: ignore[attr-defined]
+    rows.append(Row("index, bytes a cached token", f"<= {BYTES:g}", f"{num_bytes:.1f}", num_bytes <= BYTES))
+    print_report("speculation", rows, where, args.json)
+
+
+if __name__ == "__main__":
+    main()
