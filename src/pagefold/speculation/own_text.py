@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 __all__ = ["OwnText"]
 
-_ROOM = 256
+_ROOM = 64
+_SLOTS_PER_GRAM = 1.2
+"""There is one for each request that runs: with room to grow it takes some 15 bytes a token."""
 
 
 class OwnText:
@@ -53,8 +55,8 @@ class OwnText:
     def _note(self, packed: bytes, num_tokens: int) -> None:
         """Note the tokens behind those that were noted, up to ``num_tokens`` in all."""
         if num_tokens > self._num_room:
-            self._num_room = 2 * num_tokens + _ROOM
-            self._grams = GramTable(self._num_room, self._sizes)
+            self._num_room = num_tokens + num_tokens // 2 + _ROOM
+            self._grams = GramTable(self._num_room, self._sizes, _SLOTS_PER_GRAM)
             self._num_noted = 0
         first, self._num_noted = self._num_noted, max(self._num_noted, num_tokens)
         self._grams.note(packed, first, range(first, num_tokens))
