@@ -88,7 +88,9 @@ class Drafting:
         if ready:
             self._give(ready, num_tokens=len(running))
         if len(self._asked) > len(running):
-            self._forget()
+            for asked in list(self._asked.values()):
+                if asked.request.status is RequestStatus.FINISHED:
+                    self._forget(asked)
 
     def _ready(self, request: Request) -> _Asked | None:
         """Return what is known of a request that can be given drafts now; None of others, which get none."""
@@ -99,7 +101,10 @@ class Drafting:
         if not request.may_draft or request.finish_reason is not None:
             return None
         asked = self._asked.get(request.request_id)
-        if asked is None or asked.request is not request:
+        if asked is not None and asked.request is not request:  # somebody came by a name that has become free
+            self._forget(asked)
+            asked = None
+        if asked is None:
             drafter = self._drafters.get(params)
             if drafter is None:
                 drafter = self._drafters[params] = self._drafter_for(params)
@@ -149,12 +154,12 @@ class Drafting:
                 asked.num_draft_tokens += num_drafts
                 asked.num_accepted_tokens += num_accepted
 
-    def _forget(self) -> None:
-        for request_id, asked in list(self._asked.items()):
-            if asked.request.status is RequestStatus.FINISHED:
-                del self._asked[request_id]
-                self._acceptance.forget(request_id)
-                asked.drafter.forget(request_id)
+    def _forget(self, asked: _Asked) -> None:
+        """Forget a request that has ended."""
+        request_id = asked.request.request_id
+        del self._asked[request_id]
+        self._acceptance.forget(request_id)
+        asked.drafter.forget(request_id)
 
 
 def _most(request: Request) -> int:
