@@ -185,6 +185,7 @@ class RequestAdded:
         returns: whether a request that goes on from it is expected.
         pin: if it only warms the cache and pins what it computed: (seconds until the pin expires, priority).
         message_ends: positions behind the messages of its prompt.
+        has_stop_strings: whether a text may end it.
     """
 
     sample_ids: tuple[str, ...]
@@ -199,6 +200,7 @@ class RequestAdded:
     returns: bool
     pin: tuple[float | None, float] | None
     message_ends: Sequence[int] = ()
+    has_stop_strings: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,10 +421,11 @@ class DraftsVerified:
     """A step ran that had drafts.
 
     Attributes:
-        counts: of each request that had some, its id, how many it had, and how many of them it took.
+        counts: of each request that had some, its id, how many it had, and how many of them were what it sampled; None
+            where nothing counts, since something in the row was no number.
     """
 
-    counts: tuple[tuple[str, int, int], ...]
+    counts: tuple[tuple[str, int, int | None], ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from pagefold.sampling import SamplingParams
 from pagefold.scheduler import Scheduler, SchedulerLimits
 from pagefold.sim import NullRunner
 from pagefold.speculation import Draft, SpeculativeParams, StepCosts
+from pagefold.steps import TokenLogprobs
 
 FREE, DEAR = StepCosts((1, 2), (1.0, 1.0)), StepCosts((1, 2), (1.0, 2.0))
 PARAMS = SpeculativeParams(num_speculative_tokens=4)
@@ -38,8 +39,8 @@ class CountingUp:
 class Loop:
     """Scheduler, runner and drafting, as an engine has them. Every output counts up from its seed."""
 
-    def __init__(self, costs=FREE, max_drafts=64):
-        self.scheduler = Scheduler(KVCore(64, block_size=4), SchedulerLimits(4, 32))
+    def __init__(self, costs=FREE, max_drafts=64, num_blocks=256):
+        self.scheduler = Scheduler(KVCore(num_blocks, block_size=4), SchedulerLimits(4, 32))
         self.drafter = CountingUp()
         self.drafting = Drafting(self.scheduler, PARAMS, lambda _: self.drafter, costs, max_drafts)
         self.runner = NullRunner(lambda seed, draw: seed + draw)
@@ -154,3 +155,67 @@ def test_samples_of_a_prompt_are_drafted_each_for_itself(forks):
     plan = loop.step()
     assert [one.num_drafts for one in plan.drafted] == [4] * (forks + 1)
     assert [one.output_token_ids for one in samples] == [list(range(10 * at, 10 * at + 6)) for at in range(forks + 1)]
+
+
+def test_prompts_come_first_those_that_will_be_let_in_too():
+    loop = Loop()
+    loop.add("decodes", [1], num_out=40)
+    loop.step()
+    loop.add("long", list(range(100, 130)), num_out=2)
+    plan = loop.step()
+    assert plan.num_tokens == [1 + 1, 30], "one draft is what the prompt leaves of 32 tokens"
+    loop.add("longer", list(range(200, 260)), num_out=2)
+    assert not loop.step().drafted
+
+
+def test_who_waits_for_memory_does_not_keep_others_from_drafts():
+    loop = Loop(num_blocks=8)
+    running = loop.add("runs", [1], num_out=28)
+    loop.step()
+    loop.add("waits", list(range(100, 131)), num_out=1)
+    assert not loop.step().drafted, "it may be let in"
+    plan = loop.step()
+    assert plan.num_rows == 1
+    assert plan.drafted
+    assert running.num_preemptions == 0
+
+
+def test_trying_again_adds_no_more_drafts_than_a_step_may_have():
+    loop = Loop(costs=DEAR, max_drafts=1)
+    for at in range(4):
+        loop.add(f"r{at}", [100 * at], num_out=120)
+    assert max(sum(one.num_drafts for one in loop.step().drafted) for _ in range(80)) == 1
+
+
+def test_what_is_cached_of_who_has_stop_strings_is_all_but_the_last_step():
+    """Its text may have ended among the tokens of a step: they are published with the next one."""
+    cached = {}
+    for stop in ((), ("text",)):
+        loop = Loop()
+        request = loop.add("r", [1, 2, 3], num_out=40)
+        request.sampling = SamplingParams(max_tokens=None, stop=stop)
+        while loop.scheduler.has_work:
+            loop.step()
+        cached[stop] = loop.scheduler.core.pool.num_cached
+    assert cached[()] == 10
+    assert cached["text",] >= 9
+
+
+def test_nobody_is_preempted_for_drafts():
+    """Three blocks for two who need two each, by and by: the first one's drafts wait until the second has its own."""
+    loop = Loop(num_blocks=3)
+    first, second = loop.add("a", [1, 2], num_out=4, seed=900), loop.add("b", [51, 52, 53], num_out=3, seed=900)
+    while loop.scheduler.has_work:
+        loop.step()
+    assert (first.num_preemptions, second.num_preemptions) == (0, 0)
+
+
+def test_a_text_that_ends_among_drafts_has_the_logprobs_and_counts_of_what_is_told():
+    request = Request("r", [1], SamplingParams(max_tokens=None, logprobs=0), stop=StopRule(frozenset(), 40))
+    for at in range(10):
+        request.token_ids.append(at)
+        request.add_logprobs(TokenLogprobs(-1.0, 1, ()))
+    request.num_draft_tokens, request.num_accepted_tokens = 9, 8  # of two rows, the last of which brought 6
+    request.cut(7)
+    assert request.logprob_sums[-1] == -7.0
+    assert (len(request.logprobs), request.num_output_tokens, request.num_accepted_tokens) == (7, 7, 6)

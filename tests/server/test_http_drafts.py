@@ -106,6 +106,18 @@ def test_a_stop_string_ends_a_text_where_it_ends_without_drafts(drafting, plain)
         assert got["usage"]["completion_tokens"] == expected["usage"]["completion_tokens"]
 
 
+def test_the_best_of_several_outputs_are_those_without_drafts(drafting, plain):
+    """Which are the best their logprobs say, of the tokens that are theirs."""
+    body = {"max_tokens": 30, "temperature": 1.0, "seed": 3, "n": 2, "best_of": 4, "stop": ["e", "a"]}
+    for prompt in ("The best of several", "And once more, the best of several"):
+        expected = [choice["text"] for choice in plain.complete(prompt, **body)["choices"]]
+        for _ in range(3):
+            answer = drafting.complete(prompt, **body)
+            assert [choice["text"] for choice in answer["choices"]] == expected
+            details = answer["usage"].get("completion_tokens_details", {})
+            assert details.get("accepted_prediction_tokens", 0) < answer["usage"]["completion_tokens"]
+
+
 def test_what_is_expected_is_drafted(drafting, plain):
     """OpenAI's ``prediction``: the answer's text, sent along."""
     question = "Say something that you have never said"

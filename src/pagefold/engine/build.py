@@ -206,13 +206,20 @@ def _drafting(config: EngineConfig, scheduler: Scheduler, runner: TorchRunner, s
     sizes = [size for size in _TIMED_STEPS if size <= most + 1]
     costs = StepCosts(sizes, runner.seconds_of_steps(sizes))
 
+    tree: list[TreeDrafter] = []  # one for all, from when somebody asks for it
+
     def drafter_for(params: SpeculativeParams) -> Drafter:
         if params.method == "ngram":
             return NgramDrafter(params.prompt_lookup_min, params.prompt_lookup_max)
-        return tree
+        if not tree:
+            tree.append(TreeDrafter(scheduler.core))
+        return tree[0]
 
-    tree = TreeDrafter(scheduler.core)
-    say(f"drafts     up to {most} in a step; their index takes {human_bytes(tree.index.num_bytes)}")
+    told = f"drafts     up to {most} in a step"
+    if config.speculative_config is not None and config.speculative_config.method == "tree":
+        drafter_for(config.speculative_config)
+        told += f"; their index takes {human_bytes(tree[0].index.num_bytes)}"
+    say(told)
     return Drafting(scheduler, config.speculative_config, drafter_for, costs, most)
 
 

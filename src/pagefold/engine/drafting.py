@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
 
 from pagefold.request import RequestStatus
 from pagefold.speculation import NO_DRAFT, Acceptance, Chance, Draft, how_many
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NO_DRAFTING", "Drafting"]
 
+_MOST_OF_GRAMMARS = 4
 _TRY_AGAIN = 64
 """After so many steps without one a request gets a draft that does not seem to pay: texts change, and the cache."""
 
@@ -39,6 +41,20 @@ class _Asked:
         self.kind = 0
         self.num_draft_tokens = self.num_accepted_tokens = 0
         self.num_without = 0
+
+
+class _Step(NamedTuple):
+    """A step without drafts.
+
+    Attributes:
+        num_tokens: that it computes.
+        num_sampled: how many of those that decode get a token.
+        num_left: how many tokens more it may compute.
+    """
+
+    num_tokens: int
+    num_sampled: int
+    num_left: int
 
 
 class Drafting:
@@ -70,6 +86,7 @@ class Drafting:
         self._max_drafts = max_drafts
         self._acceptance = Acceptance()
         self._asked: dict[str, _Asked] = {}
+        self._head: Request | None = None  # who waited first before the last step
 
     @property
     def drafts_for_any(self) -> bool:
@@ -86,11 +103,14 @@ class Drafting:
             return
         ready = [asked for request in running if (asked := self._ready(request)) is not None]
         if ready:
-            self._give(ready, num_tokens=len(running))
-        if len(self._asked) > len(running):
-            for asked in list(self._asked.values()):
-                if asked.request.status is RequestStatus.FINISHED:
-                    self._forget(asked)
+            self._give(ready)
+        self.forget_ended()
+
+    def forget_ended(self) -> None:
+        """Forget requests that have ended."""
+        for asked in list(self._asked.values()):
+            if asked.request.status is RequestStatus.FINISHED:
+                self._forget(asked)
 
     def _ready(self, request: Request) -> _Asked | None:
         """Return what is known of a request that can be given drafts now; None of others, which get none."""
@@ -111,18 +131,23 @@ class Drafting:
             asked = self._asked[request.request_id] = _Asked(request, drafter)
         return asked
 
-    def _give(self, ready: list[_Asked], num_tokens: int) -> None:
+    def _give(self, ready: list[_Asked]) -> None:
+        base = self._step_without()
+        most = min(self._max_drafts, base.num_left)
+        if most <= 0:
+            return
         drafts = self._drafts(ready)
         chances = [
             Chance(self._acceptance.chance(asked.request.request_id, draft.kind), len(draft.token_ids))
             for asked, draft in zip(ready, drafts, strict=True)
         ]
-        chosen = how_many(self._costs, num_tokens, len(ready), chances, self._max_drafts)
+        chosen = how_many(self._costs, base.num_tokens, base.num_sampled, chances, most)
+        most -= sum(chosen)
         for asked, draft, num_drafts in zip(ready, drafts, chosen, strict=True):
             request, num = asked.request, num_drafts
             asked.num_without += 1
-            if not num and draft.token_ids and asked.num_without > _TRY_AGAIN:
-                num = 1
+            if not num and draft.token_ids and asked.num_without > _TRY_AGAIN and most:
+                num, most = 1, most - 1
             if num:
                 asked.num_without = 0
                 asked.kind = draft.kind
@@ -131,6 +156,26 @@ class Drafting:
                     request.num_accepted_tokens,
                 )
                 request.drafts = draft.token_ids[:num]
+
+    def _step_without(self) -> _Step:
+        """Return what the next step has without drafts: prompts come first, also those that will be let in."""
+        limits, running = self._scheduler.limits, self._scheduler.running
+        num_tokens = num_sampled = num_seats = 0
+        for request in running:
+            num_new = request.num_tokens - request.num_computed_tokens
+            num_tokens += num_new
+            num_sampled += num_new == 1
+            num_seats += request.num_seqs
+        waiting = self._scheduler.waiting
+        head = waiting[0] if waiting else None
+        is_stuck, self._head = head is self._head, head  # the last step had room for it: it waits for memory or a seat
+        for request in () if is_stuck else islice(waiting, limits.max_num_seqs):
+            num_seats += request.num_seqs
+            if num_seats > limits.max_num_seqs or num_tokens >= limits.max_num_batched_tokens:
+                break
+            num_tokens += request.num_tokens
+        num_left = limits.max_num_batched_tokens - num_tokens
+        return _Step(min(num_tokens, limits.max_num_batched_tokens), num_sampled, num_left)
 
     def _drafts(self, ready: list[_Asked]) -> list[Draft]:
         """Ask each drafter once for all of its requests."""
@@ -165,8 +210,10 @@ class Drafting:
 def _most(request: Request) -> int:
     """Return how many drafts a request could use: it samples one token beside them."""
     assert request.speculation is not None, "nobody drafts for it"
-    most = request.stop.max_total_tokens - request.num_tokens - 1
-    return max(0, min(request.speculation.num_speculative_tokens, most))
+    most = min(request.speculation.num_speculative_tokens, request.stop.max_total_tokens - request.num_tokens - 1)
+    if request.matcher is not None:  # what a grammar may hold in memory is bounded, and copies of a matcher add to it
+        most = min(most, _MOST_OF_GRAMMARS)
+    return max(0, most)
 
 
 class _NoDrafting(Drafting):
@@ -182,6 +229,9 @@ class _NoDrafting(Drafting):
         return False
 
     def prepare(self) -> None:
+        return
+
+    def forget_ended(self) -> None:
         return
 
 

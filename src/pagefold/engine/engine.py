@@ -205,7 +205,7 @@ class Engine:
                 returns_in_s=caller.returns_in_s,
                 message_ends=ends,
                 speculation=speculation,
-                predicted=caller.predicted,
+                predicted=caller.predicted[: max_total - len(prompt_token_ids)],  # more of it cannot come
             )
             for index, (sample_id, matcher) in enumerate(zip(sample_ids, to_match, strict=True))
         ]
@@ -255,6 +255,7 @@ class Engine:
         now = self._clock()
         pins = self.scheduler.core.pins
         pins.expire(now)
+        self.drafting.forget_ended()
         self.tiering.store_pending()
         self.tiering.poll(now)
         due_s = min(pins.next_expiry_s, self.scheduler.next_deadline_s, self.tiering.next_due_s())

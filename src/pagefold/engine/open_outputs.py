@@ -175,6 +175,8 @@ class OpenOutputs:
             index=request.sample_index,
             is_last=self._end(request),
             times=request.times,
+            num_draft_tokens=request.num_draft_tokens,
+            num_accepted_tokens=request.num_accepted_tokens,
         )
 
     def _end(self, request: Request) -> bool:
@@ -202,8 +204,8 @@ class OpenOutputs:
             last = request.logprobs[max(0, num_told - 1) : num_told]  # none where nothing is sampled
             token_ids = (request.token_ids[request.num_prompt_tokens + num_told - 1],) if last else ()
             told["logprobs"] = tuple(named_logprobs(self._tokenizer, token_ids, last))
-        if request.logprobs:
-            told["cumulative_logprob"] = request.logprob_of_first(num_told)
+        if num_told and request.logprobs:
+            told["cumulative_logprob"] = request.logprob_sums[num_told - 1]
         if sampling.prompt_logprobs is not None and num_told <= 1 and request.sample_index == 0:
             rest = request.token_ids[1 : request.num_prompt_tokens]
             told["prompt_logprobs"] = PromptLogprobs(self._tokenizer, rest, request.prompt_logprobs)

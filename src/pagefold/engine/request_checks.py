@@ -72,7 +72,7 @@ class RequestChecks:
         self._check_ids(caller.predicted, "prediction")
         if caller.speculation is not None and not (caller.speculation.is_off or self._drafts):
             msg = "speculative_config is given, but this server drafts nothing."
-            remedy = "Leave it out, or start with --speculative-config."
+            remedy = "Leave it out, or start with a --speculative-config that has drafts."
             raise InvalidRequestError(msg, param="speculative_config", remedy=remedy)
 
     def check_pin_quota(self, request: Request) -> None:

@@ -104,7 +104,7 @@ class Node:
         blocks: the block of each cache group, None where it is gone: of a group that keeps the last tokens only. Empty
             for a root.
         depth: how many blocks lie above it: 0 for the first block of a prefix.
-        place: where an index has it (``continuations.py``), if there is one.
+        index_slot: where an index has it (``continuations.py``), if there is one.
         path_hash: of its namespace and all tokens up to its end: what policies remember it by when it is gone. Equal
             paths have equal hashes; nothing but a guess about the future may rest on the reverse.
         committed: its bytes have been written. Until then the node is promised: a request of the same step may lean
@@ -129,12 +129,12 @@ class Node:
         "depth",
         "digest",
         "evictable",
+        "index_slot",
         "key",
         "last_used",
         "num_hits",
         "parent",
         "path_hash",
-        "place",
         "reuse_hint",
         "root",
         "used_s",
@@ -162,7 +162,7 @@ class Node:
         self.num_hits = 0
         self.digest = b""
         self.reuse_hint: bool | None = None
-        self.place = 0
+        self.index_slot = 0
 
     def put(self, group: int, block: Block | None) -> None:
         """Let it have another block of a cache group, or none."""

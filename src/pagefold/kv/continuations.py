@@ -64,7 +64,7 @@ class Continuations(NodeWatcher):
         at = self._next
         self._next = (at + 1) % len(self._nodes)
         self._nodes[at] = node
-        node.place = at
+        node.index_slot = at
         before = _before(node, GRAM_SIZES[0] - 1)
         begin = at * self._block_size
         places = range(begin, begin + self._block_size)
@@ -72,8 +72,8 @@ class Continuations(NodeWatcher):
 
     def on_remove(self, node: Node) -> None:
         """Forget a node that has left the tree."""
-        if self._nodes[node.place] is node:
-            self._nodes[node.place] = None
+        if self._nodes[node.index_slot] is node:
+            self._nodes[node.index_slot] = None
 
     def on_clear(self) -> None:
         """Forget all nodes."""

@@ -20,7 +20,7 @@ __all__ = ["GRAM_SIZES", "GramTable", "num_common"]
 GRAM_SIZES = (5, 2)
 """How many tokens grams have, the most first: long ones say more, and short ones are found more often."""
 
-SLOTS_PER_GRAM = 2.4
+_SLOTS_PER_GRAM = 2.4
 """So a slot in three is taken where all grams are different, and few overwrite others."""
 
 
@@ -30,14 +30,11 @@ class GramTable:
     Args:
         num_tokens: how many tokens it is made for: so many places, each with a gram of every size.
         sizes: of grams, in tokens, the most first.
-        slots_per_gram: how many slots it has for each gram of so many tokens.
     """
 
-    def __init__(
-        self, num_tokens: int, sizes: tuple[int, ...] = GRAM_SIZES, slots_per_gram: float = SLOTS_PER_GRAM
-    ) -> None:
+    def __init__(self, num_tokens: int, sizes: tuple[int, ...] = GRAM_SIZES) -> None:
         self.sizes = sizes
-        self._num_slots = max(1, int(num_tokens * len(sizes) * slots_per_gram))
+        self._num_slots = max(1, int(num_tokens * len(sizes) * _SLOTS_PER_GRAM))
         self._places = array("i", [-1]) * self._num_slots
 
     @property

@@ -194,7 +194,7 @@ class Metrics:
         self._drafts = self._counter("vllm:spec_decode_num_drafts", "Rows of steps that had drafts.")
         self._draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Drafts that were computed.")
         self._accepted_tokens = self._counter(
-            "vllm:spec_decode_num_accepted_tokens", "Those of them that became tokens of their requests."
+            "vllm:spec_decode_num_accepted_tokens", "Those of them that were what their requests sampled."
         )
         self._accepted_by_position = self._counters(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
@@ -408,8 +408,8 @@ class Metrics:
         for _, num_drafts, num_accepted in event.counts:
             self._drafts.inc()
             self._draft_tokens.inc(num_drafts)
-            self._accepted_tokens.inc(num_accepted)
-            for position in range(num_accepted):
+            self._accepted_tokens.inc(num_accepted or 0)
+            for position in range(num_accepted or 0):
                 self._accepted_by_position[str(position)].inc()
 
     def _on_first_token(self, event: FirstToken) -> None:

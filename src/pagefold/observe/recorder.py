@@ -149,7 +149,9 @@ class TraceRecorder:
             case BlockEvicted():
                 self._step.evicted.append(event.block_id)
             case DraftsVerified():
-                self._step.drafts = {self._numbers[name]: (num, right) for name, num, right in event.counts}
+                self._step.drafts = {
+                    self._numbers[name]: (num, -1 if right is None else right) for name, num, right in event.counts
+                }
             case RequestCorrupted():
                 self._step.corrupted.append(self._numbers[event.request_id])
             case HostTransfer():
@@ -198,6 +200,8 @@ class TraceRecorder:
             "namespace": self._number_of(event.namespace),
             "at": event.arrival_s,
         }
+        if event.has_stop_strings:
+            line["stops"] = True
         if event.deadline_s is not None:
             line["deadline"] = event.deadline_s
         if event.priority:

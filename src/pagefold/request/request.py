@@ -92,7 +92,7 @@ class Request:
         num_accepted_tokens: how many of those were what it sampled.
         may_draft: whether drafts are used at all: not since a step with some found no numbers for it.
         logprobs: of its output tokens, if asked for.
-        cumulative_logprob: their sum.
+        logprob_sums: of each output token, its logprob and those before it together.
         prompt_logprobs: of its prompt's tokens from the second on, as far as known, if asked for.
         matcher: of its output, if that must look like something. It has accepted the output tokens, whether or not
             their KV is computed, so that preemption and failed steps do not concern it.
@@ -118,7 +118,6 @@ class Request:
 
     __slots__ = (
         "cache",
-        "cumulative_logprob",
         "deadline_s",
         "drafts",
         "error",
@@ -127,6 +126,7 @@ class Request:
         "index",
         "is_aborted",
         "is_plain",
+        "logprob_sums",
         "logprobs",
         "matcher",
         "max_computed_tokens",
@@ -196,7 +196,7 @@ class Request:
         self.num_draft_tokens = self.num_accepted_tokens = 0
         self.may_draft = True
         self.logprobs: list[TokenLogprobs] = []
-        self.cumulative_logprob = 0.0
+        self.logprob_sums: list[float] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.stop = stop
         self.matcher = matcher
@@ -262,20 +262,17 @@ class Request:
 
     def cut(self, num_output_tokens: int) -> None:
         """Drop all output behind the first so many tokens: its text has ended before the tokens of a step."""
+        num_dropped = max(0, self.num_output_tokens - num_output_tokens)
         del self.token_ids[self.num_prompt_tokens + num_output_tokens :]
-        if len(self.logprobs) > num_output_tokens:
-            del self.logprobs[num_output_tokens:]
-            self.cumulative_logprob = self.logprob_of_first(num_output_tokens)
-        self.num_accepted_tokens = min(self.num_accepted_tokens, num_output_tokens)
+        del self.logprobs[num_output_tokens:]
+        del self.logprob_sums[num_output_tokens:]
+        if num_dropped:  # all of one step, the last of which was no draft
+            self.num_accepted_tokens -= num_dropped - 1
 
-    def logprob_of_first(self, num_output_tokens: int) -> float:
-        """Return the sum of the logprobs of the first so many output tokens, as it was when there were no more."""
-        if num_output_tokens >= len(self.logprobs):
-            return self.cumulative_logprob
-        total = 0.0
-        for one in self.logprobs[:num_output_tokens]:  # in the order in which they were added: to the same bit
-            total += one.logprob
-        return total
+    def add_logprobs(self, logprobs: TokenLogprobs) -> None:
+        """Note the logprobs of the next output token."""
+        self.logprob_sums.append((self.logprob_sums[-1] if self.logprob_sums else 0.0) + logprobs.logprob)
+        self.logprobs.append(logprobs)
 
     def packed(self) -> bytes:
         """Return the tokens as the prefix tree wants them, 4 bytes each."""

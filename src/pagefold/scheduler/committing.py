@@ -40,14 +40,20 @@ def publish_late(core: KVCore, step: StepInFlight, behind: StepInFlight | None) 
     """
     for joining in step.joins:
         core.publishing.join(joining)
-    publish(core, step.filling, behind)
+    publish(core, [(request, request.num_computed_tokens) for request in step.filling], behind)
 
 
-def publish(core: KVCore, requests: Iterable[Request], behind: StepInFlight | None) -> None:
-    """Publish what ``requests`` have computed; all of it has been written. ``behind`` is that of :func:`commit`."""
+def publish(core: KVCore, ends: Iterable[tuple[Request, int]], behind: StepInFlight | None) -> None:
+    """Publish what requests have computed up to some positions; all of it has been written.
+
+    Args:
+        core: the KV core.
+        ends: the requests, each with its position.
+        behind: that of :func:`commit`.
+    """
     promises: list[Promise] = []
-    for request in requests:
-        cache, end = request.cache, request.num_computed_tokens
+    for request, end in ends:
+        cache = request.cache
         if cache is None or cache.tail is None or end > request.num_tokens:  # who was cut off has lost a token
             continue
         promise = core.publishing.promise(cache, request.packed(), end)

@@ -20,7 +20,7 @@ _NO_HISTORY = array("i")
 _NOTHING: frozenset[int] = frozenset()
 
 
-class _Place(NamedTuple):
+class _Sampled(NamedTuple):
     """One of a plan's ``sampling_rows`` of a request.
 
     Attributes:
@@ -42,8 +42,8 @@ def plan_extras(plan: StepPlan, request: Request) -> None:
     start = plan.starts[row]
     end = start + plan.num_tokens[row]
     sampling = request.sampling
-    for place in _places(plan, row, request) if end >= request.num_tokens else ():
-        at, sample, drafts, matcher = place
+    for one in _sampled(plan, row, request) if end >= request.num_tokens else ():
+        at, sample, drafts, matcher = one
         num_before = sample.num_output_tokens + len(drafts)
         banned = request.stop.token_ids if num_before < sampling.min_tokens else _NOTHING
         if matcher is not None:
@@ -77,14 +77,12 @@ def apply_extras(plan: StepPlan, result: StepResult, step: StepInFlight, dropped
     for place, logprobs in zip(plan.logprob_rows, result.logprobs, strict=True):
         if place in dropped:
             continue
-        request = step.samples[place]
-        request.logprobs.append(logprobs)
-        request.cumulative_logprob += logprobs.logprob
+        step.samples[place].add_logprobs(logprobs)
     for part, found in zip(plan.prompt_parts, result.prompt_logprobs, strict=True):
         step.requests[part.row].prompt_logprobs.extend(found)
 
 
-def _places(plan: StepPlan, row: int, request: Request) -> Iterator[_Place]:
+def _sampled(plan: StepPlan, row: int, request: Request) -> Iterator[_Sampled]:
     """Yield what the last row samples: each of its samples, or what follows each of its drafts.
 
     Behind a draft that may not come nothing counts: there is any mask.
@@ -92,7 +90,7 @@ def _places(plan: StepPlan, row: int, request: Request) -> Iterator[_Place]:
     num_places = len(plan.sampling_rows)
     if not plan.drafted or plan.drafted[-1].row != row:
         for at, sample in enumerate((request, *request.forks), num_places - request.num_seqs):
-            yield _Place(at, sample, _NO_HISTORY, sample.matcher)
+            yield _Sampled(at, sample, _NO_HISTORY, sample.matcher)
         return
     _, first, at, num_drafts = plan.drafted[-1]
     drafts = plan.token_ids[at : at + num_drafts]
@@ -101,7 +99,7 @@ def _places(plan: StepPlan, row: int, request: Request) -> Iterator[_Place]:
         if num_before and matcher is not None:
             last = matcher
             matcher = _advanced(matcher, drafts[num_before - 1])
-        yield _Place(first + num_before, request, drafts[:num_before], matcher or last)
+        yield _Sampled(first + num_before, request, drafts[:num_before], matcher or last)
 
 
 def _advanced(matcher: TokenMatcher, token_id: int) -> TokenMatcher | None:

@@ -40,6 +40,7 @@ class Leaving:
         if is_preempted:
             request.num_preemptions += 1
             request.max_computed_tokens = max(request.max_computed_tokens, request.num_computed_tokens)
+        request.drafts = ()
         progress = request.num_computed_tokens / request.stop.max_total_tokens
         self._release(request, min(progress, 1.0))
         request.num_computed_tokens = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pagefold.kv import num_blocks_for
 from pagefold.scheduler.extras import plan_extras
 from pagefold.scheduler.samples import plan_samples
 from pagefold.steps import DraftedRow
@@ -82,7 +83,8 @@ class RowPlanner:
             drafts = request.drafts
             if drafts:
                 request.drafts = ()
-                num_drafts = self._num_drafts(step, request, len(drafts), budget - (len(running) - row - 1))
+                num_behind = len(running) - row - 1
+                num_drafts = self._num_drafts(step, request, min(len(drafts), budget - num_behind), num_behind)
             add_request(request)
             if num_tokens == 1:
                 add_token(token_ids[start])
@@ -111,8 +113,8 @@ class RowPlanner:
                 self._promise(step, request, end)
             row += 1
 
-    def _num_drafts(self, step: StepInFlight, request: Request, num_drafts: int, budget: int) -> int:
-        """Return how many of a request's drafts there is room for. Nobody gives anything up for them.
+    def _num_drafts(self, step: StepInFlight, request: Request, num_drafts: int, num_behind: int) -> int:
+        """Return how many of a request's drafts there is room for, if those behind it can have a block each.
 
         None where the step computes more of it than its last token, its prompt's samples begin, or its tokens are not
         all known; and no more than it may sample tokens, less the one that it samples anyway.
@@ -121,13 +123,16 @@ class RowPlanner:
         assert cache is not None
         if start + 1 < num_all or request.forks or step.is_ahead or not request.may_draft:
             return 0
-        num_drafts = min(num_drafts, budget, request.stop.max_total_tokens - num_all - 1)
+        num_drafts = min(num_drafts, request.stop.max_total_tokens - num_all - 1)
         if num_drafts <= 0:
             return 0
         num_drafts = self._core.lodgers.draft_limit(cache, start, num_drafts + 1) - 1
         end = start + 1 + num_drafts
-        if end > cache.capacity and not self._core.extend(cache, start, end):
-            num_drafts = cache.capacity - start - 1
+        if end > cache.capacity:
+            num_new = num_blocks_for(end - cache.capacity, self._core.block_size) + num_behind
+            has_room = self._core.num_available >= num_new * self._core.num_groups
+            if not (has_room and self._core.extend(cache, start, end)):
+                num_drafts = cache.capacity - start - 1
         return num_drafts
 
     def _plan_drafts(self, step: StepInFlight, request: Request, drafts: Sequence[int]) -> None:

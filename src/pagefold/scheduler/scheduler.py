@@ -259,9 +259,9 @@ class Scheduler:
         requests = step.requests
         self.suspicion.ran(requests)
         tell_lookups(self._emit, step, has_tiers=self.core.host.is_on)
-        num_rejected, dropped = verify(step, result)
+        num_uncounted, dropped, spoiled = verify(step, result)
         for row, (request, num_tokens) in enumerate(zip(requests, plan.num_tokens, strict=True)):
-            request.num_computed_tokens += num_tokens - num_rejected.get(row, 0)
+            request.num_computed_tokens += num_tokens - num_uncounted.get(row, 0)
         any_ended = any(request.is_aborted for request in requests)
         if step.filling or step.joins:
             publish_late(core, step, behind)
@@ -269,7 +269,7 @@ class Scheduler:
             self._leaving.trim(requests)
         self.corrupted, self.distrusted = [], set()
         if result.corrupted:
-            rows = [requests[row] for row in result.corrupted if row not in num_rejected]
+            rows = [requests[row] for row in result.corrupted if row not in spoiled]
             self.corrupted, self.distrusted = end_corrupted(core, rows, self._emit)
             any_ended = True
         apply_extras(plan, result, step, dropped)
@@ -277,7 +277,7 @@ class Scheduler:
         sampled = take_tokens(step, result, dropped)
         num_output_tokens = len(sampled)
         if plan.drafted:
-            settle(core, step, self._emit)
+            settle(core, step, spoiled, self._emit)
             sampled = list(dict.fromkeys(sampled))
         if any_ended or any(request.finish_reason is not None for request in sampled):
             num_output_tokens -= sum(request.has_no_output for request in sampled)  # they have all ended

@@ -32,6 +32,7 @@ def tell_added(emit: Emit, request: Request) -> None:
             returns=request.returns_in_s is not None,
             pin=(warm_up.ttl_s, warm_up.retention_priority) if warm_up is not None and warm_up.pin else None,
             message_ends=request.message_ends,
+            has_stop_strings=bool(request.sampling.stop),
         )
     )
 

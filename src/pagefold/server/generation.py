@@ -167,8 +167,8 @@ class Generation:
                     for sample in self.outputs[index : index + self._sampling.num_samples]:
                         sample.prompt_logprobs = delta.prompt_logprobs
                 output.thinking.push(delta.token_ids)
-                output.num_draft_tokens = max(output.num_draft_tokens, delta.num_draft_tokens)
-                output.num_accepted_tokens = max(output.num_accepted_tokens, delta.num_accepted_tokens)
+                output.num_draft_tokens = delta.num_draft_tokens
+                output.num_accepted_tokens = delta.num_accepted_tokens
                 output.num_cached_tokens = delta.num_cached_tokens
                 output.num_loaded_tokens = delta.num_loaded_tokens
                 output.finish_reason = delta.finish_reason

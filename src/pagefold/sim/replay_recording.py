@@ -39,6 +39,7 @@ _END = -1
 """No hash is negative. The last token of an output may be any: its KV is not computed, so no block holds it. Numbers
 below it are tokens that nobody knows, since the server was killed before their request ended; no two are equal."""
 _ENDS = frozenset({_END})
+_ANY_TEXT = ("a text",)
 _WRONG = -(2**31)
 """A draft that nothing samples."""
 _NO_LOGPROB = TokenLogprobs(0.0, 1, ())
@@ -179,6 +180,7 @@ class _Replayer:
             self._scheduler.abandon("as recorded", frozenset(recorded.damaged))
         else:
             corrupted = {_name(number) for number in recorded.corrupted}
+            corrupted.update(_name(number) for number, _, num_right in recorded.drafts if num_right < 0)
             rows = [row for row, one in enumerate(self._scheduler.in_step) if one.request_id in corrupted]
             self._scheduler.apply(replace(self._result(plan), corrupted=rows))
         hits, self._hits = tuple(self._hits), []
@@ -197,8 +199,8 @@ class _Replayer:
             drafted = self._scheduler.get(_name(number))
             if drafted is not None:
                 begin = drafted.num_tokens
-                drafts = self._recording.tokens[number][begin : begin + num_right]
-                if not self._recording.ended.get(number):  # the server was killed before its tokens were written
+                drafts = self._recording.tokens[number][begin : begin + max(0, num_right)]
+                if number in self._cut or not self._recording.ended.get(number):  # its last tokens were not written
                     places = range(begin + len(drafts), begin + num_right)
                     drafts.extend(self._unknown_at(number, place) for place in places)
                 drafted.drafts = drafts + array("i", [_WRONG]) * (num_drafts - len(drafts))
@@ -225,7 +227,10 @@ class _Replayer:
         """Return a request that will sample what was recorded."""
         prompt = self._recording.tokens[add.number][: add.num_prompt_tokens]
         sampling = SamplingParams(
-            max_tokens=None, ignore_eos=True, prompt_logprobs=0 if add.has_prompt_logprobs else None
+            max_tokens=None,
+            ignore_eos=True,
+            prompt_logprobs=0 if add.has_prompt_logprobs else None,
+            stop=_ANY_TEXT if add.has_stop_strings else (),
         )
         pin = None if add.pin is None else WarmUp(pin=True, ttl_s=add.pin[0], retention_priority=add.pin[1])
         samples = [

@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
 __all__ = ["OwnText"]
 
+_MAX_NOTED = 1024
+"""How many tokens are noted at once, so that nobody waits for a long text: what is left follows with the next calls."""
 _ROOM = 64
-_SLOTS_PER_GRAM = 1.2
-"""There is one for each request that runs: with room to grow it takes some 15 bytes a token."""
+"""There is one for each request that runs: with room to grow it takes up to 15 bytes a token and length."""
 
 
 class OwnText:
@@ -56,7 +57,8 @@ class OwnText:
         """Note the tokens behind those that were noted, up to ``num_tokens`` in all."""
         if num_tokens > self._num_room:
             self._num_room = num_tokens + num_tokens // 2 + _ROOM
-            self._grams = GramTable(self._num_room, self._sizes, _SLOTS_PER_GRAM)
+            self._grams = GramTable(self._num_room, self._sizes)
             self._num_noted = 0
-        first, self._num_noted = self._num_noted, max(self._num_noted, num_tokens)
-        self._grams.note(packed, first, range(first, num_tokens))
+        first = self._num_noted
+        self._num_noted = max(first, min(num_tokens, first + _MAX_NOTED))
+        self._grams.note(packed, first, range(first, self._num_noted))

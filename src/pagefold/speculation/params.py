@@ -19,6 +19,8 @@ MAX_DRAFTS = 32
 """How many tokens a request's row may have beside its own."""
 
 _MAX_LOOKUP = 32
+_MAX_SIZES = 8
+"""How many lengths may be looked for: each is noted of every token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,9 @@ class SpeculativeParams:
         if not self.prompt_lookup_min <= self.prompt_lookup_max <= _MAX_LOOKUP:
             least = self.prompt_lookup_min
             raise _bad("prompt_lookup_max", self.prompt_lookup_max, f"between {least} (the least) and {_MAX_LOOKUP}")
+        if self.prompt_lookup_max - self.prompt_lookup_min >= _MAX_SIZES:
+            most = self.prompt_lookup_min + _MAX_SIZES - 1
+            raise _bad("prompt_lookup_max", self.prompt_lookup_max, f"at most {most}, {_MAX_SIZES} lengths in all")
 
     @classmethod
     def of(cls, given: Mapping[str, object]) -> SpeculativeParams:

@@ -189,6 +189,7 @@ class _Reader:
             returns="returns" in line and line.flag("returns"),
             pin=_pin(line) if "pin" in line else None,
             message_ends=line.wholes("message_ends", 1, num_prompt_tokens),
+            has_stop_strings="stops" in line and line.flag("stops"),
         )
         prompt = _hashes(line)
         if len(prompt) != num_prompt_tokens:
@@ -265,7 +266,7 @@ def _drafts(value: object, num_samples: int) -> tuple[int, int, int]:
     """Return (sample, drafts, right ones) of one entry of a step's drafts."""
     match value:
         case [int(number), int(num_drafts), int(num_right)] if 0 <= number < num_samples:
-            if 0 <= num_right <= num_drafts <= MAX_TOKENS:
+            if -1 <= num_right <= num_drafts <= MAX_TOKENS:
                 return number, num_drafts, num_right
     msg = "its drafts are no (request, number, right ones)"
     raise ValueError(msg)

@@ -67,6 +67,7 @@ class RecordedAdd:
         returns: whether a request that goes on from it was expected.
         pin: (seconds until it expires, priority) of the pin that it makes; None for no pin.
         message_ends: positions behind the messages of its prompt; empty where nothing is known of messages.
+        has_stop_strings: whether a text may end it.
     """
 
     number: int
@@ -81,6 +82,7 @@ class RecordedAdd:
     returns: bool = False
     pin: tuple[float | None, float] | None = None
     message_ends: tuple[int, ...] = ()
+    has_stop_strings: bool = False
 
 
 class RecordedCut(NamedTuple):
@@ -115,7 +117,8 @@ class RecordedStep:
         evicted: ids of the blocks that were evicted since the step before, in order.
         damaged: host blocks that it failed of.
         corrupted: samples of which the model computed no numbers.
-        drafts: (number, how many it had, how many of them were right) of each sample with drafts.
+        drafts: (number, how many it had, how many of them were right) of each sample with drafts; -1 where something in
+            its row was no number.
     """
 
     step_id: int
