@@ -341,7 +341,7 @@ def test_each_sample_is_penalized_and_told_by_itself():
     assert (plan.sampling_rows, plan.adjusted, plan.logprob_rows) == ([0, 1, 2], [1, 2], [1, 2])
     assert plan.histories[0] is not plan.histories[1]
     assert [len(sample.logprobs) for sample in samples] == [2, 2]
-    assert [sample.cumulative_logprob for sample in samples] == [-3.0, -3.0]
+    assert [sample.logprob_sums[-1] for sample in samples] == [-3.0, -3.0]
 
 
 def test_a_prompt_is_told_once_and_not_again_to_one_that_was_preempted():
@@ -362,4 +362,4 @@ def test_samples_that_will_be_ranked_are_told_though_nobody_asked():
     samples = add(house, "a", [1, 2], 3, 9, sampling=SamplingParams(n=1, best_of=3))
     assert step(house).logprob_rows == [0, 1, 2]
     step(house)
-    assert [sample.cumulative_logprob for sample in samples] == [-3.0] * 3
+    assert [sample.logprob_sums[-1] for sample in samples] == [-3.0] * 3

@@ -80,6 +80,8 @@ def settle(core: KVCore, step: StepInFlight, spoiled: Collection[int], emit: Emi
         request = step.requests[row]
         if row in spoiled:
             counts.append((request.request_id, num_drafts, None))
+            assert request.cache is not None
+            core.shrink(request.cache, request.num_computed_tokens + 1)
             continue
         if request.finish_reason is not None:
             request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
