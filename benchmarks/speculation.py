@@ -54,7 +54,6 @@ BATCHES = (1, 2, 4, 8, 16, 32)
 LONGEST_PERIOD = 32
 ASKED = {"edits": 2.0, "quotes": 2.0, "chats": 1.2, "prose": 1.2}
 ASKED_AT_ONCE = {8: 1.1, 32: 0.98}
-LEAST = 0.98
 SHARE, BYTES = 0.02, 24.0
 
 
@@ -92,7 +91,7 @@ class Clock:
         """Count an event."""
         if isinstance(event, DraftsVerified):
             self.num_drafts += sum(num_drafts for _, num_drafts, _ in event.counts)
-            self.num_accepted += sum(num_accepted for *_, num_accepted in event.counts)
+            self.num_accepted += sum(num_accepted or 0 for *_, num_accepted in event.counts)
 
     def watch(self, engine: Engine) -> None:
         """Measure what the engine's drafting takes from now on."""

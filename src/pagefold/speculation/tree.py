@@ -9,25 +9,20 @@ Three places are looked at, and of what they find the longest agreement counts:
 
 from __future__ import annotations
 
-from array import array
 from typing import TYPE_CHECKING
 
 from pagefold.kv.continuations import MAX_COMPARED, Continuation, Continuations
 from pagefold.kv.tree import TOKEN_BYTES
-from pagefold.speculation.drafter import NO_DRAFT, Draft
-from pagefold.speculation.kinds import kind_of
-from pagefold.speculation.own_text import OwnText
+from pagefold.speculation.text_drafter import TextDrafter
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from pagefold.kv import KVCore
     from pagefold.request import Request
 
 __all__ = ["TreeDrafter"]
 
 
-class TreeDrafter:
+class TreeDrafter(TextDrafter):
     """A :class:`~pagefold.speculation.drafter.Drafter`.
 
     Args:
@@ -38,31 +33,20 @@ class TreeDrafter:
     """
 
     def __init__(self, core: KVCore) -> None:
+        super().__init__()
         self._block_size = core.block_size
         self.index = Continuations(core.pool.num_blocks if core.publishes else 1, core.block_size)
         core.tree.watcher = self.index
         for node in core.tree.nodes():
             self.index.on_insert(node)
-        self._texts: dict[str, OwnText] = {}
 
-    def draft(self, requests: Sequence[Request], num_tokens: Sequence[int]) -> list[Draft]:
-        """See :class:`~pagefold.speculation.drafter.Drafter`."""
-        return [self._draft(request, most) for request, most in zip(requests, num_tokens, strict=True)]
-
-    def forget(self, request_id: str) -> None:
-        """See :class:`~pagefold.speculation.drafter.Drafter`."""
-        self._texts.pop(request_id, None)
-
-    def _draft(self, request: Request, num_tokens: int) -> Draft:
-        text = self._texts.get(request.request_id)
-        if text is None:
-            text = self._texts[request.request_id] = OwnText(predicted=request.predicted)
-        best = text.after(request.token_ids, num_tokens)
-        best = _better(best, self._along(request, num_tokens))
+    def after(self, request: Request, num_tokens: int) -> Continuation | None:
+        """Return what may follow the tokens of a request, at most so many; None for no guess."""
+        best = _better(super().after(request, num_tokens), self._along(request, num_tokens))
         if best is None or best.num_matched < MAX_COMPARED:
             last = request.token_ids[-MAX_COMPARED:].tobytes()
             best = _better(best, self.index.after(request.namespace, last, num_tokens))
-        return NO_DRAFT if best is None else Draft(array("i", best.packed), kind_of(best.num_matched))
+        return best
 
     def _along(self, request: Request, num_tokens: int) -> Continuation | None:
         """Return what others published behind all of a request's tokens."""
