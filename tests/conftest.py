@@ -112,7 +112,7 @@ class Stopwatch:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shard", help="of the long tests, only this shard: 2/5 is the second of five")
     parser.addoption("--measure-long", action="store_true", help="write what long tests take into long_seconds.json")
-    parser.addoption("--hostile-bodies", type=int, default=20_000, help="how many the long form of tests/hostile sends")
+    parser.addoption("--hostile-bodies", type=int, default=6_000, help="how many the long form of tests/hostile sends")
 
 
 def pytest_configure(config: pytest.Config) -> None:

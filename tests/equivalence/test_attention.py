@@ -103,7 +103,7 @@ def test_all_are_dense_attention(shape, sequences, per_head, seed):
 
 @pytest.mark.long
 @pytest.mark.parametrize("shape", [*SHAPES, *MORE_SHAPES], ids=str)
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(sequences=SEQUENCES, per_head=st.booleans(), seed=st.integers(0, 2**32))
 def test_all_are_dense_attention_in_full(shape, sequences, per_head, seed):
     hold(make_case(shape, sequences, per_head=per_head, seed=seed))
@@ -122,7 +122,7 @@ def test_soft_capping_is_the_dense_twins(sequences, per_head, seed, capping):
 
 @pytest.mark.long
 @pytest.mark.parametrize("shape", [*SHAPES, *MORE_SHAPES], ids=str)
-@settings(max_examples=30, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, suppress_health_check=list(HealthCheck))
 @given(sequences=SEQUENCES, per_head=st.booleans(), seed=st.integers(0, 2**32), capping=SOFTCAPPED)
 def test_soft_capping_is_the_dense_twins_in_full(shape, sequences, per_head, seed, capping):
     hold(make_case(shape, sequences, per_head=per_head, seed=seed, **capping), capping["sharpness"])

@@ -138,13 +138,12 @@ def test_each_group_sees_what_it_keeps(groups, interpreter):
 @pytest.mark.parametrize(("shape", "dtype"), [(shape, dtype) for shape in SHAPES for dtype in BOUNDS], ids=str)
 def test_groups_of_any_shape(shape, dtype, interpreter):
     random = Random()
-    for trims in (True, None):
-        rules = tuple(random.choice([KEEP_ALL, KeepRule(random.randint(1, 400), random.random() < 0.4)]) for _ in "123")
-        made = {"rules": rules, "trims": trims, "per_head": random.random() < 0.5, "seed": random.randrange(2**32)}
-        made |= {"num_splits": random.choice([None, 1, 3]), "softcap": random.choice([0.0, 5.0])}
-        made |= {"sink_size": random.choice([0.0, 3.0])}
-        print(made)
-        interpreter(interpreted.attend, shape, RAGGED, dtype, BOUNDS[dtype], **made)
+    rules = tuple(random.choice([KEEP_ALL, KeepRule(random.randint(1, 400), random.random() < 0.4)]) for _ in "123")
+    made = {"rules": rules, "trims": random.choice([True, None]), "per_head": random.random() < 0.5}
+    made |= {"num_splits": random.choice([None, 1, 3]), "softcap": random.choice([0.0, 5.0])}
+    made |= {"sink_size": random.choice([0.0, 3.0]), "seed": random.randrange(2**32)}
+    print(made)
+    interpreter(interpreted.attend, shape, RAGGED, dtype, BOUNDS[dtype], **made)
 
 
 @pytest.mark.parametrize("num_splits", [1, 8])
@@ -182,8 +181,8 @@ BEYOND_SETTINGS = {
     "max_model_len": 92,
     "kv_cache_memory_bytes": 2**18,
 }
-WITH_WINDOWS = ("gemma3", "mistral-window", "llama4", "gpt-oss", "gemma3n", "qwen2-window")
-"""Windows in some layers and in all, chunks, sinks, layers that read the K and V of others, a group of each kind."""
+WITH_WINDOWS = ("gemma3", "llama4", "gpt-oss", "gemma3n")
+"""Windows in some layers, chunks, sinks, layers that read the K and V of others, a group of each kind."""
 
 
 @pytest.mark.parametrize(
@@ -199,7 +198,7 @@ def test_an_engine_on_them_goes_beyond_windows(family, interpreter, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["int8_per_token_head", "int4_per_token_head", "kivi2"])
+@pytest.mark.parametrize("name", ["kivi2"])
 def test_an_engine_on_codes_goes_beyond_windows(name, interpreter, tmp_path):
     folder = save_tiny_model("gemma3", tmp_path)
     how = BEYOND_SETTINGS | {"kv_cache_dtype": name, "block_size": 16}
@@ -290,8 +289,11 @@ def test_codes_are_computed_with_in_the_models_dtype(name, dtype, interpreter):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", CODEC_NAMES)
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [(name, shape) for at, name in enumerate(CODEC_NAMES) for shape in SHAPES[at % 2 :: 2]],
+    ids=str,
+)
 def test_codes_of_any_shape(name, shape, interpreter):
     bound = CODED_BOUNDS["float32"]
     made = {"per_head": False, "seed": Random().randrange(2**32)}
@@ -342,7 +344,7 @@ def test_sealed_blocks_are_read_and_written_as_the_reference_does(shape, dtype, 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_sealed_blocks_of_any_lengths(shape, interpreter):
     random = Random()
-    for _ in range(12):
+    for _ in range(5):
         seed = random.randrange(2**32)
         sequences = [
             (random.choice([0, random.randrange(70), random.randrange(700)]), random.choice([1, 1, 9, 90]), 900)
@@ -416,7 +418,7 @@ def test_every_configuration_compiles_for_an_h100_and_fits(dtype, compiler):
 
 @pytest.mark.long
 @pytest.mark.parametrize("capability", MAX_SHARED_BYTES, ids=str)
-@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_configuration_compiles_for_other_cards_and_fits(capability, dtype, compiler):
     for head_dim in (32, 64, 80, 128, 256):
         for name in KERNELS:
@@ -525,8 +527,9 @@ WIDEST = [("float32", 256)]
 
 
 def _codecs_on_cards():
-    """Each codec with each card, of the widest heads in the widest dtype; and of the other sizes an eighth in turn."""
-    pairs = [(name, capability) for name in [*CODEC_NAMES, "kivi2"] for capability in MAX_SHARED_BYTES]
+    """Each codec with a card in turn, of the widest heads in the widest dtype; and of the other sizes an eighth."""
+    cards = [*MAX_SHARED_BYTES]
+    pairs = [(name, cards[at % len(cards)]) for at, name in enumerate([*CODEC_NAMES, "kivi2"])]
     others = [size for size in SIZES if size not in WIDEST]
     return [
         pytest.param(*pair, WIDEST + others[number % 8 :: 8], id=f"{pair[0]}-{pair[1]}")
@@ -536,7 +539,7 @@ def _codecs_on_cards():
 
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "capability", "sizes"), _codecs_on_cards())
-def test_codes_compile_for_every_card_and_fit(name, capability, sizes, compiler):
+def test_codes_compile_for_cards_and_fit(name, capability, sizes, compiler):
     """Of numbers of two and of four bytes; float16 is as wide as bfloat16, and compiles once a pair."""
     for dtype, head_dim in sizes:
         for kernel in SEALING_KERNELS if name == "kivi2" else CODED_KERNELS:

@@ -1,8 +1,8 @@
 """Part 1 of the equality rule: in float64, greedy tokens are exactly those of transformers' ``generate``, always.
 
 The short form (21 prompts, 24 outputs) runs every third setting on Llama, a few on Qwen3, on Mistral and on
-the other families. The full form (60 prompts of 1 to 3,000 tokens, 40 outputs) runs every setting on Llama and a
-twentieth of them on each other family: a setting tries the cache, a family tries the model's code, and what is wrong in
+the other families. The full form (36 prompts of 1 to 3,000 tokens, 40 outputs) runs another third on Llama and a
+twelfth of those on each other family: a setting tries the cache, a family tries the model's code, and what is wrong in
 either shows without every pair.
 """
 
@@ -38,6 +38,14 @@ def test_outputs_are_those_of_generate(family, setting, tiny_folder, tiny_refere
     trial.assert_exact(tiny_references(family, SHORT.num_outputs))
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("setting", SETTINGS[2::3], ids=lambda setting: setting.name)
+def test_outputs_are_those_of_generate_in_other_settings(setting, tiny_folder, tiny_references):
+    trial = Trial(setting, SHORT, tiny_folder("llama"))
+    trial.run()
+    trial.assert_exact(tiny_references("llama", SHORT.num_outputs))
+
+
 @pytest.mark.parametrize("setting", FEW_SETTINGS, ids=lambda setting: setting.name)
 @pytest.mark.parametrize("family", ["llama3", "qwen2", "phi3-longrope", "gemma2", "gpt-neox", "mixtral", "qwen3-moe"])
 def test_outputs_of_more_families_are_those_of_generate(family, setting, tiny_folder, tiny_references):
@@ -47,7 +55,7 @@ def test_outputs_of_more_families_are_those_of_generate(family, setting, tiny_fo
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("family", "setting"), deal(UNBOUNDED, every=20))
+@pytest.mark.parametrize(("family", "setting"), deal(UNBOUNDED, SETTINGS[1::3], every=12))
 def test_outputs_are_those_of_generate_in_full(family, setting, tiny_folder, tiny_references):
     trial = Trial(setting, FULL, tiny_folder(family))
     trial.run()

@@ -37,9 +37,12 @@ def test_outputs_are_those_of_generate(name, is_late, tiny_folder, tiny_referenc
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("is_late", [True, False], ids=["late", "early"])
 @pytest.mark.parametrize(
-    "setting", [setting for setting in SETTINGS if setting.slow_policy is None], ids=lambda setting: setting.name
+    ("setting", "is_late"),
+    [
+        pytest.param(setting, number % 2 == 0, id=f"{setting.name}-{'early' if number % 2 else 'late'}")
+        for number, setting in enumerate(one for one in SETTINGS if one.slow_policy is None)
+    ],
 )
 def test_outputs_are_those_of_generate_in_every_setting(setting, is_late, tiny_folder, tiny_references):
     hold(setting, tiny_folder, tiny_references, is_late=is_late)

@@ -34,7 +34,7 @@ def test_all_are_dense_attention(shape, sequences, rule, per_head, seed):
 
 @pytest.mark.long
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(
     sequences=SEQUENCES,
     rule=RULES,

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 CODES = ("int8_per_token_head", "int4_per_token_head", "k8v4", "fp8_e4m3")
 ON_DEVICE = [setting for setting in SETTINGS if not setting.num_host_blocks and setting.streamed_share is None]
-DEALT = deal_one_each(ON_DEVICE, {}, CODES)
-"""Each setting has one of the codecs in turn. The short form has one, with layers that stay in 16 bit."""
+DEALT = deal_one_each(ON_DEVICE[1::3], {}, CODES)
+"""Every third setting has one of the codecs in turn. The short form has one, with layers that stay in 16 bit."""
 
 
 def coded(setting, name):

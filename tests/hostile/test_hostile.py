@@ -59,5 +59,5 @@ def test_a_few_hostile_bodies(tiny_chat_model):
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_20000_hostile_bodies(server, seed, pytestconfig):
+def test_thousands_of_hostile_bodies(server, seed, pytestconfig):
     attack(server, seed, pytestconfig.option.hostile_bodies // NUM_SEEDS)

@@ -540,7 +540,7 @@ def test_random_walks_with_several_groups_meet_everything(name):
 @pytest.mark.long
 @pytest.mark.parametrize("policy", WRITE_POLICIES)
 def test_random_walks_for_long(policy):
-    for seed in range(20):
+    for seed in range(12):
         walk(seed, 5000, policy, (2, 6, 12, 20)[seed % 4])
 
 
@@ -548,7 +548,7 @@ def test_random_walks_for_long(policy):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", GROUPS)
 def test_random_walks_with_several_groups_for_long(name):
-    for seed in range(12):
+    for seed in range(6):
         walk(seed, 3000, WRITE_POLICIES[seed % 3], (2, 6, 12, 20)[seed % 4], GROUPS[name])
 
 

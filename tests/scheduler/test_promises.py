@@ -329,6 +329,6 @@ def test_promises_are_kept(kind):
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_promises_are_kept_for_long(kind):
-    counts = run_worlds(kind, 25_000, first_seed=10_000)
+    counts = run_worlds(kind, 12_000, first_seed=10_000)
     expected = {"culprits": "alone", "many culprits": "device", "mishaps": "device"}.get(kind, "corrupted")
     assert counts[expected]

@@ -14,6 +14,7 @@ from pagefold.plan.timing import request_rate
 from pagefold.plan.weights import find_weight_dtype
 
 if TYPE_CHECKING:
+    from pagefold.kv import CacheGroup
     from pagefold.plan.load import WorkloadPlan
     from pagefold.plan.question import Question
     from pagefold.plan.settings import PlanSettings
@@ -280,10 +281,21 @@ def _token_eviction(now: _Now) -> list[Technique]:
     note = f"keeping {KEPT_SHARE:.0%} of the tokens; evicted requests share no prefix"
     quality = "depends on the task: what is dropped cannot be recalled"
     flags = "none in vLLM; SnapKV, H2O, StreamingLLM in research engines"
-    kept = workload.mean(lambda lengths: layout.num_blocks_for(max(1, round(KEPT_SHARE * sum(lengths)))))
+    num_new = now.memory.num_new
+    kept = layout.num_state_blocks + workload.mean(
+        lambda each: sum(_kept_blocks(group, sum(each), num_new) for group in layout.groups)
+    )
     requests = device.capacity.num_blocks / kept / load.full_shared if load.full_shared else 1.0
     gain = _Gain(requests, now.throughput_of(now.memory, requests))
     return _technique("token eviction", gain, quality=quality, flags=flags, note=note)
+
+
+def _kept_blocks(group: CacheGroup, num_tokens: int, num_new: int | None) -> int:
+    """Return the blocks that a sequence keeps of a group; a window that is no longer than what is kept stays whole."""
+    kept = max(1, round(KEPT_SHARE * num_tokens))
+    if group.window is not None and group.window <= kept:
+        return group.num_blocks_for(num_tokens, num_new)
+    return group.num_blocks_for(kept)
 
 
 def _more_devices(now: _Now) -> list[Technique]:
