@@ -101,7 +101,7 @@ def test_random_operations(name):
 @pytest.mark.parametrize("name", GROUPS)
 def test_many_random_operations(name):
     seen = Counter()
-    for seed in range(1000, 1050):
+    for seed in range(1000, 1100):
         seen += random_operations(seed, name, 500)
     missing = {DISK, POOL, "damaged", "absent", "late", "loaded", f"gone on from {POOL}"} - seen.keys()
     assert not missing, f"never seen: {missing} in {seen}"

@@ -194,7 +194,6 @@ def refusal(tiny_chat_model, tmp_path_factory) -> Callable[[str], tuple[int, str
     no_weights = scratch / "no_weights"
     shutil.copytree(tiny_chat_model, no_weights, ignore=shutil.ignore_patterns("*.safetensors"))
     unknown_class = _changed(tiny_chat_model, scratch / "unknown_class", model_type="no_such_model")
-    window = _changed(tiny_chat_model, scratch / "window", model_type="mistral", sliding_window=64)
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     rope = _changed(tiny_chat_model, scratch / "rope", rope_parameters=dynamic)
     commands = {
@@ -204,7 +203,7 @@ def refusal(tiny_chat_model, tmp_path_factory) -> Callable[[str], tuple[int, str
         "no weights": (str(no_weights),),
         "unknown model": ("no-such-model",),
         "unknown class": (str(unknown_class),),
-        "window": (str(window), "--max-model-len", "65"),
+        "length": ("smollm2-135m", "--max-model-len", "8193"),
         "rope": (str(rope),),
         "block size": ("smollm2-135m", "--block-size", "17"),
         "dtype": ("smollm2-135m", "--dtype", "int3"),
@@ -239,9 +238,7 @@ def _changed(folder: Path, to: Path, **fields: object) -> Path:
         ("unknown model", ["no-such-model", "smollm2-135m"]),
         # As far as "unknown model" comes; what they say is tested with the rooms that say it.
         pytest.param("unknown class", ["no_such_model"], marks=pytest.mark.long),
-        pytest.param(
-            "window", ["max_model_len is 65", "mistral's sliding window", "at most 64"], marks=pytest.mark.long
-        ),
+        pytest.param("length", ["max_model_len is 8193", "at most 8192"], marks=pytest.mark.long),
         pytest.param("rope", ["llama", "rope of type dynamic"], marks=pytest.mark.long),
         ("block size", ["block_size is 17", "power of two"]),
         pytest.param("dtype", ["int3", "bfloat16"], marks=pytest.mark.long),
