@@ -6,18 +6,29 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pagefold.beams.offline import BeamSearchParams
     from pagefold.kv import KVCore
     from pagefold.llm import LLM
     from pagefold.sampling import SamplingParams
     from pagefold.sim import SimConfig, simulate
     from pagefold.structured.params import StructuredOutputsParams
 
-__all__ = ["LLM", "KVCore", "SamplingParams", "SimConfig", "StructuredOutputsParams", "__version__", "simulate"]
+__all__ = [
+    "LLM",
+    "BeamSearchParams",
+    "KVCore",
+    "SamplingParams",
+    "SimConfig",
+    "StructuredOutputsParams",
+    "__version__",
+    "simulate",
+]
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "pagefold.llm",
+    "BeamSearchParams": "pagefold.beams.offline",
     "SamplingParams": "pagefold.sampling",
     "StructuredOutputsParams": "pagefold.structured.params",
     "KVCore": "pagefold.kv",

@@ -8,6 +8,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from pagefold.beams.offline import BeamSearchOutput
 from pagefold.config import EngineConfig
 from pagefold.engine.build import build_engine
 from pagefold.engine.outputs import CompletionOutput, RequestOutput
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
+    from pagefold.beams.offline import BeamSearchParams
     from pagefold.observe.metrics import Metrics
     from pagefold.structured.grammar import Grammar
 
@@ -104,8 +106,26 @@ class LLM:
                     raise
         for result, how in zip(results, params, strict=True):
             if how.ranks_samples:
-                result.keep_best(how.n)
+                result.keep_best(how)
         return results
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = True
+    ) -> list[BeamSearchOutput]:
+        """Search for the likeliest outputs of each prompt; results are in the prompts' order, the best output first.
+
+        The beams of a prompt share its blocks, and those of all that they have in common.
+
+        Args:
+            prompts: see :meth:`generate`.
+            params: for all of them.
+            use_tqdm: whether to show a progress bar on stderr.
+
+        Raises:
+            InvalidRequestError: a value is out of range, or a prompt can never be served; nothing is started then.
+        """
+        results = self.generate(prompts, params.sampling(), use_tqdm=use_tqdm)
+        return [BeamSearchOutput.of(result) for result in results]
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Write what is cached to the disk or the remote pool, if there are any, and let go of them.

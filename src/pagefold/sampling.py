@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from pagefold.beams.search import EarlyStopping  # noqa: TC001 - wrong_type reads it
 from pagefold.errors import InvalidRequestError
 from pagefold.structured.params import StructuredOutputsParams  # noqa: TC001 - wrong_type reads it
 from pagefold.typecheck import wrong_type
@@ -23,6 +24,22 @@ MAX_BAD_WORDS = 1024
 
 MAX_LOGPROBS = 20
 """How many alternatives a token's logprobs may tell, as in vLLM and in OpenAI's chats."""
+
+_MAX_LENGTH_PENALTY = 10.0
+_WITHOUT_BEAMS: dict[str, tuple[object, ...]] = {
+    "top_p": (1.0,),
+    "top_k": (0, -1),
+    "min_p": (0.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+    "logit_bias": (None,),
+    "stop": ((),),
+    "allowed_token_ids": (None,),
+    "bad_words": ((),),
+    "structured_outputs": (None,),
+}
+"""What goes with beams of each field that would change what is searched."""
 
 MAX_SAMPLES = 128
 """How many outputs one prompt may have, as in OpenAI's chats."""
@@ -68,6 +85,11 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
         structured_outputs: what the output must look like; None for free text.
         shown_special_tokens: special tokens whose text is part of the output's all the same, such as marks of thinking.
+        use_beam_search: search for the likeliest outputs instead of sampling, with as many beams as there would be
+            samples (``best_of``, or ``n``), as transformers does. The best come first. ``temperature`` must be 0.
+        length_penalty: of beams: what an output is ranked by is its logprob over its length to the power of this.
+        early_stopping: of beams: True ends when as many outputs as beams are finished; False when no better one is
+            likely; ``never`` when none is possible.
 
     Raises:
         InvalidRequestError: a value is out of range.
@@ -98,6 +120,9 @@ class SamplingParams:
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | None = None
     shown_special_tokens: tuple[str, ...] = ()
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
 
     def __post_init__(self) -> None:
         for name in ("stop", "bad_words"):
@@ -118,6 +143,7 @@ class SamplingParams:
         self._check_samples()
         self._check_length()
         self._check_restrictions()
+        self._check_beams()
         for param in ("logprobs", "prompt_logprobs"):
             number = getattr(self, param)
             if number is not None and not 0 <= number <= MAX_LOGPROBS:
@@ -147,7 +173,7 @@ class SamplingParams:
             raise out_of_range("n", self.n, f"between 1 and {MAX_SAMPLES}")
         if self.best_of is not None and not self.n <= self.best_of <= MAX_SAMPLES:
             raise out_of_range("best_of", self.best_of, f"at least n ({self.n}) and at most {MAX_SAMPLES}")
-        if self.is_greedy and self.num_samples > 1:
+        if self.is_greedy and self.num_samples > 1 and not self.use_beam_search:
             param = "n" if self.n > 1 else "best_of"
             msg = f"{param} is {self.num_samples}, but with temperature {self.temperature:g} all outputs are the same."
             raise InvalidRequestError(msg, param=param, remedy="Leave it out, or give a higher temperature.")
@@ -180,6 +206,31 @@ class SamplingParams:
             except UnicodeEncodeError:
                 raise out_of_range("bad_words", "half of a surrogate pair", "whole characters") from None
 
+    def _check_beams(self) -> None:
+        if self.early_stopping not in {True, False, "never"}:
+            raise out_of_range("early_stopping", repr(self.early_stopping), "true, false or never")
+        if not self.use_beam_search:
+            for param, given, default in (
+                ("length_penalty", self.length_penalty, 1.0),
+                ("early_stopping", self.early_stopping, False),
+            ):
+                if given != default:
+                    msg = f"{param} is {given}, but use_beam_search is not true."
+                    raise InvalidRequestError(msg, param=param, remedy="It is of beams: leave it out, or ask for them.")
+            return
+        if not -_MAX_LENGTH_PENALTY <= self.length_penalty <= _MAX_LENGTH_PENALTY:
+            raise out_of_range("length_penalty", self.length_penalty, "between -10 and 10")
+        if self.max_tokens == 0:
+            raise out_of_range("max_tokens", 0, "at least 1 where beams are searched")
+        about = "and beams are not sampled: the likeliest outputs are searched for."
+        if not self.is_greedy:
+            msg = f"temperature is {self.temperature:g}, {about}"
+            raise InvalidRequestError(msg, param="temperature", remedy="Send temperature 0.")
+        for param, allowed in _WITHOUT_BEAMS.items():
+            if getattr(self, param) not in allowed:
+                msg = f"{param} is {getattr(self, param)!r}, {about}"
+                raise InvalidRequestError(msg, param=param, remedy="Leave it out, or leave use_beam_search out.")
+
     def truncated(self, prompt_token_ids: list[int], max_model_len: int) -> list[int]:
         """Return what ``truncate_prompt_tokens`` leaves of a prompt, where so many tokens are the context."""
         keeps = self.truncate_prompt_tokens
@@ -201,7 +252,7 @@ class SamplingParams:
 
     @property
     def ranks_samples(self) -> bool:
-        """Whether more outputs are generated than returned: which, their logprobs say."""
+        """Whether more outputs are generated than returned: which, their logprobs say, or the order of beams."""
         return self.num_samples > self.n
 
     @property
@@ -218,7 +269,8 @@ class SamplingParams:
     def is_plain(self) -> bool:
         """Whether nothing is asked but to draw from the model's distribution, tempered and cut."""
         return (
-            not (self.has_penalties or self.logit_bias or self.min_tokens or self.ranks_samples)
+            not self.use_beam_search
+            and not (self.has_penalties or self.logit_bias or self.min_tokens or self.ranks_samples)
             and not self.restricts_tokens
             and self.logprobs is None
             and self.prompt_logprobs is None

@@ -107,6 +107,7 @@ class StepPlan:
         masks: those, for each of ``masked``: bit ``t % 8`` of byte ``t // 8`` is token ``t``. What is beyond the end
             of a mask is not in it.
         logprob_rows: which of ``sampling_rows`` tell logprobs of what they sample; ascending.
+        logprob_tops: how many of the most likely tokens each of ``logprob_rows`` tells beside it.
         prompt_parts: prompt tokens whose logprobs are asked for.
         drafted: the rows that have drafts; ascending.
         late: which of ``token_ids`` mean nothing, since the step before samples those tokens; ascending. Only of a step
@@ -133,6 +134,7 @@ class StepPlan:
     masked: list[int] = field(default_factory=list)
     masks: list[bytes] = field(default_factory=list)
     logprob_rows: list[int] = field(default_factory=list)
+    logprob_tops: list[int] = field(default_factory=list)
     prompt_parts: list[PromptPart] = field(default_factory=list)
     drafted: list[DraftedRow] = field(default_factory=list)
     late: list[int] = field(default_factory=list)

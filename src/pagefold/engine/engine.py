@@ -15,6 +15,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from pagefold.beams import BeamGroup, BeamSearch
 from pagefold.engine.drafting import NO_DRAFTING
 from pagefold.engine.open_outputs import OpenOutputs
 from pagefold.engine.output_rules import matchers
@@ -184,7 +185,7 @@ class Engine:
         stop = StopRule(self._checks.stop_ids(sampling), max_total)
         ends = self.limits.message_ends(prompt_token_ids) if self.scheduler.core.trims else ()
         speculation = caller.speculation or self.drafting.default
-        if speculation is not None and speculation.is_off:
+        if speculation is not None and (speculation.is_off or sampling.use_beam_search):
             speculation = None
         to_match = matchers(sampling, grammar, self.limits.vocab_size, self.tokenizer)
         samples = [
@@ -211,6 +212,8 @@ class Engine:
         ]
         if caller.warm_up is not None and caller.warm_up.pin:
             self._checks.check_pin_quota(samples[0])
+        if sampling.use_beam_search:
+            _search_beams(samples)
         self._outputs.begin(samples, prompt_token_ids)
         first, *first.forks = samples
         self.scheduler.add(first)
@@ -343,3 +346,20 @@ class Engine:
         where = f"after {request.num_output_tokens} tokens" if request.num_cached_tokens >= 0 else "while it waited"
         told = f"The request was ended {where}: its {self._request_timeout_s:g} s are up."
         return self._outputs.cut_off(request, told, now)
+
+
+def _search_beams(samples: list[Request]) -> None:
+    """Let ``samples`` of one prompt be the beams of a search."""
+    first = samples[0]
+    sampling, stop = first.sampling, first.stop
+    search = BeamSearch(
+        len(samples),
+        stop.token_ids,
+        stop.max_total_tokens - first.num_prompt_tokens,
+        min_tokens=sampling.min_tokens,
+        length_penalty=sampling.length_penalty,
+        early_stopping=sampling.early_stopping,
+    )
+    group = BeamGroup(samples, search)
+    for sample in samples:
+        sample.beams = group

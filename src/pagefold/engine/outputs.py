@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from pagefold.engine.logprobs import Logprob, PromptLogprobs
     from pagefold.request import FinishReason, RequestTimes
+    from pagefold.sampling import SamplingParams
     from pagefold.tokenizer import Detokenizer
 
 __all__ = ["CompletionOutput", "OutputDelta", "OutputText", "RequestOutput", "best"]
@@ -143,23 +144,26 @@ class RequestOutput:
         self.num_loaded_tokens = delta.num_loaded_tokens
         self.error = self.error or delta.error
 
-    def keep_best(self, n: int) -> None:
+    def keep_best(self, sampling: SamplingParams) -> None:
         """Drop all but the ``n`` best outputs, and number those, the best first."""
         scores = [(output.cumulative_logprob, len(output.token_ids)) for output in self.outputs]
-        self.outputs = [replace(self.outputs[at], index=index) for index, at in enumerate(best(scores, n))]
+        self.outputs = [replace(self.outputs[at], index=index) for index, at in enumerate(best(sampling, scores))]
 
 
-def best(scores: Sequence[tuple[float | None, int]], n: int) -> list[int]:
-    """Return the places of the ``n`` outputs with the highest logprob per token, the best first.
+def best(sampling: SamplingParams, scores: Sequence[tuple[float | None, int]]) -> list[int]:
+    """Return the places of the ``n`` outputs that were asked for, the best first.
 
-    OpenAI's measure of what is best. Of equals the first sampled wins; what was cut off before its first token loses.
+    Of samples these are those with the highest logprob per token, OpenAI's measure of what is best. Of equals the first
+    sampled wins; what was cut off before its first token loses. What beams found is in order already.
 
     Args:
+        sampling: says how many, and of what.
         scores: the cumulative logprob and the number of tokens of each.
-        n: how many outputs are chosen.
     """
+    if sampling.use_beam_search:
+        return list(range(sampling.n))
     means = [float("-inf") if total is None or not num_tokens else total / num_tokens for total, num_tokens in scores]
-    return sorted(range(len(means)), key=means.__getitem__, reverse=True)[:n]
+    return sorted(range(len(means)), key=means.__getitem__, reverse=True)[: sampling.n]
 
 
 class OutputText:

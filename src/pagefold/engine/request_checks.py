@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pagefold.engine.output_rules import refuse_without_tokenizer
 from pagefold.errors import InvalidRequestError, PinQuotaError
+from pagefold.sampling import MAX_LOGPROBS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -149,12 +150,39 @@ class RequestChecks:
             msg = f"{param} is {getattr(sampling, param)}, but at most {max_samples} sequences run at once."
             remedy = f"Ask for at most {max_samples}, or start with a larger max_num_seqs."
             raise InvalidRequestError(msg, param=param, remedy=remedy)
+        if sampling.use_beam_search:
+            self._check_beams(num_tokens, sampling)
         max_in_blocks = self._capacity.num_blocks * self._capacity.block_size
         if sampling.num_samples > 1 and num_tokens >= max_in_blocks:
             msg = (
                 f"The prompt has {num_tokens} tokens; of more than the KV budget's {max_in_blocks} one sample is made."
             )
             raise InvalidRequestError(msg, param="n", remedy="Ask for one sample a request.")
+
+    def _check_beams(self, num_tokens: int, sampling: SamplingParams) -> None:
+        """Refuse more beams than a step tells tokens for, or than fit if all part behind the prompt.
+
+        The whole blocks of the prompt are there once, of groups that keep all.
+        """
+        width, num_stop = sampling.num_samples, len(self.stop_ids(sampling))
+        most = min(MAX_LOGPROBS, self._limits.vocab_size) - num_stop
+        param = "n" if sampling.n > most else "best_of"
+        if width > most:
+            msg = f"{param} is {width}: with {num_stop} tokens that end an output, at most {max(0, most)} beams run."
+            raise InvalidRequestError(msg, param=param, remedy="Ask for fewer beams, or for fewer stop_token_ids.")
+        core = self._scheduler.core
+        num_all = self._capacity.max_model_len
+        if sampling.max_tokens is not None:
+            num_all = min(num_all, num_tokens + sampling.max_tokens)
+        whole = core.num_blocks_for(num_all, self._scheduler.limits.max_num_batched_tokens)
+        num_shared = num_tokens // core.block_size * (core.num_groups - len(core.rules.trimmed))
+        needed = width * whole - (width - 1) * num_shared
+        if needed > self._capacity.num_blocks:
+            msg = (
+                f"{width} beams of {num_all} tokens take up to {needed} blocks, and the KV budget has "
+                f"{self._capacity.num_blocks}."
+            )
+            raise InvalidRequestError(msg, param=param, remedy="Ask for fewer beams, or for a smaller max_tokens.")
 
     def _check_warm_up(self, num_tokens: int, warm_up: WarmUp) -> None:
         """Refuse a warm-up that leaves nothing, or more than may ever be pinned."""

@@ -12,6 +12,7 @@ from pagefold.request.times import RequestTimes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pagefold.beams.group import BeamGroup
     from pagefold.kv import SequenceCache
     from pagefold.request.caller import WarmUp
     from pagefold.sampling import SamplingParams
@@ -90,6 +91,7 @@ class Request:
         predicted: tokens that its caller expects in the output: for who drafts.
         num_draft_tokens: how many drafts steps have computed for it.
         num_accepted_tokens: how many of those were what it sampled.
+        beams: of whose beams it holds one; None for a sample.
         may_draft: whether drafts are used at all: not since a step with some found no numbers for it.
         logprobs: of its output tokens, if asked for.
         logprob_sums: of each output token, its logprob and those before it together.
@@ -117,6 +119,7 @@ class Request:
     """
 
     __slots__ = (
+        "beams",
         "cache",
         "deadline_s",
         "drafts",
@@ -185,6 +188,7 @@ class Request:
         self.parent_id = request_id if parent_id is None else parent_id
         self.sample_index = sample_index
         self.forks: list[Request] = []
+        self.beams: BeamGroup | None = None
         self.token_ids = array("i", prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.message_ends = message_ends or (self.num_prompt_tokens,)
@@ -236,6 +240,11 @@ class Request:
     def num_seqs(self) -> int:
         """How many sequences it is, or will be: itself and those that will fork from it."""
         return 1 + len(self.forks)
+
+    @property
+    def leader(self) -> Request:
+        """Who is planned or not, tried, and blamed, and it with it: itself, or the first of its beams."""
+        return self if self.beams is None else self.beams.seats[0]
 
     @property
     def num_output_tokens(self) -> int:

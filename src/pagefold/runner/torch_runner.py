@@ -302,8 +302,7 @@ def _sampled_logprobs(plan: StepPlan, logits: torch.Tensor, token_ids: list[int]
     if not plan.logprob_rows:
         return []
     places = plan.logprob_rows
-    num_tops = [plan.sampling[place].logprobs or 0 for place in places]
-    return token_logprobs(logits[places], [token_ids[place] for place in places], num_tops)
+    return token_logprobs(logits[places], [token_ids[place] for place in places], plan.logprob_tops)
 
 
 def _prompt_logprobs(plan: StepPlan, logits: torch.Tensor) -> list[list[TokenLogprobs]]:

@@ -25,21 +25,22 @@ _WHY = (
 
 
 def end_corrupted(core: KVCore, requests: Iterable[Request], emit: Emit) -> tuple[list[Request], set[bytes]]:
-    """End requests that run, with those that were to fork from them, and drop what they had.
+    """End requests that run, with those that were to fork from them or hold beams beside them, and drop what they had.
 
     Returns those that end by it, and the digests of the paths that were dropped, for slower tiers to forget.
     """
     ended: list[Request] = []
     digests: set[bytes] = set()
     for request in requests:
-        if request.finish_reason == "error":  # by the step before, and this row is one too many
+        if request.finish_reason == "error" and request not in ended:  # by the step before: this row is one too many
             continue
         assert request.cache is not None
         digests |= core.forgetting.distrust(request.cache, request.namespace, request.packed())
         if request.is_aborted:
             continue
-        ended.append(request)
-        for sample in (request, *request.forks):
+        together = [request] if request.beams is None else request.beams.beams
+        ended += together
+        for sample in (*together, *request.forks):
             emit(RequestCorrupted(sample.request_id))
             sample.is_aborted, sample.finish_reason, sample.error = True, "error", _WHY
     return ended, digests

@@ -30,11 +30,11 @@ def take_tokens(step: StepInFlight, result: StepResult, dropped: Collection[int]
         result: what it sampled.
         dropped: which of its sampling rows nobody gets.
 
-    Returns who got each token, in order; or asked for none, and is computed.
+    Beams get theirs otherwise (``beams.py``). Returns who got each token, in order; or asked for none, and is computed.
     """
     took: list[Request] = []
     for place, (request, token_id) in enumerate(zip(step.samples, result.token_ids, strict=True)):
-        if request.finish_reason is None and not request.is_aborted and place not in dropped:
+        if request.finish_reason is None and not request.is_aborted and place not in dropped and request.beams is None:
             took.append(request)
             request.finish_reason = _take(request, token_id)
     return took

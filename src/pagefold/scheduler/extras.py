@@ -45,7 +45,7 @@ def plan_extras(plan: StepPlan, request: Request) -> None:
     for one in _sampled(plan, row, request) if end >= request.num_tokens else ():
         at, sample, drafts, matcher = one
         num_before = sample.num_output_tokens + len(drafts)
-        banned = request.stop.token_ids if num_before < sampling.min_tokens else _NOTHING
+        banned = request.stop.token_ids if num_before < sampling.min_tokens and request.beams is None else _NOTHING
         if matcher is not None:
             plan.masked.append(at)
             plan.masks.append(matcher.mask(banned))
@@ -54,8 +54,10 @@ def plan_extras(plan: StepPlan, request: Request) -> None:
             history = sample.token_ids + drafts if drafts else sample.token_ids
             plan.histories.append(history if sampling.has_penalties else _NO_HISTORY)
             plan.banned.append(banned if matcher is None else _NOTHING)
-        if (sampling.logprobs is not None or sampling.ranks_samples) and not request.has_no_output:
+        num_top = _num_top(request)
+        if num_top is not None and not request.has_no_output:
             plan.logprob_rows.append(at)
+            plan.logprob_tops.append(num_top)
     if sampling.prompt_logprobs is not None:
         first = len(request.prompt_logprobs) + 1
         last = min(end, request.num_prompt_tokens - 1)
@@ -75,11 +77,19 @@ def apply_extras(plan: StepPlan, result: StepResult, step: StepInFlight, dropped
         dropped: which of its sampling rows count for nobody.
     """
     for place, logprobs in zip(plan.logprob_rows, result.logprobs, strict=True):
-        if place in dropped:
+        if place in dropped or step.samples[place].beams is not None:
             continue
         step.samples[place].add_logprobs(logprobs)
     for part, found in zip(plan.prompt_parts, result.prompt_logprobs, strict=True):
         step.requests[part.row].prompt_logprobs.extend(found)
+
+
+def _num_top(request: Request) -> int | None:
+    """Return how many of the likeliest tokens are told of each that is sampled; None where not even its logprob is."""
+    if request.beams is not None:
+        return request.beams.search.num_tops
+    sampling = request.sampling
+    return 0 if sampling.logprobs is None and sampling.ranks_samples else sampling.logprobs
 
 
 def _sampled(plan: StepPlan, row: int, request: Request) -> Iterator[_Sampled]:
@@ -89,7 +99,8 @@ def _sampled(plan: StepPlan, row: int, request: Request) -> Iterator[_Sampled]:
     """
     num_places = len(plan.sampling_rows)
     if not plan.drafted or plan.drafted[-1].row != row:
-        for at, sample in enumerate((request, *request.forks), num_places - request.num_seqs):
+        samples = (request,) if request.beams is not None else (request, *request.forks)
+        for at, sample in enumerate(samples, num_places - len(samples)):
             yield _Sampled(at, sample, _NO_HISTORY, sample.matcher)
         return
     _, first, at, num_drafts = plan.drafted[-1]

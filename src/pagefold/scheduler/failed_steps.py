@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pagefold.events import Emit, StepAbandoned
 from pagefold.request import RequestStatus
+from pagefold.scheduler.beams import leaders
 
 if TYPE_CHECKING:
     from pagefold.kv import KVCore
@@ -85,7 +86,10 @@ class FailedSteps:
         """Let those that run compute again what they have lost; those that lost too much for that wait again."""
         queues = self._queues
         for request, num_left in [(one, self._num_left(one)) for one in queues.running]:
-            if num_left is None:
+            has_lost = num_left is None or num_left < request.num_computed_tokens
+            if request.cache is None:  # another beam of its group has lost something
+                continue
+            if num_left is None or (has_lost and request.beams is not None and request.beams.has_begun):
                 queues.running.remove(request)
                 self._leaving.wait_again(request, is_preempted=True)
             elif num_left < request.num_computed_tokens:
@@ -98,9 +102,10 @@ class FailedSteps:
 
     def _blame(self, step: StepInFlight) -> None:
         """Give those a finish reason who are found to have made steps fail."""
-        for request, why in self._suspicion.failed(step.requests, step.admitted).items():
-            if request.status is not RequestStatus.FINISHED and not request.is_aborted:
-                request.finish_reason, request.error = "error", why
+        for blamed, why in self._suspicion.failed(leaders(step.requests), step.admitted).items():
+            for request in [blamed] if blamed.beams is None else blamed.beams.beams:
+                if request.status is not RequestStatus.FINISHED and not request.is_aborted:
+                    request.finish_reason, request.error = "error", why
 
     def _end(self, step: StepInFlight, behind: StepInFlight | None) -> list[Request]:
         """Let all go that have a finish reason now, and return them."""

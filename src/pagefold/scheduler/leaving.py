@@ -10,6 +10,7 @@ from pagefold.kv.eviction import RequestFacts
 from pagefold.request import FinishReason, Request, RequestStatus
 
 if TYPE_CHECKING:
+    from pagefold.beams import BeamGroup
     from pagefold.kv import KVCore, SequenceCache
     from pagefold.request import WarmUp
     from pagefold.scheduler.queues import Queues
@@ -36,13 +37,18 @@ class Leaving:
         self._emit = emit
 
     def wait_again(self, request: Request, *, is_preempted: bool = False) -> None:
-        """Let a request that ran wait: preempted, or taken back with the step that admitted it."""
+        """Let a request that ran wait: preempted, or taken back with the step that admitted it.
+
+        It stands in no queue. One that holds a beam takes the others with it, and they begin again as one request.
+        """
+        if request.beams is not None and request.beams.has_begun:
+            request = self._gather(request.beams)
         if is_preempted:
             request.num_preemptions += 1
             request.max_computed_tokens = max(request.max_computed_tokens, request.num_computed_tokens)
         request.drafts = ()
         progress = request.num_computed_tokens / request.stop.max_total_tokens
-        self._release(request, min(progress, 1.0))
+        self.let_go(request, min(progress, 1.0))
         request.num_computed_tokens = 0
         request.to(RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING)
         self._queues.wait(request)
@@ -55,7 +61,7 @@ class Leaving:
             self._core.moves.write_through(request.cache)
             if request.returns_in_s is not None:
                 self._core.uses.hint(request.cache, repeat(True))  # noqa: FBT003 - of every block
-            self._release(request, 1.0)
+            self.let_go(request)
         self._queues.forget(request)
         for sample in (request, *request.forks):
             sample.finish_reason = reason
@@ -89,8 +95,8 @@ class Leaving:
             if request.cache is not None:
                 self._core.trim(request.cache, request.num_computed_tokens)
 
-    def _release(self, request: Request, progress: float) -> None:
-        """Give back a request's blocks, and tell the policy whose they were."""
+    def let_go(self, request: Request, progress: float = 1.0) -> None:
+        """Give back a request's blocks, and tell the policy whose they were, and what share of it was computed."""
         cache, use = request.cache, request.prompt_use
         assert cache is not None
         self._streamer.keep(request)
@@ -98,6 +104,20 @@ class Leaving:
         use.is_told = use.is_told or cache.has_path
         self._core.release(cache)
         request.cache = None
+
+    def _gather(self, group: BeamGroup) -> Request:
+        """Let all beams but the first go, and that one be the request again that it was before it forked."""
+        leader, *others = group.seats
+        for seat in group.seats:
+            self._queues.take_out(seat)
+        for seat in others:
+            self.let_go(seat)
+            self._queues.forget(seat)
+            seat.num_computed_tokens = 0
+            seat.to(RequestStatus.PREEMPTED)
+        leader.forks = others
+        group.begin_again()
+        return leader
 
     def _pin(self, request: Request, warm_up: WarmUp, cache: SequenceCache) -> None:
         """Pin what a warm-up has computed, under its own id; ``core.pins.dropped`` says why if it cannot be."""

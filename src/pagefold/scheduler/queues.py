@@ -113,6 +113,12 @@ class Queues:
         is_set_aside = set_aside and set_aside[-1].order > self.running[-1].order
         return set_aside.pop() if is_set_aside else self.running.pop()
 
+    def take_out(self, request: Request) -> None:
+        """Let ``request`` run no more, if it does."""
+        for queue in (self.running, self.set_aside):
+            if request in queue:
+                queue.remove(request)
+
     def sort(self) -> None:
         """Put those that run in order; they are but for those that the last step admitted."""
         self.running.sort(key=_ORDER)

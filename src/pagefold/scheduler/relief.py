@@ -76,9 +76,9 @@ class Relief:
                 continue
             if step.is_ahead:
                 return False
-            victim = self._queues.take_last()
+            victim = self._queues.take_last().leader
             self._preempt(victim, request)
-            if victim is request:
+            if victim is request.leader:
                 return False
         return True
 

@@ -71,6 +71,9 @@ class RowPlanner:
             num_tokens = min(len(token_ids) - start, budget - (len(running) - row - 1))
             cache = request.cache
             assert cache is not None
+            is_plain = request.is_plain
+            if not is_plain and request.beams is not None and not self._extend_beams(step, request):
+                continue
             if num_tokens > 1:
                 num_tokens = self._core.lodgers.limit(cache, start, num_tokens, len(token_ids))
             end = start + num_tokens
@@ -104,7 +107,7 @@ class RowPlanner:
                 add_sample(request)
                 if request.forks:
                     plan_samples(step, request)
-            if not request.is_plain:
+            if not is_plain:
                 plan_extras(plan, request)
             if start < request.num_prompt_tokens or num_tokens > 1 or start < request.max_computed_tokens:
                 step.num_prefill_tokens += num_tokens
@@ -112,6 +115,16 @@ class RowPlanner:
             if end // block_size > cache.num_published and cache.tail is not None and not num_drafts:
                 self._promise(step, request, end)
             row += 1
+
+    def _extend_beams(self, step: StepInFlight, request: Request) -> bool:
+        """Find memory for all beams of a group before the first of them is planned: later none of them may have to go.
+
+        False when they had to go.
+        """
+        group = request.beams
+        if group is None or not group.has_begun or request is not group.seats[0]:
+            return True
+        return all(self._relief.extend(step, seat, seat.num_computed_tokens, seat.num_tokens) for seat in group.seats)
 
     def _num_drafts(self, step: StepInFlight, request: Request, num_drafts: int, num_behind: int) -> int:
         """Return how many of a request's drafts there is room for, if those behind it can have a block each.

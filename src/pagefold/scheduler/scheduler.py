@@ -19,6 +19,7 @@ it is applied after it, or taken back with it. What a failed step takes back is 
 
 A request of several samples is one here until its prompt is computed: it takes a seat for each, and its row is sampled
 once for each. When that step is applied the others fork from it, with their first tokens, and each goes its own way.
+Beams begin so too, and then stay together: ``beams.py`` says after each step which of them there are.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from pagefold.events import (
 )
 from pagefold.request import FinishReason, Request, RequestStatus
 from pagefold.scheduler.admission import Admission
+from pagefold.scheduler.beams import Beams, leaders
 from pagefold.scheduler.committing import commit, publish_late
 from pagefold.scheduler.corrupted import end_corrupted
 from pagefold.scheduler.ending import take_tokens
@@ -123,6 +125,7 @@ class Scheduler:
         admission = Admission(core, queues, streamer, relief, limits.max_num_seqs, emit)
         self._rows = RowPlanner(core, queues, relief, admission, limits.max_num_batched_tokens)
         self._look_ahead = LookAhead(core, queues, self._rows)
+        self._beams = Beams(core, queues, self._leaving)
         self._failed_steps = FailedSteps(core, queues, self._leaving, self.suspicion, emit)
 
     # Requests come and go.
@@ -257,7 +260,8 @@ class Scheduler:
         core.moves.copies_done(plan.copies)
         core.moves.host_done(plan.host_ops)
         requests = step.requests
-        self.suspicion.ran(requests)
+        if self.suspicion.is_on:
+            self.suspicion.ran(leaders(requests))
         tell_lookups(self._emit, step, has_tiers=self.core.host.is_on)
         num_uncounted, dropped, spoiled = verify(step, result)
         for row, (request, num_tokens) in enumerate(zip(requests, plan.num_tokens, strict=True)):
@@ -276,6 +280,10 @@ class Scheduler:
         fork_samples(step, core, self._queues)
         sampled = take_tokens(step, result, dropped)
         num_output_tokens = len(sampled)
+        if any(request.beams is not None for request in requests):
+            done, num_tokens = self._beams.advance(step, result)
+            sampled += done
+            num_output_tokens += num_tokens
         if plan.drafted:
             settle(core, step, spoiled, self._emit)
             sampled = list(dict.fromkeys(sampled))
@@ -341,8 +349,9 @@ class Scheduler:
         queues = self._queues
         queues.sort()
         while self.suspicion.is_on and not step.requests:
-            chosen = self.suspicion.choose(queues.running, queues.waiting)
+            chosen = self.suspicion.choose(leaders(queues.running), queues.waiting)
             if chosen is not None:  # perhaps there is room for none of them
+                chosen.update(request for request in queues.running if request.leader in chosen)
                 others = queues.choose(chosen)
                 self._rows.plan(step)
                 queues.unchoose(others)

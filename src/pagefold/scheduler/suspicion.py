@@ -20,6 +20,8 @@ planned behind another one. Each step of it settles a lot, halves one, or counts
 tried in its turn, so nobody waits for longer than there are lots. Who is tried and cannot be planned, for want of
 memory, is suspected no more: it waits like all others, and is newly admitted when it comes again.
 
+Beams of one prompt are one here: the first of them stands for all.
+
 While nothing has failed there is nothing here: :attr:`Suspicion.is_on` is False, and nobody asks more.
 """
 

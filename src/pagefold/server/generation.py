@@ -207,7 +207,7 @@ class Generation:
         for first in range(0, len(self.outputs), num_samples):
             samples = self.outputs[first : first + num_samples]
             scores = [(output.cumulative_logprob, output.num_tokens) for output in samples]
-            chosen += (samples[at] for at in best(scores, self._sampling.n))
+            chosen += (samples[at] for at in best(self._sampling, scores))
         return chosen
 
     def usage_of(self, index: int) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from pydantic import (
     model_validator,
 )
 
+from pagefold.beams import EarlyStopping
 from pagefold.config import MAX_PRIORITY, Account
 from pagefold.errors import InvalidRequestError
 from pagefold.request import MAX_RETURNS_IN_S, Caller
@@ -141,6 +142,13 @@ def _as_bias(value: object) -> dict[int, float]:
     return {int(token_id): bias for token_id, bias in value.items()}
 
 
+def _as_early_stopping(value: object) -> EarlyStopping:
+    if value is True or value is False or value == "never":
+        return value
+    msg = 'it must be true, false or "never"'
+    raise ValueError(msg)
+
+
 class StreamOptions(Body):
     """How to stream.
 
@@ -226,6 +234,7 @@ class GenerationRequest(TieredRequest):
         user: accepted and ignored.
         response_format: what the output must look like: text, any JSON object, or JSON of a schema.
         structured_outputs: the same in vLLM's form: ``json``, ``regex``, ``choice``, ``grammar`` or ``json_object``.
+        temperature: 1 where it is left out, and 0 with ``use_beam_search``.
         speculative_config: who drafts for the request, where the server drafts: ``method``, ``num_speculative_tokens``
             (0 for nobody) and others of vLLM's. It changes nothing of the answer.
         return_token_ids: whether ``token_ids`` tell what was sampled, and ``prompt_token_ids`` what it follows.
@@ -269,6 +278,11 @@ class GenerationRequest(TieredRequest):
     stream: StrictBool = False
     stream_options: StreamOptions | None = None
     user: Text | None = None
+    use_beam_search: StrictBool = False
+    length_penalty: Annotated[StrictFloat, stated(minimum=-10, maximum=10)] = 1.0
+    early_stopping: Annotated[
+        EarlyStopping, PlainValidator(_as_early_stopping, json_schema_input_type=EarlyStopping)
+    ] = False
     speculative_config: SpeculativeConfig = None
     response_format: ResponseFormat = None
     structured_outputs: StructuredOutputs = None
@@ -292,6 +306,11 @@ class GenerationRequest(TieredRequest):
         return replace(super().caller(account), speculation=self.speculative_config)
 
     @property
+    def _searches_beams(self) -> bool:
+        """Whether beams are asked for, and no temperature."""
+        return self.use_beam_search and "temperature" not in self.model_fields_set
+
+    @property
     def include_usage(self) -> bool:
         """Whether the stream ends with a chunk of usage."""
         return self.stream_options is not None and self.stream_options.include_usage
@@ -307,7 +326,7 @@ class GenerationRequest(TieredRequest):
         how = SamplingParams(
             n=self.n,
             best_of=self.best_of,
-            temperature=self.temperature,
+            temperature=0.0 if self._searches_beams else self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
             min_p=self.min_p,
@@ -329,7 +348,13 @@ class GenerationRequest(TieredRequest):
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             skip_special_tokens=self.skip_special_tokens,
             structured_outputs=None if structured is None else structured.params,
+            use_beam_search=self.use_beam_search,
+            length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping,
         )
+        if self.use_beam_search and self.stream:
+            msg = "use_beam_search is true, and stream too: what beams find is known at the end."
+            raise InvalidRequestError(msg, param="stream", remedy="Leave one of them out.")
         if how.ranks_samples and self.stream:
             msg = (
                 f"best_of is {self.best_of} and n is {self.n}: which are the best is known at the end, not in a stream."

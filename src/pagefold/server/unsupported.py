@@ -18,8 +18,6 @@ __all__ = ["IN_CHAT", "IN_CHAT_MESSAGES", "IN_COMPLETIONS", "IN_MESSAGES", "IN_R
 
 _IN_BOTH: dict[str, tuple[Any, ...]] = {
     # vLLM's
-    "length_penalty": (1, 1.0),
-    "use_beam_search": (False,),
     "spaces_between_special_tokens": (True,),
     "guided_whitespace_pattern": (),
     "structural_tag": (),
