@@ -186,6 +186,7 @@ class RequestAdded:
         pin: if it only warms the cache and pins what it computed: (seconds until the pin expires, priority).
         message_ends: positions behind the messages of its prompt.
         has_stop_strings: whether a text may end it.
+        has_beams: whether these are beams of a search, whose tokens are known at the end.
     """
 
     sample_ids: tuple[str, ...]
@@ -201,6 +202,7 @@ class RequestAdded:
     pin: tuple[float | None, float] | None
     message_ends: Sequence[int] = ()
     has_stop_strings: bool = False
+    has_beams: bool = False
 
 
 @dataclass(frozen=True, slots=True)

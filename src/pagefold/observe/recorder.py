@@ -202,6 +202,8 @@ class TraceRecorder:
         }
         if event.has_stop_strings:
             line["stops"] = True
+        if event.has_beams:
+            line["beams"] = True
         if event.deadline_s is not None:
             line["deadline"] = event.deadline_s
         if event.priority:

@@ -33,6 +33,7 @@ def tell_added(emit: Emit, request: Request) -> None:
             pin=(warm_up.ttl_s, warm_up.retention_priority) if warm_up is not None and warm_up.pin else None,
             message_ends=request.message_ends,
             has_stop_strings=bool(request.sampling.stop),
+            has_beams=request.beams is not None,
         )
     )
 

@@ -127,6 +127,9 @@ class _Replayer:
         difference = ""
         for index, each in enumerate(happened):
             match each:
+                case RecordedAdd(has_beams=True):
+                    difference = f"request {each.number} searches beams, and which there were is not recorded"
+                    break
                 case RecordedAdd():
                     num_requests += 1
                     self._scheduler.add(self._request(each))

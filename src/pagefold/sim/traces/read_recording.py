@@ -190,6 +190,7 @@ class _Reader:
             pin=_pin(line) if "pin" in line else None,
             message_ends=line.wholes("message_ends", 1, num_prompt_tokens),
             has_stop_strings="stops" in line and line.flag("stops"),
+            has_beams="beams" in line and line.flag("beams"),
         )
         prompt = _hashes(line)
         if len(prompt) != num_prompt_tokens:

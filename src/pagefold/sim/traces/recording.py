@@ -68,6 +68,7 @@ class RecordedAdd:
         pin: (seconds until it expires, priority) of the pin that it makes; None for no pin.
         message_ends: positions behind the messages of its prompt; empty where nothing is known of messages.
         has_stop_strings: whether a text may end it.
+        has_beams: whether its samples are beams of a search; what becomes of them step by step is not recorded.
     """
 
     number: int
@@ -83,6 +84,7 @@ class RecordedAdd:
     pin: tuple[float | None, float] | None = None
     message_ends: tuple[int, ...] = ()
     has_stop_strings: bool = False
+    has_beams: bool = False
 
 
 class RecordedCut(NamedTuple):
