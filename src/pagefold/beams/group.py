@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
+    from array import array
+
     from pagefold.beams.search import BeamSearch, Hypothesis
-    from pagefold.request import Request
     from pagefold.steps import TokenLogprobs
 
-__all__ = ["BeamGroup"]
+__all__ = ["BeamGroup", "Seat"]
+
+
+class Seat(Protocol):
+    """What a group knows of a request."""
+
+    token_ids: array[int]
+    num_prompt_tokens: int
+
+
+_Seat = TypeVar("_Seat", bound=Seat)
 
 
 @dataclass(slots=True, eq=False)
-class BeamGroup:
+class BeamGroup(Generic[_Seat]):
     """What the beams of one prompt have in common.
 
     The requests are seats: beam ``i`` of the search has the tokens and the blocks of request ``i``. Which beam that is
@@ -27,7 +38,7 @@ class BeamGroup:
         told: what each step told of the likeliest tokens of each of its beams: for the logprobs of results.
     """
 
-    seats: list[Request]
+    seats: list[_Seat]
     search: BeamSearch
     told: list[list[TokenLogprobs]] = field(default_factory=list)
 
@@ -37,7 +48,7 @@ class BeamGroup:
         return self.search.num_tokens > 0
 
     @property
-    def beams(self) -> list[Request]:
+    def beams(self) -> list[_Seat]:
         """The seats of the search's beams: only the first before it has begun."""
         return self.seats if self.has_begun else self.seats[:1]
 

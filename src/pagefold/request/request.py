@@ -188,7 +188,7 @@ class Request:
         self.parent_id = request_id if parent_id is None else parent_id
         self.sample_index = sample_index
         self.forks: list[Request] = []
-        self.beams: BeamGroup | None = None
+        self.beams: BeamGroup[Request] | None = None
         self.token_ids = array("i", prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.message_ends = message_ends or (self.num_prompt_tokens,)

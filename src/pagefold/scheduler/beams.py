@@ -67,16 +67,16 @@ class Beams:
         return done, num_tokens
 
     @staticmethod
-    def _told(step: StepInFlight, result: StepResult) -> dict[BeamGroup, dict[Request, TokenLogprobs]]:
+    def _told(step: StepInFlight, result: StepResult) -> dict[BeamGroup[Request], dict[Request, TokenLogprobs]]:
         """Return what the step told of each beam, by its group: of all beams of a group, since all were in it."""
-        found: dict[BeamGroup, dict[Request, TokenLogprobs]] = {}
+        found: dict[BeamGroup[Request], dict[Request, TokenLogprobs]] = {}
         for place, told in zip(step.plan.logprob_rows, result.logprobs, strict=True):
             seat = step.samples[place]
             if seat.beams is not None:
                 found.setdefault(seat.beams, {})[seat] = told
         return found
 
-    def _begin(self, group: BeamGroup) -> None:
+    def _begin(self, group: BeamGroup[Request]) -> None:
         """The prompt is computed: let the other seats run, as yet without blocks."""
         leader = group.seats[0]
         for seat in leader.forks:
@@ -85,7 +85,7 @@ class Beams:
         self._queues.running[at:at] = leader.forks
         leader.forks = []
 
-    def _move(self, group: BeamGroup, moves: list[Move], *, began: bool) -> None:
+    def _move(self, group: BeamGroup[Request], moves: list[Move], *, began: bool) -> None:
         """Give each seat the tokens and blocks of the beam that goes on there.
 
         Those that are dropped let go first, so that there are never more caches than seats.
@@ -109,7 +109,7 @@ class Beams:
             seat.num_computed_tokens = num_computed
 
     @staticmethod
-    def _deal(group: BeamGroup) -> None:
+    def _deal(group: BeamGroup[Request]) -> None:
         """Give the results to the seats, the best first, and let all end."""
         for seat, hypothesis in zip(group.seats, group.search.best(), strict=True):
             del seat.token_ids[seat.num_prompt_tokens :]

@@ -105,7 +105,7 @@ class Leaving:
         self._core.release(cache)
         request.cache = None
 
-    def _gather(self, group: BeamGroup) -> Request:
+    def _gather(self, group: BeamGroup[Request]) -> Request:
         """Let all beams but the first go, and that one be the request again that it was before it forked."""
         leader, *others = group.seats
         for seat in group.seats:
