@@ -1,6 +1,6 @@
 """Beams: what they hold of the KV pool, and how long a search takes.
 
-SmolLM2-135M-Instruct, a prompt of 1,000 random tokens, 4 beams, 64 tokens out (end-of-sequence tokens are ignored), float32.
+SmolLM2-135M-Instruct in float32, prompts of 1,000 random tokens, 4 beams, 64 tokens out whatever ends them.
 
 * KV: the most bytes that the beams hold at once, over those of the prompt once and a tail for each beam: what 4 samples
   of the prompt would hold that had parted at once.

@@ -51,7 +51,7 @@ class SamplingParams:
 
     Attributes:
         n: how many outputs the prompt gets, 1 to 128. Each is sampled on its own; the prompt is computed once. A greedy
-            request has one, as in vLLM: more would be the same.
+            request has one, as in vLLM: more would be the same, unless beams are searched.
         best_of: so many are sampled, at least ``n``, and the ``n`` with the highest logprob per token are returned, the
             best first. OpenAI's measure: the sum, which vLLM took, prefers short outputs. None samples ``n``.
         temperature: 0 is greedy; at most 2.

@@ -71,7 +71,7 @@ def search(*, width, stop_ids, max_tokens, min_tokens, length_penalty, early_sto
                 break
             assert len(moves) == width
             for move in moves:
-                assert tops_of(beams[move.parent], made.num_tops, seed)[move.place][0] == move.token_id
+                assert tops_of(beams[move.parent], made.num_tops, seed)[move.rank - 1] == move[1::2]
             beams = [(*beams[move.parent], move.token_id) for move in moves]
         assert made.is_over
         outputs.append([(tuple(m.token_id for m in each.moves), each.score) for each in made.best()])

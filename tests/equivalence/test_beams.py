@@ -6,6 +6,7 @@ transformers' logits behind the tokens that were found.
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -17,10 +18,16 @@ from equivalence.settings import SETTINGS, long_but, some_long
 from equivalence.suite import Counts, Key, Setting, Trial, Workload
 from equivalence.tiny_models import VOCAB_SIZE
 from pagefold import LLM, BeamSearchParams
+from pagefold.config import EngineConfig
+from pagefold.engine.build import build_engine
+from pagefold.engine.planning import plan_engine
 from pagefold.errors import InvalidRequestError
-from pagefold.events import StepApplied
+from pagefold.events import FirstToken, NextTokens, OutputFinished, StepApplied
 from pagefold.kv import audit
+from pagefold.observe.recorder import TraceRecorder
 from pagefold.sampling import SamplingParams
+from pagefold.sim.replay_recording import replay_recording
+from pagefold.sim.traces.read_recording import read_recording
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -234,7 +241,7 @@ def test_more_beams_than_fit_are_refused_before_they_begin(tiny_folder):
         InvalidRequestError, match="4 beams of 60 tokens take up to 45 blocks, and the KV budget has 24"
     ):
         llm.beam_search(prompt, BeamSearchParams(beam_width=4, max_tokens=40), use_tqdm=False)
-    (result,) = llm.beam_search(prompt, BeamSearchParams(beam_width=4, max_tokens=18, ignore_eos=True), use_tqdm=False)
+    (result,) = llm.beam_search(prompt, BeamSearchParams(beam_width=4, max_tokens=16, ignore_eos=True), use_tqdm=False)
     assert len(result.sequences) == 4
     with pytest.raises(InvalidRequestError, match="n is 9, but at most 8 sequences run at once"):
         llm.beam_search(prompt, BeamSearchParams(beam_width=9, max_tokens=2), use_tqdm=False)
@@ -268,15 +275,70 @@ def test_a_search_that_found_no_numbers_ends_with_all_its_beams(tiny_folder):
     assert engine.scheduler.core.num_active == 0
 
 
-def test_tokens_are_counted_as_they_are_found(tiny_folder):
-    counted = []
-    llm = LLM(
-        str(tiny_folder("llama")),
-        kv_cache_memory_bytes=2**22,
-        dtype="float64",
-        attention_backend="reference",
-        max_num_seqs=8,
-    )
-    llm.engine.scheduler._emit = lambda event: counted.append(event) if isinstance(event, StepApplied) else None
+def test_tokens_are_counted_and_timed_as_they_are_found(tiny_folder):
+    """Each beam's in each step: the first tells how long the prompt took, and the others how long steps take."""
+    events = []
+    llm = LLM(str(tiny_folder("llama")), kv_cache_memory_bytes=2**22, dtype="float64", attention_backend="reference")
+    llm.engine.scheduler._emit = llm.engine._emit = llm.engine._outputs._emit = events.append
     llm.generate({"prompt_token_ids": [5, 6, 7]}, replace(BEAMS, max_tokens=6, ignore_eos=True), use_tqdm=False)
-    assert [event.num_output_tokens for event in counted] == [WIDTH] * 5 + [1]
+    assert [one.num_output_tokens for one in events if isinstance(one, StepApplied)] == [WIDTH] * 6
+    assert sum(isinstance(one, FirstToken) for one in events) == 1
+    gaps = [one.gaps for one in events if isinstance(one, NextTokens)]
+    assert [sum(each.values()) for each in gaps] == [WIDTH] * 5
+    ended = [one for one in events if isinstance(one, OutputFinished)]
+    assert len(ended) == WIDTH
+    assert all(0 < one.decode_s < one.e2e_s for one in ended)
+
+
+def test_what_is_told_of_a_prompt_is_told_of_its_first_result(tiny_folder, tiny_references):
+    llm = LLM(str(tiny_folder("llama")), kv_cache_memory_bytes=2**22, dtype="float64", attention_backend="reference")
+    prompt = WORKLOAD.prompts[4]
+    how = replace(BEAMS, max_tokens=4, prompt_logprobs=1, truncate_prompt_tokens=9)
+    (result,) = llm.generate({"prompt_token_ids": prompt}, how, use_tqdm=False)
+    kept = prompt[-9:]
+    model = tiny_references("llama", NUM_OUTPUTS).model
+    with torch.inference_mode():
+        logprobs = model(torch.tensor([kept]), use_cache=False).logits[0].log_softmax(-1)
+    assert result.prompt_token_ids == kept
+    for at, told in enumerate(result.prompt_logprobs[1:]):
+        assert abs(told[kept[at + 1]].logprob - float(logprobs[at][kept[at + 1]])) < 1e-9
+
+
+def test_who_is_late_ends_with_all_its_beams(tiny_folder):
+    """In the midst of a search; all blocks are free then."""
+    now = 0.0
+    llm = LLM(str(tiny_folder("llama")), kv_cache_memory_bytes=2**22, dtype="float64", attention_backend="reference")
+    engine = llm.engine
+    engine._clock, engine._request_timeout_s = (lambda: now), 5.0
+    engine.add("a", WORKLOAD.prompts[5], replace(BEAMS, max_tokens=12, ignore_eos=True))
+    ended = []
+    while engine.has_requests:
+        ended += [(delta.index, delta.finish_reason) for delta in engine.step()]
+        now += 1.0
+        audit(engine.scheduler.core)
+    assert sorted(ended) == [(index, "timeout") for index in range(WIDTH)]
+    assert engine.scheduler.core.num_active == 0
+
+
+def test_a_recording_holds_what_was_found_and_is_replayed_up_to_it(tiny_folder, tmp_path):
+    """What simulations need of a recording, prompts and how long outputs are, is there."""
+    file = tmp_path / "recording.jsonl"
+    config = EngineConfig(
+        model=str(tiny_folder("llama")), kv_cache_memory_bytes=2**22, dtype="float64", attention_backend="reference"
+    )
+    recorder = TraceRecorder(file, time.monotonic)
+    engine = build_engine(plan_engine(config), emit=recorder)
+    recorder.begin(config, engine.capacity.num_blocks, 0)
+    prompt, found = WORKLOAD.prompts[5], [[] for _ in range(WIDTH)]
+    engine.add("one", prompt, SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True))
+    engine.add("search", prompt, replace(BEAMS, max_tokens=7))
+    while engine.has_requests:
+        for delta in engine.step():
+            if delta.request_id == "search":
+                found[delta.index] += delta.token_ids
+    recorder.close()
+    recording = read_recording(file)
+    lengths = [len(recording.tokens[number]) - len(prompt) for number in range(1, 1 + WIDTH)]
+    assert lengths == [len(output) for output in found]
+    report = replay_recording(recording)
+    assert report.first_difference == "request 1 searches beams, and which there were is not recorded"

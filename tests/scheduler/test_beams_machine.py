@@ -120,6 +120,7 @@ class Machine:
             return
         how = replace(PLAIN, use_beam_search=True, n=width) if is_search else PLAIN
         namespace = bytes([rng.randrange(2)])
+        deadline_s = self.now + 12 if rng.random() < 0.15 else None
         seats = [
             Request(
                 name if not index else f"{name}/{index}",
@@ -129,7 +130,7 @@ class Machine:
                 namespace=namespace,
                 seed=index,
                 arrival_s=float(self.num_added),
-                deadline_s=self.now + 40 if rng.random() < 0.05 else None,
+                deadline_s=deadline_s,
                 parent_id=name,
                 sample_index=index,
             )
@@ -218,6 +219,7 @@ class Machine:
             assert all(one.finish_reason is not None for one in together)
             self.seen["corrupted beams"] += request.beams is not None and len(together) > 1
         self.seen["forked"] += len({one for one in self.scheduler.running if one.beams is not None} - before)
+        assert len(set(got)) == len(got)
         for request in got:
             if request.finish_reason in {"stop", "length"} and request.beams is not None:
                 self._check_output(request)
@@ -350,5 +352,6 @@ def test_what_is_worth_testing_happens():
         "ended: abort",
         "ended: error",
         "ended: length",
+        "ended: timeout",
     }
     assert wanted <= seen.keys(), wanted - seen.keys()

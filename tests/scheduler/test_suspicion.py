@@ -152,6 +152,19 @@ def test_a_device_that_is_dead_ends_all_after_16_steps(num_requests):
         assert requests[0].error == "16 steps in a row failed, whoever was in them"
 
 
+def test_failed_steps_count_in_a_row_only():
+    """One bad request after another, with good steps between: the device is never at fault."""
+    house = House(num_blocks=64)
+    for number in range(MAX_FAILED_IN_A_ROW):
+        bad = house.add(f"bad {number}", [1, 2, 3], 4)
+        run(house, lambda names, bad=bad: bad.request_id in names)
+        assert bad.finish_reason == "error"
+        good = house.add(f"good {number}", [4, 5, 6], 4)
+        run(house, lambda _: False)
+        assert good.finish_reason == "length"
+        assert house.scheduler.suspicion.num_failed_in_a_row == 0
+
+
 def test_two_mishaps_are_forgiven():
     house, requests = full_house(3)
     calls = iter([True, True, False, True, True, False])

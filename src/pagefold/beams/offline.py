@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -76,8 +77,8 @@ class BeamSearchSequence:
 
     Attributes:
         tokens: prompt and output.
-        text: of the output.
-        cum_logprob: the sum of the output's logprobs.
+        text: of prompt and output, as in vLLM; of the output alone where the prompt was given as tokens.
+        cum_logprob: the sum of the output's logprobs; -inf where it was cut off.
         finish_reason: ``stop`` or ``length``; ``error`` or ``timeout`` where it was cut off.
         logprobs: of each token of the output, by token id.
     """
@@ -107,8 +108,8 @@ class BeamSearchOutput:
         sequences = [
             BeamSearchSequence(
                 tokens=result.prompt_token_ids + output.token_ids,
-                text=output.text,
-                cum_logprob=output.cumulative_logprob or 0.0,
+                text=(result.prompt or "") + output.text,
+                cum_logprob=-math.inf if output.cumulative_logprob is None else output.cumulative_logprob,
                 finish_reason=output.finish_reason,
                 logprobs=output.logprobs or [],
             )

@@ -1,13 +1,13 @@
 """BeamSearch: which outputs run on, which are finished, and when that is over.
 
-Transformers' beam search (``GenerationMixin._beam_search``), without tensors. A step takes the likeliest continuations
+Transformers' beam search (``GenerationMixin._beam_search``), without tensors; sums are Python's floats, where
+transformers rounds each to 32 bit. A step takes the likeliest continuations
 of all beams together. Those of the first ``width`` that end the output are finished; the first ``width`` that do not
 end it run on. An output's score is the sum of its tokens' logprobs, over its length to the power of the length penalty.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
@@ -27,12 +27,14 @@ class Move(NamedTuple):
     Attributes:
         parent: which of the beams before the step it goes on from.
         token_id: its next token.
-        place: which of that beam's likeliest tokens this is.
+        rank: of that token behind its parent: 1 for the likeliest.
+        logprob: of that token.
     """
 
     parent: int
     token_id: int
-    place: int
+    rank: int
+    logprob: float
 
 
 class Hypothesis(NamedTuple):
@@ -49,9 +51,8 @@ class Hypothesis(NamedTuple):
     is_stopped: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Beam:
-    """An output that runs: its last move, what it goes on from, and the sum of its logprobs."""
+class _Beam(NamedTuple):
+    """An output so far: its last move, what it goes on from, and the sum of its logprobs."""
 
     before: _Beam | None
     move: Move | None
@@ -64,6 +65,14 @@ class _Beam:
             found.append(beam.move)
             beam = beam.before
         return tuple(reversed(found))
+
+
+class _Finished(NamedTuple):
+    """An output that is finished, its score, and whether its last token ends it."""
+
+    score: float
+    beam: _Beam
+    is_stopped: bool
 
 
 class BeamSearch:
@@ -108,7 +117,7 @@ class BeamSearch:
         self.num_tokens = 0
         self.is_over = False
         self._beams = [_Beam(None, None, 0.0)]
-        self._finished: list[Hypothesis] = []
+        self._finished: list[_Finished] = []
 
     def take(self, tops: Sequence[Sequence[tuple[int, float]]]) -> list[Move]:
         """Go one token further; return how the beams that run on come about, the best first. None when it is over.
@@ -119,23 +128,23 @@ class BeamSearch:
         self.num_tokens += 1
         stop_ids = self._stop_ids if self.num_tokens > self._min_tokens else frozenset[int]()
         candidates = [
-            _Beam(beam, Move(parent, token_id, place), beam.total + logprob)
+            _Beam(beam, Move(parent, token_id, rank, logprob), beam.total + logprob)
             for parent, (beam, top) in enumerate(zip(self._beams, tops, strict=True))
-            for place, (token_id, logprob) in enumerate(top)
+            for rank, (token_id, logprob) in enumerate(top, 1)
             if token_id not in self._stop_ids or stop_ids
         ]
         candidates.sort(key=_worst_last)  # of equal ones the first beam's likeliest comes first
         is_last = self.num_tokens >= self._max_tokens
         running: list[_Beam] = []
-        for rank, beam in enumerate(candidates):
+        for place, beam in enumerate(candidates):
             assert beam.move is not None
             is_stopped = beam.move.token_id in stop_ids
             if not (is_stopped or is_last):
                 running.append(beam)
                 if len(running) == self._width:
                     break
-            elif rank < self._width:
-                self._finished.append(Hypothesis(self._score(beam.total, self.num_tokens), beam.moves(), is_stopped))
+            elif place < self._width:
+                self._finished.append(_Finished(self._score(beam.total, self.num_tokens), beam, is_stopped))
         self._finished.sort(key=_best_first)
         del self._finished[self._width :]
         self._beams = running
@@ -144,7 +153,7 @@ class BeamSearch:
 
     def best(self) -> list[Hypothesis]:
         """Return the finished outputs, the best first."""
-        return list(self._finished)
+        return [Hypothesis(score, beam.moves(), is_stopped) for score, beam, is_stopped in self._finished]
 
     def _is_settled(self) -> bool:
         """Whether what runs is not expected to be better than what is finished."""
@@ -164,5 +173,5 @@ def _worst_last(beam: _Beam) -> float:
     return -beam.total
 
 
-def _best_first(hypothesis: Hypothesis) -> float:
-    return -hypothesis.score
+def _best_first(finished: _Finished) -> float:
+    return -finished.score

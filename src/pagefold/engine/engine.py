@@ -300,8 +300,9 @@ class Engine:
         requests = self.scheduler.apply(result)
         tell_tokens(self._emit, requests, now, self.scheduler.core.block_size)
         for request in requests:
-            deltas += self._outputs.deltas(request, request.finish_reason, now)
-            if deltas[-1].finish_reason in {"stop", "length"}:
+            told = self._outputs.deltas(request, request.finish_reason, now)
+            deltas += told
+            if told and told[-1].finish_reason in {"stop", "length"}:
                 self.tiering.expect(request, now)
         return deltas + self._all_failed(self._corrupted(), None)
 
@@ -360,6 +361,6 @@ def _search_beams(samples: list[Request]) -> None:
         length_penalty=sampling.length_penalty,
         early_stopping=sampling.early_stopping,
     )
-    group = BeamGroup(samples, search)
+    group = BeamGroup(samples, search, sampling.logprobs or 0)
     for sample in samples:
         sample.beams = group

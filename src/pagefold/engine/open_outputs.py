@@ -101,8 +101,10 @@ class OpenOutputs:
             reason: why it ended with the last of them, if it did.
             now: the time.
 
-        Returns one for each token, or one without a token.
+        Returns one for each token, or one without a token. Of a beam none: which tokens it has is known when it ends.
         """
+        if request.beams is not None and reason is None:
+            return []
         if request.has_no_output:
             return [self._delta(request, (), reason, now)]
         text = self.texts[request.request_id]

@@ -166,7 +166,7 @@ class RequestChecks:
         """
         width, num_stop = sampling.num_samples, len(self.stop_ids(sampling))
         most = min(MAX_LOGPROBS, self._limits.vocab_size) - num_stop
-        param = "n" if sampling.n > most else "best_of"
+        param = "n" if sampling.best_of is None else "best_of"
         if width > most:
             msg = f"{param} is {width}: with {num_stop} tokens that end an output, at most {max(0, most)} beams run."
             raise InvalidRequestError(msg, param=param, remedy="Ask for fewer beams, or for fewer stop_token_ids.")

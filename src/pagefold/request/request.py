@@ -243,7 +243,7 @@ class Request:
 
     @property
     def leader(self) -> Request:
-        """Who is planned or not, tried, and blamed, and it with it: itself, or the first of its beams."""
+        """Who stands for it where it is tried, blamed or preempted: itself; of beams, the first."""
         return self if self.beams is None else self.beams.seats[0]
 
     @property

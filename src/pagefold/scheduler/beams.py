@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from pagefold.scheduler.samples import begin_fork
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from pagefold.beams import BeamGroup, Move
     from pagefold.kv import KVCore, SequenceCache
     from pagefold.request import Request
@@ -42,29 +44,25 @@ class Beams:
         self._queues = queues
         self._leaving = leaving
 
-    def advance(self, step: StepInFlight, result: StepResult) -> tuple[list[Request], int]:
+    def advance(self, step: StepInFlight, result: StepResult) -> list[Request]:
         """Let every search in ``step``, which ran, go one token further.
 
-        Returns the requests of those that are over, with their results, and how many tokens were found in all.
+        Returns whose beam, or result, has got a token; those of searches that are over have a ``finish_reason``.
         """
-        done: list[Request] = []
-        num_tokens = 0
+        got: list[Request] = []
         for group, told in self._told(step, result).items():
             if any(seat.is_aborted for seat in group.seats):
                 continue
-            tops = [told[seat].top for seat in group.beams]
-            group.told.append([told[seat] for seat in group.beams])
-            began = group.has_begun
-            moves = group.search.take(tops)
-            num_tokens += max(1, len(moves))
-            if not began:
+            had_begun = group.has_begun
+            moves = group.take([told[seat] for seat in group.beams])
+            if not had_begun:
                 self._begin(group)
             if moves:
-                self._move(group, moves, began=began)
+                self._move(group, moves, group.seats if had_begun else group.seats[:1])
             else:
                 self._deal(group)
-                done += group.seats
-        return done, num_tokens
+            got += group.seats
+        return got
 
     @staticmethod
     def _told(step: StepInFlight, result: StepResult) -> dict[BeamGroup[Request], dict[Request, TokenLogprobs]]:
@@ -85,35 +83,54 @@ class Beams:
         self._queues.running[at:at] = leader.forks
         leader.forks = []
 
-    def _move(self, group: BeamGroup[Request], moves: list[Move], *, began: bool) -> None:
+    def _move(self, group: BeamGroup[Request], moves: list[Move], parents: list[Request]) -> None:
         """Give each seat the tokens and blocks of the beam that goes on there.
 
-        Those that are dropped let go first, so that there are never more caches than seats.
+        Those that are dropped let go first, so that there are never more caches than seats. Whoever was told of a
+        seat's tokens when it came reads them still: they change in their place.
         """
-        parents = group.seats if began else group.seats[:1]
         going_on = {move.parent for move in moves}
         for at, parent in enumerate(parents):
             if at not in going_on:
                 self._leaving.let_go(parent)
         caches: list[SequenceCache | None] = [parent.cache for parent in parents]
-        tokens = [parent.token_ids for parent in parents]
-        num_computed = parents[0].num_computed_tokens
+        outputs = [parent.token_ids[parent.num_prompt_tokens :] for parent in parents]
         taken: set[int] = set()
         for seat, move in zip(group.seats, moves, strict=True):
             cache = caches[move.parent]
             assert cache is not None
             seat.cache = self._core.fork(cache) if move.parent in taken else cache
             taken.add(move.parent)
-            seat.token_ids = tokens[move.parent][:]
-            seat.token_ids.append(move.token_id)
-            seat.num_computed_tokens = num_computed
+            _write_output(seat, (*outputs[move.parent], move.token_id))
 
-    @staticmethod
-    def _deal(group: BeamGroup[Request]) -> None:
-        """Give the results to the seats, the best first, and let all end."""
-        for seat, hypothesis in zip(group.seats, group.search.best(), strict=True):
-            del seat.token_ids[seat.num_prompt_tokens :]
-            seat.token_ids.extend(move.token_id for move in hypothesis.moves)
-            for logprobs in group.logprobs_of(hypothesis, seat.sampling.logprobs or 0):
+    def _deal(self, group: BeamGroup[Request]) -> None:
+        """Give the results to the seats, the best first, and let all end.
+
+        The best one gets what the beams have that agrees with it longest, for whoever goes on from it.
+        """
+        results = [[move.token_id for move in found.moves] for found in group.search.best()]
+        nearest = max(group.seats, key=lambda seat: _num_equal(seat, results[0]))
+        leader = group.seats[0]
+        leader.cache, nearest.cache = nearest.cache, leader.cache
+        for seat in group.seats[1:]:
+            if seat.cache is not None:
+                self._leaving.let_go(seat)
+        for seat, token_ids, found in zip(group.seats, results, group.search.best(), strict=True):
+            _write_output(seat, token_ids)
+            for logprobs in group.logprobs_of(found):
                 seat.add_logprobs(logprobs)
-            seat.finish_reason = "stop" if hypothesis.is_stopped else "length"
+            seat.finish_reason = "stop" if found.is_stopped else "length"
+
+
+def _write_output(seat: Request, token_ids: Iterable[int]) -> None:
+    """Let the output of ``seat`` be ``token_ids``."""
+    del seat.token_ids[seat.num_prompt_tokens :]
+    seat.token_ids.extend(token_ids)
+
+
+def _num_equal(seat: Request, token_ids: list[int]) -> int:
+    """Return how many tokens the output of ``seat``, if it has blocks, has in common with ``token_ids``; else -1."""
+    if seat.cache is None:
+        return -1
+    pairs = enumerate(zip(seat.output_token_ids, token_ids, strict=False))
+    return next((at for at, (own, other) in pairs if own != other), min(seat.num_output_tokens, len(token_ids)))

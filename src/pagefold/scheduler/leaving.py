@@ -39,7 +39,8 @@ class Leaving:
     def wait_again(self, request: Request, *, is_preempted: bool = False) -> None:
         """Let a request that ran wait: preempted, or taken back with the step that admitted it.
 
-        It stands in no queue. One that holds a beam takes the others with it, and they begin again as one request.
+        It stands in no queue. One that holds a beam takes the others with it, wherever these stand, and they begin
+        again as one request.
         """
         if request.beams is not None and request.beams.has_begun:
             request = self._gather(request.beams)
@@ -108,6 +109,8 @@ class Leaving:
     def _gather(self, group: BeamGroup[Request]) -> Request:
         """Let all beams but the first go, and that one be the request again that it was before it forked."""
         leader, *others = group.seats
+        tables = (table for seat in group.seats if seat.cache is not None for table in seat.cache.tables)
+        group.num_held = len({block_id for table in tables for block_id in table.all_ids()})
         for seat in group.seats:
             self._queues.take_out(seat)
         for seat in others:

@@ -96,6 +96,8 @@ class Relief:
             needed += self._needs.growth(other) + len(other.forks) * num_groups
         if running:
             needed += self._watermark_blocks + len(request.forks) * num_groups
+            if request.beams is not None:  # they begin again, and would have to go again
+                needed += max(0, request.beams.num_held - self._needs.whole(request))
         blocks = self._core.rules.blocks_of(hit)
         missing = self._num_missing(needed, blocks)
         if missing > 0 and not self._give_up_pins(missing, blocks, now):

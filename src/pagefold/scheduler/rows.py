@@ -12,6 +12,7 @@ from pagefold.steps import DraftedRow
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pagefold.beams import BeamGroup
     from pagefold.kv import KVCore
     from pagefold.request import Request
     from pagefold.scheduler.admission import Admission
@@ -72,7 +73,9 @@ class RowPlanner:
             cache = request.cache
             assert cache is not None
             is_plain = request.is_plain
-            if not is_plain and request.beams is not None and not self._extend_beams(step, request):
+            if not is_plain and request.beams is not None and not self._extend_beams(step, row, request.beams):
+                if step.is_ahead:
+                    return
                 continue
             if num_tokens > 1:
                 num_tokens = self._core.lodgers.limit(cache, start, num_tokens, len(token_ids))
@@ -116,14 +119,15 @@ class RowPlanner:
                 self._promise(step, request, end)
             row += 1
 
-    def _extend_beams(self, step: StepInFlight, request: Request) -> bool:
+    def _extend_beams(self, step: StepInFlight, row: int, group: BeamGroup[Request]) -> bool:
         """Find memory for all beams of a group before the first of them is planned: later none of them may have to go.
 
-        False when they had to go.
+        False when they had to go; or somebody, while a step is in flight.
         """
-        group = request.beams
-        if group is None or not group.has_begun or request is not group.seats[0]:
+        running = self._queues.running
+        if not group.has_begun or running[row] is not group.seats[0]:
             return True
+        assert running[row : row + len(group.seats)] == group.seats, "beams come one behind the other"
         return all(self._relief.extend(step, seat, seat.num_computed_tokens, seat.num_tokens) for seat in group.seats)
 
     def _num_drafts(self, step: StepInFlight, request: Request, num_drafts: int, num_behind: int) -> int:

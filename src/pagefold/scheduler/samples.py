@@ -35,7 +35,7 @@ def plan_samples(step: StepInFlight, request: Request) -> None:
 def fork_samples(step: StepInFlight, core: KVCore, queues: Queues) -> None:
     """Let the other samples of each prompt that the step has completed run on its blocks."""
     for request in step.forking:
-        if request.is_aborted or request.beams is not None:
+        if request.is_aborted:
             continue
         assert request.cache is not None
         for fork in request.forks:

@@ -249,8 +249,9 @@ class Scheduler:
     def apply(self, result: StepResult) -> list[Request]:
         """The step ran: commit its blocks, append what it sampled, end what is complete.
 
-        Returns the requests that got tokens, or asked for none and are computed, in the plan's order; those that ended
-        have a ``finish_reason``. A request gets one token, and one more for each draft that was right.
+        Returns the requests that got tokens, or asked for none and are computed, in the plan's order, and behind them
+        those whose beams did; those that ended have a ``finish_reason``. A request gets one token, and one more for
+        each draft that was right; what beams got is known when they end.
         """
         step = self._flight.take()
         behind = self._flight.first
@@ -260,8 +261,7 @@ class Scheduler:
         core.moves.copies_done(plan.copies)
         core.moves.host_done(plan.host_ops)
         requests = step.requests
-        if self.suspicion.is_on:
-            self.suspicion.ran(leaders(requests))
+        self.suspicion.ran(leaders(requests) if self.suspicion.is_on else requests)
         tell_lookups(self._emit, step, has_tiers=self.core.host.is_on)
         num_uncounted, dropped, spoiled = verify(step, result)
         for row, (request, num_tokens) in enumerate(zip(requests, plan.num_tokens, strict=True)):
@@ -279,11 +279,9 @@ class Scheduler:
         apply_extras(plan, result, step, dropped)
         fork_samples(step, core, self._queues)
         sampled = take_tokens(step, result, dropped)
+        if plan.logprob_rows and any(request.beams is not None for request in requests):
+            sampled += self._beams.advance(step, result)
         num_output_tokens = len(sampled)
-        if any(request.beams is not None for request in requests):
-            done, num_tokens = self._beams.advance(step, result)
-            sampled += done
-            num_output_tokens += num_tokens
         if plan.drafted:
             settle(core, step, spoiled, self._emit)
             sampled = list(dict.fromkeys(sampled))

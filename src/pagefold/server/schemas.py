@@ -306,11 +306,6 @@ class GenerationRequest(TieredRequest):
         return replace(super().caller(account), speculation=self.speculative_config)
 
     @property
-    def _searches_beams(self) -> bool:
-        """Whether beams are asked for, and no temperature."""
-        return self.use_beam_search and "temperature" not in self.model_fields_set
-
-    @property
     def include_usage(self) -> bool:
         """Whether the stream ends with a chunk of usage."""
         return self.stream_options is not None and self.stream_options.include_usage
@@ -323,10 +318,11 @@ class GenerationRequest(TieredRequest):
         """
         asked = (self.max_completion_tokens, self.max_tokens, self.default_max_tokens)
         max_tokens = next((number for number in asked if number is not None), None)
+        is_given = "temperature" in self.model_fields_set
         how = SamplingParams(
             n=self.n,
             best_of=self.best_of,
-            temperature=0.0 if self._searches_beams else self.temperature,
+            temperature=0.0 if not is_given and self.use_beam_search else self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
             min_p=self.min_p,
