@@ -92,13 +92,15 @@ class Relief:
         needed = self._needs.whole(request)
         running = self._queues.with_blocks
         num_groups = self._core.num_groups
-        for other in running:
-            needed += self._needs.growth(other) + len(other.forks) * num_groups
         if running:
             needed += self._watermark_blocks + len(request.forks) * num_groups
             if request.beams is not None:  # they begin again, and would have to go again
                 needed += max(0, request.beams.num_held - self._needs.whole(request))
         blocks = self._core.rules.blocks_of(hit)
+        if not self._core.pool.num_pinned and self._num_missing(needed, blocks) > 0:
+            return None  # mostly so where many run: it does not fit, however little these will take yet
+        for other in running:
+            needed += self._needs.growth(other) + len(other.forks) * num_groups
         missing = self._num_missing(needed, blocks)
         if missing > 0 and not self._give_up_pins(missing, blocks, now):
             return None
