@@ -158,6 +158,7 @@ def test_a_request_says_who_drafts_for_it(drafting):
         ({"num_speculative_tokens": 1000}, "speculative_config.num_speculative_tokens"),
         ({"num_speculative_tokens": "3"}, "speculative_config.num_speculative_tokens"),
         ({"speculative_token_tree": "[]"}, "speculative_config.speculative_token_tree"),
+        ({"prompt_lookup_min": 9}, "speculative_config.prompt_lookup_max"),  # the server's is 5
         ("tree", "speculative_config"),
     ],
 )

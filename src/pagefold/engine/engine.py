@@ -98,7 +98,7 @@ class Engine:
         self._emit = emit
         self._clock = clock
         self._checks = RequestChecks(
-            scheduler, limits, capacity, has_tokenizer=tokenizer is not None, drafts=drafting.is_on
+            scheduler, limits, capacity, has_tokenizer=tokenizer is not None, drafting=drafting
         )
         self._outputs = OpenOutputs(scheduler, tokenizer, emit)
         self._num_requests = 0
@@ -184,7 +184,7 @@ class Engine:
         now = self._clock()
         stop = StopRule(self._checks.stop_ids(sampling), max_total)
         ends = self.limits.message_ends(prompt_token_ids) if self.scheduler.core.trims else ()
-        speculation = caller.speculation or self.drafting.default
+        speculation = self._checks.speculation(caller)
         if speculation is not None and (speculation.is_off or sampling.use_beam_search):
             speculation = None
         to_match = matchers(sampling, grammar, self.limits.vocab_size, self.tokenizer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
 from pagefold.errors import InvalidRequestError
@@ -34,6 +34,7 @@ class SpeculativeParams:
             anew in each step, by how often they were right and what they cost.
         prompt_lookup_min: with ``ngram``, how many tokens must agree at least.
         prompt_lookup_max: with ``ngram``, how many are looked for first.
+        given: the fields that a client or a command line has named, where these were read; empty where all count.
 
     Raises:
         InvalidRequestError: a value is out of range.
@@ -43,6 +44,7 @@ class SpeculativeParams:
     num_speculative_tokens: int = 16
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 5
+    given: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         wrong = wrong_type(self)
@@ -68,13 +70,23 @@ class SpeculativeParams:
         Raises:
             InvalidRequestError: there is no such field, or a value is out of range.
         """
-        known = [field.name for field in fields(cls)]
+        known = [one.name for one in fields(cls) if one.compare]
         for name in given:
             if name not in known:
-                field = f"speculative_config.{name}"
-                msg = f"There is no field {field}."
-                raise InvalidRequestError(msg, param=field, remedy=f"There are {', '.join(known)}.")
-        return cls(**given)  # type: ignore[arg-type]  # it checks their types
+                param = f"speculative_config.{name}"
+                msg = f"There is no field {param}."
+                raise InvalidRequestError(msg, param=param, remedy=f"There are {', '.join(known)}.")
+        return cls(**given, given=tuple(given))  # type: ignore[arg-type]  # it checks their types
+
+    def over(self, default: SpeculativeParams | None) -> SpeculativeParams:
+        """Return the same with ``default``'s value of each field that was not given.
+
+        Raises:
+            InvalidRequestError: they do not go together.
+        """
+        if default is None or not self.given:
+            return self
+        return replace(default, **{name: getattr(self, name) for name in self.given})
 
     @property
     def is_off(self) -> bool:
