@@ -108,7 +108,7 @@ def parse_speculation(text: str) -> SpeculativeParams:
         if not isinstance(given, dict):
             msg = f"""{text!r} is no JSON object: write it as '{{"method": "tree"}}'."""
             raise typer.BadParameter(msg)
-        return SpeculativeParams.of(given)
+        return SpeculativeParams.of(given).over(None)
     except PagefoldError as error:
         raise typer.BadParameter(str(error)) from None
 

@@ -262,7 +262,7 @@ class EngineConfig:
 
         if isinstance(self.speculative_config, Mapping):
             try:
-                object.__setattr__(self, "speculative_config", SpeculativeParams.of(self.speculative_config))
+                object.__setattr__(self, "speculative_config", SpeculativeParams.of(self.speculative_config).over(None))
             except InvalidRequestError as error:
                 raise ConfigError(error.message, remedy=error.remedy) from None
         _check_types(self)

@@ -56,6 +56,10 @@ class SpeculativeParams:
             raise _bad("num_speculative_tokens", self.num_speculative_tokens, f"between 0 and {MAX_DRAFTS}")
         if not 1 <= self.prompt_lookup_min <= _MAX_LOOKUP:
             raise _bad("prompt_lookup_min", self.prompt_lookup_min, f"between 1 and {_MAX_LOOKUP}")
+        if not self.given:  # else what is left out is not known yet
+            self._check_together()
+
+    def _check_together(self) -> None:
         if not self.prompt_lookup_min <= self.prompt_lookup_max <= _MAX_LOOKUP:
             least = self.prompt_lookup_min
             raise _bad("prompt_lookup_max", self.prompt_lookup_max, f"between {least} (the least) and {_MAX_LOOKUP}")
@@ -65,7 +69,7 @@ class SpeculativeParams:
 
     @classmethod
     def of(cls, given: Mapping[str, object]) -> SpeculativeParams:
-        """Return what was given by field, as a client or a command line does.
+        """Return what was given by field, as a client or a command line does. It is to be put over a default then.
 
         Raises:
             InvalidRequestError: there is no such field, or a value is out of range.
@@ -79,14 +83,14 @@ class SpeculativeParams:
         return cls(**given, given=tuple(given))  # type: ignore[arg-type]  # it checks their types
 
     def over(self, default: SpeculativeParams | None) -> SpeculativeParams:
-        """Return the same with ``default``'s value of each field that was not given.
+        """Return the same with ``default``'s value of each field that was not given; the field's own without one.
 
         Raises:
             InvalidRequestError: they do not go together.
         """
-        if default is None or not self.given:
+        if not self.given:
             return self
-        return replace(default, **{name: getattr(self, name) for name in self.given})
+        return replace(default or SpeculativeParams(), **{name: getattr(self, name) for name in self.given})
 
     @property
     def is_off(self) -> bool:
