@@ -137,6 +137,6 @@ def test_kinds_ascend_with_what_agrees():
 )
 def test_what_cannot_be_is_refused_with_what_works(given, field):
     with pytest.raises(InvalidRequestError, match=field) as refused:
-        SpeculativeParams.of(given)
+        SpeculativeParams.of(given).over(None)
     assert refused.value.param == f"speculative_config.{field}"
     assert refused.value.remedy
