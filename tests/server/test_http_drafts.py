@@ -70,6 +70,15 @@ def test_an_answer_that_was_given_before_is_given_again_in_fewer_steps(drafting,
     assert again["usage"]["completion_tokens"] == 40
 
 
+def test_the_index_is_counted_among_what_a_server_remembers(drafting, plain):
+    name = "pagefold:cache_bytes"
+    num_bytes = drafting.metric(name, "drafts")
+    num_tokens = drafting.engine.capacity.num_blocks * drafting.engine.capacity.block_size
+    assert 10 * num_tokens < num_bytes < 24 * num_tokens
+    assert drafting.metric("pagefold:cache_max_bytes", "drafts") == num_bytes
+    assert (name, "drafts") not in plain.metrics()
+
+
 def test_another_salt_drafts_nothing_of_it(drafting):
     """Who may not share blocks may not learn from how fast an answer comes, either."""
     prompt = "What one tenant has asked, and nobody else"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
+from pagefold.memory.cache_size import CacheSize
 from pagefold.request import RequestStatus
 from pagefold.speculation import NO_DRAFT, Acceptance, Chance, Draft, how_many
 
@@ -92,6 +93,11 @@ class Drafting:
     def drafts_for_any(self) -> bool:
         """Whether anybody who runs may get drafts: then no step is planned before the last one's tokens are known."""
         return any(request.speculation is not None for request in self._scheduler.running)
+
+    def cache_sizes(self) -> list[CacheSize]:
+        """Return what drafters keep beside what they know of requests. Plain reads, so any thread may ask."""
+        num_bytes = sum(drafter.num_index_bytes for drafter in list(self._drafters.values()))
+        return [CacheSize("drafts", num_bytes, num_bytes)] if num_bytes else []
 
     def prepare(self) -> None:
         """Give drafts to those that will compute their last token in the step that is planned next."""
@@ -227,6 +233,9 @@ class _NoDrafting(Drafting):
     @property
     def drafts_for_any(self) -> bool:
         return False
+
+    def cache_sizes(self) -> list[CacheSize]:
+        return []
 
     def prepare(self) -> None:
         return

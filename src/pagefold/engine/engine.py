@@ -121,7 +121,7 @@ class Engine:
         tiering = self.tiering  # which the engine's thread lets go of when it closes
         if tiering.is_on:
             sizes.append(CacheSize("expected_conversations", tiering.expected_bytes, MAX_EXPECTED_BYTES))
-        return sizes
+        return sizes + self.drafting.cache_sizes()
 
     def decide_in_order(self) -> None:
         """From now on plan each step when the last one's tokens are known: so a recording can be replayed.

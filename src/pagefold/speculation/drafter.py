@@ -36,6 +36,10 @@ class Drafter(Protocol):
     reads hidden states (EAGLE, MTP) is told them by the runner beside this.
     """
 
+    @property
+    def num_index_bytes(self) -> int:
+        """Bytes of what it keeps beside what it knows of requests."""
+
     def draft(self, requests: Sequence[Request], num_tokens: Sequence[int]) -> list[Draft]:
         """Return a guess for each of ``requests``, of at most so many tokens each.
 

@@ -30,6 +30,11 @@ class TextDrafter:
         self._sizes = sizes
         self._texts: dict[str, OwnText] = {}
 
+    @property
+    def num_index_bytes(self) -> int:
+        """See :class:`~pagefold.speculation.drafter.Drafter`."""
+        return 0
+
     def draft(self, requests: Sequence[Request], num_tokens: Sequence[int]) -> list[Draft]:
         """See :class:`~pagefold.speculation.drafter.Drafter`."""
         found = (self.after(request, most) for request, most in zip(requests, num_tokens, strict=True))

@@ -40,6 +40,11 @@ class TreeDrafter(TextDrafter):
         for node in core.tree.nodes():
             self.index.on_insert(node)
 
+    @property
+    def num_index_bytes(self) -> int:
+        """See :class:`~pagefold.speculation.drafter.Drafter`."""
+        return self.index.num_bytes
+
     def after(self, request: Request, num_tokens: int) -> Continuation | None:
         """Return what may follow the tokens of a request, at most so many; None for no guess."""
         best = _better(super().after(request, num_tokens), self._along(request, num_tokens))
