@@ -148,6 +148,15 @@ def _copied(tables: Sequence[BlockTable]) -> list[BlockTable]:
     return [BlockTable(table.block_ids, table.num_trimmed) for table in tables]
 
 
+def _num_common_blocks(request: Request, other: Request) -> int:
+    """Return how many whole blocks two requests begin with alike."""
+    if request.namespace != other.namespace:
+        return 0
+    pairs = enumerate(zip(request.token_ids, other.token_ids, strict=False))
+    shorter = min(request.num_tokens, other.num_tokens)
+    return next((at for at, (own, its) in pairs if own != its), shorter) // BLOCK_SIZE
+
+
 class Machine:
     """Operations, each legal at any time; one that makes no sense at the moment does nothing."""
 
@@ -432,12 +441,16 @@ class Machine:
         return [request for row, request in enumerate(flight.requests) if which >> row % 16 & 1]
 
     def _check_distrusted(self, flight: Flight, corrupted: list[Request]) -> None:
-        """Those who are corrupted end, unless they did before, and nothing is found that begins as they do."""
+        """Those who are corrupted end, unless they did before, and nothing is found that begins as they do.
+
+        But for what rows with drafts have computed in the same step, which is published behind that.
+        """
+        drafting = [one for one in flight.requests if flight.drafts_of(one) and one not in corrupted]
         for request in corrupted:
             assert request.is_aborted
             assert request.finish_reason is not None
             hit = self.core.match(request.namespace, request.packed(), request.num_tokens)
-            assert not hit.nodes
+            assert len(hit.nodes) <= max((_num_common_blocks(request, one) for one in drafting), default=0)
             assert not hit.held
             assert request.cache is None or request.cache.tail is None
             self._saw("corrupted", request in self.scheduler.corrupted)
@@ -499,7 +512,8 @@ class Machine:
             self._note_lost(request)
         for request in admitted:
             self.computed.pop(request.request_id, None)
-        self.extended.update(request.request_id for request in flight.requests if flight.drafts_of(request))
+        if self.setup.drafts:  # of the next step drafts of others may leave it less than it has blocks for
+            self.extended.update(request.request_id for request in flight.requests)
         self._saw("failed step with drafts", bool(plan.drafted))
         self._forget_ended()
 

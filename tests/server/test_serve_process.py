@@ -214,7 +214,10 @@ def refusal(tiny_chat_model, tmp_path_factory) -> Callable[[str], tuple[int, str
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = str(taken.getsockname()[1]) if name == "port" else "0"
             process = start_cli("serve", *commands[name], "--port", port)
-            output, _ = process.communicate(timeout=PATIENCE_S * 2)
+            try:
+                output, _ = process.communicate(timeout=PATIENCE_S * 2)
+            finally:
+                process.kill()  # it has ended, or started after all
         return process.returncode, output
 
     return refuse
