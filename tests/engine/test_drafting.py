@@ -22,7 +22,8 @@ PARAMS = SpeculativeParams(num_speculative_tokens=4)
 class CountingUp:
     """Guesses numbers that go on from the last token; remembers whom it was asked for."""
 
-    def __init__(self):
+    def __init__(self, costs=None):
+        self.costs = costs
         self.asked, self.forgotten = [], []
 
     def draft(self, requests, num_tokens):

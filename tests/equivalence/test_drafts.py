@@ -13,7 +13,7 @@ import pytest
 
 from equivalence.alone import AloneOutputs
 from equivalence.coded_cases import constants_for
-from equivalence.drafted import DraftCounts, RandomDrafting, drafted, drafting_by, known_by
+from equivalence.drafted import DraftCounts, RandomDrafting, drafted, drafting_by, drafting_by_model, known_by
 from equivalence.overlapped_loop import build_overlapped
 from equivalence.prompts import short_prompts
 from equivalence.settings import SETTINGS, some_long
@@ -81,6 +81,31 @@ def test_outputs_with_a_drafter_are_those_of_generate(method, setting, tiny_fold
     assert counts.num_drafts > 50
     if method == "tree" and setting.num_rounds > 1:  # a model of random weights repeats nothing within one text
         assert counts.num_accepted > 40
+
+
+@pytest.mark.parametrize("setting", some_long(ALL, {setting.name for setting in ALL} - {one.name for one in FEW}))
+def test_outputs_with_a_draft_model_are_those_of_generate(setting, tiny_folder, tiny_references):
+    """It is the same model, so its drafts are right where it is not made to fail."""
+    references, counts = tiny_references("llama", SHORT.num_outputs), DraftCounts()
+    factory = drafted(drafting_by_model(tiny_folder("llama"), VOCAB_SIZE), counts)
+    trial = Trial(setting, SHORT, tiny_folder("llama"), factory)
+    trial.run()
+    trial.assert_exact(references)
+    if setting.streamed_share is None:  # those that stream have none
+        assert counts.num_accepted > 100
+        assert counts.num_rejected > 50
+
+
+@pytest.mark.parametrize("setting", FEW[:1], ids=lambda setting: setting.name)
+@pytest.mark.parametrize("by", ["qwen3", pytest.param("gemma3", marks=pytest.mark.long)])
+def test_outputs_with_any_draft_model_are_those_of_generate(by, setting, tiny_folder, tiny_references):
+    """One that says something else, and one that has windows of its own."""
+    references, counts = tiny_references("llama", SHORT.num_outputs), DraftCounts()
+    factory = drafted(drafting_by_model(tiny_folder(by), VOCAB_SIZE), counts)
+    trial = Trial(setting, SHORT, tiny_folder("llama"), factory)
+    trial.run()
+    trial.assert_exact(references)
+    assert counts.num_rejected > 100
 
 
 @pytest.mark.parametrize("setting", FEW, ids=lambda setting: setting.name)

@@ -13,7 +13,7 @@ from pagefold.sampling import SamplingParams
 from pagefold.scheduler import Scheduler, SchedulerLimits
 from pagefold.sim import NullRunner
 from pagefold.speculation import NgramDrafter, SpeculativeParams, TreeDrafter
-from pagefold.speculation.kinds import NUM_KINDS, kind_of
+from pagefold.speculation.kinds import NUM_KINDS, OF_MODEL, kind_of
 from pagefold.speculation.own_text import OwnText
 
 NAMESPACES = {tenant: Namespace(model="m", tenant=tenant).key() for tenant in ("a", "b")}
@@ -118,7 +118,7 @@ def test_tree_goes_on_along_the_same_path_first():
 def test_kinds_ascend_with_what_agrees():
     kinds = [kind_of(num) for num in range(1, 40)]
     assert kinds == sorted(kinds)
-    assert (kinds[0], kinds[-1]) == (0, NUM_KINDS - 1)
+    assert (kinds[0], kinds[-1], NUM_KINDS - 1) == (0, OF_MODEL - 1, OF_MODEL)
 
 
 @pytest.mark.parametrize(

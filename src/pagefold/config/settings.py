@@ -241,8 +241,9 @@ class EngineConfig:
     speculative_config: Annotated[
         SpeculativeParams | None,
         Flag(
-            'Draft what requests will sample, as {"method": "tree"} (what followed before, in the tenant\'s cache) or '
-            '{"method": "ngram"} (in the request\'s text). It changes no output.',
+            'Draft what requests will sample, as {"method": "tree"} (what followed before, in the tenant\'s cache), '
+            '{"method": "ngram"} (in the request\'s text) or {"model": "MODEL"} (a smaller model). '
+            "It changes no output.",
             metavar="JSON",
         ),
     ] = None
@@ -266,6 +267,11 @@ class EngineConfig:
             except InvalidRequestError as error:
                 raise ConfigError(error.message, remedy=error.remedy) from None
         _check_types(self)
+        if self.speculative_config is not None:
+            try:
+                self.speculative_config.check_start()
+            except InvalidRequestError as error:
+                raise ConfigError(error.message, remedy=error.remedy) from None
         _one_of("device", self.device, get_args(Device))
         _one_of("dtype", self.dtype, get_args(Dtype))
         _one_of("attention_backend", self.attention_backend, get_args(AttentionBackend))

@@ -34,6 +34,7 @@ class Blueprint:
         not_fused: why the fused decoder does not compute it, and transformers does; empty where it does.
         constants: what codecs know of the model (see ``calibration.py``); None for nothing, or not known yet.
         device: ``cpu`` or ``cuda``.
+        draft: the model that drafts for it; None for none.
         card: the one that it runs on; None on a CPU. Its ``capacity`` follows from bounds until the rest is measured.
     """
 
@@ -46,6 +47,7 @@ class Blueprint:
     device: str = "cpu"
     card: Card | None = None
     constants: CodecConstants | None = None
+    draft: Blueprint | None = None
 
     @property
     def is_fused(self) -> bool:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from pagefold.config import available_cpus, cache_dir
+from pagefold.engine.draft_model import model_drafter
 from pagefold.engine.drafting import NO_DRAFTING, Drafting
 from pagefold.engine.engine import Engine
 from pagefold.engine.limits import ModelLimits
@@ -181,7 +182,11 @@ def _assemble(
         tiering = Tiering(scheduler, slow, TransferThreads(arena, stores), arena, move, emit=emit)
     drafting = NO_DRAFTING
     if config.max_draft_tokens:
-        drafting = _drafting(config, scheduler, runner, say)
+        by_model = None
+        if blueprint.draft is not None:
+            ready = hardware_of(blueprint.draft).ready(blueprint.draft, say)
+            by_model = model_drafter(ready.runner, blueprint.draft, spec.vocab_size, config.max_num_seqs)
+        drafting = _drafting(config, scheduler, runner, by_model, say)
     emit(CacheConfigured(_cache_settings(config, capacity)))
     ends = frozenset() if tokenizer is None or not core.trims else tokenizer.message_end_ids
     kind = OverlappedEngine if hardware.computes_apart and not tiering.is_on else Engine
@@ -200,25 +205,32 @@ def _assemble(
     )
 
 
-def _drafting(config: EngineConfig, scheduler: Scheduler, runner: TorchRunner, say: Callable[[str], None]) -> Drafting:
-    """Return what drafts for requests, with what steps take here."""
+def _drafting(
+    config: EngineConfig,
+    scheduler: Scheduler,
+    runner: TorchRunner,
+    by_model: Callable[[], Drafter] | None,
+    say: Callable[[str], None],
+) -> Drafting:
+    """Return what drafts for requests, with what steps take here; ``by_model`` makes who does so with a model."""
     most = config.max_draft_tokens
     sizes = [size for size in _TIMED_STEPS if size <= most + 1]
     costs = StepCosts(sizes, runner.seconds_of_steps(sizes))
 
-    tree: list[TreeDrafter] = []  # one for all, from when somebody asks for it
+    tree = cache(lambda: TreeDrafter(scheduler.core))  # one for all, from when somebody asks for it
+    model = None if by_model is None else cache(by_model)
 
     def drafter_for(params: SpeculativeParams) -> Drafter:
         if params.method == "ngram":
             return NgramDrafter(params.prompt_lookup_min, params.prompt_lookup_max)
-        if not tree:
-            tree.append(TreeDrafter(scheduler.core))
-        return tree[0]
+        if params.is_by_model:
+            assert model is not None, "a request for a draft model that is not there is refused"
+            return model()
+        return tree()
 
     told = f"drafts     up to {most} in a step"
     if config.speculative_config is not None and config.speculative_config.method == "tree":
-        drafter_for(config.speculative_config)
-        told += f"; their index takes {human_bytes(tree[0].index.num_bytes)}"
+        told += f"; their index takes {human_bytes(tree().index.num_bytes)}"
     say(told)
     return Drafting(scheduler, config.speculative_config, drafter_for, costs, most)
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
+from pagefold.errors import InvalidRequestError
 from pagefold.memory.cache_size import CacheSize
 from pagefold.request import RequestStatus
-from pagefold.speculation import NO_DRAFT, Acceptance, Chance, Draft, how_many
+from pagefold.speculation import NO_DRAFT, Acceptance, Chance, how_many
+from pagefold.speculation.kinds import OF_MODEL
+from pagefold.speculation.params import OF_THE_START, SpeculativeParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pagefold.request import Request
     from pagefold.scheduler import Scheduler
-    from pagefold.speculation import Drafter, SpeculativeParams, StepCosts
+    from pagefold.speculation import Draft, Drafter, StepCosts
 
 __all__ = ["NO_DRAFTING", "Drafting"]
 
@@ -89,6 +92,28 @@ class Drafting:
         self._asked: dict[str, _Asked] = {}
         self._head: Request | None = None  # who waited first before the last step
 
+    def wanted(self, asked: SpeculativeParams | None) -> SpeculativeParams | None:
+        """Return who drafts for a request: what it does not say of that, the default does. None for nobody.
+
+        Raises:
+            InvalidRequestError: the two do not go together, or a draft model is asked for that is not here.
+        """
+        if asked is None:
+            return self.default
+        wanted, default = asked.over(self.default), self.default or SpeculativeParams()
+        for name in OF_THE_START:
+            value = getattr(asked, name)
+            if value is not None and value != getattr(default, name):
+                param = f"speculative_config.{name}"
+                msg = f"{param} is {value!r}, and a draft model is loaded when the server starts."
+                raise InvalidRequestError(msg, param=param, remedy="Leave it out, or give it to --speculative-config.")
+        if wanted.is_by_model and default.model is None:
+            param = "speculative_config.method"
+            msg = f"{param} is {wanted.method}, and this server has no draft model."
+            remedy = "Use tree or ngram, or start with a model in --speculative-config."
+            raise InvalidRequestError(msg, param=param, remedy=remedy)
+        return wanted
+
     @property
     def drafts_for_any(self) -> bool:
         """Whether anybody who runs may get drafts: then no step is planned before the last one's tokens are known."""
@@ -96,12 +121,13 @@ class Drafting:
 
     def cache_sizes(self) -> list[CacheSize]:
         """Return what drafters keep beside what they know of requests. Plain reads, so any thread may ask."""
-        num_bytes = sum(drafter.num_index_bytes for drafter in list(self._drafters.values()))
-        return [CacheSize("drafts", num_bytes, num_bytes)] if num_bytes else []
+        drafters = dict.fromkeys(list(self._drafters.values()))  # several parameters may have one
+        return [CacheSize(*kept) for drafter in drafters if (kept := drafter.kept()) is not None]
 
     def prepare(self) -> None:
         """Give drafts to those that will compute their last token in the step that is planned next."""
         self._learn()
+        self.forget_ended()
         running = self._scheduler.running
         if self._scheduler.suspicion.is_on:  # whoever is looked for is looked for without them
             for request in running:
@@ -110,13 +136,17 @@ class Drafting:
         ready = [asked for request in running if (asked := self._ready(request)) is not None]
         if ready:
             self._give(ready)
-        self.forget_ended()
 
     def forget_ended(self) -> None:
         """Forget requests that have ended."""
         for asked in list(self._asked.values()):
             if asked.request.status is RequestStatus.FINISHED:
                 self._forget(asked)
+
+    def reset(self) -> None:
+        """Let drafters forget what they have cached, as the prefix cache is forgotten."""
+        for drafter in dict.fromkeys(self._drafters.values()):
+            drafter.reset()
 
     def _ready(self, request: Request) -> _Asked | None:
         """Return what is known of a request that can be given drafts now; None of others, which get none."""
@@ -142,18 +172,23 @@ class Drafting:
         most = min(self._max_drafts, base.num_left)
         if most <= 0:
             return
-        drafts = self._drafts(ready)
-        chances = [
-            Chance(self._acceptance.chance(asked.request.request_id, draft.kind), len(draft.token_ids))
-            for asked, draft in zip(ready, drafts, strict=True)
-        ]
+        found = self._drafts([asked for asked in ready if asked.drafter.costs is None], _most)
+        chances = [self._chance(asked, found.get(asked.request.request_id)) for asked in ready]
         chosen = how_many(self._costs, base.num_tokens, base.num_sampled, chances, most)
         most -= sum(chosen)
-        for asked, draft, num_drafts in zip(ready, drafts, chosen, strict=True):
-            request, num = asked.request, num_drafts
+        numbers: dict[str, int] = {}
+        for asked, chance, num_drafts in zip(ready, chances, chosen, strict=True):
+            num = num_drafts
             asked.num_without += 1
-            if not num and draft.token_ids and asked.num_without > _TRY_AGAIN and most:
+            if not num and chance.num_drafts and asked.num_without > _TRY_AGAIN and most:
                 num, most = 1, most - 1
+            numbers[asked.request.request_id] = num
+        made = [asked for asked in ready if asked.drafter.costs is not None and numbers[asked.request.request_id]]
+        found |= self._drafts(made, lambda request: numbers[request.request_id])
+        for asked in ready:
+            request = asked.request
+            draft = found.get(request.request_id, NO_DRAFT)
+            num = min(numbers[request.request_id], len(draft.token_ids))
             if num:
                 asked.num_without = 0
                 asked.kind = draft.kind
@@ -162,6 +197,18 @@ class Drafting:
                     request.num_accepted_tokens,
                 )
                 request.drafts = draft.token_ids[:num]
+
+    def _chance(self, asked: _Asked, draft: Draft | None) -> Chance:
+        """Return what drafts of a request promise.
+
+        Args:
+            asked: the request.
+            draft: that was found already; None where one is yet to be made.
+        """
+        name = asked.request.request_id
+        if draft is None:
+            return Chance(self._acceptance.chance(name, OF_MODEL), _most(asked.request), asked.drafter.costs)
+        return Chance(self._acceptance.chance(name, draft.kind), len(draft.token_ids))
 
     def _step_without(self) -> _Step:
         """Return what the next step has without drafts: prompts come first, also those that will be let in."""
@@ -183,16 +230,16 @@ class Drafting:
         num_left = limits.max_num_batched_tokens - num_tokens
         return _Step(min(num_tokens, limits.max_num_batched_tokens), num_sampled, num_left)
 
-    def _drafts(self, ready: list[_Asked]) -> list[Draft]:
-        """Ask each drafter once for all of its requests."""
-        by_drafter: dict[Drafter, list[int]] = {}
-        for at, asked in enumerate(ready):
-            by_drafter.setdefault(asked.drafter, []).append(at)
-        drafts = [NO_DRAFT] * len(ready)
-        for drafter, places in by_drafter.items():
-            requests = [ready[at].request for at in places]
-            for at, draft in zip(places, drafter.draft(requests, [_most(one) for one in requests]), strict=True):
-                drafts[at] = draft
+    @staticmethod
+    def _drafts(those: list[_Asked], most: Callable[[Request], int]) -> dict[str, Draft]:
+        """Ask each drafter once for all of its requests, for so many drafts of each; return drafts by requests' ids."""
+        by_drafter: dict[Drafter, list[Request]] = {}
+        for asked in those:
+            by_drafter.setdefault(asked.drafter, []).append(asked.request)
+        drafts: dict[str, Draft] = {}
+        for drafter, requests in by_drafter.items():
+            found = drafter.draft(requests, [most(request) for request in requests])
+            drafts.update(zip((request.request_id for request in requests), found, strict=True))
         return drafts
 
     def _learn(self) -> None:
@@ -230,6 +277,13 @@ class _NoDrafting(Drafting):
     def __init__(self) -> None:
         self.default = None
 
+    def wanted(self, asked: SpeculativeParams | None) -> SpeculativeParams | None:
+        if asked is not None and not asked.is_off:
+            msg = "speculative_config is given, but this server drafts nothing."
+            remedy = "Leave it out, or start with a --speculative-config that has drafts."
+            raise InvalidRequestError(msg, param="speculative_config", remedy=remedy)
+        return None
+
     @property
     def drafts_for_any(self) -> bool:
         return False
@@ -241,6 +295,9 @@ class _NoDrafting(Drafting):
         return
 
     def forget_ended(self) -> None:
+        return
+
+    def reset(self) -> None:
         return
 
 

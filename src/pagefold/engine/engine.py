@@ -97,9 +97,7 @@ class Engine:
         self._request_timeout_s = request_timeout_s
         self._emit = emit
         self._clock = clock
-        self._checks = RequestChecks(
-            scheduler, limits, capacity, has_tokenizer=tokenizer is not None, drafting=drafting
-        )
+        self._checks = RequestChecks(scheduler, limits, capacity, has_tokenizer=tokenizer is not None)
         self._outputs = OpenOutputs(scheduler, tokenizer, emit)
         self._num_requests = 0
 
@@ -136,6 +134,7 @@ class Engine:
             InvalidRequestError: with the field at fault.
         """
         self._checks.check(prompt_token_ids, sampling, caller)
+        self.drafting.wanted(caller.speculation)
 
     def compile_grammar(self, params: StructuredOutputsParams) -> Grammar:
         """Return the grammar of what an output must look like. Blocks; any thread may call it.
@@ -184,7 +183,7 @@ class Engine:
         now = self._clock()
         stop = StopRule(self._checks.stop_ids(sampling), max_total)
         ends = self.limits.message_ends(prompt_token_ids) if self.scheduler.core.trims else ()
-        speculation = self._checks.speculation(caller)
+        speculation = self.drafting.wanted(caller.speculation)
         if speculation is not None and (speculation.is_off or sampling.use_beam_search):
             speculation = None
         to_match = matchers(sampling, grammar, self.limits.vocab_size, self.tokenizer)
@@ -239,6 +238,7 @@ class Engine:
         That may take long, and any thread may call it.
         """
         num_freed = self.scheduler.core.forgetting.reset()
+        self.drafting.reset()
         self.tiering.begin_reset()
         return num_freed, self.tiering.finish_reset
 

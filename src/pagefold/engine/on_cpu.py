@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from pagefold.config import available_cpus, available_memory_bytes
 from pagefold.engine.blocks import allocate_blocks, host_bytes_for
+from pagefold.engine.draft_model import line_of_draft
 from pagefold.engine.hardware import Ready
-from pagefold.memory.capacity import Capacity, plan_capacity
+from pagefold.memory.capacity import Capacity, DraftShare, plan_capacity
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,6 +34,10 @@ class OnCpu:
 
         config, spec, geometry = blueprint.config, blueprint.spec, blueprint.geometry
         available_bytes = available_memory_bytes() - _draft_bytes(blueprint)
+        share: DraftShare | None = None
+        if blueprint.draft is not None and config.speculative_config is not None:
+            available_bytes -= _weight_bytes(blueprint.draft)
+            share = DraftShare(blueprint.draft.geometry.layout, config.speculative_config.kv_cache_memory_bytes)
         capacity = plan_capacity(
             layout=geometry.layout,
             weight_bytes=_weight_bytes(blueprint),
@@ -44,6 +49,7 @@ class OnCpu:
             host_bytes=host_bytes_for(config, geometry, available_bytes),
             allow_streaming=config.allow_streaming,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            draft=share,
         )
         choose_backend(
             config.attention_backend,
@@ -57,6 +63,8 @@ class OnCpu:
     def lines(self, blueprint: Blueprint) -> list[str]:
         """Return what fits, and in which formats the fused decoder computes."""
         lines = blueprint.capacity.lines() + _lines_of_sinks(blueprint)
+        if blueprint.draft is not None:
+            lines.append(line_of_draft(blueprint.draft, _weight_bytes(blueprint.draft)))
         if blueprint.is_fused:
             products, others = blueprint.formats
             lines.append(f"computes   {products.name}, by {products.means}")
@@ -138,8 +146,14 @@ def _lines_of_sinks(blueprint: Blueprint) -> list[str]:
 
 
 def _draft_bytes(blueprint: Blueprint) -> int:
-    """Return what logits of drafts take: as they are computed, and once more where they are adjusted."""
-    return 2 * 4 * blueprint.config.max_draft_tokens * blueprint.spec.vocab_size
+    """Return what logits of drafts take: as they are computed, and once more where they are adjusted.
+
+    Those of a draft model are computed for no more requests than there may be drafts.
+    """
+    num_bytes = 2 * 4 * blueprint.config.max_draft_tokens * blueprint.spec.vocab_size
+    if blueprint.draft is not None:
+        num_bytes += 4 * blueprint.config.max_draft_tokens * blueprint.draft.spec.vocab_size
+    return num_bytes
 
 
 def _weight_bytes(blueprint: Blueprint) -> int:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pagefold.config import cache_dir
 from pagefold.engine.blueprint import Blueprint, without_windows
+from pagefold.engine.draft_model import capacity_of_draft, check_draft, draft_config
 from pagefold.engine.on_card import OnCard
 from pagefold.engine.on_cpu import OnCpu
 from pagefold.errors import ConfigError
@@ -35,11 +36,28 @@ _SCALE_BYTES = 4
 
 
 def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Blueprint:
-    """Resolve the model, read its config and headers, and decide what fits. Loads no weights.
+    """Resolve the model, and one that drafts for it, read configs and headers, and decide what fits. Loads no weights.
 
     Raises:
         ModelNotFoundError, UnsupportedModelError, ConfigError, BudgetTooSmallError: with what was wrong and what to do.
     """
+    blueprint = _shape_of(config, progress)
+    of_draft = draft_config(config)
+    if of_draft is not None:
+        draft = _shape_of(of_draft, progress)
+        check_draft(draft, blueprint)
+        longest = blueprint.limit.length if config.max_model_len is None else config.max_model_len
+        draft = replace(draft, config=replace(of_draft, max_model_len=longest))  # its tables are no longer
+        blueprint = replace(blueprint, draft=draft)
+    blueprint = replace(blueprint, capacity=hardware_of(blueprint).capacity(blueprint))
+    if blueprint.draft is not None:
+        capacity = capacity_of_draft(blueprint.draft, blueprint.capacity)
+        blueprint = replace(blueprint, draft=replace(blueprint.draft, capacity=capacity))
+    return blueprint
+
+
+def _shape_of(config: EngineConfig, progress: Progress | None) -> Blueprint:
+    """Return all that is decided of a model but for what fits, which nobody has weighed yet."""
     from pagefold.hub.catalog import resolve  # noqa: PLC0415 - heavy; only when it is needed
     from pagefold.hub.progress import silent  # noqa: PLC0415
 
@@ -65,8 +83,7 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
         geometry = replace(geometry, keeps=spec.keeps_within(_longest(config, spec)))  # else the window is the limit
     assert device == "cpu" or card is not None, "it was chosen"
     card = None if device == "cpu" else card
-    blueprint = Blueprint(config, spec, geometry, _NOTHING, dtype, not_fused, device, card)
-    return replace(blueprint, capacity=hardware_of(blueprint).capacity(blueprint))
+    return Blueprint(config, spec, geometry, _NOTHING, dtype, not_fused, device, card)
 
 
 def _check_streaming(config: EngineConfig, spec: ModelSpec, device: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagefold.engine.drafting import NO_DRAFTING
 from pagefold.engine.output_rules import refuse_without_tokenizer
 from pagefold.errors import InvalidRequestError, PinQuotaError
 from pagefold.sampling import MAX_LOGPROBS
@@ -12,13 +11,11 @@ from pagefold.sampling import MAX_LOGPROBS
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from pagefold.engine.drafting import Drafting
     from pagefold.engine.limits import ModelLimits
     from pagefold.memory.capacity import Capacity
     from pagefold.request import Caller, Request, WarmUp
     from pagefold.sampling import SamplingParams
     from pagefold.scheduler import Scheduler
-    from pagefold.speculation import SpeculativeParams
 
 __all__ = ["RequestChecks"]
 
@@ -31,7 +28,6 @@ class RequestChecks:
         limits: of the model.
         capacity: what fits.
         has_tokenizer: whether the engine knows text.
-        drafting: whether it drafts, and for whom who says nothing of that.
     """
 
     def __init__(
@@ -41,13 +37,11 @@ class RequestChecks:
         capacity: Capacity,
         *,
         has_tokenizer: bool,
-        drafting: Drafting = NO_DRAFTING,
     ) -> None:
         self._scheduler = scheduler
         self._limits = limits
         self._capacity = capacity
         self._has_tokenizer = has_tokenizer
-        self._drafting = drafting
 
     def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, caller: Caller) -> None:
         """Refuse what can never be served. Reads nothing that changes, so any thread may call it.
@@ -74,21 +68,6 @@ class RequestChecks:
         if caller.warm_up is not None:
             self._check_warm_up(num_tokens, caller.warm_up)
         self._check_ids(caller.predicted, "prediction")
-        if caller.speculation is not None and not (caller.speculation.is_off or self._drafting.is_on):
-            msg = "speculative_config is given, but this server drafts nothing."
-            remedy = "Leave it out, or start with a --speculative-config that has drafts."
-            raise InvalidRequestError(msg, param="speculative_config", remedy=remedy)
-        self.speculation(caller)
-
-    def speculation(self, caller: Caller) -> SpeculativeParams | None:
-        """Return who drafts for a request of ``caller``: what it does not say of that, the engine's default does.
-
-        Raises:
-            InvalidRequestError: the two do not go together.
-        """
-        if caller.speculation is None:
-            return self._drafting.default
-        return caller.speculation.over(self._drafting.default)
 
     def check_pin_quota(self, request: Request) -> None:
         """Refuse before it is computed what could not be pinned now. Others may be faster: then pinning fails.

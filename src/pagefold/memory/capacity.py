@@ -15,7 +15,7 @@ from pagefold.memory.limit import Limit
 if TYPE_CHECKING:
     from pagefold.kv import CacheLayout
 
-__all__ = ["KV_SHARE_OF_FREE_MEMORY", "Capacity", "human_bytes", "plan_capacity"]
+__all__ = ["KV_SHARE_OF_FREE_MEMORY", "Capacity", "DraftShare", "human_bytes", "plan_capacity"]
 
 KV_SHARE_OF_FREE_MEMORY = 0.5
 """Default KV budget on a CPU: this share of the memory that is free once the weights are in. The rest stays for
@@ -37,6 +37,35 @@ _NOTHING = Limit(0)
 
 
 @dataclass(frozen=True, slots=True)
+class DraftShare:
+    """How much of a KV budget the draft model has beside the model: its share, in whole blocks.
+
+    Attributes:
+        layout: of the draft model's KV.
+        asked_bytes: what was asked; None for as many tokens as the model has.
+    """
+
+    layout: CacheLayout
+    asked_bytes: int | None = None
+
+    def of(self, budget: int, layout: CacheLayout) -> int:
+        """Return the share's bytes, given the whole budget and the layout of the model's KV; at least one block."""
+        wanted = self.asked_bytes
+        if wanted is None:
+            own, others = self.layout.bytes_per_token, layout.bytes_per_token
+            wanted = budget * own // (own + others)
+        return max(1, self.layout.num_blocks(wanted)) * self.layout.bytes_per_block
+
+    def around(self, num_bytes: int, layout: CacheLayout) -> int:
+        """Return a budget that leaves so many bytes to the model."""
+        block_bytes = self.layout.bytes_per_block
+        if self.asked_bytes is not None:
+            return num_bytes + self.of(0, layout)
+        own, others = self.layout.bytes_per_token, layout.bytes_per_token
+        return num_bytes + max(block_bytes, -(-num_bytes * own // others))
+
+
+@dataclass(frozen=True, slots=True)
 class Capacity:
     """What fits into the memory that KV has.
 
@@ -53,6 +82,7 @@ class Capacity:
         num_residuals: running sequences that have room for an unsealed block in 16 bit; 0 where blocks are not sealed.
         residual_bytes: bytes of all that room.
         limited_by: what ends ``max_model_len``, where a setting does; else it says nothing.
+        draft_bytes: bytes of a draft model's blocks, which the budget has beside these; 0 without one.
     """
 
     weight_bytes: int
@@ -67,6 +97,7 @@ class Capacity:
     num_residuals: int = 0
     residual_bytes: int = 0
     limited_by: Limit = _NOTHING
+    draft_bytes: int = 0
 
     @property
     def context(self) -> Limit:
@@ -118,6 +149,7 @@ def plan_capacity(  # noqa: PLR0913 - the facts that it weighs, by name
     allow_streaming: bool = False,
     max_num_batched_tokens: int | None = None,
     is_ours: bool = False,
+    draft: DraftShare | None = None,
 ) -> Capacity:
     """Decide budget, blocks and ``max_model_len``.
 
@@ -134,6 +166,7 @@ def plan_capacity(  # noqa: PLR0913 - the facts that it weighs, by name
         max_num_batched_tokens: what a step of ours writes, beside what windows keep; None for another engine.
         is_ours: whether all of it is for weights and blocks, as on a GPU whose share for the rest is already taken off;
             the default budget is then all that the weights leave.
+        draft: the share of a draft model, whose weights are no more part of ``available_bytes``; None for none.
 
     Raises:
         ConfigError: ``max_model_len`` is beyond ``limit``, or that holds no request.
@@ -161,6 +194,8 @@ def plan_capacity(  # noqa: PLR0913 - the facts that it weighs, by name
             sum(_MIN_DEFAULT_TOKENS // group.block_size for group in layout.groups),
         )
         most = enough * layout.bytes_per_block + residual_bytes
+        if draft is not None:
+            most = draft.around(most, layout)
         budget = left if is_ours else min(int(left * KV_SHARE_OF_FREE_MEMORY), most)
     elif budget > left:
         msg = (
@@ -169,7 +204,8 @@ def plan_capacity(  # noqa: PLR0913 - the facts that it weighs, by name
         )
         remedy = "Give a smaller budget, or leave it out to take a share of what is free."
         raise DoesNotFitError(msg, missing_bytes=budget - left, remedy=remedy)
-    num_blocks = layout.num_blocks(budget - residual_bytes)
+    draft_bytes = 0 if draft is None else draft.of(budget, layout)
+    num_blocks = layout.num_blocks(budget - draft_bytes - residual_bytes)
     num_usable = _num_streamed(num_blocks, num_host_blocks) if allow_streaming else num_blocks
     longest = layout.longest_in(num_usable, limit.length, max_num_batched_tokens)
     if max_model_len == "auto":
@@ -178,10 +214,12 @@ def plan_capacity(  # noqa: PLR0913 - the facts that it weighs, by name
     if num_usable < num_blocks_needed:
         msg = (
             f"The KV budget of {budget:,} bytes is {num_blocks} blocks of {layout.bytes_per_block:,} bytes"
-            f"{_beside_residuals(residual_bytes, max_num_seqs)}; one request of max_model_len = {max(wanted_len, 2)} "
-            f"tokens needs {num_blocks_needed}."
+            f"{_beside_others(residual_bytes, max_num_seqs, draft_bytes)}; one request of max_model_len = "
+            f"{max(wanted_len, 2)} tokens needs {num_blocks_needed}."
         )
         smallest = num_blocks_needed * layout.bytes_per_block + residual_bytes
+        if draft is not None:
+            smallest = draft.around(smallest, layout)
         raise BudgetTooSmallError(msg, missing_bytes=smallest - budget, remedy=_remedy(smallest, left, longest))
     return Capacity(
         weight_bytes=weight_bytes,
@@ -196,6 +234,7 @@ def plan_capacity(  # noqa: PLR0913 - the facts that it weighs, by name
         num_residuals=max_num_seqs if residual_bytes else 0,
         residual_bytes=residual_bytes,
         limited_by=limit if limit.setting and wanted_len == limit.length else _NOTHING,
+        draft_bytes=draft_bytes,
     )
 
 
@@ -221,11 +260,14 @@ def _beside_host(host_bytes: int, num_host_blocks: int, layout: CacheLayout, lef
     return left - host_bytes
 
 
-def _beside_residuals(residual_bytes: int, max_num_seqs: int) -> str:
-    """Say what unsealed blocks take, if they take anything."""
-    if not residual_bytes:
-        return ""
-    return f" beside {human_bytes(residual_bytes)} for unsealed blocks of max_num_seqs = {max_num_seqs} requests"
+def _beside_others(residual_bytes: int, max_num_seqs: int, draft_bytes: int) -> str:
+    """Say what unsealed blocks and a draft model take, if they take anything."""
+    others = []
+    if residual_bytes:
+        others.append(f"{human_bytes(residual_bytes)} for unsealed blocks of max_num_seqs = {max_num_seqs} requests")
+    if draft_bytes:
+        others.append(f"{human_bytes(draft_bytes)} for the draft model")
+    return f" beside {' and '.join(others)}" if others else ""
 
 
 def _check_length(limit: Limit, max_model_len: int | Literal["auto"] | None) -> None:

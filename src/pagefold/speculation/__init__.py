@@ -7,6 +7,7 @@ Standard library only, and no part of any answer: what is sampled is the same wi
 from pagefold.speculation.acceptance import Acceptance
 from pagefold.speculation.drafter import NO_DRAFT, Draft, Drafter
 from pagefold.speculation.how_many import Chance, StepCosts, how_many
+from pagefold.speculation.model_drafter import ModelDrafter
 from pagefold.speculation.ngram import NgramDrafter
 from pagefold.speculation.params import METHODS, SpeculativeParams
 from pagefold.speculation.tree import TreeDrafter
@@ -18,6 +19,7 @@ __all__ = [
     "Chance",
     "Draft",
     "Drafter",
+    "ModelDrafter",
     "NgramDrafter",
     "SpeculativeParams",
     "StepCosts",

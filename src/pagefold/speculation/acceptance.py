@@ -6,7 +6,7 @@ from pagefold.speculation.kinds import NUM_KINDS
 
 __all__ = ["Acceptance"]
 
-_FIRST_GUESS = (0.3, 0.4, 0.5, 0.6, 0.75, 0.9)
+_FIRST_GUESS = (0.3, 0.4, 0.5, 0.6, 0.75, 0.9, 0.7)
 """Of each kind, as long as none were verified."""
 
 _KIND_WEIGHT = 8.0

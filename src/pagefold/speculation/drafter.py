@@ -9,8 +9,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pagefold.request import Request
+    from pagefold.speculation.how_many import StepCosts
 
-__all__ = ["NO_DRAFT", "Draft", "Drafter"]
+__all__ = ["NO_DRAFT", "Draft", "Drafter", "Kept"]
 
 
 class Draft(NamedTuple):
@@ -29,6 +30,20 @@ class Draft(NamedTuple):
 NO_DRAFT = Draft(array("i"))
 
 
+class Kept(NamedTuple):
+    """What a drafter keeps beside what it knows of requests' texts.
+
+    Attributes:
+        name: of that.
+        num_bytes: what it takes now.
+        max_bytes: what it may take.
+    """
+
+    name: str
+    num_bytes: int
+    max_bytes: int
+
+
 class Drafter(Protocol):
     """Guesses, for all requests of a step at once: so one that computes can do so in one batch.
 
@@ -37,14 +52,23 @@ class Drafter(Protocol):
     """
 
     @property
-    def num_index_bytes(self) -> int:
-        """Bytes of what it keeps beside what it knows of requests."""
+    def costs(self) -> StepCosts | None:
+        """What one draft each takes, by how many requests they are for; None where drafts take next to nothing.
+
+        One that has costs is asked for as many drafts as are thought to pay; others for all that there could be.
+        """
+
+    def kept(self) -> Kept | None:
+        """Return what it keeps beside what it knows of requests' texts, if anything. Any thread may ask."""
 
     def draft(self, requests: Sequence[Request], num_tokens: Sequence[int]) -> list[Draft]:
         """Return a guess for each of ``requests``, of at most so many tokens each.
 
-        All of them are about to compute their last token.
+        All of them are about to compute their last token. Until it is told to forget a request, that only gets longer.
         """
 
     def forget(self, request_id: str) -> None:
         """A request has ended; perhaps one that was never asked for."""
+
+    def reset(self) -> None:
+        """What is cached of requests is forgotten: so is what it has cached beside that."""

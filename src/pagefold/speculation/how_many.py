@@ -2,11 +2,15 @@
 
 A step of ``R`` requests brings ``R`` tokens, and a draft one more with some chance. Its time is that of so many tokens,
 as it was measured. So drafts are taken one by one, the likeliest first, and as many as bring most tokens a second.
+
+Drafts that a model makes take time before that: a step of the model for the first draft of all requests together, one
+for the second, and so on.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -43,11 +47,13 @@ class Chance(NamedTuple):
 
     Attributes:
         is_right: the chance of each, if those before it are right.
-        num_drafts: how many there are.
+        num_drafts: how many there are, or could be made.
+        making: what it takes to make one more for each of so many requests at once; None where they are made already.
     """
 
     is_right: float
     num_drafts: int
+    making: StepCosts | None = None
 
 
 def how_many(
@@ -65,15 +71,21 @@ def how_many(
     chosen = [0] * len(chances)
     heap = [(-one.is_right, at) for at, one in enumerate(chances) if one.num_drafts]
     heapify(heap)
-    expected, taken = float(num_sampled), costs.of(num_tokens)
-    best_rate, best = expected / taken, list(chosen)
+    expected, making_s = float(num_sampled), 0.0
+    num_made: Counter[int] = Counter()  # how many first drafts, second ones and so on are to be made
+    best_rate, best = expected / costs.of(num_tokens), list(chosen)
     while heap and most_in_all:
         most_in_all -= 1
         chance, at = heappop(heap)
         expected -= chance
         num_tokens += 1
         chosen[at] += 1
-        rate = expected / costs.of(num_tokens)
+        making = chances[at].making
+        if making is not None:
+            num_before = num_made[chosen[at]]
+            num_made[chosen[at]] += 1
+            making_s += making.of(num_before + 1) - (making.of(num_before) if num_before else 0.0)
+        rate = expected / (costs.of(num_tokens) + making_s)
         if rate > best_rate:
             best_rate, best = rate, list(chosen)
         if chosen[at] < chances[at].num_drafts:

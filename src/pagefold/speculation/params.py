@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pagefold.errors import InvalidRequestError
 from pagefold.typecheck import wrong_type
@@ -11,13 +11,18 @@ from pagefold.typecheck import wrong_type
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["MAX_DRAFTS", "METHODS", "SpeculativeParams"]
+__all__ = ["MAX_DRAFTS", "METHODS", "OF_THE_START", "SpeculativeParams"]
 
-METHODS = ("tree", "ngram")
+_BY_MODEL = "draft_model"
+METHODS = ("tree", "ngram", _BY_MODEL)
+
+OF_THE_START = ("model", "quantization", "kv_cache_memory_bytes")
+"""Fields that a start decides, for all requests."""
 
 MAX_DRAFTS = 32
 """How many tokens a request's row may have beside its own."""
 
+_QUANTIZATIONS = "int8", "w8a8_int8", None
 _MAX_LOOKUP = 32
 _MAX_SIZES = 8
 """How many lengths may be looked for: each is noted of every token."""
@@ -29,11 +34,15 @@ class SpeculativeParams:
 
     Attributes:
         method: ``tree`` (what followed before, in the request's text and in what its tenant has cached), ``ngram`` (in
-            the request's text alone).
+            the request's text alone), ``draft_model`` (a smaller model).
         num_speculative_tokens: how many drafts a step may have for one request; 0 for none. How many it has is decided
             anew in each step, by how often they were right and what they cost.
         prompt_lookup_min: with ``ngram``, how many tokens must agree at least.
         prompt_lookup_max: with ``ngram``, how many are looked for first.
+        model: the draft model that a start loads: a name, a folder or a hub id, as for the model itself. It must have
+            the same tokens. It is loaded whatever ``method`` is, and requests may ask for it. None for none.
+        quantization: of the draft model's weights; None for as they are.
+        kv_cache_memory_bytes: how much of the KV budget is the draft model's; None for as many tokens as the model has.
         given: the fields that a client or a command line has named, where these were read; empty where all count.
 
     Raises:
@@ -44,6 +53,9 @@ class SpeculativeParams:
     num_speculative_tokens: int = 16
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 5
+    model: str | None = None
+    quantization: Literal["int8", "w8a8_int8"] | None = None
+    kv_cache_memory_bytes: int | None = None
     given: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -56,6 +68,12 @@ class SpeculativeParams:
             raise _bad("num_speculative_tokens", self.num_speculative_tokens, f"between 0 and {MAX_DRAFTS}")
         if not 1 <= self.prompt_lookup_min <= _MAX_LOOKUP:
             raise _bad("prompt_lookup_min", self.prompt_lookup_min, f"between 1 and {_MAX_LOOKUP}")
+        if self.model is not None and not self.model:
+            raise _bad("model", "empty", "left out where there is none")
+        if self.quantization not in _QUANTIZATIONS:
+            raise _bad("quantization", repr(self.quantization), "int8, w8a8_int8, or left out")
+        if self.kv_cache_memory_bytes is not None and self.kv_cache_memory_bytes < 1:
+            raise _bad("kv_cache_memory_bytes", self.kv_cache_memory_bytes, "a number of bytes, at least 1")
         if not self.given:  # else what is left out is not known yet
             self._check_together()
 
@@ -75,6 +93,8 @@ class SpeculativeParams:
             InvalidRequestError: there is no such field, or a value is out of range.
         """
         known = [one.name for one in fields(cls) if one.compare]
+        if "model" in given and "method" not in given:  # as in vLLM
+            given = {"method": _BY_MODEL, **given}
         for name in given:
             if name not in known:
                 param = f"speculative_config.{name}"
@@ -91,6 +111,25 @@ class SpeculativeParams:
         if not self.given:
             return self
         return replace(default or SpeculativeParams(), **{name: getattr(self, name) for name in self.given})
+
+    def check_start(self) -> None:
+        """See that a server can be started so.
+
+        Raises:
+            InvalidRequestError: something of a draft model is given, and no model.
+        """
+        if self.model is not None:
+            return
+        if self.is_by_model:
+            raise _bad("method", _BY_MODEL, "beside a model, which drafts: give speculative_config.model too")
+        for name in OF_THE_START:
+            if getattr(self, name) is not None:
+                raise _bad(name, repr(getattr(self, name)), "left out where no model drafts")
+
+    @property
+    def is_by_model(self) -> bool:
+        """Whether a model drafts."""
+        return self.method == _BY_MODEL
 
     @property
     def is_off(self) -> bool:

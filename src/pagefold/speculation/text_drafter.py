@@ -6,7 +6,7 @@ from array import array
 from typing import TYPE_CHECKING
 
 from pagefold.kv.gram_table import GRAM_SIZES
-from pagefold.speculation.drafter import NO_DRAFT, Draft
+from pagefold.speculation.drafter import NO_DRAFT, Draft, Kept
 from pagefold.speculation.kinds import kind_of
 from pagefold.speculation.own_text import OwnText
 
@@ -30,10 +30,11 @@ class TextDrafter:
         self._sizes = sizes
         self._texts: dict[str, OwnText] = {}
 
-    @property
-    def num_index_bytes(self) -> int:
+    costs = None
+
+    def kept(self) -> Kept | None:
         """See :class:`~pagefold.speculation.drafter.Drafter`."""
-        return 0
+        return None
 
     def draft(self, requests: Sequence[Request], num_tokens: Sequence[int]) -> list[Draft]:
         """See :class:`~pagefold.speculation.drafter.Drafter`."""
@@ -43,6 +44,9 @@ class TextDrafter:
     def forget(self, request_id: str) -> None:
         """See :class:`~pagefold.speculation.drafter.Drafter`."""
         self._texts.pop(request_id, None)
+
+    def reset(self) -> None:
+        """See :class:`~pagefold.speculation.drafter.Drafter`: requests' own texts are theirs."""
 
     def after(self, request: Request, num_tokens: int) -> Continuation | None:
         """Return what may follow the tokens of a request, at most so many; None for no guess."""

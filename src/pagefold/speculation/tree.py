@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from pagefold.kv.continuations import MAX_COMPARED, Continuation, Continuations
 from pagefold.kv.tree import TOKEN_BYTES
+from pagefold.speculation.drafter import Kept
 from pagefold.speculation.text_drafter import TextDrafter
 
 if TYPE_CHECKING:
@@ -40,10 +41,9 @@ class TreeDrafter(TextDrafter):
         for node in core.tree.nodes():
             self.index.on_insert(node)
 
-    @property
-    def num_index_bytes(self) -> int:
-        """See :class:`~pagefold.speculation.drafter.Drafter`."""
-        return self.index.num_bytes
+    def kept(self) -> Kept:
+        """See :class:`~pagefold.speculation.drafter.Drafter`: its index, which follows the tree when that is reset."""
+        return Kept("drafts", self.index.num_bytes, self.index.num_bytes)
 
     def after(self, request: Request, num_tokens: int) -> Continuation | None:
         """Return what may follow the tokens of a request, at most so many; None for no guess."""
