@@ -74,6 +74,23 @@ def test_who_decodes_gets_drafts_and_who_is_asked_for_nothing_none():
     assert (drafted.num_draft_tokens, drafted.num_accepted_tokens) == (4, 4)
 
 
+def test_who_takes_time_is_asked_for_as_many_as_pay():
+    """One that takes as long as a step never pays, but is tried now and then; one that takes little makes all."""
+    loop = Loop()
+    loop.drafter.costs = StepCosts((1, 2), (1.0, 1.0))
+    request = loop.add("one", [1, 2, 3], num_out=100)
+    loop.step()
+    for _ in range(64):
+        loop.step()
+    assert loop.drafter.asked == []
+    loop.step()
+    assert loop.drafter.asked == [["one"]]
+    assert (request.num_draft_tokens, request.num_accepted_tokens) == (1, 1)
+    loop.drafter.costs = StepCosts((1, 2), (1e-9, 1e-9))
+    loop.step()
+    assert request.num_draft_tokens == 1 + 4
+
+
 def test_no_more_drafts_than_tokens_may_come():
     loop = Loop()
     request = loop.add("short", [1], num_out=3)

@@ -83,7 +83,7 @@ def test_outputs_with_a_drafter_are_those_of_generate(method, setting, tiny_fold
         assert counts.num_accepted > 40
 
 
-@pytest.mark.parametrize("setting", some_long(ALL, {setting.name for setting in ALL} - {one.name for one in FEW}))
+@pytest.mark.parametrize("setting", some_long(ALL, {one.name for one in ALL} - {"warm", "everything at once"}))
 def test_outputs_with_a_draft_model_are_those_of_generate(setting, tiny_folder, tiny_references):
     """It is the same model, so its drafts are right where it is not made to fail."""
     references, counts = tiny_references("llama", SHORT.num_outputs), DraftCounts()

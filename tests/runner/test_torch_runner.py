@@ -252,7 +252,7 @@ def test_a_row_that_is_sampled_several_times_brings_its_logits_to_each(folder, p
     plan = make_plan((a, 0, [11, 2], True), (b, 0, [0, 7, 5], True), (c, 0, [15], True))
     plan.sampling_rows = [0, 1, 1, 1, 2]
     plan.sampling = [SamplingParams(logprobs=0)] * 5
-    plan.seeds, plan.draws, plan.logprob_rows = [3, 4, 5, 6, 7], [0] * 5, [0, 1, 2, 3, 4]
+    plan.seeds, plan.draws, plan.logprob_rows, plan.logprob_tops = [3, 4, 5, 6, 7], [0] * 5, [0, 1, 2, 3, 4], [0] * 5
     plan.prompt_parts = [PromptPart(1, 2, array("i", b[3:5]), 0)]
     expected = torch.stack([plain(prompt) for prompt in (a, b, b, b, c)])
     torch.testing.assert_close(runner.logits(plan), expected, rtol=1e-9, atol=1e-9)

@@ -77,6 +77,10 @@ def wide(tiny_chat_model: Path) -> Iterator[LocalServer]:
     server.close()
 
 
+LONGEST_S = 0.2
+"""Processor time that the event loop may be held for, also on a slow machine that does much else."""
+
+
 class LoopClock:
     """How long the server's event loop is at most busy while it goes round as often as a small request needs.
 
@@ -111,7 +115,7 @@ def test_no_body_holds_the_event_loop(wide, name):
     with LoopClock(wide) as clock:
         response = wide.http.post(path, content=body, headers=JSON)
     error_of(response, 400)
-    assert clock.longest_s < 0.1
+    assert clock.longest_s < LONGEST_S
 
 
 def test_nor_do_many_at_once(wide):
@@ -132,7 +136,7 @@ def test_nor_do_many_at_once(wide):
         for sender in senders:
             sender.join(PATIENCE_S)
     assert statuses == {b"200", b"400"}
-    assert clock.longest_s < 0.1
+    assert clock.longest_s < LONGEST_S
 
 
 def test_what_is_large_and_right_is_served(wide):
@@ -248,7 +252,7 @@ def test_crumbs_are_no_body(wide):
             with wide.raw(head.encode() + b"1\r\na\r\n" * 1500) as connection:
                 answers.append(connection.recv(4096))
     assert all(answer.startswith(b"HTTP/1.1 400 ") and b"chunks" in answer for answer in answers)
-    assert clock.longest_s < 0.1
+    assert clock.longest_s < LONGEST_S
 
 
 def test_every_route_with_a_body_is_checked(wide):

@@ -57,12 +57,13 @@ class DraftShare:
         return max(1, self.layout.num_blocks(wanted)) * self.layout.bytes_per_block
 
     def around(self, num_bytes: int, layout: CacheLayout) -> int:
-        """Return a budget that leaves so many bytes to the model."""
-        block_bytes = self.layout.bytes_per_block
+        """Return the smallest budget that leaves so many bytes to the model."""
         if self.asked_bytes is not None:
             return num_bytes + self.of(0, layout)
-        own, others = self.layout.bytes_per_token, layout.bytes_per_token
-        return num_bytes + max(block_bytes, -(-num_bytes * own // others))
+        own, others, block_bytes = self.layout.bytes_per_token, layout.bytes_per_token, self.layout.bytes_per_block
+        # The fewest blocks k for which the share of a budget of num_bytes + k * block_bytes is below k + 1 blocks.
+        num_blocks = (num_bytes * own - (own + others) * block_bytes) // (others * block_bytes) + 1
+        return num_bytes + max(1, num_blocks) * block_bytes
 
 
 @dataclass(frozen=True, slots=True)
