@@ -16,13 +16,14 @@ from pagefold.engine.planning import hardware_of, plan_engine
 from pagefold.errors import ConfigError
 from pagefold.kernels.pairs import Pairs
 from pagefold.kernels.quads import Quads
-from pagefold.plan import Device, PlanSettings, Question, Workload, draw_lengths, find_model, make_plan
+from pagefold.plan import Device, PlanSettings, Question, Workload, draw_lengths, find_device, find_model, make_plan
 from pagefold.plan.memory import plan_memory
 from pagefold.plan.report import formula
 from pagefold.plan.this_machine import this_cpu
 from pagefold.runner.fused.formats import natural_dtype
 from pagefold.runner.fused.weights import pack_model, packed_bytes
 from pagefold.sampling import SamplingParams
+from pagefold.speculation import SpeculativeParams
 
 sys.path.append(str(Path(__file__).parents[1] / "equivalence"))
 from tiny_models import FAMILIES, WINDOW, save_tiny_model
@@ -95,6 +96,43 @@ def test_a_slab_is_what_was_planned(family, settings, smollm2, tiny_folder, free
     assert engine.runner.slab.num_bytes == planned.kv_budget_bytes
     assert engine.runner.slab.data.shape[0] == planned.num_blocks == engine.scheduler.core.pool.num_blocks
     assert sum(parameter.nbytes for parameter in engine.runner.decoder.model.parameters()) == planned.weight_bytes
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"kv_cache_memory_bytes": 10_000_000, "max_model_len": 200},
+        {"kv_cache_memory_bytes": 3_000_000, "max_model_len": "auto", "block_size": 32},
+        {"max_model_len": 100, "max_num_seqs": 4, "kv_cache_dtype": "int8_per_token_head"},
+    ],
+)
+@pytest.mark.parametrize(
+    "given", [{"method": "tree"}, {"model": "qwen3"}, {"model": "qwen3", "kv_cache_memory_bytes": 500_000}]
+)
+def test_drafts_are_planned_as_they_are_served(given, asked, tiny_folder, free_bytes):
+    if "model" in given:
+        given = given | {"model": str(tiny_folder(given["model"]))}
+    params = SpeculativeParams.of(given).over(None)
+    asked = {"max_num_seqs": 128, "dtype": "float32", "speculative_config": params} | asked
+    folder = str(tiny_folder("llama"))
+    shape = replace(find_model(folder), is_fused=False)
+    device = plan_memory(shape, cpu(free_bytes), PlanSettings(**asked)).devices[0]
+    blueprint = plan_engine(EngineConfig(model=folder, device="cpu", model_impl="transformers", **asked))
+    assert blueprint.capacity == device.capacity
+    assert device.drafts.logit_bytes == 4 * 128 * 307 * (3 if "model" in given else 2)
+    if blueprint.draft is not None:
+        packed = packed_bytes(blueprint.draft.spec.fused, blueprint.capacity.max_model_len, blueprint.draft.formats)
+        assert 0.8 * packed < device.drafts.weight_bytes <= packed or asked.get("max_model_len") == "auto"
+
+
+def test_drafts_that_are_not_planned_are_refused(tiny_folder, free_bytes):
+    shape, params = find_model(str(tiny_folder("llama"))), SpeculativeParams(model=str(tiny_folder("qwen3")))
+    with pytest.raises(ConfigError, match="planned for our own server on a CPU only"):
+        plan_memory(shape, find_device("H100-80GB"), PlanSettings(speculative_config=params))
+    longer = replace(shape, max_positions=30_000)
+    with pytest.raises(ConfigError, match=r"max_model_len is 30000, and .*, the draft model, has "):
+        plan_memory(longer, cpu(free_bytes), PlanSettings(speculative_config=params))
 
 
 @pytest.mark.parametrize("max_model_len", [None, "auto", 200, 50_000])

@@ -12,10 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from pagefold.cli.fail import fail
-from pagefold.cli.options import parse_layers
+from pagefold.cli.options import parse_layers, parse_speculation
 from pagefold.cli.plan_check import Given, check_server, check_start
 from pagefold.cli.size import parse_size
 from pagefold.errors import ConfigError, DoesNotFitError, PagefoldError
+from pagefold.speculation.params import SpeculativeParams  # noqa: TC001 - typer reads it
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -139,6 +140,15 @@ def plan(  # noqa: PLR0913 - one parameter a flag
             "--pipeline-parallel-size", "-pp", help="Stages that share the layers.", rich_help_panel=_SETTINGS
         ),
     ] = 1,
+    speculative_config: Annotated[
+        SpeculativeParams | None,
+        typer.Option(
+            parser=parse_speculation,
+            metavar="JSON",
+            help='Who drafts, as the server takes it on a CPU, such as {"model": "MODEL"}.',
+            rich_help_panel=_SETTINGS,
+        ),
+    ] = None,
     input_len: Annotated[
         str,
         typer.Option(
@@ -223,6 +233,7 @@ def plan(  # noqa: PLR0913 - one parameter a flag
             "max_num_batched_tokens": max_num_batched_tokens,
             "tensor_parallel_size": tensor_parallel_size,
             "pipeline_parallel_size": pipeline_parallel_size,
+            "speculative_config": speculative_config,
         }
         if check_log is not None or from_server is not None:
             names = _given_beside(context, asked)

@@ -47,7 +47,6 @@ _MAX_BLOCK_SIZE = 256
 _NUM_SINKS = 4
 """As in StreamingLLM (Xiao et al., 2023, section 3.3): four are enough."""
 _MAX_PORT = 65535
-_MAX_DRAFT_TOKENS = 128
 _LEAST_OF_DOOR = {"max_body_bytes": 1, "max_connections": 1, "responses_store_bytes": 0, "max_queued_requests": 0}
 
 DROPPED_BITS: Mapping[TransportCodec, int | None] = MappingProxyType(
@@ -321,10 +320,9 @@ class EngineConfig:
 
     @property
     def max_draft_tokens(self) -> int:
-        """How many drafts one step may have, for all requests together: each has logits of its own. 0 for no drafts."""
-        if self.speculative_config is None or self.speculative_config.is_off:
-            return 0
-        return min(_MAX_DRAFT_TOKENS, self.max_num_batched_tokens - 1)
+        """How many drafts one step may have, for all requests together. 0 for no drafts."""
+        asked = self.speculative_config
+        return 0 if asked is None else asked.most_in_a_step(self.max_num_batched_tokens)
 
     @property
     def has_slow_tiers(self) -> bool:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["Entry", "bar_legend", "entries_of", "ledger_bar"]
 
 _BAR_WIDTH = 56
-_SIGNS = {"weights": "#", "activations": "=", "outside": "+", "graphs": "%", "KV": "k", "free": "."}
+_SIGNS = {"weights": "#", "activations": "=", "outside": "+", "graphs": "%", "KV": "k", "drafts": "d", "free": "."}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,13 @@ def entries_of(memory: Memory, part: DeviceMemory, device: Device) -> tuple[Entr
     blocks = f"{capacity.num_blocks:,} blocks of {shard.layout.bytes_per_block:,} B"
     rest = "given" if part.kv.is_exact and not device.is_cpu else f"{share} - all above"
     entries.append(Entry("KV", part.kv, f"{rest} = {blocks}"))
+    drafts = part.drafts
+    if drafts.num_bytes:
+        formula = f"logits of drafts {drafts.logit_bytes / GIB:,.2f} GiB"
+        if drafts.share is not None:
+            kv = f"{capacity.draft_bytes // drafts.share.layout.bytes_per_block:,} blocks of its KV"
+            formula = f"weights of the draft model {drafts.weight_bytes / GIB:,.2f} GiB + {kv} + {formula}"
+        entries.append(Entry("drafts", Span.exactly(drafts.num_bytes + capacity.draft_bytes), formula))
     if reserve.graphs is not NOTHING and not engine.graphs_in_budget:
         entries.append(Entry("graphs", reserve.graphs, "CUDA graphs, by layers, beside the engine's share"))
     used = sum(entry.span.likely for entry in entries)

@@ -9,6 +9,7 @@ from pagefold.errors import ConfigError, DoesNotFitError
 from pagefold.kv import CODECS
 from pagefold.memory.capacity import Capacity, plan_capacity
 from pagefold.memory.limit import MAX_ROPE_POSITIONS, Limit
+from pagefold.plan.drafts import NO_DRAFTS, Drafts, plan_drafts
 from pagefold.plan.forms import Forms
 from pagefold.plan.parallel import Shard, check_parallel, shards_of
 from pagefold.plan.reserve import CONTEXT_BYTES, Profiling, Reserve, Step
@@ -51,6 +52,7 @@ class DeviceMemory:
         kv: how much KV may get.
         free_bytes: of its memory, beside all that an engine takes, graphs included where they lie beside its share.
         fits: whether it fits even where all is as unfavourable as it may be.
+        drafts: what drafts take of it.
     """
 
     shard: Shard
@@ -61,6 +63,7 @@ class DeviceMemory:
     kv: Span
     free_bytes: int
     fits: bool
+    drafts: Drafts = NO_DRAFTS
 
     @property
     def activation_bytes(self) -> int:
@@ -208,7 +211,8 @@ def plan_memory(shape: ModelShape, device: Device, settings: PlanSettings) -> Me
     is_fused = device.is_cpu and dtype in _FUSED_DTYPES and _is_fused(shape, settings)
     rope_bytes = shape.num_ropes * max_len * shape.head_dim * _ROPE_BYTES if is_fused else 0
     profiling = Profiling(engine, shape, device, settings, Step(num_tokens, num_seqs, element_bytes))
-    fit = _Fit(shape, device, settings, limit, num_tokens, num_seqs)
+    drafts = plan_drafts(shape, device, settings, max_len, plan_memory)
+    fit = _Fit(shape, device, settings, limit, num_tokens, num_seqs, drafts)
     devices = []
     for shard in shards_of(shape, settings, forms):
         weights = _weights(shape, shard, weight_dtype, rope_bytes, is_exact=device.is_cpu or engine.is_ours)
@@ -244,6 +248,7 @@ class _Fit:
         limit: of the length of a sequence.
         num_tokens: of a step.
         num_seqs: sequences at once.
+        drafts: what drafts take.
     """
 
     shape: ModelShape
@@ -252,6 +257,7 @@ class _Fit:
     limit: Limit
     num_tokens: int
     num_seqs: int
+    drafts: Drafts
 
     def on(self, shard: Shard, weights: Span, reserve: Reserve) -> DeviceMemory:
         """Return what fits of a shard.
@@ -285,7 +291,7 @@ class _Fit:
         beside = 0 if engine.graphs_in_budget else reserve.graphs.likely
         free = max(0, self.device.memory_bytes - likely - beside) if not self.device.is_cpu else 0
         fits = is_likely and self._fits(shard, capacity, low - weights.high - taken.high, reserve)
-        return DeviceMemory(shard, likely, reserve, capacity, weights, kv, free, fits)
+        return DeviceMemory(shard, likely, reserve, capacity, weights, kv, free, fits, self.drafts)
 
     def _usable(self) -> tuple[int, int, int]:
         """Return how much of the device's memory the engine may take: at least, likely and at most."""
@@ -307,9 +313,10 @@ class _Fit:
             max_model_len=self.settings.max_model_len,
             kv_cache_memory_bytes=self.settings.kv_cache_memory_bytes,
             max_num_seqs=self.num_seqs,
-            available_bytes=available,
+            available_bytes=available - self.drafts.num_bytes,
             max_num_batched_tokens=self.num_tokens,
             is_ours=not self.device.is_cpu,
+            draft=self.drafts.share,
         )
 
     def _at_best(self, shard: Shard, weight_bytes: int, available: int) -> Capacity | None:

@@ -11,6 +11,7 @@ from pagefold.kv import CODECS
 from pagefold.plan.engine import OWN, Engine, find_engine
 from pagefold.plan.nearest import nearest_names
 from pagefold.plan.weights import find_weight_dtype
+from pagefold.speculation.params import SpeculativeParams  # noqa: TC001 - types are checked by it
 from pagefold.typecheck import wrong_type
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class PlanSettings:
         max_num_batched_tokens: tokens computed in one step; None for what the engine takes by itself.
         tensor_parallel_size: devices that share each layer.
         pipeline_parallel_size: stages that share the layers between them.
+        speculative_config: who drafts, as the server takes it: a draft model has weights and KV of its own.
 
     Raises:
         ConfigError: a value is out of range, or unknown.
@@ -81,12 +83,15 @@ class PlanSettings:
     max_num_batched_tokens: int | None = None
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    speculative_config: SpeculativeParams | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.max_model_len, str) and self.max_model_len != "auto":
             raise _bad("max_model_len", repr(self.max_model_len), "a number of tokens, or auto")
         self._check()
         self._check_sinks()
+        if self.speculative_config is not None:
+            self.speculative_config.check_start()
         if self.engine != "auto":
             find_engine(self.engine)
 

@@ -22,6 +22,7 @@ OF_THE_START = ("model", "quantization", "kv_cache_memory_bytes")
 MAX_DRAFTS = 32
 """How many tokens a request's row may have beside its own."""
 
+_MOST_IN_A_STEP = 128
 _QUANTIZATIONS = "int8", "w8a8_int8", None
 _MAX_LOOKUP = 32
 _MAX_SIZES = 8
@@ -125,6 +126,10 @@ class SpeculativeParams:
         for name in OF_THE_START:
             if getattr(self, name) is not None:
                 raise _bad(name, repr(getattr(self, name)), "left out where no model drafts")
+
+    def most_in_a_step(self, max_num_batched_tokens: int) -> int:
+        """Return how many drafts a step may have, for all requests together: each has logits of its own."""
+        return 0 if self.is_off else min(_MOST_IN_A_STEP, max_num_batched_tokens - 1)
 
     @property
     def is_by_model(self) -> bool:
