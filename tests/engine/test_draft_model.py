@@ -12,7 +12,7 @@ import pytest
 from pagefold import LLM, SamplingParams
 from pagefold.config import EngineConfig
 from pagefold.engine.planning import plan_engine
-from pagefold.errors import BudgetTooSmallError, ConfigError, InvalidRequestError
+from pagefold.errors import BudgetTooSmallError, ConfigError, DoesNotFitError, InvalidRequestError
 from pagefold.kv import KVGeometry
 from pagefold.kv.audit import audit
 from pagefold.memory.capacity import DraftShare
@@ -85,14 +85,71 @@ def test_the_budget_is_for_both_and_each_holds_as_many_tokens(folders):
     assert plan.capacity.num_blocks == (budget - plan.capacity.draft_bytes) // block_bytes
 
 
-@pytest.mark.parametrize("asked", [None, 70_000])
+def test_a_share_that_holds_no_request_is_refused(folders):
+    how = {"model": folders["llama"], "kv_cache_memory_bytes": 10**6, **SIZES}
+    given = {"model": folders["qwen3"], "kv_cache_memory_bytes": 5000}
+    with pytest.raises(BudgetTooSmallError, match=r"is 5,000, which is \d blocks of the draft model") as error:
+        plan_engine(EngineConfig(speculative_config=given, **how))
+    smallest = int(error.value.remedy.split("works is ")[1].split(";")[0])
+    for num_bytes, fits in ((smallest - 1, False), (smallest, True)):
+        config = EngineConfig(speculative_config=given | {"kv_cache_memory_bytes": num_bytes}, **how)
+        if fits:
+            assert plan_engine(config).draft.capacity.max_concurrency == 1
+            continue
+        with pytest.raises(BudgetTooSmallError):
+            plan_engine(config)
+    with pytest.raises(BudgetTooSmallError) as error:
+        plan_engine(EngineConfig(speculative_config=given | {"kv_cache_memory_bytes": 10**15}, **how))
+    assert "A smaller speculative_config.kv_cache_memory_bytes" in error.value.remedy
+
+
+def test_weights_that_do_not_fit_are_said_to_be_the_draft_models(folders, monkeypatch):
+    monkeypatch.setattr("pagefold.engine.on_cpu.available_memory_bytes", lambda: 1_000_000)
+    with pytest.raises(DoesNotFitError, match=r"The draft model's weights need .* KiB, and .* are free"):
+        plan_engine(EngineConfig(model=folders["llama"], speculative_config={"model": folders["qwen3"]}, **SIZES))
+
+
+def test_steps_that_have_no_room_for_drafts_need_no_draft_model(folders):
+    config = EngineConfig(
+        model=folders["llama"], speculative_config={"model": folders["qwen3"]}, max_num_seqs=1, max_num_batched_tokens=1
+    )
+    plan = plan_engine(config)
+    assert plan.draft is None
+    assert not plan.capacity.draft_bytes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_tokens_that_only_the_model_knows_do_no_harm(tiny_chat_model, tmp_path, dtype):
+    """Embeddings are padded, and not to the same number: with the same tokenizer one may take more ids."""
+    from tiny_models import FAMILIES
+    from transformers import AutoModelForCausalLM
+
+    small = tmp_path / "small"
+    shutil.copytree(tiny_chat_model, small)
+    config = FAMILIES["llama"]()
+    config.vocab_size = 49_152 - 100
+    AutoModelForCausalLM.from_config(config).save_pretrained(small)
+    how = {"max_model_len": 128, "dtype": dtype, "kv_cache_memory_bytes": 2**21}
+    prompts = [{"prompt_token_ids": [5, 6, token_id, 7]} for token_id in (8, 49_151, 49_100)]
+
+    def found(llm):
+        how = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, how, use_tqdm=False)]
+
+    plain = found(LLM(str(tiny_chat_model), **how))
+    llm = LLM(str(tiny_chat_model), speculative_config={"model": str(small)}, **how)
+    make_free(llm)
+    assert found(llm) == plain
+
+
+@pytest.mark.parametrize("asked", [None, 150_000])
 def test_the_smallest_budget_that_is_named_works(folders, asked):
     given = {"model": folders["qwen3"], "kv_cache_memory_bytes": asked}
     given = {name: value for name, value in given.items() if value is not None}
     how = {"model": folders["llama"], "speculative_config": given, **SIZES}
     with pytest.raises(BudgetTooSmallError, match="for the draft model; one request") as error:
         plan_engine(EngineConfig(kv_cache_memory_bytes=1, **how))
-    smallest = int(error.value.remedy.split("kv_cache_memory_bytes=")[1].split(";")[0].rstrip("."))
+    smallest = int(error.value.remedy.split("kv_cache_memory_bytes=")[1].split(";")[0].split(".")[0])
     assert plan_engine(EngineConfig(kv_cache_memory_bytes=smallest, **how)).capacity.max_concurrency >= 1
     with pytest.raises(BudgetTooSmallError):
         plan_engine(EngineConfig(kv_cache_memory_bytes=smallest - 1, **how))
@@ -145,8 +202,13 @@ def test_what_cannot_draft_is_refused_before_weights_are_loaded(folders, tmp_pat
     short = _with(folders["llama"], tmp_path / "short", max_position_embeddings=100)
     refused("max_model_len=100", "max_model_len is 128, and short, the draft model, ends at 100", model=short)
     refused("speculative_config.model", "method is draft_model", method="draft_model")
-    refused("left out", "quantization is 'int8'", quantization="int8")
-    refused("left out", "kv_cache_memory_bytes is 5", kv_cache_memory_bytes=5)
+    refused("leave it out", "quantization is 'int8'", quantization="int8")
+    refused("leave it out", "kv_cache_memory_bytes is 5", kv_cache_memory_bytes=5)
+    neox = str(save_tiny_model("gpt-neox", tmp_path / "neox"))
+    refused("Leave quantization out", "speculative_config: quantization takes", model=neox, quantization="int8")
+    how["max_model_len"] = "auto"
+    refused("max_model_len=100", r"llama goes up to \d+ tokens, and short, the draft model, ends at 100", model=short)
+    how["max_model_len"] = 128
     refused("at least 1", "kv_cache_memory_bytes is 0", kv_cache_memory_bytes=0, model=short)
     refused("int8, w8a8_int8", "quantization is 'int3'", quantization="int3", model=short)
     refused("left out", "model is empty", model="")

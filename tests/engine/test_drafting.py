@@ -23,7 +23,7 @@ class CountingUp:
     """Guesses numbers that go on from the last token; remembers whom it was asked for."""
 
     def __init__(self, costs=None):
-        self.costs = costs
+        self.costs, self.unread = costs, 0
         self.asked, self.forgotten = [], []
 
     def draft(self, requests, num_tokens):
@@ -32,6 +32,9 @@ class CountingUp:
             Draft(array("i", range(request.token_ids[-1] + 1, request.token_ids[-1] + 1 + most)), 3)
             for request, most in zip(requests, num_tokens, strict=True)
         ]
+
+    def num_unread(self, request):
+        return self.unread
 
     def forget(self, request_id):
         self.forgotten.append(request_id)
@@ -89,6 +92,21 @@ def test_who_takes_time_is_asked_for_as_many_as_pay():
     loop.drafter.costs = StepCosts((1, 2), (1e-9, 1e-9))
     loop.step()
     assert request.num_draft_tokens == 1 + 4
+
+
+def test_what_must_be_read_first_should_pay_within_what_is_left():
+    making = StepCosts((1, 2), (1e-3, 2e-3))  # a millisecond a token, where a step takes a second
+    for num_unread, num_out, pays in ((100, 100, True), (100, 4, True), (10_000, 100, True), (30_000, 8, False)):
+        loop = Loop()
+        loop.drafter.costs, loop.drafter.unread = making, num_unread
+        loop.add("one", [1, 2, 3], num_out=num_out)
+        loop.step()
+        loop.step()
+        assert bool(loop.drafter.asked) == pays, (num_unread, num_out)
+    loop.drafter.unread = None
+    for _ in range(5):
+        loop.step()
+    assert not loop.drafter.asked, "who gets none now is not asked for"
 
 
 def test_no_more_drafts_than_tokens_may_come():

@@ -166,6 +166,7 @@ def drafting_by_model(folder: Path, vocab_size: int, num_blocks: int = 256) -> C
             costs=_NO_TIME,
             max_num_batched_tokens=64,
             vocab_size=vocab_size,
+            own_vocab_size=vocab_size,
             block_bytes=plan.geometry.bytes_per_block,
         )
         params = SpeculativeParams(method="draft_model", num_speculative_tokens=8)

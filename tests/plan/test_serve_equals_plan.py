@@ -103,12 +103,12 @@ def test_a_slab_is_what_was_planned(family, settings, smollm2, tiny_folder, free
     [
         {},
         {"kv_cache_memory_bytes": 10_000_000, "max_model_len": 200},
-        {"kv_cache_memory_bytes": 3_000_000, "max_model_len": "auto", "block_size": 32},
+        {"kv_cache_memory_bytes": 9_000_000, "max_model_len": "auto", "block_size": 32},
         {"max_model_len": 100, "max_num_seqs": 4, "kv_cache_dtype": "int8_per_token_head"},
     ],
 )
 @pytest.mark.parametrize(
-    "given", [{"method": "tree"}, {"model": "qwen3"}, {"model": "qwen3", "kv_cache_memory_bytes": 500_000}]
+    "given", [{"method": "tree"}, {"model": "qwen3"}, {"model": "qwen3", "kv_cache_memory_bytes": 4_200_000}]
 )
 def test_drafts_are_planned_as_they_are_served(given, asked, tiny_folder, free_bytes):
     if "model" in given:
@@ -122,8 +122,22 @@ def test_drafts_are_planned_as_they_are_served(given, asked, tiny_folder, free_b
     assert blueprint.capacity == device.capacity
     assert device.drafts.logit_bytes == 4 * 128 * 307 * (3 if "model" in given else 2)
     if blueprint.draft is not None:
-        packed = packed_bytes(blueprint.draft.spec.fused, blueprint.capacity.max_model_len, blueprint.draft.formats)
-        assert 0.8 * packed < device.drafts.weight_bytes <= packed or asked.get("max_model_len") == "auto"
+        draft = blueprint.draft
+        packed = packed_bytes(draft.spec.fused, draft.config.max_model_len, draft.formats)
+        assert 0.8 * packed < device.drafts.weight_bytes <= packed
+
+
+def test_a_draft_model_that_would_not_fit_alone_is_planned_as_it_is_served(tiny_folder, monkeypatch):
+    """It need not hold a request in half of what is free, and lies beside the model with the least that it needs."""
+    free_bytes = 8_500_000
+    monkeypatch.setattr("pagefold.engine.on_cpu.available_memory_bytes", lambda: free_bytes)
+    params = SpeculativeParams(model=str(tiny_folder("llama-mha")), kv_cache_memory_bytes=1_500_000)
+    asked = {"max_num_seqs": 128, "dtype": "float32", "speculative_config": params, "max_model_len": 1000}
+    folder = str(tiny_folder("llama"))
+    shape = replace(find_model(folder), is_fused=False)
+    planned = plan_memory(shape, cpu(free_bytes), PlanSettings(**asked)).devices[0].capacity
+    served = plan_engine(EngineConfig(model=folder, device="cpu", model_impl="transformers", **asked)).capacity
+    assert abs(planned.num_blocks - served.num_blocks) <= 1  # panels of the draft model's weights have some padding
 
 
 def test_drafts_that_are_not_planned_are_refused(tiny_folder, free_bytes):
@@ -131,7 +145,7 @@ def test_drafts_that_are_not_planned_are_refused(tiny_folder, free_bytes):
     with pytest.raises(ConfigError, match="planned for our own server on a CPU only"):
         plan_memory(shape, find_device("H100-80GB"), PlanSettings(speculative_config=params))
     longer = replace(shape, max_positions=30_000)
-    with pytest.raises(ConfigError, match=r"max_model_len is 30000, and .*, the draft model, has "):
+    with pytest.raises(ConfigError, match=r"goes up to 30000 tokens, and .*, the draft model, has "):
         plan_memory(longer, cpu(free_bytes), PlanSettings(speculative_config=params))
 
 

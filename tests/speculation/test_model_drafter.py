@@ -93,7 +93,15 @@ def request_of(name: str, token_ids, namespace: bytes = b"a", seed: int = 0) -> 
 def make(num_blocks: int = 64, rules=PLAIN, budget: int = 512, **how) -> tuple[ModelDrafter, Chain]:
     runner = Chain(num_blocks, len(rules))
     core = KVCore(num_blocks, block_size=SIZE, rules=rules, **how)
-    drafter = ModelDrafter(core, runner, costs=COSTS, max_num_batched_tokens=budget, vocab_size=VOCAB, block_bytes=100)
+    drafter = ModelDrafter(
+        core,
+        runner,
+        costs=COSTS,
+        max_num_batched_tokens=budget,
+        vocab_size=VOCAB,
+        own_vocab_size=MODEL_VOCAB,
+        block_bytes=100,
+    )
     return drafter, runner
 
 
@@ -152,17 +160,17 @@ def test_a_long_prompt_is_read_in_several_rounds():
 
 def test_who_finds_no_memory_has_no_drafts_until_another_one_ends():
     drafter, runner = make(num_blocks=6)
-    big, small, late = (
-        request_of("big", range(15)),
+    small, big, late = (
         request_of("small", range(20, 24)),
-        request_of("late", range(30, 38)),
+        request_of("big", range(15)),
+        request_of("late", range(30, 46)),
     )
-    assert drafts_of(drafter, big, small, late, most=1) == [expected(big, 1), expected(small, 1), []]
+    assert drafts_of(drafter, small, big, late, most=1) == [expected(small, 1), expected(big, 1), []]
     before = runner.num_read
-    assert drafts_of(drafter, big, small, late, most=1) == [expected(big, 1), expected(small, 1), []]
+    assert drafts_of(drafter, small, big, late, most=1) == [expected(small, 1), expected(big, 1), []]
     assert runner.num_read == before, "nobody has got a token since"
     big.token_ids.append(3)
-    assert drafts_of(drafter, big, small, late, most=1) == [expected(big, 1), expected(small, 1), []]
+    assert drafts_of(drafter, small, big, late, most=1) == [expected(small, 1), expected(big, 1), []]
     assert runner.num_read - before == 1, "it does not try again and again"
     drafter.forget("small")
     drafter.forget("big")
@@ -279,6 +287,47 @@ def test_whatever_happens_drafts_are_what_the_model_says(seeds, num_blocks, rule
         num_right += machine.num_right
     assert num_right > 0.03 * num_drafts
     assert num_blocks < 200 or num_right > 0.3 * num_drafts
+
+
+def test_tokens_that_the_model_does_not_know_are_never_read():
+    drafter, runner = make()
+    odd, other = request_of("odd", [1, 2, MODEL_VOCAB]), request_of("other", [1, 2, 3])
+    assert drafter.num_unread(odd) == 2
+    assert drafts_of(drafter, odd, other) == [[], expected(other, 5)]
+    assert drafter.num_unread(odd) is None
+    other.token_ids.append(MODEL_VOCAB + 7)
+    before = runner.num_read
+    assert drafts_of(drafter, odd, other) == [[], []]
+    assert runner.num_read == before
+
+
+def test_who_can_never_fit_takes_nothing_from_others():
+    drafter, runner = make(num_blocks=6)
+    idle, huge = request_of("idle", range(12)), request_of("huge", range(30))
+    drafts_of(drafter, idle, most=1)
+    assert drafts_of(drafter, huge) == [[]]
+    assert drafter.num_unread(huge) is None
+    before = runner.num_read
+    idle.token_ids.append(3)
+    assert drafts_of(drafter, idle, most=1) == [expected(idle, 1)]
+    assert runner.num_read - before == 1, "what was read of it is still there"
+
+
+def test_what_is_crowded_out_leaves_room_for_those_that_were_before():
+    drafter, _ = make(num_blocks=10)
+    grows, waits = request_of("grows", range(24)), request_of("waits", range(20, 40))
+    assert drafts_of(drafter, grows, most=1) == [expected(grows, 1)]
+    assert drafts_of(drafter, grows, waits, most=1) == [expected(grows, 1), []]
+    assert drafter.num_unread(waits) is None
+    grows.token_ids.extend(range(20))
+    assert drafts_of(drafter, grows, most=1) == [[]]
+    assert drafts_of(drafter, waits, most=1) == [expected(waits, 1)]
+
+
+def test_who_has_least_to_read_goes_first():
+    drafter, _ = make(budget=8)
+    long, short = request_of("long", range(19)), request_of("short", [7, 8])
+    assert drafts_of(drafter, long, short) == [[], expected(short, 5)]
 
 
 def test_what_it_keeps_is_told():

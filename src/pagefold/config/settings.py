@@ -267,10 +267,7 @@ class EngineConfig:
                 raise ConfigError(error.message, remedy=error.remedy) from None
         _check_types(self)
         if self.speculative_config is not None:
-            try:
-                self.speculative_config.check_start()
-            except InvalidRequestError as error:
-                raise ConfigError(error.message, remedy=error.remedy) from None
+            self.speculative_config.check_start()
         _one_of("device", self.device, get_args(Device))
         _one_of("dtype", self.dtype, get_args(Dtype))
         _one_of("attention_backend", self.attention_backend, get_args(AttentionBackend))

@@ -22,7 +22,15 @@ if TYPE_CHECKING:
     from pagefold.engine.blueprint import Blueprint
     from pagefold.runner.torch_runner import TorchRunner
 
-__all__ = ["capacity_of_draft", "check_draft", "draft_config", "line_of_draft", "model_drafter"]
+__all__ = [
+    "capacity_of_draft",
+    "check_device",
+    "check_draft",
+    "draft_config",
+    "line_of_draft",
+    "longest_of",
+    "model_drafter",
+]
 
 _TIMED_ROWS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -33,7 +41,7 @@ def draft_config(config: EngineConfig) -> EngineConfig | None:
     Its KV is stored as it is computed, on the device alone.
     """
     asked = config.speculative_config
-    if asked is None or asked.model is None or asked.is_off:
+    if asked is None or asked.model is None or not config.max_draft_tokens:
         return None
     return EngineConfig(
         model=asked.model,
@@ -50,20 +58,30 @@ def draft_config(config: EngineConfig) -> EngineConfig | None:
     )
 
 
+def check_device(config: EngineConfig, device: str) -> None:
+    """See that draft models are computed on a device.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    if device != "cpu":
+        msg = f"speculative_config.model is {config.model}, and draft models are not computed on {device} yet."
+        raise ConfigError(msg, remedy="Use method tree or ngram, or device=cpu.")
+
+
 def check_draft(draft: Blueprint, model: Blueprint) -> None:
     """See that a draft model can draft for the model.
 
     Raises:
-        ConfigError: it has other tokens, or fewer positions, or there is a card: with what to do.
+        ConfigError: it has other tokens, or fewer positions: with what to do.
     """
     name, other = draft.spec.folder.name, model.spec.folder.name
-    if model.device != "cpu":
-        msg = f"speculative_config.model is {name}, and draft models are not computed on {model.device} yet."
-        raise ConfigError(msg, remedy="Use method tree or ngram, or device=cpu.")
-    longest, most = _longest(model), draft.limit.length
+    longest, most = longest_of(model), draft.limit.length
     if longest > most:
         why = draft.limit.why or "it was made for no more positions"
-        msg = f"max_model_len is {longest}, and {name}, the draft model, ends at {most}: {why}."
+        is_asked = isinstance(model.config.max_model_len, int)
+        what = f"max_model_len is {longest}" if is_asked else f"{other} goes up to {longest} tokens"
+        msg = f"{what}, and {name}, the draft model, ends at {most}: {why}."
         raise ConfigError(msg, remedy=f"Give max_model_len={most}, or a draft model that has as many positions.")
     tokens, others = _tokens_of(draft.spec.folder), _tokens_of(model.spec.folder)
     if tokens is None and others is None:  # nobody knows what their tokens are
@@ -127,14 +145,15 @@ def model_drafter(
             costs=costs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             vocab_size=vocab_size,
+            own_vocab_size=draft.spec.vocab_size,
             block_bytes=geometry.bytes_per_block,
         )
 
     return make
 
 
-def _longest(model: Blueprint) -> int:
-    """Return how long a sequence may become."""
+def longest_of(model: Blueprint) -> int:
+    """Return how long a sequence may become at most."""
     asked, most = model.config.max_model_len, model.limit.length
     return min(asked, most) if isinstance(asked, int) else most
 

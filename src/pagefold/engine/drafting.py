@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["NO_DRAFTING", "Drafting"]
 
 _MOST_OF_GRAMMARS = 4
+_HORIZON = 64
+"""What is read of a request for drafts should pay within so many tokens: it may end then."""
 _TRY_AGAIN = 64
 """After so many steps without one a request gets a draft that does not seem to pay: texts change, and the cache."""
 
@@ -101,6 +103,8 @@ class Drafting:
         if asked is None:
             return self.default
         wanted, default = asked.over(self.default), self.default or SpeculativeParams()
+        if wanted.is_off:
+            return wanted
         for name in OF_THE_START:
             value = getattr(asked, name)
             if value is not None and value != getattr(default, name):
@@ -184,6 +188,8 @@ class Drafting:
                 num, most = 1, most - 1
             numbers[asked.request.request_id] = num
         made = [asked for asked in ready if asked.drafter.costs is not None and numbers[asked.request.request_id]]
+        for asked in made:
+            asked.num_without = 0
         found |= self._drafts(made, lambda request: numbers[request.request_id])
         for asked in ready:
             request = asked.request
@@ -205,10 +211,17 @@ class Drafting:
             asked: the request.
             draft: that was found already; None where one is yet to be made.
         """
-        name = asked.request.request_id
-        if draft is None:
-            return Chance(self._acceptance.chance(name, OF_MODEL), _most(asked.request), asked.drafter.costs)
-        return Chance(self._acceptance.chance(name, draft.kind), len(draft.token_ids))
+        request, drafter = asked.request, asked.drafter
+        name = request.request_id
+        if draft is not None:
+            return Chance(self._acceptance.chance(name, draft.kind), len(draft.token_ids))
+        num_unread = drafter.num_unread(request)
+        chance, making = self._acceptance.chance(name, OF_MODEL), drafter.costs
+        if num_unread is None or making is None:
+            return Chance(chance, 0)
+        num_left = min(_HORIZON, request.stop.max_total_tokens - request.num_tokens)
+        reading_s = making.of(1 + num_unread) - making.of(1)
+        return Chance(chance, _most(request), making, reading_s / max(1, num_left))
 
     def _step_without(self) -> _Step:
         """Return what the next step has without drafts: prompts come first, also those that will be let in."""

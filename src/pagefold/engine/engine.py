@@ -283,7 +283,9 @@ class Engine:
         """
         now = self._clock()
         self.tiering.poll(now)
-        self.drafting.prepare()
+        if self.drafting.is_on:
+            self.drafting.prepare()
+            now = self._clock()  # a draft model takes its time
         plan = self.scheduler.schedule(now)
         deltas = [self._timed_out(request, now) for request in self.scheduler.timed_out]
         if not plan.num_rows:

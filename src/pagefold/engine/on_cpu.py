@@ -8,7 +8,7 @@ from pagefold.config import available_cpus, available_memory_bytes
 from pagefold.engine.blocks import allocate_blocks, host_bytes_for
 from pagefold.engine.draft_model import line_of_draft
 from pagefold.engine.hardware import Ready
-from pagefold.memory.capacity import Capacity, DraftShare, plan_capacity
+from pagefold.memory.capacity import NO_SHARE, Capacity, DraftShare, check_room, plan_capacity
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,9 +34,11 @@ class OnCpu:
 
         config, spec, geometry = blueprint.config, blueprint.spec, blueprint.geometry
         available_bytes = available_memory_bytes() - _draft_bytes(blueprint)
-        share: DraftShare | None = None
+        share = NO_SHARE
         if blueprint.draft is not None and config.speculative_config is not None:
-            available_bytes -= _weight_bytes(blueprint.draft)
+            draft_bytes = _weight_bytes(blueprint.draft)
+            check_room(draft_bytes, available_bytes)
+            available_bytes -= draft_bytes
             share = DraftShare(blueprint.draft.geometry.layout, config.speculative_config.kv_cache_memory_bytes)
         capacity = plan_capacity(
             layout=geometry.layout,

@@ -102,10 +102,11 @@ class OverlappedEngine(Engine):
         self._land()
         if self._launched and not self._launched[0].is_launched:
             self._land()
+        if not self._launched:
+            self.drafting.prepare()
         now = self._clock()
         timed_out: list[Request] = []
         if not self._launched:
-            self.drafting.prepare()
             plan = self.scheduler.schedule(now)
             timed_out = self.scheduler.timed_out
             if plan.num_rows:

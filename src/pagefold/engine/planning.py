@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pagefold.config import cache_dir
 from pagefold.engine.blueprint import Blueprint, without_windows
-from pagefold.engine.draft_model import capacity_of_draft, check_draft, draft_config
+from pagefold.engine.draft_model import capacity_of_draft, check_device, check_draft, draft_config, longest_of
 from pagefold.engine.on_card import OnCard
 from pagefold.engine.on_cpu import OnCpu
 from pagefold.errors import ConfigError
@@ -44,11 +44,15 @@ def plan_engine(config: EngineConfig, *, progress: Progress | None = None) -> Bl
     blueprint = _shape_of(config, progress)
     of_draft = draft_config(config)
     if of_draft is not None:
-        draft = _shape_of(of_draft, progress)
+        check_device(of_draft, blueprint.device)
+        try:
+            draft = _shape_of(of_draft, progress)
+        except ConfigError as error:
+            msg = f"speculative_config: {error.message}"
+            raise ConfigError(msg, remedy=error.remedy) from error
         check_draft(draft, blueprint)
-        longest = blueprint.limit.length if config.max_model_len is None else config.max_model_len
-        draft = replace(draft, config=replace(of_draft, max_model_len=longest))  # its tables are no longer
-        blueprint = replace(blueprint, draft=draft)
+        of_draft = replace(of_draft, max_model_len=longest_of(blueprint))  # its tables are no longer
+        blueprint = replace(blueprint, draft=replace(draft, config=of_draft))
     blueprint = replace(blueprint, capacity=hardware_of(blueprint).capacity(blueprint))
     if blueprint.draft is not None:
         capacity = capacity_of_draft(blueprint.draft, blueprint.capacity)

@@ -15,7 +15,15 @@ from pagefold.memory.limit import Limit
 if TYPE_CHECKING:
     from pagefold.kv import CacheLayout
 
-__all__ = ["KV_SHARE_OF_FREE_MEMORY", "Capacity", "DraftShare", "human_bytes", "plan_capacity"]
+__all__ = [
+    "KV_SHARE_OF_FREE_MEMORY",
+    "NO_SHARE",
+    "Capacity",
+    "DraftShare",
+    "check_room",
+    "human_bytes",
+    "plan_capacity",
+]
 
 KV_SHARE_OF_FREE_MEMORY = 0.5
 """Default KV budget on a CPU: this share of the memory that is free once the weights are in. The rest stays for
@@ -41,15 +49,17 @@ class DraftShare:
     """How much of a KV budget the draft model has beside the model: its share, in whole blocks.
 
     Attributes:
-        layout: of the draft model's KV.
+        layout: of the draft model's KV; None without one, whose share is nothing.
         asked_bytes: what was asked; None for as many tokens as the model has.
     """
 
-    layout: CacheLayout
+    layout: CacheLayout | None = None
     asked_bytes: int | None = None
 
     def of(self, budget: int, layout: CacheLayout) -> int:
         """Return the share's bytes, given the whole budget and the layout of the model's KV; at least one block."""
+        if self.layout is None:
+            return 0
         wanted = self.asked_bytes
         if wanted is None:
             own, others = self.layout.bytes_per_token, layout.bytes_per_token
@@ -58,12 +68,34 @@ class DraftShare:
 
     def around(self, num_bytes: int, layout: CacheLayout) -> int:
         """Return the smallest budget that leaves so many bytes to the model."""
-        if self.asked_bytes is not None:
+        if self.layout is None or self.asked_bytes is not None:
             return num_bytes + self.of(0, layout)
         own, others, block_bytes = self.layout.bytes_per_token, layout.bytes_per_token, self.layout.bytes_per_block
         # The fewest blocks k for which the share of a budget of num_bytes + k * block_bytes is below k + 1 blocks.
         num_blocks = (num_bytes * own - (own + others) * block_bytes) // (others * block_bytes) + 1
         return num_bytes + max(1, num_blocks) * block_bytes
+
+    def check(self, length: int, num_new: int | None) -> None:
+        """See that the share that was asked for holds a request of so many tokens, written so many at a time.
+
+        Raises:
+            BudgetTooSmallError: it does not; names the smallest that works.
+        """
+        if self.layout is None or self.asked_bytes is None:
+            return
+        num_blocks, num_needed = self.layout.num_blocks(self.asked_bytes), self.layout.num_blocks_for(length, num_new)
+        if num_blocks < num_needed:
+            msg = (
+                f"speculative_config.kv_cache_memory_bytes is {self.asked_bytes:,}, which is {num_blocks} blocks of "
+                f"the draft model; one request of max_model_len = {length} tokens needs {num_needed}."
+            )
+            smallest = num_needed * self.layout.bytes_per_block
+            remedy = f"The smallest that works is {smallest}; or leave it out for as many tokens as the model has."
+            raise BudgetTooSmallError(msg, missing_bytes=smallest - self.asked_bytes, remedy=remedy)
+
+
+NO_SHARE = DraftShare()
+"""Without a draft model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +182,7 @@ def plan_capacity(  # noqa: PLR0913 - the facts that it weighs, by name
     allow_streaming: bool = False,
     max_num_batched_tokens: int | None = None,
     is_ours: bool = False,
-    draft: DraftShare | None = None,
+    draft: DraftShare = NO_SHARE,
 ) -> Capacity:
     """Decide budget, blocks and ``max_model_len``.
 
@@ -167,7 +199,7 @@ def plan_capacity(  # noqa: PLR0913 - the facts that it weighs, by name
         max_num_batched_tokens: what a step of ours writes, beside what windows keep; None for another engine.
         is_ours: whether all of it is for weights and blocks, as on a GPU whose share for the rest is already taken off;
             the default budget is then all that the weights leave.
-        draft: the share of a draft model, whose weights are no more part of ``available_bytes``; None for none.
+        draft: the share of a draft model, whose weights are no more part of ``available_bytes``.
 
     Raises:
         ConfigError: ``max_model_len`` is beyond ``limit``, or that holds no request.
@@ -194,9 +226,7 @@ def plan_capacity(  # noqa: PLR0913 - the facts that it weighs, by name
             max_num_seqs * layout.num_blocks_for(wanted_len, max_num_batched_tokens),
             sum(_MIN_DEFAULT_TOKENS // group.block_size for group in layout.groups),
         )
-        most = enough * layout.bytes_per_block + residual_bytes
-        if draft is not None:
-            most = draft.around(most, layout)
+        most = draft.around(enough * layout.bytes_per_block + residual_bytes, layout)
         budget = left if is_ours else min(int(left * KV_SHARE_OF_FREE_MEMORY), most)
     elif budget > left:
         msg = (
@@ -205,13 +235,14 @@ def plan_capacity(  # noqa: PLR0913 - the facts that it weighs, by name
         )
         remedy = "Give a smaller budget, or leave it out to take a share of what is free."
         raise DoesNotFitError(msg, missing_bytes=budget - left, remedy=remedy)
-    draft_bytes = 0 if draft is None else draft.of(budget, layout)
+    draft_bytes = draft.of(budget, layout)
     num_blocks = layout.num_blocks(budget - draft_bytes - residual_bytes)
     num_usable = _num_streamed(num_blocks, num_host_blocks) if allow_streaming else num_blocks
     longest = layout.longest_in(num_usable, limit.length, max_num_batched_tokens)
     if max_model_len == "auto":
         wanted_len = longest
     num_blocks_needed = layout.num_blocks_for(max(wanted_len, 2), max_num_batched_tokens)
+    draft.check(max(wanted_len, 2), max_num_batched_tokens)
     if num_usable < num_blocks_needed:
         msg = (
             f"The KV budget of {budget:,} bytes is {num_blocks} blocks of {layout.bytes_per_block:,} bytes"
@@ -219,9 +250,11 @@ def plan_capacity(  # noqa: PLR0913 - the facts that it weighs, by name
             f"{max(wanted_len, 2)} tokens needs {num_blocks_needed}."
         )
         smallest = num_blocks_needed * layout.bytes_per_block + residual_bytes
-        if draft is not None:
-            smallest = draft.around(smallest, layout)
-        raise BudgetTooSmallError(msg, missing_bytes=smallest - budget, remedy=_remedy(smallest, left, longest))
+        smallest = draft.around(smallest, layout)
+        remedy = _remedy(smallest, left, longest)
+        if draft.asked_bytes is not None:
+            remedy += " A smaller speculative_config.kv_cache_memory_bytes leaves more of it."
+        raise BudgetTooSmallError(msg, missing_bytes=smallest - budget, remedy=remedy)
     return Capacity(
         weight_bytes=weight_bytes,
         kv_budget_bytes=num_blocks * layout.bytes_per_block + residual_bytes,
@@ -237,6 +270,19 @@ def plan_capacity(  # noqa: PLR0913 - the facts that it weighs, by name
         limited_by=limit if limit.setting and wanted_len == limit.length else _NOTHING,
         draft_bytes=draft_bytes,
     )
+
+
+def check_room(draft_weight_bytes: int, available_bytes: int) -> None:
+    """See that a draft model's weights fit into the memory that is free.
+
+    Raises:
+        DoesNotFitError: they do not.
+    """
+    if draft_weight_bytes >= available_bytes:
+        free = max(0, available_bytes)
+        msg = f"The draft model's weights need {human_bytes(draft_weight_bytes)}, and {human_bytes(free)} are free."
+        missing = draft_weight_bytes + 1 - available_bytes
+        raise DoesNotFitError(msg, missing_bytes=missing, remedy="Use a smaller draft model, or none.")
 
 
 def _num_streamed(num_blocks: int, num_host_blocks: int) -> int:

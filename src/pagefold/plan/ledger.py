@@ -65,7 +65,7 @@ def entries_of(memory: Memory, part: DeviceMemory, device: Device) -> tuple[Entr
     drafts = part.drafts
     if drafts.num_bytes:
         formula = f"logits of drafts {drafts.logit_bytes / GIB:,.2f} GiB"
-        if drafts.share is not None:
+        if drafts.share.layout is not None:
             kv = f"{capacity.draft_bytes // drafts.share.layout.bytes_per_block:,} blocks of its KV"
             formula = f"weights of the draft model {drafts.weight_bytes / GIB:,.2f} GiB + {kv} + {formula}"
         entries.append(Entry("drafts", Span.exactly(drafts.num_bytes + capacity.draft_bytes), formula))

@@ -9,7 +9,7 @@ from pagefold.errors import ConfigError, DoesNotFitError
 from pagefold.kv import CODECS
 from pagefold.memory.capacity import Capacity, plan_capacity
 from pagefold.memory.limit import MAX_ROPE_POSITIONS, Limit
-from pagefold.plan.drafts import NO_DRAFTS, Drafts, plan_drafts
+from pagefold.plan.drafts import NO_DRAFTS, Beside, Drafts, Part, plan_drafts
 from pagefold.plan.forms import Forms
 from pagefold.plan.parallel import Shard, check_parallel, shards_of
 from pagefold.plan.reserve import CONTEXT_BYTES, Profiling, Reserve, Step
@@ -182,9 +182,61 @@ def plan_memory(shape: ModelShape, device: Device, settings: PlanSettings) -> Me
     if device.is_cpu and settings.num_devices > 1:
         message = f"A CPU is one device, and {settings.num_devices} are asked for."
         raise ConfigError(message, remedy="Leave out tensor_parallel_size and pipeline_parallel_size.")
+    engine, cut = settings.engine_on(device), _cut(shape, device, settings)
+    shape, asked = cut.shape, settings.max_model_len
+    num_tokens = max(settings.max_num_batched_tokens or engine.num_batched_tokens(device), settings.max_num_seqs or 0)
+    num_seqs = settings.max_num_seqs or engine.num_seqs(device)
+    if not engine.is_ours:  # vLLM's default is no more than a step has tokens
+        num_seqs = min(num_seqs, num_tokens)
+    profiling = Profiling(engine, shape, device, settings, Step(num_tokens, num_seqs, cut.forms.element_bytes))
+    drafts = plan_drafts(shape, device, settings, Beside(cut.forms.max_len, num_tokens), _only_part)
+    fit = _Fit(shape, device, settings, cut.limit, num_tokens, num_seqs, drafts)
+    devices = [fit.on(part.shard, part.weights, profiling.reserve(part.shard)) for part in cut.parts]
+    if asked == "auto":  # what fits on every stage
+        longest = min(each.capacity.max_model_len for each in devices)
+        devices = [_up_to(each, longest, num_tokens) for each in devices]
+    layout = cut.forms.layout(shape.kv_layers, shape.layers, 1)
+    assert layout is not None, "checked above"
+    bound = settings.max_num_seqs if engine.is_ours else num_seqs
+    return Memory(
+        engine=engine,
+        forms=cut.forms,
+        utilization=settings.utilization_on(device),
+        dtype=cut.dtype,
+        weight_dtype=cut.forms.weights,
+        codec=cut.forms.codec,
+        layout=layout,
+        devices=tuple(devices),
+        max_num_batched_tokens=num_tokens,
+        max_num_seqs=bound,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        num_new=num_tokens,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A model as an engine stores it, cut for its devices.
+
+    Attributes:
+        shape: the model, with the windows and codecs that are asked for.
+        limit: of the length of a sequence.
+        dtype: the type that it computes in.
+        forms: how it is stored.
+        parts: of each device.
+    """
+
+    shape: ModelShape
+    limit: Limit
+    dtype: str
+    forms: Forms
+    parts: tuple[Part, ...]
+
+
+def _cut(shape: ModelShape, device: Device, settings: PlanSettings) -> _Cut:
+    """Cut a model for its devices."""
     engine = settings.engine_on(device)
     dtype, weight_dtype = _dtypes(shape, device, settings)
-    codec = settings.codec(dtype)
     shape = shape.storing(settings.kv_cache_dtype_skip_layers, settings.skip_codec(dtype))
     limit = Limit(shape.max_positions)
     if settings.streaming_llm is not None:
@@ -194,49 +246,29 @@ def plan_memory(shape: ModelShape, device: Device, settings: PlanSettings) -> Me
         limit = Limit(shape.served_limit, f"{shape.model_type}'s longrope")
     asked = settings.max_model_len
     max_len = min(asked, limit.length) if isinstance(asked, int) else limit.length
-    element_bytes = CODECS[dtype].element_bits // 8
-    num_tokens = max(settings.max_num_batched_tokens or engine.num_batched_tokens(device), settings.max_num_seqs or 0)
-    num_seqs = settings.max_num_seqs or engine.num_seqs(device)
-    if not engine.is_ours:  # vLLM's default is no more than a step has tokens
-        num_seqs = min(num_seqs, num_tokens)
     forms = Forms(
         engine=engine,
         weights=weight_dtype,
-        codec=codec,
+        codec=settings.codec(dtype),
         block_size=settings.block_size,
         max_len=max_len,
-        element_bytes=element_bytes,
+        element_bytes=CODECS[dtype].element_bits // 8,
         expert_multiple=256 if device.name.startswith(_WIDE_EXPERTS) else 128,
     )
     is_fused = device.is_cpu and dtype in _FUSED_DTYPES and _is_fused(shape, settings)
     rope_bytes = shape.num_ropes * max_len * shape.head_dim * _ROPE_BYTES if is_fused else 0
-    profiling = Profiling(engine, shape, device, settings, Step(num_tokens, num_seqs, element_bytes))
-    drafts = plan_drafts(shape, device, settings, max_len, plan_memory)
-    fit = _Fit(shape, device, settings, limit, num_tokens, num_seqs, drafts)
-    devices = []
-    for shard in shards_of(shape, settings, forms):
-        weights = _weights(shape, shard, weight_dtype, rope_bytes, is_exact=device.is_cpu or engine.is_ours)
-        devices.append(fit.on(shard, weights, profiling.reserve(shard)))
-    if asked == "auto":  # what fits on every stage
-        longest = min(each.capacity.max_model_len for each in devices)
-        devices = [_up_to(each, longest, num_tokens) for each in devices]
-    layout = forms.layout(shape.kv_layers, shape.layers, 1)
-    assert layout is not None, "checked above"
-    bound = settings.max_num_seqs if engine.is_ours else num_seqs
-    return Memory(
-        engine=engine,
-        forms=forms,
-        utilization=settings.utilization_on(device),
-        dtype=dtype,
-        weight_dtype=weight_dtype,
-        codec=codec,
-        layout=layout,
-        devices=tuple(devices),
-        max_num_batched_tokens=num_tokens,
-        max_num_seqs=bound,
-        tensor_parallel_size=settings.tensor_parallel_size,
-        num_new=num_tokens,
+    is_exact = device.is_cpu or engine.is_ours
+    parts = tuple(
+        Part(shard, _weights(shape, shard, weight_dtype, rope_bytes, is_exact=is_exact))
+        for shard in shards_of(shape, settings, forms)
     )
+    return _Cut(shape, limit, dtype, forms, parts)
+
+
+def _only_part(shape: ModelShape, device: Device, settings: PlanSettings) -> Part:
+    """Return a model on the only device that it has."""
+    (part,) = _cut(shape, device, settings).parts
+    return part
 
 
 @dataclass(frozen=True, slots=True)

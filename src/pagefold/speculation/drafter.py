@@ -58,6 +58,12 @@ class Drafter(Protocol):
         One that has costs is asked for as many drafts as are thought to pay; others for all that there could be.
         """
 
+    def num_unread(self, request: Request) -> int | None:
+        """Return how many of a request's tokens it must read before its last one; None where it drafts nothing now.
+
+        Only one that has costs is asked.
+        """
+
     def kept(self) -> Kept | None:
         """Return what it keeps beside what it knows of requests' texts, if anything. Any thread may ask."""
 

@@ -49,11 +49,13 @@ class Chance(NamedTuple):
         is_right: the chance of each, if those before it are right.
         num_drafts: how many there are, or could be made.
         making: what it takes to make one more for each of so many requests at once; None where they are made already.
+        first_s: seconds that making any takes beside that.
     """
 
     is_right: float
     num_drafts: int
     making: StepCosts | None = None
+    first_s: float = 0.0
 
 
 def how_many(
@@ -84,6 +86,7 @@ def how_many(
         if making is not None:
             num_before = num_made[chosen[at]]
             num_made[chosen[at]] += 1
+            making_s += chances[at].first_s if chosen[at] == 1 else 0.0
             making_s += making.of(num_before + 1) - (making.of(num_before) if num_before else 0.0)
         rate = expected / (costs.of(num_tokens) + making_s)
         if rate > best_rate:

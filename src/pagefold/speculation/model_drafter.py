@@ -9,7 +9,7 @@ Each draft is drawn as the request itself will draw there: with its parameters a
 Since every token has its own noise in a draw, two models that nearly agree mostly draw the same token, greedy or not
 (a Gumbel coupling; "Coupling without Communication and Drafter-Invariant Speculative Decoding", Daliri et al., 2024).
 
-Nothing of a request hangs on it: where it is short of memory, or fails, requests have no drafts.
+Nothing of a request hangs on it: where memory is short, or a step of it fails, requests have no drafts.
 """
 
 from __future__ import annotations
@@ -96,6 +96,7 @@ class ModelDrafter:
         costs: what its steps take.
         max_num_batched_tokens: how many tokens one of its steps may have. A longer prompt is read in several rounds.
         vocab_size: tokens that requests may have: behind a draft that is none of them there are no more.
+        own_vocab_size: tokens that the model knows: requests with others have no drafts.
         block_bytes: bytes of one of its blocks.
     """
 
@@ -107,6 +108,7 @@ class ModelDrafter:
         costs: StepCosts,
         max_num_batched_tokens: int,
         vocab_size: int,
+        own_vocab_size: int,
         block_bytes: int,
     ) -> None:
         self.core = core
@@ -114,12 +116,13 @@ class ModelDrafter:
         self._runner = runner
         self._max_num_batched_tokens = max_num_batched_tokens
         self._vocab_size = vocab_size
+        self._own_vocab_size = own_vocab_size
         self._block_bytes = block_bytes
         self._readings: dict[str, _Reading] = {}
         self._crowded_out: set[str] = set()
-        """Requests that there was no memory for since another one ended last."""
+        """Requests that there was no memory for since another one gave some back last."""
         self._given_up: set[str] = set()
-        """Requests with whom a step failed, or for which the model found no numbers."""
+        """Requests with whom a step failed, for which the model found no numbers, or which it can never read."""
         self._num_steps = 0
 
     def kept(self) -> Kept:
@@ -127,13 +130,22 @@ class ModelDrafter:
         pool, block_bytes = self.core.pool, self._block_bytes
         return Kept("draft_model", (pool.num_blocks - pool.num_free) * block_bytes, pool.num_blocks * block_bytes)
 
+    def num_unread(self, request: Request) -> int | None:
+        """See :class:`~pagefold.speculation.drafter.Drafter`. What others have read of its prompt is not known yet."""
+        name = request.request_id
+        if name in self._given_up or name in self._crowded_out:
+            return None
+        reading = self._readings.get(name)
+        return request.num_tokens - 1 if reading is None else max(0, request.num_tokens - 1 - reading.num_read)
+
     def draft(self, requests: Sequence[Request], num_tokens: Sequence[int]) -> list[Draft]:
-        """See :class:`~pagefold.speculation.drafter.Drafter`."""
+        """See :class:`~pagefold.speculation.drafter.Drafter`. Who has least to read goes first."""
         here = {request.request_id for request in requests}
         rounds: dict[str, _Round] = {}
         going: list[_Round] = []
         budget = self._max_num_batched_tokens
-        for request, most in zip(requests, num_tokens, strict=True):
+        wanted = sorted(zip(requests, num_tokens, strict=True), key=lambda one: self.num_unread(one[0]) or 0)
+        for request, most in wanted:
             one = self._enter(request, most, budget, here) if most and budget else None
             if one is None:
                 continue
@@ -170,6 +182,7 @@ class ModelDrafter:
         if name in self._given_up or name in self._crowded_out:
             return None
         reading = self._readings.get(name)
+        is_new = reading is None
         if reading is None:
             hit = self.core.match(request.namespace, request.packed(), request.num_tokens - 1)
             reading = self._readings[name] = _Reading(request, *self.core.acquire(hit))
@@ -180,10 +193,16 @@ class ModelDrafter:
         reading.catch_up()
         start, num_all = reading.num_read, request.num_tokens
         end = start + budget if num_all - start > budget else num_all - 1 + most
+        never_fits = self.core.num_blocks_for(end, end - start) > self.core.pool.num_blocks
+        if never_fits or max(request.token_ids[start:]) >= self._own_vocab_size:
+            self._give_up(reading)
+            return None
         while not self.core.extend(reading.cache, start, end):
             other = next((one for one in self._readings if one not in here), None)
             if other is None:
                 self._let_go(name)
+                if not is_new:  # others may have what it had
+                    self._crowded_out.clear()
                 self._crowded_out.add(name)
                 return None
             self._let_go(other)
@@ -258,7 +277,8 @@ class ModelDrafter:
             _log.warning("the draft model failed in a step of %d requests", len(going), exc_info=True)
             core.moves.copies_failed(plan.copies)
             for one in going:
-                self._give_up(one)
+                one.is_over = True
+                self._give_up(one.reading)
             return None
         except BaseException:  # not the step's fault: the next one makes its copies
             core.moves.copies_failed(plan.copies)
@@ -277,7 +297,8 @@ class ModelDrafter:
             one = going[row]
             request, cache = one.reading.request, one.reading.cache
             self.core.forgetting.distrust(cache, request.namespace, request.packed())
-            self._give_up(one)
+            one.is_over = True
+            self._give_up(one.reading)
 
     def _publish(self, reading: _Reading, end: int) -> None:
         """Let others find what is read of a request: its own tokens, and no draft."""
@@ -289,10 +310,10 @@ class ModelDrafter:
 
     # Who has memory.
 
-    def _give_up(self, one: _Round) -> None:
+    def _give_up(self, reading: _Reading) -> None:
         """A request has no drafts any more."""
-        name = one.reading.request.request_id
-        one.reading.drafts, one.is_over = array("i"), True
+        name = reading.request.request_id
+        reading.drafts = array("i")
         self._given_up.add(name)
         self._let_go(name)
         self._crowded_out.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal
 
-from pagefold.errors import InvalidRequestError
+from pagefold.errors import ConfigError, InvalidRequestError
 from pagefold.typecheck import wrong_type
 
 if TYPE_CHECKING:
@@ -117,15 +117,17 @@ class SpeculativeParams:
         """See that a server can be started so.
 
         Raises:
-            InvalidRequestError: something of a draft model is given, and no model.
+            ConfigError: something of a draft model is given, and no model.
         """
         if self.model is not None:
             return
         if self.is_by_model:
-            raise _bad("method", _BY_MODEL, "beside a model, which drafts: give speculative_config.model too")
+            msg = f"speculative_config.method is {_BY_MODEL}, and no model is given."
+            raise ConfigError(msg, remedy="Give speculative_config.model too.")
         for name in OF_THE_START:
             if getattr(self, name) is not None:
-                raise _bad(name, repr(getattr(self, name)), "left out where no model drafts")
+                msg = f"speculative_config.{name} is {getattr(self, name)!r}, and no model is to draft."
+                raise ConfigError(msg, remedy="Give speculative_config.model too, or leave it out.")
 
     def most_in_a_step(self, max_num_batched_tokens: int) -> int:
         """Return how many drafts a step may have, for all requests together: each has logits of its own."""

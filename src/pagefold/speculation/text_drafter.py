@@ -32,6 +32,10 @@ class TextDrafter:
 
     costs = None
 
+    def num_unread(self, request: Request) -> int | None:  # noqa: ARG002 - it reads next to nothing
+        """See :class:`~pagefold.speculation.drafter.Drafter`."""
+        return 0
+
     def kept(self) -> Kept | None:
         """See :class:`~pagefold.speculation.drafter.Drafter`."""
         return None
