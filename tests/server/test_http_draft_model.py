@@ -109,7 +109,7 @@ def test_a_start_says_what_it_has_and_one_that_cannot_be_is_refused(tiny_chat_mo
     finally:
         process.close()
     for fields, said in (
-        ({"method": "draft_model"}, "give speculative_config.model too"),
+        ({"method": "draft_model"}, "Give speculative_config.model too"),
         ({"model": "nobody/has-this"}, "nobody/has-this"),
         ({"model": str(tiny_chat_model), "kv_cache_memory_bytes": 10**7}, "for the draft model"),
     ):

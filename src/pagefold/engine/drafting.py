@@ -88,6 +88,8 @@ class Drafting:
         self._scheduler = scheduler
         self._drafter_for = drafter_for
         self._drafters: dict[SpeculativeParams, Drafter] = {}
+        if default is not None:  # what it keeps is counted from the start
+            self._drafters[default] = drafter_for(default)
         self._costs = costs
         self._max_drafts = max_drafts
         self._acceptance = Acceptance()
