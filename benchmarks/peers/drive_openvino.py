@@ -1,4 +1,7 @@
-"""OpenVINO GenAI's ContinuousBatchingPipeline. Settings: ``scheduler`` and ``properties`` (of the device)."""
+"""OpenVINO GenAI's ContinuousBatchingPipeline.
+
+Settings: ``scheduler``, ``properties`` (of the device) and, if any, ``generation``.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,8 @@ def start(model: str, settings: dict[str, Any]) -> Generate:
         how.max_new_tokens = num_output_tokens
         how.ignore_eos = True
         how.do_sample = False
+        for name, value in settings.get("generation", {}).items():
+            setattr(how, name, value)
         handles = [
             pipeline.add_request(next(names), openvino.Tensor(np.array([prompt], dtype=np.int64)), how)
             for prompt in prompts
