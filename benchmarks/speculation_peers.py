@@ -91,8 +91,7 @@ def compare(pairs: list[Pair], kind: str, num_prompts: int, tokenizer: Tokenizer
             off, on = answers
             if pair.name == OURS and Ran(off.token_ids[0]).loops:
                 num_looping += 1
-                counts = False
-                continue
+                break
             pair.ratios.append(on.decode_rate / off.decode_rate)
             pair.num_same += off.token_ids == on.token_ids
     return num_looping
@@ -141,7 +140,7 @@ def main() -> None:
             off, on = (make_engine(name, variant, engine, peers, args.timeout) for variant in (OFF, lookup))
             pairs.append(Pair(name + lookup.removeprefix(OFF + ENDING), off, on))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # and the engines with it
-    tokenizer, passages = Tokenizer(resolve(MODEL, cache_dir())), Passages()
+    tokenizer, passages = Tokenizer(resolve(MODEL, cache_dir())), Passages(0)
     rows: list[Row] = []
     try:
         for kind in TEXTS:
