@@ -234,9 +234,10 @@ class Bench:
             ran = found[delta.request_id]
             if not ran.token_ids:
                 ran.begun_s = now
-            ran.num_steps += bool(delta.token_ids)
             ran.token_ids += delta.token_ids
             ran.seconds = now - ran.begun_s
+        for name in {delta.request_id for delta in deltas if delta.token_ids}:  # a delta for each token
+            found[name].num_steps += 1
         return sum(delta.is_last for delta in deltas)
 
 
