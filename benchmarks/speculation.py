@@ -75,11 +75,11 @@ class Passages:
         words = [text.content.split() for text in fetch_default_texts(cache_dir())]
         self._words = [word for of_text in words for word in of_text]
         self.seed = seed
-        self._at = seed * (len(self._words) // 4)
+        self._at = seed * (len(self._words) // 4) % (len(self._words) - 1000)
 
     def take(self, num_words: int) -> str:
         """Return the next so many words; an odd number of them lies between two passages."""
-        begin = self._at % (len(self._words) - 1000)
+        begin = self._at
         self._at = (begin + num_words + 7) % (len(self._words) - 1000)
         return " ".join(self._words[begin : begin + num_words])
 
@@ -179,15 +179,21 @@ class Bench:
 
     @contextmanager
     def drafting_for_nothing(self, params: SpeculativeParams) -> Iterator[None]:
-        """Let a drafter draft as if its steps and longer rows cost nothing."""
-        drafting = self.engine.drafting
+        """Let a drafter draft as if its steps, if it has some, and longer rows cost nothing; no clock counts it."""
+        drafting, clock = self.engine.drafting, self.clock
         drafter = drafting._drafter_for(params)  # noqa: SLF001 - nobody else is to set these
         costs, making = drafting._costs, drafter.costs  # noqa: SLF001
-        drafting._costs, drafter.costs = StepCosts((1, 2), (1.0, 1.0)), StepCosts((1, 2), (1e-9, 1e-9))  # noqa: SLF001
+        drafting_s, step_s = clock.drafting_s, clock.step_s
+        drafting._costs = StepCosts((1, 2), (1.0, 1.0))  # noqa: SLF001
+        if making is not None:
+            drafter.costs = StepCosts((1, 2), (1e-9, 1e-9))
         try:
             yield
         finally:
-            drafting._costs, drafter.costs = costs, making  # noqa: SLF001
+            drafting._costs = costs  # noqa: SLF001
+            if making is not None:
+                drafter.costs = making
+            clock.drafting_s, clock.step_s = drafting_s, step_s
 
     def run(
         self, prompts: Sequence[list[int]], hows: Sequence[SamplingParams], params: SpeculativeParams, salt: str
