@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
+from array import array
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ import numpy as np  # noqa: E402 - from the source tree
 import torch  # noqa: E402 - from the source tree
 import transformers  # noqa: E402 - from the source tree
 
+from pagefold.engine.drafting import _NoDrafting  # noqa: E402 - from the source tree
 from pagefold.runner.card import Card, choose_device, find_card  # noqa: E402 - from the source tree
 
 if TYPE_CHECKING:
@@ -528,6 +530,7 @@ def time_engine(big: Big, deadline: float) -> None:
         copy_gb_per_s=bandwidth / 1e9,
     )
     time_host(engine, num_seqs, length)
+    time_drafts(engine, length, num_outputs)
     del engine
     gc.collect()
     torch.cuda.empty_cache()
@@ -553,6 +556,50 @@ def time_engine(big: Big, deadline: float) -> None:
             )
         gc.collect()
         torch.cuda.empty_cache()
+
+
+class KnownDrafts(_NoDrafting):
+    """Drafts what one request will say, as if somebody knew.
+
+    Args:
+        engine: that runs it.
+        coming: its output.
+        num_drafts: in each step.
+    """
+
+    def __init__(self, engine: OverlappedEngine, coming: list[int], num_drafts: int) -> None:
+        super().__init__()
+        self._scheduler, self._coming, self._num = engine.scheduler, coming, num_drafts
+
+    @property
+    def drafts_for_any(self) -> bool:
+        """Always: so no step is planned ahead."""
+        return True
+
+    def prepare(self) -> None:
+        """Give all that run their drafts."""
+        for request in self._scheduler.running:
+            begin = request.num_output_tokens
+            request.drafts = array("i", self._coming[begin : begin + self._num])
+
+
+def time_drafts(engine: OverlappedEngine, length: int, num_outputs: int) -> None:
+    """Time one request whose drafts are all right: what a step with drafts costs, which no graph has."""
+    (prompt,) = prompts_of(1, length, 9)
+    nothing = engine.drafting
+    (coming,), _ = complete(engine, [prompt], num_outputs)  # and from now on the prompt is cached
+    for num_drafts in (1, 4, 8):
+        rates = {True: [], False: []}
+        for _ in range(3):
+            for is_on, rate in rates.items():
+                engine.drafting = KnownDrafts(engine, coming, num_drafts) if is_on else nothing
+                began = time.perf_counter()
+                complete(engine, [prompt], num_outputs)
+                rate.append(num_outputs / (time.perf_counter() - began))
+        engine.drafting = nothing
+        on, off = (statistics.median(rates[is_on]) for is_on in (True, False))
+        told = {"off_tokens_s": off, "could_be": num_drafts + 1}
+        tell(f"one request, {num_drafts} drafts a step, all right: over off", on / off, "-", "x", **told)
 
 
 def copy_bandwidth() -> float:

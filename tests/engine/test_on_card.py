@@ -8,7 +8,7 @@ from weakref import ref
 
 import pytest
 import torch
-from equivalence.tiny_models import save_tiny_model
+from equivalence.tiny_models import FAMILIES, save_tiny_model
 
 from pagefold.config import EngineConfig
 from pagefold.engine import on_card
@@ -64,6 +64,14 @@ def test_blocks_of_the_measured_step_are_gone_before_all_others_come(kv_cache_dt
         gc.enable()
     assert slabs
     assert nums_of_residuals == ([1, config.max_num_seqs] if kv_cache_dtype == "kivi2" else [0, 0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_family_is_planned(family, tmp_path, monkeypatch):
+    """Configs say their sizes in several ways."""
+    monkeypatch.setattr("pagefold.runner.card.find_card", lambda: CARD)
+    blueprint = plan_engine(EngineConfig(model=str(save_tiny_model(family, tmp_path)), device="cuda"))
+    assert 2**16 < on_card.bound_use_of(blueprint).num_bytes < 2**31
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "kivi2"])

@@ -7,6 +7,8 @@ import gc
 import pytest
 import torch
 from equivalence.alone import AloneOutputs
+from equivalence.beam_references import BeamReferences
+from equivalence.drafted import DraftCounts, drafting_by, known_by
 from equivalence.prompts import short_prompts
 from equivalence.references import References
 from equivalence.tiny_models import VOCAB_SIZE, save_tiny_model
@@ -17,6 +19,7 @@ from pagefold.engine.calibration import find_constants
 from pagefold.engine.planning import hardware_of, plan_engine
 from pagefold.errors import DoesNotFitError
 from pagefold.sampling import SamplingParams
+from pagefold.speculation import SpeculativeParams
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +27,9 @@ def folder(tmp_path_factory):
     return save_tiny_model("llama", tmp_path_factory.mktemp("llama"))
 
 
-def make_engine(folder, **settings):
-    engine = build_engine(plan_engine(EngineConfig(model=str(folder), device="cuda", **settings)), say=lambda _: None)
+def make_engine(folder, emit=lambda _: None, **settings):
+    plan = plan_engine(EngineConfig(model=str(folder), device="cuda", **settings))
+    engine = build_engine(plan, emit=emit, say=lambda _: None)
     data = engine.runner.slab.data  # whoever reads what nobody wrote is found out
     data.fill_(float("nan") if data.is_floating_point() else 0xFF)
     return engine
@@ -76,6 +80,51 @@ def test_windows_are_passed_as_generate_passes_them(family, enforce_eager, tmp_p
     assert complete(engine, prompts, 24) == [references.of(prompt) for prompt in prompts]
 
 
+@pytest.mark.parametrize("enforce_eager", [True, False])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_drafts_change_no_output(family, dtype, enforce_eager, tmp_path):
+    """Right ones and wrong ones, by who knows what follows, and by what is cached; steps without one look ahead."""
+    settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 2**22, "max_model_len": 512}
+    prompts = [prompt[:300] for prompt in short_prompts(VOCAB_SIZE)]
+    model, counts = save_tiny_model(family, tmp_path), DraftCounts()
+    engine = make_engine(model, counts.emit, dtype=dtype, enforce_eager=enforce_eager, **settings)
+    references = References(model, 24)
+    expected = [references.of(prompt) for prompt in prompts]
+    for round_, drafting in enumerate((known_by(references, VOCAB_SIZE), drafting_by("tree"), drafting_by("ngram"))):
+        engine.drafting = drafting(engine)
+        assert complete(engine, prompts, 24, name=f"{round_}-") == expected
+    assert counts.num_accepted > 100
+    assert counts.num_rejected > 100
+
+
+def test_drafts_that_a_server_makes_change_no_output(folder):
+    """Chosen by what steps take on this card."""
+    settings = {"max_num_seqs": 8, "kv_cache_memory_bytes": 2**22, "max_model_len": 512}
+    speculation = SpeculativeParams(method="tree", num_speculative_tokens=5)
+    engine = make_engine(folder, dtype="float32", speculative_config=speculation, **settings)
+    prompts = [prompt[:300] for prompt in short_prompts(VOCAB_SIZE)]
+    references = References(folder, 24)
+    for round_ in range(2):
+        assert complete(engine, prompts, 24, name=f"{round_}-") == [references.of(prompt) for prompt in prompts]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_beams_are_those_of_transformers(folder, dtype):
+    settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 2**22, "max_model_len": 512}
+    engine = make_engine(folder, dtype=dtype, **settings)
+    references = BeamReferences(References(folder, 24))
+    how = SamplingParams(use_beam_search=True, temperature=0.0, n=3, max_tokens=12, length_penalty=2.0)
+    for number, prompt in enumerate(short_prompts(VOCAB_SIZE)):
+        name, found = str(number), {}
+        engine.add(name, prompt[:300], how)
+        while engine.has_work:
+            for delta in engine.step():
+                assert delta.error is None, delta.error
+                found.setdefault(delta.index, []).extend(delta.token_ids)
+        assert [found[at] for at in range(3)] == [one.token_ids for one in references.of(prompt[:300], how)]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_a_damaged_token_is_noticed_though_its_chunk_samples_nothing(folder, dtype):
     engine = make_engine(folder, dtype=dtype, max_num_seqs=8, max_num_batched_tokens=64, kv_cache_memory_bytes=2**22)
@@ -87,7 +136,7 @@ def test_a_damaged_token_is_noticed_though_its_chunk_samples_nothing(folder, dty
     deltas = []
     while not deltas:
         deltas = engine.step()
-    assert (deltas[-1].finish_reason, deltas[-1].token_ids) == ("error", [])
+    assert (deltas[-1].finish_reason, list(deltas[-1].token_ids)) == ("error", [])
     while engine.has_work:
         engine.step()
     assert complete(engine, [[*prefix, 7]], 8, name="b") == [expected]
@@ -131,8 +180,8 @@ def test_bfloat16_logits_are_near_those_of_float32(folder):
         found = []
         while engine.has_work:
             for delta in engine.step():
-                found = delta.prompt_logprobs or found
-        logits[name] = torch.tensor([one[token].logprob for one, token in zip(found[1:], prompt[1:], strict=True)])
+                found = delta.prompt_logprobs.found if delta.prompt_logprobs else found
+        logits[name] = torch.tensor([one.logprob for one in found])
     error = (logits["float32"] - logits["bfloat16"]).abs()
     assert error.max() < 1.0
     assert error.median() < 0.1

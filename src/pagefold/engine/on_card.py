@@ -77,7 +77,7 @@ def bound_use_of(blueprint: Blueprint) -> CardUse:
     raw = read_json_object(spec.folder / "config.json")
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     hidden = int(raw.get("hidden_size") or heads)
-    inner = int(raw.get("intermediate_size") or 4 * hidden)
+    inner = _widest(raw.get("intermediate_size")) or 4 * hidden
     # Residuals, norms in float32, projections before and after rope, and what the MLP multiplies.
     row_bytes = blueprint.dtype.itemsize * (4 * hidden + 3 * heads + 3 * inner) + 8 * hidden
     return bound_use(
@@ -87,6 +87,11 @@ def bound_use_of(blueprint: Blueprint) -> CardUse:
         num_tokens=config.max_num_batched_tokens,
         num_seqs=config.max_num_seqs + config.max_draft_tokens,
     )
+
+
+def _widest(sizes: int | list[int] | None) -> int:
+    """Return the largest size that a config has: some families give one for each layer. 0 without any."""
+    return max(sizes, default=0) if isinstance(sizes, list) else sizes or 0
 
 
 def capacity_on_card(blueprint: Blueprint, use: CardUse, host_bytes: int = 0) -> Capacity:

@@ -196,11 +196,12 @@ class _Graph:
         self.room.memory.zero_()  # what another size has left there means something else here
         token_ids, positions, residual_ids, *of_groups = packing.views(self.room.memory[: packing.num_bytes])
         self._token_ids = token_ids
-        rows = put(np.arange(size + 1, dtype=np.int32), device).clone()  # of its own: it lives as long as the graph
-        cells = put(np.ascontiguousarray(attention.cells[:1]), device).clone()
+        rows = put(np.arange(size + 1, dtype=np.int32), device)
+        cells = put(np.array(attention.cells[:1]), device)
         tiles = torch.empty((0, 2), dtype=torch.int32, device=device)
         columns = DeviceColumns.of([rows, rows[:size], cells, rows[:size], tiles, residual_ids, *of_groups])
-        inputs = replace(
+        # Kept, since a graph has addresses alone: what lies there must not be freed, and given to others.
+        self._inputs = inputs = replace(
             like,
             token_ids=token_ids,
             positions=positions,
