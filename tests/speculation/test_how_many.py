@@ -36,8 +36,11 @@ def test_no_other_numbers_bring_more_tokens_a_second(seed):
         return (len(chances) + expected(chances, numbers)) / costs.of(num_tokens + sum(numbers))
 
     every = product(*(range(one.num_drafts + 1) for one in chances))
-    best = max(rate(numbers) for numbers in every if sum(numbers) <= most)
-    assert rate(chosen) == pytest.approx(best)
+    best, without = max(rate(numbers) for numbers in every if sum(numbers) <= most), rate([0] * len(chances))
+    if best > 1.02 * without:
+        assert rate(chosen) == pytest.approx(best)
+    else:  # that may be an error of what was measured
+        assert not any(chosen)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -57,7 +60,8 @@ def test_what_it_takes_to_make_drafts_counts(seed):
             making_s += making.of(rows) if rows else 0.0
         return (num + expected(chances, numbers)) / (costs.of(num + sum(numbers)) + making_s)
 
-    assert rate(chosen) >= max(rate([depth] * num) for depth in range(7)) - 1e-9
+    assert rate(chosen) >= max(rate([depth] * num) for depth in range(7)) / 1.02 - 1e-9
+    assert not any(chosen) or rate(chosen) > 1.02 * rate([0] * num)
     for_nothing = how_many(costs, num, num, [Chance(chance, 6)] * num, 99)
     assert sum(chosen) <= sum(for_nothing)
 

@@ -1,7 +1,8 @@
 """How many drafts a step has: as long as one more brings more tokens a second.
 
 A step of ``R`` requests brings ``R`` tokens, and a draft one more with some chance. Its time is that of so many tokens,
-as it was measured. So drafts are taken one by one, the likeliest first, and as many as bring most tokens a second.
+as it was measured. So drafts are taken one by one, the likeliest first, and as many as bring most tokens a second. Both
+times and chances are estimates: what seems to bring little may bring less than nothing, and is left.
 
 Drafts that a model makes take time before that: a step of the model for the first draft of all requests together, one
 for the second, and so on.
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = ["Chance", "StepCosts", "how_many"]
+
+_LEAST_GAIN = 1.02
+"""Drafts are to bring so many times the tokens a second of a step without, at least."""
 
 
 class StepCosts:
@@ -75,7 +79,7 @@ def how_many(
     heapify(heap)
     expected, making_s = float(num_sampled), 0.0
     num_made: Counter[int] = Counter()  # how many first drafts, second ones and so on are to be made
-    best_rate, best = expected / costs.of(num_tokens), list(chosen)
+    best_rate, best = _LEAST_GAIN * expected / costs.of(num_tokens), list(chosen)
     while heap and most_in_all:
         most_in_all -= 1
         chance, at = heappop(heap)
