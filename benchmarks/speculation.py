@@ -14,7 +14,8 @@ other has cached. Passages come from public speeches and a novel (``make texts``
   few words otherwise, and prose is sampled, since greedily it loops. Beside it stands what there would be if drafts
   cost nothing: output tokens over the steps that they took then.
 * 8 and 32 running, a third each of edits, chats and prose: four times as many requests, so many of them at once, until
-  fewer run.
+  fewer run. Two engines, with drafts and without, take turns step by step, each in its own time: a machine that is
+  slower for a while is so for both.
 * what drafting takes of a step's time, the index included, in all of the above; and the index's bytes a token.
 
     python benchmarks/speculation.py [--dtype float32] [--num-exact 10000] [--num-prompts 12] [--json FILE]
@@ -31,7 +32,7 @@ import time
 from array import array
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from report import Row, machine, parser, print_report
 from rich.console import Console
@@ -146,18 +147,6 @@ class Ran:
         return any(half[period:] == half[:-period] for period in range(1, min(LONGEST_PERIOD, len(half) // 2) + 1))
 
 
-class Rate(NamedTuple):
-    """How fast many requests at once were.
-
-    Attributes:
-        tokens_s: output tokens a second.
-        outputs: of each request.
-    """
-
-    tokens_s: float
-    outputs: list[list[int]]
-
-
 class Bench:
     """One engine, and requests that go through it."""
 
@@ -199,30 +188,15 @@ class Bench:
         self, prompts: Sequence[list[int]], hows: Sequence[SamplingParams], params: SpeculativeParams, salt: str
     ) -> list[Ran]:
         """Run requests at once, and return what became of them."""
-        found = self._add(prompts, hows, params, salt)
+        found = self.add(prompts, hows, params, salt)
         while self.engine.has_work:
-            self._step(found)
+            self.step(found)
         return list(found.values())
 
-    def keep_running(self, prompts: Sequence[list[int]], num: int, params: SpeculativeParams, salt: str) -> Rate:
-        """Keep so many greedy requests running; return the tokens a second until fewer do, and all outputs."""
-        found, waiting = {}, list(prompts)
-        begin, end = time.perf_counter(), None
-        num_tokens = num_running = 0
-        while waiting or num_running:
-            while waiting and num_running < num:
-                found |= self._add([waiting.pop(0)], [greedy(NUM_OUT)], params, salt)
-                num_running += 1
-            if end is None and num_running < num:
-                end = time.perf_counter()
-                num_tokens = sum(len(ran.token_ids) for ran in found.values())
-            num_running -= self._step(found)
-        assert end is not None
-        return Rate(num_tokens / (end - begin), [ran.token_ids for ran in found.values()])
-
-    def _add(
+    def add(
         self, prompts: Sequence[list[int]], hows: Sequence[SamplingParams], params: SpeculativeParams, salt: str
     ) -> dict[str, Ran]:
+        """Add requests; return where it is noted what becomes of them."""
         found = {}
         for prompt, how in zip(prompts, hows, strict=True):
             self._num += 1
@@ -230,7 +204,7 @@ class Bench:
             self.engine.add(str(self._num), prompt, how, Caller(speculation=params, cache_salt=salt))
         return found
 
-    def _step(self, found: dict[str, Ran]) -> int:
+    def step(self, found: dict[str, Ran]) -> int:
         """Make a step; return how many requests ended with it."""
         begin = time.perf_counter()
         deltas = self.engine.step()
@@ -245,6 +219,54 @@ class Bench:
         for name in {delta.request_id for delta in deltas if delta.token_ids}:  # a delta for each token
             found[name].num_steps += 1
         return sum(delta.is_last for delta in deltas)
+
+
+class Load:
+    """Keeps so many greedy requests running on an engine.
+
+    Args:
+        bench: has the engine.
+        prompts: of all requests.
+        num: that run at once.
+        params: who drafts for them.
+        salt: theirs.
+
+    Attributes:
+        seconds, num_tokens: of the steps as long as so many ran.
+        is_full: whether so many still run.
+    """
+
+    def __init__(
+        self, bench: Bench, prompts: Sequence[list[int]], num: int, params: SpeculativeParams, salt: str
+    ) -> None:
+        self._bench, self._waiting, self._num = bench, list(prompts), num
+        self._params, self._salt = params, salt
+        self._found: dict[str, Ran] = {}
+        self._num_running = 0
+        self.seconds, self.num_tokens, self.is_full = 0.0, 0, True
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anybody runs or waits."""
+        return bool(self._waiting or self._num_running)
+
+    @property
+    def outputs(self) -> list[list[int]]:
+        """Return the output of each request."""
+        return [ran.token_ids for ran in self._found.values()]
+
+    def step(self) -> None:
+        """Fill up and make one step."""
+        begin = time.perf_counter()
+        while self._waiting and self._num_running < self._num:
+            prompt = self._waiting.pop(0)
+            self._found |= self._bench.add([prompt], [greedy(NUM_OUT)], self._params, self._salt)
+            self._num_running += 1
+        self.is_full = self.is_full and self._num_running == self._num
+        self._num_running -= self._bench.step(self._found)
+        if self.is_full:
+            self.seconds += time.perf_counter() - begin
+            self.num_tokens = sum(len(ran.token_ids) for ran in self._found.values())
 
 
 def greedy(num_out: int) -> SamplingParams:
@@ -405,16 +427,21 @@ def mixed(num: int, passages: Passages) -> Iterator[str]:
         yield "".join((edits, chats, prose)[at % 3](passages)[:1])
 
 
-def at_once(bench: Bench, num: int, repeats: int, passages: Passages) -> Row:
-    """Compare many requests at once."""
+def at_once(benches: list[Bench], num: int, repeats: int, passages: Passages) -> Row:
+    """Compare many requests at once: two engines take turns, step by step, so that both see the same machine."""
     ratios = []
     for number in track(range(repeats), f"{num} running", console=Console(stderr=True), transient=True):
-        prompts = [bench.tokenizer.encode(text) for text in mixed(ROUNDS * num, passages)]
-        rates = {}
-        for name, params in (("off", OFF), ("on", TREE)) if number % 2 else (("on", TREE), ("off", OFF)):
-            rates[name] = bench.keep_running(prompts, num, params, f"{num} {number} {name}")
-        assert rates["on"].outputs == rates["off"].outputs, "drafts changed an output"
-        ratios.append(rates["on"].tokens_s / rates["off"].tokens_s)
+        prompts = [benches[0].tokenizer.encode(text) for text in mixed(ROUNDS * num, passages)]
+        benches.reverse()  # neither is always the one that drafts
+        on = Load(benches[0], prompts, num, TREE, f"{num} {number} on")
+        off = Load(benches[1], prompts, num, OFF, f"{num} {number} off")
+        while on.is_full or off.is_full:
+            min((load for load in (on, off) if load.is_full), key=lambda load: load.seconds).step()
+        for load in (on, off):
+            while load.has_work:
+                load.step()
+        assert on.outputs == off.outputs, "drafts changed an output"
+        ratios.append(on.num_tokens / on.seconds / (off.num_tokens / off.seconds))
     median, asked = statistics.median(ratios), ASKED_AT_ONCE[num]
     told = f"{median:.2f} x ({min(ratios):.2f} to {max(ratios):.2f})"
     return Row(f"{num} running, mixed: tokens/s over off", f">= {asked} x", told, median >= asked, {"ratios": ratios})
@@ -435,7 +462,9 @@ def main() -> None:
     rows = exactness(bench, args.num_exact, passages) if args.num_exact else []
     bench.clock.drafting_s = bench.clock.step_s = 0.0
     rows += [one_by_one(bench, kind, args.num_prompts, passages) for kind in KINDS]
-    rows += [at_once(bench, num, args.repeats, passages) for num in ASKED_AT_ONCE if args.repeats]
+    if args.repeats:
+        benches = [bench, Bench(args.dtype)]
+        rows += [at_once(benches, num, args.repeats, passages) for num in ASKED_AT_ONCE]
     if bench.clock.step_s:
         share = bench.clock.drafting_s / bench.clock.step_s
         rows.append(Row("drafting and index, of the steps' time", f"<= {SHARE:.0%}", f"{share:.2%}", share <= SHARE))

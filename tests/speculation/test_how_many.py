@@ -75,8 +75,24 @@ def test_drafts_that_cost_nothing_are_all_taken_and_those_that_cost_a_token_none
 
 
 def test_costs_lie_on_straight_lines_and_never_fall():
-    costs = StepCosts((1, 2, 4, 8), (1.0, 2.0, 1.5, 4.0))
+    costs = StepCosts((1, 2, 4, 8), (1.0, 2.5, 1.5, 4.0))
     assert [costs.of(num) for num in (1, 2, 3, 4, 6, 8, 12)] == [1.0, 2.0, 2.0, 2.0, 3.0, 4.0, 6.0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_of_what_was_measured_is_evened_out(seed):
+    """No other costs that never fall are nearer to what was measured."""
+    random = Random(seed)
+    measured = [random.randrange(1, 6) for _ in range(5)]
+    costs = StepCosts(range(5), measured)
+    found = [costs.of(num) for num in range(5)]
+
+    def distance(numbers):
+        return sum((one - other) ** 2 for one, other in zip(numbers, measured, strict=True))
+
+    assert found == sorted(found)
+    rising = (numbers for numbers in product([half / 2 for half in range(2, 11)], repeat=5))
+    assert distance(found) <= min(distance(numbers) for numbers in rising if list(numbers) == sorted(numbers)) + 1e-9
 
 
 def test_what_is_learned_is_learned_of_a_kind_and_of_a_request_more():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
 from array import array
 from dataclasses import replace
@@ -38,7 +39,8 @@ _MEMORY_REMEDY = (
     "Start with a smaller gpu_memory_utilization, max_num_batched_tokens or max_num_seqs, or end what else runs there."
 )
 
-_NUM_TIMED = 3
+_NUM_ROUNDS, _ROUNDS_S = range(3, 8), 2.0
+"""Steps of each size are timed so many times: more often than the least only as long as all of that is not over."""
 _PROBE_TOKENS = 256
 """What prefilling takes is measured with so many tokens."""
 
@@ -226,17 +228,19 @@ class TorchRunner:
     def seconds_of_steps(self, num_tokens: Sequence[int]) -> list[float]:
         """Measure what steps take that have so many tokens, nearly all of which sample, before any block is in use.
 
-        One row has two tokens: a step with drafts is none of those that a card has graphs of.
+        One row has two tokens: a step with drafts is none of those that a card has graphs of. All sizes take turns, and
+        medians count: what is compared later should have seen the same machine, which may be slower for a while.
         """
-        found: list[float] = []
-        for num in num_tokens:
-            times: list[float] = []
-            for _ in range(_NUM_TIMED):
+        times: list[list[float]] = [[] for _ in num_tokens]
+        first = time.perf_counter()
+        for number in range(_NUM_ROUNDS.stop - 1):
+            if number >= _NUM_ROUNDS.start and time.perf_counter() - first > _ROUNDS_S:
+                break
+            for num, taken in zip(num_tokens, times, strict=True):
                 began = time.perf_counter()
                 self.run_largest(num, max(1, num - 1))
-                times.append(time.perf_counter() - began)
-            found.append(min(times))
-        return found
+                taken.append(time.perf_counter() - began)
+        return [statistics.median(taken) for taken in times]
 
     def warm_up(self) -> None:
         """Run one dummy step on block 0: loads or compiles kernels, and finds out a model that cannot work."""

@@ -34,9 +34,7 @@ class StepCosts:
 
     def __init__(self, num_tokens: Sequence[int], seconds: Sequence[float]) -> None:
         self._num_tokens = list(num_tokens)
-        self._seconds = list(seconds)
-        for at in range(1, len(self._seconds)):  # of noise: more tokens take no less
-            self._seconds[at] = max(self._seconds[at], self._seconds[at - 1])
+        self._seconds = _never_falling(seconds)
 
     def of(self, num_tokens: int) -> float:
         """Return the seconds of a step of so many tokens."""
@@ -44,6 +42,21 @@ class StepCosts:
         left, right = self._num_tokens[at - 1], self._num_tokens[at]
         share = (num_tokens - left) / (right - left)
         return self._seconds[at - 1] + share * (self._seconds[at] - self._seconds[at - 1])
+
+
+def _never_falling(numbers: Sequence[float]) -> list[float]:
+    """Return the numbers that are nearest to those given and never fall: more tokens take no less, but for noise.
+
+    Where some fall all of them have their mean (pool adjacent violators; Ayer et al., 1955).
+    """
+    pools: list[tuple[float, int]] = []
+    for number in numbers:
+        total, size = number, 1
+        while pools and pools[-1][0] * size > total * pools[-1][1]:
+            before = pools.pop()
+            total, size = total + before[0], size + before[1]
+        pools.append((total, size))
+    return [total / size for total, size in pools for _ in range(size)]
 
 
 class Chance(NamedTuple):
