@@ -39,8 +39,8 @@ def calibrate(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="UTF-8; if not given, the text that comes with Pagefold, and parts of the default texts that pagefold "
-            "eval does not read, fetched once.",
+            help="UTF-8; if not given, the text that comes with Pagefold, and the last tenth of each default text of "
+            "pagefold eval, fetched once.",
         ),
     ] = None,
     num_contexts: Annotated[int, typer.Option(help="Contexts of up to 2,048 tokens; every fourth is held out.")] = 6,
