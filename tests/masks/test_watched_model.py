@@ -155,7 +155,7 @@ def test_reading_on_is_reading_at_once(folder_of, token_ids: list[int]) -> None:
     model.read(token_ids, watcher=whole)
     past = model.read_on(token_ids[:300], None)
     past = model.read_on(token_ids[300:], past, watcher=rest)
-    assert past.get_seq_length() == _LENGTH
+    assert past.num_tokens == _LENGTH
     for layer, hidden in rest.hidden.items():
         torch.testing.assert_close(hidden, whole.hidden[layer][300:], atol=1e-10, rtol=0)
 

@@ -92,7 +92,6 @@ def attention_got(model: WatchedModel, token_ids: Sequence[int], recited: Sequen
     reciting = _Recited(model, len(token_ids))
     for one in recited:
         model.read_on(one, past, watcher=reciting)
-        past.crop(len(token_ids))
     return AttentionGot(reading.hidden, reading.most, reciting.most)
 
 

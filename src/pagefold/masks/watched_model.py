@@ -12,7 +12,7 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
-from transformers import AttentionInterface, DynamicCache
+from transformers import AttentionInterface
 
 from pagefold.errors import UnsupportedModelError
 from pagefold.masks.rule import CHUNK
@@ -35,8 +35,22 @@ SeenRows: TypeAlias = "Callable[[int, int], torch.Tensor]"
 """From positions ``[first, last)`` of queries to what they see of keys ``[0, last)``: bool ``[Hkv or 1, n, last]``.
 Causality comes on top."""
 
-Past: TypeAlias = "DynamicCache"
-"""Keys and values of tokens that were read before: transformers' own."""
+
+class Past(NamedTuple):
+    """Tokens that were read before.
+
+    Attributes:
+        keys: of each layer, turned by rope: ``[Hkv, N, D]``.
+        values: of each layer: ``[Hkv, N, D]``.
+    """
+
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens these are."""
+        return self.keys[0].shape[1]
 
 
 class Entering(NamedTuple):
@@ -120,28 +134,26 @@ class WatchedModel:
             mask: what queries see; None for all before them.
             watcher: is told.
         """
-        watch = _Watch(self._hidden, mask, watcher)
+        watch = _Watch(self._hidden, mask=mask, watcher=watcher)
         logits: torch.Tensor = self._model(torch.tensor([[*token_ids]]), use_cache=False, watch=watch).logits[0]
         self._check(watch)
         return logits
 
     @torch.inference_mode()
     def read_on(self, token_ids: Sequence[int], past: Past | None, *, watcher: Watcher | None = None) -> Past:
-        """Read tokens behind ``past``, and return that with their keys and values. No logits are computed.
+        """Read tokens behind ``past``, without a mask, and return both together. No logits are computed.
 
         Args:
             token_ids: what is read.
-            past: of what was read before; it grows. None where this is the beginning.
+            past: what was read before; None where this is the beginning.
             watcher: is told.
         """
-        past = DynamicCache() if past is None else past
-        first = past.get_seq_length()
+        first = 0 if past is None else past.num_tokens
         positions = torch.arange(first, first + len(token_ids))[None]
-        watch = _Watch(self._hidden, None, watcher)
-        inputs = torch.tensor([[*token_ids]])
-        self._model.base_model(inputs, position_ids=positions, past_key_values=past, use_cache=True, watch=watch)
+        watch = _Watch(self._hidden, past=past, watcher=watcher)
+        self._model.base_model(torch.tensor([[*token_ids]]), position_ids=positions, use_cache=False, watch=watch)
         self._check(watch)
-        return past
+        return Past(tuple(watch.keys), tuple(watch.values))
 
     def _note(self, module: torch.nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Take note of the hidden states that a layer's attention is called with."""
@@ -174,11 +186,21 @@ def check_plain(spec: ModelSpec) -> None:
 class _Watch:
     """What attention needs in every layer of one reading; handed through the model as an argument."""
 
-    def __init__(self, hidden: dict[int, torch.Tensor], mask: Mask | None, watcher: Watcher | None) -> None:
+    def __init__(
+        self,
+        hidden: dict[int, torch.Tensor],
+        *,
+        mask: Mask | None = None,
+        past: Past | None = None,
+        watcher: Watcher | None = None,
+    ) -> None:
         self.hidden = hidden
         self.mask = mask
+        self.past = past
         self.watcher = watcher
         self.layers: list[int] = []
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
 
 
 def _watched_attention(  # noqa: PLR0913 - transformers calls it so
@@ -195,19 +217,20 @@ def _watched_attention(  # noqa: PLR0913 - transformers calls it so
 ) -> tuple[torch.Tensor, None]:
     """Attention as transformers' layers call it: ``[1, H, T, D]`` in, ``[1, T, H, D]`` out."""
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    odd = sorted(name for name in arguments.keys() - HARMLESS_ARGUMENTS if arguments[name] is not None)
     if watch is None or layer not in watch.hidden:
-        odd = ["to be computed unwatched"]
-    if sliding_window is not None and sliding_window < key.shape[2]:
-        odd.append("sliding_window")
-    if attention_mask is not None:
-        odd.append("a mask of its own")
-    if odd:
-        msg = f"{type(module).__name__} asks for {' and '.join(odd)}, which is not plain attention."
-        raise UnsupportedModelError(msg, remedy=_REMEDY)
-    assert watch is not None, "a reading is watched"
-    watch.layers.append(layer)
+        raise _refusal(module, "is not called as layers call their attention")
+    odd = sorted(name for name in arguments.keys() - HARMLESS_ARGUMENTS if arguments[name] is not None)
+    if odd or attention_mask is not None:
+        raise _refusal(module, f"asks for {' and '.join(odd) or 'a mask of its own'}, which is not plain attention")
     keys, values = key[0], value[0]
+    if watch.past is not None:
+        keys = torch.cat((watch.past.keys[layer], keys), 1)
+        values = torch.cat((watch.past.values[layer], values), 1)
+    if sliding_window is not None and sliding_window < keys.shape[1]:
+        raise _refusal(module, f"asks for a window of {sliding_window}, which is not plain attention")
+    watch.layers.append(layer)
+    watch.keys.append(keys)
+    watch.values.append(values)
     entering = Entering(layer, watch.hidden[layer], keys)
     if watch.watcher is not None:
         watch.watcher.enters(entering)
@@ -229,3 +252,7 @@ def _watched_attention(  # noqa: PLR0913 - transformers calls it so
         if watch.watcher is not None:
             watch.watcher.attends(layer, first, weights)
     return out.flatten(0, 1).transpose(0, 1)[None], None
+
+
+def _refusal(module: torch.nn.Module, what: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{type(module).__name__} {what}.", remedy=_REMEDY)
