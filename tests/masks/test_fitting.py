@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagefold.masks.fitting import NormalEquations, fit_ridge
+from pagefold.masks.fitting import _PENALTIES, NormalEquations, fit_ridge
 
 _LAYERS, _FEATURES, _OUTPUTS = 2, 7, 3
 
@@ -71,7 +71,7 @@ def test_what_is_explained_is_told_without_the_rows(rng: np.random.Generator) ->
 
 def test_the_penalty_is_the_best_for_rows_held_out_and_all_rows_are_used(rng: np.random.Generator) -> None:
     mine, held = _rows(rng, 30), _rows(rng, 30)
-    tried = {penalty: _sums(*mine).solve(penalty) for penalty in (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)}
+    tried = {penalty: _sums(*mine).solve(penalty) for penalty in _PENALTIES}
     explained = {penalty: float(_sums(*held).explained_by(fit).mean()) for penalty, fit in tried.items()}
     found = fit_ridge(_sums(*mine), _sums(*held))
     assert found.explained is not None

@@ -12,7 +12,7 @@ import torch
 
 __all__ = ["Fit", "NormalEquations", "fit_ridge"]
 
-_PENALTIES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
+_PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 """Penalties that are tried, in units of the features' mean variance."""
 
 
