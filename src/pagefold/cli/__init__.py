@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from pagefold import __version__
-from pagefold.cli import bench, cache, demo, evaluate, models, plan, serve, simulate, warm
+from pagefold.cli import bench, cache, calibrate, demo, evaluate, models, plan, serve, simulate, warm
 
 __all__ = ["app"]
 
@@ -23,6 +23,7 @@ app.command("warm")(warm.warm)
 app.add_typer(models.app, name="models")
 app.add_typer(cache.app, name="cache")
 app.command("eval")(evaluate.evaluate)
+app.command("calibrate")(calibrate.calibrate)
 app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)
 app.command("bench")(bench.bench)

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from pagefold.runner.slab import AnySlab
     from pagefold.steps import MovesInFlight
 
-__all__ = ["AttentionContext", "load_model", "register_attention"]
+__all__ = ["HARMLESS_ARGUMENTS", "AttentionContext", "load_model", "register_attention"]
 
 _NAME = "pagefold"
-_HARMLESS_ARGUMENTS = frozenset(
+HARMLESS_ARGUMENTS = frozenset(
     {
         "cache_position", "deterministic", "dropout", "is_causal", "output_attentions", "output_hidden_states",
         "output_router_logits", "position_ids", "use_cache",
@@ -73,15 +73,21 @@ def register_attention() -> str:
     return _NAME
 
 
-def load_model(folder: Path, dtype: torch.dtype, device: str = "cpu") -> Any:  # noqa: ANN401 - transformers' models have no common type
+def load_model(folder: Path, dtype: torch.dtype, device: str = "cpu", *, attention: str | None = None) -> Any:  # noqa: ANN401 - transformers' models have no common type
     """Load the model of ``folder`` for inference on ``device``, with paged attention.
 
     No mask function is registered under our name, so transformers builds no mask: causality is our attention's.
 
+    Args:
+        folder: the model's.
+        dtype: of the weights.
+        device: where they go.
+        attention: another attention, by the name under which transformers knows it.
+
     Raises:
         UnsupportedModelError: the weights are not those of the config's model: transformers would make up what lacks.
     """
-    name = register_attention()
+    name = attention or register_attention()
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation=name, output_loading_info=True, **_experts(dtype)
@@ -119,7 +125,7 @@ def _paged_attention(  # noqa: PLR0913 - transformers calls it so
     """Attention as transformers' layers call it: ``[1, H, T, D]`` in, ``[1, T, H, D]`` out."""
     if paged is None:
         raise _refusal(module, "does not get the arguments of its model's forward")
-    odd = sorted(name for name in arguments.keys() - _HARMLESS_ARGUMENTS if arguments[name] is not None)
+    odd = sorted(name for name in arguments.keys() - HARMLESS_ARGUMENTS if arguments[name] is not None)
     if odd:
         raise _refusal(module, f"asks for {' and '.join(odd)}")
     if attention_mask is not None:  # no mask function is registered under our name: the model made one itself

@@ -1,0 +1,1 @@
+"""Masks: which older tokens a query sees. What positions and the prefix alone decide can be shared and compared."""
