@@ -15,7 +15,7 @@ import torch
 
 from pagefold.kv import KVGeometry
 from pagefold.runner.attention import AttentionInputs, GroupInputs
-from pagefold.runner.attention.packed import PackedChunk, PackedInputs, UnitShape
+from pagefold.runner.attention.packed import KeptUnits, PackedInputs, UnitShape
 from pagefold.runner.attention.packed_reference import pack_chunk, packed_attention, write_whole
 from pagefold.runner.slab import LAYOUT, Slab
 
@@ -202,7 +202,7 @@ class _Run:
                 most = case.units.most_blocks(self.chunk_size, shape.num_layers, shape.num_kv_heads)
                 ids = np.array([self.free.pop() for _ in range(most)], np.int32)
                 counts = np.zeros((shape.num_layers, shape.num_kv_heads), np.int32)
-                held.chunks.append(PackedChunk(case.units, ids, counts))
+                held.chunks.append(KeptUnits(case.units, ids, counts))
                 to_pack.append((seq, number))
         inputs = self._inputs(step)
         packed = PackedInputs(self.chunk_size, NUM_SINKS, tuple(tuple(self.held[seq].chunks) for seq, _ in step))
@@ -235,7 +235,7 @@ class _Run:
         chunk = held.chunks[number]
         num_needed = chunk.shape.num_blocks_for(chunk.counts)
         self.free += chunk.block_ids[num_needed:].tolist()
-        held.chunks[number] = PackedChunk(chunk.shape, chunk.block_ids[:num_needed], chunk.counts)
+        held.chunks[number] = KeptUnits(chunk.shape, chunk.block_ids[:num_needed], chunk.counts)
 
     def _give_back(self, held):
         """Give back what no token behind this step sees whole, but for the blocks of sinks, where only these stay."""

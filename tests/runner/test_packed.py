@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagefold.runner.attention.packed import PackedChunk, PackedInputs, UnitShape
+from pagefold.runner.attention.packed import KeptUnits, PackedInputs, UnitShape
 
 SHAPES = st.builds(UnitShape, st.sampled_from([1, 4, 16, 64, 256]), st.integers(1, 24))
 NUM_KEPT = st.one_of(st.sampled_from([0, 1, 15, 16, 17, 32, 255, 256]), st.integers(0, 256))
@@ -22,7 +22,7 @@ def granted(shape, counts, spare=0):
     """A chunk in blocks whose ids are in no order."""
     num_blocks = shape.num_blocks_for(counts) + spare
     ids = np.random.default_rng(len(counts)).permutation(3 * num_blocks + 1)[:num_blocks].astype(np.int32)
-    return PackedChunk(shape, ids, counts)
+    return KeptUnits(shape, ids, counts)
 
 
 def by_hand(chunk):
@@ -68,9 +68,9 @@ def test_no_chunk_takes_more_blocks_than_one_that_keeps_everything(shape, counts
 def test_where_a_layer_lies_does_not_depend_on_those_behind_it(shape, counts, data):
     layer = data.draw(st.integers(0, len(counts) - 1))
     most = shape.most_blocks(256, *counts.shape)
-    whole = PackedChunk(shape, np.arange(most, dtype=np.int32), counts)
+    whole = KeptUnits(shape, np.arange(most, dtype=np.int32), counts)
     so_far = np.where(np.arange(len(counts))[:, None] <= layer, counts, 0)
-    early = PackedChunk(shape, whole.block_ids, so_far)
+    early = KeptUnits(shape, whole.block_ids, so_far)
     for head in range(counts.shape[1]):
         for one, other in zip(whole.slots(layer, head), early.slots(layer, head), strict=True):
             np.testing.assert_array_equal(one, other)
@@ -78,7 +78,7 @@ def test_where_a_layer_lies_does_not_depend_on_those_behind_it(shape, counts, da
 
 def test_nothing_kept_takes_nothing():
     shape, counts = UnitShape(16, 6), np.zeros((2, 3), np.int32)
-    chunk = PackedChunk(shape, np.zeros(0, np.int32), counts)
+    chunk = KeptUnits(shape, np.zeros(0, np.int32), counts)
     assert shape.num_units(counts) == shape.num_blocks_for(counts) == shape.num_unused_slots(counts) == 0
     assert [len(column) for column in (*chunk.units(1, 2), *chunk.slots(1, 2))] == [0] * 5
 
@@ -93,13 +93,13 @@ def test_everything_kept_takes_as_many_blocks_as_it_did_whole():
 def test_one_entry_by_one_head_takes_one_block():
     shape, counts = UnitShape(16, 6), np.zeros((2, 3), np.int32)
     counts[1, 1] = 1
-    chunk = PackedChunk(shape, np.array([7], np.int32), counts)
+    chunk = KeptUnits(shape, np.array([7], np.int32), counts)
     assert [column.tolist() for column in chunk.slots(1, 1)] == [[7], [0], [0]]
     assert shape.num_unused_slots(counts) == 6 * 16 - 1
 
 
 def test_blocks_that_were_not_granted_are_our_bug():
-    chunk = PackedChunk(UnitShape(16, 2), np.array([7], np.int32), np.array([[16, 16, 1]], np.int32))
+    chunk = KeptUnits(UnitShape(16, 2), np.array([7], np.int32), np.array([[16, 16, 1]], np.int32))
     assert chunk.units(0, 1).cells.tolist() == [1]
     with pytest.raises(AssertionError, match="granted"):
         chunk.units(0, 2)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pagefold.kv import KVGeometry
 from pagefold.runner.attention import AttentionInputs, GroupInputs
-from pagefold.runner.attention.packed import PackedChunk, PackedInputs, UnitShape
+from pagefold.runner.attention.packed import KeptUnits, PackedInputs, UnitShape
 from pagefold.runner.attention.packed_reference import pack_chunk, packed_attention, write_whole
 from pagefold.runner.attention.reference import reference_attention
 from pagefold.runner.slab import LAYOUT, PAIRS_LAYOUT, ROWS_LAYOUT, Slab
@@ -196,7 +196,7 @@ class Packed:
         self.keep[:, :, :NUM_SINKS] = False
         self.keep[num_own:] = False
         counts = self.keep.sum(-1).numpy().astype(np.int32)
-        self.chunk = PackedChunk(UnitShape(size, 2), ids[96:], counts)
+        self.chunk = KeptUnits(UnitShape(size, 2), ids[96:], counts)
         self.packed = PackedInputs(CHUNK, NUM_SINKS, ((self.chunk,),))
         write_whole(self.key, self.value, self.slab, self.inputs, 0)
 

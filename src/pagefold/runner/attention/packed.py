@@ -22,7 +22,7 @@ from pagefold.kv import num_blocks_for
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["PackedChunk", "PackedInputs", "Slots", "UnitShape", "Units"]
+__all__ = ["KeptUnits", "PackedInputs", "Slots", "UnitShape", "Units"]
 
 
 class Units(NamedTuple):
@@ -80,7 +80,7 @@ class UnitShape(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class PackedChunk:
+class KeptUnits:
     """Where the kept entries of one chunk lie. L layers, Hkv KV heads.
 
     While a step runs, layers pack one after another: rows of those that have not yet are 0. Where a layer's entries lie
@@ -133,7 +133,7 @@ class PackedInputs:
 
     chunk_size: int
     num_sinks: int
-    chunks: tuple[tuple[PackedChunk, ...], ...]
+    chunks: tuple[tuple[KeptUnits, ...], ...]
 
     def __post_init__(self) -> None:
         assert self.num_sinks <= self.chunk_size, "sinks beyond the first chunk"

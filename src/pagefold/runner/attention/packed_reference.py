@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pagefold.runner.attention.inputs import AttentionInputs
-    from pagefold.runner.attention.packed import PackedChunk, PackedInputs
+    from pagefold.runner.attention.packed import KeptUnits, PackedInputs
     from pagefold.runner.slab import Slab
 
 __all__ = ["pack_chunk", "packed_attention", "write_whole"]
@@ -149,7 +149,7 @@ class _Head(NamedTuple):
         """Put entries into whole blocks."""
         self.slab.write(self._cell, self._blocks_of(entries), torch.from_numpy(entries), (keys, values))
 
-    def read_kept(self, chunk: PackedChunk) -> _KeysValues:
+    def read_kept(self, chunk: KeptUnits) -> _KeysValues:
         """Return what was kept of a chunk; of a layer that reads another's, what that one has kept."""
         units = list(self._units_of(chunk))
         if not units:
@@ -158,7 +158,7 @@ class _Head(NamedTuple):
         keys, values = (torch.cat(vectors) for vectors in zip(*read, strict=True))
         return keys, values
 
-    def write_kept(self, chunk: PackedChunk, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def write_kept(self, chunk: KeptUnits, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Put what is kept of a chunk into its units."""
         begin = 0
         for block_id, cell, slots in self._units_of(chunk):
@@ -178,7 +178,7 @@ class _Head(NamedTuple):
         assert (places >= 0).all(), "an entry that lies before its table"
         return torch.from_numpy(group.tables[self.seq, self.head, places].astype(np.int64))
 
-    def _units_of(self, chunk: PackedChunk) -> Iterator[tuple[int, int, torch.Tensor]]:
+    def _units_of(self, chunk: KeptUnits) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Yield its units in a chunk: the block of each, the cell in that, and the slots that are filled, int64."""
         layer, size = self.inputs.source_of(self.layer), chunk.shape.block_size
         num_left = int(chunk.counts[layer, self.head])
