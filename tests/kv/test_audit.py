@@ -27,11 +27,12 @@ from pagefold.kv import (
     audit,
     make_policy,
 )
-from pagefold.kv.block import Block, BlockId, Node
+from pagefold.kv.block import Block, BlockId, Node, PackedChunk
 from pagefold.kv.held_block import HeldBlock
 from pagefold.kv.keep import KeepRule
 from pagefold.kv.keep_rules import KeepRules
 from pagefold.kv.names import BlockName
+from pagefold.kv.packing import Packed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -351,6 +352,75 @@ def node_without_sinks(core: KVCore, cache: SequenceCache) -> None:
     node.put(0, None)
 
 
+def with_packing(corrupt: Callable[[SequenceCache, list[Node]], None]) -> Callable[[World], None]:
+    """Corrupt a core that packs chunks of 4 tokens: a cache of 14, with three packed chunks of 2, 1 and no blocks.
+
+    It is given the cache, and the nodes that end the chunks.
+    """
+
+    def corrupt_world(world: World) -> None:
+        core = world.core = KVCore(40, block_size=2, rules=[KeepRule(4, is_chunked=True, packs=True)])
+        cache, _ = core.acquire(core.match(NS, b"", 0))
+        assert core.extend(cache, 0, 14)
+        promise = core.publishing.promise(cache, pack(range(14)), 14)
+        assert promise is not None
+        core.publishing.commit(promise)
+        core.packing.commit(cache, [Packed(num, "counts") for num in (2, 1, 0)])
+        core.trim(cache, 14)
+        audit(core)
+        ends = [chunk.node for chunk in cache.chunks]
+        corrupt(cache, ends)
+
+    corrupt_world.__name__ = corrupt.__name__
+    return corrupt_world
+
+
+def packed_where_no_chunk_ends(_: SequenceCache, ends: list[Node]) -> None:
+    ends[0].parent.packed = PackedChunk((), None)
+
+
+def chunk_that_is_not_packed(_: SequenceCache, ends: list[Node]) -> None:
+    ends[1].packed = None
+
+
+def packed_chunk_told_of_another_node(cache: SequenceCache, ends: list[Node]) -> None:
+    cache.chunks[0].node = ends[1]
+
+
+def packed_block_of_another_group(cache: SequenceCache, _: list[Node]) -> None:
+    cache.chunks[0].blocks[0].group = 0
+
+
+def packed_block_twice(cache: SequenceCache, _: list[Node]) -> None:
+    (block,) = cache.chunks[1].blocks
+    cache.chunks[1].blocks = (block, block)
+    block.num_table_refs = 2
+
+
+def packed_and_no_group_packs(world: World) -> None:
+    world.cache.chunks.append(PackedChunk((), None))
+
+
+def packed_chunk_of_another_path(cache: SequenceCache, _: list[Node]) -> None:
+    cache.chunks[0] = PackedChunk(cache.chunks[0].blocks, None)
+
+
+def packed_chunk_of_a_node_that_left(cache: SequenceCache, ends: list[Node]) -> None:
+    cache.tail, cache.num_published = None, 0
+    cache.chunks[0] = PackedChunk(cache.chunks[0].blocks, None)
+    cache.chunks[0].node = gone = Node(b"", ends[0], (), 0)
+    gone.attached = False
+
+
+def blocks_of_a_packed_chunk_published_alone(cache: SequenceCache, _: list[Node]) -> None:
+    cache.tail, cache.num_published = None, 0
+    cache.chunks[0] = PackedChunk(cache.chunks[0].blocks, None)
+
+
+def given_back_and_not_packed(cache: SequenceCache, _: list[Node]) -> None:
+    cache.chunks.pop()
+
+
 def lacking_and_not_loaded(world: World) -> None:
     world.core.moves.lacking[BlockId(19)] = world.cached
 
@@ -605,6 +675,16 @@ CORRUPTIONS: list[tuple[Callable[[World], None], str]] = [
     (with_sinks(sinks_of_another_path), "which is not of the path"),
     (with_sinks(sinks_published_off_the_path), "published but not by its cache's path"),
     (with_sinks(node_without_sinks), "none of group 0, which keeps what is there"),
+    (with_packing(packed_where_no_chunk_ends), "packed, and ends no chunk"),
+    (with_packing(chunk_that_is_not_packed), "chunk 1 before it is not packed"),
+    (with_packing(packed_chunk_told_of_another_node), "is told of another node"),
+    (with_packing(packed_block_of_another_group), "packed, and not told so"),
+    (with_packing(packed_block_twice), "published twice"),
+    (packed_and_no_group_packs, "a cache has packed chunks, and no group packs"),
+    (with_packing(packed_chunk_of_another_path), "chunk 0 of a cache is not that of its path"),
+    (with_packing(packed_chunk_of_a_node_that_left), "chunk 0 of a cache is nowhere"),
+    (with_packing(blocks_of_a_packed_chunk_published_alone), "or blocks of it alone are"),
+    (with_packing(given_back_and_not_packed), "6 blocks are gone, of 2 packed chunks"),
     (pin_of_another_path, "pins blocks of another path"),
     (tail_that_left_the_tree, "which left the tree"),
     (path_that_is_not_the_table, "is not the table"),

@@ -13,6 +13,7 @@ RULES = [
     KEEP_ALL,
     *(KeepRule(window, num_sinks=num_sinks) for window in (1, 2, 5, 8, 9) for num_sinks in (0, 1, 3, 4, 5, 9)),
     *(KeepRule(window, is_chunked=True) for window in (1, 3, 4, 8, 10)),
+    *(KeepRule(window, is_chunked=True, num_before=num) for window in (1, 3, 4) for num in (1, 2)),
 ]
 SIZES = (1, 3, 4)
 
@@ -22,7 +23,7 @@ def is_seen(rule: KeepRule, at: int, position: int) -> bool:
     if rule.window is None:
         return at <= position
     if rule.is_chunked:
-        return at // rule.window == position // rule.window
+        return 0 <= position // rule.window - at // rule.window <= rule.num_before
     return at < rule.num_sinks or at > position - rule.window
 
 
@@ -64,7 +65,8 @@ def test_no_more_blocks_are_held_than_is_said(rule, size):
 
 
 def test_sinks_are_there_beside_a_window_that_slides_alone():
-    for wrong in ({"num_sinks": 2}, {"window": 4, "is_chunked": True, "num_sinks": 1}):
+    wrong_ones = ({"num_sinks": 2}, {"window": 4, "is_chunked": True, "num_sinks": 1}, {"window": 4, "num_before": 1})
+    for wrong in (*wrong_ones, {"window": 4, "packs": True}):
         with pytest.raises(AssertionError):
             KeepRule(**wrong)
 

@@ -127,9 +127,37 @@ def _audit_tree(core: KVCore) -> dict[int, Node]:
             if block.num_table_refs and above is not None and not _may_go(core, node, group):
                 _check(above.num_table_refs > 0, f"{block}: held, but not the block before it")
             evictable = evictable and _is_idle(block)
+        evictable = _audit_packed(core, node, published) and evictable
         _check(node.evictable == evictable, f"{where}: evictable is {node.evictable}")
         _check(node.born_s <= node.used_s <= core.now_s, f"{where}: born at {node.born_s}, used at {node.used_s}")
     return published
+
+
+def _audit_packed(core: KVCore, node: Node, published: dict[int, Node]) -> bool:
+    """Check what a node has of a packed chunk, and that those are packed of which nobody behind it sees all.
+
+    Return whether its blocks are idle.
+    """
+    rule, where, end = core.rules.packing, f"the node of blocks {node.blocks}", (node.depth + 1) * core.block_size
+    packed = node.packed
+    _check(
+        packed is None or (rule is not None and end % (rule.window or 1) == 0), f"{where}: packed, and ends no chunk"
+    )
+    num_due = 0 if rule is None or not node.committed else rule.num_packed(end)
+    if rule is not None and num_due:  # of those before this one the nodes above have been asked
+        above, last = node, num_due * rule.chunk_blocks(core.block_size) - 1
+        while above.depth > last:
+            assert above.parent is not None, "a path begins at its root"
+            above = above.parent
+        _check(above.packed is not None, f"{where}: chunk {num_due - 1} before it is not packed")
+    if packed is None:
+        return True
+    _check(packed.node is node, f"{where}: what is packed there is told of another node")
+    for block in packed.blocks:
+        _check(block.node is node and block.group == len(core.rules), f"{block}: packed, and not told so")
+        _check(block.block_id not in published, f"{block}: published twice")
+        published[block.block_id] = node
+    return all(_is_idle(block) for block in packed.blocks)
 
 
 def _may_go(core: KVCore, node: Node, group: int) -> bool:
@@ -178,9 +206,29 @@ def _audit_tables(core: KVCore) -> None:
         _check(len(path) == cache.num_published, f"{cache.num_published=}, and the path has {len(path)} nodes")
         if cache.tail is not None:
             _audit_ends(core, cache)
+        _audit_chunks(core, cache, path)
         for group, table in enumerate(cache.tables):
             _audit_table(core, cache, path, group)
             _check(cache.capacity == table.end * core.block_size, f"capacity {cache.capacity} of {table.end} blocks")
+
+
+def _audit_chunks(core: KVCore, cache: SequenceCache, path: list[Node]) -> None:
+    """A cache's packed chunks are those of its path, as far as that is published, and it has the others whole."""
+    rule = core.rules.packing
+    if rule is None:
+        _check(not cache.chunks and not cache.granted, "a cache has packed chunks, and no group packs")
+        return
+    num_blocks = rule.chunk_blocks(core.block_size)
+    for at, chunk in enumerate(cache.chunks):
+        place = (at + 1) * num_blocks - 1
+        if place < len(path):
+            _check(path[place].packed is chunk, f"chunk {at} of a cache is not that of its path")
+        else:  # a fork may have published it
+            _check(chunk.node is None or chunk.node.attached, f"chunk {at} of a cache is nowhere")
+        is_told = all((block.node is None) == (chunk.node is None) for block in chunk.blocks)
+        _check(is_told, f"chunk {at} of a cache is published, or blocks of it alone are")
+    first = min(table.num_trimmed for table, one in zip(cache.tables, core.rules, strict=True) if one.packs)
+    _check(first <= len(cache.chunks) * num_blocks, f"{first} blocks are gone, of {len(cache.chunks)} packed chunks")
 
 
 def _audit_ends(core: KVCore, cache: SequenceCache) -> None:
@@ -237,7 +285,11 @@ def _audit_alone(core: KVCore) -> None:
     alone = windows.all()
     _check(len(set(alone)) == len(alone), "a block is both stale and not")
     cached = [(block, block.node) for block in core.pool.blocks if _is_idle(block)]
-    idle = {block for block, node in cached if node is not None and _may_go(core, node, block.group)}
+    idle = {
+        block
+        for block, node in cached
+        if node is not None and block.group < len(core.rules) and _may_go(core, node, block.group)
+    }
     _check(set(alone) == idle, f"{len(alone)} blocks can be evicted alone, and {len(idle)} are idle")
     _check(not windows.misplaced(), f"{windows.misplaced()} are not where landmarks say")
 

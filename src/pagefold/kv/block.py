@@ -15,7 +15,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import NewType
 
-__all__ = ["LEGAL_MOVES", "Block", "BlockId", "BlockState", "IllegalMoveError", "Node"]
+__all__ = ["LEGAL_MOVES", "Block", "BlockId", "BlockState", "IllegalMoveError", "Node", "PackedChunk"]
 
 BlockId = NewType("BlockId", int)
 
@@ -94,6 +94,34 @@ class Block:
         )
 
 
+class PackedChunk:
+    """What was kept of a chunk of a path, in blocks that hold nothing else.
+
+    Attributes:
+        blocks: as many as it fills, in order; none if nothing was kept.
+        counts: how many entries were kept, as whoever packed them tells; the core does not look into it.
+        node: the last node of the chunk, if that publishes it.
+    """
+
+    __slots__ = ("blocks", "counts", "node")
+
+    def __init__(self, blocks: tuple[Block, ...], counts: object) -> None:
+        self.blocks = blocks
+        self.counts = counts
+        self.node: Node | None = None
+
+    def put(self, node: Node | None) -> None:
+        """Let ``node`` publish it, and all of its blocks; or nobody."""
+        if self.node is not None:
+            self.node.packed = None
+        self.node = node
+        if node is not None:
+            assert node.packed is None, "a chunk is packed once"
+            node.packed = self
+            for block in self.blocks:
+                block.node = node
+
+
 class Node:
     """So many tokens of a path as fill a block, and the blocks that hold them: one for each cache group.
 
@@ -117,6 +145,7 @@ class Node:
         num_hits: how often an acquire went through it.
         digest: names the node's whole path outside the device (see ``names.py``); empty until somebody asks.
         reuse_hint: whether it will be used again, as its last user believed; None for not said. No promise.
+        packed: what was kept of the chunk whose last node it is; None of any other, and until that is packed.
     """
 
     __slots__ = (
@@ -133,6 +162,7 @@ class Node:
         "key",
         "last_used",
         "num_hits",
+        "packed",
         "parent",
         "path_hash",
         "reuse_hint",
@@ -162,6 +192,7 @@ class Node:
         self.num_hits = 0
         self.digest = b""
         self.reuse_hint: bool | None = None
+        self.packed: PackedChunk | None = None
         self.index_slot = 0
 
     def put(self, group: int, block: Block | None) -> None:
@@ -169,6 +200,11 @@ class Node:
         self.blocks = (*self.blocks[:group], block, *self.blocks[group + 1 :])
 
     @property
+    def all_blocks(self) -> tuple[Block | None, ...]:
+        """Its blocks, those of a packed chunk last."""
+        return self.blocks if self.packed is None else (*self.blocks, *self.packed.blocks)
+
+    @property
     def is_bare(self) -> bool:
         """Whether none of its blocks is left; a root never had any."""
-        return not any(self.blocks)
+        return not any(self.all_blocks)

@@ -128,6 +128,7 @@ class BlockCache:
                 if block is not None:
                     self._host.keep_evicted(one, block)
                     num_evicted += 1
+            num_evicted += 0 if one.packed is None else len(one.packed.blocks)
             self._broken = self.evict(one, "allocation")
         return num_evicted
 
@@ -159,7 +160,7 @@ class BlockCache:
         if not blocks:  # a root
             return
         evictable = not node.children
-        for block in blocks:
+        for block in node.all_blocks:
             if block is not None and (block.state != BlockState.CACHED or block.num_io_refs or block.num_pin_refs):
                 evictable = False
         for group in self._trimmed_groups:
@@ -227,9 +228,11 @@ class BlockCache:
             self.policy.on_busy(node)
         node.attached = False
         self.policy.on_evict(node)
-        for block in node.blocks:
+        for block in node.all_blocks:
             if block is not None:
                 self._withdraw_block(node, block, cause)
+        if node.packed is not None:
+            node.packed.put(None)
 
     def _withdraw_block(self, node: Node, block: Block, cause: EvictionCause) -> None:
         was_cached = block.state == BlockState.CACHED

@@ -22,7 +22,8 @@ The core's parts have what is theirs:
     core.forgetting     what must not be found any more
     core.residuals      where sequences have their unsealed blocks, of a codec that seals (``residuals.py``)
     core.streaming      sequences larger than the device (``streaming.py``): these begin with ``begin_streaming``
-    core.lodgers        the last two as one (``lodger.py``): what they are told and asked of every sequence
+    core.packing        what was kept of chunks that are not seen whole any more (``packing.py``)
+    core.lodgers        the last three as one (``lodger.py``): what they are told and asked of every sequence
 
 A part that is off is there too, and has nothing and does nothing.
 """
@@ -43,6 +44,7 @@ from pagefold.kv.keep_rules import KeepRules
 from pagefold.kv.lodger import Lodgers
 from pagefold.kv.missing import NOTHING_MISSING
 from pagefold.kv.moves import Moves
+from pagefold.kv.packing import NO_PACKING, Packing
 from pagefold.kv.pins import PinLimits, PinTable
 from pagefold.kv.policies import make_policy
 from pagefold.kv.prefixes import Prefixes, PrefixesByGroups
@@ -93,8 +95,8 @@ class KVCore:
         publishes: whether anything is ever cached.
         trims: whether any group gives blocks back while a sequence runs.
         rules: what each cache group keeps.
-        blocks, moves, publishing, pins, host, slow, uses, forgetting, residuals, streaming, lodgers: the parts, as the
-            module says.
+        blocks, moves, publishing, pins, host, slow, uses, forgetting, residuals, streaming, packing, lodgers: the
+            parts, as the module says.
         arbiter: weighs restoring against computing.
         pool, tree, policy: of ``blocks``.
         caches: all that were acquired and not released.
@@ -135,11 +137,14 @@ class KVCore:
         self.publishing = (Publishing if is_plain else PublishingByGroups)(blocks, block_size)
         self.pins = PinTable(blocks.pool, self.rules, pin_limits, update_evictable=blocks.update_evictable, emit=emit)
         self.streaming = Streaming(blocks.pool, host, block_size, self.moves.store) if allow_streaming else NO_STREAMING
-        self.lodgers = Lodgers((residuals, self.streaming))
         self.uses = Uses(blocks, emit)
+        self._holding = Holding(blocks, self.rules, self.moves, host, self.uses)
+        packs = self.rules.packing is not None
+        assert not packs or not (host.is_on or residuals.is_on), "what is packed lies on the device, and is not sealed"
+        self.packing = Packing(blocks, self.rules, self._holding) if packs else NO_PACKING
+        self.lodgers = Lodgers((residuals, self.streaming, self.packing))
         self.forgetting = Forgetting(blocks, self.rules, host, slow, self.pins, self.lodgers, self.caches, emit)
         self.trims = bool(self.rules.trimmed)
-        self._holding = Holding(blocks, self.rules, self.moves, host, self.uses)
         find = Prefixes if is_plain else PrefixesByGroups
         self._prefixes = find(self.tree, self.rules, host, self._holding, copies_parts=not residuals.is_on)
 
@@ -261,7 +266,9 @@ class KVCore:
         """
         if cache.may_share_tail and not self._holding.unshare(cache, start, copies=not self.residuals.is_on):
             return False
-        return end <= cache.capacity or self._holding.extend(cache, end)
+        if end > cache.capacity and not self._holding.extend(cache, end):
+            return False
+        return not self.packing.is_on or self.packing.grant(cache, end)
 
     def num_blocks_for(self, num_tokens: int, num_new: int, cache: SequenceCache | None = None) -> int:
         """Return the most blocks of the device that a sequence takes at once until it has ``num_tokens``.

@@ -12,7 +12,7 @@ from pagefold.kv.table import num_blocks_for
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pagefold.kv.block import Node
+    from pagefold.kv.block import Node, PackedChunk
     from pagefold.kv.block_cache import BlockCache
     from pagefold.kv.host_tier import HostTier
     from pagefold.kv.keep_rules import KeepRules
@@ -56,6 +56,9 @@ class Holding:
             if rule.trims:
                 for block in blocks:
                     self._blocks.windows.note_busy(block)
+        cache.chunks = self._rules.packed_of(nodes)
+        for chunk in cache.chunks:
+            self._pool.acquire_all(chunk.blocks)
 
     def take_with_held(self, cache: SequenceCache, nodes: list[Node], hit: PrefixHit) -> bool:
         """Let the tables of ``cache`` begin with blocks of ``nodes`` and those that ``hit`` says the host holds.
@@ -190,6 +193,7 @@ class Holding:
             other.block_ids, other.sink_ids = list(table.block_ids), list(table.sink_ids)
             other.num_trimmed = table.num_trimmed
         twin.may_share_tail = cache.may_share_tail = True
+        twin.chunks = list(cache.chunks)
         for block_id in twin.all_block_ids():
             self._pool.acquire(self._pool.blocks[block_id])
 
@@ -213,6 +217,8 @@ class Holding:
         for group in self._rules.trimmed:
             table, rule = cache.tables[group], self._rules[group]
             first = rule.first_kept(num_tokens, size)
+            if rule.packs:  # what is not packed yet is what it will be packed from
+                first = min(first, len(cache.chunks) * rule.chunk_blocks(size))
             if cache.tail is not None:
                 first = min(first, rule.first_block(num_published, size))
             if first <= table.num_trimmed:
@@ -250,6 +256,16 @@ class Holding:
                 elif trims:
                     self._blocks.windows.note_idle(block, is_left=others_went_on)
             table.clear()
+        for chunk in reversed(cache.chunks):
+            self.release_chunk(chunk)
+        cache.chunks.clear()
+
+    def release_chunk(self, chunk: PackedChunk) -> None:
+        """Give back what was kept of a chunk."""
+        for block in chunk.blocks:
+            self._pool.release(block)
+        if chunk.node is not None and not chunk.node.children:
+            self._blocks.update_evictable(chunk.node)
 
     # Inside.
 

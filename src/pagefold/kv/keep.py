@@ -19,16 +19,21 @@ class KeepRule:
 
     Attributes:
         window: how many tokens a token sees at most, itself included; None for all that are before it.
-        is_chunked: it sees the tokens since the last multiple of ``window`` instead.
+        is_chunked: it sees the tokens since the last multiple of ``window`` instead: its own chunk.
         num_sinks: how many of the first tokens it sees beside its window, which slides then.
+        num_before: how many chunks before its own it sees whole, where it sees chunks.
+        packs: of older chunks it sees what was kept of them, which is packed into blocks of its own (``packing.py``).
     """
 
     window: int | None = None
     is_chunked: bool = False
     num_sinks: int = 0
+    num_before: int = 0
+    packs: bool = False
 
     def __post_init__(self) -> None:
         assert not self.num_sinks or (self.window is not None and not self.is_chunked), "sinks beside a sliding window"
+        assert self.is_chunked or not (self.num_before or self.packs), "chunks beside a window that slides"
 
     @property
     def trims(self) -> bool:
@@ -43,12 +48,33 @@ class KeepRule:
         if self.window is None:
             return 0
         if self.is_chunked:
-            return position - position % self.window
+            return max(0, position - position % self.window - self.num_before * self.window)
         return max(0, position + 1 - self.window)
 
     def num_sink_blocks(self, block_size: int) -> int:
         """Return how many of a sequence's first blocks hold its sinks."""
         return num_blocks_for(self.num_sinks, block_size)
+
+    def num_packed(self, position: int) -> int:
+        """Return how many chunks are packed when all tokens before ``position`` have been computed.
+
+        Those of which no token behind them sees all.
+        """
+        if not self.packs:
+            return 0
+        assert self.window is not None, "chunks have a size"
+        return self.first_seen(position) // self.window
+
+    def reach(self, num_packed: int) -> int:
+        """Return the last position up to which so many packed chunks are enough."""
+        assert self.window is not None, "chunks have a size"
+        return (num_packed + self.num_before + 1) * self.window - 1
+
+    def chunk_blocks(self, block_size: int) -> int:
+        """Return how many blocks a chunk fills; packed, it fills no more."""
+        assert self.window is not None, "chunks have a size"
+        assert self.window % block_size == 0, "a chunk is whole blocks"
+        return self.window // block_size
 
     def first_kept(self, position: int, block_size: int) -> int:
         """Return from which block on all are kept that the token at ``position`` sees.
@@ -78,13 +104,17 @@ class KeepRule:
         """Return the most blocks that a sequence of ``num_tokens`` holds while steps write up to ``num_new`` of them.
 
         The tokens of a window seldom begin where a block does, so they lie in one block more than they fill. And one
-        more is kept: the last that is published, where the sequence goes on from in the prefix tree.
+        more is kept: the last that is published, where the sequence goes on from in the prefix tree. Of packed chunks
+        all may have been kept.
         """
         num_blocks = num_blocks_for(num_tokens, block_size)
         if self.window is None:
             return num_blocks
-        num_kept = num_blocks_for(self.window - 1 + num_new, block_size) + 2
-        return min(num_blocks, self.num_sink_blocks(block_size) + num_kept)
+        num_kept = num_blocks_for((self.num_before + 1) * self.window - 1 + num_new, block_size) + 2
+        num_whole = min(num_blocks, self.num_sink_blocks(block_size) + num_kept)
+        if not self.packs:
+            return num_whole
+        return num_whole + self.num_packed(num_tokens) * self.chunk_blocks(block_size)
 
     def _behind_sinks(self, first: int, block_size: int) -> int:
         """Return ``first``, where the window begins; 0 if the sinks' blocks reach up to it."""

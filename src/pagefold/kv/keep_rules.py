@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from pagefold.kv.block import Block, Node
+    from pagefold.kv.block import Block, Node, PackedChunk
     from pagefold.kv.keep import KeepRule
     from pagefold.kv.sequence_cache import SequenceCache
     from pagefold.kv.tree import PrefixHit
@@ -26,9 +26,10 @@ class KeepRules:
         block_size: as given.
         trimmed: the groups that leave tokens behind while a sequence runs.
         keeps_paths: whether any group keeps all, so that who has a path has all of it.
+        packing: the rule whose older chunks are packed; None where there is none.
     """
 
-    __slots__ = ("_num_sink_blocks", "_rules", "block_size", "keeps_paths", "trimmed")
+    __slots__ = ("_num_sink_blocks", "_rules", "block_size", "keeps_paths", "packing", "trimmed")
 
     def __init__(self, rules: Iterable[KeepRule], block_size: int) -> None:
         self._rules = tuple(rules)
@@ -36,6 +37,9 @@ class KeepRules:
         self._num_sink_blocks = [rule.num_sink_blocks(block_size) for rule in self._rules]
         self.trimmed = tuple(group for group, rule in enumerate(self._rules) if rule.trims)
         self.keeps_paths = len(self.trimmed) < len(self._rules)
+        packing = [rule for rule in self._rules if rule.packs]
+        assert len(packing) <= 1, "the layers that pack are one group"
+        self.packing = packing[0] if packing else None
 
     def __len__(self) -> int:
         """Return how many groups there are."""
@@ -60,21 +64,43 @@ class KeepRules:
         num_blocks = 0
         for group, rule in enumerate(self._rules):
             num_held = cache.tables[group].num_held if cache is not None else 0
+            if cache is not None and rule.packs:
+                num_held += cache.num_packed_blocks
             num_blocks += max(0, rule.num_blocks_for(num_tokens, num_new, self.block_size) - num_held)
         return num_blocks
 
     def blocks_of(self, hit: PrefixHit) -> list[Block]:
         """Return the blocks that a cache holds which is made from ``hit``, but for a partial one and loaded ones."""
-        return [
+        blocks = [
             block
             for group, rule in enumerate(self._rules)
             for at in rule.places(hit.num_blocks, self.block_size)
             if at < len(hit.nodes) and (block := hit.nodes[at].blocks[group]) is not None
         ]
+        return [*blocks, *(block for chunk in self.packed_of(hit.nodes) for block in chunk.blocks)]
+
+    def packed_of(self, nodes: list[Node]) -> list[PackedChunk]:
+        """Return the packed chunks that whoever goes on behind the path ``nodes`` needs, as far as they are there."""
+        rule = self.packing
+        if rule is None:
+            return []
+        num_blocks, found = rule.chunk_blocks(self.block_size), []
+        for chunk in range(rule.num_packed(len(nodes) * self.block_size)):
+            packed = nodes[(chunk + 1) * num_blocks - 1].packed
+            if packed is None:
+                break
+            found.append(packed)
+        return found
 
     def num_whole(self, nodes: list[Node]) -> int:
-        """Return how many of ``nodes`` can be gone on from: groups that keep the last tokens only have those."""
-        return self.last_whole(len(nodes), lambda at, group: nodes[at].blocks[group] is not None)
+        """Return how many of ``nodes`` can be gone on from.
+
+        Groups that keep the last tokens only have those; and where chunks are packed, those before are.
+        """
+        num_places, rule = len(nodes), self.packing
+        if rule is not None:  # what is being written now is not packed yet
+            num_places = min(num_places, rule.reach(len(self.packed_of(nodes))) // self.block_size)
+        return self.last_whole(num_places, lambda at, group: nodes[at].blocks[group] is not None)
 
     def last_whole(self, num_places: int, has: Callable[[int, int], bool]) -> int:
         """Return how many of a path's places can be gone on from: whoever does finds there what each group keeps.

@@ -164,6 +164,12 @@ class PinTable:
             places = rule.places(num_blocks, self._rules.block_size)
             blocks = (nodes[at].blocks[group] for at in places if at < len(nodes))
             num_new += len(places) - sum(1 for block in blocks if block is not None and block.num_pin_refs)
+        packing = self._rules.packing
+        if packing is not None:  # all may be kept of what is not packed yet
+            packed = self._rules.packed_of(list(nodes))
+            num_chunks = packing.num_packed(num_blocks * self._rules.block_size)
+            num_new += max(0, num_chunks - len(packed)) * packing.chunk_blocks(self._rules.block_size)
+            num_new += sum(not block.num_pin_refs for chunk in packed for block in chunk.blocks)
         return num_new
 
     def add(
@@ -263,12 +269,17 @@ class PinTable:
 
     def _blocks_of(self, tail: Node) -> Iterator[Block]:
         """Yield the blocks that whoever goes on behind ``tail`` needs, the last first."""
-        places = [set(rule.places(tail.depth + 1, self._rules.block_size)) for rule in self._rules]
+        size, num_blocks = self._rules.block_size, tail.depth + 1
+        places = [set(rule.places(num_blocks, size)) for rule in self._rules]
+        rule = self._rules.packing
+        last_packed = 0 if rule is None else rule.num_packed(num_blocks * size) * rule.chunk_blocks(size)
         node = tail
         while node.parent is not None:
             for block, of_group in zip(node.blocks, places, strict=True):
                 if block is not None and node.depth in of_group:
                     yield block
+            if node.packed is not None and node.depth < last_packed:
+                yield from node.packed.blocks
             node = node.parent
 
     def _update_nodes(self, pin: Pin) -> None:

@@ -10,7 +10,7 @@ from pagefold.kv.table import BlockTable
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pagefold.kv.block import BlockId, Node
+    from pagefold.kv.block import Block, BlockId, Node, PackedChunk
     from pagefold.kv.held_block import HeldBlock
     from pagefold.kv.landmarks import MarkReason
 
@@ -53,6 +53,8 @@ class SequenceCache:
         num_loaded_tokens: how many of its tokens were loaded when it, or what it was forked from, was acquired, by the
             tier that they came from.
         residual_id: where it has its unsealed block, of a codec that seals blocks (``residuals.py``); else -1.
+        chunks: its packed chunks, from the first on (``packing.py``).
+        granted: blocks for the chunks that the step packs which is being planned or run.
         facts: of the request that holds it, for the eviction policy; whoever releases the cache may set them before.
 
     Always: the path from the root to ``tail`` has ``num_published`` nodes, and where a table holds one of the first so
@@ -61,11 +63,13 @@ class SequenceCache:
 
     __slots__ = (
         "capacity",
+        "chunks",
         "cold",
         "cold_root",
         "cold_tip",
         "copied_from",
         "facts",
+        "granted",
         "marks",
         "may_share_tail",
         "num_begun",
@@ -91,6 +95,8 @@ class SequenceCache:
         self.cold: list[HeldBlock] = []
         self.num_loaded_tokens: dict[str, int] = {}
         self.residual_id = -1
+        self.chunks: list[PackedChunk] = []
+        self.granted: list[Block] = []
         self.facts = _NO_FACTS
 
     @property
@@ -109,10 +115,18 @@ class SequenceCache:
         """Whether it holds published blocks that are still in the tree: not if the step failed that wrote them."""
         return bool(self.num_published) and self.tail is not None and self.tail.attached
 
+    @property
+    def num_packed_blocks(self) -> int:
+        """How many blocks it holds for packed chunks."""
+        return sum(len(chunk.blocks) for chunk in self.chunks) + len(self.granted)
+
     def all_block_ids(self) -> Iterator[BlockId]:
-        """Yield the blocks of all groups."""
+        """Yield the blocks of all groups, and of packed chunks."""
         for table in self.tables:
             yield from table.all_ids()
+        for chunk in self.chunks:
+            yield from (block.block_id for block in chunk.blocks)
+        yield from (block.block_id for block in self.granted)
 
 
 class Promise:

@@ -1,0 +1,173 @@
+"""Packing: what was kept of chunks that no token sees all of any more, in blocks that hold nothing else.
+
+Of a group whose rule packs (``keep.py``): a token sees its own chunk and some before it whole, and of older chunks the
+entries that were kept. Which these are is found while a chunk is computed and hangs on its tokens and those before it
+alone, so what was kept can be published, and shared, as blocks are.
+
+The step behind which no token sees all of a chunk any more packs it. How much was kept is known when that step has run,
+and not before, so it is planned as if all were::
+
+    core.extend(cache, start, end)              grants blocks for all chunks that the step packs
+    core.packing.commit(cache, counts)          the step ran: of each chunk so many blocks stay, the others are free
+    core.packing.on_failed(...)                 the step failed: all that was granted is free
+
+After ``commit`` the chunk lies at the last node of its tokens, if that is published; whoever comes after goes on with
+it. Where somebody else was sooner, the cache takes over what lies there, which is the same. So a node is never further
+behind a chunk that is not packed than tokens see whole chunks, but for nodes that a step is writing now: nobody goes on
+from those.
+
+Blocks of packed chunks go with their node, when that is a leaf: who goes on behind needs all of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from pagefold.kv.block import PackedChunk
+from pagefold.kv.lodger import Lodger
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pagefold.kv.block import Node
+    from pagefold.kv.block_cache import BlockCache
+    from pagefold.kv.holding import Holding
+    from pagefold.kv.keep_rules import KeepRules
+    from pagefold.kv.ops import ResidualCopy
+    from pagefold.kv.sequence_cache import SequenceCache
+
+__all__ = ["NO_PACKING", "Packed", "Packing"]
+
+
+class Packed(NamedTuple):
+    """What was kept of a chunk, as the step tells that packed it.
+
+    Attributes:
+        num_blocks: how many of the blocks that were granted for it hold anything: the first ones.
+        counts: how many entries there are of each layer and head, as the runner has it; the core keeps it.
+    """
+
+    num_blocks: int
+    counts: object
+
+
+class Packing(Lodger):
+    """The packed chunks of all caches.
+
+    Args:
+        blocks: of the device.
+        rules: what each cache group keeps; one packs.
+        holding: gives blocks back.
+    """
+
+    def __init__(self, blocks: BlockCache, rules: KeepRules, holding: Holding) -> None:
+        assert rules.packing is not None, "no group packs"
+        self._blocks = blocks
+        self._rule = rules.packing
+        self._holding = holding
+        self._chunk_blocks = rules.packing.chunk_blocks(rules.block_size)
+        self._group = len(rules)  # of no group that has a table: these blocks go with their nodes
+
+    def num_due(self, cache: SequenceCache, end: int) -> int:
+        """Return how many chunks of ``cache`` a step packs that computes its tokens up to position ``end``."""
+        return max(0, self._rule.num_packed(end) - len(cache.chunks))
+
+    def grant(self, cache: SequenceCache, end: int) -> bool:
+        """Give ``cache`` blocks for the chunks that such a step packs; False, with nothing changed, without memory."""
+        num_new = self.num_due(cache, end) * self._chunk_blocks - len(cache.granted)
+        if num_new <= 0:
+            return True
+        if num_new > self._blocks.num_available:
+            return False
+        num_before = len(cache.granted)
+        for _ in range(num_new):
+            block = self._blocks.allocate()
+            if block is None:  # cached blocks that a transfer reads cannot go
+                self._give_back(cache, num_before)
+                return False
+            block.group = self._group
+            cache.granted.append(block)
+        return True
+
+    def commit(self, cache: SequenceCache, packed: Sequence[Packed]) -> None:
+        """A step ran, and packed the next chunks of ``cache``; its promise is committed.
+
+        Args:
+            cache: whose.
+            packed: what was kept of each chunk, in order; none if the step packed nothing.
+        """
+        granted, cache.granted = cache.granted, []
+        for at, one in enumerate(packed):
+            of_chunk = granted[at * self._chunk_blocks : (at + 1) * self._chunk_blocks]
+            assert one.num_blocks <= len(of_chunk), "a chunk fills no more than was granted"
+            cache.chunks.append(PackedChunk(tuple(of_chunk[: one.num_blocks]), one.counts))
+            for block in of_chunk[one.num_blocks :]:
+                self._blocks.pool.release(block)
+        for block in granted[len(packed) * self._chunk_blocks :]:
+            self._blocks.pool.release(block)
+        self.publish(cache)
+
+    def publish(self, cache: SequenceCache) -> None:
+        """Publish the packed chunks of ``cache`` whose tokens are, or take over what others have published there.
+
+        To be called when what it publishes has become longer.
+        """
+        num_places = cache.num_published
+        node: Node | None = cache.tail
+        first = len(cache.chunks)
+        while first and cache.chunks[first - 1].node is None:
+            first -= 1
+        for at in reversed(range(first, len(cache.chunks))):
+            place = (at + 1) * self._chunk_blocks
+            if place > cache.num_published or node is None:
+                continue
+            while num_places > place:
+                assert node is not None, "a path has as many nodes as are published"
+                node, num_places = node.parent, num_places - 1
+            assert node is not None, "a path has as many nodes as are published"
+            if not node.committed:  # its own, of a step that has not run
+                continue
+            chunk, theirs = cache.chunks[at], node.packed
+            if theirs is None:
+                chunk.put(node)
+            else:
+                self._blocks.pool.acquire_all(theirs.blocks)
+                self._holding.release_chunk(chunk)
+                cache.chunks[at] = theirs
+            self._blocks.update_evictable(node)
+
+    # What becomes of sequences.
+
+    def on_release(self, cache: SequenceCache) -> None:
+        """A sequence ends: what it was granted is free."""
+        self._give_back(cache, 0)
+
+    def on_failed(self, rows: Sequence[tuple[SequenceCache, int]], copies: Sequence[ResidualCopy]) -> None:  # noqa: ARG002
+        """A step failed: what it was to pack is not packed."""
+        for cache, _ in rows:
+            self._give_back(cache, 0)
+
+    def draft_limit(self, cache: SequenceCache, start: int, num_tokens: int) -> int:
+        """Return how many tokens a row may have that ends in drafts: none that has another chunk packed.
+
+        Whether that is due is known only when it is known which drafts count.
+        """
+        return min(num_tokens, max(1, self._rule.reach(len(cache.chunks)) - start))
+
+    def _give_back(self, cache: SequenceCache, num_kept: int) -> None:
+        """Let go of what was granted, but for the first blocks."""
+        while len(cache.granted) > num_kept:
+            self._blocks.pool.release(cache.granted.pop())
+
+
+class _NoPacking(Packing):
+    """No group packs."""
+
+    is_on = False
+
+    def __init__(self) -> None:
+        pass
+
+
+NO_PACKING: Packing = _NoPacking()
+"""No packing; it never changes, so all cores without it share it."""

@@ -1,0 +1,78 @@
+"""Packed chunks: whatever happens, a sequence has what was kept of its own path, and nobody else's."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from packing_driver import RULES, PackingDriver
+
+from pagefold.kv import KeepRule
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", RULES)
+def test_every_block_holds_what_it_must(name, seed):
+    driver = PackingDriver(RULES[name], Random(seed), num_blocks=Random(seed).choice([30, 60, 200]))
+    driver.run(120)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("name", RULES)
+def test_every_block_holds_what_it_must_for_long(name, seed):
+    random = Random(1000 + seed)
+    size = random.choice([1, 2, 4])
+    driver = PackingDriver(RULES[name], random, size, random.choice([40, 80, 300]))
+    driver.run(1500)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_nothing_is_published_where_caching_is_off(name):
+    driver = PackingDriver(RULES[name], Random(3), caches_prefixes=False)
+    driver.run(200)
+    assert driver.num_packed > 5
+    assert driver.num_hits == 0
+
+
+def test_random_operations_meet_what_matters():
+    """Else the tests above would show nothing."""
+    hits = packed = short = joined = 0
+    for seed in range(12):
+        driver = PackingDriver(RULES["alone"], Random(seed), num_blocks=Random(seed).choice([30, 60, 200]))
+        driver.run(150)
+        hits, packed = hits + driver.num_hits, packed + driver.num_packed
+        short, joined = short + driver.num_short, joined + driver.num_joined
+    assert min(hits, packed, short) > 10
+    assert joined > 0
+
+
+def test_a_row_with_drafts_packs_nothing():
+    driver = PackingDriver(RULES["alone"], Random(0), num_blocks=200)
+    core, rule = driver.core, driver.rule
+    cache, _ = core.acquire(core.match(b"n", b"", 0))
+    for start in range(40):
+        for wanted in (1, 5, 30):
+            num = core.packing.draft_limit(cache, start, wanted)
+            assert 1 <= num <= wanted
+            packs = rule.num_packed(start + num) > len(cache.chunks)
+            assert not packs or num == 1
+            if num < wanted:
+                assert rule.num_packed(start + num + 1) > len(cache.chunks)
+
+
+@pytest.mark.parametrize(
+    "rule", [KeepRule(8, is_chunked=True, num_before=1, packs=True), KeepRule(4, is_chunked=True, packs=True)]
+)
+def test_chunks_are_packed_when_nobody_sees_all_of_them(rule):
+    for end in range(60):
+        expected = 0
+        while all(
+            (position // rule.window - rule.num_before) * rule.window > expected * rule.window
+            for position in range(end, end + 20)
+        ):
+            expected += 1
+        assert rule.num_packed(end) == expected
+        num = rule.num_packed(end)
+        assert rule.reach(num) >= end
+        assert num == 0 or rule.reach(num - 1) < end
