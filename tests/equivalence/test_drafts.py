@@ -80,7 +80,7 @@ def test_outputs_with_a_drafter_are_those_of_generate(method, setting, tiny_fold
     trial = Trial(setting, workload, tiny_folder("llama"), drafted(drafting_by(method), counts))
     trial.run()
     trial.assert_exact(references)
-    assert counts.num_drafts > 50
+    assert counts.num_drafts > 20  # few: of these next to none is right, and soon next to none is made
     if method == "tree" and setting.num_rounds > 1:  # a model of random weights repeats nothing within one text
         assert counts.num_accepted > 40
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from packing_driver import RULES, PackingDriver
+from packed_chunks_driver import RULES, PackingDriver
 
 from pagefold.kv import KeepRule
 
