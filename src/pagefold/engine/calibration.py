@@ -40,7 +40,7 @@ import torch
 
 from pagefold.config import cache_dir
 from pagefold.errors import ConfigError
-from pagefold.files.whole import write_whole
+from pagefold.files.digested import read_digested, write_digested
 from pagefold.kv import BlockId, BlockTable, KVGeometry
 from pagefold.runner import codecs
 from pagefold.runner.codecs import CELL_CODECS
@@ -69,8 +69,6 @@ _MOST_POSITIONS = 131072
 """Positions that are told apart, at most: later ones have the centres of the last range before."""
 _VERSION = 4
 """The version of what is measured and of how it is kept."""
-_DIGEST_BYTES = 32
-"""Bytes of the SHA-256 behind the numbers: a matrix with a wrong bit is a matrix too."""
 
 
 class MakeDecoder(Protocol):
@@ -136,7 +134,7 @@ def find_constants(
     with contextlib.suppress(OSError, ConfigError):  # else they are measured again next time
         file.parent.mkdir(parents=True, exist_ok=True)
         numbers = b"".join(one.numpy().tobytes() for one in constants)
-        write_whole(file, numbers + hashlib.sha256(numbers).digest())
+        write_digested(file, numbers)
     return constants
 
 
@@ -171,12 +169,8 @@ def _offsets(num_tokens: int, num_positions: int) -> range:
 
 def _read(file: Path, num_cells: int, num_ranges: int, head_dim: int) -> CodecConstants | None:
     """Return what ``file`` keeps; None where there is no such file, or not all that was written."""
-    try:
-        whole = file.read_bytes()
-    except OSError:
-        return None
-    kept, digest = whole[:-_DIGEST_BYTES], whole[-_DIGEST_BYTES:]
-    if hashlib.sha256(kept).digest() != digest:
+    kept = read_digested(file)
+    if kept is None:
         return None
     numbers = np.frombuffer(kept, np.float32)
     shapes = (num_cells, 1 + num_ranges, head_dim), (num_cells, 2, head_dim), (num_cells, head_dim, head_dim)

@@ -1,11 +1,10 @@
 """The file of a scorer: what it was found on, its numbers, and a digest behind both.
 
-A line of JSON, then float32 numbers, then the SHA-256 of all before it: a scorer with a wrong bit is a scorer too.
+A line of JSON, then float32 numbers, then the digest of all before it (``files/digested.py``).
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from dataclasses import asdict, dataclass
@@ -14,15 +13,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from pagefold.files.whole import write_whole
+from pagefold.files.digested import read_digested, write_digested
 from pagefold.masks.scorer import Scorer
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = ["FoundOn", "KeptScorer", "read_scorer", "write_scorer"]
-
-_DIGEST_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +61,7 @@ def write_scorer(file: Path, kept: KeptScorer) -> None:
     """
     head = {"found_on": asdict(kept.found_on), "shapes": [list(one.shape) for one in kept.scorer]}
     numbers = b"".join(one.contiguous().numpy().astype("<f4").tobytes() for one in kept.scorer)
-    whole = json.dumps(head).encode() + b"\n" + numbers
-    write_whole(file, whole + hashlib.sha256(whole).digest())
+    write_digested(file, json.dumps(head).encode() + b"\n" + numbers)
 
 
 def read_scorer(file: Path, version: int, fingerprint: str) -> KeptScorer | None:
@@ -76,12 +72,8 @@ def read_scorer(file: Path, version: int, fingerprint: str) -> KeptScorer | None
         version: that is understood.
         fingerprint: of the model that the scorer must be of.
     """
-    try:
-        whole = file.read_bytes()
-    except OSError:
-        return None
-    whole, digest = whole[:-_DIGEST_BYTES], whole[-_DIGEST_BYTES:]
-    if hashlib.sha256(whole).digest() != digest:
+    whole = read_digested(file)
+    if whole is None:
         return None
     line, _, numbers = whole.partition(b"\n")
     try:

@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 
 from pagefold.errors import UnsupportedModelError
 from pagefold.masks.rule import CHUNK
-from pagefold.runner.loader import HARMLESS_ARGUMENTS, load_model
+from pagefold.runner.loader import load_model, odd_arguments
 from pagefold.runner.models import inspect_model
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ def _watched_attention(  # noqa: PLR0913 - transformers calls it so
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     if watch is None or layer not in watch.hidden:
         raise _refusal(module, "is not called as layers call their attention")
-    odd = sorted(name for name in arguments.keys() - HARMLESS_ARGUMENTS if arguments[name] is not None)
+    odd = odd_arguments(arguments)
     if odd or attention_mask is not None:
         raise _refusal(module, f"asks for {' and '.join(odd) or 'a mask of its own'}, which is not plain attention")
     keys, values = key[0], value[0]

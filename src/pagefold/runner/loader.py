@@ -11,6 +11,7 @@ from pagefold.errors import UnsupportedModelError
 from pagefold.runner.turned_queries import NO_TURNS, StepTurns
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from pagefold.kv import KeepRule
@@ -18,10 +19,10 @@ if TYPE_CHECKING:
     from pagefold.runner.slab import AnySlab
     from pagefold.steps import MovesInFlight
 
-__all__ = ["HARMLESS_ARGUMENTS", "AttentionContext", "load_model", "register_attention"]
+__all__ = ["AttentionContext", "load_model", "odd_arguments", "register_attention"]
 
 _NAME = "pagefold"
-HARMLESS_ARGUMENTS = frozenset(
+_HARMLESS_ARGUMENTS = frozenset(
     {
         "cache_position", "deterministic", "dropout", "is_causal", "output_attentions", "output_hidden_states",
         "output_router_logits", "position_ids", "use_cache",
@@ -103,6 +104,11 @@ def load_model(folder: Path, dtype: torch.dtype, device: str = "cpu", *, attenti
     return model.to(device)
 
 
+def odd_arguments(arguments: Mapping[str, object]) -> list[str]:
+    """Return which arguments of a layer's attention may change what it must compute, and none of ours reads."""
+    return sorted(name for name in arguments.keys() - _HARMLESS_ARGUMENTS if arguments[name] is not None)
+
+
 def _experts(dtype: torch.dtype) -> dict[str, str]:
     """Return how experts are computed, where transformers' own choice, one product of all, does not know the dtype."""
     return {"experts_implementation": "eager"} if dtype == torch.float64 else {}
@@ -125,7 +131,7 @@ def _paged_attention(  # noqa: PLR0913 - transformers calls it so
     """Attention as transformers' layers call it: ``[1, H, T, D]`` in, ``[1, T, H, D]`` out."""
     if paged is None:
         raise _refusal(module, "does not get the arguments of its model's forward")
-    odd = sorted(name for name in arguments.keys() - HARMLESS_ARGUMENTS if arguments[name] is not None)
+    odd = odd_arguments(arguments)
     if odd:
         raise _refusal(module, f"asks for {' and '.join(odd)}")
     if attention_mask is not None:  # no mask function is registered under our name: the model made one itself
