@@ -62,7 +62,7 @@ class PackingDriver:
         self.rule = next(rule for rule in rules if rule.packs)
         self.rows: list[Row] = []
         self.holds: dict[int, object] = {}  # of each block, what was written there last
-        self.num_hits = self.num_packed = self.num_short = self.num_joined = 0
+        self.num_hits = self.num_packed = self.num_short = self.num_joined = self.num_alone = 0
 
     # What a runner writes.
 
@@ -129,6 +129,20 @@ class PackingDriver:
             self.copy()
             self.num_hits += bool(cache.chunks)
             self.rows.append(Row(cache, tokens, num_computed))
+
+    def take_all(self) -> None:
+        """Nobody runs who could give way, and all that can be had is asked for: all that counts as such is."""
+        core = self.core
+        chunks = [chunk for chunk in core.blocks.idle_chunks if chunk.node.children]
+        got = []
+        for _ in range(core.num_available):
+            block = core.blocks.allocate()
+            assert block is not None, "it was said to be available"
+            got.append(block)
+        assert core.blocks.allocate() is None
+        self.num_alone += len(chunks)
+        for block in got:
+            core.pool.release(block)
 
     def step(self, *, fails: bool = False) -> None:
         """Some sequences compute some tokens; or a step fails that was to compute them."""
@@ -228,6 +242,8 @@ class PackingDriver:
                 self.pin()
             elif draw < 0.98:
                 self.forget()
+            else:
+                self.take_all()
             self.check()
 
     def check(self) -> None:

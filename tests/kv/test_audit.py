@@ -352,24 +352,26 @@ def node_without_sinks(core: KVCore, cache: SequenceCache) -> None:
     node.put(0, None)
 
 
-def with_packing(corrupt: Callable[[SequenceCache, list[Node]], None]) -> Callable[[World], None]:
-    """Corrupt a core that packs chunks of 4 tokens: a cache of 14, with three packed chunks of 2, 1 and no blocks.
+def pack_chunks(world: World) -> SequenceCache:
+    """Let the core pack chunks of 4 tokens. Return a cache of 14, with three packed chunks of 2, 1 and no blocks."""
+    core = world.core = KVCore(40, block_size=2, rules=[KeepRule(4, is_chunked=True, packs=True)])
+    cache, _ = core.acquire(core.match(NS, b"", 0))
+    assert core.extend(cache, 0, 14)
+    promise = core.publishing.promise(cache, pack(range(14)), 14)
+    assert promise is not None
+    core.publishing.commit(promise)
+    core.packing.commit(cache, [Packed(num, "counts") for num in (2, 1, 0)])
+    core.trim(cache, 14)
+    audit(core)
+    return cache
 
-    It is given the cache, and the nodes that end the chunks.
-    """
+
+def with_packing(corrupt: Callable[[SequenceCache, list[Node]], None]) -> Callable[[World], None]:
+    """Corrupt a core that packs. It is given the cache of :func:`pack_chunks`, and the nodes that end the chunks."""
 
     def corrupt_world(world: World) -> None:
-        core = world.core = KVCore(40, block_size=2, rules=[KeepRule(4, is_chunked=True, packs=True)])
-        cache, _ = core.acquire(core.match(NS, b"", 0))
-        assert core.extend(cache, 0, 14)
-        promise = core.publishing.promise(cache, pack(range(14)), 14)
-        assert promise is not None
-        core.publishing.commit(promise)
-        core.packing.commit(cache, [Packed(num, "counts") for num in (2, 1, 0)])
-        core.trim(cache, 14)
-        audit(core)
-        ends = [chunk.node for chunk in cache.chunks]
-        corrupt(cache, ends)
+        cache = pack_chunks(world)
+        corrupt(cache, [chunk.node for chunk in cache.chunks])
 
     corrupt_world.__name__ = corrupt.__name__
     return corrupt_world
@@ -379,8 +381,24 @@ def packed_where_no_chunk_ends(_: SequenceCache, ends: list[Node]) -> None:
     ends[0].parent.packed = PackedChunk((), None)
 
 
-def chunk_that_is_not_packed(_: SequenceCache, ends: list[Node]) -> None:
-    ends[1].packed = None
+def packed_chunk_that_may_go(world: World) -> None:
+    (chunk, *_) = pack_chunks(world).chunks
+    world.core.blocks._packed[chunk] = None
+
+
+def packed_chunk_that_may_not_go(world: World) -> None:
+    cache = pack_chunks(world)
+    world.core.release(cache)
+    world.core.blocks._packed.popitem()
+
+
+def packed_chunk_that_went_and_may_go(world: World) -> None:
+    pack_chunks(world)
+    world.core.blocks._packed[PackedChunk((), None)] = None
+
+
+def packed_blocks_counted_wrongly(cache: SequenceCache, _: list[Node]) -> None:
+    cache.num_packed_blocks += 1
 
 
 def packed_chunk_told_of_another_node(cache: SequenceCache, ends: list[Node]) -> None:
@@ -401,8 +419,9 @@ def packed_and_no_group_packs(world: World) -> None:
     world.cache.chunks.append(PackedChunk((), None))
 
 
-def packed_chunk_of_another_path(cache: SequenceCache, _: list[Node]) -> None:
+def packed_chunk_of_another_path(cache: SequenceCache, ends: list[Node]) -> None:
     cache.chunks[0] = PackedChunk(cache.chunks[0].blocks, None)
+    cache.chunks[0].node = ends[0]
 
 
 def packed_chunk_of_a_node_that_left(cache: SequenceCache, ends: list[Node]) -> None:
@@ -676,7 +695,10 @@ CORRUPTIONS: list[tuple[Callable[[World], None], str]] = [
     (with_sinks(sinks_published_off_the_path), "published but not by its cache's path"),
     (with_sinks(node_without_sinks), "none of group 0, which keeps what is there"),
     (with_packing(packed_where_no_chunk_ends), "packed, and ends no chunk"),
-    (with_packing(chunk_that_is_not_packed), "chunk 1 before it is not packed"),
+    (packed_chunk_that_may_go, "what is packed may go is True"),
+    (packed_chunk_that_may_not_go, "what is packed may go is False"),
+    (packed_chunk_that_went_and_may_go, "1 packed chunks may go, and nobody publishes them"),
+    (with_packing(packed_blocks_counted_wrongly), "cache.num_packed_blocks=4, and its chunks fill 3"),
     (with_packing(packed_chunk_told_of_another_node), "is told of another node"),
     (with_packing(packed_block_of_another_group), "packed, and not told so"),
     (with_packing(packed_block_twice), "published twice"),

@@ -37,14 +37,16 @@ def test_nothing_is_published_where_caching_is_off(name):
 
 def test_random_operations_meet_what_matters():
     """Else the tests above would show nothing."""
-    hits = packed = short = joined = 0
+    hits = packed = short = joined = alone = 0
     for seed in range(12):
         driver = PackingDriver(RULES["alone"], Random(seed), num_blocks=Random(seed).choice([30, 60, 200]))
         driver.run(150)
+        alone += driver.num_alone
         hits, packed = hits + driver.num_hits, packed + driver.num_packed
         short, joined = short + driver.num_short, joined + driver.num_joined
     assert min(hits, packed, short) > 10
     assert joined > 0
+    assert alone > 0
 
 
 def test_a_row_with_drafts_packs_nothing():

@@ -41,6 +41,8 @@ def audit(core: KVCore) -> None:
         _check(
             block.node is None or published.get(block.block_id) is block.node, f"{block}: its node is not in the tree"
         )
+    gone = [chunk for chunk in core.blocks.idle_chunks if chunk.node is None or not chunk.node.attached]
+    _check(not gone, f"{len(gone)} packed chunks may go, and nobody publishes them")
     _audit_tables(core)
     _audit_landmarks(core)
     _audit_alone(core)
@@ -134,30 +136,21 @@ def _audit_tree(core: KVCore) -> dict[int, Node]:
 
 
 def _audit_packed(core: KVCore, node: Node, published: dict[int, Node]) -> bool:
-    """Check what a node has of a packed chunk, and that those are packed of which nobody behind it sees all.
-
-    Return whether its blocks are idle.
-    """
+    """Check what a node has of a packed chunk. Return whether its blocks are idle."""
     rule, where, end = core.rules.packing, f"the node of blocks {node.blocks}", (node.depth + 1) * core.block_size
     packed = node.packed
-    _check(
-        packed is None or (rule is not None and end % (rule.window or 1) == 0), f"{where}: packed, and ends no chunk"
-    )
-    num_due = 0 if rule is None or not node.committed else rule.num_packed(end)
-    if rule is not None and num_due:  # of those before this one the nodes above have been asked
-        above, last = node, num_due * rule.chunk_blocks(core.block_size) - 1
-        while above.depth > last:
-            assert above.parent is not None, "a path begins at its root"
-            above = above.parent
-        _check(above.packed is not None, f"{where}: chunk {num_due - 1} before it is not packed")
     if packed is None:
         return True
+    _check(rule is not None and end % (rule.window or 1) == 0, f"{where}: packed, and ends no chunk")
     _check(packed.node is node, f"{where}: what is packed there is told of another node")
     for block in packed.blocks:
         _check(block.node is node and block.group == len(core.rules), f"{block}: packed, and not told so")
         _check(block.block_id not in published, f"{block}: published twice")
         published[block.block_id] = node
-    return all(_is_idle(block) for block in packed.blocks)
+    idle = all(_is_idle(block) for block in packed.blocks)
+    may_go = packed in core.blocks.idle_chunks
+    _check(may_go == (idle and bool(packed.blocks)), f"{where}: what is packed may go is {may_go}")
+    return idle
 
 
 def _may_go(core: KVCore, node: Node, group: int) -> bool:
@@ -221,12 +214,14 @@ def _audit_chunks(core: KVCore, cache: SequenceCache, path: list[Node]) -> None:
     num_blocks = rule.chunk_blocks(core.block_size)
     for at, chunk in enumerate(cache.chunks):
         place = (at + 1) * num_blocks - 1
-        if place < len(path):
+        if place < len(path) and chunk.node is not None:
             _check(path[place].packed is chunk, f"chunk {at} of a cache is not that of its path")
         else:  # a fork may have published it
             _check(chunk.node is None or chunk.node.attached, f"chunk {at} of a cache is nowhere")
         is_told = all((block.node is None) == (chunk.node is None) for block in chunk.blocks)
         _check(is_told, f"chunk {at} of a cache is published, or blocks of it alone are")
+    num_packed = sum(len(chunk.blocks) for chunk in cache.chunks)
+    _check(cache.num_packed_blocks == num_packed, f"{cache.num_packed_blocks=}, and its chunks fill {num_packed}")
     first = min(table.num_trimmed for table, one in zip(cache.tables, core.rules, strict=True) if one.packs)
     _check(first <= len(cache.chunks) * num_blocks, f"{first} blocks are gone, of {len(cache.chunks)} packed chunks")
 

@@ -29,7 +29,7 @@ class BlockState(IntEnum):
     """Some table holds it, or a transfer that outlived its last table still does."""
     CACHED = 2
     """In the prefix tree, held by no table: readable, and evictable when no transfer reads it, no pin keeps it, and its
-    node is a leaf or its group keeps the last tokens only."""
+    node is a leaf, its group keeps the last tokens only, or it holds what is packed."""
 
 
 LEGAL_MOVES: dict[BlockState, frozenset[BlockState]] = {
@@ -55,7 +55,8 @@ class Block:
         num_table_refs: how many block tables hold it.
         num_io_refs: how many transfers (copies, loads, stores) still read or write it.
         num_pin_refs: how many pins keep it; they hold no bytes in use, but keep it from being evicted.
-        group: index of the cache group whose layers it holds, while somebody holds it or it is cached.
+        group: index of the cache group whose layers it holds, while somebody holds it or it is cached; the number of
+            groups, if it holds what is packed.
         node: the node of the prefix tree that publishes it; None while it is private or free.
     """
 

@@ -9,7 +9,9 @@ A block is given out of the free list. If that is empty, cached ones are evicted
 3. what a landmark keeps that is not firm,
 4. the blocks of the leaf that the policy names,
 5. what a firm landmark keeps, and other blocks of such groups,
-6. those that the next step was to store in the host's arena, which are not stored then.
+6. packed chunks of which no node behind them has anything that could go: somebody who does not need them yet goes on
+   there, or a pin does,
+7. those that the next step was to store in the host's arena, which are not stored then.
 
 No request and no pin gives anything up for it. Who does when all this is short is the scheduler's to say
 (``scheduler/relief.py``).
@@ -20,13 +22,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pagefold.events import BlockEvicted, Emit, EvictionCause
-from pagefold.kv.block import Block, BlockState
+from pagefold.kv.block import Block, BlockState, PackedChunk
 from pagefold.kv.pool import BlockPool
 from pagefold.kv.tree import PrefixTree
 from pagefold.kv.window_blocks import WindowBlocks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from pagefold.kv.block import BlockId, Node
     from pagefold.kv.eviction import EvictionPolicy
@@ -75,6 +77,7 @@ class BlockCache:
         self._trimmed_groups = rules.trimmed
         self.windows = WindowBlocks(rules)
         self._broken: Node | None = None  # where the path ends now whose end was evicted last
+        self._packed: dict[PackedChunk, None] = {}  # whose blocks are all cached, and kept by no pin
         self._host = host
         self._slow = slow
         self._emit = emit
@@ -84,6 +87,11 @@ class BlockCache:
         """Blocks that an allocation could get: the free ones, and the cached ones that no pin keeps."""
         pool = self.pool
         return len(pool.free_ids) + pool.num_cached - pool.num_pinned
+
+    @property
+    def idle_chunks(self) -> Collection[PackedChunk]:
+        """Packed chunks that could go, though their nodes may be no leaves."""
+        return self._packed.keys()
 
     def next_tick(self) -> int:
         """Let logical time go on, and return it."""
@@ -121,8 +129,10 @@ class BlockCache:
                 assert one.node is not None, "what is cached is published"
                 if self.windows.goes_to_host(one):
                     self._host.keep_evicted(one.node, one)
-                self._evict_alone(one)
-                num_evicted += 1
+                num_evicted += self._evict_alone(one)
+                continue
+            if isinstance(one, PackedChunk):
+                num_evicted += self._evict_chunk(one)
                 continue
             for block in one.blocks:
                 if block is not None:
@@ -160,9 +170,11 @@ class BlockCache:
         if not blocks:  # a root
             return
         evictable = not node.children
-        for block in node.all_blocks:
+        for block in blocks:
             if block is not None and (block.state != BlockState.CACHED or block.num_io_refs or block.num_pin_refs):
                 evictable = False
+        if node.packed is not None and not self._note_chunk(node.packed):
+            evictable = False
         for group in self._trimmed_groups:
             alone = blocks[group]
             if alone is not None:
@@ -194,8 +206,8 @@ class BlockCache:
             if block.node is not None:
                 self.update_evictable(block.node)
 
-    def _next(self) -> Block | Node | None:
-        """Return what goes next: a block alone, or a leaf; None where nothing can go."""
+    def _next(self) -> Block | Node | PackedChunk | None:
+        """Return what goes next: a block alone, a leaf, or a packed chunk; None where nothing can go."""
         if not self._trimmed_groups:
             return self.policy.victim()
         windows, broken = self.windows, self._broken
@@ -206,20 +218,55 @@ class BlockCache:
             if broken.attached and broken.evictable and not self._rules.is_whole(broken):
                 return broken
             self._broken = None
-        return windows.kept_block() or self.policy.victim() or windows.firm_block() or windows.idle_block()
+        one = windows.kept_block() or self.policy.victim() or windows.firm_block() or windows.idle_block()
+        return one or next(iter(self._packed), None)
 
     def _make_one_free(self) -> bool:
         return bool(self.reclaim(1) or (self.cancel_stores() and self.reclaim(1)))
 
-    def _evict_alone(self, block: Block) -> None:
-        """Evict one block of a node, which stays if it has another, or children."""
+    def _note_chunk(self, chunk: PackedChunk) -> bool:
+        """Note whether a packed chunk, which is published, could go; and return it. One without blocks is in no way."""
+        idle = all(
+            block.state == BlockState.CACHED and not block.num_io_refs and not block.num_pin_refs
+            for block in chunk.blocks
+        )
+        if idle and chunk.blocks:
+            self._packed.setdefault(chunk)
+        else:
+            self._packed.pop(chunk, None)
+        return idle
+
+    def _evict_alone(self, block: Block) -> int:
+        """Evict one block of a node, which stays if it has another, or children. Return how many blocks went."""
         node = block.node
         assert node is not None
-        if not node.children and node.blocks.count(None) == len(node.blocks) - 1:
+        num_whole = len(node.blocks) - node.blocks.count(None)
+        is_last = not node.children and num_whole == 1
+        if is_last and (node.packed is None or self._note_chunk(node.packed)):
+            num_gone = len(node.all_blocks) - node.blocks.count(None)
             self.evict(node, "allocation")
-            return
+            return num_gone
         node.put(block.group, None)
         self._withdraw_block(node, block, "allocation")
+        return 1
+
+    def _evict_chunk(self, chunk: PackedChunk) -> int:
+        """Evict what was kept of a chunk; its node stays, if it has anything else. Return how many blocks went."""
+        node = chunk.node
+        assert node is not None, "what is cached is published"
+        for block in chunk.blocks:
+            self._withdraw_block(node, block, "allocation")
+        self._forget_chunk(chunk)
+        if not node.children and node.is_bare:
+            self.evict(node, "allocation")
+        else:
+            self.update_evictable(node)
+        return len(chunk.blocks)
+
+    def _forget_chunk(self, chunk: PackedChunk) -> None:
+        """A packed chunk, whose blocks are withdrawn, is published no more."""
+        self._packed.pop(chunk, None)
+        chunk.put(None)
 
     def _withdraw(self, node: Node, cause: EvictionCause) -> None:
         """Undo the publication of ``node``: its blocks are free where nobody holds them, else private."""
@@ -232,7 +279,7 @@ class BlockCache:
             if block is not None:
                 self._withdraw_block(node, block, cause)
         if node.packed is not None:
-            node.packed.put(None)
+            self._forget_chunk(node.packed)
 
     def _withdraw_block(self, node: Node, block: Block, cause: EvictionCause) -> None:
         was_cached = block.state == BlockState.CACHED

@@ -58,7 +58,8 @@ class Holding:
                     self._blocks.windows.note_busy(block)
         cache.chunks = self._rules.packed_of(nodes)
         for chunk in cache.chunks:
-            self._pool.acquire_all(chunk.blocks)
+            self.take_chunk(chunk)
+        cache.num_packed_blocks = sum(len(chunk.blocks) for chunk in cache.chunks)
 
     def take_with_held(self, cache: SequenceCache, nodes: list[Node], hit: PrefixHit) -> bool:
         """Let the tables of ``cache`` begin with blocks of ``nodes`` and those that ``hit`` says the host holds.
@@ -193,7 +194,7 @@ class Holding:
             other.block_ids, other.sink_ids = list(table.block_ids), list(table.sink_ids)
             other.num_trimmed = table.num_trimmed
         twin.may_share_tail = cache.may_share_tail = True
-        twin.chunks = list(cache.chunks)
+        twin.chunks, twin.num_packed_blocks = list(cache.chunks), cache.num_packed_blocks
         for block_id in twin.all_block_ids():
             self._pool.acquire(self._pool.blocks[block_id])
 
@@ -259,13 +260,20 @@ class Holding:
         for chunk in reversed(cache.chunks):
             self.release_chunk(chunk)
         cache.chunks.clear()
+        cache.num_packed_blocks = 0
 
     def release_chunk(self, chunk: PackedChunk) -> None:
         """Give back what was kept of a chunk."""
         for block in chunk.blocks:
             self._pool.release(block)
-        if chunk.node is not None and not chunk.node.children:
+        if chunk.node is not None:
             self._blocks.update_evictable(chunk.node)
+
+    def take_chunk(self, chunk: PackedChunk) -> None:
+        """Hold what was kept of a chunk once more; it is published."""
+        assert chunk.node is not None, "who takes it has found it at its node"
+        self._pool.acquire_all(chunk.blocks)
+        self._blocks.update_evictable(chunk.node)
 
     # Inside.
 

@@ -65,7 +65,7 @@ class KeepRules:
         for group, rule in enumerate(self._rules):
             num_held = cache.tables[group].num_held if cache is not None else 0
             if cache is not None and rule.packs:
-                num_held += cache.num_packed_blocks
+                num_held += cache.num_packed_blocks + len(cache.granted)
             num_blocks += max(0, rule.num_blocks_for(num_tokens, num_new, self.block_size) - num_held)
         return num_blocks
 
@@ -162,7 +162,7 @@ class KeepRules:
     def is_whole(self, node: Node) -> bool:
         """Whether who goes on at the end of ``node``'s path finds there what each group keeps.
 
-        Blocks of sinks are there as long as the path is (``window_blocks.py``).
+        Blocks of sinks are there as long as the path is (``window_blocks.py``). Packed chunks are not asked for.
         """
         end = node.depth + 1
         for group in self.trimmed:

@@ -11,12 +11,15 @@ and not before, so it is planned as if all were::
     core.packing.commit(cache, counts)          the step ran: of each chunk so many blocks stay, the others are free
     core.packing.on_failed(...)                 the step failed: all that was granted is free
 
-After ``commit`` the chunk lies at the last node of its tokens, if that is published; whoever comes after goes on with
-it. Where somebody else was sooner, the cache takes over what lies there, which is the same. So a node is never further
-behind a chunk that is not packed than tokens see whole chunks, but for nodes that a step is writing now: nobody goes on
-from those.
+    core.packing.give_back(cache)               the step is not run after all: likewise
 
-Blocks of packed chunks go with their node, when that is a leaf: who goes on behind needs all of them.
+After ``commit`` the chunk lies at the last node of its tokens, if that is published; whoever comes after goes on with
+it. Where somebody else was sooner, the cache takes over what lies there, which is the same. No step may be in flight
+then that reads the cache: so nothing is planned behind a step that packs.
+
+Blocks of packed chunks go with their node, when that is a leaf: who goes on behind needs all of them. Where somebody
+goes on who does not need them yet, they go when nothing else can (``block_cache.py``). So a path may lack some, and a
+hit ends as far behind the first that is gone as tokens see whole chunks.
 """
 
 from __future__ import annotations
@@ -76,6 +79,7 @@ class Packing(Lodger):
         """Give ``cache`` blocks for the chunks that such a step packs; False, with nothing changed, without memory."""
         num_new = self.num_due(cache, end) * self._chunk_blocks - len(cache.granted)
         if num_new <= 0:
+            self.give_back(cache, len(cache.granted) + num_new)
             return True
         if num_new > self._blocks.num_available:
             return False
@@ -83,69 +87,68 @@ class Packing(Lodger):
         for _ in range(num_new):
             block = self._blocks.allocate()
             if block is None:  # cached blocks that a transfer reads cannot go
-                self._give_back(cache, num_before)
+                self.give_back(cache, num_before)
                 return False
             block.group = self._group
             cache.granted.append(block)
         return True
 
     def commit(self, cache: SequenceCache, packed: Sequence[Packed]) -> None:
-        """A step ran, and packed the next chunks of ``cache``; its promise is committed.
+        """A step ran, and packed the next chunks of ``cache``; its promise is committed, and no step reads the cache.
+
+        To be called of every sequence of every such step: it also publishes what could not be before.
 
         Args:
             cache: whose.
-            packed: what was kept of each chunk, in order; none if the step packed nothing.
+            packed: what was kept of each chunk, in order; of as many as blocks were granted for.
         """
         granted, cache.granted = cache.granted, []
+        size = self._chunk_blocks
+        assert len(granted) == len(packed) * size, f"{len(packed)} chunks were packed, {len(granted)} blocks granted"
         for at, one in enumerate(packed):
-            of_chunk = granted[at * self._chunk_blocks : (at + 1) * self._chunk_blocks]
-            assert one.num_blocks <= len(of_chunk), "a chunk fills no more than was granted"
+            of_chunk = granted[at * size : (at + 1) * size]
+            assert one.num_blocks <= size, "a chunk fills no more than was granted"
             cache.chunks.append(PackedChunk(tuple(of_chunk[: one.num_blocks]), one.counts))
+            cache.num_packed_blocks += one.num_blocks
             for block in of_chunk[one.num_blocks :]:
                 self._blocks.pool.release(block)
-        for block in granted[len(packed) * self._chunk_blocks :]:
-            self._blocks.pool.release(block)
-        self.publish(cache)
+        self._publish(cache)
 
-    def publish(self, cache: SequenceCache) -> None:
-        """Publish the packed chunks of ``cache`` whose tokens are, or take over what others have published there.
-
-        To be called when what it publishes has become longer.
-        """
+    def _publish(self, cache: SequenceCache) -> None:
+        """Publish the packed chunks of ``cache`` whose tokens are, or take over what others have published there."""
+        if cache.tail is None:
+            return
         num_places = cache.num_published
         node: Node | None = cache.tail
-        first = len(cache.chunks)
-        while first and cache.chunks[first - 1].node is None:
-            first -= 1
-        for at in reversed(range(first, len(cache.chunks))):
-            place = (at + 1) * self._chunk_blocks
-            if place > cache.num_published or node is None:
-                continue
-            while num_places > place:
+        at = min(len(cache.chunks), num_places // self._chunk_blocks)
+        while at and cache.chunks[at - 1].node is None:
+            while num_places > at * self._chunk_blocks:
                 assert node is not None, "a path has as many nodes as are published"
                 node, num_places = node.parent, num_places - 1
+            at -= 1
             assert node is not None, "a path has as many nodes as are published"
             if not node.committed:  # its own, of a step that has not run
                 continue
             chunk, theirs = cache.chunks[at], node.packed
             if theirs is None:
                 chunk.put(node)
+                self._blocks.update_evictable(node)
             else:
-                self._blocks.pool.acquire_all(theirs.blocks)
+                self._holding.take_chunk(theirs)
                 self._holding.release_chunk(chunk)
+                assert len(theirs.blocks) == len(chunk.blocks), "the same tokens, and another number was kept"
                 cache.chunks[at] = theirs
-            self._blocks.update_evictable(node)
 
     # What becomes of sequences.
 
     def on_release(self, cache: SequenceCache) -> None:
         """A sequence ends: what it was granted is free."""
-        self._give_back(cache, 0)
+        self.give_back(cache)
 
     def on_failed(self, rows: Sequence[tuple[SequenceCache, int]], copies: Sequence[ResidualCopy]) -> None:  # noqa: ARG002
         """A step failed: what it was to pack is not packed."""
         for cache, _ in rows:
-            self._give_back(cache, 0)
+            self.give_back(cache)
 
     def draft_limit(self, cache: SequenceCache, start: int, num_tokens: int) -> int:
         """Return how many tokens a row may have that ends in drafts: none that has another chunk packed.
@@ -154,8 +157,8 @@ class Packing(Lodger):
         """
         return min(num_tokens, max(1, self._rule.reach(len(cache.chunks)) - start))
 
-    def _give_back(self, cache: SequenceCache, num_kept: int) -> None:
-        """Let go of what was granted, but for the first blocks."""
+    def give_back(self, cache: SequenceCache, num_kept: int = 0) -> None:
+        """Let go of what was granted, but for the first ``num_kept`` blocks: no step packs with it."""
         while len(cache.granted) > num_kept:
             self._blocks.pool.release(cache.granted.pop())
 

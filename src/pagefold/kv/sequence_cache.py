@@ -54,6 +54,7 @@ class SequenceCache:
             tier that they came from.
         residual_id: where it has its unsealed block, of a codec that seals blocks (``residuals.py``); else -1.
         chunks: its packed chunks, from the first on (``packing.py``).
+        num_packed_blocks: how many blocks these fill.
         granted: blocks for the chunks that the step packs which is being planned or run.
         facts: of the request that holds it, for the eviction policy; whoever releases the cache may set them before.
 
@@ -74,6 +75,7 @@ class SequenceCache:
         "may_share_tail",
         "num_begun",
         "num_loaded_tokens",
+        "num_packed_blocks",
         "num_published",
         "promise",
         "residual_id",
@@ -96,6 +98,7 @@ class SequenceCache:
         self.num_loaded_tokens: dict[str, int] = {}
         self.residual_id = -1
         self.chunks: list[PackedChunk] = []
+        self.num_packed_blocks = 0
         self.granted: list[Block] = []
         self.facts = _NO_FACTS
 
@@ -114,11 +117,6 @@ class SequenceCache:
     def has_path(self) -> bool:
         """Whether it holds published blocks that are still in the tree: not if the step failed that wrote them."""
         return bool(self.num_published) and self.tail is not None and self.tail.attached
-
-    @property
-    def num_packed_blocks(self) -> int:
-        """How many blocks it holds for packed chunks."""
-        return sum(len(chunk.blocks) for chunk in self.chunks) + len(self.granted)
 
     def all_block_ids(self) -> Iterator[BlockId]:
         """Yield the blocks of all groups, and of packed chunks."""
